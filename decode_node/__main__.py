@@ -1,0 +1,22 @@
+"""`python -m decode_node MODEL`: one decode node process."""
+
+from decode_node.settings import DecodeSettings
+from engine.flags import settings_command
+from protos.serving import run_process
+
+
+def run(settings: DecodeSettings) -> None:
+    """Runs until SIGTERM."""
+    run_process("decode", settings.link, settings.engine.cpus, lambda name: _serve(settings, name))
+
+
+async def _serve(settings: DecodeSettings, name: str) -> None:
+    from decode_node.server import serve_decode  # imports torch, which counts the cores it may use
+
+    await serve_decode(settings, name)
+
+
+main = settings_command(DecodeSettings, run, name="decode", help="Run one decode node.")
+
+if __name__ == "__main__":
+    main()

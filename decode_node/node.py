@@ -1,0 +1,234 @@
+"""A decode node: KV blocks in, answers out.
+
+The life of an attempt here:
+1. `Reserve` queues it for credit in the scheduler.
+2. Credit: blocks are leased, and `Reserved` carries a ticket for them to the coordinator.
+3. The prefill node sends the blocks; the receiver verifies every one and commits: `Committed`.
+4. The request joins the batch with the next step; every step's tokens go out in one `StepTokens`.
+
+How an attempt ends (with its last token, by failure or by cancel): protos/attempts.py.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from engine.engine import Engine
+from kv_transfer.receiver import KVReceiver, Received
+from kv_transfer.sender import TransferFailed
+
+from decode_node.scheduler import Answered, DecodeScheduler, Reservation, State
+from decode_node.settings import DecodeSettings
+from engine.blocks import BlockAllocator
+from engine.errors import RequestError, SettingsError
+from engine.requests import Request, Work
+from engine.stepper import Stepper
+from protos import convert, fleet_pb2, reasons
+from protos.attach import FleetLink
+from protos.attempts import Attempts
+from protos.reports import node_info, node_load
+
+logger = logging.getLogger(__name__)
+
+CREDIT_CHECK_S: Final = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One request on this node, from Reserve until everything it holds is free."""
+
+    reservation: Reservation
+    scheduler: DecodeScheduler
+    receiver: KVReceiver
+    transfer_id: bytes | None = None  # while the receiver may write to the blocks
+
+    @property
+    def request(self) -> Request:
+        return self.reservation.request
+
+    @property
+    def is_busy(self) -> bool:
+        return self.reservation.in_step or self.transfer_id is not None
+
+    def stop(self) -> None:
+        self.reservation.cancelled = True
+        if self.transfer_id is not None:
+            self.receiver.cancel(self.transfer_id)
+
+    def release(self) -> None:
+        self.scheduler.remove(self.reservation)
+
+
+class DecodeNode:
+    """Owns the scheduler and the attempts; runs on one event loop."""
+
+    def __init__(
+        self, settings: DecodeSettings, name: str, engine: Engine, receiver: KVReceiver, link: FleetLink
+    ) -> None:
+        if settings.max_num_batched_tokens < settings.max_num_seqs:
+            raise SettingsError(
+                f"max_num_batched_tokens ({settings.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({settings.max_num_seqs}): every running request takes one token a step"
+            )
+        self._settings = settings
+        self._name = name
+        self._incarnation = secrets.token_hex(8)
+        self._engine = engine
+        self._receiver = receiver
+        self._link = link
+        self._stepper = Stepper(engine)
+        self._allocator = BlockAllocator(engine.num_blocks)
+        self._scheduler = DecodeScheduler(
+            self._allocator,
+            engine.layout,
+            engine.eos_token_ids,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_queued=settings.max_num_queued,
+        )
+        self._work = asyncio.Event()
+        self._attempts: Attempts[Attempt] = Attempts(link.send, self._grant)
+        self._draining = False
+
+    # ---- the link's view ----
+
+    def hello(self) -> fleet_pb2.Hello:
+        return fleet_pb2.Hello(
+            node=node_info(self._name, "decode", self._incarnation, self._engine.fingerprint, self._engine.description),
+            num_blocks=self._engine.num_blocks,
+            block_size=self._engine.layout.block_size,
+            max_model_len=self._engine.max_model_len,
+            max_num_seqs=self._settings.max_num_seqs,
+            max_num_queued=self._settings.max_num_queued,
+        )
+
+    def heartbeat(self) -> fleet_pb2.Heartbeat:
+        load = node_load(self._name, "decode", self._stepper, self._allocator, draining=self._draining)
+        load.num_running = self._scheduler.count(State.RUNNING)
+        load.num_waiting = self._scheduler.num_requests - load.num_running
+        load.num_preemptions = self._scheduler.num_preemptions
+        return fleet_pb2.Heartbeat(load=load, step_age_s=self._stepper.step_age_s)
+
+    def handle(self, command: fleet_pb2.NodeCommand) -> None:
+        match command.WhichOneof("command"):
+            case "reserve":
+                self._reserve(command.reserve.job)
+            case "cancel":
+                self._attempts.cancel(command.cancel.attempt)
+            case other:
+                logger.error("a decode node does not know the command %s", other)
+
+    def detached(self) -> None:
+        self._attempts.end_all()
+
+    # ---- the process's view ----
+
+    def drain(self) -> None:
+        self._draining = True
+
+    async def idle(self) -> None:
+        await self._attempts.idle()
+
+    async def run(self) -> None:
+        watch = asyncio.create_task(self._watch_credit())
+        try:
+            while True:
+                self._work.clear()
+                works = self._scheduler.plan()
+                if works:
+                    await self._step(works)
+                else:
+                    await self._work.wait()
+        finally:
+            watch.cancel()
+            self._stepper.close()
+
+    # ---- commands ----
+
+    def _reserve(self, job: fleet_pb2.Job) -> None:
+        try:
+            if self._draining:
+                raise RequestError(reasons.DRAINING, "the decode node is draining")
+            reservation = self._scheduler.reserve(convert.request_from_wire(job), time.monotonic())
+        except RequestError as error:
+            failed = fleet_pb2.Failed(attempt=job.attempt, reason=error.reason, message=str(error))
+            self._link.send(failed=failed)
+            return
+        self._attempts.add(Attempt(reservation, self._scheduler, self._receiver))
+        self._grant()
+
+    # ---- credit and transfer ----
+
+    def _grant(self) -> None:
+        """Hands out whatever credit there is, and wakes the steps: blocks may have come free for them too."""
+        self._work.set()
+        for reservation in self._scheduler.grant():
+            attempt = self._attempts.of(reservation.request)
+            assert reservation.lease is not None
+            num_blocks = self._engine.layout.num_blocks_for(len(reservation.request.token_ids))
+            ticket = self._receiver.expect(
+                reservation.lease.block_ids[:num_blocks],
+                epoch=reservation.request.epoch,
+                ttl_s=self._settings.ticket_ttl_s,
+                on_done=lambda result, attempt=attempt: self._received(attempt, result),
+            )
+            attempt.transfer_id = ticket.transfer_id
+            wire = convert.attempt_of(reservation.request)
+            self._link.send(reserved=fleet_pb2.Reserved(attempt=wire, ticket=ticket.encode()))
+
+    def _received(self, attempt: Attempt, result: Received | TransferFailed) -> None:
+        attempt.transfer_id = None
+        if self._attempts.is_ending(attempt):
+            self._attempts.settle(attempt)
+        elif isinstance(result, TransferFailed):
+            self._attempts.fail(attempt, result.reason, result.message)
+        else:
+            first = fleet_pb2.SampledToken.FromString(result.tail)
+            self._scheduler.commit(attempt.reservation, first.token_id)
+            self._link.send(committed=fleet_pb2.Committed(attempt=convert.attempt_of(attempt.request)))
+            self._work.set()
+
+    async def _watch_credit(self) -> None:
+        """Refuses reservations that have waited too long."""
+        timeout_s = self._settings.credit_timeout_s
+        while True:
+            await asyncio.sleep(CREDIT_CHECK_S)
+            for reservation in self._scheduler.overdue(time.monotonic() - timeout_s):
+                attempt = self._attempts.of(reservation.request)
+                message = f"the decode node had no room for the request within {timeout_s} s"
+                self._attempts.fail(attempt, reasons.QUEUE_FULL, message)
+
+    # ---- one step ----
+
+    async def _step(self, works: list[Work]) -> None:
+        try:
+            tokens, step_s = await self._stepper.step(works)
+        except Exception as error:
+            logger.exception("a decode step failed")
+            self._fail_step(works, error)
+            return
+        answered = self._scheduler.apply(works, tokens)
+        self._report(answered, step_s)
+        for answer in answered:
+            if answer.finish_reason is not None:
+                self._attempts.end(self._attempts.of(answer.reservation.request))
+        self._attempts.settle_all(work.request for work in works)
+
+    def _report(self, answered: list[Answered], step_s: float) -> None:
+        """One message for the step; attempts that were cancelled meanwhile are left out."""
+        tokens = [
+            convert.token_to_wire(answer.reservation.request, answer.token, answer.finish_reason)
+            for answer in answered
+            if not answer.reservation.cancelled
+        ]
+        if tokens:
+            self._link.send(step_tokens=fleet_pb2.StepTokens(tokens=tokens, step_s=step_s))
+
+    def _fail_step(self, works: list[Work], error: Exception) -> None:
+        for work in works:
+            attempt = self._attempts.of(work.request)
+            attempt.reservation.in_step = False
+            self._attempts.fail(attempt, reasons.ENGINE_ERROR, f"the decode step failed ({type(error).__name__})")

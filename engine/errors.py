@@ -1,0 +1,35 @@
+"""The exceptions that SplitServe raises on purpose.
+
+    SplitServeError
+    ├── SettingsError     a flag, variable or file that cannot be used; the process does not start
+    ├── ModelError        a model folder that is missing, broken or not supported; the process does not start
+    ├── RequestError      a request that cannot be served as asked; carries the public reason
+    └── OutOfBlocks       the KV pool has fewer free blocks than asked for
+
+Messages name the limit and the value, and never a path, an address or a traceback of the server: they
+reach clients as they stand. (SettingsError and ModelError reach only the person who starts the process.)
+"""
+
+
+class SplitServeError(Exception):
+    """Base of all exceptions raised on purpose."""
+
+
+class SettingsError(SplitServeError):
+    """A setting that cannot be used."""
+
+
+class ModelError(SplitServeError):
+    """A model folder that is missing, broken or not supported."""
+
+
+class RequestError(SplitServeError):
+    """A request that cannot be served as asked. `reason` is UPPER_SNAKE, one of the public statuses' reasons."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class OutOfBlocks(SplitServeError):
+    """The KV pool has fewer free blocks than asked for."""

@@ -1,0 +1,87 @@
+"""A request as the engine and the schedulers see it. Torch-free."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. Validated by the coordinator; nodes take it as it is."""
+
+    max_tokens: int
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: off; k: the sampled token's and the k most likely
+
+
+class FinishReason(Enum):
+    """Why an answer ended by itself."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One attempt at one answer: tokens so far (prompt, then output) and how to go on."""
+
+    request_id: str
+    epoch: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One request's share of a step: compute token_ids[start : start + num_tokens].
+
+    The KV of token_ids[:start] is in the pool already; block_ids covers start + num_tokens tokens.
+    A token is sampled when the share reaches the last known token.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    block_ids: Sequence[int]
+
+    @property
+    def samples(self) -> bool:
+        return self.start + self.num_tokens == len(self.request.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """What one Work that samples gives. Logprobs are natural logs of the model's own distribution, before
+    penalties, bias and temperature (vLLM calls them raw)."""
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+def finish_reason(request: Request, eos_token_ids: Sequence[int]) -> FinishReason | None:
+    """Whether the last token of the request ends its answer. (Stop strings are the coordinator's business.)"""
+    sampling, last = request.sampling, request.token_ids[-1]
+    if request.num_output_tokens >= sampling.min_tokens and (
+        last in sampling.stop_token_ids or (last in eos_token_ids and not sampling.ignore_eos)
+    ):
+        return FinishReason.STOP
+    if request.num_output_tokens >= sampling.max_tokens:
+        return FinishReason.LENGTH
+    return None

@@ -1,0 +1,22 @@
+"""What one node's engine can be told. The flags derive from these fields; names follow vLLM's."""
+
+from dataclasses import dataclass
+
+from engine.flags import flag
+
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Settings of one engine."""
+
+    model: str = flag("", "Folder with config.json and safetensors files.", positional=True)
+    dtype: str = flag("auto", "Compute and KV dtype; auto takes the model's own.", choices=DTYPES)
+    device: str = flag("auto", "Where to compute; auto takes CUDA when there is one.", choices=DEVICES)
+    block_size: int = flag(16, "Tokens in one KV block.", minimum=1, maximum=1024)
+    num_kv_blocks: int = flag(0, "KV blocks in the pool; 0 derives it from --kv-cache-memory-bytes.", minimum=0)
+    kv_cache_memory_bytes: int = flag(512 * 2**20, "Bytes of the KV pool.", minimum=1)
+    max_model_len: int = flag(0, "Most tokens of prompt and answer; 0 takes the model's own.", minimum=0)
+    cpus: str = flag("", "CPU numbers this node pins itself to, such as 0-3,8; empty leaves it unpinned.")

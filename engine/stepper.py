@@ -1,0 +1,57 @@
+"""Runs an engine's steps in a thread of its own, so that a node's event loop stays free, and counts them."""
+
+import asyncio
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, Protocol
+
+from engine.requests import SampledToken, Work
+
+NUM_RECENT_STEPS: Final = 64
+
+
+class Steps(Protocol):
+    """What computes: engine.engine.Engine."""
+
+    def step(self, works: Sequence[Work]) -> list[SampledToken]: ...
+
+
+class Stepper:
+    """One step at a time. Owned by one event loop."""
+
+    def __init__(self, engine: Steps) -> None:
+        self._engine = engine
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
+        self._started_at: float | None = None
+        self.num_steps = 0
+
+    async def step(self, works: Sequence[Work]) -> tuple[list[SampledToken], float]:
+        """The sampled tokens (one for each Work that samples, in order) and the seconds the step took."""
+        assert self._started_at is None, "two steps at a time"
+        self._started_at = time.monotonic()
+        try:
+            tokens = await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.step, works)
+        finally:
+            step_s = time.monotonic() - self._started_at
+            self._started_at = None
+            self.num_steps += 1
+        self._recent_s.append(step_s)
+        return tokens, step_s
+
+    @property
+    def step_s(self) -> float:
+        """Median seconds of the recent steps; 0 before the first."""
+        return statistics.median(self._recent_s) if self._recent_s else 0.0
+
+    @property
+    def step_age_s(self) -> float:
+        """Seconds the running step has taken so far; 0 when idle."""
+        return 0.0 if self._started_at is None else time.monotonic() - self._started_at
+
+    def close(self) -> None:
+        """Waits for the running step, then ends the thread."""
+        self._thread.shutdown(wait=True)

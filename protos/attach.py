@@ -1,0 +1,173 @@
+"""The node's end of Fleet.Attach: dial the coordinator, say hello, then events up and commands down.
+
+The link re-attaches by itself when the stream breaks. A broken stream means that the coordinator has given up
+every attempt on this node, so the node is told (`detached`) and gives up what it holds before the next hello.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import grpc
+
+from engine.errors import SettingsError
+from engine.flags import flag
+from protos import fleet_pb2, fleet_pb2_grpc
+from protos.channels import CHANNEL_OPTIONS
+
+logger = logging.getLogger(__name__)
+
+WELCOME_DEADLINE_S: Final = 10.0
+RETRY_MIN_S: Final = 0.1
+RETRY_MAX_S: Final = 2.0
+MAX_UNSENT_EVENTS: Final = 10_000
+FINAL_CODES: Final = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION)
+
+Unsent = asyncio.Queue["fleet_pb2.NodeEvent | None"]  # None: nothing more will come
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """How a node finds its coordinator."""
+
+    coordinator: str = flag("127.0.0.1:50052", "Fleet address of the coordinator, HOST:PORT.")
+    name: str = flag("", "Name of this node, unique in the fleet; empty makes one from role, host and process.")
+    fleet_secret: str = flag("", "Secret shared by the fleet.", secret=True)
+    drain_s: float = flag(30.0, "Seconds a stopping node waits for its requests to finish.", minimum=0.0)
+    log_level: str = flag("info", "Least severe log line to write.", choices=("debug", "info", "warning", "error"))
+
+    def name_for(self, role: str) -> str:
+        """The node's name: as given, or made up."""
+        return self.name or f"{role}-{socket.gethostname()}-{os.getpid()}"
+
+
+class Node(Protocol):
+    """What the link asks of a node. Called on the event loop; none of these blocks."""
+
+    def hello(self) -> fleet_pb2.Hello: ...
+    def heartbeat(self) -> fleet_pb2.Heartbeat: ...
+    def handle(self, command: fleet_pb2.NodeCommand) -> None: ...
+    def detached(self) -> None: ...
+
+
+class FleetLink:
+    """One node's stream to the coordinator."""
+
+    def __init__(self, settings: LinkSettings) -> None:
+        self._settings = settings
+        self._unsent: Unsent = asyncio.Queue(MAX_UNSENT_EVENTS)
+        self._attached = False
+        self._stopping = asyncio.Event()
+        self._stopped = asyncio.Event()
+
+    def send(self, **event: Any) -> None:
+        """Queues one event, named by its oneof field. Without an attachment it is dropped: the coordinator has
+        given up all attempts of this node already."""
+        if not self._attached:
+            return
+        try:
+            self._unsent.put_nowait(fleet_pb2.NodeEvent(**event))
+        except asyncio.QueueFull:
+            logger.error("%d events unsent: the stream to the coordinator is given up", MAX_UNSENT_EVENTS)
+            self._attached = False
+
+    def stop(self) -> None:
+        """Lets `run` return after what is queued has gone out."""
+        self._stopping.set()
+        if self._attached:
+            self._unsent.put_nowait(None)
+
+    async def stopped(self) -> None:
+        """Returns when `run` has detached after `stop`."""
+        async with asyncio.timeout(WELCOME_DEADLINE_S):
+            await self._stopped.wait()
+
+    async def run(self, node: Node) -> None:
+        """Stays attached until `stop`. Raises SettingsError when the coordinator refuses this node."""
+        retry_s = RETRY_MIN_S
+        while not self._stopping.is_set():
+            try:
+                async with grpc.aio.insecure_channel(self._settings.coordinator, options=CHANNEL_OPTIONS) as channel:
+                    await self._attach(fleet_pb2_grpc.FleetStub(channel), node)
+                retry_s = RETRY_MIN_S
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError, ConnectionError, TimeoutError) as error:
+                logger.warning("not attached to the coordinator: %s", _reason(error))
+                retry_s = min(2 * retry_s, RETRY_MAX_S)
+            self._attached = False
+            self._unsent = asyncio.Queue(MAX_UNSENT_EVENTS)
+            node.detached()
+            await _wait(self._stopping, retry_s)
+        self._stopped.set()
+
+    async def _attach(self, stub: fleet_pb2_grpc.FleetStub, node: Node) -> None:
+        metadata = (("authorization", f"Bearer {self._settings.fleet_secret}"),)
+        call = stub.Attach(metadata=metadata)
+        try:
+            async with asyncio.timeout(WELCOME_DEADLINE_S):
+                await call.write(fleet_pb2.NodeEvent(hello=node.hello()))
+                answer = await call.read()
+            heartbeat_s = _welcome(answer)
+            self._attached = True
+            logger.info("attached to the coordinator")
+            await _first_to_end(self._beat(node, heartbeat_s), self._write(call), self._read(call, node))
+        finally:
+            call.cancel()
+
+    async def _beat(self, node: Node, heartbeat_s: float) -> None:
+        while self._attached:
+            self.send(heartbeat=node.heartbeat())
+            await asyncio.sleep(heartbeat_s)
+
+    async def _write(self, call: Any) -> None:
+        while (event := await self._unsent.get()) is not None:
+            await call.write(event)
+        await call.done_writing()
+
+    async def _read(self, call: Any, node: Node) -> None:
+        while (command := await call.read()) is not grpc.aio.EOF:
+            node.handle(command)
+
+
+def _welcome(answer: Any) -> float:
+    if answer is grpc.aio.EOF:
+        raise ConnectionError("the coordinator ended the stream")
+    kind = answer.WhichOneof("command")
+    if kind == "refusal":
+        raise SettingsError(f"the coordinator refuses this node: {answer.refusal.message}")
+    if kind != "welcome":
+        raise SettingsError(f"the coordinator answered hello with {kind}, not with welcome: is it another version?")
+    return float(answer.welcome.heartbeat_s)
+
+
+def _reason(error: BaseException) -> str:
+    """What broke the stream, in words. Raises SettingsError where trying again cannot help."""
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return str(error) or type(error).__name__
+    if error.code() in FINAL_CODES:
+        raise SettingsError(f"the coordinator refuses this node: {error.details()}") from error
+    return f"{error.code().name}: {error.details()}"
+
+
+async def _first_to_end(*parts: Coroutine[Any, Any, None]) -> None:
+    """Runs the parts side by side until one ends; cancels the rest; raises what that one raised."""
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return

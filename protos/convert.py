@@ -1,0 +1,88 @@
+"""Between wire messages and the engine's own types."""
+
+from engine.requests import FinishReason, Request, SampledToken, SamplingParams
+from protos import fleet_pb2, inference_pb2
+
+PROTOCOL_VERSION = "1"
+
+_FINISH_REASONS = {
+    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+}
+
+
+def sampling_to_wire(sampling: SamplingParams) -> inference_pb2.SamplingParams:
+    """Every field set, so that a node needs no defaults of its own."""
+    return inference_pb2.SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+        logprobs=sampling.logprobs,
+        seed=sampling.seed,
+        logit_bias=dict(sampling.logit_bias),
+    )
+
+
+def sampling_from_wire(wire: inference_pb2.SamplingParams) -> SamplingParams:
+    """The inverse of sampling_to_wire; for messages of the coordinator, not of clients."""
+    return SamplingParams(
+        temperature=wire.temperature,
+        top_p=wire.top_p,
+        top_k=wire.top_k,
+        min_p=wire.min_p,
+        frequency_penalty=wire.frequency_penalty,
+        presence_penalty=wire.presence_penalty,
+        repetition_penalty=wire.repetition_penalty,
+        max_tokens=wire.max_tokens,
+        min_tokens=wire.min_tokens,
+        stop_token_ids=tuple(wire.stop_token_ids),
+        ignore_eos=wire.ignore_eos,
+        logprobs=wire.logprobs if wire.HasField("logprobs") else None,
+        seed=wire.seed,
+        logit_bias=tuple(sorted(wire.logit_bias.items())),
+    )
+
+
+def job_to_wire(request: Request) -> fleet_pb2.Job:
+    """What both nodes need to know of an attempt."""
+    return fleet_pb2.Job(
+        attempt=attempt_of(request),
+        token_ids=request.token_ids,
+        num_prompt_tokens=request.num_prompt_tokens,
+        sampling_params=sampling_to_wire(request.sampling),
+    )
+
+
+def request_from_wire(job: fleet_pb2.Job) -> Request:
+    """The inverse of job_to_wire."""
+    return Request(
+        request_id=job.attempt.request_id,
+        epoch=job.attempt.epoch,
+        token_ids=list(job.token_ids),
+        num_prompt_tokens=job.num_prompt_tokens,
+        sampling=sampling_from_wire(job.sampling_params),
+    )
+
+
+def attempt_of(request: Request) -> fleet_pb2.Attempt:
+    return fleet_pb2.Attempt(request_id=request.request_id, epoch=request.epoch)
+
+
+def token_to_wire(request: Request, token: SampledToken, finish_reason: FinishReason | None) -> fleet_pb2.SampledToken:
+    """The token that was just appended to the request."""
+    return fleet_pb2.SampledToken(
+        attempt=attempt_of(request),
+        index=request.num_output_tokens - 1,
+        token_id=token.token_id,
+        finish_reason=_FINISH_REASONS[finish_reason] if finish_reason else inference_pb2.FINISH_REASON_UNSPECIFIED,
+        logprob=token.logprob,
+        top=[inference_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in token.top_logprobs],
+    )

@@ -1,0 +1,212 @@
+from protos import inference_pb2 as _inference_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_PREFILL: _ClassVar[Role]
+    ROLE_DECODE: _ClassVar[Role]
+ROLE_UNSPECIFIED: Role
+ROLE_PREFILL: Role
+ROLE_DECODE: Role
+
+class Attempt(_message.Message):
+    __slots__ = ("request_id", "epoch")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    epoch: int
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class NodeEvent(_message.Message):
+    __slots__ = ("hello", "heartbeat", "first_token", "reserved", "transferred", "committed", "step_tokens", "failed", "cancelled")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERRED_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    heartbeat: Heartbeat
+    first_token: FirstToken
+    reserved: Reserved
+    transferred: Transferred
+    committed: Committed
+    step_tokens: StepTokens
+    failed: Failed
+    cancelled: Cancelled
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., transferred: _Optional[_Union[Transferred, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., step_tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., cancelled: _Optional[_Union[Cancelled, _Mapping]] = ...) -> None: ...
+
+class NodeCommand(_message.Message):
+    __slots__ = ("welcome", "refusal", "reserve", "prefill", "deliver", "cancel")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DELIVER_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    refusal: Refusal
+    reserve: Reserve
+    prefill: Prefill
+    deliver: Deliver
+    cancel: Cancel
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., deliver: _Optional[_Union[Deliver, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("node", "num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_queued")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_QUEUED_FIELD_NUMBER: _ClassVar[int]
+    node: _inference_pb2.NodeInfo
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_queued: int
+    def __init__(self, node: _Optional[_Union[_inference_pb2.NodeInfo, _Mapping]] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_queued: _Optional[int] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("load", "step_age_s")
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    STEP_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    load: _inference_pb2.NodeLoad
+    step_age_s: float
+    def __init__(self, load: _Optional[_Union[_inference_pb2.NodeLoad, _Mapping]] = ..., step_age_s: _Optional[float] = ...) -> None: ...
+
+class FirstToken(_message.Message):
+    __slots__ = ("attempt", "token", "prefill_s")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    attempt: Attempt
+    token: SampledToken
+    prefill_s: float
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., token: _Optional[_Union[SampledToken, _Mapping]] = ..., prefill_s: _Optional[float] = ...) -> None: ...
+
+class Reserved(_message.Message):
+    __slots__ = ("attempt", "ticket")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    attempt: Attempt
+    ticket: bytes
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+
+class Transferred(_message.Message):
+    __slots__ = ("attempt", "num_bytes")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    attempt: Attempt
+    num_bytes: int
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class Committed(_message.Message):
+    __slots__ = ("attempt",)
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    attempt: Attempt
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ...) -> None: ...
+
+class StepTokens(_message.Message):
+    __slots__ = ("tokens", "step_s")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedCompositeFieldContainer[SampledToken]
+    step_s: float
+    def __init__(self, tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., step_s: _Optional[float] = ...) -> None: ...
+
+class SampledToken(_message.Message):
+    __slots__ = ("attempt", "index", "token_id", "finish_reason", "logprob", "top")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_FIELD_NUMBER: _ClassVar[int]
+    attempt: Attempt
+    index: int
+    token_id: int
+    finish_reason: _inference_pb2.FinishReason
+    logprob: float
+    top: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TopLogprob]
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., index: _Optional[int] = ..., token_id: _Optional[int] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[_inference_pb2.TopLogprob, _Mapping]]] = ...) -> None: ...
+
+class Failed(_message.Message):
+    __slots__ = ("attempt", "reason", "message")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    attempt: Attempt
+    reason: str
+    message: str
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Cancelled(_message.Message):
+    __slots__ = ("attempt",)
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    attempt: Attempt
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("heartbeat_s",)
+    HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
+    heartbeat_s: float
+    def __init__(self, heartbeat_s: _Optional[float] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("reason", "message")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    message: str
+    def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Job(_message.Message):
+    __slots__ = ("attempt", "token_ids", "num_prompt_tokens", "sampling_params")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
+    attempt: Attempt
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_prompt_tokens: int
+    sampling_params: _inference_pb2.SamplingParams
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
+
+class Reserve(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: Job
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ...) -> None: ...
+
+class Prefill(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: Job
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ...) -> None: ...
+
+class Deliver(_message.Message):
+    __slots__ = ("attempt", "ticket")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    attempt: Attempt
+    ticket: bytes
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ("attempt",)
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    attempt: Attempt
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,81 @@
+"""The life of a node process: start, serve, drain on a signal, stop."""
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, Protocol
+
+import uvloop
+from engine.cpus import pin
+
+from engine.errors import ModelError, SettingsError
+from engine.telemetry import configure_logging
+from protos.attach import FleetLink, LinkSettings, Node
+
+logger = logging.getLogger(__name__)
+
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+class ServedNode(Node, Protocol):
+    """A node as its process sees it."""
+
+    async def run(self) -> None:
+        """Steps until cancelled."""
+
+    def drain(self) -> None:
+        """Takes no new attempts from now on."""
+
+    async def idle(self) -> None:
+        """Returns when no attempt is left."""
+
+
+def run_process(role: str, link: LinkSettings, cpus: str, main: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+    """Runs main(name) on an event loop in a process pinned to `cpus`. Where the process cannot start or is refused,
+    one sentence goes to stderr and it exits with code 2."""
+    name = link.name_for(role)
+    configure_logging(role, name, link.log_level)
+    try:
+        pin(cpus)
+        uvloop.run(main(name))
+    except (SettingsError, ModelError) as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        sys.exit(2)
+
+
+async def serve(node: ServedNode, link: FleetLink, *, drain_s: float) -> None:
+    """Runs until SIGTERM or SIGINT, then lets running requests finish for at most drain_s seconds.
+
+    A second signal ends the wait. Raises what the node or its link raises.
+    """
+    stopping = asyncio.Event()
+    drained = asyncio.create_task(_drain(node, link, stopping, drain_s))
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, lambda: drained.cancel() if stopping.is_set() else stopping.set())
+    tasks = [asyncio.create_task(node.run()), asyncio.create_task(link.run(node)), drained]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            if not task.cancelled():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _drain(node: ServedNode, link: FleetLink, stopping: asyncio.Event, drain_s: float) -> None:
+    await stopping.wait()
+    logger.info("draining")
+    node.drain()
+    link.send(heartbeat=node.heartbeat())
+    try:
+        async with asyncio.timeout(drain_s):
+            await node.idle()
+    except TimeoutError:
+        logger.warning("requests still running after %.0f s: stopping all the same", drain_s)
+    link.stop()
+    await link.stopped()
