@@ -24,11 +24,13 @@ class ModelError(SplitServeError):
 
 
 class RequestError(SplitServeError):
-    """A request that cannot be served as asked. `reason` is UPPER_SNAKE, one of the public statuses' reasons."""
+    """A request that cannot be served as asked. `reason` is UPPER_SNAKE, one of the public statuses' reasons;
+    `metadata` tells more to programs, such as the name of the field that is wrong."""
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: str, message: str, **metadata: str) -> None:
         super().__init__(message)
         self.reason = reason
+        self.metadata = metadata
 
 
 class OutOfBlocks(SplitServeError):

@@ -1,0 +1,73 @@
+"""A model whose answers one can work out on paper. It stores and reads back KV blocks like a real one.
+
+Of each token it writes the token id as K and the position (0, 1, ...) as V, into every layer, head and element. From
+what it then reads back through the block table it works out the next token:
+
+    next = (sum over the context of token_id[i] * (i + 1) + context length) mod vocab_size
+
+    context [97, 98]:  97 * 1 + 98 * 2 + 2 = 295,  295 mod 260 = 35
+
+The sum is the mean over all layers, heads and elements, rounded down: one wrong block anywhere changes the answer.
+The logit of the token r places after `next` (cyclically) is -r: `next` is the greedy choice, next + 1 the second.
+
+Its config.json may say `step_s` and `token_s`: seconds that every step takes, and in addition every token in it.
+"""
+
+import time
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from engine.attention import Attention
+from engine.errors import ModelError
+from engine.forward_batch import ForwardBatch
+from engine.json_fields import read_json_object
+from engine.model_config import ModelConfig
+
+EXACT_INTEGERS: Final = 2**24  # float32 holds the integers up to here
+
+
+class FakeModel:
+    """Computes what the module's docstring says, in place of a decoder."""
+
+    def __init__(self, config: ModelConfig, folder: Path) -> None:
+        if max(config.vocab_size, config.max_position_embeddings) > EXACT_INTEGERS:
+            raise ModelError(f"the fake model's vocab_size and max_position_embeddings are at most {EXACT_INTEGERS}")
+        fields = read_json_object(folder / "config.json")
+        self._step_s = fields.number("step_s", 0.0)
+        self._token_s = fields.number("token_s", 0.0)
+        self._vocab_size = config.vocab_size
+        self._num_layers = config.num_layers
+
+    def __call__(self, batch: ForwardBatch, attention: Attention) -> torch.Tensor:
+        """Writes the batch into the pool; gives the logits [S, vocab_size] of the wanted rows."""
+        time.sleep(self._step_s + self._token_s * len(batch.token_ids))
+        self._store(batch, attention)
+        requests = torch.searchsorted(batch.query_starts, batch.logit_rows, right=True) - 1
+        next_tokens = [self._next_token(batch, attention, request) for request in requests.tolist()]
+        logits = torch.empty(len(next_tokens), self._vocab_size, device=batch.token_ids.device)
+        tokens = torch.arange(self._vocab_size, device=logits.device)
+        for row, next_token in zip(logits, next_tokens, strict=True):
+            row[:] = -((tokens - next_token) % self._vocab_size)
+        return logits
+
+    def _store(self, batch: ForwardBatch, attention: Attention) -> None:
+        layout = attention.pool.layout
+        shape = (len(batch.token_ids), layout.num_kv_heads, layout.head_dim)
+        keys = batch.token_ids.float().view(-1, 1, 1).expand(shape)
+        values = batch.positions.float().view(-1, 1, 1).expand(shape)
+        for layer in range(self._num_layers):
+            attention.pool.store(layer, batch.slots, keys, values)
+
+    def _next_token(self, batch: ForwardBatch, attention: Attention, request: int) -> int:
+        length = int(batch.kv_lengths[request])
+        pool = attention.pool
+        table = batch.block_tables[request, : pool.layout.num_blocks_for(length)]
+        total = 0
+        for layer in range(self._num_layers):
+            token_ids = pool.keys(layer)[table].flatten(0, 1)[:length].long()
+            positions = pool.values(layer)[table].flatten(0, 1)[:length].long()
+            total += int((token_ids * (positions + 1)).sum())
+        num_copies = self._num_layers * pool.layout.num_kv_heads * pool.layout.head_dim
+        return (total // num_copies + length) % self._vocab_size

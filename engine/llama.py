@@ -1,0 +1,92 @@
+"""The decoder of the Llama family: Llama, Mistral, Qwen2 and Qwen3.
+
+Shapes: T tokens of a batch, S wanted rows, E hidden size, H heads, K key heads, D head size.
+Every module's parameters carry the names of the Hugging Face checkpoint, less the leading "model.".
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from engine.attention import Attention
+from engine.forward_batch import ForwardBatch
+from engine.layers import Embedding, Linear, RMSNorm, SwiGLU
+from engine.model_config import ModelConfig
+from engine.rope import RotaryEmbedding, rotate
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+
+
+class SelfAttention(nn.Module):
+    """Projections, rotation, the write into the pool and the attention over it."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self._layer = layer
+        self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        parts = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
+        self.qkv_proj = Linear(config.hidden_size, parts, config.qkv_bias)
+        self.o_proj = Linear(q_width, {"o_proj": config.hidden_size}, config.o_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(
+        self, x: torch.Tensor, rotation: Rotation, batch: ForwardBatch, attention: Attention, plan: Any
+    ) -> torch.Tensor:
+        """x [T, E] -> [T, E]"""
+        heads = self.qkv_proj(x).view(x.shape[0], -1, self._head_dim)  # [T, H + 2 K, D]
+        rotated, values = heads[:, : -self._num_kv_heads], heads[:, -self._num_kv_heads :]
+        if self.q_norm is not None and self.k_norm is not None:
+            queries, keys = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
+            rotated = torch.cat((self.q_norm(queries), self.k_norm(keys)), dim=1)
+        rotated = rotate(rotated, *rotation)
+        attention.pool.store(self._layer, batch.slots, rotated[:, self._num_heads :], values)
+        attended = attention.attend(rotated[:, : self._num_heads], self._layer, plan)
+        projected: torch.Tensor = self.o_proj(attended.flatten(1))
+        return projected
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each with a norm before and a residual around."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = SelfAttention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, config.mlp_bias)
+
+    def forward(
+        self, x: torch.Tensor, rotation: Rotation, batch: ForwardBatch, attention: Attention, plan: Any
+    ) -> torch.Tensor:
+        """x [T, E] -> [T, E]"""
+        x = x + self.self_attn(self.input_layernorm(x), rotation, batch, attention, plan)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class LlamaDecoder(nn.Module):
+    """The whole model. To be built on the meta device and filled by engine.weights."""
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        """`device` is where it will compute."""
+        super().__init__()
+        self._windows = config.sliding_windows
+        self._rotary = RotaryEmbedding(config.rope, config.head_dim, device)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else Linear(config.hidden_size, {"lm_head": config.vocab_size}, bias=False)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, batch: ForwardBatch, attention: Attention) -> torch.Tensor:
+        """Writes the batch's keys and values into the pool; gives the logits [S, vocab_size] of the wanted rows."""
+        x = self.embed_tokens(batch.token_ids)
+        rotation = self._rotary.tables(batch.positions, x.dtype)
+        plans = {window: attention.plan(batch, window) for window in set(self._windows)}
+        for layer, window in zip(self.layers, self._windows, strict=True):
+            x = layer(x, rotation, batch, attention, plans[window])
+        x = self.norm(x.index_select(0, batch.logit_rows))
+        return self.lm_head(x) if self.lm_head is not None else functional.linear(x, self.embed_tokens.weight)

@@ -1,0 +1,67 @@
+"""Runs requests through an Engine without a node: the least scheduler that chunks, batches, joins and leaves."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.blocks import BlockAllocator, BlockLease
+from engine.engine import Engine
+from engine.requests import Request, SampledToken, SamplingParams, Work, finish_reason
+
+
+@dataclass
+class Run:
+    """One request on its way: it joins at a step, and num_computed of its tokens are in the pool."""
+
+    request: Request
+    joins_at: int = 0
+    num_computed: int = 0
+    lease: BlockLease | None = None
+
+
+def greedy(max_tokens: int, **sampling) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling)
+
+
+def run_all(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    sampling: SamplingParams | Sequence[SamplingParams],
+    *,
+    chunk_tokens: int = 1000,
+    joins_at: Sequence[int] = (),
+) -> list[list[SampledToken]]:
+    """The sampled tokens of each prompt, all served together; request i joins at step joins_at[i] (or 0)."""
+    if isinstance(sampling, SamplingParams):
+        sampling = [sampling] * len(prompts)
+    runs = [
+        Run(Request(str(i), 0, list(prompt), len(prompt), sampling[i]), joins_at[i] if joins_at else 0)
+        for i, prompt in enumerate(prompts)
+    ]
+    allocator = BlockAllocator(engine.num_blocks)
+    sampled: dict[str, list[SampledToken]] = {run.request.request_id: [] for run in runs}
+    step = 0
+    while runs:
+        works = [_work(run, engine, allocator, chunk_tokens) for run in runs if run.joins_at <= step]
+        tokens = iter(engine.step(works) if works else [])
+        for run in [run for run in runs if run.joins_at <= step]:
+            run.num_computed = min(run.num_computed + chunk_tokens, len(run.request.token_ids))
+            if run.num_computed == len(run.request.token_ids):
+                token = next(tokens)
+                sampled[run.request.request_id].append(token)
+                run.request.token_ids.append(token.token_id)
+                if finish_reason(run.request, engine.eos_token_ids):
+                    run.lease.release()
+                    runs.remove(run)
+        step += 1
+    allocator.check_integrity()
+    assert allocator.num_free == engine.num_blocks
+    return list(sampled.values())
+
+
+def _work(run: Run, engine: Engine, allocator: BlockAllocator, chunk_tokens: int) -> Work:
+    num_tokens = min(chunk_tokens, len(run.request.token_ids) - run.num_computed)
+    needed = engine.layout.num_blocks_for(run.num_computed + num_tokens)
+    if run.lease is None:
+        run.lease = allocator.allocate(0)
+    run.lease.grow(needed - len(run.lease.block_ids))
+    return Work(run.request, run.num_computed, num_tokens, run.lease.block_ids)

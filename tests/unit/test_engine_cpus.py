@@ -1,0 +1,65 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from engine.cpus import parse_cpus, pin
+from engine.errors import SettingsError
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"), [("0", [0]), ("0-3,8", [0, 1, 2, 3, 8]), ("7, 2-3,3", [2, 3, 7]), ("1023", [1023])]
+)
+def test_parse(text, cpus):
+    assert parse_cpus(text) == cpus
+
+
+@pytest.mark.parametrize("text", [",", "a", "-1", "3-", "1--2", "3-1", "1024", "0-99999999", "0.5", "1 2", "²"])
+def test_nonsense(text):
+    with pytest.raises(SettingsError, match="--cpus"):
+        parse_cpus(text)
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_pin_sets_affinity_and_threads_of_torch():
+    cpu = max(os.sched_getaffinity(0))
+    code = f"""
+import os
+from engine.cpus import pin
+pin("{cpu}")
+import torch
+print(os.sched_getaffinity(0), torch.get_num_threads())
+"""
+    assert run(code).stdout == f"{{{cpu}}} 1\n"
+
+
+def test_pin_to_a_cpu_that_is_not_there():
+    missing = next(cpu for cpu in range(1024) if cpu not in os.sched_getaffinity(0) and cpu >= os.cpu_count())
+    code = """
+from engine.cpus import pin
+from engine.errors import SettingsError
+try:
+    pin("{}")
+except SettingsError as error:
+    print(error)
+"""
+    assert "--cpus" in run(code.format(missing)).stdout
+    with_one_that_is = f"{max(os.sched_getaffinity(0))},{missing}"
+    assert f"there is no CPU {missing}" in run(code.format(with_one_that_is)).stdout
+
+
+def test_empty_text_leaves_everything(monkeypatch):
+    before = os.sched_getaffinity(0)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    pin("")
+    assert os.sched_getaffinity(0) == before
+    assert "OMP_NUM_THREADS" not in os.environ
+
+
+def test_pin_after_torch_is_a_bug():
+    result = run("import torch\nfrom engine.cpus import pin\npin('0')")
+    assert "AssertionError: pin() after torch was imported" in result.stderr
