@@ -7,9 +7,10 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Protocol
 
+import click
 import uvloop
-from engine.cpus import pin
 
+from engine.cpus import pin
 from engine.errors import ModelError, SettingsError
 from engine.telemetry import configure_logging
 from protos.attach import FleetLink, LinkSettings, Node
@@ -41,7 +42,7 @@ def run_process(role: str, link: LinkSettings, cpus: str, main: Callable[[str], 
         pin(cpus)
         uvloop.run(main(name))
     except (SettingsError, ModelError) as error:
-        print(error, file=sys.stderr)  # noqa: T201
+        click.echo(f"{name}: {error}", err=True)
         sys.exit(2)
 
 
