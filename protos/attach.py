@@ -62,7 +62,6 @@ class FleetLink:
         self._unsent: Unsent = asyncio.Queue(MAX_UNSENT_EVENTS)
         self._attached = False
         self._stopping = asyncio.Event()
-        self._stopped = asyncio.Event()
 
     def send(self, **event: Any) -> None:
         """Queues one event, named by its oneof field. Without an attachment it is dropped: the coordinator has
@@ -81,11 +80,6 @@ class FleetLink:
         if self._attached:
             self._unsent.put_nowait(None)
 
-    async def stopped(self) -> None:
-        """Returns when `run` has detached after `stop`."""
-        async with asyncio.timeout(WELCOME_DEADLINE_S):
-            await self._stopped.wait()
-
     async def run(self, node: Node) -> None:
         """Stays attached until `stop`. Raises SettingsError when the coordinator refuses this node."""
         retry_s = RETRY_MIN_S
@@ -101,7 +95,6 @@ class FleetLink:
             self._unsent = asyncio.Queue(MAX_UNSENT_EVENTS)
             node.detached()
             await _wait(self._stopping, retry_s)
-        self._stopped.set()
 
     async def _attach(self, stub: fleet_pb2_grpc.FleetStub, node: Node) -> None:
         metadata = (("authorization", f"Bearer {self._settings.fleet_secret}"),)

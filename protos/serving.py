@@ -18,6 +18,7 @@ from protos.attach import FleetLink, LinkSettings, Node
 logger = logging.getLogger(__name__)
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+DETACH_S: Final = 2.0  # for the last events to go out
 
 
 class ServedNode(Node, Protocol):
@@ -56,12 +57,14 @@ async def serve(node: ServedNode, link: FleetLink, *, drain_s: float) -> None:
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, lambda: drained.cancel() if stopping.is_set() else stopping.set())
-    tasks = [asyncio.create_task(node.run()), asyncio.create_task(link.run(node)), drained]
+    attached = asyncio.create_task(link.run(node))
+    tasks = [asyncio.create_task(node.run()), attached, drained]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            if not task.cancelled():
-                task.result()
+        for task in done - {drained}:
+            task.result()
+        link.stop()
+        await asyncio.wait([attached], timeout=DETACH_S)
     finally:
         for task in tasks:
             task.cancel()
@@ -69,6 +72,7 @@ async def serve(node: ServedNode, link: FleetLink, *, drain_s: float) -> None:
 
 
 async def _drain(node: ServedNode, link: FleetLink, stopping: asyncio.Event, drain_s: float) -> None:
+    """Waits for the signal, then for the requests."""
     await stopping.wait()
     logger.info("draining")
     node.drain()
@@ -78,5 +82,3 @@ async def _drain(node: ServedNode, link: FleetLink, stopping: asyncio.Event, dra
             await node.idle()
     except TimeoutError:
         logger.warning("requests still running after %.0f s: stopping all the same", drain_s)
-    link.stop()
-    await link.stopped()

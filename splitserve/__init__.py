@@ -1,0 +1,23 @@
+"""SplitServe: one language model served by prefill nodes and decode nodes.
+
+    with Client("localhost:50051") as client:
+        for chunk in client.generate("The capital of France is", max_tokens=32, temperature=0):
+            print(chunk.text, end="")
+
+What the calls return is in `splitserve.answers`, what they raise in `splitserve.errors`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from splitserve.client import AsyncClient, Client
+
+__all__ = ["AsyncClient", "Client"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the client on first use: the command line's help and the launcher's children do without gRPC."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("splitserve.client"), name)

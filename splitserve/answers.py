@@ -1,0 +1,198 @@
+"""What the server answers, as frozen dataclasses whose fields are named as on the wire. Times are in seconds."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from protos import inference_pb2
+
+Record = TypeVar("Record")
+
+_FINISH_REASONS = {
+    inference_pb2.FINISH_REASON_STOP: "stop",
+    inference_pb2.FINISH_REASON_LENGTH: "length",
+    inference_pb2.FINISH_REASON_ABORT: "abort",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    """One of the most likely tokens at a position."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The logprob of an answer's token and of the most likely ones at its position."""
+
+    token_id: int
+    logprob: float
+    top: tuple[TopLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Where a request's time went: the six phases add up to e2e_s."""
+
+    prefill_queue_s: float
+    prefill_s: float
+    credit_wait_s: float
+    transfer_s: float
+    decode_queue_s: float
+    decode_s: float
+    e2e_s: float
+    ttft_s: float
+    prefill_node: str
+    decode_node: str
+    num_restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """How one answer ended. finish_reason is stop, length or abort; matched_stop the stop string or token id."""
+
+    finish_reason: str
+    matched_stop: str | int | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    timeline: Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next piece of answer number `index`. The last one of each index carries the completion.
+
+    text may lag behind token_ids; it never holds half a character.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    first_token_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    completion: Completion | None
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """Which request ids were cancelled, and which were not live."""
+
+    aborted: tuple[str, ...]
+    unknown: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The served model."""
+
+    served_model_name: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    has_chat_template: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """A node that is attached: its role, what must be equal on all nodes, what may differ."""
+
+    name: str
+    role: str
+    incarnation: str
+    fingerprint: Mapping[str, str]
+    engine: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """The coordinator and the nodes attached to it."""
+
+    version: str
+    protocol_version: str
+    uptime_s: float
+    nodes: tuple[NodeInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLoad:
+    """A node's load at its last heartbeat. step_s is the median of its recent steps."""
+
+    name: str
+    role: str
+    state: str
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    num_blocks: int
+    num_blocks_free: int
+    num_steps: int
+    step_s: float
+    rss_bytes: int
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """The load of every attached node."""
+
+    nodes: tuple[NodeLoad, ...]
+    num_live_requests: int
+
+
+def to_chunk(response: inference_pb2.GenerateResponse) -> Chunk:
+    """One message of the stream; a Complete message becomes a chunk without text."""
+    chunk = response.chunk
+    return Chunk(
+        request_id=response.request_id,
+        index=response.index,
+        text=chunk.text,
+        first_token_index=chunk.first_token_index,
+        token_ids=tuple(chunk.token_ids),
+        logprobs=tuple(_token_logprob(item) for item in chunk.logprobs),
+        completion=_completion(response.complete) if response.HasField("complete") else None,
+    )
+
+
+def to_aborted(message: inference_pb2.AbortResponse) -> Aborted:
+    return Aborted(tuple(message.aborted), tuple(message.unknown))
+
+
+def to_model_info(message: inference_pb2.GetModelInfoResponse) -> ModelInfo:
+    return _copy(ModelInfo, message, eos_token_ids=tuple(message.eos_token_ids))
+
+
+def to_server_info(message: inference_pb2.GetServerInfoResponse) -> ServerInfo:
+    nodes = (
+        _copy(NodeInfo, node, fingerprint=dict(node.fingerprint), engine=dict(node.engine)) for node in message.nodes
+    )
+    return _copy(ServerInfo, message, nodes=tuple(nodes))
+
+
+def to_loads(message: inference_pb2.GetLoadsResponse) -> Loads:
+    return Loads(tuple(_copy(NodeLoad, node) for node in message.nodes), message.num_live_requests)
+
+
+def _token_logprob(item: inference_pb2.TokenLogprobs) -> TokenLogprob:
+    return TokenLogprob(item.token_id, item.logprob, tuple(TopLogprob(top.token_id, top.logprob) for top in item.top))
+
+
+def _completion(complete: inference_pb2.Complete) -> Completion:
+    matched = complete.WhichOneof("matched_stop")
+    return _copy(
+        Completion,
+        complete,
+        finish_reason=_FINISH_REASONS.get(complete.finish_reason, "unspecified"),
+        matched_stop=getattr(complete, matched) if matched else None,
+        timeline=_copy(Timeline, complete.timeline),
+    )
+
+
+def _copy(record_class: type[Record], message: Any, **others: Any) -> Record:
+    """The dataclass with the message's fields of the same names; `others` are those that need more than a copy."""
+    names = (field.name for field in fields(record_class) if field.name not in others)  # type: ignore[arg-type]
+    return record_class(**{name: getattr(message, name) for name in names}, **others)

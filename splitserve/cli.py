@@ -1,0 +1,54 @@
+"""The command line. Each command's code is imported when the command runs, so that help is quick."""
+
+import importlib
+from typing import Any, Final
+
+import click
+
+from engine.errors import ModelError, SettingsError, SplitServeError
+
+# Name: module and attribute of the click command, and the line that the overview shows.
+COMMANDS: Final = {
+    "up": ("splitserve.serve_commands:up", "Serve a model on this machine: coordinator, prefill and decode nodes."),
+    "demo": ("splitserve.serve_commands:demo", "Start a cluster, ask a question, show where the time went, stop."),
+    "generate": ("splitserve.ask_commands:generate", "Answer one prompt."),
+    "chat": ("splitserve.ask_commands:chat", "Talk with the model."),
+    "status": ("splitserve.ask_commands:status", "Show the nodes and their load."),
+    "coordinator": ("splitserve.role_commands:coordinator", "Run the coordinator alone."),
+    "prefill": ("splitserve.role_commands:prefill", "Run one prefill node."),
+    "decode": ("splitserve.role_commands:decode", "Run one decode node."),
+    "bench": ("splitserve.bench.commands:bench", "Measure a cluster on this machine."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported on use."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """What SplitServe raises on purpose becomes one sentence: exit code 2 for a wrong start, else 1."""
+        try:
+            return super().invoke(ctx)
+        except SplitServeError as error:
+            click.echo(f"Error: {error}", err=True)
+            ctx.exit(2 if isinstance(error, SettingsError | ModelError) else 1)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+
+@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="splitserve")
+def main() -> None:
+    """SplitServe: one language model served by prefill nodes and decode nodes."""

@@ -1,0 +1,115 @@
+"""A cluster on one machine as a plan: which processes, with which settings. Pure; the launcher carries it out."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final
+
+from engine.flags import build, fields_of, flag
+from splitserve.models import LocalModel
+from splitserve.rooms import COORDINATOR, DECODE, PREFILL, ROOMS, Room, command_of, environment_of
+
+LOOPBACK: Final = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """What `splitserve up` decides itself; everything else it passes on to the processes."""
+
+    model: str = flag("", "Folder or hub id of the model; without one the demo model serves.", positional=True)
+    prefill: int = flag(1, "Number of prefill nodes.", minimum=1, maximum=64)
+    decode: int = flag(1, "Number of decode nodes.", minimum=1, maximum=64)
+    host: str = flag(LOOPBACK, "Address of the public gRPC port.")
+    grpc_port: int = flag(50051, "Public gRPC port.", minimum=1, maximum=65535)
+    log_dir: str = flag("", "Folder for the processes' logs; empty makes one under the temporary folder.")
+    start_timeout_s: float = flag(300.0, "Seconds until every node must be ready.", minimum=1.0)
+    drain_s: float = flag(10.0, "Seconds running requests get to finish when the cluster stops.", minimum=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process of the cluster."""
+
+    name: str
+    role: str
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What the machine gives a cluster: a free port, a folder for sockets, a secret and the CPUs it may use."""
+
+    fleet_port: int
+    socket_dir: str
+    fleet_secret: str
+    cpus: tuple[int, ...]
+
+
+# Flags of the processes that the plan sets itself.
+PLANNED: Final = frozenset(
+    {"model", "host", "port", "fleet_host", "fleet_port", "fleet_secret", "coordinator", "name", "kv_bind", "cpus"}
+) | {field.name for field in dataclasses.fields(ClusterSettings)}
+
+
+def up_settings_class() -> type[Any]:
+    """ClusterSettings and every flag that can be passed on. One whose defaults differ by role stays unset: None."""
+    own = [(field.name, hint, _copied(field)) for field, hint in fields_of(ClusterSettings)]
+    passed: dict[str, tuple[str, Any, Any]] = {}
+    for field, hint in chain.from_iterable(fields_of(room.settings_class) for room in ROOMS):
+        if field.name in passed and passed[field.name][2].default != field.default:
+            passed[field.name] = (field.name, hint | None, _copied(field, default=None))
+        elif field.name not in passed and field.name not in PLANNED:
+            passed[field.name] = (field.name, hint, _copied(field))
+    return dataclasses.make_dataclass("UpSettings", [*own, *passed.values()], frozen=True)
+
+
+def plan_cluster(
+    settings: ClusterSettings, passed: Mapping[str, Any], model: LocalModel, place: Place
+) -> list[Process]:
+    """The processes in starting order, the coordinator first. `passed` are flags for whichever room knows them; None
+    leaves a flag unset, and what the plan sets itself is not overruled."""
+    given = {name: value for name, value in passed.items() if value is not None and name not in PLANNED}
+    shared = {"model": str(model.folder), "drain_s": settings.drain_s, "fleet_secret": place.fleet_secret}
+    front = {
+        "host": settings.host,
+        "port": settings.grpc_port,
+        "fleet_host": LOOPBACK,
+        "fleet_port": place.fleet_port,
+        "served_model_name": passed.get("served_model_name") or model.name,
+    }
+    processes = [_process(COORDINATOR, "coordinator", {**given, **shared, **front})]
+    names = [(PREFILL, f"prefill-{i}") for i in range(settings.prefill)]
+    names += [(DECODE, f"decode-{i}") for i in range(settings.decode)]
+    for (room, name), cpus in zip(names, divide_cpus(place.cpus, len(names)), strict=True):
+        own = {
+            "name": name,
+            "coordinator": f"{LOOPBACK}:{place.fleet_port}",
+            "kv_bind": f"ipc://{place.socket_dir}/{name}",
+            "cpus": cpus,
+        }
+        processes.append(_process(room, name, {**given, **shared, **own}))
+    return processes
+
+
+def divide_cpus(cpus: Sequence[int], num_nodes: int) -> list[str]:
+    """Each node's share of the CPUs, in the form of --cpus: disjoint and as even as can be. With fewer CPUs than nodes
+    each node has one CPU, which it shares. Empty where the CPUs are not known."""
+    if not cpus:
+        return [""] * num_nodes
+    if len(cpus) < num_nodes:
+        return [str(cpus[i % len(cpus)]) for i in range(num_nodes)]
+    share, rest = divmod(len(cpus), num_nodes)
+    sizes = [share + (i < rest) for i in range(num_nodes)]
+    starts = [sum(sizes[:i]) for i in range(num_nodes)]
+    return [",".join(map(str, cpus[start : start + size])) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _process(room: Room, name: str, values: Mapping[str, Any]) -> Process:
+    settings = build(room.settings_class, dict(values))
+    return Process(name, room.role, tuple(command_of(room, settings)), environment_of(settings))
+
+
+def _copied(field: "dataclasses.Field[Any]", **changes: Any) -> Any:
+    return dataclasses.field(**{"default": field.default, "metadata": field.metadata, **changes})

@@ -1,0 +1,80 @@
+"""Commands that run a whole cluster on this machine: up and demo."""
+
+import dataclasses
+import sys
+from typing import Any
+
+import click
+from rich.markup import escape
+
+from engine.flags import build, settings_command
+from splitserve.cluster import ClusterSettings, up_settings_class
+from splitserve.launcher import Cluster, free_port, run_until_signal
+from splitserve.models import resolve
+from splitserve.process_age import process_age_s
+from splitserve.terminal import report, stdout, timeline_view, waiting
+
+DEMO_QUESTION = "What is the capital of France, and what is it known for?"
+DEMO_MAX_TOKENS = 96
+INTERRUPTED = 130
+
+
+def serve(values: Any) -> None:
+    """Runs the cluster until a signal; `values` is an object of up_settings_class()."""
+    given = {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
+    settings: ClusterSettings = build(ClusterSettings, given)
+    model = resolve(settings.model, report)
+
+    async def work() -> None:
+        async with Cluster(settings, given, model, report=report) as cluster:
+            report(
+                f"Serving {model.name}: {settings.prefill} prefill, {settings.decode} decode; logs: {cluster.log_dir}"
+            )
+            await start(cluster)
+            report(f"Ready: gRPC on {cluster.target}. Ctrl-C stops everything.")
+            await cluster.watch()
+
+    if run_until_signal(work()):
+        report("Stopped.")
+
+
+async def start(cluster: Cluster) -> None:
+    """Starts the cluster and shows which nodes are still loading."""
+    with waiting("Starting") as show:
+        await cluster.start(lambda missing: show(f"Loading: {', '.join(missing)}"))
+
+
+up = settings_command(
+    up_settings_class(), serve, name="up", help="Serve MODEL with all its processes on this machine until Ctrl-C."
+)
+
+
+@click.command()
+@click.argument("question", default=DEMO_QUESTION)
+def demo(question: str) -> None:
+    """Start a cluster with the demo model, ask QUESTION, show where the time went, stop everything."""
+    model = resolve("", report)
+    settings = ClusterSettings(grpc_port=free_port())
+
+    async def work() -> None:
+        async with Cluster(settings, {}, model, report=report) as cluster:
+            report(f"Starting a coordinator, a prefill node and a decode node; logs: {cluster.log_dir}")
+            await start(cluster)
+            await _show_answer(cluster, question)
+
+    if run_until_signal(work()):
+        sys.exit(INTERRUPTED)
+
+
+async def _show_answer(cluster: Cluster, question: str) -> None:
+    stdout.print(f"\n[bold]{escape(question)}[/]\n")
+    first_token_after_s = 0.0
+    async with cluster.client() as client:
+        prompt = [{"role": "user", "content": question}]
+        async for chunk in client.generate(prompt, temperature=0, max_tokens=DEMO_MAX_TOKENS):
+            first_token_after_s = first_token_after_s or process_age_s()
+            click.echo(chunk.text, nl=False)
+            if chunk.completion is not None:
+                click.echo("\n")
+                stdout.print(timeline_view(chunk.completion))
+    stdout.print(f"\nFirst token {first_token_after_s:.1f} s after this command was started.")

@@ -1,0 +1,100 @@
+"""A real gRPC server of the public service that answers as a test tells it to."""
+
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+from contextlib import contextmanager
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+from grpc_status import rpc_status
+
+from protos import inference_pb2, inference_pb2_grpc
+
+SERVICE = "splitserve.v1.Inference"
+STOP_S = 10.0
+
+
+def chunk(text, first_token_index=0, token_ids=(), **fields):
+    return inference_pb2.GenerateResponse(
+        request_id="r1",
+        chunk=inference_pb2.Chunk(text=text, first_token_index=first_token_index, token_ids=token_ids, **fields),
+    )
+
+
+def complete(**fields):
+    return inference_pb2.GenerateResponse(
+        request_id="r1",
+        complete=inference_pb2.Complete(finish_reason=inference_pb2.FINISH_REASON_STOP, **fields),
+    )
+
+
+def refusal(code, message, reason, retry_after_s=None):
+    details = [error_details_pb2.ErrorInfo(reason=reason, domain="splitserve")]
+    if retry_after_s is not None:
+        delay = duration_pb2.Duration(nanos=int(retry_after_s * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    packed = []
+    for detail in details:
+        packed.append(any_pb2.Any())
+        packed[-1].Pack(detail)
+    return rpc_status.to_status(status_pb2.Status(code=code.value[0], message=message, details=packed))
+
+
+class Script(inference_pb2_grpc.InferenceServicer):
+    """Answers as told; keeps what it was asked. `endless` streams until it is cancelled."""
+
+    def __init__(self):
+        self.requests = []
+        self.metadata = []
+        self.replies = []
+        self.failures = []
+        self.endless = False
+        self.cancelled = threading.Event()
+
+    def Generate(self, request, context):
+        self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
+        if self.failures:
+            context.abort_with_status(self.failures.pop(0))
+        context.add_callback(self.cancelled.set)
+        yield from self.replies
+        while self.endless and not self.cancelled.is_set():
+            yield chunk("x")
+            self.cancelled.wait(0.001)
+
+    def Abort(self, request, context):
+        return inference_pb2.AbortResponse(aborted=request.request_ids[:1], unknown=request.request_ids[1:])
+
+    def GetModelInfo(self, request, context):
+        return inference_pb2.GetModelInfoResponse(served_model_name="m", eos_token_ids=[2, 3], has_chat_template=True)
+
+    def GetServerInfo(self, request, context):
+        node = inference_pb2.NodeInfo(name="p0", role="prefill", fingerprint={"dtype": "bfloat16"})
+        return inference_pb2.GetServerInfoResponse(version="1", uptime_s=2.5, nodes=[node])
+
+    def GetLoads(self, request, context):
+        node = inference_pb2.NodeLoad(
+            name="p0", role="prefill", state="ready", num_blocks=8, num_blocks_free=7, step_s=0.5
+        )
+        return inference_pb2.GetLoadsResponse(nodes=[node], num_live_requests=1)
+
+
+@contextmanager
+def serving(script: Script) -> Iterator[str]:
+    """Serves on a free port and gives its address; `script.set_health(status)` changes what the health service says."""
+    server = grpc.server(futures.ThreadPoolExecutor(8))
+    inference_pb2_grpc.add_InferenceServicer_to_server(script, server)
+    health_service = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
+    script.set_health = lambda status: health_service.set(SERVICE, status)
+    script.set_health(HealthCheckResponse.SERVING)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(0).wait(STOP_S)

@@ -1,0 +1,222 @@
+"""The commands, against a real gRPC server whose answers the test writes, and as real processes."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+
+import grpc
+import pytest
+from click.testing import CliRunner
+
+from protos import inference_pb2
+from splitserve.cli import COMMANDS, main
+from tests.scripted_server import Script, chunk, complete, refusal, serving
+
+DEADLINE_S = 30.0
+TIMELINE = inference_pb2.Timeline(
+    prefill_queue_s=0.001,
+    prefill_s=0.5,
+    transfer_s=0.1,
+    decode_s=0.4,
+    e2e_s=1.001,
+    ttft_s=0.51,
+    prefill_node="p0",
+    decode_node="d0",
+)
+
+
+@pytest.fixture
+def script():
+    script = Script()
+    script.replies = [
+        chunk("Par", 0, [7]),
+        chunk("is", 1, [8]),
+        complete(prompt_tokens=5, completion_tokens=2, timeline=TIMELINE),
+    ]
+    return script
+
+
+@pytest.fixture
+def run(script):
+    with serving(script) as target:
+        yield lambda *arguments, **options: CliRunner().invoke(
+            main, [*arguments], env={"SPLITSERVE_SERVER": target}, **options
+        )
+
+
+def test_generate_prints_the_answer_alone_on_stdout(run):
+    result = run("generate", "Capital of France?")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "Paris\n", "")
+
+
+def test_generate_asks_with_the_chat_template_unless_told_otherwise(run, script):
+    run("generate", "hi")
+    run("generate", "hi", "--raw")
+    assert [request.WhichOneof("input") for request in script.requests] == ["chat", "text"]
+
+
+def test_every_sampling_flag_reaches_the_server(run, script):
+    flags = "--temperature 0 --top-p 0.5 --top-k 3 --min-p 0.1 --frequency-penalty 1 --presence-penalty -1"
+    flags += (
+        " --repetition-penalty 1.5 --max-tokens 9 --min-tokens 2 --stop a --stop b --stop-token-ids 4 --no-ignore-eos"
+    )
+    flags += " --skip-special-tokens --n 1 --logprobs 0 --seed 11 --include-stop-str-in-output --logit-bias 3=-1.5"
+    assert run("generate", "hi", *flags.split()).exit_code == 0
+    expected = inference_pb2.SamplingParams(
+        temperature=0,
+        top_p=0.5,
+        top_k=3,
+        min_p=0.1,
+        frequency_penalty=1,
+        presence_penalty=-1,
+        repetition_penalty=1.5,
+        max_tokens=9,
+        min_tokens=2,
+        stop=["a", "b"],
+        stop_token_ids=[4],
+        skip_special_tokens=True,
+        ignore_eos=False,
+        n=1,
+        logprobs=0,
+        seed=11,
+        include_stop_str_in_output=True,
+        logit_bias={3: -1.5},
+    )
+    assert script.requests[0].sampling_params == expected
+
+
+def test_generate_json_is_one_object_a_line_with_usage_and_timeline_last(run):
+    result = run("generate", "hi", "--json")
+    first, second, last = (json.loads(line) for line in result.stdout.splitlines())
+    assert (first["text"], first["token_ids"], first["completion"]) == ("Par", [7], None)
+    assert (second["text"], second["first_token_index"]) == ("is", 1)
+    assert last["completion"]["completion_tokens"] == 2
+    assert last["completion"]["finish_reason"] == "stop"
+    assert last["completion"]["timeline"]["transfer_s"] == 0.1
+
+
+def test_the_timeline_is_a_table_and_a_bar_in_proportion(run):
+    shown = run("generate", "hi", "--timeline").stderr
+    rows = {re.sub(r"^\W*", "", line).split("  ")[0]: line.split() for line in shown.splitlines()}
+    assert rows["prefill"][-3:] == ["500.0", "50%", "p0"]
+    assert rows["transfer"][-5:] == ["100.0", "10%", "p0", "→", "d0"]
+    assert rows["decode"][-3:] == ["400.0", "40%", "d0"]
+    assert "1001.0" in rows["end to end"]
+    assert "first after 510.0 ms" in shown
+    bar = shown.splitlines()[-1]
+    assert [bar.count(mark) for mark in "█▓▒"] == [30, 6, 24]
+
+
+def test_several_answers_are_shown_one_after_the_other(run, script):
+    other = chunk("Lyon", 0, [9])
+    other.index = 1
+    script.replies = [chunk("Par"), other, chunk("is"), complete()]
+    assert run("generate", "hi", "--n", "2").stdout == "Paris\n--- answer 2\nLyon\n"
+
+
+def test_a_refusal_is_one_sentence(run, script):
+    script.failures = [refusal(grpc.StatusCode.INVALID_ARGUMENT, "temperature must be at least 0", "BAD_PARAM")]
+    result = run("generate", "hi", "--temperature", "-1")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "Error: temperature must be at least 0\n"
+
+
+@pytest.mark.parametrize("command", [["generate", "hi"], ["status"], ["chat"]])
+def test_no_server_is_one_sentence(command):
+    result = CliRunner().invoke(main, [*command, "--server", "127.0.0.1:1"])
+    assert result.exit_code == 1
+    assert result.stderr == "Error: no server answers at 127.0.0.1:1; start one with: splitserve up\n"
+
+
+def test_status_shows_nodes_and_load(run):
+    result = run("status")
+    assert result.exit_code == 0
+    assert "1 live requests" in result.stdout
+    row = next(line for line in result.stdout.splitlines() if line.startswith("p0"))
+    assert row.split()[:2] == ["p0", "prefill"]
+    assert "7/8" in row
+    assert "500.0" in row
+
+
+def test_chat_keeps_the_conversation(run, script):
+    result = run("chat", "--system", "Be brief.", input="Hello?\n\nAnd?\n")
+    assert result.exit_code == 0
+    assert result.stdout.count("Paris") == 2
+    first, second = ([(m.role, m.content) for m in request.chat.messages] for request in script.requests)
+    assert first == [("system", "Be brief."), ("user", "Hello?")]
+    assert second == [*first, ("assistant", "Paris"), ("user", "And?")]
+
+
+def test_chat_goes_on_after_a_refusal(run, script):
+    script.failures = [refusal(grpc.StatusCode.INVALID_ARGUMENT, "the prompt is too long", "PROMPT_TOO_LONG")]
+    result = run("chat", input="One\nTwo\n")
+    assert "the prompt is too long" in result.stderr
+    assert [message.content for message in script.requests[1].chat.messages] == ["Two"]
+
+
+@pytest.fixture
+def terminal():
+    """Starts a command on a pseudo-terminal of its own."""
+    master, slave = pty.openpty()
+    started = []
+
+    def start(*arguments):
+        command = [sys.executable, "-m", "splitserve", *arguments]
+        started.append(subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave))
+        return started[0], master
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+    os.close(master)
+    os.close(slave)
+
+
+def read_until(master: int, text: bytes) -> bytes:
+    shown = b""
+    while text not in shown:
+        assert select.select([master], [], [], DEADLINE_S)[0], f"{text!r} never came after {shown!r}"
+        shown += os.read(master, 4096)
+    return shown
+
+
+def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(script, terminal):
+    script.replies = []
+    script.endless = True
+    with serving(script) as target:
+        chat, master = terminal("chat", "--server", target)
+        read_until(master, b"> ")
+        os.write(master, b"Hello?\n")
+        shown = read_until(master, b"xxx")
+        chat.send_signal(signal.SIGINT)
+        shown += read_until(master, b"(stopped)\r\n> ")
+        assert script.cancelled.wait(DEADLINE_S)
+        os.write(master, b"\x04")
+        assert chat.wait(DEADLINE_S) == 0
+    assert b"Traceback" not in shown
+
+
+def test_unknown_flags_and_keys_are_refused(tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text("block-size: 8\nblok-size: 8\n")
+    for arguments in (["up", "--blok-size", "8"], ["up", "--config", str(config)], ["nosuch"]):
+        result = CliRunner().invoke(main, arguments)
+        assert result.exit_code == 2
+        assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
+def test_help_answers_without_torch(command):
+    code = "import sys; from splitserve.cli import main; main(sys.argv[1:] + ['--help'], standalone_mode=False); "
+    code += "assert not {'torch', 'transformers'} & set(sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Usage:" in done.stdout

@@ -1,0 +1,122 @@
+"""The plan of a cluster: what each process is told."""
+
+import os
+from pathlib import Path
+
+import click
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.flags import build, fields_of, settings_command
+from splitserve.cluster import PLANNED, ClusterSettings, Place, divide_cpus, plan_cluster, up_settings_class
+from splitserve.models import LocalModel
+from splitserve.rooms import COORDINATOR, DECODE, PREFILL, ROOMS, command_of, environment_of, flat, replaced
+
+MODEL = LocalModel(Path("/models/tiny"), "tiny")
+PLACE = Place(fleet_port=4000, socket_dir="/run/x", fleet_secret="s3cret", cpus=(0, 1, 2, 5))
+
+
+def received(process, room, monkeypatch):
+    """What the process's own command line makes of its argv and environment."""
+    monkeypatch.setattr(os, "environ", dict(process.environment))
+    assert process.argv[1:3] == ("-m", room.package)
+    seen = []
+    command = settings_command(room.settings_class, seen.append, name=room.role, help="")
+    command.main(list(process.argv[3:]), standalone_mode=False)
+    return flat(seen[0])
+
+
+def test_each_process_is_told_its_place(monkeypatch):
+    settings = ClusterSettings(prefill=1, decode=2, grpc_port=50061, drain_s=3.0)
+    processes = plan_cluster(settings, {}, MODEL, PLACE)
+    assert [process.name for process in processes] == ["coordinator", "prefill-0", "decode-0", "decode-1"]
+    rooms = [COORDINATOR, PREFILL, DECODE, DECODE]
+    told = [received(process, room, monkeypatch) for process, room in zip(processes, rooms, strict=True)]
+    front, *nodes = told
+    assert (front["host"], front["port"]) == ("127.0.0.1", 50061)
+    assert (front["fleet_host"], front["fleet_port"]) == ("127.0.0.1", 4000)
+    assert front["served_model_name"] == "tiny"
+    assert [node["name"] for node in nodes] == ["prefill-0", "decode-0", "decode-1"]
+    assert [node["cpus"] for node in nodes] == ["0,1", "2", "5"]
+    assert [node["kv_bind"] for node in nodes[1:]] == ["ipc:///run/x/decode-0", "ipc:///run/x/decode-1"]
+    assert {node["coordinator"] for node in nodes} == {"127.0.0.1:4000"}
+    for values in told:
+        assert (values["model"], values["fleet_secret"], values["drain_s"]) == ("/models/tiny", "s3cret", 3.0)
+
+
+def test_a_flag_goes_to_every_process_that_knows_it_and_to_no_other(monkeypatch):
+    passed = {"block_size": 32, "max_logprobs": 3, "max_num_seqs": 5, "transfer_timeout_s": 7.0, "log_level": "debug"}
+    front, prefill, decode = plan_cluster(ClusterSettings(), passed, MODEL, PLACE)
+    front_values = received(front, COORDINATOR, monkeypatch)
+    prefill_values = received(prefill, PREFILL, monkeypatch)
+    decode_values = received(decode, DECODE, monkeypatch)
+    assert (front_values["max_logprobs"], front_values["log_level"]) == (3, "debug")
+    assert (prefill_values["block_size"], prefill_values["transfer_timeout_s"]) == (32, 7.0)
+    assert (decode_values["block_size"], decode_values["max_num_seqs"]) == (32, 5)
+    assert not {"block_size", "max_num_seqs"} & set(front_values)
+
+
+def test_secrets_travel_in_the_environment_only():
+    for process in plan_cluster(ClusterSettings(), {"api_key": "k3y"}, MODEL, PLACE):
+        assert not any("s3cret" in argument or "k3y" in argument for argument in process.argv)
+        assert process.environment["SPLITSERVE_FLEET_SECRET"] == "s3cret"
+
+
+def test_the_launchers_environment_does_not_overrule_the_plan(monkeypatch):
+    monkeypatch.setenv("SPLITSERVE_PORT", "1234")
+    monkeypatch.setenv("SPLITSERVE_FLEET_SECRET", "other")
+    front, *_ = plan_cluster(ClusterSettings(grpc_port=50051), {}, MODEL, PLACE)
+    values = received(front, COORDINATOR, monkeypatch)
+    assert (values["port"], values["fleet_secret"]) == (50051, "s3cret")
+
+
+def test_what_is_passed_on_does_not_overrule_the_plan():
+    values = flat(build(up_settings_class(), {}))  # as `splitserve up` without flags passes them
+    assert plan_cluster(ClusterSettings(), values, MODEL, PLACE) == plan_cluster(ClusterSettings(), {}, MODEL, PLACE)
+
+
+def test_a_served_model_name_may_be_chosen(monkeypatch):
+    front, *_ = plan_cluster(ClusterSettings(), {"served_model_name": "mine"}, MODEL, PLACE)
+    assert received(front, COORDINATOR, monkeypatch)["served_model_name"] == "mine"
+
+
+def test_up_knows_every_flag_of_the_processes():
+    names = {field.name for field, _ in fields_of(up_settings_class())}
+    for room in ROOMS:
+        assert {field.name for field, _ in fields_of(room.settings_class)} <= names | PLANNED
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.role)
+def test_flags_of_up_that_are_not_given_change_nothing(room):
+    values = {name: value for name, value in flat(build(up_settings_class(), {})).items() if name not in PLANNED}
+    given = {name: value for name, value in values.items() if value is not None}
+    assert build(room.settings_class, given) == room.settings_class()
+
+
+def test_settings_survive_the_way_through_a_command_line(monkeypatch):
+    settings = build(DECODE.settings_class, {"model": "/m", "max_num_seqs": 3, "fleet_secret": "x", "cpus": "0-1"})
+    settings = replaced(settings, block_size=8)
+    monkeypatch.setattr(os, "environ", environment_of(settings))
+    seen = []
+    command: click.Command = settings_command(DECODE.settings_class, seen.append, name="decode", help="")
+    command.main(command_of(DECODE, settings)[3:], standalone_mode=False)
+    assert seen == [settings]
+
+
+@pytest.mark.parametrize(
+    ("cpus", "num_nodes", "shares"),
+    [([4, 5], 3, ["4", "5", "4"]), ([], 2, ["", ""]), ([0, 1, 2], 2, ["0,1", "2"]), ([7], 1, ["7"])],
+)
+def test_cpus_are_shared_only_when_there_are_too_few(cpus, num_nodes, shares):
+    assert divide_cpus(cpus, num_nodes) == shares
+
+
+@given(cpus=st.lists(st.integers(0, 1023), unique=True, max_size=40).map(sorted), num_nodes=st.integers(1, 12))
+def test_shares_of_the_cpus_are_disjoint_complete_and_even(cpus, num_nodes):
+    shares = [[int(cpu) for cpu in share.split(",") if cpu] for share in divide_cpus(cpus, num_nodes)]
+    assert len(shares) == num_nodes
+    if len(cpus) >= num_nodes:
+        assert [cpu for share in shares for cpu in share] == cpus
+        sizes = [len(share) for share in shares]
+        assert max(sizes) - min(sizes) <= 1
