@@ -1,9 +1,9 @@
 # Everything runs in the project's own virtual environment, .venv; nothing needs to be activated.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-# Where torch comes from when none is installed: its CPU build. For CUDA: make setup TORCH_INDEX=https://pypi.org/simple
+# What is installed where no torch is. TORCH_INDEX names another package index: PyTorch's own has builds without CUDA.
 TORCH ?= torch==2.13.0
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,15 +31,14 @@ format: setup
 
 setup: $(READY)
 
-# torch comes first and alone: any range would pull in the newest build with gigabytes of CUDA libraries.
+# torch comes first and alone: a range would pull in the newest build.
 $(READY): pyproject.toml constraints.txt
 	@echo "== Setting up $(VENV) (some minutes the first time)"
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or newer is needed')"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "== 1/2 torch"
 	@$(BIN)/python -c "import sys, torch; sys.exit(tuple(map(int, torch.__version__.split('.')[:2])) < (2, 13))" 2>/dev/null \
-		|| $(PIP) install --no-deps --retries 1 --index-url $(TORCH_INDEX) "$(TORCH)" \
-		|| $(PIP) install --no-deps "$(TORCH)"
+		|| $(PIP) install --no-deps $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)"
 	@echo "== 2/2 SplitServe and what it needs"
 	@$(PIP) install -c constraints.txt -e ".[dev]"
 	@touch $@
