@@ -1,0 +1,56 @@
+"""python -m coordinator: serves until SIGTERM or SIGINT, then drains; a second signal ends the wait."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when grpc is imported; what matters is in our own log lines
+
+import click
+import uvloop
+
+from coordinator.server import CoordinatorServer
+from coordinator.settings import CoordinatorSettings
+from engine.errors import ModelError, SettingsError
+from engine.flags import settings_command
+from engine.telemetry import configure_logging
+
+
+def run(settings: CoordinatorSettings) -> None:
+    """Serves; leaves with code 2 and one sentence when the coordinator cannot start."""
+    configure_logging("coordinator", "coordinator", settings.log_level)
+    try:
+        uvloop.run(_serve(settings))
+    except (ModelError, SettingsError) as error:
+        click.echo(f"coordinator: {error}", err=True)
+        raise SystemExit(2) from error
+
+
+async def _serve(settings: CoordinatorSettings) -> None:
+    server = CoordinatorServer(settings)
+    await server.start()
+    stopping, forced = asyncio.Event(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(
+            number, lambda: forced.set() if stopping.is_set() else stopping.set()
+        )
+    try:
+        await _first(stopping.wait(), server.wait())
+        await _first(server.drain(), forced.wait(), server.wait())
+    finally:
+        await server.stop()
+
+
+async def _first(*waits: Awaitable[object]) -> None:
+    """Returns when one wait is over, with its exception if it has one."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    for task in done:
+        task.result()
+
+
+if __name__ == "__main__":
+    settings_command(CoordinatorSettings, run, name="coordinator", help="The door that clients and nodes dial.")()

@@ -1,0 +1,67 @@
+"""A request as the tracker sees it, and its current attempt. Pure state."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from coordinator.registry import Node
+from coordinator.timeline import Phase, Timeline
+from engine.requests import SamplingParams
+from protos import fleet_pb2
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One try at a request on one pair of nodes."""
+
+    epoch: int
+    prefill: Node
+    decode: Node
+    first_index: int  # of the token that the prefill node samples
+    prefill_holds: bool = True  # whether the node may hold something of the attempt
+    decode_holds: bool = True
+    is_reserved: bool = False
+    has_first_token: bool = False
+    is_committed: bool = False
+    # Tokens by index that cannot be emitted yet: the two nodes' streams may overtake each other.
+    early: dict[int, fleet_pb2.SampledToken] = field(default_factory=dict)
+
+    @property
+    def is_handed_over(self) -> bool:
+        """Whether the answer needs the prefill node no more."""
+        return self.has_first_token and self.is_committed
+
+    @property
+    def phase_after_prefill(self) -> Phase:
+        if self.early:
+            return Phase.DECODE
+        if self.is_committed:
+            return Phase.DECODE_QUEUE
+        return Phase.TRANSFER if self.is_reserved else Phase.CREDIT_WAIT
+
+    def let_go(self, node: Node) -> None:
+        """The node holds nothing of the attempt any more."""
+        if node is self.prefill:
+            self.prefill_holds = False
+        else:
+            self.decode_holds = False
+
+    def holders(self) -> Iterator[Node]:
+        """The nodes that may hold something of the attempt."""
+        if self.prefill_holds:
+            yield self.prefill
+        if self.decode_holds:
+            yield self.decode
+
+
+@dataclass(slots=True, eq=False)
+class TrackedRequest:
+    """One live answer."""
+
+    request_id: str
+    prompt: list[int]
+    sampling: SamplingParams
+    deadline_s: float
+    timeline: Timeline
+    output: list[int] = field(default_factory=list)  # token ids emitted so far, over all attempts
+    num_restarts: int = 0
+    attempt: Attempt = field(init=False)

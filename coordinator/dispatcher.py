@@ -1,0 +1,228 @@
+"""Carries out what the tracker decides: commands to nodes, tokens to answers, ends to clients.
+
+Everything here runs on the event loop and never waits, so no two events can interleave.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Final
+
+from coordinator.answers import Answer
+from coordinator.generation import Generation
+from coordinator.instructions import Emit, End, Instruction, Send
+from coordinator.registry import Node, Registry
+from coordinator.tokenizer import Tokenizer
+from coordinator.tracker import Tracker
+from coordinator.validation import AnswerPlan
+from engine.errors import RequestError
+from protos import fleet_pb2, inference_pb2
+from protos.reasons import DRAINING, DUPLICATE_REQUEST_ID, PAIRING_MISMATCH, WORKER_LOST
+
+logger = logging.getLogger(__name__)
+
+MAX_UNSENT_COMMANDS: Final = 10_000
+
+
+class NodeLink:
+    """The commands on their way to one node."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self._unsent: asyncio.Queue[fleet_pb2.NodeCommand | RequestError] = asyncio.Queue()
+
+    def send(self, command: fleet_pb2.NodeCommand) -> bool:
+        """Queues a command; False when the node has left too many unread."""
+        if self._unsent.qsize() >= MAX_UNSENT_COMMANDS:
+            return False
+        self._unsent.put_nowait(command)
+        return True
+
+    def end(self, error: RequestError) -> None:
+        """No command will follow those queued."""
+        self._unsent.put_nowait(error)
+
+    async def next(self) -> fleet_pb2.NodeCommand:
+        """The next command. Raises the RequestError of `end`."""
+        command = await self._unsent.get()
+        if isinstance(command, RequestError):
+            raise command
+        return command
+
+
+class Dispatcher:
+    """The hub between clients, nodes and the pure parts: registry and tracker."""
+
+    def __init__(self, registry: Registry, tracker: Tracker, tokenizer: Tokenizer) -> None:
+        self._registry = registry
+        self._tracker = tracker
+        self._tokenizer = tokenizer
+        self._links: dict[Node, NodeLink] = {}
+        self._generations: dict[str, Generation] = {}
+        self._answers: dict[str, Answer] = {}
+        self.is_draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.nodes_changed = asyncio.Event()  # set when the ready nodes change; whoever waits for it clears it
+
+    # ---- nodes ----
+
+    def attach(self, hello: fleet_pb2.Hello) -> NodeLink:
+        """Takes a node in. Raises RequestError when it cannot belong to this fleet."""
+        replaced = self._registry.find(hello.node.name)
+        node = self._registry.admit(hello, time.monotonic())
+        link = self._links[node] = NodeLink(node)
+        logger.info("%s node %s attached", node.role, node.name)
+        self.nodes_changed.set()
+        if replaced is not None:
+            error = RequestError(PAIRING_MISMATCH, f"a newer node {node.name} has attached")
+            self._apply(self._lose(replaced, error))
+        return link
+
+    def detach(self, link: NodeLink) -> None:
+        """The node's stream has ended."""
+        self._apply(self._lose(link.node, RequestError(WORKER_LOST, "the stream has ended")))
+
+    def receive(self, link: NodeLink, event: fleet_pb2.NodeEvent) -> None:
+        """Handles an event of a node; those of a node that is lost already are ignored."""
+        node, now = link.node, time.monotonic()
+        if node not in self._registry:
+            return
+        if event.HasField("heartbeat"):
+            was_ready = node.is_ready
+            self._registry.heartbeat(node, event.heartbeat, now)
+            if node.is_ready != was_ready:
+                self.nodes_changed.set()
+            return
+        if event.HasField("failed"):
+            failed = event.failed
+            request_id = failed.attempt.request_id
+            logger.warning("%s on %s: %s", failed.reason, node.name, failed.message, extra={"request_id": request_id})
+        self._apply(self._tracker.handle(node, event, now))
+
+    def _lose(self, node: Node, error: RequestError) -> list[Instruction]:
+        link = self._links.pop(node, None)
+        if link is None:
+            return []
+        logger.warning("%s node %s lost: %s", node.role, node.name, error)
+        link.end(error)
+        self._registry.lose(node)
+        self.nodes_changed.set()
+        return self._tracker.lose(node, time.monotonic())
+
+    # ---- clients ----
+
+    def submit(self, plan: AnswerPlan, *, arrived_s: float, deadline_s: float) -> Generation:
+        """Begins the answers of one call; `close` must follow. Raises RequestError, and then nothing has begun."""
+        if self.is_draining:
+            raise RequestError(DRAINING, "the server is draining")
+        if plan.request_id in self._generations:
+            raise RequestError(DUPLICATE_REQUEST_ID, f"request {plan.request_id} is live already")
+        generation = self._generations[plan.request_id] = Generation(plan.request_id, len(plan.samplings))
+        self._idle.clear()
+        try:
+            for index, sampling in enumerate(plan.samplings):
+                answer_id = generation.answer_ids[index]
+                instructions = self._tracker.submit(
+                    answer_id, plan.prompt, sampling, arrived_s=arrived_s, deadline_s=deadline_s
+                )
+                detokenizer = self._tokenizer.detokenizer(skip_special_tokens=plan.text.skip_special_tokens)
+                self._answers[answer_id] = Answer(generation, index, detokenizer, plan.text)
+                self._apply(instructions)
+        except Exception:
+            self.close(generation)
+            raise
+        return generation
+
+    def abort(self, request_id: str) -> bool:
+        """Ends all answers of a live call as aborted. False for an unknown one."""
+        generation = self._generations.get(request_id)
+        if generation is None:
+            return False
+        now = time.monotonic()
+        for answer_id in generation.answer_ids:
+            self._apply(self._tracker.finish(answer_id, inference_pb2.FINISH_REASON_ABORT, now))
+        return True
+
+    def close(self, generation: Generation) -> None:
+        """The call is over, for whatever reason: what is still running of it is dropped."""
+        del self._generations[generation.request_id]
+        if not self._generations:
+            self._idle.set()
+        self._apply(self._drop(generation))
+
+    # ---- all ----
+
+    def tick(self) -> None:
+        """Loses silent nodes, ends late answers. To be called several times per node timeout."""
+        now = time.monotonic()
+        for node, why in self._registry.expired(now):
+            self._apply(self._lose(node, RequestError(WORKER_LOST, why)))
+        self._apply(self._tracker.tick(now))
+
+    def drain(self) -> None:
+        """Refuses new calls from now on."""
+        self.is_draining = True
+
+    async def idle(self) -> None:
+        """Returns when no call is live."""
+        await self._idle.wait()
+
+    def stop(self) -> None:
+        """Ends every call and every node's stream, with UNAVAILABLE."""
+        error = RequestError(DRAINING, "the server has stopped")
+        for generation in self._generations.values():
+            self._apply(self._fail(generation, error))
+        for node in list(self._links):
+            self._apply(self._lose(node, error))
+
+    def _apply(self, instructions: Iterable[Instruction]) -> None:
+        work = deque(instructions)
+        while work:
+            match work.popleft():
+                case Send(node, command):
+                    link = self._links.get(node)
+                    if link is not None and not link.send(command):
+                        unread = RequestError(WORKER_LOST, f"{MAX_UNSENT_COMMANDS} commands are unread")
+                        work.extend(self._lose(node, unread))
+                case Emit(answer_id, tokens):
+                    work.extend(self._emit(answer_id, tokens))
+                case End(answer_id, outcome):
+                    work.extend(self._end(answer_id, outcome))
+
+    def _emit(self, answer_id: str, tokens: list[fleet_pb2.SampledToken]) -> list[Instruction]:
+        answer = self._answers.get(answer_id)
+        if answer is None:
+            return []
+        try:
+            answer.add(tokens)
+        except RequestError as slow_reader:
+            return self._fail(answer.generation, slow_reader)
+        if answer.matched_stop is None:
+            return []
+        return self._tracker.finish(answer_id, inference_pb2.FINISH_REASON_STOP, time.monotonic())
+
+    def _end(self, answer_id: str, outcome: inference_pb2.Complete | RequestError) -> list[Instruction]:
+        answer = self._answers.pop(answer_id, None)
+        if answer is None:
+            return []
+        if isinstance(outcome, RequestError):
+            return self._fail(answer.generation, outcome)
+        answer.end(outcome)
+        return []
+
+    def _fail(self, generation: Generation, error: RequestError) -> list[Instruction]:
+        logger.warning("%s: %s", error.reason, error, extra={"request_id": generation.request_id})
+        generation.fail(error)
+        return self._drop(generation)
+
+    def _drop(self, generation: Generation) -> list[Instruction]:
+        """Forgets the answers of a call; their nodes let go."""
+        now = time.monotonic()
+        instructions: list[Instruction] = []
+        for answer_id in generation.answer_ids:
+            if self._answers.pop(answer_id, None) is not None:
+                instructions += self._tracker.finish(answer_id, inference_pb2.FINISH_REASON_ABORT, now)
+        return instructions

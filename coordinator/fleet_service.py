@@ -1,0 +1,92 @@
+"""The internal service: each node dials in and holds one stream, events up and commands down."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, Final
+
+import grpc
+
+from coordinator.dispatcher import Dispatcher, NodeLink
+from coordinator.statuses import failures_as_statuses, parse
+from engine.errors import RequestError
+from protos import fleet_pb2
+from protos.reasons import DEADLINE_EXCEEDED, MALFORMED_REQUEST
+
+HELLO_DEADLINE_S: Final = 10.0
+
+
+class FleetService:
+    """Serves Fleet.Attach. The end of the stream, by whatever side, is the loss of the node."""
+
+    def __init__(self, dispatcher: Dispatcher, *, heartbeat_s: float) -> None:
+        self._dispatcher = dispatcher
+        self._heartbeat_s = heartbeat_s
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """What to register with a server. Events stay bytes until `_read`, so garbage gets its proper status."""
+        attach: Any = grpc.stream_stream_rpc_method_handler(
+            self._attach, response_serializer=fleet_pb2.NodeCommand.SerializeToString
+        )
+        service = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name
+        return grpc.method_handlers_generic_handler(service, {"Attach": attach})
+
+    async def _attach(self, _: Any, context: Any) -> None:
+        async with failures_as_statuses(context):
+            hello = await _read_hello(context)
+            try:
+                link = self._dispatcher.attach(hello)
+            except RequestError as error:
+                refusal = fleet_pb2.Refusal(reason=error.reason, message=str(error))
+                await context.write(fleet_pb2.NodeCommand(refusal=refusal))
+                return
+            try:
+                welcome = fleet_pb2.Welcome(heartbeat_s=self._heartbeat_s)
+                await context.write(fleet_pb2.NodeCommand(welcome=welcome))
+                await _until_one_ends(self._read_events(link, context), self._write_commands(link, context))
+            finally:
+                self._dispatcher.detach(link)
+
+    async def _read_events(self, link: NodeLink, context: Any) -> None:
+        while (event := await _read(context)) is not None:
+            if event.HasField("hello"):
+                raise RequestError(MALFORMED_REQUEST, "hello came twice")
+            self._dispatcher.receive(link, event)
+
+    async def _write_commands(self, link: NodeLink, context: Any) -> None:
+        while True:
+            await context.write(await link.next())
+
+
+async def _read_hello(context: Any) -> fleet_pb2.Hello:
+    try:
+        async with asyncio.timeout(HELLO_DEADLINE_S):
+            event = await _read(context)
+    except TimeoutError as error:
+        raise RequestError(DEADLINE_EXCEEDED, f"no hello within {HELLO_DEADLINE_S:g} s") from error
+    if event is None or not event.HasField("hello"):
+        raise RequestError(MALFORMED_REQUEST, "the first event must be hello")
+    return event.hello
+
+
+async def _read(context: Any) -> fleet_pb2.NodeEvent | None:
+    """The next event; None when the node has no more to say. Raises RequestError for anything else."""
+    message = await context.read()
+    if message is grpc.aio.EOF:
+        return None
+    event: fleet_pb2.NodeEvent = parse(fleet_pb2.NodeEvent.FromString, message)
+    if event.WhichOneof("event") is None:
+        raise RequestError(MALFORMED_REQUEST, "an event is empty or of an unknown kind")
+    return event
+
+
+async def _until_one_ends(*parts: Coroutine[Any, Any, None]) -> None:
+    """Runs the parts side by side until one ends; cancels the others; raises what that one raised."""
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

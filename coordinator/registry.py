@@ -1,0 +1,156 @@
+"""Which nodes there are, and how they do. Pure: no I/O, no clock."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from engine.errors import RequestError
+from protos import fleet_pb2, inference_pb2
+from protos.convert import PROTOCOL_VERSION
+from protos.reasons import BAD_PARAM, PAIRING_MISMATCH, QUEUE_FULL
+
+ROLES: Final = ("prefill", "decode")
+MAX_NODES: Final = 1024
+_NAME: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One attachment of one node process; a node that attaches again is a new Node."""
+
+    hello: fleet_pb2.Hello
+    last_seen_s: float
+    load: inference_pb2.NodeLoad
+    step_age_s: float = 0.0
+    # Tokens of each answer that is this node's to work on, by request id: the router's own accounting.
+    assigned: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.hello.node.name
+
+    @property
+    def role(self) -> str:
+        return self.hello.node.role
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that the node's KV pool holds."""
+        return self.hello.num_blocks * self.hello.block_size
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Tokens of the longest request that the node can serve."""
+        return min(self.pool_tokens, self.hello.max_model_len)
+
+    @property
+    def assigned_tokens(self) -> int:
+        return sum(self.assigned.values())
+
+    @property
+    def is_ready(self) -> bool:
+        return self.load.state == "ready"
+
+
+class Registry:
+    """Attached nodes by name. A node is lost when it is silent, stuck in a step, or replaced.
+
+    `facts` is what the coordinator knows itself of every node's fingerprint, beside the protocol version.
+    """
+
+    def __init__(self, facts: Mapping[str, str], *, node_timeout_s: float, step_timeout_s: float) -> None:
+        self._facts = {"protocol_version": PROTOCOL_VERSION, **facts}
+        self._node_timeout_s = node_timeout_s
+        self._step_timeout_s = step_timeout_s
+        self._nodes: dict[str, Node] = {}
+        self._last_expiry_s: float | None = None
+
+    def __contains__(self, node: Node) -> bool:
+        return self._nodes.get(node.name) is node
+
+    @property
+    def nodes(self) -> list[Node]:
+        """All attached nodes by name."""
+        return [self._nodes[name] for name in sorted(self._nodes)]
+
+    def of_role(self, role: str) -> list[Node]:
+        return [node for node in self.nodes if node.role == role]
+
+    def find(self, name: str) -> Node | None:
+        return self._nodes.get(name)
+
+    def admit(self, hello: fleet_pb2.Hello, now: float) -> Node:
+        """Takes a node in; it replaces one of the same name, for the newer one wins.
+
+        Raises RequestError when the node cannot belong to this fleet, and then nothing changes.
+        """
+        _check_hello(hello)
+        others = [node for node in self.nodes if node.name != hello.node.name]
+        if len(others) >= MAX_NODES:
+            raise RequestError(QUEUE_FULL, f"the fleet has {MAX_NODES} nodes, its limit")
+        self._check_fingerprint(hello.node, others)
+        load = inference_pb2.NodeLoad(state="ready", num_blocks=hello.num_blocks, num_blocks_free=hello.num_blocks)
+        node = self._nodes[hello.node.name] = Node(hello, now, _named(load, hello.node))
+        return node
+
+    def heartbeat(self, node: Node, heartbeat: fleet_pb2.Heartbeat, now: float) -> None:
+        node.last_seen_s = now
+        node.step_age_s = heartbeat.step_age_s
+        node.load = _named(heartbeat.load, node.hello.node)
+
+    def lose(self, node: Node) -> None:
+        """Forgets a node; one that is not attached any more is left alone."""
+        if node in self:
+            del self._nodes[node.name]
+
+    def expired(self, now: float) -> list[tuple[Node, str]]:
+        """Nodes that must count as lost, with the reason in words. Call it several times per node_timeout_s: after
+        a longer pause it was this process that slept, and nodes get a fresh chance."""
+        if self._last_expiry_s is not None and now - self._last_expiry_s > self._node_timeout_s / 2:
+            for node in self._nodes.values():
+                node.last_seen_s = now
+        self._last_expiry_s = now
+        return [(node, why) for node in self.nodes if (why := self._why_expired(node, now))]
+
+    def _check_fingerprint(self, info: inference_pb2.NodeInfo, others: list[Node]) -> None:
+        given = dict(info.fingerprint)
+        known = {key: value for key, value in given.items() if key in self._facts}
+        _compare(f"node {info.name} and the coordinator", known, self._facts)
+        if others:  # the fleet agrees with itself, so one stands for all
+            other = others[0].hello.node
+            _compare(f"nodes {info.name} and {other.name}", given, dict(other.fingerprint))
+
+    def _why_expired(self, node: Node, now: float) -> str | None:
+        silent_s = now - node.last_seen_s
+        if silent_s > self._node_timeout_s:
+            return f"no heartbeat for {silent_s:.1f} s (limit {self._node_timeout_s:g} s)"
+        if node.step_age_s > self._step_timeout_s:
+            return f"one step has taken {node.step_age_s:.1f} s (limit {self._step_timeout_s:g} s)"
+        return None
+
+
+def _named(load: inference_pb2.NodeLoad, info: inference_pb2.NodeInfo) -> inference_pb2.NodeLoad:
+    load.name, load.role = info.name, info.role
+    return load
+
+
+def _check_hello(hello: fleet_pb2.Hello) -> None:
+    info = hello.node
+    if not _NAME.fullmatch(info.name):
+        raise RequestError(BAD_PARAM, f"a node's name must match {_NAME.pattern}, not {info.name!r:.80}")
+    if info.role not in ROLES:
+        raise RequestError(BAD_PARAM, f"a node's role must be {' or '.join(ROLES)}, not {info.role!r:.80}")
+    for name in ("num_blocks", "block_size", "max_model_len"):
+        if getattr(hello, name) == 0:
+            raise RequestError(BAD_PARAM, f"{name} of node {info.name} must be above 0")
+
+
+def _compare(names: str, given: Mapping[str, str], expected: Mapping[str, str]) -> None:
+    differences = [
+        f"{key} is {given.get(key, 'missing'):.80} and {expected.get(key, 'missing'):.80}"
+        for key in sorted(given.keys() | expected.keys())
+        if given.get(key) != expected.get(key)
+    ]
+    if differences:
+        raise RequestError(PAIRING_MISMATCH, f"{names} differ: {'; '.join(differences)}")

@@ -1,0 +1,162 @@
+"""The coordinator's two gRPC servers, put together: start, drain, stop."""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Final
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from coordinator.authentication import BearerAuthentication
+from coordinator.dispatcher import Dispatcher
+from coordinator.fleet_service import FleetService
+from coordinator.inference_service import InferenceService, ServedModel
+from coordinator.registry import ROLES, Registry
+from coordinator.settings import CoordinatorSettings, check_settings
+from coordinator.statuses import StatusInterceptor
+from coordinator.tokenizer import read_tokenizer
+from coordinator.tracker import Tracker
+from engine.errors import ModelError, SettingsError
+from engine.model_config import read_model_config
+from protos import inference_pb2, inference_pb2_grpc
+from protos.channels import FLEET_OPTIONS, SERVER_OPTIONS
+
+logger = logging.getLogger(__name__)
+
+INFERENCE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+SPARE_CALLS: Final = 256  # beyond the answers in flight: health watchers, status queries, calls to be refused politely
+STOP_GRACE_S: Final = 1.0
+MAX_TICK_S: Final = 0.25
+
+
+class CoordinatorServer:
+    """One coordinator. Must be made on a running event loop; raises SettingsError or ModelError when it cannot be
+    made or started."""
+
+    def __init__(self, settings: CoordinatorSettings) -> None:
+        check_settings(settings)
+        self._settings = settings
+        self._model = _read_model(settings)
+        config = self._model.config
+        self._registry = Registry(
+            {"architecture": config.architecture, "vocab_size": str(config.vocab_size)},
+            node_timeout_s=settings.node_timeout_s,
+            step_timeout_s=settings.step_timeout_s,
+        )
+        self._tracker = Tracker(
+            self._registry, max_live=settings.max_num_queued_reqs, max_restarts=settings.max_restarts
+        )
+        self._dispatcher = Dispatcher(self._registry, self._tracker, self._model.tokenizer)
+        self._health = health.aio.HealthServicer()
+        self._public, self._fleet = self._public_server(), self._fleet_server()
+        self._supervision: asyncio.Task[None] | None = None
+        self.port = self.fleet_port = 0  # the ports listened on, once started
+
+    async def start(self) -> None:
+        """Listens on both ports. Ready is only who has nodes of both roles: see the health service."""
+        self.port = _listen(self._public, self._settings.host, self._settings.port)
+        self.fleet_port = _listen(self._fleet, self._settings.fleet_host, self._settings.fleet_port)
+        await self._report_health()
+        await self._fleet.start()
+        await self._public.start()
+        self._supervision = asyncio.create_task(self._supervise())
+        logger.info("clients may dial port %d, nodes port %d", self.port, self.fleet_port)
+
+    async def wait(self) -> None:
+        """Waits as long as the server runs, after `start`; raises when it has failed."""
+        assert self._supervision is not None, "the server has not been started"
+        await asyncio.shield(self._supervision)
+
+    async def drain(self) -> None:
+        """Refuses new calls and returns when the live ones have ended, or after drain_s."""
+        logger.info("draining")
+        self._dispatcher.drain()
+        await self._report_health()
+        try:
+            async with asyncio.timeout(self._settings.drain_s):
+                await self._dispatcher.idle()
+        except TimeoutError:
+            logger.warning("calls still live after %g s", self._settings.drain_s)
+
+    async def stop(self) -> None:
+        """Ends what is live and closes both ports."""
+        if self._supervision is not None:
+            self._supervision.cancel()
+        self._dispatcher.drain()
+        self._dispatcher.stop()
+        await asyncio.gather(self._public.stop(STOP_GRACE_S), self._fleet.stop(STOP_GRACE_S))
+        logger.info("stopped")
+
+    def _public_server(self) -> grpc.aio.Server:
+        interceptors: list[grpc.aio.ServerInterceptor] = [StatusInterceptor()]
+        if self._settings.api_key:
+            interceptors.insert(0, BearerAuthentication(self._settings.api_key))
+        server = grpc.aio.server(
+            interceptors=interceptors,
+            options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=self._settings.max_num_queued_reqs + SPARE_CALLS,
+        )
+        service = InferenceService(
+            self._model,
+            self._registry,
+            self._tracker,
+            self._dispatcher,
+            max_logprobs=self._settings.max_logprobs,
+            request_timeout_s=self._settings.request_timeout_s,
+        )
+        inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection((INFERENCE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        return server
+
+    def _fleet_server(self) -> grpc.aio.Server:
+        secret = self._settings.fleet_secret
+        server = grpc.aio.server(interceptors=[BearerAuthentication(secret)] if secret else [], options=FLEET_OPTIONS)
+        service = FleetService(self._dispatcher, heartbeat_s=self._settings.heartbeat_s)
+        server.add_generic_rpc_handlers((service.handler(),))
+        return server
+
+    async def _supervise(self) -> None:
+        """Lets time pass for nodes and answers, and keeps the health service up to date."""
+        tick_s = min(MAX_TICK_S, self._settings.node_timeout_s / 8)
+        changed = self._dispatcher.nodes_changed
+        while True:
+            try:
+                async with asyncio.timeout(tick_s):
+                    await changed.wait()
+            except TimeoutError:
+                pass
+            changed.clear()
+            self._dispatcher.tick()
+            await self._report_health()
+
+    async def _report_health(self) -> None:
+        ready_roles = {node.role for node in self._registry.nodes if node.is_ready}
+        is_ready = ready_roles.issuperset(ROLES) and not self._dispatcher.is_draining
+        status = health_pb2.HealthCheckResponse
+        await self._health.set(INFERENCE, status.SERVING if is_ready else status.NOT_SERVING)
+
+
+def _read_model(settings: CoordinatorSettings) -> ServedModel:
+    if not settings.model:
+        raise ModelError("no model folder was given")
+    folder = Path(settings.model)
+    config = read_model_config(folder)
+    return ServedModel(
+        name=settings.served_model_name or folder.resolve().name,
+        config=config,
+        tokenizer=read_tokenizer(folder),
+        max_model_len=settings.max_model_len or config.max_position_embeddings,
+    )
+
+
+def _listen(server: grpc.aio.Server, host: str, port: int) -> int:
+    """The port listened on. Raises SettingsError."""
+    address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+    try:
+        return server.add_insecure_port(address)
+    except RuntimeError as error:
+        message = f"cannot listen on {address}: port {port} is in use, or {host} is not an address of this machine"
+        raise SettingsError(message) from error

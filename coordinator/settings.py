@@ -1,0 +1,41 @@
+"""What the coordinator can be told. The flags derive from these fields; names follow vLLM's."""
+
+from dataclasses import dataclass
+
+from engine.errors import SettingsError
+from engine.flags import flag
+from protos.exposure import check_exposure
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorSettings:
+    """Settings of the coordinator."""
+
+    model: str = flag("", "Model folder; its config.json and tokenizer files are read.", positional=True)
+    host: str = flag("127.0.0.1", "Address of the public gRPC service.")
+    port: int = flag(50051, "Port of the public gRPC service; 0 takes a free one.", minimum=0, maximum=65535)
+    fleet_host: str = flag("127.0.0.1", "Address that nodes dial.")
+    fleet_port: int = flag(50052, "Port that nodes dial; 0 takes a free one.", minimum=0, maximum=65535)
+    served_model_name: str = flag("", "Name that clients may ask for; empty takes the model folder's.")
+    api_key: str = flag("", "Secret that clients must bring; needed off loopback.", secret=True)
+    fleet_secret: str = flag("", "Secret shared by the fleet; needed off loopback.", secret=True)
+    max_model_len: int = flag(0, "Most tokens of prompt and answer; 0 takes what the nodes allow.", minimum=0)
+    max_num_queued_reqs: int = flag(1024, "Most answers in flight at once; more are refused.", minimum=1)
+    max_logprobs: int = flag(20, "Most top logprobs a request may ask for.", minimum=0)
+    max_restarts: int = flag(2, "Most moves of one answer to other nodes after a failure.", minimum=0)
+    heartbeat_s: float = flag(1.0, "Seconds between two heartbeats of a node.", minimum=0.01)
+    node_timeout_s: float = flag(3.0, "Seconds without a heartbeat after which a node counts as lost.", minimum=0.02)
+    step_timeout_s: float = flag(120.0, "Seconds one step may take before its node counts as stuck.", minimum=1.0)
+    request_timeout_s: float = flag(600.0, "Most seconds for one answer, from arrival to its end.", minimum=0.1)
+    drain_s: float = flag(30.0, "Seconds a stopping coordinator waits for answers to finish.", minimum=0.0)
+    log_level: str = flag("info", "Least severe log line to write.", choices=("debug", "info", "warning", "error"))
+
+
+def check_settings(settings: CoordinatorSettings) -> None:
+    """Raises SettingsError for settings that are unsafe or contradict each other."""
+    if settings.node_timeout_s <= settings.heartbeat_s:
+        raise SettingsError(
+            f"node_timeout_s ({settings.node_timeout_s:g}) must be above heartbeat_s ({settings.heartbeat_s:g})"
+        )
+    check_exposure(settings.host, "api_key", settings.api_key)
+    check_exposure(settings.fleet_host, "fleet_secret", settings.fleet_secret)

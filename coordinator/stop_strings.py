@@ -1,0 +1,85 @@
+"""Finds stop strings in text that comes in pieces (Aho and Corasick, 1975).
+
+The matcher's state is a node of the trie of all stop strings: the longest tail of the text so far that begins a
+stop string. Its depth is therefore exactly what must be held back, and each character costs amortised O(1).
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    depth: int
+    children: dict[str, "_Node"] = field(default_factory=dict)
+    fallback: "_Node | None" = None  # the longest proper tail that is in the trie too; None at the root
+    match: str | None = None  # the longest stop string that ends here
+
+
+class StopMatcher:
+    """One answer's search. The stop string that ends first wins; of those that end together, the longest."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._root = _build(stops)
+        self._node = self._root
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, text: str, *, may_stop: bool = True) -> str:
+        """Takes the next piece of text and returns what became certain: what no stop string can still reach back to.
+
+        After a match, `matched` is set, and the text returned ends right before the stop string; nothing may be fed
+        any more. With may_stop False, stop strings that end in this piece do not count.
+        """
+        assert self.matched is None, "text was fed after a match"
+        pending = self._held + text
+        end = len(self._held)
+        for char in text:
+            self._node = self._step(char)
+            end += 1
+            if may_stop and self._node.match is not None:
+                self.matched = self._node.match
+                return pending[: end - len(self.matched)]
+        certain = len(pending) - self._node.depth
+        self._held = pending[certain:]
+        return pending[:certain]
+
+    def flush(self) -> str:
+        """What is held back, when no more text will come."""
+        held, self._held = self._held, ""
+        return held
+
+    def _step(self, char: str) -> _Node:
+        node: _Node | None = self._node
+        while node is not None:
+            if child := node.children.get(char):
+                return child
+            node = node.fallback
+        return self._root
+
+
+def _build(stops: Sequence[str]) -> _Node:
+    root = _Node(depth=0)
+    for stop in stops:
+        node = root
+        for char in stop:
+            node = node.children.setdefault(char, _Node(depth=node.depth + 1))
+        node.match = stop
+    queue = deque([root])
+    while queue:  # breadth first: a fallback is shallower, so it is complete already
+        node = queue.popleft()
+        for char, child in node.children.items():
+            child.fallback = _fallback(node, char, root)
+            child.match = child.match or child.fallback.match
+            queue.append(child)
+    return root
+
+
+def _fallback(parent: _Node, char: str, root: _Node) -> _Node:
+    node = parent.fallback
+    while node is not None:
+        if child := node.children.get(char):
+            return child
+        node = node.fallback
+    return root

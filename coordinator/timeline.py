@@ -1,0 +1,50 @@
+"""Where the time of a request went. Pure."""
+
+from enum import Enum
+
+from protos import inference_pb2
+
+
+class Phase(Enum):
+    """What a request is waiting for or doing; the values are the fields of the Timeline message, less their _s."""
+
+    PREFILL_QUEUE = "prefill_queue"
+    PREFILL = "prefill"
+    CREDIT_WAIT = "credit_wait"
+    TRANSFER = "transfer"
+    DECODE_QUEUE = "decode_queue"
+    DECODE = "decode"
+
+
+class Timeline:
+    """A request is in exactly one phase at any time, so the phases add up to its whole time. A phase may be entered
+    again, after a move to other nodes; its seconds then add up too."""
+
+    def __init__(self, start_s: float) -> None:
+        self.phase = Phase.PREFILL_QUEUE
+        self._start_s = self._entered_s = start_s
+        self._first_token_s: float | None = None
+        self._seconds = dict.fromkeys(Phase, 0.0)
+
+    def enter(self, phase: Phase, now: float, *, ago_s: float = 0.0) -> None:
+        """Ends the current phase and begins another, ago_s before now, though never before the current one began."""
+        at_s = max(self._entered_s, min(now, now - ago_s))
+        self._seconds[self.phase] += at_s - self._entered_s
+        self.phase, self._entered_s = phase, at_s
+
+    def first_token(self, now: float) -> None:
+        """Marks the first token of the answer; later calls do nothing."""
+        if self._first_token_s is None:
+            self._first_token_s = now
+
+    def to_wire(self, now: float, prefill_node: str, decode_node: str, num_restarts: int) -> inference_pb2.Timeline:
+        """The request ends now."""
+        self.enter(self.phase, now)
+        return inference_pb2.Timeline(
+            **{f"{phase.value}_s": seconds for phase, seconds in self._seconds.items()},
+            e2e_s=sum(self._seconds.values()),
+            ttft_s=0.0 if self._first_token_s is None else self._first_token_s - self._start_s,
+            prefill_node=prefill_node,
+            decode_node=decode_node,
+            num_restarts=num_restarts,
+        )

@@ -1,0 +1,295 @@
+"""The life of every answer, from submit to its one end. Pure: events and the time come in, instructions go out.
+
+    submit       Reserve to a decode node and Prefill to a prefill node, at the same time
+    Reserved     Deliver, with the ticket, to the prefill node
+    FirstToken   to the client at once
+    Committed    the decode node has all KV (Transferred is the prefill node's word for the same)
+    StepTokens   to the client, strictly by index: they may come before FirstToken, over the other stream
+    Failed       a new attempt on other nodes, or the end; so does a lost node
+
+A new attempt sends prompt and emitted tokens as one prompt, so the stream goes on at the next index. Epochs grow over
+all requests: what a node still says of an older attempt, even one of the same request id, cannot be mistaken.
+"""
+
+from collections.abc import Collection
+from typing import Any, Final
+
+from coordinator.attempts import Attempt, TrackedRequest
+from coordinator.instructions import Emit, End, Instruction, Send
+from coordinator.registry import Node, Registry
+from coordinator.releases import Releases
+from coordinator.router import choose
+from coordinator.timeline import Phase, Timeline
+from engine.errors import RequestError
+from engine.requests import Request, SamplingParams
+from protos import fleet_pb2, inference_pb2, reasons
+from protos.convert import job_to_wire
+
+# Far more than one stream can be ahead of the other: each attempt's first token is on its way before its transfer.
+MAX_EARLY_TOKENS: Final = 1024
+MAX_MESSAGE_CHARS: Final = 200
+RESTART_REASONS: Final = (reasons.TRANSFER_FAILED, reasons.KV_CHECKSUM_MISMATCH, reasons.DRAINING)
+# What a node says with these reasons reaches the client as it stands.
+CLIENT_REASONS: Final = (reasons.QUEUE_FULL, reasons.PROMPT_TOO_LONG, reasons.BAD_PARAM)
+
+
+class Tracker:
+    """All live answers, and what nodes have yet to let go of."""
+
+    def __init__(self, registry: Registry, *, max_live: int, max_restarts: int) -> None:
+        self._registry = registry
+        self._max_live = max_live
+        self._max_restarts = max_restarts
+        self._requests: dict[str, TrackedRequest] = {}
+        self._releases = Releases()
+        self._epoch = 0
+
+    @property
+    def num_open(self) -> int:
+        """Live answers, and attempts that nodes have yet to let go of: at 0 the fleet holds nothing."""
+        return len(self._requests) + len(self._releases)
+
+    def submit(
+        self, request_id: str, prompt: list[int], sampling: SamplingParams, *, arrived_s: float, deadline_s: float
+    ) -> list[Instruction]:
+        """Begins an answer. Raises RequestError, and then nothing has begun."""
+        if request_id in self._requests:
+            raise RequestError(reasons.DUPLICATE_REQUEST_ID, f"request {request_id} is live already")
+        if self.num_open >= self._max_live:
+            raise RequestError(
+                reasons.QUEUE_FULL, f"{self.num_open} answers are in flight, the limit is {self._max_live}"
+            )
+        request = TrackedRequest(request_id, prompt, sampling, deadline_s, Timeline(arrived_s))
+        instructions = self._attempt(request)
+        self._requests[request_id] = request
+        return instructions
+
+    def handle(self, node: Node, event: fleet_pb2.NodeEvent, now: float) -> list[Instruction]:
+        """What a node tells of its attempts. Events that are late, repeated or not the node's to send do nothing."""
+        kind = event.WhichOneof("event")
+        body: Any = getattr(event, kind)
+        match kind:
+            case "first_token":
+                return self._on_first_token(node, body, now)
+            case "reserved":
+                return self._on_reserved(node, body, now)
+            case "transferred" | "committed":
+                return self._on_committed(node, body.attempt, now)
+            case "step_tokens":
+                return self._on_step_tokens(node, body, now)
+            case "failed" | "cancelled":
+                return self._on_let_go(node, body, now)
+            case _:
+                raise AssertionError(f"{kind} is not the tracker's business")
+
+    def lose(self, node: Node, now: float) -> list[Instruction]:
+        """The node is gone, from the registry too, with all it held."""
+        self._releases.lose(node)
+        instructions: list[Instruction] = []
+        for request in list(self._requests.values()):
+            if node in (request.attempt.prefill, request.attempt.decode):
+                error = RequestError(reasons.WORKER_LOST, f"the {node.role} node was lost")
+                instructions += self._carry_on(request, node, error, now)
+        return instructions
+
+    def finish(self, request_id: str, finish_reason: inference_pb2.FinishReason, now: float) -> list[Instruction]:
+        """Ends a live answer early, as complete; an unknown one is left alone."""
+        request = self._requests.get(request_id)
+        return self._end(request, self._complete(request, finish_reason, now), now) if request else []
+
+    def tick(self, now: float) -> list[Instruction]:
+        """What the mere passing of time asks for."""
+        instructions: list[Instruction] = [Send(node, command) for node, command in self._releases.overdue(now)]
+        for request in list(self._requests.values()):
+            if now >= request.deadline_s:
+                error = _with_progress(RequestError(reasons.DEADLINE_EXCEEDED, "the answer took too long"), request)
+                instructions += self._end(request, error, now)
+        return instructions
+
+    # ---- events ----
+
+    def _on_reserved(self, node: Node, event: fleet_pb2.Reserved, now: float) -> list[Instruction]:
+        request = self._request_on(node, event.attempt)
+        if request is None or node is not request.attempt.decode or request.attempt.is_reserved:
+            return []
+        request.attempt.is_reserved = True
+        if request.timeline.phase is Phase.CREDIT_WAIT:
+            request.timeline.enter(Phase.TRANSFER, now)
+        deliver = fleet_pb2.Deliver(attempt=event.attempt, ticket=event.ticket)
+        return [Send(request.attempt.prefill, fleet_pb2.NodeCommand(deliver=deliver))]
+
+    def _on_first_token(self, node: Node, event: fleet_pb2.FirstToken, now: float) -> list[Instruction]:
+        request = self._request_on(node, event.attempt)
+        if request is None or node is not request.attempt.prefill or request.attempt.has_first_token:
+            return []
+        attempt = request.attempt
+        attempt.has_first_token = True
+        node.assigned.pop(request.request_id, None)
+        request.timeline.enter(Phase.PREFILL, now, ago_s=event.prefill_s)
+        request.timeline.enter(attempt.phase_after_prefill, now)
+        attempt.early[attempt.first_index] = event.token
+        return self._emit(request, now)
+
+    def _on_committed(self, node: Node, attempt: fleet_pb2.Attempt, now: float) -> list[Instruction]:
+        request = self._request_on(node, attempt)
+        if request is None:
+            return []
+        if node is request.attempt.prefill:
+            request.attempt.let_go(node)
+        request.attempt.is_committed = True
+        if request.timeline.phase in (Phase.CREDIT_WAIT, Phase.TRANSFER):
+            request.timeline.enter(Phase.DECODE_QUEUE, now)
+        return []
+
+    def _on_step_tokens(self, node: Node, event: fleet_pb2.StepTokens, now: float) -> list[Instruction]:
+        instructions: list[Instruction] = []
+        for token in event.tokens:
+            request = self._request_on(node, token.attempt)
+            if request is not None and node is request.attempt.decode:
+                instructions += self._on_step_token(request, token, event.step_s, now)
+        return instructions
+
+    def _on_step_token(
+        self, request: TrackedRequest, token: fleet_pb2.SampledToken, step_s: float, now: float
+    ) -> list[Instruction]:
+        attempt = request.attempt
+        if token.index < len(request.output):
+            return []
+        attempt.early[token.index] = token
+        if len(attempt.early) > MAX_EARLY_TOKENS:
+            error = RequestError(reasons.WORKER_LOST, f"{MAX_EARLY_TOKENS} tokens came out of order")
+            return self._restart(request, attempt.prefill, error, now)
+        if not attempt.has_first_token:
+            return []
+        if request.timeline.phase is not Phase.DECODE:
+            request.timeline.enter(Phase.DECODE, now, ago_s=step_s)
+        return self._emit(request, now)
+
+    def _on_let_go(self, node: Node, event: fleet_pb2.Failed | fleet_pb2.Cancelled, now: float) -> list[Instruction]:
+        """Failed, or Cancelled: asked for, or from a node that does not know the attempt."""
+        if self._releases.settle(node, event.attempt.epoch):
+            return []
+        request = self._request_on(node, event.attempt)
+        if request is None:
+            return []
+        if isinstance(event, fleet_pb2.Cancelled):
+            error = RequestError(reasons.WORKER_LOST, f"the {node.role} node does not know the request")
+            return self._carry_on(request, node, error, now)
+        if event.reason in RESTART_REASONS:
+            return self._carry_on(request, node, _restart_error(node, event), now)
+        if event.reason in CLIENT_REASONS:
+            error = RequestError(event.reason, event.message[:MAX_MESSAGE_CHARS])
+        else:
+            error = RequestError(reasons.ENGINE_ERROR, f"the engine of the {node.role} node failed")
+        request.attempt.let_go(node)
+        return self._end(request, _with_progress(error, request), now)
+
+    def _request_on(self, node: Node, attempt: fleet_pb2.Attempt) -> TrackedRequest | None:
+        """The live request whose current attempt this is, if the node has a part in it."""
+        request = self._requests.get(attempt.request_id)
+        if request is None or request.attempt.epoch != attempt.epoch:
+            return None
+        return request if node is request.attempt.prefill or node is request.attempt.decode else None
+
+    # ---- effects ----
+
+    def _attempt(self, request: TrackedRequest, avoid: Collection[Node] = ()) -> list[Instruction]:
+        """Gives the request to a pair of nodes. Raises RequestError when there is none, and then changes nothing."""
+        token_ids = request.prompt + request.output
+        nodes = self._registry.nodes
+        prefill = choose(nodes, "prefill", len(token_ids), avoid)
+        decode = choose(nodes, "decode", len(request.prompt) + request.sampling.max_tokens, avoid)
+        self._epoch = (self._epoch + 1) % 2**32
+        request.attempt = Attempt(self._epoch, prefill, decode, first_index=len(request.output))
+        prefill.assigned[request.request_id] = decode.assigned[request.request_id] = len(token_ids)
+        job = job_to_wire(Request(request.request_id, self._epoch, token_ids, len(request.prompt), request.sampling))
+        return [
+            Send(decode, fleet_pb2.NodeCommand(reserve=fleet_pb2.Reserve(job=job))),
+            Send(prefill, fleet_pb2.NodeCommand(prefill=fleet_pb2.Prefill(job=job))),
+        ]
+
+    def _carry_on(self, request: TrackedRequest, node: Node, error: RequestError, now: float) -> list[Instruction]:
+        """The node has dropped its part: nothing to do if that was over, else a new attempt."""
+        request.attempt.let_go(node)
+        if node is request.attempt.prefill and request.attempt.is_handed_over:
+            return []
+        return self._restart(request, node, error, now)
+
+    def _restart(self, request: TrackedRequest, node: Node, error: RequestError, now: float) -> list[Instruction]:
+        """A new attempt, away from the node; the error becomes the end when there were enough."""
+        error = _with_progress(error, request)
+        instructions = self._let_go(request, now)
+        if request.num_restarts == self._max_restarts:
+            return instructions + self._end(request, error, now)
+        request.num_restarts += 1
+        request.timeline.enter(Phase.PREFILL_QUEUE, now)
+        try:
+            return instructions + self._attempt(request, avoid=(node,))
+        except RequestError as no_node:
+            final = RequestError(no_node.reason, str(no_node), **error.metadata)
+            return instructions + self._end(request, final, now)
+
+    def _emit(self, request: TrackedRequest, now: float) -> list[Instruction]:
+        """Whatever is next by index goes out; the last token of the answer ends it."""
+        attempt, output = request.attempt, request.output
+        tokens: list[fleet_pb2.SampledToken] = []
+        while len(output) in attempt.early and not (tokens and tokens[-1].finish_reason):
+            tokens.append(attempt.early.pop(len(output)))
+            output.append(tokens[-1].token_id)
+        if not tokens:
+            return []
+        request.timeline.first_token(now)
+        attempt.decode.assigned[request.request_id] += len(tokens)
+        emit = Emit(request.request_id, tokens)
+        if not tokens[-1].finish_reason:
+            return [emit]
+        # The node of the last token has let go by itself; so has the prefill node, whichever of the two it was.
+        attempt.prefill_holds = False
+        attempt.decode_holds = tokens[-1].index == attempt.first_index
+        complete = self._complete(request, tokens[-1].finish_reason, now)
+        if complete.finish_reason == inference_pb2.FINISH_REASON_STOP:
+            complete.matched_token_id = output[-1]
+        return [emit, *self._end(request, complete, now)]
+
+    def _complete(
+        self, request: TrackedRequest, finish_reason: inference_pb2.FinishReason, now: float
+    ) -> inference_pb2.Complete:
+        names = request.attempt.prefill.name, request.attempt.decode.name
+        return inference_pb2.Complete(
+            finish_reason=finish_reason,
+            prompt_tokens=len(request.prompt),
+            completion_tokens=len(request.output),
+            timeline=request.timeline.to_wire(now, *names, request.num_restarts),
+        )
+
+    def _end(
+        self, request: TrackedRequest, outcome: inference_pb2.Complete | RequestError, now: float
+    ) -> list[Instruction]:
+        del self._requests[request.request_id]
+        return [*self._let_go(request, now), End(request.request_id, outcome)]
+
+    def _let_go(self, request: TrackedRequest, now: float) -> list[Instruction]:
+        """Asks every node that may hold something of the attempt to drop it."""
+        attempt = request.attempt
+        instructions: list[Instruction] = [
+            Send(node, self._releases.ask(node, request.request_id, attempt.epoch, now)) for node in attempt.holders()
+        ]
+        attempt.prefill_holds = attempt.decode_holds = False
+        for node in (attempt.prefill, attempt.decode):
+            node.assigned.pop(request.request_id, None)
+        return instructions
+
+
+def _restart_error(node: Node, event: fleet_pb2.Failed) -> RequestError:
+    """What the client hears when the restarts are used up."""
+    if event.reason == reasons.KV_CHECKSUM_MISMATCH:
+        return RequestError(
+            reasons.KV_CHECKSUM_MISMATCH, "the KV cache arrived damaged, and recomputing it was given up"
+        )
+    return RequestError(reasons.WORKER_LOST, f"the {node.role} node gave the request up")
+
+
+def _with_progress(error: RequestError, request: TrackedRequest) -> RequestError:
+    """The error with how far the request had come."""
+    phase, num_tokens = request.timeline.phase.value, len(request.output)
+    return RequestError(error.reason, str(error), phase=phase, tokens_emitted=str(num_tokens))

@@ -1,0 +1,145 @@
+"""A running coordinator, and nodes that a test speaks for, command by command."""
+
+import asyncio
+import contextlib
+
+import grpc
+
+from coordinator.server import CoordinatorServer
+from coordinator.settings import CoordinatorSettings
+from protos import fleet_pb2, inference_pb2, inference_pb2_grpc
+from tests import fleet_events as events
+from tests.tiny_models import write_fake_model
+
+DEADLINE_S = 20.0
+SETTINGS = {"port": 0, "fleet_port": 0, "heartbeat_s": 30.0, "node_timeout_s": 60.0, "drain_s": DEADLINE_S}
+
+
+def run(coroutine):
+    """Runs a test's coroutine; a wait that never ends fails it."""
+
+    async def bounded():
+        async with asyncio.timeout(2 * DEADLINE_S):
+            await coroutine
+
+    asyncio.run(bounded())
+
+
+class ScriptedNode:
+    """One node's stream."""
+
+    def __init__(self, channel, call):
+        self._channel = channel
+        self._call = call
+
+    @classmethod
+    async def dial(cls, port, first_event, secret=""):
+        """Opens the stream and sends its first message, an event or raw bytes."""
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+        attach = channel.stream_stream("/splitserve.v1.Fleet/Attach")
+        node = cls(channel, attach(metadata=(("authorization", f"Bearer {secret}"),)))
+        await node.send(first_event)
+        return node
+
+    async def send(self, event):
+        await self._call.write(event if isinstance(event, bytes) else event.SerializeToString())
+
+    async def command(self, kind):
+        """The next command, which must be of this kind."""
+        async with asyncio.timeout(DEADLINE_S):
+            message = await self._call.read()
+        assert message is not grpc.aio.EOF, f"the stream ended before {kind}"
+        command = fleet_pb2.NodeCommand.FromString(message)
+        assert command.WhichOneof("command") == kind, command
+        return getattr(command, kind)
+
+    async def end_of_stream(self):
+        """The status with which the coordinator ends the stream, after whatever it had still to say."""
+        async with asyncio.timeout(DEADLINE_S):
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                while await self._call.read() is not grpc.aio.EOF:
+                    continue
+            return await self._call.code(), await self._call.details()
+
+    async def close(self):
+        """Breaks the stream."""
+        self._call.cancel()
+        await self._channel.close()
+
+    async def hang_up(self):
+        """Ends the stream in good order."""
+        await self._call.done_writing()
+
+    async def answer_cancel(self, attempt):
+        cancel = await self.command("cancel")
+        assert cancel.attempt == attempt
+        await self.send(events.cancelled(attempt))
+
+
+class Cluster:
+    """A coordinator with a fake model's folder, its clients' stub, and scripted nodes by name."""
+
+    def __init__(self, server, channel):
+        self.server = server
+        self.channel = channel
+        self.stub = inference_pb2_grpc.InferenceStub(channel)
+        self.nodes = {}
+
+    async def attach(self, name, **hello):
+        role = "prefill" if name.startswith("p") else "decode"
+        node = await ScriptedNode.dial(self.server.fleet_port, events.hello(name, role, **hello))
+        await node.command("welcome")
+        self.nodes[name] = node
+        return node
+
+    def generate(self, prompt="hello", *, request_id="r", timeout=DEADLINE_S, **params):
+        request = inference_pb2.GenerateRequest(
+            request_id=request_id, text=prompt, sampling_params=inference_pb2.SamplingParams(**params)
+        )
+        return self.stub.Generate(request, timeout=timeout)
+
+    async def until_loads(self, condition):
+        """Returns when a load report meets the condition."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition(await self.stub.GetLoads(inference_pb2.GetLoadsRequest())):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    async def until_nothing_is_live(self):
+        await self.until_loads(lambda loads: loads.num_live_requests == 0)
+
+
+@contextlib.asynccontextmanager
+async def cluster(folder, nodes=("p0", "d0"), **settings):
+    """A coordinator with these nodes attached."""
+    write_fake_model(folder)
+    server = CoordinatorServer(CoordinatorSettings(model=str(folder), **{**SETTINGS, **settings}))
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        running = Cluster(server, channel)
+        try:
+            for name in nodes:
+                await running.attach(name)
+            yield running
+        finally:
+            for node in running.nodes.values():
+                await node.close()
+            await server.stop()
+
+
+async def responses(call):
+    """The rest of a stream of which some may have been read."""
+    while (response := await call.read()) is not grpc.aio.EOF:
+        yield response
+
+
+async def read_all(call):
+    """Everything that an answer's stream says: text, token ids, and the Complete messages."""
+    text, token_ids, completes = "", [], []
+    async for response in responses(call):
+        if response.HasField("complete"):
+            completes.append(response.complete)
+            continue
+        assert response.chunk.first_token_index == len(token_ids)
+        text += response.chunk.text
+        token_ids += response.chunk.token_ids
+    return text, token_ids, completes

@@ -1,0 +1,169 @@
+"""Registry, router and timeline: pure parts, by example."""
+
+import pytest
+
+from coordinator.registry import Registry
+from coordinator.router import choose
+from coordinator.timeline import Phase, Timeline
+from engine.errors import RequestError
+from protos import fleet_pb2, inference_pb2
+from tests import fleet_events as events
+
+
+def hello(name, role="decode", **fields):
+    return events.hello(name, role, **{"num_blocks": 10, "dtype": "float32", **fields}).hello
+
+
+def heartbeat(*args, **kwargs):
+    return events.heartbeat(*args, **kwargs).heartbeat
+
+
+@pytest.fixture
+def registry():
+    return Registry(events.MODEL, node_timeout_s=3.0, step_timeout_s=60.0)
+
+
+def test_a_node_is_ready_from_the_start_and_keeps_its_own_name(registry):
+    node = registry.admit(hello("d0"), 0.0)
+    assert node.is_ready
+    assert (node.load.name, node.load.role, node.load.num_blocks_free) == ("d0", "decode", 10)
+    registry.heartbeat(node, fleet_pb2.Heartbeat(load=inference_pb2.NodeLoad(name="other", state="draining")), 1.0)
+    assert not node.is_ready
+    assert (node.load.name, node.load.role) == ("d0", "decode")
+
+
+def test_a_different_fingerprint_is_refused_with_both_values_and_names(registry):
+    registry.admit(hello("d0"), 0.0)
+    with pytest.raises(RequestError) as error:
+        registry.admit(hello("p0", "prefill", dtype="bfloat16", layers="3"), 0.0)
+    assert error.value.reason == "PAIRING_MISMATCH"
+    assert str(error.value) == "nodes p0 and d0 differ: dtype is bfloat16 and float32; layers is 3 and missing"
+    assert registry.find("p0") is None
+
+
+@pytest.mark.parametrize(
+    ("fact", "difference"),
+    [("protocol_version", "protocol_version is 0 and 1"), ("vocab_size", "vocab_size is 0 and 260")],
+)
+def test_the_first_node_must_fit_the_coordinator(registry, fact, difference):
+    with pytest.raises(RequestError, match=f"node d0 and the coordinator differ: {difference}") as error:
+        registry.admit(hello("d0", **{fact: "0"}), 0.0)
+    assert error.value.reason == "PAIRING_MISMATCH"
+
+
+def test_a_fleet_of_one_may_come_back_as_another_model(registry):
+    old = registry.admit(hello("d0"), 0.0)
+    new = registry.admit(hello("d0", incarnation="2", dtype="bfloat16"), 0.0)
+    assert old not in registry
+    assert new in registry
+    registry.lose(old)  # the late end of the old stream
+    assert registry.nodes == [new]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [hello(""), hello("a/b"), hello("x" * 200), hello("d0", "both"), hello("d0", num_blocks=0)],
+)
+def test_a_hello_that_makes_no_sense_is_refused(registry, bad):
+    with pytest.raises(RequestError) as error:
+        registry.admit(bad, 0.0)
+    assert error.value.reason == "BAD_PARAM"
+    assert len(str(error.value)) < 250
+
+
+def test_silent_and_stuck_nodes_expire(registry):
+    silent, stuck, well = (registry.admit(hello(name), 0.0) for name in ("silent", "stuck", "well"))
+    for now in (1.0, 2.0, 3.0):
+        registry.heartbeat(stuck, heartbeat(step_age_s=58.5 + now), now)
+        registry.heartbeat(well, heartbeat(step_age_s=59.0), now)
+        expired = registry.expired(now)
+        assert [node for node, _ in expired] == ([stuck] if now >= 2.0 else [])
+    expired = dict(registry.expired(3.5))
+    assert expired[silent] == "no heartbeat for 3.5 s (limit 3 s)"
+    assert expired[stuck] == "one step has taken 61.5 s (limit 60 s)"
+    assert well not in expired
+
+
+def test_a_coordinator_that_slept_blames_nobody(registry):
+    registry.admit(hello("d0"), 0.0)
+    assert registry.expired(1.0) == []
+    assert registry.expired(100.0) == []
+    assert [registry.expired(100.0 + second) for second in (1.0, 2.0, 3.0)] == [[]] * 3
+    assert len(registry.expired(103.5)) == 1
+
+
+def fleet(registry, **loads):
+    """Decode nodes by name with (assigned tokens, pool blocks)."""
+    for name, (tokens, num_blocks) in loads.items():
+        node = registry.admit(hello(name, num_blocks=num_blocks), 0.0)
+        node.assigned["r"] = tokens
+    return registry
+
+
+@pytest.mark.parametrize(
+    ("loads", "num_tokens", "chosen"),
+    [
+        ({"a": (10, 10), "b": (5, 10)}, 1, "b"),
+        ({"a": (10, 10), "b": (10, 10)}, 1, "a"),  # a tie goes by name
+        ({"a": (10, 10), "b": (15, 100)}, 1, "b"),  # relative to the pool
+        ({"a": (0, 10), "b": (160, 100)}, 161, "b"),  # only one is large enough
+    ],
+)
+def test_the_least_loaded_fitting_node_is_chosen(registry, loads, num_tokens, chosen):
+    assert choose(fleet(registry, **loads).nodes, "decode", num_tokens).name == chosen
+
+
+def test_prefill_nodes_compare_by_tokens_alone(registry):
+    for name, tokens, num_blocks in (("p0", 40, 100), ("p1", 30, 10)):
+        registry.admit(hello(name, "prefill", num_blocks=num_blocks), 0.0).assigned["r"] = tokens
+    assert choose(registry.nodes, "prefill", 1).name == "p1"
+
+
+def test_avoided_nodes_come_last_and_draining_ones_not_at_all(registry):
+    a, b = fleet(registry, a=(0, 10), b=(100, 10)).nodes
+    assert choose([a, b], "decode", 1, avoid=(a,)) is b
+    assert choose([a], "decode", 1, avoid=(a,)) is a
+    registry.heartbeat(b, heartbeat("draining"), 1.0)
+    assert choose([a, b], "decode", 1, avoid=(a,)) is a
+
+
+@pytest.mark.parametrize(
+    ("role", "reason", "message"),
+    [
+        ("prefill", "NO_PREFILL_WORKER", "no prefill node is ready"),
+        ("decode", "NO_DECODE_WORKER", "no decode node can hold 161 tokens"),
+    ],
+)
+def test_no_node_is_an_error_of_its_own(registry, role, reason, message):
+    with pytest.raises(RequestError, match=message) as error:
+        choose(fleet(registry, a=(0, 10)).nodes, role, 161)
+    assert error.value.reason == reason
+
+
+def test_a_request_longer_than_a_node_allows_does_not_fit(registry):
+    registry.admit(hello("d0", max_model_len=100), 0.0)
+    with pytest.raises(RequestError, match="can hold 101"):
+        choose(registry.nodes, "decode", 101)
+
+
+def test_phases_are_dated_back_but_never_before_the_last():
+    timeline = Timeline(10.0)
+    timeline.enter(Phase.PREFILL, 12.0, ago_s=1.5)
+    timeline.enter(Phase.TRANSFER, 12.0)
+    timeline.first_token(12.0)
+    timeline.enter(Phase.DECODE, 12.5, ago_s=9.0)
+    timeline.first_token(12.5)
+    wire = timeline.to_wire(15.0, "p0", "d0", 1)
+    assert (wire.prefill_queue_s, wire.prefill_s, wire.transfer_s, wire.decode_s) == (0.5, 1.5, 0.0, 3.0)
+    assert (wire.e2e_s, wire.ttft_s) == (5.0, 2.0)
+    assert (wire.prefill_node, wire.decode_node, wire.num_restarts) == ("p0", "d0", 1)
+
+
+@pytest.mark.parametrize("ago_s", [float("nan"), float("inf"), -5.0])
+def test_a_senseless_duration_from_a_node_does_no_harm(ago_s):
+    timeline = Timeline(10.0)
+    timeline.enter(Phase.PREFILL, 12.0, ago_s=ago_s)
+    wire = timeline.to_wire(13.0, "p0", "d0", 0)
+    assert wire.prefill_queue_s + wire.prefill_s == wire.e2e_s == 3.0
+    assert wire.prefill_queue_s >= 0
+    assert wire.prefill_s >= 0

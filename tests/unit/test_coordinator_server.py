@@ -1,0 +1,596 @@
+"""The coordinator's servers over real gRPC, with nodes that the test speaks for."""
+
+import asyncio
+import contextlib
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_status import rpc_status
+
+from coordinator.server import CoordinatorServer
+from coordinator.settings import CoordinatorSettings
+from engine.errors import ModelError, SettingsError
+from protos import inference_pb2, inference_pb2_grpc
+from tests import fleet_events as events
+from tests.scripted_nodes import DEADLINE_S, ScriptedNode, cluster, read_all, responses, run
+from tests.tiny_models import ASSISTANT, BOS, EOS, USER, write_fake_model
+
+LENGTH, STOP = events.LENGTH, events.STOP
+
+
+async def begin(c):
+    """Takes the two commands that start an answer: its attempt and its job."""
+    job = (await c.nodes["d0"].command("reserve")).job
+    assert (await c.nodes["p0"].command("prefill")).job == job
+    return job.attempt, job
+
+
+async def hand_over(c, attempt, text="a", index=0):
+    """First token, ticket and commit of an attempt on p0 and d0."""
+    p0, d0 = c.nodes["p0"], c.nodes["d0"]
+    await p0.send(events.first_token(events.sampled(attempt, index, ord(text))))
+    await d0.send(events.reserved(attempt, b"t" * 40))
+    deliver = await p0.command("deliver")
+    assert (deliver.attempt, deliver.ticket) == (attempt, b"t" * 40)
+    await d0.send(events.committed(attempt))
+    await p0.send(events.transferred(attempt))
+
+
+async def step(node, attempt, index, text, finish_reason=0):
+    """One step with one token for each character."""
+    tokens = [events.sampled(attempt, index + offset, ord(char)) for offset, char in enumerate(text)]
+    tokens[-1].finish_reason = finish_reason
+    await node.send(events.step_tokens(*tokens))
+
+
+async def first_message(call):
+    async with asyncio.timeout(DEADLINE_S):
+        return await call.read()
+
+
+async def read_to_end(call):
+    return [response async for response in responses(call)]
+
+
+async def refusal_of(call):
+    """The status code and ErrorInfo with which a call fails."""
+    reading = read_to_end(call) if hasattr(call, "read") else call
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await reading
+    status = rpc_status.from_call(caught.value)
+    info = error_details_pb2.ErrorInfo()
+    if status is not None:
+        status.details[0].Unpack(info)
+    return caught.value.code(), info, caught.value.details()
+
+
+def test_an_answer_comes_through_both_nodes(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            call = c.generate("hi", max_tokens=4, seed=7)
+            attempt, job = await begin(c)
+            assert attempt.request_id == "r/0"
+            assert (list(job.token_ids), job.num_prompt_tokens) == ([*b"hi"], 2)
+            assert (job.sampling_params.max_tokens, job.sampling_params.seed) == (4, 7)
+            await hand_over(c, attempt)
+            await step(c.nodes["d0"], attempt, 1, "b")
+            await step(c.nodes["d0"], attempt, 2, "cd", LENGTH)
+            text, token_ids, [complete] = await read_all(call)
+            assert (text, token_ids) == ("abcd", [*b"abcd"])
+            assert (complete.finish_reason, complete.prompt_tokens, complete.completion_tokens) == (LENGTH, 2, 4)
+            assert (complete.timeline.prefill_node, complete.timeline.decode_node) == ("p0", "d0")
+            await c.until_nothing_is_live()
+
+    run(scenario())
+
+
+def test_the_first_token_reaches_the_client_before_any_transfer(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            call = c.generate(max_tokens=2)
+            attempt, _ = await begin(c)
+            await c.nodes["p0"].send(events.first_token(events.sampled(attempt, 0, ord("a"))))
+            response = await first_message(call)
+            assert (response.request_id, response.chunk.text) == ("r", "a")
+
+    run(scenario())
+
+
+def test_tokens_that_overtake_the_first_are_held_back(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            call = c.generate(max_tokens=3)
+            attempt, _ = await begin(c)
+            await step(c.nodes["d0"], attempt, 1, "bc", LENGTH)
+            await c.nodes["d0"].send(events.heartbeat())
+            await c.nodes["p0"].send(events.first_token(events.sampled(attempt, 0, ord("a"))))
+            assert (await read_all(call))[0] == "abc"
+
+    run(scenario())
+
+
+def test_chat_and_token_ids_are_inputs_too(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            chat = inference_pb2.ChatInput(messages=[inference_pb2.ChatMessage(role="user", content="hi")])
+            c.stub.Generate(inference_pb2.GenerateRequest(chat=chat))
+            _, job = await begin(c)
+            assert list(job.token_ids) == [BOS, USER, *b"hi", EOS, ASSISTANT]
+            assert len(job.attempt.request_id) > 20  # made by the server
+            tokenized = inference_pb2.TokenizedInput(input_ids=[5, 6])
+            c.stub.Generate(inference_pb2.GenerateRequest(tokenized=tokenized))
+            assert list((await begin(c))[1].token_ids) == [5, 6]
+
+    run(scenario())
+
+
+def test_several_answers_share_a_stream(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            call = c.generate(n=2, max_tokens=1, seed=5)
+            started = [await begin(c), await begin(c)]
+            assert [job.sampling_params.seed for _, job in started] == [5, 6]
+            for letter, (attempt, _) in zip("ab", started, strict=True):
+                await c.nodes["p0"].send(events.first_token(events.sampled(attempt, 0, ord(letter), LENGTH)))
+                await c.nodes["d0"].answer_cancel(attempt)
+            seen = [(r.index, r.WhichOneof("response"), r.chunk.text) async for r in responses(call)]
+            assert sorted(seen) == [(0, "chunk", "a"), (0, "complete", ""), (1, "chunk", "b"), (1, "complete", "")]
+
+    run(scenario())
+
+
+def test_a_stop_string_ends_the_answer_and_the_decode_node_lets_go(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            call = c.generate(max_tokens=50, stop=["</s>"])
+            attempt, _ = await begin(c)
+            await hand_over(c, attempt)
+            await step(c.nodes["d0"], attempt, 1, "bc</")
+            await step(c.nodes["d0"], attempt, 5, "s>de")
+            await c.nodes["d0"].answer_cancel(attempt)
+            text, token_ids, [complete] = await read_all(call)
+            assert (text, bytes(token_ids)) == ("abc", b"abc</s>")
+            assert (complete.finish_reason, complete.matched_stop_str) == (STOP, "</s>")
+            assert complete.completion_tokens == 7
+            await c.until_nothing_is_live()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("handed_over", [False, True])
+def test_a_client_that_cancels_frees_its_nodes(tmp_path, handed_over):
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            call = c.generate()
+            attempt, _ = await begin(c)
+            if handed_over:
+                await hand_over(c, attempt)
+                await first_message(call)
+                await c.nodes["p0"].send(events.heartbeat("draining"))
+                # What p0 sent before, Transferred, has then been handled too.
+                await c.until_loads(lambda loads: any(load.state == "draining" for load in loads.nodes))
+            call.cancel()
+            await c.nodes["d0"].answer_cancel(attempt)
+            if not handed_over:
+                await c.nodes["p0"].answer_cancel(attempt)
+            await c.until_nothing_is_live()
+
+    run(scenario())
+
+
+def test_abort_completes_the_answer_as_aborted(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            call = c.generate()
+            attempt, _ = await begin(c)
+            await hand_over(c, attempt)
+            await first_message(call)
+            response = await c.stub.Abort(inference_pb2.AbortRequest(request_ids=["r", "other"]))
+            assert (list(response.aborted), list(response.unknown)) == (["r"], ["other"])
+            _, _, [complete] = await read_all(call)
+            assert complete.finish_reason == inference_pb2.FINISH_REASON_ABORT
+            assert complete.completion_tokens == 1
+
+    run(scenario())
+
+
+def test_a_broken_decode_stream_moves_the_answer_and_its_text_goes_on(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, nodes=("p0", "d0", "d1")) as c:
+            call = c.generate("hi", max_tokens=9)
+            attempt, _ = await begin(c)
+            await hand_over(c, attempt, "\xc3")  # é begins before the move and ends after it
+            assert (await first_message(call)).chunk.text == ""
+            await c.nodes["d0"].close()
+            job = (await c.nodes["d1"].command("reserve")).job
+            assert list(job.token_ids) == [*b"hi", 0xC3]
+            assert job.num_prompt_tokens == 2
+            assert job.attempt.epoch > attempt.epoch
+            assert (await c.nodes["p0"].command("prefill")).job == job
+            token = events.sampled(job.attempt, 1, 0xA9)
+            await c.nodes["p0"].send(events.first_token(token))
+            await step(c.nodes["d1"], job.attempt, 2, "!", LENGTH)
+            rest = await read_to_end(call)
+            assert "".join(response.chunk.text for response in rest) == "é!"
+            assert rest[0].chunk.first_token_index == 1
+            assert rest[-1].complete.timeline.num_restarts == 1
+
+    run(scenario())
+
+
+def test_a_broken_prefill_stream_moves_the_request_before_its_first_token(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, nodes=("p0", "p1", "d0")) as c:
+            call = c.generate("hi", max_tokens=1)
+            attempt, _ = await begin(c)
+            await c.nodes["p0"].hang_up()
+            await c.nodes["d0"].answer_cancel(attempt)
+            job = (await c.nodes["p1"].command("prefill")).job
+            await c.nodes["p1"].send(events.first_token(events.sampled(job.attempt, 0, ord("a"), LENGTH)))
+            assert (await read_all(call))[0] == "a"
+
+    run(scenario())
+
+
+def test_the_last_node_of_a_role_ends_the_answer_with_how_far_it_came(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            call = c.generate()
+            attempt, _ = await begin(c)
+            await hand_over(c, attempt)
+            await first_message(call)
+            await c.nodes["d0"].close()
+            code, info, _ = await refusal_of(call)
+            assert (code, info.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_DECODE_WORKER")
+            assert dict(info.metadata)["tokens_emitted"] == "1"
+            code, info, details = await refusal_of(c.generate())
+            assert (code, info.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_DECODE_WORKER")
+            assert details == "no decode node is ready"
+
+    run(scenario())
+
+
+@contextlib.asynccontextmanager
+async def stalled_reader(c, num_tokens):
+    """An answer whose reader took the first message, with a window so small that the server's writes block early."""
+    for name in ("p0", "d0"):
+        await c.attach(name, num_blocks=300, max_model_len=4096)
+    narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{c.server.port}", options=narrow) as channel:
+        c.stub = inference_pb2_grpc.InferenceStub(channel)
+        call = c.generate(max_tokens=3000, logprobs=20)
+        attempt, _ = await begin(c)
+        await hand_over(c, attempt)
+        await first_message(call)
+        top = [inference_pb2.TopLogprob(token_id=token_id, logprob=-1.0) for token_id in range(20)]
+        for start in range(1, num_tokens, 20):
+            indices = range(start, start + 20)
+            tokens = [events.sampled(attempt, index, 97, logprob=-1.0, top=top) for index in indices]
+            await c.nodes["d0"].send(events.step_tokens(*tokens))
+        yield call, attempt
+
+
+def test_a_reader_that_stops_reading_is_dropped(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, nodes=()) as c, stalled_reader(c, 2900) as (call, attempt):
+            await c.nodes["d0"].answer_cancel(attempt)
+            code, info, _ = await refusal_of(call)
+            assert (code, info.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER")
+            await c.until_nothing_is_live()
+
+    run(scenario())
+
+
+def test_a_client_that_leaves_during_a_write_is_no_error(tmp_path, caplog):
+    async def scenario():
+        async with cluster(tmp_path, nodes=()) as c, stalled_reader(c, 900) as (call, attempt):
+            call.cancel()
+            await c.nodes["d0"].answer_cancel(attempt)
+            await c.until_nothing_is_live()
+
+    run(scenario())
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_a_live_id_is_refused_and_free_again_afterwards(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            call = c.generate()
+            attempt, _ = await begin(c)
+            code, info, _ = await refusal_of(c.generate())
+            assert (code, info.reason) == (grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID")
+            call.cancel()
+            await c.nodes["p0"].answer_cancel(attempt)
+            await c.nodes["d0"].answer_cancel(attempt)
+            again = c.generate(max_tokens=1)
+            new, _ = await begin(c)
+            assert new.epoch != attempt.epoch
+            await c.nodes["p0"].send(events.first_token(events.sampled(attempt, 0, ord("x"), LENGTH)))
+            await c.nodes["p0"].send(events.first_token(events.sampled(new, 0, ord("a"), LENGTH)))
+            assert (await read_all(again))[0] == "a"
+
+    run(scenario())
+
+
+def test_bad_requests_are_refused_before_any_node_hears_of_them(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, max_num_queued_reqs=1) as c:
+            code, info, details = await refusal_of(c.generate(temperature=float("nan")))
+            assert (code, info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "BAD_PARAM")
+            assert details == "temperature must be within [0, 100], not nan"
+            assert (await refusal_of(c.generate("x" * 5000)))[1].reason == "PROMPT_TOO_LONG"
+            assert (await refusal_of(c.generate(n=2)))[1].reason == "QUEUE_FULL"
+            request = inference_pb2.GenerateRequest(text="a", model="other")
+            code, info, _ = await refusal_of(c.stub.Generate(request))
+            assert (code, info.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
+            attempt, _ = await begin(c)  # only the one answer of n=2 that fitted was ever announced
+            for node in c.nodes.values():
+                await node.answer_cancel(attempt)
+            await c.until_nothing_is_live()
+
+    run(scenario())
+
+
+INVALID_UTF_8 = b"\x12\x02\xff\xfe"
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [("Generate", INVALID_UTF_8), *((method, b"\xff\xff") for method in ("Generate", "Abort", "GetLoads"))],
+)
+def test_bytes_that_are_no_request_are_malformed(tmp_path, method, message):
+    async def scenario():
+        async with cluster(tmp_path, nodes=()) as c:
+            rpc = c.channel.unary_stream if method == "Generate" else c.channel.unary_unary
+            code, info, _ = await refusal_of(rpc(f"/splitserve.v1.Inference/{method}")(message))
+            assert (code, info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST")
+
+    run(scenario())
+
+
+def test_a_failure_of_ours_is_internal_without_a_text_and_logged_once(tmp_path, caplog, monkeypatch):
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            monkeypatch.setattr(c.server._dispatcher, "submit", lambda *_, **__: 1 / 0)
+            code, info, details = await refusal_of(c.generate())
+            assert (code, info.reason, details) == (grpc.StatusCode.INTERNAL, "ENGINE_ERROR", "internal error")
+
+    run(scenario())
+    [record] = [record for record in caplog.records if record.exc_info]
+    assert record.request_id == "r"
+
+
+def test_the_clients_deadline_ends_the_answer(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            call = c.generate(timeout=0.2)
+            attempt, _ = await begin(c)
+            assert (await refusal_of(call))[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+            await c.nodes["p0"].answer_cancel(attempt)
+            await c.nodes["d0"].answer_cancel(attempt)
+            await c.until_nothing_is_live()
+
+    run(scenario())
+
+
+def test_the_servers_own_deadline_ends_the_answer_with_its_phase(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, request_timeout_s=0.1) as c:
+            code, info, _ = await refusal_of(c.generate())
+            assert (code, info.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
+            assert info.metadata["phase"] == "prefill_queue"
+
+    run(scenario())
+
+
+def test_info_and_loads(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, nodes=(), served_model_name="tiny") as c:
+            info = await c.stub.GetModelInfo(inference_pb2.GetModelInfoRequest())
+            assert (info.served_model_name, info.architecture) == ("tiny", "FakeForCausalLM")
+            assert (info.vocab_size, info.max_model_len, list(info.eos_token_ids)) == (260, 4096, [EOS])
+            assert info.has_chat_template
+            await c.attach("p0", max_model_len=500)
+            await c.attach("d0", max_model_len=900, num_blocks=7)
+            info = await c.stub.GetModelInfo(inference_pb2.GetModelInfoRequest())
+            assert info.max_model_len == 500
+            server = await c.stub.GetServerInfo(inference_pb2.GetServerInfoRequest())
+            assert [(node.name, node.role) for node in server.nodes] == [("d0", "decode"), ("p0", "prefill")]
+            loads = await c.stub.GetLoads(inference_pb2.GetLoadsRequest())
+            assert [(load.name, load.num_blocks_free) for load in loads.nodes] == [("d0", 7), ("p0", 100)]
+            assert loads.num_live_requests == 0
+
+    run(scenario())
+
+
+def test_clients_without_the_api_key_get_nowhere(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, api_key="sesame") as c:
+            for metadata in ((), (("authorization", "Bearer simsim"),), (("authorization", "sesame"),)):
+                call = c.stub.GetLoads(inference_pb2.GetLoadsRequest(), metadata=metadata)
+                code, info, _ = await refusal_of(call)
+                assert (code, info.reason) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
+            assert (await refusal_of(c.generate()))[0] is grpc.StatusCode.UNAUTHENTICATED
+            await c.stub.GetLoads(inference_pb2.GetLoadsRequest(), metadata=(("authorization", "Bearer sesame"),))
+            health = health_pb2_grpc.HealthStub(c.channel)
+            assert (
+                await health.Check(health_pb2.HealthCheckRequest())
+            ).status == health_pb2.HealthCheckResponse.SERVING
+
+    run(scenario())
+
+
+def test_nodes_without_the_fleet_secret_get_nowhere(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, nodes=(), fleet_secret="sesame") as c:
+            hello = events.hello("p0", "prefill")
+            wrong = await ScriptedNode.dial(c.server.fleet_port, hello, "simsim")
+            assert (await wrong.end_of_stream())[0] is grpc.StatusCode.UNAUTHENTICATED
+            right = await ScriptedNode.dial(c.server.fleet_port, hello, "sesame")
+            await right.command("welcome")
+            await wrong.close()
+            await right.close()
+
+    run(scenario())
+
+
+def test_a_node_of_another_kind_is_refused_with_the_difference(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, nodes=()) as c:
+            await c.attach("p0", dtype="float32")
+            hello = events.hello("d0", "decode", dtype="bfloat16")
+            other = await ScriptedNode.dial(c.server.fleet_port, hello)
+            refusal = await other.command("refusal")
+            assert refusal.reason == "PAIRING_MISMATCH"
+            assert refusal.message == "nodes d0 and p0 differ: dtype is bfloat16 and float32"
+            assert (await other.end_of_stream())[0] is grpc.StatusCode.OK
+            await other.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\xff", b"", events.heartbeat(), events.hello("p0", "prefill")], ids=str)
+def test_a_node_that_talks_nonsense_is_cut_off(tmp_path, garbage):
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            if garbage != events.hello("p0", "prefill"):
+                stranger = await ScriptedNode.dial(c.server.fleet_port, garbage)
+                assert (await stranger.end_of_stream())[0] is grpc.StatusCode.INVALID_ARGUMENT
+                await stranger.close()
+            if garbage != events.heartbeat():
+                await c.nodes["p0"].send(garbage)
+                assert (await c.nodes["p0"].end_of_stream())[0] is grpc.StatusCode.INVALID_ARGUMENT
+                loads = await c.stub.GetLoads(inference_pb2.GetLoadsRequest())
+                assert [load.name for load in loads.nodes] == ["d0"]
+
+    run(scenario())
+
+
+def test_a_newer_node_of_the_same_name_replaces_the_older(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            call = c.generate("hi", max_tokens=1)
+            await begin(c)
+            old = c.nodes["p0"]
+            new = await c.attach("p0", incarnation="2")
+            job = (await new.command("prefill")).job
+            code, details = await old.end_of_stream()
+            assert (code, details) == (grpc.StatusCode.FAILED_PRECONDITION, "a newer node p0 has attached")
+            await old.close()
+            await new.send(events.first_token(events.sampled(job.attempt, 0, ord("a"), LENGTH)))
+            assert (await read_all(call))[0] == "a"
+
+    run(scenario())
+
+
+def test_a_node_without_heartbeats_is_lost(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, heartbeat_s=0.05, node_timeout_s=0.5) as c:
+            assert "no heartbeat" in (await c.nodes["d0"].end_of_stream())[1]
+
+    run(scenario())
+
+
+async def health_changes(c):
+    """A queue of the readiness that health watchers see."""
+    call = health_pb2_grpc.HealthStub(c.channel).Watch(health_pb2.HealthCheckRequest(service="splitserve.v1.Inference"))
+    statuses = health_pb2.HealthCheckResponse
+
+    async def following(expected):
+        async with asyncio.timeout(DEADLINE_S):
+            assert (await call.read()).status == getattr(statuses, expected)
+
+    return following
+
+
+def test_readiness_needs_ready_nodes_of_both_roles(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, nodes=("p0",)) as c:
+            following = await health_changes(c)
+            await following("NOT_SERVING")
+            await c.attach("d0")
+            await following("SERVING")
+            await c.nodes["d0"].send(events.heartbeat("draining"))
+            await following("NOT_SERVING")
+            assert (await refusal_of(c.generate()))[1].reason == "NO_DECODE_WORKER"
+            await c.nodes["d0"].send(events.heartbeat("ready"))
+            await following("SERVING")
+            await c.nodes["p0"].close()
+            await following("NOT_SERVING")
+            with pytest.raises(grpc.aio.AioRpcError) as unknown:
+                await health_pb2_grpc.HealthStub(c.channel).Check(health_pb2.HealthCheckRequest(service="other"))
+            assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+
+    run(scenario())
+
+
+def test_a_draining_server_finishes_its_answers_and_takes_no_more(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            following = await health_changes(c)
+            await following("SERVING")
+            call = c.generate(request_id="live", max_tokens=2)
+            attempt, _ = await begin(c)
+            await hand_over(c, attempt)
+            draining = asyncio.create_task(c.server.drain())
+            await following("NOT_SERVING")
+            code, info, _ = await refusal_of(c.generate(request_id="late"))
+            assert (code, info.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+            assert not draining.done()
+            await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
+            assert (await read_all(call))[0] == "ab"
+            await draining
+
+    run(scenario())
+
+
+def test_a_server_that_stops_tells_its_clients_and_nodes(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, drain_s=0.0) as c:
+            call = c.generate()
+            await begin(c)
+            await c.server.drain()
+            stopping = asyncio.create_task(c.server.stop())
+            code, info, _ = await refusal_of(call)
+            assert (code, info.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+            assert (await c.nodes["p0"].end_of_stream())[0] is grpc.StatusCode.UNAVAILABLE
+            await stopping
+
+    run(scenario())
+
+
+def test_stock_tools_can_ask_what_is_served(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, nodes=()) as c:
+            stub = reflection_pb2_grpc.ServerReflectionStub(c.channel)
+            ask = reflection_pb2.ServerReflectionRequest
+            requests = [ask(list_services=""), ask(file_containing_symbol="splitserve.v1.Inference")]
+            services, file = [response async for response in stub.ServerReflectionInfo(iter(requests))]
+            names = {service.name for service in services.list_services_response.service}
+            assert {"splitserve.v1.Inference", "grpc.health.v1.Health"} <= names
+            assert "splitserve.v1.Fleet" not in names
+            assert file.HasField("file_descriptor_response")
+            fleet = c.channel.stream_stream("/splitserve.v1.Fleet/Attach")()
+            assert await fleet.code() is grpc.StatusCode.UNIMPLEMENTED
+
+    run(scenario())
+
+
+def test_a_port_in_use_and_a_missing_model_are_told(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            for taken in ({"port": c.server.port}, {"fleet_port": c.server.fleet_port}):
+                settings = CoordinatorSettings(model=str(tmp_path), **{"port": 0, "fleet_port": 0, **taken})
+                [port] = taken.values()
+                with pytest.raises(SettingsError, match=f"port {port} is in use"):
+                    await CoordinatorServer(settings).start()
+        with pytest.raises(ModelError, match="no model folder was given"):
+            CoordinatorServer(CoordinatorSettings())
+        with pytest.raises(ModelError, match="there is no model folder"):
+            CoordinatorServer(CoordinatorSettings(model=str(tmp_path / "nowhere")))
+
+    write_fake_model(tmp_path)
+    run(scenario())
