@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when grpc is imported; what matters is in our own log lines
 
@@ -15,6 +14,7 @@ from coordinator.settings import CoordinatorSettings
 from engine.errors import ModelError, SettingsError
 from engine.flags import settings_command
 from engine.telemetry import configure_logging
+from protos.waiting import first_to_end
 
 
 def run(settings: CoordinatorSettings) -> None:
@@ -36,20 +36,10 @@ async def _serve(settings: CoordinatorSettings) -> None:
             number, lambda: forced.set() if stopping.is_set() else stopping.set()
         )
     try:
-        await _first(stopping.wait(), server.wait())
-        await _first(server.drain(), forced.wait(), server.wait())
+        await first_to_end(stopping.wait(), server.wait())
+        await first_to_end(server.drain(), forced.wait(), server.wait())
     finally:
         await server.stop()
-
-
-async def _first(*waits: Awaitable[object]) -> None:
-    """Returns when one wait is over, with its exception if it has one."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in pending:
-        task.cancel()
-    for task in done:
-        task.result()
 
 
 if __name__ == "__main__":

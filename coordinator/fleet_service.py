@@ -1,7 +1,6 @@
 """The internal service: each node dials in and holds one stream, events up and commands down."""
 
 import asyncio
-from collections.abc import Coroutine
 from typing import Any, Final
 
 import grpc
@@ -11,6 +10,7 @@ from coordinator.statuses import failures_as_statuses, parse
 from engine.errors import RequestError
 from protos import fleet_pb2
 from protos.reasons import DEADLINE_EXCEEDED, MALFORMED_REQUEST
+from protos.waiting import first_to_end
 
 HELLO_DEADLINE_S: Final = 10.0
 
@@ -42,7 +42,7 @@ class FleetService:
             try:
                 welcome = fleet_pb2.Welcome(heartbeat_s=self._heartbeat_s)
                 await context.write(fleet_pb2.NodeCommand(welcome=welcome))
-                await _until_one_ends(self._read_events(link, context), self._write_commands(link, context))
+                await first_to_end(self._read_events(link, context), self._write_commands(link, context))
             finally:
                 self._dispatcher.detach(link)
 
@@ -77,16 +77,3 @@ async def _read(context: Any) -> fleet_pb2.NodeEvent | None:
     if event.WhichOneof("event") is None:
         raise RequestError(MALFORMED_REQUEST, "an event is empty or of an unknown kind")
     return event
-
-
-async def _until_one_ends(*parts: Coroutine[Any, Any, None]) -> None:
-    """Runs the parts side by side until one ends; cancels the others; raises what that one raised."""
-    tasks = [asyncio.create_task(part) for part in parts]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

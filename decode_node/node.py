@@ -14,6 +14,7 @@ import logging
 import secrets
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from engine.engine import Engine
@@ -173,7 +174,7 @@ class DecodeNode:
                 reservation.lease.block_ids[:num_blocks],
                 epoch=reservation.request.epoch,
                 ttl_s=self._settings.ticket_ttl_s,
-                on_done=lambda result, attempt=attempt: self._received(attempt, result),
+                on_done=partial(self._received, attempt),
             )
             attempt.transfer_id = ticket.transfer_id
             wire = convert.attempt_of(reservation.request)

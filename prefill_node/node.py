@@ -16,6 +16,7 @@ import logging
 import secrets
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from engine.engine import Engine
 from kv_transfer.errors import TransferError
@@ -161,7 +162,7 @@ class PrefillNode:
         if attempt is None or attempt.transfer is not None:
             return
         try:
-            attempt.transfer = self._sender.start(deliver.ticket, lambda result: self._sent(attempt, result))
+            attempt.transfer = self._sender.start(deliver.ticket, partial(self._sent, attempt))
         except TransferError as error:
             self._attempts.fail(attempt, reasons.TRANSFER_FAILED, str(error))
             return

@@ -8,7 +8,6 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -18,6 +17,7 @@ from engine.errors import SettingsError
 from engine.flags import flag
 from protos import fleet_pb2, fleet_pb2_grpc
 from protos.channels import CHANNEL_OPTIONS
+from protos.waiting import first_to_end
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class FleetLink:
             heartbeat_s = _welcome(answer)
             self._attached = True
             logger.info("attached to the coordinator")
-            await _first_to_end(self._beat(node, heartbeat_s), self._write(call), self._read(call, node))
+            await first_to_end(self._beat(node, heartbeat_s), self._write(call), self._read(call, node))
         finally:
             call.cancel()
 
@@ -143,19 +143,6 @@ def _reason(error: BaseException) -> str:
     if error.code() in FINAL_CODES:
         raise SettingsError(f"the coordinator refuses this node: {error.details()}") from error
     return f"{error.code().name}: {error.details()}"
-
-
-async def _first_to_end(*parts: Coroutine[Any, Any, None]) -> None:
-    """Runs the parts side by side until one ends; cancels the rest; raises what that one raised."""
-    tasks = [asyncio.create_task(part) for part in parts]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
