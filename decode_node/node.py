@@ -17,16 +17,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from engine.engine import Engine
-from kv_transfer.receiver import KVReceiver, Received
-from kv_transfer.sender import TransferFailed
-
 from decode_node.scheduler import Answered, DecodeScheduler, Reservation, State
 from decode_node.settings import DecodeSettings
 from engine.blocks import BlockAllocator
+from engine.engine import Engine
 from engine.errors import RequestError, SettingsError
 from engine.requests import Request, Work
 from engine.stepper import Stepper
+from kv_transfer.receiver import KVReceiver, Received
+from kv_transfer.sender import TransferFailed
 from protos import convert, fleet_pb2, reasons
 from protos.attach import FleetLink
 from protos.attempts import Attempts

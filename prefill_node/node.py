@@ -18,14 +18,13 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-from engine.engine import Engine
-from kv_transfer.errors import TransferError
-from kv_transfer.sender import KVSender, SendingTransfer, Sent, TransferFailed
-
 from engine.blocks import BlockAllocator
+from engine.engine import Engine
 from engine.errors import RequestError
 from engine.requests import Request, SampledToken, Work, finish_reason
 from engine.stepper import Stepper
+from kv_transfer.errors import TransferError
+from kv_transfer.sender import KVSender, SendingTransfer, Sent, TransferFailed
 from prefill_node.scheduler import PrefillScheduler, Prompt
 from prefill_node.settings import PrefillSettings
 from protos import convert, fleet_pb2, reasons
