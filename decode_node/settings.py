@@ -18,4 +18,4 @@ class DecodeSettings:
     max_num_queued: int = flag(256, "Most reservations waiting for credit; more are refused.", minimum=1)
     kv_bind: str = flag("tcp://127.0.0.1:*", "Endpoint of the data plane: tcp://HOST:PORT or ipc://PATH.")
     credit_timeout_s: float = flag(30.0, "Seconds a reservation waits for credit.", minimum=0.1)
-    ticket_ttl_s: float = flag(60.0, "Seconds a granted reservation waits for its KV blocks.", minimum=0.1)
+    ticket_ttl_s: float = flag(600.0, "Most seconds a granted reservation waits for its KV blocks.", minimum=0.1)

@@ -16,7 +16,7 @@ from engine.kv_pool import PagedKVPool
 from engine.layout import KVLayout
 from engine.llama import LlamaDecoder
 from engine.model_config import FAKE_ARCHITECTURE, ModelConfig, read_model_config
-from engine.requests import Request, SampledToken, SamplingParams, Work
+from engine.requests import OnLayer, Request, SampledToken, SamplingParams, Work
 from engine.sampler import sample
 from engine.settings import EngineSettings
 from engine.weights import load_weights
@@ -27,7 +27,7 @@ WARM_UP_TOKENS: Final = 256
 class Model(Protocol):
     """A decoder, or the fake."""
 
-    def __call__(self, batch: ForwardBatch, attention: Attention) -> torch.Tensor:
+    def __call__(self, batch: ForwardBatch, attention: Attention, on_layer: OnLayer | None = None) -> torch.Tensor:
         """Writes the batch's KV into the attention's pool; gives the logits [S, vocab_size] of the wanted rows."""
 
 
@@ -59,10 +59,10 @@ class Engine:
         }
 
     @torch.inference_mode()
-    def step(self, works: Sequence[Work]) -> list[SampledToken]:
+    def step(self, works: Sequence[Work], on_layer: OnLayer | None = None) -> list[SampledToken]:
         """Computes these shares; gives one token for each that samples, in order. Changes no request."""
         batch = build_batch(works, self.layout.block_size, self._device)
-        logits = self._model(batch, self._attention)
+        logits = self._model(batch, self._attention, on_layer)
         requests = [work.request for work in works if work.samples]
         return sample(logits, requests, self.eos_token_ids) if requests else []
 

@@ -24,6 +24,7 @@ from engine.errors import ModelError
 from engine.forward_batch import ForwardBatch
 from engine.json_fields import read_json_object
 from engine.model_config import ModelConfig
+from engine.requests import OnLayer
 
 EXACT_INTEGERS: Final = 2**24  # float32 holds the integers up to here
 
@@ -40,10 +41,12 @@ class FakeModel:
         self._vocab_size = config.vocab_size
         self._num_layers = config.num_layers
 
-    def __call__(self, batch: ForwardBatch, attention: Attention) -> torch.Tensor:
+    def __call__(self, batch: ForwardBatch, attention: Attention, on_layer: OnLayer | None = None) -> torch.Tensor:
         """Writes the batch into the pool; gives the logits [S, vocab_size] of the wanted rows."""
         time.sleep(self._step_s + self._token_s * len(batch.token_ids))
         self._store(batch, attention)
+        if on_layer is not None:
+            on_layer(self._num_layers)
         requests = torch.searchsorted(batch.query_starts, batch.logit_rows, right=True) - 1
         next_tokens = [self._next_token(batch, attention, request) for request in requests.tolist()]
         logits = torch.empty(len(next_tokens), self._vocab_size, device=batch.token_ids.device)

@@ -14,6 +14,7 @@ from engine.attention import Attention
 from engine.forward_batch import ForwardBatch
 from engine.layers import Embedding, Linear, RMSNorm, SwiGLU
 from engine.model_config import ModelConfig
+from engine.requests import OnLayer
 from engine.rope import RotaryEmbedding, rotate
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
@@ -81,12 +82,14 @@ class LlamaDecoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, batch: ForwardBatch, attention: Attention) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, attention: Attention, on_layer: OnLayer | None = None) -> torch.Tensor:
         """Writes the batch's keys and values into the pool; gives the logits [S, vocab_size] of the wanted rows."""
         x = self.embed_tokens(batch.token_ids)
         rotation = self._rotary.tables(batch.positions, x.dtype)
         plans = {window: attention.plan(batch, window) for window in set(self._windows)}
-        for layer, window in zip(self.layers, self._windows, strict=True):
+        for index, (layer, window) in enumerate(zip(self.layers, self._windows, strict=True)):
             x = layer(x, rotation, batch, attention, plans[window])
+            if on_layer is not None:
+                on_layer(index + 1)
         x = self.norm(x.index_select(0, batch.logit_rows))
         return self.lm_head(x) if self.lm_head is not None else functional.linear(x, self.embed_tokens.weight)

@@ -1,6 +1,6 @@
 """A request as the engine and the schedulers see it. Torch-free."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -23,6 +23,10 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: off; k: the sampled token's and the k most likely
+
+
+OnLayer = Callable[[int], None]
+"""Told during a step how many of the leading layers have their KV in the pool; called in the engine's thread."""
 
 
 class FinishReason(Enum):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Protocol
 
-from engine.requests import SampledToken, Work
+from engine.requests import OnLayer, SampledToken, Work
 
 NUM_RECENT_STEPS: Final = 64
 
@@ -16,7 +16,7 @@ NUM_RECENT_STEPS: Final = 64
 class Steps(Protocol):
     """What computes: engine.engine.Engine."""
 
-    def step(self, works: Sequence[Work]) -> list[SampledToken]: ...
+    def step(self, works: Sequence[Work], on_layer: OnLayer | None = None) -> list[SampledToken]: ...
 
 
 class Stepper:
@@ -29,12 +29,15 @@ class Stepper:
         self._started_at: float | None = None
         self.num_steps = 0
 
-    async def step(self, works: Sequence[Work]) -> tuple[list[SampledToken], float]:
-        """The sampled tokens (one for each Work that samples, in order) and the seconds the step took."""
+    async def step(self, works: Sequence[Work], on_layer: OnLayer | None = None) -> tuple[list[SampledToken], float]:
+        """The sampled tokens (one for each Work that samples, in order) and the seconds the step took. `on_layer` is
+        called on the event loop, and for the last time before this returns."""
         assert self._started_at is None, "two steps at a time"
         self._started_at = time.monotonic()
         try:
-            tokens = await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.step, works)
+            loop = asyncio.get_running_loop()
+            relay = None if on_layer is None else _on_loop(loop, on_layer)
+            tokens = await loop.run_in_executor(self._thread, self._engine.step, works, relay)
         finally:
             step_s = time.monotonic() - self._started_at
             self._started_at = None
@@ -55,3 +58,12 @@ class Stepper:
     def close(self) -> None:
         """Waits for the running step, then ends the thread."""
         self._thread.shutdown(wait=True)
+
+
+def _on_loop(loop: asyncio.AbstractEventLoop, on_layer: OnLayer) -> OnLayer:
+    """The same, for another thread to call."""
+
+    def relay(num_layers: int) -> None:
+        loop.call_soon_threadsafe(on_layer, num_layers)
+
+    return relay
