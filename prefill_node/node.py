@@ -3,7 +3,7 @@
 The life of an attempt here:
 1. `Prefill` queues the prompt in the scheduler.
 2. Steps compute it in chunks. `Deliver` brings the decode node's ticket, before, during or after that; from then
-   on finished blocks leave at the end of each step.
+   on blocks leave layer by layer, while later layers and chunks are being computed.
 3. The last chunk samples the first token: it goes to the coordinator at once, and behind the last block to the
    decode node.
 4. The decode node commits; only then are the blocks freed and `Transferred` is sent.
@@ -176,7 +176,7 @@ class PrefillNode:
             attempt = self._attempts.of(work.request)
             attempt.started_at = attempt.started_at or now
         try:
-            tokens, _ = await self._stepper.step(works)
+            tokens, _ = await self._stepper.step(works, partial(self._send_layers, works))
         except Exception as error:
             logger.exception("a prefill step failed")
             self._fail_step(works, error)
@@ -217,6 +217,14 @@ class PrefillNode:
 
     # ---- the transfer ----
 
+    def _send_layers(self, works: list[Work], num_layers: int) -> None:
+        """In the middle of a step: its blocks are final in the leading layers, and leave while the rest is computed."""
+        for work in works:
+            attempt = self._attempts.of(work.request)
+            if attempt.transfer is not None and not attempt.prompt.cancelled:
+                num_blocks = self._num_final_blocks(attempt.prompt, work.start + work.num_tokens)
+                attempt.transfer.blocks_ready(work.block_ids[:num_blocks], num_layers)
+
     def _send_blocks(self, attempt: Attempt) -> None:
         """Hands over what is computed: full blocks while the prompt runs, all of it at its end."""
         prompt = attempt.prompt
@@ -227,8 +235,15 @@ class PrefillNode:
         if prompt.is_computed:
             attempt.transfer.finish(prompt.lease.block_ids, attempt.first_token)
         else:
-            num_full = prompt.num_computed // self._engine.layout.block_size
-            attempt.transfer.blocks_ready(prompt.lease.block_ids[:num_full])
+            num_blocks = self._num_final_blocks(prompt, prompt.num_computed)
+            attempt.transfer.blocks_ready(prompt.lease.block_ids[:num_blocks])
+
+    def _num_final_blocks(self, prompt: Prompt, num_computed: int) -> int:
+        """Blocks that no later chunk writes to: the full ones, and at the end of the prompt the last one too."""
+        layout = self._engine.layout
+        if num_computed == prompt.num_tokens:
+            return layout.num_blocks_for(num_computed)
+        return num_computed // layout.block_size
 
     def _sent(self, attempt: Attempt, result: Sent | TransferFailed) -> None:
         attempt.is_sending = False

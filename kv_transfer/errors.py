@@ -1,0 +1,7 @@
+"""What the corridor raises."""
+
+from engine.errors import SplitServeError
+
+
+class TransferError(SplitServeError):
+    """A ticket, a message or a layout that the corridor cannot accept."""

@@ -1,0 +1,54 @@
+"""Strict msgpack: one list of scalars, bytes, strings and lists in, the same out. Shared by tickets and headers."""
+
+import math
+from typing import Any
+
+import msgpack
+
+from kv_transfer.errors import TransferError
+
+MAX_ITEMS = 1024  # in one list; bounds what the decoder allocates before it has seen the items
+
+
+def pack(fields: list[Any]) -> bytes:
+    """The fields as msgpack."""
+    packed = msgpack.packb(fields)
+    assert isinstance(packed, bytes)
+    return packed
+
+
+def unpack(packed: bytes | memoryview, max_bytes: int) -> list[Any]:
+    """The fields of one packed list. Raises TransferError on anything else."""
+    if len(packed) > max_bytes:
+        raise TransferError(f"{len(packed)} bytes where at most {max_bytes} are allowed")
+    try:
+        fields = msgpack.unpackb(packed, max_array_len=MAX_ITEMS, max_map_len=0, max_ext_len=0)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise TransferError("not the msgpack that was expected") from error
+    if not isinstance(fields, list):
+        raise TransferError("not a msgpack list")
+    return fields
+
+
+def check_int(name: str, value: object, low: int, high: int) -> None:
+    """Raises TransferError unless value is an int (not a bool) in low..high."""
+    if type(value) is not int or not low <= value <= high:
+        raise TransferError(f"{name} must be a whole number from {low} to {high}")
+
+
+def check_seconds(name: str, value: object, high: float) -> None:
+    """Raises TransferError unless value is a float above 0 and at most high."""
+    if type(value) is not float or not math.isfinite(value) or not 0 < value <= high:
+        raise TransferError(f"{name} must be a number of seconds above 0 and at most {high:g}")
+
+
+def check_bytes(name: str, value: object, low: int, high: int) -> None:
+    """Raises TransferError unless value is bytes of low..high length."""
+    if type(value) is not bytes or not low <= len(value) <= high:
+        raise TransferError(f"{name} must be {low} to {high} bytes")
+
+
+def check_text(name: str, value: object, max_chars: int) -> None:
+    """Raises TransferError unless value is printable text of 1..max_chars."""
+    if type(value) is not str or not 1 <= len(value) <= max_chars or not value.isprintable():
+        raise TransferError(f"{name} must be 1 to {max_chars} printable characters")

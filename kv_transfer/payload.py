@@ -1,0 +1,75 @@
+"""The bytes of blocks on their way: checksummed, gathered into frames, and cut out of frames again."""
+
+import zlib
+from collections.abc import Sequence
+
+from engine.layout import KVLayout
+from kv_transfer.errors import TransferError
+from kv_transfer.wire import MAX_DATA_BLOCKS, MAX_PAYLOAD_BYTES
+
+MESSAGE_BYTES = 2**20  # of blocks in one message: a fifth of a millisecond of checksum at either end
+MIN_FRAME_BYTES = 256 * 1024  # below this a copy costs less than what ZeroMQ does for a frame of its own
+
+
+def blocks_per_message(layout: KVLayout) -> int:
+    """Blocks of one layer that make a message. Raises TransferError when not even one fits."""
+    pair_bytes = 2 * layout.plane_bytes
+    if pair_bytes > MAX_PAYLOAD_BYTES:
+        raise TransferError(f"a KV block takes {pair_bytes} bytes in a layer; at most {MAX_PAYLOAD_BYTES} can be sent")
+    return min(MAX_DATA_BLOCKS, max(1, MESSAGE_BYTES // pair_bytes))
+
+
+def checksums(views: Sequence[memoryview], plane_bytes: int) -> tuple[int, ...]:
+    """The CRC-32 of each block, over its K plane, then its V plane. Views as of KVStore.read."""
+    planes = [view[start : start + plane_bytes] for view in views for start in range(0, len(view), plane_bytes)]
+    num_blocks = len(planes) // 2
+    return tuple(zlib.crc32(planes[num_blocks + i], zlib.crc32(planes[i])) for i in range(num_blocks))
+
+
+def gather(views: Sequence[memoryview]) -> list[memoryview]:
+    """The same bytes in frames: long views as they are, short neighbours copied together."""
+    frames: list[memoryview] = []
+    short: list[memoryview] = []
+    for view in views:
+        if len(view) < MIN_FRAME_BYTES:
+            short.append(view)
+        else:
+            frames += _joined(short)
+            frames.append(view)
+            short = []
+    return frames + _joined(short)
+
+
+def _joined(views: list[memoryview]) -> list[memoryview]:
+    return [memoryview(b"".join(views))] if views else []
+
+
+def cut(frames: Sequence[memoryview], sizes: Sequence[int]) -> list[memoryview] | None:
+    """The concatenated frames cut into pieces of these sizes, none of them 0; None when they do not add up.
+
+    A piece is a view where it lies within one frame and a copy where it spans several.
+    """
+    if sum(map(len, frames)) != sum(sizes):
+        return None
+    remaining = iter(frames)
+    frame = memoryview(b"")
+    pieces = []
+    for size in sizes:
+        parts: list[memoryview] = []
+        while size:
+            while not frame:
+                frame = next(remaining)
+            parts.append(frame[:size])
+            frame = frame[size:]
+            size -= len(parts[-1])
+        pieces += parts if len(parts) == 1 else _joined(parts)
+    return pieces
+
+
+def some_blocks(planes: memoryview, blocks: range, plane_bytes: int) -> memoryview:
+    """Of the K planes and V planes of some blocks, those of the blocks in this range alone."""
+    half = len(planes) // 2
+    start, stop = blocks.start * plane_bytes, blocks.stop * plane_bytes
+    if stop - start == half:
+        return planes
+    return memoryview(bytes(planes[start:stop]) + bytes(planes[half + start : half + stop]))

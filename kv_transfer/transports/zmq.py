@@ -1,0 +1,251 @@
+"""ZeroMQ over tcp and ipc: a ROUTER bound by the Listener, one DEALER for each receiver in the Dialer.
+
+Payload frames leave without a copy, and are read in the buffers that ZeroMQ received them in. ZeroMQ accepts and
+drops at will; the sessions above ask again for what did not come.
+"""
+
+import asyncio
+import logging
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+
+import zmq
+
+from engine.errors import SettingsError
+from kv_transfer.alarm import Alarm
+from kv_transfer.errors import TransferError
+from kv_transfer.transports.transport import MAX_FRAMES, OnLost, OnMessage, OnReply
+from kv_transfer.wire import MAX_PAYLOAD_BYTES
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 256  # of one Dialer; beyond them, the one used least recently makes room
+SEND_QUEUE_MESSAGES = 4096  # to one receiver; their frames still lie in the pool
+RECEIVE_QUEUE_MESSAGES = 8  # from one sender; ZeroMQ allocates their frames
+TIMEOUT_MS = 3000
+CLOSE_TIMEOUT_S = 5.0
+
+WILDCARDS = ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:")
+BROKEN = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class ZmqListener:
+    """A Listener on an endpoint such as tcp://192.0.2.1:5600, tcp://eth0:* (any free port) or ipc:///run/node.sock."""
+
+    def __init__(self, bind: str) -> None:
+        """Raises SettingsError when the endpoint cannot be used."""
+        if bind.startswith(WILDCARDS):
+            raise SettingsError(f"{bind} names no host that senders could dial: give an address or an interface")
+        if bind.startswith("ipc://") and len(bind) - len("ipc://") > zmq.IPC_PATH_MAX_LEN:
+            raise SettingsError(f"the path of {bind} is longer than {zmq.IPC_PATH_MAX_LEN} characters")
+        self._context = zmq.Context()
+        self._router = _open_socket(self._context, zmq.ROUTER)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply to a peer that is gone raises
+        try:
+            self._router.bind(bind)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise SettingsError(f"cannot listen for KV blocks on {bind}: {error.strerror}") from error
+
+    @property
+    def address(self) -> str:
+        return self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def start(self, on_message: OnMessage) -> None:
+        self._on_message = on_message
+        self._inbox = _Inbox(self._router, self._take)
+
+    def reply(self, peer: Hashable, header: bytes) -> None:
+        assert isinstance(peer, bytes)
+        try:
+            self._router.send_multipart([peer, header], zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # unreachable, or its queue is full; it asks again if it still wants to know
+            logger.warning("a reply to a sender was dropped: %s", error.strerror)
+        self._inbox.nudge()
+
+    async def close(self) -> None:
+        self._inbox.close()
+        self._context.destroy(linger=0)
+
+    def _take(self, parts: list[zmq.Frame]) -> None:
+        if not 2 <= len(parts) <= 2 + MAX_FRAMES:
+            logger.warning("a message of %d frames was dropped", len(parts))
+            return
+        peer, header, *frames = parts
+        self._on_message(peer.bytes, header.buffer, [frame.buffer for frame in frames])
+
+
+class ZmqDialer:
+    """A Dialer of tcp:// and ipc:// addresses."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._connections: OrderedDict[str, _Connection] = OrderedDict()  # the one used last is last
+        self._held: set[asyncio.Future[None]] = set()  # of messages whose frames ZeroMQ holds
+
+    def start(self, on_reply: OnReply, on_lost: OnLost) -> None:
+        self._on_reply = on_reply
+        self._on_lost = on_lost
+
+    def connect(self, address: str) -> None:
+        self._connection(address)
+
+    def send(self, address: str, header: bytes, frames: Sequence[memoryview] = ()) -> asyncio.Future[None]:
+        views = [memoryview(frame) for frame in frames]
+        released = _when_dropped(views)
+        self._held.add(released)
+        released.add_done_callback(self._held.discard)
+        try:
+            self._connection(address).send([header, *views], released)
+        except TransferError as error:
+            logger.warning("a receiver cannot be dialled any more: %s", error)
+            asyncio.get_running_loop().call_soon(self._on_lost, address)
+        return released
+
+    async def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+        if self._held:
+            _, still_held = await asyncio.wait(self._held, timeout=CLOSE_TIMEOUT_S)
+            if still_held:
+                logger.error("ZeroMQ still holds the frames of %d messages", len(still_held))
+        self._context.destroy(linger=0)
+
+    def _connection(self, address: str) -> "_Connection":
+        connection = self._connections.get(address)
+        if connection is None:
+            if len(self._connections) >= MAX_CONNECTIONS:
+                self._lose(next(iter(self._connections)))
+            try:
+                connection = _Connection(self._context, address, self._on_reply, lambda: self._lose(address))
+            except zmq.ZMQError as error:
+                raise TransferError("the ticket's address cannot be dialled") from error
+            self._connections[address] = connection
+        self._connections.move_to_end(address)
+        return connection
+
+    def _lose(self, address: str) -> None:
+        self._connections.pop(address).close()
+        asyncio.get_running_loop().call_soon(self._on_lost, address)
+
+
+class _Connection:
+    """One DEALER, and two watchers that tell when it breaks: ZeroMQ's own monitor, and an alarm for a receiver that
+    takes nothing any more. ZeroMQ's heartbeat does not notice that one: its pings queue up behind the frames."""
+
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, on_reply: OnReply, on_broken: Callable[[], None]
+    ) -> None:
+        with ExitStack() as on_error:
+            self._dealer = on_error.enter_context(_open_socket(context, zmq.DEALER))
+            monitor = on_error.enter_context(self._dealer.get_monitor_socket(BROKEN))
+            self._dealer.connect(address)
+            on_error.pop_all()
+        self._inbox = _Inbox(self._dealer, lambda parts: on_reply(parts[0].buffer))
+        self._broken = _Inbox(monitor, lambda parts: on_broken())
+        self._stalled = Alarm(on_broken)
+        self._num_held = 0  # messages with frames that ZeroMQ holds
+        self._is_closed = False
+
+    def send(self, parts: Sequence[bytes | memoryview], released: asyncio.Future[None]) -> None:
+        try:
+            self._dealer.send_multipart(parts, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            logger.warning("a message was dropped: %d wait for the receiver already", SEND_QUEUE_MESSAGES)
+        self._inbox.nudge()
+        self._num_held += 1
+        if self._num_held == 1:
+            self._restart_alarm()
+        released.add_done_callback(self._release)
+
+    def close(self) -> None:
+        """Drops what is queued."""
+        self._is_closed = True
+        self._stalled.set(None)
+        self._dealer.disable_monitor()
+        self._broken.close()
+        self._inbox.close()
+
+    def _release(self, _: asyncio.Future[None]) -> None:
+        self._num_held -= 1
+        self._restart_alarm()
+
+    def _restart_alarm(self) -> None:
+        if not self._is_closed:
+            loop = asyncio.get_running_loop()
+            self._stalled.set(loop.time() + TIMEOUT_MS / 1000 if self._num_held else None)
+
+
+class _Inbox:
+    """Takes whole messages from one socket, one for each turn of the loop, and owns the socket."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]", on_message: Callable[[list[zmq.Frame]], None]) -> None:
+        self._socket = socket
+        self._on_message = on_message
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = int(socket.getsockopt(zmq.FD))
+        self._turn: asyncio.Handle | None = None
+        self._loop.add_reader(self._descriptor, self._take_one)
+        self.nudge()
+
+    def nudge(self) -> None:
+        """To be called after every other use of the socket: its descriptor announces a change only once, and to
+        whoever looks first."""
+        if self._turn is None:
+            self._turn = self._loop.call_soon(self._take_one)
+
+    def close(self) -> None:
+        if self._turn is not None:
+            self._turn.cancel()
+        self._loop.remove_reader(self._descriptor)
+        self._socket.close()
+
+    def _take_one(self) -> None:
+        self._turn = None
+        try:
+            parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return
+        self.nudge()
+        self._on_message(parts)
+
+
+def _open_socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> "zmq.Socket[bytes]":
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
+    socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_MESSAGES)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, TIMEOUT_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, TIMEOUT_MS)
+    # No ZMTP heartbeats, on either side: libzmq aborts the process when a ping or a pong is due on a connection that
+    # broke while its receive queue was full (libzmq issues 4364 and 4767).
+    return socket
+
+
+def _when_dropped(views: Sequence[memoryview]) -> asyncio.Future[None]:
+    """Done when nobody holds any of these view objects; pyzmq holds those that ZeroMQ still reads from."""
+    loop = asyncio.get_running_loop()
+    dropped: asyncio.Future[None] = loop.create_future()
+    num_held = len(views)
+
+    def drop_one() -> None:
+        nonlocal num_held
+        num_held -= 1
+        if num_held == 0:
+            dropped.set_result(None)
+
+    for view in views:  # the last reference goes in a thread of pyzmq's
+        weakref.finalize(view, loop.call_soon_threadsafe, drop_one).atexit = False
+    if not views:
+        dropped.set_result(None)
+    return dropped

@@ -1,0 +1,220 @@
+"""The messages of a transfer.
+
+A message is a header, and for Data the bytes of the blocks behind it. Of each segment these are the K planes of its
+blocks in order, then their V planes. A header is a CRC-32 of four bytes, big-endian, then msgpack.
+
+    sender to receiver     Data        blocks
+                           Finish      all of it was sent; asks for an answer; may be repeated
+                           Abort       the sender has given up
+    receiver to sender     Committed   every block is verified; the answer to any Finish from now on
+                           Missing     ranges that never came or failed their checksum
+                           Refused     what was sent was not taken, and the transfer is over for the sender
+"""
+
+import struct
+import zlib
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from kv_transfer.errors import TransferError
+from kv_transfer.packing import MAX_ITEMS, check_bytes, check_int, pack, unpack
+from kv_transfer.ticket import MAX_BLOCKS, MAX_EPOCH, MAX_LAYERS, TRANSFER_ID_BYTES
+
+MAX_HEADER_BYTES = 64 * 1024
+MAX_PAYLOAD_BYTES = 16 * 2**20
+MAX_TAIL_BYTES = 4096
+MAX_SEGMENTS = 256  # in one Data
+MAX_DATA_BLOCKS = 4096  # in one Data, over all its segments
+MAX_RANGES = MAX_ITEMS  # in one Missing; what does not fit is told after the next Finish
+MAX_ROUNDS = 255
+MAX_CORRUPT = 2**32 - 1
+
+
+class Refusal(StrEnum):
+    """Why something was not taken."""
+
+    UNKNOWN_TRANSFER = "unknown_transfer"
+    WRONG_EPOCH = "wrong_epoch"
+    MALFORMED = "malformed"
+    CANCELLED = "cancelled"
+    ABORTED = "aborted"
+    EXPIRED = "expired"
+
+
+_REFUSALS = {refusal.value: refusal for refusal in Refusal}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRange:
+    """Blocks first, first + 1, ... of one layer, by their place in the request's block table."""
+
+    layer: int
+    first: int
+    num_blocks: int
+
+    def __post_init__(self) -> None:
+        _check_range(self.layer, self.first, self.num_blocks)
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.num_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A block range of a Data message: one CRC-32 for each block, over its K plane, then its V plane."""
+
+    layer: int
+    first: int
+    checksums: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _check_range(self.layer, self.first, len(self.checksums))
+
+    @property
+    def stop(self) -> int:
+        return self.first + len(self.checksums)
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    transfer_id: bytes
+    epoch: int
+
+    def __post_init__(self) -> None:
+        check_bytes("transfer_id", self.transfer_id, TRANSFER_ID_BYTES, TRANSFER_ID_BYTES)
+        check_int("epoch", self.epoch, 0, MAX_EPOCH)
+        self._check()
+
+    def _check(self) -> None:
+        """What a kind of message has to say beyond its names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Data(_Message):
+    segments: tuple[Segment, ...]
+
+    def _check(self) -> None:
+        check_int("number of segments", len(self.segments), 1, MAX_SEGMENTS)
+        check_int("number of blocks in a message", self.num_blocks, 1, MAX_DATA_BLOCKS)
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(segment.checksums) for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Finish(_Message):
+    round: int  # grows when the sender has sent again what was missing; a Missing of an older round is stale
+    num_blocks: int
+    tail: bytes
+
+    def _check(self) -> None:
+        check_int("round", self.round, 0, MAX_ROUNDS)
+        check_int("num_blocks", self.num_blocks, 1, MAX_BLOCKS)
+        check_bytes("tail", self.tail, 0, MAX_TAIL_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Abort(_Message):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Committed(_Message):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Missing(_Message):
+    round: int  # of the Finish that this answers
+    num_corrupt: int  # blocks of this transfer that failed their checksum so far
+    ranges: tuple[BlockRange, ...]
+
+    def _check(self) -> None:
+        check_int("round", self.round, 0, MAX_ROUNDS)
+        check_int("num_corrupt", self.num_corrupt, 0, MAX_CORRUPT)
+        check_int("number of ranges", len(self.ranges), 1, MAX_RANGES)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused(_Message):
+    refusal: Refusal
+
+
+Message = Data | Finish | Abort | Committed | Missing | Refused
+
+
+def encode(message: Message) -> bytes:
+    """The header of a message."""
+    packed = pack([*_fields(message)])
+    return zlib.crc32(packed).to_bytes(4, "big") + packed
+
+
+def decode(header: bytes | memoryview) -> Message:
+    """The inverse of encode. Raises TransferError on anything else."""
+    if len(header) < 4 or zlib.crc32(header[4:]) != int.from_bytes(header[:4], "big"):
+        raise TransferError("a header that fails its checksum")
+    return _message(unpack(header[4:], MAX_HEADER_BYTES))
+
+
+def _fields(message: Message) -> list[Any]:
+    names = [message.transfer_id, message.epoch]
+    match message:
+        case Data(segments=segments):
+            return ["data", *names, [[s.layer, s.first, _pack_checksums(s.checksums)] for s in segments]]
+        case Finish(round=round_, num_blocks=num_blocks, tail=tail):
+            return ["finish", *names, round_, num_blocks, tail]
+        case Abort():
+            return ["abort", *names]
+        case Committed():
+            return ["committed", *names]
+        case Missing(round=round_, num_corrupt=num_corrupt, ranges=ranges):
+            return ["missing", *names, round_, num_corrupt, [[r.layer, r.first, r.num_blocks] for r in ranges]]
+        case Refused(refusal=refusal):
+            return ["refused", *names, refusal.value]
+
+
+def _message(fields: list[Any]) -> Message:
+    match fields:
+        case ["data", transfer_id, epoch, [*segments]]:
+            return Data(transfer_id, epoch, tuple(_segment(segment) for segment in segments))
+        case ["finish", transfer_id, epoch, round_, num_blocks, tail]:
+            return Finish(transfer_id, epoch, round_, num_blocks, tail)
+        case ["abort", transfer_id, epoch]:
+            return Abort(transfer_id, epoch)
+        case ["committed", transfer_id, epoch]:
+            return Committed(transfer_id, epoch)
+        case ["missing", transfer_id, epoch, round_, num_corrupt, [*ranges]]:
+            return Missing(transfer_id, epoch, round_, num_corrupt, tuple(_range(range_) for range_ in ranges))
+        case ["refused", transfer_id, epoch, str(word)] if word in _REFUSALS:
+            return Refused(transfer_id, epoch, _REFUSALS[word])
+        case _:
+            raise TransferError("a message of unknown kind or shape")
+
+
+def _segment(fields: object) -> Segment:
+    match fields:
+        case [int(layer), int(first), bytes(packed)] if len(packed) % 4 == 0:
+            return Segment(layer, first, struct.unpack(f">{len(packed) // 4}I", packed))
+        case _:
+            raise TransferError("a segment of unknown shape")
+
+
+def _range(fields: object) -> BlockRange:
+    match fields:
+        case [int(layer), int(first), int(num_blocks)]:
+            return BlockRange(layer, first, num_blocks)
+        case _:
+            raise TransferError("a block range of unknown shape")
+
+
+def _pack_checksums(checksums: tuple[int, ...]) -> bytes:
+    return struct.pack(f">{len(checksums)}I", *checksums)
+
+
+def _check_range(layer: int, first: int, num_blocks: int) -> None:
+    check_int("layer", layer, 0, MAX_LAYERS - 1)
+    check_int("first block", first, 0, MAX_BLOCKS - 1)
+    check_int("number of blocks", num_blocks, 1, MAX_BLOCKS - first)
