@@ -7,7 +7,7 @@ from engine.layout import KVLayout
 from kv_transfer.errors import TransferError
 from kv_transfer.wire import MAX_DATA_BLOCKS, MAX_PAYLOAD_BYTES
 
-MESSAGE_BYTES = 2**20  # of blocks in one message: a fifth of a millisecond of checksum at either end
+MESSAGE_BYTES = 5 * 2**18  # of blocks in one message, 1.25 MiB: a quarter of a millisecond of checksum at either end
 MIN_FRAME_BYTES = 256 * 1024  # below this a copy costs less than what ZeroMQ does for a frame of its own
 
 
@@ -22,8 +22,8 @@ def blocks_per_message(layout: KVLayout) -> int:
 def checksums(views: Sequence[memoryview], plane_bytes: int) -> tuple[int, ...]:
     """The CRC-32 of each block, over its K plane, then its V plane. Views as of KVStore.read."""
     planes = [view[start : start + plane_bytes] for view in views for start in range(0, len(view), plane_bytes)]
-    num_blocks = len(planes) // 2
-    return tuple(zlib.crc32(planes[num_blocks + i], zlib.crc32(planes[i])) for i in range(num_blocks))
+    half = len(planes) // 2
+    return tuple(map(zlib.crc32, planes[half:], map(zlib.crc32, planes[:half])))
 
 
 def gather(views: Sequence[memoryview]) -> list[memoryview]:

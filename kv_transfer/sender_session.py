@@ -20,7 +20,7 @@ from kv_transfer.ticket import Ticket
 from kv_transfer.wire import MAX_SEGMENTS, Abort, BlockRange, Committed, Finish, Missing, Refused
 from protos import reasons
 
-WINDOW = 4  # messages that the transport holds; enough to keep it busy, few enough to cancel promptly
+WINDOW = 2  # messages that the transport holds: one on its way, one behind it
 MAX_ROUNDS = 4  # of sending again what was missing
 MAX_LOSSES = 3  # of the connection, before the peer counts as gone
 FIRST_REPEAT_S = 0.25

@@ -28,13 +28,7 @@ TIMEOUT_MS = 3000
 CLOSE_TIMEOUT_S = 5.0
 
 WILDCARDS = ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:")
-BROKEN = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CONNECT_RETRIED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+BROKEN = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED  # could not be made; was lost
 
 
 class ZmqListener:
@@ -140,7 +134,7 @@ class ZmqDialer:
 
 class _Connection:
     """One DEALER, and two watchers that tell when it breaks: ZeroMQ's own monitor, and an alarm for a receiver that
-    takes nothing any more. ZeroMQ's heartbeat does not notice that one: its pings queue up behind the frames."""
+    takes nothing any more, which no heartbeat of ZeroMQ's would notice: its pings queue up behind the frames."""
 
     def __init__(
         self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, on_reply: OnReply, on_broken: Callable[[], None]
@@ -211,12 +205,10 @@ class _Inbox:
 
     def _take_one(self) -> None:
         self._turn = None
-        try:
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return
-        self.nudge()
-        self._on_message(parts)
+            self.nudge()
+            self._on_message(parts)
 
 
 def _open_socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> "zmq.Socket[bytes]":
@@ -227,6 +219,11 @@ def _open_socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> "zmq.S
     socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_MESSAGES)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, TIMEOUT_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, TIMEOUT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL, -1)  # never: the Dialer makes a new socket, with nothing queued in it
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)  # a link that was cut in silence is noticed within half a minute
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
     # No ZMTP heartbeats, on either side: libzmq aborts the process when a ping or a pong is due on a connection that
     # broke while its receive queue was full (libzmq issues 4364 and 4767).
     return socket

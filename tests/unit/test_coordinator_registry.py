@@ -51,6 +51,15 @@ def test_the_first_node_must_fit_the_coordinator(registry, fact, difference):
     assert error.value.reason == "PAIRING_MISMATCH"
 
 
+def test_an_older_process_that_wakes_up_does_not_replace_the_newer_one(registry):
+    registry.admit(hello("d0", incarnation="1"), 0.0)
+    new = registry.admit(hello("d0", incarnation="2"), 0.0)
+    with pytest.raises(RequestError, match="a newer node d0 is attached") as error:
+        registry.admit(hello("d0", incarnation="1"), 0.0)
+    assert error.value.reason == "PAIRING_MISMATCH"
+    assert registry.nodes == [new]
+
+
 def test_a_fleet_of_one_may_come_back_as_another_model(registry):
     old = registry.admit(hello("d0"), 0.0)
     new = registry.admit(hello("d0", incarnation="2", dtype="bfloat16"), 0.0)
