@@ -64,4 +64,5 @@ class TrackedRequest:
     timeline: Timeline
     output: list[int] = field(default_factory=list)  # token ids emitted so far, over all attempts
     num_restarts: int = 0
+    avoid: list[Node] = field(default_factory=list)  # that have failed it: others are taken while there are any
     attempt: Attempt = field(init=False)

@@ -1,19 +1,24 @@
 """The public service: validate, tokenize, submit, stream."""
 
+import asyncio
 import importlib.metadata
 import secrets
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from coordinator.dispatcher import Dispatcher
 from coordinator.registry import Registry
 from coordinator.tokenizer import Tokenizer
 from coordinator.tracker import Tracker
 from coordinator.validation import Limits, check_input, plan_answers
+from engine.errors import RequestError
 from engine.model_config import ModelConfig
 from protos import inference_pb2
 from protos.convert import PROTOCOL_VERSION
+from protos.reasons import SLOW_READER
+
+WRITE_TIMEOUT_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ class InferenceService:
         generation = self._dispatcher.submit(plan, arrived_s=arrived_s, deadline_s=deadline_s)
         try:
             while (response := await generation.next()) is not None:
-                await context.write(response)
+                await _write(context, response)
         finally:  # a client that is gone shows as one of several exceptions, cancellation among them
             self._dispatcher.close(generation)
 
@@ -113,3 +118,12 @@ class InferenceService:
             prefill_pool_tokens=max((node.pool_tokens for node in prefill), default=None),
             decode_pool_tokens=max((node.pool_tokens for node in decode), default=None),
         )
+
+
+async def _write(context: Any, response: inference_pb2.GenerateResponse) -> None:
+    """Hands a message to gRPC, which has room for it unless the client has stopped reading."""
+    try:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await context.write(response)
+    except TimeoutError as error:
+        raise RequestError(SLOW_READER, f"the client has read nothing for {WRITE_TIMEOUT_S:g} s") from error

@@ -81,11 +81,14 @@ class Registry:
         return self._nodes.get(name)
 
     def admit(self, hello: fleet_pb2.Hello, now: float) -> Node:
-        """Takes a node in; it replaces one of the same name, for the newer one wins.
+        """Takes a node in; it replaces one of the same name, unless that is a younger process.
 
         Raises RequestError when the node cannot belong to this fleet, and then nothing changes.
         """
         _check_hello(hello)
+        namesake = self.find(hello.node.name)
+        if namesake is not None and hello.node.incarnation < namesake.hello.node.incarnation:
+            raise RequestError(PAIRING_MISMATCH, f"a newer node {hello.node.name} is attached")
         others = [node for node in self.nodes if node.name != hello.node.name]
         if len(others) >= MAX_NODES:
             raise RequestError(QUEUE_FULL, f"the fleet has {MAX_NODES} nodes, its limit")

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +18,7 @@ from coordinator.registry import ROLES, Registry
 from coordinator.settings import CoordinatorSettings, check_settings
 from coordinator.statuses import StatusInterceptor
 from coordinator.tokenizer import read_tokenizer
-from coordinator.tracker import Tracker
+from coordinator.tracker import NUM_EPOCHS, Tracker
 from engine.errors import ModelError, SettingsError
 from engine.model_config import read_model_config
 from protos import inference_pb2, inference_pb2_grpc
@@ -46,7 +47,10 @@ class CoordinatorServer:
             step_timeout_s=settings.step_timeout_s,
         )
         self._tracker = Tracker(
-            self._registry, max_live=settings.max_num_queued_reqs, max_restarts=settings.max_restarts
+            self._registry,
+            first_epoch=secrets.randbelow(NUM_EPOCHS),
+            max_live=settings.max_num_queued_reqs,
+            max_restarts=settings.max_restarts,
         )
         self._dispatcher = Dispatcher(self._registry, self._tracker, self._model.tokenizer)
         self._health = health.aio.HealthServicer()

@@ -11,7 +11,6 @@ A new attempt sends prompt and emitted tokens as one prompt, so the stream goes 
 all requests: what a node still says of an older attempt, even one of the same request id, cannot be mistaken.
 """
 
-from collections.abc import Collection
 from typing import Any, Final
 
 from coordinator.attempts import Attempt, TrackedRequest
@@ -28,6 +27,7 @@ from protos.convert import job_to_wire
 # Far more than one stream can be ahead of the other: each attempt's first token is on its way before its transfer.
 MAX_EARLY_TOKENS: Final = 1024
 MAX_MESSAGE_CHARS: Final = 200
+NUM_EPOCHS: Final = 2**32
 RESTART_REASONS: Final = (reasons.TRANSFER_FAILED, reasons.KV_CHECKSUM_MISMATCH, reasons.DRAINING)
 # What a node says with these reasons reaches the client as it stands.
 CLIENT_REASONS: Final = (reasons.QUEUE_FULL, reasons.PROMPT_TOO_LONG, reasons.BAD_PARAM)
@@ -36,13 +36,14 @@ CLIENT_REASONS: Final = (reasons.QUEUE_FULL, reasons.PROMPT_TOO_LONG, reasons.BA
 class Tracker:
     """All live answers, and what nodes have yet to let go of."""
 
-    def __init__(self, registry: Registry, *, max_live: int, max_restarts: int) -> None:
+    def __init__(self, registry: Registry, *, first_epoch: int, max_live: int, max_restarts: int) -> None:
+        """`first_epoch` is to be random: nodes may still be at attempts of a coordinator that ran before this one."""
         self._registry = registry
         self._max_live = max_live
         self._max_restarts = max_restarts
         self._requests: dict[str, TrackedRequest] = {}
         self._releases = Releases()
-        self._epoch = 0
+        self._epoch = first_epoch
 
     @property
     def num_open(self) -> int:
@@ -176,6 +177,8 @@ class Tracker:
             error = RequestError(reasons.WORKER_LOST, f"the {node.role} node does not know the request")
             return self._carry_on(request, node, error, now)
         if event.reason in RESTART_REASONS:
+            if event.reason != reasons.DRAINING:  # either end may be at fault, whichever of the two has noticed
+                request.avoid += [request.attempt.prefill, request.attempt.decode]
             return self._carry_on(request, node, _restart_error(node, event), now)
         if event.reason in CLIENT_REASONS:
             error = RequestError(event.reason, event.message[:MAX_MESSAGE_CHARS])
@@ -193,13 +196,13 @@ class Tracker:
 
     # ---- effects ----
 
-    def _attempt(self, request: TrackedRequest, avoid: Collection[Node] = ()) -> list[Instruction]:
+    def _attempt(self, request: TrackedRequest) -> list[Instruction]:
         """Gives the request to a pair of nodes. Raises RequestError when there is none, and then changes nothing."""
         token_ids = request.prompt + request.output
         nodes = self._registry.nodes
-        prefill = choose(nodes, "prefill", len(token_ids), avoid)
-        decode = choose(nodes, "decode", len(request.prompt) + request.sampling.max_tokens, avoid)
-        self._epoch = (self._epoch + 1) % 2**32
+        prefill = choose(nodes, "prefill", len(token_ids), request.avoid)
+        decode = choose(nodes, "decode", len(request.prompt) + request.sampling.max_tokens, request.avoid)
+        self._epoch = (self._epoch + 1) % NUM_EPOCHS
         request.attempt = Attempt(self._epoch, prefill, decode, first_index=len(request.output))
         prefill.assigned[request.request_id] = decode.assigned[request.request_id] = len(token_ids)
         job = job_to_wire(Request(request.request_id, self._epoch, token_ids, len(request.prompt), request.sampling))
@@ -222,9 +225,10 @@ class Tracker:
         if request.num_restarts == self._max_restarts:
             return instructions + self._end(request, error, now)
         request.num_restarts += 1
+        request.avoid.append(node)
         request.timeline.enter(Phase.PREFILL_QUEUE, now)
         try:
-            return instructions + self._attempt(request, avoid=(node,))
+            return instructions + self._attempt(request)
         except RequestError as no_node:
             final = RequestError(no_node.reason, str(no_node), **error.metadata)
             return instructions + self._end(request, final, now)

@@ -11,7 +11,6 @@ How an attempt ends (with its last token, by failure or by cancel): protos/attem
 
 import asyncio
 import logging
-import secrets
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -24,12 +23,13 @@ from engine.engine import Engine
 from engine.errors import RequestError, SettingsError
 from engine.requests import Request, Work
 from engine.stepper import Stepper
+from kv_transfer.errors import TransferError
 from kv_transfer.receiver import KVReceiver, Received
 from kv_transfer.sender import TransferFailed
 from protos import convert, fleet_pb2, reasons
 from protos.attach import FleetLink
 from protos.attempts import Attempts
-from protos.reports import node_info, node_load
+from protos.reports import new_incarnation, node_info, node_load
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class DecodeNode:
             )
         self._settings = settings
         self._name = name
-        self._incarnation = secrets.token_hex(8)
+        self._incarnation = new_incarnation()
         self._engine = engine
         self._receiver = receiver
         self._link = link
@@ -90,7 +90,7 @@ class DecodeNode:
             max_num_queued=settings.max_num_queued,
         )
         self._work = asyncio.Event()
-        self._attempts: Attempts[Attempt] = Attempts(link.send, self._grant)
+        self._attempts: Attempts[Attempt] = Attempts(link.send, self._released)
         self._draining = False
 
     # ---- the link's view ----
@@ -152,6 +152,7 @@ class DecodeNode:
         try:
             if self._draining:
                 raise RequestError(reasons.DRAINING, "the decode node is draining")
+            self._attempts.check_new(job.attempt)
             reservation = self._scheduler.reserve(convert.request_from_wire(job), time.monotonic())
         except RequestError as error:
             failed = fleet_pb2.Failed(attempt=job.attempt, reason=error.reason, message=str(error))
@@ -162,19 +163,27 @@ class DecodeNode:
 
     # ---- credit and transfer ----
 
-    def _grant(self) -> None:
-        """Hands out whatever credit there is, and wakes the steps: blocks may have come free for them too."""
+    def _released(self) -> None:
+        """Blocks have come free, for running requests and for waiting ones."""
         self._work.set()
+        asyncio.get_running_loop().call_soon(self._grant)
+
+    def _grant(self) -> None:
+        """Hands out whatever credit there is."""
         for reservation in self._scheduler.grant():
             attempt = self._attempts.of(reservation.request)
             assert reservation.lease is not None
             num_blocks = self._engine.layout.num_blocks_for(len(reservation.request.token_ids))
-            ticket = self._receiver.expect(
-                reservation.lease.block_ids[:num_blocks],
-                epoch=reservation.request.epoch,
-                ttl_s=self._settings.ticket_ttl_s,
-                on_done=partial(self._received, attempt),
-            )
+            try:
+                ticket = self._receiver.expect(
+                    reservation.lease.block_ids[:num_blocks],
+                    epoch=reservation.request.epoch,
+                    ttl_s=self._settings.ticket_ttl_s,
+                    on_done=partial(self._received, attempt),
+                )
+            except TransferError as error:
+                self._attempts.fail(attempt, reasons.TRANSFER_FAILED, str(error))
+                continue
             attempt.transfer_id = ticket.transfer_id
             wire = convert.attempt_of(reservation.request)
             self._link.send(reserved=fleet_pb2.Reserved(attempt=wire, ticket=ticket.encode()))
@@ -184,12 +193,21 @@ class DecodeNode:
         if self._attempts.is_ending(attempt):
             self._attempts.settle(attempt)
         elif isinstance(result, TransferFailed):
-            self._attempts.fail(attempt, result.reason, result.message)
+            # The prefill node's own word on an abort, perhaps the last token, may still be on its way to the
+            # coordinator, which cancels this attempt then; a failure from here could overtake it.
+            if result.reason != reasons.TRANSFER_ABORTED:
+                self._attempts.fail(attempt, result.reason, result.message)
         else:
-            first = fleet_pb2.SampledToken.FromString(result.tail)
-            self._scheduler.commit(attempt.reservation, first.token_id)
-            self._link.send(committed=fleet_pb2.Committed(attempt=convert.attempt_of(attempt.request)))
-            self._work.set()
+            self._commit(attempt, result.tail)
+
+    def _commit(self, attempt: Attempt, tail: bytes) -> None:
+        try:
+            self._scheduler.commit(attempt.reservation, convert.token_from_tail(tail))
+        except ValueError as error:
+            self._attempts.fail(attempt, reasons.TRANSFER_FAILED, str(error))
+            return
+        self._link.send(committed=fleet_pb2.Committed(attempt=convert.attempt_of(attempt.request)))
+        self._work.set()
 
     async def _watch_credit(self) -> None:
         """Refuses reservations that have waited too long."""

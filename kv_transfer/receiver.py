@@ -113,6 +113,7 @@ class KVReceiver:
 
     def _handle(self, grant: "_Grant", event: Event, buffers: Sequence[memoryview] = ()) -> None:
         """Feeds the session. The buffers are the frames behind Data, and behind Verified one piece for each segment."""
+        grant.alarm.set(grant.session.expires_at)  # again, for it may have rung a little early
         for action in grant.session.handle(event, self._loop.time()):
             match action:
                 case Reply(message=message):

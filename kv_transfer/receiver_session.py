@@ -181,10 +181,11 @@ class ReceiverSession:
         return [Reply(self._committed()), Conclude(received)]
 
     def _fail(self, refusal: Refusal, message: str) -> list[Action]:
-        damaged = self.state is State.LACKING and self.num_corrupt > 0
+        reason = reasons.TRANSFER_ABORTED if refusal is Refusal.ABORTED else reasons.TRANSFER_FAILED
+        if self.state is State.LACKING and self.num_corrupt > 0:
+            reason = reasons.KV_CHECKSUM_MISMATCH
         self._end(State.FAILED)
         self._refusal = refusal
-        reason = reasons.KV_CHECKSUM_MISMATCH if damaged else reasons.TRANSFER_FAILED
         return [self._refuse(refusal), Conclude(TransferFailed(reason, message))]
 
     def _end(self, state: State) -> None:

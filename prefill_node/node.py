@@ -13,7 +13,6 @@ How an attempt ends (by transfer, failure, cancel, or a first token that ends th
 
 import asyncio
 import logging
-import secrets
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +29,7 @@ from prefill_node.settings import PrefillSettings
 from protos import convert, fleet_pb2, reasons
 from protos.attach import FleetLink
 from protos.attempts import Attempts
-from protos.reports import node_info, node_load
+from protos.reports import new_incarnation, node_info, node_load
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ class Attempt:
     started_at: float | None = None
     transfer: SendingTransfer | None = None
     is_sending: bool = False
-    first_token: bytes = b""  # as it goes to the decode node
+    tail: bytes = b""  # what goes to the decode node behind the last block: the first token
     ticket_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -72,7 +71,7 @@ class PrefillNode:
     def __init__(self, settings: PrefillSettings, name: str, engine: Engine, sender: KVSender, link: FleetLink) -> None:
         self._settings = settings
         self._name = name
-        self._incarnation = secrets.token_hex(8)
+        self._incarnation = new_incarnation()
         self._engine = engine
         self._sender = sender
         self._link = link
@@ -148,6 +147,7 @@ class PrefillNode:
         try:
             if self._draining:
                 raise RequestError(reasons.DRAINING, "the prefill node is draining")
+            self._attempts.check_new(job.attempt)
             prompt = self._scheduler.add(convert.request_from_wire(job))
         except RequestError as error:
             failed = fleet_pb2.Failed(attempt=job.attempt, reason=error.reason, message=str(error))
@@ -206,7 +206,7 @@ class PrefillNode:
         if reason is not None:
             self._attempts.end(attempt)
             return
-        attempt.first_token = wire.SerializeToString()
+        attempt.tail = convert.token_to_tail(token.token_id)
         if attempt.transfer is None:
             timeout_s = self._settings.ticket_timeout_s
             attempt.ticket_timer = asyncio.get_running_loop().call_later(timeout_s, self._ticket_late, attempt)
@@ -233,7 +233,7 @@ class PrefillNode:
         if attempt.ticket_timer is not None:
             attempt.ticket_timer.cancel()
         if prompt.is_computed:
-            attempt.transfer.finish(prompt.lease.block_ids, attempt.first_token)
+            attempt.transfer.finish(prompt.lease.block_ids, attempt.tail)
         else:
             num_blocks = self._num_final_blocks(prompt, prompt.num_computed)
             attempt.transfer.blocks_ready(prompt.lease.block_ids[:num_blocks])

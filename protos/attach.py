@@ -25,7 +25,6 @@ WELCOME_DEADLINE_S: Final = 10.0
 RETRY_MIN_S: Final = 0.1
 RETRY_MAX_S: Final = 2.0
 MAX_UNSENT_EVENTS: Final = 10_000
-FINAL_CODES: Final = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION)
 
 Unsent = asyncio.Queue["fleet_pb2.NodeEvent | None"]  # None: nothing more will come
 
@@ -62,6 +61,7 @@ class FleetLink:
         self._unsent: Unsent = asyncio.Queue(MAX_UNSENT_EVENTS)
         self._attached = False
         self._stopping = asyncio.Event()
+        self._retry_s = RETRY_MIN_S
 
     def send(self, **event: Any) -> None:
         """Queues one event, named by its oneof field. Without an attachment it is dropped: the coordinator has
@@ -77,24 +77,22 @@ class FleetLink:
     def stop(self) -> None:
         """Lets `run` return after what is queued has gone out."""
         self._stopping.set()
-        if self._attached:
+        if self._attached and not self._unsent.full():
             self._unsent.put_nowait(None)
 
     async def run(self, node: Node) -> None:
         """Stays attached until `stop`. Raises SettingsError when the coordinator refuses this node."""
-        retry_s = RETRY_MIN_S
         while not self._stopping.is_set():
             try:
                 async with grpc.aio.insecure_channel(self._settings.coordinator, options=CHANNEL_OPTIONS) as channel:
                     await self._attach(fleet_pb2_grpc.FleetStub(channel), node)
-                retry_s = RETRY_MIN_S
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError, ConnectionError, TimeoutError) as error:
                 logger.warning("not attached to the coordinator: %s", _reason(error))
-                retry_s = min(2 * retry_s, RETRY_MAX_S)
+                self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
             self._attached = False
             self._unsent = asyncio.Queue(MAX_UNSENT_EVENTS)
             node.detached()
-            await _wait(self._stopping, retry_s)
+            await _wait(self._stopping, self._retry_s)
 
     async def _attach(self, stub: fleet_pb2_grpc.FleetStub, node: Node) -> None:
         metadata = (("authorization", f"Bearer {self._settings.fleet_secret}"),)
@@ -105,6 +103,7 @@ class FleetLink:
                 answer = await call.read()
             heartbeat_s = _welcome(answer)
             self._attached = True
+            self._retry_s = RETRY_MIN_S
             logger.info("attached to the coordinator")
             await first_to_end(self._beat(node, heartbeat_s), self._write(call), self._read(call, node))
         finally:
@@ -119,6 +118,7 @@ class FleetLink:
         while (event := await self._unsent.get()) is not None:
             await call.write(event)
         await call.done_writing()
+        await call.code()  # to leave at once would throw away what the coordinator has not read yet
 
     async def _read(self, call: Any, node: Node) -> None:
         while (command := await call.read()) is not grpc.aio.EOF:
@@ -140,7 +140,9 @@ def _reason(error: BaseException) -> str:
     """What broke the stream, in words. Raises SettingsError where trying again cannot help."""
     if not isinstance(error, grpc.aio.AioRpcError):
         return str(error) or type(error).__name__
-    if error.code() in FINAL_CODES:
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        raise SettingsError("the coordinator has another fleet secret than SPLITSERVE_FLEET_SECRET") from error
+    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
         raise SettingsError(f"the coordinator refuses this node: {error.details()}") from error
     return f"{error.code().name}: {error.details()}"
 

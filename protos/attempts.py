@@ -9,8 +9,9 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
+from engine.errors import RequestError
 from engine.requests import Request
-from protos import fleet_pb2
+from protos import fleet_pb2, reasons
 
 
 class Attempt(Protocol):
@@ -44,10 +45,15 @@ class Attempts(Generic[A]):
         self._idle = asyncio.Event()
         self._idle.set()
 
+    def check_new(self, wire: fleet_pb2.Attempt) -> None:
+        """Raises RequestError for an attempt that is here already."""
+        if (wire.request_id, wire.epoch) in self._attempts:
+            raise RequestError(reasons.DUPLICATE_REQUEST_ID, f"attempt {wire.epoch} of the request was announced twice")
+
     def add(self, attempt: A) -> None:
-        """Takes in a new attempt; the coordinator never repeats one."""
+        """Takes in an attempt that is new."""
         key = _key(attempt.request)
-        assert key not in self._attempts, "an attempt was announced twice"
+        assert key not in self._attempts
         self._attempts[key] = attempt
         self._idle.clear()
 

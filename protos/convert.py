@@ -4,6 +4,7 @@ from engine.requests import FinishReason, Request, SampledToken, SamplingParams
 from protos import fleet_pb2, inference_pb2
 
 PROTOCOL_VERSION = "1"
+TAIL_BYTES = 4
 
 _FINISH_REASONS = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -86,3 +87,15 @@ def token_to_wire(request: Request, token: SampledToken, finish_reason: FinishRe
         logprob=token.logprob,
         top=[inference_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in token.top_logprobs],
     )
+
+
+def token_to_tail(token_id: int) -> bytes:
+    """The first token as it travels behind the last KV block."""
+    return token_id.to_bytes(TAIL_BYTES, "little")
+
+
+def token_from_tail(tail: bytes) -> int:
+    """The inverse of token_to_tail. Raises ValueError for anything else."""
+    if len(tail) != TAIL_BYTES:
+        raise ValueError(f"a tail of {len(tail)} bytes holds no token id")
+    return int.from_bytes(tail, "little")

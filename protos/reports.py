@@ -1,5 +1,7 @@
 """What every node tells of itself: who it is, and how busy."""
 
+import secrets
+import time
 from collections.abc import Mapping
 
 import psutil
@@ -8,6 +10,11 @@ from engine.blocks import BlockAllocator
 from engine.stepper import Stepper
 from protos import inference_pb2
 from protos.convert import PROTOCOL_VERSION
+
+
+def new_incarnation() -> str:
+    """The name of one life of a node process. Of two, that of the younger process sorts last."""
+    return f"{time.time_ns():016x}-{secrets.token_hex(4)}"
 
 
 def node_info(

@@ -61,8 +61,9 @@ async def serve(node: ServedNode, link: FleetLink, *, drain_s: float) -> None:
     tasks = [asyncio.create_task(node.run()), attached, drained]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done - {drained}:
-            task.result()
+        for task in done:
+            if not task.cancelled():  # as a second signal does to the drain
+                task.result()
         link.stop()
         await asyncio.wait([attached], timeout=DETACH_S)
     finally:

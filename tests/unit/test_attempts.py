@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from engine.errors import RequestError
 from engine.requests import Request, SamplingParams
 from protos import fleet_pb2
 from protos.attempts import Attempts
@@ -105,3 +106,10 @@ async def test_idle_when_nothing_is_left(attempts):
     attempts.add(holding)
     attempts.end(holding)
     await attempts.idle()
+
+
+def test_an_attempt_that_is_here_already_is_refused(attempts):
+    attempts.add(make())
+    attempts.check_new(wire(epoch=2))
+    with pytest.raises(RequestError, match="announced twice"):
+        attempts.check_new(wire())

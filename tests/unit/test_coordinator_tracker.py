@@ -21,7 +21,7 @@ class World:
         self.registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
         for name in nodes:
             self.attach(name)
-        self.tracker = Tracker(self.registry, **{"max_live": 10, "max_restarts": 1, **settings})
+        self.tracker = Tracker(self.registry, **{"first_epoch": 0, "max_live": 10, "max_restarts": 1, **settings})
         self.outcome = None
         self.jobs = []
 
@@ -208,10 +208,18 @@ def test_a_decode_node_lost_moves_the_request_and_the_stream_goes_on(world):
     assert world.step(world.attempt, 3, events.LENGTH, node="d1") == ["emit 3:103", "end complete"]
 
 
-@pytest.mark.parametrize("reason", ["TRANSFER_FAILED", "KV_CHECKSUM_MISMATCH", "DRAINING"])
-def test_some_failures_move_the_request_away_from_the_node(world, reason):
+def test_a_node_that_drains_sends_the_request_to_another(world):
     world.submit()
-    assert world.tell("d0", events.failed(world.attempt, reason)) == ["cancel p0", "reserve d1", "prefill p0"]
+    assert world.tell("d0", events.failed(world.attempt, "DRAINING")) == ["cancel p0", "reserve d1", "prefill p0"]
+
+
+@pytest.mark.parametrize("reporter", ["p0", "d0"])
+@pytest.mark.parametrize("reason", ["TRANSFER_FAILED", "KV_CHECKSUM_MISMATCH"])
+def test_a_failed_transfer_moves_the_request_away_from_both_ends(world, reason, reporter):
+    world.submit()
+    other = "d0" if reporter == "p0" else "p0"
+    moved = world.tell(reporter, events.failed(world.attempt, reason))
+    assert moved == [f"cancel {other}", "reserve d1", "prefill p1"]
 
 
 @pytest.mark.parametrize(
@@ -223,7 +231,7 @@ def test_restarts_are_limited(world, failure, reason):
     world.first(world.attempt)
     world.tell("d0", events.failed(world.attempt, failure))
     last = world.tell("d1", events.failed(world.attempt, failure))
-    assert last == ["cancel p0", f"end {reason}"]
+    assert last == ["cancel p1", f"end {reason}"]
     assert world.outcome.metadata == {"phase": "prefill_queue", "tokens_emitted": "1"}
     assert "what happened" not in str(world.outcome)
 

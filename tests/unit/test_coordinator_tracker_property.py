@@ -105,7 +105,7 @@ class World:
         self.random = random
         self.now = 0.0
         self.registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
-        self.tracker = Tracker(self.registry, max_live=6, max_restarts=random.choice([0, 1, 3]))
+        self.tracker = Tracker(self.registry, first_epoch=2**32 - 3, max_live=6, max_restarts=random.choice([0, 1, 3]))
         self.nodes = [SimulatedNode(self, name) for name in ("p0", "p1", "d0", "d1")]
         self.submitted = {}  # id to (max_tokens, time of arrival)
         self.tokens = {}

@@ -337,17 +337,17 @@ def test_after_a_commit_every_question_has_the_same_answer():
 
 
 @pytest.mark.parametrize(
-    ("event", "now", "refusal", "message"),
+    ("event", "now", "refusal", "reason", "message"),
     [
-        (receiving.Cancel(), 0.0, Refusal.CANCELLED, "the receiver's node cancelled the transfer"),
-        (Abort(*NAMES), 0.0, Refusal.ABORTED, "the sender gave the transfer up"),
-        (receiving.Tick(), 100.0, Refusal.EXPIRED, "the blocks did not come within 100 s"),
+        (receiving.Cancel(), 0.0, Refusal.CANCELLED, "TRANSFER_FAILED", "the receiver's node cancelled the transfer"),
+        (Abort(*NAMES), 0.0, Refusal.ABORTED, "TRANSFER_ABORTED", "the sender gave the transfer up"),
+        (receiving.Tick(), 100.0, Refusal.EXPIRED, "TRANSFER_FAILED", "the blocks did not come within 100 s"),
     ],
 )
-def test_after_a_failure_nothing_is_taken(event, now, refusal, message):
+def test_after_a_failure_nothing_is_taken(event, now, refusal, reason, message):
     session = make_receiver()
     deliver(session, (0, 0, 5))
-    conclude = receiving.Conclude(TransferFailed(reasons.TRANSFER_FAILED, message))
+    conclude = receiving.Conclude(TransferFailed(reason, message))
     assert session.handle(event, now) == [*refused(refusal), conclude]
     for late in (data((1, 0, 5)), Finish(*NAMES, 0, 5, b"t")):
         assert session.handle(late, now) == refused(refusal)
