@@ -46,7 +46,10 @@ def details_of(error):
 
 
 def test_every_public_reason_has_a_status():
-    public = {value for name, value in vars(reasons).items() if name.isupper()} - {reasons.TRANSFER_FAILED, reasons.TRANSFER_ABORTED}
+    public = {value for name, value in vars(reasons).items() if name.isupper()} - {
+        reasons.TRANSFER_FAILED,
+        reasons.TRANSFER_ABORTED,
+    }
     assert public == CODES.keys()
     for reason in public:
         status, parts = details_of(RequestError(reason, "text"))
