@@ -104,6 +104,8 @@ class FleetLink:
             heartbeat_s = _welcome(answer)
             self._attached = True
             self._retry_s = RETRY_MIN_S
+            if self._stopping.is_set():
+                self._unsent.put_nowait(None)
             logger.info("attached to the coordinator")
             await first_to_end(self._beat(node, heartbeat_s), self._write(call), self._read(call, node))
         finally:

@@ -101,7 +101,7 @@ class Cluster:
     async def until_loads(self, condition):
         """Returns when a load report meets the condition."""
         async with asyncio.timeout(DEADLINE_S):
-            while not condition(await self.stub.GetLoads(inference_pb2.GetLoadsRequest())):  # noqa: ASYNC110
+            while not condition(await self.stub.GetLoads(inference_pb2.GetLoadsRequest())):
                 await asyncio.sleep(0.01)
 
     async def until_nothing_is_live(self):

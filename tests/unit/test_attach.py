@@ -9,6 +9,7 @@ import pytest
 from engine.errors import SettingsError
 from protos import convert, fleet_pb2, fleet_pb2_grpc, inference_pb2
 from protos.attach import FleetLink, LinkSettings
+from protos.channels import SERVER_OPTIONS
 
 DEADLINE_S = 20.0
 
@@ -65,7 +66,7 @@ async def welcome_then_break(coordinator, context):
 
 @asynccontextmanager
 async def serving(coordinator, **settings):
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=SERVER_OPTIONS)
     fleet_pb2_grpc.add_FleetServicer_to_server(coordinator, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

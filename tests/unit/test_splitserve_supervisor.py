@@ -36,7 +36,7 @@ def supervised(log_dir, scenario):
 
 
 async def until_it_says(log_file, text: str) -> None:
-    while not log_file.exists() or text not in log_file.read_text():  # noqa: ASYNC110 - a file has no event
+    while not log_file.exists() or text not in log_file.read_text():
         await asyncio.sleep(0.01)
 
 

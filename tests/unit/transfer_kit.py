@@ -34,7 +34,7 @@ def run(scenario, runner=asyncio.run):
 
 async def until(condition):
     """Returns once a condition holds of counters, which tell nobody when they change."""
-    while not condition():  # noqa: ASYNC110
+    while not condition():
         await asyncio.sleep(0.001)
 
 
