@@ -1,0 +1,332 @@
+"""Real clusters on loopback: the coordinator and every node as a process of its own, on free ports.
+
+Every process has a process group of its own and is killed by its pid alone. Logs lie in the test's folder.
+"""
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from pathlib import Path
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos import inference_pb2, inference_pb2_grpc
+
+SERVICE = "splitserve.v1.Inference"
+FLEET_SECRET = "known-to-the-tests-alone"
+HEARTBEAT_S = 0.2
+START_DEADLINE_S = 60.0
+CALL_DEADLINE_S = 20.0
+
+Flags = Mapping[str, object]
+"""Flags of a process by their names with underscores."""
+
+_CHANNEL_OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),  # no backoff inherited from a server that a test has killed
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5000),  # which is the time that one attempt may take
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 1000),
+    ("grpc.http2.ping_timeout_ms", 1000),
+)
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on, below the range that the kernel hands out by itself."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port")
+
+
+def wait_until(condition: Callable[[], bool], what: str, deadline_s: float) -> None:
+    """Fails the test when the condition does not come true in time."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
+        time.sleep(0.02)
+
+
+class Child:
+    """One process of ours, with everything it writes in `log`."""
+
+    def __init__(self, name: str, module: str, *positional: str, flags: Flags, log: Path, env: Flags) -> None:
+        self.name = name
+        self.log = log
+        argv = [sys.executable, "-m", module, *positional]
+        for flag, value in flags.items():
+            argv += [f"--{flag.replace('_', '-')}", str(value)]
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("SPLITSERVE_")}
+        fixed = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=inherited | fixed | {key: str(value) for key, value in env.items()},
+                cwd=log.parent,
+                process_group=0,
+            )
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, also to a stopped process, and waits for its end."""
+        self.process.kill()
+        self.process.wait(timeout=10)
+
+    def wait(self, deadline_s: float) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(timeout=deadline_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} still runs after {deadline_s:g} s\n{_tail(self.output())}") from None
+
+    def stop(self, deadline_s: float = 20.0) -> int:
+        """SIGTERM; the exit code."""
+        self.send(signal.SIGTERM)
+        return self.wait(deadline_s)
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+class Cluster:
+    """A coordinator and its nodes. Start it with `start`, end it with `stop` or `kill`."""
+
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        *,
+        num_prefill: int = 1,
+        num_decode: int = 1,
+        ipc: bool = False,
+        env: Flags | None = None,
+        coordinator: Flags | None = None,
+        node: Flags | None = None,
+        prefill: Flags | None = None,
+        decode: Flags | None = None,
+    ) -> None:
+        self.model = model
+        self.folder = folder
+        self.port, self.fleet_port = free_port(), free_port()
+        self.names = [f"prefill-{i}" for i in range(num_prefill)] + [f"decode-{i}" for i in range(num_decode)]
+        self.children: dict[str, Child] = {}
+        # Not in `folder`: a socket's path may be no longer than 107 characters, and pytest's folders are deep.
+        self._sockets = tempfile.TemporaryDirectory(prefix="splitserve-") if ipc else None
+        self._env = {"SPLITSERVE_FLEET_SECRET": FLEET_SECRET} | dict(env or {})
+        self._coordinator_flags = {"heartbeat_s": HEARTBEAT_S} | dict(coordinator or {})
+        self._node_flags = {"block_size": 8} | dict(node or {})
+        self._role_flags = {"prefill": dict(prefill or {}), "decode": dict(decode or {})}
+        self._expected_to_die: set[int] = set()
+        self._everyone: list[Child] = []
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    # ---- processes ----
+
+    def start(self) -> "Cluster":
+        """Starts every process at once and waits until all are attached and the service is healthy."""
+        folder = self.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.start_coordinator()
+        for name in self.names:
+            self.start_node(name)
+        try:
+            self.wait_complete()
+        except BaseException:
+            self.kill_everything()
+            raise
+        return self
+
+    def start_coordinator(self) -> Child:
+        flags = {"port": self.port, "fleet_port": self.fleet_port, **self._coordinator_flags}
+        return self._start("coordinator", "coordinator", flags)
+
+    def start_node(self, name: str, **flags: object) -> Child:
+        """Starts prefill-N or decode-N; `flags` override the cluster's."""
+        role = name.partition("-")[0]
+        own = {"coordinator": f"127.0.0.1:{self.fleet_port}", "name": name}
+        if role == "decode" and self._sockets is not None:
+            own["kv_bind"] = f"ipc://{self._sockets.name}/{name}"
+        return self._start(name, f"{role}_node", {**self._node_flags, **own, **self._role_flags[role], **flags})
+
+    def start_intruder(self, model: Path, name: str) -> Child:
+        """Starts a node of another model, which must not become part of the cluster."""
+        link = {"coordinator": f"127.0.0.1:{self.fleet_port}", "name": name}
+        module = f"{name.partition('-')[0]}_node"
+        child = self._spawn(name, module, model, {**self._node_flags, **link})
+        self._expected_to_die.add(child.process.pid)
+        return child
+
+    def _start(self, name: str, module: str, flags: Flags) -> Child:
+        self.children[name] = self._spawn(name, module, self.model, flags)
+        return self.children[name]
+
+    def _spawn(self, name: str, module: str, model: Path, flags: Flags) -> Child:
+        child = Child(name, module, str(model), flags=flags, log=self.folder / f"{name}.log", env=self._env)
+        self._everyone.append(child)
+        return child
+
+    def kill(self, name: str) -> None:
+        """SIGKILL to one process."""
+        self.expect_end(name)
+        self.children[name].kill()
+
+    def expect_end(self, name: str) -> Child:
+        """This process may end before the cluster does, and with any exit code."""
+        child = self.children[name]
+        self._expected_to_die.add(child.process.pid)
+        return child
+
+    def heal(self) -> None:
+        """Starts again whatever does not run, and waits until the cluster is complete."""
+        for name in ("coordinator", *self.names):
+            if not self.children[name].is_running:
+                self.start_coordinator() if name == "coordinator" else self.start_node(name)
+        self.wait_complete()
+
+    def stop(self) -> None:
+        """Stops nodes, then the coordinator, with SIGTERM; fails on a bad exit code or a traceback in a log."""
+        troubles = []
+        nodes = [child for name, child in self.children.items() if name != "coordinator"]
+        try:
+            for children in (nodes, [self.children["coordinator"]]):
+                running = [child for child in children if child.is_running]
+                for child in running:
+                    child.send(signal.SIGTERM)
+                for child in running:
+                    child.wait(20.0)
+            for child in self._everyone:
+                if child.process.returncode != 0 and child.process.pid not in self._expected_to_die:
+                    troubles.append(f"{child.name} ended with exit code {child.process.returncode}")
+                if "Traceback" in child.output():
+                    troubles.append(f"{child.name} has a traceback in its log:\n{_tail(child.output())}")
+        finally:
+            self.kill_everything()
+        assert not troubles, "\n".join(troubles)
+
+    def kill_everything(self) -> None:
+        for child in self._everyone:
+            if child.is_running:
+                child.kill()
+        if self._sockets is not None:
+            self._sockets.cleanup()
+
+    def logs(self) -> str:
+        """The end of every log, for the report of a failed test."""
+        logs = {child.log: child for child in self._everyone}
+        return "\n".join(f"---- {path.name}\n{_tail(child.output())}" for path, child in logs.items())
+
+    # ---- calls ----
+
+    @contextlib.asynccontextmanager
+    async def connect(self) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
+        """A stub on a channel of its own, for asyncio."""
+        async with grpc.aio.insecure_channel(self.target, options=_CHANNEL_OPTIONS) as channel:
+            yield inference_pb2_grpc.InferenceStub(channel)
+
+    @contextlib.contextmanager
+    def channel(self) -> Iterator[grpc.Channel]:
+        """A blocking channel."""
+        with grpc.insecure_channel(self.target, options=_CHANNEL_OPTIONS) as channel:
+            yield channel
+
+    @contextlib.contextmanager
+    def stub(self) -> Iterator[inference_pb2_grpc.InferenceStub]:
+        """A blocking stub."""
+        with self.channel() as channel:
+            yield inference_pb2_grpc.InferenceStub(channel)
+
+    @property
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        key = self._env.get("SPLITSERVE_API_KEY")
+        return (("authorization", f"Bearer {key}"),) if key else ()
+
+    def is_serving(self) -> bool:
+        """What the health service says of the Inference service; False where nobody answers."""
+        request = health_pb2.HealthCheckRequest(service=SERVICE)
+        with self.channel() as channel:
+            try:
+                reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=1, metadata=self._metadata)
+            except grpc.RpcError:
+                return False
+        return reply.status == health_pb2.HealthCheckResponse.SERVING
+
+    def server_info(self) -> inference_pb2.GetServerInfoResponse:
+        request = inference_pb2.GetServerInfoRequest()
+        with self.stub() as stub:
+            return stub.GetServerInfo(request, timeout=CALL_DEADLINE_S, metadata=self._metadata, wait_for_ready=True)
+
+    def loads(self) -> dict[str, inference_pb2.NodeLoad]:
+        """Every attached node's last load report."""
+        return {node.name: node for node in self._get_loads().nodes}
+
+    def _get_loads(self) -> inference_pb2.GetLoadsResponse:
+        with self.stub() as stub:
+            return stub.GetLoads(inference_pb2.GetLoadsRequest(), timeout=CALL_DEADLINE_S, metadata=self._metadata)
+
+    # ---- waits ----
+
+    def wait_complete(self) -> None:
+        """Until the service is healthy and every node of ours is attached."""
+        wait_until(self._is_complete, "all nodes attached and serving", START_DEADLINE_S)
+
+    def _is_complete(self) -> bool:
+        for name in ("coordinator", *self.names):
+            child = self.children[name]
+            assert child.is_running, f"{name} ended with exit code {child.process.returncode}\n{_tail(child.output())}"
+        return self.is_serving() and self.attached() == set(self.names)
+
+    def attached(self) -> set[str]:
+        """Names of the attached nodes that take requests."""
+        return {name for name, load in self.loads().items() if load.state == "ready"}
+
+    def wait_all_free(self, deadline_s: float = 10.0) -> None:
+        """Until no request is left and every block of every node is free, and stays so for some heartbeats:
+        a load report may be one heartbeat old."""
+        free_since: float | None = None
+        end = time.monotonic() + deadline_s
+        while free_since is None or time.monotonic() - free_since < 3 * HEARTBEAT_S:
+            loads = self._get_loads()
+            busy = [str(node) for node in loads.nodes if not _is_free(node)]
+            if busy or loads.num_live_requests or {node.name for node in loads.nodes} < set(self._running_nodes()):
+                free_since = None
+            elif free_since is None:
+                free_since = time.monotonic()
+            assert time.monotonic() < end, (
+                f"not free within {deadline_s:g} s: {loads.num_live_requests} live requests\n{loads.nodes}"
+            )
+            time.sleep(0.05)
+
+    def _running_nodes(self) -> list[str]:
+        return [name for name in self.names if self.children[name].is_running]
+
+
+def _is_free(node: inference_pb2.NodeLoad) -> bool:
+    busy = node.num_running or node.num_waiting or node.num_waiting_tokens
+    return not busy and 0 < node.num_blocks == node.num_blocks_free
+
+
+def _tail(text: str, num_lines: int = 25) -> str:
+    return "\n".join(text.splitlines()[-num_lines:])
