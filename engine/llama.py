@@ -4,7 +4,7 @@ Shapes: T tokens of a batch, S wanted rows, E hidden size, H heads, K key heads,
 Every module's parameters carry the names of the Hugging Face checkpoint, less the leading "model.".
 """
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from engine.layers import Embedding, Linear, RMSNorm, SwiGLU
 from engine.model_config import ModelConfig
 from engine.requests import OnLayer
 from engine.rope import RotaryEmbedding, rotate
+
+# Every report interrupts a core that computes: after each layer they cost a tenth of a prefill, every eighth 3 %.
+LAYERS_PER_REPORT: Final = 8
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
@@ -89,7 +92,8 @@ class LlamaDecoder(nn.Module):
         plans = {window: attention.plan(batch, window) for window in set(self._windows)}
         for index, (layer, window) in enumerate(zip(self.layers, self._windows, strict=True)):
             x = layer(x, rotation, batch, attention, plans[window])
-            if on_layer is not None:
-                on_layer(index + 1)
+            num_done = index + 1
+            if on_layer is not None and (num_done % LAYERS_PER_REPORT == 0 or num_done == len(self.layers)):
+                on_layer(num_done)
         x = self.norm(x.index_select(0, batch.logit_rows))
         return self.lm_head(x) if self.lm_head is not None else functional.linear(x, self.embed_tokens.weight)

@@ -26,7 +26,8 @@ class SamplingParams:
 
 
 OnLayer = Callable[[int], None]
-"""Told during a step how many of the leading layers have their KV in the pool; called in the engine's thread."""
+"""Told now and then during a step, and after the last layer, how many of the leading layers have their KV in the pool.
+Called in the engine's thread."""
 
 
 class FinishReason(Enum):

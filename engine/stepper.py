@@ -31,7 +31,7 @@ class Stepper:
 
     async def step(self, works: Sequence[Work], on_layer: OnLayer | None = None) -> tuple[list[SampledToken], float]:
         """The sampled tokens (one for each Work that samples, in order) and the seconds the step took. `on_layer` is
-        called on the event loop, and for the last time before this returns."""
+        called on the event loop, and not after this returns."""
         assert self._started_at is None, "two steps at a time"
         self._started_at = time.monotonic()
         try:

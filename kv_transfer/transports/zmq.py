@@ -10,6 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import zmq
 
@@ -27,6 +28,7 @@ RECEIVE_QUEUE_MESSAGES = 8  # from one sender; ZeroMQ allocates their frames
 TIMEOUT_MS = 3000
 CLOSE_TIMEOUT_S = 5.0
 
+IPC = "ipc://"
 WILDCARDS = ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:")
 BROKEN = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED  # could not be made; was lost
 
@@ -66,8 +68,11 @@ class ZmqListener:
         self._inbox.nudge()
 
     async def close(self) -> None:
+        address = self.address
         self._inbox.close()
         self._context.destroy(linger=0)
+        if address.startswith(IPC):
+            Path(address.removeprefix(IPC)).unlink(missing_ok=True)  # libzmq leaves it
 
     def _take(self, parts: list[zmq.Frame]) -> None:
         if not 2 <= len(parts) <= 2 + MAX_FRAMES:

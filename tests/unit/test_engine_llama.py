@@ -5,6 +5,7 @@ import torch
 import transformers
 
 from engine.engine import Engine
+from engine.requests import Request, Work
 from engine.settings import EngineSettings
 from tests.tiny_models import VOCAB_SIZE, write_tiny_model
 from tests.toy_scheduler import greedy, run_all
@@ -112,3 +113,17 @@ def test_bfloat16_logprobs_are_as_close_to_the_truth_as_those_of_transformers(fa
     assert their_error > 0.01  # the comparison is not between two float32 models
     assert our_error < 1.5 * their_error
     assert (ours - truth).abs().max() < 0.2
+
+
+def test_a_step_tells_how_many_layers_are_in_the_pool(tmp_path):
+    folder = write_tiny_model(tmp_path, "llama", num_hidden_layers=18)
+    engine = Engine(EngineSettings(model=str(folder), device="cpu", num_kv_blocks=4))
+    request = Request("r", 0, [1, 2, 3], 3, greedy(1))
+    reports = []
+
+    def on_layer(num_layers):
+        done = [bool(engine.pool.keys(layer)[0, 2].any()) for layer in range(18)]
+        reports.append((num_layers, done.index(False) if False in done else 18))
+
+    engine.step([Work(request, 0, 3, [0])], on_layer)
+    assert reports == [(8, 8), (16, 16), (18, 18)]

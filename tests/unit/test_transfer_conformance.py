@@ -768,3 +768,11 @@ def test_a_port_in_use_is_refused():
         await listener.close()
 
     run(scenario())
+
+
+async def test_a_closed_listener_leaves_no_socket_behind(tmp_path):
+    listener = ZmqListener(f"ipc://{tmp_path}/socket")
+    listener.start(lambda *_: None)
+    assert (tmp_path / "socket").exists()
+    await listener.close()
+    assert not (tmp_path / "socket").exists()
