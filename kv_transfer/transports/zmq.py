@@ -71,8 +71,7 @@ class ZmqListener:
         address = self.address
         self._inbox.close()
         self._context.destroy(linger=0)
-        if address.startswith(IPC):
-            Path(address.removeprefix(IPC)).unlink(missing_ok=True)  # libzmq leaves it
+        _remove_socket(address)
 
     def _take(self, parts: list[zmq.Frame]) -> None:
         if not 2 <= len(parts) <= 2 + MAX_FRAMES:
@@ -251,3 +250,9 @@ def _when_dropped(views: Sequence[memoryview]) -> asyncio.Future[None]:
     if not views:
         dropped.set_result(None)
     return dropped
+
+
+def _remove_socket(address: str) -> None:
+    """Removes the file of an ipc endpoint, which libzmq leaves."""
+    if address.startswith(IPC):
+        Path(address.removeprefix(IPC)).unlink(missing_ok=True)
