@@ -10,14 +10,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from engine.layout import KVLayout
-from kv_transfer.receiver import KVReceiver
-from kv_transfer.sender import KVSender
+from kv_transfer.receiver import KVReceiver, Received
+from kv_transfer.sender import KVSender, Sent
+from kv_transfer.ticket import Ticket
 from kv_transfer.transports.loopback import LoopbackNetwork
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
 from kv_transfer.wire import decode
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 BIG_LAYOUT = KVLayout(num_layers=20, num_kv_heads=8, head_dim=64, block_size=16, dtype="bfloat16")
+SMOLLM2 = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
 BIG_NUM_BLOCKS = 64  # 42 MB
 TEST_TIMEOUT_S = 60.0
 
@@ -211,3 +213,21 @@ class FaultyDialer:
         if faults.happens(faults.truncate) and len(part):
             return [*parts[:number], part[: rng.randrange(len(part))], *parts[number + 1 :]]
         return parts
+
+
+async def transfer(sender, receiver, source_ids, target_ids, *, tail=b"tail", ttl_s=20.0, epoch=1):
+    """One undisturbed transfer; its two results."""
+    sent, received = Once(), Once()
+    ticket = receiver.expect(target_ids, epoch, ttl_s, received)
+    sender.start(ticket.encode(), sent).finish(source_ids, tail)
+    return await sent.result(), await received.result()
+
+
+def check_arrived(source, source_ids, target, target_ids, results, tail=b"tail"):
+    num_bytes = len(source_ids) * source.layout.block_bytes
+    assert results == (Sent(num_bytes), Received(tail, num_bytes))
+    assert target.bytes_of(target_ids) == source.bytes_of(source_ids)
+
+
+def a_ticket(address, transfer_id=bytes(16), num_blocks=4):
+    return Ticket(transfer_id, 1, address, LAYOUT, num_blocks, 0, 20.0)

@@ -1,0 +1,22 @@
+"""Fixtures of the corridor's tests."""
+
+import pytest
+
+from tests.unit.transfer_kit import LAYOUT, ByteStore, Fabric
+
+KINDS = ["loopback", "tcp", "ipc"]
+
+
+@pytest.fixture(params=KINDS)
+def fabric(request, tmp_path):
+    return Fabric(request.param, tmp_path)
+
+
+@pytest.fixture(params=KINDS[1:])
+def zmq_fabric(request, tmp_path):
+    return Fabric(request.param, tmp_path)
+
+
+@pytest.fixture
+def stores():
+    return ByteStore(LAYOUT, 4, seed=16), ByteStore(LAYOUT, 6)
