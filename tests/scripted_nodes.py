@@ -4,6 +4,9 @@ import asyncio
 import contextlib
 
 import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
 
 from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
@@ -143,3 +146,49 @@ async def read_all(call):
         text += response.chunk.text
         token_ids += response.chunk.token_ids
     return text, token_ids, completes
+
+
+async def begin(c):
+    """Takes the two commands that start an answer: its attempt and its job."""
+    job = (await c.nodes["d0"].command("reserve")).job
+    assert (await c.nodes["p0"].command("prefill")).job == job
+    return job.attempt, job
+
+
+async def hand_over(c, attempt, text="a", index=0):
+    """First token, ticket and commit of an attempt on p0 and d0."""
+    p0, d0 = c.nodes["p0"], c.nodes["d0"]
+    await p0.send(events.first_token(events.sampled(attempt, index, ord(text))))
+    await d0.send(events.reserved(attempt, b"t" * 40))
+    deliver = await p0.command("deliver")
+    assert (deliver.attempt, deliver.ticket) == (attempt, b"t" * 40)
+    await d0.send(events.committed(attempt))
+    await p0.send(events.transferred(attempt))
+
+
+async def step(node, attempt, index, text, finish_reason=0):
+    """One step with one token for each character."""
+    tokens = [events.sampled(attempt, index + offset, ord(char)) for offset, char in enumerate(text)]
+    tokens[-1].finish_reason = finish_reason
+    await node.send(events.step_tokens(*tokens))
+
+
+async def first_message(call):
+    async with asyncio.timeout(DEADLINE_S):
+        return await call.read()
+
+
+async def read_to_end(call):
+    return [response async for response in responses(call)]
+
+
+async def refusal_of(call):
+    """The status code and ErrorInfo with which a call fails."""
+    reading = read_to_end(call) if hasattr(call, "read") else call
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await reading
+    status = rpc_status.from_call(caught.value)
+    info = error_details_pb2.ErrorInfo()
+    if status is not None:
+        status.details[0].Unpack(info)
+    return caught.value.code(), info, caught.value.details()
