@@ -40,7 +40,7 @@ class ZmqListener:
         """Raises SettingsError when the endpoint cannot be used."""
         if bind.startswith(WILDCARDS):
             raise SettingsError(f"{bind} names no host that senders could dial: give an address or an interface")
-        if bind.startswith("ipc://") and len(bind) - len("ipc://") > zmq.IPC_PATH_MAX_LEN:
+        if bind.startswith(IPC) and len(bind) - len(IPC) > zmq.IPC_PATH_MAX_LEN:
             raise SettingsError(f"the path of {bind} is longer than {zmq.IPC_PATH_MAX_LEN} characters")
         self._context = zmq.Context()
         self._router = _open_socket(self._context, zmq.ROUTER)
