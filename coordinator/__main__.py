@@ -6,25 +6,16 @@ import signal
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when grpc is imported; what matters is in our own log lines
 
-import click
-import uvloop
-
 from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
-from engine.errors import ModelError, SettingsError
 from engine.flags import settings_command
-from engine.telemetry import configure_logging
+from protos.serving import run_process
 from protos.waiting import first_to_end
 
 
 def run(settings: CoordinatorSettings) -> None:
     """Serves; leaves with code 2 and one sentence when the coordinator cannot start."""
-    configure_logging("coordinator", "coordinator", settings.log_level)
-    try:
-        uvloop.run(_serve(settings))
-    except (ModelError, SettingsError) as error:
-        click.echo(f"coordinator: {error}", err=True)
-        raise SystemExit(2) from error
+    run_process("coordinator", "coordinator", settings.log_level, lambda: _serve(settings))
 
 
 async def _serve(settings: CoordinatorSettings) -> None:

@@ -2,12 +2,12 @@
 
 from decode_node.settings import DecodeSettings
 from engine.flags import settings_command
-from protos.serving import run_process
+from protos.serving import run_node
 
 
 def run(settings: DecodeSettings) -> None:
     """Runs until SIGTERM."""
-    run_process("decode", settings.link, settings.engine.cpus, lambda name: _serve(settings, name))
+    run_node("decode", settings.link, settings.engine.cpus, lambda name: _serve(settings, name))
 
 
 async def _serve(settings: DecodeSettings, name: str) -> None:

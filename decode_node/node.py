@@ -30,6 +30,7 @@ from protos import convert, fleet_pb2, reasons
 from protos.attach import FleetLink
 from protos.attempts import Attempts
 from protos.reports import new_incarnation, node_info, node_load
+from protos.waiting import first_to_end
 
 logger = logging.getLogger(__name__)
 
@@ -133,18 +134,8 @@ class DecodeNode:
         await self._attempts.idle()
 
     async def run(self) -> None:
-        watch = asyncio.create_task(self._watch_credit())
-        try:
-            while True:
-                self._work.clear()
-                works = self._scheduler.plan()
-                if works:
-                    await self._step(works)
-                else:
-                    await self._work.wait()
-        finally:
-            watch.cancel()
-            self._stepper.close()
+        steps = self._stepper.run(self._scheduler.plan, self._step, self._work)
+        await first_to_end(steps, self._watch_credit())  # neither ends by itself: a failure of one ends both
 
     # ---- commands ----
 
@@ -155,8 +146,7 @@ class DecodeNode:
             self._attempts.check_new(job.attempt)
             reservation = self._scheduler.reserve(convert.request_from_wire(job), time.monotonic())
         except RequestError as error:
-            failed = fleet_pb2.Failed(attempt=job.attempt, reason=error.reason, message=str(error))
-            self._link.send(failed=failed)
+            self._attempts.refuse(job.attempt, error)
             return
         self._attempts.add(Attempt(reservation, self._scheduler, self._receiver))
         self._grant()

@@ -1,7 +1,7 @@
 """Where the keys and values of all tokens of one node lie."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import psutil
 import torch
@@ -39,10 +39,11 @@ class PagedKVPool:
     def read(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
         """The bytes of these blocks, K planes in order, then V planes in order; one buffer for each run of
         consecutive ids. On a CPU they are read-only views of the pool, elsewhere copies."""
+        runs = _runs(block_ids)
         return [
             _bytes_of(plane[first : first + count]).toreadonly()
             for plane in (self._keys[layer], self._values[layer])
-            for first, count in _runs(block_ids)
+            for first, count in runs
         ]
 
     def write(self, layer: int, block_ids: Sequence[int], planes: memoryview) -> None:
@@ -52,8 +53,9 @@ class PagedKVPool:
         if planes.nbytes != expected_bytes:
             raise ValueError(f"{planes.nbytes} bytes for {len(block_ids)} blocks of a layer, not {expected_bytes}")
         source, start = planes.cast("B"), 0
+        runs = _runs(block_ids)
         for plane in (self._keys[layer], self._values[layer]):
-            for first, count in _runs(block_ids):
+            for first, count in runs:
                 end = start + count * plane_bytes
                 _fill(plane[first : first + count], source[start:end])
                 start = end
@@ -73,11 +75,11 @@ def _fill(blocks: torch.Tensor, source: memoryview) -> None:
     blocks.copy_(staged)
 
 
-def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _runs(block_ids: Sequence[int]) -> list[tuple[int, int]]:
     """Each run of consecutive ids as (first id, how many)."""
-    for _, members in itertools.groupby(enumerate(block_ids), key=lambda pair: pair[1] - pair[0]):
-        run = list(members)
-        yield run[0][1], len(run)
+    groups = itertools.groupby(enumerate(block_ids), key=lambda pair: pair[1] - pair[0])
+    runs = (list(members) for _, members in groups)
+    return [(run[0][1], len(run)) for run in runs]
 
 
 def _check_memory(num_bytes: int, device: torch.device) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Protocol
 
@@ -28,6 +28,21 @@ class Stepper:
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
         self._started_at: float | None = None
         self.num_steps = 0
+
+    async def run(
+        self, plan: Callable[[], list[Work]], step: Callable[[list[Work]], Awaitable[None]], wake: asyncio.Event
+    ) -> None:
+        """Steps whatever there is to plan, and waits for `wake` when there is nothing. Ends by cancel, or as plan or
+        step raises; then the thread is closed."""
+        try:
+            while True:
+                wake.clear()
+                if works := plan():
+                    await step(works)
+                else:
+                    await wake.wait()
+        finally:
+            self.close()
 
     async def step(self, works: Sequence[Work], on_layer: OnLayer | None = None) -> tuple[list[SampledToken], float]:
         """The sampled tokens (one for each Work that samples, in order) and the seconds the step took. `on_layer` is

@@ -2,12 +2,12 @@
 
 from engine.flags import settings_command
 from prefill_node.settings import PrefillSettings
-from protos.serving import run_process
+from protos.serving import run_node
 
 
 def run(settings: PrefillSettings) -> None:
     """Runs until SIGTERM."""
-    run_process("prefill", settings.link, settings.engine.cpus, lambda name: _serve(settings, name))
+    run_node("prefill", settings.link, settings.engine.cpus, lambda name: _serve(settings, name))
 
 
 async def _serve(settings: PrefillSettings, name: str) -> None:

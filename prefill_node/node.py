@@ -130,16 +130,7 @@ class PrefillNode:
         await self._attempts.idle()
 
     async def run(self) -> None:
-        try:
-            while True:
-                self._work.clear()
-                works = self._scheduler.plan()
-                if works:
-                    await self._step(works)
-                else:
-                    await self._work.wait()
-        finally:
-            self._stepper.close()
+        await self._stepper.run(self._scheduler.plan, self._step, self._work)
 
     # ---- commands ----
 
@@ -150,8 +141,7 @@ class PrefillNode:
             self._attempts.check_new(job.attempt)
             prompt = self._scheduler.add(convert.request_from_wire(job))
         except RequestError as error:
-            failed = fleet_pb2.Failed(attempt=job.attempt, reason=error.reason, message=str(error))
-            self._link.send(failed=failed)
+            self._attempts.refuse(job.attempt, error)
             return
         self._attempts.add(Attempt(prompt, self._scheduler))
         self._work.set()
@@ -174,7 +164,8 @@ class PrefillNode:
         now = time.monotonic()
         for work in works:
             attempt = self._attempts.of(work.request)
-            attempt.started_at = attempt.started_at or now
+            if attempt.started_at is None:
+                attempt.started_at = now
         try:
             tokens, _ = await self._stepper.step(works, partial(self._send_layers, works))
         except Exception as error:

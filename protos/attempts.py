@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from engine.errors import RequestError
 from engine.requests import Request
 from protos import fleet_pb2, reasons
+from protos.convert import attempt_of
 
 
 class Attempt(Protocol):
@@ -50,6 +51,10 @@ class Attempts(Generic[A]):
         if (wire.request_id, wire.epoch) in self._attempts:
             raise RequestError(reasons.DUPLICATE_REQUEST_ID, f"attempt {wire.epoch} of the request was announced twice")
 
+    def refuse(self, wire: fleet_pb2.Attempt, error: RequestError) -> None:
+        """Answers an attempt that is not taken in."""
+        self._send(failed=fleet_pb2.Failed(attempt=wire, reason=error.reason, message=str(error)))
+
     def add(self, attempt: A) -> None:
         """Takes in an attempt that is new."""
         key = _key(attempt.request)
@@ -79,8 +84,7 @@ class Attempts(Generic[A]):
 
     def fail(self, attempt: A, reason: str, message: str) -> None:
         """Ends an attempt with a reason of protos.reasons."""
-        request = attempt.request
-        wire = fleet_pb2.Attempt(request_id=request.request_id, epoch=request.epoch)
+        wire = attempt_of(attempt.request)
         self.end(attempt, failed=fleet_pb2.Failed(attempt=wire, reason=reason, message=message))
 
     def end(self, attempt: A, **event: Any) -> None:

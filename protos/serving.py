@@ -34,14 +34,23 @@ class ServedNode(Node, Protocol):
         """Returns when no attempt is left."""
 
 
-def run_process(role: str, link: LinkSettings, cpus: str, main: Callable[[str], Coroutine[Any, Any, None]]) -> None:
-    """Runs main(name) on an event loop in a process pinned to `cpus`. Where the process cannot start or is refused,
-    one sentence goes to stderr and it exits with code 2."""
+def run_node(role: str, link: LinkSettings, cpus: str, main: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+    """run_process for main(name) of a node, pinned to `cpus`."""
     name = link.name_for(role)
-    configure_logging(role, name, link.log_level)
-    try:
+
+    async def pinned() -> None:
         pin(cpus)
-        uvloop.run(main(name))
+        await main(name)
+
+    run_process(role, name, link.log_level, pinned)
+
+
+def run_process(role: str, name: str, log_level: str, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Runs main on an event loop. Where the process cannot start or is refused, one sentence goes to stderr and it
+    exits with code 2."""
+    configure_logging(role, name, log_level)
+    try:
+        uvloop.run(main())
     except (SettingsError, ModelError) as error:
         click.echo(f"{name}: {error}", err=True)
         sys.exit(2)
