@@ -54,8 +54,16 @@ class _Group:
     rows: slice | torch.Tensor  # of the query
     num_spans: int
     num_queries: int
-    blocks: torch.Tensor  # [N * L / block_size] int64
+    blocks: slice  # N * L / block_size of the gathered ones
     mask: torch.Tensor  # [N, 1, Q * heads per key head, L], or one row for all when Q is 1; 0 or -inf
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathering:
+    """Blocks that are gathered once, and the groups that see them: the chunks of one request, or single queries."""
+
+    blocks: torch.Tensor  # int64
+    groups: list[_Group]
 
 
 class PortableAttention:
@@ -68,57 +76,70 @@ class PortableAttention:
         self._num_kv_heads = pool.layout.num_kv_heads
         self._heads_per_key = num_heads // pool.layout.num_kv_heads
 
-    def plan(self, batch: ForwardBatch, window: int | None) -> list[_Group]:
-        spans = list(_spans(batch, window, self.pool.layout.block_size))
-        spans.sort(key=lambda span: (span.num_queries, span.num_blocks))
-        groups: list[list[_Span]] = []
-        for span in spans:
-            if groups and _fits(groups[-1], span):
-                groups[-1].append(span)
+    def plan(self, batch: ForwardBatch, window: int | None) -> list[_Gathering]:
+        chunks: dict[int, list[_Span]] = {}
+        singles = []
+        for span in _spans(batch, window, self.pool.layout.block_size):
+            if span.num_queries == 1:
+                singles.append(span)
             else:
-                groups.append([span])
-        return [self._group(batch, group, window) for group in groups]
+                chunks.setdefault(span.request, []).append(span)
+        gatherings = [self._gather_chunks(batch, spans, window) for spans in chunks.values()]
+        return gatherings + [self._gather_singles(batch, spans, window) for spans in _alike(singles)]
 
-    def attend(self, query: torch.Tensor, layer: int, plan: list[_Group]) -> torch.Tensor:
-        keys, values = self.pool.keys(layer).flatten(1), self.pool.values(layer).flatten(1)
+    def attend(self, query: torch.Tensor, layer: int, plan: list[_Gathering]) -> torch.Tensor:
         output = torch.empty_like(query)
-        for group in plan:
-            output[group.rows] = self._attend_group(query[group.rows], keys, values, group)
+        for gathering in plan:
+            keys, values = self.pool.gather(layer, gathering.blocks)
+            for group in gathering.groups:
+                output[group.rows] = self._attend_group(query[group.rows], keys, values, group)
         return output
 
     def _attend_group(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: _Group
     ) -> torch.Tensor:
-        """query [N * Q, H, D] and whole pools [num_blocks, block_size * Hkv * D] -> [N * Q, H, D]"""
+        """query [N * Q, H, D] and gathered blocks [num_blocks, block_size, Hkv, D] -> [N * Q, H, D]"""
         shape = (group.num_spans, -1, self._num_kv_heads, query.shape[-1])
-        k = keys.index_select(0, group.blocks).view(shape).transpose(1, 2)
-        v = values.index_select(0, group.blocks).view(shape).transpose(1, 2)
+        k = keys[group.blocks].view(shape).transpose(1, 2)
+        v = values[group.blocks].view(shape).transpose(1, 2)
         folded = query.reshape(group.num_spans, group.num_queries, self._num_kv_heads, self._heads_per_key, -1)
         folded = folded.transpose(1, 2).flatten(2, 3)  # [N, Hkv, Q * H / Hkv, D]
         attended = functional.scaled_dot_product_attention(folded, k, v, attn_mask=group.mask)
         attended = attended.reshape(group.num_spans, self._num_kv_heads, group.num_queries, self._heads_per_key, -1)
         return attended.transpose(1, 2).reshape(query.shape)
 
-    def _group(self, batch: ForwardBatch, spans: list[_Span], window: int | None) -> _Group:
-        spans = sorted(spans, key=lambda span: span.first_row)
-        num_queries = spans[0].num_queries
-        block_size, device = self.pool.layout.block_size, batch.block_tables.device
-        requests, first_blocks, kv_ends = (
-            torch.tensor(column, device=device).unsqueeze(1)
-            for column in zip(*((span.request, span.first_block, span.kv_end) for span in spans), strict=True)
-        )
-        num_blocks = max(span.num_blocks for span in spans)
-        block_positions = first_blocks + torch.arange(num_blocks, device=device)
-        blocks = batch.block_tables[requests, block_positions.clamp(max=batch.block_tables.shape[1] - 1)]
+    def _gather_chunks(self, batch: ForwardBatch, spans: list[_Span], window: int | None) -> _Gathering:
+        """All spans of one request, in order: each sees some of the same blocks."""
+        first, last = spans[0].first_block, spans[-1].first_block + spans[-1].num_blocks
+        groups = []
+        for span in spans:
+            start = span.first_block - first
+            groups.append(self._group(batch, [span], slice(start, start + span.num_blocks), window))
+        return _Gathering(batch.block_tables[spans[0].request, first:last].long(), groups)
 
-        key_positions = first_blocks * block_size + torch.arange(num_blocks * block_size, device=device)  # [N, L]
+    def _gather_singles(self, batch: ForwardBatch, spans: list[_Span], window: int | None) -> _Gathering:
+        """Single queries of several requests in one group, each with as many blocks as the longest."""
+        spans = sorted(spans, key=lambda span: span.first_row)
+        num_blocks = max(span.num_blocks for span in spans)
+        requests, first_blocks = _columns(batch, [(span.request, span.first_block) for span in spans])
+        positions = first_blocks + torch.arange(num_blocks, device=requests.device)
+        blocks = batch.block_tables[requests, positions.clamp(max=batch.block_tables.shape[1] - 1)].flatten().long()
+        return _Gathering(blocks, [self._group(batch, spans, slice(None), window)])
+
+    def _group(self, batch: ForwardBatch, spans: list[_Span], blocks: slice, window: int | None) -> _Group:
+        num_queries, device = spans[0].num_queries, batch.block_tables.device
+        num_keys = max(span.num_blocks for span in spans) * self.pool.layout.block_size
+        first_keys, kv_ends = _columns(
+            batch, [(span.first_block * self.pool.layout.block_size, span.kv_end) for span in spans]
+        )
+        key_positions = first_keys + torch.arange(num_keys, device=device)  # [N, L]
         query_positions = kv_ends - num_queries + torch.arange(num_queries, device=device)  # [N, Q]
         distances = query_positions.unsqueeze(2) - key_positions.unsqueeze(1)
         hidden = distances < 0 if window is None else (distances < 0) | (distances >= window)
-        mask = torch.zeros(hidden.shape, dtype=self.pool.keys(0).dtype, device=device).masked_fill(hidden, -torch.inf)
+        mask = torch.zeros(hidden.shape, dtype=self.pool.compute_dtype, device=device).masked_fill(hidden, -torch.inf)
         if num_queries > 1:
             mask = mask.repeat_interleave(self._heads_per_key, dim=1)
-        return _Group(_rows(spans, device), len(spans), num_queries, blocks.flatten().long(), mask.unsqueeze(1))
+        return _Group(_rows(spans, device), len(spans), num_queries, blocks, mask.unsqueeze(1))
 
 
 def _spans(batch: ForwardBatch, window: int | None, block_size: int) -> Iterator[_Span]:
@@ -133,10 +154,22 @@ def _spans(batch: ForwardBatch, window: int | None, block_size: int) -> Iterator
             yield _Span(request, row, num_queries, kv_end, first_block, -(-kv_end // block_size) - first_block)
 
 
-def _fits(group: list[_Span], span: _Span) -> bool:
-    """Single queries (decode) share a call when that pads little; spans come with growing num_blocks."""
-    limit = group[0].num_blocks * 5 // 4 + PADDING_BLOCKS
-    return group[0].num_queries == span.num_queries == 1 and span.num_blocks <= limit
+def _alike(singles: list[_Span]) -> list[list[_Span]]:
+    """Single queries in groups that a shared call pads little."""
+    groups: list[list[_Span]] = []
+    limit = 0
+    for span in sorted(singles, key=lambda span: span.num_blocks):
+        if not groups or span.num_blocks > limit:
+            groups.append([])
+            limit = span.num_blocks * 5 // 4 + PADDING_BLOCKS
+        groups[-1].append(span)
+    return groups
+
+
+def _columns(batch: ForwardBatch, rows: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two columns of a table [N, 2], each [N, 1]."""
+    first, second = torch.tensor(rows, device=batch.block_tables.device).unsqueeze(2).unbind(1)
+    return first, second
 
 
 def _rows(spans: list[_Span], device: torch.device) -> slice | torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from engine.attention import Attention, PortableAttention
 from engine.forward_batch import build_batch
 from engine.kv_pool import PagedKVPool
-from engine.requests import Request, SamplingParams, Work
+from engine.requests import Share
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,10 @@ def choose_attention(pool: PagedKVPool, num_heads: int) -> Attention:
     """On CUDA varlen_attn if it works with this pool and agrees with the portable backend, which serves otherwise.
     To be called before the pool holds anything."""
     portable = PortableAttention(pool, num_heads)
-    if pool.keys(0).device.type != "cuda":
+    if pool.device.type != "cuda":
+        return portable
+    if pool.layout.is_quantized:
+        logger.warning("varlen_attn does not take a KV pool of %s, attention is portable", pool.layout.dtype)
         return portable
     from engine.varlen import VarlenAttention
 
@@ -38,13 +41,12 @@ def choose_attention(pool: PagedKVPool, num_heads: int) -> Attention:
 def _largest_difference(candidate: Attention, reference: Attention, num_heads: int) -> float:
     """Between two backends, on random values: a chunk that starts within a block, and a decode."""
     pool = candidate.pool
-    layout, device = pool.layout, pool.keys(0).device
+    layout, device = pool.layout, pool.device
     blocks = range(min(3, pool.num_blocks))
     num_tokens = len(blocks) * layout.block_size
-    request = Request("trial", 0, [0] * num_tokens, num_tokens, SamplingParams(max_tokens=1))
     start = num_tokens // 2
-    works = [Work(request, start, num_tokens - start, blocks), Work(request, num_tokens - 1, 1, blocks)]
-    batch = build_batch(works, layout.block_size, device)
+    chunk = Share([0] * (num_tokens - start), start, blocks, samples=False)
+    batch = build_batch([chunk, Share([0], num_tokens - 1, blocks, samples=False)], layout.block_size, device)
     planes = (pool.keys(0)[: len(blocks)], pool.values(0)[: len(blocks)])
     for plane in planes:
         plane.normal_()

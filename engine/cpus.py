@@ -1,8 +1,10 @@
 """Which CPUs a node computes on. Torch-free: the number of threads must be known before torch is imported."""
 
+import itertools
 import os
 import re
 import sys
+from collections.abc import Sequence
 
 from engine.errors import SettingsError
 
@@ -23,6 +25,17 @@ def parse_cpus(text: str) -> list[int]:
             raise SettingsError(f"--cpus {text!r}: {part.strip()!r} is not a range of CPUs up to {LARGEST_CPU}")
         cpus.update(range(first, last + 1))
     return sorted(cpus)
+
+
+def divide_cpus(cpus: Sequence[int], num_parts: int) -> list[str]:
+    """The CPUs in parts, in the form of --cpus: disjoint and as even as can be. With fewer CPUs than parts each part
+    is one CPU, which several share. Empty where the CPUs are not known."""
+    if not cpus:
+        return [""] * num_parts
+    if len(cpus) < num_parts:
+        return [str(cpus[i % len(cpus)]) for i in range(num_parts)]
+    starts = [-(-i * len(cpus) // num_parts) for i in range(num_parts + 1)]
+    return [",".join(map(str, cpus[start:end])) for start, end in itertools.pairwise(starts)]
 
 
 def pin(cpus: str) -> None:

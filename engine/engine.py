@@ -1,4 +1,5 @@
-"""What one node computes: a model, its KV pool and the choice of the next tokens. Knows no network and no role."""
+"""What one rank of a node computes: a model, its KV pool and the choice of the next tokens. Knows no network and no
+role."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,83 +17,102 @@ from engine.kv_pool import PagedKVPool
 from engine.layout import KVLayout
 from engine.llama import LlamaDecoder
 from engine.model_config import FAKE_ARCHITECTURE, ModelConfig, read_model_config
-from engine.requests import OnLayer, Request, SampledToken, SamplingParams, Work
+from engine.parallel import LEADER, RankGroup, alone, choose_device
+from engine.requests import OnLayer, Request, SampledToken, SamplingParams, Share, Work
 from engine.sampler import sample
 from engine.settings import EngineSettings
+from engine.sharding import Shard, check_tp_size, most_kv_heads, shard_of
 from engine.weights import load_weights
 
 WARM_UP_TOKENS: Final = 256
 
 
 class Model(Protocol):
-    """A decoder, or the fake."""
+    """One rank's part of a decoder, or of the fake."""
 
-    def __call__(self, batch: ForwardBatch, attention: Attention, on_layer: OnLayer | None = None) -> torch.Tensor:
-        """Writes the batch's KV into the attention's pool; gives the logits [S, vocab_size] of the wanted rows."""
+    def __call__(
+        self, batch: ForwardBatch, attention: Attention, on_layer: OnLayer | None = None
+    ) -> torch.Tensor | None:
+        """Writes the batch's KV into the attention's pool. Gives the logits [S, vocab_size] of the wanted rows on
+        rank 0, None on the others."""
 
 
 class Engine:
-    """One loaded model. All methods are to be called by one thread at a time."""
+    """One rank's part of a loaded model. All methods are to be called by one thread at a time.
 
-    def __init__(self, settings: EngineSettings) -> None:
-        """Loads everything. Raises ModelError or SettingsError with one sentence when that cannot be."""
+    The ranks of a group compute every step together: rank 0 with `step`, the others with `follow` of the same shares.
+    A peer that does not keep up makes both raise RuntimeError, after which the engine is of no use.
+    """
+
+    def __init__(self, settings: EngineSettings, group: RankGroup | None = None) -> None:
+        """Loads everything; without a group, as the only rank. Raises ModelError or SettingsError with one sentence
+        when that cannot be."""
         if not settings.model:
             raise SettingsError("no model folder was given")
         folder = Path(settings.model)
-        device = _device(settings.device)
+        self.group: Final = group or alone()
         self.config: Final = read_model_config(folder)
+        device = choose_device(settings.device)
         dtype = self.config.dtype if settings.dtype == "auto" else settings.dtype
-        self.layout: Final = self.config.kv_layout(settings.block_size, dtype)
-        self.max_model_len: Final = _max_model_len(settings, self.config)
-        self.num_blocks: Final = _num_blocks(settings, self.layout)
+        _check(settings, self.config, dtype, self.group.size)
+        shard = shard_of(self.config, self.group.rank, self.group.size)
+        kv_dtype = dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
+        self.model_layout: Final = self.config.kv_layout(settings.block_size, kv_dtype)  # of all ranks together
+        self.layout: Final = self.model_layout.with_heads(len(shard.kv_heads.held))
+        self.max_model_len: Final = settings.max_model_len or self.config.max_position_embeddings
+        self.num_blocks: Final = num_blocks_for(settings, self.model_layout, self.group.size)
         self.eos_token_ids: Final = self.config.eos_token_ids
-        self.fingerprint: Final = fingerprint(folder, self.config, self.layout)
+        self.fingerprint: Final = fingerprint(folder, self.config, self.model_layout, dtype)
+        self.kv_pool_bytes: Final = self.layout.block_bytes * self.num_blocks
         self._device = device
-        self._model = _build_model(folder, self.config, dtype, device)
-        self.pool: Final = PagedKVPool(self.layout, self.num_blocks, device)
-        self._attention = choose_attention(self.pool, self.config.num_heads)
+        torch_dtype: torch.dtype = getattr(torch, dtype)
+        self._model, weight_bytes = _build_model(folder, self.config, torch_dtype, device, shard, self.group)
+        self.weight_bytes: Final = weight_bytes
+        self.pool: Final = PagedKVPool(self.layout, self.num_blocks, device, torch_dtype)
+        self._attention = choose_attention(self.pool, len(shard.query_heads.held))
         self.description: Final = {
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "dtype": dtype,
             "attention": self._attention.name,
             "threads": str(torch.get_num_threads()),
+            "tp_size": str(self.group.size),
         }
 
-    @torch.inference_mode()
     def step(self, works: Sequence[Work], on_layer: OnLayer | None = None) -> list[SampledToken]:
-        """Computes these shares; gives one token for each that samples, in order. Changes no request."""
-        batch = build_batch(works, self.layout.block_size, self._device)
-        logits = self._model(batch, self._attention, on_layer)
-        requests = [work.request for work in works if work.samples]
-        return sample(logits, requests, self.eos_token_ids) if requests else []
+        """Computes these shares on rank 0; gives one token for each that samples, in order. Changes no request."""
+        assert self.group.rank == LEADER, "the other ranks follow"
+        return self._step([work.share for work in works], [work.request for work in works if work.samples], on_layer)
+
+    def follow(self, shares: Sequence[Share], on_layer: OnLayer | None = None) -> None:
+        """Computes on another rank what rank 0 computes in its step."""
+        assert self.group.rank != LEADER, "rank 0 leads"
+        self._step(shares, [], on_layer)
 
     def warm_up(self) -> None:
-        """Pays the costs of first calls. To be called before anything is in the pool."""
+        """Pays the costs of first calls. To be called on all ranks, and before anything is in the pool."""
         num_tokens = min(WARM_UP_TOKENS, self.max_model_len, self.num_blocks * self.layout.block_size)
         request = Request("warm-up", 0, [0] * num_tokens, num_tokens, SamplingParams(max_tokens=1, temperature=0))
         blocks = range(self.layout.num_blocks_for(num_tokens))
-        self.step([Work(request, 0, num_tokens, blocks)])
-        self.step([Work(request, num_tokens - 1, 1, blocks)])
+        for work in (Work(request, 0, num_tokens, blocks), Work(request, num_tokens - 1, 1, blocks)):
+            if self.group.rank == LEADER:
+                self.step([work])
+            else:
+                self.follow([work.share])
+
+    @torch.inference_mode()
+    def _step(
+        self, shares: Sequence[Share], sampling: Sequence[Request], on_layer: OnLayer | None
+    ) -> list[SampledToken]:
+        batch = build_batch(shares, self.layout.block_size, self._device)
+        logits = self._model(batch, self._attention, on_layer)
+        return sample(logits, sampling, self.eos_token_ids) if logits is not None and sampling else []
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise SettingsError("--device cuda: there is no CUDA device here")
-    return torch.device(name)
-
-
-def _max_model_len(settings: EngineSettings, config: ModelConfig) -> int:
-    limit = config.max_position_embeddings
-    if settings.max_model_len > limit:
-        raise SettingsError(f"--max-model-len {settings.max_model_len} is more than the model's {limit}")
-    return settings.max_model_len or limit
-
-
-def _num_blocks(settings: EngineSettings, layout: KVLayout) -> int:
+def num_blocks_for(settings: EngineSettings, model_layout: KVLayout, tp_size: int) -> int:
+    """Blocks in the pool of every rank: as many as fit where the most KV heads are. Raises SettingsError."""
     if settings.num_kv_blocks:
         return settings.num_kv_blocks
+    layout = model_layout.with_heads(most_kv_heads(tp_size, model_layout.num_kv_heads))
     num_blocks = settings.kv_cache_memory_bytes // layout.block_bytes
     if num_blocks == 0:
         raise SettingsError(
@@ -101,12 +121,25 @@ def _num_blocks(settings: EngineSettings, layout: KVLayout) -> int:
     return num_blocks
 
 
-def _build_model(folder: Path, config: ModelConfig, dtype: str, device: torch.device) -> Model:
+def _check(settings: EngineSettings, config: ModelConfig, dtype: str, tp_size: int) -> None:
+    limit = config.max_position_embeddings
+    if settings.max_model_len > limit:
+        raise SettingsError(f"--max-model-len {settings.max_model_len} is more than the model's {limit}")
+    if config.architecture != FAKE_ARCHITECTURE:
+        check_tp_size(config, tp_size)
+        return
+    if dtype != "float32":
+        raise SettingsError(f"--dtype {dtype}: the fake model counts in float32")
+    if settings.kv_cache_dtype != "auto":
+        raise SettingsError(f"--kv-cache-dtype {settings.kv_cache_dtype}: the fake model counts in float32")
+
+
+def _build_model(
+    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, shard: Shard, group: RankGroup
+) -> tuple[Model, int]:
+    """The model and the bytes of its weights."""
     if config.architecture == FAKE_ARCHITECTURE:
-        if dtype != "float32":
-            raise SettingsError(f"--dtype {dtype}: the fake model counts in float32")
-        return FakeModel(config, folder)
+        return FakeModel(config, folder, group), 0
     with torch.device("meta"):
-        decoder = LlamaDecoder(config, device)
-    load_weights(decoder, folder, getattr(torch, dtype), device)
-    return decoder
+        decoder = LlamaDecoder(config, device, shard, group)
+    return decoder, load_weights(decoder, folder, dtype, device)

@@ -7,7 +7,8 @@ what it then reads back through the block table it works out the next token:
 
     context [97, 98]:  97 * 1 + 98 * 2 + 2 = 295,  295 mod 260 = 35
 
-The sum is the mean over all layers, heads and elements, rounded down: one wrong block anywhere changes the answer.
+The sum is the mean over all ranks, layers, heads and elements, rounded down: one wrong block anywhere changes the
+answer.
 The logit of the token r places after `next` (cyclically) is -r: `next` is the greedy choice, next + 1 the second.
 
 Its config.json may say `step_s` and `token_s`: seconds that every step takes, and in addition every token in it.
@@ -24,6 +25,7 @@ from engine.errors import ModelError
 from engine.forward_batch import ForwardBatch
 from engine.json_fields import read_json_object
 from engine.model_config import ModelConfig
+from engine.parallel import RankGroup
 from engine.requests import OnLayer
 
 EXACT_INTEGERS: Final = 2**24  # float32 holds the integers up to here
@@ -32,23 +34,29 @@ EXACT_INTEGERS: Final = 2**24  # float32 holds the integers up to here
 class FakeModel:
     """Computes what the module's docstring says, in place of a decoder."""
 
-    def __init__(self, config: ModelConfig, folder: Path) -> None:
+    def __init__(self, config: ModelConfig, folder: Path, group: RankGroup) -> None:
         if max(config.vocab_size, config.max_position_embeddings) > EXACT_INTEGERS:
             raise ModelError(f"the fake model's vocab_size and max_position_embeddings are at most {EXACT_INTEGERS}")
         fields = read_json_object(folder / "config.json")
         self._step_s = fields.number("step_s", 0.0)
         self._token_s = fields.number("token_s", 0.0)
+        self._group = group
         self._vocab_size = config.vocab_size
         self._num_layers = config.num_layers
 
-    def __call__(self, batch: ForwardBatch, attention: Attention, on_layer: OnLayer | None = None) -> torch.Tensor:
-        """Writes the batch into the pool; gives the logits [S, vocab_size] of the wanted rows."""
+    def __call__(
+        self, batch: ForwardBatch, attention: Attention, on_layer: OnLayer | None = None
+    ) -> torch.Tensor | None:
+        """Writes the batch into the pool. Gives the logits [S, vocab_size] of the wanted rows on rank 0, None on the
+        others."""
         time.sleep(self._step_s + self._token_s * len(batch.token_ids))
         self._store(batch, attention)
         if on_layer is not None:
             on_layer(self._num_layers)
         requests = torch.searchsorted(batch.query_starts, batch.logit_rows, right=True) - 1
-        next_tokens = [self._next_token(batch, attention, request) for request in requests.tolist()]
+        next_tokens = self._next_tokens(batch, attention, requests.tolist())
+        if self._group.rank != 0:
+            return None
         logits = torch.empty(len(next_tokens), self._vocab_size, device=batch.token_ids.device)
         tokens = torch.arange(self._vocab_size, device=logits.device)
         for row, next_token in zip(logits, next_tokens, strict=True):
@@ -63,14 +71,29 @@ class FakeModel:
         for layer in range(self._num_layers):
             attention.pool.store(layer, batch.slots, keys, values)
 
-    def _next_token(self, batch: ForwardBatch, attention: Attention, request: int) -> int:
-        length = int(batch.kv_lengths[request])
-        pool = attention.pool
-        table = batch.block_tables[request, : pool.layout.num_blocks_for(length)]
-        total = 0
-        for layer in range(self._num_layers):
-            token_ids = pool.keys(layer)[table].flatten(0, 1)[:length].long()
-            positions = pool.values(layer)[table].flatten(0, 1)[:length].long()
-            total += int((token_ids * (positions + 1)).sum())
-        num_copies = self._num_layers * pool.layout.num_kv_heads * pool.layout.head_dim
-        return (total // num_copies + length) % self._vocab_size
+    def _next_tokens(self, batch: ForwardBatch, attention: Attention, requests: list[int]) -> list[int]:
+        if not requests:
+            return []
+        layout = attention.pool.layout
+        num_copies = self._num_layers * layout.num_kv_heads * layout.head_dim
+        totals = [_total(batch, attention, request, self._num_layers) for request in requests]
+        sums = torch.tensor([*totals, num_copies], device=batch.token_ids.device)  # int64
+        self._group.all_reduce(sums)
+        *totals, num_copies = sums.tolist()
+        lengths = batch.kv_lengths[requests].tolist()
+        return [
+            (total // num_copies + length) % self._vocab_size for total, length in zip(totals, lengths, strict=True)
+        ]
+
+
+def _total(batch: ForwardBatch, attention: Attention, request: int, num_layers: int) -> int:
+    """The sum over the context and over all copies on this rank."""
+    pool = attention.pool
+    length = int(batch.kv_lengths[request])
+    table = batch.block_tables[request, : pool.layout.num_blocks_for(length)]
+    total = 0
+    for layer in range(num_layers):
+        token_ids = pool.keys(layer)[table].flatten(0, 1)[:length].long()
+        positions = pool.values(layer)[table].flatten(0, 1)[:length].long()
+        total += int((token_ids * (positions + 1)).sum())
+    return total

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.requests import Work
+from engine.requests import Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,21 +25,21 @@ class ForwardBatch:
     logit_rows: torch.Tensor  # [S] int64, the rows whose logits are wanted
 
 
-def build_batch(works: Sequence[Work], block_size: int, device: torch.device) -> ForwardBatch:
-    """The batch of these shares of work, in order; logits are wanted for the last row of each that samples."""
+def build_batch(shares: Sequence[Share], block_size: int, device: torch.device) -> ForwardBatch:
+    """The batch of these shares, in order; logits are wanted for the last row of each that samples."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     query_starts = [0]
     logit_rows: list[int] = []
-    for work in works:
-        end = work.start + work.num_tokens
-        token_ids += work.request.token_ids[work.start : end]
-        positions += range(work.start, end)
-        blocks = work.block_ids
-        slots += [blocks[at // block_size] * block_size + at % block_size for at in range(work.start, end)]
+    for share in shares:
+        end = share.start + share.num_tokens
+        token_ids += share.token_ids
+        positions += range(share.start, end)
+        blocks = share.block_ids
+        slots += [blocks[at // block_size] * block_size + at % block_size for at in range(share.start, end)]
         query_starts.append(len(token_ids))
-        if work.samples:
+        if share.samples:
             logit_rows.append(len(token_ids) - 1)
 
     def tensor(values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -50,15 +50,15 @@ def build_batch(works: Sequence[Work], block_size: int, device: torch.device) ->
         positions=tensor(positions, torch.int64),
         slots=tensor(slots, torch.int64),
         query_starts=tensor(query_starts, torch.int32),
-        kv_lengths=tensor([work.start + work.num_tokens for work in works], torch.int32),
-        block_tables=_block_tables(works, block_size).to(device),
+        kv_lengths=tensor([share.start + share.num_tokens for share in shares], torch.int32),
+        block_tables=_block_tables(shares, block_size).to(device),
         logit_rows=tensor(logit_rows, torch.int64),
     )
 
 
-def _block_tables(works: Sequence[Work], block_size: int) -> torch.Tensor:
-    counts = [-(-(work.start + work.num_tokens) // block_size) for work in works]
-    tables = np.zeros((len(works), max(counts)), dtype=np.int32)
-    for row, work, count in zip(tables, works, counts, strict=True):
-        row[:count] = work.block_ids[:count]
+def _block_tables(shares: Sequence[Share], block_size: int) -> torch.Tensor:
+    counts = [-(-(share.start + share.num_tokens) // block_size) for share in shares]
+    tables = np.zeros((len(shares), max(counts)), dtype=np.int32)
+    for row, share, count in zip(tables, shares, counts, strict=True):
+        row[:count] = share.block_ids[:count]
     return torch.from_numpy(tables)

@@ -1,85 +1,107 @@
-"""Where the keys and values of all tokens of one node lie."""
+"""Where the keys and values of all tokens of one rank lie."""
 
-import itertools
 from collections.abc import Sequence
+from typing import Final
 
 import psutil
 import torch
 
 from engine.errors import SettingsError
 from engine.layout import KVLayout
+from engine.planes import HeadSlice, bytes_of, check_heads, check_length, runs, write_staged
+from engine.quantization import QuantizedPlanes, Touched
 
 
 class PagedKVPool:
-    """For each layer K and V of shape [num_blocks, block_size, num_kv_heads, head_dim], zero at first."""
+    """For each layer K and V as num_blocks planes (see KVLayout), zero at first."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
-        """Raises SettingsError when the pool is larger than the free memory."""
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, device: torch.device, compute_dtype: torch.dtype | None = None
+    ) -> None:
+        """compute_dtype is what `gather` gives of a quantized pool, by default float32; others give their own.
+
+        Raises SettingsError when the pool is larger than the free memory, or quantized blocks are of an odd size.
+        """
+        self.layout: Final = layout
+        self.num_blocks: Final = num_blocks
+        self.device: Final = device
+        self._quantized = QuantizedPlanes(layout, num_blocks) if layout.is_quantized else None
+        own_dtype = compute_dtype or torch.float32 if layout.is_quantized else getattr(torch, layout.dtype)
+        self.compute_dtype: Final[torch.dtype] = own_dtype
+        self._touched: Touched | None = None
         _check_memory(layout.block_bytes * num_blocks, device)
-        shape = (num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
-        dtype = getattr(torch, layout.dtype)
-        self.layout = layout
-        self.num_blocks = num_blocks
-        self._keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layout.num_layers)]
-        self._values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layout.num_layers)]
+        shape = (2, num_blocks, layout.plane_bytes)
+        self._storage = [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(layout.num_layers)]
+        self._elements = [] if layout.is_quantized else [self._elements_of(planes) for planes in self._storage]
 
     def keys(self, layer: int) -> torch.Tensor:
-        """[num_blocks, block_size, num_kv_heads, head_dim]"""
-        return self._keys[layer]
+        """[num_blocks, block_size, num_kv_heads, head_dim], a view. Not of a quantized pool, which has none."""
+        return self._elements[layer][0]
 
     def values(self, layer: int) -> torch.Tensor:
-        """[num_blocks, block_size, num_kv_heads, head_dim]"""
-        return self._values[layer]
+        """[num_blocks, block_size, num_kv_heads, head_dim], a view. Not of a quantized pool, which has none."""
+        return self._elements[layer][1]
+
+    def gather(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of blocks [N] int64, each a copy [N, block_size, num_kv_heads, head_dim] in compute_dtype."""
+        if self._quantized is not None:
+            return self._quantized.gather(self._storage[layer].flatten(0, 1), blocks, self.compute_dtype)
+        keys, values = self._elements[layer]
+        return keys.index_select(0, blocks), values.index_select(0, blocks)
 
     def store(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes keys and values [T, num_kv_heads, head_dim] at slots [T] (block id * block_size + offset)."""
-        self._keys[layer].flatten(0, 1).index_copy_(0, slots, keys)
-        self._values[layer].flatten(0, 1).index_copy_(0, slots, values)
+        """Writes keys and values [T, num_kv_heads, head_dim] at slots [T] (block id * block_size + offset).
+
+        A quantized block must be filled from offset 0 upward, and `slots` not be changed in place afterwards.
+        """
+        if self._quantized is not None:
+            if self._touched is None or self._touched.slots is not slots:  # a step stores all layers with one tensor
+                self._touched = self._quantized.touch(slots)
+            self._quantized.store(self._storage[layer].flatten(0, 1), self._touched, keys, values)
+            return
+        for plane, tokens in zip(self._elements[layer], (keys, values), strict=True):
+            plane.flatten(0, 1).index_copy_(0, slots, tokens)
+
+    def heads(self, heads: range) -> "PagedKVPool | HeadSlice":
+        """The same blocks, but only these heads; all of them give the pool itself. Raises ValueError for others."""
+        check_heads(heads, self.layout)
+        return self if len(heads) == self.layout.num_kv_heads else HeadSlice(self.layout, self._storage, heads)
+
+    def read_tensors(self, layer: int, block_ids: Sequence[int]) -> list[torch.Tensor]:
+        """The K planes of these blocks in order, then the V planes in order, as 1-D uint8 views of the pool on its
+        device; one for each run of consecutive ids."""
+        all_runs = runs(block_ids)
+        return [kind[first : first + count].flatten() for kind in self._storage[layer] for first, count in all_runs]
+
+    def write_tensors(self, layer: int, block_ids: Sequence[int], planes: torch.Tensor) -> None:
+        """The inverse of read_tensors, from one 1-D uint8 tensor on any device. Raises ValueError when it is not of
+        the right length."""
+        check_length(planes.numel(), block_ids, self.layout)
+        start = 0
+        for view in self.read_tensors(layer, block_ids):
+            view.copy_(planes[start : start + len(view)])
+            start += len(view)
 
     def read(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
-        """The bytes of these blocks, K planes in order, then V planes in order; one buffer for each run of
-        consecutive ids. On a CPU they are read-only views of the pool, elsewhere copies."""
-        runs = _runs(block_ids)
-        return [
-            _bytes_of(plane[first : first + count]).toreadonly()
-            for plane in (self._keys[layer], self._values[layer])
-            for first, count in runs
-        ]
+        """The bytes of read_tensors. On a CPU they are read-only views of the pool, elsewhere copies."""
+        return [bytes_of(view).toreadonly() for view in self.read_tensors(layer, block_ids)]
 
     def write(self, layer: int, block_ids: Sequence[int], planes: memoryview) -> None:
         """The inverse of read, from one buffer. Raises ValueError when it is not of the right length."""
-        plane_bytes = self.layout.plane_bytes
-        expected_bytes = 2 * len(block_ids) * plane_bytes
-        if planes.nbytes != expected_bytes:
-            raise ValueError(f"{planes.nbytes} bytes for {len(block_ids)} blocks of a layer, not {expected_bytes}")
+        if self.device.type != "cpu":
+            write_staged(self, layer, block_ids, planes)
+            return
+        check_length(planes.nbytes, block_ids, self.layout)
         source, start = planes.cast("B"), 0
-        runs = _runs(block_ids)
-        for plane in (self._keys[layer], self._values[layer]):
-            for first, count in runs:
-                end = start + count * plane_bytes
-                _fill(plane[first : first + count], source[start:end])
-                start = end
+        for view in self.read_tensors(layer, block_ids):
+            bytes_of(view)[:] = source[start : start + len(view)]
+            start += len(view)
 
-
-def _bytes_of(blocks: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor: a view when it is in host memory, else a copy."""
-    return blocks.flatten().view(torch.uint8).cpu().numpy().data
-
-
-def _fill(blocks: torch.Tensor, source: memoryview) -> None:
-    if blocks.device.type == "cpu":
-        _bytes_of(blocks)[:] = source
-        return
-    staged = torch.empty_like(blocks, device="cpu")
-    _bytes_of(staged)[:] = source
-    blocks.copy_(staged)
-
-
-def _runs(block_ids: Sequence[int]) -> list[tuple[int, int]]:
-    """Each run of consecutive ids as (first id, how many)."""
-    groups = itertools.groupby(enumerate(block_ids), key=lambda pair: pair[1] - pair[0])
-    runs = (list(members) for _, members in groups)
-    return [(run[0][1], len(run)) for run in runs]
+    def _elements_of(self, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        layout = self.layout
+        shape = (-1, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        keys, values = storage.view(self.compute_dtype)
+        return keys.view(shape), values.view(shape)
 
 
 def _check_memory(num_bytes: int, device: torch.device) -> None:

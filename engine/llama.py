@@ -1,6 +1,7 @@
 """The decoder of the Llama family: Llama, Mistral, Qwen2 and Qwen3.
 
-Shapes: T tokens of a batch, S wanted rows, E hidden size, H heads, K key heads, D head size.
+Shapes: T tokens of a batch, S wanted rows, E hidden size, H heads, K key heads, D head size. H and K are those of
+this rank; of what several ranks compute in part, two sums over them a layer make the whole.
 Every module's parameters carry the names of the Hugging Face checkpoint, less the leading "model.".
 """
 
@@ -12,10 +13,12 @@ from torch.nn import functional
 
 from engine.attention import Attention
 from engine.forward_batch import ForwardBatch
-from engine.layers import Embedding, Linear, RMSNorm, SwiGLU
+from engine.layers import Embedding, Linear, RMSNorm, RowParallel, SwiGLU
 from engine.model_config import ModelConfig
+from engine.parallel import RankGroup
 from engine.requests import OnLayer
 from engine.rope import RotaryEmbedding, rotate
+from engine.sharding import Shard, share_of, whole
 
 # Every report interrupts a core that computes: after each layer they cost a tenth of a prefill, every eighth 3 %.
 LAYERS_PER_REPORT: Final = 8
@@ -26,14 +29,15 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 class SelfAttention(nn.Module):
     """Projections, rotation, the write into the pool and the attention over it."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, shard: Shard, group: RankGroup) -> None:
         super().__init__()
         self._layer = layer
-        self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        parts = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
-        self.qkv_proj = Linear(config.hidden_size, parts, config.qkv_bias)
-        self.o_proj = Linear(q_width, {"o_proj": config.hidden_size}, config.o_bias)
+        self._num_heads, self._num_kv_heads = len(shard.query_heads.held), len(shard.kv_heads.held)
+        self._head_dim = config.head_dim
+        queries, keys = shard.query_heads.times(config.head_dim), shard.kv_heads.times(config.head_dim)
+        parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        self.qkv_proj = Linear(whole(config.hidden_size), parts, config.qkv_bias)
+        self.o_proj = RowParallel(queries, "o_proj", config.hidden_size, config.o_bias, shard, group)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
@@ -56,12 +60,12 @@ class SelfAttention(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each with a norm before and a residual around."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, shard: Shard, group: RankGroup) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = SelfAttention(config, layer)
+        self.self_attn = SelfAttention(config, layer, shard, group)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.mlp = SwiGLU(config.hidden_size, shard, config.mlp_bias, group)
 
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: ForwardBatch, attention: Attention, plan: Any
@@ -72,21 +76,27 @@ class DecoderLayer(nn.Module):
 
 
 class LlamaDecoder(nn.Module):
-    """The whole model. To be built on the meta device and filled by engine.weights."""
+    """One rank's part of a model. To be built on the meta device and filled by engine.weights."""
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        """`device` is where it will compute."""
+    def __init__(self, config: ModelConfig, device: torch.device, shard: Shard, group: RankGroup) -> None:
+        """`device` is where it will compute, `shard` the part of the group's rank."""
         super().__init__()
+        self._group = group
+        self._vocabulary_widths = [len(share_of(config.vocab_size, rank, group.size)) for rank in range(group.size)]
         self._windows = config.sliding_windows
         self._rotary = RotaryEmbedding(config.rope, config.head_dim, device)
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(shard.vocabulary, config.hidden_size, group)
         tied = config.tie_word_embeddings
-        self.lm_head = None if tied else Linear(config.hidden_size, {"lm_head": config.vocab_size}, bias=False)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
+        self.lm_head = None if tied else Linear(whole(config.hidden_size), {"lm_head": shard.vocabulary}, bias=False)
+        layers = (DecoderLayer(config, layer, shard, group) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, batch: ForwardBatch, attention: Attention, on_layer: OnLayer | None = None) -> torch.Tensor:
-        """Writes the batch's keys and values into the pool; gives the logits [S, vocab_size] of the wanted rows."""
+    def forward(
+        self, batch: ForwardBatch, attention: Attention, on_layer: OnLayer | None = None
+    ) -> torch.Tensor | None:
+        """Writes the batch's keys and values into the pool. Gives the logits [S, vocab_size] of the wanted rows on
+        rank 0, None on the others."""
         x = self.embed_tokens(batch.token_ids)
         rotation = self._rotary.tables(batch.positions, x.dtype)
         plans = {window: attention.plan(batch, window) for window in set(self._windows)}
@@ -96,4 +106,5 @@ class LlamaDecoder(nn.Module):
             if on_layer is not None and (num_done % LAYERS_PER_REPORT == 0 or num_done == len(self.layers)):
                 on_layer(num_done)
         x = self.norm(x.index_select(0, batch.logit_rows))
-        return self.lm_head(x) if self.lm_head is not None else functional.linear(x, self.embed_tokens.weight)
+        logits = self.lm_head(x) if self.lm_head is not None else functional.linear(x, self.embed_tokens.weight)
+        return self._group.gather_columns(logits, self._vocabulary_widths)

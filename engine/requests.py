@@ -46,10 +46,29 @@ class Request:
     token_ids: list[int]
     num_prompt_tokens: int
     sampling: SamplingParams
+    cache_salt: str = ""  # KV is shared only between requests with the same salt
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What the model needs to know of one request's part in a step, also on a rank that does not know the request.
+
+    token_ids are those to compute. The KV of `start` tokens before them is in the pool; block_ids covers all of them.
+    `samples` tells whether the logits of the last token are wanted.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    block_ids: Sequence[int]
+    samples: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +87,11 @@ class Work:
     @property
     def samples(self) -> bool:
         return self.start + self.num_tokens == len(self.request.token_ids)
+
+    @property
+    def share(self) -> Share:
+        token_ids = self.request.token_ids[self.start : self.start + self.num_tokens]
+        return Share(token_ids, self.start, self.block_ids, self.samples)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,59 +6,57 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, Protocol
+from typing import Final, Generic, TypeVar
 
-from engine.requests import OnLayer, SampledToken, Work
+from engine.requests import OnLayer
 
 NUM_RECENT_STEPS: Final = 64
 
-
-class Steps(Protocol):
-    """What computes: engine.engine.Engine."""
-
-    def step(self, works: Sequence[Work], on_layer: OnLayer | None = None) -> list[SampledToken]: ...
+P = TypeVar("P")  # one part of a step: a Work on rank 0, a Share on a follower
+R = TypeVar("R")  # what a step gives: the sampled tokens on rank 0, nothing on a follower
 
 
-class Stepper:
+class Stepper(Generic[P, R]):
     """One step at a time. Owned by one event loop."""
 
-    def __init__(self, engine: Steps) -> None:
-        self._engine = engine
+    def __init__(self, compute: Callable[[Sequence[P], OnLayer | None], R]) -> None:
+        """`compute` is an engine's `step` or `follow`."""
+        self._compute = compute
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
         self._started_at: float | None = None
         self.num_steps = 0
 
     async def run(
-        self, plan: Callable[[], list[Work]], step: Callable[[list[Work]], Awaitable[None]], wake: asyncio.Event
+        self, plan: Callable[[], list[P]], step: Callable[[list[P]], Awaitable[None]], wake: asyncio.Event
     ) -> None:
         """Steps whatever there is to plan, and waits for `wake` when there is nothing. Ends by cancel, or as plan or
         step raises; then the thread is closed."""
         try:
             while True:
                 wake.clear()
-                if works := plan():
-                    await step(works)
+                if parts := plan():
+                    await step(parts)
                 else:
                     await wake.wait()
         finally:
             self.close()
 
-    async def step(self, works: Sequence[Work], on_layer: OnLayer | None = None) -> tuple[list[SampledToken], float]:
-        """The sampled tokens (one for each Work that samples, in order) and the seconds the step took. `on_layer` is
-        called on the event loop, and not after this returns."""
+    async def step(self, parts: Sequence[P], on_layer: OnLayer | None = None) -> tuple[R, float]:
+        """What the step gives, and the seconds it took. `on_layer` is called on the event loop, and not after this
+        returns."""
         assert self._started_at is None, "two steps at a time"
         self._started_at = time.monotonic()
         try:
             loop = asyncio.get_running_loop()
             relay = None if on_layer is None else _on_loop(loop, on_layer)
-            tokens = await loop.run_in_executor(self._thread, self._engine.step, works, relay)
+            result = await loop.run_in_executor(self._thread, self._compute, parts, relay)
         finally:
             step_s = time.monotonic() - self._started_at
             self._started_at = None
             self.num_steps += 1
         self._recent_s.append(step_s)
-        return tokens, step_s
+        return result, step_s
 
     @property
     def step_s(self) -> float:

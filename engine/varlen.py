@@ -20,7 +20,7 @@ class _Plan:
 
 
 class VarlenAttention:
-    """Takes float16 and bfloat16; which block sizes work depends on the GPU, so it is to be tried out first."""
+    """Takes float16 and bfloat16 pools; which block sizes work depends on the GPU, so it is to be tried out first."""
 
     name = "varlen_attn"
 

@@ -1,10 +1,12 @@
-"""Runs requests through an Engine without a node: the least scheduler that chunks, batches, joins and leaves."""
+"""Runs requests through an Engine without a node: the least scheduler that chunks, batches, joins, leaves and
+shares prefixes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.blocks import BlockAllocator, BlockLease
 from engine.engine import Engine
+from engine.prefix import BlockNames, root_name
 from engine.requests import Request, SampledToken, SamplingParams, Work, finish_reason
 
 
@@ -13,6 +15,7 @@ class Run:
     """One request on its way: it joins at a step, and num_computed of its tokens are in the pool."""
 
     request: Request
+    names: BlockNames
     joins_at: int = 0
     num_computed: int = 0
     lease: BlockLease | None = None
@@ -29,15 +32,24 @@ def run_all(
     *,
     chunk_tokens: int = 1000,
     joins_at: Sequence[int] = (),
+    allocator: BlockAllocator | None = None,
 ) -> list[list[SampledToken]]:
-    """The sampled tokens of each prompt, all served together; request i joins at step joins_at[i] (or 0)."""
+    """The sampled tokens of each prompt, all served together; request i joins at step joins_at[i] (or 0).
+
+    Prefixes are shared by way of an `allocator` that is given, also from one call to the next of one engine.
+    """
     if isinstance(sampling, SamplingParams):
         sampling = [sampling] * len(prompts)
+    root = root_name(engine.fingerprint, "")
     runs = [
-        Run(Request(str(i), 0, list(prompt), len(prompt), sampling[i]), joins_at[i] if joins_at else 0)
+        Run(
+            Request(str(i), 0, list(prompt), len(prompt), sampling[i]),
+            BlockNames(root, engine.layout.block_size),
+            joins_at[i] if joins_at else 0,
+        )
         for i, prompt in enumerate(prompts)
     ]
-    allocator = BlockAllocator(engine.num_blocks)
+    allocator = allocator or BlockAllocator(engine.num_blocks, caching=False)
     sampled: dict[str, list[SampledToken]] = {run.request.request_id: [] for run in runs}
     step = 0
     while runs:
@@ -45,6 +57,7 @@ def run_all(
         tokens = iter(engine.step(works) if works else [])
         for run in [run for run in runs if run.joins_at <= step]:
             run.num_computed = min(run.num_computed + chunk_tokens, len(run.request.token_ids))
+            run.lease.publish(_full_names(run, run.num_computed, engine))
             if run.num_computed == len(run.request.token_ids):
                 token = next(tokens)
                 sampled[run.request.request_id].append(token)
@@ -59,9 +72,15 @@ def run_all(
 
 
 def _work(run: Run, engine: Engine, allocator: BlockAllocator, chunk_tokens: int) -> Work:
+    if run.lease is None:
+        names = _full_names(run, len(run.request.token_ids) - 1, engine)
+        run.lease = allocator.allocate(allocator.num_held(names), names[: allocator.num_held(names)])
+        run.num_computed = run.lease.num_cached * engine.layout.block_size
     num_tokens = min(chunk_tokens, len(run.request.token_ids) - run.num_computed)
     needed = engine.layout.num_blocks_for(run.num_computed + num_tokens)
-    if run.lease is None:
-        run.lease = allocator.allocate(0)
     run.lease.grow(needed - len(run.lease.block_ids))
     return Work(run.request, run.num_computed, num_tokens, run.lease.block_ids)
+
+
+def _full_names(run: Run, num_tokens: int, engine: Engine) -> list[bytes]:
+    return run.names.names_of(run.request.token_ids)[: num_tokens // engine.layout.block_size]

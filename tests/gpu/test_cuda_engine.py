@@ -13,6 +13,7 @@ from engine.requests import Request, SamplingParams, Work
 from engine.settings import EngineSettings
 from tests.tiny_models import FAMILIES, write_tiny_model
 from tests.toy_scheduler import greedy, run_all
+from tests.unit.rank_process import run_ranks
 
 PROMPTS = [[(7 * i + length) % 250 for i in range(length)] for length in (1, 15, 16, 17, 63, 200, 320)]
 
@@ -49,7 +50,7 @@ def test_the_cuda_backend_agrees_with_the_portable_one(window, block_size):
         first = blocks.stop
         request = Request("r", 0, [0] * length, length, SamplingParams(max_tokens=1))
         works.append(Work(request, start, num_tokens, blocks))
-    batch = build_batch(works, block_size, device)
+    batch = build_batch([work.share for work in works], block_size, device)
     query = torch.randn(len(batch.token_ids), 8, 64, device=device, generator=generator).bfloat16()
     outputs = [
         backend.attend(query, 0, backend.plan(batch, window)) for backend in (chosen, PortableAttention(pool, 8))
@@ -77,3 +78,19 @@ def test_a_seeded_request_gives_the_same_tokens_and_logprobs_again(tmp_path):
     once = [run_all(engine, [prompt], sampling)[0] for prompt in PROMPTS[:3]]
     again = [run_all(engine, [prompt], sampling)[0] for prompt in PROMPTS[:3]]
     assert once == again
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_ranks_over_nccl_answer_as_one_on_the_cpu(tp_size, tmp_path):
+    if torch.cuda.device_count() < tp_size:
+        pytest.skip(f"there are {torch.cuda.device_count()} CUDA devices here, and each of {tp_size} ranks takes one")
+    sizes = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 263}
+    folder = write_tiny_model(tmp_path / "model", "llama", seed=6, **sizes)
+    settings = {"model": str(folder), "dtype": "float32", "num_kv_blocks": 256}
+    sampling = {"max_tokens": 24}
+    case = {"settings": settings, "prompts": PROMPTS, "sampling": sampling, "chunk_tokens": 23}
+    sampled, _ = run_ranks(tmp_path, tp_size, {"llama": case}, device="cuda")
+    expected = run_all(Engine(EngineSettings(device="cpu", **settings)), PROMPTS, greedy(**sampling), chunk_tokens=23)
+    assert [[token["token_id"] for token in answer] for answer in sampled["llama"]] == [
+        [token.token_id for token in answer] for answer in expected
+    ]

@@ -3,8 +3,10 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from engine.cpus import parse_cpus, pin
+from engine.cpus import divide_cpus, parse_cpus, pin
 from engine.errors import SettingsError
 
 
@@ -29,7 +31,7 @@ def test_pin_sets_affinity_and_threads_of_torch():
     cpu = max(os.sched_getaffinity(0))
     code = f"""
 import os
-from engine.cpus import pin
+from engine.cpus import divide_cpus, pin
 pin("{cpu}")
 import torch
 print(os.sched_getaffinity(0), torch.get_num_threads())
@@ -40,7 +42,7 @@ print(os.sched_getaffinity(0), torch.get_num_threads())
 def test_pin_to_a_cpu_that_is_not_there():
     missing = next(cpu for cpu in range(1024) if cpu not in os.sched_getaffinity(0) and cpu >= os.cpu_count())
     code = """
-from engine.cpus import pin
+from engine.cpus import divide_cpus, pin
 from engine.errors import SettingsError
 try:
     pin("{}")
@@ -61,5 +63,23 @@ def test_empty_text_leaves_everything(monkeypatch):
 
 
 def test_pin_after_torch_is_a_bug():
-    result = run("import torch\nfrom engine.cpus import pin\npin('0')")
+    result = run("import torch\nfrom engine.cpus import divide_cpus, pin\npin('0')")
     assert "AssertionError: pin() after torch was imported" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("cpus", "num_nodes", "shares"),
+    [([4, 5], 3, ["4", "5", "4"]), ([], 2, ["", ""]), ([0, 1, 2], 2, ["0,1", "2"]), ([7], 1, ["7"])],
+)
+def test_cpus_are_shared_only_when_there_are_too_few(cpus, num_nodes, shares):
+    assert divide_cpus(cpus, num_nodes) == shares
+
+
+@given(cpus=st.lists(st.integers(0, 1023), unique=True, max_size=40).map(sorted), num_nodes=st.integers(1, 12))
+def test_shares_of_the_cpus_are_disjoint_complete_and_even(cpus, num_nodes):
+    shares = [[int(cpu) for cpu in share.split(",") if cpu] for share in divide_cpus(cpus, num_nodes)]
+    assert len(shares) == num_nodes
+    if len(cpus) >= num_nodes:
+        assert [cpu for share in shares for cpu in share] == cpus
+        sizes = [len(share) for share in shares]
+        assert max(sizes) - min(sizes) <= 1

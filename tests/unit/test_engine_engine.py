@@ -2,8 +2,9 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from engine.engine import Engine
+from engine.engine import Engine, num_blocks_for
 from engine.errors import ModelError, SettingsError
 from engine.layout import KVLayout
 from engine.requests import Request, SamplingParams, Work
@@ -28,8 +29,15 @@ def test_what_an_engine_says_of_itself(folder):
     assert engine.max_model_len == 100
     assert engine.eos_token_ids == (EOS,)
     assert engine.config.architecture == "LlamaForCausalLM"
-    threads = str(torch.get_num_threads())
-    assert engine.description == {"device": "cpu", "dtype": "float32", "attention": "portable", "threads": threads}
+    assert engine.description == {
+        "device": "cpu",
+        "dtype": "float32",
+        "attention": "portable",
+        "threads": str(torch.get_num_threads()),
+        "tp_size": "1",
+    }
+    assert engine.model_layout == engine.layout
+    assert (engine.group.rank, engine.group.size) == (0, 1)
     assert engine.pool.keys(2).shape == (64, 8, 2, 12)
 
 
@@ -38,6 +46,44 @@ def test_sizes_follow_from_the_model_and_the_memory(folder):
     assert engine.max_model_len == 1024
     assert engine.layout.block_bytes == 9216  # 2 * 3 layers * 16 tokens * 2 heads * 12 * 4 bytes
     assert engine.num_blocks == 10
+    assert engine.kv_pool_bytes == 10 * 9216
+
+
+@pytest.mark.parametrize(("tp_size", "num_blocks"), [(1, 7), (2, 12), (3, 18), (5, 36), (8, 36)])
+def test_every_rank_has_as_many_blocks_as_fit_where_the_most_heads_are(tp_size, num_blocks):
+    # 36 heads of a block fit; at most 5, 3, 2, 1 and 1 of the 5 heads are on a rank.
+    layout = KVLayout(num_layers=1, num_kv_heads=5, head_dim=4, block_size=2, dtype="float32")
+    head_bytes = 2 * 2 * 4 * 4  # K and V, tokens, elements, bytes
+    fields = EngineSettings(kv_cache_memory_bytes=36 * head_bytes)
+    assert num_blocks_for(fields, layout, tp_size) == num_blocks
+    assert num_blocks_for(EngineSettings(num_kv_blocks=3), layout, tp_size) == 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weight_bytes_are_those_of_the_parameters(folder, dtype):
+    tensors = load_file(folder / "model.safetensors")
+    num_parameters = sum(tensor.numel() for tensor in tensors.values())
+    width = {"float32": 4, "bfloat16": 2}[dtype]  # the latter are packed on a CPU that can
+    assert Engine(settings(folder, dtype=dtype)).weight_bytes == num_parameters * width
+
+
+def test_more_ranks_than_heads_are_refused_before_anything_is_loaded(folder):
+    class Five:
+        rank, size = 0, 5
+
+    with pytest.raises(SettingsError, match="the model has 4 attention heads, which cannot be divided over 5 ranks"):
+        Engine(settings(folder), Five())
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8_e4m3"])
+def test_the_kv_cache_may_have_a_dtype_of_its_own(folder, kv_cache_dtype):
+    engine = Engine(settings(folder, kv_cache_dtype=kv_cache_dtype))
+    assert engine.layout == engine.model_layout == KVLayout(3, 2, 12, 16, kv_cache_dtype)
+    assert engine.fingerprint["dtype"] == "float32"
+    assert engine.fingerprint["kv_cache_dtype"] == kv_cache_dtype
+    assert engine.kv_pool_bytes == 64 * engine.layout.block_bytes
+    engine.warm_up()
+    assert len(run_all(engine, [list(range(40))], greedy(5, ignore_eos=True), chunk_tokens=16)[0]) == 5
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,8 @@ def test_refusals(tmp_path):
     write_fake_model(tmp_path)
     with pytest.raises(SettingsError, match="counts in float32"):
         Engine(EngineSettings(model=str(tmp_path), dtype="bfloat16", num_kv_blocks=4))
+    with pytest.raises(SettingsError, match="--kv-cache-dtype int8: the fake model counts in float32"):
+        Engine(EngineSettings(model=str(tmp_path), kv_cache_dtype="int8", num_kv_blocks=4))
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2**25}))
     with pytest.raises(ModelError, match=f"at most {2**24}"):

@@ -10,9 +10,9 @@ from engine.model_config import read_model_config
 from tests.tiny_models import write_fake_model, write_tiny_model
 
 
-def fingerprint_of(folder, block_size=16, dtype="float32"):
+def fingerprint_of(folder, block_size=16, dtype="float32", kv_cache_dtype="float32"):
     config = read_model_config(folder)
-    return fingerprint(folder, config, config.kv_layout(block_size, dtype))
+    return fingerprint(folder, config, config.kv_layout(block_size, kv_cache_dtype), dtype)
 
 
 def differences(one, other):
@@ -32,6 +32,7 @@ def test_each_difference_shows_under_its_name(tmp_path):
     facts = fingerprint_of(base)
     assert differences(facts, fingerprint_of(base, block_size=8)) == {"block_size"}
     assert differences(facts, fingerprint_of(base, dtype="bfloat16")) == {"dtype"}
+    assert differences(facts, fingerprint_of(base, kv_cache_dtype="int8")) == {"kv_cache_dtype"}
     assert differences(facts, fingerprint_of(write_tiny_model(tmp_path / "tuned", seed=2))) == {"weights"}
     narrow = write_tiny_model(tmp_path / "narrow", seed=1, intermediate_size=64)
     assert differences(facts, fingerprint_of(narrow)) == {"intermediate_size", "weights"}

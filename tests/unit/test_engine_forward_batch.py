@@ -1,7 +1,7 @@
 import torch
 
 from engine.forward_batch import build_batch
-from engine.requests import Request, SamplingParams, Work
+from engine.requests import Request, SamplingParams, Share, Work
 
 CPU = torch.device("cpu")
 
@@ -16,7 +16,7 @@ def test_a_chunk_a_last_chunk_and_a_decode():
         Work(request([20, 21, 22, 23, 24]), 2, 3, [5, 0, 9]),  # one block more than needed so far
         Work(request([30, 31, 32], 2), 2, 1, [4]),
     ]
-    batch = build_batch(works, 4, CPU)
+    batch = build_batch([work.share for work in works], 4, CPU)
     assert batch.token_ids.tolist() == [11, 12, 13, 22, 23, 24, 32]
     assert batch.positions.tolist() == [1, 2, 3, 2, 3, 4, 2]
     assert batch.slots.tolist() == [29, 30, 31, 22, 23, 0, 18]  # block * 4 + position % 4
@@ -27,7 +27,7 @@ def test_a_chunk_a_last_chunk_and_a_decode():
 
 
 def test_dtypes_are_those_that_cuda_kernels_take():
-    batch = build_batch([Work(request([1]), 0, 1, [3])], 4, CPU)
+    batch = build_batch([Share([1], 0, [3], True)], 4, CPU)
     int32 = (batch.query_starts, batch.kv_lengths, batch.block_tables)
     int64 = (batch.token_ids, batch.positions, batch.slots, batch.logit_rows)
     assert {tensor.dtype for tensor in int32} == {torch.int32}

@@ -8,7 +8,12 @@ from safetensors.torch import load_file, save_file
 
 from engine.engine import Engine
 from engine.errors import ModelError
+from engine.llama import LlamaDecoder
+from engine.model_config import read_model_config
+from engine.parallel import alone
 from engine.settings import EngineSettings
+from engine.sharding import shard_of
+from engine.weights import load_weights
 from tests.tiny_models import write_tiny_model
 from tests.toy_scheduler import greedy, run_all
 
@@ -123,6 +128,88 @@ def test_broken_index(tmp_path, index, sentence):
     (folder / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ModelError, match=sentence):
         load(folder)
+
+
+def load_rank(folder, rank, tp_size):
+    """One rank's part of a model, which cannot compute: it has no group."""
+    config, cpu = read_model_config(folder), torch.device("cpu")
+    with torch.device("meta"):
+        decoder = LlamaDecoder(config, cpu, shard_of(config, rank, tp_size), alone())
+    load_weights(decoder, folder, torch.float32, cpu)
+    return decoder
+
+
+UNEVEN = {
+    "hidden_size": 54,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 77,
+    "vocab_size": 263,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+# Heads are 6 wide. Rank 0 of 2 has KV head 0 with query heads 0 to 2, rank 1 the others.
+ROWS = {
+    "q_proj": (slice(0, 18), slice(18, 54)),
+    "k_proj": (slice(0, 6), slice(6, 18)),
+    "v_proj": (slice(0, 6), slice(6, 18)),
+    "gate_proj": (slice(0, 38), slice(38, 77)),
+    "up_proj": (slice(0, 38), slice(38, 77)),
+    "embed_tokens": (slice(0, 131), slice(131, 263)),
+    "lm_head": (slice(0, 131), slice(131, 263)),
+}
+COLUMNS = {"o_proj": (slice(0, 18), slice(18, 54)), "down_proj": (slice(0, 38), slice(38, 77))}
+
+
+def part_of(name, rank):
+    """What the rank needs of a tensor, as an index."""
+    module, kind = name.split(".")[-2:]
+    if module in ROWS:
+        return ROWS[module][rank]
+    if module in COLUMNS and kind == "bias":
+        return slice(None) if rank == 0 else slice(0)  # one rank adds it
+    return (slice(None), COLUMNS[module][rank]) if module in COLUMNS else slice(None)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_rank_takes_its_own_parts_of_the_tensors_and_nothing_else(rank, tied, edit):
+    wanted = {}
+
+    def spoil_the_rest(tensors):
+        for name, tensor in tensors.items():
+            spoilt = torch.full_like(tensor, torch.nan)
+            spoilt[part_of(name, rank)] = tensor[part_of(name, rank)]
+            wanted[name] = tensor[part_of(name, rank)].clone()
+            tensors[name] = spoilt
+
+    folder = edit(spoil_the_rest, **UNEVEN, tie_word_embeddings=tied)
+    parameters = dict(load_rank(folder, rank, 2).named_parameters())
+    assert sum(parameter.numel() for parameter in parameters.values()) == sum(map(torch.numel, wanted.values()))
+    assert all(parameter.isfinite().all() for parameter in parameters.values())
+    for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight", "mlp.down_proj.bias"):
+        assert torch.equal(parameters[f"layers.1.{name}"], wanted[f"model.layers.1.{name}"])
+    qkv = [wanted[f"model.layers.2.self_attn.{name}_proj.weight"] for name in "qkv"]
+    assert torch.equal(parameters["layers.2.self_attn.qkv_proj.weight"], torch.cat(qkv))
+    assert torch.equal(parameters["embed_tokens.weight"], wanted["model.embed_tokens.weight"])
+
+
+def test_a_rank_checks_its_own_rows_of_a_tied_head_that_is_stored(edit):
+    def store_another_head(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"][200, 5] += 1
+
+    folder = edit(store_another_head, **UNEVEN, tie_word_embeddings=True)
+    load_rank(folder, 0, 2)
+    with pytest.raises(ModelError, match=r"lm_head\.weight differs from the embedding"):
+        load_rank(folder, 1, 2)
+
+
+def test_every_rank_refuses_what_does_not_fit_the_whole_model(edit):
+    name = "model.layers.0.self_attn.o_proj.bias"  # which rank 1 does not add
+    folder = edit(lambda tensors: tensors.update({name: torch.zeros(55)}), **UNEVEN)
+    with pytest.raises(ModelError, match=rf"{name} has shape \[55\], and the model wants \[54\]"):
+        load_rank(folder, 1, 2)
 
 
 # VmHWM starts anew with the process; getrusage would count what the forking parent had.

@@ -29,7 +29,7 @@ class Computer:
 
 async def test_a_step_runs_in_one_other_thread_and_is_counted():
     computer = Computer()
-    stepper = Stepper(computer)
+    stepper = Stepper(computer.step)
     assert (stepper.step_s, stepper.step_age_s, stepper.num_steps) == (0.0, 0.0, 0)
     for _ in range(3):
         tokens, step_s = await stepper.step([1, 2])
@@ -44,14 +44,14 @@ async def test_a_step_runs_in_one_other_thread_and_is_counted():
 
 async def test_layers_are_reported_on_the_loop_before_the_step_ends():
     reports = []
-    stepper = Stepper(Computer())
+    stepper = Stepper(Computer().step)
     await stepper.step([1], lambda num_layers: reports.append((num_layers, threading.current_thread())))
     assert reports == [(done, threading.main_thread()) for done in range(1, 21)]
     stepper.close()
 
 
 async def test_a_step_that_fails_is_over():
-    stepper = Stepper(Computer(ValueError("odd")))
+    stepper = Stepper(Computer(ValueError("odd")).step)
     with pytest.raises(ValueError, match="odd"):
         await stepper.step([1])
     assert stepper.step_age_s == 0.0

@@ -1,0 +1,196 @@
+"""The ranks of one node as seen by the model: sums, gathers and nothing else. Over torch.distributed, or alone.
+
+All ranks call the same methods in the same order with tensors of the same shape. A call that a peer does not answer
+within the group's timeout, or whose peer is gone, raises RuntimeError (with NCCL it may end the process); the group
+is of no use afterwards.
+"""
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Final, Protocol
+
+import psutil
+import torch
+from torch import distributed
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.nn import functional
+
+from engine.errors import SettingsError
+
+MOST_EXCHANGED_BYTES: Final = 16 * 1024
+LENGTH_BYTES: Final = 4
+LEADER: Final = 0
+
+
+class RankGroup(Protocol):
+    """The ranks of a node, one of which is this process."""
+
+    @property
+    def rank(self) -> int:
+        """From 0, which leads, to size - 1."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Turns the tensor, in place and on every rank, into the sum over the ranks."""
+
+    def gather_columns(self, local: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
+        """The ranks' tensors [rows, widths[rank]] side by side on rank 0, None on the others."""
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """What each rank gave, in order of rank. Raises ValueError above MOST_EXCHANGED_BYTES."""
+
+    def close(self) -> None:
+        """Leaves the group. To be called before the process ends."""
+
+
+class _Alone:
+    """A group of one rank."""
+
+    rank = LEADER
+    size = 1
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def gather_columns(self, local: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
+        return local
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        return [_bounded(data)]
+
+    def close(self) -> None:
+        pass
+
+
+class _Joined:
+    """The default process group of torch.distributed."""
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.size = size
+        self._device = device
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        distributed.all_reduce(tensor)
+
+    def gather_columns(self, local: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
+        widest, num_rows = max(widths), local.shape[0]
+        if num_rows == 0:
+            return local.new_empty(0, sum(widths)) if self.rank == LEADER else None
+        padded = functional.pad(local, (0, widest - local.shape[1])).contiguous()
+        if self.rank != LEADER:
+            distributed.gather(padded, dst=LEADER)
+            return None
+        parts = list(padded.new_empty(self.size, num_rows, widest))
+        distributed.gather(padded, parts, dst=LEADER)
+        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        framed = len(_bounded(data)).to_bytes(LENGTH_BYTES, "little") + data.ljust(MOST_EXCHANGED_BYTES, b"\0")
+        ours = torch.tensor(list(framed), dtype=torch.uint8, device=self._device)
+        given = list(ours.new_empty(self.size, len(framed)))
+        distributed.all_gather(given, ours)
+        return [_unframed(bytes(part.tolist())) for part in given]
+
+    def close(self) -> None:
+        distributed.destroy_process_group()
+
+
+def alone() -> RankGroup:
+    """The group of a process that is its node's only rank."""
+    return _Alone()
+
+
+def choose_device(name: str) -> torch.device:
+    """The device for `auto`, `cpu` or `cuda`, where LOCAL_RANK picks among several. Raises SettingsError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise SettingsError("--device cuda: there is no CUDA device here")
+    local_rank = _number(os.environ, "LOCAL_RANK", 0)
+    if local_rank >= torch.cuda.device_count():
+        raise SettingsError(f"LOCAL_RANK is {local_rank}, and there are {torch.cuda.device_count()} CUDA devices here")
+    return torch.device("cuda", local_rank)
+
+
+def join(device: torch.device, tp_size: int, timeout_s: float) -> RankGroup:
+    """The group of tp_size ranks that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe, as torchrun sets them.
+
+    Returns when all ranks are there. timeout_s bounds that, and every later call. Raises SettingsError when the
+    variables are missing or say otherwise, or when the ranks do not meet in time.
+    """
+    world_size = _number(os.environ, "WORLD_SIZE", 1)
+    if world_size != tp_size:
+        raise SettingsError(f"WORLD_SIZE is {world_size}, and --tensor-parallel-size is {tp_size}")
+    if tp_size == 1:
+        return alone()
+    rank = _number(os.environ, "RANK")
+    if rank >= world_size:
+        raise SettingsError(f"RANK is {rank}, and WORLD_SIZE is {world_size}")
+    address, port = os.environ.get("MASTER_ADDR", ""), _number(os.environ, "MASTER_PORT")
+    if not address:
+        raise SettingsError("MASTER_ADDR is '', and must be the address of rank 0")
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        _stay_on_the_way_to(address, port)
+        distributed.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=_store(address, port, rank, world_size, timeout),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise SettingsError(f"rank {rank} did not meet the other ranks at {address}:{port}: {error}") from error
+    return _Joined(rank, world_size, device)
+
+
+def _store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Where the ranks find each other. Rank 0 serves it, at that address only, unless torchrun does already."""
+    if rank != LEADER or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return TCPStore(address, port, world_size, False, timeout)
+    family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.create_server((address, port), family=family)
+    return TCPStore(
+        address, port, world_size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def _stay_on_the_way_to(address: str, port: int) -> None:
+    """Makes gloo and NCCL listen on the interface that leads to rank 0 (the loopback's, if rank 0 is there)."""
+    family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(place)
+        our_address = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(our_address == known.address for known in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    value = environment.get(name)
+    if value is None and default is not None:
+        return default
+    if value is None or not value.isdecimal():
+        raise SettingsError(f"{name} is {value!r}, and must be a whole number")
+    return int(value)
+
+
+def _bounded(data: bytes) -> bytes:
+    if len(data) > MOST_EXCHANGED_BYTES:
+        raise ValueError(f"{len(data)} bytes to exchange, and {MOST_EXCHANGED_BYTES} are the most")
+    return data
+
+
+def _unframed(framed: bytes) -> bytes:
+    length = int.from_bytes(framed[:LENGTH_BYTES], "little")
+    return framed[LENGTH_BYTES : LENGTH_BYTES + length]
