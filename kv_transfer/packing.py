@@ -48,7 +48,7 @@ def check_bytes(name: str, value: object, low: int, high: int) -> None:
         raise TransferError(f"{name} must be {low} to {high} bytes")
 
 
-def check_text(name: str, value: object, max_chars: int) -> None:
-    """Raises TransferError unless value is printable text of 1..max_chars."""
-    if type(value) is not str or not 1 <= len(value) <= max_chars or not value.isprintable():
-        raise TransferError(f"{name} must be 1 to {max_chars} printable characters")
+def check_text(name: str, value: object, max_bytes: int) -> None:
+    """Raises TransferError unless value is printable text of 1..max_bytes in UTF-8."""
+    if type(value) is not str or not value.isprintable() or not 1 <= len(value.encode()) <= max_bytes:
+        raise TransferError(f"{name} must be 1 to {max_bytes} bytes of printable characters")

@@ -1,6 +1,10 @@
 """How a transfer ends."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from protos import reasons
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +28,23 @@ class TransferFailed:
 
     reason: str
     message: str
+
+
+Done = TypeVar("Done", Sent, Received)
+
+
+def combined(results: Sequence[Done | TransferFailed]) -> Done | TransferFailed:
+    """The end of a whole whose parts, one at least, ended like this, in this order: the first failure, else the sum.
+    What was received in parts with different tails is no whole."""
+    done: list[Done] = []
+    for result in results:
+        if isinstance(result, TransferFailed):
+            return result
+        done.append(result)
+    if len(set(map(_tail, done))) > 1:
+        return TransferFailed(reasons.TRANSFER_FAILED, "the prefill ranks do not agree on the end of the request")
+    return replace(done[0], num_bytes=sum(result.num_bytes for result in done))
+
+
+def _tail(result: Sent | Received) -> bytes:
+    return result.tail if isinstance(result, Received) else b""

@@ -1,31 +1,20 @@
-"""What a node sends KV blocks with."""
+"""What a rank sends KV blocks with."""
 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from kv_transfer.alarm import Alarm
+from engine.sharding import head_range
 from kv_transfer.errors import TransferError
-from kv_transfer.payload import blocks_per_message, checksums, gather
-from kv_transfer.results import Sent, TransferFailed
-from kv_transfer.sender_session import (
-    AllReady,
-    BlocksReady,
-    Cancel,
-    Conclude,
-    Event,
-    PeerLost,
-    Released,
-    SendBlocks,
-    SenderSession,
-    SendMessage,
-    Tick,
-    Turn,
-)
+from kv_transfer.payload import blocks_per_message
+from kv_transfer.results import Sent, TransferFailed, combined
+from kv_transfer.sender_session import PeerLost
+from kv_transfer.sending import NoLane, SendingLane
 from kv_transfer.store import KVStore
 from kv_transfer.ticket import Ticket
 from kv_transfer.transports.transport import Dialer
-from kv_transfer.wire import BlockRange, Committed, Data, Missing, Refused, Segment, decode, encode
+from kv_transfer.wire import Committed, Missing, Refused, decode
 
 __all__ = ["KVSender", "SendingTransfer", "Sent", "TransferFailed"]
 
@@ -38,11 +27,14 @@ OnSent = Callable[[Sent | TransferFailed], None]
 
 
 class KVSender:
-    """Sends blocks of one store to the receivers that tickets name. Belongs to the event loop it was made on."""
+    """Sends one rank's blocks to the receivers that tickets name. Belongs to the event loop it was made on."""
 
-    def __init__(self, transport: Dialer, store: KVStore, *, deadline_s: float) -> None:
+    def __init__(
+        self, transport: Dialer, store: KVStore, *, rank: int = 0, tp_size: int = 1, deadline_s: float
+    ) -> None:
         """`deadline_s` is the time from a transfer's finish to its commit. Raises TransferError when a block of the
         store is too large to be sent."""
+        blocks_per_message(store.layout)
         self.num_bytes = 0  # of blocks, repeats included
         self.num_messages = 0  # with blocks in them
         self.num_failed = 0  # transfers
@@ -50,9 +42,11 @@ class KVSender:
         self.num_malformed = 0  # replies that cannot be read
         self.transport = transport
         self.store = store
+        self.rank = rank
+        self.tp_size = tp_size
         self.deadline_s = deadline_s
-        self.blocks_per_message = blocks_per_message(store.layout)
-        self._open: dict[bytes, SendingTransfer] = {}
+        self._open: dict[int, SendingTransfer] = {}  # by epoch
+        self._lanes: dict[bytes, SendingLane] = {}  # of them, by transfer id
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_closed = False
@@ -64,17 +58,17 @@ class KVSender:
         return len(self._open)
 
     def start(self, ticket: bytes, on_done: OnSent) -> "SendingTransfer":
-        """Begins a transfer. Raises TransferError when the ticket is odd, fits another layout or is in use."""
+        """Begins this rank's part of a transfer: all of the lanes that begin here. Raises TransferError when the ticket
+        is odd, does not fit this rank or is in use, or its epoch is."""
         if self._is_closed or len(self._open) >= MAX_OPEN:
             raise TransferError(f"no further transfer can be started: {len(self._open)} of {MAX_OPEN} are open")
         decoded = Ticket.decode(ticket)
-        if decoded.layout != self.store.layout:
-            raise TransferError(f"the receiver's blocks are {decoded.layout}, the sender's {self.store.layout}")
-        if decoded.transfer_id in self._open:
-            raise TransferError("the ticket is in use already")
-        self.transport.connect(decoded.address)
-        transfer = SendingTransfer(self, decoded, lambda result: self._conclude(decoded.transfer_id, on_done, result))
-        self._open[decoded.transfer_id] = transfer
+        self._check(decoded)
+        for _, lane in decoded.lanes_from(self.rank):
+            self.transport.connect(lane.address)
+        transfer = SendingTransfer(self, decoded, partial(self._conclude, decoded.epoch, on_done))
+        self._open[decoded.epoch] = transfer
+        self._lanes.update(transfer.lanes)
         self._idle.clear()
         return transfer
 
@@ -87,8 +81,19 @@ class KVSender:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await self._idle.wait()
 
-    def _conclude(self, transfer_id: bytes, on_done: OnSent, result: Sent | TransferFailed) -> None:
-        del self._open[transfer_id]
+    def _check(self, ticket: Ticket) -> None:
+        if ticket.prefill_tp != self.tp_size:
+            raise TransferError(f"the ticket is for a prefill node of {ticket.prefill_tp} ranks, not {self.tp_size}")
+        expected = ticket.layout.with_heads(len(head_range(self.rank, self.tp_size, ticket.layout.num_kv_heads)))
+        if expected != self.store.layout:
+            raise TransferError(f"the ticket asks this rank for blocks of {expected}; it has {self.store.layout}")
+        is_known = any(lane.transfer_id in self._lanes for _, lane in ticket.lanes_from(self.rank))
+        if is_known or ticket.epoch in self._open:
+            raise TransferError("the ticket is in use already")
+
+    def _conclude(self, epoch: int, on_done: OnSent, result: Sent | TransferFailed) -> None:
+        for transfer_id in self._open.pop(epoch).lanes:
+            del self._lanes[transfer_id]
         if not self._open:
             self._idle.set()
         if isinstance(result, TransferFailed):
@@ -104,88 +109,66 @@ class KVSender:
             return
         if isinstance(message, Refused):
             self.num_refused += 1
-        transfer = self._open.get(message.transfer_id)
-        if transfer is not None and isinstance(message, Committed | Missing | Refused):
-            transfer.handle(message)
+        lane = self._lanes.get(message.transfer_id)
+        if lane is not None and isinstance(message, Committed | Missing | Refused):
+            lane.handle(message)
 
     def _lose(self, address: str) -> None:
-        for transfer in list(self._open.values()):
-            if transfer.ticket.address == address:
-                transfer.handle(PeerLost())
+        for lane in list(self._lanes.values()):
+            if lane.address == address:
+                lane.handle(PeerLost())
 
 
 class SendingTransfer:
-    """One transfer under way. Its caller keeps the blocks as they are until on_done is called, once, from the loop."""
+    """One rank's part of a transfer under way. Its caller keeps the blocks as they are until on_done is called, once,
+    from the loop: with success when every lane is committed, else with what failed first."""
 
     def __init__(self, sender: KVSender, ticket: Ticket, on_done: OnSent) -> None:
-        self.ticket = ticket
         self._sender = sender
+        self._num_layers = ticket.layout.num_layers
         self._on_done = on_done
-        self._loop = asyncio.get_running_loop()
-        self._session = SenderSession(ticket, sender.blocks_per_message, sender.deadline_s, self._loop.time())
-        self._block_ids: list[int] = []
-        self._held: set[asyncio.Future[None]] = set()  # messages whose frames the transport may still read
-        self._turn: asyncio.Handle | None = None
-        self._alarm = Alarm(lambda: self.handle(Tick()))
-        self._result: Sent | TransferFailed | None = None  # known, and not told yet
-        self._schedule()
+        self._results: list[Sent | TransferFailed] = []  # of lanes, in the order of their ends
+        self._has_concluded = False
+        self.lanes = {  # by transfer id, for the sender's use
+            lane.transfer_id: SendingLane(
+                lane, sender.transport, sender.store.heads(copy.source_heads), sender.deadline_s, self
+            )
+            for copy, lane in ticket.lanes_from(sender.rank)
+        }
+        self._parts: list[SendingLane | NoLane] = [*self.lanes.values()] or [NoLane(ticket.ttl_s, self)]
 
     def blocks_ready(self, block_ids: Sequence[int], num_layers: int | None = None) -> None:
         """The request's leading blocks that are final in the leading num_layers layers, by default in all of them.
         The list may grow only when what it held is final in all layers."""
-        self._block_ids = list(block_ids)
-        layers = self.ticket.layout.num_layers if num_layers is None else num_layers
-        self.handle(BlocksReady(len(block_ids), layers))
+        ids, layers = tuple(block_ids), self._num_layers if num_layers is None else num_layers
+        for lane in self._parts:
+            lane.blocks_ready(ids, layers)
 
     def finish(self, block_ids: Sequence[int], tail: bytes) -> None:
-        """These are all of the request's blocks, and they are final. `tail` goes to the receiver's caller."""
-        self._block_ids = list(block_ids)
-        self.handle(AllReady(len(block_ids), tail))
+        """These are all of the request's blocks, and they are final. `tail` goes to the receivers' callers."""
+        ids = tuple(block_ids)
+        for lane in self._parts:
+            lane.finish(ids, tail)
 
     def cancel(self) -> None:
         """Ends the transfer as soon as the transport lets go of its blocks."""
-        self.handle(Cancel())
+        for lane in self._parts:
+            lane.cancel()
 
-    def handle(self, event: Event) -> None:
-        """Feeds the session. For the sender's use."""
-        for action in self._session.handle(event, self._loop.time()):
-            match action:
-                case SendBlocks(ranges=ranges):
-                    self._send_blocks(ranges)
-                case SendMessage(message=message):
-                    self._sender.transport.send(self.ticket.address, encode(message))
-                case Conclude(result=result):
-                    self._result = result
-        self._schedule()
-
-    def _send_blocks(self, ranges: tuple[BlockRange, ...]) -> None:
-        store = self._sender.store
-        segments: list[Segment] = []
-        views: list[memoryview] = []
-        for blocks in ranges:
-            planes = store.read(blocks.layer, self._block_ids[blocks.first : blocks.stop])
-            segments.append(Segment(blocks.layer, blocks.first, checksums(planes, store.layout.plane_bytes)))
-            views += planes
-        header = encode(Data(self.ticket.transfer_id, self.ticket.epoch, tuple(segments)))
+    def lane_sent(self, num_bytes: int) -> None:
+        """For the lanes' use."""
         self._sender.num_messages += 1
-        self._sender.num_bytes += sum(map(len, views))
-        held = self._sender.transport.send(self.ticket.address, header, gather(views))
-        self._held.add(held)
-        held.add_done_callback(self._release)
+        self._sender.num_bytes += num_bytes
 
-    def _release(self, held: asyncio.Future[None]) -> None:
-        self._held.discard(held)
-        self.handle(Released())
+    def lane_ended(self, result: Sent | TransferFailed) -> None:
+        """For the lanes' use."""
+        self._results.append(result)
+        if isinstance(result, TransferFailed):
+            self.cancel()
+        self.lane_released()
 
-    def _take_turn(self) -> None:
-        self._turn = None
-        self.handle(Turn())
-
-    def _schedule(self) -> None:
-        """Sees to what comes next: a turn, a tick, the end."""
-        if self._turn is None and self._session.wants_turn:
-            self._turn = self._loop.call_soon(self._take_turn)
-        self._alarm.set(self._session.wake_at)
-        if self._result is not None and not self._held:
-            self._loop.call_soon(self._on_done, self._result)
-            self._result = None
+    def lane_released(self) -> None:
+        """For the lanes' use."""
+        if not self._has_concluded and all(lane.is_over for lane in self._parts):
+            self._has_concluded = True
+            asyncio.get_running_loop().call_soon(self._on_done, combined(self._results))

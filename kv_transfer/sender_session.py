@@ -1,4 +1,4 @@
-"""The sender's half of one transfer: events and the time in, actions out. It does no I/O and reads no clock.
+"""The sender's half of one lane: events and the time in, actions out. It does no I/O and reads no clock.
 
     FILLING ──AllReady──> FLUSHING ──queue empty, Finish sent──> AWAITING ──Committed──> ENDED
                               ^                                     │
@@ -16,7 +16,7 @@ from enum import Enum, auto
 from typing import Any
 
 from kv_transfer.results import Sent, TransferFailed
-from kv_transfer.ticket import Ticket
+from kv_transfer.ticket import Lane
 from kv_transfer.wire import MAX_SEGMENTS, Abort, BlockRange, Committed, Finish, Missing, Refused
 from protos import reasons
 
@@ -25,6 +25,9 @@ MAX_ROUNDS = 4  # of sending again what was missing
 MAX_LOSSES = 3  # of the connection, before the peer counts as gone
 FIRST_REPEAT_S = 0.25
 LAST_REPEAT_S = 2.0
+
+CANCELLED = "the sender's node cancelled the transfer"
+TIME_IS_OVER = "the transfer's time is over"
 
 
 class State(Enum):
@@ -106,18 +109,18 @@ Action = SendBlocks | SendMessage | Conclude
 
 
 class SenderSession:
-    """One transfer. `handle` is the only way in."""
+    """One lane of a transfer. `handle` is the only way in."""
 
-    def __init__(self, ticket: Ticket, blocks_per_message: int, deadline_s: float, now: float) -> None:
+    def __init__(self, lane: Lane, blocks_per_message: int, deadline_s: float, now: float) -> None:
         """`deadline_s` runs from AllReady; before that, and over all, the ticket's time to live is the limit."""
         self.state = State.FILLING
-        self._ticket = ticket
+        self._lane = lane
         self._blocks_per_message = blocks_per_message
         self._deadline_s = deadline_s
-        self._give_up_at = now + ticket.ttl_s
+        self._give_up_at = now + lane.ttl_s
         self._repeat_at: float | None = None
         self._repeat_s = FIRST_REPEAT_S
-        self._num_ready = ticket.num_cached_blocks  # in all layers
+        self._num_ready = lane.num_cached_blocks  # in all layers
         self._num_growing = 0  # blocks that are ready in some layers; 0 when there are none
         self._num_layers = 0  # in which they are
         self._tail = b""
@@ -139,7 +142,10 @@ class SenderSession:
         return self._give_up_at if self._repeat_at is None else min(self._give_up_at, self._repeat_at)
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """What to do about an event, in order. An event that has no place in the table changes nothing."""
+        """What to do about an event, in order. An event that has no place in the table changes nothing, nor does an
+        answer to another epoch."""
+        if isinstance(event, Committed | Missing | Refused) and event.epoch != self._lane.epoch:
+            return []
         transition = _TRANSITIONS.get((self.state, type(event)))
         return [] if transition is None else transition(self, event, now)
 
@@ -151,7 +157,7 @@ class SenderSession:
     def _all_ready(self, event: AllReady, now: float) -> list[Action]:
         if event.num_blocks < self._num_ready:
             return self._fail(f"the request has {event.num_blocks} blocks, and {self._num_ready} are sent or cached")
-        actions = self._grow(event.num_blocks, self._ticket.layout.num_layers)
+        actions = self._grow(event.num_blocks, self._lane.layout.num_layers)
         if self.state is State.ENDED:
             return actions
         self._tail = event.tail
@@ -171,8 +177,8 @@ class SenderSession:
 
     def _committed(self, event: Committed, now: float) -> list[Action]:
         self.state = State.ENDED
-        num_sent = self._num_ready - self._ticket.num_cached_blocks
-        return [Conclude(Sent(num_sent * self._ticket.layout.block_bytes))]
+        num_sent = self._num_ready - self._lane.num_cached_blocks
+        return [Conclude(Sent(num_sent * self._lane.layout.block_bytes))]
 
     def _missing(self, event: Missing, now: float) -> list[Action]:
         if event.round != self._round:
@@ -198,11 +204,11 @@ class SenderSession:
         return self._send_finish(now) if self.state is State.AWAITING else []
 
     def _cancel(self, event: Cancel, now: float) -> list[Action]:
-        return self._fail("the sender's node cancelled the transfer")
+        return self._fail(CANCELLED)
 
     def _tick(self, event: Tick, now: float) -> list[Action]:
         if now >= self._give_up_at:
-            return self._fail("the transfer's time is over")
+            return self._fail(TIME_IS_OVER)
         if self._repeat_at is not None and now >= self._repeat_at:
             self._repeat_s = min(2 * self._repeat_s, LAST_REPEAT_S)
             return self._send_finish(now)
@@ -212,16 +218,16 @@ class SenderSession:
 
     def _grow(self, num_blocks: int, num_layers: int) -> list[Action]:
         """Queues what has become ready."""
-        ticket = self._ticket
-        if num_blocks > ticket.num_blocks:
-            return self._fail(f"the request has {num_blocks} blocks and {ticket.num_blocks} were granted")
+        lane = self._lane
+        if num_blocks > lane.num_blocks:
+            return self._fail(f"the request has {num_blocks} blocks and {lane.num_blocks} were granted")
         num_new = num_blocks - self._num_ready
         if num_new > 0:
             assert self._num_growing in (0, num_blocks), "blocks became ready before earlier ones in all layers"
             layers = range(self._num_layers, num_layers)
             self._queue.extend(BlockRange(layer, self._num_ready, num_new) for layer in layers)
             self._num_growing, self._num_layers = num_blocks, max(self._num_layers, num_layers)
-        if self._num_layers == ticket.layout.num_layers:
+        if self._num_layers == lane.layout.num_layers:
             self._num_ready, self._num_growing, self._num_layers = num_blocks, 0, 0
         return []
 
@@ -247,17 +253,17 @@ class SenderSession:
 
     def _send_finish(self, now: float) -> list[Action]:
         self._repeat_at = now + self._repeat_s
-        ticket = self._ticket
-        return [SendMessage(Finish(ticket.transfer_id, ticket.epoch, self._round, self._num_ready, self._tail))]
+        lane = self._lane
+        return [SendMessage(Finish(lane.transfer_id, lane.epoch, self._round, self._num_ready, self._tail))]
 
     def _was_sent(self, range_: BlockRange) -> bool:
-        is_layer = range_.layer < self._ticket.layout.num_layers
-        return is_layer and self._ticket.num_cached_blocks <= range_.first and range_.stop <= self._num_ready
+        is_layer = range_.layer < self._lane.layout.num_layers
+        return is_layer and self._lane.num_cached_blocks <= range_.first and range_.stop <= self._num_ready
 
     def _fail(self, message: str, reason: str = reasons.TRANSFER_FAILED) -> list[Action]:
         self.state = State.ENDED
         self._queue.clear()
-        abort = Abort(self._ticket.transfer_id, self._ticket.epoch)
+        abort = Abort(self._lane.transfer_id, self._lane.epoch)
         return [SendMessage(abort), Conclude(TransferFailed(reason, message))]
 
 

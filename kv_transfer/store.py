@@ -1,21 +1,28 @@
-"""What the corridor sees of a node's KV pool."""
+"""What the corridor sees of a rank's KV pool."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 from engine.layout import KVLayout
+from kv_transfer.payload import Buffer
 
 
 class KVStore(Protocol):
-    """The KV blocks of one node, as bytes."""
+    """The KV blocks of one rank, as buffers of the kind that the transport's Payload handles."""
 
     @property
-    def layout(self) -> KVLayout: ...
+    def layout(self) -> KVLayout:
+        """Of the heads in this store."""
+        ...
 
-    def read(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
+    def heads(self, heads: range) -> "KVStore":
+        """The same blocks, but only these heads, counted from the store's own first; all of them: the store itself."""
+        ...
+
+    def read(self, layer: int, block_ids: Sequence[int]) -> list[Buffer]:
         """The K planes of these blocks in order, then their V planes; no buffer ends within a plane."""
         ...
 
-    def write(self, layer: int, block_ids: Sequence[int], planes: memoryview) -> None:
+    def write(self, layer: int, block_ids: Sequence[int], planes: Buffer) -> None:
         """The inverse of read, from one buffer."""
         ...

@@ -1,55 +1,152 @@
-"""The right to write one request's KV blocks into one decode node's pool, as it travels through the control plane."""
+"""The right to write one request's KV blocks into one decode node's pools, as it travels through the control plane."""
 
+import secrets
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from engine.layout import DTYPE_BYTES, KVLayout
 from kv_transfer.errors import TransferError
 from kv_transfer.packing import check_bytes, check_int, check_seconds, check_text, pack, unpack
+from kv_transfer.plan import HeadCopy, plan_copies
 
-VERSION = 1
+VERSION = 2
 TRANSFER_ID_BYTES = 16
 MAX_EPOCH = 2**32 - 1
+MAX_TP = 64
 MAX_LAYERS = 1024
 MAX_BLOCKS = 2**20  # of one transfer
 MAX_TTL_S = 86400.0
-MAX_ADDRESS_CHARS = 256
-MAX_TICKET_BYTES = 512
+MAX_ADDRESS_BYTES = 256
+MAX_TICKET_BYTES = 64 * 1024  # two sizes of MAX_TP make 127 lanes at most
 MAX_DIMENSION = 2**16  # heads, head_dim and block_size, each
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
-    """Names a grant and not the blocks themselves: block ids stay with the receiver. Raises TransferError when odd."""
+class Lane:
+    """What a session at either end knows of the pair of ranks that it joins: the part of a ticket that is theirs."""
+
+    transfer_id: bytes
+    epoch: int
+    address: str
+    layout: KVLayout  # of the lane's heads
+    num_blocks: int
+    num_cached_blocks: int
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LaneEnd:
+    """Where one lane ends. Raises TransferError when odd."""
 
     transfer_id: bytes  # random, so that nobody can guess another's
-    epoch: int
-    address: str  # of the receiver, for a Dialer of the same transport
-    layout: KVLayout
-    num_blocks: int
-    num_cached_blocks: int  # leading blocks that the receiver holds already and that are not to be sent
-    ttl_s: float  # from the grant; afterwards the receiver refuses everything
+    address: str  # of the decode rank, for a Dialer of the same transport
 
     def __post_init__(self) -> None:
         check_bytes("transfer_id", self.transfer_id, TRANSFER_ID_BYTES, TRANSFER_ID_BYTES)
+        check_text("address", self.address, MAX_ADDRESS_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Names grants and not the blocks themselves: block ids stay with the receivers. Raises TransferError when odd."""
+
+    epoch: int  # of the attempt; no two transfers of a node share one
+    layout: KVLayout  # of the whole model
+    prefill_tp: int
+    decode_tp: int
+    num_blocks: int
+    num_cached_blocks: int  # leading blocks that the receivers hold already and that are not to be sent
+    ttl_s: float  # from the grant; afterwards the receivers refuse everything
+    ends: tuple[LaneEnd, ...]  # in the order of plan_copies
+
+    def __post_init__(self) -> None:
         check_int("epoch", self.epoch, 0, MAX_EPOCH)
-        check_text("address", self.address, MAX_ADDRESS_CHARS)
         _check_layout(self.layout)
+        check_int("prefill_tp", self.prefill_tp, 1, MAX_TP)
+        check_int("decode_tp", self.decode_tp, 1, MAX_TP)
         check_int("num_blocks", self.num_blocks, 1, MAX_BLOCKS)
         check_int("num_cached_blocks", self.num_cached_blocks, 0, self.num_blocks)
         check_seconds("ttl_s", self.ttl_s, MAX_TTL_S)
+        num_lanes = len(self._copies())
+        if len(self.ends) != num_lanes:
+            raise TransferError(f"{len(self.ends)} lane ends for a plan of {num_lanes} lanes")
+        if len({end.transfer_id for end in self.ends}) != num_lanes:
+            raise TransferError("two lanes have the same transfer id")
+
+    @classmethod
+    def draw(
+        cls,
+        *,
+        epoch: int,
+        layout: KVLayout,
+        prefill_tp: int,
+        decode_tp: int,
+        addresses: Sequence[str],
+        num_blocks: int,
+        num_cached_blocks: int,
+        ttl_s: float,
+    ) -> "Ticket":
+        """A ticket with new transfer ids. `addresses` are those of the receivers by decode rank."""
+        check_int("prefill_tp", prefill_tp, 1, MAX_TP)
+        check_int("decode_tp", decode_tp, 1, MAX_TP)
+        if len(addresses) != decode_tp:
+            raise TransferError(f"{len(addresses)} addresses for {decode_tp} decode ranks")
+        ends = tuple(
+            LaneEnd(secrets.token_bytes(TRANSFER_ID_BYTES), addresses[copy.destination_rank])
+            for copy in plan_copies(prefill_tp, decode_tp, layout.num_kv_heads)
+        )
+        return cls(epoch, layout, prefill_tp, decode_tp, num_blocks, num_cached_blocks, float(ttl_s), ends)
+
+    def lanes_from(self, prefill_rank: int) -> list[tuple[HeadCopy, Lane]]:
+        """The lanes that begin at this prefill rank, perhaps none."""
+        return [(copy, lane) for copy, lane in self._lanes() if copy.source_rank == prefill_rank]
+
+    def lanes_to(self, decode_rank: int) -> list[tuple[HeadCopy, Lane]]:
+        """The lanes that end at this decode rank, at least one."""
+        return [(copy, lane) for copy, lane in self._lanes() if copy.destination_rank == decode_rank]
 
     def encode(self) -> bytes:
-        """The ticket as bytes."""
+        """The ticket as bytes, at most MAX_TICKET_BYTES."""
         return pack([VERSION, *astuple(self)])
 
     @classmethod
     def decode(cls, packed: bytes) -> "Ticket":
         """The inverse of encode. Raises TransferError on anything else."""
         match unpack(packed, MAX_TICKET_BYTES):
-            case [1, transfer_id, epoch, address, [_, _, _, _, _] as layout, num_blocks, num_cached_blocks, ttl_s]:
-                return cls(transfer_id, epoch, address, KVLayout(*layout), num_blocks, num_cached_blocks, ttl_s)
+            case [2, epoch, [_, _, _, _, _] as layout, prefill_tp, decode_tp, num_blocks, num_cached, ttl_s, [*ends]]:
+                lane_ends = tuple(map(_lane_end, ends))
+                sizes = (prefill_tp, decode_tp, num_blocks, num_cached)
+                return cls(epoch, KVLayout(*layout), *sizes, ttl_s, lane_ends)
             case _:
                 raise TransferError(f"not a transfer ticket of version {VERSION}")
+
+    def _copies(self) -> list[HeadCopy]:
+        return plan_copies(self.prefill_tp, self.decode_tp, self.layout.num_kv_heads)
+
+    def _lanes(self) -> list[tuple[HeadCopy, Lane]]:
+        return [
+            (
+                copy,
+                Lane(
+                    transfer_id=end.transfer_id,
+                    epoch=self.epoch,
+                    address=end.address,
+                    layout=self.layout.with_heads(len(copy.source_heads)),
+                    num_blocks=self.num_blocks,
+                    num_cached_blocks=self.num_cached_blocks,
+                    ttl_s=self.ttl_s,
+                ),
+            )
+            for copy, end in zip(self._copies(), self.ends, strict=True)
+        ]
+
+
+def _lane_end(fields: object) -> LaneEnd:
+    match fields:
+        case [bytes(transfer_id), str(address)]:
+            return LaneEnd(transfer_id, address)
+        case _:
+            raise TransferError("a lane end of unknown shape")
 
 
 def _check_layout(layout: KVLayout) -> None:

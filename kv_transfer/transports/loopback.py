@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Hashable, Sequence
 
+from kv_transfer.payload import HOST, Payload
 from kv_transfer.transports.transport import OnLost, OnMessage, OnReply
 
 
@@ -23,6 +24,8 @@ class LoopbackNetwork:
 
 class LoopbackListener:
     """A Listener whose peers are the dialers themselves."""
+
+    payload: Payload = HOST
 
     def __init__(self, network: LoopbackNetwork, address: str) -> None:
         self.address = address
@@ -49,6 +52,8 @@ class LoopbackListener:
 
 class LoopbackDialer:
     """A Dialer that shows its very frames to the listener, on the loop's next turn."""
+
+    payload: Payload = HOST
 
     def __init__(self, network: LoopbackNetwork) -> None:
         self._network = network

@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
+from kv_transfer.payload import Buffer, Payload
+
 MAX_FRAMES = 64  # in one message
 
 OnReply = Callable[[memoryview], None]
@@ -18,12 +20,17 @@ OnReply = Callable[[memoryview], None]
 OnLost = Callable[[str], None]
 """Takes the address of a receiver whose connection broke or could not be made."""
 
-OnMessage = Callable[[Hashable, memoryview, list[memoryview]], None]
+OnMessage = Callable[[Hashable, memoryview, list[Buffer]], None]
 """Takes the peer that a reply would go to, the header, and the frames, which are valid during the call."""
 
 
 class Dialer(Protocol):
     """The sending node's end: one connection to each receiver, made on demand."""
+
+    @property
+    def payload(self) -> Payload:
+        """Handles the buffers that can be sent as frames."""
+        ...
 
     def start(self, on_reply: OnReply, on_lost: OnLost) -> None:
         """Called once, before anything else."""
@@ -31,7 +38,7 @@ class Dialer(Protocol):
     def connect(self, address: str) -> None:
         """Dials ahead of the first send. Raises TransferError when the address cannot be used."""
 
-    def send(self, address: str, header: bytes, frames: Sequence[memoryview] = ()) -> asyncio.Future[None]:
+    def send(self, address: str, header: bytes, frames: Sequence[Buffer] = ()) -> asyncio.Future[None]:
         """Queues a message, dialling if need be. The future is done when the frames may be reused, sent or lost;
         it never fails."""
         ...
@@ -42,6 +49,11 @@ class Dialer(Protocol):
 
 class Listener(Protocol):
     """The receiving node's end."""
+
+    @property
+    def payload(self) -> Payload:
+        """Handles the buffers that frames arrive in."""
+        ...
 
     @property
     def address(self) -> str:

@@ -17,6 +17,7 @@ import zmq
 from engine.errors import SettingsError
 from kv_transfer.alarm import Alarm
 from kv_transfer.errors import TransferError
+from kv_transfer.payload import HOST, Payload
 from kv_transfer.transports.transport import MAX_FRAMES, OnLost, OnMessage, OnReply
 from kv_transfer.wire import MAX_PAYLOAD_BYTES
 
@@ -35,6 +36,8 @@ BROKEN = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED  # could not be made; was los
 
 class ZmqListener:
     """A Listener on an endpoint such as tcp://192.0.2.1:5600, tcp://eth0:* (any free port) or ipc:///run/node.sock."""
+
+    payload: Payload = HOST
 
     def __init__(self, bind: str) -> None:
         """Raises SettingsError when the endpoint cannot be used."""
@@ -83,6 +86,8 @@ class ZmqListener:
 
 class ZmqDialer:
     """A Dialer of tcp:// and ipc:// addresses."""
+
+    payload: Payload = HOST
 
     def __init__(self) -> None:
         self._context = zmq.Context()

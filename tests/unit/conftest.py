@@ -4,15 +4,15 @@ import pytest
 
 from tests.unit.transfer_kit import LAYOUT, ByteStore, Fabric
 
-KINDS = ["loopback", "tcp", "ipc"]
+ZMQ_KINDS = ["tcp", "ipc"]
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["loopback", *ZMQ_KINDS, "torch_dist"])
 def fabric(request, tmp_path):
     return Fabric(request.param, tmp_path)
 
 
-@pytest.fixture(params=KINDS[1:])
+@pytest.fixture(params=ZMQ_KINDS)
 def zmq_fabric(request, tmp_path):
     return Fabric(request.param, tmp_path)
 

@@ -6,17 +6,17 @@ from kv_transfer import sender_session as sending
 from kv_transfer.receiver_session import Reply, Verified, Verify
 from kv_transfer.results import Received, TransferFailed
 from kv_transfer.sender_session import Released, SendMessage, Turn
-from kv_transfer.ticket import Ticket
+from kv_transfer.ticket import Lane
 from kv_transfer.wire import Abort, BlockRange, Committed, Data, Finish, Missing, Refused, Segment
 from protos import reasons
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
-TICKET = Ticket(bytes(range(16)), 7, "nowhere", LAYOUT, num_blocks=5, num_cached_blocks=0, ttl_s=100.0)
-NAMES = (TICKET.transfer_id, TICKET.epoch)
+LANE = Lane(bytes(range(16)), 7, "nowhere", LAYOUT, num_blocks=5, num_cached_blocks=0, ttl_s=100.0)
+NAMES = (LANE.transfer_id, LANE.epoch)
 
 
-def make_sender(ticket=TICKET, blocks_per_message=100, deadline_s=10.0):
-    return sending.SenderSession(ticket, blocks_per_message, deadline_s, now=0.0)
+def make_sender(lane=LANE, blocks_per_message=100, deadline_s=10.0):
+    return sending.SenderSession(lane, blocks_per_message, deadline_s, now=0.0)
 
 
 def drain(session, now=0.0):
@@ -40,8 +40,8 @@ def failed(message, reason=reasons.TRANSFER_FAILED):
     return [SendMessage(Abort(*NAMES)), sending.Conclude(TransferFailed(reason, message))]
 
 
-def make_receiver(ticket=TICKET):
-    return receiving.ReceiverSession(ticket, now=0.0)
+def make_receiver(lane=LANE):
+    return receiving.ReceiverSession(lane, now=0.0)
 
 
 def data(*segments):
@@ -70,5 +70,5 @@ def missing(round_, num_corrupt, *triples):
     return [Reply(Missing(*NAMES, round_, num_corrupt, ranges(*triples)))]
 
 
-def refused(refusal, epoch=TICKET.epoch):
-    return [Reply(Refused(TICKET.transfer_id, epoch, refusal))]
+def refused(refusal, epoch=LANE.epoch):
+    return [Reply(Refused(LANE.transfer_id, epoch, refusal))]

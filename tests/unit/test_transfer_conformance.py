@@ -16,9 +16,11 @@ from tests.unit.transfer_kit import (
     LAYOUT,
     SMOLLM2,
     ByteStore,
+    Fabric,
     Once,
     a_ticket,
     check_arrived,
+    grant,
     pair,
     run,
     transfer,
@@ -47,6 +49,19 @@ def test_bytes_arrive_as_they_are(fabric, layout, num_blocks):
     run(scenario())
 
 
+def test_hundreds_of_megabytes(tmp_path):
+    """5120 tokens at once, 210 MB."""
+    source, target = ByteStore(BIG_LAYOUT, 320, seed=1), ByteStore(BIG_LAYOUT, 320)
+
+    async def scenario():
+        async with pair(Fabric("ipc", tmp_path), source, target) as (sender, receiver):
+            results = await transfer(sender, receiver, range(320), range(320))
+            check_arrived(source, range(320), target, range(320), results)
+            assert sender.num_bytes == 320 * BIG_LAYOUT.block_bytes > 200e6
+
+    run(scenario())
+
+
 def test_block_ids_need_not_be_in_order_on_either_side(fabric):
     source, target = ByteStore(LAYOUT, 40, seed=2), ByteStore(LAYOUT, 40)
     rng = random.Random(0)
@@ -68,7 +83,7 @@ def test_blocks_leave_while_the_prompt_is_computed(fabric):
     async def scenario():
         async with pair(fabric, source, target) as (sender, receiver):
             sent, received = Once(), Once()
-            sending = sender.start(receiver.expect(ids, 1, 20.0, received).encode(), sent)
+            sending = sender.start(grant(receiver, ids, received).encode(), sent)
             for num_ready in (0, 3, 3, 4, 12):
                 sending.blocks_ready(ids[:num_ready])
                 await until(lambda num_ready=num_ready: receiver.num_bytes == num_ready * SMOLLM2.block_bytes)
@@ -160,7 +175,7 @@ def test_cancel(fabric, side, moment):
     async def scenario():
         async with pair(fabric, source, target) as (sender, receiver):
             sent, received = Once(), Once()
-            ticket = receiver.expect(ids, 1, 20.0, received)
+            ticket = grant(receiver, ids, received)
             sending = sender.start(ticket.encode(), sent)
             await reach(moment, sending, ids)
             if side == "sender":
@@ -168,13 +183,13 @@ def test_cancel(fabric, side, moment):
                 sent_result = await sent.result()
                 received_result = await received.result()
             else:
-                receiver.cancel(ticket.transfer_id)
+                receiver.cancel(ticket.epoch)
                 received_result = await received.result()
                 sending.finish(ids, b"tail")
                 sent_result = await sent.result()
             frozen = target.bytes_of(ids)
             sending.cancel()
-            receiver.cancel(ticket.transfer_id)
+            receiver.cancel(ticket.epoch)
             await asyncio.sleep(0.02)
             assert target.bytes_of(ids) == frozen
             if isinstance(received_result, Received):
@@ -193,8 +208,8 @@ def test_a_cancelled_ticket_stays_cancelled(fabric):
     async def scenario():
         async with pair(fabric, source, target) as (sender, receiver):
             sent, received = Once(), Once()
-            ticket = receiver.expect(range(4), 1, 20.0, received)
-            receiver.cancel(ticket.transfer_id)
+            ticket = grant(receiver, range(4), received)
+            receiver.cancel(ticket.epoch)
             sender.start(ticket.encode(), sent).finish(range(4), b"")
             assert "cancelled" in (await sent.result()).message
             assert "cancelled" in (await received.result()).message
@@ -212,7 +227,7 @@ def test_a_grant_expires(fabric):
     async def scenario():
         async with pair(fabric, source, target) as (sender, receiver):
             sent, received = Once(), Once()
-            sending = sender.start(receiver.expect(range(4), 1, 0.1, received).encode(), sent)
+            sending = sender.start(grant(receiver, range(4), received, ttl_s=0.1).encode(), sent)
             sending.blocks_ready(range(2))
             assert "0.1 s" in (await received.result()).message
             frozen = target.bytes_of(range(4))

@@ -7,7 +7,7 @@ import uvloop
 
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.transports.loopback import LoopbackNetwork
-from tests.unit.transfer_kit import LAYOUT, ByteStore
+from tests.unit.transfer_kit import LAYOUT, ByteStore, grant
 
 NUM_GRANTS = 100
 
@@ -17,8 +17,8 @@ def test_every_grant_expires(run):
     async def grant_and_wait():
         receiver = KVReceiver(LoopbackNetwork().listener("decode"), ByteStore(LAYOUT, 1))
         results = []
-        for i in range(NUM_GRANTS):
-            receiver.expect([0], epoch=i, ttl_s=0.3, on_done=results.append)
+        for _ in range(NUM_GRANTS):
+            grant(receiver, [0], results.append, ttl_s=0.3)
             await asyncio.sleep(0.0007)
         async with asyncio.timeout(20):
             while receiver.num_open:

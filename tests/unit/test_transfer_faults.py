@@ -24,6 +24,7 @@ from tests.unit.transfer_kit import (
     Once,
     a_ticket,
     check_arrived,
+    grant,
     pair,
     run,
     transfer,
@@ -45,7 +46,7 @@ def test_faults_cost_time_but_never_a_byte(fabric, seed):
     async def one(sender, receiver, target_ids):
         source_ids = rng.sample(range(32), len(target_ids))
         sent, received = Once(), Once()
-        sending = sender.start(receiver.expect(target_ids, seed, 20.0, received).encode(), sent)
+        sending = sender.start(grant(receiver, target_ids, received).encode(), sent)
         for num_ready in range(len(source_ids)):
             sending.blocks_ready(source_ids[:num_ready])
             await asyncio.sleep(0.001)
@@ -69,7 +70,7 @@ def test_hopeless_faults_end_and_are_never_taken_for_success(fabric, rates):
         async with pair(fabric, source, target, deadline_s=0.4, wrap=lambda d: FaultyDialer(d, faults)) as ends:
             sender, receiver = ends
             sent, received = Once(), Once()
-            sender.start(receiver.expect(range(8), 1, 0.5, received).encode(), sent).finish(range(8), b"tail")
+            sender.start(grant(receiver, range(8), received, ttl_s=0.5).encode(), sent).finish(range(8), b"tail")
             sent_result, received_result = await sent.result(), await received.result()
             if isinstance(received_result, Received):
                 check_arrived(source, range(8), target, range(8), (Sent(8 * LAYOUT.block_bytes), received_result))
@@ -120,7 +121,7 @@ def test_the_receiver_closes_in_the_middle(fabric):
         receiver = KVReceiver(fabric.listener(), target)
         sender = KVSender(fabric.dialer(), source, deadline_s=20.0)
         sent, received = Once(), Once()
-        sending = sender.start(receiver.expect(ids, 1, 20.0, received).encode(), sent)
+        sending = sender.start(grant(receiver, ids, received).encode(), sent)
         sending.finish(ids, b"tail")
         await until(lambda: receiver.num_bytes)
         await receiver.close()
@@ -141,7 +142,7 @@ def test_the_sender_closes_in_the_middle(fabric):
         receiver = KVReceiver(fabric.listener(), target)
         sender = KVSender(fabric.dialer(), source, deadline_s=20.0)
         sent, received = Once(), Once()
-        sending = sender.start(receiver.expect(range(32), 1, 0.5, received).encode(), sent)
+        sending = sender.start(grant(receiver, range(32), received, ttl_s=0.5).encode(), sent)
         sending.blocks_ready(range(16))
         await asyncio.sleep(0)
         await sender.close()
@@ -240,10 +241,10 @@ def test_the_sending_process_is_killed(zmq_fabric):
 
     async def scenario():
         receiver, received = KVReceiver(zmq_fabric.listener(), target), Once()
-        ticket = receiver.expect(ids, 1, 30.0, received)
+        ticket = grant(receiver, ids, received)
         async with peer_process("send", ticket.encode().hex()):
             await until(lambda: receiver.num_bytes)
-        receiver.cancel(ticket.transfer_id)
+        receiver.cancel(ticket.epoch)
         assert isinstance(await received.result(), TransferFailed)
         frozen = target.bytes_of(ids)
         await asyncio.sleep(0.02)

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.sharding import head_range
 from kv_transfer.errors import TransferError
-from kv_transfer.plan import head_range, plan_copies
+from kv_transfer.plan import describe, plan_copies
 
 
 @pytest.mark.parametrize(
@@ -107,3 +108,85 @@ def test_equal_sizes_need_one_copy_for_each_rank(tp_size, num_heads):
 def test_sizes_below_one_are_refused(sizes):
     with pytest.raises(TransferError, match="must be at least 1"):
         plan_copies(*sizes)
+
+
+@given(st.integers(1, 16), st.integers(1, 16), st.integers(1, 32))
+def test_no_pair_of_ranks_has_two_lanes_and_no_plan_more_than_a_lane_for_each_rank(prefill_tp, decode_tp, num_heads):
+    copies = plan_copies(prefill_tp, decode_tp, num_heads)
+    assert len({(copy.source_rank, copy.destination_rank) for copy in copies}) == len(copies)
+    assert decode_tp <= len(copies) <= prefill_tp + decode_tp - 1
+
+
+@given(st.integers(1, 16), st.integers(1, 16), st.integers(1, 32))
+def test_rank_0_always_has_a_lane(prefill_tp, decode_tp, num_heads):
+    assert plan_copies(prefill_tp, decode_tp, num_heads)[0].source_rank == 0
+
+
+# ---- in words ----
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lines"),
+    [
+        (
+            (1, 1, 3),
+            [
+                "prefill rank 0 holds heads 0-2 of 3",
+                "decode rank 0 holds heads 0-2 of 3",
+                "prefill rank 0 sends heads 0-2 to decode rank 0: 100 % of the bytes sent",
+                "total sent: 1 x the bytes of the unreplicated cache",
+            ],
+        ),
+        (
+            (2, 1, 3),
+            [
+                "prefill rank 0 holds head 0 of 3",
+                "prefill rank 1 holds heads 1-2 of 3",
+                "decode rank 0 holds heads 0-2 of 3",
+                "prefill rank 0 sends head 0 to decode rank 0: 33.3 % of the bytes sent",
+                "prefill rank 1 sends heads 1-2 to decode rank 0: 66.7 % of the bytes sent",
+                "total sent: 1 x the bytes of the unreplicated cache",
+            ],
+        ),
+        (
+            (1, 4, 3),
+            [
+                "prefill rank 0 holds heads 0-2 of 3",
+                "decode rank 0 holds head 0 of 3, as decode rank 1 does",
+                "decode rank 1 holds head 0 of 3, as decode rank 0 does",
+                "decode rank 2 holds head 1 of 3",
+                "decode rank 3 holds head 2 of 3",
+                "prefill rank 0 sends head 0 to decode rank 0: 25 % of the bytes sent",
+                "prefill rank 0 sends head 0 to decode rank 1: 25 % of the bytes sent",
+                "prefill rank 0 sends head 1 to decode rank 2: 25 % of the bytes sent",
+                "prefill rank 0 sends head 2 to decode rank 3: 25 % of the bytes sent",
+                "total sent: 1.33 x the bytes of the unreplicated cache",
+            ],
+        ),
+        (
+            (3, 1, 1),
+            [
+                "prefill rank 0 holds head 0 of 1, as prefill ranks 1 and 2 do",
+                "prefill rank 1 holds head 0 of 1, as prefill ranks 0 and 2 do",
+                "prefill rank 2 holds head 0 of 1, as prefill ranks 0 and 1 do",
+                "decode rank 0 holds head 0 of 1",
+                "prefill rank 0 sends head 0 to decode rank 0: 100 % of the bytes sent",
+                "prefill rank 1 sends nothing",
+                "prefill rank 2 sends nothing",
+                "total sent: 1 x the bytes of the unreplicated cache",
+            ],
+        ),
+    ],
+)
+def test_the_plan_in_words(sizes, lines):
+    assert describe(*sizes) == lines
+
+
+def test_the_words_count_heads_over_the_whole_model():
+    assert "prefill rank 1 sends heads 6-7 to decode rank 3: 25 % of the bytes sent" in describe(2, 4, 8)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_a_plan_for_sizes_below_one_has_no_words(sizes):
+    with pytest.raises(TransferError, match="must be at least 1"):
+        describe(*sizes)

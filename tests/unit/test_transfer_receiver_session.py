@@ -11,9 +11,9 @@ from kv_transfer.wire import Abort, BlockRange, Finish, Refusal
 from protos import reasons
 from tests.unit.session_kit import (
     COMMIT,
+    LANE,
     LAYOUT,
     NAMES,
-    TICKET,
     data,
     deliver,
     make_receiver,
@@ -61,7 +61,7 @@ def test_a_block_is_written_once():
 
 
 def test_cached_blocks_are_neither_awaited_nor_taken():
-    session = make_receiver(replace(TICKET, num_cached_blocks=4))
+    session = make_receiver(replace(LANE, num_cached_blocks=4))
     assert session.handle(data((0, 3, 2)), 0.0) == refused(Refusal.MALFORMED)
     deliver(session, (0, 4, 1), (1, 4, 1))
     *_, conclude = session.handle(Finish(*NAMES, 0, 5, b"t"), 0.0)
@@ -94,9 +94,9 @@ def test_a_finish_that_changes_its_mind_is_refused():
 
 def test_another_epoch_is_refused_and_changes_nothing():
     session = make_receiver()
-    for message in (replace(data((0, 0, 5)), epoch=6), Finish(TICKET.transfer_id, 8, 0, 5, b"t")):
+    for message in (replace(data((0, 0, 5)), epoch=6), Finish(LANE.transfer_id, 8, 0, 5, b"t")):
         assert session.handle(message, 0.0) == refused(Refusal.WRONG_EPOCH, message.epoch)
-    assert session.handle(Abort(TICKET.transfer_id, 6), 0.0) == []
+    assert session.handle(Abort(LANE.transfer_id, 6), 0.0) == []
     deliver(session, (0, 0, 5), (1, 0, 5))
     assert session.handle(Finish(*NAMES, 0, 5, b"t"), 0.0) == COMMIT
 
@@ -142,3 +142,9 @@ def test_a_clock_that_rings_early_changes_nothing():
     session = make_receiver()
     assert session.handle(receiving.Tick(), 99.9) == []
     assert session.is_open
+
+
+def test_when_every_block_is_cached_finish_commits():
+    session = make_receiver(replace(LANE, num_cached_blocks=5))
+    assert session.handle(data((0, 4, 1)), 0.0) == refused(Refusal.MALFORMED)
+    assert session.handle(Finish(*NAMES, 0, 5, b"t"), 0.0) == [COMMIT[0], receiving.Conclude(Received(b"t", 0))]

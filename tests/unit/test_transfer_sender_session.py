@@ -10,9 +10,9 @@ from kv_transfer.sender_session import AllReady, BlocksReady, PeerLost, Released
 from kv_transfer.wire import Committed, Missing, Refusal, Refused
 from protos import reasons
 from tests.unit.session_kit import (
+    LANE,
     LAYOUT,
     NAMES,
-    TICKET,
     drain,
     failed,
     finish,
@@ -59,7 +59,7 @@ def test_finish_with_nothing_left_to_send_goes_out_at_once():
 
 
 def test_cached_blocks_stay_at_home():
-    session = make_sender(replace(TICKET, num_cached_blocks=3))
+    session = make_sender(replace(LANE, num_cached_blocks=3))
     session.handle(BlocksReady(2, 2), 0.0)
     assert not session.wants_turn
     session.handle(AllReady(5, b"t"), 0.0)
@@ -138,9 +138,9 @@ def test_finish_is_repeated_ever_more_slowly_and_the_deadline_ends_it():
 
 def test_before_finish_only_the_ticket_limits_the_time():
     session = make_sender()
-    assert session.wake_at == TICKET.ttl_s
+    assert session.wake_at == LANE.ttl_s
     session.handle(AllReady(5, b""), 95.0)
-    assert session.wake_at == TICKET.ttl_s
+    assert session.wake_at == LANE.ttl_s
     assert session.handle(sending.Tick(), 100.0) == failed("the transfer's time is over")
 
 
@@ -180,3 +180,25 @@ def test_fewer_blocks_than_are_sent_fail_the_transfer():
     session.handle(BlocksReady(3, 2), 0.0)
     expected = failed("the request has 2 blocks, and 3 are sent or cached")
     assert session.handle(AllReady(2, b""), 0.0) == expected
+
+
+def test_when_every_block_is_cached_only_finish_goes_out():
+    session = make_sender(replace(LANE, num_cached_blocks=5))
+    session.handle(BlocksReady(5, 1), 0.0)
+    session.handle(BlocksReady(5, 2), 0.0)
+    assert not session.wants_turn
+    assert session.handle(AllReady(5, b"t"), 0.0) == [finish()]
+    assert session.handle(Committed(*NAMES), 0.0) == [sending.Conclude(Sent(0))]
+
+
+def test_fewer_blocks_than_are_cached_fail_the_transfer():
+    expected = failed("the request has 2 blocks, and 3 are sent or cached")
+    assert make_sender(replace(LANE, num_cached_blocks=3)).handle(AllReady(2, b"t"), 0.0) == expected
+
+
+def test_answers_to_another_epoch_change_nothing():
+    session = awaiting()
+    stale = (LANE.transfer_id, LANE.epoch - 1)
+    for answer in (Committed(*stale), Missing(*stale, 0, 0, ranges((0, 0, 1))), Refused(*stale, Refusal.WRONG_EPOCH)):
+        assert session.handle(answer, 0.0) == []
+    assert session.handle(Committed(*NAMES), 0.0) == [sending.Conclude(Sent(5 * LAYOUT.block_bytes))]

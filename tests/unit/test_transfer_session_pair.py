@@ -12,9 +12,9 @@ from kv_transfer.results import Received, Sent
 from kv_transfer.sender_session import AllReady, BlocksReady, PeerLost, Released, SendBlocks, SendMessage, Turn
 from kv_transfer.wire import Data, Segment
 from tests.unit.session_kit import (
+    LANE,
     LAYOUT,
     NAMES,
-    TICKET,
     make_receiver,
     make_sender,
 )
@@ -24,9 +24,9 @@ class World:
     """Two sessions, the messages between them, and the pool of the receiver as (layer, index) -> what was written."""
 
     def __init__(self, num_blocks, num_cached, blocks_per_message):
-        self.ticket = replace(TICKET, num_blocks=num_blocks, num_cached_blocks=num_cached)
-        self.sender = make_sender(self.ticket, blocks_per_message)
-        self.receiver = make_receiver(self.ticket)
+        self.lane = replace(LANE, num_blocks=num_blocks, num_cached_blocks=num_cached)
+        self.sender = make_sender(self.lane, blocks_per_message)
+        self.receiver = make_receiver(self.lane)
         self.now = 0.0
         self.num_held = 0  # messages that the transport has not let go of
         self.to_receiver = []  # (message, damaged blocks of it)
@@ -38,6 +38,7 @@ class World:
         for action in self.sender.handle(event, self.now):
             match action:
                 case SendBlocks(ranges=blocks):
+                    assert all(r.first >= self.lane.num_cached_blocks for r in blocks), "a cached block was sent"
                     segments = tuple(Segment(r.layer, r.first, (0,) * r.num_blocks) for r in blocks)
                     self.to_receiver.append((Data(*NAMES, segments), frozenset()))
                     self.num_held += 1
@@ -68,8 +69,8 @@ class World:
         assert len(self.received) <= 1
         for result in self.received:
             if isinstance(result, Received):
-                num_blocks = result.num_bytes // LAYOUT.block_bytes + self.ticket.num_cached_blocks
-                expected = {(layer, i) for layer in (0, 1) for i in range(self.ticket.num_cached_blocks, num_blocks)}
+                num_blocks = result.num_bytes // LAYOUT.block_bytes + self.lane.num_cached_blocks
+                expected = {(layer, i) for layer in (0, 1) for i in range(self.lane.num_cached_blocks, num_blocks)}
                 assert set(self.pool) == expected
                 assert result.tail == b"t"
         for result in self.sent:
@@ -153,7 +154,7 @@ class World:
 def test_whatever_happens_nothing_wrong_is_committed_and_both_sides_end(data):
     num_blocks = data.draw(st.integers(1, 6))
     world = World(num_blocks, data.draw(st.integers(0, num_blocks)), data.draw(st.integers(1, 5)))
-    num_needed = data.draw(st.integers(world.ticket.num_cached_blocks or 1, num_blocks))
+    num_needed = data.draw(st.integers(world.lane.num_cached_blocks or 1, num_blocks))
     growth = sorted(data.draw(st.lists(st.integers(0, num_needed), max_size=3)))
     plan = [BlocksReady(n, num_layers) for n in growth for num_layers in range(1, LAYOUT.num_layers + 1)]
     if data.draw(st.booleans()):

@@ -9,12 +9,13 @@ import zmq
 
 from engine.errors import SettingsError
 from kv_transfer import receiver as receiver_module
+from kv_transfer import receiving, wire
 from kv_transfer import sender as sender_module
-from kv_transfer import wire
 from kv_transfer.errors import TransferError
-from kv_transfer.payload import checksums
+from kv_transfer.payload import HOST
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender, Sent
+from kv_transfer.ticket import LaneEnd
 from kv_transfer.transports import zmq as zmq_transport
 from kv_transfer.transports.zmq import ZmqListener
 from kv_transfer.wire import Abort, Data, Finish, Refusal, Refused, Segment
@@ -24,6 +25,7 @@ from tests.unit.transfer_kit import (
     Once,
     a_ticket,
     check_arrived,
+    grant,
     pair,
     run,
     transfer,
@@ -48,11 +50,11 @@ class Stranger:
         return await self.replies.get()
 
 
-def crafted(source, ticket, blocks, epoch=1, layer=0, shift=0):
+def crafted(source, end, blocks, epoch=1, layer=0, shift=0):
     """Data that is right to the last byte, but for what is asked for."""
     planes = b"".join(source.read(layer, blocks))
-    crcs = checksums([memoryview(planes)], source.layout.plane_bytes)
-    return Data(ticket.transfer_id, epoch, (Segment(layer, blocks[0] + shift, crcs),)), planes
+    crcs = HOST.checksums([memoryview(planes)], source.layout.plane_bytes)
+    return Data(end.transfer_id, epoch, (Segment(layer, blocks[0] + shift, crcs),)), planes
 
 
 def test_what_was_not_granted_is_refused_and_never_written(fabric, stores):
@@ -61,16 +63,17 @@ def test_what_was_not_granted_is_refused_and_never_written(fabric, stores):
     async def scenario():
         async with pair(fabric, source, target) as (sender, receiver):
             received = Once()
-            ticket = receiver.expect(range(4), 1, 20.0, received)
-            stranger = Stranger(fabric, ticket.address)
-            refusal = Refused(ticket.transfer_id, 1, Refusal.MALFORMED)
-            assert await stranger.ask(*crafted(source, ticket, range(4), shift=1)) == refusal
-            assert await stranger.ask(Finish(ticket.transfer_id, 1, 0, 5, b"")) == refusal
+            ticket = grant(receiver, range(4), received, epoch=1)
+            (end,) = ticket.ends
+            stranger = Stranger(fabric, end.address)
+            refusal = Refused(end.transfer_id, 1, Refusal.MALFORMED)
+            assert await stranger.ask(*crafted(source, end, range(4), shift=1)) == refusal
+            assert await stranger.ask(Finish(end.transfer_id, 1, 0, 5, b"")) == refusal
             for epoch in (0, 2):
-                refusal = Refused(ticket.transfer_id, epoch, Refusal.WRONG_EPOCH)
-                assert await stranger.ask(*crafted(source, ticket, range(4), epoch=epoch)) == refusal
-                assert await stranger.ask(Finish(ticket.transfer_id, epoch, 0, 4, b"")) == refusal
-            unknown = a_ticket(ticket.address, b"?" * 16)
+                refusal = Refused(end.transfer_id, epoch, Refusal.WRONG_EPOCH)
+                assert await stranger.ask(*crafted(source, end, range(4), epoch=epoch)) == refusal
+                assert await stranger.ask(Finish(end.transfer_id, epoch, 0, 4, b"")) == refusal
+            unknown = LaneEnd(b"?" * 16, end.address)
             refusal = Refused(b"?" * 16, 1, Refusal.UNKNOWN_TRANSFER)
             assert await stranger.ask(*crafted(source, unknown, range(4))) == refusal
             assert not any(target.bytes_of(range(6)))
@@ -93,23 +96,24 @@ def test_what_is_replayed_is_never_written(fabric, stores, ending):
     async def scenario():
         async with pair(fabric, source, target) as (sender, receiver):
             sent, received = Once(), Once()
-            ticket = receiver.expect(range(4), 1, 20.0, received)
+            ticket = grant(receiver, range(4), received, epoch=1)
+            (end,) = ticket.ends
             if ending == "commit":
                 sender.start(ticket.encode(), sent).finish(range(4), b"tail")
                 await sent.result()
             else:
-                receiver.cancel(ticket.transfer_id)
+                receiver.cancel(ticket.epoch)
             await received.result()
             frozen = target.bytes_of(range(6))
             source.flip(0, 2)
-            stranger = Stranger(fabric, ticket.address)
-            good, bad = wire.Committed(ticket.transfer_id, 1), Refused(ticket.transfer_id, 1, Refusal.CANCELLED)
+            stranger = Stranger(fabric, end.address)
+            good, bad = wire.Committed(end.transfer_id, 1), Refused(end.transfer_id, 1, Refusal.CANCELLED)
             expected = good if ending == "commit" else bad
-            assert await stranger.ask(*crafted(source, ticket, range(4))) == expected
-            assert await stranger.ask(Finish(ticket.transfer_id, 1, 0, 4, b"tail")) == expected
-            assert isinstance(await stranger.ask(Finish(ticket.transfer_id, 1, 0, 4, b"other")), Refused)
-            assert isinstance(await stranger.ask(Finish(ticket.transfer_id, 2, 0, 4, b"tail")), Refused)
-            await stranger.send(wire.encode(Abort(ticket.transfer_id, 1)))
+            assert await stranger.ask(*crafted(source, end, range(4))) == expected
+            assert await stranger.ask(Finish(end.transfer_id, 1, 0, 4, b"tail")) == expected
+            assert isinstance(await stranger.ask(Finish(end.transfer_id, 1, 0, 4, b"other")), Refused)
+            assert isinstance(await stranger.ask(Finish(end.transfer_id, 2, 0, 4, b"tail")), Refused)
+            await stranger.send(wire.encode(Abort(end.transfer_id, 1)))
             assert target.bytes_of(range(6)) == frozen
             await stranger.dialer.close()
 
@@ -123,11 +127,12 @@ def test_messages_that_make_no_sense_are_counted_and_harm_nobody(fabric, stores)
     async def scenario():
         async with pair(fabric, source, target) as (sender, receiver):
             received, sent = Once(), Once()
-            ticket = receiver.expect(range(4), 1, 20.0, received)
-            stranger = Stranger(fabric, ticket.address)
-            header, planes = crafted(source, ticket, range(4))
+            ticket = grant(receiver, range(4), received, epoch=1)
+            (end,) = ticket.ends
+            stranger = Stranger(fabric, end.address)
+            header, planes = crafted(source, end, range(4))
             senseless = [b"", b"\0" * 64, rng.randbytes(100), rng.randbytes(70_000), wire.encode(header)[:-1]]
-            senseless.append(wire.encode(wire.Committed(ticket.transfer_id, 1)))
+            senseless.append(wire.encode(wire.Committed(end.transfer_id, 1)))
             for odd in senseless:
                 await stranger.send(odd, planes)
             for frames in ([], [planes[:-1]], [planes, b"x"], [planes[:5]] * 3):
@@ -150,12 +155,13 @@ def test_frames_that_are_too_large_or_too_many_never_get_in(zmq_fabric, stores):
     async def scenario():
         async with pair(zmq_fabric, source, target) as (sender, receiver):
             received, sent = Once(), Once()
-            ticket = receiver.expect(range(4), 1, 20.0, received)
-            header, _ = crafted(source, ticket, range(4))
+            ticket = grant(receiver, range(4), received, epoch=1)
+            (end,) = ticket.ends
+            header, _ = crafted(source, end, range(4))
             context = zmq.Context()
             for frames in ([bytes(wire.MAX_PAYLOAD_BYTES + 1)], [b"x"] * 5000):
                 dealer = context.socket(zmq.DEALER)
-                dealer.connect(ticket.address)
+                dealer.connect(end.address)
                 dealer.send_multipart([wire.encode(header), *frames])
                 await asyncio.sleep(0.1)
                 dealer.close(linger=0)
@@ -178,9 +184,9 @@ def test_open_transfers_are_bounded(fabric, stores, monkeypatch):
 
     async def scenario():
         async with pair(fabric, source, target) as (sender, receiver):
-            first, second = (receiver.expect([number], 1, 20.0, Once()) for number in range(2))
+            first, second = (grant(receiver, [number], Once()) for number in range(2))
             with pytest.raises(TransferError, match="2 of 2 are open"):
-                receiver.expect([2], 1, 20.0, Once())
+                grant(receiver, [2], Once())
             sent = Once()
             sender.start(first.encode(), sent).finish([0], b"")
             with pytest.raises(TransferError, match="1 of 1 are open"):
@@ -189,22 +195,24 @@ def test_open_transfers_are_bounded(fabric, stores, monkeypatch):
             sent = Once()
             sender.start(second.encode(), sent).finish([1], b"")
             assert isinstance(await sent.result(), Sent)
-            receiver.expect([2], 1, 20.0, Once())
+            grant(receiver, [2], Once())
 
     run(scenario())
 
 
 def test_what_has_ended_is_forgotten_in_the_end(fabric, stores, monkeypatch):
     source, target = stores
-    monkeypatch.setattr(receiver_module, "MAX_ENDED", 2)
+    monkeypatch.setattr(receiving, "MAX_ENDED", 2)
 
     async def scenario():
         async with pair(fabric, source, target) as (_, receiver):
-            tickets = [receiver.expect([0], 1, 20.0, Once()) for _ in range(3)]
+            tickets = [grant(receiver, [0], Once()) for _ in range(3)]
             for ticket in tickets:
-                receiver.cancel(ticket.transfer_id)
-            stranger = Stranger(fabric, tickets[0].address)
-            answers = [await stranger.ask(Finish(ticket.transfer_id, 1, 0, 1, b"")) for ticket in tickets]
+                receiver.cancel(ticket.epoch)
+            stranger = Stranger(fabric, receiver.address)
+            answers = [
+                await stranger.ask(Finish(ticket.ends[0].transfer_id, ticket.epoch, 0, 1, b"")) for ticket in tickets
+            ]
             expected = [Refusal.UNKNOWN_TRANSFER, Refusal.CANCELLED, Refusal.CANCELLED]
             assert [answer.refusal for answer in answers] == expected
             await stranger.dialer.close()
@@ -233,7 +241,7 @@ def test_tickets_that_do_not_fit_are_refused(fabric, stores):
 
     async def scenario():
         async with pair(fabric, source, target) as (sender, receiver):
-            ticket = receiver.expect(range(4), 1, 20.0, Once())
+            ticket = grant(receiver, range(4), Once())
             with pytest.raises(TransferError):
                 sender.start(b"not a ticket", Once())
             other = replace(ticket, layout=replace(LAYOUT, num_kv_heads=4))

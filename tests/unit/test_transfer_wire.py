@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from engine.layout import KVLayout
 from kv_transfer import payload
 from kv_transfer.errors import TransferError
+from kv_transfer.payload import HOST
 from kv_transfer.wire import (
     MAX_RANGES,
     Abort,
@@ -148,20 +149,20 @@ def test_cut_gives_the_bytes_back_whatever_the_frames(sizes, rng):
     data = rng.randbytes(sum(sizes))
     places = sorted(rng.choices(range(len(data) + 1), k=4))
     frames = [memoryview(data)[start:stop] for start, stop in zip([0, *places], [*places, len(data)], strict=True)]
-    pieces = payload.cut(frames, sizes)
+    pieces = HOST.cut(frames, sizes)
     assert [len(piece) for piece in pieces] == sizes
     assert b"".join(pieces) == data
 
 
 @pytest.mark.parametrize("sizes", [[3, 3], [3, 5], [], [7, 1]])
 def test_cut_wants_every_byte_accounted_for(sizes):
-    assert payload.cut([memoryview(b"abc"), memoryview(b"defg")], sizes) is None
+    assert HOST.cut([memoryview(b"abc"), memoryview(b"defg")], sizes) is None
 
 
 def test_gather_copies_short_views_and_leaves_long_ones(monkeypatch):
     monkeypatch.setattr(payload, "MIN_FRAME_BYTES", 4)
     views = [memoryview(text) for text in (b"a", b"bcd", b"efgh", b"i", b"jklmn", b"opqr", b"s")]
-    frames = payload.gather(views)
+    frames = HOST.gather(views)
     assert [bytes(frame) for frame in frames] == [b"abcd", b"efgh", b"i", b"jklmn", b"opqr", b"s"]
     assert all(any(frame is view for view in views) for frame in frames if len(frame) > 4)
 
@@ -173,14 +174,14 @@ def test_checksums_cover_the_k_plane_then_the_v_plane(block_ids):
     for block_id in block_ids:
         k_plane, v_plane = store.read(2, [block_id])
         expected.append(zlib.crc32(bytes(k_plane) + bytes(v_plane)))
-    assert payload.checksums(store.read(2, block_ids), size) == tuple(expected)
-    assert payload.checksums([memoryview(b"".join(store.read(2, block_ids)))], size) == tuple(expected)
+    assert HOST.checksums(store.read(2, block_ids), size) == tuple(expected)
+    assert HOST.checksums([memoryview(b"".join(store.read(2, block_ids)))], size) == tuple(expected)
 
 
 def test_some_blocks_takes_both_planes_of_each():
-    assert bytes(payload.some_blocks(memoryview(b"aabbccAABBCC"), range(1, 3), 2)) == b"bbccBBCC"
+    assert bytes(HOST.some_blocks(memoryview(b"aabbccAABBCC"), range(1, 3), 2)) == b"bbccBBCC"
     whole = memoryview(b"aaAA")
-    assert payload.some_blocks(whole, range(1), 2) is whole
+    assert HOST.some_blocks(whole, range(1), 2) is whole
 
 
 def test_a_layout_whose_blocks_are_too_large_to_send_is_refused():

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from engine.layout import KVLayout
 from kv_transfer.receiver import KVReceiver, Received
 from kv_transfer.sender import KVSender, Sent
-from kv_transfer.ticket import Ticket
+from kv_transfer.ticket import LaneEnd, Ticket
 from kv_transfer.transports.loopback import LoopbackNetwork
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
 from kv_transfer.wire import decode
+from tests.unit.some_heads import SomeHeads
+from tests.unit.torch_dist_kit import HostDialer, HostListener
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 BIG_LAYOUT = KVLayout(num_layers=20, num_kv_heads=8, head_dim=64, block_size=16, dtype="bfloat16")
@@ -65,6 +67,9 @@ class ByteStore:
                 kind[layer][start:stop] = planes[offset : offset + stop - start]
                 offset += stop - start
 
+    def heads(self, heads):
+        return self if heads == range(self.layout.num_kv_heads) else SomeHeads(self, heads)
+
     def bytes_of(self, block_ids):
         """Every byte of these blocks."""
         layers = range(self.layout.num_layers)
@@ -109,9 +114,17 @@ class Fabric:
                 return ZmqListener("tcp://127.0.0.1:*")
             case "ipc":
                 return ZmqListener(f"ipc://{self.folder}/{next(self._names)}")
+            case "torch_dist":
+                return HostListener()
 
     def dialer(self):
-        return self.loopback.dialer() if self.kind == "loopback" else ZmqDialer()
+        match self.kind:
+            case "loopback":
+                return self.loopback.dialer()
+            case "torch_dist":
+                return HostDialer()
+            case _:
+                return ZmqDialer()
 
 
 @asynccontextmanager
@@ -167,6 +180,7 @@ class FaultyDialer:
         self._inner = inner
         self._faults = faults
         self._num_spoilt = Counter()
+        self.payload = inner.payload
 
     def start(self, on_reply: Callable[[memoryview], None], on_lost: Callable[[str], None]):
         def faulty_reply(header):
@@ -215,10 +229,29 @@ class FaultyDialer:
         return parts
 
 
-async def transfer(sender, receiver, source_ids, target_ids, *, tail=b"tail", ttl_s=20.0, epoch=1):
+epochs = itertools.count(1)  # no two attempts share one
+
+
+def grant(receiver, target_ids, on_done, *, epoch=None, ttl_s=20.0, num_cached_blocks=0):
+    """Lets a prefill node of one rank write these blocks of a decode node of one; the ticket."""
+    ticket = Ticket.draw(
+        epoch=next(epochs) if epoch is None else epoch,
+        layout=receiver.store.layout,
+        prefill_tp=1,
+        decode_tp=1,
+        addresses=[receiver.address],
+        num_blocks=len(target_ids),
+        num_cached_blocks=num_cached_blocks,
+        ttl_s=ttl_s,
+    )
+    receiver.expect(ticket, target_ids, on_done)
+    return ticket
+
+
+async def transfer(sender, receiver, source_ids, target_ids, *, tail=b"tail", num_cached_blocks=0):
     """One undisturbed transfer; its two results."""
     sent, received = Once(), Once()
-    ticket = receiver.expect(target_ids, epoch, ttl_s, received)
+    ticket = grant(receiver, target_ids, received, num_cached_blocks=num_cached_blocks)
     sender.start(ticket.encode(), sent).finish(source_ids, tail)
     return await sent.result(), await received.result()
 
@@ -229,5 +262,6 @@ def check_arrived(source, source_ids, target, target_ids, results, tail=b"tail")
     assert target.bytes_of(target_ids) == source.bytes_of(source_ids)
 
 
-def a_ticket(address, transfer_id=bytes(16), num_blocks=4):
-    return Ticket(transfer_id, 1, address, LAYOUT, num_blocks, 0, 20.0)
+def a_ticket(address, transfer_id=bytes(16), num_blocks=4, epoch=1):
+    """A ticket that no receiver has granted."""
+    return Ticket(epoch, LAYOUT, 1, 1, num_blocks, 0, 20.0, (LaneEnd(transfer_id, address),))

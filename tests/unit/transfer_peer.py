@@ -10,12 +10,12 @@ import sys
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
-from tests.unit.transfer_kit import BIG_LAYOUT, BIG_NUM_BLOCKS, ByteStore
+from tests.unit.transfer_kit import BIG_LAYOUT, BIG_NUM_BLOCKS, ByteStore, grant
 
 
 async def receive(endpoint):
     receiver = KVReceiver(ZmqListener(endpoint), ByteStore(BIG_LAYOUT, BIG_NUM_BLOCKS))
-    ticket = receiver.expect(range(BIG_NUM_BLOCKS), epoch=1, ttl_s=60.0, on_done=print)
+    ticket = grant(receiver, range(BIG_NUM_BLOCKS), print, ttl_s=60.0)
     sys.stdout.write(ticket.encode().hex() + "\n")
     sys.stdout.flush()
     await asyncio.sleep(600)

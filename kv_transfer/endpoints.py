@@ -1,0 +1,31 @@
+"""Where a decode node's ranks receive, as the flags tell it. Torch-free."""
+
+from engine.errors import SettingsError
+
+KV_TRANSPORTS = ("zmq", "torch_dist")
+_SCHEMES = {"zmq": ("tcp", "ipc"), "torch_dist": ("dist",)}
+
+
+def endpoint_of(kv_transport: str, kv_bind: str, rank: int) -> str:
+    """The endpoint of one rank: a free port of the loopback where kv_bind is empty. A port or a path of its own for
+    each rank: HOST:PORT + rank, PATH.rank. Raises SettingsError for an endpoint of another transport."""
+    schemes = _SCHEMES[kv_transport]
+    if not kv_bind:
+        return f"{schemes[0]}://127.0.0.1:*"
+    scheme, _, place = kv_bind.partition("://")
+    if scheme not in schemes or not place:
+        raise SettingsError(f"--kv-bind {kv_bind} is no endpoint of {kv_transport}: {' or '.join(schemes)}://...")
+    if scheme == "ipc":
+        return f"{kv_bind}.{rank}" if rank else kv_bind
+    host, _, port = place.rpartition(":")
+    if port == "*":
+        return kv_bind
+    if not port.isdecimal():
+        raise SettingsError(f"--kv-bind {kv_bind} has no port: a number, or * for any free one")
+    return f"{scheme}://{host}:{int(port) + rank if int(port) else 0}"
+
+
+def host_of(endpoint: str) -> str | None:
+    """The host that an endpoint listens on, None where only this machine can reach it."""
+    scheme, _, place = endpoint.partition("://")
+    return None if scheme == "ipc" else place.rpartition(":")[0]

@@ -1,0 +1,141 @@
+"""The signalling stream between two ranks: small bounded messages over TCP, in both directions.
+
+    dialer to listener     the greeting     PROTOCOL and the listener's token; the answer is PROTOCOL
+                           MESSAGE          sizes of frames that go through the pair's group, and a header
+    listener to dialer     REPLY            a header
+    either way             KEY              something that the other end's group waits for while it is made
+
+Each but the greeting is a kind (one byte), a length (four, big-endian), and so many bytes.
+"""
+
+import asyncio
+import hmac
+import socket
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+
+from kv_transfer.errors import TransferError
+from kv_transfer.transports.dist_address import TOKEN_BYTES, DistAddress
+from kv_transfer.transports.transport import MAX_FRAMES
+from kv_transfer.wire import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES
+
+PROTOCOL = b"SplitServe dist 1\n"
+TIMEOUT_S = 3.0  # of everything that a live peer does at once
+HANDSHAKE_TIMEOUT_S = 10.0
+MAX_KEY_BYTES = 256
+MAX_VALUE_BYTES = 4096
+MAX_BODY_BYTES = 2 * MAX_HEADER_BYTES  # what is merely too long for the receiver is the receiver's to refuse
+MAX_WAITING_BYTES = 2**20  # of replies that the other end does not read
+
+_PREFIX = struct.Struct(">BI")
+
+
+class Kind(IntEnum):
+    MESSAGE = 1
+    REPLY = 2
+    KEY = 3
+
+
+class Stream:
+    """One end of a stream. Raises OSError, TimeoutError, EOFError or TransferError when it breaks."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        opened: socket.socket = writer.get_extra_info("socket")
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a link that was cut in silence is noticed
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)  # within half a minute
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+    @classmethod
+    async def dial(cls, address: DistAddress) -> "Stream":
+        """A stream to a listener that has taken the greeting."""
+        async with asyncio.timeout(TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(address.ip, address.port)
+            try:
+                writer.write(PROTOCOL + address.token)
+                if await reader.readexactly(len(PROTOCOL)) != PROTOCOL:
+                    raise TransferError("the receiver speaks another protocol")
+                return cls(reader, writer)
+            except BaseException:
+                writer.transport.abort()
+                raise
+
+    @classmethod
+    async def take(cls, accepted: socket.socket, token: bytes) -> "Stream":
+        """The other end of dial, for whoever knows the token."""
+        reader, writer = await asyncio.open_connection(sock=accepted)
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                greeting = await reader.readexactly(len(PROTOCOL) + TOKEN_BYTES)
+            if not hmac.compare_digest(greeting, PROTOCOL + token):
+                raise TransferError("a greeting that makes no sense, or of somebody without a ticket")
+            writer.write(PROTOCOL)
+            return cls(reader, writer)
+        except BaseException:
+            writer.transport.abort()
+            raise
+
+    @property
+    def local_ip(self) -> str:
+        """Of the interface that leads to the other end."""
+        return str(self._writer.get_extra_info("sockname")[0])
+
+    @property
+    def is_clogged(self) -> bool:
+        """Whether the other end has left too much unread."""
+        return self._writer.transport.get_write_buffer_size() > MAX_WAITING_BYTES
+
+    async def read(self) -> tuple[int, bytes]:
+        """The next kind and body, whenever it comes."""
+        kind, num_bytes = _PREFIX.unpack(await self._reader.readexactly(_PREFIX.size))
+        if num_bytes > MAX_BODY_BYTES:
+            raise TransferError(f"{num_bytes} bytes were announced; at most {MAX_BODY_BYTES} are taken")
+        async with asyncio.timeout(TIMEOUT_S):
+            return kind, await self._reader.readexactly(num_bytes)
+
+    def write(self, kind: Kind, *parts: bytes) -> None:
+        """Queues it; lost when the stream is broken."""
+        if not self._writer.is_closing():
+            self._writer.write(b"".join([_PREFIX.pack(kind, sum(map(len, parts))), *parts]))
+
+    async def drain(self) -> None:
+        """Returns once little is queued."""
+        async with asyncio.timeout(TIMEOUT_S):
+            await self._writer.drain()
+
+    def close(self) -> None:
+        """Drops what is queued."""
+        self._writer.transport.abort()
+
+
+def pack_sizes(sizes: Sequence[int]) -> bytes:
+    """What goes before the header of a MESSAGE."""
+    return struct.pack(f">B{len(sizes)}I", len(sizes), *sizes)
+
+
+def unpack_message(body: bytes) -> tuple[list[int], memoryview]:
+    """Frame sizes and header of a MESSAGE. Raises TransferError when they are beyond a limit."""
+    num_frames = body[0] if body else 0
+    start = 1 + 4 * num_frames
+    if not body or num_frames > MAX_FRAMES or len(body) < start:
+        raise TransferError(f"a message of {num_frames} frames in {len(body)} bytes")
+    sizes = [*struct.unpack_from(f">{num_frames}I", body, 1)]
+    if sum(sizes) > MAX_PAYLOAD_BYTES:
+        raise TransferError(f"frames of {sum(sizes)} bytes were announced; at most {MAX_PAYLOAD_BYTES} are taken")
+    return sizes, memoryview(body)[start:]
+
+
+def pack_key(key: str, value: bytes) -> bytes:
+    """The body of a KEY."""
+    return key.encode() + b"\0" + value
+
+
+def unpack_key(body: bytes) -> tuple[str, bytes]:
+    """The inverse of pack_key. Raises TransferError when it is beyond a limit."""
+    key, separator, value = body.partition(b"\0")
+    if not separator or len(key) > MAX_KEY_BYTES or len(value) > MAX_VALUE_BYTES or not key.isascii():
+        raise TransferError("a key that makes no sense")
+    return key.decode(), value

@@ -1,0 +1,176 @@
+"""torch.distributed: one two-rank process group for each pair of ranks that talk, made on demand.
+
+Headers, replies and the sizes of frames go over a signalling stream (dist_stream), the frames themselves through the
+group of the pair (torch_pair). When either breaks, or anything waits too long, both are dropped, and the next message
+makes them anew (torch_link). Frames are 1-D uint8 tensors on the device.
+"""
+
+import asyncio
+import logging
+import socket
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Sequence
+
+import torch
+
+from kv_transfer.errors import TransferError
+from kv_transfer.payload import Payload
+from kv_transfer.transports.dist_address import DistAddress, listen
+from kv_transfer.transports.dist_stream import Stream
+from kv_transfer.transports.tensor_payload import TensorPayload
+from kv_transfer.transports.torch_link import BROKEN, Message, ReceivingLink, SendingLink, reason
+from kv_transfer.transports.torch_pair import check_device
+from kv_transfer.transports.transport import OnLost, OnMessage, OnReply
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 256  # of one Dialer; beyond them, the one used least recently makes room
+MAX_PEERS = 256  # of one Listener; further ones are turned away
+MAX_GREETING = 64  # connections that have not proved themselves; beyond them, the oldest makes room
+ACCEPT_PAUSE_S = 0.1
+
+
+class TorchDistListener:
+    """A Listener on dist://HOST:PORT: an address, a name or an interface, and a port or * for any free one."""
+
+    def __init__(self, bind: str, device: torch.device) -> None:
+        """Raises SettingsError when the endpoint or the device cannot be used."""
+        check_device(device)
+        self.payload: Payload = TensorPayload()
+        self._device = device
+        self._socket, self._address = listen(bind)
+        self._greeting: OrderedDict[asyncio.Task[None], None] = OrderedDict()  # oldest first
+        self._peers: dict[ReceivingLink, None] = {}
+        self._ending: set[asyncio.Task[None]] = set()  # of peers that are gone already, too
+        self._pause: asyncio.TimerHandle | None = None
+
+    @property
+    def address(self) -> str:
+        return str(self._address)
+
+    def start(self, on_message: OnMessage) -> None:
+        self._on_message = on_message
+        self._listen()
+
+    def reply(self, peer: Hashable, header: bytes) -> None:
+        assert isinstance(peer, ReceivingLink)
+        peer.reply(header)
+
+    async def close(self) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
+        if self._socket.fileno() >= 0:  # not closed before
+            asyncio.get_running_loop().remove_reader(self._socket)
+            self._socket.close()
+        greeting = list(self._greeting)
+        for task in greeting:
+            task.cancel()
+        for peer in self._peers:
+            peer.stop()
+        await _all_done([*greeting, *self._ending])
+
+    def _listen(self) -> None:
+        self._pause = None
+        asyncio.get_running_loop().add_reader(self._socket, self._accept)
+
+    def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            accepted, _ = self._socket.accept()
+        except (BlockingIOError, ConnectionError):  # it has gone again
+            return
+        except OSError as error:  # no file descriptor is left, say
+            logger.warning("no connection is taken for a while: %s", error)
+            loop.remove_reader(self._socket)
+            self._pause = loop.call_later(ACCEPT_PAUSE_S, self._listen)
+            return
+        task = loop.create_task(self._greet(accepted))
+        self._greeting[task] = None
+        task.add_done_callback(lambda task: self._forget(task, accepted))
+        if len(self._greeting) > MAX_GREETING:
+            next(iter(self._greeting)).cancel()
+
+    def _forget(self, task: asyncio.Task[None], accepted: socket.socket) -> None:
+        del self._greeting[task]
+        if task.cancelled():  # perhaps before it began
+            accepted.close()
+
+    async def _greet(self, accepted: socket.socket) -> None:
+        try:
+            if len(self._peers) >= MAX_PEERS:
+                raise TransferError(f"{MAX_PEERS} senders are connected already")
+            accepted.setblocking(False)
+            self._welcome(await Stream.take(accepted, self._address.token))
+        except BROKEN as error:
+            logger.warning("a connection was turned away: %s", reason(error))
+            accepted.close()
+
+    def _welcome(self, stream: Stream) -> None:
+        peer = ReceivingLink(stream, self._device, self._on_message, lambda: self._peers.pop(peer))
+        self._peers[peer] = None
+        self._ending.add(peer.ended)
+        peer.ended.add_done_callback(self._ending.discard)
+
+
+class TorchDistDialer:
+    """A Dialer of the addresses of TorchDistListeners."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises SettingsError when the device cannot be used."""
+        check_device(device)
+        self.payload: Payload = TensorPayload()
+        self._device = device
+        self._links: OrderedDict[str, SendingLink] = OrderedDict()  # the one used last is last
+        self._ending: set[asyncio.Task[None]] = set()  # of links that are lost already, too
+
+    def start(self, on_reply: OnReply, on_lost: OnLost) -> None:
+        self._on_reply = on_reply
+        self._on_lost = on_lost
+
+    def connect(self, address: str) -> None:
+        self._link(address)
+
+    def send(self, address: str, header: bytes, frames: Sequence[torch.Tensor] = ()) -> asyncio.Future[None]:
+        loop = asyncio.get_running_loop()
+        message = Message(header, frames, loop.create_future())
+        try:
+            self._link(address).send(message)
+        except TransferError as error:
+            logger.warning("a receiver cannot be dialled: %s", error)
+            message.release()
+            loop.call_soon(self._on_lost, address)
+        return message.released
+
+    async def close(self) -> None:
+        links = list(self._links.values())
+        self._links.clear()
+        for link in links:
+            link.stop()
+        await _all_done(self._ending)
+
+    def _link(self, address: str) -> SendingLink:
+        if address not in self._links:
+            self._links[address] = self._dial(address)
+        self._links.move_to_end(address)
+        return self._links[address]
+
+    def _dial(self, address: str) -> SendingLink:
+        parsed = DistAddress.parse(address)
+        if len(self._links) >= MAX_CONNECTIONS:
+            self._lose(*next(iter(self._links.items())))
+        link = SendingLink(parsed, self._device, self._on_reply, lambda: self._lose(address, link))
+        self._ending.add(link.ended)
+        link.ended.add_done_callback(self._ending.discard)
+        return link
+
+    def _lose(self, address: str, link: SendingLink) -> None:
+        if self._links.get(address) is link:
+            del self._links[address]
+            link.stop()
+            asyncio.get_running_loop().call_soon(self._on_lost, address)
+
+
+async def _all_done(tasks: Collection[asyncio.Task[None]]) -> None:
+    """Each of them ends by itself within a time."""
+    if tasks:
+        await asyncio.wait(list(tasks))

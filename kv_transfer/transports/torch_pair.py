@@ -1,0 +1,290 @@
+"""A process group of two ranks, made for one pair of them, and the threads that move frames through it.
+
+The group is nobody's default and has no store of its own: what its two ends must tell each other is carried by the
+signalling stream, so that no port is opened for it. Gloo moves host memory and NCCL device memory.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+
+from engine.errors import SettingsError
+from kv_transfer.errors import TransferError
+from kv_transfer.transports import dist_stream
+
+logger = logging.getLogger(__name__)
+
+RECEIVER_RANK, SENDER_RANK = 0, 1
+MAX_KEYS = 64
+POLL_S = 50e-6
+IDLE_S = 0.5  # after which an idle thread looks whether its process is ending
+NCCL_TIMEOUT_S = 30.0  # to start NCCL and the device
+TORCH_ERRORS = (RuntimeError, ValueError, MemoryError, TransferError)  # the last one is of our own store
+
+Relay = Callable[[str, bytes], None]
+"""Carries a key and its value to the store at the other end. Called on the event loop."""
+
+
+def check_device(device: torch.device) -> None:
+    """Raises SettingsError for a device whose memory no group can move."""
+    if device.type not in ("cpu", "cuda"):
+        raise SettingsError(f"torch.distributed moves KV blocks of cpu and cuda devices, not of {device.type}")
+    if device.type == "cuda" and not dist.is_nccl_available():
+        raise SettingsError("this torch has no NCCL, which moves the KV blocks of cuda devices")
+
+
+class _Group(Protocol):
+    """What is used of ProcessGroupGloo and ProcessGroupNCCL."""
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> dist.Work: ...
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> dist.Work: ...
+
+    def abort(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One message: its frames when they are to be sent, else their sizes."""
+
+    sizes: Sequence[int]
+    frames: list[torch.Tensor]
+    done: "asyncio.Future[list[torch.Tensor] | None]"
+    works: list[dist.Work] = field(default_factory=list)
+
+
+class Pair:
+    """One end of a pair. Made and used on the event loop, which its threads never block. Its caller bounds what is queued."""
+
+    def __init__(self, rank: int, device: torch.device, local_ip: str, relay: Relay) -> None:
+        """Begins to make the group, which takes the other end to do the same."""
+        self._rank = rank
+        self._device = device
+        self._local_ip = local_ip
+        self._loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[None] = self._loop.create_future()  # the group works
+        self.ended: asyncio.Future[None] = self._loop.create_future()  # the group is gone, and no frame is touched
+        self.make_timeout_s = NCCL_TIMEOUT_S if device.type == "cuda" else 2 * dist_stream.TIMEOUT_S
+        self._store = _RelayedStore(lambda key, value: self._tell(relay, key, value), self.make_timeout_s)
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # to begin; None wakes the thread
+        self._begun: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # to wait for; None ends the other thread
+        self._open: deque[_Job] = deque()  # whose `done` is not; in order
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="kv pair")
+        self._thread.start()
+
+    def put(self, key: str, value: bytes) -> None:
+        """Takes what the other end relayed. Raises TransferError when it is too much."""
+        self._store.put(key, value)
+
+    def send(self, frames: Sequence[torch.Tensor]) -> "asyncio.Future[list[torch.Tensor] | None]":
+        """Queues 1-D uint8 frames. Done when they may be reused."""
+        return self._queue(_Job([len(frame) for frame in frames], list(frames), self._loop.create_future()))
+
+    def receive(self, sizes: Sequence[int]) -> "asyncio.Future[list[torch.Tensor] | None]":
+        """Gives frames of these sizes, views of one new tensor; None when the pair broke."""
+        return self._queue(_Job(sizes, [], self._loop.create_future()))
+
+    def stop(self) -> None:
+        """Drops what is queued, and ends the threads once what is under way has come or failed."""
+        self._is_stopping = True
+        self._store.close()
+        self._jobs.put(None)
+
+    def _queue(self, job: _Job) -> "asyncio.Future[list[torch.Tensor] | None]":
+        if self.ended.done():
+            job.done.set_result(None)
+        else:
+            self._open.append(job)
+            self._jobs.put(job)
+        return job.done
+
+    def _finish(self) -> None:
+        """The thread has told this last."""
+        self._thread.join()
+        for job in self._open:
+            job.frames.clear()
+            if not job.done.done():
+                job.done.set_result(None)
+        self._open.clear()
+        self.ended.set_result(None)
+
+    def _resolve(self, job: _Job) -> None:
+        """The oldest job is done."""
+        assert self._open.popleft() is job, "messages overtook each other"
+        if not job.done.done():
+            job.done.set_result(job.frames if self._rank == RECEIVER_RANK else [])
+
+    def _set_ready(self) -> None:
+        if not self.ready.done():
+            self.ready.set_result(None)
+
+    # ---- in the threads ----
+
+    def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and nobody is left to be told
+            self._loop.call_soon_threadsafe(callback, *arguments)
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except TORCH_ERRORS as error:
+            self._break(error)
+        finally:
+            self._tell(self._finish)
+
+    def _break(self, error: Exception) -> None:
+        if not self._is_stopping:
+            logger.warning("the group of a pair of ranks broke: %s", str(error).splitlines()[0])
+        self._is_stopping = True
+        self._jobs.put(None)
+
+    def _serve(self) -> None:
+        self._choose_device()
+        group = self._make_group()
+        waiter = threading.Thread(target=self._end_all, name="kv pair waits")
+        waiter.start()
+        try:
+            self._prove(group)
+            self._tell(self._set_ready)
+            self._begin_all(group)
+        finally:
+            self._begun.put(None)
+            waiter.join()
+            for job in list(self._open):
+                job.works.clear()  # they would keep the group of gloo alive, and it the frames
+            group.abort()  # ends what NCCL still does on the device
+
+    def _choose_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread
+
+    def _make_group(self) -> _Group:
+        if self._device.type == "cuda":
+            nccl_options = dist.ProcessGroupNCCL.Options()
+            nccl_options._timeout = timedelta(seconds=self.make_timeout_s)
+            return cast("_Group", dist.ProcessGroupNCCL(self._store, self._rank, 2, nccl_options))
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the only way to name an interface
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._local_ip, lazy_init=False)]
+        options._threads = 1
+        options._timeout = timedelta(seconds=dist_stream.TIMEOUT_S)
+        return cast("_Group", dist.ProcessGroupGloo(self._store, self._rank, 2, options))
+
+    def _prove(self, group: _Group) -> None:
+        """One byte goes through: NCCL connects no sooner."""
+        probe = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        self._wait([self._post(group, probe, 0)], self.make_timeout_s)
+
+    def _begin_all(self, group: _Group) -> None:
+        tag = 0
+        while (job := self._next()) is not None:
+            tag = tag % (2**31 - 1) + 1
+            self._begin(group, job, tag)
+            self._begun.put(job)
+            del job  # the thread may not hold a frame that was released
+
+    def _next(self) -> _Job | None:
+        """The next job; None when none is to be begun any more."""
+        while not self._is_stopping and threading.main_thread().is_alive():
+            with suppress(queue.Empty):
+                return self._jobs.get(timeout=IDLE_S)
+        return None
+
+    def _end_all(self) -> None:
+        """In a thread of its own, so that the next message begins while this one waits."""
+        self._choose_device()
+        try:
+            while (job := self._begun.get()) is not None:
+                self._end(job)
+                del job
+        except TORCH_ERRORS as error:
+            self._break(error)
+
+    def _begin(self, group: _Group, job: _Job, tag: int) -> None:
+        if self._rank == RECEIVER_RANK:
+            whole = torch.empty(sum(job.sizes), dtype=torch.uint8, device=self._device)
+            job.frames.extend(torch.split(whole, list(job.sizes)))
+        job.works.extend(self._post(group, frame, tag) for frame in job.frames if len(frame))
+
+    def _end(self, job: _Job) -> None:
+        self._wait(job.works, dist_stream.TIMEOUT_S)
+        job.works.clear()
+        if self._rank == SENDER_RANK:
+            job.frames.clear()
+        self._tell(self._resolve, job)
+
+    def _post(self, group: _Group, frame: torch.Tensor, tag: int) -> dist.Work:
+        if self._rank == RECEIVER_RANK:
+            return group.recv([frame], SENDER_RANK, tag)
+        return group.send([frame], RECEIVER_RANK, tag)
+
+    def _wait(self, works: Sequence[dist.Work], timeout_s: float) -> None:
+        for work in works:
+            work.wait(timedelta(seconds=timeout_s))
+        if self._device.type == "cuda":  # where a wait of NCCL's only orders streams
+            _wait_for_device(self._device, timeout_s)
+
+
+class _RelayedStore(dist.Store):  # type: ignore[name-defined, misc]  # known at run time only
+    """A store of both ends: what is set at one is told to the other. Torch uses it from its threads."""
+
+    def __init__(self, tell: Relay, timeout_s: float) -> None:
+        super().__init__()
+        self._tell = tell
+        self._timeout_s = timeout_s
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._is_closed = False
+
+    def put(self, key: str, value: bytes) -> None:
+        """Raises TransferError when there are too many keys."""
+        with self._changed:
+            self._values[key] = value
+            if len(self._values) > MAX_KEYS:
+                raise TransferError(f"more than {MAX_KEYS} keys to make one group")
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Nobody waits any longer."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def set(self, key: str, value: bytes) -> None:
+        self.put(key, value)
+        self._tell(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self.check(keys), self._timeout_s)
+            if not self.check(keys):
+                raise TransferError("the other end of a pair did not make its group")
+
+
+def _wait_for_device(device: torch.device, timeout_s: float) -> None:
+    """Returns when what was queued on the device so far is done."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    deadline = time.monotonic() + timeout_s
+    while not event.query():  # type: ignore[no-untyped-call]
+        if time.monotonic() > deadline:
+            raise TransferError("a pair of ranks moved nothing for too long")
+        time.sleep(POLL_S)

@@ -1,0 +1,45 @@
+"""Some heads of a KVStore, the plain way: for the stores of the tests."""
+
+
+class SomeHeads:
+    """Some heads of a store, carried byte by byte."""
+
+    def __init__(self, whole, heads: range):
+        self.layout = whole.layout.with_heads(len(heads))
+        self._whole = whole
+        self._spans = list(spans_of(whole.layout, heads))  # of a plane of the whole, in the order of one of ours
+
+    def heads(self, heads):
+        return SomeHeads(self, heads)
+
+    def read(self, layer, block_ids):
+        return [
+            memoryview(b"".join(plane[start:stop] for start, stop in self._spans))
+            for plane in planes_of(self._whole, layer, block_ids)
+        ]
+
+    def write(self, layer, block_ids, planes):
+        assert len(planes) == 2 * len(block_ids) * self.layout.plane_bytes
+        merged, offset = [bytearray(plane) for plane in planes_of(self._whole, layer, block_ids)], 0
+        for plane in merged:
+            for start, stop in self._spans:
+                plane[start:stop] = planes[offset : offset + stop - start]
+                offset += stop - start
+        self._whole.write(layer, block_ids, memoryview(b"".join(merged)))
+
+
+def spans_of(layout, heads):
+    """Where in a plane these heads lie: for each token the data, then the scales if there are any."""
+    width = layout.head_bytes
+    for token in range(layout.block_size):
+        start = (token * layout.num_kv_heads + heads.start) * width
+        yield start, start + len(heads) * width
+    if layout.is_quantized:
+        scales = layout.block_size * layout.num_kv_heads * width
+        yield scales + 4 * heads.start, scales + 4 * heads.stop
+
+
+def planes_of(store, layer, block_ids):
+    """The K plane of each block, then the V planes."""
+    joined, size = b"".join(store.read(layer, block_ids)), store.layout.plane_bytes
+    return [joined[start : start + size] for start in range(0, len(joined), size)]
