@@ -9,7 +9,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-PROTOC := $(BIN)/python -m grpc_tools.protoc -I. protos/fleet.proto protos/inference.proto
+PROTOC := $(BIN)/python -m grpc_tools.protoc -I.
+MESSAGES := protos/fleet.proto protos/inference.proto protos/ranks.proto
+SERVICES := protos/fleet.proto protos/inference.proto
 
 .PHONY: demo test check format setup model protos check-protos clean
 
@@ -48,11 +50,13 @@ model: setup
 	-@$(BIN)/python -m splitserve.models
 
 protos: setup
-	$(PROTOC) --python_out=. --pyi_out=. --grpc_python_out=.
+	$(PROTOC) --python_out=. --pyi_out=. $(MESSAGES)
+	$(PROTOC) --grpc_python_out=. $(SERVICES)
 
 check-protos: setup
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT \
-		&& $(PROTOC) --python_out="$$fresh" --pyi_out="$$fresh" --grpc_python_out="$$fresh" \
+		&& $(PROTOC) --python_out="$$fresh" --pyi_out="$$fresh" $(MESSAGES) \
+		&& $(PROTOC) --grpc_python_out="$$fresh" $(SERVICES) \
 		&& for file in "$$fresh"/protos/*; do diff -u "protos/$${file##*/}" "$$file" \
 		|| { echo "protos/$${file##*/} is not what protoc writes: make protos"; exit 1; }; done
 

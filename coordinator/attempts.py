@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from coordinator.prompts import Prompt
 from coordinator.registry import Node
 from coordinator.timeline import Phase, Timeline
 from engine.requests import SamplingParams
@@ -22,6 +23,7 @@ class Attempt:
     is_reserved: bool = False
     has_first_token: bool = False
     is_committed: bool = False
+    has_counted_kv: bool = False  # whether the decode node's own word for it, with the bytes, has come too
     # Tokens by index that cannot be emitted yet: the two nodes' streams may overtake each other.
     early: dict[int, fleet_pb2.SampledToken] = field(default_factory=dict)
 
@@ -58,11 +60,21 @@ class TrackedRequest:
     """One live answer."""
 
     request_id: str
-    prompt: list[int]
+    prompt: Prompt
     sampling: SamplingParams
     deadline_s: float
     timeline: Timeline
     output: list[int] = field(default_factory=list)  # token ids emitted so far, over all attempts
     num_restarts: int = 0
+    num_cached_tokens: int = 0  # of the prompt, on the node that gave the first token; later attempts read more
+    num_kv_bytes: int = 0  # that travelled, over all attempts
+    num_kv_bytes_saved: int = 0
     avoid: list[Node] = field(default_factory=list)  # that have failed it: others are taken while there are any
     attempt: Attempt = field(init=False)
+
+    def count_kv(self, event: fleet_pb2.Committed) -> None:
+        """Adds what the current attempt's transfer has moved and saved; a repeated report changes nothing."""
+        if not self.attempt.has_counted_kv:
+            self.attempt.has_counted_kv = True
+            self.num_kv_bytes += event.num_bytes
+            self.num_kv_bytes_saved += event.num_bytes_saved

@@ -13,6 +13,7 @@ from typing import Final
 from coordinator.answers import Answer
 from coordinator.generation import Generation
 from coordinator.instructions import Emit, End, Instruction, Send
+from coordinator.prompts import Prompt
 from coordinator.registry import Node, Registry
 from coordinator.tokenizer import Tokenizer
 from coordinator.tracker import Tracker
@@ -96,11 +97,20 @@ class Dispatcher:
             if node.is_ready != was_ready:
                 self.nodes_changed.set()
             return
+        if event.HasField("cache_changed"):
+            self._cache_changed(node, event.cache_changed)
+            return
         if event.HasField("failed"):
             failed = event.failed
             request_id = failed.attempt.request_id
             logger.warning("%s on %s: %s", failed.reason, node.name, failed.message, extra={"request_id": request_id})
         self._apply(self._tracker.handle(node, event, now))
+
+    def _cache_changed(self, node: Node, event: fleet_pb2.CacheChanged) -> None:
+        if num_left_out := self._registry.cache_changed(node, event):
+            num_blocks = node.hello.num_blocks
+            message = "%s node %s says that it holds %d blocks and has %d: %d are left out"
+            logger.warning(message, node.role, node.name, num_blocks + num_left_out, num_blocks, num_left_out)
 
     def _lose(self, node: Node, error: RequestError) -> list[Instruction]:
         link = self._links.pop(node, None)
@@ -122,11 +132,12 @@ class Dispatcher:
             raise RequestError(DUPLICATE_REQUEST_ID, f"request {plan.request_id} is live already")
         generation = self._generations[plan.request_id] = Generation(plan.request_id, len(plan.samplings))
         self._idle.clear()
+        prompt = Prompt(plan.prompt, plan.cache_salt)  # one for all answers, so that it is hashed once
         try:
             for index, sampling in enumerate(plan.samplings):
                 answer_id = generation.answer_ids[index]
                 instructions = self._tracker.submit(
-                    answer_id, plan.prompt, sampling, arrived_s=arrived_s, deadline_s=deadline_s
+                    answer_id, prompt, sampling, arrived_s=arrived_s, deadline_s=deadline_s
                 )
                 detokenizer = self._tokenizer.detokenizer(skip_special_tokens=plan.text.skip_special_tokens)
                 self._answers[answer_id] = Answer(generation, index, detokenizer, plan.text)

@@ -12,6 +12,8 @@ from protos.reasons import BAD_PARAM, PAIRING_MISMATCH, QUEUE_FULL
 
 ROLES: Final = ("prefill", "decode")
 MAX_NODES: Final = 1024
+MAX_TP_SIZE: Final = 64
+VERSION_KEY: Final = "protocol_version"  # in the fingerprint of NodeInfo
 _NAME: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -25,6 +27,8 @@ class Node:
     step_age_s: float = 0.0
     # Tokens of each answer that is this node's to work on, by request id: the router's own accounting.
     assigned: dict[str, int] = field(default_factory=dict)
+    # Of the full blocks that the node says to hold, by `engine.prefix.hint_of` their names; at most hello.num_blocks.
+    hints: set[int] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -33,6 +37,16 @@ class Node:
     @property
     def role(self) -> str:
         return self.hello.node.role
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks that compute the node; a node that does not say has one."""
+        return max(1, self.hello.tp_size)
+
+    @property
+    def root_fingerprint(self) -> dict[str, str]:
+        """What names of blocks are rooted in: the node's fingerprint without the version, which the wire alone adds."""
+        return {key: value for key, value in self.hello.node.fingerprint.items() if key != VERSION_KEY}
 
     @property
     def pool_tokens(self) -> int:
@@ -60,7 +74,7 @@ class Registry:
     """
 
     def __init__(self, facts: Mapping[str, str], *, node_timeout_s: float, step_timeout_s: float) -> None:
-        self._facts = {"protocol_version": PROTOCOL_VERSION, **facts}
+        self._facts = {VERSION_KEY: PROTOCOL_VERSION, **facts}
         self._node_timeout_s = node_timeout_s
         self._step_timeout_s = step_timeout_s
         self._nodes: dict[str, Node] = {}
@@ -101,6 +115,19 @@ class Registry:
         node.last_seen_s = now
         node.step_age_s = heartbeat.step_age_s
         node.load = _named(heartbeat.load, node.hello.node)
+
+    def cache_changed(self, node: Node, event: fleet_pb2.CacheChanged) -> int:
+        """Notes which blocks the node holds: first those removed, then those stored.
+
+        Returns how many of the stored ones were left out because the node would hold more than it has blocks. Such a
+        node has miscounted, but hints are advice: a wrong one costs a detour and never a wrong token, whereas losing
+        the node would cost its requests.
+        """
+        node.hints.difference_update(event.removed)
+        new = [hint for hint in dict.fromkeys(event.stored) if hint not in node.hints]
+        room = node.hello.num_blocks - len(node.hints)
+        node.hints.update(new[:room])
+        return len(new[room:])
 
     def lose(self, node: Node) -> None:
         """Forgets a node; one that is not attached any more is left alone."""
@@ -147,6 +174,8 @@ def _check_hello(hello: fleet_pb2.Hello) -> None:
     for name in ("num_blocks", "block_size", "max_model_len"):
         if getattr(hello, name) == 0:
             raise RequestError(BAD_PARAM, f"{name} of node {info.name} must be above 0")
+    if hello.tp_size > MAX_TP_SIZE:
+        raise RequestError(BAD_PARAM, f"tp_size of node {info.name} is {hello.tp_size}, the limit is {MAX_TP_SIZE}")
 
 
 def _compare(names: str, given: Mapping[str, str], expected: Mapping[str, str]) -> None:

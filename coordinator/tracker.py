@@ -15,6 +15,8 @@ from typing import Any, Final
 
 from coordinator.attempts import Attempt, TrackedRequest
 from coordinator.instructions import Emit, End, Instruction, Send
+from coordinator.outcomes import completion, end_error, restart_error, with_progress
+from coordinator.prompts import Prompt
 from coordinator.registry import Node, Registry
 from coordinator.releases import Releases
 from coordinator.router import choose
@@ -26,11 +28,8 @@ from protos.convert import job_to_wire
 
 # Far more than one stream can be ahead of the other: each attempt's first token is on its way before its transfer.
 MAX_EARLY_TOKENS: Final = 1024
-MAX_MESSAGE_CHARS: Final = 200
 NUM_EPOCHS: Final = 2**32
 RESTART_REASONS: Final = (reasons.TRANSFER_FAILED, reasons.KV_CHECKSUM_MISMATCH, reasons.DRAINING)
-# What a node says with these reasons reaches the client as it stands.
-CLIENT_REASONS: Final = (reasons.QUEUE_FULL, reasons.PROMPT_TOO_LONG, reasons.BAD_PARAM)
 
 
 class Tracker:
@@ -51,7 +50,7 @@ class Tracker:
         return len(self._requests) + len(self._releases)
 
     def submit(
-        self, request_id: str, prompt: list[int], sampling: SamplingParams, *, arrived_s: float, deadline_s: float
+        self, request_id: str, prompt: Prompt, sampling: SamplingParams, *, arrived_s: float, deadline_s: float
     ) -> list[Instruction]:
         """Begins an answer. Raises RequestError, and then nothing has begun."""
         if request_id in self._requests:
@@ -75,7 +74,7 @@ class Tracker:
             case "reserved":
                 return self._on_reserved(node, body, now)
             case "transferred" | "committed":
-                return self._on_committed(node, body.attempt, now)
+                return self._on_committed(node, body, now)
             case "step_tokens":
                 return self._on_step_tokens(node, body, now)
             case "failed" | "cancelled":
@@ -96,14 +95,14 @@ class Tracker:
     def finish(self, request_id: str, finish_reason: inference_pb2.FinishReason, now: float) -> list[Instruction]:
         """Ends a live answer early, as complete; an unknown one is left alone."""
         request = self._requests.get(request_id)
-        return self._end(request, self._complete(request, finish_reason, now), now) if request else []
+        return self._end(request, completion(request, finish_reason, now), now) if request else []
 
     def tick(self, now: float) -> list[Instruction]:
         """What the mere passing of time asks for."""
         instructions: list[Instruction] = [Send(node, command) for node, command in self._releases.overdue(now)]
         for request in list(self._requests.values()):
             if now >= request.deadline_s:
-                error = _with_progress(RequestError(reasons.DEADLINE_EXCEEDED, "the answer took too long"), request)
+                error = with_progress(RequestError(reasons.DEADLINE_EXCEEDED, "the answer took too long"), request)
                 instructions += self._end(request, error, now)
         return instructions
 
@@ -125,18 +124,24 @@ class Tracker:
             return []
         attempt = request.attempt
         attempt.has_first_token = True
+        if attempt.first_index == 0:
+            request.num_cached_tokens = min(event.num_cached_tokens, len(request.prompt))
         node.assigned.pop(request.request_id, None)
         request.timeline.enter(Phase.PREFILL, now, ago_s=event.prefill_s)
         request.timeline.enter(attempt.phase_after_prefill, now)
         attempt.early[attempt.first_index] = event.token
         return self._emit(request, now)
 
-    def _on_committed(self, node: Node, attempt: fleet_pb2.Attempt, now: float) -> list[Instruction]:
-        request = self._request_on(node, attempt)
+    def _on_committed(
+        self, node: Node, event: fleet_pb2.Committed | fleet_pb2.Transferred, now: float
+    ) -> list[Instruction]:
+        request = self._request_on(node, event.attempt)
         if request is None:
             return []
         if node is request.attempt.prefill:
             request.attempt.let_go(node)
+        elif isinstance(event, fleet_pb2.Committed):
+            request.count_kv(event)
         request.attempt.is_committed = True
         if request.timeline.phase in (Phase.CREDIT_WAIT, Phase.TRANSFER):
             request.timeline.enter(Phase.DECODE_QUEUE, now)
@@ -179,13 +184,9 @@ class Tracker:
         if event.reason in RESTART_REASONS:
             if event.reason != reasons.DRAINING:  # either end may be at fault, whichever of the two has noticed
                 request.avoid += [request.attempt.prefill, request.attempt.decode]
-            return self._carry_on(request, node, _restart_error(node, event), now)
-        if event.reason in CLIENT_REASONS:
-            error = RequestError(event.reason, event.message[:MAX_MESSAGE_CHARS])
-        else:
-            error = RequestError(reasons.ENGINE_ERROR, f"the engine of the {node.role} node failed")
+            return self._carry_on(request, node, restart_error(node, event), now)
         request.attempt.let_go(node)
-        return self._end(request, _with_progress(error, request), now)
+        return self._end(request, with_progress(end_error(node, event), request), now)
 
     def _request_on(self, node: Node, attempt: fleet_pb2.Attempt) -> TrackedRequest | None:
         """The live request whose current attempt this is, if the node has a part in it."""
@@ -198,16 +199,27 @@ class Tracker:
 
     def _attempt(self, request: TrackedRequest) -> list[Instruction]:
         """Gives the request to a pair of nodes. Raises RequestError when there is none, and then changes nothing."""
-        token_ids = request.prompt + request.output
-        nodes = self._registry.nodes
-        prefill = choose(nodes, "prefill", len(token_ids), request.avoid)
-        decode = choose(nodes, "decode", len(request.prompt) + request.sampling.max_tokens, request.avoid)
+        prompt = request.prompt.followed_by(request.output)
+        nodes, max_tokens = self._registry.nodes, len(request.prompt) + request.sampling.max_tokens
+        prefill = choose(nodes, "prefill", prompt, len(prompt), request.avoid)
+        decode = choose(nodes, "decode", prompt, max_tokens, request.avoid)
         self._epoch = (self._epoch + 1) % NUM_EPOCHS
         request.attempt = Attempt(self._epoch, prefill, decode, first_index=len(request.output))
-        prefill.assigned[request.request_id] = decode.assigned[request.request_id] = len(token_ids)
-        job = job_to_wire(Request(request.request_id, self._epoch, token_ids, len(request.prompt), request.sampling))
+        prefill.assigned[request.request_id] = prompt.tokens_to_compute(prefill)
+        decode.assigned[request.request_id] = len(prompt)
+        job = job_to_wire(
+            Request(
+                request_id=request.request_id,
+                epoch=self._epoch,
+                token_ids=prompt.token_ids,
+                num_prompt_tokens=len(request.prompt),
+                sampling=request.sampling,
+                cache_salt=prompt.cache_salt,
+            )
+        )
+        reserve = fleet_pb2.Reserve(job=job, prefill_tp_size=prefill.tp_size)
         return [
-            Send(decode, fleet_pb2.NodeCommand(reserve=fleet_pb2.Reserve(job=job))),
+            Send(decode, fleet_pb2.NodeCommand(reserve=reserve)),
             Send(prefill, fleet_pb2.NodeCommand(prefill=fleet_pb2.Prefill(job=job))),
         ]
 
@@ -220,7 +232,7 @@ class Tracker:
 
     def _restart(self, request: TrackedRequest, node: Node, error: RequestError, now: float) -> list[Instruction]:
         """A new attempt, away from the node; the error becomes the end when there were enough."""
-        error = _with_progress(error, request)
+        error = with_progress(error, request)
         instructions = self._let_go(request, now)
         if request.num_restarts == self._max_restarts:
             return instructions + self._end(request, error, now)
@@ -250,21 +262,10 @@ class Tracker:
         # The node of the last token has let go by itself; so has the prefill node, whichever of the two it was.
         attempt.prefill_holds = False
         attempt.decode_holds = tokens[-1].index == attempt.first_index
-        complete = self._complete(request, tokens[-1].finish_reason, now)
+        complete = completion(request, tokens[-1].finish_reason, now)
         if complete.finish_reason == inference_pb2.FINISH_REASON_STOP:
             complete.matched_token_id = output[-1]
         return [emit, *self._end(request, complete, now)]
-
-    def _complete(
-        self, request: TrackedRequest, finish_reason: inference_pb2.FinishReason, now: float
-    ) -> inference_pb2.Complete:
-        names = request.attempt.prefill.name, request.attempt.decode.name
-        return inference_pb2.Complete(
-            finish_reason=finish_reason,
-            prompt_tokens=len(request.prompt),
-            completion_tokens=len(request.output),
-            timeline=request.timeline.to_wire(now, *names, request.num_restarts),
-        )
 
     def _end(
         self, request: TrackedRequest, outcome: inference_pb2.Complete | RequestError, now: float
@@ -282,18 +283,3 @@ class Tracker:
         for node in (attempt.prefill, attempt.decode):
             node.assigned.pop(request.request_id, None)
         return instructions
-
-
-def _restart_error(node: Node, event: fleet_pb2.Failed) -> RequestError:
-    """What the client hears when the restarts are used up."""
-    if event.reason == reasons.KV_CHECKSUM_MISMATCH:
-        return RequestError(
-            reasons.KV_CHECKSUM_MISMATCH, "the KV cache arrived damaged, and recomputing it was given up"
-        )
-    return RequestError(reasons.WORKER_LOST, f"the {node.role} node gave the request up")
-
-
-def _with_progress(error: RequestError, request: TrackedRequest) -> RequestError:
-    """The error with how far the request had come."""
-    phase, num_tokens = request.timeline.phase.value, len(request.output)
-    return RequestError(error.reason, str(error), phase=phase, tokens_emitted=str(num_tokens))

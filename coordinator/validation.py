@@ -15,6 +15,7 @@ from protos import inference_pb2
 from protos.reasons import BAD_PARAM, MODEL_NOT_FOUND, PROMPT_TOO_LONG
 
 MAX_ANSWERS: Final = 16
+MAX_CACHE_SALT_CHARS: Final = 256
 MAX_MESSAGES: Final = 1024
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_CHARS: Final = 256
@@ -52,6 +53,7 @@ class AnswerPlan:
 
     request_id: str
     prompt: list[int]
+    cache_salt: str
     samplings: tuple[SamplingParams, ...]  # one for each answer, different in the seed alone
     text: TextOptions
 
@@ -63,6 +65,8 @@ def check_input(request: inference_pb2.GenerateRequest, limits: Limits) -> None:
         raise RequestError(MODEL_NOT_FOUND, message, field="model")
     if not REQUEST_ID.fullmatch(request.request_id):
         raise _bad("request_id", f"must match {REQUEST_ID.pattern}, not {_quoted(request.request_id)}")
+    if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
+        raise _bad("cache_salt", f"has {len(request.cache_salt)} characters, the limit is {MAX_CACHE_SALT_CHARS}")
     match request.WhichOneof("input"):
         case "text":
             _check_prompt_is_there("text", len(request.text))
@@ -88,6 +92,7 @@ def plan_answers(request: inference_pb2.GenerateRequest, prompt: list[int], limi
     return AnswerPlan(
         request_id=request.request_id,
         prompt=prompt,
+        cache_salt=request.cache_salt,
         samplings=tuple(_with_seeds(sampling, params, num_answers)),
         text=_text_options(params, sampling["min_tokens"]),
     )

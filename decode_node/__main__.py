@@ -7,7 +7,7 @@ from protos.serving import run_node
 
 def run(settings: DecodeSettings) -> None:
     """Runs until SIGTERM."""
-    run_node("decode", settings.link, settings.engine.cpus, lambda name: _serve(settings, name))
+    run_node("decode", settings, lambda name: _serve(settings, name))
 
 
 async def _serve(settings: DecodeSettings, name: str) -> None:

@@ -2,8 +2,10 @@
 
 The life of an attempt here:
 1. `Reserve` queues it for credit in the scheduler.
-2. Credit: blocks are leased, and `Reserved` carries a ticket for them to the coordinator.
-3. The prefill node sends the blocks; the receiver verifies every one and commits: `Committed`.
+2. Credit: blocks are leased, every rank grants them to the transfer, and `Reserved` carries a ticket for them to the
+   coordinator. Leading blocks that the node holds already are not to be sent.
+3. The prefill node sends the blocks; each rank's receiver verifies every one of its own, and when all have, the
+   request is committed: `Committed`.
 4. The request joins the batch with the next step; every step's tokens go out in one `StepTokens`.
 
 How an attempt ends (with its last token, by failure or by cancel): protos/attempts.py.
@@ -13,23 +15,25 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
+from decode_node.ranks import DecodeRanks
 from decode_node.scheduler import Answered, DecodeScheduler, Reservation, State
 from decode_node.settings import DecodeSettings
 from engine.blocks import BlockAllocator
 from engine.engine import Engine
 from engine.errors import RequestError, SettingsError
-from engine.requests import Request, Work
+from engine.requests import Request, SampledToken, Work
 from engine.stepper import Stepper
 from kv_transfer.errors import TransferError
-from kv_transfer.receiver import KVReceiver, Received
-from kv_transfer.sender import TransferFailed
+from kv_transfer.receiver import KVReceiver
+from kv_transfer.results import Received, TransferFailed
+from kv_transfer.ticket import Ticket
 from protos import convert, fleet_pb2, reasons
 from protos.attach import FleetLink
 from protos.attempts import Attempts
-from protos.reports import new_incarnation, node_info, node_load
+from protos.ranks import Followers
+from protos.reports import CacheReport, new_incarnation, node_info, node_load, rank_load, rank_loads
 from protos.waiting import first_to_end
 
 logger = logging.getLogger(__name__)
@@ -43,8 +47,9 @@ class Attempt:
 
     reservation: Reservation
     scheduler: DecodeScheduler
-    receiver: KVReceiver
-    transfer_id: bytes | None = None  # while the receiver may write to the blocks
+    ranks: DecodeRanks
+    prefill_tp: int  # ranks of the node that will send
+    ticket: Ticket | None = None  # while a rank's receiver may write to the blocks
 
     @property
     def request(self) -> Request:
@@ -52,22 +57,28 @@ class Attempt:
 
     @property
     def is_busy(self) -> bool:
-        return self.reservation.in_step or self.transfer_id is not None
+        return self.reservation.in_step or self.ticket is not None
 
     def stop(self) -> None:
         self.reservation.cancelled = True
-        if self.transfer_id is not None:
-            self.receiver.cancel(self.transfer_id)
+        if self.ticket is not None:
+            self.ranks.cancel(self.request.epoch)
 
     def release(self) -> None:
         self.scheduler.remove(self.reservation)
 
 
 class DecodeNode:
-    """Owns the scheduler and the attempts; runs on one event loop."""
+    """Rank 0 of a decode node: owns the scheduler and the attempts; runs on one event loop."""
 
     def __init__(
-        self, settings: DecodeSettings, name: str, engine: Engine, receiver: KVReceiver, link: FleetLink
+        self,
+        settings: DecodeSettings,
+        name: str,
+        engine: Engine,
+        receiver: KVReceiver,
+        followers: Followers,
+        link: FleetLink,
     ) -> None:
         if settings.max_num_batched_tokens < settings.max_num_seqs:
             raise SettingsError(
@@ -78,45 +89,60 @@ class DecodeNode:
         self._name = name
         self._incarnation = new_incarnation()
         self._engine = engine
+        self._fingerprint = {**engine.fingerprint, "kv_transport": settings.kv_transport}
         self._receiver = receiver
+        self._followers = followers
+        self._ranks = DecodeRanks(receiver, followers, self._granted, self._received)
         self._link = link
-        self._stepper = Stepper(engine)
-        self._allocator = BlockAllocator(engine.num_blocks)
+        self._stepper: Stepper[Work, list[SampledToken]] = Stepper(engine.step)
+        self._allocator = BlockAllocator(engine.num_blocks, caching=settings.engine.enable_prefix_caching)
+        self._cache_report = CacheReport(self._allocator, link.send)
         self._scheduler = DecodeScheduler(
             self._allocator,
             engine.layout,
             engine.eos_token_ids,
             max_num_seqs=settings.max_num_seqs,
+            fingerprint=self._fingerprint,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_queued=settings.max_num_queued,
         )
         self._work = asyncio.Event()
         self._attempts: Attempts[Attempt] = Attempts(link.send, self._released)
+        self._receiving: dict[int, Attempt] = {}  # by epoch
         self._draining = False
 
     # ---- the link's view ----
 
     def hello(self) -> fleet_pb2.Hello:
+        self._cache_report.forget()
         return fleet_pb2.Hello(
-            node=node_info(self._name, "decode", self._incarnation, self._engine.fingerprint, self._engine.description),
+            node=node_info(self._name, "decode", self._incarnation, self._fingerprint, self._engine.description),
             num_blocks=self._engine.num_blocks,
             block_size=self._engine.layout.block_size,
             max_model_len=self._engine.max_model_len,
             max_num_seqs=self._settings.max_num_seqs,
             max_num_queued=self._settings.max_num_queued,
+            tp_size=1 + len(self._followers),
         )
 
     def heartbeat(self) -> fleet_pb2.Heartbeat:
+        self._cache_report.tell()
         load = node_load(self._name, "decode", self._stepper, self._allocator, draining=self._draining)
         load.num_running = self._scheduler.count(State.RUNNING)
         load.num_waiting = self._scheduler.num_requests - load.num_running
         load.num_preemptions = self._scheduler.num_preemptions
+        load.num_prompt_tokens = self._scheduler.num_prompt_tokens
+        load.num_cached_tokens = self._scheduler.num_cached_tokens
+        load.num_kv_bytes = self._receiver.num_bytes
+        load.num_transfers_failed = self._receiver.num_failed
+        own = rank_load(0, kv_pool_bytes=self._engine.kv_pool_bytes, weight_bytes=self._engine.weight_bytes)
+        load.ranks.extend(rank_loads(own, self._followers))
         return fleet_pb2.Heartbeat(load=load, step_age_s=self._stepper.step_age_s)
 
     def handle(self, command: fleet_pb2.NodeCommand) -> None:
         match command.WhichOneof("command"):
             case "reserve":
-                self._reserve(command.reserve.job)
+                self._reserve(command.reserve)
             case "cancel":
                 self._attempts.cancel(command.cancel.attempt)
             case other:
@@ -135,11 +161,13 @@ class DecodeNode:
 
     async def run(self) -> None:
         steps = self._stepper.run(self._scheduler.plan, self._step, self._work)
-        await first_to_end(steps, self._watch_credit())  # neither ends by itself: a failure of one ends both
+        # none ends by itself: a failure of one ends them all
+        await first_to_end(steps, self._watch_credit(), self._followers.watch())
 
     # ---- commands ----
 
-    def _reserve(self, job: fleet_pb2.Job) -> None:
+    def _reserve(self, reserve: fleet_pb2.Reserve) -> None:
+        job = reserve.job
         try:
             if self._draining:
                 raise RequestError(reasons.DRAINING, "the decode node is draining")
@@ -148,7 +176,7 @@ class DecodeNode:
         except RequestError as error:
             self._attempts.refuse(job.attempt, error)
             return
-        self._attempts.add(Attempt(reservation, self._scheduler, self._receiver))
+        self._attempts.add(Attempt(reservation, self._scheduler, self._ranks, max(1, reserve.prefill_tp_size)))
         self._grant()
 
     # ---- credit and transfer ----
@@ -162,24 +190,39 @@ class DecodeNode:
         """Hands out whatever credit there is."""
         for reservation in self._scheduler.grant():
             attempt = self._attempts.of(reservation.request)
-            assert reservation.lease is not None
-            num_blocks = self._engine.layout.num_blocks_for(len(reservation.request.token_ids))
             try:
-                ticket = self._receiver.expect(
-                    reservation.lease.block_ids[:num_blocks],
-                    epoch=reservation.request.epoch,
-                    ttl_s=self._settings.ticket_ttl_s,
-                    on_done=partial(self._received, attempt),
-                )
+                attempt.ticket = self._draw_ticket(reservation, attempt.prefill_tp)
             except TransferError as error:
                 self._attempts.fail(attempt, reasons.TRANSFER_FAILED, str(error))
                 continue
-            attempt.transfer_id = ticket.transfer_id
-            wire = convert.attempt_of(reservation.request)
-            self._link.send(reserved=fleet_pb2.Reserved(attempt=wire, ticket=ticket.encode()))
+            assert reservation.lease is not None
+            self._receiving[attempt.ticket.epoch] = attempt
+            self._ranks.grant(attempt.ticket, reservation.lease.block_ids[: attempt.ticket.num_blocks])
 
-    def _received(self, attempt: Attempt, result: Received | TransferFailed) -> None:
-        attempt.transfer_id = None
+    def _draw_ticket(self, reservation: Reservation, prefill_tp: int) -> Ticket:
+        layout = self._engine.model_layout
+        return Ticket.draw(
+            epoch=reservation.request.epoch,
+            layout=layout,
+            prefill_tp=prefill_tp,
+            decode_tp=1 + len(self._followers),
+            addresses=self._ranks.addresses,
+            num_blocks=layout.num_blocks_for(len(reservation.request.token_ids)),
+            num_cached_blocks=reservation.num_cached_blocks,
+            ttl_s=self._settings.ticket_ttl_s,
+        )
+
+    def _granted(self, epoch: int) -> None:
+        """Every rank awaits the blocks: the prefill node may send them."""
+        attempt = self._receiving[epoch]
+        assert attempt.ticket is not None
+        if not self._attempts.is_ending(attempt):
+            wire = convert.attempt_of(attempt.request)
+            self._link.send(reserved=fleet_pb2.Reserved(attempt=wire, ticket=attempt.ticket.encode()))
+
+    def _received(self, epoch: int, result: Received | TransferFailed) -> None:
+        attempt = self._receiving.pop(epoch)
+        attempt.ticket = None
         if self._attempts.is_ending(attempt):
             self._attempts.settle(attempt)
         elif isinstance(result, TransferFailed):
@@ -188,15 +231,21 @@ class DecodeNode:
             if result.reason != reasons.TRANSFER_ABORTED:
                 self._attempts.fail(attempt, result.reason, result.message)
         else:
-            self._commit(attempt, result.tail)
+            self._commit(attempt, result)
 
-    def _commit(self, attempt: Attempt, tail: bytes) -> None:
+    def _commit(self, attempt: Attempt, received: Received) -> None:
         try:
-            self._scheduler.commit(attempt.reservation, convert.token_from_tail(tail))
+            self._scheduler.commit(attempt.reservation, convert.token_from_tail(received.tail))
         except ValueError as error:
             self._attempts.fail(attempt, reasons.TRANSFER_FAILED, str(error))
             return
-        self._link.send(committed=fleet_pb2.Committed(attempt=convert.attempt_of(attempt.request)))
+        committed = fleet_pb2.Committed(
+            attempt=convert.attempt_of(attempt.request),
+            num_bytes=received.num_bytes,
+            num_bytes_saved=attempt.reservation.num_cached_blocks * self._engine.model_layout.block_bytes,
+        )
+        self._link.send(committed=committed)
+        self._cache_report.tell()
         self._work.set()
 
     async def _watch_credit(self) -> None:
@@ -213,12 +262,16 @@ class DecodeNode:
 
     async def _step(self, works: list[Work]) -> None:
         try:
+            self._ranks.announce(works)
             tokens, step_s = await self._stepper.step(works)
         except Exception as error:
             logger.exception("a decode step failed")
+            self._followers.fail_step(error)
             self._fail_step(works, error)
             return
         answered = self._scheduler.apply(works, tokens)
+        if any(answer.finish_reason for answer in answered):
+            self._cache_report.tell()  # before the client can ask again
         self._report(answered, step_s)
         for answer in answered:
             if answer.finish_reason is not None:

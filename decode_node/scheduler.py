@@ -2,22 +2,29 @@
 
     waiting ──credit──> granted ──KV committed──> running ──last token──> gone
                                                   │    ▲
-                                        no blocks ▼    │ blocks again: recompute in chunks
+                                        no blocks ▼    │ blocks again: recompute what is lost, in chunks
                                                 preempted
 
 Order is order of arrival and never changes. Credits are bounded by blocks and by max_num_seqs; a reservation takes
 the blocks of its prompt and of the first token to come, and leaves every running request one block to grow into.
 A running request that finds no block preempts the youngest running one. The oldest is never preempted, and no
 request is admitted that could not fit into the pool alone, so the oldest always finishes.
+
+Full blocks are shared by name. Credit starts with the prompt's leading blocks that the pool still holds: they need no
+transfer, and from then on nobody can have them for other tokens, so they count as taken. A request publishes its
+prompt's blocks at commit and later ones as they fill up; they stay cached when it ends or is preempted. It only ever
+writes behind what is published: the block of the token to come is its own. Sharing takes nothing from the promise
+above: with every other request preempted, all blocks but the oldest's own are free.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from engine.blocks import BlockAllocator, BlockLease
 from engine.errors import RequestError
 from engine.layout import KVLayout
+from engine.prefix import BlockNames, root_name
 from engine.requests import FinishReason, Request, SampledToken, Work, finish_reason
 from protos import reasons
 
@@ -28,7 +35,7 @@ class State(Enum):
     WAITING = auto()  # for credit
     GRANTED = auto()  # blocks are leased, the KV is on its way
     RUNNING = auto()
-    PREEMPTED = auto()  # lost its blocks, computes its KV again when there is room
+    PREEMPTED = auto()  # gave up its blocks, computes again what is lost of them when there is room
 
 
 @dataclass(slots=True, eq=False)
@@ -36,9 +43,11 @@ class Reservation:
     """One request on this node."""
 
     request: Request
+    names: BlockNames
     waiting_since: float
     state: State = State.WAITING
     lease: BlockLease | None = None
+    num_cached_blocks: int = 0  # the prompt's leading blocks that were there when it got credit: not to be sent
     num_computed: int = 0
     in_step: bool = False
     cancelled: bool = False  # no further step takes it
@@ -62,18 +71,22 @@ class DecodeScheduler:
         layout: KVLayout,
         eos_token_ids: Sequence[int],
         *,
+        fingerprint: Mapping[str, str],
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_num_queued: int,
     ) -> None:
         self._allocator = allocator
         self._layout = layout
+        self._fingerprint = fingerprint
         self._eos_token_ids = eos_token_ids
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_queued = max_num_queued
         self._reservations: dict[Reservation, None] = {}  # in order of arrival
         self.num_preemptions = 0
+        self.num_prompt_tokens = 0  # of all requests that ever joined the batch
+        self.num_cached_tokens = 0  # of them, those whose KV was there already
 
     # ---- credit ----
 
@@ -88,7 +101,8 @@ class DecodeScheduler:
             )
         if self.count(State.WAITING) >= self._max_num_queued:
             raise RequestError(reasons.QUEUE_FULL, f"the decode queue holds its {self._max_num_queued} requests")
-        reservation = Reservation(request, waiting_since=now)
+        names = BlockNames(root_name(self._fingerprint, request.cache_salt), self._layout.block_size)
+        reservation = Reservation(request, names, waiting_since=now)
         self._reservations[reservation] = None
         return reservation
 
@@ -99,10 +113,14 @@ class DecodeScheduler:
             return granted  # they were here first
         num_holding = self.count(State.GRANTED) + self.count(State.RUNNING)
         for reservation in list(self._in_state(State.WAITING)):
-            num_blocks = self._layout.num_blocks_for(len(reservation.request.token_ids) + 1)
-            if num_holding >= self._max_num_seqs or num_blocks + num_holding > self._allocator.num_free:
+            num_tokens = len(reservation.request.token_ids)
+            if num_holding >= self._max_num_seqs:
                 break
-            reservation.lease = self._allocator.allocate(num_blocks)
+            lease = self._lease(reservation, num_tokens + 1, num_cacheable=num_tokens, num_spare=num_holding)
+            if lease is None:
+                break
+            reservation.lease = lease
+            reservation.num_cached_blocks = lease.num_cached
             reservation.state = State.GRANTED
             granted.append(reservation)
             num_holding += 1
@@ -117,6 +135,9 @@ class DecodeScheduler:
         assert reservation.state is State.GRANTED
         reservation.state = State.RUNNING
         reservation.num_computed = len(reservation.request.token_ids)
+        self._publish(reservation)
+        self.num_prompt_tokens += reservation.num_computed
+        self.num_cached_tokens += reservation.num_cached_blocks * self._layout.block_size
         reservation.request.token_ids.append(first_token_id)
 
     # ---- steps ----
@@ -144,6 +165,7 @@ class DecodeScheduler:
             reservation = by_request[work.request]
             reservation.in_step = False
             reservation.num_computed += work.num_tokens
+            self._publish(reservation)
             if reservation.num_computed == len(work.request.token_ids):
                 token = next(sampled)
                 work.request.token_ids.append(token.token_id)
@@ -198,13 +220,39 @@ class DecodeScheduler:
         self.num_preemptions += 1
 
     def _resume(self) -> None:
-        """Gives preempted requests their blocks back, oldest first, with one spare block for each that runs."""
+        """Gives preempted requests blocks again, oldest first, with one spare block for each that runs."""
         for reservation in list(self._in_state(State.PREEMPTED)):
-            num_blocks = self._layout.num_blocks_for(len(reservation.request.token_ids))
-            if num_blocks + self.count(State.RUNNING) > self._allocator.num_free:
+            num_tokens, num_running = len(reservation.request.token_ids), self.count(State.RUNNING)
+            # The last token is computed in any case: its logits choose the next.
+            lease = self._lease(reservation, num_tokens, num_cacheable=num_tokens - 1, num_spare=num_running)
+            if lease is None:
                 return
-            reservation.lease = self._allocator.allocate(num_blocks)
+            reservation.lease = lease
+            reservation.num_computed = lease.num_cached * self._layout.block_size
             reservation.state = State.RUNNING
+
+    def _lease(
+        self, reservation: Reservation, num_tokens: int, *, num_cacheable: int, num_spare: int
+    ) -> BlockLease | None:
+        """Blocks for num_tokens tokens, if that leaves num_spare free; of the leading num_cacheable tokens, full
+        blocks that the pool holds."""
+        num_blocks = self._layout.num_blocks_for(num_tokens)
+        names = self._names(reservation, num_cacheable)
+        if self._allocator.num_needed(num_blocks, names) + num_spare > self._allocator.num_free:
+            return None
+        return self._allocator.allocate(num_blocks, names)
+
+    def _publish(self, reservation: Reservation) -> None:
+        """Lets others use the blocks that are full of computed KV."""
+        assert reservation.lease is not None
+        if reservation.num_computed // self._layout.block_size > reservation.lease.num_published:
+            reservation.lease.publish(self._names(reservation, reservation.num_computed))
+
+    def _names(self, reservation: Reservation, num_tokens: int) -> list[bytes]:
+        """Names of the full blocks of the leading num_tokens tokens."""
+        if not self._allocator.caching:
+            return []
+        return reservation.names.names_of(reservation.request.token_ids)[: num_tokens // self._layout.block_size]
 
     def _in_state(self, state: State) -> Iterator[Reservation]:
         return (reservation for reservation in self._reservations if reservation.state is state)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from engine.flags import flag
 from engine.settings import EngineSettings
+from kv_transfer.endpoints import KV_TRANSPORTS
 from protos.attach import LinkSettings
 
 
@@ -16,7 +17,10 @@ class DecodeSettings:
     max_num_seqs: int = flag(64, "Most requests that hold blocks at a time: the credits.", minimum=1, maximum=1024)
     max_num_batched_tokens: int = flag(512, "Most tokens in one step; bounds the chunks of a recompute.", minimum=1)
     max_num_queued: int = flag(256, "Most reservations waiting for credit; more are refused.", minimum=1)
-    kv_bind: str = flag("tcp://127.0.0.1:*", "Endpoint of the data plane: tcp://HOST:PORT or ipc://PATH.")
+    kv_transport: str = flag("zmq", "What carries KV blocks; the same on all nodes.", choices=KV_TRANSPORTS)
+    kv_bind: str = flag(
+        "", "Endpoint of the data plane: tcp://HOST:PORT or ipc://PATH (zmq), dist://HOST:PORT (torch_dist)."
+    )
     credit_timeout_s: float = flag(30.0, "Seconds a reservation waits for credit.", minimum=0.1)
     ticket_ttl_s: float = flag(
         600.0, "Most seconds a granted reservation waits for its KV blocks.", minimum=0.1, maximum=86400

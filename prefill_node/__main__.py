@@ -7,7 +7,7 @@ from protos.serving import run_node
 
 def run(settings: PrefillSettings) -> None:
     """Runs until SIGTERM."""
-    run_node("prefill", settings.link, settings.engine.cpus, lambda name: _serve(settings, name))
+    run_node("prefill", settings, lambda name: _serve(settings, name))
 
 
 async def _serve(settings: PrefillSettings, name: str) -> None:

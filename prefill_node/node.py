@@ -2,8 +2,9 @@
 
 The life of an attempt here:
 1. `Prefill` queues the prompt in the scheduler.
-2. Steps compute it in chunks. `Deliver` brings the decode node's ticket, before, during or after that; from then
-   on blocks leave layer by layer, while later layers and chunks are being computed.
+2. Steps compute it in chunks, on all ranks together, except what is cached. `Deliver` brings the decode node's ticket,
+   before, during or after that; from then on blocks leave layer by layer, while later layers and chunks are being
+   computed. Every rank sends its own heads.
 3. The last chunk samples the first token: it goes to the coordinator at once, and behind the last block to the
    decode node.
 4. The decode node commits; only then are the blocks freed and `Transferred` is sent.
@@ -15,21 +16,23 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass
-from functools import partial
 
 from engine.blocks import BlockAllocator
 from engine.engine import Engine
 from engine.errors import RequestError
 from engine.requests import Request, SampledToken, Work, finish_reason
 from engine.stepper import Stepper
-from kv_transfer.errors import TransferError
-from kv_transfer.sender import KVSender, SendingTransfer, Sent, TransferFailed
+from kv_transfer.results import Sent, TransferFailed
+from kv_transfer.sender import KVSender
+from prefill_node.ranks import PrefillRanks
 from prefill_node.scheduler import PrefillScheduler, Prompt
 from prefill_node.settings import PrefillSettings
 from protos import convert, fleet_pb2, reasons
 from protos.attach import FleetLink
 from protos.attempts import Attempts
-from protos.reports import new_incarnation, node_info, node_load
+from protos.ranks import Followers
+from protos.reports import CacheReport, new_incarnation, node_info, node_load, rank_load, rank_loads
+from protos.waiting import first_to_end
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +43,9 @@ class Attempt:
 
     prompt: Prompt
     scheduler: PrefillScheduler
+    ranks: PrefillRanks
     started_at: float | None = None
-    transfer: SendingTransfer | None = None
+    has_ticket: bool = False
     is_sending: bool = False
     tail: bytes = b""  # what goes to the decode node behind the last block: the first token
     ticket_timer: asyncio.TimerHandle | None = None
@@ -58,53 +62,74 @@ class Attempt:
         self.prompt.cancelled = True
         if self.ticket_timer is not None:
             self.ticket_timer.cancel()
-        if self.transfer is not None and self.is_sending:
-            self.transfer.cancel()
+        if self.is_sending:
+            self.ranks.cancel(self.request.epoch)
 
     def release(self) -> None:
         self.scheduler.remove(self.prompt)
 
 
 class PrefillNode:
-    """Owns the scheduler and the attempts; runs on one event loop."""
+    """Rank 0 of a prefill node: owns the scheduler and the attempts; runs on one event loop."""
 
-    def __init__(self, settings: PrefillSettings, name: str, engine: Engine, sender: KVSender, link: FleetLink) -> None:
+    def __init__(
+        self,
+        settings: PrefillSettings,
+        name: str,
+        engine: Engine,
+        sender: KVSender,
+        followers: Followers,
+        link: FleetLink,
+    ) -> None:
         self._settings = settings
         self._name = name
         self._incarnation = new_incarnation()
         self._engine = engine
+        self._fingerprint = {**engine.fingerprint, "kv_transport": settings.kv_transport}
         self._sender = sender
+        self._followers = followers
+        self._ranks = PrefillRanks(engine.layout, sender, followers, settings.overlap_min_tokens, self._sent)
         self._link = link
-        self._stepper = Stepper(engine)
-        self._allocator = BlockAllocator(engine.num_blocks)
+        self._stepper: Stepper[Work, list[SampledToken]] = Stepper(engine.step)
+        self._allocator = BlockAllocator(engine.num_blocks, caching=settings.engine.enable_prefix_caching)
+        self._cache_report = CacheReport(self._allocator, link.send)
         self._scheduler = PrefillScheduler(
             self._allocator,
             engine.layout,
+            fingerprint=self._fingerprint,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_queued=settings.max_num_queued,
         )
         self._work = asyncio.Event()
         self._attempts: Attempts[Attempt] = Attempts(link.send, self._work.set)
+        self._sending: dict[int, Attempt] = {}  # by epoch
         self._draining = False
 
     # ---- the link's view ----
 
     def hello(self) -> fleet_pb2.Hello:
+        self._cache_report.forget()
         return fleet_pb2.Hello(
-            node=node_info(
-                self._name, "prefill", self._incarnation, self._engine.fingerprint, self._engine.description
-            ),
+            node=node_info(self._name, "prefill", self._incarnation, self._fingerprint, self._engine.description),
             num_blocks=self._engine.num_blocks,
             block_size=self._engine.layout.block_size,
             max_model_len=self._engine.max_model_len,
             max_num_queued=self._settings.max_num_queued,
+            tp_size=1 + len(self._followers),
         )
 
     def heartbeat(self) -> fleet_pb2.Heartbeat:
+        self._cache_report.tell()
         load = node_load(self._name, "prefill", self._stepper, self._allocator, draining=self._draining)
         load.num_running = self._scheduler.num_running
         load.num_waiting = self._scheduler.num_waiting
         load.num_waiting_tokens = self._scheduler.num_waiting_tokens
+        load.num_prompt_tokens = self._scheduler.num_prompt_tokens
+        load.num_cached_tokens = self._scheduler.num_cached_tokens
+        load.num_kv_bytes = self._sender.num_bytes
+        load.num_transfers_failed = self._sender.num_failed
+        own = rank_load(0, kv_pool_bytes=self._engine.kv_pool_bytes, weight_bytes=self._engine.weight_bytes)
+        load.ranks.extend(rank_loads(own, self._followers))
         return fleet_pb2.Heartbeat(load=load, step_age_s=self._stepper.step_age_s)
 
     def handle(self, command: fleet_pb2.NodeCommand) -> None:
@@ -130,7 +155,8 @@ class PrefillNode:
         await self._attempts.idle()
 
     async def run(self) -> None:
-        await self._stepper.run(self._scheduler.plan, self._step, self._work)
+        steps = self._stepper.run(self._scheduler.plan, self._step, self._work)
+        await first_to_end(steps, self._followers.watch())
 
     # ---- commands ----
 
@@ -143,20 +169,20 @@ class PrefillNode:
         except RequestError as error:
             self._attempts.refuse(job.attempt, error)
             return
-        self._attempts.add(Attempt(prompt, self._scheduler))
+        self._attempts.add(Attempt(prompt, self._scheduler, self._ranks))
         self._work.set()
 
     def _deliver(self, deliver: fleet_pb2.Deliver) -> None:
         attempt = self._attempts.live(deliver.attempt)
-        if attempt is None or attempt.transfer is not None:
+        if attempt is None or attempt.has_ticket:
             return
-        try:
-            attempt.transfer = self._sender.start(deliver.ticket, partial(self._sent, attempt))
-        except TransferError as error:
-            self._attempts.fail(attempt, reasons.TRANSFER_FAILED, str(error))
-            return
-        attempt.is_sending = True
-        self._send_blocks(attempt)
+        attempt.has_ticket = attempt.is_sending = True
+        if attempt.ticket_timer is not None:
+            attempt.ticket_timer.cancel()
+        self._sending[attempt.request.epoch] = attempt
+        self._ranks.send(attempt.request.epoch, deliver.ticket, self._final_blocks(attempt.prompt))
+        if attempt.tail and attempt.is_sending:
+            self._finish(attempt)
 
     # ---- one step ----
 
@@ -167,17 +193,17 @@ class PrefillNode:
             if attempt.started_at is None:
                 attempt.started_at = now
         try:
-            tokens, _ = await self._stepper.step(works, partial(self._send_layers, works))
+            self._ranks.announce(works)
+            tokens, _ = await self._stepper.step(works, self._ranks.on_layer(works))
         except Exception as error:
             logger.exception("a prefill step failed")
+            self._followers.fail_step(error)
             self._fail_step(works, error)
             return
         for prompt, token in self._scheduler.apply(works, tokens):
-            attempt = self._attempts.of(prompt.request)
             if token is not None and not prompt.cancelled:
-                self._answer(attempt, token)
-            if not prompt.cancelled:
-                self._send_blocks(attempt)
+                self._answer(self._attempts.of(prompt.request), token)
+        self._cache_report.tell()
         self._attempts.settle_all(work.request for work in works)
 
     def _fail_step(self, works: list[Work], error: Exception) -> None:
@@ -192,13 +218,20 @@ class PrefillNode:
         reason = finish_reason(request, self._engine.eos_token_ids)
         wire = convert.token_to_wire(request, token, reason)
         assert attempt.started_at is not None
-        prefill_s = time.monotonic() - attempt.started_at
-        self._link.send(first_token=fleet_pb2.FirstToken(attempt=wire.attempt, token=wire, prefill_s=prefill_s))
+        first_token = fleet_pb2.FirstToken(
+            attempt=wire.attempt,
+            token=wire,
+            prefill_s=time.monotonic() - attempt.started_at,
+            num_cached_tokens=attempt.prompt.num_cached_tokens,
+        )
+        self._link.send(first_token=first_token)
         if reason is not None:
             self._attempts.end(attempt)
             return
         attempt.tail = convert.token_to_tail(token.token_id)
-        if attempt.transfer is None:
+        if attempt.has_ticket:
+            self._finish(attempt)
+        else:
             timeout_s = self._settings.ticket_timeout_s
             attempt.ticket_timer = asyncio.get_running_loop().call_later(timeout_s, self._ticket_late, attempt)
 
@@ -208,35 +241,19 @@ class PrefillNode:
 
     # ---- the transfer ----
 
-    def _send_layers(self, works: list[Work], num_layers: int) -> None:
-        """In the middle of a step: its blocks are final in the leading layers, and leave while the rest is computed."""
-        for work in works:
-            attempt = self._attempts.of(work.request)
-            if attempt.transfer is not None and not attempt.prompt.cancelled:
-                num_blocks = self._num_final_blocks(attempt.prompt, work.start + work.num_tokens)
-                attempt.transfer.blocks_ready(work.block_ids[:num_blocks], num_layers)
+    def _final_blocks(self, prompt: Prompt) -> list[int]:
+        """The blocks that no step to come will write to."""
+        if prompt.lease is None:
+            return []
+        num_blocks = prompt.num_computed // self._engine.layout.block_size
+        return prompt.lease.block_ids[:num_blocks]
 
-    def _send_blocks(self, attempt: Attempt) -> None:
-        """Hands over what is computed: full blocks while the prompt runs, all of it at its end."""
-        prompt = attempt.prompt
-        if attempt.transfer is None or prompt.lease is None:
-            return
-        if attempt.ticket_timer is not None:
-            attempt.ticket_timer.cancel()
-        if prompt.is_computed:
-            attempt.transfer.finish(prompt.lease.block_ids, attempt.tail)
-        else:
-            num_blocks = self._num_final_blocks(prompt, prompt.num_computed)
-            attempt.transfer.blocks_ready(prompt.lease.block_ids[:num_blocks])
+    def _finish(self, attempt: Attempt) -> None:
+        assert attempt.prompt.lease is not None
+        self._ranks.finish(attempt.request.epoch, attempt.prompt.lease.block_ids, attempt.tail)
 
-    def _num_final_blocks(self, prompt: Prompt, num_computed: int) -> int:
-        """Blocks that no later chunk writes to: the full ones, and at the end of the prompt the last one too."""
-        layout = self._engine.layout
-        if num_computed == prompt.num_tokens:
-            return layout.num_blocks_for(num_computed)
-        return num_computed // layout.block_size
-
-    def _sent(self, attempt: Attempt, result: Sent | TransferFailed) -> None:
+    def _sent(self, epoch: int, result: Sent | TransferFailed) -> None:
+        attempt = self._sending.pop(epoch)
         attempt.is_sending = False
         if isinstance(result, Sent):
             wire = convert.attempt_of(attempt.request)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from engine.flags import flag
 from engine.settings import EngineSettings
+from kv_transfer.endpoints import KV_TRANSPORTS
 from protos.attach import LinkSettings
 
 
@@ -15,5 +16,9 @@ class PrefillSettings:
     link: LinkSettings = field(default_factory=LinkSettings)
     max_num_batched_tokens: int = flag(512, "Most prompt tokens in one step: the size of a chunk.", minimum=1)
     max_num_queued: int = flag(256, "Most requests waiting for prefill; more are refused.", minimum=1)
+    kv_transport: str = flag("zmq", "What carries KV blocks; the same on all nodes.", choices=KV_TRANSPORTS)
+    overlap_min_tokens: int = flag(
+        64, "Prompts with fewer tokens send their blocks at the end, not layer by layer.", minimum=0
+    )
     transfer_timeout_s: float = flag(30.0, "Seconds one KV transfer may take once it has started.", minimum=0.1)
     ticket_timeout_s: float = flag(60.0, "Seconds a finished prompt waits for its ticket.", minimum=0.1)

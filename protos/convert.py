@@ -3,7 +3,7 @@
 from engine.requests import FinishReason, Request, SampledToken, SamplingParams
 from protos import fleet_pb2, inference_pb2
 
-PROTOCOL_VERSION = "1"
+PROTOCOL_VERSION = "2"
 TAIL_BYTES = 4
 
 _FINISH_REASONS = {
@@ -59,6 +59,7 @@ def job_to_wire(request: Request) -> fleet_pb2.Job:
         token_ids=request.token_ids,
         num_prompt_tokens=request.num_prompt_tokens,
         sampling_params=sampling_to_wire(request.sampling),
+        cache_salt=request.cache_salt,
     )
 
 
@@ -70,6 +71,7 @@ def request_from_wire(job: fleet_pb2.Job) -> Request:
         token_ids=list(job.token_ids),
         num_prompt_tokens=job.num_prompt_tokens,
         sampling=sampling_from_wire(job.sampling_params),
+        cache_salt=job.cache_salt,
     )
 
 

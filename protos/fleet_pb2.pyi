@@ -26,7 +26,7 @@ class Attempt(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class NodeEvent(_message.Message):
-    __slots__ = ("hello", "heartbeat", "first_token", "reserved", "transferred", "committed", "step_tokens", "failed", "cancelled")
+    __slots__ = ("hello", "heartbeat", "first_token", "reserved", "transferred", "committed", "step_tokens", "failed", "cancelled", "cache_changed")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class NodeEvent(_message.Message):
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    CACHE_CHANGED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     heartbeat: Heartbeat
     first_token: FirstToken
@@ -45,7 +46,8 @@ class NodeEvent(_message.Message):
     step_tokens: StepTokens
     failed: Failed
     cancelled: Cancelled
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., transferred: _Optional[_Union[Transferred, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., step_tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., cancelled: _Optional[_Union[Cancelled, _Mapping]] = ...) -> None: ...
+    cache_changed: CacheChanged
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., transferred: _Optional[_Union[Transferred, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., step_tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., cancelled: _Optional[_Union[Cancelled, _Mapping]] = ..., cache_changed: _Optional[_Union[CacheChanged, _Mapping]] = ...) -> None: ...
 
 class NodeCommand(_message.Message):
     __slots__ = ("welcome", "refusal", "reserve", "prefill", "deliver", "cancel")
@@ -64,20 +66,22 @@ class NodeCommand(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., deliver: _Optional[_Union[Deliver, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("node", "num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_queued")
+    __slots__ = ("node", "num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_queued", "tp_size")
     NODE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_QUEUED_FIELD_NUMBER: _ClassVar[int]
+    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
     node: _inference_pb2.NodeInfo
     num_blocks: int
     block_size: int
     max_model_len: int
     max_num_seqs: int
     max_num_queued: int
-    def __init__(self, node: _Optional[_Union[_inference_pb2.NodeInfo, _Mapping]] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_queued: _Optional[int] = ...) -> None: ...
+    tp_size: int
+    def __init__(self, node: _Optional[_Union[_inference_pb2.NodeInfo, _Mapping]] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_queued: _Optional[int] = ..., tp_size: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("load", "step_age_s")
@@ -88,14 +92,16 @@ class Heartbeat(_message.Message):
     def __init__(self, load: _Optional[_Union[_inference_pb2.NodeLoad, _Mapping]] = ..., step_age_s: _Optional[float] = ...) -> None: ...
 
 class FirstToken(_message.Message):
-    __slots__ = ("attempt", "token", "prefill_s")
+    __slots__ = ("attempt", "token", "prefill_s", "num_cached_tokens")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     token: SampledToken
     prefill_s: float
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., token: _Optional[_Union[SampledToken, _Mapping]] = ..., prefill_s: _Optional[float] = ...) -> None: ...
+    num_cached_tokens: int
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., token: _Optional[_Union[SampledToken, _Mapping]] = ..., prefill_s: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ("attempt", "ticket")
@@ -114,10 +120,14 @@ class Transferred(_message.Message):
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class Committed(_message.Message):
-    __slots__ = ("attempt",)
+    __slots__ = ("attempt", "num_bytes", "num_bytes_saved")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_SAVED_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ...) -> None: ...
+    num_bytes: int
+    num_bytes_saved: int
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., num_bytes: _Optional[int] = ..., num_bytes_saved: _Optional[int] = ...) -> None: ...
 
 class StepTokens(_message.Message):
     __slots__ = ("tokens", "step_s")
@@ -159,6 +169,14 @@ class Cancelled(_message.Message):
     attempt: Attempt
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ...) -> None: ...
 
+class CacheChanged(_message.Message):
+    __slots__ = ("stored", "removed")
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    stored: _containers.RepeatedScalarFieldContainer[int]
+    removed: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, stored: _Optional[_Iterable[int]] = ..., removed: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class Welcome(_message.Message):
     __slots__ = ("heartbeat_s",)
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
@@ -174,22 +192,26 @@ class Refusal(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("attempt", "token_ids", "num_prompt_tokens", "sampling_params")
+    __slots__ = ("attempt", "token_ids", "num_prompt_tokens", "sampling_params", "cache_salt")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
     sampling_params: _inference_pb2.SamplingParams
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("job",)
+    __slots__ = ("job", "prefill_tp_size")
     JOB_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TP_SIZE_FIELD_NUMBER: _ClassVar[int]
     job: Job
-    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ...) -> None: ...
+    prefill_tp_size: int
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., prefill_tp_size: _Optional[int] = ...) -> None: ...
 
 class Prefill(_message.Message):
     __slots__ = ("job",)

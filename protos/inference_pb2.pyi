@@ -19,20 +19,22 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "tokenized", "chat", "sampling_params", "model")
+    __slots__ = ("request_id", "text", "tokenized", "chat", "sampling_params", "model", "cache_salt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENIZED_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     tokenized: TokenizedInput
     chat: ChatInput
     sampling_params: SamplingParams
     model: str
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., tokenized: _Optional[_Union[TokenizedInput, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., model: _Optional[str] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., tokenized: _Optional[_Union[TokenizedInput, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., model: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class TokenizedInput(_message.Message):
     __slots__ = ("input_ids",)
@@ -144,7 +146,7 @@ class TopLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Complete(_message.Message):
-    __slots__ = ("finish_reason", "matched_token_id", "matched_stop_str", "prompt_tokens", "completion_tokens", "cached_tokens", "timeline")
+    __slots__ = ("finish_reason", "matched_token_id", "matched_stop_str", "prompt_tokens", "completion_tokens", "cached_tokens", "timeline", "kv_bytes", "kv_bytes_saved")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     MATCHED_STOP_STR_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +154,8 @@ class Complete(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_SAVED_FIELD_NUMBER: _ClassVar[int]
     finish_reason: FinishReason
     matched_token_id: int
     matched_stop_str: str
@@ -159,7 +163,9 @@ class Complete(_message.Message):
     completion_tokens: int
     cached_tokens: int
     timeline: Timeline
-    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ...) -> None: ...
+    kv_bytes: int
+    kv_bytes_saved: int
+    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ..., kv_bytes: _Optional[int] = ..., kv_bytes_saved: _Optional[int] = ...) -> None: ...
 
 class Timeline(_message.Message):
     __slots__ = ("prefill_queue_s", "prefill_s", "credit_wait_s", "transfer_s", "decode_queue_s", "decode_s", "e2e_s", "ttft_s", "prefill_node", "decode_node", "num_restarts")
@@ -278,7 +284,7 @@ class GetLoadsResponse(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[_Union[NodeLoad, _Mapping]]] = ..., num_live_requests: _Optional[int] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
-    __slots__ = ("name", "role", "state", "num_running", "num_waiting", "num_waiting_tokens", "num_blocks", "num_blocks_free", "num_steps", "step_s", "rss_bytes", "num_preemptions")
+    __slots__ = ("name", "role", "state", "num_running", "num_waiting", "num_waiting_tokens", "num_blocks", "num_blocks_free", "num_steps", "step_s", "rss_bytes", "num_preemptions", "num_blocks_cached", "num_prompt_tokens", "num_cached_tokens", "num_kv_bytes", "num_transfers_failed", "ranks")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -291,6 +297,12 @@ class NodeLoad(_message.Message):
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRANSFERS_FAILED_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     state: str
@@ -303,4 +315,22 @@ class NodeLoad(_message.Message):
     step_s: float
     rss_bytes: int
     num_preemptions: int
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_steps: _Optional[int] = ..., step_s: _Optional[float] = ..., rss_bytes: _Optional[int] = ..., num_preemptions: _Optional[int] = ...) -> None: ...
+    num_blocks_cached: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_kv_bytes: int
+    num_transfers_failed: int
+    ranks: _containers.RepeatedCompositeFieldContainer[RankLoad]
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_steps: _Optional[int] = ..., step_s: _Optional[float] = ..., rss_bytes: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_kv_bytes: _Optional[int] = ..., num_transfers_failed: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ...) -> None: ...
+
+class RankLoad(_message.Message):
+    __slots__ = ("rank", "rss_bytes", "kv_pool_bytes", "weight_bytes")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    rss_bytes: int
+    kv_pool_bytes: int
+    weight_bytes: int
+    def __init__(self, rank: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., kv_pool_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ...) -> None: ...

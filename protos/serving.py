@@ -10,10 +10,14 @@ from typing import Any, Final, Protocol
 import click
 import uvloop
 
-from engine.cpus import pin
+from engine.cpus import divide_cpus, parse_cpus, pin
 from engine.errors import ModelError, SettingsError
+from engine.settings import EngineSettings
 from engine.telemetry import configure_logging
 from protos.attach import FleetLink, LinkSettings, Node
+from protos.rank_processes import check_world, start_followers, started_rank
+from protos.rank_stream import RankLost
+from protos.ranks import die
 
 logger = logging.getLogger(__name__)
 
@@ -34,15 +38,31 @@ class ServedNode(Node, Protocol):
         """Returns when no attempt is left."""
 
 
-def run_node(role: str, link: LinkSettings, cpus: str, main: Callable[[str], Coroutine[Any, Any, None]]) -> None:
-    """run_process for main(name) of a node, pinned to `cpus`."""
-    name = link.name_for(role)
+class NodeSettings(Protocol):
+    """What both roles can be told."""
 
-    async def pinned() -> None:
-        pin(cpus)
+    @property
+    def engine(self) -> EngineSettings: ...
+    @property
+    def link(self) -> LinkSettings: ...
+
+
+def run_node(role: str, settings: NodeSettings, main: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+    """run_process for main(name) of one rank of a node, pinned to its share of the CPUs. Rank 0 starts the others,
+    unless all were started together, as torchrun does."""
+    size, rank = settings.engine.tensor_parallel_size, started_rank() or 0
+    node_name = settings.link.name_for(role)
+    name = f"{node_name}.{rank}" if rank else node_name
+
+    async def ranked() -> None:
+        check_world(size)
+        if started_rank() is None and size > 1:
+            start_followers(f"{role}_node", settings, node_name)
+        if cpus := settings.engine.cpus:
+            pin(divide_cpus(parse_cpus(cpus), size)[rank])
         await main(name)
 
-    run_process(role, name, link.log_level, pinned)
+    run_process(role, name, settings.link.log_level, ranked)
 
 
 def run_process(role: str, name: str, log_level: str, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -54,6 +74,8 @@ def run_process(role: str, name: str, log_level: str, main: Callable[[], Corouti
     except (SettingsError, ModelError) as error:
         click.echo(f"{name}: {error}", err=True)
         sys.exit(2)
+    except RankLost as error:
+        die(error)
 
 
 async def serve(node: ServedNode, link: FleetLink, *, drain_s: float) -> None:

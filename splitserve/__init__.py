@@ -17,7 +17,7 @@ __all__ = ["AsyncClient", "Client"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the client on first use: the command line's help and the launcher's children do without gRPC."""
+    """Imports the client on first use: the command line's help does without gRPC."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("splitserve.client"), name)

@@ -51,7 +51,12 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """How one answer ended. finish_reason is stop, length or abort; matched_stop the stop string or token id."""
+    """How one answer ended. finish_reason is stop, length or abort; matched_stop the stop string or token id.
+
+    cached_tokens are those of the prompt that the prefill node did not compute, kv_bytes the KV that travelled to the
+    decode node, kv_bytes_saved the KV that it held already. An answer that was moved to other nodes counts the bytes
+    of all its transfers, but the cached tokens of its first prefill alone.
+    """
 
     finish_reason: str
     matched_stop: str | int | None
@@ -59,6 +64,8 @@ class Completion:
     completion_tokens: int
     cached_tokens: int
     timeline: Timeline
+    kv_bytes: int
+    kv_bytes_saved: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +126,23 @@ class ServerInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class RankLoad:
+    """The memory of one process of a node."""
+
+    rank: int
+    rss_bytes: int
+    kv_pool_bytes: int
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class NodeLoad:
-    """A node's load at its last heartbeat. step_s is the median of its recent steps."""
+    """A node's load at its last heartbeat. step_s is the median of its recent steps.
+
+    num_blocks_cached are free blocks that still hold the KV of an earlier request. num_prompt_tokens and what follows
+    count from the start of the node: num_cached_tokens of the prompt tokens had their KV there already, num_kv_bytes
+    were sent or received.
+    """
 
     name: str
     role: str
@@ -134,6 +156,12 @@ class NodeLoad:
     step_s: float
     rss_bytes: int
     num_preemptions: int
+    num_blocks_cached: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_kv_bytes: int
+    num_transfers_failed: int
+    ranks: tuple[RankLoad, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +202,8 @@ def to_server_info(message: inference_pb2.GetServerInfoResponse) -> ServerInfo:
 
 
 def to_loads(message: inference_pb2.GetLoadsResponse) -> Loads:
-    return Loads(tuple(_copy(NodeLoad, node) for node in message.nodes), message.num_live_requests)
+    nodes = (_copy(NodeLoad, node, ranks=tuple(_copy(RankLoad, rank) for rank in node.ranks)) for node in message.nodes)
+    return Loads(tuple(nodes), message.num_live_requests)
 
 
 def _token_logprob(item: inference_pb2.TokenLogprobs) -> TokenLogprob:

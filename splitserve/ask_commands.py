@@ -37,6 +37,7 @@ def server_options(command: Command) -> Command:
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line for each chunk; usage and timeline last.")
 @click.option("--timeline", "with_timeline", is_flag=True, help="Show where the time went.")
+@click.option("--cache-salt", default="", help="Share cached KV only with requests of the same salt.")
 @click.option("--deadline", "deadline_s", type=click.FloatRange(min=0, min_open=True), help="Seconds for the answer.")
 @sampling_options
 def generate(
@@ -46,6 +47,7 @@ def generate(
     as_chat: bool | None,
     as_json: bool,
     with_timeline: bool,
+    cache_salt: str,
     deadline_s: float | None,
     **sampling: Any,
 ) -> None:
@@ -54,7 +56,7 @@ def generate(
         if as_chat is None:
             as_chat = client.model_info().has_chat_template
         prompt: Prompt = [{"role": "user", "content": text}] if as_chat else text
-        chunks = client.generate(prompt, deadline_s=deadline_s, **_given(sampling))
+        chunks = client.generate(prompt, cache_salt=cache_salt, deadline_s=deadline_s, **_given(sampling))
         completions = _print_json(chunks) if as_json else _print_text(chunks)
     if with_timeline and not as_json:
         for completion in completions:

@@ -69,11 +69,15 @@ class Client:
         *,
         model: str = "",
         request_id: str = "",
+        cache_salt: str = "",
         deadline_s: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Iterator[Chunk]:
-        """Streams the answer to text, token ids or a conversation; the call starts with the first step of the loop."""
-        request = generate_request(prompt, model=model, request_id=request_id, sampling=sampling)
+        """Streams the answer to text, token ids or a conversation; the call starts with the first step of the loop.
+
+        Requests share the KV cache of a common beginning only with requests of the same cache_salt.
+        """
+        request = generate_request(prompt, model=model, request_id=request_id, cache_salt=cache_salt, sampling=sampling)
         return self._stream(request, self._timeout_s if deadline_s is None else deadline_s)
 
     def abort(self, request_ids: Sequence[str]) -> Aborted:
@@ -139,11 +143,15 @@ class AsyncClient:
         *,
         model: str = "",
         request_id: str = "",
+        cache_salt: str = "",
         deadline_s: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> AsyncIterator[Chunk]:
-        """Streams the answer to text, token ids or a conversation; the call starts with the first step of the loop."""
-        request = generate_request(prompt, model=model, request_id=request_id, sampling=sampling)
+        """Streams the answer to text, token ids or a conversation; the call starts with the first step of the loop.
+
+        Requests share the KV cache of a common beginning only with requests of the same cache_salt.
+        """
+        request = generate_request(prompt, model=model, request_id=request_id, cache_salt=cache_salt, sampling=sampling)
         return self._stream(request, self._timeout_s if deadline_s is None else deadline_s)
 
     async def abort(self, request_ids: Sequence[str]) -> Aborted:

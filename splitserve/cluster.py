@@ -1,11 +1,12 @@
 """A cluster on one machine as a plan: which processes, with which settings. Pure; the launcher carries it out."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
 
+from engine.cpus import divide_cpus
 from engine.flags import build, fields_of, flag
 from splitserve.models import LocalModel
 from splitserve.rooms import COORDINATOR, DECODE, PREFILL, ROOMS, Room, command_of, environment_of
@@ -20,6 +21,8 @@ class ClusterSettings:
     model: str = flag("", "Folder or hub id of the model; without one the demo model serves.", positional=True)
     prefill: int = flag(1, "Number of prefill nodes.", minimum=1, maximum=64)
     decode: int = flag(1, "Number of decode nodes.", minimum=1, maximum=64)
+    prefill_tp: int = flag(1, "Ranks that compute each prefill node together.", minimum=1, maximum=64)
+    decode_tp: int = flag(1, "Ranks that compute each decode node together.", minimum=1, maximum=64)
     host: str = flag(LOOPBACK, "Address of the public gRPC port.")
     grpc_port: int = flag(50051, "Public gRPC port.", minimum=1, maximum=65535)
     log_dir: str = flag("", "Folder for the processes' logs; empty makes one under the temporary folder.")
@@ -50,6 +53,7 @@ class Place:
 # Flags of the processes that the plan sets itself.
 PLANNED: Final = frozenset(
     {"model", "host", "port", "fleet_host", "fleet_port", "fleet_secret", "coordinator", "name", "kv_bind", "cpus"}
+    | {"tensor_parallel_size"}
 ) | {field.name for field in dataclasses.fields(ClusterSettings)}
 
 
@@ -80,30 +84,20 @@ def plan_cluster(
         "served_model_name": passed.get("served_model_name") or model.name,
     }
     processes = [_process(COORDINATOR, "coordinator", {**given, **shared, **front})]
-    names = [(PREFILL, f"prefill-{i}") for i in range(settings.prefill)]
-    names += [(DECODE, f"decode-{i}") for i in range(settings.decode)]
-    for (room, name), cpus in zip(names, divide_cpus(place.cpus, len(names)), strict=True):
+    nodes = [(PREFILL, f"prefill-{i}", settings.prefill_tp) for i in range(settings.prefill)]
+    nodes += [(DECODE, f"decode-{i}", settings.decode_tp) for i in range(settings.decode)]
+    over_zmq = given.get("kv_transport", "zmq") == "zmq"
+    rank_cpus = iter(divide_cpus(place.cpus, sum(tp_size for _, _, tp_size in nodes)))
+    for room, name, tp_size in nodes:
         own = {
             "name": name,
             "coordinator": f"{LOOPBACK}:{place.fleet_port}",
-            "kv_bind": f"ipc://{place.socket_dir}/{name}",
-            "cpus": cpus,
+            "kv_bind": f"ipc://{place.socket_dir}/{name}" if over_zmq else "",
+            "tensor_parallel_size": tp_size,
+            "cpus": ",".join(filter(None, (next(rank_cpus) for _ in range(tp_size)))),
         }
         processes.append(_process(room, name, {**given, **shared, **own}))
     return processes
-
-
-def divide_cpus(cpus: Sequence[int], num_nodes: int) -> list[str]:
-    """Each node's share of the CPUs, in the form of --cpus: disjoint and as even as can be. With fewer CPUs than nodes
-    each node has one CPU, which it shares. Empty where the CPUs are not known."""
-    if not cpus:
-        return [""] * num_nodes
-    if len(cpus) < num_nodes:
-        return [str(cpus[i % len(cpus)]) for i in range(num_nodes)]
-    share, rest = divmod(len(cpus), num_nodes)
-    sizes = [share + (i < rest) for i in range(num_nodes)]
-    starts = [sum(sizes[:i]) for i in range(num_nodes)]
-    return [",".join(map(str, cpus[start : start + size])) for start, size in zip(starts, sizes, strict=True)]
 
 
 def _process(room: Room, name: str, values: Mapping[str, Any]) -> Process:

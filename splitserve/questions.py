@@ -37,7 +37,7 @@ class Sampling(TypedDict, total=False):
 
 
 def generate_request(
-    prompt: Prompt, *, model: str, request_id: str, sampling: Mapping[str, Any]
+    prompt: Prompt, *, model: str, request_id: str, cache_salt: str, sampling: Mapping[str, Any]
 ) -> inference_pb2.GenerateRequest:
     """Raises TypeError for an unknown sampling field, and Refused for a value that the wire cannot carry."""
     given = {name: value for name, value in sampling.items() if value is not None}
@@ -49,6 +49,7 @@ def generate_request(
         return inference_pb2.GenerateRequest(
             request_id=request_id,
             model=model,
+            cache_salt=cache_salt,
             sampling_params=inference_pb2.SamplingParams(**given),
             **_input(prompt),
         )

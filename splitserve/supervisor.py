@@ -92,7 +92,7 @@ class Supervisor:
 
     async def _spawn(self, process: Process, output: int) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "splitserve.child", str(os.getpid())),
+            *(sys.executable, "-m", "protos.child", str(os.getpid())),
             *process.argv,
             env=dict(process.environment),
             stdin=asyncio.subprocess.DEVNULL,

@@ -14,7 +14,9 @@ from splitserve.answers import Completion, Loads, ModelInfo, NodeInfo, NodeLoad,
 
 BAR_WIDTH: Final = 60
 FILE_WIDTH: Final = 160
+KIB: Final = 2**10
 MIB: Final = 2**20
+GIB: Final = 2**30
 
 # Phase, the timeline's field, and its part of the bar with and without colours.
 PHASES: Final = (
@@ -67,39 +69,93 @@ def timeline_view(completion: Completion) -> Group:
         share = seconds / timeline.e2e_s if timeline.e2e_s else 0.0
         table.add_row(f"[{style}]{mark}[/] {name}", f"{seconds * 1e3:.1f}", f"{share:.0%}", _where(timeline, field))
     table.add_row("  [bold]end to end[/]", f"[bold]{timeline.e2e_s * 1e3:.1f}[/]", "", _summary(completion))
-    return Group(table, _bar(timeline))
+    return Group(table, *_savings(completion), _bar(timeline))
 
 
 def status_view(model: ModelInfo, server: ServerInfo, loads: Loads) -> Group:
-    """A line about the cluster and a table of its nodes."""
+    """A line about the cluster, a table of its nodes and one of their KV caches."""
     line = (
         f"[bold]{escape(model.served_model_name)}[/] ({escape(model.architecture)}, {model.max_model_len} tokens), "
         f"{loads.num_live_requests} live requests, up {server.uptime_s:.0f} s"
     )
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    for title in ("node", "role", "state"):
-        table.add_column(title)
-    for title in ("running", "waiting", "free blocks", "step ms", "MiB"):
-        table.add_column(title, justify="right")
+    nodes = sorted(loads.nodes, key=lambda load: (load.role != "prefill", load.name))
+    if not nodes:
+        return Group(line, "no node is attached")
+    return Group(line, _node_table(nodes, server), "", _cache_table(nodes))
+
+
+def _node_table(nodes: list[NodeLoad], server: ServerInfo) -> Table:
+    """What each node does, and the memory of its ranks when there are several."""
+    table = _status_table("node", "role", "state", numbers=("running", "waiting", "step ms", "TP", "MiB"))
     table.add_column("attention")
     infos = {node.name: node for node in server.nodes}
-    for load in sorted(loads.nodes, key=lambda load: (load.role != "prefill", load.name)):
+    for load in nodes:
         table.add_row(*_node_row(load, infos.get(load.name)))
-    return Group(line, table if loads.nodes else "no node is attached")
+        for rank in load.ranks if len(load.ranks) > 1 else ():
+            memory = f"KV pool {size_of(rank.kv_pool_bytes)}, weights {size_of(rank.weight_bytes)}"
+            table.add_row(f"  rank {rank.rank}", *[""] * 6, f"{rank.rss_bytes / MIB:.0f}", memory)
+    return table
 
 
 def _node_row(load: NodeLoad, info: NodeInfo | None) -> tuple[str, ...]:
+    engine = info.engine if info is not None else {}
     return (
         escape(load.name),
         load.role,
         f"[{'green' if load.state == 'ready' else 'yellow'}]{load.state}[/]",
         str(load.num_running),
         str(load.num_waiting),
-        f"{load.num_blocks_free}/{load.num_blocks}",
         f"{load.step_s * 1e3:.1f}",
+        escape(engine.get("tp_size", "")) or str(max(1, len(load.ranks))),
         f"{load.rss_bytes / MIB:.0f}",
-        escape(info.engine.get("attention", "")) if info is not None else "",
+        escape(engine.get("attention", "")),
     )
+
+
+def _cache_table(nodes: list[NodeLoad]) -> Table:
+    """What became of each node's KV. Cached blocks are free ones that may be reused; the share is that of the prompt
+    tokens whose KV was there already."""
+    numbers = ("blocks used", "blocks cached", "tokens cached", "KV moved", "failed transfers")
+    table = _status_table("node", numbers=numbers)
+    for load in nodes:
+        share = f"{load.num_cached_tokens / load.num_prompt_tokens:.0%}" if load.num_prompt_tokens else "-"
+        table.add_row(
+            escape(load.name),
+            f"{load.num_blocks - load.num_blocks_free}/{load.num_blocks}",
+            str(load.num_blocks_cached),
+            share,
+            size_of(load.num_kv_bytes),
+            str(load.num_transfers_failed),
+        )
+    return table
+
+
+def _status_table(*words: str, numbers: tuple[str, ...]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    for title in words:
+        table.add_column(title)
+    for title in numbers:
+        table.add_column(title, justify="right")
+    return table
+
+
+def size_of(num_bytes: int) -> str:
+    """The bytes in the largest unit of which there is at least one."""
+    for unit, unit_bytes in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if num_bytes >= unit_bytes:
+            return f"{num_bytes / unit_bytes:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+def _savings(completion: Completion) -> list[str]:
+    """A line about cached tokens and moved KV, or nothing when there was neither."""
+    parts = []
+    if completion.cached_tokens:
+        parts.append(f"{completion.prompt_tokens} prompt tokens, {completion.cached_tokens} of them cached")
+    if completion.kv_bytes or completion.kv_bytes_saved:
+        saved = f", {size_of(completion.kv_bytes_saved)} saved" if completion.kv_bytes_saved else ""
+        parts.append(f"{size_of(completion.kv_bytes)} of KV sent{saved}")
+    return [f"  {' · '.join(parts)}"] if parts else []
 
 
 def _where(timeline: Timeline, field: str) -> str:

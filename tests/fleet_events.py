@@ -1,14 +1,18 @@
 """Events as nodes send them, for tests of the coordinator."""
 
+import hashlib
+import struct
+
 from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION
 
 STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
 
+BLOCK_SIZE = 16
 MODEL = {"architecture": "FakeForCausalLM", "vocab_size": "260"}
 
 
-def hello(name, role, *, incarnation="1", num_blocks=100, max_model_len=1000, **fingerprint):
+def hello(name, role, *, incarnation="1", num_blocks=100, max_model_len=1000, tp_size=0, **fingerprint):
     info = inference_pb2.NodeInfo(
         name=name,
         role=role,
@@ -16,12 +20,14 @@ def hello(name, role, *, incarnation="1", num_blocks=100, max_model_len=1000, **
         fingerprint={"protocol_version": PROTOCOL_VERSION, **MODEL, **fingerprint},
     )
     return fleet_pb2.NodeEvent(
-        hello=fleet_pb2.Hello(node=info, num_blocks=num_blocks, block_size=16, max_model_len=max_model_len)
+        hello=fleet_pb2.Hello(
+            node=info, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=max_model_len, tp_size=tp_size
+        )
     )
 
 
-def heartbeat(state="ready", step_age_s=0.0):
-    load = inference_pb2.NodeLoad(state=state)
+def heartbeat(state="ready", step_age_s=0.0, **load):
+    load = inference_pb2.NodeLoad(state=state, **load)
     return fleet_pb2.NodeEvent(heartbeat=fleet_pb2.Heartbeat(load=load, step_age_s=step_age_s))
 
 
@@ -31,8 +37,10 @@ def sampled(attempt, index, token_id, finish_reason=0, **logprobs):
     )
 
 
-def first_token(token, prefill_s=0.0):
-    event = fleet_pb2.FirstToken(attempt=token.attempt, token=token, prefill_s=prefill_s)
+def first_token(token, prefill_s=0.0, num_cached_tokens=0):
+    event = fleet_pb2.FirstToken(
+        attempt=token.attempt, token=token, prefill_s=prefill_s, num_cached_tokens=num_cached_tokens
+    )
     return fleet_pb2.NodeEvent(first_token=event)
 
 
@@ -44,8 +52,9 @@ def reserved(attempt, ticket=b"ticket"):
     return fleet_pb2.NodeEvent(reserved=fleet_pb2.Reserved(attempt=attempt, ticket=ticket))
 
 
-def committed(attempt):
-    return fleet_pb2.NodeEvent(committed=fleet_pb2.Committed(attempt=attempt))
+def committed(attempt, num_bytes=0, num_bytes_saved=0):
+    event = fleet_pb2.Committed(attempt=attempt, num_bytes=num_bytes, num_bytes_saved=num_bytes_saved)
+    return fleet_pb2.NodeEvent(committed=event)
 
 
 def transferred(attempt):
@@ -58,3 +67,22 @@ def failed(attempt, reason, message="what happened"):
 
 def cancelled(attempt):
     return fleet_pb2.NodeEvent(cancelled=fleet_pb2.Cancelled(attempt=attempt))
+
+
+def cache_changed(stored=(), removed=()):
+    return fleet_pb2.NodeEvent(cache_changed=fleet_pb2.CacheChanged(stored=stored, removed=removed))
+
+
+def block_hints(token_ids, cache_salt="", **fingerprint):
+    """The hints of the full blocks of a prompt on nodes of `hello`, worked out from the description of the names."""
+    texts = [cache_salt]
+    for key, value in sorted({**MODEL, **fingerprint}.items()):
+        texts += [key, value]
+    root = b"splitserve: root of block names" + b"\0"
+    name = hashlib.sha256(root + b"".join(struct.pack("<Q", len(text.encode())) + text.encode() for text in texts))
+    hints = []
+    for start in range(0, len(token_ids) - BLOCK_SIZE + 1, BLOCK_SIZE):
+        block = b"".join(token_id.to_bytes(4, "little") for token_id in token_ids[start : start + BLOCK_SIZE])
+        name = hashlib.sha256(name.digest() + block)
+        hints.append(struct.unpack("<Q", name.digest()[:8])[0])
+    return hints

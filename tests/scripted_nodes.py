@@ -87,6 +87,7 @@ class Cluster:
         self.channel = channel
         self.stub = inference_pb2_grpc.InferenceStub(channel)
         self.nodes = {}
+        self.num_reports = 0
 
     async def attach(self, name, **hello):
         role = "prefill" if name.startswith("p") else "decode"
@@ -95,9 +96,12 @@ class Cluster:
         self.nodes[name] = node
         return node
 
-    def generate(self, prompt="hello", *, request_id="r", timeout=DEADLINE_S, **params):
+    def generate(self, prompt="hello", *, request_id="r", cache_salt="", timeout=DEADLINE_S, **params):
         request = inference_pb2.GenerateRequest(
-            request_id=request_id, text=prompt, sampling_params=inference_pb2.SamplingParams(**params)
+            request_id=request_id,
+            text=prompt,
+            cache_salt=cache_salt,
+            sampling_params=inference_pb2.SamplingParams(**params),
         )
         return self.stub.Generate(request, timeout=timeout)
 
@@ -106,6 +110,14 @@ class Cluster:
         async with asyncio.timeout(DEADLINE_S):
             while not condition(await self.stub.GetLoads(inference_pb2.GetLoadsRequest())):
                 await asyncio.sleep(0.01)
+
+    async def report_blocks(self, name, stored=(), removed=()):
+        """The node tells of blocks; returns when the coordinator has heard it."""
+        await self.nodes[name].send(events.cache_changed(stored, removed))
+        self.num_reports += 1
+        mark = self.num_reports
+        await self.nodes[name].send(events.heartbeat(num_steps=mark))
+        await self.until_loads(lambda loads: any(load.num_steps == mark for load in loads.nodes))
 
     async def until_nothing_is_live(self):
         await self.until_loads(lambda loads: loads.num_live_requests == 0)
@@ -155,14 +167,15 @@ async def begin(c):
     return job.attempt, job
 
 
-async def hand_over(c, attempt, text="a", index=0):
+async def hand_over(c, attempt, text="a", index=0, *, num_cached_tokens=0, **num_bytes):
     """First token, ticket and commit of an attempt on p0 and d0."""
     p0, d0 = c.nodes["p0"], c.nodes["d0"]
-    await p0.send(events.first_token(events.sampled(attempt, index, ord(text))))
+    token = events.sampled(attempt, index, ord(text))
+    await p0.send(events.first_token(token, num_cached_tokens=num_cached_tokens))
     await d0.send(events.reserved(attempt, b"t" * 40))
     deliver = await p0.command("deliver")
     assert (deliver.attempt, deliver.ticket) == (attempt, b"t" * 40)
-    await d0.send(events.committed(attempt))
+    await d0.send(events.committed(attempt, **num_bytes))
     await p0.send(events.transferred(attempt))
 
 

@@ -16,6 +16,7 @@ from protos import inference_pb2, inference_pb2_grpc
 
 SERVICE = "splitserve.v1.Inference"
 STOP_S = 10.0
+MIB = 2**20
 
 
 def chunk(text, first_token_index=0, token_ids=(), **fields):
@@ -73,14 +74,26 @@ class Script(inference_pb2_grpc.InferenceServicer):
         return inference_pb2.GetModelInfoResponse(served_model_name="m", eos_token_ids=[2, 3], has_chat_template=True)
 
     def GetServerInfo(self, request, context):
-        node = inference_pb2.NodeInfo(name="p0", role="prefill", fingerprint={"dtype": "bfloat16"})
+        node = inference_pb2.NodeInfo(
+            name="p0", role="prefill", fingerprint={"dtype": "bfloat16"}, engine={"tp_size": "2"}
+        )
         return inference_pb2.GetServerInfoResponse(version="1", uptime_s=2.5, nodes=[node])
 
     def GetLoads(self, request, context):
-        node = inference_pb2.NodeLoad(
-            name="p0", role="prefill", state="ready", num_blocks=8, num_blocks_free=7, step_s=0.5
+        rank = inference_pb2.RankLoad
+        p0 = inference_pb2.NodeLoad(
+            name="p0", role="prefill", state="ready", num_blocks=8, num_blocks_free=7, num_blocks_cached=5, step_s=0.5,
+            rss_bytes=17 * MIB, num_prompt_tokens=80, num_cached_tokens=20, num_kv_bytes=3 * MIB // 2,
+            num_transfers_failed=4,
+            ranks=[
+                rank(rank=0, rss_bytes=9 * MIB, kv_pool_bytes=MIB, weight_bytes=3 * MIB),
+                rank(rank=1, rss_bytes=8 * MIB),
+            ],
+        )  # fmt: skip
+        d0 = inference_pb2.NodeLoad(
+            name="d0", role="decode", state="draining", num_blocks=6, num_blocks_free=6, ranks=[rank()]
         )
-        return inference_pb2.GetLoadsResponse(nodes=[node], num_live_requests=1)
+        return inference_pb2.GetLoadsResponse(nodes=[p0, d0], num_live_requests=1)
 
 
 @contextmanager

@@ -132,7 +132,7 @@ class Cluster:
         self.children: dict[str, Child] = {}
         # Not in `folder`: a socket's path may be no longer than 107 characters, and pytest's folders are deep.
         self._sockets = tempfile.TemporaryDirectory(prefix="splitserve-") if ipc else None
-        self._env = {"SPLITSERVE_FLEET_SECRET": FLEET_SECRET} | dict(env or {})
+        self.env = {"SPLITSERVE_FLEET_SECRET": FLEET_SECRET} | dict(env or {})
         self._coordinator_flags = {"heartbeat_s": HEARTBEAT_S} | dict(coordinator or {})
         self._node_flags = {"block_size": 8} | dict(node or {})
         self._role_flags = {"prefill": dict(prefill or {}), "decode": dict(decode or {})}
@@ -184,7 +184,7 @@ class Cluster:
         return self.children[name]
 
     def _spawn(self, name: str, module: str, model: Path, flags: Flags) -> Child:
-        child = Child(name, module, str(model), flags=flags, log=self.folder / f"{name}.log", env=self._env)
+        child = Child(name, module, str(model), flags=flags, log=self.folder / f"{name}.log", env=self.env)
         self._everyone.append(child)
         return child
 
@@ -260,7 +260,7 @@ class Cluster:
 
     @property
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        key = self._env.get("SPLITSERVE_API_KEY")
+        key = self.env.get("SPLITSERVE_API_KEY")
         return (("authorization", f"Bearer {key}"),) if key else ()
 
     def is_serving(self) -> bool:

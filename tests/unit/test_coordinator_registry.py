@@ -1,9 +1,8 @@
-"""Registry, router and timeline: pure parts, by example."""
+"""Registry and timeline: pure parts, by example."""
 
 import pytest
 
 from coordinator.registry import Registry
-from coordinator.router import choose
 from coordinator.timeline import Phase, Timeline
 from engine.errors import RequestError
 from protos import fleet_pb2, inference_pb2
@@ -43,7 +42,7 @@ def test_a_different_fingerprint_is_refused_with_both_values_and_names(registry)
 
 @pytest.mark.parametrize(
     ("fact", "difference"),
-    [("protocol_version", "protocol_version is 0 and 1"), ("vocab_size", "vocab_size is 0 and 260")],
+    [("protocol_version", "protocol_version is 0 and 2"), ("vocab_size", "vocab_size is 0 and 260")],
 )
 def test_the_first_node_must_fit_the_coordinator(registry, fact, difference):
     with pytest.raises(RequestError, match=f"node d0 and the coordinator differ: {difference}") as error:
@@ -101,58 +100,32 @@ def test_a_coordinator_that_slept_blames_nobody(registry):
     assert len(registry.expired(103.5)) == 1
 
 
-def fleet(registry, **loads):
-    """Decode nodes by name with (assigned tokens, pool blocks)."""
-    for name, (tokens, num_blocks) in loads.items():
-        node = registry.admit(hello(name, num_blocks=num_blocks), 0.0)
-        node.assigned["r"] = tokens
-    return registry
+def test_a_node_without_a_tp_size_has_one_rank(registry):
+    assert registry.admit(hello("d0"), 0.0).tp_size == 1
+    assert registry.admit(hello("d1", tp_size=64), 0.0).tp_size == 64
+    with pytest.raises(RequestError, match="tp_size of node d2 is 65, the limit is 64") as error:
+        registry.admit(hello("d2", tp_size=65), 0.0)
+    assert error.value.reason == "BAD_PARAM"
 
 
-@pytest.mark.parametrize(
-    ("loads", "num_tokens", "chosen"),
-    [
-        ({"a": (10, 10), "b": (5, 10)}, 1, "b"),
-        ({"a": (10, 10), "b": (10, 10)}, 1, "a"),  # a tie goes by name
-        ({"a": (10, 10), "b": (15, 100)}, 1, "b"),  # relative to the pool
-        ({"a": (0, 10), "b": (160, 100)}, 161, "b"),  # only one is large enough
-    ],
-)
-def test_the_least_loaded_fitting_node_is_chosen(registry, loads, num_tokens, chosen):
-    assert choose(fleet(registry, **loads).nodes, "decode", num_tokens).name == chosen
+def cache_changed(*args, **kwargs):
+    return events.cache_changed(*args, **kwargs).cache_changed
 
 
-def test_prefill_nodes_compare_by_tokens_alone(registry):
-    for name, tokens, num_blocks in (("p0", 40, 100), ("p1", 30, 10)):
-        registry.admit(hello(name, "prefill", num_blocks=num_blocks), 0.0).assigned["r"] = tokens
-    assert choose(registry.nodes, "prefill", 1).name == "p1"
+def test_a_node_holds_what_it_stored_and_did_not_remove(registry):
+    node = registry.admit(hello("d0"), 0.0)
+    assert registry.cache_changed(node, cache_changed([1, 2**64 - 1, 1])) == 0
+    assert registry.cache_changed(node, cache_changed([3], removed=[1, 7])) == 0
+    assert node.hints == {3, 2**64 - 1}
+    assert registry.admit(hello("d0", incarnation="2"), 1.0).hints == set()  # a new attachment has told nothing yet
 
 
-def test_avoided_nodes_come_last_and_draining_ones_not_at_all(registry):
-    a, b = fleet(registry, a=(0, 10), b=(100, 10)).nodes
-    assert choose([a, b], "decode", 1, avoid=(a,)) is b
-    assert choose([a], "decode", 1, avoid=(a,)) is a
-    registry.heartbeat(b, heartbeat("draining"), 1.0)
-    assert choose([a, b], "decode", 1, avoid=(a,)) is a
-
-
-@pytest.mark.parametrize(
-    ("role", "reason", "message"),
-    [
-        ("prefill", "NO_PREFILL_WORKER", "no prefill node is ready"),
-        ("decode", "NO_DECODE_WORKER", "no decode node can hold 161 tokens"),
-    ],
-)
-def test_no_node_is_an_error_of_its_own(registry, role, reason, message):
-    with pytest.raises(RequestError, match=message) as error:
-        choose(fleet(registry, a=(0, 10)).nodes, role, 161)
-    assert error.value.reason == reason
-
-
-def test_a_request_longer_than_a_node_allows_does_not_fit(registry):
-    registry.admit(hello("d0", max_model_len=100), 0.0)
-    with pytest.raises(RequestError, match="can hold 101"):
-        choose(registry.nodes, "decode", 101)
+def test_a_node_holds_no_more_than_its_blocks(registry):
+    node = registry.admit(hello("d0", num_blocks=3), 0.0)
+    assert registry.cache_changed(node, cache_changed([1, 2, 2, 3, 4, 5])) == 2
+    assert node.hints == {1, 2, 3}
+    assert registry.cache_changed(node, cache_changed([6, 3], removed=[1])) == 0  # what goes makes room first
+    assert node.hints == {2, 3, 6}
 
 
 def test_phases_are_dated_back_but_never_before_the_last():

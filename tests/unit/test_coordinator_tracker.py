@@ -2,68 +2,12 @@
 
 import pytest
 
-from coordinator.instructions import Emit, End, Send
-from coordinator.registry import Registry
 from coordinator.releases import RESEND_S
-from coordinator.tracker import MAX_EARLY_TOKENS, Tracker
+from coordinator.tracker import MAX_EARLY_TOKENS
 from engine.errors import RequestError
-from engine.requests import SamplingParams
 from protos import fleet_pb2, inference_pb2
 from tests import fleet_events as events
-
-PROMPT = [7, 8, 9]
-
-
-class World:
-    """A tracker with nodes p0, p1, d0 and d1. Every call returns its instructions in short: see `short`."""
-
-    def __init__(self, nodes=("p0", "p1", "d0", "d1"), **settings):
-        self.registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
-        for name in nodes:
-            self.attach(name)
-        self.tracker = Tracker(self.registry, **{"first_epoch": 0, "max_live": 10, "max_restarts": 1, **settings})
-        self.outcome = None
-        self.jobs = []
-
-    def attach(self, name):
-        return self.registry.admit(events.hello(name, "prefill" if name[0] == "p" else "decode").hello, 0.0)
-
-    def submit(self, request_id="r/0", max_tokens=5, now=0.0):
-        sampling = SamplingParams(max_tokens=max_tokens)
-        return self.short(self.tracker.submit(request_id, PROMPT, sampling, arrived_s=now, deadline_s=now + 100.0))
-
-    def tell(self, name, event, now=0.0):
-        return self.short(self.tracker.handle(self.registry.find(name), event, now))
-
-    def lose(self, name, now=0.0):
-        node = self.registry.find(name)
-        self.registry.lose(node)
-        return self.short(self.tracker.lose(node, now))
-
-    def short(self, instructions):
-        return [self._short(instruction) for instruction in instructions]
-
-    def _short(self, instruction):
-        match instruction:
-            case Send(node, command):
-                kind = command.WhichOneof("command")
-                body = getattr(command, kind)
-                self.jobs += [body.job] if kind in ("reserve", "prefill") else []
-                self.attempt = body.job.attempt if kind in ("reserve", "prefill") else body.attempt
-                return f"{kind} {node.name}"
-            case Emit(_, tokens):
-                return "emit " + " ".join(f"{token.index}:{token.token_id}" for token in tokens)
-            case End(_, outcome):
-                self.outcome = outcome
-                return f"end {outcome.reason}" if isinstance(outcome, RequestError) else "end complete"
-
-    def first(self, attempt, index=0, finish_reason=0, now=0.0, prefill_s=0.0):
-        token = events.sampled(attempt, index, 100 + index, finish_reason)
-        return self.tell("p0", events.first_token(token, prefill_s), now)
-
-    def step(self, attempt, index, finish_reason=0, now=0.0, node="d0", step_s=0.0):
-        token = events.sampled(attempt, index, 100 + index, finish_reason)
-        return self.tell(node, events.step_tokens(token, step_s=step_s), now)
+from tests.unit.tracker_kit import PROMPT, World
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.instructions import Emit, End, Send
+from coordinator.prompts import Prompt
 from coordinator.registry import Registry
 from coordinator.releases import RESEND_S
 from coordinator.tracker import Tracker
@@ -133,7 +134,7 @@ class World:
         sampling = SamplingParams(max_tokens=max_tokens)
         try:
             instructions = self.tracker.submit(
-                request_id, [1, 2], sampling, arrived_s=self.now, deadline_s=self.now + 60
+                request_id, Prompt([1, 2]), sampling, arrived_s=self.now, deadline_s=self.now + 60
             )
         except RequestError:
             return

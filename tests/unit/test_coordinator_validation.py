@@ -42,6 +42,7 @@ def refusal(function, *arguments):
         ("request_id", "must match", {"request_id": "a/b"}),
         ("request_id", "must match", {"request_id": "x" * 129}),
         ("request_id", "must match", {"request_id": "é"}),
+        ("cache_salt", "has 257 characters, the limit is 256", {"cache_salt": "é" * 257}),
         ("text", "is empty", {"text": ""}),
         ("tokenized.input_ids", "is empty", {"tokenized": inference_pb2.TokenizedInput()}),
         ("chat.messages", "is empty", {"chat": inference_pb2.ChatInput()}),
@@ -58,6 +59,13 @@ def test_bad_input_is_refused(field, message, changes):
     error = refusal(check_input, request(**changes), LIMITS)
     assert (error.reason, error.metadata["field"]) == ("BAD_PARAM", field)
     assert message in str(error)
+
+
+def test_a_salt_is_part_of_the_plan():
+    salted = request(cache_salt="é" * 256)
+    check_input(salted, LIMITS)
+    assert plan_answers(salted, [1], LIMITS).cache_salt == "é" * 256
+    assert plan().cache_salt == ""
 
 
 def test_a_request_without_input_is_refused():

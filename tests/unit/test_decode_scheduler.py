@@ -1,4 +1,4 @@
-"""The decode scheduler: credit, batches, preemption; progress and conservation as properties."""
+"""The decode scheduler: credit, batches, preemption, reuse; progress and conservation as properties."""
 
 import pytest
 from hypothesis import given, settings
@@ -9,21 +9,25 @@ from engine.blocks import BlockAllocator
 from engine.errors import RequestError
 from engine.layout import KVLayout
 from engine.requests import FinishReason, Request, SampledToken, SamplingParams
+from tests.toy_kv import FINGERPRINT
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
 EOS = 1000
 
 
-def make_request(name: str, num_tokens: int, max_tokens: int = 8) -> Request:
-    return Request(name, 1, list(range(num_tokens)), num_tokens, SamplingParams(max_tokens=max_tokens))
+def make_request(name: str, num_tokens: int, max_tokens: int = 8, salt: str | None = None) -> Request:
+    """All begin alike, and have nothing to share unless they are given the same salt."""
+    salt = name if salt is None else salt
+    return Request(name, 1, list(range(num_tokens)), num_tokens, SamplingParams(max_tokens=max_tokens), salt)
 
 
-def make_scheduler(num_blocks=16, max_num_seqs=8, budget=64, max_num_queued=100):
-    allocator = BlockAllocator(num_blocks)
+def make_scheduler(num_blocks=16, max_num_seqs=8, budget=64, max_num_queued=100, caching=True):
+    allocator = BlockAllocator(num_blocks, caching=caching)
     scheduler = DecodeScheduler(
         allocator,
         LAYOUT,
         (EOS,),
+        fingerprint=FINGERPRINT,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         max_num_queued=max_num_queued,
@@ -106,7 +110,7 @@ def test_answers_end_by_eos_and_by_length():
 
 
 def test_the_youngest_is_preempted_computes_again_in_chunks_and_goes_on():
-    scheduler, allocator = make_scheduler(num_blocks=7, budget=4)
+    scheduler, allocator = make_scheduler(num_blocks=7, budget=4, caching=False)
     old = start(scheduler, make_request("old", 7, max_tokens=12))  # 2 blocks
     young = start(scheduler, make_request("young", 7, max_tokens=9))  # 2 blocks
     rest = allocator.allocate(3)  # somebody else's
@@ -160,6 +164,110 @@ def test_refusals_name_the_limit_and_the_value():
     with pytest.raises(RequestError, match="holds its 1 requests") as caught:
         scheduler.reserve(make_request("one too many", 4), now=0.0)
     assert caught.value.reason == "QUEUE_FULL"
+
+
+def test_credit_starts_with_the_blocks_that_the_pool_holds():
+    scheduler, allocator = make_scheduler(num_blocks=16)
+    first = start(scheduler, make_request("first", 8, salt="s"))
+    assert first.num_cached_blocks == 0
+    scheduler.reserve(make_request("second", 11, salt="s"), now=0.0)
+    scheduler.reserve(make_request("other", 11, salt="another"), now=0.0)
+    second, other = scheduler.grant()
+    assert (second.num_cached_blocks, other.num_cached_blocks) == (2, 0)
+    assert second.lease.block_ids[:2] == first.lease.block_ids[:2] == [0, 1]
+    assert allocator.num_free == 16 - 3 - 1 - 3
+    allocator.check_integrity()
+
+
+def test_a_whole_prompt_may_be_there_and_its_next_token_gets_a_block_of_its_own():
+    scheduler, allocator = make_scheduler()
+    start(scheduler, make_request("first", 8, salt="s"))
+    second = start(scheduler, make_request("second", 8, salt="s"))
+    assert second.num_cached_blocks == 2
+    assert (scheduler.num_prompt_tokens, scheduler.num_cached_tokens) == (8 + 8, 8)
+    works, _ = run_step(scheduler)
+    assert shares(works) == [("first", 8, 1), ("second", 8, 1)]
+    assert works[0].block_ids[:2] == works[1].block_ids[:2]
+    assert works[0].block_ids[2] != works[1].block_ids[2]
+    allocator.check_integrity()
+
+
+def test_what_is_granted_and_not_committed_is_nobody_elses():
+    scheduler, allocator = make_scheduler()
+    start(scheduler, make_request("first", 4, salt="s"))
+    for name in ("second", "third"):
+        scheduler.reserve(make_request(name, 12, salt="s"), now=0.0)
+    second, third = scheduler.grant()
+    assert (second.num_cached_blocks, third.num_cached_blocks) == (1, 1)
+    scheduler.remove(second)  # its transfer failed
+    assert allocator.num_cached == 0
+    scheduler.commit(third, first_token_id=5)
+    scheduler.reserve(make_request("fourth", 12, salt="s"), now=0.0)
+    (fourth,) = scheduler.grant()
+    assert fourth.num_cached_blocks == 3
+    allocator.check_integrity()
+
+
+def test_the_blocks_of_an_answer_stay_for_the_next_turn():
+    scheduler, allocator = make_scheduler()
+    reservation = start(scheduler, make_request("turn", 6, max_tokens=8, salt="s"))
+    while run_step(scheduler, token_id=7)[1][0].finish_reason is None:
+        pass
+    scheduler.remove(reservation)
+    assert allocator.num_cached == 3  # 14 tokens, the last of which has no KV
+    tokens = [*range(6), 5, 7, 7, 7, 7, 7, 7, 7, 8, 9]
+    scheduler.reserve(Request("next turn", 1, tokens, len(tokens), SamplingParams(max_tokens=2), "s"), now=0.0)
+    (granted,) = scheduler.grant()
+    assert granted.num_cached_blocks == 3
+
+
+def test_credit_counts_cached_blocks_that_nobody_uses_as_taken():
+    scheduler, allocator = make_scheduler(num_blocks=6)
+    scheduler.remove(start(scheduler, make_request("gone", 8, salt="s")))
+    assert (allocator.num_free, allocator.num_cached) == (6, 2)
+    start(scheduler, make_request("a", 8))  # 3 blocks
+    scheduler.reserve(make_request("b", 8, salt="s"), now=0.0)  # 3 more, 2 of them cached, would leave a none to grow
+    assert scheduler.grant() == []
+    scheduler, allocator = make_scheduler(num_blocks=6)
+    start(scheduler, make_request("a", 8, salt="s"))
+    scheduler.reserve(make_request("b", 8, salt="s"), now=0.0)  # 1 more, the others are in use anyway
+    assert names(scheduler.grant()) == ["b"]
+    assert allocator.num_free == 2
+
+
+def test_the_preempted_computes_only_what_was_taken_from_it():
+    scheduler, allocator = make_scheduler(num_blocks=8)
+    start(scheduler, make_request("old", 7, max_tokens=12))  # 2 blocks
+    young = start(scheduler, make_request("young", 11, max_tokens=9))  # 3 blocks
+    rest = allocator.allocate(3)  # somebody else's
+    run_step(scheduler)  # both fill their last block
+    works, _ = run_step(scheduler)  # the old one takes the youngest block of the preempted
+    assert shares(works) == [("old", 8, 1)]
+    assert young.state is State.PREEMPTED
+    assert allocator.num_cached == 2
+    rest.release()
+    works, _ = run_step(scheduler)
+    assert shares(works) == [("old", 9, 1), ("young", 8, 5)]
+    assert len(young.request.token_ids) == 14
+    allocator.check_integrity()
+
+
+def test_the_preempted_computes_its_last_token_again_whatever_is_there():
+    scheduler, _ = make_scheduler()
+    start(scheduler, make_request("old", 7, max_tokens=12, salt="s"))
+    run_step(scheduler)
+    young = start(scheduler, make_request("young", 7, max_tokens=9, salt="s"))
+    scheduler._preempt(young)  # all of its 8 known tokens are in blocks of the old one
+    works, answered = run_step(scheduler)
+    assert shares(works) == [("old", 8, 1), ("young", 4, 4)]
+    assert names(answer.reservation for answer in answered) == ["old", "young"]
+
+
+def test_without_caching_every_block_is_sent():
+    scheduler, allocator = make_scheduler(caching=False)
+    start(scheduler, make_request("first", 8, salt="s"))
+    assert start(scheduler, make_request("second", 8, salt="s")).num_cached_blocks == 0
+    assert allocator.take_changes() == ([], [])
 
 
 @settings(max_examples=300, deadline=None)

@@ -112,6 +112,31 @@ def test_the_timeline_is_a_table_and_a_bar_in_proportion(run):
     assert [bar.count(mark) for mark in "█▓▒"] == [30, 6, 24]
 
 
+@pytest.mark.parametrize(
+    ("figures", "line"),
+    [
+        ({}, None),
+        ({"cached_tokens": 32}, "44 prompt tokens, 32 of them cached"),
+        ({"kv_bytes": 1023}, "1023 B of KV sent"),
+        ({"kv_bytes_saved": 3 * 2**30}, "0 B of KV sent, 3.0 GiB saved"),
+        (
+            {"cached_tokens": 32, "kv_bytes": 1258291, "kv_bytes_saved": 838861},
+            "44 prompt tokens, 32 of them cached · 1.2 MiB of KV sent, 819.2 KiB saved",
+        ),
+    ],
+)
+def test_a_line_tells_what_was_cached_and_sent_if_anything_was(run, script, figures, line):
+    script.replies = [complete(prompt_tokens=44, timeline=TIMELINE, **figures)]
+    shown = [line.strip() for line in run("generate", "hi", "--timeline").stderr.splitlines()]
+    assert [text for text in shown if "cached" in text or "KV" in text] == ([line] if line else [])
+
+
+def test_a_salt_reaches_the_server(run, script):
+    run("generate", "hi", "--cache-salt", "tenant")
+    run("generate", "hi")
+    assert [request.cache_salt for request in script.requests] == ["tenant", ""]
+
+
 def test_several_answers_are_shown_one_after_the_other(run, script):
     other = chunk("Lyon", 0, [9])
     other.index = 1
@@ -137,10 +162,23 @@ def test_status_shows_nodes_and_load(run):
     result = run("status")
     assert result.exit_code == 0
     assert "1 live requests" in result.stdout
-    row = next(line for line in result.stdout.splitlines() if line.startswith("p0"))
-    assert row.split()[:2] == ["p0", "prefill"]
-    assert "7/8" in row
-    assert "500.0" in row
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert [row for row in rows if row[:1] == ["p0"]] == [
+        ["p0", "prefill", "ready", "0", "0", "500.0", "2", "17"],
+        ["p0", "1/8", "5", "25%", "1.5", "MiB", "4"],
+    ]
+    assert [row for row in rows if row[:1] == ["d0"]] == [
+        ["d0", "decode", "draining", "0", "0", "0.0", "1", "0"],
+        ["d0", "0/6", "0", "-", "0", "B", "0"],
+    ]
+
+
+def test_status_shows_the_memory_of_each_rank_where_there_are_several(run):
+    ranks = [line.split() for line in run("status").stdout.splitlines() if "rank" in line]
+    assert [" ".join(words) for words in ranks] == [
+        "rank 0 9 KV pool 1.0 MiB, weights 3.0 MiB",
+        "rank 1 8 KV pool 0 B, weights 0 B",
+    ]
 
 
 def test_chat_keeps_the_conversation(run, script):

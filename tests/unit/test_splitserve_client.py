@@ -65,7 +65,15 @@ def test_an_answer_becomes_typed_chunks(script, target, asked):
     script.replies = [
         chunk("Par", 0, [7], logprobs=logprobs),
         chunk("is", 1, [9, 10]),
-        complete(matched_stop_str=".", prompt_tokens=5, completion_tokens=3, cached_tokens=2, timeline=timeline),
+        complete(
+            matched_stop_str=".",
+            prompt_tokens=5,
+            completion_tokens=3,
+            cached_tokens=2,
+            timeline=timeline,
+            kv_bytes=2**40,
+            kv_bytes_saved=9,
+        ),
     ]
     first, second, last = asked(target)
     assert (first.text, first.token_ids, first.first_token_index, first.request_id) == ("Par", (7,), 0, "r1")
@@ -76,6 +84,7 @@ def test_an_answer_becomes_typed_chunks(script, target, asked):
     end = last.completion
     assert (end.finish_reason, end.matched_stop) == ("stop", ".")
     assert (end.prompt_tokens, end.completion_tokens, end.cached_tokens) == (5, 3, 2)
+    assert (end.kv_bytes, end.kv_bytes_saved) == (2**40, 9)
     assert (end.timeline.prefill_s, end.timeline.decode_node, end.timeline.num_restarts) == (1.5, "d0", 1)
 
 
@@ -115,6 +124,19 @@ def test_only_sampling_fields_that_were_given_are_sent(script, target, asked):
     assert request.sampling_params.HasField("temperature")
 
 
+def test_a_salt_is_sent_when_it_is_given(script, target, asked):
+    asked(target, cache_salt="tenant-é")
+    asked(target)
+    assert [request.cache_salt for request in script.requests] == ["tenant-é", ""]
+
+
+@pytest.mark.parametrize("salt", ["\ud800", 5])
+def test_a_salt_that_the_wire_cannot_carry_is_refused_at_once(salt):
+    with pytest.raises(Refused) as caught:
+        generate_request("hi", model="", request_id="", cache_salt=salt, sampling={})
+    assert caught.value.reason == "BAD_PARAM"
+
+
 def test_every_sampling_field_of_the_wire_can_be_given():
     assert set(Sampling.__annotations__) == set(inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 
@@ -124,6 +146,7 @@ def test_every_sampling_field_of_the_wire_can_be_given():
     [
         (answers.Timeline, inference_pb2.Timeline),
         (answers.NodeLoad, inference_pb2.NodeLoad),
+        (answers.RankLoad, inference_pb2.RankLoad),
         (answers.NodeInfo, inference_pb2.NodeInfo),
         (answers.ModelInfo, inference_pb2.GetModelInfoResponse),
         (answers.ServerInfo, inference_pb2.GetServerInfoResponse),
@@ -138,13 +161,13 @@ def test_answers_leave_no_wire_field_out(record, message):
 @pytest.mark.parametrize("prompt", ["\ud800", [-1], [2**32], ["a"], [{"role": "user", "text": "hi"}], [1.5]])
 def test_what_the_wire_cannot_carry_is_refused_at_once(prompt):
     with pytest.raises(Refused) as caught:
-        generate_request(prompt, model="", request_id="", sampling={})
+        generate_request(prompt, model="", request_id="", cache_salt="", sampling={})
     assert caught.value.reason == "BAD_PARAM"
 
 
 def test_an_unknown_sampling_field_is_a_type_error():
     with pytest.raises(TypeError, match="max_new_tokens"):
-        generate_request("hi", model="", request_id="", sampling={"max_new_tokens": 1})
+        generate_request("hi", model="", request_id="", cache_salt="", sampling={"max_new_tokens": 1})
 
 
 @pytest.mark.parametrize(
@@ -312,6 +335,10 @@ def test_the_short_calls(script, target):
     assert aborted == answers.Aborted(("a",), ("b",))
     assert (model.served_model_name, model.eos_token_ids, model.has_chat_template) == ("m", (2, 3), True)
     assert (server.uptime_s, server.nodes[0].fingerprint) == (2.5, {"dtype": "bfloat16"})
+    assert loads.nodes[0].ranks == (
+        answers.RankLoad(0, 9 * 2**20, 2**20, 3 * 2**20),
+        answers.RankLoad(1, 8 * 2**20, 0, 0),
+    )
     assert (loads.num_live_requests, loads.nodes[0].num_blocks_free, loads.nodes[0].step_s) == (1, 7, 0.5)
     assert healthy
 

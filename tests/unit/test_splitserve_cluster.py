@@ -5,11 +5,9 @@ from pathlib import Path
 
 import click
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from engine.flags import build, fields_of, settings_command
-from splitserve.cluster import PLANNED, ClusterSettings, Place, divide_cpus, plan_cluster, up_settings_class
+from splitserve.cluster import PLANNED, ClusterSettings, Place, plan_cluster, up_settings_class
 from splitserve.models import LocalModel
 from splitserve.rooms import COORDINATOR, DECODE, PREFILL, ROOMS, command_of, environment_of, flat, replaced
 
@@ -104,19 +102,24 @@ def test_settings_survive_the_way_through_a_command_line(monkeypatch):
     assert seen == [settings]
 
 
-@pytest.mark.parametrize(
-    ("cpus", "num_nodes", "shares"),
-    [([4, 5], 3, ["4", "5", "4"]), ([], 2, ["", ""]), ([0, 1, 2], 2, ["0,1", "2"]), ([7], 1, ["7"])],
-)
-def test_cpus_are_shared_only_when_there_are_too_few(cpus, num_nodes, shares):
-    assert divide_cpus(cpus, num_nodes) == shares
+def test_every_rank_has_a_share_of_the_cpus(monkeypatch):
+    """Four CPUs over three ranks of prefill and one of decode."""
+    settings = ClusterSettings(prefill_tp=3)
+    _, prefill, decode = plan_cluster(settings, {"tensor_parallel_size": 9}, MODEL, PLACE)
+    prefill_values = received(prefill, PREFILL, monkeypatch)
+    decode_values = received(decode, DECODE, monkeypatch)
+    assert (prefill_values["tensor_parallel_size"], prefill_values["cpus"]) == (3, "0,1,2")
+    assert (decode_values["tensor_parallel_size"], decode_values["cpus"]) == (1, "5")
 
 
-@given(cpus=st.lists(st.integers(0, 1023), unique=True, max_size=40).map(sorted), num_nodes=st.integers(1, 12))
-def test_shares_of_the_cpus_are_disjoint_complete_and_even(cpus, num_nodes):
-    shares = [[int(cpu) for cpu in share.split(",") if cpu] for share in divide_cpus(cpus, num_nodes)]
-    assert len(shares) == num_nodes
-    if len(cpus) >= num_nodes:
-        assert [cpu for share in shares for cpu in share] == cpus
-        sizes = [len(share) for share in shares]
-        assert max(sizes) - min(sizes) <= 1
+def test_ranks_share_cpus_where_there_are_too_few(monkeypatch):
+    place = Place(fleet_port=4000, socket_dir="/run/x", fleet_secret="s3cret", cpus=(3, 4))
+    _, prefill, decode = plan_cluster(ClusterSettings(prefill_tp=2, decode_tp=4), {}, MODEL, place)
+    assert set(received(prefill, PREFILL, monkeypatch)["cpus"].split(",")) == {"3", "4"}
+    assert set(received(decode, DECODE, monkeypatch)["cpus"].split(",")) == {"3", "4"}
+
+
+def test_the_data_plane_of_torch_dist_is_on_the_loopback(monkeypatch):
+    *_, decode = plan_cluster(ClusterSettings(), {"kv_transport": "torch_dist"}, MODEL, PLACE)
+    values = received(decode, DECODE, monkeypatch)
+    assert (values["kv_transport"], values["kv_bind"]) == ("torch_dist", "")

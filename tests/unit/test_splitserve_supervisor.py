@@ -158,7 +158,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path):
 
 
 def test_a_child_whose_launcher_is_gone_does_not_start():
-    command = [sys.executable, "-m", "splitserve.child", "1", sys.executable, "-c", "print('started')"]
+    command = [sys.executable, "-m", "protos.child", "1", sys.executable, "-c", "print('started')"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert (done.returncode, done.stdout) == (1, "")
 

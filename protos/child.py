@@ -1,4 +1,4 @@
-"""Becomes another program that dies with its parent: `python -m splitserve.child PARENT_PID PROGRAM [ARGUMENT ...]`.
+"""Becomes another program that dies with its parent: `python -m protos.child PARENT_PID PROGRAM [ARGUMENT ...]`.
 
 A wrapper program rather than a hook between fork and exec: the launcher has gRPC's threads, and forking Python
 code under threads may deadlock.

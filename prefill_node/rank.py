@@ -1,0 +1,72 @@
+"""What every rank of a prefill node does with the KV blocks that it computes: it sends its heads of them.
+
+Rank 0's node calls these methods on its own rank and, as commands, on the followers'; see prefill_node/ranks.py.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from engine.layout import KVLayout
+from engine.requests import OnLayer, Share
+from kv_transfer.errors import TransferError
+from kv_transfer.results import Sent, TransferFailed
+from kv_transfer.sender import KVSender, SendingTransfer
+from protos import reasons
+
+OnEnded = Callable[[int, Sent | TransferFailed], None]
+"""Takes an epoch and how the transfer has ended on this rank."""
+
+
+class PrefillRank:
+    """The transfers of one rank, by epoch. What is asked of one that has ended, or never was, does nothing."""
+
+    def __init__(self, layout: KVLayout, sender: KVSender, overlap_min_tokens: int, on_ended: OnEnded) -> None:
+        self._layout = layout
+        self._overlap_min_tokens = overlap_min_tokens
+        self._sender = sender
+        self._on_ended = on_ended
+        self._transfers: dict[int, SendingTransfer] = {}
+
+    def send(self, epoch: int, ticket: bytes) -> None:
+        """Begins a transfer; its end, also that of a ticket which cannot be used, is told by on_ended."""
+        try:
+            self._transfers[epoch] = self._sender.start(ticket, partial(self._ended, epoch))
+        except TransferError as error:
+            self._on_ended(epoch, TransferFailed(reasons.TRANSFER_FAILED, str(error)))
+
+    def on_layer(self, epochs: Sequence[int], shares: Sequence[Share]) -> OnLayer | None:
+        """What a step is to report to, so that the blocks of these shares leave while later layers are computed; None
+        where all of its prompts are so short that they had better leave at once."""
+        long = [each for each in zip(epochs, shares, strict=True) if not self._is_short_prompt(each[1])]
+        return partial(self._layers_ready, long) if long else None
+
+    def ready(self, epoch: int, block_ids: Sequence[int]) -> None:
+        """These leading blocks are final in all layers."""
+        if transfer := self._transfers.get(epoch):
+            transfer.blocks_ready(block_ids)
+
+    def finish(self, epoch: int, block_ids: Sequence[int], tail: bytes) -> None:
+        """These are all blocks, and they are final; `tail` is the first token, for the decode node."""
+        if transfer := self._transfers.get(epoch):
+            transfer.finish(block_ids, tail)
+
+    def cancel(self, epoch: int) -> None:
+        if transfer := self._transfers.get(epoch):
+            transfer.cancel()
+
+    def _is_short_prompt(self, share: Share) -> bool:
+        return share.samples and share.start + share.num_tokens < self._overlap_min_tokens
+
+    def _layers_ready(self, parts: Sequence[tuple[int, Share]], num_layers: int) -> None:
+        for epoch, share in parts:
+            if transfer := self._transfers.get(epoch):
+                transfer.blocks_ready(share.block_ids[: self._num_final_blocks(share)], num_layers)
+
+    def _num_final_blocks(self, share: Share) -> int:
+        """Blocks that no later chunk writes to: the full ones, and at the end of the prompt the last one too."""
+        num_tokens = share.start + share.num_tokens
+        return self._layout.num_blocks_for(num_tokens) if share.samples else num_tokens // self._layout.block_size
+
+    def _ended(self, epoch: int, result: Sent | TransferFailed) -> None:
+        del self._transfers[epoch]
+        self._on_ended(epoch, result)

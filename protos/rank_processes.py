@@ -1,0 +1,74 @@
+"""Which rank this process is, and the start of the others.
+
+The ranks of a node find each other as torchrun's do: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment.
+Where nobody has set them, the process is rank 0 and starts the followers itself, on this machine.
+"""
+
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+import threading
+from typing import Any, Final
+
+from engine.errors import SettingsError
+from engine.flags import to_argv
+from protos.ranks import die
+
+LOOPBACK: Final = "127.0.0.1"
+
+
+def started_rank() -> int | None:
+    """This process's rank, where whoever started it has said so."""
+    rank = os.environ.get("RANK")
+    if rank is not None and not rank.isdecimal():
+        raise SettingsError(f"RANK must be a number, not {rank!r:.20}")
+    return None if rank is None else int(rank)
+
+
+def check_world(tp_size: int) -> None:
+    """Raises SettingsError when the processes that were started together are not as many as the node's ranks."""
+    world_size = os.environ.get("WORLD_SIZE", str(tp_size))
+    if started_rank() is not None and world_size != str(tp_size):
+        raise SettingsError(f"--tensor-parallel-size is {tp_size}, and {world_size} processes were started together")
+
+
+def start_followers(package: str, settings: Any, name: str) -> None:
+    """Starts ranks 1, 2, ... of this node as `python -m package` with the same settings, and makes this process rank 0.
+
+    They die with this process, and it with any of them. Raises SettingsError.
+    """
+    settings = dataclasses.replace(settings, link=dataclasses.replace(settings.link, name=name))
+    tp_size = settings.engine.tensor_parallel_size
+    os.environ |= {
+        "WORLD_SIZE": str(tp_size),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(_free_port()),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    command = [sys.executable, "-m", "protos.child", str(os.getpid()), sys.executable, "-m", package]
+    for rank in range(1, tp_size):
+        try:
+            child = subprocess.Popen(
+                [*command, *to_argv(settings)],
+                env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+            )
+        except OSError as error:
+            raise SettingsError(f"rank {rank} cannot be started: {error.strerror}") from error
+        threading.Thread(target=_watch, args=(rank, child), daemon=True).start()
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
+
+
+def _watch(rank: int, child: "subprocess.Popen[bytes]") -> None:
+    """Ends this process when a follower ends badly."""
+    if returncode := child.wait():
+        die(f"rank {rank} has ended with code {returncode}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,212 @@
+"""How rank 0 of a node leads the others: it sends commands, they obey and report (protos/ranks.proto).
+
+The loss of any rank is the loss of the node: what the others hold is worth nothing without it, and the coordinator
+gives the node's requests to another one. So the loss ends the process at once, whatever its engine may be waiting for.
+"""
+
+import asyncio
+import hmac
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+import psutil
+
+from engine.errors import ModelError
+from engine.requests import Share, Work
+from protos import inference_pb2, ranks_pb2
+from protos.rank_stream import RankLost, RankStream, dial
+from protos.waiting import first_to_end
+
+logger = logging.getLogger(__name__)
+
+BEAT_S: Final = 1.0
+SILENCE_S: Final = 5.0  # of a follower's event loop, after which it counts as lost
+HELLO_DEADLINE_S: Final = 30.0
+SECRET_BYTES: Final = 16
+LOST_EXIT_CODE: Final = 3
+
+Exchange = Callable[[bytes], list[bytes]]
+"""Gives every rank what each of them has given: RankGroup.exchange of engine/parallel.py."""
+
+OnEvent = Callable[[int, ranks_pb2.RankEvent], None]
+"""Takes a follower's rank and what it reports."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where followers find rank 0, and the secret that they show there; passed on within the process group."""
+
+    host: str
+    port: int
+    secret: bytes
+
+    def encode(self) -> bytes:
+        return self.secret + self.port.to_bytes(2, "big") + self.host.encode()
+
+    @classmethod
+    def decode(cls, packed: bytes) -> "Meeting":
+        port, host = packed[SECRET_BYTES : SECRET_BYTES + 2], packed[SECRET_BYTES + 2 :]
+        return cls(host.decode(), int.from_bytes(port, "big"), packed[:SECRET_BYTES])
+
+
+class Followers:
+    """The other ranks of the node, as rank 0 sees them; none where the node is a single process."""
+
+    def __init__(self, num_followers: int) -> None:
+        self.kv_addresses: dict[int, str] = {}  # of each follower's data plane
+        self.loads: dict[int, inference_pb2.RankLoad] = {}
+        self.on_event: OnEvent | None = None
+        self._num_followers = num_followers
+        self.streams: dict[int, RankStream[ranks_pb2.RankEvent]] = {}
+        self._heard_at: dict[int, float] = {}
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._complete = asyncio.Event()
+
+    def __len__(self) -> int:
+        return self._num_followers
+
+    async def gather(self, exchange: Exchange) -> None:
+        """Opens a door, tells the followers where it is, and waits until all have come. Raises RankLost when they do
+        not."""
+        if not self._num_followers:
+            return
+        host = os.environ["MASTER_ADDR"]
+        server = await asyncio.start_server(self._welcome, host, 0)
+        try:
+            port: int = server.sockets[0].getsockname()[1]
+            exchange(Meeting(host, port, self._secret).encode())
+            async with asyncio.timeout(HELLO_DEADLINE_S):
+                await self._complete.wait()
+        except TimeoutError as error:
+            raise RankLost(f"{len(self.streams)} of {self._num_followers} followers came") from error
+        finally:
+            server.close()
+
+    def send(self, **command: Any) -> None:
+        """Sends one command, named by its oneof field, to every follower."""
+        for stream in self.streams.values():
+            stream.send(ranks_pb2.RankCommand(**command))
+
+    def announce(self, works: Sequence[Work]) -> None:
+        """Tells the followers what rank 0 computes next."""
+        if self.streams:
+            self.send(step=ranks_pb2.StepPlan(shares=[share_to_wire(work) for work in works]))
+
+    async def watch(self) -> None:
+        """Takes in what followers report, until one is lost: then this process dies."""
+        self._heard_at = dict.fromkeys(self.streams, time.monotonic())
+        try:
+            await first_to_end(self._watch_silence(), *(self._read(*each) for each in self.streams.items()))
+        except RankLost as error:
+            die(error)
+
+    def fail_step(self, error: Exception) -> None:
+        """A step has failed on rank 0. Unless all ranks have come to its end, the followers still wait for rank 0 in
+        the middle of it, and the node ends."""
+        if self.streams and not isinstance(error, ModelError):
+            die(error)
+
+    def stop(self) -> None:
+        """Lets every follower end its process."""
+        self.send(stop=ranks_pb2.Stop())
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        stream = RankStream(reader, writer, ranks_pb2.RankEvent)
+        try:
+            async with asyncio.timeout(HELLO_DEADLINE_S):
+                hello = (await stream.receive()).hello
+        except (RankLost, TimeoutError) as error:
+            logger.warning("a stranger at the door of rank 0: %s", error)
+            stream.close()
+            return
+        is_known = hmac.compare_digest(hello.secret, self._secret)
+        if not is_known or not 1 <= hello.rank <= self._num_followers or hello.rank in self.streams:
+            logger.warning("a stranger at the door of rank 0 was sent away")
+            stream.close()
+            return
+        self.streams[hello.rank] = stream
+        self.kv_addresses[hello.rank] = hello.kv_address
+        if len(self.streams) == self._num_followers:
+            self._complete.set()
+
+    async def _read(self, rank: int, stream: RankStream[ranks_pb2.RankEvent]) -> None:
+        assert self.on_event is not None
+        while True:
+            event = await stream.receive()
+            self._heard_at[rank] = time.monotonic()
+            if event.HasField("load"):
+                self.loads[rank] = event.load
+            else:
+                self.on_event(rank, event)
+
+    async def _watch_silence(self) -> None:
+        looked_at = time.monotonic()
+        while True:
+            await asyncio.sleep(BEAT_S)
+            now = time.monotonic()
+            if now - looked_at > SILENCE_S / 2:  # it was this process that slept
+                self._heard_at = dict.fromkeys(self._heard_at, now)
+            looked_at = now
+            for rank, heard_at in self._heard_at.items():
+                if now - heard_at > SILENCE_S:
+                    raise RankLost(f"rank {rank} has said nothing for {now - heard_at:.1f} s")
+
+
+class Leader:
+    """Rank 0, as a follower sees it."""
+
+    def __init__(self, stream: RankStream[ranks_pb2.RankCommand], load: inference_pb2.RankLoad) -> None:
+        self.stream = stream
+        self._load = load
+
+    @classmethod
+    async def join(cls, exchange: Exchange, kv_address: str, load: inference_pb2.RankLoad) -> "Leader":
+        """`load` tells rank, kv_pool_bytes and weight_bytes. Raises RankLost."""
+        meeting = Meeting.decode(exchange(b"")[0])
+        stream = await dial(meeting.host, meeting.port, ranks_pb2.RankCommand)
+        leader = cls(stream, load)
+        leader.send(hello=ranks_pb2.RankHello(rank=load.rank, secret=meeting.secret, kv_address=kv_address))
+        return leader
+
+    def send(self, **event: Any) -> None:
+        """Reports one event, named by its oneof field."""
+        self.stream.send(ranks_pb2.RankEvent(**event))
+
+    async def command(self) -> ranks_pb2.RankCommand:
+        """The next command. Raises RankLost."""
+        return await self.stream.receive()
+
+    async def beat(self) -> None:
+        """Shows that this process is alive, until cancelled."""
+        while True:
+            self._load.rss_bytes = psutil.Process().memory_info().rss
+            self.send(load=self._load)
+            await asyncio.sleep(BEAT_S)
+
+
+def die(why: object) -> NoReturn:
+    """Ends this process at once, with a line in the log. For the loss of a rank: an engine that waits for it in a
+    collective could not be waited for."""
+    logger.critical("this node has lost a rank and ends: %s", why)
+    logging.shutdown()
+    os._exit(LOST_EXIT_CODE)
+
+
+def share_to_wire(work: Work) -> ranks_pb2.Share:
+    share = work.share
+    return ranks_pb2.Share(
+        epoch=work.request.epoch,
+        token_ids=share.token_ids,
+        start=share.start,
+        block_ids=share.block_ids,
+        samples=share.samples,
+    )
+
+
+def share_from_wire(wire: ranks_pb2.Share) -> Share:
+    return Share(list(wire.token_ids), wire.start, list(wire.block_ids), wire.samples)

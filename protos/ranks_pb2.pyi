@@ -1,0 +1,128 @@
+from protos import inference_pb2 as _inference_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class RankCommand(_message.Message):
+    __slots__ = ("step", "grant", "send", "finish_send", "cancel_transfer", "stop")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    SEND_FIELD_NUMBER: _ClassVar[int]
+    FINISH_SEND_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    step: StepPlan
+    grant: Grant
+    send: Send
+    finish_send: FinishSend
+    cancel_transfer: CancelTransfer
+    stop: Stop
+    def __init__(self, step: _Optional[_Union[StepPlan, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., finish_send: _Optional[_Union[FinishSend, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
+
+class RankEvent(_message.Message):
+    __slots__ = ("hello", "load", "granted", "transfer_ended")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ENDED_FIELD_NUMBER: _ClassVar[int]
+    hello: RankHello
+    load: _inference_pb2.RankLoad
+    granted: Granted
+    transfer_ended: TransferEnded
+    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., load: _Optional[_Union[_inference_pb2.RankLoad, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., transfer_ended: _Optional[_Union[TransferEnded, _Mapping]] = ...) -> None: ...
+
+class StepPlan(_message.Message):
+    __slots__ = ("shares",)
+    SHARES_FIELD_NUMBER: _ClassVar[int]
+    shares: _containers.RepeatedCompositeFieldContainer[Share]
+    def __init__(self, shares: _Optional[_Iterable[_Union[Share, _Mapping]]] = ...) -> None: ...
+
+class Share(_message.Message):
+    __slots__ = ("epoch", "token_ids", "start", "block_ids", "samples")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    start: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    samples: bool
+    def __init__(self, epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., samples: _Optional[bool] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("epoch", "ticket", "block_ids")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    ticket: bytes
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., ticket: _Optional[bytes] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Send(_message.Message):
+    __slots__ = ("epoch", "ticket", "block_ids")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    ticket: bytes
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., ticket: _Optional[bytes] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class FinishSend(_message.Message):
+    __slots__ = ("epoch", "block_ids", "tail")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    TAIL_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    tail: bytes
+    def __init__(self, epoch: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., tail: _Optional[bytes] = ...) -> None: ...
+
+class CancelTransfer(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
+class Stop(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RankHello(_message.Message):
+    __slots__ = ("rank", "secret", "kv_address")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    KV_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    secret: bytes
+    kv_address: str
+    def __init__(self, rank: _Optional[int] = ..., secret: _Optional[bytes] = ..., kv_address: _Optional[str] = ...) -> None: ...
+
+class Granted(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
+class TransferEnded(_message.Message):
+    __slots__ = ("epoch", "ok", "num_bytes", "tail", "reason", "message")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    OK_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TAIL_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    ok: bool
+    num_bytes: int
+    tail: bytes
+    reason: str
+    message: str
+    def __init__(self, epoch: _Optional[int] = ..., ok: _Optional[bool] = ..., num_bytes: _Optional[int] = ..., tail: _Optional[bytes] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
