@@ -95,7 +95,10 @@ class _Link(ABC):
     def _join(self, stream: Stream) -> Pair:
         """The pair, which the other end makes as well, now or a little later."""
         if self._pair is None:
-            relay = lambda key, value: stream.write(Kind.KEY, pack_key(key, value))  # noqa: E731
+
+            def relay(key: str, value: bytes) -> None:
+                stream.write(Kind.KEY, pack_key(key, value))
+
             self._pair = Pair(self._rank, self._device, stream.local_ip, relay)
             self._tasks.create_task(self._watch(self._pair))
         return self._pair

@@ -65,7 +65,8 @@ class _Job:
 
 
 class Pair:
-    """One end of a pair. Made and used on the event loop, which its threads never block. Its caller bounds what is queued."""
+    """One end of a pair. Made and used on the event loop, which its threads never block. Its user bounds what waits in
+    it."""
 
     def __init__(self, rank: int, device: torch.device, local_ip: str, relay: Relay) -> None:
         """Begins to make the group, which takes the other end to do the same."""
