@@ -1,11 +1,8 @@
-"""Pools of tensors over torch.distributed: byte for byte, and whatever becomes of either process."""
+"""Pools of tensors over torch.distributed, byte for byte, and frames over the seam itself."""
 
 import asyncio
 import gc
-import os
 import random
-import signal
-import sys
 import threading
 from contextlib import asynccontextmanager
 
@@ -15,25 +12,21 @@ import torch
 import uvloop
 
 from kv_transfer.receiver import KVReceiver, Received
-from kv_transfer.sender import KVSender, Sent, TransferFailed
-from kv_transfer.transports import dist_stream, torch_dist
+from kv_transfer.sender import KVSender, Sent
+from kv_transfer.transports import torch_dist
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
-from tests.unit.torch_dist_kit import CPU, HostDialer, bytes_of, tensor_store
+from tests.unit.torch_dist_kit import CPU, bytes_of, tensor_store
 from tests.unit.transfer_kit import (
     BIG_LAYOUT,
     BIG_NUM_BLOCKS,
     LAYOUT,
     SMOLLM2,
-    ByteStore,
-    Once,
-    grant,
     run,
     transfer,
     until,
 )
 
 ANY_PORT = "dist://127.0.0.1:*"
-BIG_IDS = range(BIG_NUM_BLOCKS)
 
 
 @asynccontextmanager
@@ -58,24 +51,6 @@ async def check_transfer(sender, receiver, target, source, source_ids, target_id
 def held_by_this_process():
     process = psutil.Process()
     return threading.active_count(), process.num_threads(), process.num_fds()
-
-
-@asynccontextmanager
-async def peer_process(*arguments):
-    command = [sys.executable, "-m", "tests.unit.torch_dist_peer", *arguments]
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
-    process = await asyncio.create_subprocess_exec(*command, **pipes, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
-
-
-async def ticket_of(process):
-    process.stdin.write(b"\n")
-    return bytes.fromhex((await process.stdout.readline()).decode())
 
 
 # ---- undisturbed ----
@@ -117,7 +92,7 @@ def test_what_was_opened_is_closed_again():
         async with ends(source, *targets) as (sender, *receivers):
             for receiver, target in zip(receivers, targets, strict=True):
                 await check_transfer(sender, receiver, target, source, range(4), range(4))
-            assert threading.active_count() == before[0] + 6, "each end of each pair has a thread"
+            assert threading.active_count() == before[0] + 12, "each end of each pair has two threads"
             if receivers_first:
                 await receivers[0].close()
         await until(lambda: held_by_this_process() == before)
@@ -130,12 +105,15 @@ def test_only_the_address_that_was_bound_is_listened_on():
     """Neither the signalling nor the group opens a port to other networks."""
     source, target = tensor_store(LAYOUT, 4, seed=4), tensor_store(LAYOUT, 4)
 
+    def listening():
+        sockets = psutil.Process().net_connections()
+        return {socket.laddr for socket in sockets if socket.status == psutil.CONN_LISTEN}
+
     async def scenario():
+        before = listening()  # servers of earlier tests
         async with ends(source, target) as (sender, receiver):
             await check_transfer(sender, receiver, target, source, range(4), range(4))
-            sockets = psutil.Process().net_connections()
-            listening = {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
-            assert listening == {"127.0.0.1"}
+            assert {place.ip for place in listening() - before} == {"127.0.0.1"}
 
     run(scenario())
 
@@ -148,103 +126,7 @@ def test_connections_are_bounded_and_made_again(monkeypatch):
         async with ends(source, *targets) as (sender, *receivers):
             for receiver, target in zip(receivers * 2, targets * 2, strict=True):
                 await check_transfer(sender, receiver, target, source, range(4), range(4))
-            await until(lambda: threading.active_count() <= 1 + 2 * 2)
-
-    run(scenario())
-
-
-# ---- the other process ----
-
-
-def test_the_receiving_process_is_killed():
-    """While frames are on their way, which the sender must get back."""
-    source = tensor_store(BIG_LAYOUT, BIG_NUM_BLOCKS, seed=6)
-
-    async def scenario():
-        async with peer_process("receive", ANY_PORT) as process:
-            sender, sent = KVSender(TorchDistDialer(CPU), source, deadline_s=30.0), Once()
-            sending = sender.start(await ticket_of(process), sent)
-            sending.blocks_ready(BIG_IDS[:1])
-            await until(lambda: sender.num_messages)
-            process.send_signal(signal.SIGSTOP)
-            sending.finish(BIG_IDS, b"tail")
-            await asyncio.sleep(0.02)
-            assert not sent.is_done
-            process.kill()
-            assert (await sent.result()).message == "the receiver is gone"
-            await sender.close()
-            assert sender.num_open == 0
-
-    run(scenario())
-
-
-def test_the_receiving_process_hangs_and_comes_back(monkeypatch):
-    """The pair is dropped when nothing has moved for a while, which gives a cancelled transfer its frames back, and is
-    made again for the next transfer."""
-    source = ByteStore(BIG_LAYOUT, BIG_NUM_BLOCKS, seed=7)
-
-    async def scenario():
-        async with peer_process("receive", ANY_PORT) as process:
-            held, sent = [], Once()
-            sender = KVSender(HostDialer(), source, deadline_s=30.0)
-            first, second = await ticket_of(process), await ticket_of(process)
-            sending = sender.start(first, lambda result: (held.append(source.is_held), sent(result)))
-            sending.blocks_ready(BIG_IDS[:1])
-            await until(lambda: sender.num_messages)
-            monkeypatch.setattr(dist_stream, "TIMEOUT_S", 0.3)
-            process.send_signal(signal.SIGSTOP)
-            sending.finish(BIG_IDS, b"tail")
-            await asyncio.sleep(0.1)
-            assert source.is_held
-            sending.cancel()
-            assert "cancelled" in (await sent.result()).message
-            assert held == [False]
-            monkeypatch.undo()
-            process.send_signal(signal.SIGCONT)
-            sent = Once()
-            sender.start(second, sent).finish(BIG_IDS, b"tail")
-            assert isinstance(await sent.result(), Sent)
-            while await process.stdout.readline() != b"Received\n":
-                assert not process.stdout.at_eof()
-            await sender.close()
-            assert not source.is_held
-
-    run(scenario())
-
-
-def test_the_sending_process_is_killed_and_another_takes_its_place():
-    target = tensor_store(BIG_LAYOUT, BIG_NUM_BLOCKS)
-
-    async def scenario():
-        receiver = KVReceiver(TorchDistListener(ANY_PORT, CPU), target)
-        for num_killed in range(2):
-            received = Once()
-            ticket = grant(receiver, BIG_IDS, received)
-            num_bytes = receiver.num_bytes
-            async with peer_process("send", ticket.encode().hex()):
-                await until(lambda num_bytes=num_bytes: receiver.num_bytes > num_bytes)
-            receiver.cancel(ticket.epoch)
-            assert isinstance(await received.result(), TransferFailed), num_killed
-        frozen = bytes_of(target, BIG_IDS)
-        await asyncio.sleep(0.02)
-        assert bytes_of(target, BIG_IDS) == frozen
-        await receiver.close()
-
-    run(scenario())
-
-
-def test_a_process_that_closes_nothing_ends_cleanly():
-    """Groups that are in use when the interpreter ends do not abort it."""
-    target = tensor_store(BIG_LAYOUT, BIG_NUM_BLOCKS)
-
-    async def scenario():
-        receiver = KVReceiver(TorchDistListener(ANY_PORT, CPU), target)
-        ticket = grant(receiver, BIG_IDS, Once())
-        async with peer_process("leave", ticket.encode().hex()) as process:
-            _, errors = await process.communicate()
-            assert process.returncode == 0
-            assert b"terminate" not in errors
-        await receiver.close()
+            await until(lambda: threading.active_count() <= 1 + 2 * 4)
 
     run(scenario())
 
