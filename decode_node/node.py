@@ -90,7 +90,6 @@ class DecodeNode:
         self._incarnation = new_incarnation()
         self._engine = engine
         self._fingerprint = {**engine.fingerprint, "kv_transport": settings.kv_transport}
-        self._receiver = receiver
         self._followers = followers
         self._ranks = DecodeRanks(receiver, followers, self._granted, self._received)
         self._link = link
@@ -109,6 +108,8 @@ class DecodeNode:
         self._work = asyncio.Event()
         self._attempts: Attempts[Attempt] = Attempts(link.send, self._released)
         self._receiving: dict[int, Attempt] = {}  # by epoch
+        self._num_kv_bytes = 0  # received, over all ranks
+        self._num_transfers_failed = 0
         self._draining = False
 
     # ---- the link's view ----
@@ -133,8 +134,8 @@ class DecodeNode:
         load.num_preemptions = self._scheduler.num_preemptions
         load.num_prompt_tokens = self._scheduler.num_prompt_tokens
         load.num_cached_tokens = self._scheduler.num_cached_tokens
-        load.num_kv_bytes = self._receiver.num_bytes
-        load.num_transfers_failed = self._receiver.num_failed
+        load.num_kv_bytes = self._num_kv_bytes
+        load.num_transfers_failed = self._num_transfers_failed
         own = rank_load(0, kv_pool_bytes=self._engine.kv_pool_bytes, weight_bytes=self._engine.weight_bytes)
         load.ranks.extend(rank_loads(own, self._followers))
         return fleet_pb2.Heartbeat(load=load, step_age_s=self._stepper.step_age_s)
@@ -223,6 +224,10 @@ class DecodeNode:
     def _received(self, epoch: int, result: Received | TransferFailed) -> None:
         attempt = self._receiving.pop(epoch)
         attempt.ticket = None
+        if isinstance(result, Received):
+            self._num_kv_bytes += result.num_bytes
+        else:
+            self._num_transfers_failed += 1
         if self._attempts.is_ending(attempt):
             self._attempts.settle(attempt)
         elif isinstance(result, TransferFailed):

@@ -86,7 +86,6 @@ class PrefillNode:
         self._incarnation = new_incarnation()
         self._engine = engine
         self._fingerprint = {**engine.fingerprint, "kv_transport": settings.kv_transport}
-        self._sender = sender
         self._followers = followers
         self._ranks = PrefillRanks(engine.layout, sender, followers, settings.overlap_min_tokens, self._sent)
         self._link = link
@@ -103,6 +102,8 @@ class PrefillNode:
         self._work = asyncio.Event()
         self._attempts: Attempts[Attempt] = Attempts(link.send, self._work.set)
         self._sending: dict[int, Attempt] = {}  # by epoch
+        self._num_kv_bytes = 0  # sent, over all ranks
+        self._num_transfers_failed = 0
         self._draining = False
 
     # ---- the link's view ----
@@ -126,8 +127,8 @@ class PrefillNode:
         load.num_waiting_tokens = self._scheduler.num_waiting_tokens
         load.num_prompt_tokens = self._scheduler.num_prompt_tokens
         load.num_cached_tokens = self._scheduler.num_cached_tokens
-        load.num_kv_bytes = self._sender.num_bytes
-        load.num_transfers_failed = self._sender.num_failed
+        load.num_kv_bytes = self._num_kv_bytes
+        load.num_transfers_failed = self._num_transfers_failed
         own = rank_load(0, kv_pool_bytes=self._engine.kv_pool_bytes, weight_bytes=self._engine.weight_bytes)
         load.ranks.extend(rank_loads(own, self._followers))
         return fleet_pb2.Heartbeat(load=load, step_age_s=self._stepper.step_age_s)
@@ -256,7 +257,9 @@ class PrefillNode:
         attempt = self._sending.pop(epoch)
         attempt.is_sending = False
         if isinstance(result, Sent):
+            self._num_kv_bytes += result.num_bytes
             wire = convert.attempt_of(attempt.request)
             self._attempts.end(attempt, transferred=fleet_pb2.Transferred(attempt=wire, num_bytes=result.num_bytes))
         else:
+            self._num_transfers_failed += 1
             self._attempts.fail(attempt, result.reason, result.message)

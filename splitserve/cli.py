@@ -17,6 +17,10 @@ COMMANDS: Final = {
     "coordinator": ("splitserve.role_commands:coordinator", "Run the coordinator alone."),
     "prefill": ("splitserve.role_commands:prefill", "Run one prefill node."),
     "decode": ("splitserve.role_commands:decode", "Run one decode node."),
+    "plan-transfer": (
+        "splitserve.plan_commands:plan_transfer_command",
+        "Show which KV heads go from which prefill rank to which decode rank.",
+    ),
     "bench": ("splitserve.bench.commands:bench", "Measure a cluster on this machine."),
 }
 
