@@ -170,8 +170,6 @@ class DecodeNode:
     def _reserve(self, reserve: fleet_pb2.Reserve) -> None:
         job = reserve.job
         try:
-            if self._draining:
-                raise RequestError(reasons.DRAINING, "the decode node is draining")
             self._attempts.check_new(job.attempt)
             reservation = self._scheduler.reserve(convert.request_from_wire(job), time.monotonic())
         except RequestError as error:

@@ -163,8 +163,6 @@ class PrefillNode:
 
     def _prefill(self, job: fleet_pb2.Job) -> None:
         try:
-            if self._draining:
-                raise RequestError(reasons.DRAINING, "the prefill node is draining")
             self._attempts.check_new(job.attempt)
             prompt = self._scheduler.add(convert.request_from_wire(job))
         except RequestError as error:

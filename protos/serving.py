@@ -22,6 +22,7 @@ from protos.ranks import die
 logger = logging.getLogger(__name__)
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+IN_FLIGHT_S: Final = 0.3  # until the coordinator has heard of a drain, and what it had sent before is here
 DETACH_S: Final = 2.0  # for the last events to go out
 
 
@@ -32,7 +33,7 @@ class ServedNode(Node, Protocol):
         """Steps until cancelled."""
 
     def drain(self) -> None:
-        """Takes no new attempts from now on."""
+        """Lets its heartbeats ask for no new attempts."""
 
     async def idle(self) -> None:
         """Returns when no attempt is left."""
@@ -109,6 +110,7 @@ async def _drain(node: ServedNode, link: FleetLink, stopping: asyncio.Event, dra
     logger.info("draining")
     node.drain()
     link.send(heartbeat=node.heartbeat())
+    await asyncio.sleep(IN_FLIGHT_S)
     try:
         async with asyncio.timeout(drain_s):
             await node.idle()
