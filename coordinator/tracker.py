@@ -29,7 +29,7 @@ from protos.convert import job_to_wire
 # Far more than one stream can be ahead of the other: each attempt's first token is on its way before its transfer.
 MAX_EARLY_TOKENS: Final = 1024
 NUM_EPOCHS: Final = 2**32
-RESTART_REASONS: Final = (reasons.TRANSFER_FAILED, reasons.KV_CHECKSUM_MISMATCH, reasons.DRAINING)
+RESTART_REASONS: Final = (reasons.TRANSFER_FAILED, reasons.KV_CHECKSUM_MISMATCH)
 
 
 class Tracker:
@@ -182,8 +182,8 @@ class Tracker:
             error = RequestError(reasons.WORKER_LOST, f"the {node.role} node does not know the request")
             return self._carry_on(request, node, error, now)
         if event.reason in RESTART_REASONS:
-            if event.reason != reasons.DRAINING:  # either end may be at fault, whichever of the two has noticed
-                request.avoid += [request.attempt.prefill, request.attempt.decode]
+            # Either end may be at fault, whichever of the two has noticed.
+            request.avoid += [request.attempt.prefill, request.attempt.decode]
             return self._carry_on(request, node, restart_error(node, event), now)
         request.attempt.let_go(node)
         return self._end(request, with_progress(end_error(node, event), request), now)

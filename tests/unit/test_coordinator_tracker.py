@@ -152,11 +152,6 @@ def test_a_decode_node_lost_moves_the_request_and_the_stream_goes_on(world):
     assert world.step(world.attempt, 3, events.LENGTH, node="d1") == ["emit 3:103", "end complete"]
 
 
-def test_a_node_that_drains_sends_the_request_to_another(world):
-    world.submit()
-    assert world.tell("d0", events.failed(world.attempt, "DRAINING")) == ["cancel p0", "reserve d1", "prefill p0"]
-
-
 @pytest.mark.parametrize("reporter", ["p0", "d0"])
 @pytest.mark.parametrize("reason", ["TRANSFER_FAILED", "KV_CHECKSUM_MISMATCH"])
 def test_a_failed_transfer_moves_the_request_away_from_both_ends(world, reason, reporter):

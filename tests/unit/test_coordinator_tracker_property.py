@@ -21,7 +21,7 @@ from engine.requests import SamplingParams
 from protos import inference_pb2
 from tests import fleet_events as events
 
-FAILURES = ("TRANSFER_FAILED", "KV_CHECKSUM_MISMATCH", "DRAINING", "QUEUE_FULL", "ENGINE_ERROR")
+FAILURES = ("TRANSFER_FAILED", "KV_CHECKSUM_MISMATCH", "QUEUE_FULL", "ENGINE_ERROR")
 
 
 def token_of(request_id: str, index: int) -> int:
