@@ -34,7 +34,7 @@ format: setup
 setup: $(READY)
 
 # torch comes first and alone: a range would pull in the newest build.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt $(wildcard engine/native/*)
 	@echo "== Setting up $(VENV) (some minutes the first time)"
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or newer is needed')"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -61,5 +61,5 @@ check-protos: setup
 		|| { echo "protos/$${file##*/} is not what protoc writes: make protos"; exit 1; }; done
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info engine/*.so .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,6 +7,7 @@ import torch
 from engine.attention import Attention, PortableAttention
 from engine.forward_batch import build_batch
 from engine.kv_pool import PagedKVPool
+from engine.native_attention import NativeAttention
 from engine.requests import Share
 
 logger = logging.getLogger(__name__)
@@ -15,11 +16,26 @@ TOLERANCE = 0.05  # 16-bit outputs of two kernels on values of order 1
 
 
 def choose_attention(pool: PagedKVPool, num_heads: int) -> Attention:
-    """On CUDA varlen_attn if it works with this pool and agrees with the portable backend, which serves otherwise.
-    To be called before the pool holds anything."""
+    """On a CPU the compiled kernels, on CUDA varlen_attn if it works with this pool and agrees with the portable
+    backend, which serves otherwise. To be called before the pool holds anything."""
     portable = PortableAttention(pool, num_heads)
+    if pool.device.type == "cpu":
+        return _native_or(portable, num_heads)
     if pool.device.type != "cuda":
         return portable
+    return _varlen_or(portable, num_heads)
+
+
+def _native_or(portable: PortableAttention, num_heads: int) -> Attention:
+    try:
+        return NativeAttention(portable.pool, num_heads)
+    except ValueError as error:
+        logger.warning("attention is portable: %s", error)
+        return portable
+
+
+def _varlen_or(portable: PortableAttention, num_heads: int) -> Attention:
+    pool = portable.pool
     if pool.layout.is_quantized:
         logger.warning("varlen_attn does not take a KV pool of %s, attention is portable", pool.layout.dtype)
         return portable

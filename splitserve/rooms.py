@@ -10,6 +10,7 @@ from typing import Any, Final
 from coordinator.settings import CoordinatorSettings
 from decode_node.settings import DecodeSettings
 from engine.flags import ENV_PREFIX, build, fields_of, to_argv
+from engine.native_library import ENVIRONMENT as NATIVE
 from prefill_node.settings import PrefillSettings
 
 Settings = CoordinatorSettings | PrefillSettings | DecodeSettings
@@ -37,7 +38,9 @@ def command_of(room: Room, settings: Any) -> list[str]:
 
 def environment_of(settings: Any) -> dict[str, str]:
     """The environment that goes with `command_of`: secrets in it, and no variable that would change a flag."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+    environment = {
+        name: value for name, value in os.environ.items() if name == NATIVE or not name.startswith(ENV_PREFIX)
+    }
     values = flat(settings)
     for field, _ in fields_of(type(settings)):
         if field.metadata["secret"] and values[field.name]:

@@ -1,0 +1,142 @@
+/* The functions that Python calls. */
+#include "attention.h"
+
+#include <stdatomic.h>
+#include <stddef.h>
+#include <string.h>
+
+#if defined(_WIN32)
+#define EXPORTED __declspec(dllexport)
+#else
+#define EXPORTED __attribute__((visibility("default")))
+#endif
+
+typedef void Parallel(void (*worker)(void *), void *data, unsigned num_threads, unsigned flags);
+
+typedef struct {
+    Call call;
+    atomic_int next_thread;
+    atomic_int next_unit;
+} Run;
+
+EXPORTED int32_t attention_version(void) { return ATTENTION_VERSION; }
+
+EXPORTED int64_t attention_plan_bytes(void) { return sizeof(Plan); }
+
+EXPORTED int64_t attention_unit_bytes(void) { return sizeof(Unit); }
+
+static int is_runnable(const char *variant) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    int has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (!strcmp(variant, "avx2")) return has_avx2;
+    if (!strcmp(variant, "avx512")) return has_avx512;
+    if (!strcmp(variant, "avx512_bf16")) return has_avx512 && __builtin_cpu_supports("avx512bf16");
+#endif
+    return !strcmp(variant, "plain");
+}
+
+/* The kernel of a variant for these elements; NULL when this CPU or the variant does not have one. */
+EXPORTED const Kernel *attention_kernel(const char *variant, int32_t pool_element, int32_t query_element) {
+    if (!is_runnable(variant)) return NULL;
+    const Kernel *kernel = &attention_plain;
+#if defined(__x86_64__)
+    int is_narrow = query_element == BFLOAT16 && pool_element != FLOAT32 && pool_element != FLOAT16;
+    if (!strcmp(variant, "avx2")) kernel = &attention_avx2;
+    if (!strcmp(variant, "avx512")) kernel = &attention_avx512;
+    if (!strcmp(variant, "avx512_bf16")) kernel = is_narrow ? &attention_avx512_pairs : &attention_avx512;
+#endif
+    int has_float16 = pool_element == FLOAT16 || query_element == FLOAT16;
+    return has_float16 && !kernel->takes_float16 ? NULL : kernel;
+}
+
+EXPORTED int64_t attention_scratch_bytes(const Plan *plan) { return plan->kernel->scratch_bytes(plan); }
+
+EXPORTED int64_t attention_partial_floats(const Plan *plan) { return plan->kernel->partial_floats(plan); }
+
+static void put(Unit *units, int64_t capacity, int64_t *num_units, Unit unit) {
+    if (*num_units < capacity) units[*num_units] = unit;
+    ++*num_units;
+}
+
+/* The single row of a request, in splits of a tile each. */
+static void put_splits(const Plan *plan, Unit unit, Unit *units, int64_t capacity, int64_t *counts) {
+    int32_t first = first_seen(plan, unit.first_position), end = unit.first_position + 1;
+    unit.num_splits = (end - 1) / TILE_KEYS - first / TILE_KEYS + 1;
+    unit.first_partial = (int32_t)counts[1];
+    for (int32_t split = 0; split < unit.num_splits; ++split) {
+        int32_t tile = (first / TILE_KEYS + split) * TILE_KEYS;
+        unit.first_key = larger(first, tile);
+        unit.end_key = smaller(end, tile + TILE_KEYS);
+        unit.partial = unit.num_splits > 1 ? unit.first_partial + split : -1;
+        put(units, capacity, &counts[0], unit);
+        counts[2] += (int64_t)unit.num_kv_heads * (unit.end_key - unit.first_key);
+    }
+    if (unit.num_splits > 1) counts[1] += unit.num_splits;
+}
+
+/* The rows of a request in tiles, the last first: they see the most keys, and the end of a call is short that way. */
+static void put_rows(const Plan *plan, Unit unit, Unit *units, int64_t capacity, int64_t *counts) {
+    int32_t num_rows = unit.num_rows, row = unit.first_row, position = unit.first_position;
+    int32_t step = larger(1, TILE_ROWS / (plan->num_heads / plan->num_kv_heads));
+    for (int32_t start = (num_rows - 1) / step * step; start >= 0; start -= step) {
+        unit.first_row = row + start;
+        unit.first_position = position + start;
+        unit.num_rows = smaller(step, num_rows - start);
+        unit.end_key = unit.first_position + unit.num_rows;
+        unit.first_key = first_seen(plan, unit.first_position);
+        put(units, capacity, &counts[0], unit);
+        counts[2] += (int64_t)unit.num_rows * (unit.end_key - unit.first_key);
+    }
+}
+
+/* A unit of single rows takes one key head where there would not be enough of them for all threads, otherwise all. */
+static int32_t heads_of_split(const Plan *plan, const int32_t *kv_lengths, int32_t num_requests) {
+    int64_t num_tiles = 0;
+    for (int32_t request = 0; request < num_requests; ++request) {
+        int32_t num_keys = plan->window ? smaller(kv_lengths[request], plan->window) : kv_lengths[request];
+        num_tiles += ceil_to(num_keys, TILE_KEYS) / TILE_KEYS;
+    }
+    return num_tiles < 4 * (int64_t)plan->num_threads ? 1 : plan->num_kv_heads;
+}
+
+/* Fills `units` as far as `capacity` goes. Gives in `counts` how many units there are, how many partial results, and
+ * the scores to be computed. Chunks come before single rows, which are the small change that fills the end. */
+EXPORTED void attention_units(const Plan *plan, const int32_t *query_starts, const int32_t *kv_lengths,
+                           int32_t num_requests, Unit *units, int64_t capacity, int64_t *counts) {
+    counts[0] = counts[1] = counts[2] = 0;
+    int32_t split_heads = heads_of_split(plan, kv_lengths, num_requests);
+    for (int is_single = 0; is_single < 2; ++is_single)
+        for (int32_t request = 0; request < num_requests; ++request) {
+            int32_t num_rows = query_starts[request + 1] - query_starts[request];
+            if (num_rows < 1 || (num_rows == 1) != is_single) continue;
+            Unit unit = {.request = request, .first_row = query_starts[request], .num_rows = num_rows,
+                         .num_kv_heads = is_single ? split_heads : 1,
+                         .first_position = kv_lengths[request] - num_rows, .partial = -1, .num_splits = 1};
+            for (; unit.kv_head < plan->num_kv_heads; unit.kv_head += unit.num_kv_heads)
+                (is_single ? put_splits : put_rows)(plan, unit, units, capacity, counts);
+        }
+    counts[2] *= plan->num_heads / plan->num_kv_heads;
+}
+
+static void work(void *data) {
+    Run *run = data;
+    const Plan *plan = run->call.plan;
+    uint8_t *scratch = plan->scratch + atomic_fetch_add(&run->next_thread, 1) * plan->scratch_bytes;
+    for (int index; (index = atomic_fetch_add(&run->next_unit, 1)) < plan->num_units;) {
+        const Unit *unit = plan->units + index;
+        (unit->num_rows == 1 ? plan->kernel->attend_split : plan->kernel->attend_rows)(&run->call, unit, scratch);
+    }
+}
+
+/* The output of all units, by plan->num_threads threads of `parallel` (GOMP_parallel), or by this one alone. */
+EXPORTED void attention_attend(const Plan *plan, Parallel *parallel, const uint8_t *query, int64_t query_stride,
+                            const uint8_t *keys, const uint8_t *values, uint8_t *output) {
+    Run run = {.call = {plan, query, query_stride, keys, values, output}};
+    if (parallel != NULL && plan->num_threads > 1)
+        parallel(work, &run, (unsigned)plan->num_threads, 0);
+    else
+        work(&run);
+}

@@ -1,0 +1,98 @@
+/* Attention over a paged KV pool on CPUs: what Python sees and what the files of this folder share.
+ *
+ * A plan divides a batch into units that any thread may compute in any order. What a unit computes depends on its own
+ * request alone, so a request's output has the same bits whatever else is in the batch and however many threads run.
+ */
+#ifndef SPLITSERVE_ATTENTION_H
+#define SPLITSERVE_ATTENTION_H
+
+#include <stdint.h>
+
+#define ATTENTION_VERSION 1 /* of everything below; engine/native_library.py expects the same */
+
+#define TILE_KEYS 256   /* keys that are scored at a time; tiles start at multiples of it */
+#define TILE_ROWS 192   /* query rows, times heads that share a key, that see one packed tile of keys */
+
+enum Element { FLOAT32, BFLOAT16, FLOAT16, INT8, FP8_E4M3 };
+
+/* Work on key heads: either `num_rows` consecutive query rows of a request over all the keys they see, or one query row
+ * over the keys of one tile (a split), when `num_rows` is 1. */
+typedef struct {
+    int32_t request;
+    int32_t kv_head;        /* the first of num_kv_heads; of several rows there is one */
+    int32_t num_kv_heads;
+    int32_t first_row;      /* in the query */
+    int32_t num_rows;
+    int32_t first_position; /* of the first row in its request: it sees the keys up to itself */
+    int32_t first_key;      /* a split's own keys */
+    int32_t end_key;
+    int32_t partial;        /* of a split: where its result goes; -1 when it is the only one */
+    int32_t first_partial;  /* of the splits of the same row and key heads */
+    int32_t num_splits;
+} Unit;
+
+struct Kernel;
+
+typedef struct {
+    int32_t num_heads;
+    int32_t num_kv_heads;
+    int32_t head_dim;
+    int32_t block_size;
+    int32_t pool_element;
+    int32_t query_element;   /* also of the output */
+    int64_t plane_bytes;     /* of one block in one layer, K or V alone */
+    int64_t data_bytes;      /* of a plane without its scales */
+    float score_scale;
+    int32_t window;          /* 0: none */
+    int32_t num_threads;
+    int32_t num_units;
+    const int32_t *block_tables;
+    int64_t table_stride;    /* in elements */
+    const Unit *units;
+    float *partials;         /* of each split of several */
+    int64_t partial_floats;
+    int32_t *num_finished;   /* splits, one count at each first_partial; zero between calls */
+    uint8_t *scratch;        /* scratch_bytes() for each thread */
+    int64_t scratch_bytes;
+    const struct Kernel *kernel;
+} Plan;
+
+/* One layer's call. */
+typedef struct {
+    const Plan *plan;
+    const uint8_t *query;
+    int64_t query_stride;    /* bytes between rows; the heads of a row are contiguous */
+    const uint8_t *keys;
+    const uint8_t *values;
+    uint8_t *output;         /* contiguous */
+} Call;
+
+typedef struct Kernel {
+    void (*attend_rows)(const Call *call, const Unit *unit, uint8_t *scratch);
+    void (*attend_split)(const Call *call, const Unit *unit, uint8_t *scratch);
+    int64_t (*scratch_bytes)(const Plan *plan);
+    int64_t (*partial_floats)(const Plan *plan);
+    int32_t takes_float16;
+} Kernel;
+
+extern const Kernel attention_plain;
+#if defined(__x86_64__)
+extern const Kernel attention_avx2;
+extern const Kernel attention_avx512;
+extern const Kernel attention_avx512_pairs;
+#endif
+
+static inline int64_t ceil_to(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+static inline int32_t smaller(int32_t a, int32_t b) { return a < b ? a : b; }
+static inline int32_t larger(int32_t a, int32_t b) { return a > b ? a : b; }
+
+/* The first key that the row at `position` sees. */
+static inline int32_t first_seen(const Plan *plan, int32_t position) {
+    return plan->window ? larger(0, position + 1 - plan->window) : 0;
+}
+
+static inline int32_t element_bytes(int32_t element) {
+    return element == FLOAT32 ? 4 : element == BFLOAT16 || element == FLOAT16 ? 2 : 1;
+}
+
+#endif

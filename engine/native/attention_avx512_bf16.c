@@ -1,0 +1,18 @@
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"))), \
+                             apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
+#endif
+#define HAS_BF16
+#define KERNEL attention_avx512_pairs
+#define PAIRS 1
+#define VECTOR_HEADER "attention_vector_avx512.h"
+#include "attention_kernel.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#else
+typedef int no_variant_here; /* a file of C must declare something */
+#endif

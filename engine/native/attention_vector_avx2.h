@@ -1,0 +1,94 @@
+/* Vectors of 8 float32 with AVX2, FMA and F16C. */
+#include <immintrin.h>
+
+#define LANES 8
+#define BLOCK_ROWS 6
+#define BLOCK_VECTORS 2
+#define GROUP_KEYS 4
+#define GROUP_HEADS 2
+#define VALUE_HEADS 2
+#define HAS_FLOAT16 1
+
+typedef __m256 vec;
+
+INLINE vec vec_zero(void) { return _mm256_setzero_ps(); }
+INLINE vec vec_all(float x) { return _mm256_set1_ps(x); }
+INLINE vec vec_load(const void *from) { return _mm256_loadu_ps(from); }
+INLINE void vec_store(void *to, vec a) { _mm256_storeu_ps(to, a); }
+INLINE vec vec_add(vec a, vec b) { return _mm256_add_ps(a, b); }
+INLINE vec vec_mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
+INLINE vec vec_fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE vec vec_max(vec a, vec b) { return _mm256_max_ps(a, b); }
+INLINE vec vec_bits(__m256i a) { return _mm256_castsi256_ps(a); }
+
+INLINE float vec_sum_of(vec a) {
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+INLINE float vec_max_of(vec a) {
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
+INLINE vec vec_all_words(const void *from) { return _mm256_broadcast_ss(from); }
+
+INLINE vec vec_from_bfloat16(const void *from) {
+    return vec_bits(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(from)), 16));
+}
+
+INLINE void vec_to_bfloat16(void *to, vec a) {
+    __m256i bits = _mm256_castps_si256(a);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    __m256 is_nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
+    rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), _mm256_castps_si256(is_nan));
+    rounded = _mm256_srli_epi32(rounded, 16);
+    _mm_storeu_si128(to, _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1)));
+}
+
+INLINE vec vec_from_float16(const void *from) { return _mm256_cvtph_ps(_mm_loadu_si128(from)); }
+INLINE void vec_to_float16(void *to, vec a) { _mm_storeu_si128(to, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
+INLINE vec vec_from_int8(const void *from) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(from))); }
+
+INLINE vec vec_from_fp8(const void *from) {
+    __m256i bits = _mm256_cvtepi8_epi32(_mm_loadl_epi64(from));
+    __m256i sign = _mm256_and_si256(bits, _mm256_set1_epi32((int)0x80000000));
+    __m256i rest = _mm256_slli_epi32(_mm256_and_si256(bits, _mm256_set1_epi32(0x7f)), 20);
+    return vec_mul(vec_bits(_mm256_or_si256(sign, rest)), vec_all(FP8_UNIT));
+}
+
+/* 2^x for x <= 0; below 2^-126 it is 0. */
+INLINE vec vec_exp2(vec x) {
+    x = _mm256_max_ps(vec_all(-127.0f), x); /* in this order a NaN stays */
+    vec whole = _mm256_floor_ps(x);
+    __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
+    return vec_mul(exp2_fraction(_mm256_sub_ps(x, whole)), vec_bits(_mm256_slli_epi32(exponent, 23)));
+}
+
+/* The sum of each of GROUP_KEYS vectors. */
+INLINE void store_sums(float *to, const vec *a) {
+    vec sums = _mm256_hadd_ps(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]));
+    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
+}
+
+/* words[i * LANES + j] = word `from + i` of rows[j] */
+INLINE void transpose_words(const uint32_t *const *rows, int64_t from, uint32_t *words) {
+    vec a[8], b[8];
+    for (int i = 0; i < 8; ++i) a[i] = vec_load(rows[i] + from);
+    for (int i = 0; i < 8; i += 2) {
+        b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+        b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; ++j) {
+            a[i + 2 * j] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0x44);
+            a[i + 2 * j + 1] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0xee);
+        }
+    for (int i = 0; i < 4; ++i) {
+        vec_store(words + LANES * i, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+        vec_store(words + LANES * (i + 4), _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+    }
+}
