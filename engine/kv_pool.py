@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import psutil
 import torch
 
 from engine.errors import SettingsError
 from engine.layout import KVLayout
-from engine.planes import HeadSlice, bytes_of, check_heads, check_length, runs, write_staged
+from engine.planes import HeadSlice, bytes_of, check_heads, check_lengths, copied, index_of
 from engine.quantization import QuantizedPlanes, Touched
 
 
@@ -67,35 +69,47 @@ class PagedKVPool:
         check_heads(heads, self.layout)
         return self if len(heads) == self.layout.num_kv_heads else HeadSlice(self.layout, self._storage, heads)
 
-    def read_tensors(self, layer: int, block_ids: Sequence[int]) -> list[torch.Tensor]:
-        """The K planes of these blocks in order, then the V planes in order, as 1-D uint8 views of the pool on its
-        device; one for each run of consecutive ids."""
-        all_runs = runs(block_ids)
-        return [kind[first : first + count].flatten() for kind in self._storage[layer] for first, count in all_runs]
+    def read_tensors(self, layer: int, block_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The K planes of these blocks in order, and their V planes, as 1-D uint8 tensors on the pool's device: views
+        of the pool when the ids are consecutive, else copies."""
+        index = index_of(block_ids)
+        storage = self._storage[layer]
+        if isinstance(index, slice):
+            keys, values = storage[:, index]
+        else:
+            keys, values = storage.index_select(1, torch.tensor(index, device=self.device))
+        return keys.flatten(), values.flatten()
 
-    def write_tensors(self, layer: int, block_ids: Sequence[int], planes: torch.Tensor) -> None:
-        """The inverse of read_tensors, from one 1-D uint8 tensor on any device. Raises ValueError when it is not of
+    def write_tensors(self, layer: int, block_ids: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
+        """The inverse of read_tensors, from 1-D uint8 tensors on any device. Raises ValueError when they are not of
         the right length."""
-        check_length(planes.numel(), block_ids, self.layout)
-        start = 0
-        for view in self.read_tensors(layer, block_ids):
-            view.copy_(planes[start : start + len(view)])
-            start += len(view)
-
-    def read(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
-        """The bytes of read_tensors. On a CPU they are read-only views of the pool, elsewhere copies."""
-        return [bytes_of(view).toreadonly() for view in self.read_tensors(layer, block_ids)]
-
-    def write(self, layer: int, block_ids: Sequence[int], planes: memoryview) -> None:
-        """The inverse of read, from one buffer. Raises ValueError when it is not of the right length."""
-        if self.device.type != "cpu":
-            write_staged(self, layer, block_ids, planes)
+        check_lengths(len(keys), len(values), block_ids, self.layout)
+        if self.device.type == "cpu":
+            self._put(layer, block_ids, keys.cpu().numpy(), values.cpu().numpy())
             return
-        check_length(planes.nbytes, block_ids, self.layout)
-        source, start = planes.cast("B"), 0
-        for view in self.read_tensors(layer, block_ids):
-            bytes_of(view)[:] = source[start : start + len(view)]
-            start += len(view)
+        for target, planes in zip(self._storage[layer], (keys, values), strict=True):
+            target[index_of(block_ids)] = planes.to(self.device).view(len(block_ids), self.layout.plane_bytes)
+
+    def read(self, layer: int, block_ids: Sequence[int]) -> tuple[memoryview, memoryview]:
+        """The bytes of read_tensors, read-only. On a CPU they are views where those are, elsewhere copies."""
+        keys, values = self.read_tensors(layer, block_ids)
+        return bytes_of(keys).toreadonly(), bytes_of(values).toreadonly()
+
+    def write(self, layer: int, block_ids: Sequence[int], keys: memoryview, values: memoryview) -> None:
+        """The inverse of read. Raises ValueError when they are not of the right length."""
+        check_lengths(keys.nbytes, values.nbytes, block_ids, self.layout)
+        if self.device.type == "cpu":
+            self._put(layer, block_ids, np.frombuffer(keys, np.uint8), np.frombuffer(values, np.uint8))
+        else:
+            self.write_tensors(layer, block_ids, copied(keys), copied(values))
+
+    def _put(
+        self, layer: int, block_ids: Sequence[int], keys: npt.NDArray[np.uint8], values: npt.NDArray[np.uint8]
+    ) -> None:
+        """Into host memory, where numpy scatters planes five times as fast as torch."""
+        index = index_of(block_ids)
+        for target, planes in zip(self._storage[layer].numpy(), (keys, values), strict=True):
+            target[index] = planes.reshape(len(block_ids), self.layout.plane_bytes)
 
     def _elements_of(self, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         layout = self.layout

@@ -33,7 +33,7 @@ class KVReceiver:
         blocks_per_message(store.layout)
         self.num_bytes = 0  # of blocks, verified and written
         self.num_messages = 0
-        self.num_corrupt_blocks = 0
+        self.num_corrupt_blocks = 0  # in segments that failed their checksum
         self.num_failed = 0  # transfers
         self.num_refused = 0  # refusals sent
         self.num_malformed = 0  # messages that cannot be read

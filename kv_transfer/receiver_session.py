@@ -4,15 +4,14 @@
         └──────────────Finish, every block verified──────────────────────────────^
     Abort, Cancel, Tick past the time to live: RECEIVING and LACKING ──> FAILED
 
-A block is written at most once, when its checksum is right, and never after the session has ended. An ended session
-still answers: Committed to everything after a commit, Refused after a failure.
+A block is written at most once, when the checksum of its segment is right, and never after the session has ended. An
+ended session still answers: Committed to everything after a commit, Refused after a failure.
 """
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from operator import gt
 from typing import Any
 
 from kv_transfer.results import Received, TransferFailed
@@ -46,10 +45,10 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The answer to Verify: for each segment a byte for each block, 1 where it is intact, else 0."""
+    """The answer to Verify: for each segment whether it is intact."""
 
     segments: Sequence[Segment]
-    intact: Sequence[bytes]
+    intact: Sequence[bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +132,15 @@ class ReceiverSession:
 
     def _verified_some(self, event: Verified, now: float) -> list[Action]:
         actions: list[Action] = []
-        for number, (segment, intact) in enumerate(zip(event.segments, event.intact, strict=True)):
-            self.num_corrupt += intact.count(0)
+        for number, (segment, is_intact) in enumerate(zip(event.segments, event.intact, strict=True)):
+            if not is_intact:
+                self.num_corrupt += segment.num_blocks
+                continue
             verified = self._verified[segment.layer]
-            wanted = bytes(map(gt, intact, verified[segment.first : segment.stop]))
-            for part in _runs(wanted, 1, 0, len(wanted)):
-                first, num_blocks = segment.first + part.start, len(part)
-                verified[first : first + num_blocks] = b"\x01" * num_blocks
-                actions.append(Write(BlockRange(segment.layer, first, num_blocks), number, part))
+            for blocks in list(_runs(verified, 0, segment.first, segment.stop)):
+                verified[blocks.start : blocks.stop] = b"\x01" * len(blocks)
+                part = range(blocks.start - segment.first, blocks.stop - segment.first)
+                actions.append(Write(BlockRange(segment.layer, blocks.start, len(blocks)), number, part))
         return actions + self._commit_if_complete()
 
     def _finish_came(self, event: Finish, now: float) -> list[Action]:

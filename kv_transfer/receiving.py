@@ -3,7 +3,6 @@
 import asyncio
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from operator import eq
 from typing import Protocol
 
 from kv_transfer.alarm import Alarm
@@ -22,7 +21,7 @@ from kv_transfer.receiver_session import (
 from kv_transfer.results import Received, TransferFailed
 from kv_transfer.store import KVStore
 from kv_transfer.ticket import Lane
-from kv_transfer.wire import Abort, Committed, Data, Finish, Missing, Refused, Segment
+from kv_transfer.wire import Abort, BlockRange, Committed, Data, Finish, Missing, Refused, Segment
 
 MAX_ENDED = 4096
 REMEMBER_S = 300.0
@@ -38,7 +37,7 @@ class LaneOwner(Protocol):
         """So many bytes of blocks are verified and in place."""
 
     def lane_found_corrupt(self, num_blocks: int) -> None:
-        """So many blocks failed their checksum."""
+        """So many blocks came in segments that failed their checksum."""
 
     def lane_ended(self, lane: "ReceivingLane", result: Received | TransferFailed) -> None:
         """Called once, at once. Nothing is written any more."""
@@ -71,7 +70,7 @@ class ReceivingLane:
             self._handle(Cancel())
 
     def _handle(self, event: Event, buffers: Sequence[Buffer] = ()) -> None:
-        """Feeds the session. The buffers are the frames behind Data, and behind Verified one piece for each segment."""
+        """Feeds the session. The buffers are the frames behind Data, and behind Verified K and V of each segment."""
         self._alarm.set(self.session.expires_at)  # again, for it may have rung a little early
         for action in self.session.handle(event, self._loop.time()):
             match action:
@@ -80,25 +79,33 @@ class ReceivingLane:
                 case Verify(segments=segments):
                     self._verify(segments, buffers)
                 case Write(blocks=blocks, segment=segment, part=part):
-                    planes = self._payload.some_blocks(buffers[segment], part, self._store.layout.plane_bytes)
-                    self._store.write(blocks.layer, self._block_ids[blocks.first : blocks.stop], planes)
-                    self._owner.lane_wrote(self._payload.num_bytes(planes))
+                    self._write(blocks, part, *buffers[2 * segment : 2 * segment + 2])
                 case Conclude(result=result):
                     self._alarm.set(None)
                     self._owner.lane_ended(self, result)
 
     def _verify(self, segments: Sequence[Segment], frames: Sequence[Buffer]) -> None:
         plane_bytes, payload = self._store.layout.plane_bytes, self._payload
-        pieces = payload.cut(frames, [2 * plane_bytes * len(segment.checksums) for segment in segments])
+        sizes = [plane_bytes * segment.num_blocks for segment in segments for _ in "KV"]
+        pieces = payload.cut(frames, sizes)
         if pieces is None:  # truncated, or padded: no byte can be trusted to be where it should
-            intact = [bytes(len(segment.checksums)) for segment in segments]
+            intact = [False] * len(segments)
         else:
             intact = [
-                bytes(map(eq, segment.checksums, payload.checksums([piece], plane_bytes)))
-                for segment, piece in zip(segments, pieces, strict=True)
+                payload.checksum(keys, values) == segment.checksum
+                for segment, keys, values in zip(segments, pieces[::2], pieces[1::2], strict=True)
             ]
-        self._owner.lane_found_corrupt(sum(blocks.count(0) for blocks in intact))
+        num_corrupt = sum(
+            segment.num_blocks for segment, is_intact in zip(segments, intact, strict=True) if not is_intact
+        )
+        self._owner.lane_found_corrupt(num_corrupt)
         self._handle(Verified(segments, intact), pieces or ())
+
+    def _write(self, blocks: BlockRange, part: range, keys: Buffer, values: Buffer) -> None:
+        plane_bytes = self._store.layout.plane_bytes
+        wanted = slice(part.start * plane_bytes, part.stop * plane_bytes)
+        self._store.write(blocks.layer, self._block_ids[blocks.first : blocks.stop], keys[wanted], values[wanted])
+        self._owner.lane_wrote(2 * plane_bytes * len(part))
 
 
 class EndedLanes:

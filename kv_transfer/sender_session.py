@@ -232,12 +232,15 @@ class SenderSession:
         return []
 
     def _next_ranges(self) -> tuple[BlockRange, ...]:
-        """Takes the blocks of one message from the queue. Only a range that is too long for any message is cut."""
+        """Takes the blocks of one message from the queue. Only a range that is too long for any message is cut, into
+        parts of about equal length."""
         room = self._blocks_per_message
         first = self._queue[0]
         if first.num_blocks > room:
-            self._queue[0] = BlockRange(first.layer, first.first + room, first.num_blocks - room)
-            return (BlockRange(first.layer, first.first, room),)
+            num_parts = -(-first.num_blocks // room)
+            part = -(-first.num_blocks // num_parts)
+            self._queue[0] = BlockRange(first.layer, first.first + part, first.num_blocks - part)
+            return (BlockRange(first.layer, first.first, part),)
         ranges: list[BlockRange] = []
         while self._queue and self._queue[0].num_blocks <= room and len(ranges) < MAX_SEGMENTS:
             ranges.append(self._queue.popleft())

@@ -97,11 +97,11 @@ class SendingLane:
         segments: list[Segment] = []
         views: list[Buffer] = []
         for blocks in ranges:
-            planes = store.read(blocks.layer, self._block_ids[blocks.first : blocks.stop])
-            checksums = payload.checksums(planes, store.layout.plane_bytes)
-            segments.append(Segment(blocks.layer, blocks.first, checksums))
-            views += planes
-        self._owner.lane_sent(sum(map(payload.num_bytes, views)))
+            keys, values = store.read(blocks.layer, self._block_ids[blocks.first : blocks.stop])
+            checksum = payload.checksum(keys, values)
+            segments.append(Segment(blocks.layer, blocks.first, blocks.num_blocks, checksum))
+            views += keys, values
+        self._owner.lane_sent(sum(map(len, views)))
         header = encode(Data(self._lane.transfer_id, self._lane.epoch, tuple(segments)))
         held = self._transport.send(self.address, header, payload.gather(views))
         self._held.add(held)

@@ -19,10 +19,10 @@ class KVStore(Protocol):
         """The same blocks, but only these heads, counted from the store's own first; all of them: the store itself."""
         ...
 
-    def read(self, layer: int, block_ids: Sequence[int]) -> list[Buffer]:
-        """The K planes of these blocks in order, then their V planes; no buffer ends within a plane."""
+    def read(self, layer: int, block_ids: Sequence[int]) -> tuple[Buffer, Buffer]:
+        """The K planes of these blocks in order, and their V planes."""
         ...
 
-    def write(self, layer: int, block_ids: Sequence[int], planes: Buffer) -> None:
-        """The inverse of read, from one buffer."""
+    def write(self, layer: int, block_ids: Sequence[int], keys: Buffer, values: Buffer) -> None:
+        """The inverse of read."""
         ...

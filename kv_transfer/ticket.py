@@ -9,7 +9,7 @@ from kv_transfer.errors import TransferError
 from kv_transfer.packing import check_bytes, check_int, check_seconds, check_text, pack, unpack
 from kv_transfer.plan import HeadCopy, plan_copies
 
-VERSION = 2
+VERSION = 3  # also of what goes through the lanes: both ends of a transfer know the same one
 TRANSFER_ID_BYTES = 16
 MAX_EPOCH = 2**32 - 1
 MAX_TP = 64
@@ -113,7 +113,7 @@ class Ticket:
     def decode(cls, packed: bytes) -> "Ticket":
         """The inverse of encode. Raises TransferError on anything else."""
         match unpack(packed, MAX_TICKET_BYTES):
-            case [2, epoch, [_, _, _, _, _] as layout, prefill_tp, decode_tp, num_blocks, num_cached, ttl_s, [*ends]]:
+            case [3, epoch, [_, _, _, _, _] as layout, prefill_tp, decode_tp, num_blocks, num_cached, ttl_s, [*ends]]:
                 lane_ends = tuple(map(_lane_end, ends))
                 sizes = (prefill_tp, decode_tp, num_blocks, num_cached)
                 return cls(epoch, KVLayout(*layout), *sizes, ttl_s, lane_ends)

@@ -11,7 +11,6 @@ blocks in order, then their V planes. A header is a CRC-32 of four bytes, big-en
                            Refused     what was sent was not taken, and the transfer is over for the sender
 """
 
-import struct
 import zlib
 from dataclasses import dataclass
 from enum import StrEnum
@@ -29,6 +28,7 @@ MAX_DATA_BLOCKS = 4096  # in one Data, over all its segments
 MAX_RANGES = MAX_ITEMS  # in one Missing; what does not fit is told after the next Finish
 MAX_ROUNDS = 255
 MAX_CORRUPT = 2**32 - 1
+MAX_CHECKSUM = 2**64 - 1
 
 
 class Refusal(StrEnum):
@@ -63,18 +63,20 @@ class BlockRange:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A block range of a Data message: one CRC-32 for each block, over its K plane, then its V plane."""
+    """A block range of a Data message, and the checksum of its bytes by the transport's Payload."""
 
     layer: int
     first: int
-    checksums: tuple[int, ...]
+    num_blocks: int
+    checksum: int
 
     def __post_init__(self) -> None:
-        _check_range(self.layer, self.first, len(self.checksums))
+        _check_range(self.layer, self.first, self.num_blocks)
+        check_int("checksum", self.checksum, 0, MAX_CHECKSUM)
 
     @property
     def stop(self) -> int:
-        return self.first + len(self.checksums)
+        return self.first + self.num_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ class Data(_Message):
 
     @property
     def num_blocks(self) -> int:
-        return sum(len(segment.checksums) for segment in self.segments)
+        return sum(segment.num_blocks for segment in self.segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ class Committed(_Message):
 @dataclass(frozen=True, slots=True)
 class Missing(_Message):
     round: int  # of the Finish that this answers
-    num_corrupt: int  # blocks of this transfer that failed their checksum so far
+    num_corrupt: int  # blocks of this transfer in segments that failed their checksum so far
     ranges: tuple[BlockRange, ...]
 
     def _check(self) -> None:
@@ -163,7 +165,7 @@ def _fields(message: Message) -> list[Any]:
     names = [message.transfer_id, message.epoch]
     match message:
         case Data(segments=segments):
-            return ["data", *names, [[s.layer, s.first, _pack_checksums(s.checksums)] for s in segments]]
+            return ["data", *names, [[s.layer, s.first, s.num_blocks, s.checksum] for s in segments]]
         case Finish(round=round_, num_blocks=num_blocks, tail=tail):
             return ["finish", *names, round_, num_blocks, tail]
         case Abort():
@@ -196,8 +198,8 @@ def _message(fields: list[Any]) -> Message:
 
 def _segment(fields: object) -> Segment:
     match fields:
-        case [int(layer), int(first), bytes(packed)] if len(packed) % 4 == 0:
-            return Segment(layer, first, struct.unpack(f">{len(packed) // 4}I", packed))
+        case [int(layer), int(first), int(num_blocks), int(checksum)]:
+            return Segment(layer, first, num_blocks, checksum)
         case _:
             raise TransferError("a segment of unknown shape")
 
@@ -208,10 +210,6 @@ def _range(fields: object) -> BlockRange:
             return BlockRange(layer, first, num_blocks)
         case _:
             raise TransferError("a block range of unknown shape")
-
-
-def _pack_checksums(checksums: tuple[int, ...]) -> bytes:
-    return struct.pack(f">{len(checksums)}I", *checksums)
 
 
 def _check_range(layer: int, first: int, num_blocks: int) -> None:

@@ -6,50 +6,24 @@ from typing import Protocol
 import torch
 
 from engine.layout import KVLayout
-from kv_transfer.payload import HOST, MIN_FRAME_BYTES
+from kv_transfer.payload import HOST, Payload
 
 # Mixing constants of MurmurHash3 as int32, and the golden ratio, which tells positions apart.
 _GOLDEN, _FIRST, _SECOND = (value - (value >> 31 << 32) for value in (0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35))
 
 
-class TensorPayload:
-    """Tensors of any device. Checksums are those of HOST in host memory, and device_checksums elsewhere: both ends of
-    a transfer are of one kind."""
+class TensorPayload(Payload):
+    """Tensors of any device. The checksum is that of HOST in host memory, and device_checksums elsewhere, where a
+    change passes once in 2**32 times: both ends of a transfer are of one kind."""
 
-    def num_bytes(self, view: torch.Tensor) -> int:
-        return len(view)
+    def checksum(self, keys: torch.Tensor, values: torch.Tensor) -> int:
+        if keys.device.type == "cpu":
+            return HOST.checksum(keys.numpy().data, values.numpy().data)
+        (checksum,) = device_checksums([keys, values], len(keys))  # as if they were one block
+        return checksum
 
-    def checksums(self, views: Sequence[torch.Tensor], plane_bytes: int) -> tuple[int, ...]:
-        if views and views[0].device.type != "cpu":
-            return device_checksums(views, plane_bytes)
-        return HOST.checksums([view.numpy().data for view in views], plane_bytes)
-
-    def gather(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        frames: list[torch.Tensor] = []
-        short: list[torch.Tensor] = []
-        for view in views:
-            if len(view) < MIN_FRAME_BYTES:
-                short.append(view)
-            else:
-                frames += [*_joined(short), view]
-                short = []
-        return frames + _joined(short)
-
-    def cut(self, frames: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor] | None:
-        """Pieces are views when there is one frame, and otherwise of one copy."""
-        if sum(map(len, frames)) != sum(sizes):
-            return None
-        if not sizes:
-            return []
-        whole = frames[0] if len(frames) == 1 else torch.cat(list(frames))
-        return [*torch.split(whole, list(sizes))]
-
-    def some_blocks(self, planes: torch.Tensor, blocks: range, plane_bytes: int) -> torch.Tensor:
-        half = len(planes) // 2
-        start, stop = blocks.start * plane_bytes, blocks.stop * plane_bytes
-        if stop - start == half:
-            return planes
-        return torch.cat([planes[start:stop], planes[half + start : half + stop]])
+    def joined(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(views))
 
 
 def device_checksums(views: Sequence[torch.Tensor], plane_bytes: int) -> tuple[int, ...]:
@@ -82,19 +56,15 @@ def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.bitwise_right_shift(words, bits).bitwise_and(2 ** (32 - bits) - 1)
 
 
-def _joined(views: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.cat(views)] if views else []
-
-
 class TensorPool(Protocol):
     """What a KV pool offers, and the same for some of its heads."""
 
     @property
     def layout(self) -> KVLayout: ...
 
-    def read_tensors(self, layer: int, block_ids: Sequence[int]) -> list[torch.Tensor]: ...
+    def read_tensors(self, layer: int, block_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]: ...
 
-    def write_tensors(self, layer: int, block_ids: Sequence[int], planes: torch.Tensor) -> None: ...
+    def write_tensors(self, layer: int, block_ids: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None: ...
 
     def heads(self, heads: range) -> "TensorPool": ...
 
@@ -110,8 +80,8 @@ class TensorStore:
         pool = self._pool.heads(heads)
         return self if pool is self._pool else TensorStore(pool)
 
-    def read(self, layer: int, block_ids: Sequence[int]) -> list[torch.Tensor]:
+    def read(self, layer: int, block_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         return self._pool.read_tensors(layer, block_ids)
 
-    def write(self, layer: int, block_ids: Sequence[int], planes: torch.Tensor) -> None:
-        self._pool.write_tensors(layer, block_ids, planes)
+    def write(self, layer: int, block_ids: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._pool.write_tensors(layer, block_ids, keys, values)

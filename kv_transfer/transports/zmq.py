@@ -5,6 +5,7 @@ drops at will; the sessions above ask again for what did not come.
 """
 
 import asyncio
+import itertools
 import logging
 import weakref
 from collections import OrderedDict
@@ -17,6 +18,7 @@ import zmq
 from engine.errors import SettingsError
 from kv_transfer.alarm import Alarm
 from kv_transfer.errors import TransferError
+from kv_transfer.host_memory import keep_freed_memory
 from kv_transfer.payload import HOST, Payload
 from kv_transfer.transports.transport import MAX_FRAMES, OnLost, OnMessage, OnReply
 from kv_transfer.wire import MAX_PAYLOAD_BYTES
@@ -40,11 +42,12 @@ class ZmqListener:
     payload: Payload = HOST
 
     def __init__(self, bind: str) -> None:
-        """Raises SettingsError when the endpoint cannot be used."""
+        """Raises SettingsError when the endpoint cannot be used. Sets how this process keeps freed memory."""
         if bind.startswith(WILDCARDS):
             raise SettingsError(f"{bind} names no host that senders could dial: give an address or an interface")
         if bind.startswith(IPC) and len(bind) - len(IPC) > zmq.IPC_PATH_MAX_LEN:
             raise SettingsError(f"the path of {bind} is longer than {zmq.IPC_PATH_MAX_LEN} characters")
+        keep_freed_memory()
         self._context = zmq.Context()
         self._router = _open_socket(self._context, zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply to a peer that is gone raises
@@ -242,16 +245,14 @@ def _when_dropped(views: Sequence[memoryview]) -> asyncio.Future[None]:
     """Done when nobody holds any of these view objects; pyzmq holds those that ZeroMQ still reads from."""
     loop = asyncio.get_running_loop()
     dropped: asyncio.Future[None] = loop.create_future()
-    num_held = len(views)
+    num_views, numbers = len(views), itertools.count(1)
 
-    def drop_one() -> None:
-        nonlocal num_held
-        num_held -= 1
-        if num_held == 0:
-            dropped.set_result(None)
+    def drop_one() -> None:  # which may not hold the views itself
+        if next(numbers) == num_views:
+            loop.call_soon_threadsafe(dropped.set_result, None)
 
     for view in views:  # the last reference goes in a thread of pyzmq's
-        weakref.finalize(view, loop.call_soon_threadsafe, drop_one).atexit = False
+        weakref.finalize(view, drop_one).atexit = False
     if not views:
         dropped.set_result(None)
     return dropped

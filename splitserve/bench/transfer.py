@@ -19,10 +19,10 @@ from typing import Final
 from engine.layout import KVLayout
 from splitserve.bench.transfer_ends import Ends, PeerProcess, Sample, open_ends, peer_process
 from splitserve.bench.transfer_peer import GLOO, LOOPBACK, ZMQ_IPC, ZMQ_TCP
-from splitserve.bench.yardsticks import CHECKED, COPY, CRC, TCP, UNIX, YARDSTICKS, Plain, Spread, spread_of
+from splitserve.bench.yardsticks import CHECKED, COPY, TCP, UNIX, XXH3, YARDSTICKS, Plain, Spread, spread_of
 from splitserve.models import Report
 
-YARDSTICK_OF: Final = {ZMQ_IPC: UNIX, ZMQ_TCP: TCP, GLOO: TCP, LOOPBACK: COPY}
+YARDSTICK_OF: Final = {ZMQ_IPC: TCP, ZMQ_TCP: TCP, GLOO: TCP, LOOPBACK: COPY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ class TransferFigures:
     bytes_per_s: float
     yardstick: str
     yardstick_ratio: float  # rate over the rate of the yardstick, for the same bytes
+    unix_ratio: float  # the same over that of a plain Unix socket
     sender_cpu_s: float
     receiver_cpu_s: float | None
     sender_checksum_share: float
@@ -122,6 +123,7 @@ def figures_of(
         bytes_per_s=num_bytes / commit.fastest_s,
         yardstick=yardstick,
         yardstick_ratio=plain[yardstick].fastest_s / commit.fastest_s,
+        unix_ratio=plain[UNIX].fastest_s / commit.fastest_s,
         sender_cpu_s=statistics.median(sample.cpu_s for sample in samples),
         receiver_cpu_s=receiver_cpu_s,
         sender_checksum_share=sender_share,
@@ -146,7 +148,7 @@ async def _measure(
         for transport, taken in samples.items():
             taken.append(await ends.sample(transport, num_blocks))
         seconds[COPY].append(plain.copy_s())
-        seconds[CRC].append(plain.crc_s())
+        seconds[XXH3].append(plain.checksum_s())
         seconds[TCP].append(await peer.plain_s(plain, "tcp"))
         seconds[UNIX].append(await peer.plain_s(plain, "unix"))
         seconds[CHECKED].append(await peer.plain_s(plain, "unix", is_checked=True))

@@ -92,7 +92,7 @@ class PeerProcess:
 
     async def plain_s(self, plain: Plain, kind: str, *, is_checked: bool = False) -> float:
         """Seconds that the bytes take through a plain socket to the process, tcp or unix; is_checked: with their
-        CRC-32 computed at both ends."""
+        XXH3 computed at both ends."""
         answer = await self.ask(sink=kind, num_bytes=len(plain.source), is_checked=is_checked)
         return plain.send_s(answer["address"], DEADLINE_S, is_checked=is_checked)
 

@@ -8,7 +8,6 @@ import asyncio
 import json
 import random
 import socket
-import struct
 import sys
 import time
 import zlib
@@ -18,11 +17,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from xxhash import xxh3_64_intdigest
 
 from engine.errors import SplitServeError
 from engine.kv_pool import PagedKVPool
 from engine.layout import KVLayout
-from kv_transfer.payload import Payload
+from kv_transfer.payload import Payload, blocks_per_message
 from kv_transfer.receiver import KVReceiver, Received, TransferFailed
 from kv_transfer.store import KVStore
 from kv_transfer.ticket import Ticket
@@ -125,21 +125,24 @@ def block_ids_of(num_blocks: int, pool_blocks: int, is_scattered: bool) -> list[
 def fill(pool: PagedKVPool, block_ids: Sequence[int], *, is_random: bool) -> None:
     """Writes random bytes, the same ones for every layer, or zeros."""
     num_bytes = 2 * len(block_ids) * pool.layout.plane_bytes
-    planes = memoryview(random.Random(SEED).randbytes(num_bytes) if is_random else bytes(num_bytes))
+    planes = random.Random(SEED).randbytes(num_bytes) if is_random else bytes(num_bytes)
     for layer in range(pool.layout.num_layers):
         shift = 64 * layer % num_bytes if is_random else 0  # so that no two layers are alike
-        pool.write(layer, block_ids, memoryview(bytes(planes[shift:]) + bytes(planes[:shift])))
+        shifted = memoryview(planes[shift:] + planes[:shift])
+        pool.write(layer, block_ids, shifted[: num_bytes // 2], shifted[num_bytes // 2 :])
 
 
 def digest_of(store: KVStore, payload: Payload, block_ids: Sequence[int]) -> tuple[int, float]:
-    """A digest of the checksums of all blocks, computed as in a transfer, and the CPU seconds of these checksums."""
+    """A digest of all blocks, made of checksums as in a transfer, and the CPU seconds of these checksums."""
     digest, checksum_s = 0, 0.0
+    part_blocks = blocks_per_message(store.layout)
     for layer in range(store.layout.num_layers):
-        views = store.read(layer, block_ids)
-        start_s = time.process_time()
-        checksums = payload.checksums(views, store.layout.plane_bytes)
-        checksum_s += time.process_time() - start_s
-        digest = zlib.crc32(struct.pack(f"<{len(checksums)}I", *checksums), digest)
+        for first in range(0, len(block_ids), part_blocks):
+            keys, values = store.read(layer, block_ids[first : first + part_blocks])
+            start_s = time.process_time()
+            checksum = payload.checksum(keys, values)
+            checksum_s += time.process_time() - start_s
+            digest = zlib.crc32(checksum.to_bytes(8), digest)
     return digest, checksum_s
 
 
@@ -192,7 +195,7 @@ class _Peer:
                 piece = memoryview(self._sink)[start : start + piece_bytes]
                 _receive(connection, piece)
                 if is_checked:
-                    zlib.crc32(piece)
+                    xxh3_64_intdigest(piece)
             connection.sendall(ACKNOWLEDGED)
 
 

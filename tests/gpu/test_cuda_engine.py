@@ -63,9 +63,9 @@ def test_blocks_go_out_and_come_back_byte_for_byte():
     for layer in range(2):
         pool.keys(layer).normal_()
         pool.values(layer).normal_()
-    planes = b"".join(pool.read(1, [2, 3, 7]))
-    assert planes[: pool.layout.plane_bytes] == pool.keys(1)[2].cpu().view(torch.uint8).numpy().tobytes()
-    pool.write(1, [9, 4, 5], memoryview(planes))
+    planes = pool.read(1, [2, 3, 7])
+    assert planes[0][: pool.layout.plane_bytes] == pool.keys(1)[2].cpu().view(torch.uint8).numpy().tobytes()
+    pool.write(1, [9, 4, 5], *planes)
     for source, target in ((2, 9), (3, 4), (7, 5)):
         assert torch.equal(pool.keys(1)[source], pool.keys(1)[target])
         assert torch.equal(pool.values(1)[source], pool.values(1)[target])

@@ -22,13 +22,14 @@ def cut_planes(store, layer, block_id, heads):
     """The K and V plane of a block, these heads alone: worked out token by token, apart from the stores' own code."""
     layout = store.layout
     data_bytes = layout.block_size * layout.num_kv_heads * layout.head_bytes
-    parts = []
-    for plane in planes_of(store, layer, [block_id]):
+    cut = []
+    for (plane,) in planes_of(store, layer, [block_id]):
         columns = [plane[start : start + layout.head_bytes] for start in range(0, data_bytes, layout.head_bytes)]
         scales = [plane[start : start + 4] for start in range(data_bytes, len(plane), 4)]
-        parts += [column for place, column in enumerate(columns) if place % layout.num_kv_heads in heads]
+        parts = [column for place, column in enumerate(columns) if place % layout.num_kv_heads in heads]
         parts += [scale for head, scale in enumerate(scales) if head in heads]
-    return b"".join(parts)
+        cut.append(memoryview(b"".join(parts)))
+    return cut
 
 
 def sliced(whole, tp_size):
@@ -39,7 +40,7 @@ def sliced(whole, tp_size):
         store = ByteStore(whole.layout.with_heads(len(heads)), whole.num_blocks)
         for layer in range(whole.layout.num_layers):
             for block_id in range(whole.num_blocks):
-                store.write(layer, [block_id], memoryview(cut_planes(whole, layer, block_id, heads)))
+                store.write(layer, [block_id], *cut_planes(whole, layer, block_id, heads))
         stores.append(store)
     return stores
 

@@ -46,17 +46,14 @@ def make_receiver(lane=LANE):
 
 def data(*segments):
     """Data of (layer, first, number of blocks)."""
-    return Data(*NAMES, tuple(Segment(layer, first, (0,) * count) for layer, first, count in segments))
+    return Data(*NAMES, tuple(Segment(layer, first, count, 0) for layer, first, count in segments))
 
 
 def deliver(session, *segments, corrupt=()):
-    """Feeds Data whose blocks are intact but for `corrupt`, given as (layer, index)."""
+    """Feeds Data whose segments are intact but for `corrupt`, given by their numbers."""
     (verify,) = session.handle(data(*segments), 0.0)
     assert isinstance(verify, Verify)
-    intact = [
-        bytes((segment.layer, index) not in corrupt for index in range(segment.first, segment.stop))
-        for segment in verify.segments
-    ]
+    intact = [number not in corrupt for number in range(len(segments))]
     return session.handle(Verified(verify.segments, intact), 0.0)
 
 

@@ -13,19 +13,23 @@ class SomeHeads:
         return SomeHeads(self, heads)
 
     def read(self, layer, block_ids):
-        return [
-            memoryview(b"".join(plane[start:stop] for start, stop in self._spans))
-            for plane in planes_of(self._whole, layer, block_ids)
-        ]
+        keys, values = (
+            memoryview(b"".join(plane[start:stop] for plane in planes for start, stop in self._spans))
+            for planes in planes_of(self._whole, layer, block_ids)
+        )
+        return keys, values
 
-    def write(self, layer, block_ids, planes):
-        assert len(planes) == 2 * len(block_ids) * self.layout.plane_bytes
-        merged, offset = [bytearray(plane) for plane in planes_of(self._whole, layer, block_ids)], 0
-        for plane in merged:
-            for start, stop in self._spans:
-                plane[start:stop] = planes[offset : offset + stop - start]
-                offset += stop - start
-        self._whole.write(layer, block_ids, memoryview(b"".join(merged)))
+    def write(self, layer, block_ids, keys, values):
+        assert len(keys) == len(values) == len(block_ids) * self.layout.plane_bytes
+        merged = []
+        for planes, ours in zip(planes_of(self._whole, layer, block_ids), (keys, values), strict=True):
+            changed, offset = [bytearray(plane) for plane in planes], 0
+            for plane in changed:
+                for start, stop in self._spans:
+                    plane[start:stop] = ours[offset : offset + stop - start]
+                    offset += stop - start
+            merged.append(memoryview(b"".join(changed)))
+        self._whole.write(layer, block_ids, *merged)
 
 
 def spans_of(layout, heads):
@@ -40,6 +44,9 @@ def spans_of(layout, heads):
 
 
 def planes_of(store, layer, block_ids):
-    """The K plane of each block, then the V planes."""
-    joined, size = b"".join(store.read(layer, block_ids)), store.layout.plane_bytes
-    return [joined[start : start + size] for start in range(0, len(joined), size)]
+    """The K plane of each block, and the V planes."""
+    size = store.layout.plane_bytes
+    return [
+        [bytes(planes[start : start + size]) for start in range(0, len(planes), size)]
+        for planes in store.read(layer, block_ids)
+    ]

@@ -23,7 +23,7 @@ def random_pool(dtype, num_kv_heads, seed=0, num_layers=2):
     shape = (num_layers, 2, NUM_BLOCKS, layout.plane_bytes)
     raw = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
     for layer in range(num_layers):
-        pool.write(layer, range(NUM_BLOCKS), memoryview(raw[layer].tobytes()))
+        pool.write(layer, range(NUM_BLOCKS), *(memoryview(planes.tobytes()) for planes in raw[layer]))
     return pool, raw
 
 
@@ -57,11 +57,11 @@ def test_any_slices_read_their_heads_and_put_together_the_whole(dtype, sizes, bl
     for start, stop in itertools.pairwise(bounds):
         heads = range(start, stop)
         mine = source.heads(heads)
-        planes = b"".join(mine.read(1, block_ids))
+        planes = mine.read(1, block_ids)
         expected = [some_heads(raw[1, kind, block], source.layout, heads) for kind in (0, 1) for block in block_ids]
-        assert planes == b"".join(expected)
-        assert len(planes) == 2 * len(block_ids) * mine.layout.plane_bytes
-        target.heads(heads).write(1, block_ids, memoryview(planes))
+        assert b"".join(planes) == b"".join(expected)
+        assert [len(kind) for kind in planes] == [len(block_ids) * mine.layout.plane_bytes] * 2
+        target.heads(heads).write(1, block_ids, *planes)
     after = np.frombuffer(b"".join(target.read(1, range(NUM_BLOCKS))), np.uint8).reshape(before[1].shape)
     others = [block for block in range(NUM_BLOCKS) if block not in block_ids]
     assert np.array_equal(after[:, block_ids], raw[1][:, block_ids])
@@ -70,11 +70,25 @@ def test_any_slices_read_their_heads_and_put_together_the_whole(dtype, sizes, bl
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_whose_scales_together_are_as_wide_as_a_word(dtype):
+    layout = KVLayout(1, 4, 64, 16, dtype)
+    pool = PagedKVPool(layout, 3, CPU)
+    raw = np.random.default_rng(0).integers(0, 256, (2, 3, layout.plane_bytes), np.uint8)
+    pool.write(0, range(3), *(memoryview(planes.tobytes()) for planes in raw))
+    for heads in (range(2), range(2, 4), range(1, 3)):
+        some = pool.heads(heads).read(0, [2, 0])
+        for planes, ours in zip(raw, some, strict=True):
+            assert bytes(ours) == b"".join(some_heads(planes[block], layout, heads) for block in (2, 0))
+        pool.heads(heads).write(0, [2, 0], *some)
+    assert [bytes(planes) for planes in pool.read(0, range(3))] == [planes.tobytes() for planes in raw]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_writing_a_slice_leaves_the_other_heads_alone(dtype):
     pool, raw = random_pool(dtype, 5)
     layout = pool.layout
     mine = pool.heads(range(1, 3))
-    mine.write(0, [4, 2], memoryview(bytes(4 * mine.layout.plane_bytes)))
+    mine.write(0, [4, 2], *[memoryview(bytes(2 * mine.layout.plane_bytes))] * 2)
     after = np.frombuffer(b"".join(pool.read(0, range(NUM_BLOCKS))), np.uint8).reshape(raw[0].shape)
     for kind in (0, 1):
         for block in range(NUM_BLOCKS):
@@ -93,7 +107,7 @@ def test_tokens_of_a_slice_read_back_on_a_rank_that_holds_its_heads_alone(dtype)
         torch.arange(12),
         *torch.randn(2, 12, 4, 4, generator=torch.Generator().manual_seed(0)).to(whole.compute_dtype),
     )
-    rank.write(0, [5, 0, 2], memoryview(b"".join(whole.heads(range(1, 3)).read(0, [3, 1, 0]))))
+    rank.write(0, [5, 0, 2], *whole.heads(range(1, 3)).read(0, [3, 1, 0]))
     for ours, theirs in zip(
         rank.gather(0, torch.tensor([5, 0, 2])), whole.gather(0, torch.tensor([3, 1, 0])), strict=True
     ):
@@ -133,8 +147,8 @@ def test_tensors_hold_the_bytes_of_the_buffers(dtype, block_ids):
         assert all(tensor.dtype == torch.uint8 and tensor.dim() == 1 for tensor in tensors)
         target, _ = random_pool(dtype, 3, seed=1)
         other = target.heads(range(1, 3)) if store is not pool else target
-        received = torch.cat([torch.zeros(1, dtype=torch.uint8), *tensors])
-        other.write_tensors(1, block_ids, received[1:])  # which does not start on a multiple of anything
+        received = [torch.cat([torch.zeros(1, dtype=torch.uint8), planes])[1:] for planes in tensors]
+        other.write_tensors(1, block_ids, *received)  # which do not start on a multiple of anything
         assert b"".join(other.read(1, block_ids)) == b"".join(buffers)
 
 
@@ -150,10 +164,11 @@ def test_tensors_of_a_pool_are_views_of_it():
 def test_bytes_of_another_length_are_refused(extra):
     pool, raw = random_pool("int8", 3)
     for store in (pool, pool.heads(range(2))):
-        length = 4 * store.layout.plane_bytes + extra
-        refusal = f"{length} bytes for 2 blocks of a layer, not {4 * store.layout.plane_bytes}"
+        expected = 2 * store.layout.plane_bytes
+        refusal = f"{expected} and {expected + extra} bytes for 2 planes of K and V, not {expected} each"
+        buffers = [memoryview(bytes(length)) for length in (expected, expected + extra)]
         with pytest.raises(ValueError, match=refusal):
-            store.write(0, [1, 2], memoryview(bytes(length)))
+            store.write(0, [1, 2], *buffers)
         with pytest.raises(ValueError, match=refusal):
-            store.write_tensors(0, [1, 2], torch.zeros(length, dtype=torch.uint8))
+            store.write_tensors(0, [1, 2], *(torch.zeros(len(each), dtype=torch.uint8) for each in buffers))
     assert b"".join(pool.read(0, range(NUM_BLOCKS))) == raw[0].tobytes()

@@ -68,7 +68,7 @@ def test_every_byte_reads_as_the_number_it_stands_for(dtype):
     every_byte = bytes(range(256))
     scales = np.array([0.5, 3.0, 0.25, 7.0], np.float32).tobytes()
     plane_k, plane_v = every_byte * 2 + scales[:8], every_byte[::-1] * 2 + scales[8:]
-    pool.write(0, [0], memoryview(plane_k + plane_v))
+    pool.write(0, [0], memoryview(plane_k), memoryview(plane_v))
     keys, values = gathered(pool, [0])
     table = numbers(dtype)
     finite = ~np.isnan(table)

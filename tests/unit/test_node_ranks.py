@@ -103,7 +103,7 @@ def _slice(whole, rank, tp_size):
     store = ByteStore(LAYOUT.with_heads(len(heads)), NUM_BLOCKS)
     for layer in range(LAYOUT.num_layers):
         ids = range(NUM_BLOCKS)
-        store.write(layer, ids, memoryview(b"".join(bytes(view) for view in whole.heads(heads).read(layer, ids))))
+        store.write(layer, ids, *whole.heads(heads).read(layer, ids))
     return store
 
 

@@ -36,18 +36,21 @@ def test_finish_and_then_the_rest_commits():
     assert deliver(session, (1, 0, 5)) == [Write(BlockRange(1, 0, 5), 0, range(5)), *COMMIT]
 
 
-def test_a_corrupt_block_counts_as_not_arrived():
+def test_the_blocks_of_a_corrupt_segment_count_as_not_arrived():
     session = make_receiver()
-    writes = deliver(session, (0, 0, 5), (1, 0, 5), corrupt={(0, 2), (1, 0)})
-    assert writes == [
-        Write(BlockRange(0, 0, 2), 0, range(2)),
-        Write(BlockRange(0, 3, 2), 0, range(3, 5)),
-        Write(BlockRange(1, 1, 4), 1, range(1, 5)),
-    ]
-    assert session.handle(Finish(*NAMES, 0, 5, b"t"), 0.0) == missing(0, 2, (0, 2, 1), (1, 0, 1))
-    assert deliver(session, (0, 2, 1), corrupt={(0, 2)}) == []
-    assert session.handle(Finish(*NAMES, 1, 5, b"t"), 0.0) == missing(1, 3, (0, 2, 1), (1, 0, 1))
-    assert deliver(session, (1, 0, 1), (0, 2, 1))[-2:] == COMMIT
+    writes = deliver(session, (0, 0, 3), (1, 0, 2), (0, 3, 2), (1, 2, 3), corrupt={0, 3})
+    assert writes == [Write(BlockRange(1, 0, 2), 1, range(2)), Write(BlockRange(0, 3, 2), 2, range(2))]
+    assert session.handle(Finish(*NAMES, 0, 5, b"t"), 0.0) == missing(0, 6, (0, 0, 3), (1, 2, 3))
+    assert deliver(session, (0, 0, 3), corrupt={0}) == []
+    assert session.handle(Finish(*NAMES, 1, 5, b"t"), 0.0) == missing(1, 9, (0, 0, 3), (1, 2, 3))
+    assert deliver(session, (1, 2, 3), (0, 0, 3))[-2:] == COMMIT
+
+
+def test_blocks_that_have_arrived_stay_so_when_a_segment_with_them_is_corrupt():
+    session = make_receiver()
+    deliver(session, (0, 1, 2))
+    assert deliver(session, (0, 0, 5), corrupt={0}) == []
+    assert session.handle(Finish(*NAMES, 0, 5, b"t"), 0.0) == missing(0, 5, (0, 0, 1), (0, 3, 2), (1, 0, 5))
 
 
 def test_a_block_is_written_once():
@@ -132,7 +135,7 @@ def test_after_a_failure_nothing_is_taken(event, now, refusal, reason, message):
 
 def test_a_failure_over_damaged_blocks_says_so():
     session = make_receiver()
-    deliver(session, (0, 0, 5), corrupt={(0, 0)})
+    deliver(session, (0, 0, 5), corrupt={0})
     session.handle(Finish(*NAMES, 0, 5, b"t"), 0.0)
     *_, conclude = session.handle(Abort(*NAMES), 0.0)
     assert conclude.result.reason == reasons.KV_CHECKSUM_MISMATCH

@@ -67,16 +67,16 @@ def test_cached_blocks_stay_at_home():
     assert session.handle(Committed(*NAMES), 0.0) == [sending.Conclude(Sent(2 * LAYOUT.block_bytes))]
 
 
-def test_messages_hold_whole_ranges_and_only_long_ones_are_cut():
+def test_messages_hold_whole_ranges_and_only_long_ones_are_cut_into_equal_parts():
     session = make_sender(blocks_per_message=3)
     session.handle(BlocksReady(1, 2), 0.0)
     session.handle(AllReady(5, b"t"), 0.0)
     assert drain(session) == [
         SendBlocks(ranges((0, 0, 1), (1, 0, 1))),
-        SendBlocks(ranges((0, 1, 3))),
-        SendBlocks(ranges((0, 4, 1))),
-        SendBlocks(ranges((1, 1, 3))),
-        SendBlocks(ranges((1, 4, 1))),
+        SendBlocks(ranges((0, 1, 2))),
+        SendBlocks(ranges((0, 3, 2))),
+        SendBlocks(ranges((1, 1, 2))),
+        SendBlocks(ranges((1, 3, 2))),
         finish(),
     ]
 

@@ -39,7 +39,7 @@ class World:
             match action:
                 case SendBlocks(ranges=blocks):
                     assert all(r.first >= self.lane.num_cached_blocks for r in blocks), "a cached block was sent"
-                    segments = tuple(Segment(r.layer, r.first, (0,) * r.num_blocks) for r in blocks)
+                    segments = tuple(Segment(r.layer, r.first, r.num_blocks, 0) for r in blocks)
                     self.to_receiver.append((Data(*NAMES, segments), frozenset()))
                     self.num_held += 1
                 case SendMessage(message=message):
@@ -51,7 +51,9 @@ class World:
         for action in self.receiver.handle(event, self.now):
             match action:
                 case Verify(segments=segments):
-                    intact = [[(s.layer, index) not in damaged for index in range(s.first, s.stop)] for s in segments]
+                    intact = [
+                        damaged.isdisjoint((s.layer, index) for index in range(s.first, s.stop)) for s in segments
+                    ]
                     self.receive(Verified(segments, intact), damaged)
                 case Write(blocks=blocks):
                     assert self.receiver.is_open or self.received == []

@@ -52,9 +52,9 @@ class Stranger:
 
 def crafted(source, end, blocks, epoch=1, layer=0, shift=0):
     """Data that is right to the last byte, but for what is asked for."""
-    planes = b"".join(source.read(layer, blocks))
-    crcs = HOST.checksums([memoryview(planes)], source.layout.plane_bytes)
-    return Data(end.transfer_id, epoch, (Segment(layer, blocks[0] + shift, crcs),)), planes
+    views = source.read(layer, blocks)
+    segment = Segment(layer, blocks[0] + shift, len(blocks), HOST.checksum(*views))
+    return Data(end.transfer_id, epoch, (segment,)), b"".join(views)
 
 
 def test_what_was_not_granted_is_refused_and_never_written(fabric, stores):

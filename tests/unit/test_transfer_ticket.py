@@ -118,7 +118,7 @@ def packed(*fields):
 
 
 GOOD_ENDS = [[bytes(16), ADDRESS], [b"1" * 16, ADDRESS]]
-GOOD = [2, 7, [30, 3, 64, 16, "bfloat16"], 1, 2, 32, 0, 30.0, GOOD_ENDS]
+GOOD = [3, 7, [30, 3, 64, 16, "bfloat16"], 1, 2, 32, 0, 30.0, GOOD_ENDS]
 
 
 def test_the_form_that_the_odd_ones_below_depart_from():
@@ -134,7 +134,8 @@ def test_the_form_that_the_odd_ones_below_depart_from():
         packed(*GOOD[:-1]),
         packed(*GOOD, 0),
         packed(1, *GOOD[1:]),
-        packed(3, *GOOD[1:]),
+        packed(2, *GOOD[1:]),
+        packed(4, *GOOD[1:]),
         packed(*GOOD) + b"\x00",
         packed(*GOOD)[:-1],
         msgpack.packb({"epoch": 7}),

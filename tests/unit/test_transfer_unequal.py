@@ -120,9 +120,7 @@ def test_the_pools_of_the_engine(fabric, prefill_tp, decode_tp, dtype):
         for store in stores:
             pool = PagedKVPool(store.layout, store.num_blocks, torch.device("cpu"))
             for layer in range(layout.num_layers):
-                pool.write(
-                    layer, range(store.num_blocks), memoryview(b"".join(store.read(layer, range(store.num_blocks))))
-                )
+                pool.write(layer, range(store.num_blocks), *store.read(layer, range(store.num_blocks)))
             yield pool
 
     async def scenario():

@@ -1,10 +1,10 @@
 """Message headers and payloads: what goes in comes out, and nothing odd gets through."""
 
-import struct
 import zlib
 
 import msgpack
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,8 +33,8 @@ ID = bytes(range(16))
 ids = st.binary(min_size=16, max_size=16)
 epochs = st.integers(0, 2**32 - 1)
 layers, firsts = st.integers(0, 1023), st.integers(0, 2**20 - 100)
-crcs = st.integers(0, 2**32 - 1)
-segments = st.builds(Segment, layers, firsts, st.lists(crcs, min_size=1, max_size=20).map(tuple))
+counts = st.integers(0, 2**32 - 1)
+segments = st.builds(Segment, layers, firsts, st.integers(1, 100), st.integers(0, 2**64 - 1))
 ranges = st.builds(BlockRange, layers, firsts, st.integers(1, 100))
 rounds = st.integers(0, 255)
 messages = st.one_of(
@@ -42,7 +42,7 @@ messages = st.one_of(
     st.builds(Finish, ids, epochs, rounds, st.integers(1, 2**20), st.binary(max_size=4096)),
     st.builds(Abort, ids, epochs),
     st.builds(Committed, ids, epochs),
-    st.builds(Missing, ids, epochs, rounds, crcs, st.lists(ranges, min_size=1, max_size=20).map(tuple)),
+    st.builds(Missing, ids, epochs, rounds, counts, st.lists(ranges, min_size=1, max_size=20).map(tuple)),
     st.builds(Refused, ids, epochs, st.sampled_from(Refusal)),
 )
 
@@ -54,7 +54,7 @@ def test_a_message_survives_the_journey(message):
 
 def test_the_longest_messages_that_are_allowed_fit():
     decode(encode(Missing(ID, 1, 0, 0, tuple(BlockRange(1023, 2**20 - 1, 1) for _ in range(MAX_RANGES)))))
-    decode(encode(Data(ID, 1, tuple(Segment(1023, 2**20 - 16, (2**32 - 1,) * 16) for _ in range(256)))))
+    decode(encode(Data(ID, 1, tuple(Segment(1023, 2**20 - 16, 16, 2**64 - 1) for _ in range(256)))))
 
 
 @given(messages, st.data())
@@ -98,25 +98,27 @@ def test_well_formed_nonsense_raises_nothing_but_transfer_error(kind, transfer_i
     refuses_or_decodes(sealed(msgpack.packb([kind, transfer_id, epoch, *rest])))
 
 
-CRC = struct.pack(">I", 5)
-
-
 @pytest.mark.parametrize(
     "fields",
     [
         ["data", ID, 1, []],
-        ["data", ID, 1, [[0, 0, b""]]],
-        ["data", ID, 1, [[0, 0, CRC + b"x"]]],
-        ["data", ID, 1, [[0, 0, 5]]],
-        ["data", ID, 1, [[1024, 0, CRC]]],
-        ["data", ID, 1, [[-1, 0, CRC]]],
-        ["data", ID, 1, [[True, 0, CRC]]],
-        ["data", ID, 1, [[0, 2**20, CRC]]],
-        ["data", ID, 1, [[0, 2**20 - 1, CRC * 2]]],
-        ["data", ID, 1, [[0, 0, CRC]] * 257],
-        ["data", ID, 1, [[0, 0, CRC * 4097]]],
-        ["data", ID, 2**32, [[0, 0, CRC]]],
-        ["data", ID[:15], 1, [[0, 0, CRC]]],
+        ["data", ID, 1, [[0, 0, 0, 5]]],
+        ["data", ID, 1, [[0, 0, 1]]],
+        ["data", ID, 1, [[0, 0, 1, 5, 5]]],
+        ["data", ID, 1, [[0, 0, 1, -1]]],
+        ["data", ID, 1, [[0, 0, 1, b"checksum"]]],
+        ["data", ID, 1, [[0, 0, 1, 1.0]]],
+        ["data", ID, 1, [[0, 0, True, 5]]],
+        ["data", ID, 1, [[1024, 0, 1, 5]]],
+        ["data", ID, 1, [[-1, 0, 1, 5]]],
+        ["data", ID, 1, [[True, 0, 1, 5]]],
+        ["data", ID, 1, [[0, 2**20, 1, 5]]],
+        ["data", ID, 1, [[0, 2**20 - 1, 2, 5]]],
+        ["data", ID, 1, [[0, 0, 1, 5]] * 257],
+        ["data", ID, 1, [[0, 0, 4097, 5]]],
+        ["data", ID, 1, [[0, 0, 4000, 5], [1, 0, 97, 5]]],
+        ["data", ID, 2**32, [[0, 0, 1, 5]]],
+        ["data", ID[:15], 1, [[0, 0, 1, 5]]],
         ["finish", ID, 1, 0, 0, b""],
         ["finish", ID, 1, 256, 1, b""],
         ["finish", ID, 1, 0, 1, b"x" * 4097],
@@ -127,7 +129,7 @@ CRC = struct.pack(">I", 5)
         ["missing", ID, 1, 0, 0, [[0, 0, 1]] * (MAX_RANGES + 1)],
         ["refused", ID, 1, "because"],
         ["refused", ID, 1, ["expired"]],
-        ["Data", ID, 1, [[0, 0, CRC]]],
+        ["Data", ID, 1, [[0, 0, 1, 5]]],
         [],
     ],
 )
@@ -167,21 +169,20 @@ def test_gather_copies_short_views_and_leaves_long_ones(monkeypatch):
     assert all(any(frame is view for view in views) for frame in frames if len(frame) > 4)
 
 
-@pytest.mark.parametrize("block_ids", [[0], [3, 4, 5], [5, 3, 4], [7, 2, 0, 5]])
-def test_checksums_cover_the_k_plane_then_the_v_plane(block_ids):
-    store, size = ByteStore(LAYOUT, 8, seed=1), LAYOUT.plane_bytes
-    expected = []
-    for block_id in block_ids:
-        k_plane, v_plane = store.read(2, [block_id])
-        expected.append(zlib.crc32(bytes(k_plane) + bytes(v_plane)))
-    assert HOST.checksums(store.read(2, block_ids), size) == tuple(expected)
-    assert HOST.checksums([memoryview(b"".join(store.read(2, block_ids)))], size) == tuple(expected)
+def test_the_checksum_is_xxh3_of_the_v_planes_seeded_with_that_of_the_k_planes():
+    keys, values = ByteStore(LAYOUT, 8, seed=1).read(2, [7, 2, 0, 5])
+    seed = xxhash.xxh3_64(bytes(keys)).intdigest()
+    assert HOST.checksum(keys, values) == xxhash.xxh3_64(bytes(values), seed=seed).intdigest()
 
 
-def test_some_blocks_takes_both_planes_of_each():
-    assert bytes(HOST.some_blocks(memoryview(b"aabbccAABBCC"), range(1, 3), 2)) == b"bbccBBCC"
-    whole = memoryview(b"aaAA")
-    assert HOST.some_blocks(whole, range(1), 2) is whole
+@given(st.binary(min_size=1, max_size=300), st.binary(min_size=1, max_size=300), st.data())
+def test_a_changed_bit_and_swapped_planes_change_the_checksum(keys, values, data):
+    checksum = HOST.checksum(memoryview(keys), memoryview(values))
+    spoilt = bytearray(keys + values)
+    spoilt[data.draw(st.integers(0, len(spoilt) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    planes = memoryview(spoilt)
+    assert HOST.checksum(planes[: len(keys)], planes[len(keys) :]) != checksum
+    assert keys == values or HOST.checksum(memoryview(values), memoryview(keys)) != checksum
 
 
 def test_a_layout_whose_blocks_are_too_large_to_send_is_refused():

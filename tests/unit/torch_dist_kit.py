@@ -46,9 +46,9 @@ def tensor_store(layout, num_blocks, seed=None):
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
         for layer in range(layout.num_layers):
-            size = (2 * num_blocks * layout.plane_bytes,)
+            size = (2, num_blocks * layout.plane_bytes)
             planes = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
-            pool.write_tensors(layer, range(num_blocks), planes)
+            pool.write_tensors(layer, range(num_blocks), *planes)
     return TensorStore(pool)
 
 

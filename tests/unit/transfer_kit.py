@@ -53,16 +53,19 @@ class ByteStore:
         self._planes = [[bytearray(fill(num_bytes)) for _ in range(layout.num_layers)] for _ in "KV"]
 
     def read(self, layer, block_ids):
-        return [
-            memoryview(kind[layer])[start:stop].toreadonly()
+        """Views of neighbours, copies of others."""
+        keys, values = (
+            [memoryview(kind[layer])[start:stop].toreadonly() for start, stop in self._spans(block_ids)]
             for kind in self._planes
-            for start, stop in self._spans(block_ids)
-        ]
+        )
+        if len(keys) == 1:
+            return keys[0], values[0]
+        return memoryview(b"".join(keys)), memoryview(b"".join(values))
 
-    def write(self, layer, block_ids, planes):
-        assert len(planes) == 2 * len(block_ids) * self.layout.plane_bytes
-        offset = 0
-        for kind in self._planes:
+    def write(self, layer, block_ids, keys, values):
+        assert len(keys) == len(values) == len(block_ids) * self.layout.plane_bytes
+        for kind, planes in zip(self._planes, (keys, values), strict=True):
+            offset = 0
             for start, stop in self._spans(block_ids):
                 kind[layer][start:stop] = planes[offset : offset + stop - start]
                 offset += stop - start
