@@ -17,11 +17,13 @@ from engine.kv_pool import PagedKVPool
 from engine.layout import KVLayout
 from engine.llama import LlamaDecoder
 from engine.model_config import FAKE_ARCHITECTURE, ModelConfig, read_model_config
+from engine.native_steps import choose_steps
 from engine.parallel import LEADER, RankGroup, alone, choose_device
 from engine.requests import OnLayer, Request, SampledToken, SamplingParams, Share, Work
 from engine.sampler import sample
 from engine.settings import EngineSettings
 from engine.sharding import Shard, check_tp_size, most_kv_heads, shard_of
+from engine.stored_quantization import check_quantization, quantization_name
 from engine.weights import load_weights
 
 WARM_UP_TOKENS: Final = 256
@@ -62,17 +64,21 @@ class Engine:
         self.max_model_len: Final = settings.max_model_len or self.config.max_position_embeddings
         self.num_blocks: Final = num_blocks_for(settings, self.model_layout, self.group.size)
         self.eos_token_ids: Final = self.config.eos_token_ids
-        self.fingerprint: Final = fingerprint(folder, self.config, self.model_layout, dtype)
+        self.fingerprint: Final = fingerprint(folder, self.config, self.model_layout, dtype, settings.quantization)
         self.kv_pool_bytes: Final = self.layout.block_bytes * self.num_blocks
         self._device = device
+        self._steps = choose_steps(device)
         torch_dtype: torch.dtype = getattr(torch, dtype)
-        self._model, weight_bytes = _build_model(folder, self.config, torch_dtype, device, shard, self.group)
+        self._model, weight_bytes = _build_model(
+            folder, self.config, torch_dtype, device, shard, self.group, settings.quantization
+        )
         self.weight_bytes: Final = weight_bytes
         self.pool: Final = PagedKVPool(self.layout, self.num_blocks, device, torch_dtype)
         self._attention = choose_attention(self.pool, len(shard.query_heads.held))
         self.description: Final = {
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "dtype": dtype,
+            "quantization": quantization_name(settings.quantization, self.config.stored_quantization),
             "attention": self._attention.name,
             "threads": str(torch.get_num_threads()),
             "tp_size": str(self.group.size),
@@ -105,7 +111,7 @@ class Engine:
     ) -> list[SampledToken]:
         batch = build_batch(shares, self.layout.block_size, self._device)
         logits = self._model(batch, self._attention, on_layer)
-        return sample(logits, sampling, self.eos_token_ids) if logits is not None and sampling else []
+        return sample(logits, sampling, self.eos_token_ids, self._steps) if logits is not None and sampling else []
 
 
 def num_blocks_for(settings: EngineSettings, model_layout: KVLayout, tp_size: int) -> int:
@@ -127,19 +133,28 @@ def _check(settings: EngineSettings, config: ModelConfig, dtype: str, tp_size: i
         raise SettingsError(f"--max-model-len {settings.max_model_len} is more than the model's {limit}")
     if config.architecture != FAKE_ARCHITECTURE:
         check_tp_size(config, tp_size)
+        check_quantization(settings.quantization, config.stored_quantization)
         return
     if dtype != "float32":
         raise SettingsError(f"--dtype {dtype}: the fake model counts in float32")
+    if settings.quantization != "none":
+        raise SettingsError(f"--quantization {settings.quantization}: the fake model has no weights")
     if settings.kv_cache_dtype != "auto":
         raise SettingsError(f"--kv-cache-dtype {settings.kv_cache_dtype}: the fake model counts in float32")
 
 
 def _build_model(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, shard: Shard, group: RankGroup
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Shard,
+    group: RankGroup,
+    quantization: str,
 ) -> tuple[Model, int]:
     """The model and the bytes of its weights."""
     if config.architecture == FAKE_ARCHITECTURE:
         return FakeModel(config, folder, group), 0
     with torch.device("meta"):
         decoder = LlamaDecoder(config, device, shard, group)
-    return decoder, load_weights(decoder, folder, dtype, device)
+    return decoder, load_weights(decoder, folder, dtype, device, quantization, config.stored_quantization)

@@ -15,14 +15,18 @@ EDGE_BYTES: Final = 2**20
 _HEADER_LENGTH_BYTES: Final = 8  # a safetensors file starts with its header's length, little-endian
 
 
-def fingerprint(folder: Path, config: ModelConfig, layout: KVLayout, dtype: str) -> dict[str, str]:
-    """Readable facts, to be compared key by key: model config, compute dtype, KV dtype, KV layout, weights.
+def fingerprint(
+    folder: Path, config: ModelConfig, layout: KVLayout, dtype: str, quantization: str = "none"
+) -> dict[str, str]:
+    """Readable facts, to be compared key by key: model config, compute dtype, what --quantization makes of
+    the weights, KV dtype, KV layout, weights.
 
     `weights` is a SHA-256 over, for every safetensors file: its size, its whole header and its first and last MiB.
     So it tells models and fine-tunes apart in milliseconds, but not two files that differ in the middle alone.
     """
     facts = {field.name: str(getattr(config, field.name)) for field in dataclasses.fields(config)}
     facts["dtype"] = dtype
+    facts["quantization"] = quantization
     facts["kv_cache_dtype"] = layout.dtype
     facts["block_size"] = str(layout.block_size)
     facts["weights"] = "none" if config.architecture == FAKE_ARCHITECTURE else _weights_digest(folder)

@@ -4,14 +4,16 @@ A parameter may hold a part of its tensors: one rank's. `sources` of a layer say
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from engine.parallel import RankGroup
+from engine.quantized_linear import QuantizedMatrix, quantized_matrix
 from engine.sharding import Extent, Shard, whole
+from engine.steps import Steps
 
 
 class Source(NamedTuple):
@@ -31,12 +33,46 @@ class Layer(nn.Module):
         """What fills a parameter, one below the other. Here: one tensor of its own name and shape."""
         return [Source("", tuple(map(whole, getattr(self, parameter).shape)))]
 
+    def pack(self, bits: int | None) -> None:
+        """To be called once the parameters are filled: brings weights into the form in which they are fast, with
+        `bits` in 4 or 8 bits, and lets go what is no longer needed. Here: nothing."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the filled layer takes."""
+        return sum(parameter.nbytes for parameter in self.parameters(recurse=False))
+
+
+class PackedMatrix:
+    """bfloat16 weights on a CPU in oneDNN's own layout, in which small batches are twice as fast."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+        self._bias = bias
+        self.num_bytes: Final = weight.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        projected: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return projected
+
+
+def _can_pack(weight: torch.Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _CAN_PACK
+
+
+_CAN_PACK: bool = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # type: ignore[no-untyped-call]
+HEAD_BITS: Final = 8  # also among weights of 4 bits: what it rounds is seen at once
+
 
 class Embedding(Layer):
-    """One vector for each token id, of which each rank has a share of the ids."""
+    """One vector for each token id, of which each rank has a share of the ids. As the head too it gives logits."""
 
-    def __init__(self, vocabulary: Extent, size: int, group: RankGroup) -> None:
+    def __init__(self, vocabulary: Extent, size: int, group: RankGroup, is_head: bool = False) -> None:
         super().__init__()
+        self._is_head = is_head
+        self._dtype = torch.get_default_dtype()
+        self._quantized: QuantizedMatrix | None = None
+        self._packed: PackedMatrix | None = None
         # (torch's own embedding draws random values, on the meta device too, at half a second.)
         self.weight = nn.Parameter(torch.empty(len(vocabulary.held), size))
         self._vocabulary = vocabulary
@@ -45,16 +81,42 @@ class Embedding(Layer):
     def sources(self, parameter: str) -> Sequence[Source]:
         return [Source("", (self._vocabulary, whole(self.weight.shape[1])))]
 
+    def pack(self, bits: int | None) -> None:
+        """A head's weights are quantized, and vectors then read from there; or packed beside those that are read."""
+        self._dtype = self.weight.dtype
+        if not self._is_head:
+            return
+        if bits is not None:
+            self._quantized = quantized_matrix(self.weight.detach(), HEAD_BITS)
+            del self.weight
+        elif _can_pack(self.weight):
+            self._packed = PackedMatrix(self.weight)
+
+    @property
+    def num_bytes(self) -> int:
+        matrices = (self._quantized, self._packed)
+        return super().num_bytes + sum(matrix.num_bytes for matrix in matrices if matrix is not None)
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [T] -> [T, size], on every rank"""
         if self._vocabulary.is_whole:
-            return functional.embedding(ids, self.weight)
+            return self._vectors(ids)
         rows = ids - self._vocabulary.held.start
         elsewhere = (rows < 0) | (rows >= len(self._vocabulary.held))
-        vectors = functional.embedding(rows.masked_fill_(elsewhere, 0), self.weight)
+        vectors = self._vectors(rows.masked_fill_(elsewhere, 0))
         vectors.masked_fill_(elsewhere.unsqueeze(1), 0)
         self._group.all_reduce(vectors)
         return vectors
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """x [S, size] -> [S, ids held], for a model whose head this is"""
+        head = self._quantized or self._packed
+        return functional.linear(x, self.weight) if head is None else head(x)
+
+    def _vectors(self, rows: torch.Tensor) -> torch.Tensor:
+        if self._quantized is None:
+            return functional.embedding(rows, self.weight)
+        return self._quantized.rows(rows).to(self._dtype)
 
 
 class RMSNorm(Layer):
@@ -63,11 +125,11 @@ class RMSNorm(Layer):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
-        self._shape = (size,)
-        self._eps = eps
+        self.eps: Final = eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x, self._shape, self.weight, self._eps)
+    def forward(self, x: torch.Tensor, steps: Steps, delta: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, size] -> [T, size], of x and the delta; x becomes their sum in place"""
+        return steps.norm(x, self.weight, self.eps, delta)
 
 
 class Linear(Layer):
@@ -81,10 +143,11 @@ class Linear(Layer):
         self._inputs = inputs
         self._parts = parts
         self._adds_bias = bias and adds_bias
+        self._is_head = "lm_head" in parts
         num_outputs = sum(len(part.held) for part in parts.values())
         self.weight = nn.Parameter(torch.empty(num_outputs, len(inputs.held)))
         self.bias = nn.Parameter(torch.empty(num_outputs if adds_bias else 0)) if bias else None
-        self._packed: torch.Tensor | None = None
+        self._matrix: PackedMatrix | QuantizedMatrix | None = None  # in place of the weight
 
     def sources(self, parameter: str) -> Sequence[Source]:
         if parameter == "weight":
@@ -92,23 +155,32 @@ class Linear(Layer):
         held = [outputs if self._adds_bias else Extent(outputs.total, range(0)) for outputs in self._parts.values()]
         return [Source(name, (outputs,)) for name, outputs in zip(self._parts, held, strict=True)]
 
-    def pack(self) -> None:
-        """Turns loaded bfloat16 weights on a CPU into oneDNN's own layout, in which small batches are twice as fast;
-        the plain weights are let go. Elsewhere it does nothing."""
-        weight = self.weight
-        if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _CAN_PACK:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+    def take(self, matrix: QuantizedMatrix) -> None:
+        """Takes weights that the checkpoint holds quantized in place of its own."""
+        self._matrix = matrix
+        del self.weight
+
+    def pack(self, bits: int | None) -> None:
+        """Quantizes or packs the weights; the plain ones are let go."""
+        bias = self.bias if self._adds_bias else None
+        if self._matrix is None and bits is not None:
+            bits = HEAD_BITS if self._is_head else bits
+            self.take(quantized_matrix(self.weight.detach(), bits))
+        if isinstance(self._matrix, QuantizedMatrix):
+            if bias is not None:
+                self._matrix.set_bias(bias)
+        elif _can_pack(self.weight):
+            self._matrix = PackedMatrix(self.weight, bias)
             del self.weight
 
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + (self._matrix.num_bytes if self._matrix is not None else 0)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias = self.bias if self._adds_bias else None
-        if self._packed is None:
-            return functional.linear(x, self.weight, bias)
-        projected: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
-        return projected
-
-
-_CAN_PACK: bool = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # type: ignore[no-untyped-call]
+        if self._matrix is not None:
+            return self._matrix(x)
+        return functional.linear(x, self.weight, self.bias if self._adds_bias else None)
 
 
 class RowParallel(Linear):
@@ -133,7 +205,7 @@ class SwiGLU(nn.Module):
         self.gate_up_proj = Linear(whole(hidden_size), parts, bias)
         self.down_proj = RowParallel(shard.neurons, "down_proj", hidden_size, bias, shard, group)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, -1)
-        projected: torch.Tensor = self.down_proj(functional.silu(gate).mul_(up))
+    def forward(self, x: torch.Tensor, steps: Steps) -> torch.Tensor:
+        """x [T, E] -> [T, E]"""
+        projected: torch.Tensor = self.down_proj(steps.gate(self.gate_up_proj(x)))
         return projected

@@ -5,25 +5,36 @@ this rank; of what several ranks compute in part, two sums over them a layer mak
 Every module's parameters carry the names of the Hugging Face checkpoint, less the leading "model.".
 """
 
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from engine.attention import Attention
 from engine.forward_batch import ForwardBatch
 from engine.layers import Embedding, Linear, RMSNorm, RowParallel, SwiGLU
 from engine.model_config import ModelConfig
+from engine.native_steps import choose_steps
 from engine.parallel import RankGroup
 from engine.requests import OnLayer
-from engine.rope import RotaryEmbedding, rotate
+from engine.rope import RotaryEmbedding, Rotation
 from engine.sharding import Shard, share_of, whole
+from engine.steps import HeadNorms, Steps
 
 # Every report interrupts a core that computes: after each layer they cost a tenth of a prefill, every eighth 3 %.
 LAYERS_PER_REPORT: Final = 8
 
-Rotation = tuple[torch.Tensor, torch.Tensor]
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What all layers need to know of one pass through the decoder."""
+
+    batch: ForwardBatch
+    rotation: Rotation
+    attention: Attention
+    plans: dict[int | None, Any]  # of `attention`, for each window
+    steps: Steps
 
 
 class SelfAttention(nn.Module):
@@ -32,7 +43,7 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, shard: Shard, group: RankGroup) -> None:
         super().__init__()
         self._layer = layer
-        self._num_heads, self._num_kv_heads = len(shard.query_heads.held), len(shard.kv_heads.held)
+        self._window = config.sliding_windows[layer]
         self._head_dim = config.head_dim
         queries, keys = shard.query_heads.times(config.head_dim), shard.kv_heads.times(config.head_dim)
         parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
@@ -41,18 +52,15 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(
-        self, x: torch.Tensor, rotation: Rotation, batch: ForwardBatch, attention: Attention, plan: Any
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
         """x [T, E] -> [T, E]"""
         heads = self.qkv_proj(x).view(x.shape[0], -1, self._head_dim)  # [T, H + 2 K, D]
-        rotated, values = heads[:, : -self._num_kv_heads], heads[:, -self._num_kv_heads :]
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            queries, keys = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
-            rotated = torch.cat((self.q_norm(queries), self.k_norm(keys)), dim=1)
-        rotated = rotate(rotated, *rotation)
-        attention.pool.store(self._layer, batch.slots, rotated[:, self._num_heads :], values)
-        attended = attention.attend(rotated[:, : self._num_heads], self._layer, plan)
+            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        attention = now.attention
+        queries = now.steps.place(heads, now.rotation, attention.pool, self._layer, now.batch.slots, norms)
+        attended = attention.attend(queries, self._layer, now.plans[self._window])
         projected: torch.Tensor = self.o_proj(attended.flatten(1))
         return projected
 
@@ -67,12 +75,11 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, shard, config.mlp_bias, group)
 
-    def forward(
-        self, x: torch.Tensor, rotation: Rotation, batch: ForwardBatch, attention: Attention, plan: Any
-    ) -> torch.Tensor:
-        """x [T, E] -> [T, E]"""
-        x = x + self.self_attn(self.input_layernorm(x), rotation, batch, attention, plan)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+    def forward(self, x: torch.Tensor, delta: torch.Tensor | None, now: Pass) -> torch.Tensor:
+        """Changes x [T, E] in place. What it gives, like `delta` of the layer before, is still to be added to x: the
+        next norm does that as it reads x."""
+        delta = self.self_attn(self.input_layernorm(x, now.steps, delta), now)
+        return self.mlp(self.post_attention_layernorm(x, now.steps, delta), now.steps)  # type: ignore[no-any-return]
 
 
 class LlamaDecoder(nn.Module):
@@ -83,10 +90,11 @@ class LlamaDecoder(nn.Module):
         super().__init__()
         self._group = group
         self._vocabulary_widths = [len(share_of(config.vocab_size, rank, group.size)) for rank in range(group.size)]
-        self._windows = config.sliding_windows
+        self._windows = set(config.sliding_windows)
+        self._steps = choose_steps(device)
         self._rotary = RotaryEmbedding(config.rope, config.head_dim, device)
-        self.embed_tokens = Embedding(shard.vocabulary, config.hidden_size, group)
         tied = config.tie_word_embeddings
+        self.embed_tokens = Embedding(shard.vocabulary, config.hidden_size, group, is_head=tied)
         self.lm_head = None if tied else Linear(whole(config.hidden_size), {"lm_head": shard.vocabulary}, bias=False)
         layers = (DecoderLayer(config, layer, shard, group) for layer in range(config.num_layers))
         self.layers = nn.ModuleList(layers)
@@ -98,13 +106,20 @@ class LlamaDecoder(nn.Module):
         """Writes the batch's keys and values into the pool. Gives the logits [S, vocab_size] of the wanted rows on
         rank 0, None on the others."""
         x = self.embed_tokens(batch.token_ids)
-        rotation = self._rotary.tables(batch.positions, x.dtype)
-        plans = {window: attention.plan(batch, window) for window in set(self._windows)}
-        for index, (layer, window) in enumerate(zip(self.layers, self._windows, strict=True)):
-            x = layer(x, rotation, batch, attention, plans[window])
-            num_done = index + 1
+        delta = None
+        now = Pass(
+            batch,
+            self._rotary.tables(batch.positions, x.dtype),
+            attention,
+            {window: attention.plan(batch, window) for window in self._windows},
+            self._steps,
+        )
+        for num_done, layer in enumerate(self.layers, 1):
+            delta = layer(x, delta, now)
             if on_layer is not None and (num_done % LAYERS_PER_REPORT == 0 or num_done == len(self.layers)):
                 on_layer(num_done)
-        x = self.norm(x.index_select(0, batch.logit_rows))
-        logits = self.lm_head(x) if self.lm_head is not None else functional.linear(x, self.embed_tokens.weight)
+        assert delta is not None, "a decoder without layers"
+        wanted = batch.logit_rows
+        x = self.norm(x.index_select(0, wanted), self._steps, delta.index_select(0, wanted))
+        logits = self.embed_tokens.logits(x) if self.lm_head is None else self.lm_head(x)
         return self._group.gather_columns(logits, self._vocabulary_widths)

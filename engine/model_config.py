@@ -7,6 +7,7 @@ from engine.errors import ModelError
 from engine.json_fields import JsonFields, read_json_object
 from engine.layout import DTYPE_BYTES, KVLayout
 from engine.rope_config import Rope, read_rope
+from engine.stored_quantization import StoredQuantization, read_stored_quantization
 
 FAKE_ARCHITECTURE = "FakeForCausalLM"
 MODEL_TYPES = {
@@ -47,6 +48,7 @@ class ModelConfig:
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    stored_quantization: StoredQuantization | None
 
     def kv_layout(self, block_size: int, dtype: str) -> KVLayout:
         """How the whole model's KV cache lies in memory."""
@@ -94,6 +96,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         dtype=_dtype(config),
         bos_token_id=next(iter(_token_ids(sources, "bos_token_id", vocab_size)), None),
         eos_token_ids=_token_ids(sources, "eos_token_id", vocab_size),
+        stored_quantization=read_stored_quantization(config),
     )
 
 
@@ -117,8 +120,6 @@ def _architecture(config: JsonFields) -> str:
 
 
 def _refuse_unsupported(config: JsonFields) -> None:
-    if config.raw("quantization_config") is not None:
-        raise ModelError("a quantization_config is not supported; weights must be float32, float16 or bfloat16")
     activation = config.text("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(f"hidden_act {activation!r} is not supported; supported is silu")

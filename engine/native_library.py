@@ -1,4 +1,7 @@
-"""The compiled attention kernels of engine/native, if the package was built where a C compiler is.
+"""The compiled kernels of engine/native, if the package was built where a C compiler is.
+
+All are in one library: attention (declared here), products with quantized weights (engine/linear_library.py) and the
+steps between products (engine/native_steps.py).
 
 Which variant runs is decided when the process starts: the best that this CPU has, or what the environment variable
 SPLITSERVE_NATIVE names (one of VARIANTS, or "off").
@@ -9,8 +12,9 @@ import functools
 import importlib.machinery
 import logging
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +25,8 @@ OFF: Final = "off"
 ELEMENTS: Final = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "fp8_e4m3": 4}
 
 _FILE_STEM: Final = "native_kernels"
+
+F = TypeVar("F")
 
 
 class Plan(ctypes.Structure):
@@ -85,18 +91,40 @@ class NativeLibrary:
 
 
 @functools.cache
-def native_library() -> NativeLibrary | None:
-    """The library of this installation; None, with a line in the log, where it was not built or does not fit."""
+def load(functions: Callable[[Path], F]) -> F | None:
+    """The functions of the library that a class declares, given its path; None, with a line in the log, where it was
+    not built or does not fit."""
     folder = Path(__file__).parent
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         path = folder / (_FILE_STEM + suffix)
         if path.exists():
             try:
-                return NativeLibrary(path)
+                return functions(path)
             except (OSError, AttributeError) as error:
                 logger.warning("the native kernels cannot be used: %s", error)
                 return None
     logger.info("the native kernels were not built: there was no C compiler when the package was installed")
+    return None
+
+
+def native_library() -> NativeLibrary | None:
+    """The attention kernels of this installation, if they are there."""
+    return load(NativeLibrary)
+
+
+class Kernels(Protocol):
+    """A class to `load` whose kernels go by their variant."""
+
+    def kernel(self, variant: str) -> int | None:
+        """The address of a variant; None where the CPU does not have it."""
+
+
+def best_variant(kernels: Kernels | None, variant_of: Mapping[str, str]) -> str | None:
+    """The variant that computes here, by the kernels' own name for each of VARIANTS; None where nothing native does.
+    Raises ValueError when SPLITSERVE_NATIVE names none."""
+    for wanted in wanted_variants():
+        if kernels is not None and kernels.kernel(variant_of[wanted]) is not None:
+            return variant_of[wanted]
     return None
 
 

@@ -1,10 +1,13 @@
 """Rotary position embedding (RoFormer, arXiv 2104.09864), in float32 and in the order of transformers."""
 
 import math
+from typing import TypeAlias
 
 import torch
 
 from engine.rope_config import DefaultRope, LinearRope, Llama3Rope, Rope, YarnRope
+
+Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # what RotaryEmbedding.tables gives
 
 
 class RotaryEmbedding:
@@ -14,7 +17,7 @@ class RotaryEmbedding:
         self._inverse_frequencies = inverse_frequencies(rope, head_dim).to(device)
         self._factor = rope.attention_factor if isinstance(rope, YarnRope) else 1.0
 
-    def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
         """For positions [T]: cosines and sines [T, 1, head_dim], the first half of the sines negated for `rotate`."""
         angles = positions.unsqueeze(-1).float() * self._inverse_frequencies
         cos, sin = angles.cos() * self._factor, angles.sin() * self._factor

@@ -13,16 +13,20 @@ import torch
 
 from engine.errors import ModelError
 from engine.requests import Request, SampledToken
+from engine.steps import Steps, TorchSteps
 
 NUCLEUS_GUESS: Final = 256  # top_p is first sought among so many tokens, and among all only if these do not reach it
+TORCH_STEPS: Final = TorchSteps()
 _SEED_MASK: Final = 2**64 - 1
 _DOUBLE_STEP: Final = 2.0**-53
 
 
-def sample(logits: torch.Tensor, requests: Sequence[Request], eos_token_ids: Sequence[int]) -> list[SampledToken]:
+def sample(
+    logits: torch.Tensor, requests: Sequence[Request], eos_token_ids: Sequence[int], steps: Steps = TORCH_STEPS
+) -> list[SampledToken]:
     """The next token of each request from its row of logits [S, vocab_size]. Raises ModelError when a row's largest
     logit is not a finite number: the model is broken or overflows."""
-    highest, likeliest = logits.max(dim=-1)
+    highest, likeliest = steps.likeliest(logits)
     if not torch.isfinite(highest).all():
         raise ModelError("the model's logits are not finite numbers")
     return [

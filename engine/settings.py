@@ -6,6 +6,7 @@ from engine.flags import flag
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("none", "int8", "int4")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8_e4m3")
 
 
@@ -15,6 +16,9 @@ class EngineSettings:
 
     model: str = flag("", "Folder with config.json and safetensors files.", positional=True)
     dtype: str = flag("auto", "Compute dtype; auto takes the model's own.", choices=DTYPES)
+    quantization: str = flag(
+        "none", "Bits of the weights, made when they are loaded; none takes them as they are.", choices=QUANTIZATIONS
+    )
     kv_cache_dtype: str = flag(
         "auto", "KV cache dtype; auto takes the compute dtype, int8 and fp8_e4m3 halve it.", choices=KV_CACHE_DTYPES
     )

@@ -1,89 +1,150 @@
 """Fills a model from its safetensors files."""
 
-import math
+import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from engine import awq, gptq
+from engine.checkpoint import Checkpoint, Part
 from engine.errors import ModelError
+from engine.grouped_weight import join, matrix_of
 from engine.layers import Layer, Linear
+from engine.linear_library import best_variant
 from engine.sharding import Extent
+from engine.stored_quantization import StoredQuantization
 from engine.weight_files import weight_files
 
-MAPPED_BYTES: Final = 32 * 2**20  # mapped pages count as our memory, so mappings are let go this often
-STORED_DTYPES: Final = ("F32", "F16", "BF16")
-MOST_STORED_BYTES: Final = 4
+logger = logging.getLogger(__name__)
+
+BITS: Final = {"none": None, "int8": 8, "int4": 4}  # of the values of --quantization
+READERS: Final = {"gptq": gptq, "awq": awq}
 EMBEDDING: Final = "model.embed_tokens.weight"
 TIED_HEAD: Final = "lm_head.weight"
 HARMLESS_SUFFIX: Final = ".rotary_emb.inv_freq"  # older checkpoints store what we compute
 MOST_NAMES: Final = 3
 
 
-class _Source(NamedTuple):
-    """A tensor of the checkpoint, its shape as the model wants it, and the part of it that is wanted."""
+class _Stored(NamedTuple):
+    """A module of the checkpoint whose weight is stored quantized, and the part of it that is wanted."""
 
     name: str
-    extents: tuple[Extent, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(extent.total for extent in self.extents)
+    outputs: Extent
+    inputs: Extent
 
 
 class _Target(NamedTuple):
-    """A parameter of the model and the tensors that fill it, one below the other."""
+    """A parameter of the model and the tensors that fill it, one below the other; or, where they are stored
+    quantized, all tensors that take part."""
 
     module: Layer
     attribute: str
-    sources: list[_Source]
+    parts: list[Part]
+    stored_as: Sequence[_Stored] = ()
 
 
-def load_weights(model: nn.Module, folder: Path, dtype: torch.dtype, device: torch.device) -> int:
+def load_weights(
+    model: nn.Module,
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str = "none",
+    stored: StoredQuantization | None = None,
+) -> int:
     """Gives every parameter of a model built on the meta device its values, cast to dtype, and packs them; gives
-    their bytes.
+    the bytes they take. `quantization` is a value of --quantization, `stored` how the checkpoint is quantized.
 
     Reads of the files what the parameters take, and takes little memory beyond them. Raises ModelError, before
     anything is loaded, when a tensor is missing, unknown, of another shape or of a dtype that is not a float of 16
     or 32 bits.
     """
-    checkpoint = _Checkpoint(weight_files(folder))
-    targets = list(_targets(model))
-    sources = [source for target in targets for source in target.sources]
-    _check(checkpoint, sources)
-    num_bytes = sum(_fill(target, checkpoint, dtype, device) for target in targets)
-    if TIED_HEAD in checkpoint.names() and TIED_HEAD not in {source.name for source in sources}:
-        (embedding,) = (source for source in sources if source.name == EMBEDDING)
-        _check_tied_head(checkpoint, embedding._replace(name=TIED_HEAD), model.get_parameter("embed_tokens.weight"))
+    checkpoint = Checkpoint(weight_files(folder))
+    targets = list(_targets(model, checkpoint, stored))
+    parts = [part for target in targets for part in target.parts]
+    _check(checkpoint, parts)
+    num_bytes = num_dense = 0
+    for module, of_module in itertools.groupby(targets, key=lambda target: target.module):
+        for target in of_module:
+            if not target.stored_as:
+                _fill(target, checkpoint, dtype, device)
+            elif not _take(target, checkpoint, stored, dtype, device):
+                num_dense += 1
+        module.pack(BITS[quantization])
+        num_bytes += module.num_bytes
+    is_quantized = BITS[quantization] is not None or stored is not None
+    if is_quantized and (device.type != "cpu" or best_variant() is None):
+        logger.warning("quantized weights save memory but no time here: no kernel computes with them as they are")
+    if num_dense:
+        logger.warning("%d layers are kept as %s: their groups of inputs cannot be computed with", num_dense, dtype)
+    if TIED_HEAD in checkpoint.names() and TIED_HEAD not in {part.name for part in parts}:
+        (embedding,) = (part for part in parts if part.name == EMBEDDING)
+        _check_tied_head(checkpoint, embedding, dtype)
     return num_bytes
 
 
-def _fill(target: _Target, checkpoint: "_Checkpoint", dtype: torch.dtype, device: torch.device) -> int:
-    module, attribute, sources = target
-    filled = torch.empty(getattr(module, attribute).shape, dtype=dtype, device=device)
+def _fill(target: _Target, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+    filled = torch.empty(getattr(target.module, target.attribute).shape, dtype=dtype, device=device)
     first_row = 0
-    for source in sources:
-        for row, part in checkpoint.read(source):
-            filled[first_row + row : first_row + row + part.shape[0]] = part
-        first_row += len(source.extents[0].held)
-    setattr(module, attribute, nn.Parameter(filled, requires_grad=False))
-    if isinstance(module, Linear) and attribute == "weight":
-        module.pack()
-    return filled.nbytes
+    for part in target.parts:
+        for row, tensor in checkpoint.read(part):
+            filled[first_row + row : first_row + row + tensor.shape[0]] = tensor
+        first_row += len(part.extents[0].held)
+    setattr(target.module, target.attribute, nn.Parameter(filled, requires_grad=False))
 
 
-def _targets(model: nn.Module) -> Iterator[_Target]:
+def _take(
+    target: _Target,
+    checkpoint: Checkpoint,
+    stored: StoredQuantization | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
+    """Fills a layer with weights that are stored quantized; gives False when they had to become whole."""
+    assert stored is not None, "what is stored quantized is described in config.json"
+    assert isinstance(target.module, Linear)
+    read = READERS[stored.method].read
+    weights = [read(stored, checkpoint, name, outputs, inputs) for name, outputs, inputs in target.stored_as]
+    joined = join(weights)
+    matrix = None if joined is None else matrix_of(joined, device)
+    if matrix is not None:
+        target.module.take(matrix)
+        return True
+    dense = torch.cat([weight.dense().to(dtype) for weight in weights]).to(device)
+    target.module.weight = nn.Parameter(dense, requires_grad=False)
+    return False
+
+
+def _targets(model: nn.Module, checkpoint: Checkpoint, stored: StoredQuantization | None) -> Iterator[_Target]:
     for path, module in model.named_modules():
         for attribute, _ in module.named_parameters(recurse=False):
             assert isinstance(module, Layer), path
-            sources = [
-                _Source(f"{_in_checkpoint(path, name)}.{attribute}", extents)
-                for name, extents in module.sources(attribute)
-            ]
-            yield _Target(module, attribute, sources)
+            sources = [(_in_checkpoint(path, name), extents) for name, extents in module.sources(attribute)]
+            is_weight = isinstance(module, Linear) and attribute == "weight"
+            if stored is not None and is_weight and all(_is_quantized(checkpoint, name) for name, _ in sources):
+                yield _quantized(module, checkpoint, stored, [_Stored(name, *extents) for name, extents in sources])
+            else:
+                yield _Target(module, attribute, [Part(f"{name}.{attribute}", extents) for name, extents in sources])
+
+
+def _is_quantized(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a module of the checkpoint is; of a quantized checkpoint some are not."""
+    return f"{name}.qweight" in checkpoint.names()
+
+
+def _quantized(
+    module: Layer, checkpoint: Checkpoint, stored: StoredQuantization, sources: Sequence[_Stored]
+) -> _Target:
+    parts_of = READERS[stored.method].parts
+    parts = [
+        part
+        for name, outputs, inputs in sources
+        for part in parts_of(stored, checkpoint, name, outputs.total, inputs.total)
+    ]
+    return _Target(module, "weight", parts, sources)
 
 
 def _in_checkpoint(path: str, name: str) -> str:
@@ -92,25 +153,34 @@ def _in_checkpoint(path: str, name: str) -> str:
     return path if path == "lm_head" else f"model.{path}"
 
 
-def _check(checkpoint: "_Checkpoint", sources: Sequence[_Source]) -> None:
-    wanted = {source.name for source in sources}
+def _check(checkpoint: Checkpoint, parts: Sequence[Part]) -> None:
+    wanted = {part.name for part in parts}
     present = checkpoint.names()
     if missing := sorted(wanted - present):
         raise ModelError(f"the weights lack {_spell(missing)}")
-    harmless = {name for name in present if name.endswith(HARMLESS_SUFFIX)}
+    harmless = {name for name in present - wanted if name.endswith(HARMLESS_SUFFIX) or _is_no_bias(checkpoint, name)}
     if unknown := sorted(present - wanted - harmless - {TIED_HEAD}):
         raise ModelError(f"the weights hold {_spell(unknown)}, which the model has no use for")
-    for source in sources:
-        shape, dtype = checkpoint.describe(source.name)
-        if shape != source.shape:
-            raise ModelError(f"{source.name} has shape {list(shape)}, and the model wants {list(source.shape)}")
-        if dtype not in STORED_DTYPES:
-            raise ModelError(f"{source.name} is stored as {dtype}; supported are {', '.join(STORED_DTYPES)}")
+    for part in parts:
+        checkpoint.check(part)
 
 
-def _check_tied_head(checkpoint: "_Checkpoint", head: _Source, embedding: torch.Tensor) -> None:
+def _is_no_bias(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether it is a bias of zeros, which GPTQ's tools add to layers that have none."""
+    module, _, attribute = name.rpartition(".")
+    if attribute != "bias" or not _is_quantized(checkpoint, module):
+        return False
+    shape, _ = checkpoint.describe(name)
+    if len(shape) != 1:
+        return False
+    return not checkpoint.read_all(Part(name, (Extent(shape[0], range(shape[0])),))).any()
+
+
+def _check_tied_head(checkpoint: Checkpoint, embedding: Part, dtype: torch.dtype) -> None:
+    head = embedding._replace(name=TIED_HEAD)
     same = checkpoint.describe(head.name)[0] == head.shape and all(
-        torch.equal(part.to(embedding), embedding[row : row + part.shape[0]]) for row, part in checkpoint.read(head)
+        torch.equal(one.to(dtype), other.to(dtype))
+        for (_, one), (_, other) in zip(checkpoint.read(head), checkpoint.read(embedding), strict=True)
     )
     if not same:
         raise ModelError(f"{head.name} differs from the embedding, though config.json says tie_word_embeddings")
@@ -119,45 +189,3 @@ def _check_tied_head(checkpoint: "_Checkpoint", head: _Source, embedding: torch.
 def _spell(names: Sequence[str]) -> str:
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more
-
-
-class _Checkpoint:
-    """The tensors of several safetensors files. Files are mapped as needed and let go every MAPPED_BYTES."""
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._open: dict[Path, Any] = {}
-        self._mapped_bytes = 0
-        self._file_of = {name: file for file in files for name in self._handle(file).keys()}  # noqa: SIM118
-
-    def names(self) -> set[str]:
-        return set(self._file_of)
-
-    def describe(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Shape and stored dtype."""
-        tensor = self._slice(name)
-        return tuple(tensor.get_shape()), tensor.get_dtype()
-
-    def read(self, source: _Source) -> Iterator[tuple[int, torch.Tensor]]:
-        """The wanted rows of a tensor in order, some at a time: the first one's index among them and their wanted
-        columns, mapped from the file."""
-        rows, *columns = (slice(extent.held.start, extent.held.stop) for extent in source.extents)
-        row_bytes = MOST_STORED_BYTES * math.prod(source.shape[1:])  # gaps between columns may be mapped as well
-        num_rows = max(1, MAPPED_BYTES // row_bytes)
-        for row in range(rows.start, rows.stop, num_rows):
-            part = self._slice(source.name)[(slice(row, min(row + num_rows, rows.stop)), *columns)]
-            yield row - rows.start, part
-            self._mapped_bytes += part.shape[0] * row_bytes
-            if self._mapped_bytes >= MAPPED_BYTES:
-                self._open.clear()
-                self._mapped_bytes = 0
-
-    def _slice(self, name: str) -> Any:
-        return self._handle(self._file_of[name]).get_slice(name)
-
-    def _handle(self, file: Path) -> Any:
-        if file not in self._open:
-            try:
-                self._open[file] = safe_open(file, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise ModelError(f"{file} is not a safetensors file: {error}") from error
-        return self._open[file]

@@ -21,7 +21,7 @@ COMMANDS: Final = {
         "splitserve.plan_commands:plan_transfer_command",
         "Show which KV heads go from which prefill rank to which decode rank.",
     ),
-    "bench": ("splitserve.bench.commands:bench", "Measure a cluster on this machine."),
+    "bench": ("splitserve.bench.commands:bench", "Measure the engine, or a cluster, on this machine."),
 }
 
 

@@ -114,7 +114,7 @@ EXPORTED void attention_units(const Plan *plan, const int32_t *query_starts, con
             if (num_rows < 1 || (num_rows == 1) != is_single) continue;
             Unit unit = {.request = request, .first_row = query_starts[request], .num_rows = num_rows,
                          .num_kv_heads = is_single ? split_heads : 1,
-                         .first_position = kv_lengths[request] - num_rows, .partial = -1, .num_splits = 1};
+                         .first_position = kv_lengths[request] - num_rows, .partial = -1};
             for (; unit.kv_head < plan->num_kv_heads; unit.kv_head += unit.num_kv_heads)
                 (is_single ? put_splits : put_rows)(plan, unit, units, capacity, counts);
         }
@@ -127,7 +127,7 @@ static void work(void *data) {
     uint8_t *scratch = plan->scratch + atomic_fetch_add(&run->next_thread, 1) * plan->scratch_bytes;
     for (int index; (index = atomic_fetch_add(&run->next_unit, 1)) < plan->num_units;) {
         const Unit *unit = plan->units + index;
-        (unit->num_rows == 1 ? plan->kernel->attend_split : plan->kernel->attend_rows)(&run->call, unit, scratch);
+        (unit->num_splits ? plan->kernel->attend_split : plan->kernel->attend_rows)(&run->call, unit, scratch);
     }
 }
 

@@ -15,8 +15,8 @@
 
 enum Element { FLOAT32, BFLOAT16, FLOAT16, INT8, FP8_E4M3 };
 
-/* Work on key heads: either `num_rows` consecutive query rows of a request over all the keys they see, or one query row
- * over the keys of one tile (a split), when `num_rows` is 1. */
+/* Work on key heads: either `num_rows` consecutive query rows of a request over all the keys they see, or the single
+ * query row of a request over the keys of one tile, a split. */
 typedef struct {
     int32_t request;
     int32_t kv_head;        /* the first of num_kv_heads; of several rows there is one */
@@ -28,7 +28,7 @@ typedef struct {
     int32_t end_key;
     int32_t partial;        /* of a split: where its result goes; -1 when it is the only one */
     int32_t first_partial;  /* of the splits of the same row and key heads */
-    int32_t num_splits;
+    int32_t num_splits;     /* of that row; 0 where it is not about splits */
 } Unit;
 
 struct Kernel;

@@ -8,7 +8,8 @@ from typing import Any, Final
 import click
 
 from engine.layout import QUANTIZED_DTYPES
-from engine.settings import DTYPES, KV_CACHE_DTYPES, EngineSettings
+from engine.settings import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineSettings
+from splitserve.bench.engine_command import engine_command
 from splitserve.launcher import run_until_signal
 from splitserve.models import resolve
 from splitserve.plan_commands import layout_of
@@ -24,7 +25,10 @@ Command = Callable[..., None]
 
 @click.group()
 def bench() -> None:
-    """Measure a cluster on this machine."""
+    """Measure the engine, or a cluster, on this machine."""
+
+
+bench.add_command(engine_command)
 
 
 def as_json_option(command: Command) -> Command:
@@ -56,14 +60,14 @@ def count_option(name: str, default: int, text: str, *, minimum: int = 1) -> Cal
 @count_option("--output-tokens", 192, "Length of the answers.", minimum=8)
 @count_option("--repeats", 10, "Answers one after the other.")
 @as_json_option
-def engine(model: str, streams: int, prompt_tokens: int, output_tokens: int, repeats: int, as_json: bool) -> None:
+def cluster(model: str, streams: int, prompt_tokens: int, output_tokens: int, repeats: int, as_json: bool) -> None:
     """Start one prefill and one decode node for MODEL; measure start, memory, handoff and streaming."""
-    from splitserve.bench.engine import EngineBench, measure_engine
-    from splitserve.bench.report import figures_table
+    from splitserve.bench.cluster import ClusterBench, measure_cluster
+    from splitserve.bench.report import cluster_table
 
-    sizes = EngineBench(streams, prompt_tokens, output_tokens, repeats)
-    measured = measure_engine(resolve(model, report), sizes, report)
-    _run(measured, dataclasses.asdict, lambda figures: figures_table(figures, sizes), as_json)
+    sizes = ClusterBench(streams, prompt_tokens, output_tokens, repeats)
+    measured = measure_cluster(resolve(model, report), sizes, report)
+    _run(measured, dataclasses.asdict, lambda figures: cluster_table(figures, sizes), as_json)
 
 
 @bench.command()
@@ -189,6 +193,19 @@ def kv_cache(model: str, dtypes: tuple[str, ...], contexts: tuple[int, ...], as_
     folder = resolve(model, report).folder
     figures = measure_accuracy(folder, list(dict.fromkeys(dtypes)), sorted(set(contexts)), report)
     _show(figures, _records, accuracy_table, as_json)
+
+
+@bench.command()
+@click.argument("model", default="")
+@as_json_option
+def weights(model: str, as_json: bool) -> None:
+    """Compare MODEL with quantized weights to MODEL as it is: perplexity, likeliest tokens, answers, memory."""
+    from splitserve.bench.report import weights_table
+    from splitserve.bench.weights_accuracy import measure_weights_accuracy
+
+    folder = resolve(model, report).folder
+    figures = measure_weights_accuracy(folder, QUANTIZATIONS[1:], report)
+    _show(figures, _records, weights_table, as_json)
 
 
 def _records(figures: Sequence[Any]) -> list[dict[str, Any]]:

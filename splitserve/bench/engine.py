@@ -1,207 +1,226 @@
-"""What one prefill node and one decode node on this machine achieve.
+"""What the engine itself reaches on this machine: in this process, without a cluster.
 
-1. Start: from the start of this process to the first token of the first answer.
-2. Handoff: answers one after the other. From the first token to the start of the first decode step of the same
-   request, as the timeline tells, less the time that a local socket takes for its KV bytes.
-3. Streams: several answers at the same time. While all of them decode, the time between two tokens at the client is
-   compared with the decode node's own step, and the coordinator's CPU time is divided by the tokens streamed.
+1. Start: from the start of this process to an engine that has done its first steps.
+2. Prefill: prompts one after the other, in chunks, as the scripts for other engines do it.
+3. Decode: greedy steps of a batch, each over the KV of a whole context that was computed before.
+4. The machine: the GEMM rate and the read bandwidth that torch reaches with as many threads, before and after the rest.
+   What prefill and decode cost (see costs.py) is divided by them.
+5. A profile of one decode step and one prompt by part.
 """
 
-import asyncio
-import socket
+import dataclasses
 import statistics
-import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from random import Random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
-import psutil
+import torch
 
-from engine.errors import SplitServeError
-from engine.model_config import read_model_config
-from splitserve.answers import Timeline
-from splitserve.client import AsyncClient
-from splitserve.cluster import ClusterSettings
-from splitserve.launcher import Cluster, free_port
-from splitserve.models import LocalModel, Report
-from splitserve.process_age import process_age_s
+from engine.engine import Engine
+from engine.errors import SettingsError
+from engine.llama import LlamaDecoder
+from engine.model_config import FAKE_ARCHITECTURE, read_model_config
+from engine.settings import EngineSettings
+from splitserve.bench.costs import decode_flops, decode_kv_bytes, prompt_flops
+from splitserve.bench.driver import CHUNK_TOKENS, NUM_STEPS, DecodeRun, PromptRun, most_tokens, num_blocks_for
+from splitserve.bench.engine_figures import (
+    DecodeFigures,
+    EngineBench,
+    EngineFigures,
+    MachineFigures,
+    PartFigures,
+    PrefillFigures,
+    ProfileFigures,
+    PromptSize,
+    StartFigures,
+)
+from splitserve.bench.machine import better_of, measure_machine
+from splitserve.bench.stopwatch import PARTS, watching
+from splitserve.models import Report
 
-QUESTION: Final = "What is the capital of France?"
-STREAM_PROMPT_TOKENS: Final = 32  # short, so that all answers are soon under way
-SAMPLE_S: Final = 0.2
-NUM_COPIES: Final = 21
-SEED: Final = 0
-
-
-class BenchError(SplitServeError):
-    """A measurement that cannot be made."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineBench:
-    """How much is measured."""
-
-    num_streams: int
-    prompt_tokens: int
-    output_tokens: int
-    repeats: int
+PROFILED_BATCH: Final = 16
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFigures:
-    """Seconds and bytes; medians where there are several. rss_bytes is by process, after everything else."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Decode:
+    """A batch at a context, and the seconds of a step in each repeat."""
 
-    first_token_s: float
-    rss_bytes: dict[str, int]
-    handoff_s: float
-    kv_bytes: int
-    copy_s: float
-    client_tpot_s: float
-    step_s: float
-    coordinator_cpu_s_per_token: float
-
-    @property
-    def handoff_beyond_copy_s(self) -> float:
-        return self.handoff_s - self.copy_s
-
-    @property
-    def tpot_ratio(self) -> float:
-        return self.client_tpot_s / self.step_s
+    batch: int
+    context_tokens: int
+    steps_s: list[float]
 
 
-@dataclass(frozen=True, slots=True)
-class Streams:
-    """What was seen while several answers were streamed."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Steps:
+    """Steps to profile: run_s makes num_steps of them after prepare, and gives their mean seconds."""
 
-    client_tpot_s: float
-    step_s: float
-    coordinator_cpu_s_per_token: float
-
-
-async def measure_engine(model: LocalModel, sizes: EngineBench, report: Report) -> EngineFigures:
-    """Starts a cluster, measures, stops it. The first figure counts from the start of this process."""
-    settings = ClusterSettings(grpc_port=free_port())
-    async with Cluster(settings, {}, model, report=report) as cluster, cluster.client() as client:
-        await cluster.start(lambda missing: None)
-        first_token_s = await _first_token_s(client)
-        vocab_size = (await client.model_info()).vocab_size
-        report(f"{sizes.repeats} answers, one after the other ...")
-        prompts = Prompts(vocab_size, sizes.prompt_tokens)
-        handoffs = [await _handoff_s(client, prompts.draw()) for _ in range(sizes.repeats)]
-        report(f"{sizes.num_streams} answers at the same time ...")
-        streams = await _measure_streams(cluster, client, Prompts(vocab_size, STREAM_PROMPT_TOKENS), sizes)
-        fingerprint = (await client.server_info()).nodes[0].fingerprint
-        layout = read_model_config(model.folder).kv_layout(int(fingerprint["block_size"]), fingerprint["dtype"])
-        kv_bytes = layout.num_blocks_for(sizes.prompt_tokens) * layout.block_bytes
-        return EngineFigures(
-            first_token_s=first_token_s,
-            rss_bytes={name: psutil.Process(cluster.pid(name)).memory_info().rss for name in cluster.names},
-            handoff_s=statistics.median(handoffs),
-            kv_bytes=kv_bytes,
-            copy_s=copy_s(kv_bytes),
-            client_tpot_s=streams.client_tpot_s,
-            step_s=streams.step_s,
-            coordinator_cpu_s_per_token=streams.coordinator_cpu_s_per_token,
-        )
+    name: str
+    num_steps: int
+    prepare: Callable[[], None]
+    run_s: Callable[[], float]
 
 
-class Prompts:
-    """Random prompts of one length, the same ones in every run and none twice."""
+def measure_engine(
+    folder: Path, settings: EngineSettings, sizes: EngineBench, num_threads: int, imports_s: float, report: Report
+) -> EngineFigures:
+    """Loads the model of the folder and measures it with so many threads, 0 for as many as torch takes by itself.
 
-    def __init__(self, vocab_size: int, num_tokens: int) -> None:
-        self._random = Random(SEED)
-        self._vocab_size = vocab_size
-        self._num_tokens = num_tokens
-
-    def draw(self) -> list[int]:
-        return self._random.choices(range(self._vocab_size), k=self._num_tokens)
-
-
-async def _first_token_s(client: AsyncClient) -> float:
-    async for chunk in client.generate(QUESTION, temperature=0, max_tokens=8):
-        if chunk.token_ids:
-            return process_age_s()
-    raise AssertionError("an answer without a token")
-
-
-async def _handoff_s(client: AsyncClient, prompt: Sequence[int]) -> float:
-    async for chunk in client.generate(prompt, temperature=0, max_tokens=4, ignore_eos=True):
-        if chunk.completion is not None:
-            return handoff_of(chunk.completion.timeline)
-    raise AssertionError("an answer without an end")
-
-
-def handoff_of(timeline: Timeline) -> float:
-    """Seconds from the first token, which ends the last prefill step, to the start of the first decode step."""
-    return timeline.credit_wait_s + timeline.transfer_s + timeline.decode_queue_s
-
-
-async def _measure_streams(cluster: Cluster, client: AsyncClient, prompts: Prompts, sizes: EngineBench) -> Streams:
-    steps_s: list[float] = []
-    watching = asyncio.create_task(_watch_steps(client, sizes.num_streams, steps_s))
-    coordinator = psutil.Process(cluster.pid("coordinator"))
-    cpu_before_s = _cpu_s(coordinator)
-    questions = [prompts.draw() for _ in range(sizes.num_streams)]
-    arrivals = await asyncio.gather(*(_arrivals(client, prompt, sizes.output_tokens) for prompt in questions))
-    cpu_s = _cpu_s(coordinator) - cpu_before_s
-    watching.cancel()
-    if not steps_s:
-        raise BenchError("the answers were never all decoded together: measure longer ones")
-    return Streams(
-        client_tpot_s=tpot_while_all_stream(arrivals),
-        step_s=steps_s[-1],  # its node's median over recent steps: the last is furthest from the start
-        coordinator_cpu_s_per_token=cpu_s / sum(map(len, arrivals)),
+    `settings` says how to load it; the model and the size of the pool are put in. `imports_s` is the age of the process
+    when it had imported this. Raises ModelError or SettingsError when the model or the sizes cannot be used.
+    """
+    config = read_model_config(folder)
+    if config.architecture == FAKE_ARCHITECTURE:
+        raise SettingsError("the fake model computes nothing that could be measured")
+    if most_tokens(sizes) > config.max_position_embeddings:
+        raise SettingsError(f"{most_tokens(sizes)} tokens are more than the model's {config.max_position_embeddings}")
+    num_blocks = num_blocks_for(sizes, config.kv_layout(settings.block_size, config.dtype))
+    settings = dataclasses.replace(settings, model=str(folder), num_kv_blocks=num_blocks)
+    with _threads(num_threads):
+        report(f"loading {folder.name} ...")
+        engine, start = _start(settings, imports_s)
+        dtype: torch.dtype = getattr(torch, engine.description["dtype"])
+        report("GEMM rate and memory bandwidth of this machine ...")
+        before = measure_machine(engine.pool.device, dtype)
+        prefill_s = {size: _prefill_s(engine, size, sizes.repeats, report) for size in sizes.prompts}
+        decode, profile = _decode(engine, sizes, report)
+        profiles = (profile, _profile_prompt(engine, sizes, report))
+        report("GEMM rate and memory bandwidth once more ...")
+        machine = better_of(before, measure_machine(engine.pool.device, dtype))
+    return EngineFigures(
+        model=folder.name,
+        engine=engine.description,
+        weight_bytes=engine.weight_bytes,
+        start=start,
+        machine=machine,
+        prefill=tuple(_prefill_figures(engine, machine, size, prefill_s[size]) for size in sizes.prompts),
+        decode=tuple(_decode_figures(engine, machine, each) for each in decode),
+        profiles=profiles,
     )
 
 
-async def _arrivals(client: AsyncClient, prompt: Sequence[int], num_tokens: int) -> list[float]:
-    """When each token of one answer came."""
-    arrivals: list[float] = []
-    async for chunk in client.generate(prompt, temperature=0, max_tokens=num_tokens, ignore_eos=True):
-        arrivals += [time.perf_counter()] * len(chunk.token_ids)
-    return arrivals
+@contextmanager
+def _threads(num_threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
-async def _watch_steps(client: AsyncClient, num_running: int, steps_s: list[float]) -> None:
-    """Collects the decode node's step time as long as all answers are in its batch."""
-    while True:
-        loads = await client.loads()
-        steps_s += [node.step_s for node in loads.nodes if node.role == "decode" and node.num_running == num_running]
-        await asyncio.sleep(SAMPLE_S)
+def _start(settings: EngineSettings, imports_s: float) -> tuple[Engine, StartFigures]:
+    begin_s = time.perf_counter()
+    engine = Engine(settings)
+    loaded_s = time.perf_counter()
+    engine.warm_up()
+    warm_s = time.perf_counter()
+    ready_s = imports_s + warm_s - begin_s
+    return engine, StartFigures(imports_s, loaded_s - begin_s, warm_s - loaded_s, ready_s)
 
 
-def tpot_while_all_stream(arrivals: Sequence[Sequence[float]]) -> float:
-    """Median over the answers of the seconds between two tokens, from when the last answer has begun to decode until
-    the first one ends. Raises BenchError when they were never all under way."""
-    start = max(answer[1] for answer in arrivals)
-    end = min(answer[-1] for answer in arrivals)
-    counts = [sum(start <= moment <= end for moment in answer) for answer in arrivals]
-    if start >= end or min(counts) < 2:
-        raise BenchError("the answers were never all under way together: measure longer ones")
-    return statistics.median((end - start) / (count - 1) for count in counts)
+def _prefill_s(engine: Engine, size: PromptSize, repeats: int, report: Report) -> list[float]:
+    """Seconds of each repeat."""
+    report(f"prefill of {size.count} prompts of {size.num_tokens} tokens ...")
+    PromptRun(engine, dataclasses.replace(size, count=1)).run_s()  # the first of its shapes
+    prompts = PromptRun(engine, size)
+    return [prompts.run_s() for _ in range(repeats)]
 
 
-def copy_s(num_bytes: int) -> float:
-    """Median seconds that a local socket takes to copy that many bytes from one buffer into another."""
-    source, target = bytearray(num_bytes), memoryview(bytearray(num_bytes))
-    ends = socket.socketpair()
-    with ends[0] as sender, ends[1] as receiver:
-        return statistics.median(_socket_copy_s(sender, receiver, source, target) for _ in range(NUM_COPIES))
+def _decode(engine: Engine, sizes: EngineBench, report: Report) -> tuple[list[_Decode], ProfileFigures]:
+    """All batches at all contexts; and a profile of one batch at the longest."""
+    run = DecodeRun(engine, max(sizes.batches), max(sizes.contexts))
+    measured = []
+    for context_tokens in sizes.contexts:
+        report(f"computing {max(sizes.batches)} contexts of {context_tokens} tokens ...")
+        run.extend(context_tokens)
+        for batch in sizes.batches:
+            report(f"decode steps of {batch} requests at {context_tokens} tokens ...")
+            run.rewind(batch)
+            run.run_s(batch, 1)  # the first of its shapes
+            samples_s = []
+            for _ in range(sizes.repeats):
+                run.rewind(batch)
+                samples_s.append(run.run_s(batch))
+            measured.append(_Decode(batch, context_tokens, samples_s))
+    batch = max((each for each in sizes.batches if each <= PROFILED_BATCH), default=min(sizes.batches))
+    name = f"a decode step of {batch} requests at {max(sizes.contexts)} tokens"
+    report(f"profile of {name} ...")
+    steps = _Steps(name, NUM_STEPS, lambda: run.rewind(batch), lambda: run.run_s(batch))
+    return measured, _profile(engine, steps, sizes.repeats)
 
 
-def _socket_copy_s(sender: socket.socket, receiver: socket.socket, source: bytearray, target: memoryview) -> float:
-    thread = threading.Thread(target=sender.sendall, args=(source,))
-    start, received = time.perf_counter(), 0
-    thread.start()
-    while received < len(target):
-        received += receiver.recv_into(target[received:])
-    elapsed_s = time.perf_counter() - start
-    thread.join()
-    return elapsed_s
+def _profile_prompt(engine: Engine, sizes: EngineBench, report: Report) -> ProfileFigures:
+    num_tokens = min(CHUNK_TOKENS, max(each.num_tokens for each in sizes.prompts))
+    prompt = PromptRun(engine, PromptSize(1, num_tokens))
+    name = f"a prompt of {num_tokens} tokens in one chunk"
+    report(f"profile of {name} ...")
+    return _profile(engine, _Steps(name, 1, lambda: None, prompt.run_s), sizes.repeats)
 
 
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
+def _profile(engine: Engine, steps: _Steps, repeats: int) -> ProfileFigures:
+    """Of the fastest repeat: what others on the machine disturb most is not the engine's."""
+    plain_s, stopwatches = [], []
+    for _ in range(repeats):
+        steps.prepare()
+        plain_s.append(steps.run_s())
+        steps.prepare()
+        with watching(engine) as stopwatch:
+            steps.run_s()
+        stopwatches.append(stopwatch)
+    fastest = min(stopwatches, key=lambda each: each.total_s)
+    parts = [
+        PartFigures(
+            name=part,
+            num_calls=fastest.num_calls[part] / steps.num_steps,
+            own_s=fastest.own_s[part] / steps.num_steps,
+            share=fastest.own_s[part] / fastest.total_s,
+        )
+        for part in PARTS
+    ]
+    return ProfileFigures(steps.name, fastest.total_s / steps.num_steps, min(plain_s), tuple(parts))
+
+
+def _prefill_figures(
+    engine: Engine, machine: MachineFigures, size: PromptSize, samples_s: list[float]
+) -> PrefillFigures:
+    flops = size.count * prompt_flops(engine.config, size.num_tokens)
+    num_tokens, median_s = size.count * size.num_tokens, statistics.median(samples_s)
+    return PrefillFigures(
+        prompts=size,
+        tokens_per_s=num_tokens / median_s,
+        best_tokens_per_s=num_tokens / min(samples_s),
+        flops=flops,
+        gemm_share=flops / median_s / machine.gemm_flops_per_s,
+    )
+
+
+def _decode_figures(engine: Engine, machine: MachineFigures, measured: _Decode) -> DecodeFigures:
+    # A step's token sees itself too: context + 1 in the first step, context + NUM_STEPS in the last.
+    contexts = [measured.context_tokens + (1 + NUM_STEPS) / 2] * measured.batch
+    weight_bytes = read_weight_bytes(engine)
+    kv_bytes = decode_kv_bytes(engine.config, engine.layout, contexts)
+    flops = decode_flops(engine.config, contexts)
+    median_s = statistics.median(measured.steps_s)
+    return DecodeFigures(
+        batch=measured.batch,
+        context_tokens=measured.context_tokens,
+        step_s=median_s,
+        best_step_s=min(measured.steps_s),
+        weight_bytes=weight_bytes,
+        kv_bytes=kv_bytes,
+        flops=flops,
+        bandwidth_share=(weight_bytes + kv_bytes) / median_s / machine.read_bytes_per_s,
+        gemm_share=flops / median_s / machine.gemm_flops_per_s,
+    )
+
+
+def read_weight_bytes(engine: Engine) -> int:
+    """Bytes of the weights that every step reads: all but the embedding's vectors, unless they are the head too."""
+    decoder = engine._model
+    assert isinstance(decoder, LlamaDecoder)
+    embedding = decoder.embed_tokens
+    vector_bytes = sum(parameter.nbytes for parameter in embedding.parameters(recurse=False))
+    is_head = decoder.lm_head is None and embedding.num_bytes == vector_bytes  # else the head has a copy of its own
+    return engine.weight_bytes - (0 if is_head else vector_bytes)

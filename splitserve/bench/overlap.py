@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from splitserve.answers import Timeline
-from splitserve.bench.engine import Prompts, handoff_of
+from splitserve.bench.cluster import handoff_of
+from splitserve.bench.prompts import Prompts
 from splitserve.client import AsyncClient
 from splitserve.cluster import ClusterSettings
 from splitserve.launcher import Cluster, free_port

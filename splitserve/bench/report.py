@@ -6,18 +6,19 @@ from collections.abc import Sequence
 from rich.console import Group
 from rich.table import Table
 
-from splitserve.bench.engine import EngineBench, EngineFigures
+from splitserve.bench.cluster import ClusterBench, ClusterFigures
 from splitserve.bench.kv_cache import KVAccuracy
 from splitserve.bench.overlap import OverlapFigures, pays_from
 from splitserve.bench.reuse import ReuseFigures
 from splitserve.bench.transfer import TransferFigures, TransferReport
+from splitserve.bench.weights_accuracy import WeightsAccuracy
 from splitserve.bench.yardsticks import YARDSTICKS, Spread
 from splitserve.terminal import MIB, size_of
 
 
-def figures_table(figures: EngineFigures, sizes: EngineBench) -> Table:
+def cluster_table(figures: ClusterFigures, sizes: ClusterBench) -> Table:
     """Each figure with what we want it to be, where we want something."""
-    table = _table("figure")
+    table = plain_table("figure")
     table.add_column("measured", justify="right")
     table.add_column("wanted")
     table.add_row("process start to first token", f"{figures.first_token_s:.1f} s", "≤ 10 s")
@@ -55,22 +56,23 @@ def transfer_view(measured: TransferReport) -> Group:
         f"blocks of {layout.block_size} tokens; {measured.num_cpus} CPUs for both ends"
     )
     times = ("ms", "median", "quartiles")
-    numbers = ("prompt tokens", "KV", *times, "GB/s", "of plain", "sender CPU ms", "CRC", "receiver CPU ms", "CRC")
-    transfers = _table("transport", numbers=numbers)
+    shares = ("sender CPU ms", "checksums", "receiver CPU ms", "checksums")
+    numbers = ("prompt tokens", "KV", *times, "GB/s", "of plain", "of Unix socket", *shares)
+    transfers = plain_table("transport", numbers=numbers)
     for figures in measured.transfers:
         transfers.add_row(*_transfer_row(figures))
-    plain = _table("prompt tokens", numbers=tuple(f"{name}, GB/s" for name in YARDSTICKS))
+    plain = plain_table("prompt tokens", numbers=tuple(f"{name}, GB/s" for name in YARDSTICKS))
     for prompt_tokens in dict.fromkeys(figures.prompt_tokens for figures in measured.yardsticks):
         rates = {each.name: each.bytes_per_s for each in measured.yardsticks if each.prompt_tokens == prompt_tokens}
         plain.add_row(str(prompt_tokens), *(f"{rates[name] / 1e9:.2f}" for name in YARDSTICKS))
-    note = "ms: from finish to commit, the fastest; CRC: share of the checksums in the CPU time of that process"
+    note = "ms: from finish to commit, the fastest; checksums: their share in the CPU time of that process"
     return Group(line, transfers, note, "", "yardsticks, for the same bytes:", plain)
 
 
 def reuse_table(all_figures: Sequence[ReuseFigures]) -> Table:
     """What each kind of requests saved."""
     numbers = ("requests", "prompt tokens", "not computed", "KV sent", "not sent", "TTFT ms without", "TTFT ms with")
-    table = _table("kind of request", numbers=(*numbers, "equal answers"))
+    table = plain_table("kind of request", numbers=(*numbers, "equal answers"))
     for figures in all_figures:
         table.add_row(
             figures.name,
@@ -89,7 +91,9 @@ def reuse_table(all_figures: Sequence[ReuseFigures]) -> Table:
 def overlap_view(all_figures: Sequence[OverlapFigures]) -> Group:
     """The times with overlap and without, in ms, and from which length on it pays."""
     columns = ("TTFT", "handoff", "fastest decode start")
-    table = _table("prompt tokens", numbers=tuple(f"{name}, {how}" for name in columns for how in ("never", "always")))
+    table = plain_table(
+        "prompt tokens", numbers=tuple(f"{name}, {how}" for name in columns for how in ("never", "always"))
+    )
     for figures in all_figures:
         pairs = zip(dataclasses.astuple(figures.never), dataclasses.astuple(figures.always), strict=True)
         table.add_row(str(figures.prompt_tokens), *(f"{each * 1e3:.1f}" for pair in pairs for each in pair))
@@ -101,7 +105,7 @@ def overlap_view(all_figures: Sequence[OverlapFigures]) -> Group:
 def accuracy_table(rows: Sequence[KVAccuracy]) -> Table:
     """What each dtype does to the answers."""
     numbers = ("context tokens", "answer tokens", "same likeliest token", "same answer", "mean error of logprobs")
-    table = _table("KV dtype", numbers=(*numbers, "largest", "KV a token"))
+    table = plain_table("KV dtype", numbers=(*numbers, "largest", "KV a token"))
     for row in rows:
         table.add_row(
             row.kv_cache_dtype,
@@ -116,6 +120,24 @@ def accuracy_table(rows: Sequence[KVAccuracy]) -> Table:
     return table
 
 
+def weights_table(rows: Sequence[WeightsAccuracy]) -> Table:
+    """What quantized weights do to the answers; the first row is the model as it is."""
+    numbers = ("tokens", "perplexity", "same likeliest token", "same answer", "mean error of logprobs", "largest")
+    table = plain_table("weights", numbers=(*numbers, "memory"))
+    for row in rows:
+        table.add_row(
+            row.quantization,
+            str(row.num_tokens),
+            f"{row.perplexity:.2f}",
+            f"{row.same_choice:.1%}",
+            f"{row.same_answer:.1%}",
+            f"{row.mean_error:.4f}",
+            f"{row.largest_error:.3f}",
+            size_of(row.weight_bytes),
+        )
+    return table
+
+
 def _transfer_row(figures: TransferFigures) -> list[str]:
     return [
         figures.transport,
@@ -126,6 +148,7 @@ def _transfer_row(figures: TransferFigures) -> list[str]:
         _quartiles(figures.commit),
         f"{figures.bytes_per_s / 1e9:.2f}",
         f"{figures.yardstick_ratio:.0%} {figures.yardstick}",
+        f"{figures.unix_ratio:.0%}",
         f"{figures.sender_cpu_s * 1e3:.2f}",
         f"{figures.sender_checksum_share:.0%}",
         "" if figures.receiver_cpu_s is None else f"{figures.receiver_cpu_s * 1e3:.2f}",
@@ -137,7 +160,8 @@ def _quartiles(spread: Spread) -> str:
     return f"{spread.low_s * 1e3:.2f}-{spread.high_s * 1e3:.2f}"
 
 
-def _table(*words: str, numbers: tuple[str, ...] = ()) -> Table:
+def plain_table(*words: str, numbers: tuple[str, ...] = ()) -> Table:
+    """An empty table: columns of words, then columns of numbers."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for title in words:
         table.add_column(title)

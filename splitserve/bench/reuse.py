@@ -20,7 +20,8 @@ from typing import Final
 from tokenizers import Tokenizer
 
 from splitserve.answers import Completion
-from splitserve.bench.engine import SEED, BenchError
+from splitserve.bench.errors import BenchError
+from splitserve.bench.prompts import SEED
 from splitserve.client import AsyncClient
 from splitserve.cluster import ClusterSettings
 from splitserve.launcher import Cluster, free_port

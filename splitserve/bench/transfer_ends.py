@@ -16,7 +16,7 @@ from engine.kv_pool import PagedKVPool
 from engine.layout import KVLayout
 from kv_transfer.sender import KVSender, Sent, TransferFailed
 from kv_transfer.transports.loopback import LoopbackNetwork
-from splitserve.bench.engine import BenchError
+from splitserve.bench.errors import BenchError
 from splitserve.bench.transfer_peer import (
     CPU,
     DEADLINE_S,

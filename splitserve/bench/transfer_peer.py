@@ -30,7 +30,8 @@ from kv_transfer.transports.tensor_payload import TensorStore
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
 from kv_transfer.transports.transport import Dialer, Listener
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
-from splitserve.bench.engine import SEED, BenchError
+from splitserve.bench.errors import BenchError
+from splitserve.bench.prompts import SEED
 from splitserve.bench.yardsticks import CHECKED_BYTES
 
 ZMQ_IPC, ZMQ_TCP, GLOO, LOOPBACK = "zmq-ipc", "zmq-tcp", "torch_dist-gloo", "loopback"

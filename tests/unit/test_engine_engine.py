@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 from engine.engine import Engine, num_blocks_for
 from engine.errors import ModelError, SettingsError
 from engine.layout import KVLayout
+from engine.native_library import native_library
 from engine.requests import Request, SamplingParams, Work
 from engine.settings import EngineSettings
 from tests.tiny_models import EOS, write_fake_model, write_tiny_model
@@ -32,7 +33,8 @@ def test_what_an_engine_says_of_itself(folder):
     assert engine.description == {
         "device": "cpu",
         "dtype": "float32",
-        "attention": "portable",
+        "quantization": "none",
+        "attention": "portable" if native_library() is None else "native",
         "threads": str(torch.get_num_threads()),
         "tp_size": "1",
     }
@@ -156,8 +158,8 @@ def test_kv_read_from_one_engine_and_written_into_another_goes_on_as_if_it_had_s
     request = Request("moved", 0, list(prompt), len(prompt), greedy(8, ignore_eos=True))
     tokens = prefill.step([Work(request, 0, len(prompt), [3, 1, 4, 5, 9])])
     for layer in range(prefill.layout.num_layers):
-        planes = b"".join(prefill.pool.read(layer, [3, 1, 4, 5, 9]))
-        decode.pool.write(layer, [20, 21, 22, 40, 2], memoryview(planes))
+        planes = prefill.pool.read(layer, [3, 1, 4, 5, 9])
+        decode.pool.write(layer, [20, 21, 22, 40, 2], *planes)
     for _ in range(7):
         request.token_ids.append(tokens[-1].token_id)
         work = Work(request, len(request.token_ids) - 1, 1, [20, 21, 22, 40, 2, 7, 8])

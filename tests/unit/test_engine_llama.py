@@ -5,6 +5,7 @@ import torch
 import transformers
 
 from engine.engine import Engine
+from engine.native_library import ENVIRONMENT, OFF
 from engine.requests import Request, Work
 from engine.settings import EngineSettings
 from tests.tiny_models import VOCAB_SIZE, write_tiny_model
@@ -65,19 +66,28 @@ def transformers_greedy(model, prompt):
     return output[0, len(prompt) :].tolist()
 
 
+def choose_native(monkeypatch, is_native):
+    """Engines compute with the native kernels that are there from now on, or with torch alone."""
+    if is_native:
+        monkeypatch.delenv(ENVIRONMENT, raising=False)
+    else:
+        monkeypatch.setenv(ENVIRONMENT, OFF)
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_tokens_equal_transformers(name, tmp_path):
+def test_greedy_tokens_equal_transformers(name, tmp_path, monkeypatch):
     family, overrides = MODELS[name]
     folder = write_tiny_model(tmp_path, family, **overrides)
     prompts = random_prompts(PROMPT_LENGTHS)
     model = transformers_model(folder)
     expected = [transformers_greedy(model, prompt) for prompt in prompts]
 
-    engine = Engine(EngineSettings(model=str(folder), block_size=16, num_kv_blocks=64))
-    joins_at = [0, 4, 0, 9, 2, 0, 1, 3]
-    sampled = run_all(engine, prompts, greedy(NUM_NEW_TOKENS), chunk_tokens=23, joins_at=joins_at)
-
-    assert [[token.token_id for token in answer] for answer in sampled] == expected
+    for is_native in (True, False):
+        choose_native(monkeypatch, is_native)
+        engine = Engine(EngineSettings(model=str(folder), block_size=16, num_kv_blocks=64))
+        joins_at = [0, 4, 0, 9, 2, 0, 1, 3]
+        sampled = run_all(engine, prompts, greedy(NUM_NEW_TOKENS), chunk_tokens=23, joins_at=joins_at)
+        assert [[token.token_id for token in answer] for answer in sampled] == expected
     assert len({token for answer in expected for token in answer}) > 10  # the models are not constant
 
 
@@ -95,7 +105,11 @@ def test_chunks_and_blocks_do_not_change_the_answer(block_size, chunk_tokens, tm
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_bfloat16_logprobs_are_as_close_to_the_truth_as_those_of_transformers(family, tied, tmp_path):
+@pytest.mark.parametrize("is_native", [True, False])
+def test_bfloat16_logprobs_are_as_close_to_the_truth_as_those_of_transformers(
+    family, tied, is_native, tmp_path, monkeypatch
+):
+    choose_native(monkeypatch, is_native)
     folder = write_tiny_model(tmp_path, family, dtype="bfloat16", tie_word_embeddings=tied)
     (prompt,) = random_prompts([90])
     with torch.inference_mode():
@@ -113,6 +127,21 @@ def test_bfloat16_logprobs_are_as_close_to_the_truth_as_those_of_transformers(fa
     assert their_error > 0.01  # the comparison is not between two float32 models
     assert our_error < 1.5 * their_error
     assert (ours - truth).abs().max() < 0.2
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.15)])
+def test_native_logits_are_those_of_torch(family, dtype, tolerance, tmp_path, monkeypatch):
+    folder = write_tiny_model(tmp_path, family, dtype=dtype)
+    prompts = random_prompts([1, 40, 90])
+    answers = []
+    for is_native in (True, False):
+        choose_native(monkeypatch, is_native)
+        engine = Engine(EngineSettings(model=str(folder), device="cpu", num_kv_blocks=64))
+        sampled = run_all(engine, prompts, greedy(1, logprobs=VOCAB_SIZE), chunk_tokens=17)
+        answers.append([dict(token.top_logprobs) for (token,) in sampled])
+    for native, portable in zip(*answers, strict=True):
+        assert native == pytest.approx(portable, rel=0, abs=tolerance)
 
 
 def test_a_step_tells_how_many_layers_are_in_the_pool(tmp_path):

@@ -152,7 +152,7 @@ def test_custom_code_is_ignored_not_run(read, tmp_path):
         ({"architectures": ["LlavaForConditionalGeneration"]}, "'LlavaForConditionalGeneration' is not supported"),
         ({"architectures": []}, "architectures .* must be a list of one name"),
         ({"model_type": "mistral"}, "model_type .* must be 'llama' for LlamaForCausalLM"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quant_method '' of a quantization_config is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported is silu"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported; supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing in rope_scaling"),

@@ -98,6 +98,14 @@ def test_any_batch(sizes, heads, head_dim, block_size, window, dtype):
     check(Scene(sizes, *heads, head_dim, block_size, dtype), window, None)
 
 
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize(("num_rows", "heads"), [(97, (4, 2)), (193, (1, 1)), (65, (9, 3))])
+def test_a_tile_of_one_row_sees_keys_of_several_tiles(num_rows, heads, window):
+    """One row more than fills tiles of 192 rows and heads."""
+    for start in (159, 160, 415, 1000):
+        check(Scene([(start, num_rows)], *heads, 16, 16, "float32"), window, None)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_agrees_with_the_portable_backend(dtype):
     scene = Scene(SIZES, 9, 3, 64, 16, dtype)

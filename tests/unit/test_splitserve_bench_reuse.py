@@ -7,7 +7,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from splitserve.answers import Completion, Timeline
-from splitserve.bench.engine import BenchError
+from splitserve.bench.errors import BenchError
 from splitserve.bench.kv_cache import KVAccuracy
 from splitserve.bench.overlap import OverlapFigures, OverlapTimes, pays_from, times_of
 from splitserve.bench.report import accuracy_table, overlap_view, reuse_table

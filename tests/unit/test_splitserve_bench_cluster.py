@@ -3,7 +3,9 @@
 import pytest
 
 from splitserve.answers import Timeline
-from splitserve.bench.engine import BenchError, Prompts, copy_s, handoff_of, tpot_while_all_stream
+from splitserve.bench.cluster import copy_s, handoff_of, tpot_while_all_stream
+from splitserve.bench.errors import BenchError
+from splitserve.bench.prompts import Prompts
 
 
 def test_tpot_counts_only_while_all_answers_stream():

@@ -1,0 +1,78 @@
+/* What a decoder computes between its products, row by row: what Python sees and what the files of this folder share.
+ *
+ * A row's result has the same bits whatever other rows there are and however many threads run. Results are rounded to
+ * the element where torch rounds them. Strides are in bytes; the elements of a row are contiguous.
+ */
+#ifndef SPLITSERVE_STEPS_H
+#define SPLITSERVE_STEPS_H
+
+#include <stdint.h>
+
+#define STEPS_VERSION 1 /* of everything below; engine/native_steps.py expects the same */
+
+enum Element { FLOAT32, BFLOAT16 };
+
+/* x += delta, where there is one; output = x / root mean square of x * weight */
+typedef struct {
+    int32_t element;
+    int32_t num_columns;
+    float eps;
+    const uint8_t *weight;
+    uint8_t *x;
+    int64_t x_stride;
+    const uint8_t *delta;    /* or NULL */
+    int64_t delta_stride;
+    uint8_t *output;         /* contiguous */
+} Norm;
+
+/* Rows of num_heads queries, num_kv_heads keys and as many values. Queries and keys are normed, where there are
+ * weights, and rotated in place; keys and values are then written to the pool, where there is one. */
+typedef struct {
+    int32_t element;
+    int32_t num_heads;
+    int32_t num_kv_heads;
+    int32_t head_dim;
+    float eps;
+    const uint8_t *query_weight; /* [head_dim], or NULL */
+    const uint8_t *key_weight;
+    uint8_t *heads;
+    int64_t stride;
+    const uint8_t *cosines;      /* [num_rows, head_dim] */
+    const uint8_t *signed_sines; /* the first half negated */
+    uint8_t *keys;               /* [slots, num_kv_heads, head_dim], or NULL */
+    uint8_t *values;
+    const int64_t *slots;        /* [num_rows] */
+} Placement;
+
+/* output [num_rows, num_columns] = silu(gates) * ups; a row has num_columns gates, then as many ups */
+typedef struct {
+    int32_t element;
+    int32_t num_columns;
+    const uint8_t *gates;
+    int64_t stride;
+    uint8_t *output;
+} Gating;
+
+/* The largest number of each row, as float32, and where it is first. Not a number is larger than any. */
+typedef struct {
+    int32_t element;
+    int32_t num_columns;
+    const uint8_t *rows;
+    int64_t stride;
+    float *highest;
+    int64_t *places;
+} Search;
+
+typedef void StepRow(const void *step, int64_t row);
+
+typedef struct {
+    StepRow *norm, *place, *gate, *search;
+} StepKernel;
+
+extern const StepKernel steps_plain;
+#if defined(__x86_64__)
+extern const StepKernel steps_avx2;
+extern const StepKernel steps_avx512;
+#endif
+
+#endif

@@ -1,0 +1,224 @@
+/* One kernel, for one kind of vector; included by each variant, which names it STEP_KERNEL.
+ *
+ * Numbers are float32 between reading and writing. Vectors beyond the end of a row are read and written in part.
+ */
+#include "steps.h"
+
+#include <math.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define FP8_UNIT 1.0f /* of conversions that are not used here */
+
+/* 2^f on [0, 1) to 9e-8, exactly 1 at 0 */
+#define exp2_fraction(f)                                                                                              \
+    vec_fma(f, vec_fma(f, vec_fma(f, vec_fma(f, vec_fma(f, vec_all(1.867130496e-3f), vec_all(9.017029415e-3f)),       \
+                                             vec_all(5.579991376e-2f)),                                               \
+                                  vec_all(2.401644500e-1f)),                                                          \
+                       vec_all(6.931513118e-1f)),                                                                     \
+            vec_all(1.0f))
+
+#include VECTOR_HEADER
+
+#define LOG2_E 1.44269504088896340736f
+#define NUM_SUMS 4       /* that do not wait for each other */
+#define SEARCH_CHUNK 512 /* elements among which the first of the largest is sought one by one */
+
+INLINE int64_t bytes_of(int32_t element) { return element == BFLOAT16 ? 2 : 4; }
+
+INLINE vec vec_from(int32_t element, const uint8_t *from) {
+    return element == BFLOAT16 ? vec_from_bfloat16(from) : vec_load(from);
+}
+
+INLINE void vec_to(int32_t element, uint8_t *to, vec a) {
+    if (element == BFLOAT16) vec_to_bfloat16(to, a);
+    else vec_store(to, a);
+}
+
+/* What writing and reading it again makes of it. */
+INLINE vec vec_rounded(int32_t element, vec a) {
+    uint8_t written[4 * LANES];
+    if (element == FLOAT32) return a;
+    vec_to(element, written, a);
+    return vec_from(element, written);
+}
+
+/* The vector at element `at` of a row of `count`, with zeros beyond the end. */
+INLINE vec read(int32_t element, const uint8_t *row, int32_t at, int32_t count) {
+    row += at * bytes_of(element);
+    if (at + LANES <= count) return vec_from(element, row);
+    uint8_t rest[4 * LANES] = {0};
+    memcpy(rest, row, (size_t)((count - at) * bytes_of(element)));
+    return vec_from(element, rest);
+}
+
+INLINE void write(int32_t element, uint8_t *row, int32_t at, int32_t count, vec a) {
+    row += at * bytes_of(element);
+    if (at + LANES <= count) {
+        vec_to(element, row, a);
+        return;
+    }
+    uint8_t rest[4 * LANES];
+    vec_to(element, rest, a);
+    memcpy(row, rest, (size_t)((count - at) * bytes_of(element)));
+}
+
+/* Calls `vector(..., at, end)` for each vector of a row of `count`. `end` is `at + LANES` but where the row ends, so
+ * that no other vector has to ask. */
+#define FOR_EACH_VECTOR(count, vector, ...)                                                                           \
+    do {                                                                                                              \
+        int32_t at = 0;                                                                                               \
+        for (; at + LANES <= (count); at += LANES) vector(__VA_ARGS__, at, at + LANES);                               \
+        if (at < (count)) vector(__VA_ARGS__, at, count);                                                             \
+    } while (0)
+
+INLINE void add_squares(int32_t element, uint8_t *x, const uint8_t *delta, vec *sums, int32_t at, int32_t end) {
+    vec a = read(element, x, at, end);
+    if (delta != NULL) {
+        a = vec_rounded(element, vec_add(a, read(element, delta, at, end)));
+        write(element, x, at, end, a);
+    }
+    sums[at / LANES % NUM_SUMS] = vec_fma(a, a, sums[at / LANES % NUM_SUMS]);
+}
+
+INLINE void write_normed(int32_t element, uint8_t *output, const uint8_t *x, const uint8_t *weight, vec inverse,
+                         int32_t at, int32_t end) {
+    vec normed = vec_mul(read(element, x, at, end), inverse);
+    write(element, output, at, end, vec_mul(normed, read(element, weight, at, end)));
+}
+
+/* output = x / root mean square of x * weight, of x to which `delta` is added first if there is one */
+INLINE void norm_into(int32_t element, uint8_t *output, uint8_t *x, const uint8_t *delta, const uint8_t *weight,
+                      float eps, int32_t count) {
+    vec sums[NUM_SUMS];
+    for (int i = 0; i < NUM_SUMS; ++i) sums[i] = vec_zero();
+    if (delta == NULL) FOR_EACH_VECTOR(count, add_squares, element, x, NULL, sums);
+    else FOR_EACH_VECTOR(count, add_squares, element, x, delta, sums);
+    float sum = vec_sum_of(vec_add(vec_add(sums[0], sums[1]), vec_add(sums[2], sums[3])));
+    vec inverse = vec_all(1.0f / sqrtf(sum / (float)count + eps));
+    FOR_EACH_VECTOR(count, write_normed, element, output, x, weight, inverse);
+}
+
+INLINE void norm_as(int32_t element, const Norm *step, int64_t row) {
+    uint8_t *output = step->output + row * step->num_columns * bytes_of(element);
+    const uint8_t *delta = step->delta == NULL ? NULL : step->delta + row * step->delta_stride;
+    norm_into(element, output, step->x + row * step->x_stride, delta, step->weight, step->eps, step->num_columns);
+}
+
+static void norm(const void *step, int64_t row) {
+    if (((const Norm *)step)->element == BFLOAT16) norm_as(BFLOAT16, step, row);
+    else norm_as(FLOAT32, step, row);
+}
+
+INLINE void turn_pairs(int32_t element, uint8_t *head, const uint8_t *cosines, const uint8_t *signed_sines,
+                       int64_t half_bytes, int32_t at, int32_t end) {
+    vec first = read(element, head, at, end), second = read(element, head + half_bytes, at, end);
+    vec kept = vec_rounded(element, vec_mul(first, read(element, cosines, at, end)));
+    vec other_kept = vec_rounded(element, vec_mul(second, read(element, cosines + half_bytes, at, end)));
+    write(element, head, at, end, vec_fma(second, read(element, signed_sines, at, end), kept));
+    write(element, head + half_bytes, at, end,
+          vec_fma(first, read(element, signed_sines + half_bytes, at, end), other_kept));
+}
+
+/* Turns the pairs of a head, which are half a head apart. */
+INLINE void turn(int32_t element, uint8_t *head, const uint8_t *cosines, const uint8_t *signed_sines, int32_t half) {
+    FOR_EACH_VECTOR(half, turn_pairs, element, head, cosines, signed_sines, half * bytes_of(element));
+}
+
+INLINE void place_as(int32_t element, const Placement *step, int64_t row) {
+    int32_t head_dim = step->head_dim, num_rotated = step->num_heads + step->num_kv_heads;
+    int64_t head_bytes = head_dim * bytes_of(element), token_bytes = step->num_kv_heads * head_bytes;
+    uint8_t *heads = step->heads + row * step->stride;
+    for (int32_t head = 0; head < num_rotated; ++head) {
+        uint8_t *at = heads + head * head_bytes;
+        const uint8_t *weight = head < step->num_heads ? step->query_weight : step->key_weight;
+        if (weight != NULL) norm_into(element, at, at, NULL, weight, step->eps, head_dim);
+        turn(element, at, step->cosines + row * head_bytes, step->signed_sines + row * head_bytes, head_dim / 2);
+    }
+    if (step->keys == NULL) return;
+    memcpy(step->keys + step->slots[row] * token_bytes, heads + step->num_heads * head_bytes, (size_t)token_bytes);
+    memcpy(step->values + step->slots[row] * token_bytes, heads + num_rotated * head_bytes, (size_t)token_bytes);
+}
+
+static void place(const void *step, int64_t row) {
+    if (((const Placement *)step)->element == BFLOAT16) place_as(BFLOAT16, step, row);
+    else place_as(FLOAT32, step, row);
+}
+
+/* x / (1 + e^-x); e^-|x| does not overflow */
+INLINE vec silu(vec x) {
+    vec negated = vec_mul(x, vec_all(-1.0f)), magnitude = vec_max(x, negated);
+    vec power = vec_exp2(vec_mul(magnitude, vec_all(-LOG2_E)));
+    vec positive = vec_max(x, vec_zero()), negative = vec_max(negated, vec_zero());
+    return (positive - negative * power) / (power + vec_all(1.0f));
+}
+
+INLINE void write_gated(int32_t element, uint8_t *output, const uint8_t *gates, const uint8_t *ups, int32_t at,
+                        int32_t end) {
+    vec gate = vec_rounded(element, silu(read(element, gates, at, end)));
+    write(element, output, at, end, vec_mul(gate, read(element, ups, at, end)));
+}
+
+INLINE void gate_as(int32_t element, const Gating *step, int64_t row) {
+    int32_t count = step->num_columns;
+    const uint8_t *gates = step->gates + row * step->stride, *ups = gates + count * bytes_of(element);
+    uint8_t *output = step->output + row * count * bytes_of(element);
+    FOR_EACH_VECTOR(count, write_gated, element, output, gates, ups);
+}
+
+static void gate(const void *step, int64_t row) {
+    if (((const Gating *)step)->element == BFLOAT16) gate_as(BFLOAT16, step, row);
+    else gate_as(FLOAT32, step, row);
+}
+
+/* Finds the largest of a row by integers in the order of the numbers: both zeros are the same, and not a number, whose
+ * magnitude is above that of the infinite, is above all. */
+#define DEFINE_SEARCH(name, Integer, sign_shift, infinite, highest_order)                                             \
+    INLINE Integer order_of_##name(Integer bits) {                                                                    \
+        Integer sign = (Integer)(bits >> sign_shift), magnitude = (Integer)(bits & highest_order);                    \
+        return magnitude > infinite ? highest_order : (Integer)((magnitude ^ sign) - sign);                           \
+    }                                                                                                                 \
+    INLINE int64_t name(const uint8_t *row, int64_t count) {                                                          \
+        const Integer *bits = (const Integer *)row;                                                                   \
+        Integer highest = order_of_##name(bits[0]);                                                                   \
+        int64_t place = 0;                                                                                            \
+        for (int64_t first = 0; first < count; first += SEARCH_CHUNK) {                                               \
+            const Integer *chunk = bits + first;                                                                      \
+            int64_t num = count - first < SEARCH_CHUNK ? count - first : SEARCH_CHUNK;                                \
+            Integer top = (Integer)-highest_order, largest = 0;                                                       \
+            for (int64_t at = 0; at < num; ++at) {                                                                    \
+                Integer sign = (Integer)(chunk[at] >> sign_shift), magnitude = (Integer)(chunk[at] & highest_order);  \
+                Integer order = (Integer)((magnitude ^ sign) - sign);                                                 \
+                top = order > top ? order : top;                                                                      \
+                largest = magnitude > largest ? magnitude : largest;                                                  \
+            }                                                                                                         \
+            if (largest > infinite) top = highest_order;                                                              \
+            if (top > highest) {                                                                                      \
+                highest = top;                                                                                        \
+                place = first;                                                                                        \
+            }                                                                                                         \
+        }                                                                                                             \
+        while (order_of_##name(bits[place]) != highest) ++place;                                                      \
+        return place;                                                                                                 \
+    }
+
+DEFINE_SEARCH(search_bfloat16, int16_t, 15, 0x7f80, INT16_MAX)
+DEFINE_SEARCH(search_float32, int32_t, 31, 0x7f800000, INT32_MAX)
+
+static void search(const void *data, int64_t row) {
+    const Search *step = data;
+    const uint8_t *numbers = step->rows + row * step->stride;
+    int64_t place;
+    uint32_t bits;
+    if (step->element == BFLOAT16) {
+        place = search_bfloat16(numbers, step->num_columns);
+        bits = (uint32_t)((const uint16_t *)numbers)[place] << 16;
+    } else {
+        place = search_float32(numbers, step->num_columns);
+        bits = ((const uint32_t *)numbers)[place];
+    }
+    memcpy(&step->highest[row], &bits, 4);
+    step->places[row] = place;
+}
+
+const StepKernel STEP_KERNEL = {norm, place, gate, search};

@@ -1,0 +1,109 @@
+"""What `splitserve bench engine` measures, as plain data. Times are seconds, rates are per second."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSize:
+    """So many prompts of one length."""
+
+    count: int
+    num_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.count}x{self.num_tokens}"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBench:
+    """How much is measured: each figure so many times, contexts in ascending order."""
+
+    prompts: tuple[PromptSize, ...]
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    repeats: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartFigures:
+    """From the start of the process to the imported engine, from there to the loaded one, and its first steps.
+    Finding or making the model's folder in between does not count."""
+
+    imports_s: float
+    load_s: float
+    warm_up_s: float
+    ready_s: float  # all three
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFigures:
+    """The best that torch reaches here with this number of threads, and with what."""
+
+    num_threads: int
+    gemm_dtype: str
+    gemm_flops_per_s: float
+    gemm_with: str
+    read_bytes_per_s: float
+    read_with: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFigures:
+    """Prompts of one length, computed one after the other: the median of the repeats, and the best."""
+
+    prompts: PromptSize
+    tokens_per_s: float
+    best_tokens_per_s: float
+    flops: int  # of all prompts
+    gemm_share: float  # of the median, of the measured GEMM rate
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFigures:
+    """One step of a batch: the mean of steps in a row, of which the median of the repeats and the least. Bytes and
+    operations are those of the mean step, shares of the median."""
+
+    batch: int
+    context_tokens: int  # in the cache before the first of the steps
+    step_s: float
+    best_step_s: float
+    weight_bytes: int
+    kv_bytes: float
+    flops: float
+    bandwidth_share: float
+    gemm_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class PartFigures:
+    """One part of a step, without the parts within it."""
+
+    name: str
+    num_calls: float
+    own_s: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileFigures:
+    """Where the time of a step goes, in the fastest repeat: the parts sum up to step_s. plain_s is the same step
+    without the stop-watches."""
+
+    name: str
+    step_s: float
+    plain_s: float
+    parts: tuple[PartFigures, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFigures:
+    """One engine on this machine: the name of the model's folder, and the engine's description of itself."""
+
+    model: str
+    engine: dict[str, str]
+    weight_bytes: int
+    start: StartFigures
+    machine: MachineFigures
+    prefill: tuple[PrefillFigures, ...]
+    decode: tuple[DecodeFigures, ...]
+    profiles: tuple[ProfileFigures, ...]

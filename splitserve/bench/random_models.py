@@ -1,0 +1,99 @@
+"""Model folders with the sizes of known models and random weights: for speed, which does not depend on the values."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+DEVIATION: Final = 0.02  # of the weights, as models are initialised: logits stay finite
+SEED: Final = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a model of the Llama or Qwen3 family with a tied head and bfloat16 weights."""
+
+    architecture: str
+    model_type: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+
+    @property
+    def has_head_norms(self) -> bool:
+        return self.model_type == "qwen3"
+
+
+SHAPES: Final = {
+    "qwen3-0.6b": Shape("Qwen3ForCausalLM", "qwen3", 1024, 28, 16, 8, 128, 3072, 151936, 40960),
+    "llama-3.2-1b": Shape("LlamaForCausalLM", "llama", 2048, 16, 32, 8, 64, 8192, 128256, 131072),
+    "smollm2-135m": Shape("LlamaForCausalLM", "llama", 576, 30, 9, 3, 64, 1536, 49152, 8192),
+}
+
+
+def write_random_model(folder: Path, shape: Shape) -> None:
+    """Writes config.json and model.safetensors into the folder, the same ones each time; no tokenizer."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(SEED)
+
+    def matrix(num_outputs: int, num_inputs: int) -> torch.Tensor:
+        weight = torch.empty(num_outputs, num_inputs, dtype=torch.bfloat16)
+        return weight.normal_(0, DEVIATION, generator=generator)
+
+    def norm(size: int) -> torch.Tensor:
+        return torch.ones(size, dtype=torch.bfloat16)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(_config(shape), indent=2))
+    tensors = {"model.embed_tokens.weight": matrix(shape.vocab_size, shape.hidden_size)}
+    for layer in range(shape.num_layers):
+        tensors |= _layer(f"model.layers.{layer}", shape, matrix, norm)
+    tensors["model.norm.weight"] = norm(shape.hidden_size)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def _config(shape: Shape) -> dict[str, Any]:
+    return {
+        "architectures": [shape.architecture],
+        "model_type": shape.model_type,
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.intermediate_size,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    }
+
+
+def _layer(path: str, shape: Shape, matrix: Callable[[int, int], Any], norm: Callable[[int], Any]) -> dict[str, Any]:
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    tensors = {
+        "input_layernorm": norm(hidden),
+        "self_attn.q_proj": matrix(heads, hidden),
+        "self_attn.k_proj": matrix(kv_heads, hidden),
+        "self_attn.v_proj": matrix(kv_heads, hidden),
+        "self_attn.o_proj": matrix(hidden, heads),
+        "post_attention_layernorm": norm(hidden),
+        "mlp.gate_proj": matrix(inner, hidden),
+        "mlp.up_proj": matrix(inner, hidden),
+        "mlp.down_proj": matrix(hidden, inner),
+    }
+    if shape.has_head_norms:
+        tensors |= {f"self_attn.{name}": norm(shape.head_dim) for name in ("q_norm", "k_norm")}
+    return {f"{path}.{name}.weight": tensor for name, tensor in tensors.items()}
