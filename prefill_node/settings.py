@@ -18,7 +18,7 @@ class PrefillSettings:
     max_num_queued: int = flag(256, "Most requests waiting for prefill; more are refused.", minimum=1)
     kv_transport: str = flag("zmq", "What carries KV blocks; the same on all nodes.", choices=KV_TRANSPORTS)
     overlap_min_tokens: int = flag(
-        64, "Prompts with fewer tokens send their blocks at the end, not layer by layer.", minimum=0
+        16, "Prompts with fewer tokens send their blocks at the end, not layer by layer.", minimum=0
     )
     transfer_timeout_s: float = flag(30.0, "Seconds one KV transfer may take once it has started.", minimum=0.1)
     ticket_timeout_s: float = flag(60.0, "Seconds a finished prompt waits for its ticket.", minimum=0.1)
