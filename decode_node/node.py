@@ -33,7 +33,7 @@ from protos import convert, fleet_pb2, reasons
 from protos.attach import FleetLink
 from protos.attempts import Attempts
 from protos.ranks import Followers
-from protos.reports import CacheReport, new_incarnation, node_info, node_load, rank_load, rank_loads
+from protos.reports import CacheReport, new_incarnation, node_info, node_load, rank_loads
 from protos.waiting import first_to_end
 
 logger = logging.getLogger(__name__)
@@ -136,8 +136,7 @@ class DecodeNode:
         load.num_cached_tokens = self._scheduler.num_cached_tokens
         load.num_kv_bytes = self._num_kv_bytes
         load.num_transfers_failed = self._num_transfers_failed
-        own = rank_load(0, kv_pool_bytes=self._engine.kv_pool_bytes, weight_bytes=self._engine.weight_bytes)
-        load.ranks.extend(rank_loads(own, self._followers))
+        load.ranks.extend(rank_loads(self._engine, self._followers))
         return fleet_pb2.Heartbeat(load=load, step_age_s=self._stepper.step_age_s)
 
     def handle(self, command: fleet_pb2.NodeCommand) -> None:

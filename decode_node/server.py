@@ -14,7 +14,6 @@ from engine.stepper import Stepper
 from kv_transfer.endpoints import endpoint_of, host_of
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.transports.zmq import ZmqListener
-from protos import inference_pb2
 from protos.attach import FleetLink
 from protos.exposure import check_exposure
 from protos.follower import Follower
@@ -36,7 +35,7 @@ async def serve_decode(settings: DecodeSettings, name: str) -> None:
         receiver = _receiver(settings, engine, device)
         try:
             if group.rank:
-                leader = await Leader.join(group.exchange, receiver.address, _load(engine))
+                leader = await Leader.join(group.exchange, receiver.address, rank_load(engine))
                 stepper: Stepper[Share, None] = Stepper(engine.follow)
                 await Follower(leader, stepper, DecodeFollower(receiver, leader)).run()
             else:
@@ -60,7 +59,3 @@ def _receiver(settings: DecodeSettings, engine: Engine, device: torch.device) ->
 
     listener = TorchDistListener(endpoint, device)
     return KVReceiver(listener, TensorStore(engine.pool), rank=rank, tp_size=tp_size)
-
-
-def _load(engine: Engine) -> inference_pb2.RankLoad:
-    return rank_load(engine.group.rank, kv_pool_bytes=engine.kv_pool_bytes, weight_bytes=engine.weight_bytes)

@@ -13,7 +13,6 @@ from kv_transfer.transports.zmq import ZmqDialer
 from prefill_node.node import PrefillNode
 from prefill_node.ranks import PrefillFollower
 from prefill_node.settings import PrefillSettings
-from protos import inference_pb2
 from protos.attach import FleetLink
 from protos.follower import Follower
 from protos.ranks import Followers, Leader
@@ -31,7 +30,7 @@ async def serve_prefill(settings: PrefillSettings, name: str) -> None:
         sender = _sender(settings, engine, device)
         try:
             if group.rank:
-                leader = await Leader.join(group.exchange, "", _load(engine))
+                leader = await Leader.join(group.exchange, "", rank_load(engine))
                 stepper: Stepper[Share, None] = Stepper(engine.follow)
                 rank = PrefillFollower(engine.layout, sender, leader, settings.overlap_min_tokens)
                 await Follower(leader, stepper, rank).run()
@@ -55,7 +54,3 @@ def _sender(settings: PrefillSettings, engine: Engine, device: torch.device) -> 
 
     dialer, store = TorchDistDialer(device), TensorStore(engine.pool)
     return KVSender(dialer, store, rank=rank, tp_size=tp_size, deadline_s=settings.transfer_timeout_s)
-
-
-def _load(engine: Engine) -> inference_pb2.RankLoad:
-    return rank_load(engine.group.rank, kv_pool_bytes=engine.kv_pool_bytes, weight_bytes=engine.weight_bytes)

@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import psutil
 
@@ -52,17 +52,38 @@ def node_load(
     )
 
 
-def rank_load(rank: int, *, kv_pool_bytes: int, weight_bytes: int) -> inference_pb2.RankLoad:
+class Rank(Protocol):
+    """Which rank this process is: RankGroup of engine/parallel.py."""
+
+    @property
+    def rank(self) -> int: ...
+
+
+class RankEngine(Protocol):
+    """An engine's account of its memory: Engine of engine/engine.py."""
+
+    @property
+    def group(self) -> Rank: ...
+    @property
+    def kv_pool_bytes(self) -> int: ...
+    @property
+    def weight_bytes(self) -> int: ...
+
+
+def rank_load(engine: RankEngine) -> inference_pb2.RankLoad:
     """The memory that this process takes."""
-    rss_bytes = psutil.Process().memory_info().rss
     return inference_pb2.RankLoad(
-        rank=rank, rss_bytes=rss_bytes, kv_pool_bytes=kv_pool_bytes, weight_bytes=weight_bytes
+        rank=engine.group.rank,
+        rss_bytes=psutil.Process().memory_info().rss,
+        kv_pool_bytes=engine.kv_pool_bytes,
+        weight_bytes=engine.weight_bytes,
     )
 
 
-def rank_loads(own: inference_pb2.RankLoad, followers: Followers) -> list[inference_pb2.RankLoad]:
+def rank_loads(engine: RankEngine, followers: Followers) -> list[inference_pb2.RankLoad]:
     """The memory of every rank of the node, by rank."""
-    return [own, *(followers.loads[rank] for rank in sorted(followers.loads))]
+    return [rank_load(engine), *(followers.loads[rank] for rank in sorted(followers.loads))]
+
 
 
 class CacheReport:
