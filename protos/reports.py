@@ -85,7 +85,6 @@ def rank_loads(engine: RankEngine, followers: Followers) -> list[inference_pb2.R
     return [rank_load(engine), *(followers.loads[rank] for rank in sorted(followers.loads))]
 
 
-
 class CacheReport:
     """Tells the coordinator which full blocks the node holds, as changes."""
 
