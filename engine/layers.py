@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from engine.dense_linear import DenseMatrix
+from engine.dense_linear import best_variant as best_dense_variant
 from engine.parallel import RankGroup
 from engine.quantized_linear import QuantizedMatrix, quantized_matrix
 from engine.sharding import Extent, Shard, whole
@@ -43,8 +45,8 @@ class Layer(nn.Module):
         return sum(parameter.nbytes for parameter in self.parameters(recurse=False))
 
 
-class PackedMatrix:
-    """bfloat16 weights on a CPU in oneDNN's own layout, in which small batches are twice as fast."""
+class OneDNNMatrix:
+    """bfloat16 weights on a CPU in oneDNN's own layout, in which small batches are twice as fast as with plain ones."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
@@ -56,11 +58,16 @@ class PackedMatrix:
         return projected
 
 
-def _can_pack(weight: torch.Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _CAN_PACK
+def _packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> DenseMatrix | OneDNNMatrix | None:
+    """bfloat16 weights on a CPU in the form that is fastest there; None for others."""
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+        return None
+    if best_dense_variant() is not None:
+        return DenseMatrix(weight, bias)
+    return OneDNNMatrix(weight, bias) if _HAS_ONEDNN else None
 
 
-_CAN_PACK: bool = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # type: ignore[no-untyped-call]
+_HAS_ONEDNN: bool = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # type: ignore[no-untyped-call]
 HEAD_BITS: Final = 8  # also among weights of 4 bits: what it rounds is seen at once
 
 
@@ -72,7 +79,7 @@ class Embedding(Layer):
         self._is_head = is_head
         self._dtype = torch.get_default_dtype()
         self._quantized: QuantizedMatrix | None = None
-        self._packed: PackedMatrix | None = None
+        self._packed: DenseMatrix | OneDNNMatrix | None = None
         # (torch's own embedding draws random values, on the meta device too, at half a second.)
         self.weight = nn.Parameter(torch.empty(len(vocabulary.held), size))
         self._vocabulary = vocabulary
@@ -89,8 +96,8 @@ class Embedding(Layer):
         if bits is not None:
             self._quantized = quantized_matrix(self.weight.detach(), HEAD_BITS)
             del self.weight
-        elif _can_pack(self.weight):
-            self._packed = PackedMatrix(self.weight)
+        else:
+            self._packed = _packed(self.weight)
 
     @property
     def num_bytes(self) -> int:
@@ -147,7 +154,7 @@ class Linear(Layer):
         num_outputs = sum(len(part.held) for part in parts.values())
         self.weight = nn.Parameter(torch.empty(num_outputs, len(inputs.held)))
         self.bias = nn.Parameter(torch.empty(num_outputs if adds_bias else 0)) if bias else None
-        self._matrix: PackedMatrix | QuantizedMatrix | None = None  # in place of the weight
+        self._matrix: DenseMatrix | OneDNNMatrix | QuantizedMatrix | None = None  # in place of the weight
 
     def sources(self, parameter: str) -> Sequence[Source]:
         if parameter == "weight":
@@ -169,8 +176,8 @@ class Linear(Layer):
         if isinstance(self._matrix, QuantizedMatrix):
             if bias is not None:
                 self._matrix.set_bias(bias)
-        elif _can_pack(self.weight):
-            self._matrix = PackedMatrix(self.weight, bias)
+        elif (matrix := _packed(self.weight, bias)) is not None:
+            self._matrix = matrix
             del self.weight
 
     @property

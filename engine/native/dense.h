@@ -1,0 +1,59 @@
+/* Products with a matrix of bfloat16 weights on CPUs: what Python sees and what the dense*.c files share.
+ *
+ * Sums are of float32, over pairs of inputs in their order. What a row gives depends on itself alone: it has the same
+ * bits whatever the other rows are and however many threads run.
+ */
+#ifndef SPLITSERVE_DENSE_H
+#define SPLITSERVE_DENSE_H
+
+#include <stdint.h>
+
+#define DENSE_VERSION 1 /* of everything below; engine/dense_linear.py expects the same */
+
+#define OUTPUTS 16          /* of a vector of weights, each with a pair of inputs */
+#define VECTOR_BYTES 64
+#define PANEL_VECTORS 4     /* the last panel may have fewer */
+#define HALF_VECTORS 2
+#define BLOCK_ROWS 6        /* times PANEL_VECTORS sums stay in registers */
+#define UNIT_ROWS 192       /* that one thread takes at a time; a multiple of BLOCK_ROWS */
+#define BLOCK_PAIRS 1024    /* whose weights in a panel, 256 KiB, stay in the cache for all rows of a unit */
+#define SHARED_WORK 262144  /* products; what is less is done sooner than other threads are woken */
+
+typedef struct {
+    int32_t num_inputs;
+    int32_t num_outputs;    /* of which the last vector may have fewer than OUTPUTS */
+    const uint8_t *weights; /* [panels, pairs of inputs, PANEL_VECTORS, OUTPUTS, 2], zeros after the last of either */
+    const float *bias;      /* [num_outputs] or NULL */
+    const struct DenseKernel *kernel;
+} DenseMatrix;
+
+typedef struct {
+    const DenseMatrix *matrix;
+    const uint8_t *inputs;
+    int64_t input_stride; /* bytes */
+    uint8_t *outputs;     /* [num_rows, num_outputs], contiguous */
+    int32_t num_rows;
+} DenseProduct;
+
+/* At most PANEL_VECTORS vectors of one panel, and at most UNIT_ROWS rows. */
+typedef struct {
+    int32_t vector;
+    int32_t num_vectors; /* 0: nothing is left to do */
+    int32_t row;
+    int32_t num_rows;
+} DenseUnit;
+
+typedef struct DenseKernel {
+    /* The outputs of a unit. Meanwhile the weights of the next one are fetched. */
+    void (*compute)(const DenseProduct *product, const DenseUnit *unit, const DenseUnit *next);
+} DenseKernel;
+
+#if defined(__x86_64__)
+extern const DenseKernel dense_avx512_bf16;
+#endif
+
+static inline int32_t num_pairs(const DenseMatrix *matrix) { return (matrix->num_inputs + 1) / 2; }
+static inline int32_t num_vectors(const DenseMatrix *matrix) { return (matrix->num_outputs + OUTPUTS - 1) / OUTPUTS; }
+static inline int32_t smaller(int32_t a, int32_t b) { return a < b ? a : b; }
+
+#endif

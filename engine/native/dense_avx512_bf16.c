@@ -1,0 +1,14 @@
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512bf16"))), \
+                             apply_to = function)
+#else
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512vl,avx512bf16")
+#endif
+#include "dense_kernel.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#else
+typedef int no_variant_here; /* a file of C must declare something */
+#endif
