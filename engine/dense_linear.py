@@ -65,7 +65,7 @@ def dense_library() -> DenseLibrary | None:
 
 
 def best_variant() -> str | None:
-    """What computes products here; None where nothing native does. Raises ValueError for a wrong SPLITSERVE_NATIVE."""
+    """What computes products here; None where nothing native does. Raises UnknownVariant."""
     return native_library.best_variant(dense_library(), _VARIANT_OF)
 
 

@@ -62,5 +62,5 @@ def linear_library() -> LinearLibrary | None:
 
 
 def best_variant() -> str | None:
-    """What computes products here; None where nothing native does. Raises ValueError for a wrong SPLITSERVE_NATIVE."""
+    """What computes products here; None where nothing native does. Raises UnknownVariant."""
     return native_library.best_variant(linear_library(), _VARIANT_OF)

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
+from engine.errors import SettingsError
+
 logger = logging.getLogger(__name__)
 
 VERSION: Final = 1  # ATTENTION_VERSION in native/attention.h
@@ -121,22 +123,26 @@ class Kernels(Protocol):
 
 def best_variant(kernels: Kernels | None, variant_of: Mapping[str, str]) -> str | None:
     """The variant that computes here, by the kernels' own name for each of VARIANTS; None where nothing native does.
-    Raises ValueError when SPLITSERVE_NATIVE names none."""
+    Raises UnknownVariant."""
     for wanted in wanted_variants():
         if kernels is not None and kernels.kernel(variant_of[wanted]) is not None:
             return variant_of[wanted]
     return None
 
 
+class UnknownVariant(SettingsError, ValueError):
+    """SPLITSERVE_NATIVE names no variant."""
+
+
 def wanted_variants() -> tuple[str, ...]:
-    """Those of VARIANTS that may be used here, best first. Raises ValueError for an unknown name."""
+    """Those of VARIANTS that may be used here, best first. Raises UnknownVariant."""
     name = os.environ.get(ENVIRONMENT, "")
     if name == OFF:
         return ()
     if not name:
         return VARIANTS
     if name not in VARIANTS:
-        raise ValueError(f"{ENVIRONMENT}={name} is none of {', '.join((*VARIANTS, OFF))}")
+        raise UnknownVariant(f"{ENVIRONMENT}={name} is none of {', '.join((*VARIANTS, OFF))}")
     return (name,)
 
 

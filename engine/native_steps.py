@@ -80,7 +80,7 @@ def step_library() -> StepLibrary | None:
 
 
 def best_variant() -> str | None:
-    """What computes steps here; None where nothing native does. Raises ValueError for a wrong SPLITSERVE_NATIVE."""
+    """What computes steps here; None where nothing native does. Raises UnknownVariant."""
     return native_library.best_variant(step_library(), _VARIANT_OF)
 
 
