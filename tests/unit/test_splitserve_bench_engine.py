@@ -125,7 +125,8 @@ def test_a_shape_is_measured_without_a_model(run, monkeypatch):
     assert result.exit_code == 0, result.output
     figures = json.loads(result.stdout)
     assert figures["engine"]["dtype"] == "bfloat16"
-    assert figures["decode"][0]["weight_bytes"] == 2 * READ_PARAMETERS
+    padded = figures["decode"][0]["weight_bytes"]  # by up to 15 rows below each matrix that is packed
+    assert 2 * READ_PARAMETERS <= padded <= 1.05 * 2 * READ_PARAMETERS
 
 
 def test_random_weights_do_not_stay_behind(run, tmp_path, monkeypatch):
