@@ -82,3 +82,33 @@ def name_of(salt, token_ids, block_size):
         block = token_ids[start : start + block_size]
         name = sha256(name + b"".join(token.to_bytes(4, "little") for token in block)).digest()
     return name
+
+
+class Chaos:
+    """What runs of both schedulers share: seeded failures, requests that leave, and the proof after every turn.
+
+    Those who use it set random, failing, lost, scheduler, allocator, kv and known.
+    """
+
+    def fails(self, probability):
+        return self.random.random() < probability * self.failing
+
+    def leave(self, entry):
+        """A prompt or a reservation goes before its end."""
+        self.lost.add(entry.request.request_id)
+        self.scheduler.remove(entry)
+
+    def fail_step(self, works, running):
+        """`running` are the scheduler's entries by request."""
+        for work in works:
+            self.kv.spoil(work.block_ids, range(work.start, work.start + work.num_tokens))
+            running[work.request].in_step = False
+            self.leave(running[work.request])
+
+    def check(self):
+        self.allocator.check_integrity()
+        self.kv.check_names(self.allocator)
+        if self.random.random() < 0.5:
+            stored, removed = self.allocator.take_changes()
+            self.known = (self.known | set(stored)) - set(removed)
+            assert self.known == set(self.allocator._block_of)

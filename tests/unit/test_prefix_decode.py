@@ -9,7 +9,7 @@ from decode_node.scheduler import DecodeScheduler, State
 from engine.blocks import BlockAllocator
 from engine.layout import KVLayout
 from engine.requests import Request, SampledToken, SamplingParams
-from tests.toy_kv import FINGERPRINT, ToyKV, answer_of
+from tests.toy_kv import FINGERPRINT, Chaos, ToyKV, answer_of
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
 NEVER = 1000
@@ -24,7 +24,7 @@ requests = st.builds(
 )
 
 
-class Node:
+class Node(Chaos):
     """Steps of a decode node during which transfers commit or fail, and requests are cancelled, at random moments."""
 
     def __init__(self, requests, num_blocks, budget, caching, seed, failing=True):
@@ -85,10 +85,7 @@ class Node:
         running = {reservation.request: reservation for reservation in self.scheduler._reservations}
         self.between_steps()
         if works and self.fails(1 / 41):  # the step fails
-            for work in works:
-                self.kv.spoil(work.block_ids, range(work.start, work.start + work.num_tokens))
-                running[work.request].in_step = False
-                self.leave(running[work.request])
+            self.fail_step(works, running)
             return
         tokens = self.kv.step(works)
         for answer in self.scheduler.apply(works, [SampledToken(token_id) for token_id in tokens]):
@@ -98,21 +95,6 @@ class Node:
                 self.scheduler.remove(answer.reservation)
             elif self.fails(1 / 31):
                 self.leave(answer.reservation)
-
-    def fails(self, probability):
-        return self.random.random() < probability * self.failing
-
-    def leave(self, reservation):
-        self.lost.add(reservation.request.request_id)
-        self.scheduler.remove(reservation)
-
-    def check(self):
-        self.allocator.check_integrity()
-        self.kv.check_names(self.allocator)
-        if self.random.random() < 0.5:
-            stored, removed = self.allocator.take_changes()
-            self.known = (self.known | set(stored)) - set(removed)
-            assert self.known == set(self.allocator._block_of)
 
 
 @settings(max_examples=300, deadline=None)

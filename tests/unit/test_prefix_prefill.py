@@ -9,7 +9,7 @@ from engine.blocks import BlockAllocator
 from engine.layout import KVLayout
 from engine.requests import Request, SampledToken, SamplingParams
 from prefill_node.scheduler import PrefillScheduler
-from tests.toy_kv import FINGERPRINT, ToyKV, answer_of
+from tests.toy_kv import FINGERPRINT, Chaos, ToyKV, answer_of
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
 NUM_BLOCKS = 9
@@ -23,7 +23,7 @@ prompts = st.builds(
 )
 
 
-class Node:
+class Node(Chaos):
     """Steps of a prefill node in which prompts come, are cancelled, fail and leave at random moments."""
 
     def __init__(self, prompts, budget, caching, seed, failing=True):
@@ -60,10 +60,7 @@ class Node:
     def step(self, works):
         running = {prompt.request: prompt for prompt in self.scheduler._prompts}
         if works and self.fails(1 / 16):  # the step fails
-            for work in works:
-                self.kv.spoil(work.block_ids, range(work.start, work.start + work.num_tokens))
-                running[work.request].in_step = False
-                self.leave(running[work.request])
+            self.fail_step(works, running)
             return
         tokens = self.kv.step(works)
         for prompt, token in self.scheduler.apply(works, [SampledToken(token_id) for token_id in tokens]):
@@ -73,21 +70,6 @@ class Node:
             elif self.fails(1 / 16):
                 self.leave(prompt)
         self.num_computed_tokens += sum(work.num_tokens for work in works)
-
-    def fails(self, probability):
-        return self.random.random() < probability * self.failing
-
-    def leave(self, prompt):
-        self.lost.add(prompt.request.request_id)
-        self.scheduler.remove(prompt)
-
-    def check(self):
-        self.allocator.check_integrity()
-        self.kv.check_names(self.allocator)
-        if self.random.random() < 0.5:
-            stored, removed = self.allocator.take_changes()
-            self.known = (self.known | set(stored)) - set(removed)
-            assert self.known == set(self.allocator._block_of)
 
 
 @settings(max_examples=300, deadline=None)
