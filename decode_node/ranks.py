@@ -48,7 +48,8 @@ class DecodeRanks:
         epoch = ticket.epoch
         self._results.begin(epoch)
         self._ungranted[epoch] = 1 + len(self._followers)
-        self._followers.send(grant=ranks_pb2.Grant(epoch=epoch, ticket=ticket.encode(), block_ids=block_ids))
+        if self._followers:
+            self._followers.send(grant=ranks_pb2.Grant(epoch=epoch, ticket=ticket.encode(), block_ids=block_ids))
         try:
             self._receiver.expect(ticket, block_ids, partial(self._end, epoch, 0))
         except TransferError as error:

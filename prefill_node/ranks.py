@@ -35,13 +35,15 @@ class PrefillRanks:
     def send(self, epoch: int, ticket: bytes, block_ids: Sequence[int]) -> None:
         """Begins a transfer, of which these leading blocks are final."""
         self._results.begin(epoch)
-        self._followers.send(send=ranks_pb2.Send(epoch=epoch, ticket=ticket, block_ids=block_ids))
+        if self._followers:
+            self._followers.send(send=ranks_pb2.Send(epoch=epoch, ticket=ticket, block_ids=block_ids))
         self._own.send(epoch, ticket)
         self._own.ready(epoch, block_ids)
 
     def finish(self, epoch: int, block_ids: Sequence[int], tail: bytes) -> None:
         """These are all blocks, and they are final."""
-        self._followers.send(finish_send=ranks_pb2.FinishSend(epoch=epoch, block_ids=block_ids, tail=tail))
+        if self._followers:
+            self._followers.send(finish_send=ranks_pb2.FinishSend(epoch=epoch, block_ids=block_ids, tail=tail))
         self._own.finish(epoch, block_ids, tail)
 
     def cancel(self, epoch: int) -> None:
