@@ -2,6 +2,7 @@
 
 import hashlib
 import secrets
+from collections.abc import Iterable
 from typing import Any, Final
 
 import grpc
@@ -13,11 +14,23 @@ from protos.reasons import UNAUTHENTICATED
 HEALTH_PREFIX: Final = "/grpc.health.v1.Health/"
 
 
+class BearerSecret:
+    """A secret that callers bring as `authorization: Bearer SECRET`."""
+
+    def __init__(self, secret: str) -> None:
+        self._digest = _digest(f"Bearer {secret}")
+
+    def is_among(self, authorizations: Iterable[str]) -> bool:
+        # Digests are of one length, and all are compared: the time taken tells nothing.
+        matches = [secrets.compare_digest(_digest(value), self._digest) for value in authorizations]
+        return any(matches)
+
+
 class BearerAuthentication(grpc.aio.ServerInterceptor):
     """Asks every call for the metadata `authorization: Bearer SECRET`; health checks are exempt."""
 
     def __init__(self, secret: str) -> None:
-        self._digest = _digest(f"Bearer {secret}")
+        self._secret = BearerSecret(secret)
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -28,11 +41,7 @@ class BearerAuthentication(grpc.aio.ServerInterceptor):
         return grpc.unary_unary_rpc_method_handler(_refuse)
 
     def _admits(self, metadata: Any) -> bool:
-        # Digests are of one length, and all are compared: the time taken tells nothing.
-        matches = [
-            secrets.compare_digest(_digest(value), self._digest) for key, value in metadata if key == "authorization"
-        ]
-        return any(matches)
+        return self._secret.is_among([value for key, value in metadata if key == "authorization"])
 
 
 async def _refuse(_: bytes, context: Any) -> None:

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from engine.errors import ModelError
 
 _WINDOWED: Final = {"BPEDecoder", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
+_SPACE_STAND_IN: Final = "\u2581"  # SentencePiece writes a space so
 _BYTE_TOKEN: Final = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -50,6 +51,19 @@ class DetokenizerFactory:
         if self._is_byte_level:
             return ByteDetokenizer(self._tokenizer, skipped, self._token_bytes)
         return WindowDetokenizer(self._tokenizer, skipped, self._byte_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for within a text; empty for an id that is no token."""
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._is_byte_level:
+            return _bytes_of(token)
+        if token_id in self._byte_tokens:
+            return bytes([int(token[3:-1], 16)])
+        if _SPACE_STAND_IN in token:  # decoded alone it would lose the space before a word
+            return token.replace(_SPACE_STAND_IN, " ").encode()
+        return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
 
 class ByteDetokenizer:

@@ -35,7 +35,7 @@ class Prompt:
         return num_blocks * node.hello.block_size
 
     def tokens_to_compute(self, node: Node) -> int:
-        """Tokens that a prefill node would have to compute: at least the last one, which gives the first token of the
+        """Tokens that a node would have to compute: at least the last one, which gives the first token of the
         answer, and with it the rest of its block, since blocks are reused as a whole."""
         block_size = node.hello.block_size
         return len(self) - min(self.tokens_held(node), (len(self) - 1) // block_size * block_size)

@@ -25,8 +25,11 @@ class Node:
     last_seen_s: float
     load: inference_pb2.NodeLoad
     step_age_s: float = 0.0
-    # Tokens of each answer that is this node's to work on, by request id: the router's own accounting.
+    # The router's own accounting, by request id. Tokens of each answer that is this node's to work on: those that a
+    # prefill node is to compute, those that a decode node is to hold.
     assigned: dict[str, int] = field(default_factory=dict)
+    # Answers of a decode node that have no token yet: the tokens that it is to compute for them, 0 where another does.
+    beginning: dict[str, int] = field(default_factory=dict)
     # Of the full blocks that the node says to hold, by `engine.prefix.hint_of` their names; at most hello.num_blocks.
     hints: set[int] = field(default_factory=set)
 
@@ -61,6 +64,16 @@ class Node:
     @property
     def assigned_tokens(self) -> int:
         return sum(self.assigned.values())
+
+    @property
+    def tokens_to_compute(self) -> int:
+        """Prompt tokens that the node has been given and has not finished."""
+        return self.assigned_tokens if self.role == "prefill" else sum(self.beginning.values())
+
+    def forget(self, request_id: str) -> None:
+        """The answer is not the node's to work on any more."""
+        self.assigned.pop(request_id, None)
+        self.beginning.pop(request_id, None)
 
     @property
     def is_ready(self) -> bool:

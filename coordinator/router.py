@@ -1,4 +1,4 @@
-"""Picks the node for a request. Pure.
+"""Picks the node for a request, when it is clear which role is to be filled. Pure.
 
 A node costs what the request would find there, in tokens; the cheapest takes it:
 
@@ -22,19 +22,35 @@ from protos.reasons import NO_DECODE_WORKER, NO_PREFILL_WORKER
 _NO_NODE = {"prefill": NO_PREFILL_WORKER, "decode": NO_DECODE_WORKER}
 
 
-def choose(nodes: Iterable[Node], role: str, prompt: Prompt, num_tokens: int, avoid: Collection[Node] = ()) -> Node:
+def choose(nodes: Collection[Node], role: str, prompt: Prompt, num_tokens: int, avoid: Collection[Node] = ()) -> Node:
     """The cheapest ready node of the role that num_tokens tokens of the request fit on, the first by name of equals;
     one of `avoid` only when there is no other. Raises RequestError when there is none at all.
     """
-    ready = [node for node in nodes if node.role == role and node.is_ready]
-    fitting = [node for node in ready if num_tokens <= node.max_request_tokens]
-    if not fitting:
-        problem = f"can hold {num_tokens} tokens" if ready else "is ready"
+    cost = prefill_cost if role == "prefill" else decode_cost
+    able = candidates(nodes, role, num_tokens)
+    return min(able, key=lambda node: (node in avoid, cost(node, prompt), node.name))
+
+
+def candidates(nodes: Collection[Node], role: str, num_tokens: int) -> list[Node]:
+    """The ready nodes of the role that num_tokens tokens of one request fit on: one at least. Raises RequestError when
+    there is none."""
+    able = fitting(nodes, role, num_tokens)
+    if not able:
+        problem = f"can hold {num_tokens} tokens" if fitting(nodes, role, 0) else "is ready"
         raise RequestError(_NO_NODE[role], f"no {role} node {problem}")
-    return min(fitting, key=lambda node: (node in avoid, _cost(node, prompt), node.name))
+    return able
 
 
-def _cost(node: Node, prompt: Prompt) -> float:
-    if node.role == "prefill":
-        return node.assigned_tokens + prompt.tokens_to_compute(node)
+def fitting(nodes: Iterable[Node], role: str, num_tokens: int) -> list[Node]:
+    """The ready nodes of the role that num_tokens tokens of one request fit on."""
+    return [node for node in nodes if node.role == role and node.is_ready and num_tokens <= node.max_request_tokens]
+
+
+def prefill_cost(node: Node, prompt: Prompt) -> float:
+    """Of a prefill node, in tokens."""
+    return node.tokens_to_compute + prompt.tokens_to_compute(node)
+
+
+def decode_cost(node: Node, prompt: Prompt) -> float:
+    """Of a decode node, as a part of its pool."""
     return (node.assigned_tokens + len(prompt) - prompt.tokens_held(node)) / node.pool_tokens

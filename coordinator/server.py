@@ -1,4 +1,4 @@
-"""The coordinator's two gRPC servers, put together: start, drain, stop."""
+"""The coordinator's two gRPC servers and its HTTP server, put together: start, drain, stop."""
 
 import asyncio
 import logging
@@ -13,8 +13,12 @@ from grpc_reflection.v1alpha import reflection
 from coordinator.authentication import BearerAuthentication
 from coordinator.dispatcher import Dispatcher
 from coordinator.fleet_service import FleetService
-from coordinator.inference_service import InferenceService, ServedModel
-from coordinator.registry import ROLES, Registry
+from coordinator.front import Front, ServedModel
+from coordinator.http.app import make_app
+from coordinator.http.serving import HttpServer
+from coordinator.inference_service import InferenceService
+from coordinator.placement import ROLES_NEEDED
+from coordinator.registry import Registry
 from coordinator.settings import CoordinatorSettings, check_settings
 from coordinator.statuses import StatusInterceptor
 from coordinator.tokenizer import read_tokenizer
@@ -27,6 +31,7 @@ from protos.channels import FLEET_OPTIONS, SERVER_OPTIONS
 logger = logging.getLogger(__name__)
 
 INFERENCE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+IDLE_CONNECTIONS_PER_CALL: Final = 2
 SPARE_CALLS: Final = 256  # beyond the answers in flight: health watchers, status queries, calls to be refused politely
 STOP_GRACE_S: Final = 1.0
 MAX_TICK_S: Final = 0.25
@@ -39,6 +44,7 @@ class CoordinatorServer:
     def __init__(self, settings: CoordinatorSettings) -> None:
         check_settings(settings)
         self._settings = settings
+        self._roles = ROLES_NEEDED[settings.local_prefill]
         self._model = _read_model(settings)
         config = self._model.config
         self._registry = Registry(
@@ -51,22 +57,38 @@ class CoordinatorServer:
             first_epoch=secrets.randbelow(NUM_EPOCHS),
             max_live=settings.max_num_queued_reqs,
             max_restarts=settings.max_restarts,
+            local_prefill=settings.local_prefill,
         )
         self._dispatcher = Dispatcher(self._registry, self._tracker, self._model.tokenizer)
+        self._front = Front(
+            self._model,
+            self._registry,
+            self._dispatcher,
+            roles=self._roles,
+            max_logprobs=settings.max_logprobs,
+            request_timeout_s=settings.request_timeout_s,
+        )
         self._health = health.aio.HealthServicer()
         self._public, self._fleet = self._public_server(), self._fleet_server()
         self._supervision: asyncio.Task[None] | None = None
+        self._http = self._http_server() if settings.http_port >= 0 else None
         self.port = self.fleet_port = 0  # the ports listened on, once started
+        self.http_port = -1  # likewise; -1 without HTTP
 
     async def start(self) -> None:
-        """Listens on both ports. Ready is only who has nodes of both roles: see the health service."""
+        """Listens on all ports. Ready is only who has nodes of the roles that it needs: see the health service."""
         self.port = _listen(self._public, self._settings.host, self._settings.port)
         self.fleet_port = _listen(self._fleet, self._settings.fleet_host, self._settings.fleet_port)
+        if self._http is not None:
+            self.http_port = self._http.listen(self._settings.http_host, self._settings.http_port)
         await self._report_health()
         await self._fleet.start()
         await self._public.start()
+        if self._http is not None:
+            await self._http.start()
         self._supervision = asyncio.create_task(self._supervise())
-        logger.info("clients may dial port %d, nodes port %d", self.port, self.fleet_port)
+        dialled = "clients may dial port %d, nodes port %d, HTTP clients %s"
+        logger.info(dialled, self.port, self.fleet_port, self.http_port if self._http is not None else "none")
 
     async def wait(self) -> None:
         """Waits as long as the server runs, after `start`; raises when it has failed."""
@@ -85,12 +107,15 @@ class CoordinatorServer:
             logger.warning("calls still live after %g s", self._settings.drain_s)
 
     async def stop(self) -> None:
-        """Ends what is live and closes both ports."""
+        """Ends what is live and closes all ports."""
         if self._supervision is not None:
             self._supervision.cancel()
         self._dispatcher.drain()
         self._dispatcher.stop()
-        await asyncio.gather(self._public.stop(STOP_GRACE_S), self._fleet.stop(STOP_GRACE_S))
+        stopping = [self._public.stop(STOP_GRACE_S), self._fleet.stop(STOP_GRACE_S)]
+        if self._http is not None:
+            stopping.append(self._http.stop(STOP_GRACE_S))
+        await asyncio.gather(*stopping)
         logger.info("stopped")
 
     def _public_server(self) -> grpc.aio.Server:
@@ -102,18 +127,16 @@ class CoordinatorServer:
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=self._settings.max_num_queued_reqs + SPARE_CALLS,
         )
-        service = InferenceService(
-            self._model,
-            self._registry,
-            self._tracker,
-            self._dispatcher,
-            max_logprobs=self._settings.max_logprobs,
-            request_timeout_s=self._settings.request_timeout_s,
-        )
+        service = InferenceService(self._front, self._registry, self._tracker, self._dispatcher)
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((INFERENCE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         return server
+
+    def _http_server(self) -> HttpServer:
+        max_calls = self._settings.max_num_queued_reqs + SPARE_CALLS
+        app = make_app(self._front, self._is_serving, secret=self._settings.api_key, max_calls=max_calls)
+        return HttpServer(app, max_connections=IDLE_CONNECTIONS_PER_CALL * max_calls)
 
     def _fleet_server(self) -> grpc.aio.Server:
         secret = self._settings.fleet_secret
@@ -138,9 +161,14 @@ class CoordinatorServer:
 
     async def _report_health(self) -> None:
         ready_roles = {node.role for node in self._registry.nodes if node.is_ready}
-        is_ready = ready_roles.issuperset(ROLES) and not self._dispatcher.is_draining
+        is_ready = ready_roles.issuperset(self._roles) and not self._dispatcher.is_draining
         status = health_pb2.HealthCheckResponse
         await self._health.set(INFERENCE, status.SERVING if is_ready else status.NOT_SERVING)
+
+    async def _is_serving(self) -> bool:
+        """What the health service says."""
+        reply = await self._health.Check(health_pb2.HealthCheckRequest(service=INFERENCE), None)
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def _read_model(settings: CoordinatorSettings) -> ServedModel:

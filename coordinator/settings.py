@@ -16,12 +16,17 @@ class CoordinatorSettings:
     port: int = flag(50051, "Port of the public gRPC service; 0 takes a free one.", minimum=0, maximum=65535)
     fleet_host: str = flag("127.0.0.1", "Address that nodes dial.")
     fleet_port: int = flag(50052, "Port that nodes dial; 0 takes a free one.", minimum=0, maximum=65535)
+    http_host: str = flag("127.0.0.1", "Address of the OpenAI-compatible HTTP service.")
+    http_port: int = flag(8000, "Port of the HTTP service; 0 takes a free one, -1 none.", minimum=-1, maximum=65535)
     served_model_name: str = flag("", "Name that clients may ask for; empty takes the model folder's.")
     api_key: str = flag("", "Secret that clients must bring; needed off loopback.", secret=True)
     fleet_secret: str = flag("", "Secret shared by the fleet; needed off loopback.", secret=True)
     max_model_len: int = flag(0, "Most tokens of prompt and answer; 0 takes what the nodes allow.", minimum=0)
     max_num_queued_reqs: int = flag(1024, "Most answers in flight at once; more are refused.", minimum=1)
     max_logprobs: int = flag(20, "Most top logprobs a request may ask for.", minimum=0)
+    local_prefill: str = flag(
+        "never", "Whether decode nodes compute prompts; auto: where it is faster.", choices=("never", "auto", "always")
+    )
     max_restarts: int = flag(2, "Most moves of one answer to other nodes after a failure.", minimum=0)
     heartbeat_s: float = flag(1.0, "Seconds between two heartbeats of a node.", minimum=0.01)
     node_timeout_s: float = flag(3.0, "Seconds without a heartbeat after which a node counts as lost.", minimum=0.02)
@@ -38,4 +43,5 @@ def check_settings(settings: CoordinatorSettings) -> None:
             f"node_timeout_s ({settings.node_timeout_s:g}) must be above heartbeat_s ({settings.heartbeat_s:g})"
         )
     check_exposure(settings.host, "api_key", settings.api_key)
+    check_exposure(settings.http_host, "api_key", settings.api_key)
     check_exposure(settings.fleet_host, "fleet_secret", settings.fleet_secret)

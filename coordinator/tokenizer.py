@@ -40,9 +40,9 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
-    async def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens that the tokenizer itself adds."""
-        return await _off_loop_if_long(len(text), self._encode, text, True)
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with the special tokens that the tokenizer itself adds unless told otherwise."""
+        return await _off_loop_if_long(len(text), self._encode, text, add_special_tokens)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins. Raises RequestError when the model
@@ -53,6 +53,14 @@ class Tokenizer:
         text = await _off_loop_if_long(num_chars, self._chat_template.render, messages)
         return await _off_loop_if_long(len(text), self._encode, text, False)  # the template wrote them already
 
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens as they are written; ids that are no token count for nothing."""
+        return await _off_loop_if_long(len(token_ids), self._decode, token_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for within a text; empty for an id that is no token."""
+        return self._detokenizers.token_bytes(token_id)
+
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
         """A fresh detokenizer for one answer."""
         return self._detokenizers(skip_special_tokens=skip_special_tokens)
@@ -62,6 +70,10 @@ class Tokenizer:
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         token_ids: list[int] = encoding.ids
         return token_ids
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        [text] = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=False)
+        return str(text)
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:

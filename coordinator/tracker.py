@@ -7,6 +7,9 @@
     StepTokens   to the client, strictly by index: they may come before FirstToken, over the other stream
     Failed       a new attempt on other nodes, or the end; so does a lost node
 
+Where the decode node is to compute the prompt itself, Reserve alone goes out, FirstToken comes from the decode node,
+and nothing is delivered or committed.
+
 A new attempt sends prompt and emitted tokens as one prompt, so the stream goes on at the next index. Epochs grow over
 all requests: what a node still says of an older attempt, even one of the same request id, cannot be mistaken.
 """
@@ -14,17 +17,17 @@ all requests: what a node still says of an older attempt, even one of the same r
 from typing import Any, Final
 
 from coordinator.attempts import Attempt, TrackedRequest
+from coordinator.handover import Handover
 from coordinator.instructions import Emit, End, Instruction, Send
 from coordinator.outcomes import completion, end_error, restart_error, with_progress
+from coordinator.placement import place
 from coordinator.prompts import Prompt
 from coordinator.registry import Node, Registry
 from coordinator.releases import Releases
-from coordinator.router import choose
 from coordinator.timeline import Phase, Timeline
 from engine.errors import RequestError
-from engine.requests import Request, SamplingParams
+from engine.requests import SamplingParams
 from protos import fleet_pb2, inference_pb2, reasons
-from protos.convert import job_to_wire
 
 # Far more than one stream can be ahead of the other: each attempt's first token is on its way before its transfer.
 MAX_EARLY_TOKENS: Final = 1024
@@ -35,9 +38,14 @@ RESTART_REASONS: Final = (reasons.TRANSFER_FAILED, reasons.KV_CHECKSUM_MISMATCH)
 class Tracker:
     """All live answers, and what nodes have yet to let go of."""
 
-    def __init__(self, registry: Registry, *, first_epoch: int, max_live: int, max_restarts: int) -> None:
-        """`first_epoch` is to be random: nodes may still be at attempts of a coordinator that ran before this one."""
+    def __init__(
+        self, registry: Registry, *, first_epoch: int, max_live: int, max_restarts: int, local_prefill: str
+    ) -> None:
+        """`first_epoch` is to be random: nodes may still be at attempts of a coordinator that ran before this one.
+        `local_prefill` is a policy of coordinator/placement.py."""
         self._registry = registry
+        self._local_prefill = local_prefill
+        self._handover = Handover()
         self._max_live = max_live
         self._max_restarts = max_restarts
         self._requests: dict[str, TrackedRequest] = {}
@@ -60,7 +68,7 @@ class Tracker:
                 reasons.QUEUE_FULL, f"{self.num_open} answers are in flight, the limit is {self._max_live}"
             )
         request = TrackedRequest(request_id, prompt, sampling, deadline_s, Timeline(arrived_s))
-        instructions = self._attempt(request)
+        instructions = self._attempt(request, arrived_s)
         self._requests[request_id] = request
         return instructions
 
@@ -112,7 +120,8 @@ class Tracker:
         request = self._request_on(node, event.attempt)
         if request is None or node is not request.attempt.decode or request.attempt.is_reserved:
             return []
-        request.attempt.is_reserved = True
+        request.attempt.granted_s = now
+        self._handover.granted(request.attempt, now)
         if request.timeline.phase is Phase.CREDIT_WAIT:
             request.timeline.enter(Phase.TRANSFER, now)
         deliver = fleet_pb2.Deliver(attempt=event.attempt, ticket=event.ticket)
@@ -123,10 +132,12 @@ class Tracker:
         if request is None or node is not request.attempt.prefill or request.attempt.has_first_token:
             return []
         attempt = request.attempt
-        attempt.has_first_token = True
+        attempt.first_token_s = now
         if attempt.first_index == 0:
             request.num_cached_tokens = min(event.num_cached_tokens, len(request.prompt))
-        node.assigned.pop(request.request_id, None)
+        attempt.decode.beginning.pop(request.request_id, None)
+        if not attempt.is_local:
+            node.forget(request.request_id)
         request.timeline.enter(Phase.PREFILL, now, ago_s=event.prefill_s)
         request.timeline.enter(attempt.phase_after_prefill, now)
         attempt.early[attempt.first_index] = event.token
@@ -136,7 +147,7 @@ class Tracker:
         self, node: Node, event: fleet_pb2.Committed | fleet_pb2.Transferred, now: float
     ) -> list[Instruction]:
         request = self._request_on(node, event.attempt)
-        if request is None:
+        if request is None or request.attempt.is_local:
             return []
         if node is request.attempt.prefill:
             request.attempt.let_go(node)
@@ -169,6 +180,7 @@ class Tracker:
             return []
         if request.timeline.phase is not Phase.DECODE:
             request.timeline.enter(Phase.DECODE, now, ago_s=step_s)
+            self._handover.moved(attempt, now - step_s, now)
         return self._emit(request, now)
 
     def _on_let_go(self, node: Node, event: fleet_pb2.Failed | fleet_pb2.Cancelled, now: float) -> list[Instruction]:
@@ -197,31 +209,18 @@ class Tracker:
 
     # ---- effects ----
 
-    def _attempt(self, request: TrackedRequest) -> list[Instruction]:
+    def _attempt(self, request: TrackedRequest, now: float) -> list[Instruction]:
         """Gives the request to a pair of nodes. Raises RequestError when there is none, and then changes nothing."""
         prompt = request.prompt.followed_by(request.output)
-        nodes, max_tokens = self._registry.nodes, len(request.prompt) + request.sampling.max_tokens
-        prefill = choose(nodes, "prefill", prompt, len(prompt), request.avoid)
-        decode = choose(nodes, "decode", prompt, max_tokens, request.avoid)
-        self._epoch = (self._epoch + 1) % NUM_EPOCHS
-        request.attempt = Attempt(self._epoch, prefill, decode, first_index=len(request.output))
-        prefill.assigned[request.request_id] = prompt.tokens_to_compute(prefill)
-        decode.assigned[request.request_id] = len(prompt)
-        job = job_to_wire(
-            Request(
-                request_id=request.request_id,
-                epoch=self._epoch,
-                token_ids=prompt.token_ids,
-                num_prompt_tokens=len(request.prompt),
-                sampling=request.sampling,
-                cache_salt=prompt.cache_salt,
-            )
+        max_tokens = len(request.prompt) + request.sampling.max_tokens
+        costs = self._handover.costs(now)
+        prefill, decode = place(
+            self._registry.nodes, prompt, max_tokens, request.avoid, policy=self._local_prefill, handover=costs
         )
-        reserve = fleet_pb2.Reserve(job=job, prefill_tp_size=prefill.tp_size)
-        return [
-            Send(decode, fleet_pb2.NodeCommand(reserve=reserve)),
-            Send(prefill, fleet_pb2.NodeCommand(prefill=fleet_pb2.Prefill(job=job))),
-        ]
+        self._epoch = (self._epoch + 1) % NUM_EPOCHS
+        request.attempt = Attempt(self._epoch, prefill, decode, first_index=len(request.output), started_s=now)
+        _assign(request, prompt)
+        return [Send(node, command) for node, command in request.commands(prompt)]
 
     def _carry_on(self, request: TrackedRequest, node: Node, error: RequestError, now: float) -> list[Instruction]:
         """The node has dropped its part: nothing to do if that was over, else a new attempt."""
@@ -240,7 +239,7 @@ class Tracker:
         request.avoid.append(node)
         request.timeline.enter(Phase.PREFILL_QUEUE, now)
         try:
-            return instructions + self._attempt(request)
+            return instructions + self._attempt(request, now)
         except RequestError as no_node:
             final = RequestError(no_node.reason, str(no_node), **error.metadata)
             return instructions + self._end(request, final, now)
@@ -261,7 +260,7 @@ class Tracker:
             return [emit]
         # The node of the last token has let go by itself; so has the prefill node, whichever of the two it was.
         attempt.prefill_holds = False
-        attempt.decode_holds = tokens[-1].index == attempt.first_index
+        attempt.decode_holds = tokens[-1].index == attempt.first_index and not attempt.is_local
         complete = completion(request, tokens[-1].finish_reason, now)
         if complete.finish_reason == inference_pb2.FINISH_REASON_STOP:
             complete.matched_token_id = output[-1]
@@ -281,5 +280,15 @@ class Tracker:
         ]
         attempt.prefill_holds = attempt.decode_holds = False
         for node in (attempt.prefill, attempt.decode):
-            node.assigned.pop(request.request_id, None)
+            node.forget(request.request_id)
         return instructions
+
+
+def _assign(request: TrackedRequest, prompt: Prompt) -> None:
+    """Counts what the current attempt gives its nodes to do."""
+    attempt, request_id = request.attempt, request.request_id
+    num_tokens = prompt.tokens_to_compute(attempt.prefill)
+    attempt.decode.assigned[request_id] = len(prompt)
+    attempt.decode.beginning[request_id] = num_tokens if attempt.is_local else 0
+    if not attempt.is_local:
+        attempt.prefill.assigned[request_id] = num_tokens

@@ -37,7 +37,8 @@ _RANGES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What can be served at this moment. A pool is that of the largest node of the role; None without any node."""
+    """What can be served at this moment. A pool is that of the largest node of the role; None without any node, and
+    for prefill also where decode nodes may compute prompts: what fits on no prefill node is theirs."""
 
     served_model_name: str
     vocab_size: int

@@ -8,27 +8,30 @@ The life of an attempt here:
    request is committed: `Committed`.
 4. The request joins the batch with the next step; every step's tokens go out in one `StepTokens`.
 
+A local prompt needs no transfer: with credit it is computed here in chunks, beside the batch. Its first token goes out
+as `FirstToken`; from then on it is one of the batch.
+
 How an attempt ends (with its last token, by failure or by cancel): protos/attempts.py.
 """
 
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
 from typing import Final
 
-from decode_node.ranks import DecodeRanks
-from decode_node.scheduler import Answered, DecodeScheduler, Reservation, State
+from decode_node.attempt import Attempt
+from decode_node.reservation import State
+from decode_node.scheduler import Answered, DecodeScheduler
 from decode_node.settings import DecodeSettings
+from decode_node.transfers import Transfers
 from engine.blocks import BlockAllocator
 from engine.engine import Engine
 from engine.errors import RequestError, SettingsError
-from engine.requests import Request, SampledToken, Work
+from engine.rates import StepRates
+from engine.requests import SampledToken, Work
 from engine.stepper import Stepper
-from kv_transfer.errors import TransferError
 from kv_transfer.receiver import KVReceiver
-from kv_transfer.results import Received, TransferFailed
-from kv_transfer.ticket import Ticket
+from kv_transfer.results import Received
 from protos import convert, fleet_pb2, reasons
 from protos.attach import FleetLink
 from protos.attempts import Attempts
@@ -39,33 +42,6 @@ from protos.waiting import first_to_end
 logger = logging.getLogger(__name__)
 
 CREDIT_CHECK_S: Final = 0.5
-
-
-@dataclass(slots=True, eq=False)
-class Attempt:
-    """One request on this node, from Reserve until everything it holds is free."""
-
-    reservation: Reservation
-    scheduler: DecodeScheduler
-    ranks: DecodeRanks
-    prefill_tp: int  # ranks of the node that will send
-    ticket: Ticket | None = None  # while a rank's receiver may write to the blocks
-
-    @property
-    def request(self) -> Request:
-        return self.reservation.request
-
-    @property
-    def is_busy(self) -> bool:
-        return self.reservation.in_step or self.ticket is not None
-
-    def stop(self) -> None:
-        self.reservation.cancelled = True
-        if self.ticket is not None:
-            self.ranks.cancel(self.request.epoch)
-
-    def release(self) -> None:
-        self.scheduler.remove(self.reservation)
 
 
 class DecodeNode:
@@ -79,6 +55,7 @@ class DecodeNode:
         receiver: KVReceiver,
         followers: Followers,
         link: FleetLink,
+        rates: StepRates,
     ) -> None:
         if settings.max_num_batched_tokens < settings.max_num_seqs:
             raise SettingsError(
@@ -91,8 +68,8 @@ class DecodeNode:
         self._engine = engine
         self._fingerprint = {**engine.fingerprint, "kv_transport": settings.kv_transport}
         self._followers = followers
-        self._ranks = DecodeRanks(receiver, followers, self._granted, self._received)
         self._link = link
+        self._rates = rates
         self._stepper: Stepper[Work, list[SampledToken]] = Stepper(engine.step)
         self._allocator = BlockAllocator(engine.num_blocks, caching=settings.engine.enable_prefix_caching)
         self._cache_report = CacheReport(self._allocator, link.send)
@@ -107,9 +84,15 @@ class DecodeNode:
         )
         self._work = asyncio.Event()
         self._attempts: Attempts[Attempt] = Attempts(link.send, self._released)
-        self._receiving: dict[int, Attempt] = {}  # by epoch
-        self._num_kv_bytes = 0  # received, over all ranks
-        self._num_transfers_failed = 0
+        self._transfers = Transfers(
+            receiver,
+            followers,
+            engine.model_layout,
+            self._attempts,
+            ttl_s=settings.ticket_ttl_s,
+            send=link.send,
+            on_received=self._commit,
+        )
         self._draining = False
 
     # ---- the link's view ----
@@ -131,11 +114,14 @@ class DecodeNode:
         load = node_load(self._name, "decode", self._stepper, self._allocator, draining=self._draining)
         load.num_running = self._scheduler.count(State.RUNNING)
         load.num_waiting = self._scheduler.num_requests - load.num_running
+        load.num_waiting_tokens = self._scheduler.num_waiting_tokens
+        load.prefill_tokens_per_s = self._rates.prefill_tokens_per_s
+        load.step_s = self._rates.decode_step_s or load.step_s
         load.num_preemptions = self._scheduler.num_preemptions
         load.num_prompt_tokens = self._scheduler.num_prompt_tokens
         load.num_cached_tokens = self._scheduler.num_cached_tokens
-        load.num_kv_bytes = self._num_kv_bytes
-        load.num_transfers_failed = self._num_transfers_failed
+        load.num_kv_bytes = self._transfers.num_kv_bytes
+        load.num_transfers_failed = self._transfers.num_failed
         load.ranks.extend(rank_loads(self._engine, self._followers))
         return fleet_pb2.Heartbeat(load=load, step_age_s=self._stepper.step_age_s)
 
@@ -170,14 +156,17 @@ class DecodeNode:
         job = reserve.job
         try:
             self._attempts.check_new(job.attempt)
-            reservation = self._scheduler.reserve(convert.request_from_wire(job), time.monotonic())
+            reservation = self._scheduler.reserve(
+                convert.request_from_wire(job), time.monotonic(), local_prefill=reserve.local_prefill
+            )
         except RequestError as error:
             self._attempts.refuse(job.attempt, error)
             return
-        self._attempts.add(Attempt(reservation, self._scheduler, self._ranks, max(1, reserve.prefill_tp_size)))
+        prefill_tp = None if reserve.local_prefill else max(1, reserve.prefill_tp_size)
+        self._attempts.add(Attempt(reservation, self._scheduler, self._transfers.ranks, prefill_tp))
         self._grant()
 
-    # ---- credit and transfer ----
+    # ---- credit and commit ----
 
     def _released(self) -> None:
         """Blocks have come free, for running requests and for waiting ones."""
@@ -188,52 +177,10 @@ class DecodeNode:
         """Hands out whatever credit there is."""
         for reservation in self._scheduler.grant():
             attempt = self._attempts.of(reservation.request)
-            try:
-                attempt.ticket = self._draw_ticket(reservation, attempt.prefill_tp)
-            except TransferError as error:
-                self._attempts.fail(attempt, reasons.TRANSFER_FAILED, str(error))
-                continue
-            assert reservation.lease is not None
-            self._receiving[attempt.ticket.epoch] = attempt
-            self._ranks.grant(attempt.ticket, reservation.lease.block_ids[: attempt.ticket.num_blocks])
-
-    def _draw_ticket(self, reservation: Reservation, prefill_tp: int) -> Ticket:
-        layout = self._engine.model_layout
-        return Ticket.draw(
-            epoch=reservation.request.epoch,
-            layout=layout,
-            prefill_tp=prefill_tp,
-            decode_tp=1 + len(self._followers),
-            addresses=self._ranks.addresses,
-            num_blocks=layout.num_blocks_for(len(reservation.request.token_ids)),
-            num_cached_blocks=reservation.num_cached_blocks,
-            ttl_s=self._settings.ticket_ttl_s,
-        )
-
-    def _granted(self, epoch: int) -> None:
-        """Every rank awaits the blocks: the prefill node may send them."""
-        attempt = self._receiving[epoch]
-        assert attempt.ticket is not None
-        if not self._attempts.is_ending(attempt):
-            wire = convert.attempt_of(attempt.request)
-            self._link.send(reserved=fleet_pb2.Reserved(attempt=wire, ticket=attempt.ticket.encode()))
-
-    def _received(self, epoch: int, result: Received | TransferFailed) -> None:
-        attempt = self._receiving.pop(epoch)
-        attempt.ticket = None
-        if isinstance(result, Received):
-            self._num_kv_bytes += result.num_bytes
-        else:
-            self._num_transfers_failed += 1
-        if self._attempts.is_ending(attempt):
-            self._attempts.settle(attempt)
-        elif isinstance(result, TransferFailed):
-            # The prefill node's own word on an abort, perhaps the last token, may still be on its way to the
-            # coordinator, which cancels this attempt then; a failure from here could overtake it.
-            if result.reason != reasons.TRANSFER_ABORTED:
-                self._attempts.fail(attempt, result.reason, result.message)
-        else:
-            self._commit(attempt, result)
+            if attempt.prefill_tp is None:
+                self._work.set()
+            else:
+                self._transfers.grant(attempt, attempt.prefill_tp)
 
     def _commit(self, attempt: Attempt, received: Received) -> None:
         try:
@@ -263,16 +210,21 @@ class DecodeNode:
     # ---- one step ----
 
     async def _step(self, works: list[Work]) -> None:
+        started_at = time.monotonic()
+        for work in works:
+            self._attempts.of(work.request).note_step(started_at)
         try:
-            self._ranks.announce(works)
+            self._transfers.ranks.announce(works)
             tokens, step_s = await self._stepper.step(works)
         except Exception as error:
             logger.exception("a decode step failed")
             self._followers.fail_step(error)
             self._fail_step(works, error)
             return
+        num_decoding = sum(work.num_tokens == 1 for work in works)
+        self._rates.add(sum(work.num_tokens for work in works) - num_decoding, num_decoding, step_s)
         answered = self._scheduler.apply(works, tokens)
-        if any(answer.finish_reason for answer in answered):
+        if any(answer.finish_reason or answer.is_first for answer in answered):
             self._cache_report.tell()  # before the client can ask again
         self._report(answered, step_s)
         for answer in answered:
@@ -281,14 +233,29 @@ class DecodeNode:
         self._attempts.settle_all(work.request for work in works)
 
     def _report(self, answered: list[Answered], step_s: float) -> None:
-        """One message for the step; attempts that were cancelled meanwhile are left out."""
-        tokens = [
-            convert.token_to_wire(answer.reservation.request, answer.token, answer.finish_reason)
-            for answer in answered
-            if not answer.reservation.cancelled
-        ]
+        """First tokens of local prompts, and one message for the rest of the step; attempts that were cancelled
+        meanwhile are left out."""
+        tokens: list[fleet_pb2.SampledToken] = []
+        for answer in answered:
+            request = answer.reservation.request
+            wire = convert.token_to_wire(request, answer.token, answer.finish_reason)
+            if answer.reservation.cancelled:
+                continue
+            if answer.is_first:
+                self._link.send(first_token=self._first_token(self._attempts.of(request), wire))
+            else:
+                tokens.append(wire)
         if tokens:
             self._link.send(step_tokens=fleet_pb2.StepTokens(tokens=tokens, step_s=step_s))
+
+    def _first_token(self, attempt: Attempt, wire: fleet_pb2.SampledToken) -> fleet_pb2.FirstToken:
+        assert attempt.prefill_started_at is not None
+        return fleet_pb2.FirstToken(
+            attempt=wire.attempt,
+            token=wire,
+            prefill_s=time.monotonic() - attempt.prefill_started_at,
+            num_cached_tokens=attempt.reservation.num_cached_blocks * self._engine.layout.block_size,
+        )
 
     def _fail_step(self, works: list[Work], error: Exception) -> None:
         for work in works:

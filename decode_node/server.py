@@ -9,6 +9,7 @@ from decode_node.ranks import DecodeFollower
 from decode_node.settings import DecodeSettings
 from engine.engine import Engine
 from engine.parallel import choose_device, join
+from engine.rates import StepRates
 from engine.requests import Share
 from engine.stepper import Stepper
 from kv_transfer.endpoints import endpoint_of, host_of
@@ -31,7 +32,7 @@ async def serve_decode(settings: DecodeSettings, name: str) -> None:
     device = choose_device(settings.engine.device)
     with closing(join(device, settings.engine.tensor_parallel_size, settings.engine.rank_timeout_s)) as group:
         engine = Engine(settings.engine, group)
-        engine.warm_up()
+        prefill_tokens_per_s = engine.warm_up()
         receiver = _receiver(settings, engine, device)
         try:
             if group.rank:
@@ -42,7 +43,8 @@ async def serve_decode(settings: DecodeSettings, name: str) -> None:
                 followers = Followers(group.size - 1)
                 await followers.gather(group.exchange)
                 link = FleetLink(settings.link)
-                node = DecodeNode(settings, name, engine, receiver, followers, link)
+                rates = StepRates(prefill_tokens_per_s)
+                node = DecodeNode(settings, name, engine, receiver, followers, link, rates)
                 await serve(node, link, drain_s=settings.link.drain_s)
                 followers.stop()
         finally:

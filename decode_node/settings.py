@@ -15,7 +15,9 @@ class DecodeSettings:
     engine: EngineSettings = field(default_factory=EngineSettings)
     link: LinkSettings = field(default_factory=LinkSettings)
     max_num_seqs: int = flag(64, "Most requests that hold blocks at a time: the credits.", minimum=1, maximum=1024)
-    max_num_batched_tokens: int = flag(512, "Most tokens in one step; bounds the chunks of a recompute.", minimum=1)
+    max_num_batched_tokens: int = flag(
+        512, "Most tokens in one step; bounds the chunks of prompts computed here.", minimum=1
+    )
     max_num_queued: int = flag(256, "Most reservations waiting for credit; more are refused.", minimum=1)
     kv_transport: str = flag("zmq", "What carries KV blocks; the same on all nodes.", choices=KV_TRANSPORTS)
     kv_bind: str = flag(

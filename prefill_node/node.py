@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from engine.blocks import BlockAllocator
 from engine.engine import Engine
 from engine.errors import RequestError
+from engine.rates import StepRates
 from engine.requests import Request, SampledToken, Work, finish_reason
 from engine.stepper import Stepper
 from kv_transfer.results import Sent, TransferFailed
@@ -80,6 +81,7 @@ class PrefillNode:
         sender: KVSender,
         followers: Followers,
         link: FleetLink,
+        rates: StepRates,
     ) -> None:
         self._settings = settings
         self._name = name
@@ -89,6 +91,7 @@ class PrefillNode:
         self._followers = followers
         self._ranks = PrefillRanks(engine.layout, sender, followers, settings.overlap_min_tokens, self._sent)
         self._link = link
+        self._rates = rates
         self._stepper: Stepper[Work, list[SampledToken]] = Stepper(engine.step)
         self._allocator = BlockAllocator(engine.num_blocks, caching=settings.engine.enable_prefix_caching)
         self._cache_report = CacheReport(self._allocator, link.send)
@@ -125,6 +128,7 @@ class PrefillNode:
         load.num_running = self._scheduler.num_running
         load.num_waiting = self._scheduler.num_waiting
         load.num_waiting_tokens = self._scheduler.num_waiting_tokens
+        load.prefill_tokens_per_s = self._rates.prefill_tokens_per_s
         load.num_prompt_tokens = self._scheduler.num_prompt_tokens
         load.num_cached_tokens = self._scheduler.num_cached_tokens
         load.num_kv_bytes = self._num_kv_bytes
@@ -192,12 +196,13 @@ class PrefillNode:
                 attempt.started_at = now
         try:
             self._ranks.announce(works)
-            tokens, _ = await self._stepper.step(works, self._ranks.on_layer(works))
+            tokens, step_s = await self._stepper.step(works, self._ranks.on_layer(works))
         except Exception as error:
             logger.exception("a prefill step failed")
             self._followers.fail_step(error)
             self._fail_step(works, error)
             return
+        self._rates.add(sum(work.num_tokens for work in works), 0, step_s)
         for prompt, token in self._scheduler.apply(works, tokens):
             if token is not None and not prompt.cancelled:
                 self._answer(self._attempts.of(prompt.request), token)

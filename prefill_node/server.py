@@ -6,6 +6,7 @@ import torch
 
 from engine.engine import Engine
 from engine.parallel import choose_device, join
+from engine.rates import StepRates
 from engine.requests import Share
 from engine.stepper import Stepper
 from kv_transfer.sender import KVSender
@@ -26,7 +27,7 @@ async def serve_prefill(settings: PrefillSettings, name: str) -> None:
     device = choose_device(settings.engine.device)
     with closing(join(device, settings.engine.tensor_parallel_size, settings.engine.rank_timeout_s)) as group:
         engine = Engine(settings.engine, group)
-        engine.warm_up()
+        prefill_tokens_per_s = engine.warm_up()
         sender = _sender(settings, engine, device)
         try:
             if group.rank:
@@ -38,7 +39,8 @@ async def serve_prefill(settings: PrefillSettings, name: str) -> None:
                 followers = Followers(group.size - 1)
                 await followers.gather(group.exchange)
                 link = FleetLink(settings.link)
-                node = PrefillNode(settings, name, engine, sender, followers, link)
+                rates = StepRates(prefill_tokens_per_s)
+                node = PrefillNode(settings, name, engine, sender, followers, link, rates)
                 await serve(node, link, drain_s=settings.link.drain_s)
                 followers.stop()
         finally:

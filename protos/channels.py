@@ -26,6 +26,9 @@ SERVER_OPTIONS: Final[tuple[Option, ...]] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_concurrent_streams", 4096),
+    # Beyond 1000 calls that wait for this process gRPC would drop some, as a CANCELLED without a reason.
+    ("grpc.server.max_pending_requests", 4096),
+    ("grpc.server.max_pending_requests_hard_limit", 8192),
     ("grpc.max_receive_message_length", 4 * 2**20),
     ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server that shares it
 )

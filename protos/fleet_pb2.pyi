@@ -206,12 +206,14 @@ class Job(_message.Message):
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("job", "prefill_tp_size")
+    __slots__ = ("job", "prefill_tp_size", "local_prefill")
     JOB_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
     job: Job
     prefill_tp_size: int
-    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., prefill_tp_size: _Optional[int] = ...) -> None: ...
+    local_prefill: bool
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., prefill_tp_size: _Optional[int] = ..., local_prefill: _Optional[bool] = ...) -> None: ...
 
 class Prefill(_message.Message):
     __slots__ = ("job",)

@@ -53,7 +53,7 @@ class Timeline:
 class Completion:
     """How one answer ended. finish_reason is stop, length or abort; matched_stop the stop string or token id.
 
-    cached_tokens are those of the prompt that the prefill node did not compute, kv_bytes the KV that travelled to the
+    cached_tokens are those of the prompt that did not have to be computed, kv_bytes the KV that travelled to the
     decode node, kv_bytes_saved the KV that it held already. An answer that was moved to other nodes counts the bytes
     of all its transfers, but the cached tokens of its first prefill alone.
     """
@@ -141,7 +141,8 @@ class NodeLoad:
 
     num_blocks_cached are free blocks that still hold the KV of an earlier request. num_prompt_tokens and what follows
     count from the start of the node: num_cached_tokens of the prompt tokens had their KV there already, num_kv_bytes
-    were sent or received.
+    were sent or received. prefill_tokens_per_s is what the node computes when it does nothing else, 0 while that is not
+    known.
     """
 
     name: str
@@ -161,6 +162,7 @@ class NodeLoad:
     num_cached_tokens: int
     num_kv_bytes: int
     num_transfers_failed: int
+    prefill_tokens_per_s: float
     ranks: tuple[RankLoad, ...]
 
 

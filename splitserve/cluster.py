@@ -7,11 +7,13 @@ from itertools import chain
 from typing import Any, Final
 
 from engine.cpus import divide_cpus
+from engine.errors import SettingsError
 from engine.flags import build, fields_of, flag
 from splitserve.models import LocalModel
 from splitserve.rooms import COORDINATOR, DECODE, PREFILL, ROOMS, Room, command_of, environment_of
 
 LOOPBACK: Final = "127.0.0.1"
+NO_HTTP: Final = -1  # as an http_port
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,15 +21,29 @@ class ClusterSettings:
     """What `splitserve up` decides itself; everything else it passes on to the processes."""
 
     model: str = flag("", "Folder or hub id of the model; without one the demo model serves.", positional=True)
-    prefill: int = flag(1, "Number of prefill nodes.", minimum=1, maximum=64)
+    prefill: int = flag(1, "Number of prefill nodes; 0: decode nodes compute the prompts.", minimum=0, maximum=64)
     decode: int = flag(1, "Number of decode nodes.", minimum=1, maximum=64)
     prefill_tp: int = flag(1, "Ranks that compute each prefill node together.", minimum=1, maximum=64)
     decode_tp: int = flag(1, "Ranks that compute each decode node together.", minimum=1, maximum=64)
+    local_prefill: str | None = flag(
+        None,
+        "Whether decode nodes compute prompts: never, where it is faster (auto), or always. "
+        "Unless given: always without prefill nodes, else never.",
+        choices=("never", "auto", "always"),
+    )
     host: str = flag(LOOPBACK, "Address of the public gRPC port.")
     grpc_port: int = flag(50051, "Public gRPC port.", minimum=1, maximum=65535)
+    http_port: int = flag(8000, "OpenAI-compatible HTTP port; 0 takes a free one, -1 none.", minimum=-1, maximum=65535)
     log_dir: str = flag("", "Folder for the processes' logs; empty makes one under the temporary folder.")
     start_timeout_s: float = flag(300.0, "Seconds until every node must be ready.", minimum=1.0)
     drain_s: float = flag(10.0, "Seconds running requests get to finish when the cluster stops.", minimum=0.0)
+
+
+def local_prefill_of(settings: ClusterSettings) -> str:
+    """What the coordinator is told of local prefill. Raises SettingsError when nobody would compute prompts."""
+    if settings.prefill == 0 and settings.local_prefill == "never":
+        raise SettingsError("without prefill nodes (--prefill 0) --local-prefill cannot be never")
+    return settings.local_prefill or ("never" if settings.prefill else "always")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +89,16 @@ def plan_cluster(
     settings: ClusterSettings, passed: Mapping[str, Any], model: LocalModel, place: Place
 ) -> list[Process]:
     """The processes in starting order, the coordinator first. `passed` are flags for whichever room knows them; None
-    leaves a flag unset, and what the plan sets itself is not overruled."""
+    leaves a flag unset, and what the plan sets itself is not overruled. Raises SettingsError."""
     given = {name: value for name, value in passed.items() if value is not None and name not in PLANNED}
     shared = {"model": str(model.folder), "drain_s": settings.drain_s, "fleet_secret": place.fleet_secret}
     front = {
         "host": settings.host,
         "port": settings.grpc_port,
+        "http_port": settings.http_port,
         "fleet_host": LOOPBACK,
         "fleet_port": place.fleet_port,
+        "local_prefill": local_prefill_of(settings),
         "served_model_name": passed.get("served_model_name") or model.name,
     }
     processes = [_process(COORDINATOR, "coordinator", {**given, **shared, **front})]

@@ -3,7 +3,7 @@
 1. `Cluster.start` starts the coordinator and all nodes at once, and returns when every node is attached and the
    health service says that the cluster serves.
 2. `Cluster.watch` reports nodes that die and goes on with the rest. It ends only by LaunchError: when the
-   coordinator or the last node of a role is gone.
+   coordinator or the last node of a role is gone that the cluster cannot do without.
 3. Leaving the `async with` stops the coordinator, which lets its answers finish, then the nodes.
 """
 
@@ -22,7 +22,7 @@ from typing import Any, Final, Self
 
 from engine.errors import SplitServeError
 from splitserve.client import AsyncClient
-from splitserve.cluster import ClusterSettings, Place, plan_cluster
+from splitserve.cluster import LOOPBACK, NO_HTTP, ClusterSettings, Place, local_prefill_of, plan_cluster
 from splitserve.errors import ClientError
 from splitserve.models import LocalModel, Report
 from splitserve.supervisor import Death, Supervisor
@@ -42,8 +42,12 @@ class Cluster:
     def __init__(
         self, settings: ClusterSettings, passed: Mapping[str, Any], model: LocalModel, *, report: Report
     ) -> None:
+        """Raises SettingsError or LaunchError."""
+        self._needs_prefill = local_prefill_of(settings) == "never"
         self.log_dir = _log_dir(settings.log_dir)
         self.target = f"{_reachable(settings.host)}:{settings.grpc_port}"
+        http_host = _reachable(passed.get("http_host") or LOOPBACK)
+        self.http_url = "" if settings.http_port == NO_HTTP else f"http://{http_host}:{settings.http_port}"
         self._settings = settings
         self._report = report
         self._socket_dir = tempfile.mkdtemp(prefix="splitserve-")
@@ -113,7 +117,7 @@ class Cluster:
         while True:
             death = await self._supervisor.next_death()
             role = alive.pop(death.process.name)
-            if role not in alive.values():
+            if role not in alive.values() and (role != "prefill" or self._needs_prefill):
                 raise LaunchError(f"{death} (log: {self._log_of(death)}); no {role} is left")
             self._report(f"{death} (log: {self._log_of(death)}); {len(alive) - 1} nodes go on")
 

@@ -8,7 +8,7 @@ import click
 from rich.markup import escape
 
 from engine.flags import build, settings_command
-from splitserve.cluster import ClusterSettings, up_settings_class
+from splitserve.cluster import NO_HTTP, ClusterSettings, up_settings_class
 from splitserve.launcher import Cluster, free_port, run_until_signal
 from splitserve.models import resolve
 from splitserve.process_age import process_age_s
@@ -23,6 +23,8 @@ def serve(values: Any) -> None:
     """Runs the cluster until a signal; `values` is an object of up_settings_class()."""
     given = {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
     settings: ClusterSettings = build(ClusterSettings, given)
+    if settings.http_port == 0:  # which one must be known here, to be told
+        settings = dataclasses.replace(settings, http_port=free_port())
     model = resolve(settings.model, report)
 
     async def work() -> None:
@@ -31,7 +33,8 @@ def serve(values: Any) -> None:
                 f"Serving {model.name}: {settings.prefill} prefill, {settings.decode} decode; logs: {cluster.log_dir}"
             )
             await start(cluster)
-            report(f"Ready: gRPC on {cluster.target}. Ctrl-C stops everything.")
+            http = f", HTTP on {cluster.http_url}" if cluster.http_url else ""
+            report(f"Ready: gRPC on {cluster.target}{http}. Ctrl-C stops everything.")
             await cluster.watch()
 
     if run_until_signal(work()):
@@ -54,7 +57,7 @@ up = settings_command(
 def demo(question: str) -> None:
     """Start a cluster with the demo model, ask QUESTION, show where the time went, stop everything."""
     model = resolve("", report)
-    settings = ClusterSettings(grpc_port=free_port())
+    settings = ClusterSettings(grpc_port=free_port(), http_port=NO_HTTP)
 
     async def work() -> None:
         async with Cluster(settings, {}, model, report=report) as cluster:

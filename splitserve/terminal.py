@@ -86,14 +86,15 @@ def status_view(model: ModelInfo, server: ServerInfo, loads: Loads) -> Group:
 
 def _node_table(nodes: list[NodeLoad], server: ServerInfo) -> Table:
     """What each node does, and the memory of its ranks when there are several."""
-    table = _status_table("node", "role", "state", numbers=("running", "waiting", "step ms", "TP", "MiB"))
+    numbers = ("running", "waiting", "step ms", "prefill tok/s", "TP", "MiB")
+    table = _status_table("node", "role", "state", numbers=numbers)
     table.add_column("attention")
     infos = {node.name: node for node in server.nodes}
     for load in nodes:
         table.add_row(*_node_row(load, infos.get(load.name)))
         for rank in load.ranks if len(load.ranks) > 1 else ():
             memory = f"KV pool {size_of(rank.kv_pool_bytes)}, weights {size_of(rank.weight_bytes)}"
-            table.add_row(f"  rank {rank.rank}", *[""] * 6, f"{rank.rss_bytes / MIB:.0f}", memory)
+            table.add_row(f"  rank {rank.rank}", *[""] * 7, f"{rank.rss_bytes / MIB:.0f}", memory)
     return table
 
 
@@ -106,9 +107,10 @@ def _node_row(load: NodeLoad, info: NodeInfo | None) -> tuple[str, ...]:
         str(load.num_running),
         str(load.num_waiting),
         f"{load.step_s * 1e3:.1f}",
+        f"{load.prefill_tokens_per_s:.0f}" if load.prefill_tokens_per_s else "-",
         escape(engine.get("tp_size", "")) or str(max(1, len(load.ranks))),
         f"{load.rss_bytes / MIB:.0f}",
-        escape(engine.get("attention", "")),
+        escape(engine.get("attention", "")) + (", batch-invariant" if engine.get("batch_invariant") == "yes" else ""),
     )
 
 
@@ -162,6 +164,8 @@ def _where(timeline: Timeline, field: str) -> str:
     if field.startswith("prefill"):
         return escape(timeline.prefill_node)
     if field.startswith("decode"):
+        return escape(timeline.decode_node)
+    if timeline.prefill_node == timeline.decode_node:  # which computed the prompt itself
         return escape(timeline.decode_node)
     return escape(f"{timeline.prefill_node} → {timeline.decode_node}")
 

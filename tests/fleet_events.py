@@ -12,7 +12,7 @@ BLOCK_SIZE = 16
 MODEL = {"architecture": "FakeForCausalLM", "vocab_size": "260"}
 
 
-def hello(name, role, *, incarnation="1", num_blocks=100, max_model_len=1000, tp_size=0, **fingerprint):
+def hello(name, role, *, incarnation="1", num_blocks=100, max_model_len=1000, max_num_seqs=0, tp_size=0, **fingerprint):
     info = inference_pb2.NodeInfo(
         name=name,
         role=role,
@@ -21,7 +21,12 @@ def hello(name, role, *, incarnation="1", num_blocks=100, max_model_len=1000, tp
     )
     return fleet_pb2.NodeEvent(
         hello=fleet_pb2.Hello(
-            node=info, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=max_model_len, tp_size=tp_size
+            node=info,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            tp_size=tp_size,
         )
     )
 

@@ -15,7 +15,14 @@ from tests import fleet_events as events
 from tests.tiny_models import write_fake_model
 
 DEADLINE_S = 20.0
-SETTINGS = {"port": 0, "fleet_port": 0, "heartbeat_s": 30.0, "node_timeout_s": 60.0, "drain_s": DEADLINE_S}
+SETTINGS = {
+    "port": 0,
+    "fleet_port": 0,
+    "http_port": -1,
+    "heartbeat_s": 30.0,
+    "node_timeout_s": 60.0,
+    "drain_s": DEADLINE_S,
+}
 
 
 def run(coroutine):

@@ -84,7 +84,7 @@ class Script(inference_pb2_grpc.InferenceServicer):
         p0 = inference_pb2.NodeLoad(
             name="p0", role="prefill", state="ready", num_blocks=8, num_blocks_free=7, num_blocks_cached=5, step_s=0.5,
             rss_bytes=17 * MIB, num_prompt_tokens=80, num_cached_tokens=20, num_kv_bytes=3 * MIB // 2,
-            num_transfers_failed=4,
+            num_transfers_failed=4, prefill_tokens_per_s=1234.0,
             ranks=[
                 rank(rank=0, rss_bytes=9 * MIB, kv_pool_bytes=MIB, weight_bytes=3 * MIB),
                 rank(rank=1, rss_bytes=8 * MIB),

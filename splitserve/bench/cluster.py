@@ -23,7 +23,7 @@ from splitserve.answers import Timeline
 from splitserve.bench.errors import BenchError
 from splitserve.bench.prompts import Prompts
 from splitserve.client import AsyncClient
-from splitserve.cluster import ClusterSettings
+from splitserve.cluster import NO_HTTP, ClusterSettings
 from splitserve.launcher import Cluster, free_port
 from splitserve.models import LocalModel, Report
 from splitserve.process_age import process_age_s
@@ -77,7 +77,7 @@ class Streams:
 
 async def measure_cluster(model: LocalModel, sizes: ClusterBench, report: Report) -> ClusterFigures:
     """Starts a cluster, measures, stops it. The first figure counts from the start of this process."""
-    settings = ClusterSettings(grpc_port=free_port())
+    settings = ClusterSettings(grpc_port=free_port(), http_port=NO_HTTP)
     async with Cluster(settings, {}, model, report=report) as cluster, cluster.client() as client:
         await cluster.start(lambda missing: None)
         first_token_s = await _first_token_s(client)

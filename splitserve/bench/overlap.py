@@ -16,7 +16,7 @@ from splitserve.answers import Timeline
 from splitserve.bench.cluster import handoff_of
 from splitserve.bench.prompts import Prompts
 from splitserve.client import AsyncClient
-from splitserve.cluster import ClusterSettings
+from splitserve.cluster import NO_HTTP, ClusterSettings
 from splitserve.launcher import Cluster, free_port
 from splitserve.models import LocalModel, Report
 
@@ -87,7 +87,7 @@ def times_of(timelines: Sequence[Timeline]) -> OverlapTimes:
 async def _start(stack: AsyncExitStack, model: LocalModel, min_tokens: int, report: Report) -> AsyncClient:
     report(f"a cluster that {'always' if min_tokens == ALWAYS_TOKENS else 'never'} overlaps ...")
     passed: dict[str, Any] = {"overlap_min_tokens": min_tokens, "enable_prefix_caching": False}
-    settings = ClusterSettings(grpc_port=free_port())
+    settings = ClusterSettings(grpc_port=free_port(), http_port=NO_HTTP)
     cluster = await stack.enter_async_context(Cluster(settings, passed, model, report=report))
     await cluster.start(lambda missing: None)
     return await stack.enter_async_context(cluster.client())

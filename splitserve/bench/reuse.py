@@ -23,7 +23,7 @@ from splitserve.answers import Completion
 from splitserve.bench.errors import BenchError
 from splitserve.bench.prompts import SEED
 from splitserve.client import AsyncClient
-from splitserve.cluster import ClusterSettings
+from splitserve.cluster import NO_HTTP, ClusterSettings
 from splitserve.launcher import Cluster, free_port
 from splitserve.models import LocalModel, Report
 
@@ -132,7 +132,7 @@ async def _ask_cluster(
 ) -> dict[str, list[Asked]]:
     report(f"a cluster {'with' if is_caching else 'without'} prefix caching ...")
     passed = {"enable_prefix_caching": is_caching, "dtype": sizes.dtype}
-    settings = ClusterSettings(grpc_port=free_port())
+    settings = ClusterSettings(grpc_port=free_port(), http_port=NO_HTTP)
     async with Cluster(settings, passed, model, report=report) as cluster, cluster.client() as client:
         await cluster.start(lambda missing: None)
         await _ask(client, texts.draw(0, WARM_UP_TOKENS), sizes.output_tokens)

@@ -119,6 +119,7 @@ class Cluster:
         num_prefill: int = 1,
         num_decode: int = 1,
         ipc: bool = False,
+        http: bool = False,
         env: Flags | None = None,
         coordinator: Flags | None = None,
         node: Flags | None = None,
@@ -128,6 +129,7 @@ class Cluster:
         self.model = model
         self.folder = folder
         self.port, self.fleet_port = free_port(), free_port()
+        self.http_port = free_port() if http else -1
         self.names = [f"prefill-{i}" for i in range(num_prefill)] + [f"decode-{i}" for i in range(num_decode)]
         self.children: dict[str, Child] = {}
         # Not in `folder`: a socket's path may be no longer than 107 characters, and pytest's folders are deep.
@@ -142,6 +144,12 @@ class Cluster:
     @property
     def target(self) -> str:
         return f"127.0.0.1:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """Of the HTTP service; only with `http`."""
+        assert self.http_port > 0, "the cluster has no HTTP service"
+        return f"http://127.0.0.1:{self.http_port}"
 
     # ---- processes ----
 
@@ -160,7 +168,8 @@ class Cluster:
         return self
 
     def start_coordinator(self) -> Child:
-        flags = {"port": self.port, "fleet_port": self.fleet_port, **self._coordinator_flags}
+        ports = {"port": self.port, "fleet_port": self.fleet_port, "http_port": self.http_port}
+        flags = {**ports, **self._coordinator_flags}
         return self._start("coordinator", "coordinator", flags)
 
     def start_node(self, name: str, **flags: object) -> Child:

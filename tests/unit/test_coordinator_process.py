@@ -27,7 +27,7 @@ async def coordinator(folder, *arguments):
     """The process and its two ports."""
     write_fake_model(folder)
     process = await asyncio.create_subprocess_exec(
-        *command(folder, "--port", 0, "--fleet-port", 0, *arguments), stderr=subprocess.PIPE
+        *command(folder, "--port", 0, "--fleet-port", 0, "--http-port", -1, *arguments), stderr=subprocess.PIPE
     )
     try:
         line = await until_logged(process, b"dial port")

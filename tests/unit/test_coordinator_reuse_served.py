@@ -108,7 +108,7 @@ def test_a_node_that_claims_too_many_blocks_stays_and_is_reported(tmp_path, capl
 @pytest.mark.parametrize("how", ["detached", "replaced"])
 def test_what_a_lost_node_still_says_of_its_blocks_is_ignored(how):
     registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
-    tracker = Tracker(registry, first_epoch=0, max_live=1, max_restarts=0)
+    tracker = Tracker(registry, first_epoch=0, max_live=1, max_restarts=0, local_prefill="never")
     dispatcher = Dispatcher(registry, tracker, tokenizer=None)
     link = dispatcher.attach(events.hello("p0", "prefill").hello)
     if how == "detached":

@@ -314,9 +314,12 @@ def test_stock_tools_can_ask_what_is_served(tmp_path):
 
 def test_a_port_in_use_and_a_missing_model_are_told(tmp_path):
     async def scenario():
-        async with cluster(tmp_path) as c:
-            for taken in ({"port": c.server.port}, {"fleet_port": c.server.fleet_port}):
-                settings = CoordinatorSettings(model=str(tmp_path), **{"port": 0, "fleet_port": 0, **taken})
+        async with cluster(tmp_path, http_port=0) as c:
+            for name in ("port", "fleet_port", "http_port"):
+                taken = {name: getattr(c.server, name)}
+                settings = CoordinatorSettings(
+                    model=str(tmp_path), **{"port": 0, "fleet_port": 0, "http_port": 0, **taken}
+                )
                 [port] = taken.values()
                 with pytest.raises(SettingsError, match=f"port {port} is in use"):
                     await CoordinatorServer(settings).start()

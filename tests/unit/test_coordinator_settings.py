@@ -14,11 +14,13 @@ from protos import reasons
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"])
 def test_loopback_needs_no_secret(host):
-    check_settings(CoordinatorSettings(host=host, fleet_host=host))
+    check_settings(CoordinatorSettings(host=host, http_host=host, fleet_host=host))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", ""])
-@pytest.mark.parametrize(("address", "secret"), [("host", "api_key"), ("fleet_host", "fleet_secret")])
+@pytest.mark.parametrize(
+    ("address", "secret"), [("host", "api_key"), ("http_host", "api_key"), ("fleet_host", "fleet_secret")]
+)
 def test_off_loopback_a_secret_is_needed(host, address, secret):
     settings = CoordinatorSettings(**{address: host})
     with pytest.raises(SettingsError, match=f"SPLITSERVE_{secret.upper()}"):

@@ -39,7 +39,7 @@ class SimulatedNode:
         self.commands = deque()
         self.events = deque()
         self.held = {}  # (request id, epoch) to its job; a node holds exactly what is in here
-        self.stage = {}  # queued, reserved, prefilled, delivered or decoding
+        self.stage = {}  # queued, reserved, prefilled, delivered, local or decoding
         self.position = {}
 
     def obey(self, command):
@@ -57,7 +57,9 @@ class SimulatedNode:
             assert key not in self.held, "an attempt was announced twice"
             self.held[key] = body.job
             self.stage[key] = "queued"
-            if kind == "reserve":
+            if kind == "reserve" and body.local_prefill:
+                self.stage[key] = "local"
+            elif kind == "reserve":
                 self.stage[key] = "reserved"
                 self.events.append(events.reserved(attempt, ticket=f"{self.name}".encode()))
 
@@ -78,6 +80,12 @@ class SimulatedNode:
             token = self.sample(job, index)
             self.events.append(events.first_token(token, prefill_s=self.world.random.random()))
             self.stage[key] = "delivered" if stage == "delivered early" else "prefilled"
+            if token.finish_reason:
+                self.drop(key)
+        elif stage == "local":
+            token = self.sample(job, index)
+            self.events.append(events.first_token(token, prefill_s=self.world.random.random()))
+            self.stage[key], self.position[key] = "decoding", index
             if token.finish_reason:
                 self.drop(key)
         elif stage == "delivered":
@@ -106,7 +114,13 @@ class World:
         self.random = random
         self.now = 0.0
         self.registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
-        self.tracker = Tracker(self.registry, first_epoch=2**32 - 3, max_live=6, max_restarts=random.choice([0, 1, 3]))
+        self.tracker = Tracker(
+            self.registry,
+            first_epoch=2**32 - 3,
+            max_live=6,
+            max_restarts=random.choice([0, 1, 3]),
+            local_prefill=random.choice(["never", "auto", "always"]),
+        )
         self.nodes = [SimulatedNode(self, name) for name in ("p0", "p1", "d0", "d1")]
         self.submitted = {}  # id to (max_tokens, time of arrival)
         self.tokens = {}
@@ -187,6 +201,10 @@ class World:
 
     def wait(self):
         self.now += self.random.random()
+        node = self.random.choice(self.nodes)
+        rate = self.random.choice([0.0, 1.0, 10.0])
+        beat = events.heartbeat(prefill_tokens_per_s=rate, step_s=0.1)
+        self.registry.heartbeat(node.node, beat.heartbeat, self.now)
         self.carry_out(self.tracker.tick(self.now))
 
     def settle(self):
@@ -219,7 +237,7 @@ def test_every_request_ends_once_with_the_right_tokens_and_nothing_is_held(troub
     assert world.tracker.num_open == 0
     for node in world.nodes:
         assert node.held == {}
-        assert node.node.assigned == {}
+        assert node.node.assigned == node.node.beginning == {}
     for request_id, (max_tokens, arrived_s) in world.submitted.items():
         outcome, ended_s = world.ends[request_id]
         tokens = world.tokens[request_id]

@@ -4,56 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_node.scheduler import DecodeScheduler, State
-from engine.blocks import BlockAllocator
+from decode_node.reservation import State
 from engine.errors import RequestError
-from engine.layout import KVLayout
-from engine.requests import FinishReason, Request, SampledToken, SamplingParams
-from tests.toy_kv import FINGERPRINT
-
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
-EOS = 1000
-
-
-def make_request(name: str, num_tokens: int, max_tokens: int = 8, salt: str | None = None) -> Request:
-    """All begin alike, and have nothing to share unless they are given the same salt."""
-    salt = name if salt is None else salt
-    return Request(name, 1, list(range(num_tokens)), num_tokens, SamplingParams(max_tokens=max_tokens), salt)
-
-
-def make_scheduler(num_blocks=16, max_num_seqs=8, budget=64, max_num_queued=100, caching=True):
-    allocator = BlockAllocator(num_blocks, caching=caching)
-    scheduler = DecodeScheduler(
-        allocator,
-        LAYOUT,
-        (EOS,),
-        fingerprint=FINGERPRINT,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget,
-        max_num_queued=max_num_queued,
-    )
-    return scheduler, allocator
-
-
-def names(reservations):
-    return [each.request.request_id for each in reservations]
-
-
-def shares(works):
-    return [(work.request.request_id, work.start, work.num_tokens) for work in works]
-
-
-def run_step(scheduler, token_id=7):
-    works = scheduler.plan()
-    return works, scheduler.apply(works, [SampledToken(token_id) for work in works if work.samples])
-
-
-def start(scheduler, request):
-    """Reserves, grants and commits one request whose turn it is."""
-    reservation = scheduler.reserve(request, now=0.0)
-    assert scheduler.grant() == [reservation]
-    scheduler.commit(reservation, first_token_id=5)
-    return reservation
+from engine.requests import FinishReason, Request, SamplingParams
+from tests.unit.decode_scheduler_kit import EOS, LAYOUT, make_request, make_scheduler, names, run_step, shares, start
 
 
 def test_credit_takes_the_prompt_and_the_first_token_to_come():
@@ -270,6 +224,16 @@ def test_without_caching_every_block_is_sent():
     assert allocator.take_changes() == ([], [])
 
 
+def check_progress(scheduler, works, allocator):
+    """Of a step that has just been planned."""
+    planned = {work.request for work in works}
+    left_out = [each for each in scheduler._in_state(State.RUNNING) if each.request not in planned]
+    decoding = [each for each in left_out if each.num_missing_tokens == 1]
+    assert not decoding or not allocator.num_free, "a request that could have decoded did not"
+    prompts = [each for each in scheduler._in_state(State.RUNNING) if each.num_missing_tokens > 1]
+    assert not prompts or any(each.request in planned for each in prompts), "no prompt got on"
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 20), st.integers(2, 24)), min_size=1, max_size=10),
@@ -277,19 +241,20 @@ def test_without_caching_every_block_is_sent():
     data=st.data(),
 )
 def test_everyone_finishes_whatever_the_pool_and_the_order_of_events(sizes, budget, data):
-    """A tight pool, commits and cancels at random moments: no deadlock, exact answers, every block free at the end."""
+    """A tight pool, prompts from elsewhere and local ones, commits and cancels at random moments: no deadlock, exact
+    answers, every block free at the end, and with every step whoever decodes gets on, and of prompts at least one."""
     num_blocks = data.draw(st.integers(11, 14))  # the largest request alone needs 11
     scheduler, allocator = make_scheduler(num_blocks=num_blocks, max_num_seqs=4, budget=budget)
     lengths = {}
     for i, (num_tokens, max_tokens) in enumerate(sizes):
-        scheduler.reserve(make_request(str(i), num_tokens, max_tokens), now=0.0)
+        scheduler.reserve(make_request(str(i), num_tokens, max_tokens), now=0.0, local_prefill=data.draw(st.booleans()))
         lengths[str(i)] = num_tokens + max_tokens
     granted, done, cancelled = [], {}, set()
     for _ in range(5000):
-        granted += scheduler.grant()
+        granted += [each for each in scheduler.grant() if each.state is State.GRANTED]
         if granted and (data.draw(st.booleans()) or not scheduler.count(State.RUNNING)):
             scheduler.commit(granted.pop(0), first_token_id=5)
-        works, answered = run_step(scheduler)
+        works, answered = run_step(scheduler, check=lambda works: check_progress(scheduler, works, allocator))
         assert sum(work.num_tokens for work in works) <= budget
         for work in works:
             assert len(work.block_ids) * LAYOUT.block_size >= work.start + work.num_tokens

@@ -83,7 +83,16 @@ def test_it_is_an_engine_like_any_other(tmp_path):
     engine = fake_engine(tmp_path)
     assert engine.eos_token_ids == (EOS,)
     assert engine.fingerprint["architecture"] == "FakeForCausalLM"
-    engine.warm_up()
+    assert 0 < engine.warm_up() < float("inf")
+
+
+def test_warm_up_measures_prompts(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    engine = fake_engine(tmp_path, step_s=0.5, token_s=0.125)
+    assert engine.warm_up() == pytest.approx(256 / (0.5 + 256 * 0.125))
+    assert fake_engine(tmp_path).warm_up() > 0  # on a clock that stands still
 
 
 def test_refusals(tmp_path):

@@ -5,7 +5,8 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_node.scheduler import DecodeScheduler, State
+from decode_node.reservation import State
+from decode_node.scheduler import DecodeScheduler
 from engine.blocks import BlockAllocator
 from engine.layout import KVLayout
 from engine.requests import Request, SampledToken, SamplingParams
@@ -25,9 +26,10 @@ requests = st.builds(
 
 
 class Node(Chaos):
-    """Steps of a decode node during which transfers commit or fail, and requests are cancelled, at random moments."""
+    """Steps of a decode node during which transfers commit or fail, and requests are cancelled, at random moments.
+    Some of the prompts are local."""
 
-    def __init__(self, requests, num_blocks, budget, caching, seed, failing=True):
+    def __init__(self, requests, num_blocks, budget, caching, seed, failing=True, local_share=0.0):
         self.allocator = BlockAllocator(num_blocks, caching=caching)
         self.scheduler = DecodeScheduler(
             self.allocator,
@@ -41,6 +43,7 @@ class Node(Chaos):
         self.kv = ToyKV(num_blocks, LAYOUT.block_size)
         self.random = Random(seed)
         self.failing = failing
+        self.local_share = local_share
         self.to_come = [
             Request(str(i), 1, list(tokens), len(tokens), SamplingParams(max_tokens=max_tokens), salt)
             for i, (salt, tokens, max_tokens) in enumerate(requests)
@@ -63,18 +66,22 @@ class Node(Chaos):
     def between_steps(self):
         """What may happen at any time, also while a step runs."""
         while self.to_come and self.random.random() < 0.5:
-            self.scheduler.reserve(self.to_come.pop(0), now=0.0)
+            self.scheduler.reserve(self.to_come.pop(0), now=0.0, local_prefill=self.random.random() < self.local_share)
         for reservation in self.scheduler.grant():
-            self.granted.append(reservation)
+            if reservation.state is State.GRANTED:
+                self.granted.append(reservation)
             start = reservation.num_cached_blocks * LAYOUT.block_size
             num_tokens = len(reservation.request.token_ids)
-            self.kv.spoil(reservation.lease.block_ids, range(start, num_tokens))  # it begins to arrive
+            self.kv.spoil(reservation.lease.block_ids, range(start, num_tokens))  # it begins to arrive, or is to come
         if self.granted and (self.random.random() < 0.5 or not self.scheduler.count(State.RUNNING)):
             reservation = self.granted.pop(self.random.randrange(len(self.granted)))
             if self.fails(1 / 8):
                 self.leave(reservation)
             else:
                 self.commit(reservation)
+        for reservation in list(self.scheduler._reservations):
+            if not reservation.in_step and reservation not in self.granted and self.fails(1 / 200):
+                self.leave(reservation)
 
     def commit(self, reservation):
         request = reservation.request
@@ -90,6 +97,7 @@ class Node(Chaos):
         tokens = self.kv.step(works)
         for answer in self.scheduler.apply(works, [SampledToken(token_id) for token_id in tokens]):
             request = answer.reservation.request
+            assert answer.is_first == (answer.reservation.local_prefill and request.num_output_tokens == 1)
             if answer.finish_reason is not None:
                 self.answers[request.request_id] = request.token_ids[request.num_prompt_tokens :]
                 self.scheduler.remove(answer.reservation)
@@ -105,14 +113,17 @@ class Node(Chaos):
     caching=st.booleans(),
     seed=st.integers(0, 2**32),
     failing=st.booleans(),
+    local_share=st.sampled_from([0.0, 0.5, 1.0]),
 )
-def test_everyone_gets_their_own_answer(requests, num_blocks, budget, caching, seed, failing):
-    node = Node(requests, num_blocks, budget, caching, seed, failing)
+def test_everyone_gets_their_own_answer(requests, num_blocks, budget, caching, seed, failing, local_share):
+    node = Node(requests, num_blocks, budget, caching, seed, failing, local_share)
     node.run()
     expected = {str(i): answer_of(tokens, max_tokens) for i, (_, tokens, max_tokens) in enumerate(requests)}
     assert node.answers == {name: answer for name, answer in expected.items() if name not in node.lost}
     assert node.allocator.num_free == num_blocks
     assert caching or node.allocator.num_cached == 0
+    assert failing or node.scheduler.num_prompt_tokens == sum(len(tokens) for _, tokens, _ in requests)
+    assert node.scheduler.num_waiting_tokens == 0
 
 
 @settings(max_examples=200, deadline=None)

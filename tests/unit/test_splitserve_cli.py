@@ -164,11 +164,11 @@ def test_status_shows_nodes_and_load(run):
     assert "1 live requests" in result.stdout
     rows = [line.split() for line in result.stdout.splitlines()]
     assert [row for row in rows if row[:1] == ["p0"]] == [
-        ["p0", "prefill", "ready", "0", "0", "500.0", "2", "17"],
+        ["p0", "prefill", "ready", "0", "0", "500.0", "1234", "2", "17"],
         ["p0", "1/8", "5", "25%", "1.5", "MiB", "4"],
     ]
     assert [row for row in rows if row[:1] == ["d0"]] == [
-        ["d0", "decode", "draining", "0", "0", "0.0", "1", "0"],
+        ["d0", "decode", "draining", "0", "0", "0.0", "-", "1", "0"],
         ["d0", "0/6", "0", "-", "0", "B", "0"],
     ]
 

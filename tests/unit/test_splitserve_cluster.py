@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 import pytest
 
+from engine.errors import SettingsError
 from engine.flags import build, fields_of, settings_command
 from splitserve.cluster import PLANNED, ClusterSettings, Place, plan_cluster, up_settings_class
 from splitserve.models import LocalModel
@@ -26,13 +27,14 @@ def received(process, room, monkeypatch):
 
 
 def test_each_process_is_told_its_place(monkeypatch):
-    settings = ClusterSettings(prefill=1, decode=2, grpc_port=50061, drain_s=3.0)
+    settings = ClusterSettings(prefill=1, decode=2, grpc_port=50061, http_port=8001, drain_s=3.0)
     processes = plan_cluster(settings, {}, MODEL, PLACE)
     assert [process.name for process in processes] == ["coordinator", "prefill-0", "decode-0", "decode-1"]
     rooms = [COORDINATOR, PREFILL, DECODE, DECODE]
     told = [received(process, room, monkeypatch) for process, room in zip(processes, rooms, strict=True)]
     front, *nodes = told
     assert (front["host"], front["port"]) == ("127.0.0.1", 50061)
+    assert (front["http_host"], front["http_port"]) == ("127.0.0.1", 8001)
     assert (front["fleet_host"], front["fleet_port"]) == ("127.0.0.1", 4000)
     assert front["served_model_name"] == "tiny"
     assert [node["name"] for node in nodes] == ["prefill-0", "decode-0", "decode-1"]
@@ -123,3 +125,19 @@ def test_the_data_plane_of_torch_dist_is_on_the_loopback(monkeypatch):
     *_, decode = plan_cluster(ClusterSettings(), {"kv_transport": "torch_dist"}, MODEL, PLACE)
     values = received(decode, DECODE, monkeypatch)
     assert (values["kv_transport"], values["kv_bind"]) == ("torch_dist", "")
+
+
+@pytest.mark.parametrize(
+    ("num_prefill", "given", "told"),
+    [(1, None, "never"), (1, "auto", "auto"), (2, "always", "always"), (0, None, "always"), (0, "auto", "auto")],
+)
+def test_without_prefill_nodes_decode_nodes_compute_the_prompts(num_prefill, given, told, monkeypatch):
+    settings = ClusterSettings(prefill=num_prefill, local_prefill=given)
+    front, *nodes = plan_cluster(settings, {"local_prefill": given}, MODEL, PLACE)
+    assert received(front, COORDINATOR, monkeypatch)["local_prefill"] == told
+    assert [node.role for node in nodes] == ["prefill"] * num_prefill + ["decode"]
+
+
+def test_prompts_that_nobody_may_compute_are_a_contradiction():
+    with pytest.raises(SettingsError, match="--prefill 0"):
+        plan_cluster(ClusterSettings(prefill=0, local_prefill="never"), {}, MODEL, PLACE)

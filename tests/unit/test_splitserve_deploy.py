@@ -60,7 +60,7 @@ def test_command_lines_are_understood_and_carry_the_fleets_secret(name, monkeypa
 def test_the_coordinator_may_serve_off_loopback(monkeypatch):
     settings = settings_of("coordinator", monkeypatch)
     assert isinstance(settings, CoordinatorSettings)
-    assert (settings.host, settings.fleet_host) == ("0.0.0.0", "0.0.0.0")
+    assert (settings.host, settings.http_host, settings.fleet_host) == ("0.0.0.0",) * 3
     assert settings.api_key == "<SPLITSERVE_API_KEY>"
     check_settings(settings)
 
@@ -79,10 +79,10 @@ def test_it_is_the_processes_that_up_starts():
     assert packages == [ROLES[SERVICES[name]["command"][0]].package for name in PROCESSES]
 
 
-def test_only_the_public_port_is_published_and_the_fleet_has_a_network_of_its_own(monkeypatch):
+def test_only_the_public_ports_are_published_and_the_fleet_has_a_network_of_its_own(monkeypatch):
     published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
-    port = flat(settings_of("coordinator", monkeypatch))["port"]
-    assert published == {"coordinator": [f"{port}:{port}"]}
+    values = flat(settings_of("coordinator", monkeypatch))
+    assert published == {"coordinator": [f"{port}:{port}" for port in (values["port"], values["http_port"])]}
     assert COMPOSE["networks"]["fleet"] == {"internal": True}
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx2
 import psutil
 import pytest
 
@@ -33,7 +34,8 @@ class Up:
         self.target = f"127.0.0.1:{port}"
         self.log_dir = log_dir
         self.said = ""
-        command = [sys.executable, "-m", "splitserve", "up", str(model), "--grpc-port", str(port)]
+        ports = ["--grpc-port", str(port), "--http-port", "0"]
+        command = [sys.executable, "-m", "splitserve", "up", str(model), *ports]
         self.process = subprocess.Popen(
             [*command, "--log-dir", str(log_dir), *flags], stderr=subprocess.PIPE, text=True, bufsize=1
         )
@@ -95,6 +97,8 @@ def test_a_cluster_serves_survives_a_node_and_stops_cleanly(up):
         assert client.model_info().served_model_name == "fake"
         assert client.model_info().max_model_len == 64
         assert {node.fingerprint["block_size"] for node in client.server_info().nodes} == {"8"}
+        [url] = re.findall(rf"Ready: gRPC on {cluster.target}, HTTP on (http://127.0.0.1:\d+). Ctrl-C", cluster.said)
+        assert [model["id"] for model in httpx2.get(f"{url}/v1/models").json()["data"]] == ["fake"]
         children["decode-1"].kill()
         cluster.read_until("decode-1 was killed by SIGKILL")
         chunks = list(client.generate([1, 2, 3], max_tokens=5, ignore_eos=True))
@@ -119,6 +123,40 @@ def test_without_coordinator_or_role_everything_stops(up, lost):
     assert last.startswith(f"Error: {lost} was killed by SIGKILL")
     assert f"no {lost.removesuffix('-0')} is left" in last
     assert_gone(children.values())
+
+
+def test_decode_nodes_that_may_compute_prompts_go_on_without_prefill_nodes(up):
+    cluster = up("--local-prefill", "auto")
+    cluster.read_until("Ready")
+    children = cluster.children()
+    children["prefill-0"].kill()
+    cluster.read_until("1 nodes go on")
+    with Client(cluster.target) as client:
+        [*_, last] = client.generate([1, 2, 3], max_tokens=5, ignore_eos=True)
+        assert (last.completion.completion_tokens, last.completion.timeline.prefill_node) == (5, "decode-0")
+    children["decode-0"].kill()
+    assert cluster.end() == 1
+    assert "no decode is left" in cluster.said.splitlines()[-1]
+    assert_gone(children.values())
+
+
+def test_a_cluster_without_prefill_nodes_serves(up):
+    cluster = up("--prefill", "0", "--decode", "2")
+    cluster.read_until("Ready")
+    assert "0 prefill, 2 decode" in cluster.said
+    assert set(cluster.children()) == {"coordinator", "decode-0", "decode-1"}
+    with Client(cluster.target) as client:
+        [*_, last] = client.generate([1, 2, 3], max_tokens=5, ignore_eos=True)
+    assert last.completion.completion_tokens == 5
+    cluster.process.send_signal(signal.SIGINT)
+    assert (cluster.end(), cluster.said.splitlines()[-1]) == (0, "Stopped.")
+
+
+def test_prompts_that_nobody_may_compute_are_one_sentence(up):
+    cluster = up("--prefill", "0", "--local-prefill", "never")
+    assert cluster.end() == 2
+    assert cluster.said.splitlines()[-1].startswith("Error: without prefill nodes (--prefill 0)")
+    assert not cluster.log_dir.exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tie a child's life to its parent's")

@@ -18,10 +18,12 @@ class World:
         self.registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
         for name in nodes:
             self.attach(name)
-        self.tracker = Tracker(self.registry, **{"first_epoch": 0, "max_live": 10, "max_restarts": 1, **settings})
+        defaults = {"first_epoch": 0, "max_live": 10, "max_restarts": 1, "local_prefill": "never"}
+        self.tracker = Tracker(self.registry, **{**defaults, **settings})
         self.outcome = None
         self.jobs = []
         self.prefill_tp_size = None
+        self.is_local = None
 
     def attach(self, name, **hello):
         return self.registry.admit(events.hello(name, "prefill" if name[0] == "p" else "decode", **hello).hello, 0.0)
@@ -51,7 +53,8 @@ class World:
                 kind = command.WhichOneof("command")
                 body = getattr(command, kind)
                 self.jobs += [body.job] if kind in ("reserve", "prefill") else []
-                self.prefill_tp_size = body.prefill_tp_size if kind == "reserve" else self.prefill_tp_size
+                if kind == "reserve":
+                    self.prefill_tp_size, self.is_local = body.prefill_tp_size, body.local_prefill
                 self.attempt = body.job.attempt if kind in ("reserve", "prefill") else body.attempt
                 return f"{kind} {node.name}"
             case Emit(_, tokens):

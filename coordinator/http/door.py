@@ -1,0 +1,83 @@
+"""Around every HTTP call: who may enter, how many at once, what every response carries, what our own faults become."""
+
+import logging
+import secrets
+from email.utils import formatdate
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from coordinator.authentication import BearerSecret
+from coordinator.http.errors import error_response, internal_error
+from coordinator.validation import REQUEST_ID
+from engine.errors import RequestError
+from protos.reasons import QUEUE_FULL, UNAUTHENTICATED
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID_HEADER: Final = "x-request-id"
+OPEN_PATHS: Final = ("/health", "/ping")
+
+
+class Door:
+    """ASGI middleware. Asks for `authorization: Bearer SECRET` where there is a secret; health checks are exempt."""
+
+    def __init__(self, app: ASGIApp, *, secret: str, max_calls: int) -> None:
+        self._app = app
+        self._secret = BearerSecret(secret) if secret else None
+        self._max_calls = max_calls
+        self._num_calls = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = _Response(send, request_id_for(scope))
+        self._num_calls += 1
+        try:
+            self._admit(scope)
+            await self._app(scope, receive, response.send)
+        except RequestError as error:
+            await error_response(error)(scope, receive, response.send)
+        except ClientDisconnect:  # while it sent its request
+            logger.debug("the client has left", extra={"request_id": response.request_id})
+        except Exception:
+            logger.exception("a call failed", extra={"request_id": response.request_id})
+            if not response.has_begun:  # otherwise the connection breaks, for want of a proper end
+                await error_response(internal_error())(scope, receive, response.send)
+        finally:
+            self._num_calls -= 1
+
+    def _admit(self, scope: Scope) -> None:
+        authorizations = Headers(scope=scope).getlist("authorization")
+        if scope["path"] in OPEN_PATHS:
+            return
+        if self._secret is not None and not self._secret.is_among(authorizations):
+            raise RequestError(UNAUTHENTICATED, "the header must hold authorization: Bearer SECRET")
+        if self._num_calls > self._max_calls:
+            raise RequestError(QUEUE_FULL, f"{self._num_calls} calls at once, the limit is {self._max_calls}")
+
+
+class _Response:
+    """Adds to the headers of a response."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self.request_id = request_id
+        self.has_begun = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.has_begun = True
+            added = [(b"date", formatdate(usegmt=True)), (REQUEST_ID_HEADER.encode(), self.request_id)]
+            message["headers"] = [*message["headers"], *((name, value.encode()) for name, value in added)]
+        await self._send(message)
+
+
+def request_id_for(scope: Scope) -> str:
+    """The id of a call: the client's own where it is a valid one, else a new one; always the same for one scope."""
+    state = scope.setdefault("state", {})
+    if "request_id" not in state:
+        given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+        state["request_id"] = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+    request_id: str = state["request_id"]
+    return request_id

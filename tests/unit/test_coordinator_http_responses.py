@@ -1,0 +1,154 @@
+"""Logprobs, usage and errors in OpenAI's words, against hand-written JSON."""
+
+import json
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from coordinator.http.errors import error_object, error_response, renamed, status_of
+from coordinator.http.logprobs import TextOffsets, chat_logprobs, completion_logprobs
+from coordinator.http.requests import CHAT_NAMES, COMPLETION_NAMES
+from coordinator.http.responses import Usage, timeline_object
+from coordinator.statuses import CODES
+from coordinator.tokenizer import Tokenizer, read_tokenizer
+from engine.errors import RequestError
+from protos.inference_pb2 import Timeline, TokenLogprobs, TopLogprob
+from tests.tiny_models import EOS, write_fake_model
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return read_tokenizer(write_fake_model(tmp_path_factory.mktemp("model")))
+
+
+def sampled(token_id, logprob, *top):
+    tops = [TopLogprob(token_id=each, logprob=value) for each, value in top]
+    return TokenLogprobs(token_id=token_id, logprob=logprob, top=tops)
+
+
+ITEMS = [
+    sampled(ord("a"), -0.5, (ord("b"), -0.25), (ord("a"), -0.5)),
+    sampled(0xC3, -1.0, (0xC3, -1.0)),
+    sampled(0xBC, float("-inf")),
+    sampled(EOS, -2.0, (ord("z"), -1.5)),
+]
+
+
+def test_logprobs_of_chat(tokenizer):
+    a = {"token": "a", "logprob": -0.5, "bytes": [97]}
+    half = {"token": "\ufffd", "logprob": -1.0, "bytes": [0xC3]}
+    assert chat_logprobs(ITEMS, tokenizer.token_bytes) == {
+        "content": [
+            {**a, "top_logprobs": [{"token": "b", "logprob": -0.25, "bytes": [98]}, a]},
+            {**half, "top_logprobs": [half]},
+            {"token": "\ufffd", "logprob": -9999.0, "bytes": [0xBC], "top_logprobs": []},
+            {
+                "token": "<|eos|>",
+                "logprob": -2.0,
+                "bytes": list(b"<|eos|>"),
+                "top_logprobs": [{"token": "z", "logprob": -1.5, "bytes": [122]}],
+            },
+        ],
+        "refusal": None,
+    }
+
+
+def test_logprobs_of_completions(tokenizer):
+    assert completion_logprobs(ITEMS, [0, 1, 1, 2], tokenizer.token_bytes) == {
+        "tokens": ["a", "bytes:\\xc3", "bytes:\\xbc", "<|eos|>"],
+        "token_logprobs": [-0.5, -1.0, -9999.0, -2.0],
+        "top_logprobs": [
+            {"b": -0.25, "a": -0.5},
+            {"bytes:\\xc3": -1.0},
+            {"bytes:\\xbc": -9999.0},
+            {"z": -1.5, "<|eos|>": -2.0},
+        ],
+        "text_offset": [0, 1, 1, 2],
+    }
+
+
+def test_of_two_tokens_with_one_text_the_more_likely_stays():
+    item = sampled(1, -3.0, (2, -0.5), (3, -0.75), (4, -1.0))
+    texts = {1: b"s", 2: b"x", 3: b"y", 4: b"x"}
+    [top] = completion_logprobs([item], [0], texts.__getitem__)["top_logprobs"]
+    assert list(top.items()) == [("x", -0.5), ("y", -0.75), ("s", -3.0)]
+
+
+def test_offsets_count_characters_over_chunks(tokenizer):
+    offsets = TextOffsets(tokenizer.detokenizer(skip_special_tokens=True))
+    assert offsets.add([ord("a"), 0xC3]) == [0, 1]
+    assert offsets.add([0xBC, EOS, ord("b")]) == [1, 2, 2]
+
+
+def test_a_sentencepiece_token_keeps_its_space():
+    vocabulary = {"<unk>": 0, "\u2581Hi": 1, "you": 2, "<0xC3>": 3, "\u2581": 4}
+    plain = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    plain.pre_tokenizer = pre_tokenizers.Metaspace()
+    plain.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    token_bytes = Tokenizer(plain, None).token_bytes
+    assert [token_bytes(token_id) for token_id in range(1, 6)] == [b" Hi", b"you", b"\xc3", b" ", b""]
+
+
+def test_usage_adds_up():
+    usage = Usage(5)
+    usage.add_tokens(2)
+    usage.add_tokens(1)
+    usage.add_cached(4)
+    assert usage.to_json() == {
+        "prompt_tokens": 5,
+        "completion_tokens": 3,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
+
+
+def test_a_timeline_has_every_field():
+    timeline = timeline_object(Timeline(prefill_s=0.5, decode_node="d"))
+    assert timeline.keys() == {field.name for field in Timeline.DESCRIPTOR.fields}
+    assert (timeline["prefill_s"], timeline["decode_s"], timeline["decode_node"]) == (0.5, 0.0, "d")
+
+
+# ---- errors ----
+
+STATUSES = {
+    "BAD_PARAM": 400,
+    "PROMPT_TOO_LONG": 400,
+    "MALFORMED_REQUEST": 400,
+    "UNAUTHENTICATED": 401,
+    "MODEL_NOT_FOUND": 404,
+    "DUPLICATE_REQUEST_ID": 409,
+    "QUEUE_FULL": 429,
+    "SLOW_READER": 429,
+    "KV_CHECKSUM_MISMATCH": 500,
+    "PAIRING_MISMATCH": 500,
+    "ENGINE_ERROR": 500,
+    "NO_PREFILL_WORKER": 503,
+    "NO_DECODE_WORKER": 503,
+    "DRAINING": 503,
+    "WORKER_LOST": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
+
+
+def test_every_reason_has_a_status():
+    assert {reason: status_of(RequestError(reason, "text")) for reason in CODES} == STATUSES
+
+
+@pytest.mark.parametrize(("reason", "status"), STATUSES.items())
+def test_the_error_object_and_its_headers(reason, status):
+    response = error_response(RequestError(reason, "what", field="top_p"))
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, kind)
+    expected = {"error": {"message": "what", "type": kind, "param": "top_p", "code": reason}}
+    assert (response.status_code, json.loads(response.body)) == (status, expected)
+    assert response.headers.get("retry-after") == ("1" if status in (429, 503) else None)
+
+
+def test_errors_name_the_fields_that_the_client_knows():
+    error = RequestError("PROMPT_TOO_LONG", "input has token id 9", field="input")
+    for names, field in ((COMPLETION_NAMES, "prompt"), (CHAT_NAMES, "messages")):
+        told = error_object(renamed(error, names))["error"]
+        assert (told["param"], told["message"]) == (field, f"{field} has token id 9")
+    other = RequestError("BAD_PARAM", "seed is bad", field="seed")
+    assert renamed(other, CHAT_NAMES) is other
