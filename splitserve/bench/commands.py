@@ -9,7 +9,9 @@ import click
 
 from engine.layout import QUANTIZED_DTYPES
 from engine.settings import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineSettings
+from splitserve.bench.compare.compare_command import compare_command
 from splitserve.bench.engine_command import engine_command
+from splitserve.bench.serve.serve_command import serve_command
 from splitserve.launcher import run_until_signal
 from splitserve.models import resolve
 from splitserve.plan_commands import layout_of
@@ -25,10 +27,12 @@ Command = Callable[..., None]
 
 @click.group()
 def bench() -> None:
-    """Measure the engine, or a cluster, on this machine."""
+    """Measure the engine, the corridor, or a server."""
 
 
 bench.add_command(engine_command)
+bench.add_command(serve_command)
+bench.add_command(compare_command)
 
 
 def as_json_option(command: Command) -> Command:

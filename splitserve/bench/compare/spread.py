@@ -1,0 +1,38 @@
+"""How sure a share is when its misses come in clusters. Pure.
+
+A queue that has grown delays many requests, not one: misses follow each other. A run of such requests says no more
+than a smaller number of independent ones: their number divided by the design effect, 1 + 2 x the sum of the
+autocorrelations. The sum is Geyer's initial positive sequence: lags in pairs, as long as a pair's sum is positive.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from splitserve.bench.serve.metrics import Z
+
+
+def effective_size(are_good: Sequence[bool]) -> float:
+    """How many independent requests say as much about the share of good ones as these, in the order of sending. At
+    least 2 of 2 or more; all of them when they are all alike, as nothing tells how they cluster."""
+    values = np.asarray(are_good, dtype=float)
+    values -= values.mean()
+    num, variance = len(values), float(values @ values)
+    if variance == 0 or num < 3:
+        return float(num)
+    total = -variance
+    for lag in range(0, num - 1, 2):
+        pair = float(values[lag:] @ values[: num - lag]) + float(values[lag + 1 :] @ values[: num - lag - 1])
+        if pair <= 0:
+            break
+        total += 2 * pair
+    return num / min(max(1.0, total / variance), num / 2)
+
+
+def interval(share: float, size: float) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share that was found in an effective size above 0."""
+    spread = Z * Z / size
+    half = Z * math.sqrt(share * (1 - share) / size + spread / (4 * size))
+    middle = share + spread / 2
+    return max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread))

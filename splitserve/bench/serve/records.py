@@ -1,0 +1,36 @@
+"""What a load is, and what becomes of it, as plain data. Times are seconds after the start of the load."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """One request of a load. Its answer has exactly output_tokens tokens: the end-of-sequence token does not end it."""
+
+    index: int
+    send_at_s: float
+    prompt: tuple[int, ...]  # token ids
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one request, as its client saw it. Whatever has an error is a miss, tokens or not.
+
+    `arrivals_s` are the moments at which tokens came and `arrival_tokens` how many came at each; where the server does
+    not say how many, they are 1 each, and num_output_tokens, the server's own count, may be larger than their sum.
+    """
+
+    index: int
+    scheduled_s: float  # when it was to be sent
+    sent_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    arrivals_s: tuple[float, ...]
+    arrival_tokens: tuple[int, ...]
+    ended_s: float
+    error: str = ""  # "" for a complete answer
+    is_refused: bool = False  # the server turned it away: a full queue, a limit, no node
+    # Seconds by phase as the server tells them, by the field names of answers.Timeline; None when it tells none.
+    timeline: Mapping[str, float] | None = None

@@ -1,0 +1,237 @@
+"""What `splitserve bench serve` is asked for: vLLM's flags where there is one, and what they mean together."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from engine.errors import SettingsError
+from splitserve.bench.serve.target import BACKENDS, COMPLETIONS, OPENAI, SPLITSERVE, Target
+
+RANDOM, AZURE, MOONCAKE = "random", "azure", "mooncake"
+DATASETS: Final = (RANDOM, AZURE, MOONCAKE)
+NUM_PROMPTS: Final = 1000  # of random requests; of a trace all
+PORTS: Final = {SPLITSERVE: 50051, OPENAI: 8000}
+LISTS: Final = ("--goodput", "--metadata")  # several words may follow
+
+Command = Callable[..., Any]
+ABOVE_0: Final = click.FloatRange(0, min_open=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """The flags by their names."""
+
+    backend: str
+    target: str | None
+    base_url: str | None
+    host: str
+    port: int | None
+    endpoint: str
+    model: str
+    api_key: str | None
+    extra_body: str
+    tokenizer: Path | None
+    vocab_size: int | None
+    dataset_name: str
+    dataset_path: Path | None
+    random_input_len: int
+    random_output_len: int
+    random_range_ratio: float
+    num_prompts: int | None
+    request_rate: float
+    burstiness: float
+    time_scale: float
+    length_scale: float
+    max_concurrency: int | None
+    num_warmups: int
+    request_timeout_s: float
+    seed: int
+    goodput: tuple[str, ...]
+    percentile_metrics: str
+    metric_percentiles: str
+    label: str | None
+    num_gpus: int | None
+    metadata: tuple[str, ...]
+    save_result: bool
+    save_detailed: bool
+    result_dir: Path
+    result_filename: str | None
+    plots: Path | None
+    as_json: bool
+
+    def check(self) -> None:
+        """Raises SettingsError for a data set without its file, or a file without its data set."""
+        if self.dataset_name == RANDOM and self.dataset_path is not None:
+            raise SettingsError(f"--dataset-path is for the data sets {AZURE} and {MOONCAKE}")
+        if self.dataset_name != RANDOM and self.dataset_path is None:
+            raise SettingsError(f"--dataset-name {self.dataset_name} needs a trace: --dataset-path")
+
+    def where(self) -> Target:
+        """Raises SettingsError for flags that contradict one another."""
+        is_openai = self.backend == OPENAI
+        if self.target and self.base_url:
+            raise SettingsError("give --target for SplitServe's gRPC or --base-url for an OpenAI server, not both")
+        if (self.target and is_openai) or (self.base_url and not is_openai):
+            other = BACKENDS[1 - BACKENDS.index(self.backend)]
+            raise SettingsError(f"{'--target' if is_openai else '--base-url'} is for --backend {other}")
+        address = f"{self.host}:{self.port or PORTS[self.backend]}"
+        if is_openai:
+            address = (self.base_url or f"http://{address}").rstrip("/")
+        fields = _object(self.extra_body)
+        return Target(self.backend, self.target or address, self.endpoint, self.model, self.api_key, fields)
+
+    def metadata_pairs(self) -> dict[str, str]:
+        """Raises SettingsError for one that is not KEY=VALUE."""
+        pairs = [pair.partition("=") for pair in self.metadata]
+        for name, separator, value in pairs:
+            if not name or not separator:
+                raise SettingsError(f"--metadata is KEY=VALUE, not {name + separator + value!r}")
+        return {name: value for name, _, value in pairs}
+
+
+class ListCommand(click.Command):
+    """Takes several words after one flag of LISTS, as vLLM's command does. The command has no arguments."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, repeat_flags(args))
+
+
+def repeat_flags(words: Sequence[str]) -> list[str]:
+    """`--goodput a b` becomes `--goodput a --goodput b`."""
+    repeated: list[str] = []
+    flag, is_first = "", False
+    for word in words:
+        if word.startswith("--"):
+            flag, is_first = word if word in LISTS else "", True
+            repeated.append(word)
+        else:
+            repeated += [word] if is_first or not flag else [flag, word]
+            is_first = False
+    return repeated
+
+
+def where_options(command: Command) -> Command:
+    """The server."""
+    return _together(
+        command,
+        click.option("--backend", default=SPLITSERVE, show_default=True, type=click.Choice(BACKENDS)),
+        click.option("--target", help="HOST:PORT of SplitServe's gRPC."),
+        click.option("--base-url", help="http://HOST:PORT of an OpenAI-compatible server."),
+        click.option("--host", default="127.0.0.1", show_default=True, help="Instead of --target and --base-url."),
+        click.option(
+            "--port", type=click.IntRange(1, 65535), help=f"With --host; default {PORTS[SPLITSERVE]}, {PORTS[OPENAI]}."
+        ),
+        click.option("--endpoint", default=COMPLETIONS, show_default=True, help="Of an OpenAI-compatible server."),
+        click.option("--model", default="", help="Served model; by default what is served."),
+        click.option(
+            "--api-key", envvar="SPLITSERVE_API_KEY", show_envvar=True, help="Secret that the server asks for."
+        ),
+        click.option("--extra-body", default="{}", help="JSON object of more fields for an OpenAI-compatible server."),
+        click.option(
+            "--tokenizer",
+            type=click.Path(exists=True, file_okay=False, path_type=Path),
+            help="Model folder whose vocabulary prompts are drawn from, for servers that do not tell theirs.",
+        ),
+        click.option("--vocab-size", type=click.IntRange(1), help="The same as a number."),
+    )
+
+
+def load_options(command: Command) -> Command:
+    """What is sent when."""
+    count, length = click.IntRange(0), click.IntRange(1)
+    return _together(
+        command,
+        click.option("--dataset-name", default=RANDOM, show_default=True, type=click.Choice(DATASETS)),
+        click.option(
+            "--dataset-path",
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            help="Trace file: Azure's CSV or Mooncake's JSON lines.",
+        ),
+        click.option("--random-input-len", default=1024, show_default=True, type=length, help="Tokens of a prompt."),
+        click.option("--random-output-len", default=128, show_default=True, type=length, help="Tokens of an answer."),
+        click.option(
+            "--random-range-ratio",
+            default=0.0,
+            show_default=True,
+            type=click.FloatRange(0, 1, max_open=True),
+            help="Lengths differ by up to this share of them.",
+        ),
+        click.option("--num-prompts", type=length, help=f"Requests; default {NUM_PROMPTS}, of a trace all."),
+        click.option(
+            "--request-rate",
+            default=math.inf,
+            show_default=True,
+            type=ABOVE_0,
+            help="Requests a second; inf sends all at once, and a trace at its own times.",
+        ),
+        click.option(
+            "--burstiness",
+            default=1.0,
+            show_default=True,
+            type=ABOVE_0,
+            help="1 is a Poisson process, less comes in bursts, more evenly.",
+        ),
+        click.option("--time-scale", default=1.0, show_default=True, type=ABOVE_0, help="Times a trace's gaps."),
+        click.option("--length-scale", default=1.0, show_default=True, type=ABOVE_0, help="Times a trace's lengths."),
+        click.option("--max-concurrency", type=length, help="Requests at the same time; the rest wait."),
+        click.option(
+            "--num-warmups", default=0, show_default=True, type=count, help="Requests before, which do not count."
+        ),
+        click.option(
+            "--request-timeout-s", default=600.0, show_default=True, type=ABOVE_0, help="A later answer is a miss."
+        ),
+        click.option("--seed", default=0, show_default=True, help="Of prompts, lengths and arrivals."),
+    )
+
+
+def result_options(command: Command) -> Command:
+    """What is made of it."""
+    return _together(
+        command,
+        click.option(
+            "--goodput",
+            multiple=True,
+            help="Limits of a good request in ms, such as ttft:500 tpot:30 e2el:9000.",
+        ),
+        click.option("--percentile-metrics", default="ttft,tpot,itl", show_default=True, help="Also e2el, ttst."),
+        click.option("--metric-percentiles", default="99", show_default=True, help="Several with commas."),
+        click.option("--label", help="Begins the result's name; default: the backend."),
+        click.option("--num-gpus", type=click.IntRange(1), help="Of all nodes, for goodput per GPU."),
+        click.option("--metadata", multiple=True, help="KEY=VALUE for the result; several may follow."),
+        click.option("--save-result", is_flag=True, help="Write the figures to a JSON file."),
+        click.option(
+            "--save-detailed", is_flag=True, help="The same with every request, and one JSON line for each beside it."
+        ),
+        click.option(
+            "--result-dir",
+            default=".",
+            show_default=True,
+            type=click.Path(file_okay=False, path_type=Path),
+            help="Where to; it is made.",
+        ),
+        click.option("--result-filename", help="Instead of LABEL-RATEqps-MODEL-TIME.json."),
+        click.option("--plots", type=click.Path(file_okay=False, path_type=Path), help="Folder for pictures (PNG)."),
+        click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables."),
+    )
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise SettingsError(f"--extra-body is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise SettingsError(f"--extra-body is a JSON object, not {text[:80]}")
+    return value
+
+
+def _together(command: Command, *options: Callable[[Command], Command]) -> Command:
+    """In the order in which help shows them."""
+    for option in reversed(options):
+        command = option(command)
+    return command

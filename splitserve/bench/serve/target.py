@@ -1,0 +1,46 @@
+"""Whom a load is sent to, and what it serves."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+SPLITSERVE, OPENAI = "splitserve", "openai"
+BACKENDS: Final = (SPLITSERVE, OPENAI)
+COMPLETIONS: Final = "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server. `address` is HOST:PORT for splitserve and a URL without the endpoint for openai."""
+
+    backend: str  # one of BACKENDS
+    address: str
+    endpoint: str = COMPLETIONS  # of openai
+    model: str = ""  # "": whatever is served
+    api_key: str | None = None
+    extra_body: Mapping[str, Any] = field(default_factory=dict)  # of openai: more fields of every request
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a server says of its model; None for what it does not say."""
+
+    model: str
+    max_model_len: int | None
+    vocab_size: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a load is, some time after its start."""
+
+    num_planned: int
+    num_sent: int
+    num_completed: int
+    num_failed: int  # refused, timed out, broken
+    num_output_tokens: int  # of the answers that ended
+    elapsed_s: float
+
+    @property
+    def num_in_flight(self) -> int:
+        return self.num_sent - self.num_completed - self.num_failed

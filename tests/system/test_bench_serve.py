@@ -1,0 +1,80 @@
+"""`splitserve bench serve` on a real cluster, through both doors."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.system.cluster import wait_until
+from tests.tiny_models import write_fake_model
+
+DEADLINE_S = 60.0
+PHASES = ("prefill_queue_s", "prefill_s", "credit_wait_s", "transfer_s", "decode_queue_s", "decode_s")
+
+
+@pytest.fixture(scope="module")
+def cluster(start_cluster, tmp_path_factory):
+    model = write_fake_model(tmp_path_factory.mktemp("model") / "fake")
+    cluster = start_cluster(model, http=True, coordinator={"served_model_name": "fake"}, node={"num_kv_blocks": 400})
+    yield cluster
+    cluster.wait_all_free()
+
+
+@pytest.fixture(params=["splitserve", "openai"])
+def where(request, cluster):
+    address = ["--target", cluster.target] if request.param == "splitserve" else ["--base-url", cluster.url]
+    return ["--backend", request.param, *address]
+
+
+def command(where, *words):
+    return [sys.executable, "-m", "splitserve", "bench", "serve", *where, *map(str, words)]
+
+
+def run(where, *words, cwd):
+    done = subprocess.run(command(where, *words), capture_output=True, text=True, timeout=DEADLINE_S, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def prompt_tokens_at(cluster):
+    return sum(load.num_prompt_tokens for load in cluster.loads().values() if load.role == "prefill")
+
+
+def test_the_nodes_count_the_same(cluster, where, tmp_path):
+    """Every request is answered in full, with its timeline, and the prefill node has seen as many prompt tokens."""
+    words = ["--num-prompts", 30, "--random-input-len", 40, "--random-output-len", 12, "--random-range-ratio", 0.5]
+    before = prompt_tokens_at(cluster)
+    result = run(
+        where, *words, "--vocab-size", 250, "--request-rate", 100, "--json", "--save-detailed",
+        "--goodput", "e2el:60000", cwd=tmp_path,
+    )  # fmt: skip
+    assert (result["completed"], result["failed"], result["slo_attainment"]) == (30, 0, 1)
+    cluster.wait_all_free()
+    assert prompt_tokens_at(cluster) - before == result["total_input_tokens"]
+    (file,) = tmp_path.glob("*.requests.jsonl")
+    for request in map(json.loads, file.read_text().splitlines()):
+        assert request["error"] == ""
+        assert sum(request["arrival_tokens"]) == request["num_output_tokens"]
+        timeline = request["timeline"]
+        assert sum(timeline[name] for name in PHASES) == pytest.approx(timeline["e2e_s"], abs=1e-3)
+        assert timeline["e2e_s"] <= request["ended_s"] - request["sent_s"]  # the server's time lies within the client's
+
+
+def test_ctrl_c_frees_the_cluster(cluster, where, tmp_path):
+    words = ["--num-prompts", 400, "--random-input-len", 30, "--random-output-len", 900, "--vocab-size", 250]
+    process = subprocess.Popen(
+        command(where, *words, "--max-concurrency", 4),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    with process:
+        wait_until(lambda: sum(load.num_running for load in cluster.loads().values()) > 0, "it runs", DEADLINE_S)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1
+    assert "of 400 requests have no outcome" in errors
+    cluster.wait_all_free()
