@@ -21,6 +21,10 @@ COMMANDS: Final = {
         "splitserve.plan_commands:plan_transfer_command",
         "Show which KV heads go from which prefill rank to which decode rank.",
     ),
+    "doctor": (
+        "splitserve.bench.doctor_command:doctor",
+        "Measure this machine; say from which lengths on it pays to split.",
+    ),
     "bench": ("splitserve.bench.commands:bench", "Measure the engine, or a cluster, on this machine."),
 }
 

@@ -1,0 +1,229 @@
+"""When one prefill node and one decode node serve more, or smoother, than the same two nodes that each do both.
+
+Pure arithmetic over what one node of a machine costs. The assumptions:
+
+- Every request has a prompt of n tokens and an answer of m tokens, and the clients keep 2 B answers running: B on each
+  of two colocated nodes, or all 2 B on the one decode node. No prompt's beginning is cached.
+- prefill_s(n) is a + b n + c n². step_s(b) is measured at some batches, straight in between, and grows with what the
+  answers have in their cache, n + m / 2 tokens each.
+- Colocated, a prompt is computed between the steps of the answers that run there and stalls each by prefill_s(n),
+  however it is cut into chunks. While one answer is written, B - 1 others begin beside it:
+      time between tokens = step_s(B) + (B - 1) prefill_s(n) / m
+      requests per second = 2 / (prefill_s(n) + m step_s(B) / B)
+- Split, the prompt is computed elsewhere, and the hand-over of its KV, latency + n bytes_per_token / bandwidth,
+  occupies both nodes; each answer waits for its own and is held up by those of the others:
+      time between tokens = step_s(2 B) + 2 B hand_over_s(n) / m
+      requests per second = 1 / the longer of (prefill_s(n) + hand_over_s(n), m step_s(2 B) / 2 B + hand_over_s(n))
+  So the two nodes are in balance when prefill_s(n) = m step_s(2 B) / 2 B; otherwise one of them is idle at times.
+- The split pays when it serves as many requests, to a tenth, and is ahead by a tenth in requests or time between
+  tokens. How long requests wait in queues is left out.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+
+MARGIN: Final = 1.1  # what is less than a tenth apart is even
+GRID: Final = 1.05  # ratio of neighbouring prompt lengths that are tried
+DEGREES: Final = (0, 1, 2)
+
+Verdict = Literal["split", "even", "colocated"]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCost:
+    """Seconds of a prompt: base_s + token_s n + pair_s n²."""
+
+    base_s: float
+    token_s: float
+    pair_s: float
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Of a prompt of so many tokens."""
+        return self.base_s + self.token_s * num_tokens + self.pair_s * num_tokens**2
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCost:
+    """Seconds of a step at ascending batches, each request with context_tokens in its cache; and what one more token
+    in the cache of one request adds."""
+
+    batches: tuple[int, ...]
+    steps_s: tuple[float, ...]
+    context_tokens: int
+    cached_token_s: float
+
+    def step_s(self, batch: int, context_tokens: float) -> float:
+        """Straight between the batches, and beyond them as between the last two."""
+        cached_s = batch * (context_tokens - self.context_tokens) * self.cached_token_s
+        return _straight(self.batches, self.steps_s, batch) + cached_s
+
+
+@dataclass(frozen=True, slots=True)
+class CorridorCost:
+    """What a transfer between two nodes takes."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def hand_over_s(self, num_bytes: float) -> float:
+        """Of so many bytes."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCosts:
+    """What two nodes of one machine cost."""
+
+    prefill: PrefillCost
+    decode: DecodeCost
+    corridor: CorridorCost
+    token_bytes: int  # of KV
+
+    def hand_over_s(self, prompt_tokens: int) -> float:
+        """Of a prompt's KV."""
+        return self.corridor.hand_over_s(prompt_tokens * self.token_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Both ways to serve one mix of lengths. The time between tokens is the mean over an answer."""
+
+    prompt_tokens: int
+    output_tokens: int
+    colocated_requests_per_s: float
+    split_requests_per_s: float
+    colocated_tpot_s: float
+    split_tpot_s: float
+    prefill_nodes: float  # for each decode node, so that all are equally busy
+    verdict: Verdict
+    why: str
+
+    @property
+    def requests_ratio(self) -> float:
+        """Of the split over colocated: more is better for the split."""
+        return self.split_requests_per_s / self.colocated_requests_per_s
+
+    @property
+    def pace_ratio(self) -> float:
+        """Time between tokens of colocated over that of the split: more is better for the split."""
+        return self.colocated_tpot_s / self.split_tpot_s
+
+
+def compare(costs: NodeCosts, running: int, prompt_tokens: int, output_tokens: int) -> Comparison:
+    """With so many answers running for each of the two nodes."""
+    prefill_s, hand_over_s = costs.prefill.prefill_s(prompt_tokens), costs.hand_over_s(prompt_tokens)
+    context_tokens = prompt_tokens + output_tokens / 2
+    step_s = costs.decode.step_s(running, context_tokens)
+    joint_step_s = costs.decode.step_s(2 * running, context_tokens)
+    prefill_node_s = prefill_s + hand_over_s
+    decode_node_s = output_tokens * joint_step_s / (2 * running) + hand_over_s
+    colocated = 2 / (prefill_s + output_tokens * step_s / running)
+    split = 1 / max(prefill_node_s, decode_node_s)
+    colocated_tpot_s = step_s + (running - 1) * prefill_s / output_tokens
+    split_tpot_s = joint_step_s + 2 * running * hand_over_s / output_tokens
+    nodes = prefill_node_s / decode_node_s
+    verdict, why = _judge(split / colocated, colocated_tpot_s / split_tpot_s, prefill_node_s, decode_node_s)
+    return Comparison(
+        prompt_tokens, output_tokens, colocated, split, colocated_tpot_s, split_tpot_s, nodes, verdict, why
+    )
+
+
+def pays_between(costs: NodeCosts, running: int, output_tokens: int, most_prompt_tokens: int) -> tuple[int, int] | None:
+    """The least and the greatest prompt length, to a twentieth, at which the split pays for answers of this length;
+    in between it is even at least. The widest such range, or None."""
+    verdicts = [(each, compare(costs, running, each, output_tokens).verdict) for each in _lengths(most_prompt_tokens)]
+    found = []
+    for is_behind, run in itertools.groupby(verdicts, key=lambda verdict: verdict[1] == "colocated"):
+        paying = [] if is_behind else [length for length, verdict in run if verdict == "split"]
+        if paying:
+            found.append((paying[0], paying[-1]))
+    return max(found, key=lambda ends: ends[1] / ends[0], default=None)
+
+
+def smoother_from(costs: NodeCosts, running: int, output_tokens: int, most_prompt_tokens: int) -> int | None:
+    """The least prompt length, to a twentieth, from which on the split takes less time between tokens, by a tenth,
+    however many requests it serves."""
+    found = None
+    for each in reversed(_lengths(most_prompt_tokens)):
+        if compare(costs, running, each, output_tokens).pace_ratio < MARGIN:
+            break
+        found = each
+    return found
+
+
+def prompt_tokens_per_output_token(costs: NodeCosts, running: int) -> float:
+    """How many prompt tokens take as long as one output token of a step with all answers of both nodes: at such a mix
+    the two nodes are in balance. Of prompts so short that only their length counts."""
+    step_s = costs.decode.step_s(2 * running, costs.decode.context_tokens)
+    return step_s / (2 * running) / (costs.prefill.token_s or math.inf)
+
+
+def fit_prefill(points: Sequence[tuple[int, float]]) -> PrefillCost:
+    """The costs, none below zero, that come closest to these prompt lengths and seconds, relative to the seconds.
+    There is one point at least."""
+    lengths, seconds = np.array(points, dtype=float).T
+    candidates = []
+    for count in (1, 2, 3):
+        for degrees in itertools.combinations(DEGREES, count):
+            columns = np.stack([lengths**degree / seconds for degree in degrees], axis=1)
+            found = np.linalg.lstsq(columns, np.ones(len(seconds)), rcond=None)[0]
+            if (found >= 0).all():
+                error = float(np.square(columns @ found - 1).sum())
+                candidates.append((error, dict(zip(degrees, map(float, found), strict=True))))
+    _, best = min(candidates, key=lambda candidate: (round(candidate[0], 12), len(candidate[1])))
+    return PrefillCost(*(best.get(degree, 0.0) for degree in DEGREES))
+
+
+def fit_corridor(points: Sequence[tuple[int, float]]) -> CorridorCost:
+    """From bytes and seconds of two transfers at least: the bandwidth between the smallest and the largest, and what
+    the smallest takes beyond that."""
+    (few_bytes, few_s), (many_bytes, many_s) = min(points), max(points)
+    byte_s = max((many_s - few_s) / (many_bytes - few_bytes), 0.0) or many_s / many_bytes
+    return CorridorCost(max(0.0, few_s - few_bytes * byte_s), 1 / byte_s)
+
+
+def fit_decode(batches: Sequence[tuple[int, float]], context_tokens: int, longer: tuple[int, int, float]) -> DecodeCost:
+    """From batches and their seconds of a step at a context, and the batch, longer context and seconds of one more of
+    these batches."""
+    ordered = sorted(batches)
+    batch, longer_tokens, longer_s = longer
+    added_s = max(0.0, longer_s - dict(ordered)[batch])
+    return DecodeCost(
+        tuple(each for each, _ in ordered),
+        tuple(seconds for _, seconds in ordered),
+        context_tokens,
+        added_s / (batch * (longer_tokens - context_tokens)),
+    )
+
+
+def _lengths(most: int) -> list[int]:
+    """Prompt lengths to try, ascending."""
+    num_steps = math.ceil(math.log(most) / math.log(GRID))
+    return sorted({min(most, round(GRID**step)) for step in range(num_steps + 1)})
+
+
+def _judge(requests: float, pace: float, prefill_node_s: float, decode_node_s: float) -> tuple[Verdict, str]:
+    """From the ratios of Comparison and the seconds that a request takes of each node."""
+    fewer = "the prefill node is the bottleneck" if prefill_node_s > decode_node_s else "the prefill node idles"
+    if requests < 1 / MARGIN:
+        return "colocated", fewer
+    if requests >= MARGIN:
+        return "split", "one large batch of answers, more requests"
+    if pace >= MARGIN:
+        return "split", "no prompt stalls an answer"
+    if pace < 1 / MARGIN:
+        return "colocated", "two small batches step faster"
+    return "even", "within a tenth"
+
+
+def _straight(places: Sequence[float], values: Sequence[float], at: float) -> float:
+    if len(places) == 1:
+        return values[0]
+    right = next((index for index, place in enumerate(places[1:], 1) if place >= at), len(places) - 1)
+    share = (at - places[right - 1]) / (places[right] - places[right - 1])
+    return values[right - 1] + share * (values[right] - values[right - 1])
