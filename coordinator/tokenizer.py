@@ -57,6 +57,10 @@ class Tokenizer:
         """The text of token ids, special tokens as they are written; ids that are no token count for nothing."""
         return await _off_loop_if_long(len(token_ids), self._decode, token_ids)
 
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The text that each token stands for alone; bytes that are no text become U+FFFD."""
+        return await _off_loop_if_long(len(token_ids), self._token_texts, token_ids)
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for within a text; empty for an id that is no token."""
         return self._detokenizers.token_bytes(token_id)
@@ -74,6 +78,9 @@ class Tokenizer:
     def _decode(self, token_ids: Sequence[int]) -> str:
         [text] = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=False)
         return str(text)
+
+    def _token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        return [self.token_bytes(token_id).decode(errors="replace") for token_id in token_ids]
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:

@@ -25,7 +25,7 @@ COMMANDS: Final = {
         "splitserve.bench.doctor_command:doctor",
         "Measure this machine; say from which lengths on it pays to split.",
     ),
-    "bench": ("splitserve.bench.commands:bench", "Measure the engine, or a cluster, on this machine."),
+    "bench": ("splitserve.bench.commands:bench", "Measure the engine, a cluster, or any server."),
 }
 
 

@@ -81,8 +81,7 @@ class Endpoints:
             "tokens": token_ids,
         }
         if fields.boolean("return_token_strs"):
-            token_bytes = self._front.model.tokenizer.token_bytes
-            response["token_strs"] = [token_bytes(token_id).decode(errors="replace") for token_id in token_ids]
+            response["token_strs"] = await self._front.model.tokenizer.token_texts(token_ids)
         return JSONResponse(response)
 
     async def detokenize(self, request: Request) -> Response:

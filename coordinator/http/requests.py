@@ -20,10 +20,15 @@ _BOOLEANS: Final = ("skip_special_tokens", "ignore_eos", "include_stop_str_in_ou
 
 # Fields that change the answer and are not supported, with the values that ask for nothing.
 _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
     "best_of": (1,),
     "echo": (False,),
+    "logits_processors": ([],),
     "suffix": ("",),
+    "prompt_embeds": (),
     "prompt_logprobs": (),
+    "return_tokens_as_token_ids": (False,),
     "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
@@ -32,11 +37,14 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
+_UNSUPPORTED_IN_COMPLETIONS: Final[Mapping[str, tuple[Any, ...]]] = {**_UNSUPPORTED, "add_special_tokens": (True,)}
 _UNSUPPORTED_IN_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
     **_UNSUPPORTED,
     "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
     "audio": (),
     "chat_template": (),
+    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
     "function_call": ("none", "auto"),
@@ -68,7 +76,8 @@ class Asked:
 
 def parse_completion(fields: Fields, request_id: str) -> Asked:
     """A call of /v1/completions. Raises RequestError."""
-    _refuse_unsupported(fields, _UNSUPPORTED)
+    _refuse_unsupported(fields, _UNSUPPORTED_IN_COMPLETIONS)
+    _check_response_format(fields)
     params = _sampling_params(fields)
     max_tokens = fields.integer("max_tokens")
     params.max_tokens = DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens

@@ -16,8 +16,9 @@ from protos.reasons import MALFORMED_REQUEST
 
 logger = logging.getLogger(__name__)
 
-HEAD_TIMEOUT_S: Final = 30.0  # from the first byte of a request to the end of its headers
+HEAD_TIMEOUT_S: Final = 30.0  # from connecting, or the first byte of a later request, to the end of its headers
 KEEP_ALIVE_S: Final = 75  # for an idle connection
+MAX_BYTES_AHEAD: Final = 2**16  # of later requests, while one is answered
 ABORT_S: Final = 1.0  # until calls have noticed that their connections are gone
 
 
@@ -55,7 +56,7 @@ class HttpServer:
         await self._server.startup(sockets=[self._socket])
 
     async def stop(self, grace_s: float) -> None:
-        """Closes the port and idle connections, and after grace_s all others; then no call is left."""
+        """Closes the port and idle connections, and after grace_s all others, which ends their calls."""
         if not self._server.started:
             if self._socket is not None:
                 self._socket.close()
@@ -81,6 +82,7 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # so that whatever a client leaves unread counts as a pause
         if len(self.connections) > self.max_connections:
             transport.abort()
         else:
@@ -91,8 +93,14 @@ class _Connection(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._cancel_timers(self._head_timer)
             self._head_timer = None
+            self._listen_on()
         elif self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.abort)
+
+    def _listen_on(self) -> None:
+        """Nobody who has stopped reading hears that the client leaves, so requests sent ahead are kept for later."""
+        if not self.cycle.more_body and len(self.conn.trailing_data[0]) <= MAX_BYTES_AHEAD:
+            self.flow.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP is answered at once, unless an answer is under way already."""
@@ -105,7 +113,7 @@ class _Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._write_timer = self.loop.call_later(WRITE_TIMEOUT_S, self._abort_slow_reader)
+        self._watch_reader()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -116,9 +124,16 @@ class _Connection(H11Protocol):
         self._unset_keepalive_if_required()
         self._cancel_timers(self._head_timer, self._write_timer)
 
-    def _abort_slow_reader(self) -> None:
-        logger.warning("a client has read nothing for %g s", WRITE_TIMEOUT_S)
-        self.transport.abort()
+    def _watch_reader(self) -> None:
+        num_unread_bytes = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(WRITE_TIMEOUT_S, self._check_reader, num_unread_bytes)
+
+    def _check_reader(self, num_unread_bytes: int) -> None:
+        if self.transport.get_write_buffer_size() < num_unread_bytes:
+            self._watch_reader()
+        else:
+            logger.warning("a client has read nothing for %g s", WRITE_TIMEOUT_S)
+            self.transport.abort()
 
     @staticmethod
     def _cancel_timers(*timers: asyncio.TimerHandle | None) -> None:

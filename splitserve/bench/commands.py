@@ -27,7 +27,7 @@ Command = Callable[..., None]
 
 @click.group()
 def bench() -> None:
-    """Measure the engine, the corridor, or a server."""
+    """Measure the engine, a cluster, or any server."""
 
 
 bench.add_command(engine_command)

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from splitserve.bench.doctor import DoctorFigures, PaysBetween
-from splitserve.bench.report import plain_table
+from splitserve.bench.tables import plain_table
 from splitserve.terminal import size_of
 
 STYLES: Final = {"split": "green", "even": "", "colocated": "yellow"}

@@ -14,7 +14,7 @@ from splitserve.bench.engine_figures import (
     ProfileFigures,
 )
 from splitserve.bench.peers import DECODE, LOAD, PREFILL, Ratio
-from splitserve.bench.report import plain_table
+from splitserve.bench.tables import plain_table
 from splitserve.terminal import size_of
 
 
@@ -82,7 +82,7 @@ def decode_table(rows: Sequence[DecodeFigures], machine: MachineFigures) -> Tabl
 def profile_line(profile: ProfileFigures) -> str:
     """What the profile is of."""
     watched_ms, plain_ms = profile.step_s * 1e3, profile.plain_s * 1e3
-    return f"{profile.name}: {watched_ms:.2f} ms with stop-watches around its parts, {plain_ms:.2f} ms without:"
+    return f"{profile.name}: {watched_ms:.2f} ms from module to module with stop-watches, {plain_ms:.2f} ms without:"
 
 
 def profile_table(profile: ProfileFigures) -> Table:

@@ -10,6 +10,7 @@ from splitserve.bench.cluster import ClusterBench, ClusterFigures
 from splitserve.bench.kv_cache import KVAccuracy
 from splitserve.bench.overlap import OverlapFigures, pays_from
 from splitserve.bench.reuse import ReuseFigures
+from splitserve.bench.tables import plain_table
 from splitserve.bench.transfer import TransferFigures, TransferReport
 from splitserve.bench.weights_accuracy import WeightsAccuracy
 from splitserve.bench.yardsticks import YARDSTICKS, Spread
@@ -158,13 +159,3 @@ def _transfer_row(figures: TransferFigures) -> list[str]:
 
 def _quartiles(spread: Spread) -> str:
     return f"{spread.low_s * 1e3:.2f}-{spread.high_s * 1e3:.2f}"
-
-
-def plain_table(*words: str, numbers: tuple[str, ...] = ()) -> Table:
-    """An empty table: columns of words, then columns of numbers."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for title in words:
-        table.add_column(title)
-    for title in numbers:
-        table.add_column(title, justify="right")
-    return table

@@ -86,8 +86,9 @@ class Fault(Exception):
 
 
 @asynccontextmanager
-async def http_server(script, *, is_own=False, with_token_ids=False) -> AsyncIterator[Target]:
-    """Speaks as vLLM does or, is_own, as SplitServe; `script.num_connections` is how many have been made."""
+async def http_server(script, *, is_own=False, with_token_ids=False, with_usage=True) -> AsyncIterator[Target]:
+    """Speaks as vLLM does, or as a server that tells no usage, or, is_own, as SplitServe; `script.num_connections` is
+    how many have been made."""
     script.num_connections = 0
     script.headers = []
     tasks = set()
@@ -96,7 +97,7 @@ async def http_server(script, *, is_own=False, with_token_ids=False) -> AsyncIte
         script.num_connections += 1
         tasks.add(asyncio.current_task())
         try:
-            while await _serve_one(script, reader, writer, is_own, with_token_ids):
+            while await _serve_one(script, reader, writer, is_own, with_token_ids, with_usage):
                 pass
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
@@ -114,7 +115,7 @@ async def http_server(script, *, is_own=False, with_token_ids=False) -> AsyncIte
         await asyncio.gather(*tasks)
 
 
-async def _serve_one(script, reader, writer, is_own, with_token_ids):
+async def _serve_one(script, reader, writer, is_own, with_token_ids, with_usage):
     head = (await reader.readuntil(b"\r\n\r\n")).decode()
     request_line, *lines = head.split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
@@ -128,7 +129,7 @@ async def _serve_one(script, reader, writer, is_own, with_token_ids):
     if not request_line.startswith("POST /v1/completions "):
         _write_json(writer, 404, {"detail": "Not Found"})
         return True
-    answering = asyncio.ensure_future(_stream(script, json.loads(body), writer, is_own, with_token_ids))
+    answering = asyncio.ensure_future(_stream(script, json.loads(body), writer, is_own, with_token_ids, with_usage))
     leaving = asyncio.ensure_future(reader.read(1))  # ends when the client goes away
     await asyncio.wait([answering, leaving], return_when=asyncio.FIRST_COMPLETED)
     if not answering.done():
@@ -140,7 +141,7 @@ async def _serve_one(script, reader, writer, is_own, with_token_ids):
     return answering.result()
 
 
-async def _stream(script, asked, writer, is_own, with_token_ids):
+async def _stream(script, asked, writer, is_own, with_token_ids, tells_usage):
     """Whether the connection can be used again."""
     num_tokens, wanted = 0, asked["max_tokens"]
     with_usage = asked["stream_options"].get("continuous_usage_stats", False)
@@ -166,7 +167,8 @@ async def _stream(script, asked, writer, is_own, with_token_ids):
         closing = {"index": 0, "text": "", "finish_reason": "length" if num_tokens == wanted else "stop"}
         told = {"timeline": TIMELINE | {"prefill_node": "p", "num_restarts": 0}}
         write([closing | (told if asked.get("include_timeline") else {})])
-    write([], is_usage=True)
+    if tells_usage:
+        write([], is_usage=True)
     _write_chunk(writer, b": a comment\r\ndata: [DONE]\r\n\r\n")
     writer.write(b"0\r\n\r\n")
     await writer.drain()

@@ -4,6 +4,7 @@ dishonest clients, the end of the server."""
 import asyncio
 import contextlib
 import json
+import re
 import socket
 
 import httpx2
@@ -255,10 +256,43 @@ def test_a_client_that_leaves_ends_its_answer(tmp_path, stream, has_tokens):
             attempt, _ = await begin(c)
             if has_tokens:
                 await hand_over(c, attempt, "a")
+                await until_heard(c)  # or else the prefill node were cancelled too
             call.cancel()
             for node in [c.nodes["d0"]] if has_tokens else c.nodes.values():
                 await node.answer_cancel(attempt)
             await c.until_nothing_is_live()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("sent_ahead", [b"\r\n", b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_a_client_that_leaves_is_noticed_whatever_it_has_sent_ahead(tmp_path, sent_ahead):
+    async def scenario():
+        async with http_cluster(tmp_path) as (c, _):
+            _, writer = await asyncio.open_connection("127.0.0.1", c.server.http_port)
+            writer.write(completion_bytes(max_tokens=5))
+            attempt, _ = await begin(c)
+            writer.write(sent_ahead)
+            writer.close()
+            for node in c.nodes.values():
+                await node.answer_cancel(attempt)
+            await c.until_nothing_is_live()
+
+    run(scenario())
+
+
+def test_calls_sent_ahead_are_answered_in_order(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=()) as (c, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", c.server.http_port)
+            get = "GET {} HTTP/1.1\r\nHost: x\r\n{}\r\n"
+            paths = [f"/v1/models/{index}" for index in range(20)]
+            writer.write("".join(get.format(path, "") for path in paths).encode())
+            writer.write(get.format("/ping", "Connection: close\r\n").encode())
+            text = (await ended(reader)).decode()
+            assert re.findall(r"there is no model '(\d+)'", text) == [str(index) for index in range(20)]
+            assert text.count("HTTP/1.1 503") == 1
+            writer.close()
 
     run(scenario())
 

@@ -160,6 +160,9 @@ def test_messages_that_are_none(message, field):
         ({"best_of": 2}, "best_of (2) is not supported"),
         ({"best_of": True}, "best_of (true) is not supported"),
         ({"suffix": "end"}, 'suffix ("end") is not supported'),
+        ({"add_special_tokens": False}, "add_special_tokens (false) is not supported"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids (a list) is not supported"),
+        ({"response_format": {"type": "json_object"}}, 'response_format of type "json_object" is not supported'),
     ],
 )  # fmt: skip
 def test_what_a_field_may_not_be(fields, message):
@@ -178,6 +181,8 @@ def test_what_a_field_may_not_be(fields, message):
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": 2}, "logprobs"),
         ({"modalities": ["audio"]}, "modalities"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"add_special_tokens": True}, "add_special_tokens"),
         ({"max_completion_tokens": "many"}, "max_completion_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),
@@ -191,6 +196,7 @@ def test_what_asks_for_nothing_and_what_nobody_knows_is_ignored():
     harmless = {"echo": False, "best_of": 1, "suffix": "", "user": "u", "store": 7, "metadata": {"a": 1}}
     assert completion(**harmless) == completion()
     harmless = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "service_tier": "auto"}
+    harmless |= {"add_special_tokens": False, "chat_template_kwargs": {}, "bad_words": []}
     assert chat(**harmless, top_logprobs=0, logprobs=False) == chat()
 
 

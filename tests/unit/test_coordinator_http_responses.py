@@ -4,16 +4,26 @@ import json
 
 import pytest
 import tokenizers
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import decoders, models, pre_tokenizers
 
 from coordinator.http.errors import error_object, error_response, renamed, status_of
 from coordinator.http.logprobs import TextOffsets, chat_logprobs, completion_logprobs
-from coordinator.http.requests import CHAT_NAMES, COMPLETION_NAMES
-from coordinator.http.responses import Usage, timeline_object
+from coordinator.http.requests import CHAT_NAMES, COMPLETION_NAMES, Asked
+from coordinator.http.responses import Answered, ChatForm, CompletionForm, Envelope, Usage, timeline_object
 from coordinator.statuses import CODES
 from coordinator.tokenizer import Tokenizer, read_tokenizer
 from engine.errors import RequestError
-from protos.inference_pb2 import Timeline, TokenLogprobs, TopLogprob
+from protos.inference_pb2 import (
+    FINISH_REASON_LENGTH,
+    Chunk,
+    Complete,
+    GenerateRequest,
+    Timeline,
+    TokenLogprobs,
+    TopLogprob,
+)
 from tests.tiny_models import EOS, write_fake_model
 
 
@@ -107,6 +117,33 @@ def test_a_timeline_has_every_field():
     timeline = timeline_object(Timeline(prefill_s=0.5, decode_node="d"))
     assert timeline.keys() == {field.name for field in Timeline.DESCRIPTOR.fields}
     assert (timeline["prefill_s"], timeline["decode_s"], timeline["decode_node"]) == (0.5, 0.0, "d")
+
+
+# ---- what OpenAI's own client accepts when it is strict ----
+
+CHUNK = Chunk(text="aü", token_ids=[ord("a"), 0xC3, 0xBC, EOS], logprobs=ITEMS)
+COMPLETE = Complete(finish_reason=FINISH_REASON_LENGTH)
+
+
+@pytest.mark.parametrize("with_extras", [False, True])
+@pytest.mark.parametrize(("form_class", "response_class"), [(ChatForm, ChatCompletion), (CompletionForm, Completion)])
+def test_a_whole_response_is_of_openais_type(tokenizer, form_class, response_class, with_extras):
+    asked = Asked((GenerateRequest(),), return_token_ids=with_extras, include_timeline=with_extras)
+    form = form_class(asked, tokenizer)
+    answered = Answered([1, 2])
+    answered.add(CHUNK)
+    answered.complete = COMPLETE
+    response = Envelope(form, "r", "m").whole([form.whole(0, answered)], Usage(2), **form.envelope_extras([1, 2]))
+    response_class.model_validate_json(json.dumps(response), strict=True)
+
+
+def test_every_event_of_a_chat_is_of_openais_type(tokenizer):
+    form = ChatForm(Asked((GenerateRequest(),)), tokenizer)
+    envelope = Envelope(form, "r", "m")
+    for choice in (form.opening(0), form.event(0, [1, 2], CHUNK), form.closing(0, COMPLETE)):
+        ChatCompletionChunk.model_validate_json(json.dumps(envelope.event([choice], usage=None)), strict=True)
+    last = envelope.event([], usage=Usage(2).to_json())
+    ChatCompletionChunk.model_validate_json(json.dumps(last), strict=True)
 
 
 # ---- errors ----

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from coordinator.tokenizer import LONG_TEXT_CHARS, read_tokenizer
 from engine.errors import ModelError, RequestError
-from tests.tiny_models import write_tokenizer
+from tests.tiny_models import EOS, write_tokenizer
 
 MESSAGES = [
     {"role": "system", "content": 'You are <kind> & "quoted".\n'},
@@ -48,6 +48,22 @@ def test_texts_encode_as_in_transformers(folder):
     tokenizer = read_tokenizer(folder)
     for text in ("a", "héllo wörld 😀", "<|user|>x", " lead and trail ", "long " * LONG_TEXT_CHARS):
         assert asyncio.run(tokenizer.encode(text)) == reference(text)["input_ids"]
+
+
+def test_the_texts_of_single_tokens(folder):
+    tokenizer = read_tokenizer(folder)
+    assert asyncio.run(tokenizer.token_texts([97, 0xC3, EOS, 10**6])) == ["a", "\ufffd", "<|eos|>", ""]
+
+
+def test_the_event_loop_goes_on_while_many_tokens_become_texts(folder):
+    async def scenario():
+        token_ids = [97] * (2 * LONG_TEXT_CHARS)
+        texts = asyncio.create_task(read_tokenizer(folder).token_texts(token_ids))
+        await asyncio.sleep(0)
+        assert not texts.done()
+        assert await texts == ["a"] * len(token_ids)
+
+    asyncio.run(scenario())
 
 
 def test_the_tokenizers_own_special_tokens_are_added_and_its_limits_are_not(folder):

@@ -6,9 +6,10 @@ from click.testing import CliRunner
 
 from engine.errors import SettingsError
 from splitserve.bench.compare.compare_command import compare_command, cores_of
-from splitserve.bench.compare.compare_options import parse_engine_flag, parse_rate, repeat_pair_flags
+from splitserve.bench.compare.compare_options import CompareCommand, parse_engine_flag, parse_rate
 from splitserve.bench.compare.workload import Dataset, Workload, seed_of, served_by_all
 from splitserve.bench.errors import BenchError
+from splitserve.bench.options import repeat_flags
 from splitserve.bench.serve.target import ServedModel
 from splitserve.models import LocalModel
 from tests.tiny_models import VOCAB_SIZE, write_fake_model
@@ -30,7 +31,7 @@ AZURE_ROWS = [f"2023-11-16 18:17:0{i}.0000000,{100 + i},{10 + i}" for i in range
     ],
 )
 def test_several_pairs_may_follow_one_flag(words, expected):
-    assert repeat_pair_flags(words.split()) == expected.split()
+    assert repeat_flags(words.split(), CompareCommand.lists) == expected.split()
 
 
 def test_flags_of_the_clusters_are_read_as_up_reads_them():
@@ -104,6 +105,18 @@ def test_a_load_is_the_same_for_the_same_seed_and_lasts_as_its_rate_says():
 def test_loads_are_clipped_to_what_all_can_take():
     workload = Workload(Dataset(random_input_len=200, random_output_len=100), ServedModel("", 64, 1000))
     assert {len(each.prompt) + each.output_tokens for each in workload.load(1.0, 5, seed=0)} == {64}
+
+
+def test_the_share_that_is_clipped_is_known(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *AZURE_ROWS]))
+    shares = [
+        Workload(Dataset("azure", str(path)), ServedModel("", most, 1000)).clipped_share()
+        for most in (None, 124, 123, 115, 64)
+    ]
+    assert shares == [0, 0, 1 / 8, 5 / 8, 1]  # 110, 112, ... 124 tokens
+    data = Dataset(random_input_len=60, random_output_len=5)
+    assert [Workload(data, ServedModel("", most, 1000)).clipped_share() for most in (65, 64)] == [0, 1]
 
 
 def test_a_trace_is_stretched_to_the_rate_and_its_seed_chooses_the_stretch(tmp_path):

@@ -6,6 +6,7 @@ import json
 import math
 
 import pytest
+from matplotlib.figure import Figure
 
 from splitserve.bench.compare.compare_report import (
     comparison_json,
@@ -208,7 +209,7 @@ async def test_given_rates_are_run_once_for_everybody():
     assert "prefill queue" in text
 
 
-async def test_the_same_probes_can_be_judged_by_another_objective():
+async def test_the_same_probes_can_be_judged_by_another_objective(tmp_path):
     arena = QueueArena({COLOCATED.name: 0.2, SPLIT.name: 0.1})
     bench = dataclasses.replace(BENCH, criterion=Scales(ttft=2.0), at_rates=(2.0, 8.0), first_rate=None)
     strict = await comparing(arena, bench).run([COLOCATED, SPLIT], COLOCATED)
@@ -220,6 +221,10 @@ async def test_the_same_probes_can_be_judged_by_another_objective():
     assert [[counted.num_good for counted in entry.search.curve()] for entry in loose.entries] == [[100, 160]] * 2
     assert good[0][1] < 160
     assert "TTFT ≤ 1e+06 x unloaded" in shown(loose)
+    save_comparison(strict, [loose], {"model": "queue"}, tmp_path)
+    (also,) = json.loads((tmp_path / "comparison.json").read_text())["also"]
+    assert also["slo"].startswith("TTFT ≤ 1e+06 x unloaded")
+    assert [[probe["num_good"] for probe in each["probes"]] for each in also["contenders"]] == [[100, 160]] * 2
     assert [[counted.num_good for counted in entry.search.curve()] for entry in strict.entries] == good
 
 
@@ -232,9 +237,10 @@ async def test_it_is_shown_saved_and_drawn(tmp_path):
     assert "peer fast wins: " in text
     for run in runs:
         save_probe(run, tmp_path)
-    save_comparison(comparison, {"model": "queue"}, tmp_path)
+    save_comparison(comparison, [], {"model": "queue"}, tmp_path)
     assert (tmp_path / "attainment.png").read_bytes().startswith(b"\x89PNG")
     saved = json.loads((tmp_path / "comparison.json").read_text())
+    assert saved.pop("also") == []
     assert saved == json.loads(json.dumps(comparison_json(comparison, {"model": "queue"})))
     first = saved["contenders"][0]
     assert first["result"]["best_rate"] == comparison.entries[0].search.result().best_rate
@@ -244,6 +250,33 @@ async def test_it_is_shown_saved_and_drawn(tmp_path):
     assert len(files) == len(runs) == sum(len(each["probes"]) for each in saved["contenders"])
     probe = json.loads(files[0].read_text())
     assert len(probe["requests"]) == probe["num_total"] == 100
+
+
+async def test_the_picture_shows_the_share_that_was_wanted(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    arena = QueueArena({COLOCATED.name: 0.2})
+    comparison = await comparing(arena, dataclasses.replace(BENCH, attainment=0.95)).run([COLOCATED], COLOCATED)
+    save_comparison(comparison, [], {}, tmp_path)
+    ((axes,),) = (figure.axes for figure in drawn)
+    assert [text.get_text() for text in axes.texts] == ["95%"]
+    assert [95.0, 95.0] in [list(line.get_ydata()) for line in axes.lines]
+
+
+async def test_what_is_not_known_of_a_peer_is_said():
+    comparison = await comparing(QueueArena({FAST.name: 0.1, SPLIT.name: 0.1})).run([FAST, SPLIT], COLOCATED)
+    assert [line.partition(":")[0] for line in warnings(comparison) if "not known here" in line] == ["peer fast"]
+
+
+async def test_a_probe_that_a_trace_makes_short_is_said(tmp_path):
+    path, lines = tmp_path / "trace.csv", []
+    rows = [f"2023-11-16 18:17:{i:02}.0000000,10,5" for i in range(50)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    workload = Workload(Dataset("azure", str(path)), ServedModel("queue", 100, 1000))
+    arena, bench = QueueArena({COLOCATED.name: 0.2}), dataclasses.replace(BENCH, at_rates=(1.0,))
+    compare = Compare(bench, workload, arena, report=lines.append, show=lambda text: None, on_probe=lambda run: None)
+    await compare.run([COLOCATED], COLOCATED)
+    assert any("the trace has 50 requests, not the 100 of 20 s" in line for line in lines)
 
 
 async def test_a_search_that_ran_out_of_probes_is_marked():

@@ -120,3 +120,11 @@ def test_nobody_is_above_without_a_known_edge():
 )
 def test_the_main_cause_is_what_most_misses_are_due_to(misses, cause):
     assert main_cause(misses) == cause
+
+
+@pytest.mark.parametrize(("name", "is_mixed"), [("colocated 1x2", True), ("auto 1P+1D", True), ("split 1P+1D", False)])
+def test_where_prompts_are_computed_between_tokens_that_is_said(name, is_mixed):
+    (line,) = verdict([standing(name, 4.0, 3.5, 4.4, misses=SLOW)])
+    assert ("its decode includes the prompts" in line) is is_mixed
+    (line,) = verdict([standing(name, 4.0, 3.5, 4.4, misses=LATE)])  # not by decode
+    assert "its decode includes" not in line

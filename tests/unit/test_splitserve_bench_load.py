@@ -335,3 +335,10 @@ async def test_connections_are_used_again():
         assert script.num_connections <= 5  # not one for each request
         outcomes = await send(target, plan(150))
     assert all(outcome.error == "" for outcome in outcomes)
+
+
+async def test_a_short_answer_fails_where_nobody_counts_its_tokens_too():
+    async with http_server(Script({1: SHORT}), with_usage=False) as target:
+        whole, short = await send(target, plan(2))
+    assert (whole.error, whole.num_output_tokens) == ("", 6)
+    assert short.error.startswith("the answer stopped before it had 6 tokens")

@@ -9,8 +9,9 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
+from splitserve.bench.options import repeat_flags
 from splitserve.bench.serve.serve_command import serve_command
-from splitserve.bench.serve.serve_options import repeat_flags
+from splitserve.bench.serve.serve_options import ServeCommand
 from splitserve.cli import main
 from tests.unit.load_servers import FAIL, HANG, MAX_MODEL_LEN, MODEL, SERVERS, VOCAB_SIZE, Script, http_server
 
@@ -161,6 +162,28 @@ async def test_ctrl_c_tells_what_came_and_leaves_no_process(serving):
     assert not any(child.is_running() for child in children)
 
 
+async def test_what_came_is_told_when_the_generator_dies(serving):
+    script = Script()
+    async with serving(script) as target:
+        await run(target, *FEW)
+        script.does[script.order[-1]] = HANG
+        process = await start(target, *FEW)
+        said = ""
+        while "5 of 6 done" not in said:
+            said += (await process.stderr.readline()).decode()
+        (generator,) = (
+            child
+            for child in psutil.Process(process.pid).children(recursive=True)
+            if child.cmdline()[-1] == "splitserve.bench.serve.generator"
+        )
+        generator.kill()
+        output, errors = await process.communicate()
+    assert process.returncode == 1
+    assert "stopped: 1 of 6 requests have no outcome" in errors.decode()
+    assert "without the outcomes of 1 requests" in errors.decode()
+    assert "requests offered" in output.decode()
+
+
 REFUSED = {
     "no trace": (["--dataset-name", "azure"], "--dataset-path"),
     "a trace for random requests": (["--dataset-path", __file__], "--dataset-path"),
@@ -215,7 +238,7 @@ def test_help():
     ],
 )
 def test_several_words_after_a_flag(words, repeated):
-    assert repeat_flags(words) == repeated
+    assert repeat_flags(words, ServeCommand.lists) == repeated
 
 
 def test_the_command_has_no_arguments():

@@ -16,7 +16,6 @@ from splitserve.bench.serve.metrics import (
     missed,
     parse_goodput,
     summarize,
-    wilson,
 )
 from tests.unit.bench_serve_kit import answered, failed, timeline
 
@@ -97,7 +96,7 @@ def test_a_summary_by_hand():
     assert (summary.num_offered, summary.num_completed, summary.num_failed, summary.num_refused) == (8, 5, 3, 2)
     assert (summary.num_good, summary.attainment) == (2, 0.25)
     assert (summary.attainment_ttft, summary.attainment_tpot) == (3 / 8, 3 / 8)
-    assert summary.attainment_interval == wilson(2, 8)
+    assert summary.attainment_interval == pytest.approx((0.0715, 0.5907), abs=1e-4)  # Wilson's for 2 of 8
     assert summary.duration_s == 8.0
     assert summary.request_goodput_per_s == 0.25
     assert (summary.total_input_tokens, summary.total_output_tokens) == (50, 10)
@@ -190,28 +189,17 @@ def test_bad_goodput(word):
         parse_goodput(["e2el:5", word])
 
 
-@pytest.mark.parametrize(
-    ("good", "total", "low", "high"),
-    [(90, 100, 0.82563, 0.94477), (0, 10, 0.0, 0.27753), (10, 10, 0.72247, 1.0), (1, 2, 0.09453, 0.90547)],
-)
-def test_wilson_as_tables_have_it(good, total, low, high):
-    assert wilson(good, total) == pytest.approx((low, high), abs=1e-5)
+def test_misses_that_come_together_say_less_than_as_many_apart():
+    def interval_of(late):
+        return summarize(
+            [answered(i, float(i), (i + (1.0 if i in late else 0.5),)) for i in range(100)], LIMITS
+        ).attainment_interval
 
-
-@given(st.integers(1, 5000).flatmap(lambda total: st.tuples(st.integers(0, total), st.just(total))))
-def test_wilsons_ends_are_where_the_share_is_z_deviations_away(counts):
-    good, total = counts
-    low, high = wilson(good, total)
-    assert 0 <= low <= good / total <= high <= 1
-    for end in (low, high):
-        if 0 < end < 1:
-            deviation = math.sqrt(end * (1 - end) / total)
-            assert abs(good / total - end) == pytest.approx(1.959964 * deviation, rel=1e-5, abs=1e-9)
-    assert wilson(total - good, total) == pytest.approx((1 - high, 1 - low))
-
-
-def test_nothing_is_known_of_no_requests():
-    assert wilson(0, 0) == (0.0, 1.0)
+    together, apart = interval_of(range(40, 60)), interval_of(range(0, 100, 5))
+    assert together[0] < apart[0] < 0.8 < apart[1] < together[1]
+    outcomes = [answered(i, float(i), (i + (1.0 if i in range(40, 60) else 0.5),)) for i in range(100)]
+    random.Random(0).shuffle(outcomes)
+    assert summarize(outcomes, LIMITS).attainment_interval == together
 
 
 def test_a_distribution_by_hand():

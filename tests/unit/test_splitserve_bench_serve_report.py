@@ -88,7 +88,7 @@ def test_pictures(tmp_path):
         for name in ("colocated", "split")
         for rate, share in ((2.0, 0.8), (1.0, 1.0), (4.0, 0.2))
     ]
-    plot_attainment(points, tmp_path / "attainment.png")
+    plot_attainment(points, 0.95, tmp_path / "attainment.png")
     plot_latencies(OUTCOMES, LIMITS, tmp_path / "latencies.png")
     plot_timeline([*OUTCOMES, answered(4, 3.0, (4.0, 5.0), scheduled_s=2.0)], tmp_path / "timeline.png")
     for name in ("attainment", "latencies", "timeline"):
@@ -102,7 +102,7 @@ def test_pictures(tmp_path):
 def test_pictures_of_next_to_nothing(tmp_path, outcomes):
     plot_latencies(outcomes, Limits(), tmp_path / "latencies.png")
     plot_timeline(outcomes, tmp_path / "timeline.png")
-    plot_attainment([], tmp_path / "attainment.png")
+    plot_attainment([], 0.9, tmp_path / "attainment.png")
     assert all(read_png(path.read_bytes()) for path in tmp_path.iterdir())
 
 

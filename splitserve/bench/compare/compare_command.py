@@ -13,7 +13,7 @@ import click
 
 from engine.errors import SettingsError
 from splitserve.bench.compare.compare_options import (
-    PairsCommand,
+    CompareCommand,
     contender_options,
     goal_options,
     load_options,
@@ -59,7 +59,7 @@ class Asked:
         }
 
 
-@click.command("compare", cls=PairsCommand)
+@click.command("compare", cls=CompareCommand)
 @click.argument("model", default="")
 @contender_options
 @load_options
@@ -111,6 +111,8 @@ async def _prepare(asked: Asked, show: Callable[[str], None]) -> "Compare":
     peers = await describe_peers(asked.contenders)
     served = served_by_all(asked.model, asked.flags.get("max_model_len") or None, list(peers.values()))
     workload = Workload(asked.dataset, served)
+    if share := workload.clipped_share():
+        report(f"{share:.1%} of the requests are longer than {served.max_model_len} tokens, and are clipped to that")
     folder = asked.save_dir or Path(tempfile.mkdtemp(prefix="splitserve-compare-"))
     probes, logs = folder / "probes", folder / "logs"
     try:
@@ -128,12 +130,12 @@ def _show(comparison: "Comparison", asked: Asked) -> None:
     from splitserve.bench.compare.entry import judged_by
     from splitserve.bench.compare.slo import RelativeSlo
 
-    comparisons = [comparison]
+    also: list[Comparison] = []
     if comparison.unloaded is not None:
-        comparisons += [judged_by(RelativeSlo(scales, comparison.unloaded), comparison) for scales in asked.also]
+        also = [judged_by(RelativeSlo(scales, comparison.unloaded), comparison) for scales in asked.also]
     if asked.save_dir is not None:
-        save_comparison(comparison, asked.about(), asked.save_dir)
-    for each in comparisons:
+        save_comparison(comparison, also, asked.about(), asked.save_dir)
+    for each in (comparison, *also):
         if asked.as_json:
             click.echo(json.dumps(comparison_json(each, asked.about())))
         else:

@@ -2,25 +2,22 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import click
 
 from engine.errors import SettingsError
 from splitserve.bench.compare.contenders import KINDS, parse_split
 from splitserve.bench.engine_command import ListOf
+from splitserve.bench.options import RepeatingCommand, options_of
 from splitserve.bench.serve.serve_options import DATASETS, RANDOM
 
 POSITIVE: Final = click.FloatRange(min=0, min_open=True)
 NOT_NEGATIVE: Final = click.FloatRange(min=0)
 COUNT: Final = click.IntRange(1)
-PAIR_FLAGS: Final = ("--goodput", "--slo-scale")  # several pairs may follow
 PAIR: Final = re.compile(r"(ttft|tpot|e2el):\S*", re.ASCII)
 LOWEST_RATE, HIGHEST_RATE = 1e-4, 1e5
-
-Command = Callable[..., None]
 
 
 def parse_rate(text: str) -> float:
@@ -57,38 +54,10 @@ def parse_engine_flag(text: str) -> tuple[str, Any]:
         raise SettingsError(f"--engine-flag {text}: {error.message}") from error
 
 
-class PairsCommand(click.Command):
-    """Takes several pairs after one flag, as vLLM's command does: `--goodput ttft:500 tpot:30`."""
+class CompareCommand(RepeatingCommand):
+    """Takes several pairs after one flag."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, repeat_pair_flags(args))
-
-
-def repeat_pair_flags(words: Sequence[str]) -> list[str]:
-    """`--goodput a:1 b:2 model` becomes `--goodput a:1 --goodput b:2 model`."""
-    repeated: list[str] = []
-    flag = ""  # that the next pair belongs to, after its first one
-    for before, word in zip(["", *words], words, strict=False):
-        is_pair = PAIR.fullmatch(word) is not None
-        if is_pair and flag and before not in PAIR_FLAGS:
-            repeated.append(flag)
-        if word in PAIR_FLAGS:
-            flag = word
-        elif not is_pair:
-            flag = ""
-        repeated.append(word)
-    return repeated
-
-
-def options_of(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Several options as one decorator, in their order."""
-
-    def add(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
+    lists: ClassVar = {"--goodput": PAIR, "--slo-scale": PAIR}
 
 
 contender_options = options_of(
@@ -128,9 +97,21 @@ load_options = options_of(
     click.option("--random-range-ratio", default=0.0, show_default=True, type=click.FloatRange(0, 1, max_open=True)),
     click.option("--burstiness", default=1.0, show_default=True, type=POSITIVE, help="1 is Poisson; random only."),
     click.option("--num-prompts", default=100, show_default=True, type=COUNT, help="Requests of a probe, at least."),
-    click.option("--seconds", default=20.0, show_default=True, type=NOT_NEGATIVE, help="Length of a probe, at least."),
+    click.option(
+        "--seconds",
+        default=20.0,
+        show_default=True,
+        type=NOT_NEGATIVE,
+        help="Length of a probe, at least, but for a trace that is shorter.",
+    ),
     click.option("--request-timeout-s", default=120.0, show_default=True, type=POSITIVE),
-    click.option("--seed", default=0, show_default=True, type=click.IntRange(0)),
+    click.option(
+        "--seed",
+        default=0,
+        show_default=True,
+        type=click.IntRange(0),
+        help="Of prompts, lengths and arrivals; take another one when a peer keeps the KV of an earlier comparison.",
+    ),
 )
 
 goal_options = options_of(

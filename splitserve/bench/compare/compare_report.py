@@ -10,22 +10,27 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
+from splitserve.bench.compare.contenders import PEER
 from splitserve.bench.compare.entry import Comparison, Entry, ProbeRun, standing
 from splitserve.bench.compare.search import FixedRates, RateSearch, SearchResult
 from splitserve.bench.compare.slo import MS, Slo, judge
 from splitserve.bench.compare.verdict import main_cause, plain
-from splitserve.bench.report import plain_table
 from splitserve.bench.serve.metrics import Distribution, Limits, Summary, summarize
 from splitserve.bench.serve.plots import AttainmentPoint, plot_attainment
 from splitserve.bench.serve.results import request_lines
 from splitserve.bench.serve.serve_report import MAX_SEND_LAG_S
+from splitserve.bench.tables import plain_table
 
 PERCENTILES: Final = (50, 90, 99)
 LATENCIES: Final = ("ttft", "tpot")
 NOTE: Final = (
     "knee: where attainment crosses the goal, with 95 % confidence; latencies, in ms, are those of complete answers at "
     "the goodput or, without one, at the lowest rate; beside the limit that most requests miss is the phase that "
-    "most of those were long in"
+    "most of those were long in; decode includes the prompts that the same node computes meanwhile"
+)
+UNKNOWN_OF_PEERS: Final = (
+    "how many cores it has, and what KV it keeps of earlier runs, is not known here; it is asked over HTTP, our "
+    "clusters over gRPC"
 )
 
 
@@ -72,6 +77,8 @@ def warnings(comparison: Comparison) -> list[str]:
         is_search = isinstance(entry.search, RateSearch)
         if is_search and not entry.failure and not entry.search.result().is_settled:
             lines.append(f"{entry.contender.name}: the search ended before the knee was found as closely as wanted")
+        if entry.contender.kind == PEER:
+            lines.append(f"{entry.contender.name}: {UNKNOWN_OF_PEERS}")
         lags_s = [lag for run in entry.runs if (lag := _summary(run).send_lag_s.percentile(99)) is not None]
         if lags_s and max(lags_s) > MAX_SEND_LAG_S:
             lines.append(
@@ -100,15 +107,17 @@ def save_probe(run: ProbeRun, folder: Path) -> None:
     (folder / name).write_text(json.dumps({"contender": run.contender, **_run_json(run), "requests": requests}))
 
 
-def save_comparison(comparison: Comparison, about: Mapping[str, Any], folder: Path) -> None:
-    """The JSON object, and a picture of attainment over the rate."""
-    (folder / "comparison.json").write_text(json.dumps(comparison_json(comparison, about), indent=2))
+def save_comparison(comparison: Comparison, also: Sequence[Comparison], about: Mapping[str, Any], folder: Path) -> None:
+    """The JSON object, its `also` the same requests judged by other objectives; and a picture of attainment over the
+    rate."""
+    saved = comparison_json(comparison, about) | {"also": [comparison_json(each, {}) for each in also]}
+    (folder / "comparison.json").write_text(json.dumps(saved, indent=2))
     points = [
         AttainmentPoint(entry.contender.name, each.rate, each.attainment, each.interval)
         for entry in comparison.entries
         for each in entry.search.curve()
     ]
-    plot_attainment(points, folder / "attainment.png")
+    plot_attainment(points, comparison.goal.attainment, folder / "attainment.png")
 
 
 def _entry_json(entry: Entry, slo: Slo) -> dict[str, Any]:

@@ -101,6 +101,11 @@ class Compare:
         name, bench = entry.contender.name, self._bench
         num_requests = max(bench.num_prompts, min(MOST_REQUESTS, math.ceil(probe.rate * bench.seconds)))
         planned = self._workload.load(probe.rate, num_requests, seed_of(bench.seed, probe.rate, probe.seed))
+        if len(planned) < num_requests:
+            self._report(
+                f"{name}, {plain(probe.rate)} req/s: the trace has {len(planned)} requests, not the {num_requests} of "
+                f"{bench.seconds:g} s; a short run may not show a queue that grows slowly"
+            )
         try:
             outcomes = await self._run(entry.contender, planned, f"{name}, {plain(probe.rate)} req/s")
         except SplitServeError as error:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
-from splitserve.bench.compare.spread import interval
+from splitserve.bench.serve.spread import interval
 
 STEP: Final = 2.0  # factor between rates while there is no bracket
 MOST_SEEDS: Final = 3  # probes of one rate

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from splitserve.bench.compare.spread import effective_size
 from splitserve.bench.compare.unloaded import Unloaded
 from splitserve.bench.errors import BenchError
 from splitserve.bench.serve.metrics import GOODPUT_NAMES, Limits, missed
 from splitserve.bench.serve.misses import Misses, count_misses, is_complete
 from splitserve.bench.serve.records import Outcome, PlannedRequest
+from splitserve.bench.serve.spread import effective_size
 
 MS: Final = 1e3
 

@@ -9,6 +9,7 @@ from splitserve.bench.compare.search import SearchResult
 from splitserve.bench.serve.misses import Misses
 from splitserve.terminal import PHASES
 
+MIXED: Final = "its decode includes the prompts that are computed between those tokens"
 PHASE_NAMES: Final = {field: name for name, field, _, _ in PHASES}
 
 
@@ -124,7 +125,9 @@ def _loses_to(standing: Standing) -> str:
     result, misses = standing.result, standing.misses
     if misses is None or result.failing_rate is None:
         return f"{standing.name} lost too few requests at every tested rate: its limit is not known."
-    return f"{standing.name} loses its requests at {plain(result.failing_rate)} req/s to {_listed(_parts(misses))}."
+    mixed = f"; {MIXED}" if standing.kind in (COLOCATED, AUTO) and "decode_s" in misses.tpot_phases else ""
+    causes = _listed(_parts(misses))
+    return f"{standing.name} loses its requests at {plain(result.failing_rate)} req/s to {causes}{mixed}."
 
 
 def _parts(misses: Misses) -> list[str]:

@@ -19,6 +19,8 @@ from splitserve.models import LocalModel
 
 MOST_TRACED: Final = 100_000  # requests that are read of a trace
 
+SAMPLE: Final = 200  # random requests from which a share is told
+
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
@@ -56,6 +58,13 @@ class Workload:
         if self._max_model_len is not None:
             shapes = list(fit(shapes, self._max_model_len).shapes)
         return plan(shapes, send_at_s)
+
+    def clipped_share(self) -> float:
+        """The share of the data set's requests that are longer than all can take, and so clipped in every load."""
+        lengths = [each.input_tokens + each.output_tokens for each in self._traced]
+        if not lengths:
+            lengths = [len(each.prompt) + each.output_tokens for each in self._random(SAMPLE, Random(0))]
+        return sum(length > (self._max_model_len or length) for length in lengths) / len(lengths)
 
     def _random(self, num_requests: int, rng: Random) -> list[Shape]:
         data = self._dataset

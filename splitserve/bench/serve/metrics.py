@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from statistics import NormalDist
 from typing import Final
 
 import numpy as np
@@ -20,10 +19,9 @@ import numpy as np
 from splitserve.bench.errors import BenchError
 from splitserve.bench.serve.misses import Misses, count_misses, is_complete, phase_means
 from splitserve.bench.serve.records import Outcome
+from splitserve.bench.serve.spread import effective_size, interval
 
 GOODPUT_NAMES: Final = ("ttft", "tpot", "e2el")
-CONFIDENCE: Final = 0.95
-Z: Final = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ class Summary:
     num_refused: int
     num_good: int
     attainment: float
-    attainment_interval: tuple[float, float]  # Wilson's, at 95 %
+    attainment_interval: tuple[float, float]  # at 95 %, with misses that come in clusters reckoned with (spread.py)
     attainment_ttft: float | None
     attainment_tpot: float | None
     total_input_tokens: int
@@ -200,21 +198,13 @@ def is_good(outcome: Outcome, limits: Limits) -> bool:
     return is_complete(outcome) and not missed(outcome, limits)
 
 
-def wilson(good: int, total: int) -> tuple[float, float]:
-    """Between what shares the true one lies, with 95 % confidence, when good of total were so; (0, 1) of none. The
-    share itself is always between them."""
-    if total == 0:
-        return 0.0, 1.0
-    share, spread = good / total, Z * Z / total
-    half = Z * math.sqrt(share * (1 - share) / total + spread / (4 * total))
-    middle = share + spread / 2
-    return min(share, max(0.0, (middle - half) / (1 + spread))), max(share, min(1.0, (middle + half) / (1 + spread)))
-
-
 def summarize(outcomes: Sequence[Outcome], limits: Limits, duration_s: float | None = None) -> Summary:
     """All figures of a load. duration_s is until its last request ended, unless given."""
     complete = [outcome for outcome in outcomes if is_complete(outcome)]
-    num_good = sum(is_good(outcome, limits) for outcome in outcomes)
+    in_order = sorted(outcomes, key=lambda outcome: (outcome.scheduled_s, outcome.index))
+    are_good = [is_good(outcome, limits) for outcome in in_order]
+    num_good = sum(are_good)
+    attainment = num_good / len(are_good) if are_good else 0.0
     return Summary(
         outcomes=tuple(outcomes),
         limits=limits,
@@ -222,8 +212,8 @@ def summarize(outcomes: Sequence[Outcome], limits: Limits, duration_s: float | N
         num_completed=len(complete),
         num_refused=sum(outcome.is_refused for outcome in outcomes),
         num_good=num_good,
-        attainment=num_good / len(outcomes) if outcomes else 0.0,
-        attainment_interval=wilson(num_good, len(outcomes)),
+        attainment=attainment,
+        attainment_interval=interval(attainment, effective_size(are_good)),
         attainment_ttft=_attainment(outcomes, Limits(ttft_s=limits.ttft_s)),
         attainment_tpot=_attainment(outcomes, Limits(tpot_s=limits.tpot_s)),
         total_input_tokens=sum(outcome.num_prompt_tokens for outcome in complete),

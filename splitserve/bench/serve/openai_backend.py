@@ -204,5 +204,6 @@ def _count(said: Mapping[str, Any], moment_s: float, reply: Reply) -> None:
     if num_tokens:
         reply.arrived(moment_s, num_tokens)
     reply.is_ended |= ends
+    reply.is_stopped |= ends and choice["finish_reason"] != "length"
     if timeline := choice.get("timeline"):
         reply.timeline = {name: value for name, value in timeline.items() if name.endswith("_s")}

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI: Final = 120
-GOAL: Final = 0.9
 MAX_BARS: Final = 400
 MAX_SPACED_ROWS: Final = 60  # with more, gaps between them are less than a pixel
 SKEWED: Final = 20  # the largest value over the median from which an axis is logarithmic
@@ -47,8 +46,9 @@ class AttainmentPoint:
     interval: tuple[float, float]
 
 
-def plot_attainment(points: Sequence[AttainmentPoint], path: Path) -> None:
-    """Attainment over the request rate: a line with intervals for each contender, in the order in which they come."""
+def plot_attainment(points: Sequence[AttainmentPoint], goal: float, path: Path) -> None:
+    """Attainment over the request rate: a line with intervals for each contender, in the order in which they come, and
+    the share that is wanted."""
     figure = _figure(7.5, 4.5)
     axes = figure.add_subplot()
     contenders = list(dict.fromkeys(point.contender for point in points))
@@ -69,10 +69,10 @@ def plot_attainment(points: Sequence[AttainmentPoint], path: Path) -> None:
             elinewidth=1,
             capsize=3,
         )
-    axes.axhline(GOAL * 100, color="#606060", linestyle="--", linewidth=1)
+    axes.axhline(goal * 100, color="#606060", linestyle="--", linewidth=1)
     axes.annotate(
-        f"{GOAL:.0%}",
-        (1, GOAL * 100),
+        f"{goal * 100:g}%",
+        (1, goal * 100),
         (4, 0),
         xycoords=("axes fraction", "data"),
         textcoords="offset points",

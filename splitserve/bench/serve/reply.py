@@ -26,6 +26,7 @@ class Reply:
         self.num_arrived_tokens = 0
         self.num_output_tokens: int | None = None  # the server's own count, when it has told it
         self.is_ended = False  # whether the server said that the answer ends here
+        self.is_stopped = False  # whether it said that it ends for another reason than its length
         self.timeline: Mapping[str, float] | None = None
         self._request = request
         self._now_s = now_s
@@ -50,6 +51,8 @@ class Reply:
         wanted = self._request.output_tokens
         if self.num_output_tokens is not None and self.num_output_tokens != wanted:
             raise RequestFailed(f"the answer has {self.num_output_tokens} tokens instead of {wanted}")
+        if self.num_output_tokens is None and self.is_stopped:
+            raise RequestFailed(f"the answer stopped before it had {wanted} tokens, and nobody counted them")
 
     def outcome(self, error: str = "", *, is_refused: bool = False) -> Outcome:
         """What became of the request, which ends now."""

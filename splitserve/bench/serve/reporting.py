@@ -66,7 +66,7 @@ class Reporting:
             self._print(summary, run)
 
     def show_stopped(self, outcomes: Sequence[Outcome], num_planned: int, run: Run) -> None:
-        """What came before the load was stopped; nothing is saved."""
+        """What came before the load was stopped, or broke off; nothing is saved."""
         report(
             f"stopped: {num_planned - len(outcomes)} of {num_planned} requests have no outcome, and do not count here"
         )

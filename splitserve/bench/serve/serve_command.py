@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from splitserve.bench.serve.serve_options import ListCommand, ServeOptions, load_options, result_options, where_options
+from splitserve.bench.errors import BenchError
+from splitserve.bench.serve.serve_options import ServeCommand, ServeOptions, load_options, result_options, where_options
 from splitserve.launcher import run_until_signal
 from splitserve.terminal import report
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:  # imported when the command runs, so that help is quick
     from splitserve.bench.serve.records import Outcome
 
 
-@click.command("serve", cls=ListCommand)
+@click.command("serve", cls=ServeCommand)
 @where_options
 @load_options
 @result_options
@@ -50,7 +51,7 @@ async def _serve(options: ServeOptions) -> None:
     try:
         with shown_progress(served.model) as on_progress:
             outcomes = await send(workload.planned, on_progress=on_progress, on_outcome=told.append)
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, BenchError):
         reporting.show_stopped(told, len(workload.planned), run)
         raise
     reporting.show(outcomes, run)

@@ -2,24 +2,24 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import click
 
 from engine.errors import SettingsError
+from splitserve.bench.options import RepeatingCommand, options_of
 from splitserve.bench.serve.target import BACKENDS, COMPLETIONS, OPENAI, SPLITSERVE, Target
 
 RANDOM, AZURE, MOONCAKE = "random", "azure", "mooncake"
 DATASETS: Final = (RANDOM, AZURE, MOONCAKE)
 NUM_PROMPTS: Final = 1000  # of random requests; of a trace all
 PORTS: Final = {SPLITSERVE: 50051, OPENAI: 8000}
-LISTS: Final = ("--goodput", "--metadata")  # several words may follow
-
-Command = Callable[..., Any]
+WORD: Final = re.compile(r"(?!--).*", re.DOTALL)
 ABOVE_0: Final = click.FloatRange(0, min_open=True)
+COUNT, LENGTH = click.IntRange(0), click.IntRange(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,130 +94,111 @@ class ServeOptions:
         return {name: value for name, _, value in pairs}
 
 
-class ListCommand(click.Command):
-    """Takes several words after one flag of LISTS, as vLLM's command does. The command has no arguments."""
+class ServeCommand(RepeatingCommand):
+    """It has no arguments that the words after a flag could be meant for."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, repeat_flags(args))
-
-
-def repeat_flags(words: Sequence[str]) -> list[str]:
-    """`--goodput a b` becomes `--goodput a --goodput b`."""
-    repeated: list[str] = []
-    flag, is_first = "", False
-    for word in words:
-        if word.startswith("--"):
-            flag, is_first = word if word in LISTS else "", True
-            repeated.append(word)
-        else:
-            repeated += [word] if is_first or not flag else [flag, word]
-            is_first = False
-    return repeated
+    lists: ClassVar = {"--goodput": WORD, "--metadata": WORD}
 
 
-def where_options(command: Command) -> Command:
-    """The server."""
-    return _together(
-        command,
-        click.option("--backend", default=SPLITSERVE, show_default=True, type=click.Choice(BACKENDS)),
-        click.option("--target", help="HOST:PORT of SplitServe's gRPC."),
-        click.option("--base-url", help="http://HOST:PORT of an OpenAI-compatible server."),
-        click.option("--host", default="127.0.0.1", show_default=True, help="Instead of --target and --base-url."),
-        click.option(
-            "--port", type=click.IntRange(1, 65535), help=f"With --host; default {PORTS[SPLITSERVE]}, {PORTS[OPENAI]}."
-        ),
-        click.option("--endpoint", default=COMPLETIONS, show_default=True, help="Of an OpenAI-compatible server."),
-        click.option("--model", default="", help="Served model; by default what is served."),
-        click.option(
-            "--api-key", envvar="SPLITSERVE_API_KEY", show_envvar=True, help="Secret that the server asks for."
-        ),
-        click.option("--extra-body", default="{}", help="JSON object of more fields for an OpenAI-compatible server."),
-        click.option(
-            "--tokenizer",
-            type=click.Path(exists=True, file_okay=False, path_type=Path),
-            help="Model folder whose vocabulary prompts are drawn from, for servers that do not tell theirs.",
-        ),
-        click.option("--vocab-size", type=click.IntRange(1), help="The same as a number."),
-    )
+# The server.
+where_options = options_of(
+    click.option("--backend", default=SPLITSERVE, show_default=True, type=click.Choice(BACKENDS)),
+    click.option("--target", help="HOST:PORT of SplitServe's gRPC."),
+    click.option("--base-url", help="http://HOST:PORT of an OpenAI-compatible server."),
+    click.option("--host", default="127.0.0.1", show_default=True, help="Instead of --target and --base-url."),
+    click.option(
+        "--port", type=click.IntRange(1, 65535), help=f"With --host; default {PORTS[SPLITSERVE]}, {PORTS[OPENAI]}."
+    ),
+    click.option("--endpoint", default=COMPLETIONS, show_default=True, help="Of an OpenAI-compatible server."),
+    click.option("--model", default="", help="Served model; by default what is served."),
+    click.option("--api-key", envvar="SPLITSERVE_API_KEY", show_envvar=True, help="Secret that the server asks for."),
+    click.option("--extra-body", default="{}", help="JSON object of more fields for an OpenAI-compatible server."),
+    click.option(
+        "--tokenizer",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        help="Model folder whose vocabulary prompts are drawn from, for servers that do not tell theirs.",
+    ),
+    click.option("--vocab-size", type=click.IntRange(1), help="The same as a number."),
+)
 
 
-def load_options(command: Command) -> Command:
-    """What is sent when."""
-    count, length = click.IntRange(0), click.IntRange(1)
-    return _together(
-        command,
-        click.option("--dataset-name", default=RANDOM, show_default=True, type=click.Choice(DATASETS)),
-        click.option(
-            "--dataset-path",
-            type=click.Path(exists=True, dir_okay=False, path_type=Path),
-            help="Trace file: Azure's CSV or Mooncake's JSON lines.",
-        ),
-        click.option("--random-input-len", default=1024, show_default=True, type=length, help="Tokens of a prompt."),
-        click.option("--random-output-len", default=128, show_default=True, type=length, help="Tokens of an answer."),
-        click.option(
-            "--random-range-ratio",
-            default=0.0,
-            show_default=True,
-            type=click.FloatRange(0, 1, max_open=True),
-            help="Lengths differ by up to this share of them.",
-        ),
-        click.option("--num-prompts", type=length, help=f"Requests; default {NUM_PROMPTS}, of a trace all."),
-        click.option(
-            "--request-rate",
-            default=math.inf,
-            show_default=True,
-            type=ABOVE_0,
-            help="Requests a second; inf sends all at once, and a trace at its own times.",
-        ),
-        click.option(
-            "--burstiness",
-            default=1.0,
-            show_default=True,
-            type=ABOVE_0,
-            help="1 is a Poisson process, less comes in bursts, more evenly.",
-        ),
-        click.option("--time-scale", default=1.0, show_default=True, type=ABOVE_0, help="Times a trace's gaps."),
-        click.option("--length-scale", default=1.0, show_default=True, type=ABOVE_0, help="Times a trace's lengths."),
-        click.option("--max-concurrency", type=length, help="Requests at the same time; the rest wait."),
-        click.option(
-            "--num-warmups", default=0, show_default=True, type=count, help="Requests before, which do not count."
-        ),
-        click.option(
-            "--request-timeout-s", default=600.0, show_default=True, type=ABOVE_0, help="A later answer is a miss."
-        ),
-        click.option("--seed", default=0, show_default=True, help="Of prompts, lengths and arrivals."),
-    )
+# What is sent when.
+load_options = options_of(
+    click.option("--dataset-name", default=RANDOM, show_default=True, type=click.Choice(DATASETS)),
+    click.option(
+        "--dataset-path",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="Trace file: Azure's CSV or Mooncake's JSON lines.",
+    ),
+    click.option("--random-input-len", default=1024, show_default=True, type=LENGTH, help="Tokens of a prompt."),
+    click.option("--random-output-len", default=128, show_default=True, type=LENGTH, help="Tokens of an answer."),
+    click.option(
+        "--random-range-ratio",
+        default=0.0,
+        show_default=True,
+        type=click.FloatRange(0, 1, max_open=True),
+        help="Lengths differ by up to this share of them.",
+    ),
+    click.option("--num-prompts", type=LENGTH, help=f"Requests; default {NUM_PROMPTS}, of a trace all."),
+    click.option(
+        "--request-rate",
+        default=math.inf,
+        show_default=True,
+        type=ABOVE_0,
+        help="Requests a second; inf sends all at once, and a trace at its own times.",
+    ),
+    click.option(
+        "--burstiness",
+        default=1.0,
+        show_default=True,
+        type=ABOVE_0,
+        help="1 is a Poisson process, less comes in bursts, more evenly.",
+    ),
+    click.option("--time-scale", default=1.0, show_default=True, type=ABOVE_0, help="Times a trace's gaps."),
+    click.option("--length-scale", default=1.0, show_default=True, type=ABOVE_0, help="Times a trace's lengths."),
+    click.option("--max-concurrency", type=LENGTH, help="Requests at the same time; the rest wait."),
+    click.option(
+        "--num-warmups", default=0, show_default=True, type=COUNT, help="Requests before, which do not count."
+    ),
+    click.option(
+        "--request-timeout-s", default=600.0, show_default=True, type=ABOVE_0, help="A later answer is a miss."
+    ),
+    click.option(
+        "--seed",
+        default=0,
+        show_default=True,
+        help="Of prompts, lengths and arrivals; take another one when the server keeps the KV of an earlier run.",
+    ),
+)
 
 
-def result_options(command: Command) -> Command:
-    """What is made of it."""
-    return _together(
-        command,
-        click.option(
-            "--goodput",
-            multiple=True,
-            help="Limits of a good request in ms, such as ttft:500 tpot:30 e2el:9000.",
-        ),
-        click.option("--percentile-metrics", default="ttft,tpot,itl", show_default=True, help="Also e2el, ttst."),
-        click.option("--metric-percentiles", default="99", show_default=True, help="Several with commas."),
-        click.option("--label", help="Begins the result's name; default: the backend."),
-        click.option("--num-gpus", type=click.IntRange(1), help="Of all nodes, for goodput per GPU."),
-        click.option("--metadata", multiple=True, help="KEY=VALUE for the result; several may follow."),
-        click.option("--save-result", is_flag=True, help="Write the figures to a JSON file."),
-        click.option(
-            "--save-detailed", is_flag=True, help="The same with every request, and one JSON line for each beside it."
-        ),
-        click.option(
-            "--result-dir",
-            default=".",
-            show_default=True,
-            type=click.Path(file_okay=False, path_type=Path),
-            help="Where to; it is made.",
-        ),
-        click.option("--result-filename", help="Instead of LABEL-RATEqps-MODEL-TIME.json."),
-        click.option("--plots", type=click.Path(file_okay=False, path_type=Path), help="Folder for pictures (PNG)."),
-        click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables."),
-    )
+# What is made of it.
+result_options = options_of(
+    click.option(
+        "--goodput",
+        multiple=True,
+        help="Limits of a good request in ms, such as ttft:500 tpot:30 e2el:9000.",
+    ),
+    click.option("--percentile-metrics", default="ttft,tpot,itl", show_default=True, help="Also e2el, ttst."),
+    click.option("--metric-percentiles", default="99", show_default=True, help="Several with commas."),
+    click.option("--label", help="Begins the result's name; default: the backend."),
+    click.option("--num-gpus", type=click.IntRange(1), help="Of all nodes, for goodput per GPU."),
+    click.option("--metadata", multiple=True, help="KEY=VALUE for the result; several may follow."),
+    click.option("--save-result", is_flag=True, help="Write the figures to a JSON file."),
+    click.option(
+        "--save-detailed", is_flag=True, help="The same with every request, and one JSON line for each beside it."
+    ),
+    click.option(
+        "--result-dir",
+        default=".",
+        show_default=True,
+        type=click.Path(file_okay=False, path_type=Path),
+        help="Where to; it is made.",
+    ),
+    click.option("--result-filename", help="Instead of LABEL-RATEqps-MODEL-TIME.json."),
+    click.option("--plots", type=click.Path(file_okay=False, path_type=Path), help="Folder for pictures (PNG)."),
+    click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables."),
+)
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -228,10 +209,3 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise SettingsError(f"--extra-body is a JSON object, not {text[:80]}")
     return value
-
-
-def _together(command: Command, *options: Callable[[Command], Command]) -> Command:
-    """In the order in which help shows them."""
-    for option in reversed(options):
-        command = option(command)
-    return command

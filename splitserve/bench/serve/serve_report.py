@@ -10,6 +10,7 @@ from rich.table import Table
 
 from splitserve.bench.serve.metrics import Summary
 from splitserve.bench.serve.results import DEFAULT_METRICS, DEFAULT_PERCENTILES, Run
+from splitserve.bench.tables import plain_table
 from splitserve.terminal import PHASES
 
 MAX_SEND_LAG_S: Final = 0.010
@@ -59,7 +60,7 @@ def load_line(run: Run) -> str:
 
 def counts_table(summary: Summary, run: Run) -> Table:
     """Requests, tokens and rates."""
-    table = _table("figure", numbers=("measured",))
+    table = plain_table("figure", numbers=("measured",))
     rows = [
         ("requests offered", f"{summary.num_offered}"),
         ("  complete", f"{summary.num_completed}"),
@@ -86,7 +87,9 @@ def counts_table(summary: Summary, run: Run) -> Table:
 
 def latency_table(summary: Summary, metrics: Sequence[str], percentiles: Sequence[float]) -> Table:
     """Milliseconds of each metric and of the send lag."""
-    table = _table("milliseconds", numbers=("mean", "median", "std", *(f"p{each:g}" for each in percentiles), "max"))
+    table = plain_table(
+        "milliseconds", numbers=("mean", "median", "std", *(f"p{each:g}" for each in percentiles), "max")
+    )
     rows = {NAMES[name]: summary.latencies_s[name] for name in metrics}
     for title, latency_s in {**rows, "send lag of all requests": summary.send_lag_s}.items():
         values = [latency_s.mean, latency_s.median, latency_s.std]
@@ -144,15 +147,6 @@ def warnings(summary: Summary, run: Run) -> list[str]:
         f"{lag}requests waited in the generator for one of {run.max_concurrency} places, which TTFT and attainment "
         "do not count"
     ]
-
-
-def _table(*words: str, numbers: tuple[str, ...] = ()) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for title in words:
-        table.add_column(title)
-    for title in numbers:
-        table.add_column(title, justify="right")
-    return table
 
 
 def _ms(seconds: float | None) -> str:

@@ -1,3 +1,4 @@
+import math
 import random
 
 import pytest
@@ -5,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.bench.compare.search import Counted, Goal, RateSearch, settle
-from splitserve.bench.compare.spread import effective_size, interval
 from splitserve.bench.serve.arrivals import send_times_s
-from splitserve.bench.serve.metrics import wilson
+from splitserve.bench.serve.spread import effective_size, interval
 
 
 def chain(num, stay, rng):
@@ -65,10 +65,29 @@ def test_the_size_is_possible(are_good):
     assert effective_size([not each for each in are_good]) == pytest.approx(effective_size(are_good))
 
 
-@given(st.integers(1, 500), st.floats(0, 1))
-def test_the_interval_of_independent_requests_is_wilsons(total, share):
-    good = round(share * total)
-    assert interval(good / total, total) == pytest.approx(wilson(good, total))
+@pytest.mark.parametrize(
+    ("good", "total", "low", "high"),
+    [(90, 100, 0.82563, 0.94477), (0, 10, 0.0, 0.27753), (10, 10, 0.72247, 1.0), (1, 2, 0.09453, 0.90547)],
+)
+def test_the_interval_of_independent_requests_is_wilsons_as_tables_have_it(good, total, low, high):
+    assert interval(good / total, total) == pytest.approx((low, high), abs=1e-5)
+
+
+@given(st.integers(1, 5000).flatmap(lambda total: st.tuples(st.integers(0, total), st.just(total))))
+def test_the_ends_are_where_the_share_is_z_deviations_away(counts):
+    good, total = counts
+    low, high = interval(good / total, total)
+    assert 0 <= low <= good / total <= high <= 1
+    for end in (low, high):
+        if 0 < end < 1:
+            deviation = math.sqrt(end * (1 - end) / total)
+            assert abs(good / total - end) == pytest.approx(1.959964 * deviation, rel=1e-5, abs=1e-9)
+    assert interval((total - good) / total, total) == pytest.approx((1 - high, 1 - low))
+
+
+def test_nothing_is_known_of_no_requests():
+    assert effective_size([]) == 0
+    assert interval(0.0, 0) == (0.0, 1.0)
 
 
 def test_it_is_wider_the_fewer_there_are():

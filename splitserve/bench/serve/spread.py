@@ -7,20 +7,24 @@ autocorrelations. The sum is Geyer's initial positive sequence: lags in pairs, a
 
 import math
 from collections.abc import Sequence
+from statistics import NormalDist
+from typing import Final
 
 import numpy as np
 
-from splitserve.bench.serve.metrics import Z
+CONFIDENCE: Final = 0.95
+Z: Final = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 
 
 def effective_size(are_good: Sequence[bool]) -> float:
     """How many independent requests say as much about the share of good ones as these, in the order of sending. At
     least 2 of 2 or more; all of them when they are all alike, as nothing tells how they cluster."""
+    num = len(are_good)
+    if num < 3 or len(set(are_good)) == 1:
+        return float(num)
     values = np.asarray(are_good, dtype=float)
     values -= values.mean()
-    num, variance = len(values), float(values @ values)
-    if variance == 0 or num < 3:
-        return float(num)
+    variance = float(values @ values)
     total = -variance
     for lag in range(0, num - 1, 2):
         pair = float(values[lag:] @ values[: num - lag]) + float(values[lag + 1 :] @ values[: num - lag - 1])
@@ -31,8 +35,11 @@ def effective_size(are_good: Sequence[bool]) -> float:
 
 
 def interval(share: float, size: float) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share that was found in an effective size above 0."""
+    """Wilson's 95 % interval of a share that was found in so many independent requests; (0, 1) of none. The share is
+    always in it."""
+    if size == 0:
+        return 0.0, 1.0
     spread = Z * Z / size
     half = Z * math.sqrt(share * (1 - share) / size + spread / (4 * size))
     middle = share + spread / 2
-    return max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread))
+    return min(share, max(0.0, (middle - half) / (1 + spread))), max(share, min(1.0, (middle + half) / (1 + spread)))

@@ -1,0 +1,49 @@
+"""What the flags of the load commands have in common."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import click
+
+Command = Callable[..., Any]
+
+
+class RepeatingCommand(click.Command):
+    """Takes several words after one flag, as vLLM's command does: `--goodput ttft:500 tpot:30`.
+
+    `lists` are such flags, each with what its further words look like.
+    """
+
+    lists: ClassVar[Mapping[str, re.Pattern[str]]] = {}
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, repeat_flags(args, self.lists))
+
+
+def repeat_flags(words: Sequence[str], lists: Mapping[str, re.Pattern[str]]) -> list[str]:
+    """`--goodput a:1 b:2 model` becomes `--goodput a:1 --goodput b:2 model`."""
+    repeated: list[str] = []
+    flag, is_first = "", False
+    for word in words:
+        if word in lists:
+            flag, is_first = word, True
+        elif is_first:
+            is_first = False
+        elif flag and lists[flag].fullmatch(word):
+            repeated.append(flag)
+        else:
+            flag = ""
+        repeated.append(word)
+    return repeated
+
+
+def options_of(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options as one decorator, in the order in which help shows them."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
