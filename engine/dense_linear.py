@@ -12,6 +12,7 @@ import torch
 from engine import native_library
 from engine.huge_memory import HugeMemory
 from engine.native_library import parallel_function
+from engine.native_program import NativeProgram
 
 VERSION: Final = 1  # DENSE_VERSION in native/dense.h
 VARIANTS: Final = ("avx512_bf16",)
@@ -46,6 +47,9 @@ class DenseLibrary:
         self.multiply = library.dense_multiply
         self.multiply.restype = None
         self.multiply.argtypes = [pointer, pointer, int32, pointer, int64, int32, pointer]
+        self.add = library.dense_add
+        self.add.restype = int32
+        self.add.argtypes = [pointer, pointer, pointer, int64, pointer]
         self.pack = library.dense_pack
         self.pack.restype = None
         self.pack.argtypes = [pointer, int64, int32, int32, pointer]
@@ -82,7 +86,7 @@ class DenseMatrix:
         if library is None or variant is None:
             raise ValueError("there is no kernel for bfloat16 weights here")
         self.num_outputs, self.num_inputs = weight.shape
-        self._multiply = library.multiply
+        self._library = library
         self._weights = _packed(library, weight.detach())
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self._matrix = Matrix(
@@ -105,7 +109,7 @@ class DenseMatrix:
             x = x.contiguous()
         outputs = x.new_empty((x.shape[0], self.num_outputs))
         num_threads = torch.get_num_threads()
-        self._multiply(
+        self._library.multiply(
             self._address,
             parallel_function() if num_threads > 1 else None,
             num_threads,
@@ -115,6 +119,11 @@ class DenseMatrix:
             outputs.data_ptr(),
         )
         return outputs
+
+    def record(self, program: NativeProgram, x: torch.Tensor, outputs: torch.Tensor) -> None:
+        """Adds the product of the rows of x to a program; both are bfloat16, and contiguous."""
+        row_bytes = self.num_inputs * x.itemsize
+        program.add(self._library.add, self._address, x.data_ptr(), row_bytes, outputs.data_ptr())
 
 
 def _packed(library: DenseLibrary, weight: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """What one rank of a node computes: a model, its KV pool and the choice of the next tokens. Knows no network and no
 role."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Protocol
@@ -9,10 +10,12 @@ import torch
 
 from engine.attention import Attention
 from engine.backends import choose_attention
+from engine.decode_program import DecodeProgram, choose_program
 from engine.errors import SettingsError
 from engine.fake import FakeModel
 from engine.fingerprint import fingerprint
 from engine.forward_batch import ForwardBatch, build_batch
+from engine.invariant import check_invariance, invariant_attention
 from engine.kv_pool import PagedKVPool
 from engine.layout import KVLayout
 from engine.llama import LlamaDecoder
@@ -27,6 +30,7 @@ from engine.stored_quantization import check_quantization, quantization_name
 from engine.weights import load_weights
 
 WARM_UP_TOKENS: Final = 256
+MIN_MEASURED_S: Final = 1e-6
 
 
 class Model(Protocol):
@@ -75,6 +79,10 @@ class Engine:
         self.weight_bytes: Final = weight_bytes
         self.pool: Final = PagedKVPool(self.layout, self.num_blocks, device, torch_dtype)
         self._attention = choose_attention(self.pool, len(shard.query_heads.held))
+        if settings.batch_invariant and isinstance(self._model, LlamaDecoder):
+            self._model.make_invariant(torch_dtype, device)
+            self._attention = invariant_attention(self._attention)
+        self._program: DecodeProgram | None = choose_program(self._model, self._attention)
         self.description: Final = {
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "dtype": dtype,
@@ -82,6 +90,7 @@ class Engine:
             "attention": self._attention.name,
             "threads": str(torch.get_num_threads()),
             "tp_size": str(self.group.size),
+            "batch_invariant": "yes" if settings.batch_invariant else "no",
         }
 
     def step(self, works: Sequence[Work], on_layer: OnLayer | None = None) -> list[SampledToken]:
@@ -94,24 +103,34 @@ class Engine:
         assert self.group.rank != LEADER, "rank 0 leads"
         self._step(shares, [], on_layer)
 
-    def warm_up(self) -> None:
-        """Pays the costs of first calls. To be called on all ranks, and before anything is in the pool."""
+    def warm_up(self) -> float:
+        """Pays the costs of first calls. To be called on all ranks, and before anything is in the pool. Gives, on rank
+        0, the prompt tokens a second that the engine computes behind them."""
         num_tokens = min(WARM_UP_TOKENS, self.max_model_len, self.num_blocks * self.layout.block_size)
         request = Request("warm-up", 0, [0] * num_tokens, num_tokens, SamplingParams(max_tokens=1, temperature=0))
         blocks = range(self.layout.num_blocks_for(num_tokens))
-        for work in (Work(request, 0, num_tokens, blocks), Work(request, num_tokens - 1, 1, blocks)):
+        prompt, last_token = Work(request, 0, num_tokens, blocks), Work(request, num_tokens - 1, 1, blocks)
+        started_at = 0.0
+        for work in (prompt, last_token, prompt):  # the second time without the costs of first calls
+            started_at = time.perf_counter()
             if self.group.rank == LEADER:
                 self.step([work])
             else:
                 self.follow([work.share])
+        return num_tokens / max(time.perf_counter() - started_at, MIN_MEASURED_S)
 
     @torch.inference_mode()
     def _step(
         self, shares: Sequence[Share], sampling: Sequence[Request], on_layer: OnLayer | None
     ) -> list[SampledToken]:
         batch = build_batch(shares, self.layout.block_size, self._device)
-        logits = self._model(batch, self._attention, on_layer)
+        logits = self._logits(batch, on_layer)
         return sample(logits, sampling, self.eos_token_ids, self._steps) if logits is not None and sampling else []
+
+    def _logits(self, batch: ForwardBatch, on_layer: OnLayer | None) -> torch.Tensor | None:
+        if self._program is not None and on_layer is None and self._program.matches(batch):
+            return self._program.run(batch)
+        return self._model(batch, self._attention, on_layer)
 
 
 def num_blocks_for(settings: EngineSettings, model_layout: KVLayout, tp_size: int) -> int:
@@ -134,6 +153,8 @@ def _check(settings: EngineSettings, config: ModelConfig, dtype: str, tp_size: i
     if config.architecture != FAKE_ARCHITECTURE:
         check_tp_size(config, tp_size)
         check_quantization(settings.quantization, config.stored_quantization)
+        if settings.batch_invariant:
+            check_invariance(tp_size)
         return
     if dtype != "float32":
         raise SettingsError(f"--dtype {dtype}: the fake model counts in float32")

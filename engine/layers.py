@@ -4,7 +4,7 @@ A parameter may hold a part of its tensors: one rank's. `sources` of a layer say
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from engine.dense_linear import DenseMatrix
 from engine.dense_linear import best_variant as best_dense_variant
+from engine.invariant import Rows, Tiling
 from engine.parallel import RankGroup
 from engine.quantized_linear import QuantizedMatrix, quantized_matrix
 from engine.sharding import Extent, Shard, whole
@@ -38,6 +39,10 @@ class Layer(nn.Module):
     def pack(self, bits: int | None) -> None:
         """To be called once the parameters are filled: brings weights into the form in which they are fast, with
         `bits` in 4 or 8 bits, and lets go what is no longer needed. Here: nothing."""
+
+    def make_invariant(self, tiling: Tiling) -> None:
+        """To be called after `pack`: from then on the bits of a row's outputs depend on that row alone. Here they do
+        so anyway."""
 
     @property
     def num_bytes(self) -> int:
@@ -67,8 +72,15 @@ def _packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> DenseMatr
     return OneDNNMatrix(weight, bias) if _HAS_ONEDNN else None
 
 
+Packed: TypeAlias = DenseMatrix | OneDNNMatrix | QuantizedMatrix  # what takes the place of a plain weight
+
 _HAS_ONEDNN: bool = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # type: ignore[no-untyped-call]
 HEAD_BITS: Final = 8  # also among weights of 4 bits: what it rounds is seen at once
+
+
+def _is_native(matrix: object) -> bool:
+    """Whether the bits of a row's outputs depend on that row alone already."""
+    return isinstance(matrix, DenseMatrix) or (isinstance(matrix, QuantizedMatrix) and matrix.variant != "portable")
 
 
 class Embedding(Layer):
@@ -80,9 +92,11 @@ class Embedding(Layer):
         self._dtype = torch.get_default_dtype()
         self._quantized: QuantizedMatrix | None = None
         self._packed: DenseMatrix | OneDNNMatrix | None = None
+        self._tiled: Rows | None = None
         # (torch's own embedding draws random values, on the meta device too, at half a second.)
         self.weight = nn.Parameter(torch.empty(len(vocabulary.held), size))
         self._vocabulary = vocabulary
+        self._size = size
         self._group = group
 
     def sources(self, parameter: str) -> Sequence[Source]:
@@ -98,6 +112,11 @@ class Embedding(Layer):
             del self.weight
         else:
             self._packed = _packed(self.weight)
+
+    def make_invariant(self, tiling: Tiling) -> None:
+        head = self.matrix
+        if self._is_head and not _is_native(head):
+            self._tiled = tiling.tiled(self._product, self._size, (type(head), len(self._vocabulary.held)))
 
     @property
     def num_bytes(self) -> int:
@@ -115,10 +134,17 @@ class Embedding(Layer):
         self._group.all_reduce(vectors)
         return vectors
 
+    @property
+    def matrix(self) -> Packed | None:
+        """What computes the logits; None: the plain weight does."""
+        return self._quantized or self._packed
+
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [S, size] -> [S, ids held], for a model whose head this is"""
-        head = self._quantized or self._packed
-        return functional.linear(x, self.weight) if head is None else head(x)
+        return self._product(x) if self._tiled is None else self._tiled(x)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight) if self.matrix is None else self.matrix(x)
 
     def _vectors(self, rows: torch.Tensor) -> torch.Tensor:
         if self._quantized is None:
@@ -154,13 +180,19 @@ class Linear(Layer):
         num_outputs = sum(len(part.held) for part in parts.values())
         self.weight = nn.Parameter(torch.empty(num_outputs, len(inputs.held)))
         self.bias = nn.Parameter(torch.empty(num_outputs if adds_bias else 0)) if bias else None
-        self._matrix: DenseMatrix | OneDNNMatrix | QuantizedMatrix | None = None  # in place of the weight
+        self._matrix: Packed | None = None
+        self._tiled: Rows | None = None
 
     def sources(self, parameter: str) -> Sequence[Source]:
         if parameter == "weight":
             return [Source(name, (outputs, self._inputs)) for name, outputs in self._parts.items()]
         held = [outputs if self._adds_bias else Extent(outputs.total, range(0)) for outputs in self._parts.values()]
         return [Source(name, (outputs,)) for name, outputs in zip(self._parts, held, strict=True)]
+
+    @property
+    def matrix(self) -> Packed | None:
+        """What computes in place of the plain weight."""
+        return self._matrix
 
     def take(self, matrix: QuantizedMatrix) -> None:
         """Takes weights that the checkpoint holds quantized in place of its own."""
@@ -180,11 +212,21 @@ class Linear(Layer):
             self._matrix = matrix
             del self.weight
 
+    def make_invariant(self, tiling: Tiling) -> None:
+        if _is_native(self._matrix):
+            return
+        bits = self._matrix.bits if isinstance(self._matrix, QuantizedMatrix) else None
+        kind = (type(self._matrix), bits, sum(len(part.held) for part in self._parts.values()), self.bias is None)
+        self._tiled = tiling.tiled(self._product, len(self._inputs.held), kind)
+
     @property
     def num_bytes(self) -> int:
         return super().num_bytes + (self._matrix.num_bytes if self._matrix is not None else 0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._product(x) if self._tiled is None else self._tiled(x)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self._matrix is not None:
             return self._matrix(x)
         return functional.linear(x, self.weight, self.bias if self._adds_bias else None)

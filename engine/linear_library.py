@@ -46,6 +46,12 @@ class LinearLibrary:
         self.multiply = library.linear_multiply
         self.multiply.restype = int32
         self.multiply.argtypes = [pointer, pointer, int32, int32, pointer, ctypes.c_int64, int32, pointer]
+        self.add = library.linear_add
+        self.add.restype = int32
+        self.add.argtypes = [pointer, pointer, int32, pointer, ctypes.c_int64, int32, pointer, pointer]
+        self.rounded_bytes = library.linear_rounded_bytes
+        self.rounded_bytes.restype = ctypes.c_int64
+        self.rounded_bytes.argtypes = [pointer, int32]
         library.linear_matrix_bytes.restype = ctypes.c_int64
         if library.linear_version() != VERSION or library.linear_matrix_bytes() != ctypes.sizeof(Matrix):
             raise OSError(f"{path.name} is of another version: install the package again")

@@ -13,7 +13,8 @@ from torch import nn
 
 from engine.attention import Attention
 from engine.forward_batch import ForwardBatch
-from engine.layers import Embedding, Linear, RMSNorm, RowParallel, SwiGLU
+from engine.invariant import Rotary, TiledRotary, Tiling, invariant_steps
+from engine.layers import Embedding, Layer, Linear, Packed, RMSNorm, RowParallel, SwiGLU
 from engine.model_config import ModelConfig
 from engine.native_steps import choose_steps
 from engine.parallel import RankGroup
@@ -43,7 +44,7 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, shard: Shard, group: RankGroup) -> None:
         super().__init__()
         self._layer = layer
-        self._window = config.sliding_windows[layer]
+        self.window: Final = config.sliding_windows[layer]
         self._head_dim = config.head_dim
         queries, keys = shard.query_heads.times(config.head_dim), shard.kv_heads.times(config.head_dim)
         parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
@@ -52,15 +53,19 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
+    @property
+    def head_norms(self) -> HeadNorms | None:
+        """The norms of single heads, in models that have them."""
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+
     def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
         """x [T, E] -> [T, E]"""
         heads = self.qkv_proj(x).view(x.shape[0], -1, self._head_dim)  # [T, H + 2 K, D]
-        norms = None
-        if self.q_norm is not None and self.k_norm is not None:
-            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         attention = now.attention
-        queries = now.steps.place(heads, now.rotation, attention.pool, self._layer, now.batch.slots, norms)
-        attended = attention.attend(queries, self._layer, now.plans[self._window])
+        queries = now.steps.place(heads, now.rotation, attention.pool, self._layer, now.batch.slots, self.head_norms)
+        attended = attention.attend(queries, self._layer, now.plans[self.window])
         projected: torch.Tensor = self.o_proj(attended.flatten(1))
         return projected
 
@@ -90,15 +95,35 @@ class LlamaDecoder(nn.Module):
         super().__init__()
         self._group = group
         self._vocabulary_widths = [len(share_of(config.vocab_size, rank, group.size)) for rank in range(group.size)]
-        self._windows = set(config.sliding_windows)
-        self._steps = choose_steps(device)
-        self._rotary = RotaryEmbedding(config.rope, config.head_dim, device)
+        self.windows: Final = frozenset(config.sliding_windows)
+        self.steps = choose_steps(device)
+        self.rotary: Rotary = RotaryEmbedding(config.rope, config.head_dim, device)
         tied = config.tie_word_embeddings
         self.embed_tokens = Embedding(shard.vocabulary, config.hidden_size, group, is_head=tied)
         self.lm_head = None if tied else Linear(whole(config.hidden_size), {"lm_head": shard.vocabulary}, bias=False)
         layers = (DecoderLayer(config, layer, shard, group) for layer in range(config.num_layers))
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def make_invariant(self, dtype: torch.dtype, device: torch.device) -> None:
+        """To be called once filled: from then on the bits of a row depend on no other request, if its attention's do
+        not either."""
+        tiling = Tiling(device, dtype)
+        for module in self.modules():
+            if isinstance(module, Layer):
+                module.make_invariant(tiling)
+        self.steps = invariant_steps(self.steps, dtype)
+        self.rotary = TiledRotary(self.rotary, device)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no other rank has a part of the model."""
+        return self._group.size == 1
+
+    @property
+    def head(self) -> Packed | None:
+        """What computes the logits; None: a plain weight does."""
+        return self.embed_tokens.matrix if self.lm_head is None else self.lm_head.matrix
 
     def forward(
         self, batch: ForwardBatch, attention: Attention, on_layer: OnLayer | None = None
@@ -109,10 +134,10 @@ class LlamaDecoder(nn.Module):
         delta = None
         now = Pass(
             batch,
-            self._rotary.tables(batch.positions, x.dtype),
+            self.rotary.tables(batch.positions, x.dtype),
             attention,
-            {window: attention.plan(batch, window) for window in self._windows},
-            self._steps,
+            {window: attention.plan(batch, window) for window in self.windows},
+            self.steps,
         )
         for num_done, layer in enumerate(self.layers, 1):
             delta = layer(x, delta, now)
@@ -120,6 +145,6 @@ class LlamaDecoder(nn.Module):
                 on_layer(num_done)
         assert delta is not None, "a decoder without layers"
         wanted = batch.logit_rows
-        x = self.norm(x.index_select(0, wanted), self._steps, delta.index_select(0, wanted))
+        x = self.norm(x.index_select(0, wanted), self.steps, delta.index_select(0, wanted))
         logits = self.embed_tokens.logits(x) if self.lm_head is None else self.lm_head(x)
         return self._group.gather_columns(logits, self._vocabulary_widths)

@@ -9,12 +9,13 @@ import torch
 from engine.forward_batch import ForwardBatch
 from engine.kv_pool import PagedKVPool
 from engine.native_library import ELEMENTS, NativeLibrary, Plan, native_library, parallel_function, wanted_variants
+from engine.native_program import NativeProgram
 
 _SHARED_WORK: Final = 8192  # scores; less is done sooner than other threads are woken
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class NativePlan:
     """A batch's plan, and what owns the memory that it points to."""
 
     address: int
@@ -33,30 +34,32 @@ class NativeAttention:
         layout = pool.layout
         self.pool = pool
         self.variant, self._library, self._kernel = _find_kernel(pool, variant)
-        self._num_heads, self._query_dtype = num_heads, pool.compute_dtype
+        self.num_heads: Final = num_heads
+        self._query_dtype = pool.compute_dtype
         self._planes = [_plane_addresses(pool, layer) for layer in range(layout.num_layers)]
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def plan(self, batch: ForwardBatch, window: int | None) -> _Plan:
+    def plan(self, batch: ForwardBatch, window: int | None) -> NativePlan:
         plan = self._empty_plan(batch, window)
         address = ctypes.addressof(plan)
         units, counts = self._units(address, batch)
         num_units, num_partials, num_scores = counts.tolist()
-        num_threads = plan.num_threads if num_scores >= _SHARED_WORK else 1
+        most_threads = plan.num_threads
+        num_threads = most_threads if num_scores >= _SHARED_WORK else 1
         plan.partial_floats = self._library.partial_floats(address)
         partials = torch.empty(num_partials * plan.partial_floats)
         num_finished = torch.zeros(num_partials, dtype=torch.int32)
         scratch_bytes = self._library.scratch_bytes(address)
-        if self._scratch.numel() < num_threads * scratch_bytes:
-            self._scratch = torch.empty(num_threads * scratch_bytes, dtype=torch.uint8)
+        if self._scratch.numel() < most_threads * scratch_bytes:
+            self._scratch = torch.empty(most_threads * scratch_bytes, dtype=torch.uint8)
         plan.num_units, plan.num_threads = num_units, num_threads
         plan.units, plan.partials = units.data_ptr(), partials.data_ptr()
         plan.num_finished = num_finished.data_ptr()
         plan.scratch, plan.scratch_bytes = self._scratch.data_ptr(), scratch_bytes
         owners = (plan, batch, units, partials, num_finished, self._scratch)
-        return _Plan(address, parallel_function() if num_threads > 1 else None, owners)
+        return NativePlan(address, parallel_function() if num_threads > 1 else None, owners)
 
-    def attend(self, query: torch.Tensor, layer: int, plan: _Plan) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, layer: int, plan: NativePlan) -> torch.Tensor:
         num_rows, num_heads, head_dim = query.shape
         row, head, element = query.stride()
         if element != 1 or head != head_dim:
@@ -75,10 +78,25 @@ class NativeAttention:
         )
         return output
 
+    def record(
+        self, program: NativeProgram, plan: ctypes.c_void_p, queries: torch.Tensor, layer: int, output: torch.Tensor
+    ) -> None:
+        """Adds to a program what `attend` does, with the plan whose address is in `plan` when it runs. Rows of queries
+        [T, at least H, D] and of the output [T, H, D] are contiguous."""
+        row_bytes = queries.shape[1] * queries.shape[2] * queries.itemsize
+        program.add(
+            self._library.add,
+            ctypes.addressof(plan),
+            queries.data_ptr(),
+            row_bytes,
+            *self._planes[layer],
+            output.data_ptr(),
+        )
+
     def _empty_plan(self, batch: ForwardBatch, window: int | None) -> Plan:
         layout = self.pool.layout
         return Plan(
-            num_heads=self._num_heads,
+            num_heads=self.num_heads,
             num_kv_heads=layout.num_kv_heads,
             head_dim=layout.head_dim,
             block_size=layout.block_size,

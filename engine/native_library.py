@@ -74,6 +74,9 @@ class NativeLibrary:
         self.units = library.attention_units
         self.units.restype = None
         self.units.argtypes = [pointer, pointer, pointer, ctypes.c_int32, pointer, int64, pointer]
+        self.add = library.attention_add
+        self.add.restype = ctypes.c_int32
+        self.add.argtypes = [pointer, pointer, pointer, int64, pointer, pointer, pointer]
         self.attend = library.attention_attend
         self.attend.restype = None
         self.attend.argtypes = [pointer, pointer, pointer, int64, pointer, pointer, pointer]

@@ -11,6 +11,7 @@ import torch
 
 from engine import native_library
 from engine.kv_pool import PagedKVPool
+from engine.native_program import NativeProgram
 from engine.rope import Rotation
 from engine.steps import HeadNorms, Steps, TorchSteps
 
@@ -51,19 +52,26 @@ class StepLibrary:
         library = ctypes.CDLL(str(path))
         pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
         run: list[Any] = [pointer, pointer, int32]
-        rows = [*run, int32, int64, int32]
+        rows = [*run, int32, int32, int32]
         self._kernel = library.steps_kernel
         self._kernel.restype = pointer
         self._kernel.argtypes = [ctypes.c_char_p]
         self.norm, self.place, self.gate = library.steps_norm, library.steps_place, library.steps_gate
         self.search = library.steps_search
         self.norm.argtypes = [*rows, ctypes.c_float, pointer, pointer, int64, pointer, int64, pointer]
-        self.place.argtypes = [*run, pointer, int64, int64]
+        self.place.argtypes = [*run, pointer, int32, int64]
         self.gate.argtypes = [*rows, pointer, int64, pointer]
         self.search.argtypes = [*rows, pointer, int64, pointer, pointer]
         for function in (self.norm, self.gate, self.search):
             function.restype = None
-        self.place.restype = int32
+        self.add_norm, self.add_place = library.steps_add_norm, library.steps_add_place
+        self.add_gate = library.steps_add_gate
+        added: list[Any] = [pointer, pointer, int32, int32]
+        self.add_norm.argtypes = [*added, ctypes.c_float, pointer, pointer, int64, pointer, int64, pointer]
+        self.add_place.argtypes = [pointer, pointer, pointer, int64]
+        self.add_gate.argtypes = [*added, pointer, int64, pointer]
+        for function in (self.place, self.add_norm, self.add_place, self.add_gate):
+            function.restype = int32
         library.steps_placement_bytes.restype = int64
         if library.steps_version() != VERSION or library.steps_placement_bytes() != ctypes.sizeof(Placement):
             raise OSError(f"{path.name} is of another version: install the package again")
@@ -146,17 +154,7 @@ class NativeSteps:
         is_usual = heads.dtype == pool.compute_dtype and heads.stride() == (num_all_heads * head_dim, head_dim, 1)
         if element is None or not is_usual:
             return self._portable.place(heads, rotation, pool, layer, slots, norms)
-        num_heads = num_all_heads - 2 * num_kv_heads
-        cosines, signed_sines = rotation
-        placement = Placement(element, num_heads, num_kv_heads, head_dim)
-        placement.heads, placement.stride = heads.data_ptr(), num_all_heads * head_dim * heads.itemsize
-        placement.cosines, placement.signed_sines = cosines.data_ptr(), signed_sines.data_ptr()
-        if norms is not None:
-            placement.query_weight, placement.key_weight = norms.query_weight.data_ptr(), norms.key_weight.data_ptr()
-            placement.eps = norms.eps
-        if not pool.layout.is_quantized:
-            placement.keys, placement.values = pool.keys(layer).data_ptr(), pool.values(layer).data_ptr()
-            placement.slots = slots.data_ptr()
+        placement = _placement(heads, rotation, pool, layer, slots, norms)
         failed = self._library.place(
             self._kernel,
             *_threads(heads.numel()),
@@ -167,8 +165,8 @@ class NativeSteps:
         if failed:
             raise IndexError(f"there is a slot outside the {pool.num_blocks} blocks of the KV pool")
         if pool.layout.is_quantized:
-            pool.store(layer, slots, heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:])
-        return heads[:, :num_heads]
+            pool.store(layer, slots, heads[:, -2 * num_kv_heads : -num_kv_heads], heads[:, -num_kv_heads:])
+        return heads[:, : num_all_heads - 2 * num_kv_heads]
 
     def gate(self, gates_and_ups: torch.Tensor) -> torch.Tensor:
         element = ELEMENTS.get(gates_and_ups.dtype)
@@ -206,6 +204,81 @@ class NativeSteps:
             tokens.data_ptr(),
         )
         return highest, tokens
+
+    def record_norm(
+        self,
+        program: NativeProgram,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        delta: torch.Tensor | None,
+        output: torch.Tensor,
+    ) -> None:
+        """Adds a norm to a program, of rows in contiguous tensors of float32 or bfloat16."""
+        row_bytes = x.shape[1] * x.itemsize
+        program.add(
+            self._library.add_norm,
+            self._kernel,
+            ELEMENTS[x.dtype],
+            x.shape[1],
+            eps,
+            weight.data_ptr(),
+            x.data_ptr(),
+            row_bytes,
+            None if delta is None else delta.data_ptr(),
+            row_bytes,
+            output.data_ptr(),
+        )
+
+    def record_place(
+        self,
+        program: NativeProgram,
+        heads: torch.Tensor,
+        rotation: Rotation,
+        pool: PagedKVPool,
+        layer: int,
+        slots: torch.Tensor,
+        norms: HeadNorms | None,
+    ) -> None:
+        """Adds to a program what `place` does with a pool that is not quantized. A run does nothing when one of its
+        slots is not in the pool."""
+        placement = _placement(heads, rotation, pool, layer, slots, norms)
+        num_slots = pool.num_blocks * pool.layout.block_size
+        program.add(self._library.add_place, self._kernel, ctypes.addressof(placement), num_slots)
+
+    def record_gate(self, program: NativeProgram, gates_and_ups: torch.Tensor, output: torch.Tensor) -> None:
+        """Adds `gate` to a program, of rows in contiguous tensors of float32 or bfloat16."""
+        program.add(
+            self._library.add_gate,
+            self._kernel,
+            ELEMENTS[output.dtype],
+            output.shape[1],
+            gates_and_ups.data_ptr(),
+            gates_and_ups.shape[1] * output.itemsize,
+            output.data_ptr(),
+        )
+
+
+def _placement(
+    heads: torch.Tensor,
+    rotation: Rotation,
+    pool: PagedKVPool,
+    layer: int,
+    slots: torch.Tensor,
+    norms: HeadNorms | None,
+) -> Placement:
+    """Of contiguous heads [T, H + 2 K, D]. A quantized pool is not written to."""
+    num_kv_heads, (_, num_all_heads, head_dim) = pool.layout.num_kv_heads, heads.shape
+    placement = Placement(ELEMENTS[heads.dtype], num_all_heads - 2 * num_kv_heads, num_kv_heads, head_dim)
+    placement.heads, placement.stride = heads.data_ptr(), num_all_heads * head_dim * heads.itemsize
+    placement.cosines, placement.signed_sines = (table.data_ptr() for table in rotation)
+    if norms is not None:
+        placement.query_weight, placement.key_weight = norms.query_weight.data_ptr(), norms.key_weight.data_ptr()
+        placement.eps = norms.eps
+    if not pool.layout.is_quantized:
+        placement.keys, placement.values = pool.keys(layer).data_ptr(), pool.values(layer).data_ptr()
+        placement.slots = slots.data_ptr()
+    return placement
 
 
 def _threads(num_elements: int) -> tuple[int | None, int]:

@@ -2,19 +2,23 @@
 
 import ctypes
 import logging
+import math
 from typing import Final
 
 import torch
 from torch.nn import functional
 
+from engine.huge_memory import HugeMemory
 from engine.linear_library import ELEMENTS, Matrix, best_variant, linear_library
 from engine.native_library import parallel_function
+from engine.native_program import NativeProgram
 from engine.weight_quantization import QuantizedWeight, quantize_tiles
 
 logger = logging.getLogger(__name__)
 
 OUTPUTS: Final = 16  # of a vector of weights, as in native/linear.h
 DEPTH: Final = 4  # inputs of a vector
+_MEMORY: Final = HugeMemory()
 _TILE_ELEMENTS: Final = 2**20  # weights that are made whole at a time
 
 
@@ -42,7 +46,7 @@ class QuantizedMatrix:
         self._rows_packed = 8 // bits  # vectors of weights that share a packed one
         depth = DEPTH * self._rows_packed
         shape = (num_vectors, num_groups * group_size // depth, OUTPUTS, DEPTH)
-        self._weights = torch.zeros(shape, dtype=torch.uint8, device=device)
+        self._weights = _zeros(shape, device)
         self._scales = torch.zeros((num_vectors, num_groups, OUTPUTS), device=device)
         self._zeros = torch.zeros((num_vectors, num_groups, OUTPUTS), dtype=torch.uint8, device=device)
         self._bias: torch.Tensor | None = None
@@ -100,6 +104,28 @@ class QuantizedMatrix:
             x = x.index_select(1, self.columns)
         return self._multiply(x) if x.dtype != torch.float16 else self._multiply(x.float()).half()
 
+    @property
+    def is_recordable(self) -> bool:
+        """Whether a kernel computes, from inputs in their own order."""
+        return self._matrix is not None and self.columns is None
+
+    def record(self, program: NativeProgram, x: torch.Tensor, outputs: torch.Tensor) -> None:
+        """Adds the product of the rows of x to a program; both are bfloat16 or float32, and contiguous."""
+        assert self.is_recordable
+        library = linear_library()
+        assert library is not None
+        memory = program.scratch(library.rounded_bytes(self._address, program.most_rows))
+        program.add(
+            library.add,
+            self._address,
+            ELEMENTS["bfloat16" if x.dtype == torch.bfloat16 else "float32"],
+            x.data_ptr(),
+            self.num_inputs * x.itemsize,
+            program.most_rows,
+            outputs.data_ptr(),
+            memory.data_ptr(),
+        )
+
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         if x.stride(1) != 1:
             x = x.contiguous()
@@ -147,6 +173,13 @@ class QuantizedMatrix:
         )
         self._address = ctypes.addressof(matrix)
         return matrix
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Bytes, of which a CPU reads many at a time."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
+    return _MEMORY.empty(math.prod(shape)).view(shape).zero_()
 
 
 def quantized_matrix(weight: torch.Tensor, bits: int, variant: str | None = None) -> QuantizedMatrix:

@@ -27,6 +27,9 @@ class EngineSettings:
     num_kv_blocks: int = flag(0, "KV blocks in the pool; 0 derives it from --kv-cache-memory-bytes.", minimum=0)
     kv_cache_memory_bytes: int = flag(512 * 2**20, "Bytes of the KV pool.", minimum=1)
     max_model_len: int = flag(0, "Most tokens of prompt and answer; 0 takes the model's own.", minimum=0)
+    batch_invariant: bool = flag(
+        False, "Bits of an answer do not depend on what is computed beside it, at equal chunks."
+    )
     enable_prefix_caching: bool = flag(True, "Keep the KV of ended requests for prompts that begin alike.")
     tensor_parallel_size: int = flag(1, "Ranks that compute this node together.", minimum=1, maximum=64)
     rank_timeout_s: float = flag(60.0, "Seconds a rank waits for the others before the node ends.", minimum=1.0)

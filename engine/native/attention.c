@@ -1,23 +1,17 @@
 /* The functions that Python calls. */
 #include "attention.h"
+#include "work.h"
 
-#include <stdatomic.h>
 #include <stddef.h>
 #include <string.h>
 
-#if defined(_WIN32)
-#define EXPORTED __declspec(dllexport)
-#else
-#define EXPORTED __attribute__((visibility("default")))
-#endif
-
-typedef void Parallel(void (*worker)(void *), void *data, unsigned num_threads, unsigned flags);
-
+/* Its units are those of the plan, which may be another one in each run. */
 typedef struct {
     Call call;
-    atomic_int next_thread;
-    atomic_int next_unit;
-} Run;
+    const Plan *const *plan;
+} AttentionData;
+
+_Static_assert(sizeof(AttentionData) <= DATA_BYTES, "an operation has no room for it");
 
 EXPORTED int32_t attention_version(void) { return ATTENTION_VERSION; }
 
@@ -121,22 +115,47 @@ EXPORTED void attention_units(const Plan *plan, const int32_t *query_starts, con
     counts[2] *= plan->num_heads / plan->num_kv_heads;
 }
 
-static void work(void *data) {
-    Run *run = data;
-    const Plan *plan = run->call.plan;
-    uint8_t *scratch = plan->scratch + atomic_fetch_add(&run->next_thread, 1) * plan->scratch_bytes;
-    for (int index; (index = atomic_fetch_add(&run->next_unit, 1)) < plan->num_units;) {
+static int32_t begin(Operation *operation, int32_t num_rows) {
+    (void)num_rows;
+    AttentionData *data = (AttentionData *)operation->data;
+    data->call.plan = *data->plan;
+    operation->num_units = data->call.plan->num_units;
+    return 0;
+}
+
+static void compute(const Operation *operation, Units units, int32_t thread) {
+    const Call *call = &((const AttentionData *)operation->data)->call;
+    const Plan *plan = call->plan;
+    uint8_t *scratch = plan->scratch + thread * plan->scratch_bytes;
+    for (int32_t index = units.first; index < units.first + units.count; ++index) {
         const Unit *unit = plan->units + index;
-        (unit->num_splits ? plan->kernel->attend_split : plan->kernel->attend_rows)(&run->call, unit, scratch);
+        (unit->num_splits ? plan->kernel->attend_split : plan->kernel->attend_rows)(call, unit, scratch);
     }
+}
+
+static const OperationKind attention = {begin, compute, NULL};
+
+static void describe(Operation *operation, const Plan *const *plan, const uint8_t *query, int64_t query_stride,
+                     const uint8_t *keys, const uint8_t *values, uint8_t *output) {
+    operation->kind = &attention;
+    *(AttentionData *)operation->data =
+        (AttentionData){.call = {NULL, query, query_stride, keys, values, output}, .plan = plan};
 }
 
 /* The output of all units, by plan->num_threads threads of `parallel` (GOMP_parallel), or by this one alone. */
 EXPORTED void attention_attend(const Plan *plan, Parallel *parallel, const uint8_t *query, int64_t query_stride,
-                            const uint8_t *keys, const uint8_t *values, uint8_t *output) {
-    Run run = {.call = {plan, query, query_stride, keys, values, output}};
-    if (parallel != NULL && plan->num_threads > 1)
-        parallel(work, &run, (unsigned)plan->num_threads, 0);
-    else
-        work(&run);
+                               const uint8_t *keys, const uint8_t *values, uint8_t *output) {
+    Operation operation;
+    describe(&operation, &plan, query, query_stride, keys, values, output);
+    run_operations(&operation, 1, 0, parallel, plan->num_threads);
+}
+
+/* Adds attention to a program, by the plan that is found at `plan` in each run, whose scratch must be for all threads
+ * of the run. Gives 0, or -1 when the program is full. */
+EXPORTED int32_t attention_add(Program *program, const Plan *const *plan, const uint8_t *query, int64_t query_stride,
+                               const uint8_t *keys, const uint8_t *values, uint8_t *output) {
+    Operation *operation = next_operation(program);
+    if (operation == NULL) return -1;
+    describe(operation, plan, query, query_stride, keys, values, output);
+    return 0;
 }

@@ -1,30 +1,22 @@
 /* The functions that Python calls for products with bfloat16 weights. */
 #include "dense.h"
+#include "work.h"
 
-#include <stdatomic.h>
 #include <stddef.h>
 #include <string.h>
-
-#if defined(_WIN32)
-#define EXPORTED __declspec(dllexport)
-#else
-#define EXPORTED __attribute__((visibility("default")))
-#endif
 
 #define HALVES 2 /* of a panel */
 #define PAIR_BYTES 4
 #define LINE_PAIRS 16
 
-typedef void Parallel(void (*worker)(void *), void *data, unsigned num_threads, unsigned flags);
-
+/* Its units are halves of panels, for each range of rows. */
 typedef struct {
-    const DenseProduct *product;
-    int32_t num_threads;
-    int32_t range_rows; /* of a unit */
+    DenseProduct product;
+    int32_t range_rows;
     int32_t num_ranges;
-    int32_t end;        /* of halves of panels, counted for each range of rows */
-    atomic_int next;    /* of them */
-} Run;
+} DenseData;
+
+_Static_assert(sizeof(DenseData) <= DATA_BYTES, "an operation has no room for it");
 
 EXPORTED int32_t dense_version(void) { return DENSE_VERSION; }
 
@@ -72,28 +64,50 @@ EXPORTED void dense_pack(const uint8_t *weights, int64_t row_bytes, int32_t num_
     }
 }
 
-/* Panels are claimed whole, and by halves where few are left, so that threads end together. */
-static DenseUnit claim(Run *run) {
-    const DenseProduct *product = run->product;
-    int at = atomic_load(&run->next), count;
-    do {
-        if (at >= run->end) return (DenseUnit){0};
-        count = run->num_threads == 1 || run->end - at > HALVES * run->num_threads ? HALVES : 1;
-    } while (!atomic_compare_exchange_weak(&run->next, &at, at + count));
-    int32_t panel = at / HALVES / run->num_ranges, range = at / HALVES % run->num_ranges;
-    DenseUnit unit = {.vector = panel * PANEL_VECTORS + at % HALVES * HALF_VECTORS, .row = range * run->range_rows};
-    unit.num_vectors = smaller(count * HALF_VECTORS, num_vectors(product->matrix) - unit.vector);
-    unit.num_rows = smaller(run->range_rows, product->num_rows - unit.row);
-    return unit.num_vectors > 0 ? unit : claim(run); /* the last panel may have one half */
+static DenseUnit unit_of(const DenseData *data, int32_t first, int32_t count) {
+    int32_t panel = first / HALVES / data->num_ranges, range = first / HALVES % data->num_ranges;
+    DenseUnit unit = {.vector = panel * PANEL_VECTORS + first % HALVES * HALF_VECTORS, .row = range * data->range_rows};
+    unit.num_vectors = smaller(count * HALF_VECTORS, num_vectors(data->product.matrix) - unit.vector);
+    unit.num_rows = smaller(data->range_rows, data->product.num_rows - unit.row);
+    return unit;
 }
 
-static void compute(void *data) {
-    Run *run = data;
-    const DenseKernel *kernel = run->product->matrix->kernel;
-    for (DenseUnit unit = claim(run), next; unit.num_vectors > 0; unit = next) {
-        next = claim(run);
-        kernel->compute(run->product, &unit, &next);
-    }
+static int32_t begin(Operation *operation, int32_t num_rows) {
+    DenseData *data = (DenseData *)operation->data;
+    int32_t num_panels = (num_vectors(data->product.matrix) + PANEL_VECTORS - 1) / PANEL_VECTORS;
+    data->product.num_rows = num_rows;
+    data->num_ranges = (num_rows + UNIT_ROWS - 1) / UNIT_ROWS;
+    data->range_rows = (num_rows + data->num_ranges * BLOCK_ROWS - 1) / (data->num_ranges * BLOCK_ROWS) * BLOCK_ROWS;
+    operation->num_units = num_panels * data->num_ranges * HALVES;
+    operation->units_together = HALVES;
+    return 0;
+}
+
+static void compute(const Operation *operation, Units units, int32_t thread) {
+    (void)thread;
+    const DenseData *data = (const DenseData *)operation->data;
+    DenseUnit unit = unit_of(data, units.first, units.count), next = {0};
+    if (units.next >= 0) next = unit_of(data, units.next, 1);
+    /* the last panel may have one half */
+    if (unit.num_vectors > 0) data->product.matrix->kernel->compute(&data->product, &unit, &next);
+}
+
+static const uint8_t *line(const Operation *operation, int32_t unit, int32_t line) {
+    const DenseData *data = (const DenseData *)operation->data;
+    const DenseMatrix *matrix = data->product.matrix;
+    DenseUnit first = unit_of(data, unit, 1);
+    int32_t lines = smaller(first.num_vectors, HALF_VECTORS);
+    if (lines < 1 || line >= lines * num_pairs(matrix)) return NULL;
+    return dense_weights_of(matrix, first.vector) + line / lines * dense_stride_of(matrix, first.vector) +
+           line % lines * VECTOR_BYTES;
+}
+
+static const OperationKind dense_product = {begin, compute, line};
+
+static void describe(Operation *operation, const DenseMatrix *matrix, const uint8_t *inputs, int64_t input_stride,
+                     uint8_t *outputs) {
+    operation->kind = &dense_product;
+    *(DenseData *)operation->data = (DenseData){.product = {matrix, inputs, input_stride, outputs, 0}};
 }
 
 /* outputs = inputs times the transposed matrix plus bias, by num_threads threads of `parallel` (GOMP_parallel), or by
@@ -101,14 +115,17 @@ static void compute(void *data) {
 EXPORTED void dense_multiply(const DenseMatrix *matrix, Parallel *parallel, int32_t num_threads, const uint8_t *inputs,
                              int64_t input_stride, int32_t num_rows, uint8_t *outputs) {
     if (num_rows < 1) return;
-    if (parallel == NULL || (int64_t)num_rows * matrix->num_outputs * matrix->num_inputs < SHARED_WORK) num_threads = 1;
-    DenseProduct product = {matrix, inputs, input_stride, outputs, num_rows};
-    int32_t num_ranges = (num_rows + UNIT_ROWS - 1) / UNIT_ROWS;
-    int32_t blocks = (num_rows + num_ranges * BLOCK_ROWS - 1) / (num_ranges * BLOCK_ROWS);
-    int32_t num_panels = (num_vectors(matrix) + PANEL_VECTORS - 1) / PANEL_VECTORS;
-    Run run = {&product, num_threads, blocks * BLOCK_ROWS, num_ranges, num_panels * num_ranges * HALVES, 0};
-    if (num_threads > 1)
-        parallel(compute, &run, (unsigned)num_threads, 0);
-    else
-        compute(&run);
+    if ((int64_t)num_rows * matrix->num_outputs * matrix->num_inputs < SHARED_WORK) num_threads = 1;
+    Operation operation;
+    describe(&operation, matrix, inputs, input_stride, outputs);
+    run_operations(&operation, 1, num_rows, parallel, num_threads);
+}
+
+/* Adds the product to a program, which gives the rows. Gives 0, or -1 when the program is full. */
+EXPORTED int32_t dense_add(Program *program, const DenseMatrix *matrix, const uint8_t *inputs, int64_t input_stride,
+                           uint8_t *outputs) {
+    Operation *operation = next_operation(program);
+    if (operation == NULL) return -1;
+    describe(operation, matrix, inputs, input_stride, outputs);
+    return 0;
 }

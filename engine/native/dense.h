@@ -56,4 +56,16 @@ static inline int32_t num_pairs(const DenseMatrix *matrix) { return (matrix->num
 static inline int32_t num_vectors(const DenseMatrix *matrix) { return (matrix->num_outputs + OUTPUTS - 1) / OUTPUTS; }
 static inline int32_t smaller(int32_t a, int32_t b) { return a < b ? a : b; }
 
+/* Bytes between pairs of inputs in the panel of a vector. */
+static inline int64_t dense_stride_of(const DenseMatrix *matrix, int32_t vector) {
+    int32_t panel = vector / PANEL_VECTORS * PANEL_VECTORS;
+    return smaller(PANEL_VECTORS, num_vectors(matrix) - panel) * VECTOR_BYTES;
+}
+
+/* Of its first pair of inputs. */
+static inline const uint8_t *dense_weights_of(const DenseMatrix *matrix, int32_t vector) {
+    int64_t panel = vector / PANEL_VECTORS * PANEL_VECTORS;
+    return matrix->weights + (panel * num_pairs(matrix) + vector % PANEL_VECTORS) * VECTOR_BYTES;
+}
+
 #endif

@@ -145,20 +145,10 @@ static void compute_some(const DenseProduct *product, const DenseUnit *unit, con
     }
 }
 
-static int64_t stride_of(const DenseMatrix *matrix, int32_t vector) {
-    int32_t panel = vector / PANEL_VECTORS * PANEL_VECTORS;
-    return smaller(PANEL_VECTORS, num_vectors(matrix) - panel) * VECTOR_BYTES;
-}
-
-static const uint8_t *weights_of(const DenseMatrix *matrix, int32_t vector) {
-    int64_t panel = vector / PANEL_VECTORS * PANEL_VECTORS;
-    return matrix->weights + (panel * num_pairs(matrix) + vector % PANEL_VECTORS) * VECTOR_BYTES;
-}
-
 static void compute(const DenseProduct *product, const DenseUnit *unit, const DenseUnit *next) {
     const DenseMatrix *matrix = product->matrix;
-    const uint8_t *weights = weights_of(matrix, unit->vector);
-    const int64_t stride = stride_of(matrix, unit->vector);
+    const uint8_t *weights = dense_weights_of(matrix, unit->vector);
+    const int64_t stride = dense_stride_of(matrix, unit->vector);
     const int32_t lines = unit->num_rows <= 3 * BLOCK_ROWS ? 2 : 1, pairs = num_pairs(matrix);
     float sums[UNIT_ROWS * PANEL_VECTORS * OUTPUTS];
     for (int32_t first = 0; first < pairs; first += BLOCK_PAIRS) {
@@ -169,8 +159,8 @@ static void compute(const DenseProduct *product, const DenseUnit *unit, const De
         const uint8_t *following = block.weights + BLOCK_PAIRS * stride;
         block.ahead_stride = stride;
         if (tile.is_last) {
-            following = next->num_vectors > 0 ? weights_of(matrix, next->vector) : block.weights;
-            block.ahead_stride = stride_of(matrix, next->vector);
+            following = next->num_vectors > 0 ? dense_weights_of(matrix, next->vector) : block.weights;
+            block.ahead_stride = dense_stride_of(matrix, next->vector);
         }
         for (int32_t row = 0; row < unit->num_rows; row += BLOCK_ROWS) {
             int32_t line = row / BLOCK_ROWS * lines;

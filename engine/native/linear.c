@@ -1,32 +1,14 @@
 /* The functions that Python calls for products with quantized weights. */
 #include "linear.h"
+#include "work.h"
 
-#include <stdatomic.h>
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(_WIN32)
-#include <windows.h>
-#define EXPORTED __declspec(dllexport)
-#define YIELD SwitchToThread
-#else
-#include <sched.h>
-#define EXPORTED __attribute__((visibility("default")))
-#define YIELD sched_yield
-#endif
-
 #define ALIGNMENT 64
-#define ROWS_AT_ONCE 8
 
-typedef void Parallel(void (*worker)(void *), void *data, unsigned num_threads, unsigned flags);
-
-typedef struct {
-    const Product *product;
-    atomic_int next_row;
-    atomic_int num_rounded;
-    atomic_int next_unit;
-} Run;
+_Static_assert(sizeof(Product) <= DATA_BYTES, "an operation has no room for it");
 
 EXPORTED int32_t linear_version(void) { return LINEAR_VERSION; }
 
@@ -48,54 +30,104 @@ EXPORTED const LinearKernel *linear_kernel(const char *variant) {
     return !strcmp(variant, "plain") ? &linear_plain : NULL;
 }
 
-/* In one go with the rest, so that threads meet once. Nobody waits for a thread that comes late, only for rows that
- * one has begun. */
-static void round_rows(Run *run) {
-    const Product *product = run->product;
-    for (int row; (row = atomic_fetch_add(&run->next_row, ROWS_AT_ONCE)) < product->num_rows;) {
-        int32_t end = row + ROWS_AT_ONCE < product->num_rows ? row + ROWS_AT_ONCE : product->num_rows;
-        for (int32_t each = row; each < end; ++each) product->matrix->kernel->round_row(product, each);
-        atomic_fetch_add(&run->num_rounded, end - row);
-    }
-    while (atomic_load(&run->num_rounded) < product->num_rows) YIELD();
+static int32_t begin_rounding(Operation *operation, int32_t num_rows) {
+    ((Product *)operation->data)->num_rows = num_rows;
+    operation->num_units = num_rows;
+    return 0;
 }
 
-static void compute(void *data) {
-    Run *run = data;
-    const Product *product = run->product;
-    const Matrix *matrix = product->matrix;
-    round_rows(run);
-    int32_t tiles = (int32_t)((num_vectors(matrix) + product->tile_vectors - 1) / product->tile_vectors);
-    int32_t num_units = tiles * ((product->num_rows + UNIT_ROWS - 1) / UNIT_ROWS);
-    for (int unit; (unit = atomic_fetch_add(&run->next_unit, 1)) < num_units;) {
+static void round_rows(const Operation *operation, Units units, int32_t thread) {
+    (void)thread;
+    const Product *product = (const Product *)operation->data;
+    for (int32_t row = units.first; row < units.first + units.count; ++row)
+        product->matrix->kernel->round_row(product, row);
+}
+
+static int32_t num_tiles(const Product *product) {
+    return (int32_t)((num_vectors(product->matrix) + product->tile_vectors - 1) / product->tile_vectors);
+}
+
+/* Units are tiles, for each range of rows. */
+static int32_t begin(Operation *operation, int32_t num_rows) {
+    Product *product = (Product *)operation->data;
+    product->num_rows = num_rows;
+    product->tile_vectors = num_rows < TILE_ROWS - 1 ? TILE_VECTORS : TILE_VECTORS / 2;
+    operation->num_units = num_tiles(product) * ((num_rows + UNIT_ROWS - 1) / UNIT_ROWS);
+    return 0;
+}
+
+static void compute(const Operation *operation, Units units, int32_t thread) {
+    (void)thread;
+    const Product *product = (const Product *)operation->data;
+    const int32_t tiles = num_tiles(product);
+    for (int32_t unit = units.first; unit < units.first + units.count; ++unit) {
         int32_t first_row = unit / tiles * UNIT_ROWS;
         int32_t end_row = first_row + UNIT_ROWS < product->num_rows ? first_row + UNIT_ROWS : product->num_rows;
-        matrix->kernel->compute(product, unit % tiles, first_row, end_row);
+        product->matrix->kernel->compute(product, unit % tiles, first_row, end_row);
     }
 }
 
+static const uint8_t *line(const Operation *operation, int32_t unit, int32_t line) {
+    const Product *product = (const Product *)operation->data;
+    const Matrix *matrix = product->matrix;
+    int64_t vector_bytes = (int64_t)matrix->padded_inputs * OUTPUTS * matrix->weight_bits / 8;
+    int64_t first = unit % num_tiles(product) * product->tile_vectors * vector_bytes, at = (int64_t)line * CACHE_LINE;
+    /* the vectors of a tile are read side by side */
+    int64_t vector = line % product->tile_vectors;
+    at = vector * vector_bytes + line / product->tile_vectors * (int64_t)CACHE_LINE;
+    return at < (vector + 1) * vector_bytes && first + at < num_vectors(matrix) * vector_bytes
+               ? matrix->weights + first + at
+               : NULL;
+}
+
+static const OperationKind rounding = {begin_rounding, round_rows, NULL}, multiplication = {begin, compute, line};
+
 static int64_t aligned(int64_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
+
+/* Bytes of so many rounded rows. */
+EXPORTED int64_t linear_rounded_bytes(const Matrix *matrix, int32_t num_rows) {
+    return aligned((int64_t)num_rows * PLANES * matrix->padded_inputs) +
+           aligned(num_rows * num_groups(matrix) * (int64_t)sizeof(float)) +
+           aligned(num_rows * (int64_t)sizeof(float)) + ALIGNMENT;
+}
+
+/* At most num_rows rows, with linear_rounded_bytes of memory for them. */
+static Product describe(const Matrix *matrix, int32_t element, const uint8_t *inputs, int64_t input_stride,
+                        int32_t num_rows, uint8_t *outputs, uint8_t *memory) {
+    uint8_t *numbers = (uint8_t *)aligned((int64_t)memory);
+    uint8_t *sums = numbers + aligned((int64_t)num_rows * PLANES * matrix->padded_inputs);
+    uint8_t *scales = sums + aligned(num_rows * num_groups(matrix) * (int64_t)sizeof(float));
+    return (Product){.matrix = matrix, .inputs = inputs, .input_stride = input_stride, .outputs = outputs,
+                     .element = element, .rounded = {(int8_t *)numbers, (float *)sums, (float *)scales}};
+}
+
+static void divide(Operation *first, Operation *second, Product product) {
+    first->kind = &rounding;
+    second->kind = &multiplication;
+    *(Product *)first->data = *(Product *)second->data = product;
+}
 
 /* outputs = inputs times the transposed matrix plus bias, by num_threads threads of `parallel` (GOMP_parallel), or by
  * this one alone. Gives 0, or -1 when there is no memory for the rounded rows. */
 EXPORTED int32_t linear_multiply(const Matrix *matrix, Parallel *parallel, int32_t num_threads, int32_t element,
                                  const uint8_t *inputs, int64_t input_stride, int32_t num_rows, uint8_t *outputs) {
-    int64_t products = (int64_t)num_rows * matrix->num_outputs * matrix->num_inputs;
-    if (parallel == NULL || products < SHARED_WORK) num_threads = 1;
-    int64_t number_bytes = aligned((int64_t)num_rows * PLANES * matrix->padded_inputs);
-    int64_t sum_bytes = aligned(num_rows * num_groups(matrix) * (int64_t)sizeof(float));
-    int64_t scale_bytes = aligned(num_rows * (int64_t)sizeof(float));
-    uint8_t *memory = malloc((size_t)(number_bytes + sum_bytes + scale_bytes + ALIGNMENT));
+    if ((int64_t)num_rows * matrix->num_outputs * matrix->num_inputs < SHARED_WORK) num_threads = 1;
+    uint8_t *memory = malloc((size_t)linear_rounded_bytes(matrix, num_rows));
     if (memory == NULL) return -1;
-    uint8_t *start = (uint8_t *)aligned((int64_t)memory);
-    Product product = {matrix, inputs, input_stride, outputs, num_rows, element,
-                       {(int8_t *)start, (float *)(start + number_bytes), (float *)(start + number_bytes + sum_bytes)},
-                       num_rows < TILE_ROWS - 1 ? TILE_VECTORS : TILE_VECTORS / 2};
-    Run run = {.product = &product};
-    if (num_threads > 1)
-        parallel(compute, &run, (unsigned)num_threads, 0);
-    else
-        compute(&run);
+    Operation operations[2];
+    divide(&operations[0], &operations[1],
+           describe(matrix, element, inputs, input_stride, num_rows, outputs, memory));
+    run_operations(operations, 2, num_rows, parallel, num_threads);
     free(memory);
+    return 0;
+}
+
+/* Adds the product to a program, for at most num_rows rows, with linear_rounded_bytes of memory for them. Gives 0, or
+ * -1 when the program is full. */
+EXPORTED int32_t linear_add(Program *program, const Matrix *matrix, int32_t element, const uint8_t *inputs,
+                            int64_t input_stride, int32_t num_rows, uint8_t *outputs, uint8_t *memory) {
+    Operation *first = next_operation(program), *second = next_operation(program);
+    if (first == NULL || second == NULL) return -1;
+    divide(first, second, describe(matrix, element, inputs, input_stride, num_rows, outputs, memory));
     return 0;
 }

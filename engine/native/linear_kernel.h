@@ -11,6 +11,7 @@
 #define INFINITE_BITS 0x7f800000u /* of magnitudes, these and more are infinite or not a number */
 #include LINEAR_HEADER
 
+#define AHEAD_BYTES 2048 /* of each vector of a tile, the weights that are fetched meanwhile */
 #define LARGEST 32512.0f /* of inputs of 16 bits, so that upper bytes reach 127 */
 
 INLINE floats load_inputs(const uint8_t *from, int32_t element, int32_t count) {
@@ -87,6 +88,7 @@ INLINE void multiply_tile(const Product *product, const uint8_t *weights, int64_
     const float *input_sums = product->rounded.sums + row * groups;
     const float *scales = matrix->scales + vector * groups * OUTPUTS;
     const uint8_t *zeros = matrix->zeros + vector * groups * OUTPUTS;
+    const int32_t turn = padded - AHEAD_BYTES / (halves ? OUTPUTS / 2 : OUTPUTS);
     floats totals[TILE_VECTORS][TILE_ROWS];
     for (int i = 0; i < vectors; ++i)
         for (int r = 0; r < rows; ++r) totals[i][r] = floats_all(0.0f);
@@ -96,10 +98,12 @@ INLINE void multiply_tile(const Product *product, const uint8_t *weights, int64_
             for (int r = 0; r < rows; ++r) upper[i][r] = lower[i][r] = integers_zero();
         for (int32_t end = at + matrix->group_size; at < end;) {
             bytes first[TILE_VECTORS], second[TILE_VECTORS];
+            /* at the end of a vector, those of the next tile's */
+            const int64_t ahead = AHEAD_BYTES + (at < turn ? 0 : (vectors - 1) * weight_stride);
             for (int i = 0; i < vectors; ++i) {
                 const uint8_t *from = weights + i * weight_stride + (int64_t)at * (halves ? OUTPUTS / 2 : OUTPUTS);
                 first[i] = bytes_load(from);
-                __builtin_prefetch(from + 1024);
+                __builtin_prefetch(from + ahead, 0, 2);
                 if (halves) {
                     second[i] = upper_halves(first[i]);
                     first[i] = lower_halves(first[i]);

@@ -1,27 +1,23 @@
 /* The functions that Python calls. */
 #include "steps.h"
+#include "work.h"
 
-#include <stdatomic.h>
 #include <stddef.h>
 #include <string.h>
 
-#if defined(_WIN32)
-#define EXPORTED __declspec(dllexport)
-#else
-#define EXPORTED __attribute__((visibility("default")))
-#endif
-
-#define MOST_PARTS 256
-
-typedef void Parallel(void (*worker)(void *), void *data, unsigned num_threads, unsigned flags);
-
+/* Its units are rows. */
 typedef struct {
     StepRow *compute;
-    const void *step;
-    int64_t num_rows;
-    int32_t num_parts;
-    atomic_int next_part;
-} Run;
+    int64_t num_slots; /* of a placement */
+    union {
+        Norm norm;
+        Placement placement;
+        Gating gating;
+        Search search;
+    } step;
+} StepData;
+
+_Static_assert(sizeof(StepData) <= DATA_BYTES, "an operation has no room for it");
 
 EXPORTED int32_t steps_version(void) { return STEPS_VERSION; }
 
@@ -40,51 +36,99 @@ EXPORTED const StepKernel *steps_kernel(const char *variant) {
     return strcmp(variant, "plain") ? NULL : &steps_plain;
 }
 
-static void work(void *data) {
-    Run *run = data;
-    for (int part; (part = atomic_fetch_add(&run->next_part, 1)) < run->num_parts;) {
-        int64_t end = run->num_rows * (part + 1) / run->num_parts;
-        for (int64_t row = run->num_rows * part / run->num_parts; row < end; ++row) run->compute(run->step, row);
-    }
+static int32_t begin(Operation *operation, int32_t num_rows) {
+    operation->num_units = num_rows;
+    return 0;
+}
+
+/* Gives 1 when a slot is not in the pool. */
+static int32_t begin_placement(Operation *operation, int32_t num_rows) {
+    const StepData *data = (const StepData *)operation->data;
+    const Placement *placement = &data->step.placement;
+    for (int32_t row = 0; placement->keys != NULL && row < num_rows; ++row)
+        if (placement->slots[row] < 0 || placement->slots[row] >= data->num_slots) return 1;
+    return begin(operation, num_rows);
+}
+
+static void compute(const Operation *operation, Units units, int32_t thread) {
+    (void)thread;
+    const StepData *data = (const StepData *)operation->data;
+    for (int32_t row = units.first; row < units.first + units.count; ++row) data->compute(&data->step, row);
+}
+
+static const OperationKind rows_alone = {begin, compute, NULL}, rows_into_slots = {begin_placement, compute, NULL};
+
+static void describe_norm(Operation *operation, const StepKernel *kernel, Norm step) {
+    operation->kind = &rows_alone;
+    *(StepData *)operation->data = (StepData){.compute = kernel->norm, .step.norm = step};
+}
+
+static void describe_place(Operation *operation, const StepKernel *kernel, const Placement *step, int64_t num_slots) {
+    operation->kind = &rows_into_slots;
+    *(StepData *)operation->data = (StepData){.compute = kernel->place, .num_slots = num_slots, .step.placement = *step};
+}
+
+static void describe_gate(Operation *operation, const StepKernel *kernel, Gating step) {
+    operation->kind = &rows_alone;
+    *(StepData *)operation->data = (StepData){.compute = kernel->gate, .step.gating = step};
 }
 
 /* All rows by num_threads threads of `parallel` (GOMP_parallel), or by this one alone. */
-static void run_rows(StepRow *compute, const void *step, int64_t num_rows, Parallel *parallel, int32_t num_threads) {
-    Run run = {.compute = compute, .step = step, .num_rows = num_rows, .num_parts = 1};
-    if (parallel == NULL || num_threads < 2) {
-        work(&run);
-        return;
-    }
-    run.num_parts = num_threads < MOST_PARTS ? num_threads : MOST_PARTS;
-    parallel(work, &run, (unsigned)run.num_parts, 0);
-}
-
 EXPORTED void steps_norm(const StepKernel *kernel, Parallel *parallel, int32_t num_threads, int32_t element,
-                         int64_t num_rows, int32_t num_columns, float eps, const uint8_t *weight, uint8_t *x,
+                         int32_t num_rows, int32_t num_columns, float eps, const uint8_t *weight, uint8_t *x,
                          int64_t x_stride, const uint8_t *delta, int64_t delta_stride, uint8_t *output) {
-    Norm step = {element, num_columns, eps, weight, x, x_stride, delta, delta_stride, output};
-    run_rows(kernel->norm, &step, num_rows, parallel, num_threads);
+    Operation operation;
+    describe_norm(&operation, kernel, (Norm){element, num_columns, eps, weight, x, x_stride, delta, delta_stride, output});
+    run_operations(&operation, 1, num_rows, parallel, num_threads);
 }
 
 /* Gives 1, and changes nothing, when a slot is not among num_slots. */
 EXPORTED int32_t steps_place(const StepKernel *kernel, Parallel *parallel, int32_t num_threads,
-                             const Placement *placement, int64_t num_rows, int64_t num_slots) {
-    for (int64_t row = 0; placement->keys != NULL && row < num_rows; ++row)
-        if (placement->slots[row] < 0 || placement->slots[row] >= num_slots) return 1;
-    run_rows(kernel->place, placement, num_rows, parallel, num_threads);
-    return 0;
+                             const Placement *placement, int32_t num_rows, int64_t num_slots) {
+    Operation operation;
+    describe_place(&operation, kernel, placement, num_slots);
+    return run_operations(&operation, 1, num_rows, parallel, num_threads);
 }
 
 EXPORTED void steps_gate(const StepKernel *kernel, Parallel *parallel, int32_t num_threads, int32_t element,
-                         int64_t num_rows, int32_t num_columns, const uint8_t *gates, int64_t stride,
+                         int32_t num_rows, int32_t num_columns, const uint8_t *gates, int64_t stride,
                          uint8_t *output) {
-    Gating step = {element, num_columns, gates, stride, output};
-    run_rows(kernel->gate, &step, num_rows, parallel, num_threads);
+    Operation operation;
+    describe_gate(&operation, kernel, (Gating){element, num_columns, gates, stride, output});
+    run_operations(&operation, 1, num_rows, parallel, num_threads);
 }
 
 EXPORTED void steps_search(const StepKernel *kernel, Parallel *parallel, int32_t num_threads, int32_t element,
-                           int64_t num_rows, int32_t num_columns, const uint8_t *rows, int64_t stride, float *highest,
+                           int32_t num_rows, int32_t num_columns, const uint8_t *rows, int64_t stride, float *highest,
                            int64_t *places) {
+    Operation operation = {.kind = &rows_alone};
     Search step = {element, num_columns, rows, stride, highest, places};
-    run_rows(kernel->search, &step, num_rows, parallel, num_threads);
+    *(StepData *)operation.data = (StepData){.compute = kernel->search, .step.search = step};
+    run_operations(&operation, 1, num_rows, parallel, num_threads);
+}
+
+/* Add a step to a program, which gives the rows. Give 0, or -1 when the program is full. */
+EXPORTED int32_t steps_add_norm(Program *program, const StepKernel *kernel, int32_t element, int32_t num_columns,
+                                float eps, const uint8_t *weight, uint8_t *x, int64_t x_stride, const uint8_t *delta,
+                                int64_t delta_stride, uint8_t *output) {
+    Operation *operation = next_operation(program);
+    if (operation == NULL) return -1;
+    describe_norm(operation, kernel, (Norm){element, num_columns, eps, weight, x, x_stride, delta, delta_stride, output});
+    return 0;
+}
+
+EXPORTED int32_t steps_add_place(Program *program, const StepKernel *kernel, const Placement *placement,
+                                 int64_t num_slots) {
+    Operation *operation = next_operation(program);
+    if (operation == NULL) return -1;
+    describe_place(operation, kernel, placement, num_slots);
+    return 0;
+}
+
+EXPORTED int32_t steps_add_gate(Program *program, const StepKernel *kernel, int32_t element, int32_t num_columns,
+                                const uint8_t *gates, int64_t stride, uint8_t *output) {
+    Operation *operation = next_operation(program);
+    if (operation == NULL) return -1;
+    describe_gate(operation, kernel, (Gating){element, num_columns, gates, stride, output});
+    return 0;
 }

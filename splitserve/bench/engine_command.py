@@ -69,6 +69,7 @@ PROMPTS: Final = ListOf("COUNTxLENGTH,...", parse_prompts)
 @click.option("--dtype", default="auto", show_default=True, type=click.Choice(DTYPES), help="Compute dtype.")
 @click.option("--quantization", default="none", show_default=True, type=click.Choice(QUANTIZATIONS))
 @click.option("--kv-cache-dtype", default="auto", show_default=True, type=click.Choice(KV_CACHE_DTYPES))
+@click.option("--batch-invariant", is_flag=True, help="Bits of a request do not depend on its batch; see the price.")
 @click.option("--prompts", default="1x512,8x512,16x128", show_default=True, type=PROMPTS, help="Prompts to prefill.")
 @click.option("--batches", default="1,4,8,16,32", show_default=True, type=COUNTS, help="Requests in a decode step.")
 @click.option("--contexts", default="128,512", show_default=True, type=COUNTS, help="Tokens before a decode step.")
@@ -88,6 +89,7 @@ def engine_command(
     dtype: str,
     quantization: str,
     kv_cache_dtype: str,
+    batch_invariant: bool,
     prompts: tuple[PromptSize, ...],
     batches: tuple[int, ...],
     contexts: tuple[int, ...],
@@ -100,7 +102,9 @@ def engine_command(
         raise click.UsageError("give a MODEL or --shape, not both")
     peers = [result for file in peer_files for result in read_peers(file)]
     sizes = EngineBench(prompts, tuple(sorted(batches)), tuple(sorted(contexts)), repeats)
-    settings = EngineSettings(dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
+    settings = EngineSettings(
+        dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype, batch_invariant=batch_invariant
+    )
     from splitserve.bench.engine import measure_engine  # imports torch, which help can do without
 
     imports_s = process_age_s()

@@ -129,6 +129,12 @@ def test_a_shape_is_measured_without_a_model(run, monkeypatch):
     assert 2 * READ_PARAMETERS <= padded <= 1.05 * 2 * READ_PARAMETERS
 
 
+def test_the_price_of_batch_invariance_can_be_measured(tmp_path, run):
+    result = run(write_tiny_model(tmp_path / "model"), *SIZES, "--batch-invariant", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["engine"]["batch_invariant"] == "yes"
+
+
 def test_random_weights_do_not_stay_behind(run, tmp_path, monkeypatch):
     monkeypatch.setitem(SHAPES, "qwen3-0.6b", TINY)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

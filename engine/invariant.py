@@ -1,0 +1,233 @@
+"""What --batch-invariant changes: the bits of a request's logits no longer depend on the other requests of its steps.
+
+The compiled kernels keep that by themselves. A product of torch's does not: how it adds depends on the number of rows,
+and at some numbers on the place of a row among them. Here every product, norm and activation that torch computes runs
+in tiles of a few fixed numbers of rows, the last one filled up with zeros. Which numbers, is found out at the start, on
+the device itself: those at which a row has the same bits at every place, and the same at one number as at the other.
+(A product's way depends on shapes alone, not on values, so that one random row tells; one row at a time always agrees.)
+Attention that is not native runs request by request, and the sums over more than two ranks are refused, as their order
+depends on where a number lies.
+
+Equal chunks are presumed: a prompt that is cut elsewhere, whose beginning was cached, or that is computed again after a
+preemption may differ in its last bits.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, Final, Protocol
+
+import torch
+from torch.nn import functional
+
+from engine.attention import Attention
+from engine.errors import SettingsError
+from engine.forward_batch import ForwardBatch
+from engine.kv_pool import PagedKVPool
+from engine.native_attention import NativeAttention
+from engine.native_steps import ELEMENTS, NativeSteps
+from engine.rope import Rotation
+from engine.steps import HeadNorms, Steps, TorchSteps
+
+TILE_ROWS: Final = (1, 4, 8, 16, 32, 64, 128, 256)  # that are tried
+CALL_ROWS: Final = 32  # what one more product costs beside its rows, in rows
+MOST_RANKS: Final = 2  # whose sum does not depend on the order
+PROBE_SEED: Final = 0
+PROBE_POSITION: Final = 1013
+ALIGNMENT: Final = 64  # bytes; what lies at odd addresses may be computed in another way
+
+Rows = Callable[[torch.Tensor], torch.Tensor]
+"""A function of rows [T, inputs] -> [T, outputs], each of which it computes from the same row alone."""
+
+
+class Tiling:
+    """Tiles for one device and dtype; each shape is tried once."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device = device
+        self._dtype = dtype
+        self._sizes: dict[Hashable, tuple[int, ...]] = {}
+
+    def tiled(self, product: Rows, num_inputs: int, kind: Hashable) -> Rows:
+        """The same product in tiles. Products of one kind and as many inputs are of the same shape and code."""
+        key = (num_inputs, kind)
+        if key not in self._sizes:
+            self._sizes[key] = agreeing_sizes(product, random_row(num_inputs, self._dtype, self._device))
+        return partial(in_tiles, product, sizes=self._sizes[key])
+
+
+def random_row(num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One to try sizes with, the same each time: [1, num_columns]."""
+    generator = torch.Generator().manual_seed(PROBE_SEED)
+    return torch.randn(1, num_columns, generator=generator, device="cpu").to(device, dtype)
+
+
+@torch.inference_mode()
+def agreeing_sizes(function: Rows, probe: torch.Tensor) -> tuple[int, ...]:
+    """Those of TILE_ROWS, ascending, at which a row has the same bits at all places and at all these sizes: with the
+    largest that has them at all places. `probe` [1, inputs] is the row to try it with."""
+    found: dict[int, torch.Tensor] = {}
+    for size in TILE_ROWS:
+        outputs = function(probe.repeat(size, 1))
+        if bool((outputs == outputs[:1]).all()):
+            found[size] = outputs[0]
+    if not found:
+        return TILE_ROWS[:1]
+    reference = found[max(found)]
+    return tuple(size for size, outputs in found.items() if torch.equal(outputs, reference))
+
+
+def in_tiles(function: Rows, x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+    """function(x), of tiles of these numbers of rows, which ascend."""
+    parts, first = [], 0
+    while first < x.shape[0]:
+        left = x.shape[0] - first
+        size = _tile_rows(left, sizes)
+        parts.append(function(_tile(x, first, size))[: min(size, left)])
+        first += size
+    return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else function(x)
+
+
+def _tile_rows(num_rows: int, sizes: tuple[int, ...]) -> int:
+    """The next tile's: it holds all rows if that leaves little of it empty, else it is the largest that they fill."""
+    largest_full = max((size for size in sizes if size <= num_rows), default=0)
+    holding_all = min((size for size in sizes if size >= num_rows), default=0)
+    if not largest_full or (holding_all and holding_all - num_rows < CALL_ROWS):
+        return holding_all
+    return largest_full
+
+
+def _tile(x: torch.Tensor, first: int, size: int) -> torch.Tensor:
+    """So many rows from the first on, and zeros below the last; contiguous and aligned."""
+    tile = x[first : first + size]
+    if len(tile) < size:
+        return torch.cat((tile, tile.new_zeros(size - len(tile), x.shape[1])))
+    tile = tile.contiguous()
+    return tile if tile.data_ptr() % ALIGNMENT == 0 else tile.clone()
+
+
+class TiledSteps(TorchSteps):
+    """Torch's steps, of which a row's bits do not depend on the other rows."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[tuple[str, int, torch.dtype], tuple[int, ...]] = {}
+
+    def norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if delta is not None:
+            x.add_(delta)
+        rows = x.reshape(-1, x.shape[-1])
+        normed = self._in_tiles("norm", lambda tile: functional.rms_norm(tile, weight.shape, weight, eps), rows)
+        return normed.view(x.shape)
+
+    def place(
+        self,
+        heads: torch.Tensor,
+        rotation: Rotation,
+        pool: PagedKVPool,
+        layer: int,
+        slots: torch.Tensor,
+        norms: HeadNorms | None = None,
+    ) -> torch.Tensor:
+        num_kv_heads = pool.layout.num_kv_heads
+        num_heads = heads.shape[1] - 2 * num_kv_heads
+        queries, keys, values = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
+        if norms is not None:
+            queries = self.norm(queries, norms.query_weight, norms.eps)
+            keys = self.norm(keys, norms.key_weight, norms.eps)
+        pool.store(layer, slots, _rotated(keys, rotation), values)
+        return _rotated(queries, rotation)
+
+    def gate(self, gates_and_ups: torch.Tensor) -> torch.Tensor:
+        return self._in_tiles("gate", super().gate, gates_and_ups)
+
+    def _in_tiles(self, name: str, function: Rows, rows: torch.Tensor) -> torch.Tensor:
+        key = (name, rows.shape[1], rows.dtype)
+        if key not in self._sizes:
+            self._sizes[key] = agreeing_sizes(function, random_row(rows.shape[1], rows.dtype, rows.device))
+        return in_tiles(function, rows, self._sizes[key])
+
+
+def _rotated(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """As rope.rotate, by products and a sum that are each rounded alone, and so in one way only."""
+    cosines, signed_sines = (each.float() for each in rotation)
+    exact = heads.float()
+    turned = exact.roll(heads.shape[-1] // 2, -1) * signed_sines
+    return (exact * cosines).add_(turned).to(heads.dtype)
+
+
+class Rotary(Protocol):
+    """What gives the cosines and sines of positions."""
+
+    def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
+        """As RotaryEmbedding's."""
+
+
+class TiledRotary:
+    """The tables of another rotation, computed in tiles."""
+
+    def __init__(self, rotary: Rotary, device: torch.device) -> None:
+        self._rotary = rotary
+        self._probe = torch.tensor([[PROBE_POSITION]], device=device)
+        self._sizes: dict[torch.dtype, tuple[int, ...]] = {}
+
+    def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
+        """As RotaryEmbedding's."""
+
+        def both(tile: torch.Tensor) -> torch.Tensor:
+            return torch.cat(self._rotary.tables(tile.flatten(), dtype), -1).flatten(1)
+
+        if dtype not in self._sizes:
+            self._sizes[dtype] = agreeing_sizes(both, self._probe)
+        cosines, signed_sines = in_tiles(both, positions.unsqueeze(1), self._sizes[dtype]).chunk(2, -1)
+        return cosines.contiguous().unsqueeze(1), signed_sines.contiguous().unsqueeze(1)
+
+
+class AttentionByRequest:
+    """Another backend, which sees one request at a time."""
+
+    def __init__(self, backend: Attention) -> None:
+        self.name = backend.name
+        self.pool = backend.pool
+        self._backend = backend
+
+    def plan(self, batch: ForwardBatch, window: int | None) -> list[tuple[slice, Any]]:
+        layout, starts, lengths = self.pool.layout, batch.query_starts.tolist(), batch.kv_lengths.tolist()
+        plans = []
+        for request, length in enumerate(lengths):
+            rows = slice(starts[request], starts[request + 1])
+            only = dataclasses.replace(
+                batch,
+                token_ids=batch.token_ids[rows],
+                positions=batch.positions[rows],
+                slots=batch.slots[rows],
+                query_starts=batch.query_starts[request : request + 2] - rows.start,
+                kv_lengths=batch.kv_lengths[request : request + 1],
+                block_tables=batch.block_tables[request : request + 1, : layout.num_blocks_for(length)].contiguous(),
+                logit_rows=batch.logit_rows[:0],
+            )
+            plans.append((rows, self._backend.plan(only, window)))
+        return plans
+
+    def attend(self, query: torch.Tensor, layer: int, plan: list[tuple[slice, Any]]) -> torch.Tensor:
+        return torch.cat([self._backend.attend(query[rows].clone(), layer, each) for rows, each in plan])
+
+
+def invariant_attention(attention: Attention) -> Attention:
+    """This backend where it is native, else one around it."""
+    return attention if isinstance(attention, NativeAttention) else AttentionByRequest(attention)
+
+
+def invariant_steps(steps: Steps, dtype: torch.dtype) -> Steps:
+    """These steps where they are native for the dtype, else tiled ones."""
+    return steps if isinstance(steps, NativeSteps) and dtype in ELEMENTS else TiledSteps()
+
+
+def check_invariance(tp_size: int) -> None:
+    """Raises SettingsError when so many ranks cannot keep the promise."""
+    if tp_size > MOST_RANKS:
+        raise SettingsError(
+            f"--batch-invariant: sums over {tp_size} ranks are added in an order that depends on the batch, "
+            f"and --tensor-parallel-size can be {MOST_RANKS} at most"
+        )
