@@ -5,14 +5,17 @@ from typing import Protocol
 import torch
 
 from engine.attention import Attention
+from engine.cuda_graphs import cuda_graphs
 from engine.forward_batch import ForwardBatch
 from engine.llama import LlamaDecoder
 from engine.native_attention import NativeAttention
 from engine.native_decode import NativeDecode, is_recordable
+from engine.settings import EngineSettings
 
 
 class DecodeProgram(Protocol):
-    """One decoder over one pool. Its logits have the same bits as the decoder's own."""
+    """One decoder over one pool. Its logits are the decoder's own: of native kernels to the bit, of CUDA graphs as far
+    as kernels for other numbers of rows agree."""
 
     def matches(self, batch: ForwardBatch) -> bool:
         """Whether it computes such batches."""
@@ -22,8 +25,20 @@ class DecodeProgram(Protocol):
         next run."""
 
 
-def choose_program(model: object, attention: Attention) -> DecodeProgram | None:
-    """The fastest one for these; None where module after module is all there is."""
-    if not isinstance(model, LlamaDecoder) or not isinstance(attention, NativeAttention):
+def num_scratch_blocks(settings: EngineSettings, device: torch.device, tp_size: int) -> int:
+    """Blocks that a program needs in the pool behind those that requests own. CUDA graphs take one; there are none of
+    several ranks, nor where the bits of a row may depend on that row alone."""
+    has_graphs = device.type == "cuda" and tp_size == 1 and not settings.enforce_eager and not settings.batch_invariant
+    return int(has_graphs)
+
+
+def choose_program(model: object, attention: Attention, num_blocks: int, max_model_len: int) -> DecodeProgram | None:
+    """The fastest one for these; None where module after module is all there is. Requests own the first num_blocks
+    blocks of the pool, the others are scratch. To be called before the pool holds anything."""
+    if not isinstance(model, LlamaDecoder):
         return None
-    return NativeDecode(model, attention) if is_recordable(model, attention) else None
+    if isinstance(attention, NativeAttention):
+        return NativeDecode(model, attention) if is_recordable(model, attention) else None
+    if attention.pool.num_blocks > num_blocks:
+        return cuda_graphs(model, attention, num_blocks, max_model_len)
+    return None

@@ -10,7 +10,7 @@ import torch
 
 from engine.attention import Attention
 from engine.backends import choose_attention
-from engine.decode_program import DecodeProgram, choose_program
+from engine.decode_program import DecodeProgram, choose_program, num_scratch_blocks
 from engine.errors import SettingsError
 from engine.fake import FakeModel
 from engine.fingerprint import fingerprint
@@ -77,12 +77,15 @@ class Engine:
             folder, self.config, torch_dtype, device, shard, self.group, settings.quantization
         )
         self.weight_bytes: Final = weight_bytes
-        self.pool: Final = PagedKVPool(self.layout, self.num_blocks, device, torch_dtype)
+        num_allocated = self.num_blocks + num_scratch_blocks(settings, device, self.group.size)
+        self.pool: Final = PagedKVPool(self.layout, num_allocated, device, torch_dtype)
         self._attention = choose_attention(self.pool, len(shard.query_heads.held))
         if settings.batch_invariant and isinstance(self._model, LlamaDecoder):
             self._model.make_invariant(torch_dtype, device)
             self._attention = invariant_attention(self._attention)
-        self._program: DecodeProgram | None = choose_program(self._model, self._attention)
+        self._program: DecodeProgram | None = choose_program(
+            self._model, self._attention, self.num_blocks, self.max_model_len
+        )
         self.description: Final = {
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "dtype": dtype,

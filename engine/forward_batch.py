@@ -23,6 +23,8 @@ class ForwardBatch:
     kv_lengths: torch.Tensor  # [B] int32
     block_tables: torch.Tensor  # [B, max_blocks] int32, padded with 0
     logit_rows: torch.Tensor  # [S] int64, the rows whose logits are wanted
+    longest_query: int  # tokens; no request has more. As numbers, since reading a tensor would await the device
+    longest_context: int  # tokens; no kv_length is larger
 
 
 def build_batch(shares: Sequence[Share], block_size: int, device: torch.device) -> ForwardBatch:
@@ -43,17 +45,26 @@ def build_batch(shares: Sequence[Share], block_size: int, device: torch.device) 
             logit_rows.append(len(token_ids) - 1)
 
     def tensor(values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+        return _moved(torch.tensor(values, dtype=dtype, device="cpu"), device)
+
+    kv_lengths = [share.start + share.num_tokens for share in shares]
 
     return ForwardBatch(
         token_ids=tensor(token_ids, torch.int64),
         positions=tensor(positions, torch.int64),
         slots=tensor(slots, torch.int64),
         query_starts=tensor(query_starts, torch.int32),
-        kv_lengths=tensor([share.start + share.num_tokens for share in shares], torch.int32),
-        block_tables=_block_tables(shares, block_size).to(device),
+        kv_lengths=tensor(kv_lengths, torch.int32),
+        block_tables=_moved(_block_tables(shares, block_size), device),
         logit_rows=tensor(logit_rows, torch.int64),
+        longest_query=max(share.num_tokens for share in shares),
+        longest_context=max(kv_lengths),
     )
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On the device; the host does not wait until a CUDA device has it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _block_tables(shares: Sequence[Share], block_size: int) -> torch.Tensor:

@@ -206,6 +206,8 @@ class AttentionByRequest:
                 kv_lengths=batch.kv_lengths[request : request + 1],
                 block_tables=batch.block_tables[request : request + 1, : layout.num_blocks_for(length)].contiguous(),
                 logit_rows=batch.logit_rows[:0],
+                longest_query=rows.stop - rows.start,
+                longest_context=length,
             )
             plans.append((rows, self._backend.plan(only, window)))
         return plans

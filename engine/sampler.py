@@ -17,6 +17,7 @@ from engine.steps import Steps, TorchSteps
 
 NUCLEUS_GUESS: Final = 256  # top_p is first sought among so many tokens, and among all only if these do not reach it
 TORCH_STEPS: Final = TorchSteps()
+_NO_TOKEN: Final = -1
 _SEED_MASK: Final = 2**64 - 1
 _DOUBLE_STEP: Final = 2.0**-53
 
@@ -27,11 +28,12 @@ def sample(
     """The next token of each request from its row of logits [S, vocab_size]. Raises ModelError when a row's largest
     logit is not a finite number: the model is broken or overflows."""
     highest, likeliest = steps.likeliest(logits)
-    if not torch.isfinite(highest).all():
+    tokens = likeliest.masked_fill(~torch.isfinite(highest), _NO_TOKEN).tolist()  # the first to await the device
+    if _NO_TOKEN in tokens:
         raise ModelError("the model's logits are not finite numbers")
     return [
         SampledToken(token) if _is_plain(request) else _sample_row(row.float(), request, eos_token_ids)
-        for row, token, request in zip(logits, likeliest.tolist(), requests, strict=True)
+        for row, token, request in zip(logits, tokens, requests, strict=True)
     ]
 
 

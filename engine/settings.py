@@ -30,6 +30,7 @@ class EngineSettings:
     batch_invariant: bool = flag(
         False, "Bits of an answer do not depend on what is computed beside it, at equal chunks."
     )
+    enforce_eager: bool = flag(False, "On CUDA, compute decode steps without CUDA graphs.")
     enable_prefix_caching: bool = flag(True, "Keep the KV of ended requests for prompts that begin alike.")
     tensor_parallel_size: int = flag(1, "Ranks that compute this node together.", minimum=1, maximum=64)
     rank_timeout_s: float = flag(60.0, "Seconds a rank waits for the others before the node ends.", minimum=1.0)

@@ -14,8 +14,6 @@ NO_LIMIT = -1
 @dataclass(frozen=True, slots=True)
 class _Plan:
     batch: ForwardBatch
-    longest_query: int
-    longest_context: int
     window: tuple[int, int]  # tokens seen to the left and to the right
 
 
@@ -28,12 +26,7 @@ class VarlenAttention:
         self.pool = pool
 
     def plan(self, batch: ForwardBatch, window: int | None) -> _Plan:
-        return _Plan(
-            batch,
-            longest_query=int(batch.query_starts.diff().max()),
-            longest_context=int(batch.kv_lengths.max()),
-            window=(NO_LIMIT if window is None else window - 1, 0),
-        )
+        return _Plan(batch, window=(NO_LIMIT if window is None else window - 1, 0))
 
     def attend(self, query: torch.Tensor, layer: int, plan: _Plan) -> torch.Tensor:
         attended = varlen_attn(
@@ -42,8 +35,8 @@ class VarlenAttention:
             self.pool.values(layer),
             plan.batch.query_starts,
             None,
-            plan.longest_query,
-            plan.longest_context,
+            plan.batch.longest_query,
+            plan.batch.longest_context,
             window_size=plan.window,
             enable_gqa=True,
             seqused_k=plan.batch.kv_lengths,

@@ -222,6 +222,8 @@ async def test_the_same_probes_can_be_judged_by_another_objective(tmp_path):
     assert good[0][1] < 160
     assert "TTFT ≤ 1e+06 x unloaded" in shown(loose)
     save_comparison(strict, [loose], {"model": "queue"}, tmp_path)
+    pictures = [(tmp_path / name).read_bytes() for name in ("attainment.png", "attainment-2.png")]
+    assert pictures[0] != pictures[1]
     (also,) = json.loads((tmp_path / "comparison.json").read_text())["also"]
     assert also["slo"].startswith("TTFT ≤ 1e+06 x unloaded")
     assert [[probe["num_good"] for probe in each["probes"]] for each in also["contenders"]] == [[100, 160]] * 2
@@ -241,7 +243,7 @@ async def test_it_is_shown_saved_and_drawn(tmp_path):
     assert (tmp_path / "attainment.png").read_bytes().startswith(b"\x89PNG")
     saved = json.loads((tmp_path / "comparison.json").read_text())
     assert saved.pop("also") == []
-    assert saved == json.loads(json.dumps(comparison_json(comparison, {"model": "queue"})))
+    assert saved == json.loads(json.dumps(comparison_json(comparison, [], {"model": "queue"})))
     first = saved["contenders"][0]
     assert first["result"]["best_rate"] == comparison.entries[0].search.result().best_rate
     assert first["loses_by"] == "TTFT: prefill queue"

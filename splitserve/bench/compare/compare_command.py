@@ -135,11 +135,11 @@ def _show(comparison: "Comparison", asked: Asked) -> None:
         also = [judged_by(RelativeSlo(scales, comparison.unloaded), comparison) for scales in asked.also]
     if asked.save_dir is not None:
         save_comparison(comparison, also, asked.about(), asked.save_dir)
+    if asked.as_json:
+        click.echo(json.dumps(comparison_json(comparison, also, asked.about())))
+        return
     for each in (comparison, *also):
-        if asked.as_json:
-            click.echo(json.dumps(comparison_json(each, asked.about())))
-        else:
-            stdout.print(comparison_view(each))
+        stdout.print(comparison_view(each))
 
 
 def cores_of(number: int) -> list[int]:

@@ -150,5 +150,5 @@ output_options = options_of(
     click.option(
         "--save-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for every probe, logs, a plot."
     ),
-    click.option("--json", "as_json", is_flag=True, help="One JSON object for each objective instead of tables."),
+    click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables."),
 )

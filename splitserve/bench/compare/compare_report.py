@@ -88,10 +88,18 @@ def warnings(comparison: Comparison) -> list[str]:
     return lines
 
 
-def comparison_json(comparison: Comparison, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything but the single requests. `about` tells what was compared."""
+def comparison_json(comparison: Comparison, also: Sequence[Comparison], about: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything but the single requests. `about` tells what was compared, `also` are the same requests judged by other
+    objectives."""
     return {
         **about,
+        **_judged_json(comparison),
+        "also": [_judged_json(each) for each in also],
+    }
+
+
+def _judged_json(comparison: Comparison) -> dict[str, Any]:
+    return {
         "goal": asdict(comparison.goal),
         "slo": str(comparison.slo),
         "unloaded": asdict(comparison.unloaded) if comparison.unloaded is not None else None,
@@ -108,16 +116,17 @@ def save_probe(run: ProbeRun, folder: Path) -> None:
 
 
 def save_comparison(comparison: Comparison, also: Sequence[Comparison], about: Mapping[str, Any], folder: Path) -> None:
-    """The JSON object, its `also` the same requests judged by other objectives; and a picture of attainment over the
-    rate."""
-    saved = comparison_json(comparison, about) | {"also": [comparison_json(each, {}) for each in also]}
-    (folder / "comparison.json").write_text(json.dumps(saved, indent=2))
-    points = [
-        AttainmentPoint(entry.contender.name, each.rate, each.attainment, each.interval)
-        for entry in comparison.entries
-        for each in entry.search.curve()
-    ]
-    plot_attainment(points, comparison.goal.attainment, folder / "attainment.png")
+    """The JSON object, and pictures of attainment over the rate: attainment.png, and attainment-2.png and so on by the
+    other objectives."""
+    (folder / "comparison.json").write_text(json.dumps(comparison_json(comparison, also, about), indent=2))
+    for number, judged in enumerate((comparison, *also), 1):
+        points = [
+            AttainmentPoint(entry.contender.name, each.rate, each.attainment, each.interval)
+            for entry in judged.entries
+            for each in entry.search.curve()
+        ]
+        name = "attainment.png" if number == 1 else f"attainment-{number}.png"
+        plot_attainment(points, judged.goal.attainment, folder / name)
 
 
 def _entry_json(entry: Entry, slo: Slo) -> dict[str, Any]:

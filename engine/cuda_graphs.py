@@ -1,0 +1,216 @@
+"""Decode steps as CUDA graphs: the kernels of all layers and the head start at once, not each from Python.
+
+A graph replays one shape at fixed addresses. So a batch is copied into buffers that stay, and padded to the next size
+there is a graph for. A padding row is a request of one token in a scratch block, the pool's last one, which no request
+owns: what it writes is never read for another row.
+
+Other numbers of rows make other products of matrices, and the longest context, which the attention kernel is told on
+the host, is a bound here. So logits may differ in their last bits from those of the decoder without graphs.
+"""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+import torch
+from torch.nn import functional
+
+from engine.attention import Attention, PortableAttention
+from engine.forward_batch import ForwardBatch, build_batch
+from engine.kv_pool import PagedKVPool
+from engine.llama import LlamaDecoder
+from engine.requests import Share
+
+logger = logging.getLogger(__name__)
+
+SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # rows, ascending
+WARM_UP_RUNS: Final = 2  # outside the graph: libraries allocate and choose kernels in their first calls
+TOLERANCE: Final = 0.05  # of the largest logit: 16-bit outputs by other kernels
+MOST_CHECKED_TOKENS: Final = 700  # in a context that is tried
+
+Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
+"""Of a function that reads and writes the same memory each time, one that does the same: on CUDA a graph."""
+
+
+class StaticDecode:
+    """Steps of requests with one token each, at fixed sizes and addresses. To be run in inference mode."""
+
+    def __init__(
+        self, decoder: LlamaDecoder, attention: Attention, num_blocks: int, max_model_len: int, capture: Capture
+    ) -> None:
+        """Requests own the first num_blocks blocks of the pool, which has one more; only that is written to here."""
+        assert attention.pool.num_blocks == num_blocks + 1
+        block_size = attention.pool.layout.block_size
+        self._decoder, self._attention = decoder, attention
+        self.sizes: Final = sizes_for(num_blocks)
+        self._padding = Share([0], 0, [num_blocks], samples=True)
+        table_width = min(attention.pool.layout.num_blocks_for(max_model_len), num_blocks)
+        padding = build_batch([self._padding] * self.sizes[-1], block_size, attention.pool.device)
+        self._inputs = dataclasses.replace(
+            padding,
+            block_tables=functional.pad(padding.block_tables, (0, table_width - 1)),
+            longest_context=table_width * block_size,
+        )
+        self._num_live_rows = 0  # the rows of the buffers behind these are padding
+        with torch.inference_mode():
+            probe = self._forward(self.sizes[0])
+        self.vocab_size: Final = probe.shape[1]
+        self._logits = torch.zeros(self.sizes[-1], self.vocab_size, dtype=probe.dtype, device=probe.device)
+        with torch.inference_mode():  # the largest first: the smaller ones find room in its memory
+            self._replays = {size: capture(functools.partial(self._compute, size)) for size in reversed(self.sizes)}
+
+    def matches(self, batch: ForwardBatch) -> bool:
+        """Decode whose tokens are all wanted, of no more requests and blocks than the buffers hold."""
+        num_rows = len(batch.token_ids)
+        return (
+            len(batch.kv_lengths) == len(batch.logit_rows) == num_rows <= self.sizes[-1]
+            and batch.block_tables.shape[1] <= self._inputs.block_tables.shape[1]
+        )
+
+    def run(self, batch: ForwardBatch) -> torch.Tensor:
+        """[B, vocab_size], good until the next run."""
+        num_rows = len(batch.token_ids)
+        self._fill(batch, num_rows)
+        self._replays[next(size for size in self.sizes if size >= num_rows)]()
+        return self._logits[:num_rows]
+
+    def _fill(self, batch: ForwardBatch, num_rows: int) -> None:
+        """Copies the batch into the first rows, and makes padding of those behind that the batch before filled."""
+        ours, left = self._inputs, slice(num_rows, self._num_live_rows)
+        self._num_live_rows = max(self._num_live_rows, num_rows)  # what is true should a copy fail
+        for target, values in (
+            (ours.token_ids, batch.token_ids),
+            (ours.positions, batch.positions),
+            (ours.slots, batch.slots),
+            (ours.kv_lengths, batch.kv_lengths),
+            (ours.block_tables[:, : batch.block_tables.shape[1]], batch.block_tables),
+        ):
+            target[:num_rows].copy_(values, non_blocking=True)
+        if left.start < left.stop:
+            (scratch_block,) = self._padding.block_ids
+            ours.token_ids[left] = 0
+            ours.positions[left] = 0
+            ours.slots[left] = scratch_block * self._attention.pool.layout.block_size
+            ours.kv_lengths[left] = 1
+            ours.block_tables[left, 0] = scratch_block
+        self._num_live_rows = num_rows
+
+    def _compute(self, size: int) -> None:
+        self._logits[:size] = self._forward(size)
+
+    def _forward(self, size: int) -> torch.Tensor:
+        logits = self._decoder(_first_rows(self._inputs, size), self._attention)
+        assert isinstance(logits, torch.Tensor), "this is the only rank"
+        return logits
+
+
+def _first_rows(batch: ForwardBatch, num_rows: int) -> ForwardBatch:
+    """Views of a batch of requests with one token each."""
+    rows = slice(num_rows)
+    return dataclasses.replace(
+        batch,
+        token_ids=batch.token_ids[rows],
+        positions=batch.positions[rows],
+        slots=batch.slots[rows],
+        query_starts=batch.query_starts[: num_rows + 1],
+        kv_lengths=batch.kv_lengths[rows],
+        block_tables=batch.block_tables[rows],
+        logit_rows=batch.logit_rows[rows],
+    )
+
+
+def sizes_for(num_blocks: int) -> tuple[int, ...]:
+    """Those of SIZES that batches may be padded to, where every request has a block of its own to write to."""
+    largest = next((size for size in SIZES if size >= num_blocks), SIZES[-1])
+    return tuple(size for size in SIZES if size <= largest)
+
+
+class CudaCapture:
+    """Captures graphs that share their memory, and so run one at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
+        """Gives the replay. Raises RuntimeError when the function does what no graph can hold."""
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                for _ in range(WARM_UP_RUNS):
+                    function()
+            torch.cuda.current_stream().wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may use the device meanwhile.
+            with torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode="thread_local"):
+                function()
+        return graph.replay
+
+
+def checked_decode(
+    decoder: LlamaDecoder, attention: Attention, num_blocks: int, max_model_len: int, capture: Capture
+) -> StaticDecode | None:
+    """As StaticDecode, if all sizes agree with the decoder itself; else None, and a line in the log says why. To be
+    called before the pool holds anything."""
+    try:
+        program = StaticDecode(decoder, attention, num_blocks, max_model_len, capture)
+        difference = _largest_difference(program, decoder, attention, min(max_model_len, MOST_CHECKED_TOKENS))
+    except RuntimeError as error:
+        logger.warning("decode steps are computed without CUDA graphs: %s", error)
+        return None
+    if difference > TOLERANCE:
+        logger.warning("decode steps are computed without CUDA graphs, whose logits are off by %f here", difference)
+        return None
+    logger.info("CUDA graphs for decode of up to %d requests, logits within %.2g", program.sizes[-1], difference)
+    return program
+
+
+@torch.inference_mode()
+def _largest_difference(program: StaticDecode, decoder: LlamaDecoder, attention: Attention, most_tokens: int) -> float:
+    """Between each size with as much padding as there can be and the decoder, on random contexts of up to so many
+    tokens: of logits, over the largest one."""
+    pool, vocab_size = attention.pool, program.vocab_size
+    num_blocks = min(pool.num_blocks - 1, max(program.sizes[-1], pool.layout.num_blocks_for(most_tokens)))
+    most_tokens = min(most_tokens, num_blocks * pool.layout.block_size)
+    differences = [0.0]
+    planes = [
+        plane[:num_blocks]
+        for layer in range(pool.layout.num_layers)
+        for plane in (pool.keys(layer), pool.values(layer))
+    ]
+    try:
+        for plane in planes:
+            plane.normal_()
+        for smaller in (0, *program.sizes[:-1]):
+            lengths = [most_tokens - 37 * row % most_tokens for row in range(smaller + 1)]
+            batch = _decode_batch(lengths, num_blocks, vocab_size, pool)
+            expected = decoder(batch, attention)
+            assert expected is not None, "this is the only rank"
+            difference = (program.run(batch) - expected).abs().max() / expected.abs().max()
+            differences.append(float(difference.nan_to_num(torch.inf)))
+    finally:
+        for plane in planes:
+            plane.zero_()
+    return max(differences)
+
+
+def _decode_batch(lengths: list[int], num_blocks: int, vocab_size: int, pool: PagedKVPool) -> ForwardBatch:
+    """Requests of these lengths, each with a last block of its own; the blocks before it are others' last ones."""
+    shares = []
+    for row, length in enumerate(lengths):
+        count = pool.layout.num_blocks_for(length)
+        blocks = [(row + place) % num_blocks for place in reversed(range(count))]
+        shares.append(Share([101 * row % vocab_size], length - 1, blocks, samples=True))
+    return build_batch(shares, pool.layout.block_size, pool.device)
+
+
+def cuda_graphs(
+    decoder: LlamaDecoder, attention: Attention, num_blocks: int, max_model_len: int
+) -> StaticDecode | None:
+    """As checked_decode, by graphs of the pool's CUDA device; None also for a backend that plans on the host."""
+    if attention.pool.device.type != "cuda" or isinstance(attention, PortableAttention):
+        return None
+    return checked_decode(decoder, attention, num_blocks, max_model_len, CudaCapture(attention.pool.device))

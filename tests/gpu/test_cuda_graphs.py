@@ -1,0 +1,108 @@
+"""Decode by CUDA graphs against the same engine with --enforce-eager."""
+
+import random
+
+import pytest
+import torch
+
+from engine.cuda_graphs import StaticDecode
+from engine.engine import Engine
+from engine.forward_batch import build_batch
+from engine.requests import Share
+from engine.settings import EngineSettings
+from engine.varlen import VarlenAttention
+from tests.tiny_models import FAMILIES, VOCAB_SIZE, write_tiny_model
+from tests.toy_scheduler import greedy, run_all
+
+BLOCK_SIZE, NUM_BLOCKS = 256, 200
+PROMPTS = [[(7 * i + length) % 250 for i in range(length)] for length in (1, 15, 16, 17, 63, 200, 320)]
+
+
+def load(folder, family="llama", **fields):
+    write_tiny_model(folder, family, seed=3, dtype="bfloat16", head_dim=64)
+    chosen = {"block_size": BLOCK_SIZE, "num_kv_blocks": NUM_BLOCKS, **fields}
+    return Engine(EngineSettings(model=str(folder), device="cuda", **chosen))
+
+
+def captured(folder, family="llama", **fields):
+    engine = load(folder, family, **fields)
+    if not isinstance(engine._attention, VarlenAttention):
+        pytest.skip("varlen_attn does not take this pool here, so nothing is captured")
+    assert isinstance(engine._program, StaticDecode), "nothing was captured; the log says why"
+    return engine
+
+
+def random_decode(engine, num_requests, seed):
+    draw = random.Random(seed)
+    order = draw.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    shares = []
+    for _ in range(num_requests):
+        length = draw.randint(1, (1 if num_requests > NUM_BLOCKS // 3 else 3) * BLOCK_SIZE)
+        blocks = [order.pop() for _ in range(-(-length // BLOCK_SIZE))]
+        shares.append(Share([draw.randrange(VOCAB_SIZE)], length - 1, blocks, samples=True))
+    return build_batch(shares, BLOCK_SIZE, engine.pool.device)
+
+
+def planes_of(engine):
+    layers = range(engine.layout.num_layers)
+    return [plane for layer in layers for plane in (engine.pool.keys(layer), engine.pool.values(layer))]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_replays_agree_with_the_modules(tmp_path, family):
+    engine = captured(tmp_path, family)
+    for plane in planes_of(engine):
+        plane.normal_()
+    for seed, num_requests in enumerate((1, 2, 3, 7, 64, 5, 33, 100, 128, 1)):
+        batch = random_decode(engine, num_requests, seed)
+        expected = engine._model(batch, engine._attention)
+        replayed = engine._program.run(batch)
+        difference = (replayed - expected).abs().max() / expected.abs().max()
+        assert float(difference) < 0.05
+
+
+@torch.inference_mode()
+def test_a_replay_writes_to_the_slots_of_its_requests_alone(tmp_path):
+    engine = captured(tmp_path)
+    for plane in planes_of(engine):
+        plane.normal_()
+    for seed, num_requests in enumerate((7, 3, 5)):
+        before = [plane[:NUM_BLOCKS].clone() for plane in planes_of(engine)]
+        batch = random_decode(engine, num_requests, seed)
+        engine._program.run(batch)
+        for plane, then in zip(planes_of(engine), before, strict=True):
+            changed = (plane[:NUM_BLOCKS] != then).flatten(0, 1).flatten(1).any(1).nonzero().flatten()
+            assert changed.tolist() == sorted(batch.slots.tolist())
+
+
+def test_answers_repeat(tmp_path):
+    engine = captured(tmp_path)
+    once, again = (run_all(engine, PROMPTS, greedy(24), chunk_tokens=64) for _ in range(2))
+    assert once == again
+
+
+def test_eager_where_it_is_asked_for(tmp_path):
+    for name in ("enforce_eager", "batch_invariant"):
+        engine = load(tmp_path / name, **{name: True})
+        assert engine._program is None
+        assert engine.pool.num_blocks == engine.num_blocks
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_the_host_does_not_wait_before_it_reads_the_tokens(tmp_path, enforce_eager):
+    engine = captured(tmp_path) if not enforce_eager else load(tmp_path, enforce_eager=True)
+    if not isinstance(engine._attention, VarlenAttention):
+        pytest.skip("varlen_attn does not take this pool here, and the portable backend plans on the host")
+    shares = [Share([1 + row], row, [row], samples=True) for row in range(5)]
+
+    def logits():
+        return engine._logits(build_batch(shares, BLOCK_SIZE, engine.pool.device), None)
+
+    with torch.inference_mode():
+        logits()  # first calls may wait
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            logits()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
