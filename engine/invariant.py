@@ -23,11 +23,10 @@ from torch.nn import functional
 from engine.attention import Attention
 from engine.errors import SettingsError
 from engine.forward_batch import ForwardBatch
-from engine.kv_pool import PagedKVPool
 from engine.native_attention import NativeAttention
 from engine.native_steps import ELEMENTS, NativeSteps
 from engine.rope import Rotation
-from engine.steps import HeadNorms, Steps, TorchSteps
+from engine.steps import Steps, TorchSteps
 
 TILE_ROWS: Final = (1, 4, 8, 16, 32, 64, 128, 256)  # that are tried
 CALL_ROWS: Final = 32  # what one more product costs beside its rows, in rows
@@ -121,23 +120,12 @@ class TiledSteps(TorchSteps):
         normed = self._in_tiles("norm", lambda tile: functional.rms_norm(tile, weight.shape, weight, eps), rows)
         return normed.view(x.shape)
 
-    def place(
-        self,
-        heads: torch.Tensor,
-        rotation: Rotation,
-        pool: PagedKVPool,
-        layer: int,
-        slots: torch.Tensor,
-        norms: HeadNorms | None = None,
-    ) -> torch.Tensor:
-        num_kv_heads = pool.layout.num_kv_heads
-        num_heads = heads.shape[1] - 2 * num_kv_heads
-        queries, keys, values = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
-        if norms is not None:
-            queries = self.norm(queries, norms.query_weight, norms.eps)
-            keys = self.norm(keys, norms.key_weight, norms.eps)
-        pool.store(layer, slots, _rotated(keys, rotation), values)
-        return _rotated(queries, rotation)
+    def rotate(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """By products and a sum that are each rounded alone, and so in one way only."""
+        cosines, signed_sines = (each.float() for each in rotation)
+        exact = heads.float()
+        turned = exact.roll(heads.shape[-1] // 2, -1) * signed_sines
+        return (exact * cosines).add_(turned).to(heads.dtype)
 
     def gate(self, gates_and_ups: torch.Tensor) -> torch.Tensor:
         return self._in_tiles("gate", super().gate, gates_and_ups)
@@ -147,14 +135,6 @@ class TiledSteps(TorchSteps):
         if key not in self._sizes:
             self._sizes[key] = agreeing_sizes(function, random_row(rows.shape[1], rows.dtype, rows.device))
         return in_tiles(function, rows, self._sizes[key])
-
-
-def _rotated(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """As rope.rotate, by products and a sum that are each rounded alone, and so in one way only."""
-    cosines, signed_sines = (each.float() for each in rotation)
-    exact = heads.float()
-    turned = exact.roll(heads.shape[-1] // 2, -1) * signed_sines
-    return (exact * cosines).add_(turned).to(heads.dtype)
 
 
 class Rotary(Protocol):

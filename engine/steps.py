@@ -75,9 +75,13 @@ class TorchSteps:
             queries = self.norm(rotated[:, :num_heads], norms.query_weight, norms.eps)
             keys = self.norm(rotated[:, num_heads:], norms.key_weight, norms.eps)
             rotated = torch.cat((queries, keys), dim=1)
-        rotated = rotate(rotated, *rotation)
+        rotated = self.rotate(rotated, rotation)
         pool.store(layer, slots, rotated[:, num_heads:], values)
         return rotated[:, :num_heads]
+
+    def rotate(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """Heads [T, N, D] turned by the tables of their positions."""
+        return rotate(heads, *rotation)
 
     def gate(self, gates_and_ups: torch.Tensor) -> torch.Tensor:
         gates, ups = gates_and_ups.chunk(2, -1)
