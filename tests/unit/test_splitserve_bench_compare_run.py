@@ -242,7 +242,6 @@ async def test_it_is_shown_saved_and_drawn(tmp_path):
     save_comparison(comparison, [], {"model": "queue"}, tmp_path)
     assert (tmp_path / "attainment.png").read_bytes().startswith(b"\x89PNG")
     saved = json.loads((tmp_path / "comparison.json").read_text())
-    assert saved.pop("also") == []
     assert saved == json.loads(json.dumps(comparison_json(comparison, [], {"model": "queue"})))
     first = saved["contenders"][0]
     assert first["result"]["best_rate"] == comparison.entries[0].search.result().best_rate
