@@ -28,6 +28,8 @@ PHASES: Final = (
     ("decode", "decode_s", "▒", "green"),
 )
 
+PHASE_NAMES: Final = {field: name for name, field, _, _ in PHASES}
+
 stdout: Final = Console(highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
 stderr: Final = Console(stderr=True, highlight=False)
 
@@ -87,7 +89,7 @@ def status_view(model: ModelInfo, server: ServerInfo, loads: Loads) -> Group:
 def _node_table(nodes: list[NodeLoad], server: ServerInfo) -> Table:
     """What each node does, and the memory of its ranks when there are several."""
     numbers = ("running", "waiting", "step ms", "prefill tok/s", "TP", "MiB")
-    table = _status_table("node", "role", "state", numbers=numbers)
+    table = plain_table("node", "role", "state", numbers=numbers, gap=1)
     table.add_column("attention")
     infos = {node.name: node for node in server.nodes}
     for load in nodes:
@@ -118,7 +120,7 @@ def _cache_table(nodes: list[NodeLoad]) -> Table:
     """What became of each node's KV. Cached blocks are free ones that may be reused; the share is that of the prompt
     tokens whose KV was there already."""
     numbers = ("blocks used", "blocks cached", "tokens cached", "KV moved", "failed transfers")
-    table = _status_table("node", numbers=numbers)
+    table = plain_table("node", numbers=numbers, gap=1)
     for load in nodes:
         share = f"{load.num_cached_tokens / load.num_prompt_tokens:.0%}" if load.num_prompt_tokens else "-"
         table.add_row(
@@ -132,8 +134,9 @@ def _cache_table(nodes: list[NodeLoad]) -> Table:
     return table
 
 
-def _status_table(*words: str, numbers: tuple[str, ...]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+def plain_table(*words: str, numbers: tuple[str, ...] = (), gap: int = 2) -> Table:
+    """An empty table: columns of words, then columns of numbers, so many characters apart."""
+    table = Table(box=None, padding=(0, gap, 0, 0), header_style="dim")
     for title in words:
         table.add_column(title)
     for title in numbers:

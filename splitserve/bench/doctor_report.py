@@ -8,8 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from splitserve.bench.doctor import DoctorFigures, PaysBetween
-from splitserve.bench.tables import plain_table
-from splitserve.terminal import size_of
+from splitserve.terminal import plain_table, size_of
 
 STYLES: Final = {"split": "green", "even": "", "colocated": "yellow"}
 

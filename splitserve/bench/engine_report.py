@@ -14,8 +14,7 @@ from splitserve.bench.engine_figures import (
     ProfileFigures,
 )
 from splitserve.bench.peers import DECODE, LOAD, PREFILL, Ratio
-from splitserve.bench.tables import plain_table
-from splitserve.terminal import size_of
+from splitserve.terminal import plain_table, size_of
 
 
 def engine_view(figures: EngineFigures, compared: Sequence[Ratio]) -> Group:

@@ -10,11 +10,10 @@ from splitserve.bench.cluster import ClusterBench, ClusterFigures
 from splitserve.bench.kv_cache import KVAccuracy
 from splitserve.bench.overlap import OverlapFigures, pays_from
 from splitserve.bench.reuse import ReuseFigures
-from splitserve.bench.tables import plain_table
 from splitserve.bench.transfer import TransferFigures, TransferReport
 from splitserve.bench.weights_accuracy import WeightsAccuracy
 from splitserve.bench.yardsticks import YARDSTICKS, Spread
-from splitserve.terminal import MIB, size_of
+from splitserve.terminal import MIB, plain_table, size_of
 
 
 def cluster_table(figures: ClusterFigures, sizes: ClusterBench) -> Table:

@@ -19,7 +19,7 @@ from splitserve.bench.serve.metrics import Distribution, Limits, Summary, summar
 from splitserve.bench.serve.plots import AttainmentPoint, plot_attainment
 from splitserve.bench.serve.results import request_lines
 from splitserve.bench.serve.serve_report import MAX_SEND_LAG_S
-from splitserve.bench.tables import plain_table
+from splitserve.terminal import plain_table
 
 PERCENTILES: Final = (50, 90, 99)
 LATENCIES: Final = ("ttft", "tpot")

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 from splitserve.bench.compare.unloaded import Unloaded
 from splitserve.bench.errors import BenchError
-from splitserve.bench.serve.metrics import GOODPUT_NAMES, Limits, missed
+from splitserve.bench.serve.metrics import Limits, missed, parse_pairs
 from splitserve.bench.serve.misses import Misses, count_misses, is_complete
 from splitserve.bench.serve.records import Outcome, PlannedRequest
 from splitserve.bench.serve.spread import effective_size
@@ -104,13 +104,7 @@ def judge(slo: Slo, pairs: Sequence[tuple[PlannedRequest, Outcome]]) -> Judgemen
 def parse_scales(words: Sequence[str]) -> Scales:
     """Scales from words such as `ttft:6 tpot:1.5`, each word one or several such pairs; a later pair of the same name
     wins. Anything else is a BenchError."""
-    scales: dict[str, float] = {}
-    for pair in (pair for word in words for pair in word.split()):
-        name, separator, text = pair.partition(":")
-        if name not in GOODPUT_NAMES or not separator:
-            raise BenchError(f"a scale is NAME:FACTOR with a name of {', '.join(GOODPUT_NAMES)}, not {pair!r}")
-        scales[name] = _factor(text, pair)
-    return Scales(**scales)
+    return Scales(**parse_pairs(words, "a scale is NAME:FACTOR", _factor))
 
 
 def _factor(text: str, pair: str) -> float:

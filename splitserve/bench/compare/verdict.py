@@ -7,10 +7,9 @@ from typing import Final
 from splitserve.bench.compare.contenders import AUTO, COLOCATED, PEER, SPLIT
 from splitserve.bench.compare.search import SearchResult
 from splitserve.bench.serve.misses import Misses
-from splitserve.terminal import PHASES
+from splitserve.terminal import PHASE_NAMES
 
 MIXED: Final = "its decode includes the prompts that are computed between those tokens"
-PHASE_NAMES: Final = {field: name for name, field, _, _ in PHASES}
 
 
 @dataclass(frozen=True, slots=True)

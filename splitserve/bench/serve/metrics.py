@@ -116,14 +116,20 @@ class Summary:
 def parse_goodput(words: Sequence[str]) -> Limits:
     """Limits from words such as `ttft:500 tpot:30`, in milliseconds, each word one or several such pairs; a later pair
     of the same name wins. Anything else is a BenchError."""
-    limits: dict[str, float] = {}
+    limits_ms = parse_pairs(words, "a limit is NAME:MILLISECONDS", _milliseconds)
+    return Limits(**{f"{name}_s": limit_ms / 1e3 for name, limit_ms in limits_ms.items()})
+
+
+def parse_pairs(words: Sequence[str], what: str, number: Callable[[str, str], float]) -> dict[str, float]:
+    """Numbers by latency from words, each one or several pairs; a later pair of the same name wins. `number` takes the
+    text of one and the whole pair. Raises BenchError, which begins with `what`, for other names."""
+    numbers: dict[str, float] = {}
     for pair in (pair for word in words for pair in word.split()):
         name, separator, text = pair.partition(":")
         if name not in GOODPUT_NAMES or not separator:
-            names = ", ".join(GOODPUT_NAMES)
-            raise BenchError(f"a limit is NAME:MILLISECONDS with a name of {names}, not {pair!r}")
-        limits[name] = _milliseconds(text, pair) / 1e3
-    return Limits(limits.get("ttft"), limits.get("tpot"), limits.get("e2el"))
+            raise BenchError(f"{what} with a name of {', '.join(GOODPUT_NAMES)}, not {pair!r}")
+        numbers[name] = number(text, pair)
+    return numbers
 
 
 def _milliseconds(text: str, pair: str) -> float:

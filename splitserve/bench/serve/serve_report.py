@@ -10,8 +10,7 @@ from rich.table import Table
 
 from splitserve.bench.serve.metrics import Summary
 from splitserve.bench.serve.results import DEFAULT_METRICS, DEFAULT_PERCENTILES, Run
-from splitserve.bench.tables import plain_table
-from splitserve.terminal import PHASES
+from splitserve.terminal import PHASE_NAMES, plain_table
 
 MAX_SEND_LAG_S: Final = 0.010
 MAX_SEND_LAG_OF_TTFT: Final = 0.05
@@ -28,7 +27,6 @@ NAMES: Final = {
     "client_queue_time": "wait in the generator",
     "e2el_including_client_queue": "E2EL with that wait",
 }
-PHASE_NAMES: Final = {field: name for name, field, _, _ in PHASES}
 
 
 def serve_view(
