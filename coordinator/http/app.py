@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from coordinator.exposition import CONTENT_TYPE, Exposition
 from coordinator.front import Front
 from coordinator.http.answering import Answering
 from coordinator.http.bodies import read_json
@@ -39,9 +40,10 @@ IsServing = Callable[[], Awaitable[bool]]
 class Endpoints:
     """What is answered at each path."""
 
-    def __init__(self, front: Front, is_serving: IsServing) -> None:
+    def __init__(self, front: Front, is_serving: IsServing, exposition: Exposition) -> None:
         self._front = front
         self._is_serving = is_serving
+        self._exposition = exposition
         self._created = int(time.time())
 
     def routes(self) -> list[Route]:
@@ -55,6 +57,7 @@ class Endpoints:
             Route("/health", self.health),
             Route("/ping", self.health),
             Route("/version", self.version),
+            Route("/metrics", self.metrics),
         ]
 
     async def models(self, _: Request) -> Response:
@@ -97,6 +100,9 @@ class Endpoints:
     async def version(self, _: Request) -> Response:
         return JSONResponse({"version": importlib.metadata.version("splitserve")})
 
+    async def metrics(self, _: Request) -> Response:
+        return Response(self._exposition.render(), headers={"content-type": CONTENT_TYPE})
+
     async def _begin(
         self,
         request: Request,
@@ -105,7 +111,8 @@ class Endpoints:
         names: Mapping[str, str],
     ) -> ASGIApp:
         request_id = request.headers.get(REQUEST_ID_HEADER) or request_id_for(request.scope)
-        asked = parse(await read_json(request), request_id)
+        with self._front.noting_refusal(request_id):
+            asked = parse(await read_json(request), request_id)
         form = form_class(asked, self._front.model.tokenizer)
         return Answering(self._front, form, request_id, names)
 
@@ -144,10 +151,17 @@ class Endpoints:
         }
 
 
-def make_app(front: Front, is_serving: IsServing, *, secret: str, max_calls: int) -> Starlette:
+def make_app(
+    front: Front,
+    is_serving: IsServing,
+    exposition: Exposition,
+    *,
+    secret: str,
+    max_calls: int,
+) -> Starlette:
     """The application. With a secret, every call but health checks must bring it."""
     app = Starlette(
-        routes=Endpoints(front, is_serving).routes(),
+        routes=Endpoints(front, is_serving, exposition).routes(),
         middleware=[Middleware(Door, secret=secret, max_calls=max_calls)],
         exception_handlers={RequestError: on_request_error, HTTPException: on_http_exception},
     )
