@@ -22,7 +22,7 @@ from coordinator.journal import Journal
 from coordinator.metrics import Metrics
 from coordinator.placement import ROLES_NEEDED
 from coordinator.registry import Registry
-from coordinator.settings import CoordinatorSettings, check_settings
+from coordinator.settings import CoordinatorSettings, check_settings, origins
 from coordinator.statuses import StatusInterceptor
 from coordinator.tokenizer import read_tokenizer
 from coordinator.tracker import NUM_EPOCHS, Tracker
@@ -148,6 +148,7 @@ class CoordinatorServer:
             self._is_serving,
             self._exposition,
             secret=self._settings.api_key,
+            allowed_origins=origins(self._settings.allowed_origins),
             max_calls=max_calls,
         )
         return HttpServer(app, max_connections=IDLE_CONNECTIONS_PER_CALL * max_calls)

@@ -2,12 +2,13 @@
 
 import importlib.metadata
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -157,13 +158,28 @@ def make_app(
     exposition: Exposition,
     *,
     secret: str,
+    allowed_origins: Collection[str],
     max_calls: int,
 ) -> Starlette:
-    """The application. With a secret, every call but health checks must bring it."""
+    """The application. With a secret, every call but health checks must bring it. Web pages of the allowed origins
+    may call it, and read its answers."""
+    door = Middleware(Door, secret=secret, allowed_origins=allowed_origins, max_calls=max_calls)
     app = Starlette(
         routes=Endpoints(front, is_serving, exposition).routes(),
-        middleware=[Middleware(Door, secret=secret, max_calls=max_calls)],
+        middleware=[_cors(allowed_origins), door] if allowed_origins else [door],
         exception_handlers={RequestError: on_request_error, HTTPException: on_http_exception},
     )
     app.router.redirect_slashes = False
     return app
+
+
+def _cors(allowed_origins: Collection[str]) -> Middleware:
+    """Stands before the door: what browsers ask ahead of a call brings no secret."""
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=allowed_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        allow_private_network=True,
+        expose_headers=("*",),
+    )
