@@ -13,6 +13,7 @@ from typing import Final
 from coordinator.answers import Answer
 from coordinator.generation import Generation
 from coordinator.instructions import Emit, End, Instruction, Send
+from coordinator.journal import Journal
 from coordinator.prompts import Prompt
 from coordinator.registry import Node, Registry
 from coordinator.tokenizer import Tokenizer
@@ -56,9 +57,10 @@ class NodeLink:
 class Dispatcher:
     """The hub between clients, nodes and the pure parts: registry and tracker."""
 
-    def __init__(self, registry: Registry, tracker: Tracker, tokenizer: Tokenizer) -> None:
+    def __init__(self, registry: Registry, tracker: Tracker, journal: Journal, tokenizer: Tokenizer) -> None:
         self._registry = registry
         self._tracker = tracker
+        self._journal = journal
         self._tokenizer = tokenizer
         self._links: dict[Node, NodeLink] = {}
         self._generations: dict[str, Generation] = {}
@@ -101,9 +103,7 @@ class Dispatcher:
             self._cache_changed(node, event.cache_changed)
             return
         if event.HasField("failed"):
-            failed = event.failed
-            request_id = failed.attempt.request_id
-            logger.warning("%s on %s: %s", failed.reason, node.name, failed.message, extra={"request_id": request_id})
+            self._journal.attempt_failed(node, event.failed)
         self._apply(self._tracker.handle(node, event, now))
 
     def _cache_changed(self, node: Node, event: fleet_pb2.CacheChanged) -> None:
@@ -162,7 +162,9 @@ class Dispatcher:
         del self._generations[generation.request_id]
         if not self._generations:
             self._idle.set()
-        self._apply(self._drop(generation))
+        now = time.monotonic()
+        for answer_id in self._forget(generation):
+            self._apply(self._tracker.finish(answer_id, inference_pb2.FINISH_REASON_ABORT, now))
 
     # ---- all ----
 
@@ -217,23 +219,24 @@ class Dispatcher:
 
     def _end(self, answer_id: str, outcome: inference_pb2.Complete | RequestError) -> list[Instruction]:
         answer = self._answers.pop(answer_id, None)
-        if answer is None:
-            return []
-        if isinstance(outcome, RequestError):
-            return self._fail(answer.generation, outcome)
-        answer.end(outcome)
-        return []
+        instructions: list[Instruction] = []
+        if answer is not None:
+            if isinstance(outcome, RequestError):
+                instructions = self._fail(answer.generation, outcome)
+            else:
+                answer.end(outcome)  # which may know the reason better
+        self._journal.ended(answer_id, outcome)
+        return instructions
 
     def _fail(self, generation: Generation, error: RequestError) -> list[Instruction]:
-        logger.warning("%s: %s", error.reason, error, extra={"request_id": generation.request_id})
+        """Ends a call with an error, which is then the end of all its answers."""
         generation.fail(error)
-        return self._drop(generation)
-
-    def _drop(self, generation: Generation) -> list[Instruction]:
-        """Forgets the answers of a call; their nodes let go."""
         now = time.monotonic()
         instructions: list[Instruction] = []
-        for answer_id in generation.answer_ids:
-            if self._answers.pop(answer_id, None) is not None:
-                instructions += self._tracker.finish(answer_id, inference_pb2.FINISH_REASON_ABORT, now)
+        for answer_id in self._forget(generation):
+            instructions += self._tracker.fail(answer_id, error, now)
         return instructions
+
+    def _forget(self, generation: Generation) -> list[str]:
+        """Nothing more goes to the answers of a call: those that had not ended."""
+        return [answer_id for answer_id in generation.answer_ids if self._answers.pop(answer_id, None) is not None]

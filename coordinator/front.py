@@ -1,16 +1,18 @@
 """What every public door does with a request: check, tokenize, plan, submit. The doors differ in how they stream."""
 
 import time
-from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 from coordinator.dispatcher import Dispatcher
 from coordinator.generation import Generation
+from coordinator.journal import Journal
 from coordinator.registry import ROLES, Registry
 from coordinator.tokenizer import Tokenizer
 from coordinator.validation import Limits, check_input, plan_answers
+from engine.errors import RequestError
 from engine.model_config import ModelConfig
 from protos import inference_pb2
 
@@ -43,6 +45,7 @@ class Front:
         model: ServedModel,
         registry: Registry,
         dispatcher: Dispatcher,
+        journal: Journal,
         *,
         roles: Collection[str],
         max_logprobs: int,
@@ -52,6 +55,7 @@ class Front:
         self.model = model
         self._registry = registry
         self._dispatcher = dispatcher
+        self._journal = journal
         self._roles = roles
         self._max_logprobs = max_logprobs
         self._request_timeout_s = request_timeout_s
@@ -63,15 +67,25 @@ class Front:
         """Begins the answers of a request that has an id. They end within remaining_s, and when the block is left,
         however it is left. Raises RequestError before the block when nothing can begin."""
         arrived_s = time.monotonic()
-        check_input(request, self.limits())
-        prompt = await self.tokenize(request)
-        plan = plan_answers(request, prompt, self.limits())
         timeout_s = self._request_timeout_s if remaining_s is None else min(self._request_timeout_s, remaining_s)
-        generation = self._dispatcher.submit(plan, arrived_s=arrived_s, deadline_s=arrived_s + timeout_s)
+        with self.noting_refusal(request.request_id):
+            check_input(request, self.limits())
+            prompt = await self.tokenize(request)
+            plan = plan_answers(request, prompt, self.limits())
+            generation = self._dispatcher.submit(plan, arrived_s=arrived_s, deadline_s=arrived_s + timeout_s)
         try:
             yield Call(prompt, generation)
         finally:
             self._dispatcher.close(generation)
+
+    @contextmanager
+    def noting_refusal(self, request_id: str) -> Iterator[None]:
+        """Around what must succeed before a request can begin."""
+        try:
+            yield
+        except RequestError as error:
+            self._journal.refused(request_id, error)
+            raise
 
     async def tokenize(self, request: inference_pb2.GenerateRequest) -> list[int]:
         """The token ids of a request's input. Raises RequestError when there is no way to them."""

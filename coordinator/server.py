@@ -12,14 +12,17 @@ from grpc_reflection.v1alpha import reflection
 
 from coordinator.authentication import BearerAuthentication
 from coordinator.dispatcher import Dispatcher
+from coordinator.exposition import Exposition
 from coordinator.fleet_service import FleetService
 from coordinator.front import Front, ServedModel
 from coordinator.http.app import make_app
 from coordinator.http.serving import HttpServer
 from coordinator.inference_service import InferenceService
+from coordinator.journal import Journal
+from coordinator.metrics import Metrics
 from coordinator.placement import ROLES_NEEDED
 from coordinator.registry import Registry
-from coordinator.settings import CoordinatorSettings, check_settings
+from coordinator.settings import CoordinatorSettings, check_settings, origins
 from coordinator.statuses import StatusInterceptor
 from coordinator.tokenizer import read_tokenizer
 from coordinator.tracker import NUM_EPOCHS, Tracker
@@ -52,18 +55,23 @@ class CoordinatorServer:
             node_timeout_s=settings.node_timeout_s,
             step_timeout_s=settings.step_timeout_s,
         )
+        metrics = Metrics()
+        journal = Journal(metrics)
         self._tracker = Tracker(
             self._registry,
+            metrics,
             first_epoch=secrets.randbelow(NUM_EPOCHS),
             max_live=settings.max_num_queued_reqs,
             max_restarts=settings.max_restarts,
             local_prefill=settings.local_prefill,
         )
-        self._dispatcher = Dispatcher(self._registry, self._tracker, self._model.tokenizer)
+        self._dispatcher = Dispatcher(self._registry, self._tracker, journal, self._model.tokenizer)
+        self._exposition = Exposition(metrics, self._tracker, self._registry, self._model.name)
         self._front = Front(
             self._model,
             self._registry,
             self._dispatcher,
+            journal,
             roles=self._roles,
             max_logprobs=settings.max_logprobs,
             request_timeout_s=settings.request_timeout_s,
@@ -135,7 +143,14 @@ class CoordinatorServer:
 
     def _http_server(self) -> HttpServer:
         max_calls = self._settings.max_num_queued_reqs + SPARE_CALLS
-        app = make_app(self._front, self._is_serving, secret=self._settings.api_key, max_calls=max_calls)
+        app = make_app(
+            self._front,
+            self._is_serving,
+            self._exposition,
+            secret=self._settings.api_key,
+            allowed_origins=origins(self._settings.allowed_origins),
+            max_calls=max_calls,
+        )
         return HttpServer(app, max_connections=IDLE_CONNECTIONS_PER_CALL * max_calls)
 
     def _fleet_server(self) -> grpc.aio.Server:

@@ -157,11 +157,11 @@ def _max_tokens(params: inference_pb2.SamplingParams, num_prompt_tokens: int, li
     if params.max_tokens < 1:
         raise _bad("max_tokens", f"must be at least 1, not {params.max_tokens}")
     if params.max_tokens > room:
-        raise _bad(
-            "max_tokens",
-            f"({params.max_tokens}) and the prompt ({num_prompt_tokens} tokens) make "
-            f"{params.max_tokens + num_prompt_tokens} tokens, over {what} ({limit})",
+        message = (
+            f"max_tokens ({params.max_tokens}) and the prompt ({num_prompt_tokens} tokens) make "
+            f"{params.max_tokens + num_prompt_tokens} tokens, over {what} ({limit})"
         )
+        raise RequestError(PROMPT_TOO_LONG, message, field="max_tokens")
     return params.max_tokens
 
 

@@ -7,6 +7,7 @@ from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION
 
 STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
+ABORT = inference_pb2.FINISH_REASON_ABORT
 
 BLOCK_SIZE = 16
 MODEL = {"architecture": "FakeForCausalLM", "vocab_size": "260"}

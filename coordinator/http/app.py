@@ -2,17 +2,19 @@
 
 import importlib.metadata
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from coordinator.exposition import CONTENT_TYPE, Exposition
 from coordinator.front import Front
 from coordinator.http.answering import Answering
 from coordinator.http.bodies import read_json
@@ -39,9 +41,10 @@ IsServing = Callable[[], Awaitable[bool]]
 class Endpoints:
     """What is answered at each path."""
 
-    def __init__(self, front: Front, is_serving: IsServing) -> None:
+    def __init__(self, front: Front, is_serving: IsServing, exposition: Exposition) -> None:
         self._front = front
         self._is_serving = is_serving
+        self._exposition = exposition
         self._created = int(time.time())
 
     def routes(self) -> list[Route]:
@@ -55,6 +58,7 @@ class Endpoints:
             Route("/health", self.health),
             Route("/ping", self.health),
             Route("/version", self.version),
+            Route("/metrics", self.metrics),
         ]
 
     async def models(self, _: Request) -> Response:
@@ -97,6 +101,9 @@ class Endpoints:
     async def version(self, _: Request) -> Response:
         return JSONResponse({"version": importlib.metadata.version("splitserve")})
 
+    async def metrics(self, _: Request) -> Response:
+        return Response(self._exposition.render(), headers={"content-type": CONTENT_TYPE})
+
     async def _begin(
         self,
         request: Request,
@@ -105,7 +112,8 @@ class Endpoints:
         names: Mapping[str, str],
     ) -> ASGIApp:
         request_id = request.headers.get(REQUEST_ID_HEADER) or request_id_for(request.scope)
-        asked = parse(await read_json(request), request_id)
+        with self._front.noting_refusal(request_id):
+            asked = parse(await read_json(request), request_id)
         form = form_class(asked, self._front.model.tokenizer)
         return Answering(self._front, form, request_id, names)
 
@@ -144,12 +152,34 @@ class Endpoints:
         }
 
 
-def make_app(front: Front, is_serving: IsServing, *, secret: str, max_calls: int) -> Starlette:
-    """The application. With a secret, every call but health checks must bring it."""
+def make_app(
+    front: Front,
+    is_serving: IsServing,
+    exposition: Exposition,
+    *,
+    secret: str,
+    allowed_origins: Collection[str],
+    max_calls: int,
+) -> Starlette:
+    """The application. With a secret, every call but health checks must bring it. Web pages of the allowed origins
+    may call it, and read its answers."""
+    door = Middleware(Door, secret=secret, allowed_origins=allowed_origins, max_calls=max_calls)
     app = Starlette(
-        routes=Endpoints(front, is_serving).routes(),
-        middleware=[Middleware(Door, secret=secret, max_calls=max_calls)],
+        routes=Endpoints(front, is_serving, exposition).routes(),
+        middleware=[_cors(allowed_origins), door] if allowed_origins else [door],
         exception_handlers={RequestError: on_request_error, HTTPException: on_http_exception},
     )
     app.router.redirect_slashes = False
     return app
+
+
+def _cors(allowed_origins: Collection[str]) -> Middleware:
+    """Stands before the door: what browsers ask ahead of a call brings no secret."""
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=allowed_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        allow_private_network=True,
+        expose_headers=("*",),
+    )

@@ -2,15 +2,18 @@
 
 import logging
 import secrets
+from collections.abc import Collection
 from email.utils import formatdate
+from http import HTTPStatus
 from typing import Final
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.authentication import BearerSecret
-from coordinator.http.errors import error_response, internal_error
+from coordinator.http.errors import error_response, http_error_response, internal_error
 from coordinator.validation import REQUEST_ID
 from engine.errors import RequestError
 from protos.reasons import QUEUE_FULL, UNAUTHENTICATED
@@ -22,11 +25,13 @@ OPEN_PATHS: Final = ("/health", "/ping")
 
 
 class Door:
-    """ASGI middleware. Asks for `authorization: Bearer SECRET` where there is a secret; health checks are exempt."""
+    """ASGI middleware. Asks for `authorization: Bearer SECRET` where there is a secret, and lets in web pages of the
+    allowed origins alone where there is none; health checks are exempt."""
 
-    def __init__(self, app: ASGIApp, *, secret: str, max_calls: int) -> None:
+    def __init__(self, app: ASGIApp, *, secret: str, allowed_origins: Collection[str], max_calls: int) -> None:
         self._app = app
         self._secret = BearerSecret(secret) if secret else None
+        self._allowed_origins = allowed_origins
         self._max_calls = max_calls
         self._num_calls = 0
 
@@ -38,6 +43,8 @@ class Door:
             await self._app(scope, receive, response.send)
         except RequestError as error:
             await error_response(error)(scope, receive, response.send)
+        except HTTPException as error:
+            await http_error_response(error.status_code, error.detail)(scope, receive, response.send)
         except ClientDisconnect:  # while it sent its request
             logger.debug("the client has left", extra={"request_id": response.request_id})
         except Exception:
@@ -48,13 +55,21 @@ class Door:
             self._num_calls -= 1
 
     def _admit(self, scope: Scope) -> None:
-        authorizations = Headers(scope=scope).getlist("authorization")
+        headers = Headers(scope=scope)
         if scope["path"] in OPEN_PATHS:
             return
-        if self._secret is not None and not self._secret.is_among(authorizations):
+        if self._secret is None:
+            self._check_origin(headers.get("origin"))
+        elif not self._secret.is_among(headers.getlist("authorization")):
             raise RequestError(UNAUTHENTICATED, "the header must hold authorization: Bearer SECRET")
         if self._num_calls > self._max_calls:
             raise RequestError(QUEUE_FULL, f"{self._num_calls} calls at once, the limit is {self._max_calls}")
+
+    def _check_origin(self, origin: str | None) -> None:
+        """Browsers name the page that makes them call, even one whose name was made to lead here."""
+        if origin is not None and "*" not in self._allowed_origins and origin not in self._allowed_origins:
+            detail = f"web pages of {origin[:80]} may not call this server: see --allowed-origins"
+            raise HTTPException(HTTPStatus.FORBIDDEN, detail)
 
 
 class _Response:

@@ -132,9 +132,9 @@ def test_phases_are_dated_back_but_never_before_the_last():
     timeline = Timeline(10.0)
     timeline.enter(Phase.PREFILL, 12.0, ago_s=1.5)
     timeline.enter(Phase.TRANSFER, 12.0)
-    timeline.first_token(12.0)
+    assert timeline.tokens(12.0) == 2.0
     timeline.enter(Phase.DECODE, 12.5, ago_s=9.0)
-    timeline.first_token(12.5)
+    assert timeline.tokens(12.5) == 0.5
     wire = timeline.to_wire(15.0, "p0", "d0", 1)
     assert (wire.prefill_queue_s, wire.prefill_s, wire.transfer_s, wire.decode_s) == (0.5, 1.5, 0.0, 3.0)
     assert (wire.e2e_s, wire.ttft_s) == (5.0, 2.0)

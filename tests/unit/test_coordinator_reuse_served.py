@@ -6,6 +6,8 @@ import grpc
 import pytest
 
 from coordinator.dispatcher import Dispatcher
+from coordinator.journal import Journal
+from coordinator.metrics import Metrics
 from coordinator.registry import Registry
 from coordinator.tracker import Tracker
 from tests import fleet_events as events
@@ -108,8 +110,9 @@ def test_a_node_that_claims_too_many_blocks_stays_and_is_reported(tmp_path, capl
 @pytest.mark.parametrize("how", ["detached", "replaced"])
 def test_what_a_lost_node_still_says_of_its_blocks_is_ignored(how):
     registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
-    tracker = Tracker(registry, first_epoch=0, max_live=1, max_restarts=0, local_prefill="never")
-    dispatcher = Dispatcher(registry, tracker, tokenizer=None)
+    metrics = Metrics()
+    tracker = Tracker(registry, metrics, first_epoch=0, max_live=1, max_restarts=0, local_prefill="never")
+    dispatcher = Dispatcher(registry, tracker, Journal(metrics), tokenizer=None)
     link = dispatcher.attach(events.hello("p0", "prefill").hello)
     if how == "detached":
         dispatcher.detach(link)
