@@ -10,7 +10,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from coordinator.authentication import BearerAuthentication
+from coordinator.authentication import NO_API_KEY, NO_FLEET_SECRET, BearerAuthentication
 from coordinator.dispatcher import Dispatcher
 from coordinator.fleet_service import FleetService
 from coordinator.front import Front, ServedModel
@@ -18,7 +18,7 @@ from coordinator.http.app import make_app
 from coordinator.http.serving import HttpServer
 from coordinator.inference_service import InferenceService
 from coordinator.placement import ROLES_NEEDED
-from coordinator.registry import Registry
+from coordinator.registry import MAX_FIRST_SESSION, Registry
 from coordinator.settings import CoordinatorSettings, check_settings
 from coordinator.statuses import StatusInterceptor
 from coordinator.tokenizer import read_tokenizer
@@ -51,6 +51,7 @@ class CoordinatorServer:
             {"architecture": config.architecture, "vocab_size": str(config.vocab_size)},
             node_timeout_s=settings.node_timeout_s,
             step_timeout_s=settings.step_timeout_s,
+            first_session=1 + secrets.randbelow(MAX_FIRST_SESSION),
         )
         self._tracker = Tracker(
             self._registry,
@@ -121,7 +122,7 @@ class CoordinatorServer:
     def _public_server(self) -> grpc.aio.Server:
         interceptors: list[grpc.aio.ServerInterceptor] = [StatusInterceptor()]
         if self._settings.api_key:
-            interceptors.insert(0, BearerAuthentication(self._settings.api_key))
+            interceptors.insert(0, BearerAuthentication(self._settings.api_key, NO_API_KEY))
         server = grpc.aio.server(
             interceptors=interceptors,
             options=SERVER_OPTIONS,
@@ -140,7 +141,8 @@ class CoordinatorServer:
 
     def _fleet_server(self) -> grpc.aio.Server:
         secret = self._settings.fleet_secret
-        server = grpc.aio.server(interceptors=[BearerAuthentication(secret)] if secret else [], options=FLEET_OPTIONS)
+        interceptors = [BearerAuthentication(secret, NO_FLEET_SECRET)] if secret else []
+        server = grpc.aio.server(interceptors=interceptors, options=FLEET_OPTIONS)
         service = FleetService(self._dispatcher, heartbeat_s=self._settings.heartbeat_s)
         server.add_generic_rpc_handlers((service.handler(),))
         return server

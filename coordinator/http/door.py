@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.authentication import BearerSecret
+from coordinator.authentication import NO_API_KEY, BearerSecret
 from coordinator.http.errors import error_response, internal_error
 from coordinator.validation import REQUEST_ID
 from engine.errors import RequestError
@@ -52,7 +52,7 @@ class Door:
         if scope["path"] in OPEN_PATHS:
             return
         if self._secret is not None and not self._secret.is_among(authorizations):
-            raise RequestError(UNAUTHENTICATED, "the header must hold authorization: Bearer SECRET")
+            raise RequestError(UNAUTHENTICATED, NO_API_KEY)
         if self._num_calls > self._max_calls:
             raise RequestError(QUEUE_FULL, f"{self._num_calls} calls at once, the limit is {self._max_calls}")
 

@@ -40,7 +40,7 @@ def test_a_request_follows_what_nodes_say_they_hold(tmp_path):
             await goes_to(c, "p1", "d1")
             await c.report_blocks("d1", removed=hints())
             await goes_to(c, "p1", "d0")
-            await c.attach("p1", incarnation="2")  # a new attachment holds nothing until it says so
+            await c.attach("p1", session=c.nodes["p1"].session)  # a new attachment holds nothing until it says so
             await goes_to(c, "p0", "d0")
 
     run(scenario())
@@ -114,7 +114,7 @@ def test_what_a_lost_node_still_says_of_its_blocks_is_ignored(how):
     if how == "detached":
         dispatcher.detach(link)
     else:
-        dispatcher.attach(events.hello("p0", "prefill", incarnation="2").hello)
+        dispatcher.attach(events.hello("p0", "prefill", session=link.node.session).hello)
     dispatcher.receive(link, events.cache_changed(hints()))
     assert link.node.hints == set()
     assert [node.hints for node in registry.nodes] == ([] if how == "detached" else [set()])
