@@ -176,9 +176,9 @@ def test_nodes_without_the_fleet_secret_get_nowhere(tmp_path):
 def test_a_node_at_the_public_port_is_not_asked_for_the_clients_key(tmp_path):
     async def scenario():
         async with cluster(tmp_path, nodes=(), api_key="sesame", fleet_secret="open") as c:
-            lost = await ScriptedNode.dial(c.server.port, events.hello("p0", "prefill"), "open")
-            assert (await lost.end_of_stream())[0] is grpc.StatusCode.UNIMPLEMENTED
-            await lost.close()
+            attach = c.channel.stream_stream("/splitserve.v1.Fleet/Attach")
+            call = attach(metadata=(("authorization", "Bearer open"),))
+            assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
 
     run(scenario())
 
