@@ -106,7 +106,7 @@ def test_a_node_that_claims_too_many_blocks_stays_and_is_reported(tmp_path, capl
 
 
 @pytest.mark.parametrize("how", ["detached", "replaced"])
-def test_what_a_lost_node_still_says_of_its_blocks_is_ignored(how):
+def test_what_a_lost_node_still_says_is_ignored(how):
     registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
     tracker = Tracker(registry, first_epoch=0, max_live=1, max_restarts=0, local_prefill="never")
     dispatcher = Dispatcher(registry, tracker, tokenizer=None)
@@ -116,5 +116,6 @@ def test_what_a_lost_node_still_says_of_its_blocks_is_ignored(how):
     else:
         dispatcher.attach(events.hello("p0", "prefill", session=link.node.session).hello)
     dispatcher.receive(link, events.cache_changed(hints()))
+    dispatcher.receive(link, events.heartbeat("draining"))
     assert link.node.hints == set()
-    assert [node.hints for node in registry.nodes] == ([] if how == "detached" else [set()])
+    assert [(node.hints, node.is_ready) for node in registry.nodes] == ([] if how == "detached" else [(set(), True)])
