@@ -21,7 +21,7 @@ from coordinator.tracker import Tracker
 from coordinator.validation import AnswerPlan
 from engine.errors import RequestError
 from protos import fleet_pb2, inference_pb2
-from protos.reasons import DRAINING, DUPLICATE_REQUEST_ID, PAIRING_MISMATCH, WORKER_LOST
+from protos.reasons import DRAINING, DUPLICATE_REQUEST_ID, NAME_TAKEN, WORKER_LOST
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ class NodeLink:
 
     def __init__(self, node: Node) -> None:
         self.node = node
+        self.has_namesake = False  # whether another process has asked for the node's name
         self._unsent: asyncio.Queue[fleet_pb2.NodeCommand | RequestError] = asyncio.Queue()
 
     def send(self, command: fleet_pb2.NodeCommand) -> bool:
@@ -73,15 +74,19 @@ class Dispatcher:
     # ---- nodes ----
 
     def attach(self, hello: fleet_pb2.Hello) -> NodeLink:
-        """Takes a node in. Raises RequestError when it cannot belong to this fleet."""
-        replaced = self._registry.find(hello.node.name)
-        node = self._registry.admit(hello, time.monotonic())
+        """Takes a node in. Raises RequestError when it cannot belong to this fleet, or not yet."""
+        namesake = self._registry.find(hello.node.name)
+        try:
+            node = self._registry.admit(hello, time.monotonic())
+        except RequestError as refusal:
+            if namesake is not None and refusal.reason == NAME_TAKEN:
+                self._warn_of_namesake(self._links[namesake])
+            raise
         link = self._links[node] = NodeLink(node)
-        logger.info("%s node %s attached", node.role, node.name)
+        logger.info("%s node %s attached, session %d", node.role, node.name, node.session)
         self.nodes_changed.set()
-        if replaced is not None:
-            error = RequestError(PAIRING_MISMATCH, f"a newer node {node.name} has attached")
-            self._apply(self._lose(replaced, error))
+        if namesake is not None:
+            self._apply(self._lose(namesake, RequestError(WORKER_LOST, "its process has attached again")))
         return link
 
     def detach(self, link: NodeLink) -> None:
@@ -111,6 +116,13 @@ class Dispatcher:
             num_blocks = node.hello.num_blocks
             message = "%s node %s says that it holds %d blocks and has %d: %d are left out"
             logger.warning(message, node.role, node.name, num_blocks + num_left_out, num_blocks, num_left_out)
+
+    def _warn_of_namesake(self, link: NodeLink) -> None:
+        """Once for each session, however often the other process asks."""
+        if not link.has_namesake:
+            link.has_namesake = True
+            message = "another process wants to be node %s too, and waits for the end of session %d"
+            logger.warning(message, link.node.name, link.node.session)
 
     def _lose(self, node: Node, error: RequestError) -> list[Instruction]:
         link = self._links.pop(node, None)

@@ -10,7 +10,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from coordinator.authentication import BearerAuthentication
+from coordinator.authentication import NO_API_KEY, NO_FLEET_SECRET, BearerAuthentication
 from coordinator.dispatcher import Dispatcher
 from coordinator.exposition import Exposition
 from coordinator.fleet_service import FleetService
@@ -21,7 +21,7 @@ from coordinator.inference_service import InferenceService
 from coordinator.journal import Journal
 from coordinator.metrics import Metrics
 from coordinator.placement import ROLES_NEEDED
-from coordinator.registry import Registry
+from coordinator.registry import MAX_FIRST_SESSION, Registry
 from coordinator.settings import CoordinatorSettings, check_settings, origins
 from coordinator.statuses import StatusInterceptor
 from coordinator.tokenizer import read_tokenizer
@@ -54,6 +54,7 @@ class CoordinatorServer:
             {"architecture": config.architecture, "vocab_size": str(config.vocab_size)},
             node_timeout_s=settings.node_timeout_s,
             step_timeout_s=settings.step_timeout_s,
+            first_session=1 + secrets.randbelow(MAX_FIRST_SESSION),
         )
         metrics = Metrics()
         journal = Journal(metrics)
@@ -129,7 +130,7 @@ class CoordinatorServer:
     def _public_server(self) -> grpc.aio.Server:
         interceptors: list[grpc.aio.ServerInterceptor] = [StatusInterceptor()]
         if self._settings.api_key:
-            interceptors.insert(0, BearerAuthentication(self._settings.api_key))
+            interceptors.insert(0, BearerAuthentication(self._settings.api_key, NO_API_KEY))
         server = grpc.aio.server(
             interceptors=interceptors,
             options=SERVER_OPTIONS,
@@ -155,7 +156,8 @@ class CoordinatorServer:
 
     def _fleet_server(self) -> grpc.aio.Server:
         secret = self._settings.fleet_secret
-        server = grpc.aio.server(interceptors=[BearerAuthentication(secret)] if secret else [], options=FLEET_OPTIONS)
+        interceptors = [BearerAuthentication(secret, NO_FLEET_SECRET)] if secret else []
+        server = grpc.aio.server(interceptors=interceptors, options=FLEET_OPTIONS)
         service = FleetService(self._dispatcher, heartbeat_s=self._settings.heartbeat_s)
         server.add_generic_rpc_handlers((service.handler(),))
         return server

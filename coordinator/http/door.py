@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.authentication import BearerSecret
+from coordinator.authentication import NO_API_KEY, BearerSecret
 from coordinator.http.errors import error_response, http_error_response, internal_error
 from coordinator.validation import REQUEST_ID
 from engine.errors import RequestError
@@ -61,7 +61,7 @@ class Door:
         if self._secret is None:
             self._check_origin(headers.get("origin"))
         elif not self._secret.is_among(headers.getlist("authorization")):
-            raise RequestError(UNAUTHENTICATED, "the header must hold authorization: Bearer SECRET")
+            raise RequestError(UNAUTHENTICATED, NO_API_KEY)
         if self._num_calls > self._max_calls:
             raise RequestError(QUEUE_FULL, f"{self._num_calls} calls at once, the limit is {self._max_calls}")
 

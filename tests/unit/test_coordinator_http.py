@@ -236,6 +236,7 @@ def test_only_health_is_open_to_strangers(tmp_path, authorization):
             for path in ("/v1/models", "/version", "/nothing"):
                 reply = await client.get(path, headers=authorization)
                 assert error_of(reply) == (401, "invalid_request_error", "invalid_api_key")
+                assert "--api-key" in reply.json()["error"]["message"]
                 assert reply.headers["www-authenticate"] == "Bearer"
             assert (await client.post("/v1/completions", json={}, headers=authorization)).status_code == 401
             assert (await client.get("/ping", headers=authorization)).status_code == 503

@@ -57,6 +57,7 @@ def test_every_public_reason_has_a_status():
     public = {value for name, value in vars(reasons).items() if name.isupper()} - {
         reasons.TRANSFER_FAILED,
         reasons.TRANSFER_ABORTED,
+        reasons.NAME_TAKEN,
     }
     assert public == CODES.keys()
     for reason in public:
