@@ -25,6 +25,7 @@ class ServedModel:
     config: ModelConfig
     tokenizer: Tokenizer
     max_model_len: int  # before the nodes have their say
+    sampling_defaults: inference_pb2.SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Front:
         arrived_s = time.monotonic()
         check_input(request, self.limits())
         prompt = await self.tokenize(request)
-        plan = plan_answers(request, prompt, self.limits())
+        plan = plan_answers(request, prompt, self.limits(), self.model.sampling_defaults)
         timeout_s = self._request_timeout_s if remaining_s is None else min(self._request_timeout_s, remaining_s)
         generation = self._dispatcher.submit(plan, arrived_s=arrived_s, deadline_s=arrived_s + timeout_s)
         try:

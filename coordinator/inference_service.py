@@ -49,6 +49,7 @@ class InferenceService:
             max_model_len=self._front.limits().max_model_len,
             eos_token_ids=model.config.eos_token_ids,
             has_chat_template=model.tokenizer.has_chat_template,
+            default_sampling_params=model.sampling_defaults,
         )
 
     async def GetServerInfo(self, _request: Any, _context: Any) -> inference_pb2.GetServerInfoResponse:

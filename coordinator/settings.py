@@ -22,6 +22,11 @@ class CoordinatorSettings:
     api_key: str = flag("", "Secret that clients must bring; needed off loopback.", secret=True)
     fleet_secret: str = flag("", "Secret shared by the fleet; needed off loopback.", secret=True)
     max_model_len: int = flag(0, "Most tokens of prompt and answer; 0 takes what the nodes allow.", minimum=0)
+    generation_config: str = flag(
+        "auto",
+        "Sampling defaults of requests: those of the model's generation_config.json (auto), or neutral ones (none).",
+        choices=("auto", "none"),
+    )
     max_num_queued_reqs: int = flag(1024, "Most answers in flight at once; more are refused.", minimum=1)
     max_logprobs: int = flag(20, "Most top logprobs a request may ask for.", minimum=0)
     local_prefill: str = flag(
