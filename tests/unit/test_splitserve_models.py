@@ -114,7 +114,7 @@ def test_a_demo_folder_that_cannot_be_written_serves_as_it_is(cache):
 def test_a_broken_file_of_the_demo_folder_is_a_sentence(cache):
     (cache / DEMO_NAME).mkdir(parents=True)
     (cache / DEMO_NAME / "generation_config.json").write_text("[")
-    with pytest.raises(ModelError, match="no JSON object; remove .* made anew"):
+    with pytest.raises(ModelError, match=r"no JSON object; remove .* made anew"):
         resolve("", pytest.fail)
 
 
