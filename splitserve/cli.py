@@ -13,7 +13,7 @@ COMMANDS: Final = {
     "demo": ("splitserve.serve_commands:demo", "Start a cluster, ask a question, show where the time went, stop."),
     "generate": ("splitserve.ask_commands:generate", "Answer one prompt."),
     "chat": ("splitserve.ask_commands:chat", "Talk with the model."),
-    "status": ("splitserve.ask_commands:status", "Show the nodes and their load."),
+    "status": ("splitserve.status_command:status", "Show the model, the nodes and their load."),
     "coordinator": ("splitserve.role_commands:coordinator", "Run the coordinator alone."),
     "prefill": ("splitserve.role_commands:prefill", "Run one prefill node."),
     "decode": ("splitserve.role_commands:decode", "Run one decode node."),
