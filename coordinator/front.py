@@ -10,6 +10,7 @@ from coordinator.dispatcher import Dispatcher
 from coordinator.generation import Generation
 from coordinator.registry import ROLES, Registry
 from coordinator.tokenizer import Tokenizer
+from coordinator.unknown_fields import UnknownFields
 from coordinator.validation import Limits, check_input, plan_answers
 from engine.model_config import ModelConfig
 from protos import inference_pb2
@@ -48,9 +49,11 @@ class Front:
         roles: Collection[str],
         max_logprobs: int,
         request_timeout_s: float,
+        strict_fields: bool,
     ) -> None:
         """`roles` are those of the nodes that every request needs: their limits are the requests' limits."""
         self.model = model
+        self.unknown_fields = UnknownFields(strict=strict_fields)
         self._registry = registry
         self._dispatcher = dispatcher
         self._roles = roles

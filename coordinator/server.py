@@ -68,6 +68,7 @@ class CoordinatorServer:
             roles=self._roles,
             max_logprobs=settings.max_logprobs,
             request_timeout_s=settings.request_timeout_s,
+            strict_fields=settings.strict_fields,
         )
         self._health = health.aio.HealthServicer()
         self._public, self._fleet = self._public_server(), self._fleet_server()

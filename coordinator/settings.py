@@ -27,6 +27,7 @@ class CoordinatorSettings:
         "Sampling defaults of requests: those of the model's generation_config.json (auto), or neutral ones (none).",
         choices=("auto", "none"),
     )
+    strict_fields: bool = flag(False, "Refuse requests with unknown fields, instead of a warning.")
     max_num_queued_reqs: int = flag(1024, "Most answers in flight at once; more are refused.", minimum=1)
     max_logprobs: int = flag(20, "Most top logprobs a request may ask for.", minimum=0)
     local_prefill: str = flag(
