@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import click
 
+from engine.units import KIB, MIB, size_of
 from splitserve.answers import Chunk, Completion, ModelInfo
 from splitserve.client import Client
 from splitserve.endings import why_stopped
@@ -16,7 +17,7 @@ from splitserve.errors import ClientError, Refused
 from splitserve.questions import Message, Prompt
 from splitserve.sampling_options import sampling_options
 from splitserve.server_options import server_options
-from splitserve.terminal import KIB, MIB, report, size_of, stderr, timeline_view
+from splitserve.terminal import report, stderr, timeline_view
 
 GENERATE_TOKENS: Final = 256
 CHAT_TOKENS: Final = 512
