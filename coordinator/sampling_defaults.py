@@ -43,7 +43,7 @@ def _read(fields: JsonFields, name: str) -> dict[str, Any]:
             return {"top_k": fields.integer(name, minimum=-1)}
         case "max_new_tokens":
             return {"max_tokens": fields.integer(name)}
-        case "do_sample":  # who says so wants the likeliest token, whatever else the file has
+        case "do_sample":  # without it, transformers takes the likeliest token, whatever else the file has
             return {} if fields.boolean(name, True) else {"temperature": 0.0}
     value = fields.number(name)
     check_number(name, value)

@@ -80,7 +80,7 @@ def status_view(model: ModelInfo, server: ServerInfo, loads: Loads) -> Group:
     )
     lines = [line]
     if defaults := model.default_sampling_params:
-        lines.append("sampled by default with " + ", ".join(f"{name} {value:g}" for name, value in defaults.items()))
+        lines.append("defaults: " + ", ".join(f"{name} {value:g}" for name, value in defaults.items()))
     nodes = sorted(loads.nodes, key=lambda load: (load.role != "prefill", load.name))
     if not nodes:
         return Group(*lines, "no node is attached")

@@ -36,11 +36,10 @@ class Fields:
     def unread(self) -> list[str]:
         """The fields that are there but have not been read, also in the objects within that have been; those of all
         objects of a list by one name."""
-        own = [self._prefix + name for name, value in self._values.items() if value is not None]
-        read = {self._prefix + name for name in self._read}
-        names = [name for name in own if name not in read]
+        prefix = INDEX.sub("[]", self._prefix)
+        names = [prefix + name for name, value in self._values.items() if value is not None and name not in self._read]
         names += [name for part in self._within for name in part.unread()]
-        return list(dict.fromkeys(INDEX.sub("[]", name) for name in names))
+        return list(dict.fromkeys(names))
 
     def integer(self, name: str, within: tuple[int, int] = INT32) -> int | None:
         value: int | None = self.raw(name)

@@ -293,7 +293,7 @@ def test_status_shows_the_memory_of_each_rank_where_there_are_several(run):
 
 def test_status_tells_the_sampling_defaults_in_force(run):
     lines = run("status").stdout.splitlines()
-    assert lines[1] == "sampled by default with temperature 0.2, top_p 0.9, top_k 0"
+    assert lines[1] == "defaults: temperature 0.2, top_p 0.9, top_k 0"
 
 
 WIRE = {
@@ -340,7 +340,7 @@ def watching():
         process.communicate()
 
 
-@pytest.mark.parametrize(("flags", "mark"), [(["--json"], '"loads"'), ([], "sampled by default")])
+@pytest.mark.parametrize(("flags", "mark"), [(["--json"], '"loads"'), ([], "defaults: temperature")])
 def test_status_watch_shows_it_again_and_outlives_the_server(script, watching, flags, mark):
     with serving(script) as target:
         process = watching(target, "--watch", "0.1", *flags)
