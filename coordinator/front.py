@@ -11,6 +11,7 @@ from coordinator.generation import Generation
 from coordinator.journal import Journal
 from coordinator.registry import ROLES, Registry
 from coordinator.tokenizer import Tokenizer
+from coordinator.unknown_fields import UnknownFields
 from coordinator.validation import Limits, check_input, plan_answers
 from engine.errors import RequestError
 from engine.model_config import ModelConfig
@@ -27,6 +28,7 @@ class ServedModel:
     config: ModelConfig
     tokenizer: Tokenizer
     max_model_len: int  # before the nodes have their say
+    sampling_defaults: inference_pb2.SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +52,11 @@ class Front:
         roles: Collection[str],
         max_logprobs: int,
         request_timeout_s: float,
+        strict_fields: bool,
     ) -> None:
         """`roles` are those of the nodes that every request needs: their limits are the requests' limits."""
         self.model = model
+        self.unknown_fields = UnknownFields(strict=strict_fields)
         self._registry = registry
         self._dispatcher = dispatcher
         self._journal = journal
@@ -71,7 +75,7 @@ class Front:
         with self.noting_refusal(request.request_id):
             check_input(request, self.limits())
             prompt = await self.tokenize(request)
-            plan = plan_answers(request, prompt, self.limits())
+            plan = plan_answers(request, prompt, self.limits(), self.model.sampling_defaults)
             generation = self._dispatcher.submit(plan, arrived_s=arrived_s, deadline_s=arrived_s + timeout_s)
         try:
             yield Call(prompt, generation)

@@ -10,6 +10,7 @@ from coordinator.dispatcher import Dispatcher
 from coordinator.front import WRITE_TIMEOUT_S, Front
 from coordinator.registry import Registry
 from coordinator.tracker import Tracker
+from coordinator.unknown_fields import WARNING_HEADER, unknown_in_message
 from engine.errors import RequestError
 from protos import inference_pb2
 from protos.convert import PROTOCOL_VERSION
@@ -28,6 +29,8 @@ class InferenceService:
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         request.request_id = request.request_id or secrets.token_hex(16)
+        if warning := self._front.unknown_fields.check(unknown_in_message(request)):
+            context.set_trailing_metadata(((WARNING_HEADER, warning),))
         # A client that is gone shows as one of several exceptions, cancellation among them.
         async with self._front.answer(request, context.time_remaining()) as call:
             while (response := await call.generation.next()) is not None:
@@ -49,6 +52,7 @@ class InferenceService:
             max_model_len=self._front.limits().max_model_len,
             eos_token_ids=model.config.eos_token_ids,
             has_chat_template=model.tokenizer.has_chat_template,
+            default_sampling_params=model.sampling_defaults,
         )
 
     async def GetServerInfo(self, _request: Any, _context: Any) -> inference_pb2.GetServerInfoResponse:

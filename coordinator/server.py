@@ -22,6 +22,7 @@ from coordinator.journal import Journal
 from coordinator.metrics import Metrics
 from coordinator.placement import ROLES_NEEDED
 from coordinator.registry import MAX_FIRST_SESSION, Registry
+from coordinator.sampling_defaults import neutral_defaults, read_sampling_defaults
 from coordinator.settings import CoordinatorSettings, check_settings, origins
 from coordinator.statuses import StatusInterceptor
 from coordinator.tokenizer import read_tokenizer
@@ -76,6 +77,7 @@ class CoordinatorServer:
             roles=self._roles,
             max_logprobs=settings.max_logprobs,
             request_timeout_s=settings.request_timeout_s,
+            strict_fields=settings.strict_fields,
         )
         self._health = health.aio.HealthServicer()
         self._public, self._fleet = self._public_server(), self._fleet_server()
@@ -198,7 +200,21 @@ def _read_model(settings: CoordinatorSettings) -> ServedModel:
         config=config,
         tokenizer=read_tokenizer(folder),
         max_model_len=settings.max_model_len or config.max_position_embeddings,
+        sampling_defaults=_sampling_defaults(settings, folder),
     )
+
+
+def _sampling_defaults(settings: CoordinatorSettings, folder: Path) -> inference_pb2.SamplingParams:
+    neutral = neutral_defaults()
+    if settings.generation_config == "none":
+        return neutral
+    defaults, problems = read_sampling_defaults(folder)
+    for problem in problems:
+        logger.warning("ignored in generation_config.json: %s", problem)
+    if defaults != neutral:
+        named = ", ".join(f"{field.name} {value:g}" for field, value in defaults.ListFields())
+        logger.info("requests that do not say otherwise are sampled as the model's folder says: %s", named)
+    return defaults
 
 
 def _listen(server: grpc.aio.Server, host: str, port: int) -> int:

@@ -29,6 +29,12 @@ class CoordinatorSettings:
         "", "Web pages that may call the HTTP service: origins such as https://example.org, with commas, or *."
     )
     max_model_len: int = flag(0, "Most tokens of prompt and answer; 0 takes what the nodes allow.", minimum=0)
+    generation_config: str = flag(
+        "auto",
+        "Sampling defaults of requests: those of the model's generation_config.json (auto), or neutral ones (none).",
+        choices=("auto", "none"),
+    )
+    strict_fields: bool = flag(False, "Refuse requests with unknown fields, instead of a warning.")
     max_num_queued_reqs: int = flag(1024, "Most answers in flight at once; more are refused.", minimum=1)
     max_logprobs: int = flag(20, "Most top logprobs a request may ask for.", minimum=0)
     local_prefill: str = flag(

@@ -12,6 +12,7 @@ from engine.errors import SettingsError
 from engine.layout import KVLayout
 from engine.planes import HeadSlice, bytes_of, check_heads, check_lengths, copied, index_of
 from engine.quantization import QuantizedPlanes, Touched
+from engine.units import size_of
 
 
 class PagedKVPool:
@@ -122,4 +123,4 @@ def _check_memory(num_bytes: int, device: torch.device) -> None:
     on_gpu = device.type == "cuda"
     available = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
     if num_bytes > available:
-        raise SettingsError(f"the KV pool needs {num_bytes} bytes, and {available} bytes of memory are free")
+        raise SettingsError(f"the KV pool needs {size_of(num_bytes)}, and {size_of(available)} of memory are free")

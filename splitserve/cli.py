@@ -6,6 +6,7 @@ from typing import Any, Final
 import click
 
 from engine.errors import ModelError, SettingsError, SplitServeError
+from splitserve.flag_hints import hinted
 
 # Name: module and attribute of the click command, and the line that the overview shows.
 COMMANDS: Final = {
@@ -13,7 +14,7 @@ COMMANDS: Final = {
     "demo": ("splitserve.serve_commands:demo", "Start a cluster, ask a question, show where the time went, stop."),
     "generate": ("splitserve.ask_commands:generate", "Answer one prompt."),
     "chat": ("splitserve.ask_commands:chat", "Talk with the model."),
-    "status": ("splitserve.ask_commands:status", "Show the nodes and their load."),
+    "status": ("splitserve.status_command:status", "Show the model, the nodes and their load."),
     "coordinator": ("splitserve.role_commands:coordinator", "Run the coordinator alone."),
     "prefill": ("splitserve.role_commands:prefill", "Run one prefill node."),
     "decode": ("splitserve.role_commands:decode", "Run one decode node."),
@@ -44,9 +45,12 @@ class LazyGroup(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """What SplitServe raises on purpose becomes one sentence: exit code 2 for a wrong start, else 1."""
+        """What SplitServe raises on purpose becomes one sentence: exit code 2 for a wrong start, else 1. A flag that
+        is called otherwise here gets a hint."""
         try:
             return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            raise hinted(error) from error
         except SplitServeError as error:
             click.echo(f"Error: {error}", err=True)
             ctx.exit(2 if isinstance(error, SettingsError | ModelError) else 1)

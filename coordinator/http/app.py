@@ -86,6 +86,7 @@ class Endpoints:
         }
         if fields.boolean("return_token_strs"):
             response["token_strs"] = await self._front.model.tokenizer.token_texts(token_ids)
+        self._check_unread(request, fields)
         return JSONResponse(response)
 
     async def detokenize(self, request: Request) -> Response:
@@ -93,7 +94,9 @@ class Endpoints:
         self._check_model(fields.text("model"))
         if "tokens" not in fields:
             raise fields.problem("tokens", "is missing")
-        return JSONResponse({"prompt": await self._front.model.tokenizer.decode(fields.integers("tokens"))})
+        token_ids = fields.integers("tokens")
+        self._check_unread(request, fields)
+        return JSONResponse({"prompt": await self._front.model.tokenizer.decode(token_ids)})
 
     async def health(self, _: Request) -> Response:
         return Response(status_code=200 if await self._is_serving() else 503)
@@ -113,7 +116,9 @@ class Endpoints:
     ) -> ASGIApp:
         request_id = request.headers.get(REQUEST_ID_HEADER) or request_id_for(request.scope)
         with self._front.noting_refusal(request_id):
-            asked = parse(await read_json(request), request_id)
+            fields = await read_json(request)
+            asked = parse(fields, request_id)
+            self._check_unread(request, fields)
         form = form_class(asked, self._front.model.tokenizer)
         return Answering(self._front, form, request_id, names)
 
@@ -129,6 +134,10 @@ class Endpoints:
             raise fields.problem("prompt", "is missing: send it, or messages")
         add_special_tokens = fields.boolean("add_special_tokens") is not False
         return await self._front.model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+
+    def _check_unread(self, request: Request, fields: Fields) -> None:
+        """Warns of what nobody has read, or refuses it."""
+        request.scope["state"]["warning"] = self._front.unknown_fields.check(fields.unread())
 
     def _check_model(self, name: str | None) -> None:
         if name and name != self._front.model.name:

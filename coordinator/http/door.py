@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.authentication import NO_API_KEY, BearerSecret
 from coordinator.http.errors import error_response, http_error_response, internal_error
+from coordinator.unknown_fields import WARNING_HEADER
 from coordinator.validation import REQUEST_ID
 from engine.errors import RequestError
 from protos.reasons import QUEUE_FULL, UNAUTHENTICATED
@@ -36,7 +37,7 @@ class Door:
         self._num_calls = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = _Response(send, request_id_for(scope))
+        response = _Response(send, scope)
         self._num_calls += 1
         try:
             self._admit(scope)
@@ -75,15 +76,18 @@ class Door:
 class _Response:
     """Adds to the headers of a response."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, scope: Scope) -> None:
         self._send = send
-        self.request_id = request_id
+        self._state = scope.setdefault("state", {})
+        self.request_id = request_id_for(scope)
         self.has_begun = False
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.has_begun = True
             added = [(b"date", formatdate(usegmt=True)), (REQUEST_ID_HEADER.encode(), self.request_id)]
+            if warning := self._state.get("warning"):
+                added.append((WARNING_HEADER.encode(), warning))
             message["headers"] = [*message["headers"], *((name, value.encode()) for name, value in added)]
         await self._send(message)
 
