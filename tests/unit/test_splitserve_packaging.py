@@ -1,4 +1,4 @@
-"""What the package is made of. The top-level names are generic words: nobody else may have installed one of them here."""
+"""What the package is made of. Its top-level names are generic words: nobody else may have installed one here."""
 
 import tomllib
 from importlib.metadata import packages_distributions
