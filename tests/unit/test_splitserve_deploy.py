@@ -149,7 +149,7 @@ def test_old_and_new_compose_take_the_file():
 
 def test_the_dependencies_are_installed_before_the_sources_are_there():
     _, stage, *_ = re.split("^FROM ", DOCKERFILE, flags=re.MULTILINE)
-    assert re.findall(r"^COPY (.*)$", stage, re.MULTILINE) == ["pyproject.toml constraints.txt ./"]
+    assert re.findall(r"^COPY (.*)$", stage, re.MULTILINE) == ["pyproject.toml constraints.txt .ci/requirements.py ./"]
     assert "requirements.txt" in stage
 
 
