@@ -1,14 +1,13 @@
 # Everything runs in the project's own virtual environment, .venv; nothing needs to be activated.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-# What is installed where no torch is. TORCH_INDEX names another package index: PyTorch's own has builds without CUDA.
+# What is installed where no torch is. TORCH_INDEX names the package index; .ci/setup has what is taken without one.
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PIP := $(BIN)/python -m pip --disable-pip-version-check
 PROTOC := $(BIN)/python -m grpc_tools.protoc -I.
 MESSAGES := protos/fleet.proto protos/inference.proto protos/ranks.proto
 SERVICES := protos/fleet.proto protos/inference.proto
@@ -33,16 +32,8 @@ format: setup
 
 setup: $(READY)
 
-# torch comes first and alone: a range would pull in the newest build.
-$(READY): pyproject.toml constraints.txt $(wildcard engine/native/*)
-	@echo "== Setting up $(VENV) (some minutes the first time)"
-	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or newer is needed')"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "== 1/2 torch"
-	@$(BIN)/python -c "import sys, torch; sys.exit(tuple(map(int, torch.__version__.split('.')[:2])) < (2, 13))" 2>/dev/null \
-		|| $(PIP) install --no-deps $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)"
-	@echo "== 2/2 SplitServe and what it needs"
-	@$(PIP) install -c constraints.txt -e ".[dev]"
+$(READY): pyproject.toml constraints.txt .ci/setup .ci/requirements.py $(wildcard engine/native/*)
+	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" .ci/setup $(VENV)
 	@touch $@
 
 # The tests of the real model skip where it cannot be fetched.

@@ -91,6 +91,11 @@ class Front:
             self._journal.refused(request_id, error)
             raise
 
+    def is_ready(self, node_name: str) -> bool:
+        """Whether a node of this name is attached and ready."""
+        node = self._registry.find(node_name)
+        return node is not None and node.is_ready
+
     async def tokenize(self, request: inference_pb2.GenerateRequest) -> list[int]:
         """The token ids of a request's input. Raises RequestError when there is no way to them."""
         tokenizer = self.model.tokenizer

@@ -10,15 +10,19 @@ from engine.errors import SettingsError
 
 LARGEST_CPU = 1023  # what the kernel's default CPU mask holds
 _PART = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?", re.ASCII)
+_SHARE = re.compile(r"(\d{1,4})/(\d{1,4})", re.ASCII)
 
 
 def parse_cpus(text: str) -> list[int]:
-    """The CPU numbers in text such as "0-3,8", ascending. Raises SettingsError."""
+    """The CPU numbers in text such as "0-3,8", ascending; of "2/4" the second quarter of those that this process may
+    use. Raises SettingsError."""
+    if share := _SHARE.fullmatch(text.strip()):
+        return _share(int(share[1]), int(share[2]))
     cpus: set[int] = set()
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())
         if match is None:
-            raise SettingsError(f"--cpus must look like 0-3,8, not {text!r}")
+            raise SettingsError(f"--cpus must look like 0-3,8 or 1/4, not {text!r}")
         first = int(match[1])
         last = int(match[2] or first)
         if not first <= last <= LARGEST_CPU:
@@ -36,6 +40,14 @@ def divide_cpus(cpus: Sequence[int], num_parts: int) -> list[str]:
         return [str(cpus[i % len(cpus)]) for i in range(num_parts)]
     starts = [-(-i * len(cpus) // num_parts) for i in range(num_parts + 1)]
     return [",".join(map(str, cpus[start:end])) for start, end in itertools.pairwise(starts)]
+
+
+def _share(number: int, num_shares: int) -> list[int]:
+    if not 1 <= number <= num_shares <= LARGEST_CPU:
+        raise SettingsError(f"--cpus {number}/{num_shares} is not a share: 1/N to N/N, with N up to {LARGEST_CPU}")
+    if not hasattr(os, "sched_getaffinity"):
+        raise SettingsError("--cpus needs Linux")
+    return parse_cpus(divide_cpus(sorted(os.sched_getaffinity(0)), num_shares)[number - 1])
 
 
 def pin(cpus: str) -> None:

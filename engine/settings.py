@@ -34,4 +34,7 @@ class EngineSettings:
     enable_prefix_caching: bool = flag(True, "Keep the KV of ended requests for prompts that begin alike.")
     tensor_parallel_size: int = flag(1, "Ranks that compute this node together.", minimum=1, maximum=64)
     rank_timeout_s: float = flag(60.0, "Seconds a rank waits for the others before the node ends.", minimum=1.0)
-    cpus: str = flag("", "CPU numbers this node pins itself to, such as 0-3,8; empty leaves it unpinned.")
+    cpus: str = flag(
+        "",
+        "CPUs this node pins itself to: numbers such as 0-3,8, or a share such as 1/4; empty leaves it unpinned.",
+    )

@@ -12,6 +12,7 @@ import uvloop
 
 from engine.cpus import divide_cpus, parse_cpus, pin
 from engine.errors import ModelError, SettingsError
+from engine.extras import require
 from engine.settings import EngineSettings
 from engine.telemetry import configure_logging
 from protos.attach import FleetLink, LinkSettings, Node
@@ -56,6 +57,7 @@ def run_node(role: str, settings: NodeSettings, main: Callable[[str], Coroutine[
     name = f"{node_name}.{rank}" if rank else node_name
 
     async def ranked() -> None:
+        require("node")
         check_world(size)
         if started_rank() is None and size > 1:
             start_followers(f"{role}_node", settings, node_name)

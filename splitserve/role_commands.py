@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from engine.extras import require
 from engine.flags import settings_command
 from splitserve.models import resolve
 from splitserve.rooms import COORDINATOR, DECODE, PREFILL, Room, command_of, environment_of, flat, replaced
@@ -15,6 +16,8 @@ def role_command(room: Room, help: str) -> click.Command:
     """Finds MODEL, then this process becomes `python -m ROOM` with the same flags."""
 
     def become(settings: Any) -> None:
+        if room is not COORDINATOR:
+            require("node")
         values = flat(settings)
         model = resolve(values["model"], report)
         settings = replaced(

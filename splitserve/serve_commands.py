@@ -7,6 +7,7 @@ from typing import Any
 import click
 from rich.markup import escape
 
+from engine.extras import needs
 from engine.flags import build, settings_command
 from splitserve.cluster import NO_HTTP, ClusterSettings, up_settings_class
 from splitserve.launcher import Cluster, free_port, run_until_signal
@@ -19,6 +20,7 @@ DEMO_MAX_TOKENS = 96
 INTERRUPTED = 130
 
 
+@needs("node")
 def serve(values: Any) -> None:
     """Runs the cluster until a signal; `values` is an object of up_settings_class()."""
     given = {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
@@ -54,6 +56,7 @@ up = settings_command(
 
 @click.command()
 @click.argument("question", default=DEMO_QUESTION)
+@needs("node")
 def demo(question: str) -> None:
     """Start a cluster with the demo model, ask QUESTION, show where the time went, stop everything."""
     model = resolve("", report)

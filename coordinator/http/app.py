@@ -98,8 +98,11 @@ class Endpoints:
         self._check_unread(request, fields)
         return JSONResponse({"prompt": await self._front.model.tokenizer.decode(token_ids)})
 
-    async def health(self, _: Request) -> Response:
-        return Response(status_code=200 if await self._is_serving() else 503)
+    async def health(self, request: Request) -> Response:
+        """Whether requests can be answered; with ?node=NAME, whether that node takes them."""
+        node = request.query_params.get("node")
+        is_well = await self._is_serving() if node is None else self._front.is_ready(node)
+        return Response(status_code=200 if is_well else 503)
 
     async def version(self, _: Request) -> Response:
         return JSONResponse({"version": importlib.metadata.version("splitserve")})

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import click
 
+from engine.extras import needs
 from engine.layout import QUANTIZED_DTYPES
 from engine.settings import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineSettings
 from splitserve.bench.compare.compare_command import compare_command
@@ -64,6 +65,7 @@ def count_option(name: str, default: int, text: str, *, minimum: int = 1) -> Cal
 @count_option("--output-tokens", 192, "Length of the answers.", minimum=8)
 @count_option("--repeats", 10, "Answers one after the other.")
 @as_json_option
+@needs("node")
 def cluster(model: str, streams: int, prompt_tokens: int, output_tokens: int, repeats: int, as_json: bool) -> None:
     """Start one prefill and one decode node for MODEL; measure start, memory, handoff and streaming."""
     from splitserve.bench.cluster import ClusterBench, measure_cluster
@@ -99,6 +101,7 @@ def cluster(model: str, streams: int, prompt_tokens: int, output_tokens: int, re
 @click.option("--scattered", is_flag=True, help="Blocks of a prompt lie anywhere in the pool, not side by side.")
 @count_option("--repeats", 9, "Transfers of each kind.")
 @as_json_option
+@needs("node")
 def transfer(
     model: str,
     transports: tuple[str, ...],
@@ -132,6 +135,7 @@ def transfer(
 @count_option("--output-tokens", 48, "Length of the answers.")
 @click.option("--dtype", default="auto", show_default=True, type=click.Choice(DTYPES), help="Compute dtype.")
 @as_json_option
+@needs("node")
 def reuse(model: str, dtype: str, as_json: bool, **counts: int) -> None:
     """Ask clusters of MODEL with and without prefix caching the same; show what it saves."""
     from splitserve.bench.report import reuse_table
@@ -154,6 +158,7 @@ def reuse(model: str, dtype: str, as_json: bool, **counts: int) -> None:
 @prompt_tokens_option(OVERLAP_PROMPT_TOKENS)
 @count_option("--repeats", 9, "Prompts of each length.")
 @as_json_option
+@needs("node")
 def overlap(model: str, prompt_tokens: tuple[int, ...], repeats: int, as_json: bool) -> None:
     """Find the prompt length of MODEL from which it pays to send KV blocks while the prompt is computed."""
     from splitserve.bench.overlap import measure_overlap, pays_from
@@ -189,6 +194,7 @@ def overlap(model: str, prompt_tokens: tuple[int, ...], repeats: int, as_json: b
     help="Length of the prompts; give it again for more.",
 )
 @as_json_option
+@needs("node")
 def kv_cache(model: str, dtypes: tuple[str, ...], contexts: tuple[int, ...], as_json: bool) -> None:
     """Compare answers of MODEL with an 8-bit KV cache to those with its own dtype."""
     from splitserve.bench.kv_cache import measure_accuracy
@@ -202,6 +208,7 @@ def kv_cache(model: str, dtypes: tuple[str, ...], contexts: tuple[int, ...], as_
 @bench.command()
 @click.argument("model", default="")
 @as_json_option
+@needs("node")
 def weights(model: str, as_json: bool) -> None:
     """Compare MODEL with quantized weights to MODEL as it is: perplexity, likeliest tokens, answers, memory."""
     from splitserve.bench.report import weights_table

@@ -6,6 +6,7 @@ from typing import Final
 
 import click
 
+from engine.extras import needs
 from engine.settings import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineSettings
 from splitserve.bench.engine_command import COUNTS
 from splitserve.launcher import run_until_signal
@@ -32,6 +33,7 @@ MOST_RUNNING: Final = 256
 @click.option("--kv-cache-dtype", default="auto", show_default=True, type=click.Choice(KV_CACHE_DTYPES))
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="How often each is measured.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+@needs("node")
 def doctor(
     model: str,
     cores: int,

@@ -12,6 +12,7 @@ from typing import Any, Final, NoReturn
 
 import click
 
+from engine.extras import needs
 from engine.settings import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineSettings
 from splitserve.bench.engine_figures import EngineBench, PromptSize
 from splitserve.bench.peers import our_result, ratios, read_peers
@@ -82,6 +83,7 @@ PROMPTS: Final = ListOf("COUNTxLENGTH,...", parse_prompts)
     help="Another engine's result or the output of the script that measured it; give it again for more.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+@needs("node")
 def engine_command(
     model: str,
     shape: str | None,

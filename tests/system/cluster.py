@@ -61,10 +61,19 @@ def wait_until(condition: Callable[[], bool], what: str, deadline_s: float) -> N
 class Child:
     """One process of ours, with everything it writes in `log`."""
 
-    def __init__(self, name: str, module: str, *positional: str, flags: Flags, log: Path, env: Flags) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        *positional: str,
+        flags: Flags,
+        log: Path,
+        env: Flags,
+        python: str = sys.executable,
+    ) -> None:
         self.name = name
         self.log = log
-        argv = [sys.executable, "-m", module, *positional]
+        argv = [python, "-m", module, *positional]
         for flag, value in flags.items():
             argv += [f"--{flag.replace('_', '-')}", str(value)]
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("SPLITSERVE_")}
@@ -125,6 +134,7 @@ class Cluster:
         node: Flags | None = None,
         prefill: Flags | None = None,
         decode: Flags | None = None,
+        coordinator_python: str = sys.executable,
     ) -> None:
         self.model = model
         self.folder = folder
@@ -137,6 +147,7 @@ class Cluster:
         self.env = {"SPLITSERVE_FLEET_SECRET": FLEET_SECRET} | dict(env or {})
         self._coordinator_flags = {"heartbeat_s": HEARTBEAT_S} | dict(coordinator or {})
         self._node_flags = {"block_size": 8} | dict(node or {})
+        self._coordinator_python = coordinator_python
         self._role_flags = {"prefill": dict(prefill or {}), "decode": dict(decode or {})}
         self._expected_to_die: set[int] = set()
         self._everyone: list[Child] = []
@@ -193,7 +204,9 @@ class Cluster:
         return self.children[name]
 
     def _spawn(self, name: str, module: str, model: Path, flags: Flags) -> Child:
-        child = Child(name, module, str(model), flags=flags, log=self.folder / f"{name}.log", env=self.env)
+        python = self._coordinator_python if module == "coordinator" else sys.executable
+        log = self.folder / f"{name}.log"
+        child = Child(name, module, str(model), flags=flags, log=log, env=self.env, python=python)
         self._everyone.append(child)
         return child
 

@@ -545,6 +545,15 @@ def test_connections_beyond_the_limit_are_closed():
 # ---- the end of the server ----
 
 
+def test_health_of_one_node(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=("d0",)) as (_, client):
+            statuses = [(await client.get(f"/health{query}")).status_code for query in ("", "?node=d0", "?node=p0")]
+            assert statuses == [503, 200, 503]
+
+    run(scenario())
+
+
 async def until_health(client, status):
     async with asyncio.timeout(DEADLINE_S):
         while (await client.get("/health")).status_code != status:

@@ -17,7 +17,37 @@ def test_parse(text, cpus):
     assert parse_cpus(text) == cpus
 
 
-@pytest.mark.parametrize("text", [",", "a", "-1", "3-", "1--2", "3-1", "1024", "0-99999999", "0.5", "1 2", "²"])
+def test_a_share_of_the_cpus_that_this_process_may_use(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 3, 4, 5, 8})
+    assert [parse_cpus(f"{i}/2") for i in (1, 2)] == [[1, 3, 4], [5, 8]]
+    assert parse_cpus("1/1") == [1, 3, 4, 5, 8]
+    assert [parse_cpus(f"{i}/7") for i in (1, 6, 7)] == [[1], [1], [3]]  # some share one
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0/4",
+        "5/4",
+        "1/1024",
+        "1/0",
+        "1/",
+        "/2",
+        "1/2,3",
+        "0-1/2",
+        ",",
+        "a",
+        "-1",
+        "3-",
+        "1--2",
+        "3-1",
+        "1024",
+        "0-99999999",
+        "0.5",
+        "1 2",
+        "²",
+    ],
+)
 def test_nonsense(text):
     with pytest.raises(SettingsError, match="--cpus"):
         parse_cpus(text)

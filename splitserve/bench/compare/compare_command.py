@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from engine.errors import SettingsError
+from engine.extras import needs
 from splitserve.bench.compare.compare_options import (
     CompareCommand,
     contender_options,
@@ -65,6 +66,7 @@ class Asked:
 @load_options
 @goal_options
 @output_options
+@needs("node")
 def compare_command(model: str, save_dir: Path | None, as_json: bool, **values: Any) -> None:
     """Find the highest request rate of MODEL at which enough requests are good: with prefill and decode on the same
     nodes, with every split of the cores, with each prompt where it is faster, and with other servers.

@@ -9,12 +9,11 @@
 """
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final
-
-import numpy as np
 
 from splitserve.bench.errors import BenchError
 from splitserve.bench.serve.misses import Misses, count_misses, is_complete, phase_means
@@ -46,7 +45,7 @@ class Distribution:
 
     @property
     def mean(self) -> float | None:
-        return float(np.mean(self.values)) if self.values else None
+        return statistics.fmean(self.values) if self.values else None
 
     @property
     def median(self) -> float | None:
@@ -55,7 +54,7 @@ class Distribution:
     @property
     def std(self) -> float | None:
         """Of these values, not of what they may be a sample of: divided by n."""
-        return float(np.std(self.values)) if self.values else None
+        return statistics.pstdev(self.values) if self.values else None
 
     @property
     def max(self) -> float | None:
@@ -63,7 +62,12 @@ class Distribution:
 
     def percentile(self, percent: float) -> float | None:
         """Linear between the two values beside it, as numpy's default."""
-        return float(np.percentile(self.values, percent)) if self.values else None
+        if not self.values:
+            return None
+        values = sorted(self.values)
+        below, beyond = divmod((len(values) - 1) * percent / 100, 1)
+        low, high = values[int(below)], values[min(int(below) + 1, len(values) - 1)]
+        return low + (high - low) * beyond
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from engine.errors import SettingsError
+from engine.extras import require
 from splitserve.bench.serve.metrics import Summary, parse_goodput, summarize
 from splitserve.bench.serve.plots import plot_latencies, plot_timeline
 from splitserve.bench.serve.records import Outcome
@@ -28,6 +29,8 @@ class Reporting:
     """Made before the load, so that flags and folders that cannot be used are found then: SettingsError, BenchError."""
 
     def __init__(self, options: ServeOptions) -> None:
+        if options.plots is not None:
+            require("bench")
         self._options = options
         self._limits = parse_goodput(options.goodput)
         self._metrics = parse_metrics(options.percentile_metrics)

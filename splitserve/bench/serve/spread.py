@@ -7,10 +7,10 @@ autocorrelations. The sum is Geyer's initial positive sequence: lags in pairs, a
 
 import math
 from collections.abc import Sequence
+from itertools import islice
+from operator import mul
 from statistics import NormalDist
 from typing import Final
-
-import numpy as np
 
 CONFIDENCE: Final = 0.95
 Z: Final = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
@@ -22,16 +22,22 @@ def effective_size(are_good: Sequence[bool]) -> float:
     num = len(are_good)
     if num < 3 or len(set(are_good)) == 1:
         return float(num)
-    values = np.asarray(are_good, dtype=float)
-    values -= values.mean()
-    variance = float(values @ values)
+    mean = sum(are_good) / num
+    values = [is_good - mean for is_good in are_good]
+    variance = _product(values, 0)
     total = -variance
     for lag in range(0, num - 1, 2):
-        pair = float(values[lag:] @ values[: num - lag]) + float(values[lag + 1 :] @ values[: num - lag - 1])
+        pair = _product(values, lag) + _product(values, lag + 1)
         if pair <= 0:
             break
         total += 2 * pair
     return num / min(max(1.0, total / variance), num / 2)
+
+
+def _product(values: Sequence[float], lag: int) -> float:
+    """Of the series with itself, so many places later."""
+    total: float = sum(map(mul, values, islice(values, lag, None)))
+    return total
 
 
 def interval(share: float, size: float) -> tuple[float, float]:

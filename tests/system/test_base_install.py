@@ -1,0 +1,125 @@
+"""The base installation, without torch and without any other extra: it coordinates, asks and measures, and says what
+the rest would need. The nodes of its cluster run where everything is installed."""
+
+import json
+import os
+import subprocess
+import sys
+
+import click
+import pytest
+
+from engine.extras import MODULES
+from splitserve.cli import main
+from tests.system.base_environment import make_base_environment
+from tests.system.cluster import Child, free_port, wait_until
+from tests.tiny_models import write_fake_model
+
+DEADLINE_S = 60.0
+IN_BASE = {"coordinator", "generate", "chat", "status", "plan-transfer", "bench serve"}
+FEW = ("--num-prompts", "6", "--random-input-len", "20", "--random-output-len", "4", "--vocab-size", "250")
+
+
+def leaves(group, path=()):
+    """Every command that the command line has, by its words."""
+    for name in group.list_commands(click.Context(group)):
+        command = group.get_command(click.Context(group), name)
+        if isinstance(command, click.Group):
+            yield from leaves(command, (*path, name))
+        else:
+            yield " ".join((*path, name))
+
+
+@pytest.fixture(scope="module")
+def base_python(tmp_path_factory):
+    return make_base_environment(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_fake_model(tmp_path_factory.mktemp("model") / "fake")
+
+
+@pytest.fixture(scope="module")
+def cluster(start_cluster, model, base_python):
+    cluster = start_cluster(model, http=True, coordinator={"served_model_name": "fake"}, coordinator_python=base_python)
+    yield cluster
+    cluster.wait_all_free()
+
+
+@pytest.fixture
+def run(base_python, tmp_path):
+    def run(module, *words, **environment):
+        return subprocess.run(
+            [base_python, "-m", module, *map(str, words)],
+            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path), **environment},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+
+    return run
+
+
+def test_the_environment_has_nothing_of_an_extra(base_python):
+    modules = [module for names in MODULES.values() for module in names]
+    code = f"from importlib.util import find_spec; print([name for name in {modules} if find_spec(name)])"
+    assert subprocess.check_output([base_python, "-c", code], text=True) == "[]\n"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == f"{modules}\n"
+
+
+def test_it_asks(cluster, run):
+    done = run("splitserve", "generate", "hello", "--raw", "--max-tokens", 5, "--json", "--server", cluster.target)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["completion"]["completion_tokens"] == 5
+    done = run("splitserve", "status", "--server", cluster.target)
+    assert done.returncode == 0, done.stderr
+    assert "prefill-0" in done.stdout
+
+
+@pytest.mark.parametrize("backend", ["splitserve", "openai"])
+def test_it_measures(cluster, run, backend):
+    where = ("--target", cluster.target) if backend == "splitserve" else ("--base-url", cluster.url)
+    done = run("splitserve", "bench", "serve", "--backend", backend, *where, *FEW, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["completed"] == 6
+
+
+def test_pictures_are_refused_before_the_load(cluster, run):
+    done = run("splitserve", "bench", "serve", "--target", cluster.target, *FEW, "--plots", "pictures")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == ("Error: this needs matplotlib, which is not installed: pip install 'splitserve[bench]'\n")
+
+
+@pytest.mark.parametrize("command", sorted(set(leaves(main)) - IN_BASE))
+def test_what_needs_a_node_says_how_to_get_it(run, model, command):
+    done = run("splitserve", *command.split(), *([] if command == "demo" else [model]))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "Error: this needs torch, which is not installed: pip install 'splitserve[node]'\n"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_so_does_a_node_that_is_started_without_the_command_line(run, model, role):
+    done = run(f"{role}_node", model, "--name", "n0", "--log-level", "error")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "n0: this needs torch, which is not installed: pip install 'splitserve[node]'\n"
+
+
+def test_without_a_model_it_says_what_makes_the_demo_model(run):
+    done = run("splitserve", "coordinator")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "Error: this needs torch, which is not installed: pip install 'splitserve[node,demo]'\n"
+
+
+def test_the_command_starts_a_coordinator(base_python, model, tmp_path):
+    flags = {"port": free_port(), "fleet_port": free_port(), "http_port": -1}
+    log = tmp_path / "log"
+    child = Child(
+        "coordinator", "splitserve", "coordinator", str(model), flags=flags, log=log, env={}, python=base_python
+    )
+    try:
+        wait_until(lambda: "clients may dial" in child.output() or not child.is_running, "it listens", DEADLINE_S)
+        assert child.stop() == 0, child.output()
+    finally:
+        child.kill()
