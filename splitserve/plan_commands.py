@@ -10,13 +10,14 @@ import click
 from rich.markup import escape
 
 from engine.layout import KVLayout
+from engine.memory import size_of
 from engine.model_config import read_model_config
 from engine.settings import KV_CACHE_DTYPES, EngineSettings
 from engine.sharding import head_range
 from kv_transfer.plan import describe, plan_copies
 from kv_transfer.ticket import MAX_TP
 from splitserve.models import resolve
-from splitserve.terminal import report, size_of, stdout
+from splitserve.terminal import report, stdout
 
 MOST_DRAWN_HEADS: Final = 64  # beyond them a row does not fit on a terminal
 HELD, NOT_HELD = "■", "·"

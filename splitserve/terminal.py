@@ -10,13 +10,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from engine.memory import MIB, size_of
 from splitserve.answers import Completion, Loads, ModelInfo, NodeInfo, NodeLoad, ServerInfo, Timeline
 
 BAR_WIDTH: Final = 60
 FILE_WIDTH: Final = 160
-KIB: Final = 2**10
-MIB: Final = 2**20
-GIB: Final = 2**30
 
 # Phase, the timeline's field, and its part of the bar with and without colours.
 PHASES: Final = (
@@ -142,14 +140,6 @@ def plain_table(*words: str, numbers: tuple[str, ...] = (), gap: int = 2) -> Tab
     for title in numbers:
         table.add_column(title, justify="right")
     return table
-
-
-def size_of(num_bytes: int) -> str:
-    """The bytes in the largest unit of which there is at least one."""
-    for unit, unit_bytes in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if num_bytes >= unit_bytes:
-            return f"{num_bytes / unit_bytes:.1f} {unit}"
-    return f"{num_bytes} B"
 
 
 def _savings(completion: Completion) -> list[str]:
