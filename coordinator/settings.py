@@ -21,6 +21,7 @@ class CoordinatorSettings:
     served_model_name: str = flag("", "Name that clients may ask for; empty takes the model folder's.")
     api_key: str = flag("", "Secret that clients must bring; needed off loopback.", secret=True)
     fleet_secret: str = flag("", "Secret shared by the fleet; needed off loopback.", secret=True)
+    instance_id: str = flag("", "What GetServerInfo calls this run of the server; empty takes random characters.")
     max_model_len: int = flag(0, "Most tokens of prompt and answer; 0 takes what the nodes allow.", minimum=0)
     max_num_queued_reqs: int = flag(1024, "Most answers in flight at once; more are refused.", minimum=1)
     max_logprobs: int = flag(20, "Most top logprobs a request may ask for.", minimum=0)
