@@ -53,7 +53,8 @@ def missing_kernels(settings: EngineSettings) -> str:
 
 
 def _check_memory(engines: Sequence[EngineSettings], config: ModelConfig) -> None:
-    """Reads the headers of the weights on any device."""
+    """Raises ModelError where the weights are not whole, and SettingsError where CPUs compute and their memory is too
+    small. What a GPU holds its node tells."""
     needs_of = functools.cache(lambda settings: needs.needs_of(settings, config))
     each = [needs_of(replace(settings, cpus="")) for settings in engines]
     weight_bytes, pool_bytes = sum(need.weight_bytes for need in each), sum(need.pool_bytes for need in each)
