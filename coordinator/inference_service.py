@@ -20,11 +20,14 @@ from protos.reasons import SLOW_READER
 class InferenceService:
     """Serves Inference. Its methods raise RequestError; the interceptor turns it into a status."""
 
-    def __init__(self, front: Front, registry: Registry, tracker: Tracker, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self, front: Front, registry: Registry, tracker: Tracker, dispatcher: Dispatcher, *, instance_id: str
+    ) -> None:
         self._front = front
         self._registry = registry
         self._tracker = tracker
         self._dispatcher = dispatcher
+        self._instance_id = instance_id or secrets.token_hex(16)
         self._start_s = time.monotonic()
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
@@ -60,6 +63,7 @@ class InferenceService:
             version=importlib.metadata.version("splitserve"),
             protocol_version=PROTOCOL_VERSION,
             uptime_s=time.monotonic() - self._start_s,
+            instance_id=self._instance_id,
             nodes=[node.hello.node for node in self._registry.nodes],
         )
 

@@ -31,6 +31,7 @@ from engine.errors import ModelError, SettingsError
 from engine.model_config import read_model_config
 from protos import inference_pb2, inference_pb2_grpc
 from protos.channels import FLEET_OPTIONS, SERVER_OPTIONS
+from protos.ports import Port, check_ports
 
 logger = logging.getLogger(__name__)
 
@@ -88,10 +89,18 @@ class CoordinatorServer:
 
     async def start(self) -> None:
         """Listens on all ports. Ready is only who has nodes of the roles that it needs: see the health service."""
-        self.port = _listen(self._public, self._settings.host, self._settings.port)
-        self.fleet_port = _listen(self._fleet, self._settings.fleet_host, self._settings.fleet_port)
+        settings = self._settings
+        check_ports(
+            [
+                Port("--port", settings.host, settings.port),
+                Port("--fleet-port", settings.fleet_host, settings.fleet_port),
+                Port("--http-port", settings.http_host, settings.http_port),
+            ]
+        )
+        self.port = _listen(self._public, settings.host, settings.port)
+        self.fleet_port = _listen(self._fleet, settings.fleet_host, settings.fleet_port)
         if self._http is not None:
-            self.http_port = self._http.listen(self._settings.http_host, self._settings.http_port)
+            self.http_port = self._http.listen(settings.http_host, settings.http_port)
         await self._report_health()
         await self._fleet.start()
         await self._public.start()
@@ -138,7 +147,9 @@ class CoordinatorServer:
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=self._settings.max_num_queued_reqs + SPARE_CALLS,
         )
-        service = InferenceService(self._front, self._registry, self._tracker, self._dispatcher)
+        service = InferenceService(
+            self._front, self._registry, self._tracker, self._dispatcher, instance_id=self._settings.instance_id
+        )
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((INFERENCE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

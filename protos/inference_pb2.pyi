@@ -234,16 +234,18 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "protocol_version", "uptime_s", "nodes")
+    __slots__ = ("version", "protocol_version", "uptime_s", "nodes", "instance_id")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     version: str
     protocol_version: str
     uptime_s: float
     nodes: _containers.RepeatedCompositeFieldContainer[NodeInfo]
-    def __init__(self, version: _Optional[str] = ..., protocol_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ...) -> None: ...
+    instance_id: str
+    def __init__(self, version: _Optional[str] = ..., protocol_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ..., instance_id: _Optional[str] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
     __slots__ = ("name", "role", "incarnation", "fingerprint", "engine")

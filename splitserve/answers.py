@@ -123,6 +123,7 @@ class ServerInfo:
     version: str
     protocol_version: str
     uptime_s: float
+    instance_id: str
     nodes: tuple[NodeInfo, ...]
 
 

@@ -139,6 +139,19 @@ def test_info_and_loads(tmp_path):
     run(scenario())
 
 
+def test_each_run_of_a_server_has_an_id(tmp_path):
+    async def id_of(**settings):
+        async with cluster(tmp_path, nodes=(), **settings) as c:
+            return (await c.stub.GetServerInfo(inference_pb2.GetServerInfoRequest())).instance_id
+
+    async def scenario():
+        assert await id_of(instance_id="mine") == "mine"
+        one, other = await id_of(), await id_of()
+        assert len({one, other, ""}) == 3
+
+    run(scenario())
+
+
 def test_clients_without_the_api_key_get_nowhere(tmp_path):
     async def scenario():
         async with cluster(tmp_path, api_key="sesame") as c:

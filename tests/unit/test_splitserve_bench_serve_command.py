@@ -154,7 +154,7 @@ async def test_ctrl_c_tells_what_came_and_leaves_no_process(serving):
         output, errors = await process.communicate()
         while script.num_live:
             await asyncio.sleep(0.01)
-    assert process.returncode == 1
+    assert process.returncode == 130
     assert "stopped: 1 of 6 requests have no outcome" in errors.decode()
     assert "Traceback" not in errors.decode()
     assert "requests offered" in output.decode()

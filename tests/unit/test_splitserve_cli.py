@@ -6,18 +6,23 @@ import pty
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 
+import click
 import grpc
 import pytest
 from click.testing import CliRunner
 
 from protos import inference_pb2
 from splitserve.cli import COMMANDS, main
+from splitserve.launcher import free_port
 from splitserve.terminal import duration_of
+from splitserve.variables import unknown_variables
 from tests.scripted_server import Script, chunk, complete, refusal, serving
+from tests.tiny_models import write_fake_model
 
 DEADLINE_S = 30.0
 TIMELINE = inference_pb2.Timeline(
@@ -425,6 +430,98 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(script, terminal):
         os.write(master, b"\x04")
         assert chat.wait(DEADLINE_S) == 0
     assert b"Traceback" not in shown
+
+
+@pytest.fixture
+def silent():
+    """A server that takes connections and says nothing, so that whoever asks it is there until it is interrupted."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(DEADLINE_S)
+        yield listening
+
+
+def asking(command, silent):
+    """The command with its server; `up` needs none."""
+    host, port = silent.getsockname()
+    if command.startswith("bench"):
+        return [*command.split(), "--backend", "openai", "--model", "m", "--base-url", f"http://{host}:{port}"]
+    return [*command.split(), "--server", f"{host}:{port}"]
+
+
+@pytest.mark.parametrize("imported", ["click", "splitserve.cli", "splitserve.terminal"])
+@pytest.mark.parametrize("command", ["status", "generate hi", "chat", "bench serve"])
+def test_ctrl_c_while_modules_are_imported_is_exit_code_130(command, imported, silent):
+    process = start_command(asking(command, silent), "-X", "importtime")
+    while not re.search(rf"\|\s+{re.escape(imported)}$", line := process.stderr.readline()):
+        assert line, f"{imported} was never imported"
+    end_interrupted(process)
+
+
+def test_ctrl_c_while_up_is_imported_is_exit_code_130(tmp_path):
+    model = str(write_fake_model(tmp_path / "fake"))
+    process = start_command(["up", model, "--grpc-port", str(free_port()), "--http-port", "-1"], "-X", "importtime")
+    while not re.search(r"\|\s+splitserve.launcher$", line := process.stderr.readline()):
+        assert line
+    end_interrupted(process)
+
+
+@pytest.mark.parametrize("command", ["status", "generate hi", "chat", "bench serve"])
+def test_ctrl_c_while_a_server_is_waited_for_is_exit_code_130(command, silent):
+    process = start_command(asking(command, silent))
+    with silent.accept()[0]:
+        end_interrupted(process)
+
+
+def start_command(arguments, *python_options):
+    command = [sys.executable, *python_options, "-m", "splitserve", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def end_interrupted(process):
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, output) == (130, "")
+    assert "Traceback" not in errors
+    assert "Aborted" not in errors
+
+
+def test_ctrl_c_that_a_shell_has_switched_off_stays_so():
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from splitserve.interrupts import end_at_once; "
+        "end_at_once(); signal.raise_signal(signal.SIGINT); print('goes on')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (done.returncode, done.stdout) == (0, "goes on\n")
+
+
+VARIABLES = {"SPLITSERVE_BLOK_SIZE": "8", "SPLITSERVE_XYZZY": "secret", "SPLITSERVE_BLOCK_SIZE": "8", "OTHER": "1"}
+WARNING = "Warning: nothing reads SPLITSERVE_BLOK_SIZE (did you mean SPLITSERVE_BLOCK_SIZE?), SPLITSERVE_XYZZY"
+
+
+@pytest.mark.parametrize("command", ["up", "coordinator", "prefill", "decode", "status", "generate hi", "chat"])
+def test_variables_that_nothing_reads_are_named(command):
+    arguments = (
+        ["--server", "127.0.0.1:1"] if command.split()[0] in ("status", "generate", "chat") else ["no/such/folder"]
+    )
+    done = CliRunner().invoke(main, [*command.split(), *arguments], env=VARIABLES)
+    assert done.stderr.splitlines()[0] == WARNING
+    assert "secret" not in done.output
+
+
+def test_variables_of_flags_are_known():
+    """Every flag of every command that has a variable, and the one of the kernels."""
+    names = {parameter.envvar for command in walk(main, []) for parameter in command.params if parameter.envvar}
+    assert {"SPLITSERVE_SERVER", "SPLITSERVE_API_KEY", "SPLITSERVE_GRPC_PORT", "SPLITSERVE_KV_BIND"} < names
+    assert unknown_variables(dict.fromkeys([*names, "SPLITSERVE_NATIVE", "PATH"], "x")) == ""
+
+
+def walk(command, found):
+    found.append(command)
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            walk(command.get_command(context, name), found)
+    return found
 
 
 def test_unknown_flags_and_keys_are_refused(tmp_path):
