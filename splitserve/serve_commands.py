@@ -8,7 +8,7 @@ from typing import Any
 import click
 from rich.markup import escape
 
-from engine.extras import needs
+from engine.extras import needs, require
 from engine.flags import build, settings_command
 from splitserve.cluster import NO_HTTP, ClusterSettings, up_settings_class
 from splitserve.interrupts import INTERRUPTED
@@ -64,10 +64,10 @@ up = settings_command(
 
 @click.command()
 @click.argument("question", default=DEMO_QUESTION)
-@needs("node")
 def demo(question: str) -> None:
     """Start a cluster with the demo model, ask QUESTION, show where the time went, stop everything."""
     model = resolve("", report)
+    require("node")
     settings = ClusterSettings(grpc_port=free_port(), http_port=NO_HTTP)
 
     async def work() -> None:

@@ -92,9 +92,9 @@ def test_pictures_are_refused_before_the_load(cluster, run):
     assert done.stderr == ("Error: this needs matplotlib, which is not installed: pip install 'splitserve[bench]'\n")
 
 
-@pytest.mark.parametrize("command", sorted(set(leaves(main)) - IN_BASE))
+@pytest.mark.parametrize("command", sorted(set(leaves(main)) - IN_BASE - {"demo"}))
 def test_what_needs_a_node_says_how_to_get_it(run, model, command):
-    done = run("splitserve", *command.split(), *([] if command == "demo" else [model]))
+    done = run("splitserve", *command.split(), model)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "Error: this needs torch, which is not installed: pip install 'splitserve[node]'\n"
 
@@ -106,8 +106,9 @@ def test_so_does_a_node_that_is_started_without_the_command_line(run, model, rol
     assert done.stderr == "n0: this needs torch, which is not installed: pip install 'splitserve[node]'\n"
 
 
-def test_without_a_model_it_says_what_makes_the_demo_model(run):
-    done = run("splitserve", "coordinator")
+@pytest.mark.parametrize("command", ["coordinator", "demo"])
+def test_without_a_model_it_says_what_makes_the_demo_model(run, command):
+    done = run("splitserve", command)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "Error: this needs torch, which is not installed: pip install 'splitserve[node,demo]'\n"
 
