@@ -12,10 +12,11 @@ from engine.extras import needs, require
 from engine.flags import build, settings_command
 from splitserve.cluster import NO_HTTP, ClusterSettings, up_settings_class
 from splitserve.interrupts import INTERRUPTED
-from splitserve.launcher import Cluster, free_port, run_to_end, run_until_signal
+from splitserve.launcher import Cluster, free_port
 from splitserve.models import resolve
 from splitserve.preflight import check_public_ports
 from splitserve.process_age import process_age_s
+from splitserve.signals import run_to_end, run_until_signal
 from splitserve.terminal import report, stdout, timeline_view, waiting
 
 DEMO_QUESTION = "What is the capital of France, and what is it known for?"

@@ -13,9 +13,9 @@ from engine.settings import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineSettin
 from splitserve.bench.compare.compare_command import compare_command
 from splitserve.bench.engine_command import engine_command
 from splitserve.bench.serve.serve_command import serve_command
-from splitserve.launcher import run_to_end
 from splitserve.models import resolve
 from splitserve.plan_commands import layout_of
+from splitserve.signals import run_to_end
 from splitserve.terminal import report, stdout
 
 TRANSPORTS: Final = ("zmq-ipc", "zmq-tcp", "torch_dist-gloo", "loopback")

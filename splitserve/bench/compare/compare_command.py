@@ -23,8 +23,8 @@ from splitserve.bench.compare.compare_options import (
 )
 from splitserve.bench.compare.contenders import Contender, contenders, parse_peer
 from splitserve.bench.serve.serve_options import RANDOM
-from splitserve.launcher import run_to_end
 from splitserve.models import LocalModel, resolve
+from splitserve.signals import run_to_end
 from splitserve.terminal import report, stderr, stdout, waiting
 
 if TYPE_CHECKING:

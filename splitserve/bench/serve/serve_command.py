@@ -9,7 +9,7 @@ import click
 
 from splitserve.bench.errors import BenchError
 from splitserve.bench.serve.serve_options import ServeCommand, ServeOptions, load_options, result_options, where_options
-from splitserve.launcher import run_to_end
+from splitserve.signals import run_to_end
 from splitserve.terminal import report
 
 if TYPE_CHECKING:  # imported when the command runs, so that help is quick
