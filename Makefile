@@ -32,13 +32,13 @@ format: setup
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt .ci/setup .ci/requirements.py $(wildcard engine/native/*)
+$(READY): pyproject.toml constraints.txt .ci/setup .ci/requirements.py $(wildcard engine/native/*.[ch])
 	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" .ci/setup $(VENV)
 	@touch $@
 
 # The tests of the real model skip where it cannot be fetched.
 model: setup
-	-@$(BIN)/python -m splitserve.models
+	-@$(BIN)/python -m splitserve.launch.models
 
 protos: setup
 	$(PROTOC) --python_out=. --pyi_out=. $(MESSAGES)
@@ -52,5 +52,5 @@ check-protos: setup
 		|| { echo "protos/$${file##*/} is not what protoc writes: make protos"; exit 1; }; done
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info engine/*.so .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info engine/native/*.so .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

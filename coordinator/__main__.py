@@ -8,9 +8,9 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when grpc is imported; w
 
 from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
-from engine.flags import settings_command
 from protos.serving import run_process
-from protos.waiting import first_to_end
+from serving_core.flags import settings_command
+from serving_core.waiting import first_to_end
 
 
 def run(settings: CoordinatorSettings) -> None:

@@ -10,18 +10,18 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
-from coordinator.answers import Answer
-from coordinator.generation import Generation
-from coordinator.instructions import Emit, End, Instruction, Send
-from coordinator.journal import Journal
-from coordinator.prompts import Prompt
-from coordinator.registry import Node, Registry
-from coordinator.tokenizer import Tokenizer
-from coordinator.tracker import Tracker
-from coordinator.validation import AnswerPlan
-from engine.errors import RequestError
+from coordinator.control.instructions import Emit, End, Instruction, Send
+from coordinator.control.journal import Journal
+from coordinator.control.prompts import Prompt
+from coordinator.control.registry import Node, Registry
+from coordinator.control.tracker import Tracker
+from coordinator.doors.generation import Generation
+from coordinator.doors.validation import AnswerPlan
+from coordinator.text.answers import Answer
+from coordinator.text.tokenizer import Tokenizer
 from protos import fleet_pb2, inference_pb2
-from protos.reasons import DRAINING, DUPLICATE_REQUEST_ID, NAME_TAKEN, WORKER_LOST
+from serving_core.errors import RequestError
+from serving_core.reasons import DRAINING, DUPLICATE_REQUEST_ID, NAME_TAKEN, WORKER_LOST
 
 logger = logging.getLogger(__name__)
 

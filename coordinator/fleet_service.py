@@ -6,11 +6,11 @@ from typing import Any, Final
 import grpc
 
 from coordinator.dispatcher import Dispatcher, NodeLink
-from coordinator.statuses import failures_as_statuses, parse
-from engine.errors import RequestError
+from coordinator.doors.statuses import failures_as_statuses, parse
 from protos import fleet_pb2
-from protos.reasons import DEADLINE_EXCEEDED, MALFORMED_REQUEST
-from protos.waiting import first_to_end
+from serving_core.errors import RequestError
+from serving_core.reasons import DEADLINE_EXCEEDED, MALFORMED_REQUEST
+from serving_core.waiting import first_to_end
 
 HELLO_DEADLINE_S: Final = 10.0
 

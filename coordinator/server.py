@@ -10,28 +10,28 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from coordinator.authentication import NO_API_KEY, NO_FLEET_SECRET, BearerAuthentication
+from coordinator.control.journal import Journal
+from coordinator.control.metrics import Metrics
+from coordinator.control.placement import ROLES_NEEDED
+from coordinator.control.registry import MAX_FIRST_SESSION, Registry
+from coordinator.control.tracker import NUM_EPOCHS, Tracker
 from coordinator.dispatcher import Dispatcher
-from coordinator.exposition import Exposition
+from coordinator.doors.authentication import NO_API_KEY, NO_FLEET_SECRET, BearerAuthentication
+from coordinator.doors.exposition import Exposition
+from coordinator.doors.front import Front, ServedModel
+from coordinator.doors.http.app import make_app
+from coordinator.doors.http.serving import HttpServer
+from coordinator.doors.inference_service import InferenceService
+from coordinator.doors.sampling_defaults import neutral_defaults, read_sampling_defaults
+from coordinator.doors.statuses import StatusInterceptor
 from coordinator.fleet_service import FleetService
-from coordinator.front import Front, ServedModel
-from coordinator.http.app import make_app
-from coordinator.http.serving import HttpServer
-from coordinator.inference_service import InferenceService
-from coordinator.journal import Journal
-from coordinator.metrics import Metrics
-from coordinator.placement import ROLES_NEEDED
-from coordinator.registry import MAX_FIRST_SESSION, Registry
-from coordinator.sampling_defaults import neutral_defaults, read_sampling_defaults
 from coordinator.settings import CoordinatorSettings, check_settings, origins
-from coordinator.statuses import StatusInterceptor
-from coordinator.tokenizer import read_tokenizer
-from coordinator.tracker import NUM_EPOCHS, Tracker
-from engine.errors import ModelError, SettingsError
-from engine.model_config import read_model_config
+from coordinator.text.tokenizer import read_tokenizer
 from protos import inference_pb2, inference_pb2_grpc
-from protos.channels import FLEET_OPTIONS, SERVER_OPTIONS
-from protos.ports import Port, check_ports
+from serving_core.channels import FLEET_OPTIONS, SERVER_OPTIONS
+from serving_core.errors import ModelError, SettingsError
+from serving_core.model_config import read_model_config
+from serving_core.ports import Port, check_ports
 
 logger = logging.getLogger(__name__)
 

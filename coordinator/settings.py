@@ -4,9 +4,9 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from engine.errors import SettingsError
-from engine.flags import flag
-from protos.exposure import check_exposure
+from serving_core.errors import SettingsError
+from serving_core.exposure import check_exposure
+from serving_core.flags import flag
 
 _ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+")  # as browsers send it, without a path
 

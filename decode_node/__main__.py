@@ -1,8 +1,8 @@
 """`python -m decode_node MODEL`: one decode node process."""
 
 from decode_node.settings import DecodeSettings
-from engine.flags import settings_command
 from protos.serving import run_node
+from serving_core.flags import settings_command
 
 
 def run(settings: DecodeSettings) -> None:

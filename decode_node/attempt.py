@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from decode_node.ranks import DecodeRanks
 from decode_node.reservation import Reservation
 from decode_node.scheduler import DecodeScheduler
-from engine.requests import Request
 from kv_transfer.ticket import Ticket
+from serving_core.requests import Request
 
 
 @dataclass(slots=True, eq=False)

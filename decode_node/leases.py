@@ -1,8 +1,8 @@
 """The blocks of reservations, shared by name."""
 
 from decode_node.reservation import Reservation
-from engine.blocks import BlockAllocator
-from engine.layout import KVLayout
+from serving_core.blocks import BlockAllocator
+from serving_core.layout import KVLayout
 
 
 class Leases:

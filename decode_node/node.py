@@ -24,20 +24,21 @@ from decode_node.reservation import State
 from decode_node.scheduler import Answered, DecodeScheduler
 from decode_node.settings import DecodeSettings
 from decode_node.transfers import Transfers
-from engine.blocks import BlockAllocator
 from engine.engine import Engine
-from engine.errors import RequestError, SettingsError
-from engine.rates import StepRates
-from engine.requests import SampledToken, Work
 from engine.stepper import Stepper
-from kv_transfer.receiver import KVReceiver
+from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.results import Received
-from protos import convert, fleet_pb2, reasons
+from protos import convert, fleet_pb2
 from protos.attach import FleetLink
 from protos.attempts import Attempts
 from protos.ranks import Followers
 from protos.reports import CacheReport, new_incarnation, node_info, node_load, rank_loads
-from protos.waiting import first_to_end
+from serving_core import reasons
+from serving_core.blocks import BlockAllocator
+from serving_core.errors import RequestError, SettingsError
+from serving_core.rates import StepRates
+from serving_core.requests import SampledToken, Work
+from serving_core.waiting import first_to_end
 
 logger = logging.getLogger(__name__)
 

@@ -7,14 +7,15 @@ has granted, and a request decodes only when every rank has received.
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from engine.requests import OnLayer, Share, Work
+from kv_transfer.ends.rank_results import RankResults, failure_from_wire, to_wire
+from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.errors import TransferError
-from kv_transfer.rank_results import RankResults, failure_from_wire, to_wire
-from kv_transfer.receiver import KVReceiver
 from kv_transfer.results import Received, TransferFailed
 from kv_transfer.ticket import Ticket
-from protos import ranks_pb2, reasons
+from protos import ranks_pb2
 from protos.ranks import Followers, Leader
+from serving_core import reasons
+from serving_core.requests import OnLayer, Share, Work
 
 OnEnded = Callable[[int, Received | TransferFailed], None]
 """Takes an epoch and how its transfer has ended."""

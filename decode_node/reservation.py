@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from engine.blocks import BlockLease
-from engine.prefix import BlockNames
-from engine.requests import Request, Work
+from serving_core.blocks import BlockLease
+from serving_core.prefix import BlockNames
+from serving_core.requests import Request, Work
 
 
 class State(Enum):

@@ -29,12 +29,12 @@ from dataclasses import dataclass
 
 from decode_node.leases import Leases
 from decode_node.reservation import Reservation, State
-from engine.blocks import BlockAllocator
-from engine.errors import RequestError
-from engine.layout import KVLayout
-from engine.prefix import BlockNames, root_name
-from engine.requests import FinishReason, Request, SampledToken, Work, finish_reason
-from protos import reasons
+from serving_core import reasons
+from serving_core.blocks import BlockAllocator
+from serving_core.errors import RequestError
+from serving_core.layout import KVLayout
+from serving_core.prefix import BlockNames, root_name
+from serving_core.requests import FinishReason, Request, SampledToken, Work, finish_reason
 
 
 @dataclass(frozen=True, slots=True)

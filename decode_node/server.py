@@ -9,18 +9,18 @@ from decode_node.ranks import DecodeFollower
 from decode_node.settings import DecodeSettings
 from engine.engine import Engine
 from engine.parallel import choose_device, join
-from engine.rates import StepRates
-from engine.requests import Share
 from engine.stepper import Stepper
 from kv_transfer.endpoints import endpoint_of, host_of
-from kv_transfer.receiver import KVReceiver
+from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.transports.zmq import ZmqListener
 from protos.attach import FleetLink
-from protos.exposure import check_exposure
 from protos.follower import Follower
 from protos.ranks import Followers, Leader
 from protos.reports import rank_load
 from protos.serving import serve
+from serving_core.exposure import check_exposure
+from serving_core.rates import StepRates
+from serving_core.requests import Share
 
 
 async def serve_decode(settings: DecodeSettings, name: str) -> None:

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from engine.flags import flag
-from engine.settings import EngineSettings
 from kv_transfer.endpoints import KV_TRANSPORTS
 from protos.attach import LinkSettings
+from serving_core.flags import flag
+from serving_core.settings import EngineSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,15 @@ from collections.abc import Callable
 
 from decode_node.attempt import Attempt
 from decode_node.ranks import DecodeRanks
-from engine.layout import KVLayout
+from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.errors import TransferError
-from kv_transfer.receiver import KVReceiver
 from kv_transfer.results import Received, TransferFailed
 from kv_transfer.ticket import Ticket
-from protos import convert, fleet_pb2, reasons
+from protos import convert, fleet_pb2
 from protos.attempts import Attempts
 from protos.ranks import Followers
+from serving_core import reasons
+from serving_core.layout import KVLayout
 
 
 class Transfers:

@@ -17,11 +17,11 @@ from typing import Final, TypeAlias
 import torch
 from torch.nn import functional
 
-from engine.attention import Attention, PortableAttention
+from engine.attention.paged import Attention, PortableAttention
+from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import ForwardBatch, build_batch
-from engine.kv_pool import PagedKVPool
-from engine.llama import LlamaDecoder
-from engine.requests import Share
+from engine.model.llama import LlamaDecoder
+from serving_core.requests import Share
 
 logger = logging.getLogger(__name__)
 

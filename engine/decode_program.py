@@ -4,13 +4,13 @@ from typing import Protocol
 
 import torch
 
-from engine.attention import Attention
+from engine.attention.native import NativeAttention
+from engine.attention.paged import Attention
 from engine.cuda_graphs import cuda_graphs
 from engine.forward_batch import ForwardBatch
-from engine.llama import LlamaDecoder
-from engine.native_attention import NativeAttention
-from engine.native_decode import NativeDecode, is_recordable
-from engine.settings import EngineSettings
+from engine.model.llama import LlamaDecoder
+from engine.native.decode import NativeDecode, is_recordable
+from serving_core.settings import EngineSettings
 
 
 class DecodeProgram(Protocol):

@@ -8,26 +8,26 @@ from typing import Final, Protocol
 
 import torch
 
-from engine.attention import Attention
-from engine.backends import choose_attention
+from engine.attention.backends import choose_attention
+from engine.attention.paged import Attention
+from engine.cache.kv_pool import PagedKVPool
 from engine.decode_program import DecodeProgram, choose_program, num_scratch_blocks
-from engine.errors import SettingsError
 from engine.fake import FakeModel
-from engine.fingerprint import fingerprint
 from engine.forward_batch import ForwardBatch, build_batch
 from engine.invariant import invariant_attention
-from engine.kv_pool import PagedKVPool
-from engine.llama import LlamaDecoder
-from engine.model_config import FAKE_ARCHITECTURE, ModelConfig, read_model_config
-from engine.native_steps import choose_steps
-from engine.needs import check_settings, compute_dtype, model_layout, num_blocks_for
+from engine.model.llama import LlamaDecoder
+from engine.model.weights import load_weights
+from engine.native.steps import choose_steps
 from engine.parallel import LEADER, RankGroup, alone, choose_device
-from engine.requests import OnLayer, Request, SampledToken, SamplingParams, Share, Work
 from engine.sampler import sample
-from engine.settings import EngineSettings
-from engine.sharding import Shard, shard_of
-from engine.stored_quantization import quantization_name
-from engine.weights import load_weights
+from serving_core.errors import SettingsError
+from serving_core.fingerprint import fingerprint
+from serving_core.model_config import FAKE_ARCHITECTURE, ModelConfig, read_model_config
+from serving_core.needs import check_settings, compute_dtype, model_layout, num_blocks_for
+from serving_core.requests import OnLayer, Request, SampledToken, SamplingParams, Share, Work
+from serving_core.settings import EngineSettings
+from serving_core.sharding import Shard, shard_of
+from serving_core.stored_quantization import quantization_name
 
 WARM_UP_TOKENS: Final = 256
 MIN_MEASURED_S: Final = 1e-6

@@ -20,13 +20,13 @@ from typing import Final
 
 import torch
 
-from engine.attention import Attention
-from engine.errors import ModelError
+from engine.attention.paged import Attention
 from engine.forward_batch import ForwardBatch
-from engine.json_fields import read_json_object
-from engine.model_config import ModelConfig
 from engine.parallel import RankGroup
-from engine.requests import OnLayer
+from serving_core.errors import ModelError
+from serving_core.json_fields import read_json_object
+from serving_core.model_config import ModelConfig
+from serving_core.requests import OnLayer
 
 EXACT_INTEGERS: Final = 2**24  # float32 holds the integers up to here
 

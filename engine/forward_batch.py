@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.requests import Share
+from serving_core.requests import Share
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,12 @@ from typing import Any, Final, Protocol
 import torch
 from torch.nn import functional
 
-from engine.attention import Attention
+from engine.attention.native import NativeAttention
+from engine.attention.paged import Attention
 from engine.forward_batch import ForwardBatch
-from engine.native_attention import NativeAttention
-from engine.native_steps import ELEMENTS, NativeSteps
-from engine.rope import Rotation
-from engine.steps import Steps, TorchSteps
+from engine.model.rope import Rotation
+from engine.model.steps import Steps, TorchSteps
+from engine.native.steps import ELEMENTS, NativeSteps
 
 TILE_ROWS: Final = (1, 4, 8, 16, 32, 64, 128, 256)  # that are tried
 CALL_ROWS: Final = 32  # what one more product costs beside its rows, in rows

@@ -17,7 +17,7 @@ from torch import distributed
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.nn import functional
 
-from engine.errors import SettingsError
+from serving_core.errors import SettingsError
 
 MOST_EXCHANGED_BYTES: Final = 16 * 1024
 LENGTH_BYTES: Final = 4

@@ -11,9 +11,9 @@ from typing import Final
 import numpy as np
 import torch
 
-from engine.errors import ModelError
-from engine.requests import Request, SampledToken
-from engine.steps import Steps, TorchSteps
+from engine.model.steps import Steps, TorchSteps
+from serving_core.errors import ModelError
+from serving_core.requests import Request, SampledToken
 
 NUCLEUS_GUESS: Final = 256  # top_p is first sought among so many tokens, and among all only if these do not reach it
 TORCH_STEPS: Final = TorchSteps()

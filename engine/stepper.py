@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Generic, TypeVar
 
-from engine.requests import OnLayer
+from serving_core.requests import OnLayer
 
 NUM_RECENT_STEPS: Final = 64
 

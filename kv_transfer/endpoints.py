@@ -1,6 +1,6 @@
 """Where a decode node's ranks receive, as the flags tell it. Torch-free."""
 
-from engine.errors import SettingsError
+from serving_core.errors import SettingsError
 
 KV_TRANSPORTS = ("zmq", "torch_dist")
 _SCHEMES = {"zmq": ("tcp", "ipc"), "torch_dist": ("dist",)}

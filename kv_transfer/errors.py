@@ -1,6 +1,6 @@
 """What the corridor raises."""
 
-from engine.errors import SplitServeError
+from serving_core.errors import SplitServeError
 
 
 class TransferError(SplitServeError):

@@ -10,9 +10,9 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from engine.layout import KVLayout
 from kv_transfer.errors import TransferError
 from kv_transfer.wire import MAX_DATA_BLOCKS, MAX_PAYLOAD_BYTES
+from serving_core.layout import KVLayout
 
 MESSAGE_BYTES = 3 * 2**20  # of blocks in one message: about half a millisecond of work at either end
 MIN_FRAME_BYTES = 256 * 1024  # below this a copy costs less than what ZeroMQ does for a frame of its own

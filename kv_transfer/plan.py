@@ -9,8 +9,8 @@ So any two sizes can be paired. Only sizes below 1 are refused.
 
 from dataclasses import dataclass
 
-from engine.sharding import head_range
 from kv_transfer.errors import TransferError
+from serving_core.sharding import head_range
 
 
 @dataclass(frozen=True, slots=True)

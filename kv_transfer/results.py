@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from protos import reasons
+from serving_core import reasons
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
-    """Nothing may be read from the receiver's blocks. `reason` is one of protos.reasons; `message` says more."""
+    """Nothing may be read from the receiver's blocks. `reason` is one of serving_core.reasons; `message` says more."""
 
     reason: str
     message: str

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from engine.layout import KVLayout
 from kv_transfer.payload import Buffer
+from serving_core.layout import KVLayout
 
 
 class KVStore(Protocol):

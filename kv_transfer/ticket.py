@@ -4,10 +4,10 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-from engine.layout import DTYPE_BYTES, KVLayout
 from kv_transfer.errors import TransferError
 from kv_transfer.packing import check_bytes, check_int, check_seconds, check_text, pack, unpack
 from kv_transfer.plan import HeadCopy, plan_copies
+from serving_core.layout import DTYPE_BYTES, KVLayout
 
 VERSION = 3  # also of what goes through the lanes: both ends of a transfer know the same one
 TRANSFER_ID_BYTES = 16

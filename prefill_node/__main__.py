@@ -1,8 +1,8 @@
 """`python -m prefill_node MODEL`: one prefill node process."""
 
-from engine.flags import settings_command
 from prefill_node.settings import PrefillSettings
 from protos.serving import run_node
+from serving_core.flags import settings_command
 
 
 def run(settings: PrefillSettings) -> None:

@@ -17,23 +17,24 @@ import logging
 import time
 from dataclasses import dataclass
 
-from engine.blocks import BlockAllocator
 from engine.engine import Engine
-from engine.errors import RequestError
-from engine.rates import StepRates
-from engine.requests import Request, SampledToken, Work, finish_reason
 from engine.stepper import Stepper
+from kv_transfer.ends.sender import KVSender
 from kv_transfer.results import Sent, TransferFailed
-from kv_transfer.sender import KVSender
 from prefill_node.ranks import PrefillRanks
 from prefill_node.scheduler import PrefillScheduler, Prompt
 from prefill_node.settings import PrefillSettings
-from protos import convert, fleet_pb2, reasons
+from protos import convert, fleet_pb2
 from protos.attach import FleetLink
 from protos.attempts import Attempts
 from protos.ranks import Followers
 from protos.reports import CacheReport, new_incarnation, node_info, node_load, rank_loads
-from protos.waiting import first_to_end
+from serving_core import reasons
+from serving_core.blocks import BlockAllocator
+from serving_core.errors import RequestError
+from serving_core.rates import StepRates
+from serving_core.requests import Request, SampledToken, Work, finish_reason
+from serving_core.waiting import first_to_end
 
 logger = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ Rank 0's node calls these methods on its own rank and, as commands, on the follo
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from engine.layout import KVLayout
-from engine.requests import OnLayer, Share
+from kv_transfer.ends.sender import KVSender, SendingTransfer
 from kv_transfer.errors import TransferError
 from kv_transfer.results import Sent, TransferFailed
-from kv_transfer.sender import KVSender, SendingTransfer
-from protos import reasons
+from serving_core import reasons
+from serving_core.layout import KVLayout
+from serving_core.requests import OnLayer, Share
 
 OnEnded = Callable[[int, Sent | TransferFailed], None]
 """Takes an epoch and how the transfer has ended on this rank."""

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from functools import partial
 
-from engine.layout import KVLayout
-from engine.requests import OnLayer, Share, Work
-from kv_transfer.rank_results import RankResults, failure_from_wire, to_wire
+from kv_transfer.ends.rank_results import RankResults, failure_from_wire, to_wire
+from kv_transfer.ends.sender import KVSender
 from kv_transfer.results import Sent, TransferFailed
-from kv_transfer.sender import KVSender
 from prefill_node.rank import OnEnded, PrefillRank
 from protos import ranks_pb2
 from protos.ranks import Followers, Leader
+from serving_core.layout import KVLayout
+from serving_core.requests import OnLayer, Share, Work
 
 
 class PrefillRanks:

@@ -13,12 +13,12 @@ computes the rest; always its last token, whose logits choose the next. It publi
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.blocks import BlockAllocator, BlockLease
-from engine.errors import RequestError
-from engine.layout import KVLayout
-from engine.prefix import BlockNames, root_name
-from engine.requests import Request, SampledToken, Work
-from protos import reasons
+from serving_core import reasons
+from serving_core.blocks import BlockAllocator, BlockLease
+from serving_core.errors import RequestError
+from serving_core.layout import KVLayout
+from serving_core.prefix import BlockNames, root_name
+from serving_core.requests import Request, SampledToken, Work
 
 
 @dataclass(slots=True, eq=False)

@@ -6,10 +6,8 @@ import torch
 
 from engine.engine import Engine
 from engine.parallel import choose_device, join
-from engine.rates import StepRates
-from engine.requests import Share
 from engine.stepper import Stepper
-from kv_transfer.sender import KVSender
+from kv_transfer.ends.sender import KVSender
 from kv_transfer.transports.zmq import ZmqDialer
 from prefill_node.node import PrefillNode
 from prefill_node.ranks import PrefillFollower
@@ -19,6 +17,8 @@ from protos.follower import Follower
 from protos.ranks import Followers, Leader
 from protos.reports import rank_load
 from protos.serving import serve
+from serving_core.rates import StepRates
+from serving_core.requests import Share
 
 
 async def serve_prefill(settings: PrefillSettings, name: str) -> None:

@@ -15,13 +15,13 @@ from typing import Any, Final, Protocol
 
 import grpc
 
-from engine.errors import SettingsError
-from engine.flags import flag
 from protos import fleet_pb2, fleet_pb2_grpc
-from protos.channels import CHANNEL_OPTIONS
-from protos.outage import Reminder, why_not_attached
-from protos.reasons import NAME_TAKEN
-from protos.waiting import first_to_end
+from serving_core.channels import CHANNEL_OPTIONS
+from serving_core.errors import SettingsError
+from serving_core.flags import flag
+from serving_core.reasons import NAME_TAKEN
+from serving_core.waiting import first_to_end
+from serving_node.outage import Reminder, why_not_attached
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,11 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
-from engine.errors import RequestError
-from engine.requests import Request
-from protos import fleet_pb2, reasons
+from protos import fleet_pb2
 from protos.convert import attempt_of
+from serving_core import reasons
+from serving_core.errors import RequestError
+from serving_core.requests import Request
 
 
 class Attempt(Protocol):
@@ -83,7 +84,7 @@ class Attempts(Generic[A]):
             self.end(attempt, cancelled=fleet_pb2.Cancelled(attempt=wire))
 
     def fail(self, attempt: A, reason: str, message: str) -> None:
-        """Ends an attempt with a reason of protos.reasons."""
+        """Ends an attempt with a reason of serving_core.reasons."""
         wire = attempt_of(attempt.request)
         self.end(attempt, failed=fleet_pb2.Failed(attempt=wire, reason=reason, message=message))
 

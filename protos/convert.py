@@ -1,7 +1,7 @@
 """Between wire messages and the engine's own types."""
 
-from engine.requests import FinishReason, Request, SampledToken, SamplingParams
 from protos import fleet_pb2, inference_pb2
+from serving_core.requests import FinishReason, Request, SampledToken, SamplingParams
 
 PROTOCOL_VERSION = "4"
 TAIL_BYTES = 4

@@ -6,13 +6,13 @@ import signal
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from engine.requests import OnLayer, Share
 from engine.stepper import Stepper
 from protos import ranks_pb2
 from protos.rank_stream import RankLost
 from protos.ranks import Leader, die, share_from_wire
 from protos.serving import SIGNALS
-from protos.waiting import first_to_end
+from serving_core.requests import OnLayer, Share
+from serving_core.waiting import first_to_end
 
 logger = logging.getLogger(__name__)
 

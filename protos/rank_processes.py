@@ -12,9 +12,9 @@ import sys
 import threading
 from typing import Any, Final
 
-from engine.errors import SettingsError
-from engine.flags import to_argv
 from protos.ranks import die
+from serving_core.errors import SettingsError
+from serving_core.flags import to_argv
 
 LOOPBACK: Final = "127.0.0.1"
 
@@ -47,7 +47,7 @@ def start_followers(package: str, settings: Any, name: str) -> None:
         "MASTER_PORT": str(_free_port()),
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    command = [sys.executable, "-m", "protos.child", str(os.getpid()), sys.executable, "-m", package]
+    command = [sys.executable, "-m", "serving_core.child", str(os.getpid()), sys.executable, "-m", package]
     for rank in range(1, tp_size):
         try:
             child = subprocess.Popen(

@@ -16,11 +16,11 @@ from typing import Any, Final, NoReturn
 
 import psutil
 
-from engine.errors import ModelError
-from engine.requests import Share, Work
 from protos import inference_pb2, ranks_pb2
 from protos.rank_stream import RankLost, RankStream, dial
-from protos.waiting import first_to_end
+from serving_core.errors import ModelError
+from serving_core.requests import Share, Work
+from serving_core.waiting import first_to_end
 
 logger = logging.getLogger(__name__)
 

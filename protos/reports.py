@@ -6,12 +6,12 @@ from typing import Any, Final, Protocol
 
 import psutil
 
-from engine.blocks import BlockAllocator
-from engine.prefix import hint_of
 from engine.stepper import Stepper
 from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION
 from protos.ranks import Followers
+from serving_core.blocks import BlockAllocator
+from serving_core.prefix import hint_of
 
 MAX_HINTS: Final = 2**16  # in one message
 

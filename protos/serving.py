@@ -10,15 +10,15 @@ from typing import Any, Final, Protocol
 import click
 import uvloop
 
-from engine.cpus import divide_cpus, parse_cpus, pin
-from engine.errors import ModelError, SettingsError
-from engine.extras import require
-from engine.settings import EngineSettings
-from engine.telemetry import configure_logging
 from protos.attach import FleetLink, LinkSettings, Node
 from protos.rank_processes import check_world, start_followers, started_rank
 from protos.rank_stream import RankLost
 from protos.ranks import die
+from serving_core.cpus import divide_cpus, parse_cpus, pin
+from serving_core.errors import ModelError, SettingsError
+from serving_core.extras import require
+from serving_core.settings import EngineSettings
+from serving_core.telemetry import configure_logging
 
 logger = logging.getLogger(__name__)
 

@@ -1,35 +1,35 @@
 """The command line. Each command's code is imported when the command runs, so that help is quick."""
 
 import importlib
+import importlib.metadata
 import os
 from typing import Any, Final
 
 import click
 
-from engine.errors import ModelError, SettingsError, SplitServeError
-from splitserve.flag_hints import hinted
+from serving_core.errors import ModelError, SettingsError, SplitServeError
+from splitserve.commands.flag_hints import hinted
 from splitserve.interrupts import INTERRUPTED, raise_again
 
-# Name: module and attribute of the click command, and the line that the overview shows.
+# Name: module and attribute of the click command, and the line that the overview shows. Without a module it is found by
+# its entry point: nothing imports the benchmarks.
 COMMANDS: Final = {
-    "up": ("splitserve.serve_commands:up", "Serve a model on this machine: coordinator, prefill and decode nodes."),
-    "demo": ("splitserve.serve_commands:demo", "Start a cluster, ask a question, show where the time went, stop."),
-    "generate": ("splitserve.ask_commands:generate", "Answer one prompt."),
-    "chat": ("splitserve.ask_commands:chat", "Talk with the model."),
-    "status": ("splitserve.status_command:status", "Show the model, the nodes and their load."),
-    "coordinator": ("splitserve.role_commands:coordinator", "Run the coordinator alone."),
-    "prefill": ("splitserve.role_commands:prefill", "Run one prefill node."),
-    "decode": ("splitserve.role_commands:decode", "Run one decode node."),
+    "up": ("splitserve.commands.serve:up", "Serve a model on this machine: coordinator, prefill and decode nodes."),
+    "demo": ("splitserve.commands.serve:demo", "Start a cluster, ask a question, show where the time went, stop."),
+    "generate": ("splitserve.commands.ask:generate", "Answer one prompt."),
+    "chat": ("splitserve.commands.ask:chat", "Talk with the model."),
+    "status": ("splitserve.commands.status:status", "Show the model, the nodes and their load."),
+    "coordinator": ("splitserve.commands.roles:coordinator", "Run the coordinator alone."),
+    "prefill": ("splitserve.commands.roles:prefill", "Run one prefill node."),
+    "decode": ("splitserve.commands.roles:decode", "Run one decode node."),
     "plan-transfer": (
-        "splitserve.plan_commands:plan_transfer_command",
+        "splitserve.commands.plan_transfer:plan_transfer_command",
         "Show which KV heads go from which prefill rank to which decode rank.",
     ),
-    "doctor": (
-        "splitserve.bench.doctor_command:doctor",
-        "Measure this machine; say from which lengths on it pays to split.",
-    ),
-    "bench": ("splitserve.bench.commands:bench", "Measure the engine, a cluster, or any server."),
+    "doctor": ("", "Measure this machine; say from which lengths on it pays to split."),
+    "bench": ("", "Measure the engine, a cluster, or any server."),
 }
+ENTRY_POINTS: Final = "splitserve.commands"
 
 
 class LazyGroup(click.Group):
@@ -42,7 +42,11 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")
-        command = getattr(importlib.import_module(module), attribute)
+        if module:
+            command = getattr(importlib.import_module(module), attribute)
+        else:
+            [entry_point] = importlib.metadata.entry_points(group=ENTRY_POINTS, name=cmd_name)
+            command = entry_point.load()
         assert isinstance(command, click.Command)
         return command
 
@@ -52,7 +56,7 @@ class LazyGroup(click.Group):
         """Imports the command; from there on Ctrl-C is an exception, so that it can clean up."""
         found = super().resolve_command(ctx, args)
         raise_again()
-        from splitserve.variables import unknown_variables
+        from splitserve.commands.variables import unknown_variables
 
         if line := unknown_variables(os.environ):
             click.echo(line, err=True)

@@ -6,7 +6,7 @@ used for the wrong request, too early, or written to while others read it shows 
 
 from hashlib import sha256
 
-from engine.prefix import root_name
+from serving_core.prefix import root_name
 
 FINGERPRINT = {"model": "toy"}
 NUM_TOKEN_IDS = 3

@@ -4,10 +4,10 @@ shares prefixes."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.blocks import BlockAllocator, BlockLease
 from engine.engine import Engine
-from engine.prefix import BlockNames, root_name
-from engine.requests import Request, SampledToken, SamplingParams, Work, finish_reason
+from serving_core.blocks import BlockAllocator, BlockLease
+from serving_core.prefix import BlockNames, root_name
+from serving_core.requests import Request, SampledToken, SamplingParams, Work, finish_reason
 
 
 @dataclass

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from engine.errors import SettingsError
 from kv_transfer.errors import TransferError
+from serving_core.errors import SettingsError
 
 TOKEN_BYTES = 16
 MAX_PORT = 65535

@@ -5,8 +5,8 @@ from typing import Protocol
 
 import torch
 
-from engine.layout import KVLayout
 from kv_transfer.payload import HOST, Payload
+from serving_core.layout import KVLayout
 
 # Mixing constants of MurmurHash3 as int32, and the golden ratio, which tells positions apart.
 _GOLDEN, _FIRST, _SECOND = (value - (value >> 31 << 32) for value in (0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35))

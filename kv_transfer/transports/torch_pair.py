@@ -19,9 +19,9 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 
-from engine.errors import SettingsError
 from kv_transfer.errors import TransferError
 from kv_transfer.transports import dist_stream
+from serving_core.errors import SettingsError
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import zmq
 
-from engine.errors import SettingsError
-from kv_transfer.alarm import Alarm
+from kv_transfer.ends.alarm import Alarm
+from kv_transfer.ends.host_memory import keep_freed_memory
 from kv_transfer.errors import TransferError
-from kv_transfer.host_memory import keep_freed_memory
 from kv_transfer.payload import HOST, Payload
 from kv_transfer.transports.transport import MAX_FRAMES, OnLost, OnMessage, OnReply
 from kv_transfer.wire import MAX_PAYLOAD_BYTES
+from serving_core.errors import SettingsError
 
 logger = logging.getLogger(__name__)
 

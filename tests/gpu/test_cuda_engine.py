@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from engine.attention import PortableAttention
-from engine.backends import choose_attention
+from engine.attention.backends import choose_attention
+from engine.attention.paged import PortableAttention
+from engine.cache.kv_pool import PagedKVPool
 from engine.engine import Engine
 from engine.forward_batch import build_batch
-from engine.kv_pool import PagedKVPool
-from engine.layout import KVLayout
-from engine.requests import Request, SamplingParams, Work
-from engine.settings import EngineSettings
+from serving_core.layout import KVLayout
+from serving_core.requests import Request, SamplingParams, Work
+from serving_core.settings import EngineSettings
 from tests.tiny_models import FAMILIES, write_tiny_model
 from tests.toy_scheduler import greedy, run_all
-from tests.unit.rank_process import run_ranks
+from tests.unit.node.rank_process import run_ranks
 
 PROMPTS = [[(7 * i + length) % 250 for i in range(length)] for length in (1, 15, 16, 17, 63, 200, 320)]
 

@@ -5,12 +5,12 @@ import random
 import pytest
 import torch
 
+from engine.attention.varlen import VarlenAttention
 from engine.cuda_graphs import StaticDecode
 from engine.engine import Engine
 from engine.forward_batch import build_batch
-from engine.requests import Share
-from engine.settings import EngineSettings
-from engine.varlen import VarlenAttention
+from serving_core.requests import Share
+from serving_core.settings import EngineSettings
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, write_tiny_model
 from tests.toy_scheduler import greedy, run_all
 

@@ -3,8 +3,8 @@
 import pytest
 
 from engine.engine import Engine
-from engine.requests import Request, SamplingParams, Work
-from engine.settings import EngineSettings
+from serving_core.requests import Request, SamplingParams, Work
+from serving_core.settings import EngineSettings
 from tests.tiny_models import VOCAB_SIZE, write_tiny_model
 
 PROMPT = [(7 * i + 3) % 250 for i in range(43)]

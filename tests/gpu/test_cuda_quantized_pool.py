@@ -5,9 +5,9 @@ import logging
 import pytest
 import torch
 
-from engine.backends import choose_attention
-from engine.kv_pool import PagedKVPool
-from engine.layout import KVLayout
+from engine.attention.backends import choose_attention
+from engine.cache.kv_pool import PagedKVPool
+from serving_core.layout import KVLayout
 
 DTYPES = ["int8", "fp8_e4m3"]
 
@@ -52,6 +52,6 @@ def test_blocks_and_shares_of_heads_travel_byte_for_byte(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_over_a_quantized_pool_is_portable(dtype, caplog):
     pool = PagedKVPool(KVLayout(1, 2, 64, 256, dtype), 4, torch.device("cuda"), torch.bfloat16)
-    with caplog.at_level(logging.WARNING, logger="engine.backends"):
+    with caplog.at_level(logging.WARNING, logger="engine.attention.backends"):
         assert choose_attention(pool, num_heads=8).name == "portable"
     assert dtype in caplog.text

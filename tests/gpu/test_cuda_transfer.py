@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from engine.kv_pool import PagedKVPool
-from engine.layout import KVLayout
-from kv_transfer.receiver import KVReceiver, Received
-from kv_transfer.sender import KVSender, Sent
+from engine.cache.kv_pool import PagedKVPool
+from kv_transfer.ends.receiver import KVReceiver, Received
+from kv_transfer.ends.sender import KVSender, Sent
 from kv_transfer.transports.tensor_payload import TensorPayload, TensorStore, device_checksums
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
-from tests.unit.transfer_kit import Once, grant, run, transfer
+from serving_core.layout import KVLayout
+from tests.unit.kv_transfer.transfer_kit import Once, grant, run, transfer
 
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
 NUM_BLOCKS = 80

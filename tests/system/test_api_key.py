@@ -5,7 +5,7 @@ import pytest
 
 from protos import inference_pb2
 from splitserve import Client
-from splitserve.errors import Unauthenticated
+from splitserve.client.errors import Unauthenticated
 from tests.system.answers import request
 from tests.tiny_models import write_fake_model
 

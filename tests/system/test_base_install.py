@@ -9,7 +9,7 @@ import sys
 import click
 import pytest
 
-from engine.extras import MODULES
+from serving_core.extras import MODULES
 from splitserve.cli import main
 from tests.system.base_environment import make_base_environment
 from tests.system.cluster import Child, free_port, wait_until

@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.errors import ModelError
-from splitserve import models
+from serving_core.errors import ModelError
+from splitserve.launch import models
 from tests.system.answers import ask_all, request
 from tests.system.oracle import Reference
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.transfer_kit import LAYOUT, ByteStore, Fabric
+from tests.unit.kv_transfer.transfer_kit import LAYOUT, ByteStore, Fabric
 
 ZMQ_KINDS = ["tcp", "ipc"]
 

@@ -1,0 +1,58 @@
+"""How answers end: the Complete message, and the errors that take its place. Pure."""
+
+from typing import Final
+
+from coordinator.control.attempts import TrackedRequest
+from coordinator.control.registry import Node
+from protos import fleet_pb2, inference_pb2
+from serving_core import reasons
+from serving_core.errors import RequestError
+
+MAX_MESSAGE_CHARS: Final = 200
+MAX_BYTES: Final = 2**64 - 1  # what a uint64 holds
+# As OpenAI's API spells them, and Prometheus' labels.
+FINISH_REASONS: Final = {
+    inference_pb2.FINISH_REASON_STOP: "stop",
+    inference_pb2.FINISH_REASON_LENGTH: "length",
+    inference_pb2.FINISH_REASON_ABORT: "abort",
+}
+# What a node says with these reasons reaches the client as it stands.
+CLIENT_REASONS: Final = (reasons.QUEUE_FULL, reasons.PROMPT_TOO_LONG, reasons.BAD_PARAM)
+
+
+def completion(
+    request: TrackedRequest, finish_reason: inference_pb2.FinishReason, now: float
+) -> inference_pb2.Complete:
+    """The good end of an answer, now."""
+    names = request.attempt.prefill.name, request.attempt.decode.name
+    return inference_pb2.Complete(
+        finish_reason=finish_reason,
+        prompt_tokens=len(request.prompt),
+        completion_tokens=len(request.output),
+        cached_tokens=request.num_cached_tokens,
+        timeline=request.timeline.to_wire(now, *names, request.num_restarts),
+        kv_bytes=min(request.num_kv_bytes, MAX_BYTES),
+        kv_bytes_saved=min(request.num_kv_bytes_saved, MAX_BYTES),
+    )
+
+
+def end_error(node: Node, event: fleet_pb2.Failed) -> RequestError:
+    """What the client hears of a failure that ends its answer at once."""
+    if event.reason in CLIENT_REASONS:
+        return RequestError(event.reason, event.message[:MAX_MESSAGE_CHARS])
+    return RequestError(reasons.ENGINE_ERROR, f"the engine of the {node.role} node failed")
+
+
+def restart_error(node: Node, event: fleet_pb2.Failed) -> RequestError:
+    """What the client hears when the restarts are used up."""
+    if event.reason == reasons.KV_CHECKSUM_MISMATCH:
+        return RequestError(
+            reasons.KV_CHECKSUM_MISMATCH, "the KV cache arrived damaged, and recomputing it was given up"
+        )
+    return RequestError(reasons.WORKER_LOST, f"the {node.role} node gave the request up")
+
+
+def with_progress(error: RequestError, request: TrackedRequest) -> RequestError:
+    """The error with how far the request had come."""
+    phase, num_tokens = request.timeline.phase.value, len(request.output)
+    return RequestError(error.reason, str(error), phase=phase, tokens_emitted=str(num_tokens))

@@ -1,0 +1,214 @@
+"""Which nodes there are, and how they do. Pure: no I/O, no clock."""
+
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from protos import fleet_pb2, inference_pb2
+from protos.convert import PROTOCOL_VERSION
+from serving_core.errors import RequestError
+from serving_core.reasons import BAD_PARAM, NAME_TAKEN, PAIRING_MISMATCH, QUEUE_FULL
+
+ROLES: Final = ("prefill", "decode")
+MAX_NODES: Final = 1024
+MAX_TP_SIZE: Final = 64
+MAX_FIRST_SESSION: Final = 2**63  # what is left of 64 bits no coordinator can use up
+VERSION_KEY: Final = "protocol_version"  # in the fingerprint of NodeInfo
+_NAME: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One attachment of one node process; a node that attaches again is a new Node."""
+
+    hello: fleet_pb2.Hello
+    session: int
+    last_seen_s: float
+    load: inference_pb2.NodeLoad
+    step_age_s: float = 0.0
+    # The router's own accounting, by request id. Tokens of each answer that is this node's to work on: those that a
+    # prefill node is to compute, those that a decode node is to hold.
+    assigned: dict[str, int] = field(default_factory=dict)
+    # Answers of a decode node that have no token yet: the tokens that it is to compute for them, 0 where another does.
+    beginning: dict[str, int] = field(default_factory=dict)
+    # Of the full blocks that the node says to hold, `serving_core.prefix.hint_of` their names; at most num_blocks.
+    hints: set[int] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        return self.hello.node.name
+
+    @property
+    def role(self) -> str:
+        return self.hello.node.role
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks that compute the node; a node that does not say has one."""
+        return max(1, self.hello.tp_size)
+
+    @property
+    def root_fingerprint(self) -> dict[str, str]:
+        """What names of blocks are rooted in: the node's fingerprint without the version, which the wire alone adds."""
+        return {key: value for key, value in self.hello.node.fingerprint.items() if key != VERSION_KEY}
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that the node's KV pool holds."""
+        return self.hello.num_blocks * self.hello.block_size
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Tokens of the longest request that the node can serve."""
+        return min(self.pool_tokens, self.hello.max_model_len)
+
+    @property
+    def assigned_tokens(self) -> int:
+        return sum(self.assigned.values())
+
+    @property
+    def tokens_to_compute(self) -> int:
+        """Prompt tokens that the node has been given and has not finished."""
+        return self.assigned_tokens if self.role == "prefill" else sum(self.beginning.values())
+
+    def forget(self, request_id: str) -> None:
+        """The answer is not the node's to work on any more."""
+        self.assigned.pop(request_id, None)
+        self.beginning.pop(request_id, None)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.load.state == "ready"
+
+
+class Registry:
+    """Attached nodes by name. A node is lost when its stream ends, or when it is silent or stuck in a step.
+
+    `facts` is what the coordinator knows itself of every node's fingerprint, beside the protocol version.
+    `first_session` is to be random: nodes may still show sessions of a coordinator that ran before this one.
+    """
+
+    def __init__(
+        self, facts: Mapping[str, str], *, node_timeout_s: float, step_timeout_s: float, first_session: int = 1
+    ) -> None:
+        self._facts = {VERSION_KEY: PROTOCOL_VERSION, **facts}
+        self._node_timeout_s = node_timeout_s
+        self._step_timeout_s = step_timeout_s
+        self._nodes: dict[str, Node] = {}
+        self._sessions = itertools.count(first_session)
+        self._last_expiry_s: float | None = None
+
+    def __contains__(self, node: Node) -> bool:
+        return self._nodes.get(node.name) is node
+
+    @property
+    def nodes(self) -> list[Node]:
+        """All attached nodes by name."""
+        return [self._nodes[name] for name in sorted(self._nodes)]
+
+    def of_role(self, role: str) -> list[Node]:
+        return [node for node in self.nodes if node.role == role]
+
+    def find(self, name: str) -> Node | None:
+        return self._nodes.get(name)
+
+    def admit(self, hello: fleet_pb2.Hello, now: float) -> Node:
+        """Takes a node in, under a session of its own. A process whose stream broke unnoticed shows the session of the
+        node that it was, and replaces that one.
+
+        Raises RequestError, and then nothing changes: NAME_TAKEN while another process is attached under the name, any
+        other reason when the node cannot belong to this fleet.
+        """
+        _check_hello(hello)
+        others = [node for node in self.nodes if node.name != hello.node.name]
+        if len(others) >= MAX_NODES:
+            raise RequestError(QUEUE_FULL, f"the fleet has {MAX_NODES} nodes, its limit")
+        self._check_fingerprint(hello.node, others)
+        self._check_name(hello)
+        load = inference_pb2.NodeLoad(state="ready", num_blocks=hello.num_blocks, num_blocks_free=hello.num_blocks)
+        node = self._nodes[hello.node.name] = Node(hello, next(self._sessions), now, _named(load, hello.node))
+        return node
+
+    def heartbeat(self, node: Node, heartbeat: fleet_pb2.Heartbeat, now: float) -> None:
+        node.last_seen_s = now
+        node.step_age_s = heartbeat.step_age_s
+        node.load = _named(heartbeat.load, node.hello.node)
+
+    def cache_changed(self, node: Node, event: fleet_pb2.CacheChanged) -> int:
+        """Notes which blocks the node holds: first those removed, then those stored.
+
+        Returns how many of the stored ones were left out because the node would hold more than it has blocks. Such a
+        node has miscounted, but hints are advice: a wrong one costs a detour and never a wrong token, whereas losing
+        the node would cost its requests.
+        """
+        node.hints.difference_update(event.removed)
+        new = [hint for hint in dict.fromkeys(event.stored) if hint not in node.hints]
+        room = node.hello.num_blocks - len(node.hints)
+        node.hints.update(new[:room])
+        return len(new[room:])
+
+    def lose(self, node: Node) -> None:
+        """Forgets a node; one that is not attached any more is left alone."""
+        if node in self:
+            del self._nodes[node.name]
+
+    def expired(self, now: float) -> list[tuple[Node, str]]:
+        """Nodes that must count as lost, with the reason in words. Call it several times per node_timeout_s: after
+        a longer pause it was this process that slept, and nodes get a fresh chance."""
+        if self._last_expiry_s is not None and now - self._last_expiry_s > self._node_timeout_s / 2:
+            for node in self._nodes.values():
+                node.last_seen_s = now
+        self._last_expiry_s = now
+        return [(node, why) for node in self.nodes if (why := self._why_expired(node, now))]
+
+    def _check_name(self, hello: fleet_pb2.Hello) -> None:
+        name = hello.node.name
+        holder = self.find(name)
+        if holder is not None and hello.session != holder.session:
+            raise RequestError(NAME_TAKEN, f"another process is attached as {name}")
+
+    def _check_fingerprint(self, info: inference_pb2.NodeInfo, others: list[Node]) -> None:
+        given = dict(info.fingerprint)
+        known = {key: value for key, value in given.items() if key in self._facts}
+        _compare(f"node {info.name} and the coordinator", known, self._facts)
+        if others:  # the fleet agrees with itself, so one stands for all
+            other = others[0].hello.node
+            _compare(f"nodes {info.name} and {other.name}", given, dict(other.fingerprint))
+
+    def _why_expired(self, node: Node, now: float) -> str | None:
+        silent_s = now - node.last_seen_s
+        if silent_s > self._node_timeout_s:
+            return f"no heartbeat for {silent_s:.1f} s (limit {self._node_timeout_s:g} s)"
+        if node.step_age_s > self._step_timeout_s:
+            return f"one step has taken {node.step_age_s:.1f} s (limit {self._step_timeout_s:g} s)"
+        return None
+
+
+def _named(load: inference_pb2.NodeLoad, info: inference_pb2.NodeInfo) -> inference_pb2.NodeLoad:
+    load.name, load.role = info.name, info.role
+    return load
+
+
+def _check_hello(hello: fleet_pb2.Hello) -> None:
+    info = hello.node
+    if not _NAME.fullmatch(info.name):
+        raise RequestError(BAD_PARAM, f"a node's name must match {_NAME.pattern}, not {info.name!r:.80}")
+    if info.role not in ROLES:
+        raise RequestError(BAD_PARAM, f"a node's role must be {' or '.join(ROLES)}, not {info.role!r:.80}")
+    for name in ("num_blocks", "block_size", "max_model_len"):
+        if getattr(hello, name) == 0:
+            raise RequestError(BAD_PARAM, f"{name} of node {info.name} must be above 0")
+    if hello.tp_size > MAX_TP_SIZE:
+        raise RequestError(BAD_PARAM, f"tp_size of node {info.name} is {hello.tp_size}, the limit is {MAX_TP_SIZE}")
+
+
+def _compare(names: str, given: Mapping[str, str], expected: Mapping[str, str]) -> None:
+    differences = [
+        f"{key} is {given.get(key, 'missing'):.80} and {expected.get(key, 'missing'):.80}"
+        for key in sorted(given.keys() | expected.keys())
+        if given.get(key) != expected.get(key)
+    ]
+    if differences:
+        raise RequestError(PAIRING_MISMATCH, f"{names} differ: {'; '.join(differences)}")

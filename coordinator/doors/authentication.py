@@ -1,0 +1,59 @@
+"""Lets only calls with the right secret through."""
+
+import hashlib
+import secrets
+from collections.abc import Iterable
+from typing import Any, Final
+
+import grpc
+
+from coordinator.doors.statuses import Continuation, Handler, abort
+from serving_core.errors import RequestError
+from serving_core.reasons import UNAUTHENTICATED
+
+HEALTH_PREFIX: Final = "/grpc.health.v1.Health/"
+NO_API_KEY: Final = (
+    "the API key is missing or wrong: --api-key or SPLITSERVE_API_KEY, sent as authorization: Bearer KEY"
+)
+NO_FLEET_SECRET: Final = "the fleet secret is missing or wrong: SPLITSERVE_FLEET_SECRET must be the coordinator's"
+
+
+class BearerSecret:
+    """A secret that callers bring as `authorization: Bearer SECRET`."""
+
+    def __init__(self, secret: str) -> None:
+        self._digest = _digest(f"Bearer {secret}")
+
+    def is_among(self, authorizations: Iterable[str]) -> bool:
+        # Digests are of one length, and all are compared: the time taken tells nothing.
+        matches = [secrets.compare_digest(_digest(value), self._digest) for value in authorizations]
+        return any(matches)
+
+
+class BearerAuthentication(grpc.aio.ServerInterceptor):
+    """Asks every call for the metadata `authorization: Bearer SECRET`, and refuses others with the sentence. Health
+    checks are exempt; a method that is not there is UNIMPLEMENTED for everyone, since the secret would not help."""
+
+    def __init__(self, secret: str, sentence: str) -> None:
+        self._secret = BearerSecret(secret)
+        self._sentence = sentence
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
+        details: Any = handler_call_details
+        handler = await continuation(handler_call_details)
+        is_open = handler is None or details.method.startswith(HEALTH_PREFIX)
+        if is_open or self._admits(details.invocation_metadata):
+            return handler
+        return grpc.unary_unary_rpc_method_handler(self._refuse)
+
+    def _admits(self, metadata: Any) -> bool:
+        return self._secret.is_among([value for key, value in metadata if key == "authorization"])
+
+    async def _refuse(self, _: bytes, context: Any) -> None:
+        await abort(context, RequestError(UNAUTHENTICATED, self._sentence))
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()

@@ -1,0 +1,102 @@
+"""Around every HTTP call: who may enter, how many at once, what every response carries, what our own faults become."""
+
+import logging
+import secrets
+from collections.abc import Collection
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from coordinator.doors.authentication import NO_API_KEY, BearerSecret
+from coordinator.doors.http.errors import error_response, http_error_response, internal_error
+from coordinator.doors.unknown_fields import WARNING_HEADER
+from coordinator.doors.validation import REQUEST_ID
+from serving_core.errors import RequestError
+from serving_core.reasons import QUEUE_FULL, UNAUTHENTICATED
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID_HEADER: Final = "x-request-id"
+OPEN_PATHS: Final = ("/health", "/ping")
+
+
+class Door:
+    """ASGI middleware. Asks for `authorization: Bearer SECRET` where there is a secret, and lets in web pages of the
+    allowed origins alone where there is none; health checks are exempt."""
+
+    def __init__(self, app: ASGIApp, *, secret: str, allowed_origins: Collection[str], max_calls: int) -> None:
+        self._app = app
+        self._secret = BearerSecret(secret) if secret else None
+        self._allowed_origins = allowed_origins
+        self._max_calls = max_calls
+        self._num_calls = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = _Response(send, scope)
+        self._num_calls += 1
+        try:
+            self._admit(scope)
+            await self._app(scope, receive, response.send)
+        except RequestError as error:
+            await error_response(error)(scope, receive, response.send)
+        except HTTPException as error:
+            await http_error_response(error.status_code, error.detail)(scope, receive, response.send)
+        except ClientDisconnect:  # while it sent its request
+            logger.debug("the client has left", extra={"request_id": response.request_id})
+        except Exception:
+            logger.exception("a call failed", extra={"request_id": response.request_id})
+            if not response.has_begun:  # otherwise the connection breaks, for want of a proper end
+                await error_response(internal_error())(scope, receive, response.send)
+        finally:
+            self._num_calls -= 1
+
+    def _admit(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        if scope["path"] in OPEN_PATHS:
+            return
+        if self._secret is None:
+            self._check_origin(headers.get("origin"))
+        elif not self._secret.is_among(headers.getlist("authorization")):
+            raise RequestError(UNAUTHENTICATED, NO_API_KEY)
+        if self._num_calls > self._max_calls:
+            raise RequestError(QUEUE_FULL, f"{self._num_calls} calls at once, the limit is {self._max_calls}")
+
+    def _check_origin(self, origin: str | None) -> None:
+        """Browsers name the page that makes them call, even one whose name was made to lead here."""
+        if origin is not None and "*" not in self._allowed_origins and origin not in self._allowed_origins:
+            detail = f"web pages of {origin[:80]} may not call this server: see --allowed-origins"
+            raise HTTPException(HTTPStatus.FORBIDDEN, detail)
+
+
+class _Response:
+    """Adds to the headers of a response."""
+
+    def __init__(self, send: Send, scope: Scope) -> None:
+        self._send = send
+        self._state = scope.setdefault("state", {})
+        self.request_id = request_id_for(scope)
+        self.has_begun = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.has_begun = True
+            added = [(b"date", formatdate(usegmt=True)), (REQUEST_ID_HEADER.encode(), self.request_id)]
+            if warning := self._state.get("warning"):
+                added.append((WARNING_HEADER.encode(), warning))
+            message["headers"] = [*message["headers"], *((name, value.encode()) for name, value in added)]
+        await self._send(message)
+
+
+def request_id_for(scope: Scope) -> str:
+    """The id of a call: the client's own where it is a valid one, else a new one; always the same for one scope."""
+    state = scope.setdefault("state", {})
+    if "request_id" not in state:
+        given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+        state["request_id"] = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+    request_id: str = state["request_id"]
+    return request_id

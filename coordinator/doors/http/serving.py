@@ -1,0 +1,166 @@
+"""The HTTP server: uvicorn on the coordinator's own event loop, without its signals, its clock and its main loop."""
+
+import asyncio
+import logging
+import socket
+from typing import Any, Final
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from coordinator.doors.front import WRITE_TIMEOUT_S
+from coordinator.doors.http.errors import error_response
+from serving_core.errors import RequestError, SettingsError
+from serving_core.reasons import MALFORMED_REQUEST
+
+logger = logging.getLogger(__name__)
+
+HEAD_TIMEOUT_S: Final = 30.0  # from connecting, or the first byte of a later request, to the end of its headers
+KEEP_ALIVE_S: Final = 75  # for an idle connection
+MAX_BYTES_AHEAD: Final = 2**16  # of later requests, while one is answered
+ABORT_S: Final = 1.0  # until calls have noticed that their connections are gone
+
+
+class HttpServer:
+    """Serves one application on one port. Start it at most once; stop it in any case."""
+
+    def __init__(self, app: ASGIApp, *, max_connections: int) -> None:
+        config = uvicorn.Config(
+            app,
+            http=_connection_class(max_connections),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,  # it would need the main loop, which polls
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+        config.load()
+        self._server = uvicorn.Server(config)
+        self._server.lifespan = config.lifespan_class(config)
+        self._socket: socket.socket | None = None
+
+    def listen(self, host: str, port: int) -> int:
+        """The port listened on; 0 takes a free one. Raises SettingsError."""
+        self._socket = _listening_socket(host, port)
+        bound: int = self._socket.getsockname()[1]
+        return bound
+
+    async def start(self) -> None:
+        """Serves from now on, after `listen`."""
+        assert self._socket is not None, "listen comes first"
+        await self._server.startup(sockets=[self._socket])
+
+    async def stop(self, grace_s: float) -> None:
+        """Closes the port and idle connections, and after grace_s all others, which ends their calls."""
+        if not self._server.started:
+            if self._socket is not None:
+                self._socket.close()
+            return
+        state = self._server.server_state
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._server.shutdown(sockets=[self._socket] if self._socket is not None else [])
+        except TimeoutError:
+            logger.warning("%d HTTP calls are cut off", len(state.tasks))
+            for connection in list(state.connections):
+                connection.transport.abort()
+            if state.tasks:
+                await asyncio.wait(set(state.tasks), timeout=ABORT_S)
+
+
+class _Connection(H11Protocol):
+    """A connection whose client may be idle, but neither dawdle over its headers nor stop reading."""
+
+    max_connections: int
+    _head_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # so that whatever a client leaves unread counts as a pause
+        if len(self.connections) > self.max_connections:
+            transport.abort()
+        else:
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._cancel_timers(self._head_timer)
+            self._head_timer = None
+            self._listen_on()
+        elif self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.abort)
+
+    def _listen_on(self) -> None:
+        """Nobody who has stopped reading hears that the client leaves, so requests sent ahead are kept for later."""
+        if not self.cycle.more_body and len(self.conn.trailing_data[0]) <= MAX_BYTES_AHEAD:
+            self.flow.resume_reading()
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP is answered at once, unless an answer is under way already."""
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            self.transport.write(_bad_request(msg))
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.close()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._cancel_timers(self._write_timer)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._cancel_timers(self._head_timer, self._write_timer)
+
+    def _watch_reader(self) -> None:
+        num_unread_bytes = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(WRITE_TIMEOUT_S, self._check_reader, num_unread_bytes)
+
+    def _check_reader(self, num_unread_bytes: int) -> None:
+        if self.transport.get_write_buffer_size() < num_unread_bytes:
+            self._watch_reader()
+        else:
+            logger.warning("a client has read nothing for %g s", WRITE_TIMEOUT_S)
+            self.transport.abort()
+
+    @staticmethod
+    def _cancel_timers(*timers: asyncio.TimerHandle | None) -> None:
+        for timer in timers:
+            if timer is not None:
+                timer.cancel()
+
+
+def _bad_request(message: str) -> bytes:
+    response = error_response(RequestError(MALFORMED_REQUEST, message))
+    head = [b"HTTP/1.1 400 Bad Request", *(name + b": " + value for name, value in response.raw_headers)]
+    return b"\r\n".join([*head, b"connection: close", b"", bytes(response.body)])
+
+
+def _connection_class(max_connections: int) -> type[Any]:
+    return type("Connection", (_Connection,), {"max_connections": max_connections})
+
+
+def _listening_socket(host: str, port: int) -> socket.socket:
+    host = host.strip("[]")
+    is_ipv6 = ":" in host
+    try:
+        return socket.create_server(
+            (host, port),
+            family=socket.AF_INET6 if is_ipv6 else socket.AF_INET,
+            dualstack_ipv6=is_ipv6 and socket.has_dualstack_ipv6(),
+        )
+    except OSError as error:
+        message = f"cannot listen on {host}:{port}: port {port} is in use, or {host} is not an address of this machine"
+        raise SettingsError(message) from error

@@ -1,0 +1,82 @@
+"""The public gRPC service."""
+
+import asyncio
+import importlib.metadata
+import secrets
+import time
+from typing import Any
+
+from coordinator.control.registry import Registry
+from coordinator.control.tracker import Tracker
+from coordinator.dispatcher import Dispatcher
+from coordinator.doors.front import WRITE_TIMEOUT_S, Front
+from coordinator.doors.unknown_fields import WARNING_HEADER, unknown_in_message
+from protos import inference_pb2
+from protos.convert import PROTOCOL_VERSION
+from serving_core.errors import RequestError
+from serving_core.reasons import SLOW_READER
+
+
+class InferenceService:
+    """Serves Inference. Its methods raise RequestError; the interceptor turns it into a status."""
+
+    def __init__(
+        self, front: Front, registry: Registry, tracker: Tracker, dispatcher: Dispatcher, *, instance_id: str
+    ) -> None:
+        self._front = front
+        self._registry = registry
+        self._tracker = tracker
+        self._dispatcher = dispatcher
+        self._instance_id = instance_id or secrets.token_hex(16)
+        self._start_s = time.monotonic()
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
+        request.request_id = request.request_id or secrets.token_hex(16)
+        if warning := self._front.unknown_fields.check(unknown_in_message(request)):
+            context.set_trailing_metadata(((WARNING_HEADER, warning),))
+        # A client that is gone shows as one of several exceptions, cancellation among them.
+        async with self._front.answer(request, context.time_remaining()) as call:
+            while (response := await call.generation.next()) is not None:
+                await _write(context, response)
+
+    async def Abort(self, request: inference_pb2.AbortRequest, _: Any) -> inference_pb2.AbortResponse:
+        response = inference_pb2.AbortResponse()
+        for request_id in request.request_ids:
+            known = self._dispatcher.abort(request_id)
+            (response.aborted if known else response.unknown).append(request_id)
+        return response
+
+    async def GetModelInfo(self, _request: Any, _context: Any) -> inference_pb2.GetModelInfoResponse:
+        model = self._front.model
+        return inference_pb2.GetModelInfoResponse(
+            served_model_name=model.name,
+            architecture=model.config.architecture,
+            vocab_size=model.config.vocab_size,
+            max_model_len=self._front.limits().max_model_len,
+            eos_token_ids=model.config.eos_token_ids,
+            has_chat_template=model.tokenizer.has_chat_template,
+            default_sampling_params=model.sampling_defaults,
+        )
+
+    async def GetServerInfo(self, _request: Any, _context: Any) -> inference_pb2.GetServerInfoResponse:
+        return inference_pb2.GetServerInfoResponse(
+            version=importlib.metadata.version("splitserve"),
+            protocol_version=PROTOCOL_VERSION,
+            uptime_s=time.monotonic() - self._start_s,
+            instance_id=self._instance_id,
+            nodes=[node.hello.node for node in self._registry.nodes],
+        )
+
+    async def GetLoads(self, _request: Any, _context: Any) -> inference_pb2.GetLoadsResponse:
+        # Live are also answers that have ended but that nodes have yet to let go of: at 0 the fleet holds nothing.
+        loads = [node.load for node in self._registry.nodes]
+        return inference_pb2.GetLoadsResponse(nodes=loads, num_live_requests=self._tracker.num_open)
+
+
+async def _write(context: Any, response: inference_pb2.GenerateResponse) -> None:
+    """Hands a message to gRPC, which has room for it unless the client has stopped reading."""
+    try:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await context.write(response)
+    except TimeoutError as error:
+        raise RequestError(SLOW_READER, f"the client has read nothing for {WRITE_TIMEOUT_S:g} s") from error

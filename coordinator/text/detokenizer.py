@@ -1,0 +1,152 @@
+"""Text of an answer as its tokens come.
+
+Whatever the tokens, the pieces that `add` and `flush` return are together what the tokenizer decodes from all of
+them, and no piece ends within a character. How much must be held back for that depends on the tokenizer's decoder:
+
+- byte-level (GPT-2, Llama 3, Qwen): a token is bytes, so only an unfinished UTF-8 character waits;
+- all others (SentencePiece, WordPiece): the text of a token depends on the token before it, so a window of two is
+  decoded. A run of byte tokens (<0xF0>) waits for its end: one invalid byte in it turns all of it into U+FFFD.
+"""
+
+import codecs
+import json
+import re
+from typing import Any, Final, Protocol
+
+from tokenizers import Tokenizer
+
+from serving_core.errors import ModelError
+
+_WINDOWED: Final = {"BPEDecoder", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
+_SPACE_STAND_IN: Final = "\u2581"  # SentencePiece writes a space so
+_BYTE_TOKEN: Final = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class Detokenizer(Protocol):
+    """One answer's text."""
+
+    def add(self, token_id: int) -> str:
+        """The text that this token makes certain; often empty."""
+
+    def flush(self) -> str:
+        """The rest, when no more tokens will come."""
+
+
+class DetokenizerFactory:
+    """Makes detokenizers for one tokenizer. Raises ModelError when its decoder is of an unknown kind."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        kinds = _decoder_kinds(tokenizer)
+        self._is_byte_level = kinds == ["ByteLevel"]
+        if not self._is_byte_level and not _WINDOWED.issuperset(kinds):
+            raise ModelError(f"the tokenizer's decoder ({', '.join(kinds)}) is not supported")
+        self._token_bytes: dict[int, bytes] = {}
+        self._byte_tokens = _byte_tokens(tokenizer) if "ByteFallback" in kinds else frozenset()
+
+    def __call__(self, *, skip_special_tokens: bool) -> Detokenizer:
+        skipped = self._special if skip_special_tokens else frozenset()
+        if self._is_byte_level:
+            return ByteDetokenizer(self._tokenizer, skipped, self._token_bytes)
+        return WindowDetokenizer(self._tokenizer, skipped, self._byte_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for within a text; empty for an id that is no token."""
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._is_byte_level:
+            return _bytes_of(token)
+        if token_id in self._byte_tokens:
+            return bytes([int(token[3:-1], 16)])
+        if _SPACE_STAND_IN in token:  # decoded alone it would lose the space before a word
+            return token.replace(_SPACE_STAND_IN, " ").encode()
+        return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+
+
+class ByteDetokenizer:
+    """For byte-level decoders. `token_bytes` is a memory that may be shared; it grows to at most the vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int], token_bytes: dict[int, bytes]) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        token_bytes = self._token_bytes.get(token_id)
+        if token_bytes is None:
+            token = self._tokenizer.id_to_token(token_id)
+            if token is None:
+                return ""
+            token_bytes = self._token_bytes[token_id] = _bytes_of(token)
+        return self._decoder.decode(token_bytes)
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For decoders that look at a token's neighbours. `byte_tokens` are those that ByteFallback joins."""
+
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int], byte_tokens: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._byte_tokens = byte_tokens
+        self._context: list[int] = []  # the last token whose text is out
+        self._pending: list[int] = []
+
+    def add(self, token_id: int) -> str:
+        if token_id in self._skipped or self._tokenizer.id_to_token(token_id) is None:
+            return ""
+        self._pending.append(token_id)
+        return "" if token_id in self._byte_tokens else self._release()
+
+    def flush(self) -> str:
+        return self._release() if self._pending else ""
+
+    def _release(self) -> str:
+        known = self._tokenizer.decode(self._context, skip_special_tokens=False)
+        text = self._tokenizer.decode(self._context + self._pending, skip_special_tokens=False)
+        self._context, self._pending = self._pending[-1:], []
+        return text[len(known) :]
+
+
+def _decoder_kinds(tokenizer: Tokenizer) -> list[str]:
+    def flatten(decoder: dict[str, Any] | None) -> list[str]:
+        if decoder is None:
+            return []
+        if decoder["type"] == "Sequence":
+            return [kind for part in decoder["decoders"] for kind in flatten(part)]
+        # Stripping the end of an answer cannot be done before its end is known.
+        return ["Strip at the end" if decoder.get("stop") else decoder["type"]]
+
+    return flatten(json.loads(tokenizer.to_str())["decoder"])
+
+
+def _byte_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    return frozenset(token_id for token, token_id in vocabulary.items() if _BYTE_TOKEN.fullmatch(token))
+
+
+def _byte_of_stand_in() -> dict[str, int]:
+    """GPT-2 writes each byte of a token as one printable character: itself, or one from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    stand_ins = {chr(byte): byte for byte in printable}
+    return stand_ins | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF_STAND_IN: Final = _byte_of_stand_in()
+
+
+def _bytes_of(token: str) -> bytes:
+    """The bytes of a byte-level token; an added token that was never bytes stands for its own text."""
+    try:
+        return bytes([_BYTE_OF_STAND_IN[char] for char in token])
+    except KeyError:
+        return token.encode()

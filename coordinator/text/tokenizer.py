@@ -1,0 +1,149 @@
+"""Text and chat messages to token ids, from the files of a model folder."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, ParamSpec, TypeVar
+
+import tokenizers
+
+from coordinator.text.chat_template import ChatTemplate
+from coordinator.text.detokenizer import Detokenizer, DetokenizerFactory
+from serving_core.errors import ModelError, RequestError
+from serving_core.json_fields import JsonFields, read_json_object
+from serving_core.reasons import BAD_PARAM
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+LONG_TEXT_CHARS: Final = 8192  # about a millisecond of work; longer texts are encoded off the event loop
+SPECIAL_TOKEN_NAMES: Final = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class Tokenizer:
+    """The tokenizer of one model folder, with its chat template if it has one."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, chat_template: ChatTemplate | None) -> None:
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._detokenizers = DetokenizerFactory(tokenizer)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with the special tokens that the tokenizer itself adds unless told otherwise."""
+        return await _off_loop_if_long(len(text), self._encode, text, add_special_tokens)
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer begins. Raises RequestError when the model
+        has no chat template or its template refuses the messages."""
+        if self._chat_template is None:
+            raise RequestError(BAD_PARAM, "the model has no chat template: send text or token ids", field="chat")
+        num_chars = sum(len(message["content"]) for message in messages)
+        text = await _off_loop_if_long(num_chars, self._chat_template.render, messages)
+        return await _off_loop_if_long(len(text), self._encode, text, False)  # the template wrote them already
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens as they are written; ids that are no token count for nothing."""
+        return await _off_loop_if_long(len(token_ids), self._decode, token_ids)
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The text that each token stands for alone; bytes that are no text become U+FFFD."""
+        return await _off_loop_if_long(len(token_ids), self._token_texts, token_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for within a text; empty for an id that is no token."""
+        return self._detokenizers.token_bytes(token_id)
+
+    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
+        """A fresh detokenizer for one answer."""
+        return self._detokenizers(skip_special_tokens=skip_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # The batch call lets other threads run, which the single one does not.
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        token_ids: list[int] = encoding.ids
+        return token_ids
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        [text] = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=False)
+        return str(text)
+
+    def _token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        return [self.token_bytes(token_id).decode(errors="replace") for token_id in token_ids]
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """Reads tokenizer.json and the chat template. Raises ModelError when a file is missing or broken."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(f"there is no {path}; a tokenizer of another format is not supported")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more specific
+        raise ModelError(f"{path} is not a tokenizer: {str(error)[:200]}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return Tokenizer(tokenizer, _read_chat_template(folder))
+
+
+def _read_chat_template(folder: Path) -> ChatTemplate | None:
+    config = _optional_json(folder / "tokenizer_config.json")
+    source = _template_source(folder, config)
+    if source is None:
+        return None
+    special_tokens = _optional_json(folder / "special_tokens_map.json")
+    variables = {}
+    for name in SPECIAL_TOKEN_NAMES:
+        token = _token_text(config.raw(name)) or _token_text(special_tokens.raw(name))
+        if token is not None:
+            variables[name] = token
+    return ChatTemplate(source, variables)
+
+
+def _template_source(folder: Path, config: JsonFields) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"{path} cannot be read: {error}") from error
+    source = config.raw("chat_template")
+    if isinstance(source, list):  # several by name
+        source = _default_template(source)
+    if source is not None and not isinstance(source, str):
+        raise config.error("chat_template", "a string")
+    return source
+
+
+def _default_template(named: list[Any]) -> Any:
+    return next(
+        (part.get("template") for part in named if isinstance(part, dict) and part.get("name") == "default"), None
+    )
+
+
+def _token_text(token: Any) -> str | None:
+    """A special token as the files write it: its text, or an object with its text as content."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _optional_json(path: Path) -> JsonFields:
+    return read_json_object(path) if path.exists() else JsonFields({}, str(path))
+
+
+async def _off_loop_if_long(num_chars: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    if num_chars > LONG_TEXT_CHARS:
+        return await asyncio.to_thread(function, *args, **kwargs)
+    return function(*args, **kwargs)

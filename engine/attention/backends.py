@@ -1,0 +1,73 @@
+"""Which attention backend an engine takes."""
+
+import logging
+
+import torch
+
+from engine.attention.native import NativeAttention
+from engine.attention.paged import Attention, PortableAttention
+from engine.cache.kv_pool import PagedKVPool
+from engine.forward_batch import build_batch
+from serving_core.requests import Share
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE = 0.05  # 16-bit outputs of two kernels on values of order 1
+
+
+def choose_attention(pool: PagedKVPool, num_heads: int) -> Attention:
+    """On a CPU the compiled kernels, on CUDA varlen_attn if it works with this pool and agrees with the portable
+    backend, which serves otherwise. To be called before the pool holds anything."""
+    portable = PortableAttention(pool, num_heads)
+    if pool.device.type == "cpu":
+        return _native_or(portable, num_heads)
+    if pool.device.type != "cuda":
+        return portable
+    return _varlen_or(portable, num_heads)
+
+
+def _native_or(portable: PortableAttention, num_heads: int) -> Attention:
+    try:
+        return NativeAttention(portable.pool, num_heads)
+    except ValueError as error:
+        logger.warning("attention is portable: %s", error)
+        return portable
+
+
+def _varlen_or(portable: PortableAttention, num_heads: int) -> Attention:
+    pool = portable.pool
+    if pool.layout.is_quantized:
+        logger.warning("varlen_attn does not take a KV pool of %s, attention is portable", pool.layout.dtype)
+        return portable
+    from engine.attention.varlen import VarlenAttention
+
+    candidate = VarlenAttention(pool)
+    try:
+        difference = _largest_difference(candidate, portable, num_heads)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        logger.warning("varlen_attn does not take this KV pool, attention is portable: %s", error)
+        return portable
+    if difference > TOLERANCE:
+        logger.warning("varlen_attn is off by %f here, attention is portable", difference)
+        return portable
+    return candidate
+
+
+@torch.inference_mode()
+def _largest_difference(candidate: Attention, reference: Attention, num_heads: int) -> float:
+    """Between two backends, on random values: a chunk that starts within a block, and a decode."""
+    pool = candidate.pool
+    layout, device = pool.layout, pool.device
+    blocks = range(min(3, pool.num_blocks))
+    num_tokens = len(blocks) * layout.block_size
+    start = num_tokens // 2
+    chunk = Share([0] * (num_tokens - start), start, blocks, samples=False)
+    batch = build_batch([chunk, Share([0], num_tokens - 1, blocks, samples=False)], layout.block_size, device)
+    planes = (pool.keys(0)[: len(blocks)], pool.values(0)[: len(blocks)])
+    for plane in planes:
+        plane.normal_()
+    query = torch.randn(len(batch.token_ids), num_heads, layout.head_dim, device=device).to(planes[0].dtype)
+    outputs = [backend.attend(query, 0, backend.plan(batch, None)) for backend in (candidate, reference)]
+    for plane in planes:
+        plane.zero_()
+    return float((outputs[0] - outputs[1]).abs().max())

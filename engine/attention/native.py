@@ -1,0 +1,154 @@
+"""Attention on CPUs by the compiled kernels of engine/native, which read the paged pool in place."""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from engine.cache.kv_pool import PagedKVPool
+from engine.forward_batch import ForwardBatch
+from engine.native.library import ELEMENTS, NativeLibrary, Plan, native_library, parallel_function, wanted_variants
+from engine.native.program import NativeProgram
+
+_SHARED_WORK: Final = 8192  # scores; less is done sooner than other threads are woken
+
+
+@dataclass(frozen=True, slots=True)
+class NativePlan:
+    """A batch's plan, and what owns the memory that it points to."""
+
+    address: int
+    parallel: int | None
+    owners: tuple[Any, ...]
+
+
+class NativeAttention:
+    """Takes pools on the CPU of every dtype. The bits of a request's output depend neither on the rest of the batch nor
+    on the number of threads, which is torch's. Not to be called by two threads at a time."""
+
+    name = "native"
+
+    def __init__(self, pool: PagedKVPool, num_heads: int, variant: str | None = None) -> None:
+        """Takes the best variant of the CPU unless one is named. Raises ValueError when there is none."""
+        layout = pool.layout
+        self.pool = pool
+        self.variant, self._library, self._kernel = _find_kernel(pool, variant)
+        self.num_heads: Final = num_heads
+        self._query_dtype = pool.compute_dtype
+        self._planes = [_plane_addresses(pool, layer) for layer in range(layout.num_layers)]
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def plan(self, batch: ForwardBatch, window: int | None) -> NativePlan:
+        plan = self._empty_plan(batch, window)
+        address = ctypes.addressof(plan)
+        units, counts = self._units(address, batch)
+        num_units, num_partials, num_scores = counts.tolist()
+        most_threads = plan.num_threads
+        num_threads = most_threads if num_scores >= _SHARED_WORK else 1
+        plan.partial_floats = self._library.partial_floats(address)
+        partials = torch.empty(num_partials * plan.partial_floats)
+        num_finished = torch.zeros(num_partials, dtype=torch.int32)
+        scratch_bytes = self._library.scratch_bytes(address)
+        if self._scratch.numel() < most_threads * scratch_bytes:
+            self._scratch = torch.empty(most_threads * scratch_bytes, dtype=torch.uint8)
+        plan.num_units, plan.num_threads = num_units, num_threads
+        plan.units, plan.partials = units.data_ptr(), partials.data_ptr()
+        plan.num_finished = num_finished.data_ptr()
+        plan.scratch, plan.scratch_bytes = self._scratch.data_ptr(), scratch_bytes
+        owners = (plan, batch, units, partials, num_finished, self._scratch)
+        return NativePlan(address, parallel_function() if num_threads > 1 else None, owners)
+
+    def attend(self, query: torch.Tensor, layer: int, plan: NativePlan) -> torch.Tensor:
+        num_rows, num_heads, head_dim = query.shape
+        row, head, element = query.stride()
+        if element != 1 or head != head_dim:
+            query = query.contiguous()
+            row = num_heads * head_dim
+        output = torch.empty((num_rows, num_heads, head_dim), dtype=query.dtype)
+        keys, values = self._planes[layer]
+        self._library.attend(
+            plan.address,
+            plan.parallel,
+            query.data_ptr(),
+            row * query.itemsize,
+            keys,
+            values,
+            output.data_ptr(),
+        )
+        return output
+
+    def record(
+        self, program: NativeProgram, plan: ctypes.c_void_p, queries: torch.Tensor, layer: int, output: torch.Tensor
+    ) -> None:
+        """Adds to a program what `attend` does, with the plan whose address is in `plan` when it runs. Rows of queries
+        [T, at least H, D] and of the output [T, H, D] are contiguous."""
+        row_bytes = queries.shape[1] * queries.shape[2] * queries.itemsize
+        program.add(
+            self._library.add,
+            ctypes.addressof(plan),
+            queries.data_ptr(),
+            row_bytes,
+            *self._planes[layer],
+            output.data_ptr(),
+        )
+
+    def _empty_plan(self, batch: ForwardBatch, window: int | None) -> Plan:
+        layout = self.pool.layout
+        return Plan(
+            num_heads=self.num_heads,
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+            block_size=layout.block_size,
+            pool_element=ELEMENTS[layout.dtype],
+            query_element=ELEMENTS[str(self._query_dtype).removeprefix("torch.")],
+            plane_bytes=layout.plane_bytes,
+            data_bytes=layout.data_bytes,
+            score_scale=layout.head_dim**-0.5,
+            window=window or 0,
+            num_threads=torch.get_num_threads(),
+            block_tables=batch.block_tables.data_ptr(),
+            table_stride=batch.block_tables.stride(0),
+            kernel=self._kernel,
+        )
+
+    def _units(self, plan: int, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The units of a batch, as bytes; and how many units, partial results and scores they are."""
+        num_requests = len(batch.kv_lengths)
+        counts = torch.zeros(3, dtype=torch.int64)
+        capacity = 2 * num_requests * self.pool.layout.num_kv_heads
+        while True:
+            units = torch.empty(capacity * self._library.unit_bytes, dtype=torch.uint8)
+            self._library.units(
+                plan,
+                batch.query_starts.data_ptr(),
+                batch.kv_lengths.data_ptr(),
+                num_requests,
+                units.data_ptr(),
+                capacity,
+                counts.data_ptr(),
+            )
+            num_units = int(counts[0])
+            if num_units <= capacity:
+                return units, counts
+            capacity = num_units
+
+
+def _find_kernel(pool: PagedKVPool, variant: str | None) -> tuple[str, NativeLibrary, int]:
+    library = native_library()
+    if library is None:
+        raise ValueError("the native kernels are not there")
+    if pool.device.type != "cpu":
+        raise ValueError(f"the native kernels compute on the CPU, and the pool is on {pool.device.type}")
+    query_dtype = str(pool.compute_dtype).removeprefix("torch.")
+    for name in wanted_variants() if variant is None else (variant,):
+        kernel = library.kernel(name, pool.layout.dtype, query_dtype)
+        if kernel is not None:
+            return name, library, kernel
+    raise ValueError(f"no native kernel for a pool of {pool.layout.dtype} and queries of {query_dtype}")
+
+
+def _plane_addresses(pool: PagedKVPool, layer: int) -> tuple[int, int]:
+    """Of the first planes of K and V: the others follow."""
+    keys, values = pool.read_tensors(layer, [0])
+    return keys.data_ptr(), values.data_ptr()

@@ -1,0 +1,180 @@
+"""Attention over the paged KV cache: one function for prefill, chunked prefill and decode.
+
+A backend first makes a plan of a batch (once a step for each window size), then attends with it (once a layer):
+
+    query [T, num_heads, head_dim]  ->  [T, num_heads, head_dim]
+
+The keys and values of the step's own tokens are in the pool already. A token sees the tokens before it and itself;
+with a window, only the last `window` of them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch.nn import functional
+
+from engine.cache.kv_pool import PagedKVPool
+from engine.forward_batch import ForwardBatch
+
+QUERY_CHUNK: Final = 64  # query rows in one call: more would compute scores that the causal mask throws away
+PADDING_BLOCKS: Final = 8  # how unequal the contexts of one call may be, in blocks
+
+
+class Attention(Protocol):
+    """A backend, bound to one pool."""
+
+    name: str
+    pool: PagedKVPool
+
+    def plan(self, batch: ForwardBatch, window: int | None) -> Any:
+        """What `attend` needs to know of a batch; the same for all layers with this window."""
+
+    def attend(self, query: torch.Tensor, layer: int, plan: Any) -> torch.Tensor:
+        """The attention output of all query rows [T, num_heads, head_dim] in one layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """num_queries rows of one request, from first_row on; the last of them sees the tokens up to kv_end."""
+
+    request: int
+    first_row: int
+    num_queries: int
+    kv_end: int
+    first_block: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Spans that one call computes: N spans of Q queries over L key slots, heads that share a key folded into rows."""
+
+    rows: slice | torch.Tensor  # of the query
+    num_spans: int
+    num_queries: int
+    blocks: slice  # N * L / block_size of the gathered ones
+    mask: torch.Tensor  # [N, 1, Q * heads per key head, L], or one row for all when Q is 1; 0 or -inf
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathering:
+    """Blocks that are gathered once, and the groups that see them: the chunks of one request, or single queries."""
+
+    blocks: torch.Tensor  # int64
+    groups: list[_Group]
+
+
+class PortableAttention:
+    """Gathers blocks and calls torch's scaled_dot_product_attention: correct on every device."""
+
+    name = "portable"
+
+    def __init__(self, pool: PagedKVPool, num_heads: int) -> None:
+        self.pool = pool
+        self._num_kv_heads = pool.layout.num_kv_heads
+        self._heads_per_key = num_heads // pool.layout.num_kv_heads
+
+    def plan(self, batch: ForwardBatch, window: int | None) -> list[_Gathering]:
+        chunks: dict[int, list[_Span]] = {}
+        singles = []
+        for span in _spans(batch, window, self.pool.layout.block_size):
+            if span.num_queries == 1:
+                singles.append(span)
+            else:
+                chunks.setdefault(span.request, []).append(span)
+        gatherings = [self._gather_chunks(batch, spans, window) for spans in chunks.values()]
+        return gatherings + [self._gather_singles(batch, spans, window) for spans in _alike(singles)]
+
+    def attend(self, query: torch.Tensor, layer: int, plan: list[_Gathering]) -> torch.Tensor:
+        output = torch.empty_like(query)
+        for gathering in plan:
+            keys, values = self.pool.gather(layer, gathering.blocks)
+            for group in gathering.groups:
+                output[group.rows] = self._attend_group(query[group.rows], keys, values, group)
+        return output
+
+    def _attend_group(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: _Group
+    ) -> torch.Tensor:
+        """query [N * Q, H, D] and gathered blocks [num_blocks, block_size, Hkv, D] -> [N * Q, H, D]"""
+        shape = (group.num_spans, -1, self._num_kv_heads, query.shape[-1])
+        k = keys[group.blocks].view(shape).transpose(1, 2)
+        v = values[group.blocks].view(shape).transpose(1, 2)
+        folded = query.reshape(group.num_spans, group.num_queries, self._num_kv_heads, self._heads_per_key, -1)
+        folded = folded.transpose(1, 2).flatten(2, 3)  # [N, Hkv, Q * H / Hkv, D]
+        attended = functional.scaled_dot_product_attention(folded, k, v, attn_mask=group.mask)
+        attended = attended.reshape(group.num_spans, self._num_kv_heads, group.num_queries, self._heads_per_key, -1)
+        return attended.transpose(1, 2).reshape(query.shape)
+
+    def _gather_chunks(self, batch: ForwardBatch, spans: list[_Span], window: int | None) -> _Gathering:
+        """All spans of one request, in order: each sees some of the same blocks."""
+        first, last = spans[0].first_block, spans[-1].first_block + spans[-1].num_blocks
+        groups = []
+        for span in spans:
+            start = span.first_block - first
+            groups.append(self._group(batch, [span], slice(start, start + span.num_blocks), window))
+        return _Gathering(batch.block_tables[spans[0].request, first:last].long(), groups)
+
+    def _gather_singles(self, batch: ForwardBatch, spans: list[_Span], window: int | None) -> _Gathering:
+        """Single queries of several requests in one group, each with as many blocks as the longest."""
+        spans = sorted(spans, key=lambda span: span.first_row)
+        num_blocks = max(span.num_blocks for span in spans)
+        requests, first_blocks = _columns(batch, [(span.request, span.first_block) for span in spans])
+        positions = first_blocks + torch.arange(num_blocks, device=requests.device)
+        blocks = batch.block_tables[requests, positions.clamp(max=batch.block_tables.shape[1] - 1)].flatten().long()
+        return _Gathering(blocks, [self._group(batch, spans, slice(None), window)])
+
+    def _group(self, batch: ForwardBatch, spans: list[_Span], blocks: slice, window: int | None) -> _Group:
+        num_queries, device = spans[0].num_queries, batch.block_tables.device
+        num_keys = max(span.num_blocks for span in spans) * self.pool.layout.block_size
+        first_keys, kv_ends = _columns(
+            batch, [(span.first_block * self.pool.layout.block_size, span.kv_end) for span in spans]
+        )
+        key_positions = first_keys + torch.arange(num_keys, device=device)  # [N, L]
+        query_positions = kv_ends - num_queries + torch.arange(num_queries, device=device)  # [N, Q]
+        distances = query_positions.unsqueeze(2) - key_positions.unsqueeze(1)
+        hidden = distances < 0 if window is None else (distances < 0) | (distances >= window)
+        mask = torch.zeros(hidden.shape, dtype=self.pool.compute_dtype, device=device).masked_fill(hidden, -torch.inf)
+        if num_queries > 1:
+            mask = mask.repeat_interleave(self._heads_per_key, dim=1)
+        return _Group(_rows(spans, device), len(spans), num_queries, blocks, mask.unsqueeze(1))
+
+
+def _spans(batch: ForwardBatch, window: int | None, block_size: int) -> Iterator[_Span]:
+    starts, lengths = batch.query_starts.tolist(), batch.kv_lengths.tolist()
+    for request, length in enumerate(lengths):
+        end = starts[request + 1]
+        for row in range(starts[request], end, QUERY_CHUNK):
+            num_queries = min(QUERY_CHUNK, end - row)
+            kv_end = length - (end - row - num_queries)
+            first_seen = 0 if window is None else max(0, kv_end - num_queries + 1 - window)
+            first_block = first_seen // block_size
+            yield _Span(request, row, num_queries, kv_end, first_block, -(-kv_end // block_size) - first_block)
+
+
+def _alike(singles: list[_Span]) -> list[list[_Span]]:
+    """Single queries in groups that a shared call pads little."""
+    groups: list[list[_Span]] = []
+    limit = 0
+    for span in sorted(singles, key=lambda span: span.num_blocks):
+        if not groups or span.num_blocks > limit:
+            groups.append([])
+            limit = span.num_blocks * 5 // 4 + PADDING_BLOCKS
+        groups[-1].append(span)
+    return groups
+
+
+def _columns(batch: ForwardBatch, rows: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two columns of a table [N, 2], each [N, 1]."""
+    first, second = torch.tensor(rows, device=batch.block_tables.device).unsqueeze(2).unbind(1)
+    return first, second
+
+
+def _rows(spans: list[_Span], device: torch.device) -> slice | torch.Tensor:
+    """The query rows of spans in order, as a slice (no copy) when they are neighbours."""
+    first, last = spans[0].first_row, spans[-1].first_row
+    if last - first == len(spans) - 1 or len(spans) == 1:
+        return slice(first, last + spans[-1].num_queries)
+    return torch.tensor([span.first_row for span in spans], device=device)

@@ -1,0 +1,47 @@
+"""Attention on CUDA: torch's varlen_attn (FlashAttention) reads the paged pool in place."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+
+from engine.cache.kv_pool import PagedKVPool
+from engine.forward_batch import ForwardBatch
+
+NO_LIMIT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    batch: ForwardBatch
+    window: tuple[int, int]  # tokens seen to the left and to the right
+
+
+class VarlenAttention:
+    """Takes float16 and bfloat16 pools; which block sizes work depends on the GPU, so it is to be tried out first."""
+
+    name = "varlen_attn"
+
+    def __init__(self, pool: PagedKVPool) -> None:
+        self.pool = pool
+
+    def plan(self, batch: ForwardBatch, window: int | None) -> _Plan:
+        return _Plan(batch, window=(NO_LIMIT if window is None else window - 1, 0))
+
+    def attend(self, query: torch.Tensor, layer: int, plan: _Plan) -> torch.Tensor:
+        attended = varlen_attn(
+            query.contiguous(),
+            self.pool.keys(layer),
+            self.pool.values(layer),
+            plan.batch.query_starts,
+            None,
+            plan.batch.longest_query,
+            plan.batch.longest_context,
+            window_size=plan.window,
+            enable_gqa=True,
+            seqused_k=plan.batch.kv_lengths,
+            block_table=plan.batch.block_tables,
+            num_splits=1,  # the same bits for a request whatever else is in the batch
+        )
+        assert isinstance(attended, torch.Tensor)
+        return attended

@@ -1,0 +1,260 @@
+"""The building blocks of the decoder. Parameters carry the names of the Hugging Face checkpoint.
+
+A parameter may hold a part of its tensors: one rank's. `sources` of a layer says which.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from engine.invariant import Rows, Tiling
+from engine.model.steps import Steps
+from engine.native.dense_linear import DenseMatrix
+from engine.native.dense_linear import best_variant as best_dense_variant
+from engine.parallel import RankGroup
+from engine.quantization.quantized_linear import QuantizedMatrix, quantized_matrix
+from serving_core.sharding import Extent, Shard, whole
+
+
+class Source(NamedTuple):
+    """A tensor of the checkpoint, and which part of each of its dimensions a parameter takes.
+
+    `name` is that of the module in the checkpoint, beside the module that holds the parameter; empty for itself.
+    """
+
+    name: str
+    extents: tuple[Extent, ...]
+
+
+class Layer(nn.Module):
+    """A module with parameters of its own."""
+
+    def sources(self, parameter: str) -> Sequence[Source]:
+        """What fills a parameter, one below the other. Here: one tensor of its own name and shape."""
+        return [Source("", tuple(map(whole, getattr(self, parameter).shape)))]
+
+    def pack(self, bits: int | None) -> None:
+        """To be called once the parameters are filled: brings weights into the form in which they are fast, with
+        `bits` in 4 or 8 bits, and lets go what is no longer needed. Here: nothing."""
+
+    def make_invariant(self, tiling: Tiling) -> None:
+        """To be called after `pack`: from then on the bits of a row's outputs depend on that row alone. Here they do
+        so anyway."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the filled layer takes."""
+        return sum(parameter.nbytes for parameter in self.parameters(recurse=False))
+
+
+class OneDNNMatrix:
+    """bfloat16 weights on a CPU in oneDNN's own layout, in which small batches are twice as fast as with plain ones."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+        self._bias = bias
+        self.num_bytes: Final = weight.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        projected: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return projected
+
+
+def _packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> DenseMatrix | OneDNNMatrix | None:
+    """bfloat16 weights on a CPU in the form that is fastest there; None for others."""
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+        return None
+    if best_dense_variant() is not None:
+        return DenseMatrix(weight, bias)
+    return OneDNNMatrix(weight, bias) if _HAS_ONEDNN else None
+
+
+Packed: TypeAlias = DenseMatrix | OneDNNMatrix | QuantizedMatrix  # what takes the place of a plain weight
+
+_HAS_ONEDNN: bool = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # type: ignore[no-untyped-call]
+HEAD_BITS: Final = 8  # also among weights of 4 bits: what it rounds is seen at once
+
+
+def _is_native(matrix: object) -> bool:
+    """Whether the bits of a row's outputs depend on that row alone already."""
+    return isinstance(matrix, DenseMatrix) or (isinstance(matrix, QuantizedMatrix) and matrix.variant != "portable")
+
+
+class Embedding(Layer):
+    """One vector for each token id, of which each rank has a share of the ids. As the head too it gives logits."""
+
+    def __init__(self, vocabulary: Extent, size: int, group: RankGroup, is_head: bool = False) -> None:
+        super().__init__()
+        self._is_head = is_head
+        self._dtype = torch.get_default_dtype()
+        self._quantized: QuantizedMatrix | None = None
+        self._packed: DenseMatrix | OneDNNMatrix | None = None
+        self._tiled: Rows | None = None
+        # (torch's own embedding draws random values, on the meta device too, at half a second.)
+        self.weight = nn.Parameter(torch.empty(len(vocabulary.held), size))
+        self._vocabulary = vocabulary
+        self._size = size
+        self._group = group
+
+    def sources(self, parameter: str) -> Sequence[Source]:
+        return [Source("", (self._vocabulary, whole(self.weight.shape[1])))]
+
+    def pack(self, bits: int | None) -> None:
+        """A head's weights are quantized, and vectors then read from there; or packed beside those that are read."""
+        self._dtype = self.weight.dtype
+        if not self._is_head:
+            return
+        if bits is not None:
+            self._quantized = quantized_matrix(self.weight.detach(), HEAD_BITS)
+            del self.weight
+        else:
+            self._packed = _packed(self.weight)
+
+    def make_invariant(self, tiling: Tiling) -> None:
+        head = self.matrix
+        if self._is_head and not _is_native(head):
+            self._tiled = tiling.tiled(self._product, self._size, (type(head), len(self._vocabulary.held)))
+
+    @property
+    def num_bytes(self) -> int:
+        matrices = (self._quantized, self._packed)
+        return super().num_bytes + sum(matrix.num_bytes for matrix in matrices if matrix is not None)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [T] -> [T, size], on every rank"""
+        if self._vocabulary.is_whole:
+            return self._vectors(ids)
+        rows = ids - self._vocabulary.held.start
+        elsewhere = (rows < 0) | (rows >= len(self._vocabulary.held))
+        vectors = self._vectors(rows.masked_fill_(elsewhere, 0))
+        vectors.masked_fill_(elsewhere.unsqueeze(1), 0)
+        self._group.all_reduce(vectors)
+        return vectors
+
+    @property
+    def matrix(self) -> Packed | None:
+        """What computes the logits; None: the plain weight does."""
+        return self._quantized or self._packed
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """x [S, size] -> [S, ids held], for a model whose head this is"""
+        return self._product(x) if self._tiled is None else self._tiled(x)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight) if self.matrix is None else self.matrix(x)
+
+    def _vectors(self, rows: torch.Tensor) -> torch.Tensor:
+        if self._quantized is None:
+            return functional.embedding(rows, self.weight)
+        return self._quantized.rows(rows).to(self._dtype)
+
+
+class RMSNorm(Layer):
+    """Root mean square norm over the last dimension, computed in float32 (arXiv 1910.07467)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps: Final = eps
+
+    def forward(self, x: torch.Tensor, steps: Steps, delta: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, size] -> [T, size], of x and the delta; x becomes their sum in place"""
+        return steps.norm(x, self.weight, self.eps, delta)
+
+
+class Linear(Layer):
+    """Projections of one input, computed as one; `parts` are their names in the checkpoint and their outputs.
+
+    With a part of the inputs or outputs it computes that part alone. Of a sum over ranks only one may add the bias.
+    """
+
+    def __init__(self, inputs: Extent, parts: Mapping[str, Extent], bias: bool, adds_bias: bool = True) -> None:
+        super().__init__()
+        self._inputs = inputs
+        self._parts = parts
+        self._adds_bias = bias and adds_bias
+        self._is_head = "lm_head" in parts
+        num_outputs = sum(len(part.held) for part in parts.values())
+        self.weight = nn.Parameter(torch.empty(num_outputs, len(inputs.held)))
+        self.bias = nn.Parameter(torch.empty(num_outputs if adds_bias else 0)) if bias else None
+        self._matrix: Packed | None = None
+        self._tiled: Rows | None = None
+
+    def sources(self, parameter: str) -> Sequence[Source]:
+        if parameter == "weight":
+            return [Source(name, (outputs, self._inputs)) for name, outputs in self._parts.items()]
+        held = [outputs if self._adds_bias else Extent(outputs.total, range(0)) for outputs in self._parts.values()]
+        return [Source(name, (outputs,)) for name, outputs in zip(self._parts, held, strict=True)]
+
+    @property
+    def matrix(self) -> Packed | None:
+        """What computes in place of the plain weight."""
+        return self._matrix
+
+    def take(self, matrix: QuantizedMatrix) -> None:
+        """Takes weights that the checkpoint holds quantized in place of its own."""
+        self._matrix = matrix
+        del self.weight
+
+    def pack(self, bits: int | None) -> None:
+        """Quantizes or packs the weights; the plain ones are let go."""
+        bias = self.bias if self._adds_bias else None
+        if self._matrix is None and bits is not None:
+            bits = HEAD_BITS if self._is_head else bits
+            self.take(quantized_matrix(self.weight.detach(), bits))
+        if isinstance(self._matrix, QuantizedMatrix):
+            if bias is not None:
+                self._matrix.set_bias(bias)
+        elif (matrix := _packed(self.weight, bias)) is not None:
+            self._matrix = matrix
+            del self.weight
+
+    def make_invariant(self, tiling: Tiling) -> None:
+        if _is_native(self._matrix):
+            return
+        bits = self._matrix.bits if isinstance(self._matrix, QuantizedMatrix) else None
+        kind = (type(self._matrix), bits, sum(len(part.held) for part in self._parts.values()), self.bias is None)
+        self._tiled = tiling.tiled(self._product, len(self._inputs.held), kind)
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + (self._matrix.num_bytes if self._matrix is not None else 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._product(x) if self._tiled is None else self._tiled(x)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        if self._matrix is not None:
+            return self._matrix(x)
+        return functional.linear(x, self.weight, self.bias if self._adds_bias else None)
+
+
+class RowParallel(Linear):
+    """A projection of inputs of which each rank has a part; its output is whole on every rank."""
+
+    def __init__(self, inputs: Extent, name: str, num_outputs: int, bias: bool, shard: Shard, group: RankGroup) -> None:
+        super().__init__(inputs, {name: whole(num_outputs)}, bias, adds_bias=shard.rank == 0)
+        self._group = group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        projected = super().forward(x)
+        self._group.all_reduce(projected)
+        return projected
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward layer (arXiv 2002.05202)."""
+
+    def __init__(self, hidden_size: int, shard: Shard, bias: bool, group: RankGroup) -> None:
+        super().__init__()
+        parts = {"gate_proj": shard.neurons, "up_proj": shard.neurons}
+        self.gate_up_proj = Linear(whole(hidden_size), parts, bias)
+        self.down_proj = RowParallel(shard.neurons, "down_proj", hidden_size, bias, shard, group)
+
+    def forward(self, x: torch.Tensor, steps: Steps) -> torch.Tensor:
+        """x [T, E] -> [T, E]"""
+        projected: torch.Tensor = self.down_proj(steps.gate(self.gate_up_proj(x)))
+        return projected

@@ -1,0 +1,73 @@
+"""Rotary position embedding (RoFormer, arXiv 2104.09864), in float32 and in the order of transformers."""
+
+import math
+from typing import TypeAlias
+
+import torch
+
+from serving_core.rope_config import DefaultRope, LinearRope, Llama3Rope, Rope, YarnRope
+
+Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # what RotaryEmbedding.tables gives
+
+
+class RotaryEmbedding:
+    """Cosines and sines of positions, computed afresh for every step: no table of max_position_embeddings rows."""
+
+    def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
+        self._inverse_frequencies = inverse_frequencies(rope, head_dim).to(device)
+        self._factor = rope.attention_factor if isinstance(rope, YarnRope) else 1.0
+
+    def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
+        """For positions [T]: cosines and sines [T, 1, head_dim], the first half of the sines negated for `rotate`."""
+        angles = positions.unsqueeze(-1).float() * self._inverse_frequencies
+        cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
+        return torch.cat((cos, cos), -1).unsqueeze(1).to(dtype), torch.cat((-sin, sin), -1).unsqueeze(1).to(dtype)
+
+
+def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+    """Rotates heads [T, H, head_dim] by the angles of `RotaryEmbedding.tables`; pairs are half a head apart."""
+    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), signed_sin)
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
+    """Radians per position of each pair: [head_dim / 2] float32 in host memory.
+
+    Rounded exactly as in transformers: at position 100,000 one unit in the last place is a thousandth of a radian.
+    """
+    pair_periods = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
+    match rope:
+        case DefaultRope():
+            return 1.0 / pair_periods
+        case LinearRope():
+            return 1.0 / pair_periods / rope.factor
+        case YarnRope():
+            return _yarn(rope, pair_periods, head_dim)
+        case Llama3Rope():
+            return _llama3(rope, 1.0 / pair_periods)
+
+
+def _yarn(rope: YarnRope, pair_periods: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Fast pairs keep their frequency, slow ones are interpolated, a linear ramp lies between (section 3.2)."""
+
+    def pair_with(num_turns: float) -> float:
+        """The pair that turns so often within the original context, as a real number."""
+        period = rope.original_max_position_embeddings / (num_turns * 2 * math.pi)
+        return (head_dim * math.log(period)) / (2 * math.log(rope.theta))
+
+    low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)
+    kept = 1 - ramp.clamp(0, 1)
+    return 1.0 / (rope.factor * pair_periods) * (1 - kept) + 1.0 / pair_periods * kept
+
+
+def _llama3(rope: Llama3Rope, frequencies: torch.Tensor) -> torch.Tensor:
+    """Pairs that turn at least high_freq_factor times within the original context stay, those that turn at most
+    low_freq_factor times are slowed by factor, and between the two it changes linearly."""
+    num_turns = rope.original_max_position_embeddings / (2 * math.pi / frequencies)
+    kept = ((num_turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return (1 - kept) * frequencies / rope.factor + kept * frequencies

@@ -1,0 +1,92 @@
+"""What a decoder layer computes between its products, as an interface, and by torch on every device.
+
+Shapes: T tokens, E hidden size, H heads, K key heads, D head size, I neurons, S rows of logits.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch.nn import functional
+
+from engine.cache.kv_pool import PagedKVPool
+from engine.model.rope import Rotation, rotate
+
+
+class HeadNorms(NamedTuple):
+    """The norms of single queries and keys, before they are rotated; weights [D]."""
+
+    query_weight: torch.Tensor
+    key_weight: torch.Tensor
+    eps: float
+
+
+class Steps(Protocol):
+    """All tensors of a call are of one dtype and on one device."""
+
+    def norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [T, E] over its root mean square, computed in float32, times weight [E]. A delta [T, E] is first added to
+        x in place."""
+
+    def place(
+        self,
+        heads: torch.Tensor,
+        rotation: Rotation,
+        pool: PagedKVPool,
+        layer: int,
+        slots: torch.Tensor,
+        norms: HeadNorms | None = None,
+    ) -> torch.Tensor:
+        """Of heads [T, H + 2 K, D], which are queries, keys and values, norms and rotates queries and keys; writes keys
+        and values to the pool at slots [T]; gives the queries [T, H, D]. `heads` is of no use afterwards."""
+
+    def gate(self, gates_and_ups: torch.Tensor) -> torch.Tensor:
+        """silu of the first half of the columns [T, 2 I], times the second: [T, I]."""
+
+    def likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each row of [S, vocab_size] the largest number, as float32, and where it is first, as int64. Not a number
+        counts as larger than any."""
+
+
+class TorchSteps:
+    """The steps on every device."""
+
+    def norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if delta is not None:
+            x.add_(delta)
+        return functional.rms_norm(x, weight.shape, weight, eps)
+
+    def place(
+        self,
+        heads: torch.Tensor,
+        rotation: Rotation,
+        pool: PagedKVPool,
+        layer: int,
+        slots: torch.Tensor,
+        norms: HeadNorms | None = None,
+    ) -> torch.Tensor:
+        num_kv_heads = pool.layout.num_kv_heads
+        num_heads = heads.shape[1] - 2 * num_kv_heads
+        rotated, values = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+        if norms is not None:
+            queries = self.norm(rotated[:, :num_heads], norms.query_weight, norms.eps)
+            keys = self.norm(rotated[:, num_heads:], norms.key_weight, norms.eps)
+            rotated = torch.cat((queries, keys), dim=1)
+        rotated = self.rotate(rotated, rotation)
+        pool.store(layer, slots, rotated[:, num_heads:], values)
+        return rotated[:, :num_heads]
+
+    def rotate(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """Heads [T, N, D] turned by the tables of their positions."""
+        return rotate(heads, *rotation)
+
+    def gate(self, gates_and_ups: torch.Tensor) -> torch.Tensor:
+        gates, ups = gates_and_ups.chunk(2, -1)
+        return functional.silu(gates).mul_(ups)
+
+    def likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        highest, tokens = logits.max(dim=-1)
+        return highest.float(), tokens

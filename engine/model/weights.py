@@ -1,0 +1,190 @@
+"""Fills a model from its safetensors files."""
+
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+from torch import nn
+
+from engine.model.checkpoint import Checkpoint, Part
+from engine.model.layers import Layer, Linear
+from engine.native.linear_library import best_variant
+from engine.quantization import awq, gptq
+from engine.quantization.grouped_weight import join, matrix_of
+from serving_core.errors import ModelError
+from serving_core.needs import TIED_HEAD, WEIGHT_BITS
+from serving_core.sharding import Extent
+from serving_core.stored_quantization import StoredQuantization
+from serving_core.weight_files import weight_files
+
+logger = logging.getLogger(__name__)
+
+READERS: Final = {"gptq": gptq, "awq": awq}
+EMBEDDING: Final = "model.embed_tokens.weight"
+HARMLESS_SUFFIX: Final = ".rotary_emb.inv_freq"  # older checkpoints store what we compute
+MOST_NAMES: Final = 3
+
+
+class _Stored(NamedTuple):
+    """A module of the checkpoint whose weight is stored quantized, and the part of it that is wanted."""
+
+    name: str
+    outputs: Extent
+    inputs: Extent
+
+
+class _Target(NamedTuple):
+    """A parameter of the model and the tensors that fill it, one below the other; or, where they are stored
+    quantized, all tensors that take part."""
+
+    module: Layer
+    attribute: str
+    parts: list[Part]
+    stored_as: Sequence[_Stored] = ()
+
+
+def load_weights(
+    model: nn.Module,
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str = "none",
+    stored: StoredQuantization | None = None,
+) -> int:
+    """Gives every parameter of a model built on the meta device its values, cast to dtype, and packs them; gives
+    the bytes they take. `quantization` is a value of --quantization, `stored` how the checkpoint is quantized.
+
+    Reads of the files what the parameters take, and takes little memory beyond them. Raises ModelError, before
+    anything is loaded, when a tensor is missing, unknown, of another shape or of a dtype that is not a float of 16
+    or 32 bits.
+    """
+    checkpoint = Checkpoint(weight_files(folder))
+    targets = list(_targets(model, checkpoint, stored))
+    parts = [part for target in targets for part in target.parts]
+    _check(checkpoint, parts)
+    num_bytes = num_dense = 0
+    for module, of_module in itertools.groupby(targets, key=lambda target: target.module):
+        for target in of_module:
+            if not target.stored_as:
+                _fill(target, checkpoint, dtype, device)
+            elif not _take(target, checkpoint, stored, dtype, device):
+                num_dense += 1
+        module.pack(WEIGHT_BITS.get(quantization))
+        num_bytes += module.num_bytes
+    is_quantized = quantization in WEIGHT_BITS or stored is not None
+    if is_quantized and (device.type != "cpu" or best_variant() is None):
+        logger.warning("quantized weights save memory but no time here: no kernel computes with them as they are")
+    if num_dense:
+        logger.warning("%d layers are kept as %s: their groups of inputs cannot be computed with", num_dense, dtype)
+    if TIED_HEAD in checkpoint.names() and TIED_HEAD not in {part.name for part in parts}:
+        (embedding,) = (part for part in parts if part.name == EMBEDDING)
+        _check_tied_head(checkpoint, embedding, dtype)
+    return num_bytes
+
+
+def _fill(target: _Target, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+    filled = torch.empty(getattr(target.module, target.attribute).shape, dtype=dtype, device=device)
+    first_row = 0
+    for part in target.parts:
+        for row, tensor in checkpoint.read(part):
+            filled[first_row + row : first_row + row + tensor.shape[0]] = tensor
+        first_row += len(part.extents[0].held)
+    setattr(target.module, target.attribute, nn.Parameter(filled, requires_grad=False))
+
+
+def _take(
+    target: _Target,
+    checkpoint: Checkpoint,
+    stored: StoredQuantization | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
+    """Fills a layer with weights that are stored quantized; gives False when they had to become whole."""
+    assert stored is not None, "what is stored quantized is described in config.json"
+    assert isinstance(target.module, Linear)
+    read = READERS[stored.method].read
+    weights = [read(stored, checkpoint, name, outputs, inputs) for name, outputs, inputs in target.stored_as]
+    joined = join(weights)
+    matrix = None if joined is None else matrix_of(joined, device)
+    if matrix is not None:
+        target.module.take(matrix)
+        return True
+    dense = torch.cat([weight.dense().to(dtype) for weight in weights]).to(device)
+    target.module.weight = nn.Parameter(dense, requires_grad=False)
+    return False
+
+
+def _targets(model: nn.Module, checkpoint: Checkpoint, stored: StoredQuantization | None) -> Iterator[_Target]:
+    for path, module in model.named_modules():
+        for attribute, _ in module.named_parameters(recurse=False):
+            assert isinstance(module, Layer), path
+            sources = [(_in_checkpoint(path, name), extents) for name, extents in module.sources(attribute)]
+            is_weight = isinstance(module, Linear) and attribute == "weight"
+            if stored is not None and is_weight and all(_is_quantized(checkpoint, name) for name, _ in sources):
+                yield _quantized(module, checkpoint, stored, [_Stored(name, *extents) for name, extents in sources])
+            else:
+                yield _Target(module, attribute, [Part(f"{name}.{attribute}", extents) for name, extents in sources])
+
+
+def _is_quantized(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a module of the checkpoint is; of a quantized checkpoint some are not."""
+    return f"{name}.qweight" in checkpoint.names()
+
+
+def _quantized(
+    module: Layer, checkpoint: Checkpoint, stored: StoredQuantization, sources: Sequence[_Stored]
+) -> _Target:
+    parts_of = READERS[stored.method].parts
+    parts = [
+        part
+        for name, outputs, inputs in sources
+        for part in parts_of(stored, checkpoint, name, outputs.total, inputs.total)
+    ]
+    return _Target(module, "weight", parts, sources)
+
+
+def _in_checkpoint(path: str, name: str) -> str:
+    if name:
+        path = f"{path.rpartition('.')[0]}.{name}".removeprefix(".")
+    return path if path == "lm_head" else f"model.{path}"
+
+
+def _check(checkpoint: Checkpoint, parts: Sequence[Part]) -> None:
+    wanted = {part.name for part in parts}
+    present = checkpoint.names()
+    if missing := sorted(wanted - present):
+        raise ModelError(f"the weights lack {_spell(missing)}")
+    harmless = {name for name in present - wanted if name.endswith(HARMLESS_SUFFIX) or _is_no_bias(checkpoint, name)}
+    if unknown := sorted(present - wanted - harmless - {TIED_HEAD}):
+        raise ModelError(f"the weights hold {_spell(unknown)}, which the model has no use for")
+    for part in parts:
+        checkpoint.check(part)
+
+
+def _is_no_bias(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether it is a bias of zeros, which GPTQ's tools add to layers that have none."""
+    module, _, attribute = name.rpartition(".")
+    if attribute != "bias" or not _is_quantized(checkpoint, module):
+        return False
+    shape, _ = checkpoint.describe(name)
+    if len(shape) != 1:
+        return False
+    return not checkpoint.read_all(Part(name, (Extent(shape[0], range(shape[0])),))).any()
+
+
+def _check_tied_head(checkpoint: Checkpoint, embedding: Part, dtype: torch.dtype) -> None:
+    head = embedding._replace(name=TIED_HEAD)
+    same = checkpoint.describe(head.name)[0] == head.shape and all(
+        torch.equal(one.to(dtype), other.to(dtype))
+        for (_, one), (_, other) in zip(checkpoint.read(head), checkpoint.read(embedding), strict=True)
+    )
+    if not same:
+        raise ModelError(f"{head.name} differs from the embedding, though config.json says tie_word_embeddings")
+
+
+def _spell(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more

@@ -1,0 +1,127 @@
+"""A decode step as one program of the compiled kernels.
+
+Between its modules a decoder would return to Python, and wake and join its threads, eight times a layer.
+"""
+
+import ctypes
+import functools
+from typing import Final, TypeAlias
+
+import torch
+
+from engine.attention.native import NativeAttention
+from engine.forward_batch import ForwardBatch
+from engine.model.layers import Linear, Packed, RMSNorm
+from engine.model.llama import DecoderLayer, LlamaDecoder
+from engine.native.dense_linear import DenseMatrix
+from engine.native.program import NativeProgram
+from engine.native.steps import NativeSteps
+from engine.quantization.quantized_linear import QuantizedMatrix
+
+MOST_ROWS: Final = 64
+OPERATIONS_PER_LAYER: Final = 13  # five, and four products of at most two
+OPERATIONS_AFTER: Final = 3  # a norm and the head
+
+Recordable: TypeAlias = DenseMatrix | QuantizedMatrix
+
+
+def is_recordable(decoder: LlamaDecoder, attention: NativeAttention) -> bool:
+    """Whether a decoder's parts are native kernels for bfloat16, all on one rank, over a pool of bfloat16."""
+    pool = attention.pool
+    if not decoder.is_whole or not isinstance(decoder.steps, NativeSteps):
+        return False
+    if pool.layout.is_quantized or pool.compute_dtype != torch.bfloat16:
+        return False
+    modules = (module for layer in decoder.layers for module in layer.modules())
+    matrices = [module.matrix for module in modules if isinstance(module, Linear)]
+    return all(map(_is_recordable, (*matrices, decoder.head)))
+
+
+class NativeDecode:
+    """Steps of at most MOST_ROWS requests with one token each. The number of threads is torch's."""
+
+    def __init__(self, decoder: LlamaDecoder, attention: NativeAttention) -> None:
+        """Takes what is recordable."""
+        assert isinstance(decoder.steps, NativeSteps)
+        layout = attention.pool.layout
+        self._decoder, self._attention, self._steps = decoder, attention, decoder.steps
+        self._buffers = _Buffers(decoder, attention)
+        self._plans = {window: ctypes.c_void_p() for window in decoder.windows}  # where a run finds their addresses
+        self._program = NativeProgram(OPERATIONS_PER_LAYER * layout.num_layers + OPERATIONS_AFTER, MOST_ROWS)
+        self._record()
+
+    def matches(self, batch: ForwardBatch) -> bool:
+        """Decode of at most MOST_ROWS requests, whose tokens are all wanted."""
+        num_rows = len(batch.token_ids)
+        return len(batch.kv_lengths) == len(batch.logit_rows) == num_rows <= MOST_ROWS
+
+    def run(self, batch: ForwardBatch) -> torch.Tensor:
+        """[B, vocab_size], good until the next run. Raises IndexError, and writes nothing, when a slot is not in the
+        pool."""
+        num_rows, buffers, decoder = len(batch.token_ids), self._buffers, self._decoder
+        buffers.x[:num_rows] = decoder.embed_tokens(batch.token_ids)
+        rotation = decoder.rotary.tables(batch.positions, buffers.x.dtype)
+        for table, values in zip(buffers.rotation, rotation, strict=True):
+            table[:num_rows] = values
+        buffers.slots[:num_rows] = batch.slots
+        plans = {window: self._attention.plan(batch, window) for window in self._plans}
+        for window, plan in plans.items():
+            self._plans[window].value = plan.address
+        if not self._program.run(num_rows):
+            raise IndexError(f"there is a slot outside the {self._attention.pool.num_blocks} blocks of the KV pool")
+        return buffers.logits[:num_rows]
+
+    def _record(self) -> None:
+        buffers, decoder = self._buffers, self._decoder
+        for number, layer in enumerate(decoder.layers):
+            assert isinstance(layer, DecoderLayer)
+            self._record_layer(number, layer)
+        self._record_norm(decoder.norm, buffers.delta)
+        self._record_product(decoder.head, buffers.normed, buffers.logits)
+
+    def _record_layer(self, number: int, layer: DecoderLayer) -> None:
+        program, buffers, block, mlp = self._program, self._buffers, layer.self_attn, layer.mlp
+        self._record_norm(layer.input_layernorm, buffers.delta if number > 0 else None)
+        self._record_product(block.qkv_proj.matrix, buffers.normed, buffers.heads)
+        self._steps.record_place(
+            program, buffers.heads, buffers.rotation, self._attention.pool, number, buffers.slots, block.head_norms
+        )
+        self._attention.record(program, self._plans[block.window], buffers.heads, number, buffers.attended)
+        self._record_product(block.o_proj.matrix, buffers.attended, buffers.delta)
+        self._record_norm(layer.post_attention_layernorm, buffers.delta)
+        self._record_product(mlp.gate_up_proj.matrix, buffers.normed, buffers.gates_and_ups)
+        self._steps.record_gate(program, buffers.gates_and_ups, buffers.gated)
+        self._record_product(mlp.down_proj.matrix, buffers.gated, buffers.delta)
+
+    def _record_norm(self, norm: RMSNorm, delta: torch.Tensor | None) -> None:
+        buffers = self._buffers
+        self._steps.record_norm(self._program, buffers.x, norm.weight, norm.eps, delta, buffers.normed)
+
+    def _record_product(self, matrix: Packed | None, x: torch.Tensor, outputs: torch.Tensor) -> None:
+        assert isinstance(matrix, Recordable)
+        matrix.record(self._program, x, outputs)
+
+
+class _Buffers:
+    """Activations of MOST_ROWS tokens, and what a run is told of them."""
+
+    def __init__(self, decoder: LlamaDecoder, attention: NativeAttention) -> None:
+        layout, head = attention.pool.layout, decoder.head
+        first = decoder.layers[0]
+        assert isinstance(first, DecoderLayer)
+        down = first.mlp.down_proj.matrix
+        assert isinstance(head, Recordable)
+        assert isinstance(down, Recordable)
+        neurons, num_heads = down.num_inputs, attention.num_heads
+        rows = functools.partial(torch.empty, MOST_ROWS, dtype=torch.bfloat16)
+        self.x, self.normed, self.delta = (rows(len(decoder.norm.weight)) for _ in range(3))
+        self.heads = rows(num_heads + 2 * layout.num_kv_heads, layout.head_dim)
+        self.attended = rows(num_heads, layout.head_dim)
+        self.gates_and_ups, self.gated = rows(2 * neurons), rows(neurons)
+        self.logits = rows(head.num_outputs)
+        self.rotation = (rows(1, layout.head_dim), rows(1, layout.head_dim))
+        self.slots = torch.empty(MOST_ROWS, dtype=torch.int64)
+
+
+def _is_recordable(matrix: Packed | None) -> bool:
+    return isinstance(matrix, DenseMatrix) or (isinstance(matrix, QuantizedMatrix) and matrix.is_recordable)

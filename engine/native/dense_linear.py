@@ -1,0 +1,138 @@
+"""Products with bfloat16 weights on a CPU, by the compiled kernels of engine/native/dense*.c if they are there.
+
+As with the attention kernels, SPLITSERVE_NATIVE names the variant that runs; without it the best of this CPU does.
+"""
+
+import ctypes
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from engine.native import library as native_library
+from engine.native.huge_memory import HugeMemory
+from engine.native.library import parallel_function
+from engine.native.program import NativeProgram
+
+VERSION: Final = 1  # DENSE_VERSION in native/dense.h
+VARIANTS: Final = ("avx512_bf16",)
+OUTPUTS: Final = 16  # of a vector of weights, as in native/dense.h
+
+_MEMORY: Final = HugeMemory()
+_VARIANT_OF: Final = {name: name for name in native_library.VARIANTS}  # of which most have no kernel
+
+
+class Matrix(ctypes.Structure):
+    """DenseMatrix in native/dense.h."""
+
+    _fields_ = [
+        ("num_inputs", ctypes.c_int32),
+        ("num_outputs", ctypes.c_int32),
+        ("weights", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p),
+    ]
+
+
+class DenseLibrary:
+    """The functions of the compiled library."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError when the file cannot be loaded or is of another version."""
+        library = ctypes.CDLL(str(path))
+        pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+        self._kernel = library.dense_kernel
+        self._kernel.restype = pointer
+        self._kernel.argtypes = [ctypes.c_char_p]
+        self.multiply = library.dense_multiply
+        self.multiply.restype = None
+        self.multiply.argtypes = [pointer, pointer, int32, pointer, int64, int32, pointer]
+        self.add = library.dense_add
+        self.add.restype = int32
+        self.add.argtypes = [pointer, pointer, pointer, int64, pointer]
+        self.pack = library.dense_pack
+        self.pack.restype = None
+        self.pack.argtypes = [pointer, int64, int32, int32, pointer]
+        library.dense_matrix_bytes.restype = int64
+        if library.dense_version() != VERSION or library.dense_matrix_bytes() != ctypes.sizeof(Matrix):
+            raise OSError(f"{path.name} is of another version: install the package again")
+
+    def kernel(self, variant: str) -> int | None:
+        """The address of a variant of VARIANTS; None where the CPU does not have it, and for other names."""
+        address: int | None = self._kernel(variant.encode())
+        return address
+
+
+def dense_library() -> DenseLibrary | None:
+    """The products of this installation's library, if they are there."""
+    return native_library.load(DenseLibrary)
+
+
+def best_variant() -> str | None:
+    """What computes products here; None where nothing native does. Raises UnknownVariant."""
+    return native_library.best_variant(dense_library(), _VARIANT_OF)
+
+
+class DenseMatrix:
+    """bfloat16 weights [num_outputs, num_inputs] on a CPU, packed as native/dense.h says.
+
+    Sums are of float32. A row's outputs depend on that row alone, to the bit, whatever rows are with it and however
+    many threads compute.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """Copies the weights. Raises ValueError where `best_variant` is None."""
+        library, variant = dense_library(), best_variant()
+        if library is None or variant is None:
+            raise ValueError("there is no kernel for bfloat16 weights here")
+        self.num_outputs, self.num_inputs = weight.shape
+        self._library = library
+        self._weights = _packed(library, weight.detach())
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+        self._matrix = Matrix(
+            num_inputs=self.num_inputs,
+            num_outputs=self.num_outputs,
+            weights=self._weights.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
+            kernel=library.kernel(variant),
+        )
+        self._address = ctypes.addressof(self._matrix)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._weights.nbytes + (0 if self._bias is None else self._bias.nbytes)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, num_inputs] -> [T, num_outputs], both bfloat16"""
+        assert (x.dtype, x.shape[1]) == (torch.bfloat16, self.num_inputs)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        outputs = x.new_empty((x.shape[0], self.num_outputs))
+        num_threads = torch.get_num_threads()
+        self._library.multiply(
+            self._address,
+            parallel_function() if num_threads > 1 else None,
+            num_threads,
+            x.data_ptr(),
+            x.stride(0) * x.itemsize,
+            x.shape[0],
+            outputs.data_ptr(),
+        )
+        return outputs
+
+    def record(self, program: NativeProgram, x: torch.Tensor, outputs: torch.Tensor) -> None:
+        """Adds the product of the rows of x to a program; both are bfloat16, and contiguous."""
+        row_bytes = self.num_inputs * x.itemsize
+        program.add(self._library.add, self._address, x.data_ptr(), row_bytes, outputs.data_ptr())
+
+
+def _packed(library: DenseLibrary, weight: torch.Tensor) -> torch.Tensor:
+    """[panels, pairs of inputs, outputs of the panel, 2] in bytes, zeros where there is no weight."""
+    if weight.stride(1) != 1:
+        weight = weight.contiguous()
+    num_outputs, num_inputs = weight.shape
+    padded_outputs, padded_inputs = -(-num_outputs // OUTPUTS) * OUTPUTS, -(-num_inputs // 2) * 2
+    packed = _MEMORY.empty(padded_outputs * padded_inputs * weight.itemsize)
+    row_bytes = weight.stride(0) * weight.itemsize
+    library.pack(weight.data_ptr(), row_bytes, num_outputs, num_inputs, packed.data_ptr())
+    return packed

@@ -1,0 +1,287 @@
+"""The steps between a decoder's products on CPUs, by the compiled kernels of engine/native/steps*.c if they are there.
+
+As with the attention kernels, SPLITSERVE_NATIVE names the variant that runs; without it the best of this CPU does.
+"""
+
+import ctypes
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from engine.cache.kv_pool import PagedKVPool
+from engine.model.rope import Rotation
+from engine.model.steps import HeadNorms, Steps, TorchSteps
+from engine.native import library as native_library
+from engine.native.program import NativeProgram
+
+VERSION: Final = 1  # STEPS_VERSION in native/steps.h
+ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1}
+VARIANTS: Final = ("avx512", "avx2", "plain")  # the fastest first
+
+_VARIANT_OF: Final = {"avx512_bf16": "avx512", "avx512": "avx512", "avx2": "avx2", "plain": "plain"}
+_SHARED_ELEMENTS: Final = 2**14  # fewer are done sooner than another thread is woken
+
+
+class Placement(ctypes.Structure):
+    """Placement in native/steps.h."""
+
+    _fields_ = [
+        ("element", ctypes.c_int32),
+        ("num_heads", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+        ("query_weight", ctypes.c_void_p),
+        ("key_weight", ctypes.c_void_p),
+        ("heads", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("cosines", ctypes.c_void_p),
+        ("signed_sines", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+    ]
+
+
+class StepLibrary:
+    """The functions of the compiled library."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError when the file cannot be loaded or is of another version."""
+        library = ctypes.CDLL(str(path))
+        pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+        run: list[Any] = [pointer, pointer, int32]
+        rows = [*run, int32, int32, int32]
+        self._kernel = library.steps_kernel
+        self._kernel.restype = pointer
+        self._kernel.argtypes = [ctypes.c_char_p]
+        self.norm, self.place, self.gate = library.steps_norm, library.steps_place, library.steps_gate
+        self.search = library.steps_search
+        self.norm.argtypes = [*rows, ctypes.c_float, pointer, pointer, int64, pointer, int64, pointer]
+        self.place.argtypes = [*run, pointer, int32, int64]
+        self.gate.argtypes = [*rows, pointer, int64, pointer]
+        self.search.argtypes = [*rows, pointer, int64, pointer, pointer]
+        for function in (self.norm, self.gate, self.search):
+            function.restype = None
+        self.add_norm, self.add_place = library.steps_add_norm, library.steps_add_place
+        self.add_gate = library.steps_add_gate
+        added: list[Any] = [pointer, pointer, int32, int32]
+        self.add_norm.argtypes = [*added, ctypes.c_float, pointer, pointer, int64, pointer, int64, pointer]
+        self.add_place.argtypes = [pointer, pointer, pointer, int64]
+        self.add_gate.argtypes = [*added, pointer, int64, pointer]
+        for function in (self.place, self.add_norm, self.add_place, self.add_gate):
+            function.restype = int32
+        library.steps_placement_bytes.restype = int64
+        if library.steps_version() != VERSION or library.steps_placement_bytes() != ctypes.sizeof(Placement):
+            raise OSError(f"{path.name} is of another version: install the package again")
+
+    def kernel(self, variant: str) -> int | None:
+        """The address of a variant of VARIANTS; None where the CPU does not have it."""
+        address: int | None = self._kernel(variant.encode())
+        return address
+
+
+def step_library() -> StepLibrary | None:
+    """The steps of this installation's library, if they are there."""
+    return native_library.load(StepLibrary)
+
+
+def best_variant() -> str | None:
+    """What computes steps here; None where nothing native does. Raises UnknownVariant."""
+    return native_library.best_variant(step_library(), _VARIANT_OF)
+
+
+def choose_steps(device: torch.device) -> Steps:
+    """The fastest steps of a device."""
+    variant = best_variant() if device.type == "cpu" else None
+    return TorchSteps() if variant is None else NativeSteps(variant)
+
+
+class NativeSteps:
+    """Steps on a CPU: of float32 and bfloat16 by one call each, of other dtypes by torch. Rounds where torch does.
+
+    The bits of a row depend neither on the other rows nor on the number of threads, which is torch's.
+    """
+
+    def __init__(self, variant: str) -> None:
+        """Takes one of VARIANTS. Raises ValueError when it is not there."""
+        library = step_library()
+        kernel = None if library is None else library.kernel(variant)
+        if library is None or kernel is None:
+            raise ValueError(f"there are no {variant} steps here")
+        self.variant: Final = variant
+        self._library, self._kernel = library, kernel
+        self._portable = TorchSteps()
+
+    def norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        element = ELEMENTS.get(x.dtype)
+        if element is None or x.stride(1) != 1 or (delta is not None and delta.stride(1) != 1):
+            return self._portable.norm(x, weight, eps, delta)
+        num_rows, num_columns = x.shape
+        output = torch.empty_like(x)
+        size = output.itemsize
+        self._library.norm(
+            self._kernel,
+            *_threads(num_rows * num_columns),
+            element,
+            num_rows,
+            num_columns,
+            eps,
+            weight.data_ptr(),
+            x.data_ptr(),
+            x.stride(0) * size,
+            None if delta is None else delta.data_ptr(),
+            0 if delta is None else delta.stride(0) * size,
+            output.data_ptr(),
+        )
+        return output
+
+    def place(
+        self,
+        heads: torch.Tensor,
+        rotation: Rotation,
+        pool: PagedKVPool,
+        layer: int,
+        slots: torch.Tensor,
+        norms: HeadNorms | None = None,
+    ) -> torch.Tensor:
+        """Raises IndexError, and writes nothing, when a slot is not in the pool."""
+        element, num_kv_heads = ELEMENTS.get(heads.dtype), pool.layout.num_kv_heads
+        num_rows, num_all_heads, head_dim = heads.shape
+        is_usual = heads.dtype == pool.compute_dtype and heads.stride() == (num_all_heads * head_dim, head_dim, 1)
+        if element is None or not is_usual:
+            return self._portable.place(heads, rotation, pool, layer, slots, norms)
+        placement = _placement(heads, rotation, pool, layer, slots, norms)
+        failed = self._library.place(
+            self._kernel,
+            *_threads(heads.numel()),
+            ctypes.addressof(placement),
+            num_rows,
+            pool.num_blocks * pool.layout.block_size,
+        )
+        if failed:
+            raise IndexError(f"there is a slot outside the {pool.num_blocks} blocks of the KV pool")
+        if pool.layout.is_quantized:
+            pool.store(layer, slots, heads[:, -2 * num_kv_heads : -num_kv_heads], heads[:, -num_kv_heads:])
+        return heads[:, : num_all_heads - 2 * num_kv_heads]
+
+    def gate(self, gates_and_ups: torch.Tensor) -> torch.Tensor:
+        element = ELEMENTS.get(gates_and_ups.dtype)
+        if element is None or gates_and_ups.stride(1) != 1:
+            return self._portable.gate(gates_and_ups)
+        num_rows, num_columns = gates_and_ups.shape[0], gates_and_ups.shape[1] // 2
+        output = gates_and_ups.new_empty((num_rows, num_columns))
+        self._library.gate(
+            self._kernel,
+            *_threads(num_rows * num_columns),
+            element,
+            num_rows,
+            num_columns,
+            gates_and_ups.data_ptr(),
+            gates_and_ups.stride(0) * output.itemsize,
+            output.data_ptr(),
+        )
+        return output
+
+    def likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        element = ELEMENTS.get(logits.dtype)
+        if element is None or logits.stride(1) != 1:
+            return self._portable.likeliest(logits)
+        num_rows, num_columns = logits.shape
+        highest, tokens = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
+        self._library.search(
+            self._kernel,
+            *_threads(num_rows * num_columns),
+            element,
+            num_rows,
+            num_columns,
+            logits.data_ptr(),
+            logits.stride(0) * logits.itemsize,
+            highest.data_ptr(),
+            tokens.data_ptr(),
+        )
+        return highest, tokens
+
+    def record_norm(
+        self,
+        program: NativeProgram,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        delta: torch.Tensor | None,
+        output: torch.Tensor,
+    ) -> None:
+        """Adds a norm to a program, of rows in contiguous tensors of float32 or bfloat16."""
+        row_bytes = x.shape[1] * x.itemsize
+        program.add(
+            self._library.add_norm,
+            self._kernel,
+            ELEMENTS[x.dtype],
+            x.shape[1],
+            eps,
+            weight.data_ptr(),
+            x.data_ptr(),
+            row_bytes,
+            None if delta is None else delta.data_ptr(),
+            row_bytes,
+            output.data_ptr(),
+        )
+
+    def record_place(
+        self,
+        program: NativeProgram,
+        heads: torch.Tensor,
+        rotation: Rotation,
+        pool: PagedKVPool,
+        layer: int,
+        slots: torch.Tensor,
+        norms: HeadNorms | None,
+    ) -> None:
+        """Adds to a program what `place` does with a pool that is not quantized. A run does nothing when one of its
+        slots is not in the pool."""
+        placement = _placement(heads, rotation, pool, layer, slots, norms)
+        num_slots = pool.num_blocks * pool.layout.block_size
+        program.add(self._library.add_place, self._kernel, ctypes.addressof(placement), num_slots)
+
+    def record_gate(self, program: NativeProgram, gates_and_ups: torch.Tensor, output: torch.Tensor) -> None:
+        """Adds `gate` to a program, of rows in contiguous tensors of float32 or bfloat16."""
+        program.add(
+            self._library.add_gate,
+            self._kernel,
+            ELEMENTS[output.dtype],
+            output.shape[1],
+            gates_and_ups.data_ptr(),
+            gates_and_ups.shape[1] * output.itemsize,
+            output.data_ptr(),
+        )
+
+
+def _placement(
+    heads: torch.Tensor,
+    rotation: Rotation,
+    pool: PagedKVPool,
+    layer: int,
+    slots: torch.Tensor,
+    norms: HeadNorms | None,
+) -> Placement:
+    """Of contiguous heads [T, H + 2 K, D]. A quantized pool is not written to."""
+    num_kv_heads, (_, num_all_heads, head_dim) = pool.layout.num_kv_heads, heads.shape
+    placement = Placement(ELEMENTS[heads.dtype], num_all_heads - 2 * num_kv_heads, num_kv_heads, head_dim)
+    placement.heads, placement.stride = heads.data_ptr(), num_all_heads * head_dim * heads.itemsize
+    placement.cosines, placement.signed_sines = (table.data_ptr() for table in rotation)
+    if norms is not None:
+        placement.query_weight, placement.key_weight = norms.query_weight.data_ptr(), norms.key_weight.data_ptr()
+        placement.eps = norms.eps
+    if not pool.layout.is_quantized:
+        placement.keys, placement.values = pool.keys(layer).data_ptr(), pool.values(layer).data_ptr()
+        placement.slots = slots.data_ptr()
+    return placement
+
+
+def _threads(num_elements: int) -> tuple[int | None, int]:
+    """What runs threads, and how many are worth it."""
+    num_threads = torch.get_num_threads() if num_elements >= _SHARED_ELEMENTS else 1
+    return (native_library.parallel_function(), num_threads) if num_threads > 1 else (None, 1)

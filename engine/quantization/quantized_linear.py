@@ -1,0 +1,194 @@
+"""Products with quantized weights: by the native kernels on a CPU, elsewhere of weights made whole some at a time."""
+
+import ctypes
+import logging
+import math
+from typing import Final
+
+import torch
+from torch.nn import functional
+
+from engine.native.huge_memory import HugeMemory
+from engine.native.library import parallel_function
+from engine.native.linear_library import ELEMENTS, Matrix, best_variant, linear_library
+from engine.native.program import NativeProgram
+from engine.quantization.weight_quantization import QuantizedWeight, quantize_tiles
+
+logger = logging.getLogger(__name__)
+
+OUTPUTS: Final = 16  # of a vector of weights, as in native/linear.h
+DEPTH: Final = 4  # inputs of a vector
+_MEMORY: Final = HugeMemory()
+_TILE_ELEMENTS: Final = 2**20  # weights that are made whole at a time
+
+
+class QuantizedMatrix:
+    """Weights [num_outputs, num_inputs] of 4 or 8 bits, packed as native/linear.h says, wherever they are.
+
+    The native kernels round each row of inputs to 16 bits of its largest and then add exactly, so that a row's outputs
+    depend on that row alone.
+    """
+
+    def __init__(
+        self,
+        num_outputs: int,
+        num_inputs: int,
+        bits: int,
+        group_size: int,
+        device: torch.device,
+        variant: str | None = None,
+    ) -> None:
+        """Empty; to be filled with `put`. `variant` is one of linear_library.VARIANTS that this CPU has, or "portable";
+        None takes the best."""
+        num_vectors, num_groups = -(-num_outputs // OUTPUTS), -(-num_inputs // group_size)
+        self.num_outputs, self.num_inputs, self.bits = num_outputs, num_inputs, bits
+        self._group_size = group_size
+        self._rows_packed = 8 // bits  # vectors of weights that share a packed one
+        depth = DEPTH * self._rows_packed
+        shape = (num_vectors, num_groups * group_size // depth, OUTPUTS, DEPTH)
+        self._weights = _zeros(shape, device)
+        self._scales = torch.zeros((num_vectors, num_groups, OUTPUTS), device=device)
+        self._zeros = torch.zeros((num_vectors, num_groups, OUTPUTS), dtype=torch.uint8, device=device)
+        self._bias: torch.Tensor | None = None
+        self.columns: torch.Tensor | None = None  # which input each packed one is; None: in order
+        if variant is None:
+            variant = best_variant() if device.type == "cpu" else None
+        self.variant: Final = variant or "portable"
+        self._matrix = self._describe() if self.variant != "portable" else None
+
+    @property
+    def num_bytes(self) -> int:
+        extra = sum(tensor.nbytes for tensor in (self._bias, self.columns) if tensor is not None)
+        return self._weights.nbytes + self._scales.nbytes + self._zeros.nbytes + extra
+
+    def put(self, first_output: int, weight: QuantizedWeight) -> None:
+        """Fills in outputs; the first is a multiple of 16, and so is their number unless they are the last."""
+        assert first_output % OUTPUTS == 0
+        assert (weight.bits, weight.group_size, weight.num_inputs) == (self.bits, self._group_size, self.num_inputs)
+        num_outputs = weight.numbers.shape[0]
+        vectors = slice(first_output // OUTPUTS, -(-(first_output + num_outputs) // OUTPUTS))
+        padding = (0, 0, 0, -num_outputs % OUTPUTS)
+        numbers = functional.pad(weight.numbers, padding)
+        words = numbers.view(-1, OUTPUTS, numbers.shape[1] // DEPTH, DEPTH).transpose(1, 2)
+        if self.bits == 4:
+            words = words[:, 0::2] | words[:, 1::2] << 4
+        self._weights[vectors] = words
+        for target, given in ((self._scales, weight.scales), (self._zeros, weight.zeros)):
+            target[vectors] = functional.pad(given, padding).view(-1, OUTPUTS, given.shape[1]).transpose(1, 2)
+
+    def set_bias(self, bias: torch.Tensor) -> None:
+        """What is added to the outputs, [num_outputs]."""
+        self._bias = bias.detach().float().contiguous()
+        if self._matrix is not None:
+            self._matrix.bias = self._bias.data_ptr()
+
+    def rows(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The weights of these outputs [T], which are whole: [T, num_inputs] float32."""
+        vectors, places = outputs // OUTPUTS, outputs % OUTPUTS
+        numbers = self._weights[vectors, :, places]
+        if self.bits == 4:
+            numbers = torch.stack((numbers & 15, numbers >> 4), 2)
+        grouped = numbers.reshape(len(outputs), -1, self._group_size).float()
+        grouped.sub_(self._zeros[vectors, :, places].unsqueeze(2))
+        grouped.mul_(self._scales[vectors, :, places].unsqueeze(2))
+        weights = grouped.flatten(1)[:, : self.num_inputs]
+        if self.columns is None:
+            return weights
+        return torch.empty_like(weights).index_copy_(1, self.columns, weights)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, num_inputs] -> [T, num_outputs]"""
+        if self._matrix is None:
+            return self._multiply_whole(x)
+        if self.columns is not None:
+            x = x.index_select(1, self.columns)
+        return self._multiply(x) if x.dtype != torch.float16 else self._multiply(x.float()).half()
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether a kernel computes, from inputs in their own order."""
+        return self._matrix is not None and self.columns is None
+
+    def record(self, program: NativeProgram, x: torch.Tensor, outputs: torch.Tensor) -> None:
+        """Adds the product of the rows of x to a program; both are bfloat16 or float32, and contiguous."""
+        assert self.is_recordable
+        library = linear_library()
+        assert library is not None
+        memory = program.scratch(library.rounded_bytes(self._address, program.most_rows))
+        program.add(
+            library.add,
+            self._address,
+            ELEMENTS["bfloat16" if x.dtype == torch.bfloat16 else "float32"],
+            x.data_ptr(),
+            self.num_inputs * x.itemsize,
+            program.most_rows,
+            outputs.data_ptr(),
+            memory.data_ptr(),
+        )
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        library = linear_library()
+        assert library is not None
+        outputs = x.new_empty((x.shape[0], self.num_outputs))
+        num_threads = torch.get_num_threads()
+        failed = library.multiply(
+            self._address,
+            parallel_function() if num_threads > 1 else None,
+            num_threads,
+            ELEMENTS["bfloat16" if x.dtype == torch.bfloat16 else "float32"],
+            x.data_ptr(),
+            x.stride(0) * x.itemsize,
+            x.shape[0],
+            outputs.data_ptr(),
+        )
+        if failed:
+            raise MemoryError(f"no memory for {x.shape[0]} rows of {self.num_inputs} inputs")
+        return outputs
+
+    def _multiply_whole(self, x: torch.Tensor) -> torch.Tensor:
+        step = max(1, _TILE_ELEMENTS // self.num_inputs)
+        outputs = x.new_empty((x.shape[0], self.num_outputs))
+        for first in range(0, self.num_outputs, step):
+            tile = torch.arange(first, min(first + step, self.num_outputs), device=x.device)
+            outputs[:, tile] = functional.linear(x, self.rows(tile).to(x.dtype))
+        return outputs if self._bias is None else outputs.add_(self._bias.to(x.dtype))
+
+    def _describe(self) -> Matrix:
+        library = linear_library()
+        kernel = None if library is None else library.kernel(self.variant)
+        if kernel is None:
+            raise ValueError(f"there is no {self.variant} kernel for quantized weights here")
+        matrix = Matrix(
+            num_inputs=self.num_inputs,
+            num_outputs=self.num_outputs,
+            padded_inputs=self._scales.shape[1] * self._group_size,
+            group_size=self._group_size,
+            weight_bits=self.bits,
+            weights=self._weights.data_ptr(),
+            scales=self._scales.data_ptr(),
+            zeros=self._zeros.data_ptr(),
+            kernel=kernel,
+        )
+        self._address = ctypes.addressof(matrix)
+        return matrix
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Bytes, of which a CPU reads many at a time."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
+    return _MEMORY.empty(math.prod(shape)).view(shape).zero_()
+
+
+def quantized_matrix(weight: torch.Tensor, bits: int, variant: str | None = None) -> QuantizedMatrix:
+    """A weight [num_outputs, num_inputs] in 4 or 8 bits."""
+    matrix: QuantizedMatrix | None = None
+    for first, tile in quantize_tiles(weight, bits):
+        if matrix is None:
+            num_outputs, num_inputs = weight.shape
+            matrix = QuantizedMatrix(num_outputs, num_inputs, bits, tile.group_size, weight.device, variant)
+        matrix.put(first, tile)
+    assert matrix is not None, "a weight without outputs"
+    return matrix

@@ -1,0 +1,174 @@
+"""What a rank sends KV blocks with."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kv_transfer.ends.sending import NoLane, SendingLane
+from kv_transfer.errors import TransferError
+from kv_transfer.payload import blocks_per_message
+from kv_transfer.results import Sent, TransferFailed, combined
+from kv_transfer.sessions.sender_session import PeerLost
+from kv_transfer.store import KVStore
+from kv_transfer.ticket import Ticket
+from kv_transfer.transports.transport import Dialer
+from kv_transfer.wire import Committed, Missing, Refused, decode
+from serving_core.sharding import head_range
+
+__all__ = ["KVSender", "SendingTransfer", "Sent", "TransferFailed"]
+
+logger = logging.getLogger(__name__)
+
+MAX_OPEN = 1024
+CLOSE_TIMEOUT_S = 10.0
+
+OnSent = Callable[[Sent | TransferFailed], None]
+
+
+class KVSender:
+    """Sends one rank's blocks to the receivers that tickets name. Belongs to the event loop it was made on."""
+
+    def __init__(
+        self, transport: Dialer, store: KVStore, *, rank: int = 0, tp_size: int = 1, deadline_s: float
+    ) -> None:
+        """`deadline_s` is the time from a transfer's finish to its commit. Raises TransferError when a block of the
+        store is too large to be sent."""
+        blocks_per_message(store.layout)
+        self.num_bytes = 0  # of blocks, repeats included
+        self.num_messages = 0  # with blocks in them
+        self.num_failed = 0  # transfers
+        self.num_refused = 0  # replies that refuse something
+        self.num_malformed = 0  # replies that cannot be read
+        self.transport = transport
+        self.store = store
+        self.rank = rank
+        self.tp_size = tp_size
+        self.deadline_s = deadline_s
+        self._open: dict[int, SendingTransfer] = {}  # by epoch
+        self._lanes: dict[bytes, SendingLane] = {}  # of them, by transfer id
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._is_closed = False
+        transport.start(self._take_reply, self._lose)
+
+    @property
+    def num_open(self) -> int:
+        """Transfers whose on_done has not been called."""
+        return len(self._open)
+
+    def start(self, ticket: bytes, on_done: OnSent) -> "SendingTransfer":
+        """Begins this rank's part of a transfer: all of the lanes that begin here. Raises TransferError when the ticket
+        is odd, does not fit this rank or is in use, or its epoch is."""
+        if self._is_closed or len(self._open) >= MAX_OPEN:
+            raise TransferError(f"no further transfer can be started: {len(self._open)} of {MAX_OPEN} are open")
+        decoded = Ticket.decode(ticket)
+        self._check(decoded)
+        for _, lane in decoded.lanes_from(self.rank):
+            self.transport.connect(lane.address)
+        transfer = SendingTransfer(self, decoded, partial(self._conclude, decoded.epoch, on_done))
+        self._open[decoded.epoch] = transfer
+        self._lanes.update(transfer.lanes)
+        self._idle.clear()
+        return transfer
+
+    async def close(self) -> None:
+        """Cancels what is open, and returns when every on_done has been called."""
+        self._is_closed = True
+        for transfer in list(self._open.values()):
+            transfer.cancel()
+        await self.transport.close()
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await self._idle.wait()
+
+    def _check(self, ticket: Ticket) -> None:
+        if ticket.prefill_tp != self.tp_size:
+            raise TransferError(f"the ticket is for a prefill node of {ticket.prefill_tp} ranks, not {self.tp_size}")
+        expected = ticket.layout.with_heads(len(head_range(self.rank, self.tp_size, ticket.layout.num_kv_heads)))
+        if expected != self.store.layout:
+            raise TransferError(f"the ticket asks this rank for blocks of {expected}; it has {self.store.layout}")
+        is_known = any(lane.transfer_id in self._lanes for _, lane in ticket.lanes_from(self.rank))
+        if is_known or ticket.epoch in self._open:
+            raise TransferError("the ticket is in use already")
+
+    def _conclude(self, epoch: int, on_done: OnSent, result: Sent | TransferFailed) -> None:
+        for transfer_id in self._open.pop(epoch).lanes:
+            del self._lanes[transfer_id]
+        if not self._open:
+            self._idle.set()
+        if isinstance(result, TransferFailed):
+            self.num_failed += 1
+        on_done(result)
+
+    def _take_reply(self, header: memoryview) -> None:
+        try:
+            message = decode(header)
+        except TransferError as error:
+            self.num_malformed += 1
+            logger.warning("a reply was dropped: %s", error)
+            return
+        if isinstance(message, Refused):
+            self.num_refused += 1
+        lane = self._lanes.get(message.transfer_id)
+        if lane is not None and isinstance(message, Committed | Missing | Refused):
+            lane.handle(message)
+
+    def _lose(self, address: str) -> None:
+        for lane in list(self._lanes.values()):
+            if lane.address == address:
+                lane.handle(PeerLost())
+
+
+class SendingTransfer:
+    """One rank's part of a transfer under way. Its caller keeps the blocks as they are until on_done is called, once,
+    from the loop: with success when every lane is committed, else with what failed first."""
+
+    def __init__(self, sender: KVSender, ticket: Ticket, on_done: OnSent) -> None:
+        self._sender = sender
+        self._num_layers = ticket.layout.num_layers
+        self._on_done = on_done
+        self._results: list[Sent | TransferFailed] = []  # of lanes, in the order of their ends
+        self._has_concluded = False
+        self.lanes = {  # by transfer id, for the sender's use
+            lane.transfer_id: SendingLane(
+                lane, sender.transport, sender.store.heads(copy.source_heads), sender.deadline_s, self
+            )
+            for copy, lane in ticket.lanes_from(sender.rank)
+        }
+        self._parts: list[SendingLane | NoLane] = [*self.lanes.values()] or [NoLane(ticket.ttl_s, self)]
+
+    def blocks_ready(self, block_ids: Sequence[int], num_layers: int | None = None) -> None:
+        """The request's leading blocks that are final in the leading num_layers layers, by default in all of them.
+        The list may grow only when what it held is final in all layers."""
+        ids, layers = tuple(block_ids), self._num_layers if num_layers is None else num_layers
+        for lane in self._parts:
+            lane.blocks_ready(ids, layers)
+
+    def finish(self, block_ids: Sequence[int], tail: bytes) -> None:
+        """These are all of the request's blocks, and they are final. `tail` goes to the receivers' callers."""
+        ids = tuple(block_ids)
+        for lane in self._parts:
+            lane.finish(ids, tail)
+
+    def cancel(self) -> None:
+        """Ends the transfer as soon as the transport lets go of its blocks."""
+        for lane in self._parts:
+            lane.cancel()
+
+    def lane_sent(self, num_bytes: int) -> None:
+        """For the lanes' use."""
+        self._sender.num_messages += 1
+        self._sender.num_bytes += num_bytes
+
+    def lane_ended(self, result: Sent | TransferFailed) -> None:
+        """For the lanes' use."""
+        self._results.append(result)
+        if isinstance(result, TransferFailed):
+            self.cancel()
+        self.lane_released()
+
+    def lane_released(self) -> None:
+        """For the lanes' use."""
+        if not self._has_concluded and all(lane.is_over for lane in self._parts):
+            self._has_concluded = True
+            asyncio.get_running_loop().call_soon(self._on_done, combined(self._results))

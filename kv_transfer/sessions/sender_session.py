@@ -1,0 +1,289 @@
+"""The sender's half of one lane: events and the time in, actions out. It does no I/O and reads no clock.
+
+    FILLING ──AllReady──> FLUSHING ──queue empty, Finish sent──> AWAITING ──Committed──> ENDED
+                              ^                                     │
+                              └──────────────Missing────────────────┘
+    Cancel, Refused, Tick past the deadline, too many losses or rounds: any of the three ──> ENDED
+
+Blocks leave in messages, at most WINDOW of which the transport holds at a time. `Finish` asks for an answer and is
+repeated, ever more slowly, until one comes. What got lost or was corrupted on the way comes back as Missing.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from kv_transfer.results import Sent, TransferFailed
+from kv_transfer.ticket import Lane
+from kv_transfer.wire import MAX_SEGMENTS, Abort, BlockRange, Committed, Finish, Missing, Refused
+from serving_core import reasons
+
+WINDOW = 2  # messages that the transport holds: one on its way, one behind it
+MAX_ROUNDS = 4  # of sending again what was missing
+MAX_LOSSES = 3  # of the connection, before the peer counts as gone
+FIRST_REPEAT_S = 0.25
+LAST_REPEAT_S = 2.0
+
+CANCELLED = "the sender's node cancelled the transfer"
+TIME_IS_OVER = "the transfer's time is over"
+
+
+class State(Enum):
+    FILLING = auto()  # the prompt is still being computed
+    FLUSHING = auto()  # every block is ready, some are not sent
+    AWAITING = auto()  # everything is sent, and Finish too
+    ENDED = auto()
+
+
+# ---- events ----
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksReady:
+    """The leading num_blocks blocks are final in the leading num_layers layers. Of new blocks all layers become ready
+    before any further block does."""
+
+    num_blocks: int
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class AllReady:
+    """The transfer has num_blocks blocks and all of them are final."""
+
+    num_blocks: int
+    tail: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """There is time to send one more message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The transport has let go of one Data message."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """The connection broke; what was under way may be lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The caller wants no more of this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """wake_at has come."""
+
+
+Event = BlocksReady | AllReady | Turn | Released | PeerLost | Cancel | Tick | Committed | Missing | Refused
+
+
+# ---- actions ----
+
+
+@dataclass(frozen=True, slots=True)
+class SendBlocks:
+    """Send these blocks in one Data message, and report Released when the transport lets go of it."""
+
+    ranges: tuple[BlockRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendMessage:
+    message: Finish | Abort
+
+
+@dataclass(frozen=True, slots=True)
+class Conclude:
+    result: Sent | TransferFailed
+
+
+Action = SendBlocks | SendMessage | Conclude
+
+
+class SenderSession:
+    """One lane of a transfer. `handle` is the only way in."""
+
+    def __init__(self, lane: Lane, blocks_per_message: int, deadline_s: float, now: float) -> None:
+        """`deadline_s` runs from AllReady; before that, and over all, the ticket's time to live is the limit."""
+        self.state = State.FILLING
+        self._lane = lane
+        self._blocks_per_message = blocks_per_message
+        self._deadline_s = deadline_s
+        self._give_up_at = now + lane.ttl_s
+        self._repeat_at: float | None = None
+        self._repeat_s = FIRST_REPEAT_S
+        self._num_ready = lane.num_cached_blocks  # in all layers
+        self._num_growing = 0  # blocks that are ready in some layers; 0 when there are none
+        self._num_layers = 0  # in which they are
+        self._tail = b""
+        self._queue: deque[BlockRange] = deque()
+        self._num_held = 0  # messages that the transport holds
+        self._round = 0
+        self._num_losses = 0
+
+    @property
+    def wants_turn(self) -> bool:
+        """Whether a Turn would send something."""
+        return self.state is not State.ENDED and bool(self._queue) and self._num_held < WINDOW
+
+    @property
+    def wake_at(self) -> float | None:
+        """When the next Tick is due; None when the session has ended."""
+        if self.state is State.ENDED:
+            return None
+        return self._give_up_at if self._repeat_at is None else min(self._give_up_at, self._repeat_at)
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """What to do about an event, in order. An event that has no place in the table changes nothing, nor does an
+        answer to another epoch."""
+        if isinstance(event, Committed | Missing | Refused) and event.epoch != self._lane.epoch:
+            return []
+        transition = _TRANSITIONS.get((self.state, type(event)))
+        return [] if transition is None else transition(self, event, now)
+
+    # ---- transitions ----
+
+    def _blocks_ready(self, event: BlocksReady, now: float) -> list[Action]:
+        return self._grow(event.num_blocks, event.num_layers)
+
+    def _all_ready(self, event: AllReady, now: float) -> list[Action]:
+        if event.num_blocks < self._num_ready:
+            return self._fail(f"the request has {event.num_blocks} blocks, and {self._num_ready} are sent or cached")
+        actions = self._grow(event.num_blocks, self._lane.layout.num_layers)
+        if self.state is State.ENDED:
+            return actions
+        self._tail = event.tail
+        self._give_up_at = min(self._give_up_at, now + self._deadline_s)
+        self.state = State.FLUSHING
+        return self._finish_when_sent(now)
+
+    def _turn(self, event: Turn, now: float) -> list[Action]:
+        if not self.wants_turn:
+            return []
+        self._num_held += 1
+        return [SendBlocks(self._next_ranges()), *self._finish_when_sent(now)]
+
+    def _released(self, event: Released, now: float) -> list[Action]:
+        self._num_held -= 1
+        return []
+
+    def _committed(self, event: Committed, now: float) -> list[Action]:
+        self.state = State.ENDED
+        num_sent = self._num_ready - self._lane.num_cached_blocks
+        return [Conclude(Sent(num_sent * self._lane.layout.block_bytes))]
+
+    def _missing(self, event: Missing, now: float) -> list[Action]:
+        if event.round != self._round:
+            return []  # answers an earlier Finish; what it names has been sent again since
+        if self._round == MAX_ROUNDS:
+            reason = reasons.KV_CHECKSUM_MISMATCH if event.num_corrupt else reasons.TRANSFER_FAILED
+            return self._fail(f"blocks are still missing after {MAX_ROUNDS} repeats", reason)
+        if not all(self._was_sent(range_) for range_ in event.ranges):
+            return self._fail("the receiver misses blocks that are not part of the transfer")
+        self._round += 1
+        self._repeat_at = None
+        self._queue.extend(event.ranges)
+        self.state = State.FLUSHING
+        return []
+
+    def _refused(self, event: Refused, now: float) -> list[Action]:
+        return self._fail(f"the receiver refused the transfer: {event.refusal}")
+
+    def _peer_lost(self, event: PeerLost, now: float) -> list[Action]:
+        self._num_losses += 1
+        if self._num_losses > MAX_LOSSES:
+            return self._fail("the receiver is gone")
+        return self._send_finish(now) if self.state is State.AWAITING else []
+
+    def _cancel(self, event: Cancel, now: float) -> list[Action]:
+        return self._fail(CANCELLED)
+
+    def _tick(self, event: Tick, now: float) -> list[Action]:
+        if now >= self._give_up_at:
+            return self._fail(TIME_IS_OVER)
+        if self._repeat_at is not None and now >= self._repeat_at:
+            self._repeat_s = min(2 * self._repeat_s, LAST_REPEAT_S)
+            return self._send_finish(now)
+        return []
+
+    # ---- helpers ----
+
+    def _grow(self, num_blocks: int, num_layers: int) -> list[Action]:
+        """Queues what has become ready."""
+        lane = self._lane
+        if num_blocks > lane.num_blocks:
+            return self._fail(f"the request has {num_blocks} blocks and {lane.num_blocks} were granted")
+        num_new = num_blocks - self._num_ready
+        if num_new > 0:
+            assert self._num_growing in (0, num_blocks), "blocks became ready before earlier ones in all layers"
+            layers = range(self._num_layers, num_layers)
+            self._queue.extend(BlockRange(layer, self._num_ready, num_new) for layer in layers)
+            self._num_growing, self._num_layers = num_blocks, max(self._num_layers, num_layers)
+        if self._num_layers == lane.layout.num_layers:
+            self._num_ready, self._num_growing, self._num_layers = num_blocks, 0, 0
+        return []
+
+    def _next_ranges(self) -> tuple[BlockRange, ...]:
+        """Takes the blocks of one message from the queue. Only a range that is too long for any message is cut, into
+        parts of about equal length."""
+        room = self._blocks_per_message
+        first = self._queue[0]
+        if first.num_blocks > room:
+            num_parts = -(-first.num_blocks // room)
+            part = -(-first.num_blocks // num_parts)
+            self._queue[0] = BlockRange(first.layer, first.first + part, first.num_blocks - part)
+            return (BlockRange(first.layer, first.first, part),)
+        ranges: list[BlockRange] = []
+        while self._queue and self._queue[0].num_blocks <= room and len(ranges) < MAX_SEGMENTS:
+            ranges.append(self._queue.popleft())
+            room -= ranges[-1].num_blocks
+        return tuple(ranges)
+
+    def _finish_when_sent(self, now: float) -> list[Action]:
+        if self.state is not State.FLUSHING or self._queue:
+            return []
+        self.state = State.AWAITING
+        self._repeat_s = FIRST_REPEAT_S
+        return self._send_finish(now)
+
+    def _send_finish(self, now: float) -> list[Action]:
+        self._repeat_at = now + self._repeat_s
+        lane = self._lane
+        return [SendMessage(Finish(lane.transfer_id, lane.epoch, self._round, self._num_ready, self._tail))]
+
+    def _was_sent(self, range_: BlockRange) -> bool:
+        is_layer = range_.layer < self._lane.layout.num_layers
+        return is_layer and self._lane.num_cached_blocks <= range_.first and range_.stop <= self._num_ready
+
+    def _fail(self, message: str, reason: str = reasons.TRANSFER_FAILED) -> list[Action]:
+        self.state = State.ENDED
+        self._queue.clear()
+        abort = Abort(self._lane.transfer_id, self._lane.epoch)
+        return [SendMessage(abort), Conclude(TransferFailed(reason, message))]
+
+
+Transition = Callable[[SenderSession, Any, float], list[Action]]
+
+_TRANSITIONS: dict[tuple[State, type], Transition] = {
+    (State.FILLING, BlocksReady): SenderSession._blocks_ready,
+    (State.FILLING, AllReady): SenderSession._all_ready,
+    (State.FILLING, Turn): SenderSession._turn,
+    (State.FLUSHING, Turn): SenderSession._turn,
+    (State.FLUSHING, Committed): SenderSession._committed,
+    (State.AWAITING, Committed): SenderSession._committed,
+    (State.AWAITING, Missing): SenderSession._missing,
+}
+for _state in (State.FILLING, State.FLUSHING, State.AWAITING):
+    _TRANSITIONS[_state, Released] = SenderSession._released
+    _TRANSITIONS[_state, Refused] = SenderSession._refused
+    _TRANSITIONS[_state, PeerLost] = SenderSession._peer_lost
+    _TRANSITIONS[_state, Cancel] = SenderSession._cancel
+    _TRANSITIONS[_state, Tick] = SenderSession._tick

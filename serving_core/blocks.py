@@ -1,0 +1,213 @@
+"""Who holds which KV block, and which blocks hold KV worth keeping.
+
+    free ──lease──> leased ──publish──> leased and named ──last lease ends──> cached
+      ▲               │                        ▲                               │ │
+      └──lease ends───┘                        └───────lease by name───────────┘ │
+                      ▲                                                          │
+                      └─────────lease when none is free: the name is lost────────┘
+
+A lease is the right to use blocks; it is given back exactly once. Several leases may share a named block, to read
+only: its owner writes to a block before it is published and nobody does after that. The allocator touches no tensor.
+"""
+
+import heapq
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+from serving_core.errors import OutOfBlocks
+
+
+class BlockLease:
+    """Blocks held by one owner, in table order. Releasing twice is a bug and raises.
+
+    The leading `num_published` blocks hold final KV, the leading `num_cached` of them since before the lease.
+    """
+
+    def __init__(self, allocator: "BlockAllocator", block_ids: list[int], num_cached: int) -> None:
+        self._allocator = allocator
+        self._block_ids = block_ids
+        self._released = False
+        self.num_cached = num_cached
+        self.num_published = num_cached
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The block table; grows in place with `grow`. Callers do not change it."""
+        assert not self._released, "a released lease was used"
+        return self._block_ids
+
+    def grow(self, num_blocks: int) -> None:
+        """Appends blocks to the table, all or none. Raises OutOfBlocks."""
+        assert not self._released, "a released lease was used"
+        self._block_ids.extend(self._allocator._take(num_blocks))
+
+    def publish(self, names: Sequence[bytes]) -> None:
+        """The leading len(names) blocks are full and final and go by these names from now on.
+
+        A name that another block has already stays there. Names given in an earlier call are not looked at again.
+        """
+        assert not self._released, "a released lease was used"
+        assert len(names) <= len(self._block_ids), "more names than blocks"
+        for index in range(self.num_published, len(names)):
+            self._allocator._name(self._block_ids[index], names[index])
+            self.num_published = index + 1
+
+    def release(self) -> None:
+        """Gives every block back."""
+        assert not self._released, "a lease was released twice"
+        self._released = True
+        self._allocator._give_back(self)
+
+
+class BlockAllocator:
+    """The blocks of one node's KV pool.
+
+    Of the free blocks the lowest ids go out first, so tables tend to be contiguous runs; when none is free, the cached
+    ones that were not in use for longest. Without `caching` no block ever has a name.
+    """
+
+    def __init__(self, num_blocks: int, caching: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.caching = caching
+        self._free = list(range(num_blocks))  # a heap
+        self._cached: OrderedDict[int, None] = OrderedDict()  # named and in no lease, least recently used first
+        self._num_leases = [0] * num_blocks  # that each block is in
+        self._name_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+        self._leases: dict[int, BlockLease] = {}
+        self._changes = _Changes()
+
+    # ---- figures ----
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that a lease can get, the cached ones among them."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that no lease holds, with the KV of an earlier request in them."""
+        return len(self._cached)
+
+    def num_held(self, names: Sequence[bytes]) -> int:
+        """How many of the leading names have a block, leased or cached."""
+        return next((index for index, name in enumerate(names) if name not in self._block_of), len(names))
+
+    def num_needed(self, num_blocks: int, names: Sequence[bytes]) -> int:
+        """By how much `allocate` with the same arguments would lower num_free; it can do so when that is enough."""
+        held = (self._block_of[name] for name in names[: self.num_held(names)])
+        return num_blocks - sum(self._num_leases[block] > 0 for block in held)
+
+    # ---- leases ----
+
+    def allocate(self, num_blocks: int, names: Sequence[bytes] = ()) -> BlockLease:
+        """Leases num_blocks blocks. Raises OutOfBlocks, and then takes none.
+
+        The first ones are those that go by the leading names, as many as there are (the lease's num_cached); they
+        keep their KV and may be in other leases too. The rest are in no other lease and hold nothing of use.
+        """
+        assert len(names) <= num_blocks, "more names than blocks"
+        needed = self.num_needed(num_blocks, names)
+        if needed > self.num_free:
+            raise self._out_of_blocks(needed)
+        held = [self._block_of[name] for name in names[: self.num_held(names)]]
+        for block in held:
+            self._num_leases[block] += 1
+            self._cached.pop(block, None)
+        lease = BlockLease(self, held + self._take(num_blocks - len(held)), len(held))
+        self._leases[id(lease)] = lease
+        return lease
+
+    def _take(self, num_blocks: int) -> list[int]:
+        """Blocks for one lease, ready to be written to."""
+        if num_blocks > self.num_free:
+            raise self._out_of_blocks(num_blocks)
+        num_evicted = max(0, num_blocks - len(self._free))
+        blocks = [heapq.heappop(self._free) for _ in range(num_blocks - num_evicted)]
+        blocks += sorted(self._evict() for _ in range(num_evicted))
+        for block in blocks:
+            self._num_leases[block] = 1
+        return blocks
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        name = self._name_of.pop(block)
+        del self._block_of[name]
+        self._changes.removed(name)
+        return block
+
+    def _give_back(self, lease: BlockLease) -> None:
+        del self._leases[id(lease)]
+        for block in reversed(lease._block_ids):  # a prefix loses its tail before its head: without that, nothing
+            self._num_leases[block] -= 1  # behind it can be found
+            if self._num_leases[block]:
+                continue
+            if block in self._name_of:
+                self._cached[block] = None
+            else:
+                heapq.heappush(self._free, block)
+
+    def _out_of_blocks(self, num_blocks: int) -> OutOfBlocks:
+        return OutOfBlocks(f"{num_blocks} blocks asked for, {self.num_free} of {self.num_blocks} are free")
+
+    # ---- names ----
+
+    def _name(self, block: int, name: bytes) -> None:
+        if self.caching and name not in self._block_of:
+            self._block_of[name] = block
+            self._name_of[block] = name
+            self._changes.stored(name)
+
+    def take_names(self) -> list[bytes]:
+        """All names held, for one who knows none of them yet. Changes count from here."""
+        self._changes.take()
+        return list(self._block_of)
+
+    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Names that blocks got, and names that were lost, since the last call: at most num_blocks of each.
+
+        A name that came and went in between is in neither.
+        """
+        return self._changes.take()
+
+    def check_integrity(self) -> None:
+        """Recounts everything from scratch: each block is free, cached or leased, and shared only with a name."""
+        leases = Counter(block for lease in self._leases.values() for block in lease._block_ids)
+        owned = [*self._free, *self._cached, *leases]
+        assert sorted(owned) == list(range(self.num_blocks)), "a block is lost or owned twice"
+        assert self._num_leases == [leases[block] for block in range(self.num_blocks)], "leases are miscounted"
+        for lease in self._leases.values():
+            assert len(set(lease._block_ids)) == len(lease._block_ids), "a block is twice in a lease"
+            assert lease.num_cached <= lease.num_published <= len(lease._block_ids)
+            for index, block in enumerate(lease._block_ids):
+                assert leases[block] == 1 or block in self._name_of, "a block without a name is shared"
+                assert index < lease.num_published or block not in self._name_of, "a block has a name too early"
+        assert self._block_of == {name: block for block, name in self._name_of.items()}, "names and blocks differ"
+        assert set(self._cached) == set(self._name_of) - set(leases), "a cached block has no name"
+        assert self.caching or not self._name_of, "a block has a name without caching"
+        self._changes.check_integrity(self._block_of)
+
+
+class _Changes:
+    """What happened to names since somebody last asked, netted out."""
+
+    def __init__(self) -> None:
+        self._is_stored: dict[bytes, bool] = {}
+
+    def stored(self, name: bytes) -> None:
+        if self._is_stored.pop(name, None) is None:
+            self._is_stored[name] = True
+
+    def removed(self, name: bytes) -> None:
+        if self._is_stored.pop(name, None) is None:
+            self._is_stored[name] = False
+
+    def take(self) -> tuple[list[bytes], list[bytes]]:
+        stored = [name for name, is_stored in self._is_stored.items() if is_stored]
+        removed = [name for name, is_stored in self._is_stored.items() if not is_stored]
+        self._is_stored.clear()
+        return stored, removed
+
+    def check_integrity(self, block_of: dict[bytes, int]) -> None:
+        for name, is_stored in self._is_stored.items():
+            assert is_stored == (name in block_of), "a change of names is not so"

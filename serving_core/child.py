@@ -1,0 +1,25 @@
+"""Becomes another program that dies with its parent: `python -m serving_core.child PARENT_PID PROGRAM [ARGUMENT ...]`.
+
+A wrapper program rather than a hook between fork and exec: the launcher has gRPC's threads, and forking Python
+code under threads may deadlock.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>; kept over exec
+
+
+def main() -> None:
+    parent, *argv = sys.argv[1:]
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        sys.exit("the launcher is gone")
+    os.execv(argv[0], argv)
+
+
+if __name__ == "__main__":
+    main()

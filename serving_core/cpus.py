@@ -1,0 +1,70 @@
+"""Which CPUs a node computes on. Torch-free: the number of threads must be known before torch is imported."""
+
+import itertools
+import os
+import re
+import sys
+from collections.abc import Sequence
+
+from serving_core.errors import SettingsError
+
+LARGEST_CPU = 1023  # what the kernel's default CPU mask holds
+_PART = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?", re.ASCII)
+_SHARE = re.compile(r"(\d{1,4})/(\d{1,4})", re.ASCII)
+
+
+def parse_cpus(text: str) -> list[int]:
+    """The CPU numbers in text such as "0-3,8", ascending; of "2/4" the second quarter of those that this process may
+    use. Raises SettingsError."""
+    if share := _SHARE.fullmatch(text.strip()):
+        return _share(int(share[1]), int(share[2]))
+    cpus: set[int] = set()
+    for part in text.split(","):
+        match = _PART.fullmatch(part.strip())
+        if match is None:
+            raise SettingsError(f"--cpus must look like 0-3,8 or 1/4, not {text!r}")
+        first = int(match[1])
+        last = int(match[2] or first)
+        if not first <= last <= LARGEST_CPU:
+            raise SettingsError(f"--cpus {text!r}: {part.strip()!r} is not a range of CPUs up to {LARGEST_CPU}")
+        cpus.update(range(first, last + 1))
+    return sorted(cpus)
+
+
+def divide_cpus(cpus: Sequence[int], num_parts: int) -> list[str]:
+    """The CPUs in parts, in the form of --cpus: disjoint and as even as can be. With fewer CPUs than parts each part
+    is one CPU, which several share. Empty where the CPUs are not known."""
+    if not cpus:
+        return [""] * num_parts
+    if len(cpus) < num_parts:
+        return [str(cpus[i % len(cpus)]) for i in range(num_parts)]
+    starts = [-(-i * len(cpus) // num_parts) for i in range(num_parts + 1)]
+    return [",".join(map(str, cpus[start:end])) for start, end in itertools.pairwise(starts)]
+
+
+def _share(number: int, num_shares: int) -> list[int]:
+    if not 1 <= number <= num_shares <= LARGEST_CPU:
+        raise SettingsError(f"--cpus {number}/{num_shares} is not a share: 1/N to N/N, with N up to {LARGEST_CPU}")
+    if not hasattr(os, "sched_getaffinity"):
+        raise SettingsError("--cpus needs Linux")
+    return parse_cpus(divide_cpus(sorted(os.sched_getaffinity(0)), num_shares)[number - 1])
+
+
+def pin(cpus: str) -> None:
+    """Restricts this process to these CPUs and torch to as many threads; empty text changes nothing.
+
+    To be called before torch is imported. Raises SettingsError when a CPU is not there.
+    """
+    if not cpus:
+        return
+    assert "torch" not in sys.modules, "pin() after torch was imported: its thread count is settled"
+    if not hasattr(os, "sched_setaffinity"):
+        raise SettingsError("--cpus needs Linux")
+    wanted = set(parse_cpus(cpus))
+    try:
+        os.sched_setaffinity(0, wanted)
+    except OSError as error:
+        raise SettingsError(f"--cpus {cpus}: {error.strerror}") from error
+    if missing := wanted - os.sched_getaffinity(0):
+        raise SettingsError(f"--cpus {cpus}: there is no CPU {', '.join(map(str, sorted(missing)))} for this process")
+    os.environ["OMP_NUM_THREADS"] = str(len(wanted))

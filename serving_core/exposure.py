@@ -1,0 +1,21 @@
+"""Who can reach an address, and what it takes to listen there: fail closed."""
+
+import ipaddress
+
+from serving_core.errors import SettingsError
+
+
+def check_exposure(host: str, secret_name: str, secret: str) -> None:
+    """Raises SettingsError for an address off loopback that no secret protects."""
+    if not secret and not is_loopback(host):
+        raise SettingsError(
+            f"{host} is not a loopback address: serving there needs a secret, SPLITSERVE_{secret_name.upper()}"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address. Names other than localhost count as reachable."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,54 @@
+"""What must be equal on all nodes that serve one model together. Torch-free."""
+
+import dataclasses
+import hashlib
+import os
+from pathlib import Path
+from typing import Final
+
+from serving_core.errors import ModelError
+from serving_core.layout import KVLayout
+from serving_core.model_config import FAKE_ARCHITECTURE, ModelConfig
+from serving_core.weight_files import weight_files
+
+EDGE_BYTES: Final = 2**20
+_HEADER_LENGTH_BYTES: Final = 8  # a safetensors file starts with its header's length, little-endian
+
+
+def fingerprint(
+    folder: Path, config: ModelConfig, layout: KVLayout, dtype: str, quantization: str = "none"
+) -> dict[str, str]:
+    """Readable facts, to be compared key by key: model config, compute dtype, what --quantization makes of
+    the weights, KV dtype, KV layout, weights.
+
+    `weights` is a SHA-256 over, for every safetensors file: its size, its whole header and its first and last MiB.
+    So it tells models and fine-tunes apart in milliseconds, but not two files that differ in the middle alone.
+    """
+    facts = {field.name: str(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    facts["dtype"] = dtype
+    facts["quantization"] = quantization
+    facts["kv_cache_dtype"] = layout.dtype
+    facts["block_size"] = str(layout.block_size)
+    facts["weights"] = "none" if config.architecture == FAKE_ARCHITECTURE else _weights_digest(folder)
+    return facts
+
+
+def _weights_digest(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for file in weight_files(folder):
+        try:
+            _digest_file(file, digest)
+        except OSError as error:
+            raise ModelError(f"{file} cannot be read: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def _digest_file(file: Path, digest: "hashlib._Hash") -> None:
+    with file.open("rb") as stream:
+        size_bytes = os.fstat(stream.fileno()).st_size
+        digest.update(size_bytes.to_bytes(8, "little"))
+        header_bytes = int.from_bytes(stream.read(_HEADER_LENGTH_BYTES), "little")
+        stream.seek(0)
+        digest.update(stream.read(max(EDGE_BYTES, min(_HEADER_LENGTH_BYTES + header_bytes, size_bytes))))
+        stream.seek(max(0, size_bytes - EDGE_BYTES))
+        digest.update(stream.read())

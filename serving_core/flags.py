@@ -1,0 +1,183 @@
+"""Flags, environment variables and YAML keys derived from frozen settings dataclasses.
+
+A default is written once, in the dataclass. Precedence: flag > environment (SPLITSERVE_NAME) > YAML file
+(`--config`) > default. Unknown flags and unknown YAML keys are refused.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from serving_core.units import parse_size, size_of
+
+ENV_PREFIX = "SPLITSERVE_"
+BYTES = "_bytes"  # ends the name of a flag that is a size
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    choices: tuple[str, ...] = (),
+    positional: bool = False,
+    secret: bool = False,
+) -> Any:
+    """A dataclass field that is also a flag. `secret` values come from the environment or a file, not from argv."""
+    metadata = {
+        "help": help,
+        "minimum": minimum,
+        "maximum": maximum,
+        "choices": choices,
+        "positional": positional,
+        "secret": secret,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def settings_command(settings_class: type[Any], run: Callable[[Any], None], *, name: str, help: str) -> click.Command:
+    """A click command whose options are the fields of settings_class (nested dataclasses are flattened)."""
+
+    def callback(**values: Any) -> None:
+        values.pop("config")
+        run(build(settings_class, values))
+
+    names = {field.name for field, _ in fields_of(settings_class)}
+    params = [_parameter(field, hint) for field, hint in fields_of(settings_class)]
+    params.append(_config_option(names))
+    return click.Command(name, params=params, callback=callback, help=help)
+
+
+def build(settings_class: type[Any], values: dict[str, Any]) -> Any:
+    """The settings object with these flat values; missing ones keep their defaults."""
+    hints = typing.get_type_hints(settings_class)
+    arguments: dict[str, Any] = {}
+    for field in dataclasses.fields(settings_class):
+        if dataclasses.is_dataclass(hints[field.name]):
+            arguments[field.name] = build(typing.cast("type[Any]", hints[field.name]), values)
+        elif field.name in values:
+            arguments[field.name] = values[field.name]
+    return settings_class(**arguments)
+
+
+def fields_of(settings_class: type[Any]) -> Iterator[tuple["dataclasses.Field[Any]", Any]]:
+    """The flags of a settings class with their types, nested dataclasses flattened."""
+    hints = typing.get_type_hints(settings_class)
+    for field in dataclasses.fields(settings_class):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from fields_of(typing.cast("type[Any]", hint))
+        else:
+            yield field, hint
+
+
+def to_argv(settings: Any) -> list[str]:
+    """The flags that rebuild these settings in another process; defaults and secrets are left out."""
+    argv: list[str] = []
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            argv += to_argv(value)
+        elif value == field.default or field.metadata["secret"]:
+            continue
+        elif field.metadata["positional"]:
+            argv.append(str(value))
+        elif isinstance(value, bool):
+            argv.append(f"--{'' if value else 'no-'}{_kebab(field.name)}")
+        else:
+            argv += [f"--{_kebab(field.name)}", str(value)]
+    return argv
+
+
+def _parameter(field: "dataclasses.Field[Any]", hint: Any) -> click.Parameter:
+    kind = _click_type(field, hint)
+    default = None if field.default is dataclasses.MISSING else field.default
+    envvar = ENV_PREFIX + field.name.upper()
+    if field.metadata["positional"]:
+        return click.Argument([field.name], type=kind, default=default, envvar=envvar, required=default is None)
+    spelling = f"--{_kebab(field.name)}"
+    if kind is click.BOOL:
+        spelling += f"/--no-{_kebab(field.name)}"
+    return click.Option(
+        [spelling, field.name],
+        type=kind,
+        default=default,
+        envvar=envvar,
+        show_default=_shown_default(field, default),
+        show_envvar=field.metadata["secret"],
+        help=field.metadata["help"],
+    )
+
+
+def _shown_default(field: "dataclasses.Field[Any]", default: Any) -> bool | str:
+    """What help says of a default: click's own words for it, nothing, or a size with its unit."""
+    if default in (None, "") or field.metadata["secret"]:
+        return False
+    return size_of(default) if field.name.endswith(BYTES) else True
+
+
+class SizeRange(click.IntRange):
+    """Bytes within a range, given as a number or with a unit."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            num_bytes = parse_size(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        return int(super().convert(num_bytes, param, ctx))
+
+
+def _click_type(field: "dataclasses.Field[Any]", hint: Any) -> "click.ParamType[Any]":
+    if isinstance(hint, types.UnionType):  # X | None
+        hint = next(part for part in typing.get_args(hint) if part is not type(None))
+    low, high = field.metadata["minimum"], field.metadata["maximum"]
+    if field.metadata["choices"]:
+        return click.Choice(field.metadata["choices"])
+    if hint is int:
+        return SizeRange(low, high) if field.name.endswith(BYTES) else click.IntRange(low, high)
+    if hint is float:
+        return click.FloatRange(low, high)
+    return {bool: click.BOOL, str: click.STRING}[hint]
+
+
+def _config_option(names: set[str]) -> click.Option:
+    def load(context: click.Context, _: click.Parameter, path: Path | None) -> Path | None:
+        if path is not None:
+            context.default_map = read_yaml(path, names)
+        return path
+
+    return click.Option(
+        ["--config"],
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        callback=load,
+        is_eager=True,
+        help="YAML file with flags as keys; flags and environment win over it.",
+    )
+
+
+def read_yaml(path: Path, names: set[str]) -> dict[str, Any]:
+    """A flat YAML mapping of flag names (with - or _) to values. Raises click.BadParameter on anything else."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise click.BadParameter(f"{path} is not YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise click.BadParameter(f"{path} must hold a mapping of flag names to values")
+    values = {str(key).replace("-", "_"): value for key, value in content.items()}
+    unknown = sorted(set(values) - names)
+    if unknown:
+        raise click.BadParameter(f"{path} has unknown keys: {', '.join(unknown)}")
+    return values
+
+
+def _kebab(name: str) -> str:
+    return name.replace("_", "-")

@@ -1,0 +1,93 @@
+"""Typed reading of the JSON files of a model folder."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from serving_core.errors import ModelError
+
+LARGEST_INTEGER = 2**31 - 1
+
+
+def read_json_object(path: Path) -> "JsonFields":
+    """The JSON object in a file. Raises ModelError when the file is missing, broken or holds something else."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return JsonFields(values, str(path))
+
+
+class JsonFields:
+    """A JSON object whose values are checked as they are read. A null counts as missing, and the default holds;
+    without a default a missing value raises ModelError, as does a value of the wrong kind or out of range."""
+
+    def __init__(self, values: dict[str, Any], where: str) -> None:
+        self._values = values
+        self._where = where
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def raw(self, name: str) -> Any:
+        """The value as it stands, None when it is missing."""
+        return self._values.get(name)
+
+    def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
+        value = self._present(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= LARGEST_INTEGER:
+            raise self.error(name, f"an integer of at least {minimum}")
+        return value
+
+    def number(self, name: str, default: float | None = None, *, minimum: float = 0.0) -> float:
+        value = self._present(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(name, "a number")
+        if not math.isfinite(value) or value < minimum:
+            raise self.error(name, f"a finite number of at least {minimum}")
+        return float(value)
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        """A number above 0."""
+        value = self.number(name, default)
+        if value == 0:
+            raise self.error(name, "above 0")
+        return value
+
+    def boolean(self, name: str, default: bool) -> bool:
+        value = self._present(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, "true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._present(name, default)
+        if not isinstance(value, str):
+            raise self.error(name, "a string")
+        return value
+
+    def nested(self, name: str) -> "JsonFields | None":
+        """An object within this one, None when it is missing."""
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.error(name, "an object")
+        return JsonFields(value, f"{name} in {self._where}")
+
+    def error(self, name: str, expected: str) -> ModelError:
+        """What to raise about a value that is not as expected."""
+        return ModelError(f"{name} in {self._where} must be {expected}, not {self._values.get(name)!r:.80}")
+
+    def _present(self, name: str, default: Any) -> Any:
+        value = self._values.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise ModelError(f"{name} is missing in {self._where}")
+        return value

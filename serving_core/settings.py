@@ -1,0 +1,40 @@
+"""What one node's engine can be told. The flags derive from these fields; names follow vLLM's."""
+
+from dataclasses import dataclass
+
+from serving_core.flags import flag
+
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("none", "int8", "int4")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8_e4m3")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Settings of one engine."""
+
+    model: str = flag("", "Folder with config.json and safetensors files.", positional=True)
+    dtype: str = flag("auto", "Compute dtype; auto takes the model's own.", choices=DTYPES)
+    quantization: str = flag(
+        "none", "Bits of the weights, made when they are loaded; none takes them as they are.", choices=QUANTIZATIONS
+    )
+    kv_cache_dtype: str = flag(
+        "auto", "KV cache dtype; auto takes the compute dtype, int8 and fp8_e4m3 halve it.", choices=KV_CACHE_DTYPES
+    )
+    device: str = flag("auto", "Where to compute; auto takes CUDA when there is one.", choices=DEVICES)
+    block_size: int = flag(16, "Tokens in one KV block.", minimum=1, maximum=1024)
+    num_kv_blocks: int = flag(0, "KV blocks in the pool; 0 derives it from --kv-cache-memory-bytes.", minimum=0)
+    kv_cache_memory_bytes: int = flag(512 * 2**20, "Size of the KV pool, such as 2GiB or a number of bytes.", minimum=1)
+    max_model_len: int = flag(0, "Most tokens of prompt and answer; 0 takes the model's own.", minimum=0)
+    batch_invariant: bool = flag(
+        False, "Bits of an answer do not depend on what is computed beside it, at equal chunks."
+    )
+    enforce_eager: bool = flag(False, "On CUDA, compute decode steps without CUDA graphs.")
+    enable_prefix_caching: bool = flag(True, "Keep the KV of ended requests for prompts that begin alike.")
+    tensor_parallel_size: int = flag(1, "Ranks that compute this node together.", minimum=1, maximum=64)
+    rank_timeout_s: float = flag(60.0, "Seconds a rank waits for the others before the node ends.", minimum=1.0)
+    cpus: str = flag(
+        "",
+        "CPUs this node pins itself to: numbers such as 0-3,8, or a share such as 1/4; empty leaves it unpinned.",
+    )

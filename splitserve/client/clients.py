@@ -1,0 +1,217 @@
+"""The two clients: `Client` for plain code, `AsyncClient` for asyncio. They raise `splitserve.client.errors`.
+
+Leaving the loop over an answer (break, exception, close, a cancelled task) cancels the call on the server.
+A call that fails as UNAVAILABLE before its first message is tried up to three times.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, Final, Self, Unpack
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos import inference_pb2, inference_pb2_grpc
+from serving_core.channels import CHANNEL_OPTIONS, Option
+from splitserve.client import answers
+from splitserve.client.answers import Aborted, Chunk, Loads, ModelInfo, ServerInfo
+from splitserve.client.errors import Cancelled, from_rpc_error
+from splitserve.client.questions import Prompt, Sampling, generate_request
+
+READINESS: Final = "splitserve.v1.Inference"  # the health service's name for it, and the service's own
+LIVENESS: Final = ""
+TIMEOUT_S: Final = 600.0
+
+_RETRY_POLICY: Final = {
+    "maxAttempts": 3,
+    "initialBackoff": "0.1s",
+    "maxBackoff": "1s",
+    "backoffMultiplier": 2,
+    "retryableStatusCodes": ["UNAVAILABLE"],
+}
+_OPTIONS: Final[tuple[Option, ...]] = (
+    *CHANNEL_OPTIONS,
+    ("grpc.initial_reconnect_backoff_ms", 100),  # a server that is starting, or back, is found soon
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    (
+        "grpc.service_config",
+        json.dumps({"methodConfig": [{"name": [{"service": READINESS}], "retryPolicy": _RETRY_POLICY}]}),
+    ),
+)
+
+
+class Client:
+    """A blocking client of one server. `timeout_s` is the deadline of each call that names none."""
+
+    def __init__(self, target: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
+        self._target = target
+        self._timeout_s = timeout_s
+        self._metadata = _metadata(api_key)
+        self._channel = grpc.insecure_channel(target, options=_OPTIONS)
+        self._inference = inference_pb2_grpc.InferenceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancels the calls that still run."""
+        self._channel.close()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        model: str = "",
+        request_id: str = "",
+        cache_salt: str = "",
+        deadline_s: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Iterator[Chunk]:
+        """Streams the answer to text, token ids or a conversation; the call starts with the first step of the loop.
+
+        Requests share the KV cache of a common beginning only with requests of the same cache_salt.
+        """
+        request = generate_request(prompt, model=model, request_id=request_id, cache_salt=cache_salt, sampling=sampling)
+        return self._stream(request, self._timeout_s if deadline_s is None else deadline_s)
+
+    def abort(self, request_ids: Sequence[str]) -> Aborted:
+        """Cancels live requests, also those of other clients."""
+        return answers.to_aborted(
+            self._call(self._inference.Abort, inference_pb2.AbortRequest(request_ids=request_ids))
+        )
+
+    def model_info(self) -> ModelInfo:
+        return answers.to_model_info(self._call(self._inference.GetModelInfo, inference_pb2.GetModelInfoRequest()))
+
+    def server_info(self) -> ServerInfo:
+        return answers.to_server_info(self._call(self._inference.GetServerInfo, inference_pb2.GetServerInfoRequest()))
+
+    def loads(self) -> Loads:
+        return answers.to_loads(self._call(self._inference.GetLoads, inference_pb2.GetLoadsRequest()))
+
+    def health(self, service: str = READINESS) -> bool:
+        """Whether the server can take requests now; with LIVENESS whether it runs at all."""
+        return _serving(self._call(self._health.Check, health_pb2.HealthCheckRequest(service=service)))
+
+    def _call(self, method: Any, request: Any) -> Any:
+        try:
+            return method(request, timeout=self._timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self._target) from error
+
+    def _stream(self, request: inference_pb2.GenerateRequest, timeout_s: float) -> Iterator[Chunk]:
+        call = self._inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
+        try:
+            for response in call:
+                yield answers.to_chunk(response)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self._target) from error
+        finally:
+            call.cancel()
+
+
+class AsyncClient:
+    """The same for asyncio; made and used inside one running event loop."""
+
+    def __init__(self, target: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
+        self._target = target
+        self._timeout_s = timeout_s
+        self._metadata = _metadata(api_key)
+        self._channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
+        self._inference = inference_pb2_grpc.InferenceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancels the calls that still run."""
+        await self._channel.close()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        model: str = "",
+        request_id: str = "",
+        cache_salt: str = "",
+        deadline_s: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> AsyncIterator[Chunk]:
+        """Streams the answer to text, token ids or a conversation; the call starts with the first step of the loop.
+
+        Requests share the KV cache of a common beginning only with requests of the same cache_salt.
+        """
+        request = generate_request(prompt, model=model, request_id=request_id, cache_salt=cache_salt, sampling=sampling)
+        return self._stream(request, self._timeout_s if deadline_s is None else deadline_s)
+
+    async def abort(self, request_ids: Sequence[str]) -> Aborted:
+        """Cancels live requests, also those of other clients."""
+        request = inference_pb2.AbortRequest(request_ids=request_ids)
+        return answers.to_aborted(await self._call(self._inference.Abort, request))
+
+    async def model_info(self) -> ModelInfo:
+        request = inference_pb2.GetModelInfoRequest()
+        return answers.to_model_info(await self._call(self._inference.GetModelInfo, request))
+
+    async def server_info(self) -> ServerInfo:
+        request = inference_pb2.GetServerInfoRequest()
+        return answers.to_server_info(await self._call(self._inference.GetServerInfo, request))
+
+    async def loads(self) -> Loads:
+        return answers.to_loads(await self._call(self._inference.GetLoads, inference_pb2.GetLoadsRequest()))
+
+    async def health(self, service: str = READINESS) -> bool:
+        """Whether the server can take requests now; with LIVENESS whether it runs at all."""
+        return _serving(await self._call(self._health.Check, health_pb2.HealthCheckRequest(service=service)))
+
+    async def wait_until_healthy(self, *, deadline_s: float) -> None:
+        """Returns once the server can take requests; it may still be starting. Raises DeadlineExceeded."""
+        request = health_pb2.HealthCheckRequest(service=READINESS)
+        call = self._health.Watch(request, timeout=deadline_s, metadata=self._metadata, wait_for_ready=True)
+        try:
+            async for reply in call:
+                if _serving(reply):
+                    return
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self._target) from error
+        finally:
+            call.cancel()
+
+    async def _call(self, method: Any, request: Any) -> Any:
+        try:
+            return await method(request, timeout=self._timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self._target) from error
+
+    async def _stream(self, request: inference_pb2.GenerateRequest, timeout_s: float) -> AsyncIterator[Chunk]:
+        call = self._inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
+        try:
+            async for response in call:
+                yield answers.to_chunk(response)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self._target) from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise Cancelled("the client was closed", code=grpc.StatusCode.CANCELLED) from error
+        finally:
+            call.cancel()
+
+
+def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+
+
+def _serving(reply: health_pb2.HealthCheckResponse) -> bool:
+    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

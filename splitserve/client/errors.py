@@ -1,0 +1,127 @@
+"""What a client's calls raise.
+
+SplitServeError
+└── ClientError          code, reason, message, field, retry_after_s
+    ├── Refused          the request cannot be served as asked: change it
+    ├── Unauthenticated  the API key is missing or wrong
+    ├── Overloaded       a queue is full: try again later
+    ├── Unavailable      no server, no node, draining, or a node was lost: try again later
+    ├── DeadlineExceeded the call's time is up
+    ├── Cancelled        the call was cancelled
+    └── ServerFault      anything else
+"""
+
+from typing import Any
+
+import grpc
+from google.protobuf import duration_pb2
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from serving_core import reasons
+from serving_core.errors import SplitServeError
+
+
+class ClientError(SplitServeError):
+    """A call that failed. `reason` is one of `serving_core.reasons`, empty when the server did not answer; `field` is
+    the field of the request that is wrong, empty when it is none."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: grpc.StatusCode,
+        reason: str = "",
+        field: str = "",
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.reason = reason
+        self.field = field
+        self.retry_after_s = retry_after_s
+
+
+class Refused(ClientError):
+    """The request cannot be served as asked; the same request will fail again."""
+
+
+class Unauthenticated(ClientError):
+    """The API key is missing or wrong."""
+
+
+class Overloaded(ClientError):
+    """A queue is full; try again after retry_after_s."""
+
+
+class Unavailable(ClientError):
+    """No server answers, no node can serve, or a node was lost; try again later."""
+
+
+class DeadlineExceeded(ClientError):
+    """The call's time is up."""
+
+
+class Cancelled(ClientError):
+    """The call was cancelled, by the server or by closing the client."""
+
+
+class ServerFault(ClientError):
+    """A fault of the server."""
+
+
+_CLASSES: dict[grpc.StatusCode, type[ClientError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: Refused,
+    grpc.StatusCode.NOT_FOUND: Refused,
+    grpc.StatusCode.ALREADY_EXISTS: Refused,
+    grpc.StatusCode.FAILED_PRECONDITION: Refused,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: Unauthenticated,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: Cancelled,
+}
+
+
+def bad_argument(message: str) -> Refused:
+    """For an argument that cannot even be put on the wire."""
+    return Refused(message, code=grpc.StatusCode.INVALID_ARGUMENT, reason=reasons.BAD_PARAM)
+
+
+def from_rpc_error(error: Any, target: str) -> ClientError:
+    """The exception for a failed call to target. `error` is grpc.RpcError's or grpc.aio.AioRpcError's instance."""
+    info, retry_after_s = _details(error)
+    reason, field = info.reason, info.metadata.get("field", "")
+    code, message = error.code(), error.details() or ""
+    if code is grpc.StatusCode.UNAVAILABLE and not reason:
+        message = _transport_sentence(message, target)
+    elif code is grpc.StatusCode.DEADLINE_EXCEEDED and not reason:
+        message = f"{target} did not finish the call before its deadline"
+    error_class = _CLASSES.get(code, ServerFault)
+    return error_class(message or code.name, code=code, reason=reason, field=field, retry_after_s=retry_after_s)
+
+
+def _details(error: Any) -> tuple[error_details_pb2.ErrorInfo, float | None]:
+    try:
+        status = rpc_status.from_call(error)
+    except ValueError:  # details that contradict the status, as a proxy may leave them: the status holds
+        status = None
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    for detail in status.details if status is not None else ():
+        detail.Unpack(info)
+        detail.Unpack(retry)
+    return info, _seconds(retry.retry_delay) if retry.HasField("retry_delay") else None
+
+
+def _seconds(duration: duration_pb2.Duration) -> float:
+    return duration.seconds + duration.nanos / 1e9
+
+
+def _transport_sentence(details: str, target: str) -> str:
+    if "failed to connect" in details or "Connection refused" in details:
+        return f"no server answers at {target}; start one with: splitserve up"
+    if "DNS" in details or "Domain name not found" in details:
+        return f"{target} is not an address that can be resolved"
+    return f"the connection to {target} was lost: {details}"

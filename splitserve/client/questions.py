@@ -1,0 +1,75 @@
+"""What a client may ask, as wire messages. Both clients and the command line build their requests here."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypedDict
+
+from protos import inference_pb2
+from splitserve.client.errors import bad_argument
+
+Message = Mapping[str, str]
+"""One turn of a conversation: `role` (system, user or assistant) and `content`."""
+
+Prompt = str | Sequence[int] | Sequence[Message]
+"""Text as it stands, token ids, or a conversation for the model's chat template."""
+
+
+class Sampling(TypedDict, total=False):
+    """How the answer is sampled. What is left out, or None, takes the server's default, which for some fields is the
+    model's own: `ModelInfo.default_sampling_params`."""
+
+    temperature: Annotated[float | None, "0 is greedy; default: the model's own, else 1."]
+    top_p: Annotated[
+        float | None, "Smallest set of tokens whose probability reaches this; default: the model's own, else 1."
+    ]
+    top_k: Annotated[int | None, "Only the k most likely tokens, 0: all; default: the model's own, else 0."]
+    min_p: Annotated[
+        float | None, "Only tokens with this share of the top token's probability; default: the model's own, else 0."
+    ]
+    frequency_penalty: Annotated[float | None, "Per earlier use of a token in the answer, -2 to 2; default 0."]
+    presence_penalty: Annotated[float | None, "For tokens used in the answer, -2 to 2; default 0."]
+    repetition_penalty: Annotated[
+        float | None, "Divides logits of tokens seen, above 0; default: the model's own, else 1."
+    ]
+    max_tokens: Annotated[
+        int | None, "Most tokens of the answer; default: the model's own, else what the context still holds."
+    ]
+    min_tokens: Annotated[int | None, "Fewest tokens before the answer may stop; default 0."]
+    stop: Annotated[str | Sequence[str] | None, "Text that ends the answer."]
+    stop_token_ids: Annotated[Sequence[int] | None, "Token id that ends the answer."]
+    skip_special_tokens: Annotated[bool | None, "Leave special tokens out of the text; default true."]
+    ignore_eos: Annotated[bool | None, "Go on after the end-of-sequence token; default false."]
+    n: Annotated[int | None, "Number of answers; default 1."]
+    logprobs: Annotated[int | None, "Logprobs of the token and of this many likeliest ones; default off."]
+    seed: Annotated[int | None, "Makes a sampled answer repeatable; default: drawn by the server."]
+    include_stop_str_in_output: Annotated[bool | None, "Keep the stop string in the text; default false."]
+    logit_bias: Annotated[Mapping[int, float] | None, "Added to the logit of a token id."]
+
+
+def generate_request(
+    prompt: Prompt, *, model: str, request_id: str, cache_salt: str, sampling: Mapping[str, Any]
+) -> inference_pb2.GenerateRequest:
+    """Raises TypeError for an unknown sampling field, and Refused for a value that the wire cannot carry."""
+    given = {name: value for name, value in sampling.items() if value is not None}
+    if unknown := sorted(set(given) - set(Sampling.__annotations__)):
+        raise TypeError(f"unknown sampling fields: {', '.join(unknown)}")
+    if isinstance(given.get("stop"), str):
+        given["stop"] = [given["stop"]]
+    try:
+        return inference_pb2.GenerateRequest(
+            request_id=request_id,
+            model=model,
+            cache_salt=cache_salt,
+            sampling_params=inference_pb2.SamplingParams(**given),
+            **_input(prompt),
+        )
+    except (TypeError, ValueError) as error:
+        raise bad_argument(f"the request cannot be sent: {error}") from error
+
+
+def _input(prompt: Prompt) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {"text": prompt}
+    if prompt and isinstance(prompt[0], Mapping):
+        messages = [inference_pb2.ChatMessage(**message) for message in prompt]  # type: ignore[arg-type]
+        return {"chat": inference_pb2.ChatInput(messages=messages)}
+    return {"tokenized": inference_pb2.TokenizedInput(input_ids=prompt)}  # type: ignore[arg-type]

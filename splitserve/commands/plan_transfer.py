@@ -1,0 +1,200 @@
+"""`splitserve plan-transfer`: which KV heads go from which prefill rank to which decode rank, and how much that is."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import click
+from rich.markup import escape
+
+from kv_transfer.plan import describe, plan_copies
+from kv_transfer.ticket import MAX_TP
+from serving_core.layout import KVLayout
+from serving_core.model_config import read_model_config
+from serving_core.settings import KV_CACHE_DTYPES, EngineSettings
+from serving_core.sharding import head_range
+from serving_core.units import size_of
+from splitserve.commands.terminal import report, stdout
+from splitserve.launch.models import resolve
+
+MOST_DRAWN_HEADS: Final = 64  # beyond them a row does not fit on a terminal
+HELD, NOT_HELD = "■", "·"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRank:
+    """One rank of a node. Bytes are None without a model; prompt_bytes are those of a prompt's whole blocks."""
+
+    rank: int
+    first_head: int
+    num_heads: int
+    token_bytes: int | None
+    prompt_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLane:
+    """One pair of ranks, and the heads of the model that go from one to the other. Bytes as of PlannedRank."""
+
+    prefill_rank: int
+    decode_rank: int
+    first_head: int
+    num_heads: int
+    token_bytes: int | None
+    prompt_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """Two nodes and what goes between them. `lines` say it in words."""
+
+    num_kv_heads: int
+    prefill_ranks: tuple[PlannedRank, ...]
+    decode_ranks: tuple[PlannedRank, ...]
+    lanes: tuple[PlannedLane, ...]
+    lines: tuple[str, ...]
+
+
+def plan_transfer(
+    prefill_tp: int, decode_tp: int, num_kv_heads: int, layout: KVLayout | None = None, prompt_tokens: int = 0
+) -> TransferPlan:
+    """The plan for nodes of so many ranks. `layout`, of the whole model, gives the bytes of a prompt."""
+
+    def sizes(num_heads: int) -> tuple[int | None, int | None]:
+        if layout is None:
+            return None, None
+        part = layout.with_heads(num_heads)
+        return part.token_bytes, part.num_blocks_for(prompt_tokens) * part.block_bytes
+
+    def ranks(tp_size: int) -> list[PlannedRank]:
+        held = [head_range(rank, tp_size, num_kv_heads) for rank in range(tp_size)]
+        return [PlannedRank(rank, each.start, len(each), *sizes(len(each))) for rank, each in enumerate(held)]
+
+    prefill_ranks, lanes = ranks(prefill_tp), []
+    for copy in plan_copies(prefill_tp, decode_tp, num_kv_heads):
+        first = prefill_ranks[copy.source_rank].first_head + copy.source_heads.start
+        num_heads = len(copy.source_heads)
+        lanes.append(PlannedLane(copy.source_rank, copy.destination_rank, first, num_heads, *sizes(num_heads)))
+    return TransferPlan(
+        num_kv_heads=num_kv_heads,
+        prefill_ranks=tuple(prefill_ranks),
+        decode_ranks=tuple(ranks(decode_tp)),
+        lanes=tuple(lanes),
+        lines=tuple(describe(prefill_tp, decode_tp, num_kv_heads)),
+    )
+
+
+def picture(plan: TransferPlan) -> list[str]:
+    """A row for each lane: the heads of the rank it begins at, those it moves, the heads of the rank it ends at. Ranks
+    that send nothing come last. A row at a rank of the row above does not repeat it."""
+    rows: list[tuple[str, str, str]] = []
+    last: PlannedLane | None = None
+    for lane in plan.lanes:
+        source = _rank_text(plan.prefill_ranks[lane.prefill_rank], plan)
+        target = _rank_text(plan.decode_ranks[lane.decode_rank], plan)
+        is_same_source = last is not None and last.prefill_rank == lane.prefill_rank
+        is_same_target = last is not None and last.decode_rank == lane.decode_rank
+        rows.append(("" if is_same_source else source, _moved(lane), "" if is_same_target else target))
+        last = lane
+    senders = {lane.prefill_rank for lane in plan.lanes}
+    silent = [_rank_text(rank, plan) for rank in plan.prefill_ranks if rank.rank not in senders]
+    left = max(len("prefill node"), *(len(_rank_text(rank, plan)) for rank in plan.prefill_ranks))
+    middle = max(len(label) for _, label, _ in rows) + 2
+    lines = [f"{'prefill node'.ljust(left)}  {' ' * (middle + 5)}  decode node"]
+    lines += [f"{a.ljust(left)}  ──{f' {label} '.center(middle, '─')}──▶  {b}".rstrip() for a, label, b in rows]
+    return lines + [f"{text.ljust(left)}  sends nothing" for text in silent]
+
+
+def size_lines(plan: TransferPlan, layout: KVLayout, prompt_tokens: int) -> list[str]:
+    """What the plan costs, in words: bytes of a token, of each rank and of each lane."""
+    num_blocks = layout.num_blocks_for(prompt_tokens)
+    total = sum(lane.prompt_bytes or 0 for lane in plan.lanes)
+    lines = [
+        f"one token takes {size_of(layout.token_bytes)} of KV: {layout.num_layers} layers, {layout.num_kv_heads} heads "
+        f"of {layout.head_dim} {layout.dtype} values, K and V",
+        f"a prompt of {prompt_tokens} tokens is {num_blocks} block{'s'[: num_blocks - 1]} of {layout.block_size}, "
+        f"{size_of(num_blocks * layout.block_bytes)}; {size_of(total)} are sent",
+    ]
+    for role, ranks in (("prefill", plan.prefill_ranks), ("decode", plan.decode_ranks)):
+        lines += [f"{role} rank {rank.rank} holds {_of_each(rank)}" for rank in ranks]
+    return lines + [
+        f"lane prefill rank {lane.prefill_rank} → decode rank {lane.decode_rank} moves {_of_each(lane)}"
+        for lane in plan.lanes
+    ]
+
+
+@click.command("plan-transfer")
+@click.argument("model", required=False)
+@click.option("--prefill-tp", default=1, show_default=True, type=click.IntRange(1, MAX_TP), help="Ranks that send.")
+@click.option("--decode-tp", default=1, show_default=True, type=click.IntRange(1, MAX_TP), help="Ranks that receive.")
+@click.option("--kv-heads", type=click.IntRange(1), help="KV heads, instead of a MODEL that says how many.")
+@click.option("--prompt-tokens", default=1000, show_default=True, type=click.IntRange(1), help="For the bytes.")
+@click.option("--block-size", default=EngineSettings().block_size, show_default=True, type=click.IntRange(1, 1024))
+@click.option("--kv-cache-dtype", default="auto", show_default=True, type=click.Choice(KV_CACHE_DTYPES))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of the picture.")
+def plan_transfer_command(
+    model: str | None,
+    prefill_tp: int,
+    decode_tp: int,
+    kv_heads: int | None,
+    prompt_tokens: int,
+    block_size: int,
+    kv_cache_dtype: str,
+    as_json: bool,
+) -> None:
+    """Show which KV heads of MODEL go from which prefill rank to which decode rank, and how many bytes these are.
+
+    MODEL is a folder or a hub id; without one, and without --kv-heads, it is the demo model.
+    """
+    if model and kv_heads:
+        raise click.UsageError("give a MODEL or --kv-heads, not both")
+    layout = None if kv_heads else layout_of(model or "", block_size, kv_cache_dtype)
+    num_kv_heads = layout.num_kv_heads if layout else kv_heads
+    assert num_kv_heads is not None
+    plan = plan_transfer(prefill_tp, decode_tp, num_kv_heads, layout, prompt_tokens)
+    if as_json:
+        sizes: dict[str, Any] = {"layout": dataclasses.asdict(layout), "prompt_tokens": prompt_tokens} if layout else {}
+        click.echo(json.dumps({**dataclasses.asdict(plan), **sizes}))
+        return
+    for paragraph in (picture(plan), plan.lines, size_lines(plan, layout, prompt_tokens) if layout else ()):
+        _print(paragraph)
+
+
+def layout_of(model: str, block_size: int, kv_cache_dtype: str) -> KVLayout:
+    """How the KV cache of a MODEL lies in memory, `auto` being the model's own dtype. Raises ModelError."""
+    config = read_model_config(resolve(model, report).folder)
+    return config.kv_layout(block_size, config.dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
+
+
+def _print(lines: Sequence[str]) -> None:
+    for line in lines:
+        stdout.print(escape(line), soft_wrap=True)
+    if lines:
+        stdout.print()
+
+
+def _rank_text(rank: PlannedRank, plan: TransferPlan) -> str:
+    width = len(str(max(len(plan.prefill_ranks), len(plan.decode_ranks)) - 1))
+    name = f"rank {rank.rank:>{width}}"
+    if plan.num_kv_heads > MOST_DRAWN_HEADS:
+        return f"{name} {_heads(rank)}"
+    after = plan.num_kv_heads - rank.first_head - rank.num_heads
+    return f"{name} {NOT_HELD * rank.first_head}{HELD * rank.num_heads}{NOT_HELD * after}"
+
+
+def _moved(lane: PlannedLane) -> str:
+    moved = _heads(lane)
+    return moved if lane.prompt_bytes is None else f"{moved}, {size_of(lane.prompt_bytes)}"
+
+
+def _heads(part: PlannedRank | PlannedLane) -> str:
+    last = part.first_head + part.num_heads - 1
+    return f"head {last}" if part.num_heads == 1 else f"heads {part.first_head}-{last}"
+
+
+def _of_each(part: PlannedRank | PlannedLane) -> str:
+    assert part.token_bytes is not None
+    assert part.prompt_bytes is not None
+    return f"{size_of(part.token_bytes)} of each token, {size_of(part.prompt_bytes)} of the prompt"

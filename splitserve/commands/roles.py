@@ -1,0 +1,36 @@
+"""Commands that run one role, for clusters over several machines: coordinator, prefill, decode."""
+
+import os
+from typing import Any
+
+import click
+
+from serving_core.extras import require
+from serving_core.flags import settings_command
+from splitserve.commands.terminal import report
+from splitserve.launch.models import resolve
+from splitserve.launch.rooms import COORDINATOR, DECODE, PREFILL, Room, command_of, environment_of, flat, replaced
+
+
+def role_command(room: Room, help: str) -> click.Command:
+    """Finds MODEL, then this process becomes `python -m ROOM` with the same flags."""
+
+    def become(settings: Any) -> None:
+        if room is not COORDINATOR:
+            require("node")
+        values = flat(settings)
+        model = resolve(values["model"], report)
+        settings = replaced(
+            settings, model=str(model.folder), served_model_name=values.get("served_model_name") or model.name
+        )
+        command = command_of(room, settings)
+        os.execve(command[0], command, environment_of(settings))
+
+    return settings_command(room.settings_class, become, name=room.role, help=help)
+
+
+coordinator = role_command(
+    COORDINATOR, "Run the coordinator: the public gRPC service, and the fleet port that nodes dial."
+)
+prefill = role_command(PREFILL, "Run one prefill node, attached to a coordinator.")
+decode = role_command(DECODE, "Run one decode node, attached to a coordinator.")

@@ -1,0 +1,94 @@
+"""Commands that run a whole cluster on this machine: up and demo."""
+
+import dataclasses
+import signal
+import sys
+from typing import Any
+
+import click
+from rich.markup import escape
+
+from serving_core.extras import needs, require
+from serving_core.flags import build, settings_command
+from splitserve.commands.terminal import report, stdout, timeline_view, waiting
+from splitserve.interrupts import INTERRUPTED
+from splitserve.launch.cluster import NO_HTTP, ClusterSettings, up_settings_class
+from splitserve.launch.launcher import Cluster, free_port
+from splitserve.launch.models import resolve
+from splitserve.launch.preflight import check_public_ports
+from splitserve.launch.process_age import process_age_s
+from splitserve.signals import run_to_end, run_until_signal
+
+DEMO_QUESTION = "What is the capital of France, and what is it known for?"
+DEMO_MAX_TOKENS = 96
+
+
+@needs("node")
+def serve(values: Any) -> None:
+    """Runs the cluster until a signal; `values` is an object of up_settings_class()."""
+    given = {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
+    settings: ClusterSettings = build(ClusterSettings, given)
+    check_public_ports(settings, given)  # before a model is fetched
+    if settings.http_port == 0:  # which one must be known here, to be told
+        settings = dataclasses.replace(settings, http_port=free_port())
+    model = resolve(settings.model, report)
+
+    async def work() -> None:
+        async with Cluster(settings, given, model, report=report) as cluster:
+            report(
+                f"Serving {model.name}: {settings.prefill} prefill, {settings.decode} decode; logs: {cluster.log_dir}"
+            )
+            await start(cluster)
+            http = f", HTTP on {cluster.http_url}" if cluster.http_url else ""
+            report(f"Ready: gRPC on {cluster.target}{http}. Ctrl-C stops everything.")
+            await cluster.watch()
+
+    number = run_until_signal(work())
+    report("Stopped.")
+    if number is signal.SIGINT:
+        sys.exit(INTERRUPTED)
+
+
+async def start(cluster: Cluster) -> None:
+    """Starts the cluster and shows which nodes are still loading."""
+    with waiting("Starting") as show:
+        await cluster.start(lambda missing: show(f"Loading: {', '.join(missing)}"))
+
+
+up = settings_command(
+    up_settings_class(),
+    serve,
+    name="up",
+    help="Serve MODEL with all its processes on this machine, until Ctrl-C (exit code 130) or SIGTERM (0).",
+)
+
+
+@click.command()
+@click.argument("question", default=DEMO_QUESTION)
+def demo(question: str) -> None:
+    """Start a cluster with the demo model, ask QUESTION, show where the time went, stop everything."""
+    model = resolve("", report)
+    require("node")
+    settings = ClusterSettings(grpc_port=free_port(), http_port=NO_HTTP)
+
+    async def work() -> None:
+        async with Cluster(settings, {}, model, report=report) as cluster:
+            report(f"Starting a coordinator, a prefill node and a decode node; logs: {cluster.log_dir}")
+            await start(cluster)
+            await _show_answer(cluster, question)
+
+    run_to_end(work())
+
+
+async def _show_answer(cluster: Cluster, question: str) -> None:
+    stdout.print(f"\n[bold]{escape(question)}[/]\n")
+    first_token_after_s = 0.0
+    async with cluster.client() as client:
+        prompt = [{"role": "user", "content": question}]
+        async for chunk in client.generate(prompt, temperature=0, max_tokens=DEMO_MAX_TOKENS):
+            first_token_after_s = first_token_after_s or process_age_s()
+            click.echo(chunk.text, nl=False)
+            if chunk.completion is not None:
+                click.echo("\n")
+                stdout.print(timeline_view(chunk.completion))
+    stdout.print(f"\nFirst token {first_token_after_s:.1f} s after this command was started.")

@@ -1,0 +1,192 @@
+"""What the commands show: answers on stdout, everything around them on stderr."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from serving_core.units import MIB, size_of
+from splitserve.client.answers import Completion, Loads, ModelInfo, NodeInfo, NodeLoad, ServerInfo, Timeline
+
+BAR_WIDTH: Final = 60
+FILE_WIDTH: Final = 160
+
+# Phase, the timeline's field, and its part of the bar with and without colours.
+PHASES: Final = (
+    ("prefill queue", "prefill_queue_s", "·", "magenta"),
+    ("prefill", "prefill_s", "█", "blue"),
+    ("wait for credit", "credit_wait_s", "-", "red"),
+    ("transfer", "transfer_s", "▓", "yellow"),
+    ("decode queue", "decode_queue_s", "·", "magenta"),
+    ("decode", "decode_s", "▒", "green"),
+)
+
+PHASE_NAMES: Final = {field: name for name, field, _, _ in PHASES}
+
+stdout: Final = Console(highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
+stderr: Final = Console(stderr=True, highlight=False)
+
+
+def report(line: str) -> None:
+    """One line of progress or news."""
+    stderr.print(escape(line), soft_wrap=True)
+
+
+@contextmanager
+def waiting(text: str) -> Iterator[Callable[[str], None]]:
+    """A spinner beside a text that may change; without a terminal, a line for each change."""
+    if stderr.is_terminal:
+        with stderr.status(escape(text)) as status:
+            yield lambda text: status.update(escape(text))
+        return
+    shown = ""
+
+    def show(text: str) -> None:
+        nonlocal shown
+        if text != shown:
+            report(text)
+        shown = text
+
+    show(text)
+    yield show
+
+
+def timeline_view(completion: Completion) -> Group:
+    """Where a request's time went: a table of its phases, and one bar in proportion."""
+    timeline = completion.timeline
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("phase")
+    table.add_column("ms", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("where")
+    for name, field, mark, style in PHASES:
+        seconds = getattr(timeline, field)
+        share = seconds / timeline.e2e_s if timeline.e2e_s else 0.0
+        table.add_row(f"[{style}]{mark}[/] {name}", f"{seconds * 1e3:.1f}", f"{share:.0%}", _where(timeline, field))
+    table.add_row("  [bold]end to end[/]", f"[bold]{timeline.e2e_s * 1e3:.1f}[/]", "", _summary(completion))
+    return Group(table, *_savings(completion), _bar(timeline))
+
+
+def status_view(model: ModelInfo, server: ServerInfo, loads: Loads) -> Group:
+    """A line about the cluster, a table of its nodes and one of their KV caches."""
+    line = (
+        f"[bold]{escape(model.served_model_name)}[/] ({escape(model.architecture)}, context of {model.max_model_len} "
+        f"tokens), {loads.num_live_requests} live requests, up {duration_of(server.uptime_s)}"
+    )
+    lines = [line]
+    if defaults := model.default_sampling_params:
+        lines.append("defaults: " + ", ".join(f"{name} {value:g}" for name, value in defaults.items()))
+    nodes = sorted(loads.nodes, key=lambda load: (load.role != "prefill", load.name))
+    if not nodes:
+        return Group(*lines, "no node is attached")
+    return Group(*lines, _node_table(nodes, server), "", _cache_table(nodes))
+
+
+def _node_table(nodes: list[NodeLoad], server: ServerInfo) -> Table:
+    """What each node does, and the memory of its ranks when there are several."""
+    numbers = ("running", "waiting", "step ms", "prefill tok/s", "TP", "MiB")
+    table = plain_table("node", "role", "state", numbers=numbers, gap=1)
+    table.add_column("attention")
+    infos = {node.name: node for node in server.nodes}
+    for load in nodes:
+        table.add_row(*_node_row(load, infos.get(load.name)))
+        for rank in load.ranks if len(load.ranks) > 1 else ():
+            memory = f"KV pool {size_of(rank.kv_pool_bytes)}, weights {size_of(rank.weight_bytes)}"
+            table.add_row(f"  rank {rank.rank}", *[""] * 7, f"{rank.rss_bytes / MIB:.0f}", memory)
+    return table
+
+
+def _node_row(load: NodeLoad, info: NodeInfo | None) -> tuple[str, ...]:
+    engine = info.engine if info is not None else {}
+    return (
+        escape(load.name),
+        load.role,
+        f"[{'green' if load.state == 'ready' else 'yellow'}]{load.state}[/]",
+        str(load.num_running),
+        str(load.num_waiting),
+        f"{load.step_s * 1e3:.1f}",
+        f"{load.prefill_tokens_per_s:.0f}" if load.prefill_tokens_per_s else "-",
+        escape(engine.get("tp_size", "")) or str(max(1, len(load.ranks))),
+        f"{load.rss_bytes / MIB:.0f}",
+        escape(engine.get("attention", "")) + (", batch-invariant" if engine.get("batch_invariant") == "yes" else ""),
+    )
+
+
+def _cache_table(nodes: list[NodeLoad]) -> Table:
+    """What became of each node's KV. Cached blocks are free ones that may be reused; the share is that of the prompt
+    tokens whose KV was there already."""
+    numbers = ("blocks used", "blocks cached", "tokens cached", "KV moved", "failed transfers")
+    table = plain_table("node", numbers=numbers, gap=1)
+    for load in nodes:
+        share = f"{load.num_cached_tokens / load.num_prompt_tokens:.0%}" if load.num_prompt_tokens else "-"
+        table.add_row(
+            escape(load.name),
+            f"{load.num_blocks - load.num_blocks_free}/{load.num_blocks}",
+            str(load.num_blocks_cached),
+            share,
+            size_of(load.num_kv_bytes),
+            str(load.num_transfers_failed),
+        )
+    return table
+
+
+def plain_table(*words: str, numbers: tuple[str, ...] = (), gap: int = 2) -> Table:
+    """An empty table: columns of words, then columns of numbers, so many characters apart."""
+    table = Table(box=None, padding=(0, gap, 0, 0), header_style="dim")
+    for title in words:
+        table.add_column(title)
+    for title in numbers:
+        table.add_column(title, justify="right")
+    return table
+
+
+def duration_of(seconds: float) -> str:
+    """The time in its two largest units: 45 s, 3 min 20 s, 2 h 5 min, 4 d 1 h."""
+    for unit, unit_s, part, part_s in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if seconds >= unit_s:
+            return f"{seconds // unit_s:.0f} {unit} {seconds % unit_s // part_s:.0f} {part}"
+    return f"{seconds:.0f} s"
+
+
+def _savings(completion: Completion) -> list[str]:
+    """A line about cached tokens and moved KV, or nothing when there was neither."""
+    parts = []
+    if completion.cached_tokens:
+        parts.append(f"{completion.prompt_tokens} prompt tokens, {completion.cached_tokens} of them cached")
+    if completion.kv_bytes or completion.kv_bytes_saved:
+        saved = f", {size_of(completion.kv_bytes_saved)} saved" if completion.kv_bytes_saved else ""
+        parts.append(f"{size_of(completion.kv_bytes)} of KV sent{saved}")
+    return [f"  {' · '.join(parts)}"] if parts else []
+
+
+def _where(timeline: Timeline, field: str) -> str:
+    if field.startswith("prefill"):
+        return escape(timeline.prefill_node)
+    if field.startswith("decode"):
+        return escape(timeline.decode_node)
+    if timeline.prefill_node == timeline.decode_node:  # which computed the prompt itself
+        return escape(timeline.decode_node)
+    return escape(f"{timeline.prefill_node} → {timeline.decode_node}")
+
+
+def _summary(completion: Completion) -> str:
+    timeline = completion.timeline
+    tokens = f"{completion.prompt_tokens} + {completion.completion_tokens} tokens"
+    restarts = f", {timeline.num_restarts} restarts" if timeline.num_restarts else ""
+    return f"{tokens}, first after {timeline.ttft_s * 1e3:.1f} ms{restarts}"
+
+
+def _bar(timeline: Timeline) -> Text:
+    total_s = sum(getattr(timeline, field) for _, field, _, _ in PHASES)
+    bar, passed_s = Text("  "), 0.0
+    for _, field, mark, style in PHASES:
+        start = round(BAR_WIDTH * passed_s / total_s) if total_s else 0
+        passed_s += getattr(timeline, field)
+        end = round(BAR_WIDTH * passed_s / total_s) if total_s else 0
+        bar.append(mark * (end - start), style=style)
+    return bar

@@ -1,0 +1,131 @@
+"""A cluster on one machine as a plan: which processes, with which settings. Pure; the launcher carries it out."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final
+
+from serving_core.cpus import divide_cpus
+from serving_core.errors import SettingsError
+from serving_core.flags import build, fields_of, flag
+from splitserve.launch.models import LocalModel
+from splitserve.launch.rooms import COORDINATOR, DECODE, PREFILL, ROOMS, Room, command_of, environment_of
+
+LOOPBACK: Final = "127.0.0.1"
+NO_HTTP: Final = -1  # as an http_port
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """What `splitserve up` decides itself; everything else it passes on to the processes."""
+
+    model: str = flag("", "Folder or hub id of the model; without one the demo model serves.", positional=True)
+    prefill: int = flag(1, "Number of prefill nodes; 0: decode nodes compute the prompts.", minimum=0, maximum=64)
+    decode: int = flag(1, "Number of decode nodes.", minimum=1, maximum=64)
+    prefill_tp: int = flag(1, "Ranks that compute each prefill node together.", minimum=1, maximum=64)
+    decode_tp: int = flag(1, "Ranks that compute each decode node together.", minimum=1, maximum=64)
+    local_prefill: str | None = flag(
+        None,
+        "Whether decode nodes compute prompts: never, where it is faster (auto), or always. "
+        "Unless given: always without prefill nodes, else never.",
+        choices=("never", "auto", "always"),
+    )
+    host: str = flag(LOOPBACK, "Address of the public gRPC port.")
+    grpc_port: int = flag(50051, "Public gRPC port.", minimum=1, maximum=65535)
+    http_port: int = flag(8000, "OpenAI-compatible HTTP port; 0 takes a free one, -1 none.", minimum=-1, maximum=65535)
+    log_dir: str = flag("", "Folder for the processes' logs; empty makes one under the temporary folder.")
+    start_timeout_s: float = flag(300.0, "Seconds until every node must be ready.", minimum=1.0)
+    drain_s: float = flag(10.0, "Seconds running requests get to finish when the cluster stops.", minimum=0.0)
+
+
+def local_prefill_of(settings: ClusterSettings) -> str:
+    """What the coordinator is told of local prefill. Raises SettingsError when nobody would compute prompts."""
+    if settings.prefill == 0 and settings.local_prefill == "never":
+        raise SettingsError("without prefill nodes (--prefill 0) --local-prefill cannot be never")
+    return settings.local_prefill or ("never" if settings.prefill else "always")
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process of the cluster."""
+
+    name: str
+    role: str
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    settings: Any = None  # what argv and environment say
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What the machine gives a cluster: a free port, a folder for sockets, a secret, an id that no other cluster has,
+    and the CPUs it may use."""
+
+    fleet_port: int
+    socket_dir: str
+    fleet_secret: str
+    instance_id: str
+    cpus: tuple[int, ...]
+
+
+# Flags of the processes that the plan sets itself.
+PLANNED: Final = frozenset(
+    {"model", "host", "port", "fleet_host", "fleet_port", "fleet_secret", "coordinator", "name", "kv_bind", "cpus"}
+    | {"tensor_parallel_size", "instance_id"}
+) | {field.name for field in dataclasses.fields(ClusterSettings)}
+
+
+def up_settings_class() -> type[Any]:
+    """ClusterSettings and every flag that can be passed on. One whose defaults differ by role stays unset: None."""
+    own = [(field.name, hint, _copied(field)) for field, hint in fields_of(ClusterSettings)]
+    passed: dict[str, tuple[str, Any, Any]] = {}
+    for field, hint in chain.from_iterable(fields_of(room.settings_class) for room in ROOMS):
+        if field.name in passed and passed[field.name][2].default != field.default:
+            passed[field.name] = (field.name, hint | None, _copied(field, default=None))
+        elif field.name not in passed and field.name not in PLANNED:
+            passed[field.name] = (field.name, hint, _copied(field))
+    return dataclasses.make_dataclass("UpSettings", [*own, *passed.values()], frozen=True)
+
+
+def plan_cluster(
+    settings: ClusterSettings, passed: Mapping[str, Any], model: LocalModel, place: Place
+) -> list[Process]:
+    """The processes in starting order, the coordinator first. `passed` are flags for whichever room knows them; None
+    leaves a flag unset, and what the plan sets itself is not overruled. Raises SettingsError."""
+    given = {name: value for name, value in passed.items() if value is not None and name not in PLANNED}
+    shared = {"model": str(model.folder), "drain_s": settings.drain_s, "fleet_secret": place.fleet_secret}
+    front = {
+        "host": settings.host,
+        "port": settings.grpc_port,
+        "http_port": settings.http_port,
+        "fleet_host": LOOPBACK,
+        "fleet_port": place.fleet_port,
+        "instance_id": place.instance_id,
+        "local_prefill": local_prefill_of(settings),
+        "served_model_name": passed.get("served_model_name") or model.name,
+    }
+    processes = [_process(COORDINATOR, "coordinator", {**given, **shared, **front})]
+    nodes = [(PREFILL, f"prefill-{i}", settings.prefill_tp) for i in range(settings.prefill)]
+    nodes += [(DECODE, f"decode-{i}", settings.decode_tp) for i in range(settings.decode)]
+    over_zmq = given.get("kv_transport", "zmq") == "zmq"
+    rank_cpus = iter(divide_cpus(place.cpus, sum(tp_size for _, _, tp_size in nodes)))
+    for room, name, tp_size in nodes:
+        own = {
+            "name": name,
+            "coordinator": f"{LOOPBACK}:{place.fleet_port}",
+            "kv_bind": f"ipc://{place.socket_dir}/{name}" if over_zmq else "",
+            "tensor_parallel_size": tp_size,
+            "cpus": ",".join(filter(None, (next(rank_cpus) for _ in range(tp_size)))),
+        }
+        processes.append(_process(room, name, {**given, **shared, **own}))
+    return processes
+
+
+def _process(room: Room, name: str, values: Mapping[str, Any]) -> Process:
+    settings = build(room.settings_class, dict(values))
+    return Process(name, room.role, tuple(command_of(room, settings)), environment_of(settings), settings)
+
+
+def _copied(field: "dataclasses.Field[Any]", **changes: Any) -> Any:
+    return dataclasses.field(**{"default": field.default, "metadata": field.metadata, **changes})

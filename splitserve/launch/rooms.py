@@ -1,0 +1,67 @@
+"""The processes of a cluster as the command line starts them: `python -m ROOM MODEL --flag value ...`."""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from coordinator.settings import CoordinatorSettings
+from decode_node.settings import DecodeSettings
+from engine.native.library import ENVIRONMENT as NATIVE
+from prefill_node.settings import PrefillSettings
+from serving_core.flags import ENV_PREFIX, build, fields_of, to_argv
+
+Settings = CoordinatorSettings | PrefillSettings | DecodeSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A role: its package and what a process of it can be told."""
+
+    role: str
+    package: str
+    settings_class: type[Any]
+
+
+COORDINATOR: Final = Room("coordinator", "coordinator", CoordinatorSettings)
+PREFILL: Final = Room("prefill", "prefill_node", PrefillSettings)
+DECODE: Final = Room("decode", "decode_node", DecodeSettings)
+ROOMS: Final = (COORDINATOR, PREFILL, DECODE)
+
+
+def command_of(room: Room, settings: Any) -> list[str]:
+    """The argv that starts a process of this room with these settings."""
+    return [sys.executable, "-m", room.package, *to_argv(settings)]
+
+
+def environment_of(settings: Any) -> dict[str, str]:
+    """The environment that goes with `command_of`: secrets in it, and no variable that would change a flag."""
+    environment = {
+        name: value for name, value in os.environ.items() if name == NATIVE or not name.startswith(ENV_PREFIX)
+    }
+    values = flat(settings)
+    for field, _ in fields_of(type(settings)):
+        if field.metadata["secret"] and values[field.name]:
+            environment[ENV_PREFIX + field.name.upper()] = values[field.name]
+    return environment
+
+
+def flat(settings: Any) -> dict[str, Any]:
+    """Every flag's value by name, nested settings flattened."""
+    return dict(_flat_items(settings))
+
+
+def replaced(settings: Any, **changes: Any) -> Any:
+    """The same settings with other values for these flags."""
+    return build(type(settings), {**flat(settings), **changes})
+
+
+def _flat_items(settings: Any) -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _flat_items(value)
+        else:
+            yield field.name, value

@@ -1,0 +1,185 @@
+"""Child processes in process groups of their own: started, watched, stopped, and never left behind.
+
+What a child writes goes to its log file; lines that report an error are echoed too. On Linux the children die with
+this process, whatever kills it.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from splitserve.launch.cluster import Process
+from splitserve.launch.models import Report
+
+CHUNK_BYTES: Final = 2**16
+LONGEST_LINE_BYTES: Final = 2**16
+LAST_WORDS_S: Final = 1.0  # to read what a dead child has left in its pipe
+ECHOED_LEVEL: Final = "error"
+ENDING_LEVEL: Final = "critical"  # of what a process logs as its last words
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A child that has ended: its exit code, or minus the signal that killed it, and what it said of why."""
+
+    process: Process
+    returncode: int
+    refusal: str = ""  # the sentence with which it refused to start or to go on
+    failure: str = ""  # the exception that ended it, where it did not expect one
+
+    def __str__(self) -> str:
+        if self.returncode < 0:
+            return f"{self.process.name} was killed by {signal.Signals(-self.returncode).name}"
+        return f"{self.process.name} ended: {self.refusal or self.failure or 'it did not say why'}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    handle: asyncio.subprocess.Process
+    watch: asyncio.Task[None]
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.handle.returncode is None:
+            _signal_group(self.handle.pid, number)
+
+
+class Supervisor:
+    """The children of one cluster. To be used on the event loop of the main thread: children die with that thread."""
+
+    def __init__(self, log_dir: Path, report: Report) -> None:
+        self._log_dir = log_dir
+        self._report = report
+        self._children: dict[str, _Child] = {}
+        self._deaths: asyncio.Queue[Death] = asyncio.Queue()
+
+    def pid(self, name: str) -> int:
+        return self._children[name].handle.pid
+
+    @property
+    def all_live(self) -> bool:
+        """Whether no child has ended."""
+        return all(child.handle.returncode is None for child in self._children.values())
+
+    async def start(self, process: Process) -> None:
+        """Starts a child and watches it until it ends."""
+        output, child_end = os.pipe()
+        try:
+            handle = await self._spawn(process, child_end)
+        finally:
+            os.close(child_end)
+        watch = asyncio.create_task(self._watch(process, handle, output))
+        self._children[process.name] = _Child(handle, watch)
+
+    async def next_death(self) -> Death:
+        """Waits for the next child to end, in the order in which they do."""
+        return await self._deaths.get()
+
+    async def stop(self, names: Iterable[str], *, deadline_s: float) -> None:
+        """Asks these children to end (SIGTERM); kills those that still live after deadline_s or when cancelled."""
+        children = [self._children[name] for name in names if name in self._children]
+        try:
+            for child in children:
+                child.signal(signal.SIGTERM)
+            if children:
+                await asyncio.wait([child.watch for child in children], timeout=deadline_s)
+        finally:
+            for child in children:
+                child.signal(signal.SIGKILL)
+            if children:
+                await asyncio.wait([child.watch for child in children])
+
+    async def _spawn(self, process: Process, output: int) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "serving_core.child", str(os.getpid())),
+            *process.argv,
+            env=dict(process.environment),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            process_group=0,
+        )
+
+    async def _watch(self, process: Process, handle: asyncio.subprocess.Process, output: int) -> None:
+        words = LastWords(process.name)
+        reading = asyncio.create_task(self._copy_log(process.name, output, words))
+        returncode = await handle.wait()
+        _signal_group(handle.pid, signal.SIGKILL)  # what the child started ends with it
+        await asyncio.wait([reading], timeout=LAST_WORDS_S)
+        reading.cancel()
+        self._deaths.put_nowait(Death(process, returncode, words.refusal, words.failure))
+
+    async def _copy_log(self, name: str, output: int, words: "LastWords") -> None:
+        with self._open_log(name) as log:
+            async for line in _lines(output):
+                log.write(line + b"\n")
+                level, text = parse_line(line.decode(errors="replace"))
+                words.hear(level, text)
+                if level == ECHOED_LEVEL:
+                    self._report(f"{name}: {text}")
+
+    def _open_log(self, name: str) -> Any:
+        return (self._log_dir / f"{name}.log").open("ab", buffering=0)
+
+
+class LastWords:
+    """Why a process ended, as far as its lines say: a refusal is NAME: SENTENCE, as run_process of protos/serving.py
+    writes it, or NAME.RANK: SENTENCE; a failure is a critical line or the end of a traceback."""
+
+    def __init__(self, name: str) -> None:
+        self._refusal = re.compile(rf"{re.escape(name)}(?:\.\d+)?: (.+)")
+        self._in_traceback = False
+        self.refusal = ""
+        self.failure = ""
+
+    def hear(self, level: str, text: str) -> None:
+        """Takes the next line, as parse_line gives it."""
+        if level == ENDING_LEVEL:
+            self.failure = text
+        if level:
+            return
+        if said := self._refusal.fullmatch(text):
+            self.refusal = self.refusal or said[1]
+        elif text.startswith("Traceback (most recent call last)"):
+            self._in_traceback = True
+        elif self._in_traceback and text and not text[0].isspace():
+            self._in_traceback, self.failure = False, text
+
+
+def parse_line(line: str) -> tuple[str, str]:
+    """The level and the text of a log line; a line that is not of our loggers has no level, and is as it stands."""
+    try:
+        fields = json.loads(line)
+        return str(fields["level"]), str(fields["event"])
+    except (ValueError, TypeError, KeyError):
+        return "", line.rstrip()
+
+
+async def _lines(pipe: int) -> AsyncIterator[bytes]:
+    """The lines that come out of a pipe, which is closed at its end."""
+    stream = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(pipe, "rb", buffering=0)
+    )
+    with contextlib.closing(transport):
+        rest = b""
+        while chunk := await stream.read(CHUNK_BYTES):
+            *lines, rest = (rest + chunk).split(b"\n")
+            if len(rest) > LONGEST_LINE_BYTES:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                yield line
+        if rest:
+            yield rest
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)

@@ -1,0 +1,241 @@
+"""`splitserve bench`. What a command measures with is imported when it runs, so that help is quick."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final
+
+import click
+
+from serving_core.extras import needs
+from serving_core.layout import QUANTIZED_DTYPES
+from serving_core.settings import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineSettings
+from splitserve.commands.plan_transfer import layout_of
+from splitserve.commands.terminal import report, stdout
+from splitserve.launch.models import resolve
+from splitserve.signals import run_to_end
+from splitserve_bench.compare.compare_command import compare_command
+from splitserve_bench.engine.command import engine_command
+from splitserve_bench.serve.serve_command import serve_command
+
+TRANSPORTS: Final = ("zmq-ipc", "zmq-tcp", "torch_dist-gloo", "loopback")
+PROMPT_TOKENS: Final = (16, 128, 512, 2048, 8192)
+OVERLAP_PROMPT_TOKENS: Final = (16, 32, 64, 128, 256, 512, 1024)
+CONTEXT_TOKENS: Final = (128, 512, 2048)
+
+Command = Callable[..., None]
+
+
+@click.group()
+def bench() -> None:
+    """Measure the engine, a cluster, or any server."""
+
+
+bench.add_command(engine_command)
+bench.add_command(serve_command)
+bench.add_command(compare_command)
+
+
+def as_json_option(command: Command) -> Command:
+    """--json."""
+    return click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")(command)
+
+
+def prompt_tokens_option(default: Sequence[int]) -> Callable[[Command], Command]:
+    """--prompt-tokens, several times."""
+    return click.option(
+        "--prompt-tokens",
+        default=default,
+        show_default=True,
+        multiple=True,
+        type=click.IntRange(1),
+        help="Length of the prompts; give it again for more.",
+    )
+
+
+def count_option(name: str, default: int, text: str, *, minimum: int = 1) -> Callable[[Command], Command]:
+    """A whole number."""
+    return click.option(name, default=default, show_default=True, type=click.IntRange(minimum), help=text)
+
+
+@bench.command()
+@click.argument("model", default="")
+@count_option("--streams", 8, "Answers at the same time.", minimum=2)
+@count_option("--prompt-tokens", 512, "Length of the prompts.")
+@count_option("--output-tokens", 192, "Length of the answers.", minimum=8)
+@count_option("--repeats", 10, "Answers one after the other.")
+@as_json_option
+@needs("node")
+def cluster(model: str, streams: int, prompt_tokens: int, output_tokens: int, repeats: int, as_json: bool) -> None:
+    """Start one prefill and one decode node for MODEL; measure start, memory, handoff and streaming."""
+    from splitserve_bench.clusters.cluster import ClusterBench, measure_cluster
+    from splitserve_bench.report import cluster_table
+
+    sizes = ClusterBench(streams, prompt_tokens, output_tokens, repeats)
+    measured = measure_cluster(resolve(model, report), sizes, report)
+    _run(measured, dataclasses.asdict, lambda figures: cluster_table(figures, sizes), as_json)
+
+
+@bench.command()
+@click.argument("model", default="")
+@click.option(
+    "--transport",
+    "transports",
+    default=TRANSPORTS,
+    show_default=True,
+    multiple=True,
+    type=click.Choice(TRANSPORTS),
+    help="What moves the blocks; give it again for more.",
+)
+@prompt_tokens_option(PROMPT_TOKENS)
+@click.option(
+    "--block-size",
+    "block_sizes",
+    default=(EngineSettings().block_size,),
+    show_default=True,
+    multiple=True,
+    type=click.IntRange(1, 1024),
+    help="Tokens in one block; give it again for more.",
+)
+@click.option("--kv-cache-dtype", default="auto", show_default=True, type=click.Choice(KV_CACHE_DTYPES))
+@click.option("--scattered", is_flag=True, help="Blocks of a prompt lie anywhere in the pool, not side by side.")
+@count_option("--repeats", 9, "Transfers of each kind.")
+@as_json_option
+@needs("node")
+def transfer(
+    model: str,
+    transports: tuple[str, ...],
+    prompt_tokens: tuple[int, ...],
+    block_sizes: tuple[int, ...],
+    kv_cache_dtype: str,
+    scattered: bool,
+    repeats: int,
+    as_json: bool,
+) -> None:
+    """Move the KV of prompts of MODEL between two processes, over each transport, beside plain copies and sockets."""
+    from splitserve_bench.corridor.transfer import TransferBench, TransferReport, measure_transfer
+    from splitserve_bench.report import transfer_views
+
+    layouts = [layout_of(model, block_size, kv_cache_dtype) for block_size in dict.fromkeys(block_sizes)]
+    sizes = TransferBench(tuple(dict.fromkeys(transports)), tuple(dict.fromkeys(prompt_tokens)), repeats, scattered)
+
+    async def measure() -> list[TransferReport]:
+        return [await measure_transfer(layout, sizes, report) for layout in layouts]
+
+    _run(measure(), _records, transfer_views, as_json)
+
+
+@bench.command()
+@click.argument("model", default="")
+@count_option("--conversations", 8, "Chats of two turns.")
+@count_option("--turn-tokens", 300, "New text in each turn.")
+@count_option("--requests", 16, "Requests with a shared beginning.")
+@count_option("--shared-tokens", 1000, "Length of the shared beginning.")
+@count_option("--own-tokens", 60, "What follows it in each request.")
+@count_option("--output-tokens", 48, "Length of the answers.")
+@click.option("--dtype", default="auto", show_default=True, type=click.Choice(DTYPES), help="Compute dtype.")
+@as_json_option
+@needs("node")
+def reuse(model: str, dtype: str, as_json: bool, **counts: int) -> None:
+    """Ask clusters of MODEL with and without prefix caching the same; show what it saves."""
+    from splitserve_bench.clusters.reuse import ReuseBench, measure_reuse
+    from splitserve_bench.report import reuse_table
+
+    sizes = ReuseBench(
+        num_conversations=counts["conversations"],
+        turn_tokens=counts["turn_tokens"],
+        num_requests=counts["requests"],
+        shared_tokens=counts["shared_tokens"],
+        own_tokens=counts["own_tokens"],
+        output_tokens=counts["output_tokens"],
+        dtype=dtype,
+    )
+    _run(measure_reuse(resolve(model, report), sizes, report), _records, reuse_table, as_json)
+
+
+@bench.command()
+@click.argument("model", default="")
+@prompt_tokens_option(OVERLAP_PROMPT_TOKENS)
+@count_option("--repeats", 9, "Prompts of each length.")
+@as_json_option
+@needs("node")
+def overlap(model: str, prompt_tokens: tuple[int, ...], repeats: int, as_json: bool) -> None:
+    """Find the prompt length of MODEL from which it pays to send KV blocks while the prompt is computed."""
+    from splitserve_bench.clusters.overlap import measure_overlap, pays_from
+    from splitserve_bench.report import overlap_view
+
+    measured = measure_overlap(resolve(model, report), sorted(set(prompt_tokens)), repeats, report)
+    _run(
+        measured,
+        lambda figures: {"pays_from_tokens": pays_from(figures), "lengths": _records(figures)},
+        overlap_view,
+        as_json,
+    )
+
+
+@bench.command("kv-cache")
+@click.argument("model", default="")
+@click.option(
+    "--kv-cache-dtype",
+    "dtypes",
+    default=QUANTIZED_DTYPES,
+    show_default=True,
+    multiple=True,
+    type=click.Choice(QUANTIZED_DTYPES),
+    help="What to compare with the model's own dtype; give it again for more.",
+)
+@click.option(
+    "--context-tokens",
+    "contexts",
+    default=CONTEXT_TOKENS,
+    show_default=True,
+    multiple=True,
+    type=click.IntRange(1),
+    help="Length of the prompts; give it again for more.",
+)
+@as_json_option
+@needs("node")
+def kv_cache(model: str, dtypes: tuple[str, ...], contexts: tuple[int, ...], as_json: bool) -> None:
+    """Compare answers of MODEL with an 8-bit KV cache to those with its own dtype."""
+    from splitserve_bench.accuracy.kv_cache import measure_accuracy
+    from splitserve_bench.report import accuracy_table
+
+    folder = resolve(model, report).folder
+    figures = measure_accuracy(folder, list(dict.fromkeys(dtypes)), sorted(set(contexts)), report)
+    _show(figures, _records, accuracy_table, as_json)
+
+
+@bench.command()
+@click.argument("model", default="")
+@as_json_option
+@needs("node")
+def weights(model: str, as_json: bool) -> None:
+    """Compare MODEL with quantized weights to MODEL as it is: perplexity, likeliest tokens, answers, memory."""
+    from splitserve_bench.accuracy.weights_accuracy import measure_weights_accuracy
+    from splitserve_bench.report import weights_table
+
+    folder = resolve(model, report).folder
+    figures = measure_weights_accuracy(folder, QUANTIZATIONS[1:], report)
+    _show(figures, _records, weights_table, as_json)
+
+
+def _records(figures: Sequence[Any]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(each) for each in figures]
+
+
+def _run(
+    work: Coroutine[Any, Any, Any], to_json: Callable[[Any], Any], to_view: Callable[[Any], Any], as_json: bool
+) -> None:
+    """Measures, and shows the figures. A signal stops it."""
+
+    async def main() -> None:
+        _show(await work, to_json, to_view, as_json)
+
+    run_to_end(main())
+
+
+def _show(figures: Any, to_json: Callable[[Any], Any], to_view: Callable[[Any], Any], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(to_json(figures)))
+    else:
+        stdout.print(to_view(figures))

@@ -1,0 +1,152 @@
+"""Where contenders run: a cluster of ours is started for each load and stopped after it; a peer runs already.
+
+Only one cluster exists at a time. Keeping all alive would save the start of a few seconds, but idle clusters hold
+memory and caches too, and what a process was dealt when it started, such as its place in memory, would stay with one
+contender for the whole comparison. This way it is drawn anew for each load, and no load finds KV that another left.
+
+Nodes are pinned to the given cores, evenly. The coordinator and the load generator may use every core of the machine.
+"""
+
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from serving_core.flags import build
+from splitserve.launch.cluster import ClusterSettings
+from splitserve.launch.launcher import Cluster, free_port
+from splitserve.launch.models import LocalModel, Report
+from splitserve_bench.compare.contenders import ClusterContender, Contender, PeerContender
+from splitserve_bench.errors import BenchError
+from splitserve_bench.serve.load import describe, run_load
+from splitserve_bench.serve.records import Outcome, PlannedRequest
+from splitserve_bench.serve.target import OPENAI, SPLITSERVE, Progress, ServedModel, Target
+
+# Flags of a cluster that a contender sets, that the comparison needs for itself, or that are secrets.
+OWN_FLAGS: Final = frozenset(
+    {"model", "prefill", "decode", "local_prefill", "host", "grpc_port", "http_host", "http_port", "log_dir", "config"}
+    | {"api_key", "fleet_secret"}
+)
+WARM_UP_CONCURRENCY: Final = 4
+
+Result = TypeVar("Result")
+
+
+class Arena:
+    """Starts, warms up, loads and stops contenders, one at a time."""
+
+    def __init__(
+        self, model: LocalModel, cores: Sequence[int], flags: Mapping[str, Any], log_dir: Path, report: Report
+    ) -> None:
+        """`flags` go to every cluster of ours, but for OWN_FLAGS. Logs of each cluster get a folder in log_dir."""
+        self._model = model
+        self._cores = cores
+        self._flags = flags
+        self._log_dir = log_dir
+        self._report = report
+        self._num_started = 0
+
+    async def run(
+        self,
+        contender: Contender,
+        warm_up: Sequence[PlannedRequest],
+        planned: Sequence[PlannedRequest],
+        *,
+        max_concurrency: int | None,
+        request_timeout_s: float,
+        on_progress: Callable[[Progress], None],
+    ) -> list[Outcome]:
+        """What becomes of a load, after the warm-up, of which every request must succeed.
+
+        Raises BenchError when one does not, or when a node is lost, and LaunchError when the cluster does not start.
+        """
+        async with self._serving(contender) as (target, check):
+            await _warm_up(contender, target, warm_up, request_timeout_s)
+            outcomes = await run_load(
+                target,
+                planned,
+                max_concurrency=max_concurrency,
+                request_timeout_s=request_timeout_s,
+                on_progress=on_progress,
+            )
+            await check()
+        return outcomes
+
+    @asynccontextmanager
+    async def _serving(
+        self, contender: Contender
+    ) -> AsyncIterator[tuple[Target, Callable[[], Coroutine[Any, Any, None]]]]:
+        """Where it serves, and a check that raises BenchError when it lost a node."""
+        if isinstance(contender, PeerContender):
+            target = target_of(contender)
+            yield Target(OPENAI, target.address, model=(await describe(target)).model), _nothing
+            return
+        self._num_started += 1
+        async with self._cluster(contender) as cluster:
+            await cluster.start(lambda missing: None)
+            yield Target(SPLITSERVE, cluster.target), lambda: _check_nodes(cluster)
+
+    def _cluster(self, contender: ClusterContender) -> Cluster:
+        log_dir = self._log_dir / f"{self._num_started:03d}-{contender.name.replace(' ', '-')}"
+        own = {
+            "prefill": contender.prefill,
+            "decode": contender.decode,
+            "local_prefill": contender.local_prefill,
+            "grpc_port": free_port(),
+            "http_port": -1,
+            "log_dir": str(log_dir),
+        }
+        values = {**self._flags, **own}
+        with _confined(self._cores):  # a cluster shares out the CPUs that this process may use
+            return Cluster(build(ClusterSettings, values), values, self._model, report=self._report)
+
+
+def target_of(peer: PeerContender) -> Target:
+    """Where a peer serves, whatever model."""
+    return Target(OPENAI, peer.address)
+
+
+async def describe_peers(contenders: Sequence[Contender]) -> dict[str, ServedModel]:
+    """What the peers say of themselves, by name. Raises BenchError when one does not answer."""
+    return {each.name: await describe(target_of(each)) for each in contenders if isinstance(each, PeerContender)}
+
+
+async def _warm_up(
+    contender: Contender, target: Target, planned: Sequence[PlannedRequest], request_timeout_s: float
+) -> None:
+    outcomes = await run_load(
+        target,
+        planned,
+        max_concurrency=WARM_UP_CONCURRENCY,
+        request_timeout_s=request_timeout_s,
+        on_progress=lambda progress: None,
+    )
+    errors = [outcome.error for outcome in outcomes if outcome.error]
+    if errors:
+        raise BenchError(f"{contender.name} cannot answer: {errors[0]}")
+
+
+async def _check_nodes(cluster: Cluster) -> None:
+    async with cluster.client() as client:
+        attached = {node.name for node in (await client.loads()).nodes}
+    if missing := [name for name in cluster.nodes if name not in attached]:
+        raise BenchError(f"lost during the load: {', '.join(missing)}; logs: {cluster.log_dir}")
+
+
+async def _nothing() -> None:
+    """A peer's nodes are its own affair."""
+
+
+@contextmanager
+def _confined(cores: Sequence[int]) -> Iterator[None]:
+    """Within it this thread may use these CPUs alone, where the system can tell."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

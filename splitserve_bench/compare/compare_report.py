@@ -1,0 +1,204 @@
+"""A comparison as tables for people, as JSON, and as files."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+
+from splitserve.commands.terminal import plain_table
+from splitserve_bench.compare.contenders import PEER
+from splitserve_bench.compare.entry import Comparison, Entry, ProbeRun, standing
+from splitserve_bench.compare.search import FixedRates, RateSearch, SearchResult
+from splitserve_bench.compare.slo import MS, Slo, judge
+from splitserve_bench.compare.verdict import main_cause, plain
+from splitserve_bench.serve.metrics import Distribution, Limits, Summary, summarize
+from splitserve_bench.serve.plots import AttainmentPoint, plot_attainment
+from splitserve_bench.serve.results import request_lines
+from splitserve_bench.serve.serve_report import MAX_SEND_LAG_S
+
+PERCENTILES: Final = (50, 90, 99)
+LATENCIES: Final = ("ttft", "tpot")
+NOTE: Final = (
+    "knee: where attainment crosses the goal, with 95 % confidence; latencies, in ms, are those of complete answers at "
+    "the goodput or, without one, at the lowest rate; beside the limit that most requests miss is the phase that "
+    "most of those were long in; decode includes the prompts that the same node computes meanwhile"
+)
+UNKNOWN_OF_PEERS: Final = (
+    "how many cores it has, and what KV it keeps of earlier runs, is not known here; it is asked over HTTP, our "
+    "clusters over gRPC"
+)
+
+
+def comparison_view(comparison: Comparison) -> Group:
+    """The table, what it means, and the verdict."""
+    goal = f"{comparison.goal.attainment:.0%} of the offered requests good: {comparison.slo}"
+    is_fixed = any(isinstance(entry.search, FixedRates) for entry in comparison.entries)
+    table = rates_table(comparison) if is_fixed else search_table(comparison)
+    lines = [f"[bold]{escape(sentence)}[/]" for sentence in comparison.verdict[:1]]
+    lines += [escape(sentence) for sentence in comparison.verdict[1:]]
+    doubts = [f"[yellow]{escape(line)}[/]" for line in warnings(comparison)]
+    return Group(escape(goal), "", table, "", NOTE, "", *lines, *doubts)
+
+
+def search_table(comparison: Comparison) -> Table:
+    """One row for each contender: its best rate, and how it did there; without one, at the lowest rate."""
+    table = _table(("goodput, req/s", "knee", "next rate failed"))
+    for entry in comparison.entries:
+        result = entry.search.result()
+        rate = result.failing_rate if result.best_rate is None else result.best_rate
+        goodput = "none" if result.best_rate is None else plain(result.best_rate)
+        cells = ["out" if entry.failure else goodput, _interval(result), _rate(result.failing_rate)]
+        cells += _figures(comparison.slo, entry, rate, result.failing_rate) if rate is not None else []
+        table.add_row(escape(entry.contender.name), *cells)
+    return table
+
+
+def rates_table(comparison: Comparison) -> Table:
+    """One row for each contender and rate."""
+    table = _table(("rate, req/s",))
+    for entry in comparison.entries:
+        for counted in entry.search.curve():
+            figures = _figures(comparison.slo, entry, counted.rate, counted.rate)
+            table.add_row(escape(entry.contender.name), plain(counted.rate), *figures)
+        if entry.failure:
+            table.add_row(escape(entry.contender.name), "out")
+    return table
+
+
+def warnings(comparison: Comparison) -> list[str]:
+    """Reasons to doubt the figures."""
+    lines = [f"{entry.contender.name} is out: {entry.failure}" for entry in comparison.entries if entry.failure]
+    for entry in comparison.entries:
+        is_search = isinstance(entry.search, RateSearch)
+        if is_search and not entry.failure and not entry.search.result().is_settled:
+            lines.append(f"{entry.contender.name}: the search ended before the knee was found as closely as wanted")
+        if entry.contender.kind == PEER:
+            lines.append(f"{entry.contender.name}: {UNKNOWN_OF_PEERS}")
+        lags_s = [lag for run in entry.runs if (lag := _summary(run).send_lag_s.percentile(99)) is not None]
+        if lags_s and max(lags_s) > MAX_SEND_LAG_S:
+            lines.append(
+                f"{entry.contender.name}: requests were sent up to {max(lags_s) * MS:.0f} ms late (p99 of a probe): "
+                "the load generator did not keep up"
+            )
+    return lines
+
+
+def comparison_json(comparison: Comparison, also: Sequence[Comparison], about: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything but the single requests. `about` tells what was compared, `also` are the same requests judged by other
+    objectives."""
+    return {
+        **about,
+        **_judged_json(comparison),
+        "also": [_judged_json(each) for each in also],
+    }
+
+
+def _judged_json(comparison: Comparison) -> dict[str, Any]:
+    return {
+        "goal": asdict(comparison.goal),
+        "slo": str(comparison.slo),
+        "unloaded": asdict(comparison.unloaded) if comparison.unloaded is not None else None,
+        "contenders": [_entry_json(entry, comparison.slo) for entry in comparison.entries],
+        "verdict": list(comparison.verdict),
+    }
+
+
+def save_probe(run: ProbeRun, folder: Path) -> None:
+    """One file with everything about a probe, its single requests too."""
+    name = f"{run.number:03d}-{run.contender.replace(' ', '-')}-{run.probe.rate:.4g}qps.json"
+    requests = list(request_lines([outcome for _, outcome in run.pairs]))
+    (folder / name).write_text(json.dumps({"contender": run.contender, **_run_json(run), "requests": requests}))
+
+
+def save_comparison(comparison: Comparison, also: Sequence[Comparison], about: Mapping[str, Any], folder: Path) -> None:
+    """The JSON object, and pictures of attainment over the rate: attainment.png, and attainment-2.png and so on by the
+    other objectives."""
+    (folder / "comparison.json").write_text(json.dumps(comparison_json(comparison, also, about), indent=2))
+    for number, judged in enumerate((comparison, *also), 1):
+        points = [
+            AttainmentPoint(entry.contender.name, each.rate, each.attainment, each.interval)
+            for entry in judged.entries
+            for each in entry.search.curve()
+        ]
+        name = "attainment.png" if number == 1 else f"attainment-{number}.png"
+        plot_attainment(points, judged.goal.attainment, folder / name)
+
+
+def _entry_json(entry: Entry, slo: Slo) -> dict[str, Any]:
+    found = standing(entry, slo)
+    return {
+        "name": found.name,
+        "kind": found.kind,
+        "failure": entry.failure,
+        "result": asdict(found.result),
+        "loses_by": main_cause(found.misses) if found.misses is not None else "",
+        "probes": [_run_json(run) for run in entry.runs],
+    }
+
+
+def _run_json(run: ProbeRun) -> dict[str, Any]:
+    counted, summary = run.counted, _summary(run)
+    return {
+        "number": run.number,
+        "rate": run.probe.rate,
+        "seed": run.probe.seed,
+        "num_good": counted.num_good,
+        "num_total": counted.num_total,
+        "num_effective": counted.num_effective,
+        "attainment": counted.attainment,
+        "attainment_interval": list(counted.interval),
+        "misses": asdict(run.judgement.misses),
+        "duration_s": summary.duration_s,
+        "output_tokens_per_s": summary.per_s(summary.total_output_tokens),
+        "send_lag_p99_ms": _ms(summary.send_lag_s, 99),
+        **{f"p{each}_{name}_ms": _ms(summary.latencies_s[name], each) for name in LATENCIES for each in PERCENTILES},
+    }
+
+
+def _summary(run: ProbeRun) -> Summary:
+    return summarize([outcome for _, outcome in run.pairs], Limits())
+
+
+def _figures(slo: Slo, entry: Entry, rate: float, losing_rate: float | None) -> list[str]:
+    """Attainment and latencies at a rate, and what requests were lost to at another."""
+    counted = next(each for each in entry.search.curve() if each.rate == rate)
+    low, high = counted.interval
+    summary = summarize([outcome for _, outcome in entry.pairs_at(rate)], Limits())
+    latencies = [_percentiles(summary.latencies_s[name]) for name in LATENCIES]
+    misses = judge(slo, entry.pairs_at(losing_rate)).misses if losing_rate is not None else None
+    return [
+        f"{counted.attainment:.1%} ({low:.0%} to {high:.0%})",
+        *latencies,
+        main_cause(misses) if misses is not None else "",
+    ]
+
+
+def _table(numbers: Sequence[str]) -> Table:
+    titles = ("attainment", "TTFT p50 / p90 / p99", "TPOT p50 / p90 / p99")
+    table = plain_table("contender", numbers=(*numbers, *titles))
+    table.add_column("loses by")
+    return table
+
+
+def _percentiles(latency_s: Distribution) -> str:
+    values = [_ms(latency_s, percent) for percent in PERCENTILES]
+    return " / ".join("-" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}" for value in values)
+
+
+def _ms(latency_s: Distribution, percent: float) -> float | None:
+    seconds = latency_s.percentile(percent)
+    return None if seconds is None else seconds * MS
+
+
+def _interval(result: SearchResult) -> str:
+    low = "0" if result.knee_low is None else plain(result.knee_low)
+    return f"{low} to {_rate(result.knee_high)}"
+
+
+def _rate(rate: float | None) -> str:
+    return "?" if rate is None else plain(rate)

@@ -1,0 +1,241 @@
+"""The receiving end of `splitserve bench transfer`, and what both ends share.
+
+`python -m splitserve_bench.corridor.transfer_peer FOLDER` is the receiving process. It obeys commands, one JSON object a
+line on stdin, answers each with one on stdout, and ends with its stdin. FOLDER is for the files of its sockets.
+"""
+
+import asyncio
+import json
+import random
+import socket
+import sys
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from xxhash import xxh3_64_intdigest
+
+from engine.cache.kv_pool import PagedKVPool
+from kv_transfer.ends.receiver import KVReceiver, Received, TransferFailed
+from kv_transfer.payload import Payload, blocks_per_message
+from kv_transfer.store import KVStore
+from kv_transfer.ticket import Ticket
+from kv_transfer.transports.tensor_payload import TensorStore
+from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
+from kv_transfer.transports.transport import Dialer, Listener
+from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
+from serving_core.errors import SplitServeError
+from serving_core.layout import KVLayout
+from splitserve_bench.corridor.yardsticks import CHECKED_BYTES
+from splitserve_bench.errors import BenchError
+from splitserve_bench.prompts import SEED
+
+ZMQ_IPC, ZMQ_TCP, GLOO, LOOPBACK = "zmq-ipc", "zmq-tcp", "torch_dist-gloo", "loopback"
+TRANSPORTS: Final = (ZMQ_IPC, ZMQ_TCP, GLOO, LOOPBACK)
+CPU: Final = torch.device("cpu")
+DEADLINE_S: Final = 60.0  # of one transfer, and of everything else that one end waits for
+ACKNOWLEDGED: Final = b"."
+MAX_LINE_BYTES: Final = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What the receiving end saw of one transfer: the CPU time of its process from the grant to the last byte in
+    place, that of the checksums alone, and the digest of what arrived."""
+
+    cpu_s: float
+    checksum_s: float
+    digest: int
+
+
+class Target:
+    """Receives into a pool, with a receiver for each transport. Belongs to the event loop it was made on."""
+
+    def __init__(self, pool: PagedKVPool, listeners: Mapping[str, Listener]) -> None:
+        self._pool = pool
+        self._receivers = {name: KVReceiver(listener, store_of(name, pool)) for name, listener in listeners.items()}
+        self._epoch = 0
+
+    def grant(self, transport: str, num_blocks: int, is_scattered: bool) -> bytes:
+        """A ticket for so many blocks, which are emptied first."""
+        receiver = self._receivers[transport]
+        block_ids = block_ids_of(num_blocks, self._pool.num_blocks, is_scattered)
+        fill(self._pool, block_ids, is_random=False)
+        self._epoch += 1
+        ticket = Ticket.draw(
+            epoch=self._epoch,
+            layout=self._pool.layout,
+            prefill_tp=1,
+            decode_tp=1,
+            addresses=[receiver.address],
+            num_blocks=len(block_ids),
+            num_cached_blocks=0,
+            ttl_s=DEADLINE_S,
+        )
+        self._transport, self._block_ids = transport, block_ids
+        self._cpu_s = 0.0
+        self._result: asyncio.Future[Received | TransferFailed] = asyncio.get_running_loop().create_future()
+        receiver.expect(ticket, block_ids, self._take)
+        self._cpu_at_start_s = time.process_time()
+        return ticket.encode()
+
+    async def arrival(self) -> Arrival:
+        """What became of the last grant. Raises BenchError when it failed."""
+        result = await self._result
+        if isinstance(result, TransferFailed):
+            raise BenchError(f"a transfer over {self._transport} failed: {result.message}")
+        receiver = self._receivers[self._transport]
+        digest, checksum_s = digest_of(receiver.store, receiver.transport.payload, self._block_ids)
+        return Arrival(self._cpu_s, checksum_s, digest)
+
+    async def close(self) -> None:
+        for receiver in self._receivers.values():
+            await receiver.close()
+
+    def _take(self, result: Received | TransferFailed) -> None:
+        self._cpu_s = time.process_time() - self._cpu_at_start_s
+        self._result.set_result(result)
+
+
+def listener_of(transport: str, folder: str) -> Listener:
+    """A new receiving end of a transport between processes."""
+    if transport == GLOO:
+        return TorchDistListener("dist://127.0.0.1:*", CPU)
+    return ZmqListener("tcp://127.0.0.1:*" if transport == ZMQ_TCP else f"ipc://{folder}/kv.sock")
+
+
+def dialer_of(transport: str) -> Dialer:
+    """The sending end that goes with listener_of."""
+    return TorchDistDialer(CPU) if transport == GLOO else ZmqDialer()
+
+
+def store_of(transport: str, pool: PagedKVPool) -> KVStore:
+    """The pool as the transport wants it."""
+    return TensorStore(pool) if transport == GLOO else pool
+
+
+def block_ids_of(num_blocks: int, pool_blocks: int, is_scattered: bool) -> list[int]:
+    """Which blocks of a pool hold a prompt: the first ones, or random ones, the same in every process."""
+    return random.Random(SEED).sample(range(pool_blocks), num_blocks) if is_scattered else [*range(num_blocks)]
+
+
+def fill(pool: PagedKVPool, block_ids: Sequence[int], *, is_random: bool) -> None:
+    """Writes random bytes, the same ones for every layer, or zeros."""
+    num_bytes = 2 * len(block_ids) * pool.layout.plane_bytes
+    planes = random.Random(SEED).randbytes(num_bytes) if is_random else bytes(num_bytes)
+    for layer in range(pool.layout.num_layers):
+        shift = 64 * layer % num_bytes if is_random else 0  # so that no two layers are alike
+        shifted = memoryview(planes[shift:] + planes[:shift])
+        pool.write(layer, block_ids, shifted[: num_bytes // 2], shifted[num_bytes // 2 :])
+
+
+def digest_of(store: KVStore, payload: Payload, block_ids: Sequence[int]) -> tuple[int, float]:
+    """A digest of all blocks, made of checksums as in a transfer, and the CPU seconds of these checksums."""
+    digest, checksum_s = 0, 0.0
+    part_blocks = blocks_per_message(store.layout)
+    for layer in range(store.layout.num_layers):
+        for first in range(0, len(block_ids), part_blocks):
+            keys, values = store.read(layer, block_ids[first : first + part_blocks])
+            start_s = time.process_time()
+            checksum = payload.checksum(keys, values)
+            checksum_s += time.process_time() - start_s
+            digest = zlib.crc32(checksum.to_bytes(8), digest)
+    return digest, checksum_s
+
+
+class _Peer:
+    """The receiving process: what its commands do."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._target: Target | None = None
+        self._sink = bytearray()
+
+    async def answer(self, command: dict[str, Any]) -> dict[str, Any]:
+        """What a command gives. Raises BenchError."""
+        match command:
+            case {"open": [*layout], "pool_blocks": pool_blocks, "transports": [*transports]}:
+                pool = PagedKVPool(KVLayout(*layout), pool_blocks, CPU)
+                self._target = Target(pool, {name: listener_of(name, self._folder) for name in transports})
+                return {}
+            case {"grant": transport, "num_blocks": num_blocks, "is_scattered": is_scattered}:
+                assert self._target is not None
+                return {"ticket": self._target.grant(transport, num_blocks, is_scattered).hex()}
+            case {"arrival": True}:
+                assert self._target is not None
+                return asdict(await self._target.arrival())
+            case {"close": True}:
+                assert self._target is not None
+                await self._target.close()
+                self._target = None
+                return {}
+            case _:
+                raise BenchError("a command that the receiving process does not know")
+
+    def sink(self, kind: str, num_bytes: int, is_checked: bool) -> None:
+        """Answers with the address of a plain socket, reads so many bytes from it, and acknowledges them."""
+        path = Path(self._folder) / "plain.sock"
+        family = socket.AF_INET if kind == "tcp" else socket.AF_UNIX
+        if len(self._sink) != num_bytes:
+            self._sink = bytearray(num_bytes)
+        with socket.socket(family, socket.SOCK_STREAM) as listening:
+            listening.settimeout(DEADLINE_S)
+            listening.bind(("127.0.0.1", 0) if kind == "tcp" else str(path))
+            listening.listen()
+            write_line({"address": listening.getsockname()})
+            connection, _ = listening.accept()
+            path.unlink(missing_ok=True)
+        with connection:
+            connection.settimeout(DEADLINE_S)
+            piece_bytes = CHECKED_BYTES if is_checked else num_bytes
+            for start in range(0, num_bytes, piece_bytes):
+                piece = memoryview(self._sink)[start : start + piece_bytes]
+                _receive(connection, piece)
+                if is_checked:
+                    xxh3_64_intdigest(piece)
+            connection.sendall(ACKNOWLEDGED)
+
+
+def _receive(connection: socket.socket, target: memoryview) -> None:
+    while target:
+        count = connection.recv_into(target)
+        if not count:
+            raise BenchError("a plain socket was closed too early")
+        target = target[count:]
+
+
+def write_line(fields: Mapping[str, Any]) -> None:
+    """One answer."""
+    sys.stdout.write(json.dumps(fields) + "\n")
+    sys.stdout.flush()
+
+
+async def _obey(folder: str) -> None:
+    reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+    pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer
+    )
+    peer = _Peer(folder)
+    while line := await reader.readline():
+        command = json.loads(line)
+        try:
+            if "sink" in command:
+                peer.sink(command["sink"], command["num_bytes"], command["is_checked"])
+            else:
+                write_line(await peer.answer(command))
+        except SplitServeError as error:
+            write_line({"error": str(error)})
+    pipe.close()
+
+
+def layout_fields(layout: KVLayout) -> list[Any]:
+    """A layout as the receiving process takes it."""
+    return [*astuple(layout)]
+
+
+if __name__ == "__main__":
+    asyncio.run(_obey(sys.argv[1]))

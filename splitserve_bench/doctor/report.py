@@ -1,0 +1,149 @@
+"""The figures of `splitserve doctor` as tables, and what they mean in words."""
+
+from typing import Final
+
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from serving_core.units import size_of
+from splitserve.commands.terminal import plain_table
+from splitserve_bench.doctor.doctor import DoctorFigures, PaysBetween
+
+STYLES: Final = {"split": "green", "even": "", "colocated": "yellow"}
+
+
+def doctor_view(figures: DoctorFigures) -> Group:
+    """Everything, one below the other."""
+    described = ", ".join(f"{name} {value}" for name, value in figures.engine.items())
+    parts: list[object] = [
+        Text(f"{figures.model}: {described}"),
+        Text(_nodes_line(figures)),
+        "",
+        "a prefill node, one prompt after the other:",
+        prefill_table(figures),
+        Text(_fit_line(figures)),
+        "",
+        "a decode node, steps with 128 tokens in each cache:",
+        decode_table(figures),
+        Text(_cache_line(figures)),
+        "",
+        Text(_corridor_line(figures)),
+        "",
+        Text(f"two nodes and {2 * figures.running} running answers, split or colocated (each node does both):"),
+        comparison_table(figures),
+        *map(Text, assumption_lines(figures)),
+        "",
+        *(f"[bold]{escape(line)}[/]" for line in pays_lines(figures)),
+    ]
+    return Group(*parts)  # type: ignore[arg-type]
+
+
+def prefill_table(figures: DoctorFigures) -> Table:
+    """Beside what the fitted costs say."""
+    table = plain_table("", numbers=("prompt tokens", "ms", "tokens/s", "ms, fitted"))
+    for each in figures.prompts:
+        fitted_s = figures.costs.prefill.prefill_s(each.amount)
+        rate = each.amount / each.seconds
+        table.add_row("", str(each.amount), f"{each.seconds * 1e3:.1f}", f"{rate:.0f}", f"{fitted_s * 1e3:.1f}")
+    return table
+
+
+def decode_table(figures: DoctorFigures) -> Table:
+    """The mean of steps in a row."""
+    table = plain_table("", numbers=("answers", "ms a step", "tokens/s"))
+    for each in figures.steps:
+        table.add_row("", str(each.amount), f"{each.seconds * 1e3:.2f}", f"{each.amount / each.seconds:.0f}")
+    return table
+
+
+def comparison_table(figures: DoctorFigures) -> Table:
+    """Which way wins for each mix of lengths, and why."""
+    per_second, between = ("requests/s, split", "colocated"), ("ms between tokens, split", "colocated")
+    table = plain_table("", numbers=("prompt", "output", *per_second, *between, "balanced at"))
+    table.add_column("pays")
+    table.add_column("because")
+    for each in figures.comparisons:
+        style = STYLES[each.verdict]
+        table.add_row(
+            "",
+            str(each.prompt_tokens),
+            str(each.output_tokens),
+            f"{each.split_requests_per_s:.2f}",
+            f"{each.colocated_requests_per_s:.2f}",
+            f"{each.split_tpot_s * 1e3:.1f}",
+            f"{each.colocated_tpot_s * 1e3:.1f}",
+            f"{each.prefill_nodes:.2f} : 1",
+            Text(each.verdict, style=style),
+            each.why,
+        )
+    return table
+
+
+def assumption_lines(figures: DoctorFigures) -> list[str]:
+    """What the comparison takes for granted."""
+    return [
+        f"Assumed: {figures.running} answers always run for each of the two nodes, all of one length, nothing cached;",
+        "colocated, a prompt stalls every answer beside it by its whole computation;",
+        "split, both nodes are busy with the hand-over for its time; waits in queues are left out.",
+        "Split pays: as many requests/s, to a tenth, and a tenth ahead in them or in the time between tokens. "
+        "Balanced at: prefill nodes for each decode node.",
+    ]
+
+
+def pays_lines(figures: DoctorFigures) -> list[str]:
+    """From which lengths on the split pays, in words."""
+    lines = [f"With {2 * figures.running} running answers the split pays on this machine"]
+    lines += [f"  {_range(each, figures.most_prompt_tokens)}" for each in figures.pays]
+    balance = figures.balance
+    lines.append(
+        f"One output token costs as much as {balance:.1f} prompt tokens: one prefill node keeps one decode node busy, "
+        f"and not more, when prompts are about {balance:.1f} times as long as answers."
+    )
+    lines.append("For longer prompts have more prefill nodes, for longer answers more decode nodes.")
+    return lines
+
+
+def _range(each: PaysBetween, most_prompt_tokens: int) -> str:
+    answers = f"for answers of {each.output_tokens} tokens"
+    if each.least_prompt_tokens is None:
+        pays = f"{answers} at no prompt length up to {most_prompt_tokens}"
+    elif each.most_prompt_tokens == most_prompt_tokens:
+        pays = f"{answers} from prompts of {each.least_prompt_tokens} tokens on"
+    else:
+        pays = f"{answers} with prompts of {each.least_prompt_tokens} to {each.most_prompt_tokens} tokens"
+    if each.smoother_from_tokens is None:
+        return pays
+    return f"{pays}; if steady answers matter more than requests/s, from prompts of {each.smoother_from_tokens} on"
+
+
+def _nodes_line(figures: DoctorFigures) -> str:
+    cores = f"{figures.cores} core{'s'[: figures.cores - 1]} a node"
+    if figures.at_once:
+        return f"{cores}; a prefill and a decode node were measured at the same time"
+    return f"{cores}; there are not enough for two nodes at once: the figures are those of two such machines"
+
+
+def _fit_line(figures: DoctorFigures) -> str:
+    cost = figures.costs.prefill
+    return (
+        f"fitted: {cost.base_s * 1e3:.2f} ms + {cost.token_s * 1e6:.1f} µs a token + "
+        f"{cost.pair_s * 1e9:.2f} ns a token squared"
+    )
+
+
+def _cache_line(figures: DoctorFigures) -> str:
+    added_us = figures.costs.decode.cached_token_s * 1e9
+    return f"each further token in one answer's cache adds {added_us:.0f} ns to a step"
+
+
+def _corridor_line(figures: DoctorFigures) -> str:
+    corridor, last = figures.costs.corridor, figures.prompts[-1].amount
+    taken_s = figures.costs.hand_over_s(last)
+    share = taken_s / figures.costs.prefill.prefill_s(last)
+    return (
+        f"corridor (zmq-ipc): {corridor.latency_s * 1e3:.2f} ms and {corridor.bytes_per_s / 1e9:.2f} GB/s; a token has "
+        f"{size_of(figures.costs.token_bytes)} of KV, so that a prompt of {last} tokens is handed over in "
+        f"{taken_s * 1e3:.1f} ms, {share:.1%} of its computation"
+    )

@@ -1,0 +1,149 @@
+"""`splitserve bench engine`."""
+
+import dataclasses
+import json
+import re
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import click
+
+from serving_core.extras import needs
+from serving_core.settings import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineSettings
+from splitserve.commands.terminal import report, stdout
+from splitserve.launch.models import Report, resolve
+from splitserve.launch.process_age import process_age_s
+from splitserve_bench.engine.figures import EngineBench, PromptSize
+from splitserve_bench.engine.peers import our_result, ratios, read_peers
+from splitserve_bench.engine.random_models import SHAPES, write_random_model
+
+PROMPT_SIZE: Final = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,8})", re.ASCII)
+COUNT: Final = re.compile(r"[1-9]\d{0,8}", re.ASCII)
+
+
+class ListOf(click.ParamType[tuple[Any, ...]]):
+    """Values with commas or spaces between them."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            values = tuple(dict.fromkeys(map(self._parse, value.replace(",", " ").split())))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        if not values:
+            self.fail("there must be one at least", param, ctx)
+        return values
+
+
+def parse_count(text: str) -> int:
+    """A whole number of at least 1. Raises ValueError."""
+    if COUNT.fullmatch(text) is None:
+        raise ValueError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def parse_prompts(text: str) -> PromptSize:
+    """COUNTxLENGTH. Raises ValueError."""
+    match = PROMPT_SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not of the form COUNTxLENGTH, such as 8x512")
+    return PromptSize(int(match[1]), int(match[2]))
+
+
+COUNTS: Final = ListOf("N,N,...", parse_count)
+PROMPTS: Final = ListOf("COUNTxLENGTH,...", parse_prompts)
+
+
+@click.command("engine")
+@click.argument("model", default="")
+@click.option("--shape", type=click.Choice(tuple(SHAPES)), help="Random weights of this model's sizes, not a MODEL.")
+@click.option("--threads", default=0, type=click.IntRange(0), help="Threads; by default what torch takes.")
+@click.option("--dtype", default="auto", show_default=True, type=click.Choice(DTYPES), help="Compute dtype.")
+@click.option("--quantization", default="none", show_default=True, type=click.Choice(QUANTIZATIONS))
+@click.option("--kv-cache-dtype", default="auto", show_default=True, type=click.Choice(KV_CACHE_DTYPES))
+@click.option("--batch-invariant", is_flag=True, help="Bits of a request do not depend on its batch; see the price.")
+@click.option("--prompts", default="1x512,8x512,16x128", show_default=True, type=PROMPTS, help="Prompts to prefill.")
+@click.option("--batches", default="1,4,8,16,32", show_default=True, type=COUNTS, help="Requests in a decode step.")
+@click.option("--contexts", default="128,512", show_default=True, type=COUNTS, help="Tokens before a decode step.")
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="How often each is measured.")
+@click.option(
+    "--peer-json",
+    "peer_files",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Another engine's result or the output of the script that measured it; give it again for more.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+@needs("node")
+def engine_command(
+    model: str,
+    shape: str | None,
+    threads: int,
+    dtype: str,
+    quantization: str,
+    kv_cache_dtype: str,
+    batch_invariant: bool,
+    prompts: tuple[PromptSize, ...],
+    batches: tuple[int, ...],
+    contexts: tuple[int, ...],
+    repeats: int,
+    peer_files: tuple[Path, ...],
+    as_json: bool,
+) -> None:
+    """Measure the engine alone, in this process: prefill, decode, and what they are of this machine's rates."""
+    if model and shape:
+        raise click.UsageError("give a MODEL or --shape, not both")
+    peers = [result for file in peer_files for result in read_peers(file)]
+    sizes = EngineBench(prompts, tuple(sorted(batches)), tuple(sorted(contexts)), repeats)
+    settings = EngineSettings(
+        dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype, batch_invariant=batch_invariant
+    )
+    from splitserve_bench.engine.engine import measure_engine  # imports torch, which help can do without
+
+    imports_s = process_age_s()
+    with _model_folder(model, shape, report) as folder:
+        figures = measure_engine(folder, settings, sizes, threads, imports_s, report)
+    compared = ratios(our_result(figures), peers)
+    if as_json:
+        click.echo(
+            json.dumps({**dataclasses.asdict(figures), "ratios": [dataclasses.asdict(ratio) for ratio in compared]})
+        )
+        return
+    from splitserve_bench.engine.report import engine_view
+
+    stdout.print(engine_view(figures, compared))
+
+
+@contextmanager
+def _model_folder(model: str, shape: str | None, report: Report) -> Iterator[Path]:
+    if shape is None:
+        yield resolve(model, report).folder
+        return
+    with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="splitserve-bench-") as scratch:
+        report(f"writing random weights of the sizes of {shape} ...")
+        folder = Path(scratch) / shape
+        write_random_model(folder, SHAPES[shape])
+        yield folder
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Makes SIGTERM an exception, so that no gigabytes stay behind."""
+
+    def end(signal_number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + signal_number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

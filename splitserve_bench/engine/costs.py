@@ -1,0 +1,56 @@
+"""What the work of a decoder costs: multiplications and additions, and bytes that have to be read. Torch-free.
+
+With P parameters in the matrices of the layers, P_head in the head, d = heads * head size, L layers, S prompt tokens:
+
+    a prompt         2 * P * S + 2 * P_head + 2 * S^2 * d * L      the head once; a token sees half the prompt
+    a decode step    2 * (P + P_head) * B + 4 * d * L * contexts   B requests; the sum of what their tokens see
+    its KV bytes     2 * K * head size * value bytes * L * contexts, and the scales of an 8-bit cache
+
+Norms, rotation and activation are left out of the operations. A sliding window limits what a token sees.
+"""
+
+from collections.abc import Sequence
+
+from serving_core.layout import KVLayout
+from serving_core.model_config import ModelConfig
+
+
+def body_parameters(config: ModelConfig) -> int:
+    """Weights of the matrices in all layers."""
+    heads = config.num_heads * config.head_dim
+    kv_heads = config.num_kv_heads * config.head_dim
+    attention = config.hidden_size * (2 * heads + 2 * kv_heads)
+    return config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+
+
+def head_parameters(config: ModelConfig) -> int:
+    """Weights of the matrix that gives the logits."""
+    return config.hidden_size * config.vocab_size
+
+
+def prompt_flops(config: ModelConfig, num_tokens: int) -> int:
+    """Operations to compute a prompt and the logits of its last token, however it is cut into steps."""
+    seen_twice = 0
+    for window in config.sliding_windows:
+        beyond = 0 if window is None else max(0, num_tokens - window)
+        seen_twice += num_tokens**2 - beyond**2
+    matrices = body_parameters(config) * num_tokens + head_parameters(config)
+    return 2 * matrices + 2 * config.num_heads * config.head_dim * seen_twice
+
+
+def decode_flops(config: ModelConfig, contexts: Sequence[float]) -> float:
+    """Operations of one decode step. A context is what a request's token sees, itself included."""
+    matrices = (body_parameters(config) + head_parameters(config)) * len(contexts)
+    return 2 * matrices + 4 * config.num_heads * config.head_dim * _seen(config, contexts)
+
+
+def decode_kv_bytes(config: ModelConfig, layout: KVLayout, contexts: Sequence[float]) -> float:
+    """Bytes of KV that one decode step reads."""
+    return 2 * layout.plane_bytes / layout.block_size * _seen(config, contexts)
+
+
+def _seen(config: ModelConfig, contexts: Sequence[float]) -> float:
+    """Tokens seen in all layers together."""
+    return sum(
+        context if window is None else min(context, window) for window in config.sliding_windows for context in contexts
+    )

@@ -1,0 +1,226 @@
+"""What the engine itself reaches on this machine: in this process, without a cluster.
+
+1. Start: from the start of this process to an engine that has done its first steps.
+2. Prefill: prompts one after the other, in chunks, as the scripts for other engines do it.
+3. Decode: greedy steps of a batch, each over the KV of a whole context that was computed before.
+4. The machine: the GEMM rate and the read bandwidth that torch reaches with as many threads, before and after the rest.
+   What prefill and decode cost (see costs.py) is divided by them.
+5. A profile of one decode step and one prompt by part.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from engine.engine import Engine
+from engine.model.llama import LlamaDecoder
+from serving_core.errors import SettingsError
+from serving_core.model_config import FAKE_ARCHITECTURE, read_model_config
+from serving_core.settings import EngineSettings
+from splitserve.launch.models import Report
+from splitserve_bench.engine.costs import decode_flops, decode_kv_bytes, prompt_flops
+from splitserve_bench.engine.driver import CHUNK_TOKENS, NUM_STEPS, DecodeRun, PromptRun, most_tokens, num_blocks_for
+from splitserve_bench.engine.figures import (
+    DecodeFigures,
+    EngineBench,
+    EngineFigures,
+    MachineFigures,
+    PartFigures,
+    PrefillFigures,
+    ProfileFigures,
+    PromptSize,
+    StartFigures,
+)
+from splitserve_bench.engine.machine import better_of, measure_machine
+from splitserve_bench.engine.stopwatch import PARTS, watching
+
+PROFILED_BATCH: Final = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Decode:
+    """A batch at a context, and the seconds of a step in each repeat."""
+
+    batch: int
+    context_tokens: int
+    steps_s: list[float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Steps:
+    """Steps to profile: run_s makes num_steps of them after prepare, and gives their mean seconds."""
+
+    name: str
+    num_steps: int
+    prepare: Callable[[], None]
+    run_s: Callable[[], float]
+
+
+def measure_engine(
+    folder: Path, settings: EngineSettings, sizes: EngineBench, num_threads: int, imports_s: float, report: Report
+) -> EngineFigures:
+    """Loads the model of the folder and measures it with so many threads, 0 for as many as torch takes by itself.
+
+    `settings` says how to load it; the model and the size of the pool are put in. `imports_s` is the age of the process
+    when it had imported this. Raises ModelError or SettingsError when the model or the sizes cannot be used.
+    """
+    config = read_model_config(folder)
+    if config.architecture == FAKE_ARCHITECTURE:
+        raise SettingsError("the fake model computes nothing that could be measured")
+    if most_tokens(sizes) > config.max_position_embeddings:
+        raise SettingsError(f"{most_tokens(sizes)} tokens are more than the model's {config.max_position_embeddings}")
+    num_blocks = num_blocks_for(sizes, config.kv_layout(settings.block_size, config.dtype))
+    settings = dataclasses.replace(settings, model=str(folder), num_kv_blocks=num_blocks)
+    with _threads(num_threads):
+        report(f"loading {folder.name} ...")
+        engine, start = _start(settings, imports_s)
+        dtype: torch.dtype = getattr(torch, engine.description["dtype"])
+        report("GEMM rate and memory bandwidth of this machine ...")
+        before = measure_machine(engine.pool.device, dtype)
+        prefill_s = {size: _prefill_s(engine, size, sizes.repeats, report) for size in sizes.prompts}
+        decode, profile = _decode(engine, sizes, report)
+        profiles = (profile, _profile_prompt(engine, sizes, report))
+        report("GEMM rate and memory bandwidth once more ...")
+        machine = better_of(before, measure_machine(engine.pool.device, dtype))
+    return EngineFigures(
+        model=folder.name,
+        engine=engine.description,
+        weight_bytes=engine.weight_bytes,
+        start=start,
+        machine=machine,
+        prefill=tuple(_prefill_figures(engine, machine, size, prefill_s[size]) for size in sizes.prompts),
+        decode=tuple(_decode_figures(engine, machine, each) for each in decode),
+        profiles=profiles,
+    )
+
+
+@contextmanager
+def _threads(num_threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _start(settings: EngineSettings, imports_s: float) -> tuple[Engine, StartFigures]:
+    begin_s = time.perf_counter()
+    engine = Engine(settings)
+    loaded_s = time.perf_counter()
+    engine.warm_up()
+    warm_s = time.perf_counter()
+    ready_s = imports_s + warm_s - begin_s
+    return engine, StartFigures(imports_s, loaded_s - begin_s, warm_s - loaded_s, ready_s)
+
+
+def _prefill_s(engine: Engine, size: PromptSize, repeats: int, report: Report) -> list[float]:
+    """Seconds of each repeat."""
+    report(f"prefill of {size.count} prompts of {size.num_tokens} tokens ...")
+    PromptRun(engine, dataclasses.replace(size, count=1)).run_s()  # the first of its shapes
+    prompts = PromptRun(engine, size)
+    return [prompts.run_s() for _ in range(repeats)]
+
+
+def _decode(engine: Engine, sizes: EngineBench, report: Report) -> tuple[list[_Decode], ProfileFigures]:
+    """All batches at all contexts; and a profile of one batch at the longest."""
+    run = DecodeRun(engine, max(sizes.batches), max(sizes.contexts))
+    measured = []
+    for context_tokens in sizes.contexts:
+        report(f"computing {max(sizes.batches)} contexts of {context_tokens} tokens ...")
+        run.extend(context_tokens)
+        for batch in sizes.batches:
+            report(f"decode steps of {batch} requests at {context_tokens} tokens ...")
+            run.rewind(batch)
+            run.run_s(batch, 1)  # the first of its shapes
+            samples_s = []
+            for _ in range(sizes.repeats):
+                run.rewind(batch)
+                samples_s.append(run.run_s(batch))
+            measured.append(_Decode(batch, context_tokens, samples_s))
+    batch = max((each for each in sizes.batches if each <= PROFILED_BATCH), default=min(sizes.batches))
+    name = f"a decode step of {batch} requests at {max(sizes.contexts)} tokens"
+    report(f"profile of {name} ...")
+    steps = _Steps(name, NUM_STEPS, lambda: run.rewind(batch), lambda: run.run_s(batch))
+    return measured, _profile(engine, steps, sizes.repeats)
+
+
+def _profile_prompt(engine: Engine, sizes: EngineBench, report: Report) -> ProfileFigures:
+    num_tokens = min(CHUNK_TOKENS, max(each.num_tokens for each in sizes.prompts))
+    prompt = PromptRun(engine, PromptSize(1, num_tokens))
+    name = f"a prompt of {num_tokens} tokens in one chunk"
+    report(f"profile of {name} ...")
+    return _profile(engine, _Steps(name, 1, lambda: None, prompt.run_s), sizes.repeats)
+
+
+def _profile(engine: Engine, steps: _Steps, repeats: int) -> ProfileFigures:
+    """Of the fastest repeat: what others on the machine disturb most is not the engine's."""
+    plain_s, stopwatches = [], []
+    for _ in range(repeats):
+        steps.prepare()
+        plain_s.append(steps.run_s())
+        steps.prepare()
+        with watching(engine) as stopwatch:
+            steps.run_s()
+        stopwatches.append(stopwatch)
+    fastest = min(stopwatches, key=lambda each: each.total_s)
+    parts = [
+        PartFigures(
+            name=part,
+            num_calls=fastest.num_calls[part] / steps.num_steps,
+            own_s=fastest.own_s[part] / steps.num_steps,
+            share=fastest.own_s[part] / fastest.total_s,
+        )
+        for part in PARTS
+    ]
+    return ProfileFigures(steps.name, fastest.total_s / steps.num_steps, min(plain_s), tuple(parts))
+
+
+def _prefill_figures(
+    engine: Engine, machine: MachineFigures, size: PromptSize, samples_s: list[float]
+) -> PrefillFigures:
+    flops = size.count * prompt_flops(engine.config, size.num_tokens)
+    num_tokens, median_s = size.count * size.num_tokens, statistics.median(samples_s)
+    return PrefillFigures(
+        prompts=size,
+        tokens_per_s=num_tokens / median_s,
+        best_tokens_per_s=num_tokens / min(samples_s),
+        flops=flops,
+        gemm_share=flops / median_s / machine.gemm_flops_per_s,
+    )
+
+
+def _decode_figures(engine: Engine, machine: MachineFigures, measured: _Decode) -> DecodeFigures:
+    # A step's token sees itself too: context + 1 in the first step, context + NUM_STEPS in the last.
+    contexts = [measured.context_tokens + (1 + NUM_STEPS) / 2] * measured.batch
+    weight_bytes = read_weight_bytes(engine)
+    kv_bytes = decode_kv_bytes(engine.config, engine.layout, contexts)
+    flops = decode_flops(engine.config, contexts)
+    median_s = statistics.median(measured.steps_s)
+    return DecodeFigures(
+        batch=measured.batch,
+        context_tokens=measured.context_tokens,
+        step_s=median_s,
+        best_step_s=min(measured.steps_s),
+        weight_bytes=weight_bytes,
+        kv_bytes=kv_bytes,
+        flops=flops,
+        bandwidth_share=(weight_bytes + kv_bytes) / median_s / machine.read_bytes_per_s,
+        gemm_share=flops / median_s / machine.gemm_flops_per_s,
+    )
+
+
+def read_weight_bytes(engine: Engine) -> int:
+    """Bytes of the weights that every step reads: all but the embedding's vectors, unless they are the head too."""
+    decoder = engine._model
+    assert isinstance(decoder, LlamaDecoder)
+    embedding = decoder.embed_tokens
+    vector_bytes = sum(parameter.nbytes for parameter in embedding.parameters(recurse=False))
+    is_head = decoder.lm_head is None and embedding.num_bytes == vector_bytes  # else the head has a copy of its own
+    return engine.weight_bytes - (0 if is_head else vector_bytes)

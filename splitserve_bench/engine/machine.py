@@ -1,0 +1,101 @@
+"""What this machine does with plain products and plain memory: the rates that an engine's are divided by."""
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+import psutil
+import torch
+from torch.nn import functional
+
+from engine.model.layers import Linear
+from serving_core.sharding import whole
+from splitserve_bench.engine.figures import MachineFigures
+
+CPU_SHAPES: Final = ((512, 1024, 1024), (512, 2048, 2048), (512, 4096, 4096))  # rows, inputs, outputs
+CUDA_SHAPES: Final = ((4096, 4096, 4096), (8192, 8192, 8192))
+MOST_BUFFER_BYTES: Final = 2**30  # far larger than caches, so that memory is what is read
+LEAST_SAMPLES: Final = 3
+SAMPLE_S: Final = 0.25  # how long each kind of product or read is tried
+FLOAT_BYTES: Final = 4
+
+
+def measure_machine(device: torch.device, dtype: torch.dtype) -> MachineFigures:
+    """The best of several products in dtype and of several ways to read memory, with torch's threads."""
+    gemm_flops_per_s, gemm_with = max(_gemms(device, dtype))
+    read_bytes_per_s, read_with = max(_reads(device))
+    return MachineFigures(
+        num_threads=torch.get_num_threads(),
+        gemm_dtype=str(dtype).removeprefix("torch."),
+        gemm_flops_per_s=gemm_flops_per_s,
+        gemm_with=gemm_with,
+        read_bytes_per_s=read_bytes_per_s,
+        read_with=read_with,
+    )
+
+
+def better_of(one: MachineFigures, other: MachineFigures) -> MachineFigures:
+    """The better rates of two measurements of the same kind."""
+    gemm = max(one, other, key=lambda figures: figures.gemm_flops_per_s)
+    read = max(one, other, key=lambda figures: figures.read_bytes_per_s)
+    return MachineFigures(
+        gemm.num_threads,
+        gemm.gemm_dtype,
+        gemm.gemm_flops_per_s,
+        gemm.gemm_with,
+        read.read_bytes_per_s,
+        read.read_with,
+    )
+
+
+def synchronize(device: torch.device) -> None:
+    """Returns when the device has done all that it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@torch.inference_mode()
+def _gemms(device: torch.device, dtype: torch.dtype) -> list[tuple[float, str]]:
+    """Rates with the names of what reached them."""
+    rates = []
+    for num_rows, num_inputs, num_outputs in CUDA_SHAPES if device.type == "cuda" else CPU_SHAPES:
+        x = torch.randn(num_rows, num_inputs, device=device).to(dtype)
+        weight = torch.randn(num_outputs, num_inputs, device=device).to(dtype)
+        layer = Linear(whole(num_inputs), {"out": whole(num_outputs)}, bias=False)
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        layer.pack(None)
+        flops = 2 * num_rows * num_inputs * num_outputs
+        shape = f"[{num_rows}, {num_inputs}] x [{num_inputs}, {num_outputs}]"
+        products: list[tuple[str, Callable[[], object]]] = [
+            ("plain weights", lambda x=x, weight=weight: functional.linear(x, weight)),  # type: ignore[misc]
+            ("weights packed as the engine's", lambda x=x, layer=layer: layer(x)),  # type: ignore[misc]
+        ]
+        rates += [(flops / _least_s(product, device), f"{shape}, {name}") for name, product in products]
+    return rates
+
+
+@torch.inference_mode()
+def _reads(device: torch.device) -> list[tuple[float, str]]:
+    """Rates with the names of what reached them."""
+    num_bytes = min(MOST_BUFFER_BYTES, psutil.virtual_memory().available // 4)
+    buffer = torch.ones(num_bytes // FLOAT_BYTES, device=device)  # written, so that it lies in memory of its own
+    reads: list[tuple[str, Callable[[], object]]] = [
+        ("amax", buffer.amax),
+        ("sum", buffer.sum),
+        ("dot", lambda: torch.dot(buffer, buffer)),  # the same element twice: read once
+    ]
+    size = f"{num_bytes / 2**20:.0f} MiB of float32"
+    return [(buffer.nbytes / _least_s(read, device), f"torch's {name} over {size}") for name, read in reads]
+
+
+def _least_s(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of several runs, after one that does not count."""
+    work()
+    synchronize(device)
+    samples_s: list[float] = []
+    while len(samples_s) < LEAST_SAMPLES or sum(samples_s) < SAMPLE_S:
+        start_s = time.perf_counter()
+        work()
+        synchronize(device)
+        samples_s.append(time.perf_counter() - start_s)
+    return min(samples_s)

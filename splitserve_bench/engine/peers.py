@@ -1,0 +1,102 @@
+"""Results of other engines on the same machine, and how ours compare. Torch-free.
+
+A result is a JSON object: "peer" is a name, "load_s" the seconds to load a model after all imports, "prefill" maps
+COUNTxLENGTH to tokens per second, "decode" maps bBATCH_ctxCONTEXT to milliseconds per step. Each but the name may lack.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from serving_core.errors import SettingsError
+from splitserve_bench.engine.figures import EngineFigures
+
+MARK: Final = "RESULT "  # begins the line of a script's output that holds its result
+LOAD, PREFILL, DECODE = "load", "prefill", "decode"
+UNITS: Final = {LOAD: "s", PREFILL: "tokens/s", DECODE: "ms"}
+
+
+@dataclass(frozen=True, slots=True)
+class PeerResult:
+    """One engine's figures by kind and key: load in seconds, prefill in tokens per second, decode in milliseconds."""
+
+    peer: str
+    figures: Mapping[tuple[str, str], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Our figure divided by the best of the peers'. Of prefill more is better, of decode and load less is."""
+
+    kind: str
+    key: str
+    unit: str
+    ours: float
+    theirs: float
+    peer: str
+    ratio: float
+    is_ahead: bool
+
+
+def read_peers(path: Path) -> list[PeerResult]:
+    """The results in a file: one JSON object, or a script's output with lines that begin with RESULT.
+
+    Raises SettingsError with one sentence when there are none or one cannot be understood.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} cannot be read: {error}") from error
+    marked = [line.removeprefix(MARK) for line in text.splitlines() if line.startswith(MARK)]
+    return [_parse(each, path) for each in marked or [text]]
+
+
+def our_result(figures: EngineFigures) -> PeerResult:
+    """Ours in the peers' terms: medians, and loading with the first steps but without imports."""
+    ours = {(LOAD, ""): figures.start.load_s + figures.start.warm_up_s}
+    ours |= {(PREFILL, str(each.prompts)): each.tokens_per_s for each in figures.prefill}
+    ours |= {(DECODE, f"b{each.batch}_ctx{each.context_tokens}"): each.step_s * 1e3 for each in figures.decode}
+    return PeerResult("splitserve", ours)
+
+
+def ratios(ours: PeerResult, peers: Sequence[PeerResult]) -> list[Ratio]:
+    """For each of our figures that a peer has too, in our order."""
+    rows = []
+    for (kind, key), value in ours.figures.items():
+        known = [(peer.figures[kind, key], peer.peer) for peer in peers if (kind, key) in peer.figures]
+        if not known:
+            continue
+        more_is_better = kind == PREFILL
+        theirs, name = max(known) if more_is_better else min(known)
+        ratio = value / theirs
+        is_ahead = ratio >= 1 if more_is_better else ratio <= 1
+        rows.append(Ratio(kind, key, UNITS[kind], value, theirs, name, ratio, is_ahead))
+    return rows
+
+
+def _parse(text: str, path: Path) -> PeerResult:
+    try:
+        result = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(f"{path} holds neither a JSON object nor a line that begins with RESULT") from error
+    if not isinstance(result, dict) or not isinstance(result.get("peer"), str):
+        raise SettingsError(f"{path}: a result must be a JSON object with the name of the peer")
+    figures: dict[tuple[str, str], float] = {}
+    if "load_s" in result:
+        figures[LOAD, ""] = _positive(result["load_s"], "load_s", path)
+    for kind in (PREFILL, DECODE):
+        of_kind = result.get(kind, {})
+        if not isinstance(of_kind, dict):
+            raise SettingsError(f"{path}: {kind} must be a JSON object")
+        figures |= {(kind, key): _positive(value, key, path) for key, value in of_kind.items()}
+    return PeerResult(result["peer"], figures)
+
+
+def _positive(value: Any, key: str, path: Path) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value <= 0:
+        raise SettingsError(f"{path}: {key} must be a number above 0, not {value!r:.80}")
+    return float(value)

@@ -1,0 +1,122 @@
+"""The figures of `splitserve bench engine` as tables for people."""
+
+from collections.abc import Sequence
+
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+
+from serving_core.units import size_of
+from splitserve.commands.terminal import plain_table
+from splitserve_bench.engine.figures import (
+    DecodeFigures,
+    EngineFigures,
+    MachineFigures,
+    PrefillFigures,
+    ProfileFigures,
+)
+from splitserve_bench.engine.peers import DECODE, LOAD, PREFILL, Ratio
+
+
+def engine_view(figures: EngineFigures, compared: Sequence[Ratio]) -> Group:
+    """Everything, one below the other."""
+    described = ", ".join(f"{name} {value}" for name, value in figures.engine.items())
+    start = figures.start
+    parts: list[object] = [
+        f"{escape(figures.model)}: {escape(described)}, weights {size_of(figures.weight_bytes)}",
+        f"start: {start.ready_s:.2f} s from the start of the process to the end of the first steps: imports "
+        f"{start.imports_s:.2f} s, load {start.load_s:.2f} s, warm-up {start.warm_up_s:.2f} s",
+        *map(escape, _machine_lines(figures.machine)),
+        "",
+        "prefill, prompts one after the other in chunks of 512 tokens:",
+        prefill_table(figures.prefill, figures.machine),
+        "operations: 2 x parameters of the layers x tokens + 2 x tokens² x width of the heads x layers + the head once",
+        "",
+        "decode, greedy steps:",
+        decode_table(figures.decode, figures.machine),
+        "bytes: the weights once, and the KV of all contexts; shares are of the machine's rates, for the median",
+    ]
+    for profile in figures.profiles:
+        parts += ["", profile_line(profile), profile_table(profile)]
+    if compared:
+        parts += ["", "against the best of the peers, whose figures are read from files:", ratio_table(compared)]
+    return Group(*parts)  # type: ignore[arg-type]
+
+
+def prefill_table(rows: Sequence[PrefillFigures], machine: MachineFigures) -> Table:
+    """Rates, and the share of the GEMM rate that they are."""
+    numbers = ("tokens/s, median", "best", "GFLOP", "GFLOP/s", "of the GEMM rate")
+    table = plain_table("prompts", numbers=numbers)
+    for row in rows:
+        table.add_row(
+            str(row.prompts),
+            f"{row.tokens_per_s:.0f}",
+            f"{row.best_tokens_per_s:.0f}",
+            f"{row.flops / 1e9:.1f}",
+            f"{row.gemm_share * machine.gemm_flops_per_s / 1e9:.0f}",
+            f"{row.gemm_share:.0%}",
+        )
+    return table
+
+
+def decode_table(rows: Sequence[DecodeFigures], machine: MachineFigures) -> Table:
+    """Step times, what is read in a step, and the shares of both of the machine's rates."""
+    numbers = ("context tokens", "ms a step, median", "least", "tokens/s", "weights", "KV", "GB/s")
+    table = plain_table("batch", numbers=(*numbers, "of the bandwidth", "of the GEMM rate"))
+    for row in rows:
+        table.add_row(
+            str(row.batch),
+            str(row.context_tokens),
+            f"{row.step_s * 1e3:.2f}",
+            f"{row.best_step_s * 1e3:.2f}",
+            f"{row.batch / row.step_s:.0f}",
+            size_of(row.weight_bytes),
+            size_of(round(row.kv_bytes)),
+            f"{row.bandwidth_share * machine.read_bytes_per_s / 1e9:.2f}",
+            f"{row.bandwidth_share:.0%}",
+            f"{row.gemm_share:.0%}",
+        )
+    return table
+
+
+def profile_line(profile: ProfileFigures) -> str:
+    """What the profile is of."""
+    watched_ms, plain_ms = profile.step_s * 1e3, profile.plain_s * 1e3
+    return f"{profile.name}: {watched_ms:.2f} ms from module to module with stop-watches, {plain_ms:.2f} ms without:"
+
+
+def profile_table(profile: ProfileFigures) -> Table:
+    """Where the time goes, each part without the parts within it."""
+    table = plain_table("part", numbers=("calls", "ms", "share"))
+    for part in profile.parts:
+        table.add_row(part.name, f"{part.num_calls:.0f}", f"{part.own_s * 1e3:.2f}", f"{part.share:.1%}")
+    table.add_row("all", "", f"{profile.step_s * 1e3:.2f}", "100.0%")
+    return table
+
+
+def ratio_table(rows: Sequence[Ratio]) -> Table:
+    """Ours, the best peer's, and one divided by the other."""
+    better = {LOAD: "less is better", PREFILL: "more is better", DECODE: "less is better"}
+    table = plain_table("figure", numbers=("ours", "best peer", "ours / peer"))
+    for title in ("peer", "", ""):
+        table.add_column(title)
+    for row in rows:
+        table.add_row(
+            f"{row.kind} {row.key}".rstrip() + f", {row.unit}",
+            f"{row.ours:.2f}" if row.kind != PREFILL else f"{row.ours:.0f}",
+            f"{row.theirs:.2f}" if row.kind != PREFILL else f"{row.theirs:.0f}",
+            f"{row.ratio:.2f}",
+            escape(row.peer),
+            better[row.kind],
+            "ahead" if row.is_ahead else "behind",
+        )
+    return table
+
+
+def _machine_lines(machine: MachineFigures) -> list[str]:
+    gemm, read = machine.gemm_flops_per_s / 1e9, machine.read_bytes_per_s / 1e9
+    return [
+        f"machine, {machine.num_threads} threads, the best of several ways:",
+        f"  products of {machine.gemm_dtype}: {gemm:.0f} GFLOP/s ({machine.gemm_with})",
+        f"  reading memory: {read:.2f} GB/s ({machine.read_with})",
+    ]

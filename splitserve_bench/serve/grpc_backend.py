@@ -1,0 +1,112 @@
+"""SplitServe's own gRPC. The channel does not try a call again: a request that is turned away is one."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from protos import inference_pb2, inference_pb2_grpc
+from serving_core import reasons
+from serving_core.channels import CHANNEL_OPTIONS
+from splitserve.client.answers import Completion, Timeline, to_chunk
+from splitserve.client.clients import AsyncClient
+from splitserve.client.errors import ClientError, from_rpc_error
+from splitserve.client.questions import generate_request
+from splitserve_bench.errors import BenchError
+from splitserve_bench.prompts import GREEDY
+from splitserve_bench.serve.reply import Reply, RequestFailed
+from splitserve_bench.serve.target import ServedModel, Target
+from splitserve_bench.serve.wire import OrderedRequest
+
+GENERATE: Final = "/splitserve.v1.Inference/Generate"
+RETRIES: Final = "grpc.enable_retries"
+OPTIONS: Final = [*(option for option in CHANNEL_OPTIONS if option[0] != RETRIES), (RETRIES, 0)]
+# Why a request is turned away before it is begun.
+REFUSALS: Final = frozenset([reasons.QUEUE_FULL, reasons.NO_PREFILL_WORKER, reasons.NO_DECODE_WORKER, reasons.DRAINING])
+
+
+class GrpcBackend:
+    """One channel, over which all requests of a load go."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._metadata = (("authorization", f"Bearer {target.api_key}"),) if target.api_key else ()
+        self._channel = grpc.aio.insecure_channel(target.address, options=OPTIONS)
+        self._inference = inference_pb2_grpc.InferenceStub(self._channel)
+        self._generate: Any = self._channel.unary_stream(
+            GENERATE, request_serializer=None, response_deserializer=inference_pb2.GenerateResponse.FromString
+        )
+
+    def prepare(self, request: OrderedRequest) -> bytes:
+        message = generate_request(
+            request.prompt,
+            model=self._target.model,
+            request_id="",
+            cache_salt="",
+            sampling={**GREEDY, "max_tokens": request.output_tokens},
+        )
+        return message.SerializeToString()
+
+    async def warm_up(self, num_connections: int, deadline_s: float) -> None:
+        request = inference_pb2.GetModelInfoRequest()
+        try:
+            await self._inference.GetModelInfo(request, timeout=deadline_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise BenchError(str(from_rpc_error(error, self._target.address))) from error
+
+    async def answer(self, body: bytes, reply: Reply, timeout_s: float) -> None:
+        call = self._generate(body, timeout=timeout_s, metadata=self._metadata)
+        try:
+            async for response in call:
+                _take(response, reply)
+        except grpc.RpcError as error:
+            failure = from_rpc_error(error, self._target.address)
+            raise RequestFailed(str(failure), is_refused=_is_refusal(failure)) from error
+        finally:
+            call.cancel()
+        reply.check_complete()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+async def describe_grpc(target: Target, deadline_s: float) -> ServedModel:
+    """Raises BenchError when the server does not answer in time, or does not serve target.model."""
+    try:
+        async with AsyncClient(target.address, api_key=target.api_key, timeout_s=deadline_s) as client:
+            info = await client.model_info()
+    except ClientError as error:
+        raise BenchError(str(error)) from error
+    if target.model not in ("", info.served_model_name):
+        raise BenchError(f"{target.address} does not serve {target.model!r} but {info.served_model_name}")
+    return ServedModel(info.served_model_name, info.max_model_len, info.vocab_size)
+
+
+def seconds_of(timeline: Timeline) -> Mapping[str, float]:
+    """The fields that are seconds."""
+    return {name: value for name, value in asdict(timeline).items() if name.endswith("_s")}
+
+
+def _take(response: inference_pb2.GenerateResponse, reply: Reply) -> None:
+    moment_s = reply.now_s()
+    if num_tokens := len(response.chunk.token_ids):
+        reply.arrived(moment_s, num_tokens)
+    if response.HasField("complete"):
+        completion = to_chunk(response).completion
+        assert completion is not None
+        _end(completion, reply)
+
+
+def _end(completion: Completion, reply: Reply) -> None:
+    reply.num_prompt_tokens = completion.prompt_tokens
+    reply.num_output_tokens = completion.completion_tokens
+    reply.timeline = seconds_of(completion.timeline)
+    reply.is_ended = True
+
+
+def _is_refusal(failure: ClientError) -> bool:
+    if failure.reason:
+        return failure.reason in REFUSALS
+    return failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -1,0 +1,253 @@
+"""Pictures of loads, as PNG files. matplotlib is imported when one is drawn; it needs no display."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from splitserve.commands.terminal import PHASES
+from splitserve_bench.serve.metrics import Limits, tpot_s, ttft_s
+from splitserve_bench.serve.misses import is_complete
+from splitserve_bench.serve.records import Outcome
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DPI: Final = 120
+MAX_BARS: Final = 400
+MAX_SPACED_ROWS: Final = 60  # with more, gaps between them are less than a pixel
+SKEWED: Final = 20  # the largest value over the median from which an axis is logarithmic
+LINES: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+MARKERS: Final = "osD^vPX"
+PHASE_COLOURS: Final = {
+    "prefill_queue_s": "#cc79a7",
+    "prefill_s": "#0072b2",
+    "credit_wait_s": "#d55e00",
+    "transfer_s": "#f0e442",
+    "decode_queue_s": "#e8b7d4",
+    "decode_s": "#009e73",
+}
+LAG_COLOUR: Final = "#d9d9d9"
+LOST_COLOUR: Final = "#969696"
+LOST: Final = "failed or refused"
+MIN_LAG_S: Final = 0.010  # a shorter send lag is not drawn
+FAILED_COLOUR: Final = "#202020"
+
+
+@dataclass(frozen=True, slots=True)
+class AttainmentPoint:
+    """The share of good requests of one contender at one rate, and between what shares the true one lies."""
+
+    contender: str
+    rate_per_s: float
+    attainment: float
+    interval: tuple[float, float]
+
+
+def plot_attainment(points: Sequence[AttainmentPoint], goal: float, path: Path) -> None:
+    """Attainment over the request rate: a line with intervals for each contender, in the order in which they come, and
+    the share that is wanted."""
+    figure = _figure(7.5, 4.5)
+    axes = figure.add_subplot()
+    contenders = list(dict.fromkeys(point.contender for point in points))
+    for number, contender in enumerate(contenders):
+        own = sorted((point for point in points if point.contender == contender), key=lambda point: point.rate_per_s)
+        shares = [point.attainment * 100 for point in own]
+        below = [max(0.0, share - point.interval[0] * 100) for share, point in zip(shares, own, strict=True)]
+        above = [max(0.0, point.interval[1] * 100 - share) for share, point in zip(shares, own, strict=True)]
+        axes.errorbar(
+            [point.rate_per_s for point in own],
+            shares,
+            yerr=(below, above),
+            label=contender,
+            color=LINES[number % len(LINES)],
+            marker=MARKERS[number % len(MARKERS)],
+            markersize=5,
+            linewidth=1.6,
+            elinewidth=1,
+            capsize=3,
+        )
+    axes.axhline(goal * 100, color="#606060", linestyle="--", linewidth=1)
+    axes.annotate(
+        f"{goal * 100:g}%",
+        (1, goal * 100),
+        (4, 0),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        va="center",
+    )
+    axes.set(ylim=(0, 102), xlabel="request rate, requests/s", ylabel="attainment, % of offered requests")
+    axes.set_xlim(left=0)
+    axes.set_title("Requests within their limits, with 95 % intervals", loc="left")
+    if contenders:
+        axes.legend(frameon=False, loc="lower left")
+    _save(figure, path)
+
+
+def plot_latencies(outcomes: Sequence[Outcome], limits: Limits, path: Path) -> None:
+    """Which share of the offered requests had at most so much TTFT and TPOT, with the limits.
+
+    What failed or was refused never comes, so a curve ends below 100 %; an answer of one token has no TPOT, and counts
+    from the left edge on. So the curve's height at a limit is the attainment of that limit alone.
+    """
+    figure = _figure(10, 4.2)
+    ttft_axes, tpot_axes = figure.subplots(1, 2, sharey=True, gridspec_kw={"wspace": 0.06})
+    complete = [outcome for outcome in outcomes if is_complete(outcome)]
+    offered = len(outcomes)
+    first_s = [value for value in map(ttft_s, complete) if value is not None]
+    timed = [value for value in map(tpot_s, complete) if value is not None]
+    num_below = len(complete) - len(timed)
+    _cumulative(ttft_axes, first_s, 0, offered, limits.ttft_s)
+    _cumulative(tpot_axes, timed, num_below, offered, limits.tpot_s)
+    ttft_axes.set(ylim=(0, 102), xlabel="TTFT, ms", ylabel="share of offered requests, %")
+    tpot_axes.set_xlabel("TPOT, ms")
+    ttft_axes.set_title(f"Time to first token{_met(first_s, limits.ttft_s, 0, offered)}", loc="left")
+    tpot_axes.set_title(f"Time per token after the first{_met(timed, limits.tpot_s, num_below, offered)}", loc="left")
+    _save(figure, path)
+
+
+def plot_timeline(outcomes: Sequence[Outcome], path: Path) -> None:
+    """Each request as a bar over time, by the phases that the server tells; where it tells none, up to the first token
+    and after. A bar takes the first row that is free, so as many rows are used as there are requests at the same time.
+    Of more than 400 requests those 400 are drawn that were sent around the busiest moment.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    drawn = _busiest(sorted(outcomes, key=lambda outcome: (outcome.sent_s, outcome.index)))
+    rows = _rows(drawn)
+    num_rows = max(rows, default=0) + 1
+    figure = _figure(12, min(10.0, max(3.0, 1.8 + 0.16 * num_rows)))
+    axes = figure.add_subplot()
+    handles = _draw_bars(axes, drawn, rows)
+    which = "all" if len(drawn) == len(outcomes) else f"the busiest {len(drawn)} of"
+    axes.set_title(f"Requests by phase ({which} {len(outcomes)} requests)", loc="left")
+    axes.set(xlabel="seconds after the start of the load", ylabel="requests at the same time")
+    axes.use_sticky_edges = False
+    axes.margins(x=0.01)
+    axes.set_ylim(0.4, max(num_rows, 2) + 0.6)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    if handles:
+        figure.legend(handles=handles, frameon=False, ncols=len(handles), loc="outside lower center")
+    _save(figure, path)
+
+
+def _busiest(ordered: Sequence[Outcome]) -> Sequence[Outcome]:
+    """MAX_BARS neighbours, half of them sent before the moment at which most were under way."""
+    if len(ordered) <= MAX_BARS:
+        return ordered
+    ends: list[float] = []
+    most, busiest = 0, 0
+    for number, outcome in enumerate(ordered):
+        while ends and ends[0] <= outcome.sent_s:
+            heappop(ends)
+        heappush(ends, outcome.ended_s)
+        if len(ends) > most:
+            most, busiest = len(ends), number
+    start = min(max(0, busiest - MAX_BARS // 2), len(ordered) - MAX_BARS)
+    return ordered[start : start + MAX_BARS]
+
+
+def _rows(drawn: Sequence[Outcome]) -> list[int]:
+    """The first row for each that is free while its bar lasts."""
+    free_at_s: list[float] = []
+    rows = []
+    for outcome in drawn:
+        start_s = min([outcome.sent_s, *(start for _, start, _ in _parts(outcome))])
+        row = next((row for row, free_s in enumerate(free_at_s) if free_s <= start_s), len(free_at_s))
+        if row == len(free_at_s):
+            free_at_s.append(0.0)
+        free_at_s[row] = outcome.ended_s
+        rows.append(row)
+    return rows
+
+
+def _draw_bars(axes: "Axes", drawn: Sequence[Outcome], rows: Sequence[int]) -> list[Any]:
+    """What the legend shows."""
+    parts: dict[str, list[tuple[int, float, float]]] = {}
+    for row, outcome in zip(rows, drawn, strict=True):
+        for name, start_s, seconds in _parts(outcome):
+            parts.setdefault(name, []).append((row + 1, start_s, seconds))
+    height = 0.8 if len(set(rows)) <= MAX_SPACED_ROWS else 1.0
+    handles: list[Any] = []
+    for name, colour in _bar_colours().items():
+        if own := parts.get(name):
+            places, starts, lengths = zip(*own, strict=True)
+            bars = axes.barh(places, lengths, left=starts, height=height, color=colour, label=name, linewidth=0)
+            handles += [bars] if name != LOST else []
+    lost = [(outcome.ended_s, row + 1) for row, outcome in zip(rows, drawn, strict=True) if not is_complete(outcome)]
+    if lost:
+        times_s, places = zip(*lost, strict=True)
+        handles += axes.plot(times_s, places, "x", color=FAILED_COLOUR, markersize=5, label=LOST)
+    return handles
+
+
+def _bar_colours() -> dict[str, str]:
+    """By the name in the legend, in its order."""
+    phases = {name: PHASE_COLOURS[field] for name, field, _, _ in PHASES}
+    plain = {"to first token": PHASE_COLOURS["prefill_s"], "after first token": PHASE_COLOURS["decode_s"]}
+    return {"send lag": LAG_COLOUR, **phases, **plain, LOST: LOST_COLOUR}
+
+
+def _parts(outcome: Outcome) -> list[tuple[str, float, float]]:
+    """Name, start and length of each part of a request's bar, in seconds."""
+    lag_s = outcome.sent_s - outcome.scheduled_s
+    parts = [("send lag", outcome.scheduled_s, lag_s if lag_s >= MIN_LAG_S else 0.0)]
+    if not is_complete(outcome):
+        parts.append((LOST, outcome.sent_s, outcome.ended_s - outcome.sent_s))
+    elif outcome.timeline is not None:
+        parts += _phases(outcome.timeline, outcome.sent_s)
+    else:
+        first_s = outcome.arrivals_s[0] if outcome.arrivals_s else outcome.ended_s
+        parts.append(("to first token", outcome.sent_s, first_s - outcome.sent_s))
+        parts.append(("after first token", first_s, outcome.ended_s - first_s))
+    return [part for part in parts if part[2] > 0]
+
+
+def _phases(timeline: Mapping[str, float], start_s: float) -> list[tuple[str, float, float]]:
+    parts = []
+    for name, field, _, _ in PHASES:
+        seconds = timeline.get(field, 0.0)
+        parts.append((name, start_s, seconds))
+        start_s += seconds
+    return parts
+
+
+def _cumulative(axes: "Axes", values_s: Sequence[float], num_below: int, offered: int, limit_s: float | None) -> None:
+    """The curve of values_s, starting from num_below requests that are below all of them, and its limit."""
+    values_ms = sorted(value * 1e3 for value in values_s)
+    heights = [100 * (num_below + number) / offered for number in range(len(values_ms) + 1)] if offered else [0.0]
+    is_skewed = bool(values_ms) and values_ms[0] > 0 and values_ms[-1] > SKEWED * values_ms[len(values_ms) // 2]
+    if is_skewed:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+    marks = values_ms + ([] if limit_s is None else [limit_s * 1e3])
+    left, right = (min(marks) / 1.3, max(marks) * 1.3) if is_skewed else (0.0, 1.05 * max(marks, default=0.0) or 1.0)
+    axes.plot([left, *values_ms, right], [*heights, heights[-1]], drawstyle="steps-post", color=LINES[0], linewidth=1.8)
+    axes.set_xlim(left, right)
+    if limit_s is not None:
+        axes.axvline(limit_s * 1e3, color=LINES[1], linestyle="--", linewidth=1.4)
+
+
+def _met(values_s: Sequence[float], limit_s: float | None, num_below: int, offered: int) -> str:
+    """How many are within the limit, for a title; num_below have no value and meet every limit."""
+    if limit_s is None or not offered:
+        return ""
+    met = (num_below + sum(value <= limit_s for value in values_s)) / offered
+    return f": {met:.1%} within {limit_s * 1e3:g} ms"
+
+
+def _figure(width: float, height: float) -> "Figure":
+    """Inches. Not of pyplot, which keeps its figures and may want a display."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+
+
+def _save(figure: "Figure", path: Path) -> None:
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(visible=True, alpha=0.25)
+        axes.set_axisbelow(True)
+    figure.savefig(path, format="png")

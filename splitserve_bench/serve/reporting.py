@@ -1,0 +1,116 @@
+"""What `splitserve bench serve` makes of the outcomes: a table or JSON, files, pictures."""
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+import click
+
+from serving_core.errors import SettingsError
+from serving_core.extras import require
+from splitserve.commands.terminal import report, stdout
+from splitserve_bench.serve.metrics import Summary, parse_goodput, summarize
+from splitserve_bench.serve.plots import plot_latencies, plot_timeline
+from splitserve_bench.serve.records import Outcome
+from splitserve_bench.serve.results import (
+    Run,
+    file_name,
+    parse_metrics,
+    parse_percentiles,
+    request_lines,
+    result_json,
+)
+from splitserve_bench.serve.serve_options import ServeOptions
+from splitserve_bench.serve.serve_report import serve_view
+
+
+class Reporting:
+    """Made before the load, so that flags and folders that cannot be used are found then: SettingsError, BenchError."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        if options.plots is not None:
+            require("bench")
+        self._options = options
+        self._limits = parse_goodput(options.goodput)
+        self._metrics = parse_metrics(options.percentile_metrics)
+        self._percentiles = parse_percentiles(options.metric_percentiles)
+        self._metadata = options.metadata_pairs()
+        self._is_saved = options.save_result or options.save_detailed
+        for folder in ([options.result_dir] if self._is_saved else []) + ([options.plots] if options.plots else []):
+            _make(folder)
+
+    def begin(self, model: str, num_clipped: int) -> Run:
+        """The run that starts now."""
+        options = self._options
+        return Run(
+            started_at=datetime.now().astimezone(),
+            backend=options.backend_name,
+            model_id=model,
+            tokenizer_id=str(options.tokenizer) if options.tokenizer else None,
+            label=options.label,
+            request_rate_per_s=options.request_rate,
+            burstiness=options.burstiness,
+            max_concurrency=options.max_concurrency,
+            num_gpus=options.num_gpus,
+            num_clipped=num_clipped,
+            metadata=self._metadata,
+        )
+
+    def show(self, outcomes: Sequence[Outcome], run: Run) -> None:
+        """On stdout, and wherever it is asked for. Raises SettingsError for a file that cannot be written."""
+        summary = summarize(outcomes, self._limits)
+        try:
+            if self._is_saved:
+                self._save(summary, run)
+            if self._options.plots is not None:
+                self._draw(outcomes, self._options.plots)
+        finally:
+            self._print(summary, run)
+
+    def show_stopped(self, outcomes: Sequence[Outcome], num_planned: int, run: Run) -> None:
+        """What came before the load was stopped, or broke off; nothing is saved."""
+        report(
+            f"stopped: {num_planned - len(outcomes)} of {num_planned} requests have no outcome, and do not count here"
+        )
+        if outcomes and not self._options.as_json:
+            self._print(summarize(outcomes, self._limits), run)
+
+    def _print(self, summary: Summary, run: Run) -> None:
+        if self._options.as_json:
+            click.echo(json.dumps(self._json(summary, run, detailed=self._options.save_detailed)))
+        else:
+            stdout.print(serve_view(summary, run, metrics=self._metrics, percentiles=self._percentiles))
+
+    def _json(self, summary: Summary, run: Run, *, detailed: bool) -> dict[str, object]:
+        return result_json(summary, run, detailed=detailed, metrics=self._metrics, percentiles=self._percentiles)
+
+    def _save(self, summary: Summary, run: Run) -> None:
+        path = self._options.result_dir / (self._options.result_filename or file_name(run))
+        _write(path, [json.dumps(self._json(summary, run, detailed=self._options.save_detailed))])
+        if self._options.save_detailed:
+            lines = [json.dumps(line) for line in request_lines(summary.outcomes)]
+            _write(path.with_name(f"{path.stem}.requests.jsonl"), lines)
+
+    def _draw(self, outcomes: Sequence[Outcome], folder: Path) -> None:
+        try:
+            plot_latencies(outcomes, self._limits, folder / "latencies.png")
+            plot_timeline(outcomes, folder / "timeline.png")
+        except OSError as error:
+            raise SettingsError(f"{folder}: {error.strerror}") from error
+        report(f"pictures: {folder / 'latencies.png'}, {folder / 'timeline.png'}")
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"{folder} cannot be made: {error.strerror}") from error
+
+
+def _write(path: Path, lines: Sequence[str]) -> None:
+    try:
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be written: {error.strerror}") from error
+    report(f"written: {path}")

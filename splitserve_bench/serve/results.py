@@ -1,0 +1,189 @@
+"""A load's figures as JSON with vLLM's keys, so that what reads its results reads ours."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime
+from typing import Any, Final
+
+from splitserve_bench.errors import BenchError
+from splitserve_bench.serve.metrics import (
+    LATENCIES,
+    Distribution,
+    Summary,
+    e2el_s,
+    itls_s,
+    send_lag_s,
+    tpot_s,
+    ttft_s,
+    ttst_s,
+)
+from splitserve_bench.serve.records import Outcome
+
+DEFAULT_METRICS: Final = ("ttft", "tpot", "itl")
+DEFAULT_PERCENTILES: Final = (99.0,)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What was run. An infinite request rate is everything at once, or a trace at its own times.
+
+    num_gpus are those of all nodes, None where nobody said; num_clipped the requests cut to what the model takes.
+    metadata is written as it stands.
+    """
+
+    started_at: datetime
+    backend: str
+    model_id: str
+    tokenizer_id: str | None = None
+    label: str | None = None
+    request_rate_per_s: float = math.inf
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    num_gpus: int | None = None
+    num_clipped: int = 0
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def date(self) -> str:
+        return self.started_at.strftime("%Y%m%d-%H%M%S")
+
+
+def parse_metrics(text: str) -> tuple[str, ...]:
+    """Names of LATENCIES from `ttft,tpot`; anything else is a BenchError."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    unknown = [name for name in names if name not in LATENCIES]
+    if unknown:
+        raise BenchError(f"a metric is one of {', '.join(LATENCIES)}, not {unknown[0]!r}")
+    return names
+
+
+def parse_percentiles(text: str) -> tuple[float, ...]:
+    """Percentiles from `50,99.9`; anything else than numbers from 0 to 100 is a BenchError."""
+    try:
+        percentiles = tuple(dict.fromkeys(float(word) for word in text.split(",")))
+    except ValueError as error:
+        raise BenchError(f"percentiles are numbers separated by commas, not {text!r}") from error
+    if not all(0 <= each <= 100 for each in percentiles):
+        raise BenchError(f"a percentile is from 0 to 100, not {text!r}")
+    return percentiles
+
+
+def file_name(run: Run) -> str:
+    """As vLLM names it: label or backend, rate, concurrency where limited, the model's last part, date."""
+    concurrency = "" if run.max_concurrency is None else f"-concurrency{run.max_concurrency}"
+    label = (run.label or run.backend).replace("/", "-")
+    model = run.model_id.rstrip("/").rsplit("/", 1)[-1]
+    return f"{label}-{run.request_rate_per_s}qps{concurrency}-{model}-{run.date}.json"
+
+
+def result_json(
+    summary: Summary,
+    run: Run,
+    *,
+    detailed: bool = False,
+    metrics: Sequence[str] = DEFAULT_METRICS,
+    percentiles: Sequence[float] = DEFAULT_PERCENTILES,
+) -> dict[str, Any]:
+    """One JSON object: vLLM's keys with vLLM's meaning, then ours. Metrics are names of LATENCIES; ttst is there
+    always.
+
+    Where nothing was measured there is null. `detailed` adds the lists of all requests in the order of the load, with
+    0 for the latencies of those without tokens, as in vLLM.
+    """
+    result = _setup(run, summary) | _figures(summary)
+    for name in dict.fromkeys((*metrics, "ttst")):
+        result |= _statistics(name, summary.latencies_s[name], percentiles)
+    result |= _attainments(summary, run)
+    if detailed:
+        result |= _details(summary.outcomes)
+    return result
+
+
+def request_lines(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
+    """One JSON object for each request: the fields of Outcome, and its latencies in seconds, null where it has none."""
+    for outcome in outcomes:
+        line: dict[str, Any] = {each.name: getattr(outcome, each.name) for each in fields(outcome)}
+        line["timeline"] = None if outcome.timeline is None else dict(outcome.timeline)
+        line["ttft_s"], line["tpot_s"] = ttft_s(outcome), tpot_s(outcome)
+        line["ttst_s"], line["e2el_s"] = ttst_s(outcome), e2el_s(outcome)
+        line["send_lag_s"] = send_lag_s(outcome)
+        yield line
+
+
+def _setup(run: Run, summary: Summary) -> dict[str, Any]:
+    return {
+        "date": run.date,
+        "backend": run.backend,
+        "label": run.label,
+        "model_id": run.model_id,
+        "tokenizer_id": run.tokenizer_id,
+        "num_prompts": summary.num_offered,
+        **run.metadata,
+        "request_rate": "inf" if math.isinf(run.request_rate_per_s) else run.request_rate_per_s,
+        "burstiness": run.burstiness if math.isfinite(run.burstiness) else "inf",
+        "max_concurrency": run.max_concurrency,
+    }
+
+
+def _figures(summary: Summary) -> dict[str, Any]:
+    total_tokens = summary.total_input_tokens + summary.total_output_tokens
+    return {
+        "duration": summary.duration_s,
+        "completed": summary.num_completed,
+        "failed": summary.num_failed,
+        "total_input_tokens": summary.total_input_tokens,
+        "total_output_tokens": summary.total_output_tokens,
+        "request_throughput": summary.per_s(summary.num_completed),
+        "request_goodput": summary.request_goodput_per_s if summary.limits.by_name() else None,
+        "output_throughput": summary.per_s(summary.total_output_tokens),
+        "total_token_throughput": summary.per_s(total_tokens),
+        "max_output_tokens_per_s": summary.max_output_tokens_per_s,
+        "max_concurrent_requests": summary.max_concurrent_requests,
+    }
+
+
+def _statistics(name: str, latency_s: Distribution, percentiles: Sequence[float]) -> dict[str, Any]:
+    """vLLM's keys of one metric, in milliseconds."""
+    values = {"mean": latency_s.mean, "median": latency_s.median, "std": latency_s.std}
+    values |= {f"p{percent:g}": latency_s.percentile(percent) for percent in percentiles}
+    return {f"{statistic}_{name}_ms": _ms(value) for statistic, value in values.items()}
+
+
+def _attainments(summary: Summary, run: Run) -> dict[str, Any]:
+    """What vLLM does not tell."""
+    limits = summary.limits.by_name()
+    goodput = summary.request_goodput_per_s
+    return {
+        "slo_limits_ms": {name: _ms(limit) for name, limit in limits.items()},
+        "slo_attainment": summary.attainment if limits else None,
+        "slo_attainment_interval": list(summary.attainment_interval) if limits else None,
+        "slo_attainment_ttft": summary.attainment_ttft,
+        "slo_attainment_tpot": summary.attainment_tpot,
+        "num_gpus": run.num_gpus,
+        "goodput_per_gpu": goodput / run.num_gpus if limits and run.num_gpus else None,
+        "rejected": summary.num_refused,
+        "clipped": run.num_clipped,
+        "misses": asdict(summary.misses),
+        "phases": {name.removesuffix("_s") + "_ms": _ms(seconds) for name, seconds in summary.phases_s.items()},
+        "send_lag_p50_ms": _ms(summary.send_lag_s.median),
+        "send_lag_p99_ms": _ms(summary.send_lag_s.percentile(99)),
+        "send_lag_max_ms": _ms(summary.send_lag_s.max),
+    }
+
+
+def _details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    return {
+        "input_lens": [outcome.num_prompt_tokens for outcome in outcomes],
+        "output_lens": [outcome.num_output_tokens for outcome in outcomes],
+        "ttfts": [ttft_s(outcome) or 0.0 for outcome in outcomes],
+        "itls": [itls_s(outcome) for outcome in outcomes],
+        "latencies": [e2el_s(outcome) for outcome in outcomes],
+        "queue_times": [send_lag_s(outcome) for outcome in outcomes],
+        "start_times": [outcome.sent_s for outcome in outcomes],
+        "errors": [outcome.error for outcome in outcomes],
+    }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3

@@ -1,0 +1,225 @@
+"""What `splitserve bench serve` is asked for: vLLM's flags where there is one, and what they mean together."""
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import click
+
+from serving_core.errors import SettingsError
+from splitserve.commands.server_options import SERVER_VARIABLE, api_key_option
+from splitserve_bench.options import RepeatingCommand, options_of
+from splitserve_bench.serve.target import BACKENDS, COMPLETIONS, OPENAI, SPLITSERVE, Target
+
+RANDOM, AZURE, MOONCAKE = "random", "azure", "mooncake"
+DATASETS: Final = (RANDOM, AZURE, MOONCAKE)
+NUM_PROMPTS: Final = 1000  # of random requests; of a trace all
+LOOPBACK: Final = "127.0.0.1"
+PORTS: Final = {SPLITSERVE: 50051, OPENAI: 8000}
+SCHEME: Final = "://"
+OTHER_NAME: Final = re.compile(r"^--(target|base-url)(?==|$)")
+WORD: Final = re.compile(r"(?!--).*", re.DOTALL)
+ABOVE_0: Final = click.FloatRange(0, min_open=True)
+COUNT, LENGTH = click.IntRange(0), click.IntRange(1)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """The flags by their names."""
+
+    backend: str | None
+    server: str | None
+    host: str | None
+    port: int | None
+    endpoint: str
+    model: str
+    api_key: str | None
+    extra_body: str
+    tokenizer: Path | None
+    vocab_size: int | None
+    dataset_name: str
+    dataset_path: Path | None
+    random_input_len: int
+    random_output_len: int
+    random_range_ratio: float
+    num_prompts: int | None
+    request_rate: float
+    burstiness: float
+    time_scale: float
+    length_scale: float
+    max_concurrency: int | None
+    num_warmups: int
+    request_timeout_s: float
+    seed: int
+    goodput: tuple[str, ...]
+    percentile_metrics: str
+    metric_percentiles: str
+    label: str | None
+    num_gpus: int | None
+    metadata: tuple[str, ...]
+    save_result: bool
+    save_detailed: bool
+    result_dir: Path
+    result_filename: str | None
+    plots: Path | None
+    as_json: bool
+
+    def check(self) -> None:
+        """Raises SettingsError for a data set without its file, or a file without its data set."""
+        if self.dataset_name == RANDOM and self.dataset_path is not None:
+            raise SettingsError(f"--dataset-path is for the data sets {AZURE} and {MOONCAKE}")
+        if self.dataset_name != RANDOM and self.dataset_path is None:
+            raise SettingsError(f"--dataset-name {self.dataset_name} needs a trace: --dataset-path")
+
+    @property
+    def backend_name(self) -> str:
+        """One of BACKENDS: the one that is named, else the one that understands the address."""
+        return self.backend or (OPENAI if SCHEME in (self.server or "") else SPLITSERVE)
+
+    def where(self) -> Target:
+        """Raises SettingsError for flags that contradict one another."""
+        backend = self.backend_name
+        if self.server and (self.host or self.port):
+            raise SettingsError(f"--server ({self.server}) says where: --host and --port are instead of it")
+        address = self.server or f"{self.host or LOOPBACK}:{self.port or PORTS[backend]}"
+        if backend == SPLITSERVE and SCHEME in address:
+            raise SettingsError(f"--server {address} is a URL, which --backend {OPENAI} takes; gRPC has HOST:PORT")
+        if backend == OPENAI:
+            if self.server and SCHEME not in address:
+                raise SettingsError(f"--server {address} is no URL: --backend {OPENAI} takes http://HOST:PORT")
+            address = (address if self.server else f"http://{address}").rstrip("/")
+        return Target(backend, address, self.endpoint, self.model, self.api_key, _object(self.extra_body))
+
+    def metadata_pairs(self) -> dict[str, str]:
+        """Raises SettingsError for one that is not KEY=VALUE."""
+        pairs = [pair.partition("=") for pair in self.metadata]
+        for name, separator, value in pairs:
+            if not name or not separator:
+                raise SettingsError(f"--metadata is KEY=VALUE, not {name + separator + value!r}")
+        return {name: value for name, _, value in pairs}
+
+
+class ServeCommand(RepeatingCommand):
+    """It has no arguments that the words after a flag could be meant for. --target and --base-url mean --server."""
+
+    lists: ClassVar = {"--goodput": WORD, "--metadata": WORD}
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, [OTHER_NAME.sub("--server", word) for word in args])
+
+
+# The server.
+where_options = options_of(
+    click.option(
+        "--server",
+        envvar=SERVER_VARIABLE,
+        show_envvar=True,
+        help="HOST:PORT of SplitServe's gRPC, or http://HOST:PORT of a server with OpenAI's API; by default "
+        f"{LOOPBACK}:{PORTS[SPLITSERVE]}, with --backend {OPENAI} http://{LOOPBACK}:{PORTS[OPENAI]}.",
+    ),
+    click.option("--backend", type=click.Choice(BACKENDS), help="By default the one that --server is an address of."),
+    click.option("--host", hidden=True),  # vLLM's, instead of --server
+    click.option("--port", hidden=True, type=click.IntRange(1, 65535)),
+    click.option("--endpoint", default=COMPLETIONS, show_default=True, help="Of an OpenAI-compatible server."),
+    click.option("--model", default="", help="Served model; by default what is served."),
+    api_key_option,
+    click.option("--extra-body", default="{}", help="JSON object of more fields for an OpenAI-compatible server."),
+    click.option(
+        "--tokenizer",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        help="Model folder whose vocabulary prompts are drawn from, for servers that do not tell theirs.",
+    ),
+    click.option("--vocab-size", type=click.IntRange(1), help="The same as a number."),
+)
+
+
+# What is sent when.
+load_options = options_of(
+    click.option("--dataset-name", default=RANDOM, show_default=True, type=click.Choice(DATASETS)),
+    click.option(
+        "--dataset-path",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="Trace file: Azure's CSV or Mooncake's JSON lines.",
+    ),
+    click.option("--random-input-len", default=1024, show_default=True, type=LENGTH, help="Tokens of a prompt."),
+    click.option("--random-output-len", default=128, show_default=True, type=LENGTH, help="Tokens of an answer."),
+    click.option(
+        "--random-range-ratio",
+        default=0.0,
+        show_default=True,
+        type=click.FloatRange(0, 1, max_open=True),
+        help="Lengths differ by up to this share of them.",
+    ),
+    click.option("--num-prompts", type=LENGTH, help=f"Requests; default {NUM_PROMPTS}, of a trace all."),
+    click.option(
+        "--request-rate",
+        default=math.inf,
+        show_default=True,
+        type=ABOVE_0,
+        help="Requests a second; inf sends all at once, and a trace at its own times.",
+    ),
+    click.option(
+        "--burstiness",
+        default=1.0,
+        show_default=True,
+        type=ABOVE_0,
+        help="1 is a Poisson process, less comes in bursts, more evenly.",
+    ),
+    click.option("--time-scale", default=1.0, show_default=True, type=ABOVE_0, help="Times a trace's gaps."),
+    click.option("--length-scale", default=1.0, show_default=True, type=ABOVE_0, help="Times a trace's lengths."),
+    click.option("--max-concurrency", type=LENGTH, help="Requests at the same time; the rest wait."),
+    click.option(
+        "--num-warmups", default=0, show_default=True, type=COUNT, help="Requests before, which do not count."
+    ),
+    click.option(
+        "--request-timeout-s", default=600.0, show_default=True, type=ABOVE_0, help="A later answer is a miss."
+    ),
+    click.option(
+        "--seed",
+        default=0,
+        show_default=True,
+        help="Of prompts, lengths and arrivals; take another one when the server keeps the KV of an earlier run.",
+    ),
+)
+
+
+# What is made of it.
+result_options = options_of(
+    click.option(
+        "--goodput",
+        multiple=True,
+        help="Limits of a good request in ms, such as ttft:500 tpot:30 e2el:9000.",
+    ),
+    click.option("--percentile-metrics", default="ttft,tpot,itl", show_default=True, help="Also e2el, ttst."),
+    click.option("--metric-percentiles", default="99", show_default=True, help="Several with commas."),
+    click.option("--label", help="Begins the result's name; default: the backend."),
+    click.option("--num-gpus", type=click.IntRange(1), help="Of all nodes, for goodput per GPU."),
+    click.option("--metadata", multiple=True, help="KEY=VALUE for the result; several may follow."),
+    click.option("--save-result", is_flag=True, help="Write the figures to a JSON file."),
+    click.option(
+        "--save-detailed", is_flag=True, help="The same with every request, and one JSON line for each beside it."
+    ),
+    click.option(
+        "--result-dir",
+        default=".",
+        show_default=True,
+        type=click.Path(file_okay=False, path_type=Path),
+        help="Where to; it is made.",
+    ),
+    click.option("--result-filename", help="Instead of LABEL-RATEqps-MODEL-TIME.json."),
+    click.option("--plots", type=click.Path(file_okay=False, path_type=Path), help="Folder for pictures (PNG)."),
+    click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables."),
+)
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise SettingsError(f"--extra-body is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise SettingsError(f"--extra-body is a JSON object, not {text[:80]}")
+    return value

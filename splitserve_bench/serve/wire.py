@@ -1,0 +1,106 @@
+"""What goes between the process of a command and that of its load generator.
+
+To the generator: one msgpack map with the order, then one msgpack array for each request. From it: one JSON object a
+line, with the one key `outcome`, `progress` or `failure`.
+"""
+
+import json
+import sys
+from array import array
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import msgpack
+
+from splitserve_bench.serve.records import Outcome, PlannedRequest
+from splitserve_bench.serve.target import Progress, Target
+
+TOKEN_TYPE: Final = "I"  # 4 bytes
+MOST_BYTES: Final = 2**30  # of the requests that wait to be decoded
+MOST_LINE_BYTES: Final = 2**26  # an outcome of a million tokens
+DIGITS: Final = 9  # of arrivals: nanoseconds
+OUTCOME, PROGRESS, FAILURE = "outcome", "progress", "failure"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the generator is told before the requests."""
+
+    target: Target
+    num_requests: int
+    max_concurrency: int | None
+    request_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedRequest:
+    """A PlannedRequest as the generator holds it: four bytes a token."""
+
+    index: int
+    send_at_s: float
+    prompt: "array[int]"
+    output_tokens: int
+
+
+def pack_order(order: Order) -> bytes:
+    packed = msgpack.packb(asdict(order))
+    assert isinstance(packed, bytes)
+    return packed
+
+
+def unpack_order(message: Any) -> Order:
+    return Order(**{**message, "target": Target(**message["target"])})
+
+
+def pack_request(request: PlannedRequest) -> bytes:
+    """Token ids must be 0 to 2**32 - 1."""
+    prompt = array(TOKEN_TYPE, request.prompt)
+    if sys.byteorder == "big":
+        prompt.byteswap()
+    packed = msgpack.packb([request.index, request.send_at_s, prompt.tobytes(), request.output_tokens])
+    assert isinstance(packed, bytes)
+    return packed
+
+
+def unpack_request(message: Any) -> OrderedRequest:
+    index, send_at_s, tokens, output_tokens = message
+    prompt = array(TOKEN_TYPE)
+    prompt.frombytes(tokens)
+    if sys.byteorder == "big":
+        prompt.byteswap()
+    return OrderedRequest(index, send_at_s, prompt, output_tokens)
+
+
+def outcome_line(outcome: Outcome) -> bytes:
+    """A line with its end."""
+    fields = asdict(outcome)
+    fields["arrivals_s"] = [round(moment_s, DIGITS) for moment_s in outcome.arrivals_s]
+    return _line(OUTCOME, fields)
+
+
+def progress_line(progress: Progress) -> bytes:
+    """A line with its end."""
+    return _line(PROGRESS, asdict(progress))
+
+
+def failure_line(message: str) -> bytes:
+    """A line with its end."""
+    return _line(FAILURE, message)
+
+
+def read_line(line: bytes) -> Outcome | Progress | str:
+    """What a line says; a failure is its message."""
+    ((kind, value),) = json.loads(line).items()
+    if kind == OUTCOME:
+        return _outcome(value)
+    return Progress(**value) if kind == PROGRESS else str(value)
+
+
+def _outcome(fields: Mapping[str, Any]) -> Outcome:
+    sequences = {name: tuple(fields[name]) for name in ("arrivals_s", "arrival_tokens")}
+    return Outcome(**{**fields, **sequences})
+
+
+def _line(kind: str, value: Any) -> bytes:
+    return json.dumps({kind: value}, separators=(",", ":")).encode() + b"\n"

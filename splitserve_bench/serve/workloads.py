@@ -1,0 +1,96 @@
+"""The load that the flags of `splitserve bench serve` ask for."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Final
+
+from tokenizers import Tokenizer
+
+from serving_core.errors import SettingsError
+from splitserve_bench.serve.arrivals import send_times_s
+from splitserve_bench.serve.datasets import FittedLoad, Shape, fit, ordinary_ids, plan, random_load
+from splitserve_bench.serve.records import PlannedRequest
+from splitserve_bench.serve.serve_options import AZURE, NUM_PROMPTS, RANDOM, ServeOptions
+from splitserve_bench.serve.target import ServedModel
+from splitserve_bench.serve.traces import at_rate, read_azure_trace, read_mooncake_trace, trace_load
+
+UNKNOWN_VOCAB_SIZE: Final = 32_000  # few models have a smaller vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests that the model can take, and how many had to be clipped for that."""
+
+    planned: tuple[PlannedRequest, ...]
+    num_clipped: int
+
+
+def workload_of(options: ServeOptions, max_model_len: int | None, vocab_size: int) -> Workload:
+    """Raises SettingsError or BenchError for what cannot be sent."""
+    if options.dataset_name == RANDOM:
+        shapes, send_at_s = _random(options, vocab_size)
+    else:
+        shapes, send_at_s = _trace(options, vocab_size)
+    fitted = FittedLoad(tuple(shapes), 0) if max_model_len is None else fit(shapes, max_model_len)
+    return Workload(tuple(plan(fitted.shapes, send_at_s)), fitted.num_clipped)
+
+
+def warm_up_of(workload: Workload, count: int, vocab_size: int, seed: int) -> list[PlannedRequest]:
+    """So many requests of the lengths of the first ones, all at once, whose prompts are none of theirs."""
+    ids = ordinary_ids(vocab_size)
+    requests = []
+    for index in range(count if workload.planned else 0):
+        like = workload.planned[index % len(workload.planned)]
+        prompt = tuple(Random(f"{seed} warm-up {index}").choices(ids, k=len(like.prompt)))
+        requests.append(replace(like, index=index, send_at_s=0.0, prompt=prompt))
+    return requests
+
+
+def vocab_size_of(options: ServeOptions, served: ServedModel, report: Callable[[str], None]) -> int:
+    """As told by a flag, a folder, the server; else a guess, which is reported."""
+    if options.vocab_size is not None:
+        return options.vocab_size
+    if options.tokenizer is not None:
+        return _vocab_size_in(options.tokenizer)
+    if served.vocab_size is not None:
+        return served.vocab_size
+    report(
+        f"the server does not tell its vocabulary: prompts are of token ids below {UNKNOWN_VOCAB_SIZE} (--tokenizer)"
+    )
+    return UNKNOWN_VOCAB_SIZE
+
+
+def _random(options: ServeOptions, vocab_size: int) -> tuple[Sequence[Shape], list[float]]:
+    count = options.num_prompts or NUM_PROMPTS
+    lengths = (options.random_input_len, options.random_output_len)
+    shapes = random_load(count, *lengths, options.random_range_ratio, vocab_size, Random(options.seed))
+    times = send_times_s(count, options.request_rate, options.burstiness, Random(f"{options.seed} arrivals"))
+    return shapes, times
+
+
+def _trace(options: ServeOptions, vocab_size: int) -> tuple[Sequence[Shape], list[float]]:
+    assert options.dataset_path is not None, "the flags were not checked"
+    read = read_azure_trace if options.dataset_name == AZURE else read_mooncake_trace
+    traced = read(
+        options.dataset_path,
+        length_scale=options.length_scale,
+        time_scale=options.time_scale,
+        limit=options.num_prompts,
+    )
+    if math.isfinite(options.request_rate):
+        traced = at_rate(traced, options.request_rate)
+    return trace_load(traced, vocab_size, options.seed), [each.at_s for each in traced]
+
+
+def _vocab_size_in(folder: Path) -> int:
+    """Of tokenizer.json, or of config.json where there is none."""
+    try:
+        if (folder / "tokenizer.json").exists():
+            return int(Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size())
+        return int(json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise SettingsError(f"{folder} has no vocabulary: {error}") from error

@@ -1,0 +1,168 @@
+"""From sampled tokens to what the client reads: chunks, stop strings, the end."""
+
+import asyncio
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.doors.generation import Generation
+from coordinator.text.answers import Answer, TextOptions
+from coordinator.text.tokenizer import read_tokenizer
+from protos import inference_pb2
+from serving_core.errors import RequestError
+from tests.fleet_events import LENGTH, STOP, sampled
+from tests.tiny_models import EOS, write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return read_tokenizer(folder)
+
+
+def answer_with(tokenizer, **options):
+    generation = Generation("r", 1)
+    options = TextOptions(**options)
+    detokenizer = tokenizer.detokenizer(skip_special_tokens=options.skip_special_tokens)
+    return Answer(generation, 0, detokenizer, options)
+
+
+def tokens_of(data, start=0, finish_reason=0):
+    tokens = [sampled(None, start + index, token_id) for index, token_id in enumerate(data)]
+    tokens[-1].finish_reason = finish_reason
+    return tokens
+
+
+async def drain(generation):
+    return [response async for response in responses(generation)]
+
+
+async def responses(generation):
+    while (response := await generation.next()) is not None:
+        yield response
+
+
+def read(answer, finish_reason=LENGTH, completion_tokens=99):
+    """Ends the answer; its text, token ids and Complete as the client sees them."""
+    answer.end(inference_pb2.Complete(finish_reason=finish_reason, completion_tokens=completion_tokens))
+    *chunks, last = asyncio.run(drain(answer.generation))
+    token_ids = [token_id for response in chunks for token_id in response.chunk.token_ids]
+    assert last.HasField("complete")
+    assert all(response.HasField("chunk") for response in chunks)
+    return "".join(response.chunk.text for response in chunks), token_ids, last.complete
+
+
+def test_tokens_of_one_step_become_one_chunk_with_their_logprobs(tokenizer):
+    answer = answer_with(tokenizer)
+    top = [inference_pb2.TopLogprob(token_id=5, logprob=-2.0)]
+    answer.add([sampled(None, 0, ord("a"), logprob=-0.5, top=top), sampled(None, 1, ord("b"), logprob=-1.0)])
+    response = asyncio.run(answer.generation.next())
+    assert response == inference_pb2.GenerateResponse(
+        request_id="r",
+        chunk=inference_pb2.Chunk(
+            token_ids=[97, 98],
+            text="ab",
+            logprobs=[
+                inference_pb2.TokenLogprobs(token_id=97, logprob=-0.5, top=top),
+                inference_pb2.TokenLogprobs(token_id=98, logprob=-1.0),
+            ],
+        ),
+    )
+
+
+def test_half_a_character_waits_and_is_flushed_at_the_end(tokenizer):
+    answer = answer_with(tokenizer)
+    answer.add(tokens_of("é".encode()[:1]))
+    assert asyncio.run(answer.generation.next()).chunk == inference_pb2.Chunk(token_ids=[0xC3])
+    assert read(answer) == ("\ufffd", [], inference_pb2.Complete(finish_reason=LENGTH, completion_tokens=99))
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "one "), (True, "one <stop>")])
+def test_a_stop_string_ends_the_answer_within_a_step_and_counts_to_its_last_token(tokenizer, include, text):
+    answer = answer_with(tokenizer, stop=("<stop>",), include_stop_str_in_output=include)
+    answer.add(tokens_of(b"one <st"))
+    assert answer.matched_stop is None
+    answer.add(tokens_of(b"op> two", 7, LENGTH))
+    assert answer.matched_stop == "<stop>"
+    answer.add(tokens_of(b"three", 14))
+    complete = inference_pb2.Complete(
+        finish_reason=inference_pb2.FINISH_REASON_STOP, matched_stop_str="<stop>", completion_tokens=10
+    )
+    assert read(answer) == (text, [*b"one <stop>"], complete)
+
+
+def test_a_stop_string_does_not_count_before_min_tokens(tokenizer):
+    answer = answer_with(tokenizer, stop=("x",), min_tokens=3)
+    answer.add(tokens_of(b"xxxx"))
+    text, token_ids, complete = read(answer)
+    assert (text, token_ids) == ("xx", [*b"xxx"])
+    assert complete.completion_tokens == 3
+
+
+def test_the_beginning_of_a_stop_string_is_text_when_the_answer_ends(tokenizer):
+    answer = answer_with(tokenizer, stop=("<stop>",))
+    answer.add(tokens_of(b"a<st"))
+    assert read(answer)[0] == "a<st"
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abc")])
+def test_the_text_of_a_token_that_ends_the_answer_is_like_a_stop_string(tokenizer, include, text):
+    answer = answer_with(tokenizer, include_stop_str_in_output=include)
+    answer.add(tokens_of(b"abc", finish_reason=STOP))
+    assert read(answer, STOP)[:2] == (text, [*b"abc"])
+
+
+def test_special_tokens_are_text_only_on_demand(tokenizer):
+    for skip, text in ((True, "a"), (False, "a<|eos|>")):
+        answer = answer_with(tokenizer, skip_special_tokens=skip)
+        answer.add([sampled(None, 0, EOS), sampled(None, 1, 97)][::-1])
+        assert read(answer)[0] == text
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text("ab<é", max_size=20), stop=st.text("ab<é", min_size=1, max_size=3), data=st.data())
+def test_chunks_join_to_the_text_however_tokens_and_reads_fall(tokenizer, text, stop, data):
+    answer = answer_with(tokenizer, stop=(stop,))
+    encoded, start, chunks = text.encode(), 0, []
+    while start < len(encoded):
+        end = data.draw(st.integers(start + 1, len(encoded)))
+        answer.add(tokens_of(encoded[start:end], start))
+        start = end
+        if data.draw(st.booleans()) and answer.generation._unsent:
+            chunks.append(asyncio.run(answer.generation.next()).chunk)
+    answer.end(inference_pb2.Complete())
+    *rest, last = asyncio.run(drain(answer.generation))
+    chunks += [response.chunk for response in rest]
+    assert "".join(chunk.text for chunk in chunks) == text.partition(stop)[0]
+    for chunk, following in itertools.pairwise(chunks):
+        assert following.first_token_index == chunk.first_token_index + len(chunk.token_ids)
+    assert last.complete.matched_stop_str == (stop if stop in text else "")
+
+
+def test_unread_chunks_join_and_a_reader_too_far_behind_is_refused():
+    generation = Generation("r", 2, max_unsent_tokens=3)
+    generation.push_chunk(0, inference_pb2.Chunk(first_token_index=0, token_ids=[1], text="a"))
+    generation.push_chunk(0, inference_pb2.Chunk(first_token_index=1, token_ids=[2], text="b"))
+    generation.push_chunk(1, inference_pb2.Chunk(first_token_index=0, token_ids=[3, 4], text="c"))
+    generation.push_chunk(0, inference_pb2.Chunk(first_token_index=2, token_ids=[5], text="d"))
+    first = asyncio.run(generation.next())
+    assert (first.index, list(first.chunk.token_ids), first.chunk.text) == (0, [1, 2], "ab")
+    generation.push_chunk(0, inference_pb2.Chunk(first_token_index=3, token_ids=[6, 7], text="e"))
+    with pytest.raises(RequestError, match="7 tokens behind, the limit is 6") as error:
+        generation.push_chunk(0, inference_pb2.Chunk(first_token_index=5, token_ids=[8, 9], text="f"))
+    generation.fail(error.value)
+    with pytest.raises(RequestError, match="7 tokens behind"):
+        asyncio.run(generation.next())
+
+
+def test_an_error_comes_after_what_is_queued():
+    generation = Generation("r", 1)
+    generation.push_chunk(0, inference_pb2.Chunk(token_ids=[1], text="a"))
+    generation.fail(RequestError("WORKER_LOST", "gone"))
+    generation.fail(RequestError("DRAINING", "later"))
+    assert asyncio.run(generation.next()).chunk.text == "a"
+    with pytest.raises(RequestError, match="gone"):
+        asyncio.run(generation.next())

@@ -1,0 +1,98 @@
+"""Incremental text against tokenizers' own decoding of all tokens at once."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from coordinator.text.detokenizer import DetokenizerFactory
+from serving_core.errors import ModelError
+
+ADDED = [AddedToken("<|end|>", special=True), AddedToken("<tool é>", special=False)]
+
+
+def byte_level() -> Tokenizer:
+    vocab = {char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return with_added(tokenizer)
+
+
+def sentencepiece(decoder: decoders.Decoder) -> Tokenizer:
+    """Llama 2's kind: words with a space mark, and byte tokens for what has no word."""
+    pieces = ["<unk>", "▁hello", "▁", "world", "▁▁", "é", "�", ".", "▁<0x", "x"]
+    pieces += [f"<0x{byte:02X}>" for byte in (*"A😀é".encode(), 0xFF, 0xBF)]
+    vocab = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoder
+    return with_added(tokenizer)
+
+
+def with_added(tokenizer: Tokenizer) -> Tokenizer:
+    tokenizer.add_tokens(ADDED)
+    tokenizer.add_special_tokens(ADDED[:1])
+    return tokenizer
+
+
+GEMMA = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+LLAMA = [*GEMMA, decoders.Strip(" ", 1, 0)]
+
+
+def wordpiece() -> Tokenizer:
+    vocab = {piece: index for index, piece in enumerate(["[UNK]", "hello", "##ing", "world", ".", ",", "don", "'t"])}
+    tokenizer = Tokenizer(models.WordPiece(vocab=vocab, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece(cleanup=True)
+    return with_added(tokenizer)
+
+
+TOKENIZERS = {
+    "byte level": byte_level(),
+    "llama": sentencepiece(decoders.Sequence(LLAMA)),
+    "gemma": sentencepiece(decoders.Sequence(GEMMA)),
+    "metaspace": sentencepiece(decoders.Metaspace()),
+    "wordpiece": wordpiece(),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_the_pieces_are_together_what_the_tokenizer_decodes(name, skip_special_tokens, data):
+    tokenizer = TOKENIZERS[name]
+    token_ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() + 2), max_size=24))
+    detokenizer = DetokenizerFactory(tokenizer)(skip_special_tokens=skip_special_tokens)
+    text = "".join(detokenizer.add(token_id) for token_id in token_ids) + detokenizer.flush()
+    assert text == tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.sampled_from("aé😀�日本 \n"), max_size=12))
+def test_no_piece_ends_within_a_character(text):
+    tokenizer = TOKENIZERS["byte level"]
+    detokenizer = DetokenizerFactory(tokenizer)(skip_special_tokens=True)
+    sent = ""
+    for end, token_id in enumerate(tokenizer.encode(text).ids, 1):  # one token for each byte
+        sent += detokenizer.add(token_id)
+        assert sent == text.encode()[:end].decode("utf-8", "ignore")
+    assert detokenizer.flush() == ""
+
+
+def test_a_genuine_replacement_character_does_not_wait():
+    tokenizer = TOKENIZERS["llama"]
+    detokenizer = DetokenizerFactory(tokenizer)(skip_special_tokens=True)
+    assert detokenizer.add(tokenizer.token_to_id("�")) == "�"
+
+
+def test_an_answer_keeps_the_space_before_its_later_words():
+    tokenizer = TOKENIZERS["llama"]
+    detokenizer = DetokenizerFactory(tokenizer)(skip_special_tokens=True)
+    hello, end = tokenizer.token_to_id("▁hello"), tokenizer.token_to_id("<|end|>")
+    assert [detokenizer.add(token_id) for token_id in (end, hello, end, hello)] == ["", "hello", "", " hello"]
+
+
+@pytest.mark.parametrize("decoder", [decoders.CTC(), decoders.Strip(" ", 0, 1)])
+def test_a_decoder_that_cannot_be_followed_is_refused(decoder):
+    with pytest.raises(ModelError, match=r"decoder .* is not supported"):
+        DetokenizerFactory(sentencepiece(decoder))

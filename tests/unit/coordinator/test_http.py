@@ -1,0 +1,601 @@
+"""The HTTP door over real sockets, with nodes that the test speaks for: streams to the byte, failures, slow and
+dishonest clients, the end of the server."""
+
+import asyncio
+import contextlib
+import json
+import re
+import socket
+
+import httpx2
+import pytest
+
+from coordinator.doors.http import bodies, serving
+from coordinator.doors.http.serving import HttpServer
+from tests import fleet_events as events
+from tests.scripted_nodes import DEADLINE_S, begin, cluster, hand_over, run, step
+from tests.tiny_models import ASSISTANT, BOS, EOS, USER
+
+LENGTH, STOP = events.LENGTH, events.STOP
+KEY = "key-of-the-test"
+
+
+@contextlib.asynccontextmanager
+async def http_cluster(folder, nodes=("p0", "d0"), **settings):
+    """A scripted cluster and an HTTP client of it."""
+    async with contextlib.AsyncExitStack() as stack:
+        c = await stack.enter_async_context(cluster(folder, nodes, http_port=0, served_model_name="m", **settings))
+        client = httpx2.AsyncClient(base_url=f"http://127.0.0.1:{c.server.http_port}", timeout=DEADLINE_S)
+        yield c, await stack.enter_async_context(client)
+
+
+def post(client, path="/v1/completions", **fields):
+    """A call under way."""
+    body = {"prompt": "hello", "max_tokens": 5} if path == "/v1/completions" else {"messages": [HI]}
+    return asyncio.create_task(client.post(path, json=body | fields, headers={"x-request-id": "r"}))
+
+
+HI = {"role": "user", "content": "hi"}
+
+
+def events_of(reply):
+    """The JSON of every event, without its time; [DONE] as it stands."""
+    assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
+    lines = reply.text.split("\n\n")
+    assert lines.pop() == ""
+    found = []
+    for line in lines:
+        data = line.removeprefix("data: ")
+        found.append(data if data == "[DONE]" else json.loads(data))
+        if isinstance(found[-1], dict) and "error" not in found[-1]:
+            assert found[-1].pop("created") > 1_700_000_000
+    return found
+
+
+async def answer_in_steps(c):
+    """ab, then ended by EOS."""
+    attempt, _ = await begin(c)
+    await hand_over(c, attempt, "a", num_cached_tokens=4)
+    await step(c.nodes["d0"], attempt, 1, "b")
+    end = events.sampled(attempt, 2, EOS, STOP)
+    await c.nodes["d0"].send(events.step_tokens(end))
+
+
+# ---- streams and answers, to the letter ----
+
+
+def test_the_events_of_a_completion(tmp_path):
+    def event(text, finish_reason=None, **others):
+        choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason, **others}
+        return {"id": "cmpl-r", "object": "text_completion", "model": "m", "choices": [choice]}
+
+    async def scenario():
+        async with http_cluster(tmp_path) as (c, client):
+            call = post(client, stream=True)
+            attempt, _ = await begin(c)
+            await hand_over(c, attempt, "a")
+            await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
+            first, *rest = events_of(await call)
+            if len(rest) == 3:  # a and b came one by one, and not joined while the client was away
+                assert (first, rest.pop(0)) == (event("a"), event("b"))
+            else:
+                assert first == event("ab")
+            assert rest == [event("", "length", stop_reason=None), "[DONE]"]
+
+    run(scenario())
+
+
+def test_the_events_of_a_chat_with_usage(tmp_path):
+    same = {"id": "chatcmpl-r", "object": "chat.completion.chunk", "model": "m"}
+
+    def event(delta, finish_reason=None, **others):
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason, **others}
+        return {**same, "choices": [choice], "usage": None}
+
+    async def scenario():
+        async with http_cluster(tmp_path) as (c, client):
+            call = post(client, "/v1/chat/completions", stream=True, stream_options={"include_usage": True})
+            await answer_in_steps(c)
+            opening, *middle, end, usage, done = events_of(await call)
+            assert opening == event({"role": "assistant", "content": ""})
+            assert "".join(each["choices"][0]["delta"]["content"] for each in middle) == "ab"
+            assert middle == [event(each["choices"][0]["delta"]) for each in middle]
+            assert end == event({}, "stop", stop_reason=EOS)
+            # <|bos|><|user|>hi<|eos|><|assistant|>
+            counts = {"prompt_tokens": 6, "completion_tokens": 3, "total_tokens": 9}
+            assert usage == {**same, "choices": [], "usage": {**counts, "prompt_tokens_details": {"cached_tokens": 4}}}
+            assert done == "[DONE]"
+
+    run(scenario())
+
+
+def test_a_whole_chat_with_logprobs_and_token_ids(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path) as (c, client):
+            call = post(client, "/v1/chat/completions", logprobs=True, top_logprobs=1, return_token_ids=True)
+            attempt, job = await begin(c)
+            assert (job.sampling_params.logprobs, job.sampling_params.max_tokens) == (1, 1000 - 6)
+            top = [{"token_id": 0xC3, "logprob": -0.5}]
+            token = events.sampled(attempt, 0, 0xC3, logprob=-0.5, top=top)
+            await c.nodes["p0"].send(events.first_token(token))
+            await c.nodes["d0"].send(events.reserved(attempt, b"t"))
+            await c.nodes["p0"].command("deliver")
+            await c.nodes["d0"].send(events.committed(attempt))
+            top = [{"token_id": ord("x"), "logprob": -0.25}]
+            end = events.sampled(attempt, 1, 0xBC, LENGTH, logprob=float("-inf"), top=top)
+            await c.nodes["d0"].send(events.step_tokens(end))
+            reply = (await call).json()
+            assert reply.pop("created") > 1_700_000_000
+            first = {"token": "\ufffd", "logprob": -0.5, "bytes": [0xC3]}
+            second = {"token": "\ufffd", "logprob": -9999.0, "bytes": [0xBC]}
+            content = [
+                {**first, "top_logprobs": [first]},
+                {**second, "top_logprobs": [{"token": "x", "logprob": -0.25, "bytes": [ord("x")]}]},
+            ]
+            assert reply == {
+                "id": "chatcmpl-r",
+                "object": "chat.completion",
+                "model": "m",
+                "prompt_token_ids": [BOS, USER, ord("h"), ord("i"), EOS, ASSISTANT],
+                "choices": [
+                    {
+                        "index": 0,
+                        "message": {"role": "assistant", "content": "ü", "refusal": None},
+                        "logprobs": {"content": content, "refusal": None},
+                        "finish_reason": "length",
+                        "stop_reason": None,
+                        "token_ids": [0xC3, 0xBC],
+                    }
+                ],
+                "usage": {
+                    "prompt_tokens": 6,
+                    "completion_tokens": 2,
+                    "total_tokens": 8,
+                    "prompt_tokens_details": {"cached_tokens": 0},
+                },
+            }
+
+    run(scenario())
+
+
+# ---- failures ----
+
+
+def error_of(reply):
+    error = reply.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code", "reason"}
+    return reply.status_code, error["type"], error["code"]
+
+
+def test_without_nodes_there_is_a_status_even_for_a_stream(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=()) as (_, client):
+            reply = await post(client, stream=True)
+            assert error_of(reply) == (503, "server_error", "NO_PREFILL_WORKER")
+            assert reply.headers["retry-after"] == "1"
+            assert (await client.get("/health")).status_code == 503
+
+    run(scenario())
+
+
+def test_a_full_queue_is_told_with_when_to_come_again(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path, max_num_queued_reqs=1) as (_, client):
+            reply = await post(client, prompt=["a", "b"])
+            assert error_of(reply) == (429, "requests", "rate_limit_exceeded")
+            assert reply.headers["retry-after"] == "1"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("num_prompts", [1, 2])
+def test_a_failure_after_the_first_token_is_an_event_and_nothing_is_done(tmp_path, num_prompts):
+    async def scenario():
+        async with http_cluster(tmp_path) as (c, client):
+            call = post(client, stream=True, prompt=["a", "b"][:num_prompts])
+            attempt, _ = await begin(c)
+            if num_prompts == 2:
+                other, _ = await begin(c)
+            await hand_over(c, attempt, "a")
+            await until_heard(c)
+            await c.nodes["d0"].send(events.failed(attempt, "ENGINE_ERROR"))
+            if num_prompts == 2:
+                for node in c.nodes.values():
+                    await node.answer_cancel(other)
+            *before, last = events_of(await call)
+            assert "".join(event["choices"][0]["text"] for event in before) == "a"
+            assert last == {
+                "error": {
+                    "message": "the engine of the decode node failed",
+                    "type": "server_error",
+                    "param": None,
+                    "code": "ENGINE_ERROR",
+                    "reason": "ENGINE_ERROR",
+                }
+            }
+            await c.until_nothing_is_live()
+
+    run(scenario())
+
+
+async def until_heard(c):
+    """Returns when the coordinator has handled what the nodes have said; the events of one node keep their order."""
+    c.num_reports += 1
+    mark = c.num_reports
+    for node in c.nodes.values():
+        await node.send(events.heartbeat(num_steps=mark))
+    await c.until_loads(lambda loads: {load.num_steps for load in loads.nodes} == {mark})
+
+
+@pytest.mark.parametrize(
+    "authorization", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, {"Authorization": "Bearer"}]
+)
+def test_only_health_is_open_to_strangers(tmp_path, authorization):
+    async def scenario():
+        async with http_cluster(tmp_path, api_key=KEY, nodes=()) as (_, client):
+            for path in ("/v1/models", "/version", "/nothing"):
+                reply = await client.get(path, headers=authorization)
+                assert error_of(reply) == (401, "invalid_request_error", "invalid_api_key")
+                assert "--api-key" in reply.json()["error"]["message"]
+                assert reply.headers["www-authenticate"] == "Bearer"
+            assert (await client.post("/v1/completions", json={}, headers=authorization)).status_code == 401
+            assert (await client.get("/ping", headers=authorization)).status_code == 503
+            [model] = (await client.get("/v1/models", headers={"Authorization": f"Bearer {KEY}"})).json()["data"]
+            assert model["id"] == "m"
+
+    run(scenario())
+
+
+# ---- web pages and their browsers ----
+
+PAGE = {"Origin": "https://page.example"}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "text/plain",
+        "text/plain; application/json",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data",
+        "json",
+        "",
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+def test_a_body_that_is_not_called_json_is_not_read(tmp_path, path, kind):
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=()) as (_, client):
+            body, headers = b'{"prompt": "a", "tokens": [1]}', {"Content-Type": kind} if kind else {}
+            reply = await client.post(path, content=body, headers=headers)
+            assert error_of(reply) == (415, "invalid_request_error", None)
+            assert "send Content-Type: application/json" in reply.json()["error"]["message"]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"])
+def test_a_body_that_is_called_json_is_read(tmp_path, kind):
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=()) as (_, client):
+            reply = await client.post("/tokenize", content=b'{"prompt": "a"}', headers={"Content-Type": kind})
+            assert reply.json()["tokens"] == [97]
+
+    run(scenario())
+
+
+def test_without_a_key_web_pages_are_kept_out(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=()) as (_, client):
+            for origin in ("https://page.example", "null", f"http://127.0.0.1:{client.base_url.port}"):
+                reply = await client.post("/tokenize", json={"prompt": "a"}, headers={"Origin": origin})
+                assert error_of(reply) == (403, "invalid_request_error", None)
+                assert origin in reply.json()["error"]["message"]
+            for preflight in (await asking_ahead(client), await client.get("/version")):
+                assert not [name for name in preflight.headers if name.startswith("access-control")]
+            assert (await client.get("/health", headers=PAGE)).status_code == 503
+
+    run(scenario())
+
+
+def test_with_a_key_pages_that_have_it_may_call_and_may_not_read(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=(), api_key=KEY) as (_, client):
+            headers = {**PAGE, "Authorization": f"Bearer {KEY}"}
+            reply = await client.post("/tokenize", json={"prompt": "a"}, headers=headers)
+            assert reply.status_code == 200
+            assert "access-control-allow-origin" not in reply.headers
+
+    run(scenario())
+
+
+async def asking_ahead(client, **headers):
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    return await client.options("/v1/completions", headers={**PAGE, **asked, **headers})
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"), [("https://other.example, https://page.example", "https://page.example"), ("*", "*")]
+)
+@pytest.mark.parametrize("api_key", ["", KEY])
+def test_pages_of_allowed_origins_may_call_and_read(tmp_path, flag, told, api_key):
+    async def scenario():
+        settings = {"allowed_origins": flag, "api_key": api_key, "nodes": ()}
+        async with http_cluster(tmp_path, **settings) as (_, client):
+            ahead = await asking_ahead(client)  # which brings no key
+            assert (ahead.status_code, ahead.headers["access-control-allow-origin"]) == (200, told)
+            assert "POST" in ahead.headers["access-control-allow-methods"]
+            assert ahead.headers["access-control-allow-headers"] == "authorization,content-type"
+            headers = {**PAGE, "Authorization": f"Bearer {KEY}"}
+            for path, status in (("/tokenize", 200), ("/v1/completions", 503)):  # errors are for pages to read too
+                reply = await client.post(path, json={"prompt": "a"}, headers=headers)
+                assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (status, told)
+            if api_key:
+                reply = await client.post("/tokenize", json={"prompt": "a"}, headers=PAGE)
+                assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (401, told)
+
+    run(scenario())
+
+
+def test_pages_of_other_origins_may_not(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=(), allowed_origins="https://other.example") as (_, client):
+            ahead = await asking_ahead(client)
+            assert (ahead.status_code, "access-control-allow-origin" in ahead.headers) == (400, False)
+            reply = await client.post("/tokenize", json={"prompt": "a"}, headers=PAGE)
+            assert (reply.status_code, "access-control-allow-origin" in reply.headers) == (403, False)
+
+    run(scenario())
+
+
+# ---- figures ----
+
+
+def test_the_figures_are_served_to_who_may_ask(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path, api_key=KEY) as (c, client):
+            assert error_of(await client.get("/metrics"))[0] == 401
+            client.headers["Authorization"] = f"Bearer {KEY}"
+            call = asyncio.create_task(client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 5}))
+            await answer_in_steps(c)
+            await call
+            reply = await client.get("/metrics")
+            assert reply.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+            lines = reply.text.splitlines()
+            assert "splitserve_generation_tokens_total 3.0" in lines
+            assert 'vllm:request_success_total{engine="coordinator",finished_reason="stop",model_name="m"} 1.0' in lines
+
+    run(scenario())
+
+
+# ---- clients that leave, dawdle or do not read ----
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_a_client_that_leaves_ends_its_answer(tmp_path, stream, has_tokens):
+    async def scenario():
+        async with http_cluster(tmp_path) as (c, client):
+            call = post(client, stream=stream)
+            attempt, _ = await begin(c)
+            if has_tokens:
+                await hand_over(c, attempt, "a")
+                await until_heard(c)  # or else the prefill node were cancelled too
+            call.cancel()
+            for node in [c.nodes["d0"]] if has_tokens else c.nodes.values():
+                await node.answer_cancel(attempt)
+            await c.until_nothing_is_live()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("sent_ahead", [b"\r\n", b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_a_client_that_leaves_is_noticed_whatever_it_has_sent_ahead(tmp_path, sent_ahead):
+    async def scenario():
+        async with http_cluster(tmp_path) as (c, _):
+            _, writer = await asyncio.open_connection("127.0.0.1", c.server.http_port)
+            writer.write(completion_bytes(max_tokens=5))
+            attempt, _ = await begin(c)
+            writer.write(sent_ahead)
+            writer.close()
+            for node in c.nodes.values():
+                await node.answer_cancel(attempt)
+            await c.until_nothing_is_live()
+
+    run(scenario())
+
+
+def test_calls_sent_ahead_are_answered_in_order(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=()) as (c, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", c.server.http_port)
+            get = "GET {} HTTP/1.1\r\nHost: x\r\n{}\r\n"
+            paths = [f"/v1/models/{index}" for index in range(20)]
+            writer.write("".join(get.format(path, "") for path in paths).encode())
+            writer.write(get.format("/ping", "Connection: close\r\n").encode())
+            text = (await ended(reader)).decode()
+            assert re.findall(r"there is no model '(\d+)'", text) == [str(index) for index in range(20)]
+            assert text.count("HTTP/1.1 503") == 1
+            writer.close()
+
+    run(scenario())
+
+
+async def ended(reader):
+    """Reads a connection to its end, a broken one too."""
+    async with asyncio.timeout(DEADLINE_S):
+        with contextlib.suppress(ConnectionError):
+            return await reader.read()
+    return b""
+
+
+def completion_bytes(**fields):
+    body = json.dumps({"prompt": "hello", **fields}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+    return head.format(len(body)).encode() + body
+
+
+def test_a_client_that_does_not_read_is_cut_off(tmp_path, monkeypatch):
+    monkeypatch.setattr(serving, "WRITE_TIMEOUT_S", 0.2)
+    listening = serving._listening_socket
+
+    def with_small_buffer(host, port):
+        bound = listening(host, port)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # inherited by its connections
+        return bound
+
+    monkeypatch.setattr(serving, "_listening_socket", with_small_buffer)
+
+    async def scenario():
+        async with http_cluster(tmp_path) as (c, _):
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.connect(("127.0.0.1", c.server.http_port))
+                client.sendall(completion_bytes(max_tokens=900, stream=True))
+                attempt, _ = await begin(c)
+                await hand_over(c, attempt, "a")
+                for index in range(1, 800):  # each an event of its own, some 170 bytes long
+                    await step(c.nodes["d0"], attempt, index, "x")
+                    await asyncio.sleep(0)
+                await c.nodes["d0"].answer_cancel(attempt)
+                await c.until_nothing_is_live()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Slow:"])
+def test_headers_that_do_not_come_end_the_connection(tmp_path, monkeypatch, sent):
+    monkeypatch.setattr(serving, "HEAD_TIMEOUT_S", 0.1)
+
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=()) as (c, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", c.server.http_port)
+            writer.write(sent)
+            assert await ended(reader) == b""
+            writer.close()
+
+    run(scenario())
+
+
+def test_a_body_that_does_not_come_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.1)
+
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=()) as (c, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", c.server.http_port)
+            writer.write(completion_bytes()[:-1])
+            async with asyncio.timeout(DEADLINE_S):
+                assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+            writer.close()
+
+    run(scenario())
+
+
+def test_bytes_that_are_no_http_are_refused(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=()) as (c, _):
+            for sent in (b"\x16\x03\x01\x02\x00\n\n", CHUNKED + b"not a length\r\n"):
+                reader, writer = await asyncio.open_connection("127.0.0.1", c.server.http_port)
+                writer.write(sent)
+                head, _, body = (await ended(reader)).partition(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+                assert json.loads(body)["error"]["code"] == "MALFORMED_REQUEST"
+                writer.close()
+
+    run(scenario())
+
+
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+)
+
+
+def test_headers_without_end_are_refused(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=()) as (c, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", c.server.http_port)
+            writer.write(b"GET / HTTP/1.1\r\nX: " + b"x" * 2**18)
+            await ended(reader)  # with 400, or broken while there is more to read
+            writer.close()
+
+    run(scenario())
+
+
+def test_connections_beyond_the_limit_are_closed():
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async def scenario():
+        server = HttpServer(app, max_connections=1)
+        port = server.listen("127.0.0.1", 0)
+        await server.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 204")
+        other_reader, other_writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await ended(other_reader) == b""
+        for each in (writer, other_writer):
+            each.close()
+        await server.stop(1.0)
+
+    run(scenario())
+
+
+# ---- the end of the server ----
+
+
+def test_health_of_one_node(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=("d0",)) as (_, client):
+            statuses = [(await client.get(f"/health{query}")).status_code for query in ("", "?node=d0", "?node=p0")]
+            assert statuses == [503, 200, 503]
+
+    run(scenario())
+
+
+async def until_health(client, status):
+    async with asyncio.timeout(DEADLINE_S):
+        while (await client.get("/health")).status_code != status:
+            await asyncio.sleep(0.01)
+
+
+def test_draining_refuses_new_calls_and_lets_live_ones_finish(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path) as (c, client):
+            await until_health(client, 200)
+            live = post(client)
+            attempt, _ = await begin(c)
+            draining = asyncio.create_task(c.server.drain())
+            await until_health(client, 503)
+            reply = await client.post("/v1/completions", json={"prompt": "a"})
+            assert error_of(reply) == (503, "server_error", "DRAINING")
+            await hand_over(c, attempt, "a")
+            await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
+            assert (await live).json()["choices"][0]["text"] == "ab"
+            await draining
+
+    run(scenario())
+
+
+def test_stopping_ends_live_streams_with_an_error_and_cuts_off_who_dawdles(tmp_path, monkeypatch):
+    monkeypatch.setattr("coordinator.server.STOP_GRACE_S", 0.3)
+
+    async def scenario():
+        async with http_cluster(tmp_path) as (c, client):
+            port = c.server.http_port
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(completion_bytes()[:-1])
+            call = post(client, stream=True)
+            attempt, _ = await begin(c)
+            await hand_over(c, attempt, "a")
+            await until_heard(c)
+            await c.server.stop()
+            *_, last = events_of(await call)
+            assert last["error"]["code"] == "DRAINING"
+            assert await ended(reader) == b""
+            writer.close()
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection("127.0.0.1", port)
+
+    run(scenario())

@@ -1,0 +1,310 @@
+"""From OpenAI's JSON to the requests of the gRPC door: hand-written pairs, and anything at all."""
+
+import json
+import re
+
+import pytest
+from google.protobuf import json_format
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.doors.http.fields import Fields, read_fields
+from coordinator.doors.http.requests import MAX_PROMPTS, Asked, parse_chat, parse_completion
+from serving_core.errors import RequestError
+
+SAMPLING = {
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "frequency_penalty": 1,
+    "presence_penalty": -1,
+    "repetition_penalty": 1.5,
+    "min_tokens": 2,
+    "n": 3,
+    "seed": -7,
+    "stop": ["a", "b"],
+    "stop_token_ids": [4, 5],
+    "skip_special_tokens": False,
+    "ignore_eos": True,
+    "include_stop_str_in_output": True,
+}
+
+
+def as_json(message):
+    return json_format.MessageToDict(message, preserving_proto_field_name=True)
+
+
+def completion(**fields):
+    return parse_completion(Fields({"prompt": "p", **fields}), "id")
+
+
+def chat(*messages, **fields):
+    return parse_chat(Fields({"messages": list(messages) or [{"role": "user", "content": "c"}], **fields}), "id")
+
+
+def refusal(parse, **fields):
+    with pytest.raises(RequestError) as caught:
+        parse(**fields)
+    assert caught.value.reason == "BAD_PARAM"
+    return caught.value.metadata["field"], str(caught.value)
+
+
+def test_every_sampling_field_reaches_the_request():
+    expected = {**SAMPLING, "seed": "-7", "max_tokens": 9, "logit_bias": {"7": -1.5, "8": 2.0}}
+    given_fields = {**SAMPLING, "max_tokens": 9, "logit_bias": {"7": -1.5, "8": 2}}
+    [request] = completion(**given_fields, model="m", cache_salt="s", logprobs=2).requests
+    assert as_json(request) == {
+        "request_id": "id",
+        "text": "p",
+        "model": "m",
+        "cache_salt": "s",
+        "sampling_params": {**expected, "logprobs": 2},
+    }
+    [request] = chat(**given_fields, logprobs=True, top_logprobs=4).requests
+    assert as_json(request)["sampling_params"] == {**expected, "logprobs": 4}
+
+
+def test_what_is_left_out_or_null_stays_unset_but_for_openais_16_tokens():
+    nulls = dict.fromkeys([*SAMPLING, "logit_bias", "logprobs", "stream_options", "model", "tools", "suffix"])
+    for fields in ({}, nulls):
+        assert as_json(completion(**fields).requests[0])["sampling_params"] == {"max_tokens": 16}
+        assert as_json(chat(**fields).requests[0]) == {
+            "request_id": "id",
+            "chat": {"messages": [{"role": "user", "content": "c"}]},
+            "sampling_params": {},
+        }
+    assert completion() == Asked(completion().requests)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", [{"text": "a"}]),
+        (["a"], [{"text": "a"}]),
+        (["a", "b"], [{"text": "a"}, {"text": "b"}]),
+        ([1, 2], [{"tokenized": {"input_ids": [1, 2]}}]),
+        ([[1, 2], [3]], [{"tokenized": {"input_ids": [1, 2]}}, {"tokenized": {"input_ids": [3]}}]),
+    ],
+)
+def test_prompts(prompt, expected):
+    requests = completion(prompt=prompt).requests
+    ids = ["id"] if len(expected) == 1 else ["id-0", "id-1"]
+    assert [request.request_id for request in requests] == ids
+    assert [{key: as_json(request)[key] for key in each} for request, each in zip(requests, expected, strict=True)] == (
+        expected
+    )
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, [], 1, True, {}, [None], ["a", 1], [1, "a"], [1, True], [[1], "a"], [[1], 2], [-1], [2**32], [1.0]]
+)
+def test_what_is_no_prompt(prompt):
+    assert refusal(completion, prompt=prompt)[0] == "prompt"
+
+
+def test_the_number_of_prompts_has_a_limit():
+    assert refusal(completion, prompt=["a"] * (MAX_PROMPTS + 1)) == (
+        "prompt",
+        "prompt has 257 prompts, the limit is 256",
+    )
+
+
+def test_content_may_come_in_text_parts():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    [request] = chat({"role": "system", "content": "s"}, {"role": "user", "content": parts, "name": "x"}).requests
+    assert [(message.role, message.content) for message in request.chat.messages] == [("system", "s"), ("user", "a\nb")]
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ({"content": "c"}, "messages[0].role"),
+        ({"role": 1, "content": "c"}, "messages[0].role"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": 3}, "messages[0].content"),
+        ({"role": "user", "content": ["c"]}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0].type"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+        ({"role": "assistant", "content": "c", "tool_calls": [{}]}, "messages[0].tool_calls"),
+        ("hi", "messages"),
+    ],
+)
+def test_messages_that_are_none(message, field):
+    with pytest.raises(RequestError) as caught:
+        chat(message)
+    assert caught.value.metadata["field"] == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": "9"}, 'max_tokens must be an integer within [-2147483648, 2147483647], not "9"'),
+        ({"max_tokens": True}, "max_tokens must be an integer within [-2147483648, 2147483647], not true"),
+        ({"top_k": 2**31}, "top_k must be an integer within [-2147483648, 2147483647], not 2147483648"),
+        ({"seed": 10**99}, "seed must be an integer within "
+                           "[-9223372036854775808, 9223372036854775807], not an integer beyond 64 bits"),
+        ({"temperature": "hot"}, 'temperature must be a finite number, not "hot"'),
+        ({"temperature": float("nan")}, "temperature must be a finite number, not NaN"),
+        ({"temperature": 10**400}, "temperature must be a finite number, not an integer beyond 64 bits"),
+        ({"top_p": False}, "top_p must be a finite number, not false"),
+        ({"stream": 1}, "stream must be true or false, not 1"),
+        ({"stop": [1]}, "stop must be a string or a list of strings, not a list"),
+        ({"stop": "\ud800"}, 'stop must be a string or a list of strings, not "\\ud800"'),
+        ({"stop_token_ids": [-1]}, "stop_token_ids must be a list of integers within [0, 4294967295], not a list"),
+        ({"logit_bias": [1]}, "logit_bias must be an object, not a list"),
+        ({"logit_bias": {"x": 1}}, 'logit_bias has the key "x", which is no token id'),
+        ({"logit_bias": {"1": "x"}}, 'logit_bias.1 must be a finite number, not "x"'),
+        ({"stream_options": True}, "stream_options must be an object, not true"),
+        ({"model": 3}, "model must be a string of valid Unicode, not 3"),
+        ({"echo": True}, "echo (true) is not supported"),
+        ({"best_of": 2}, "best_of (2) is not supported"),
+        ({"best_of": True}, "best_of (true) is not supported"),
+        ({"suffix": "end"}, 'suffix ("end") is not supported'),
+        ({"add_special_tokens": False}, "add_special_tokens (false) is not supported"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids (a list) is not supported"),
+        ({"response_format": {"type": "json_object"}}, 'response_format of type "json_object" is not supported'),
+    ],
+)  # fmt: skip
+def test_what_a_field_may_not_be(fields, message):
+    [name] = fields
+    assert refusal(completion, **fields) == (message.split()[0].rstrip(","), message)
+    assert message.startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": "text"}, "response_format"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": 2}, "logprobs"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"add_special_tokens": True}, "add_special_tokens"),
+        ({"max_completion_tokens": "many"}, "max_completion_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+    ],
+)
+def test_what_chat_does_not_support(fields, field):
+    assert refusal(chat, **fields)[0] == field
+
+
+def test_what_asks_for_nothing_and_what_nobody_knows_is_ignored():
+    harmless = {"echo": False, "best_of": 1, "suffix": "", "user": "u", "store": 7, "metadata": {"a": 1}}
+    assert completion(**harmless) == completion()
+    harmless = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "service_tier": "auto"}
+    harmless |= {"add_special_tokens": False, "chat_template_kwargs": {}, "bad_words": []}
+    assert chat(**harmless, top_logprobs=0, logprobs=False) == chat()
+
+
+HARMLESS = {
+    "user": "u",
+    "store": True,
+    "metadata": {"a": 1},
+    "service_tier": "auto",
+    "parallel_tool_calls": True,
+    "tools": [],
+    "top_logprobs": 0,
+    "logprobs": False,
+    "stream": False,
+    "stream_options": {"include_usage": True, "include_obfuscation": False},
+    "response_format": {"type": "text"},
+    "max_tokens": 5,
+    "max_completion_tokens": 4,
+    "logit_bias": {"7": 1},
+    "return_token_ids": True,
+    "include_timeline": True,
+    "model": "m",
+    "cache_salt": "s",
+    "unset": None,
+}
+MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "user", "content": "b"}]
+
+
+def unread(parse, values):
+    fields = Fields(values)
+    parse(fields, "id")
+    return fields.unread()
+
+
+def test_every_known_field_is_read():
+    assert unread(parse_chat, {"messages": MESSAGES, **SAMPLING, **HARMLESS}) == []
+    known = {name: value for name, value in HARMLESS.items() if not re.match("tool|top_|log|parallel|max_c", name)}
+    assert unread(parse_completion, {"prompt": ["a", "b"], **SAMPLING, **known, "logprobs": 1, "echo": False}) == []
+    assert unread(parse_completion, {"prompt": [[1], [2]]}) == []
+
+
+def test_what_nobody_knows_is_named_wherever_it_stands_and_once():
+    messages = [{**message, "reasoning": "r"} for message in MESSAGES]
+    messages[0]["content"][0]["cache"] = 1
+    values = {"messages": messages, "temprature": 0, "stream_options": {"usage": True}, "top_k": 3}
+    expected = ["temprature", "stream_options.usage", "messages[].reasoning", "messages[].content[].cache"]
+    assert sorted(unread(parse_chat, values)) == sorted(expected)
+
+
+def test_options_of_the_response():
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    fields = {"stream_options": options, "return_token_ids": True, "include_timeline": True}
+    asked = chat(stream=True, n=4, **fields)
+    assert asked == Asked(
+        asked.requests,
+        num_answers=4,
+        stream=True,
+        include_usage=True,
+        continuous_usage=True,
+        return_token_ids=True,
+        include_timeline=True,
+    )
+
+
+def test_the_newer_name_of_max_tokens_wins():
+    assert chat(max_tokens=3, max_completion_tokens=5).requests[0].sampling_params.max_tokens == 5
+
+
+NAMES = sorted(
+    {*SAMPLING, "prompt", "messages", "max_tokens", "max_completion_tokens", "logit_bias", "logprobs", "top_logprobs"}
+    | {"stream", "stream_options", "model", "cache_salt", "response_format", "tools", "echo", "best_of", "role"}
+    | {"content", "type", "text", "include_usage"}
+)
+TEXT = st.text(st.characters())  # with halves of surrogate pairs, as JSON can write them
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXT
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES) | TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def parsed_or_refused(parse, *arguments):
+    try:
+        return parse(*arguments)
+    except RequestError as error:
+        return error
+
+
+@given(fields=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6))
+def test_any_json_is_a_request_or_a_refusal(fields):
+    for parse in (parse_completion, parse_chat):
+        outcome = parsed_or_refused(parse, read_fields(json.dumps(fields).encode()), "id")
+        if isinstance(outcome, RequestError):
+            assert outcome.reason == "BAD_PARAM"
+            assert outcome.metadata["field"].encode()
+            assert str(outcome).encode()
+        else:
+            assert all(request.SerializeToString() for request in outcome.requests)
+
+
+@given(body=st.binary() | st.text().map(str.encode))
+def test_any_body_is_an_object_or_malformed(body):
+    outcome = parsed_or_refused(read_fields, body)
+    assert isinstance(outcome, Fields) or outcome.reason == "MALFORMED_REQUEST"
+
+
+@pytest.mark.parametrize("body", [b"[" * 10**5, b"9" * 10_000, b'{"a":1}x', b"\xff\xfe", b'"text"', b""])
+def test_bodies_that_are_no_object(body):
+    with pytest.raises(RequestError, match="the body"):
+        read_fields(body)

@@ -1,0 +1,199 @@
+"""Logprobs, usage and errors in OpenAI's words, against hand-written JSON."""
+
+import json
+
+import pytest
+import tokenizers
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from tokenizers import decoders, models, pre_tokenizers
+
+from coordinator.doors.http.errors import error_object, error_response, renamed, status_of
+from coordinator.doors.http.logprobs import TextOffsets, chat_logprobs, completion_logprobs
+from coordinator.doors.http.requests import CHAT_NAMES, COMPLETION_NAMES, Asked
+from coordinator.doors.http.responses import Answered, ChatForm, CompletionForm, Envelope, Usage, timeline_object
+from coordinator.doors.statuses import CODES
+from coordinator.text.tokenizer import Tokenizer, read_tokenizer
+from protos.inference_pb2 import (
+    FINISH_REASON_LENGTH,
+    Chunk,
+    Complete,
+    GenerateRequest,
+    Timeline,
+    TokenLogprobs,
+    TopLogprob,
+)
+from serving_core.errors import RequestError
+from tests.tiny_models import EOS, write_fake_model
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return read_tokenizer(write_fake_model(tmp_path_factory.mktemp("model")))
+
+
+def sampled(token_id, logprob, *top):
+    tops = [TopLogprob(token_id=each, logprob=value) for each, value in top]
+    return TokenLogprobs(token_id=token_id, logprob=logprob, top=tops)
+
+
+ITEMS = [
+    sampled(ord("a"), -0.5, (ord("b"), -0.25), (ord("a"), -0.5)),
+    sampled(0xC3, -1.0, (0xC3, -1.0)),
+    sampled(0xBC, float("-inf")),
+    sampled(EOS, -2.0, (ord("z"), -1.5)),
+]
+
+
+def test_logprobs_of_chat(tokenizer):
+    a = {"token": "a", "logprob": -0.5, "bytes": [97]}
+    half = {"token": "\ufffd", "logprob": -1.0, "bytes": [0xC3]}
+    assert chat_logprobs(ITEMS, tokenizer.token_bytes) == {
+        "content": [
+            {**a, "top_logprobs": [{"token": "b", "logprob": -0.25, "bytes": [98]}, a]},
+            {**half, "top_logprobs": [half]},
+            {"token": "\ufffd", "logprob": -9999.0, "bytes": [0xBC], "top_logprobs": []},
+            {
+                "token": "<|eos|>",
+                "logprob": -2.0,
+                "bytes": list(b"<|eos|>"),
+                "top_logprobs": [{"token": "z", "logprob": -1.5, "bytes": [122]}],
+            },
+        ],
+        "refusal": None,
+    }
+
+
+def test_logprobs_of_completions(tokenizer):
+    assert completion_logprobs(ITEMS, [0, 1, 1, 2], tokenizer.token_bytes) == {
+        "tokens": ["a", "bytes:\\xc3", "bytes:\\xbc", "<|eos|>"],
+        "token_logprobs": [-0.5, -1.0, -9999.0, -2.0],
+        "top_logprobs": [
+            {"b": -0.25, "a": -0.5},
+            {"bytes:\\xc3": -1.0},
+            {"bytes:\\xbc": -9999.0},
+            {"z": -1.5, "<|eos|>": -2.0},
+        ],
+        "text_offset": [0, 1, 1, 2],
+    }
+
+
+def test_of_two_tokens_with_one_text_the_more_likely_stays():
+    item = sampled(1, -3.0, (2, -0.5), (3, -0.75), (4, -1.0))
+    texts = {1: b"s", 2: b"x", 3: b"y", 4: b"x"}
+    [top] = completion_logprobs([item], [0], texts.__getitem__)["top_logprobs"]
+    assert list(top.items()) == [("x", -0.5), ("y", -0.75), ("s", -3.0)]
+
+
+def test_offsets_count_characters_over_chunks(tokenizer):
+    offsets = TextOffsets(tokenizer.detokenizer(skip_special_tokens=True))
+    assert offsets.add([ord("a"), 0xC3]) == [0, 1]
+    assert offsets.add([0xBC, EOS, ord("b")]) == [1, 2, 2]
+
+
+def test_a_sentencepiece_token_keeps_its_space():
+    vocabulary = {"<unk>": 0, "\u2581Hi": 1, "you": 2, "<0xC3>": 3, "\u2581": 4}
+    plain = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    plain.pre_tokenizer = pre_tokenizers.Metaspace()
+    plain.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    token_bytes = Tokenizer(plain, None).token_bytes
+    assert [token_bytes(token_id) for token_id in range(1, 6)] == [b" Hi", b"you", b"\xc3", b" ", b""]
+
+
+def test_usage_adds_up():
+    usage = Usage(5)
+    usage.add_tokens(2)
+    usage.add_tokens(1)
+    usage.add_cached(4)
+    assert usage.to_json() == {
+        "prompt_tokens": 5,
+        "completion_tokens": 3,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
+
+
+def test_a_timeline_has_every_field():
+    timeline = timeline_object(Timeline(prefill_s=0.5, decode_node="d"))
+    assert timeline.keys() == {field.name for field in Timeline.DESCRIPTOR.fields}
+    assert (timeline["prefill_s"], timeline["decode_s"], timeline["decode_node"]) == (0.5, 0.0, "d")
+
+
+# ---- what OpenAI's own client accepts when it is strict ----
+
+CHUNK = Chunk(text="aü", token_ids=[ord("a"), 0xC3, 0xBC, EOS], logprobs=ITEMS)
+COMPLETE = Complete(finish_reason=FINISH_REASON_LENGTH)
+
+
+@pytest.mark.parametrize("with_extras", [False, True])
+@pytest.mark.parametrize(("form_class", "response_class"), [(ChatForm, ChatCompletion), (CompletionForm, Completion)])
+def test_a_whole_response_is_of_openais_type(tokenizer, form_class, response_class, with_extras):
+    asked = Asked((GenerateRequest(),), return_token_ids=with_extras, include_timeline=with_extras)
+    form = form_class(asked, tokenizer)
+    answered = Answered([1, 2])
+    answered.add(CHUNK)
+    answered.complete = COMPLETE
+    response = Envelope(form, "r", "m").whole([form.whole(0, answered)], Usage(2), **form.envelope_extras([1, 2]))
+    response_class.model_validate_json(json.dumps(response), strict=True)
+
+
+def test_every_event_of_a_chat_is_of_openais_type(tokenizer):
+    form = ChatForm(Asked((GenerateRequest(),)), tokenizer)
+    envelope = Envelope(form, "r", "m")
+    for choice in (form.opening(0), form.event(0, [1, 2], CHUNK), form.closing(0, COMPLETE)):
+        ChatCompletionChunk.model_validate_json(json.dumps(envelope.event([choice], usage=None)), strict=True)
+    last = envelope.event([], usage=Usage(2).to_json())
+    ChatCompletionChunk.model_validate_json(json.dumps(last), strict=True)
+
+
+# ---- errors ----
+
+STATUSES = {
+    "BAD_PARAM": 400,
+    "PROMPT_TOO_LONG": 400,
+    "MALFORMED_REQUEST": 400,
+    "UNAUTHENTICATED": 401,
+    "MODEL_NOT_FOUND": 404,
+    "DUPLICATE_REQUEST_ID": 409,
+    "QUEUE_FULL": 429,
+    "SLOW_READER": 429,
+    "KV_CHECKSUM_MISMATCH": 500,
+    "PAIRING_MISMATCH": 500,
+    "ENGINE_ERROR": 500,
+    "NO_PREFILL_WORKER": 503,
+    "NO_DECODE_WORKER": 503,
+    "DRAINING": 503,
+    "WORKER_LOST": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
+OPENAI_CODES = {
+    "PROMPT_TOO_LONG": "context_length_exceeded",
+    "MODEL_NOT_FOUND": "model_not_found",
+    "UNAUTHENTICATED": "invalid_api_key",
+    "QUEUE_FULL": "rate_limit_exceeded",
+}
+
+
+def test_every_reason_has_a_status():
+    assert {reason: status_of(RequestError(reason, "text")) for reason in CODES} == STATUSES
+
+
+@pytest.mark.parametrize(("reason", "status"), STATUSES.items())
+def test_the_error_object_and_its_headers(reason, status):
+    response = error_response(RequestError(reason, "what", field="top_p"))
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    kind = "requests" if status == 429 else kind
+    code = OPENAI_CODES.get(reason, reason)
+    overflow = "This model's maximum context length is exceeded: " if code == "context_length_exceeded" else ""
+    expected = {"message": f"{overflow}what", "type": kind, "param": "top_p", "code": code, "reason": reason}
+    assert (response.status_code, json.loads(response.body)) == (status, {"error": expected})
+    assert response.headers.get("retry-after") == ("1" if status in (429, 503) else None)
+
+
+def test_errors_name_the_fields_that_the_client_knows():
+    error = RequestError("BAD_PARAM", "input has token id 9", field="input")
+    for names, field in ((COMPLETION_NAMES, "prompt"), (CHAT_NAMES, "messages")):
+        told = error_object(renamed(error, names))["error"]
+        assert (told["param"], told["message"]) == (field, f"{field} has token id 9")
+    other = RequestError("BAD_PARAM", "seed is bad", field="seed")
+    assert renamed(other, CHAT_NAMES) is other

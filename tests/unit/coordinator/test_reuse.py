@@ -1,0 +1,123 @@
+"""Prefix reuse and tensor parallelism as the tracker sees them: who gets a request, what is told and what counted."""
+
+import pytest
+
+from protos import inference_pb2
+from protos.convert import job_to_wire, request_from_wire
+from tests import fleet_events as events
+from tests.unit.coordinator.tracker_kit import World
+
+TOKENS = list(range(1, 41))  # two full blocks of 16 and eight tokens
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+def finish(world, attempt, decode="d0", index=1):
+    assert world.step(attempt, index, events.LENGTH, node=decode)[-1] == "end complete"
+    return world.outcome
+
+
+def test_a_request_goes_where_its_beginning_is(world):
+    world.holds("p1", events.block_hints(TOKENS))
+    world.holds("d1", events.block_hints(TOKENS)[:1])
+    assert world.submit(token_ids=TOKENS) == ["reserve d1", "prefill p1"]
+    assert world.registry.find("p1").assigned == {"r/0": 8}  # what is left to compute
+    assert world.registry.find("d1").assigned == {"r/0": 40}  # what the pool has to hold
+
+
+def test_a_cached_beginning_is_left_for_a_shorter_queue(world):
+    world.holds("p1", events.block_hints(TOKENS))
+    chosen = [world.submit(f"{number}/0", token_ids=TOKENS)[1] for number in range(7)]
+    # p1 costs 8 more each time, p0 40 at once; at 40 they are equal and the first by name takes it.
+    assert chosen == ["prefill p1"] * 4 + ["prefill p0"] + ["prefill p1"] * 2
+
+
+def test_a_salted_request_finds_what_has_its_salt(world):
+    world.holds("p1", events.block_hints(TOKENS, "tenant"))
+    assert world.submit("a/0", token_ids=TOKENS)[1] == "prefill p0"
+    world.first(world.attempt)
+    assert world.submit("b/0", token_ids=TOKENS, cache_salt="tenant")[1] == "prefill p1"
+    assert [job.cache_salt for job in world.jobs] == ["", "", "tenant", "tenant"]
+    job = world.jobs[-1]
+    assert request_from_wire(job).cache_salt == "tenant"
+    assert job_to_wire(request_from_wire(job)) == job
+
+
+def test_a_restart_keeps_the_salt_and_looks_for_what_was_answered_too(world):
+    answered = [100, 101]
+    tokens = TOKENS[:31]
+    world.submit(token_ids=tokens, cache_salt="tenant")
+    world.first(world.attempt)
+    world.tell("p0", events.transferred(world.attempt))
+    world.step(world.attempt, 1)
+    world.holds("p1", events.block_hints([*tokens, *answered], "tenant"))  # its second block ends in the answer
+    world.holds("p0", events.block_hints([*tokens, *answered], "tenant")[:1])
+    assert world.lose("d0") == ["reserve d1", "prefill p1"]
+    assert world.jobs[-1].cache_salt == "tenant"
+    assert list(world.jobs[-1].token_ids) == [*tokens, *answered]
+    assert world.registry.find("p1").assigned == {"r/0": 1}
+
+
+@pytest.mark.parametrize(("tp_size", "told"), [(0, 1), (1, 1), (4, 4)])
+def test_the_decode_node_is_told_how_many_ranks_will_send(tp_size, told):
+    world = World(nodes=("d0",))
+    world.attach("p0", tp_size=tp_size)
+    world.submit()
+    assert world.prefill_tp_size == told
+
+
+def test_an_answer_tells_what_was_cached_and_what_travelled(world):
+    world.submit(token_ids=TOKENS)
+    attempt = world.attempt
+    world.first(attempt, num_cached_tokens=32)
+    assert world.tell("p0", events.transferred(attempt)) == []  # the prefill node's word may come first
+    for _ in range(2):  # a repeated report counts once
+        assert world.tell("d0", events.committed(attempt, num_bytes=1000, num_bytes_saved=500)) == []
+    complete = finish(world, attempt)
+    assert (complete.cached_tokens, complete.kv_bytes, complete.kv_bytes_saved) == (32, 1000, 500)
+
+
+def test_an_answer_of_one_token_has_moved_nothing(world):
+    world.submit(token_ids=TOKENS)
+    world.first(world.attempt, finish_reason=events.LENGTH, num_cached_tokens=16)
+    assert (world.outcome.cached_tokens, world.outcome.kv_bytes, world.outcome.kv_bytes_saved) == (16, 0, 0)
+
+
+def test_a_moved_answer_adds_its_transfers_up_and_keeps_the_cached_tokens_of_its_first_prefill(world):
+    world.submit(token_ids=TOKENS)
+    world.first(world.attempt, num_cached_tokens=16)
+    world.tell("d0", events.committed(world.attempt, num_bytes=1000, num_bytes_saved=500))
+    world.lose("d0")
+    world.first(world.attempt, index=1, num_cached_tokens=40)
+    world.tell("d1", events.committed(world.attempt, num_bytes=30, num_bytes_saved=7))
+    complete = finish(world, world.attempt, "d1", index=2)
+    assert (complete.cached_tokens, complete.kv_bytes, complete.kv_bytes_saved) == (16, 1030, 507)
+
+
+def test_an_attempt_that_gave_no_token_does_not_count_as_the_first_prefill(world):
+    world.submit(token_ids=TOKENS)
+    world.lose("p0")
+    token = events.sampled(world.attempt, 0, 100, events.LENGTH)
+    world.tell("p1", events.first_token(token, num_cached_tokens=32))
+    assert world.outcome.cached_tokens == 32
+
+
+def test_an_aborted_answer_tells_what_is_known(world):
+    world.submit(token_ids=TOKENS)
+    world.first(world.attempt, num_cached_tokens=16)
+    world.short(world.tracker.finish("r/0", inference_pb2.FINISH_REASON_ABORT, 1.0))
+    assert (world.outcome.cached_tokens, world.outcome.kv_bytes) == (16, 0)
+
+
+def test_senseless_figures_of_a_node_do_no_harm(world):
+    world.submit(token_ids=TOKENS)
+    world.first(world.attempt, num_cached_tokens=2**32 - 1)
+    world.tell("d0", events.committed(world.attempt, num_bytes=2**64 - 1, num_bytes_saved=2**64 - 1))
+    world.lose("d0")
+    world.first(world.attempt, index=1)
+    world.tell("d1", events.committed(world.attempt, num_bytes=2**64 - 1, num_bytes_saved=1))
+    complete = finish(world, world.attempt, "d1", index=2)
+    assert (complete.cached_tokens, complete.kv_bytes, complete.kv_bytes_saved) == (40, 2**64 - 1, 2**64 - 1)

@@ -1,0 +1,151 @@
+"""Encoding and chat templates against transformers."""
+
+import asyncio
+import json
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from coordinator.text.tokenizer import LONG_TEXT_CHARS, read_tokenizer
+from serving_core.errors import ModelError, RequestError
+from tests.tiny_models import EOS, write_tokenizer
+
+MESSAGES = [
+    {"role": "system", "content": 'You are <kind> & "quoted".\n'},
+    {"role": "user", "content": "  Héllo 😀 <|eos|> {{ not a template }}"},
+    {"role": "assistant", "content": ""},
+    {"role": "user", "content": "again"},
+]
+TEMPLATES = {
+    "chatml": """{% for message in messages %}
+    {%- if loop.first and message.role != 'system' %}{{ '<|im_start|>system\\nhi<|im_end|>\\n' }}{% endif %}
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>' }}
+{% endfor %}
+{% if add_generation_prompt %}
+    {{ '<|im_start|>assistant\\n' }}
+{% endif %}""",
+    "tools and loop controls": """{{ bos_token }}{% if tools is not none %}T{% endif %}{% if documents %}D{% endif -%}
+{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}
+{{ m | tojson }}{{ eos_token }}{% endfor %}""",
+    "generation": """{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% generation %}
+{{ m.content }}{% endgeneration %}{{ ns.n }}{% endfor %}{{ strftime_now('%Y') }}""",
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_tokenizer(tmp_path)
+    return tmp_path
+
+
+def edit_config(folder, **changes):
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_texts_encode_as_in_transformers(folder):
+    reference = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = read_tokenizer(folder)
+    for text in ("a", "héllo wörld 😀", "<|user|>x", " lead and trail ", "long " * LONG_TEXT_CHARS):
+        assert asyncio.run(tokenizer.encode(text)) == reference(text)["input_ids"]
+
+
+def test_the_texts_of_single_tokens(folder):
+    tokenizer = read_tokenizer(folder)
+    assert asyncio.run(tokenizer.token_texts([97, 0xC3, EOS, 10**6])) == ["a", "\ufffd", "<|eos|>", ""]
+
+
+def test_the_event_loop_goes_on_while_many_tokens_become_texts(folder):
+    async def scenario():
+        token_ids = [97] * (2 * LONG_TEXT_CHARS)
+        texts = asyncio.create_task(read_tokenizer(folder).token_texts(token_ids))
+        await asyncio.sleep(0)
+        assert not texts.done()
+        assert await texts == ["a"] * len(token_ids)
+
+    asyncio.run(scenario())
+
+
+def test_the_tokenizers_own_special_tokens_are_added_and_its_limits_are_not(folder):
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    content["padding"] = {
+        "strategy": {"Fixed": 12}, "direction": "Right", "pad_to_multiple_of": None,
+        "pad_id": 0, "pad_type_id": 0, "pad_token": "!",
+    }  # fmt: skip
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|bos|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {"<|bos|>": {"id": "<|bos|>", "ids": [256], "tokens": ["<|bos|>"]}},
+    }
+    path.write_text(json.dumps(content))
+    assert asyncio.run(read_tokenizer(folder).encode("abcde")) == [256, *b"abcde"]
+
+
+@pytest.mark.parametrize("template", [None, *TEMPLATES])
+@pytest.mark.parametrize("in_own_file", [True, False])
+def test_chats_encode_as_in_transformers(folder, template, in_own_file):
+    if template is not None and in_own_file:
+        (folder / "chat_template.jinja").write_text(TEMPLATES[template])
+    elif template is not None:
+        edit_config(folder, chat_template=TEMPLATES[template])
+    reference = PreTrainedTokenizerFast.from_pretrained(folder)
+    expected = reference.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert asyncio.run(read_tokenizer(folder).encode_chat(MESSAGES)) == expected
+
+
+def test_special_tokens_may_be_objects_or_in_a_file_of_their_own(folder):
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    del config["eos_token"]
+    config["bos_token"] = {"content": "<|bos|>", "lstrip": False}
+    config["chat_template"] = [
+        {"name": "tool_use", "template": "no"},
+        {"name": "default", "template": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"},
+    ]
+    path.write_text(json.dumps(config))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|eos|>"}))
+    assert asyncio.run(read_tokenizer(folder).encode_chat([{"role": "user", "content": "a"}])) == [256, 97, 257]
+
+
+def test_a_template_may_refuse(folder):
+    edit_config(folder, chat_template="{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(RequestError, match="roles must alternate") as error:
+        asyncio.run(read_tokenizer(folder).encode_chat(MESSAGES))
+    assert error.value.reason == "BAD_PARAM"
+
+
+@pytest.mark.parametrize("attack", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}"])
+def test_a_template_runs_in_a_sandbox(folder, attack):
+    edit_config(folder, chat_template=attack)
+    with pytest.raises(RequestError, match=r"unsafe|safely"):
+        asyncio.run(read_tokenizer(folder).encode_chat(MESSAGES))
+
+
+def test_a_model_without_a_template_takes_no_chat(folder):
+    edit_config(folder, chat_template=None)
+    tokenizer = read_tokenizer(folder)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(RequestError, match="no chat template"):
+        asyncio.run(tokenizer.encode_chat(MESSAGES))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        ("tokenizer.json", None, "there is no .*tokenizer.json"),
+        ("tokenizer.json", "{", "tokenizer.json is not a tokenizer"),
+        ("tokenizer_config.json", "[]", "must hold a JSON object"),
+        ("tokenizer_config.json", '{"chat_template": 1}', "chat_template in .* must be a string"),
+        ("chat_template.jinja", "{% if %}", "the chat template is broken: .* line 1"),
+    ],
+)
+def test_broken_files_are_named(folder, file, content, problem):
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_text(content)
+    with pytest.raises(ModelError, match=problem):
+        read_tokenizer(folder)

@@ -1,0 +1,294 @@
+"""The tracker by example: one event after another, and the instructions each of them gives."""
+
+import pytest
+
+from coordinator.control.releases import RESEND_S
+from coordinator.control.tracker import MAX_EARLY_TOKENS
+from protos import fleet_pb2, inference_pb2
+from serving_core.errors import RequestError
+from tests import fleet_events as events
+from tests.unit.coordinator.tracker_kit import PROMPT, World
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+def test_the_life_of_a_request_and_its_timeline(world):
+    assert world.submit(now=10.0) == ["reserve d0", "prefill p0"]
+    attempt = world.attempt
+    assert [(list(job.token_ids), job.num_prompt_tokens) for job in world.jobs] == [(PROMPT, 3)] * 2
+    assert world.jobs[0].sampling_params.max_tokens == 5
+    assert world.first(attempt, now=12.0, prefill_s=0.5) == ["emit 0:100"]
+    assert world.tell("d0", events.reserved(attempt), 13.0) == ["deliver p0"]
+    assert world.tell("d0", events.committed(attempt), 15.0) == []
+    assert world.tell("p0", events.transferred(attempt), 15.5) == []
+    assert world.step(attempt, 1, now=17.0, step_s=0.25) == ["emit 1:101"]
+    assert world.step(attempt, 2, events.STOP, now=18.0) == ["emit 2:102", "end complete"]
+    assert world.outcome == inference_pb2.Complete(
+        finish_reason=inference_pb2.FINISH_REASON_STOP,
+        matched_token_id=102,
+        prompt_tokens=3,
+        completion_tokens=3,
+        timeline=inference_pb2.Timeline(
+            prefill_queue_s=1.5, prefill_s=0.5, credit_wait_s=1.0, transfer_s=2.0, decode_queue_s=1.75,
+            decode_s=1.25, e2e_s=8.0, ttft_s=2.0, prefill_node="p0", decode_node="d0",
+        ),
+    )  # fmt: skip
+    assert world.tracker.num_open == 0
+
+
+def test_a_ticket_that_is_there_before_the_first_token_leaves_no_credit_wait(world):
+    world.submit()
+    attempt = world.attempt
+    assert world.tell("d0", events.reserved(attempt, b"xyz"), 1.0) == ["deliver p0"]
+    world.first(attempt, now=2.0)
+    world.tell("d0", events.committed(attempt), 3.0)
+    world.step(attempt, 1, events.LENGTH, now=4.0)
+    timeline = world.outcome.timeline
+    assert (timeline.credit_wait_s, timeline.transfer_s, timeline.decode_queue_s) == (0.0, 1.0, 1.0)
+    assert not world.outcome.HasField("matched_stop")
+
+
+def test_an_answer_of_one_token_needs_no_decode_node(world):
+    world.submit()
+    attempt = world.attempt
+    assert world.first(attempt, finish_reason=events.LENGTH) == ["emit 0:100", "cancel d0", "end complete"]
+    assert world.tracker.num_open == 1
+    world.tell("d0", events.cancelled(attempt))
+    assert world.tracker.num_open == 0
+
+
+def test_step_tokens_that_overtake_the_first_token_wait_for_it(world):
+    world.submit()
+    attempt = world.attempt
+    world.tell("d0", events.reserved(attempt), 1.0)
+    world.tell("d0", events.committed(attempt), 2.0)
+    assert world.step(attempt, 1, now=3.0) == []
+    assert world.step(attempt, 2, now=4.0) == []
+    assert world.first(attempt, now=5.0, prefill_s=4.5) == ["emit 0:100 1:101 2:102"]
+    assert world.step(attempt, 3, events.LENGTH, now=6.0) == ["emit 3:103", "end complete"]
+    timeline = world.outcome.timeline
+    assert (timeline.prefill_queue_s, timeline.prefill_s, timeline.decode_s) == (0.5, 4.5, 1.0)
+
+
+def test_the_last_token_may_overtake_the_first(world):
+    world.submit()
+    attempt = world.attempt
+    assert world.step(attempt, 1, events.STOP) == []
+    assert world.first(attempt) == ["emit 0:100 1:101", "end complete"]
+    assert world.tracker.num_open == 0
+
+
+def test_repeated_late_and_foreign_events_do_nothing(world):
+    world.submit()
+    attempt = world.attempt
+    world.first(attempt)
+    world.tell("d0", events.reserved(attempt))
+    assert world.tell("d0", events.reserved(attempt)) == []
+    assert world.step(attempt, 0) == []
+    old = fleet_pb2.Attempt(request_id=attempt.request_id, epoch=attempt.epoch - 1)
+    for name, event in (
+        ("d0", events.step_tokens(events.sampled(old, 1, 5))),
+        ("d1", events.step_tokens(events.sampled(attempt, 1, 5))),
+        ("d0", events.first_token(events.sampled(attempt, 1, 5))),
+        ("p0", events.failed(old, "ENGINE_ERROR")),
+        ("d1", events.failed(attempt, "ENGINE_ERROR")),
+        ("p1", events.cancelled(attempt)),
+    ):
+        assert world.tell(name, event) == []
+    assert world.step(attempt, 1, now=2.0) == ["emit 1:101"]
+    assert world.first(attempt, now=3.0) == []
+    assert world.tell("d0", events.committed(attempt), 4.0) == []
+    world.step(attempt, 2, events.LENGTH, now=5.0)
+    assert world.outcome.timeline.decode_s == 3.0
+
+
+def test_a_prefill_node_lost_before_commit_moves_the_request(world):
+    world.submit()
+    old = world.attempt
+    world.first(old)
+    assert world.lose("p0", now=1.0) == ["cancel d0", "reserve d0", "prefill p1"]
+    assert world.attempt.epoch > old.epoch
+    assert [(list(job.token_ids), job.num_prompt_tokens) for job in world.jobs[-2:]] == [([*PROMPT, 100], 3)] * 2
+    assert world.step(old, 1) == []  # what the old attempt still says is nobody's
+    token = events.sampled(world.attempt, 1, 101)
+    assert world.tell("p1", events.first_token(token), 3.0) == ["emit 1:101"]
+    assert world.step(world.attempt, 2, events.LENGTH, now=4.0) == ["emit 2:102", "end complete"]
+    timeline = world.outcome.timeline
+    assert (timeline.num_restarts, timeline.prefill_node, timeline.e2e_s) == (1, "p1", 4.0)
+    assert timeline.ttft_s == 0.0  # the first token of the first attempt
+    assert world.tracker.num_open == 1  # d0 has yet to drop the old attempt
+    world.tell("d0", events.cancelled(old))
+    assert world.tracker.num_open == 0
+
+
+@pytest.mark.parametrize("word", [("d0", events.committed), ("p0", events.transferred)])
+def test_a_prefill_node_lost_after_commit_is_not_missed(world, word):
+    world.submit()
+    attempt = world.attempt
+    world.first(attempt)
+    world.tell(word[0], word[1](attempt))
+    assert world.lose("p0") == []
+    assert world.step(attempt, 1, events.LENGTH) == ["emit 1:101", "end complete"]
+
+
+def test_a_commit_is_not_enough_without_the_first_token(world):
+    world.submit()
+    world.tell("d0", events.committed(world.attempt))
+    assert world.lose("p0") == ["cancel d0", "reserve d0", "prefill p1"]
+
+
+def test_a_decode_node_lost_moves_the_request_and_the_stream_goes_on(world):
+    world.submit()
+    attempt = world.attempt
+    world.first(attempt)
+    world.tell("p0", events.transferred(attempt))
+    world.step(attempt, 1)
+    assert world.lose("d0") == ["reserve d1", "prefill p0"]
+    assert list(world.jobs[-1].token_ids) == [*PROMPT, 100, 101]
+    assert world.first(world.attempt, index=2) == ["emit 2:102"]
+    assert world.step(world.attempt, 3, events.LENGTH, node="d1") == ["emit 3:103", "end complete"]
+
+
+@pytest.mark.parametrize("reporter", ["p0", "d0"])
+@pytest.mark.parametrize("reason", ["TRANSFER_FAILED", "KV_CHECKSUM_MISMATCH"])
+def test_a_failed_transfer_moves_the_request_away_from_both_ends(world, reason, reporter):
+    world.submit()
+    other = "d0" if reporter == "p0" else "p0"
+    moved = world.tell(reporter, events.failed(world.attempt, reason))
+    assert moved == [f"cancel {other}", "reserve d1", "prefill p1"]
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [("TRANSFER_FAILED", "WORKER_LOST"), ("KV_CHECKSUM_MISMATCH", "KV_CHECKSUM_MISMATCH")],
+)
+def test_restarts_are_limited(world, failure, reason):
+    world.submit()
+    world.first(world.attempt)
+    world.tell("d0", events.failed(world.attempt, failure))
+    last = world.tell("d1", events.failed(world.attempt, failure))
+    assert last == ["cancel p1", f"end {reason}"]
+    assert world.outcome.metadata == {"phase": "prefill_queue", "tokens_emitted": "1"}
+    assert "what happened" not in str(world.outcome)
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason", "text"),
+    [
+        ("QUEUE_FULL", "QUEUE_FULL", "what happened"),
+        ("ENGINE_ERROR", "ENGINE_ERROR", "the engine of the decode node failed"),
+        ("a new reason", "ENGINE_ERROR", "the engine of the decode node failed"),
+    ],
+)
+def test_other_failures_end_the_request(world, failure, reason, text):
+    world.submit()
+    assert world.tell("d0", events.failed(world.attempt, failure)) == ["cancel p0", f"end {reason}"]
+    assert str(world.outcome) == text
+    world.tell("p0", events.failed(world.attempt, "TRANSFER_FAILED"))  # an answer to cancel as good as Cancelled
+    assert world.tracker.num_open == 0
+
+
+def test_a_late_failure_of_the_prefill_node_is_not_missed(world):
+    world.submit()
+    attempt = world.attempt
+    world.first(attempt)
+    world.tell("d0", events.committed(attempt))
+    assert world.tell("p0", events.failed(attempt, "TRANSFER_FAILED")) == []
+    assert world.step(attempt, 1) == ["emit 1:101"]
+
+
+def test_a_node_that_does_not_know_the_request_loses_it(world):
+    world.submit()
+    assert world.tell("p0", events.cancelled(world.attempt)) == ["cancel d0", "reserve d0", "prefill p1"]
+
+
+@pytest.mark.parametrize(("name", "reason"), [("p0", "NO_PREFILL_WORKER"), ("d0", "NO_DECODE_WORKER")])
+def test_without_another_node_the_request_ends_at_once(name, reason):
+    world = World(nodes=("p0", "d0"), max_restarts=5)
+    world.submit()
+    other = {"p0": "d0", "d0": "p0"}[name]
+    assert world.lose(name) == [f"cancel {other}", f"end {reason}"]
+    assert world.outcome.metadata == {"phase": "prefill_queue", "tokens_emitted": "0"}
+
+
+def test_requests_go_where_fewer_tokens_are_assigned(world):
+    assert world.submit("a/0") == ["reserve d0", "prefill p0"]
+    a = world.attempt
+    assert world.submit("b/0") == ["reserve d1", "prefill p1"]
+    world.first(a)  # its prefill is over, its decode is not
+    assert world.submit("c/0") == ["reserve d1", "prefill p0"]
+
+
+def test_finish_ends_a_request_once(world):
+    world.submit()
+    attempt = world.attempt
+    world.first(attempt)
+    world.tell("p0", events.transferred(attempt))
+    ended = world.short(world.tracker.finish("r/0", inference_pb2.FINISH_REASON_ABORT, 2.0))
+    assert ended == ["cancel d0", "end complete"]
+    assert world.outcome.finish_reason == inference_pb2.FINISH_REASON_ABORT
+    assert world.outcome.completion_tokens == 1
+    assert world.tracker.finish("r/0", inference_pb2.FINISH_REASON_ABORT, 2.0) == []
+
+
+def test_a_request_ends_at_its_deadline(world):
+    world.submit()
+    assert world.short(world.tracker.tick(99.9)) == []
+    assert world.short(world.tracker.tick(100.0)) == ["cancel p0", "cancel d0", "end DEADLINE_EXCEEDED"]
+    assert world.outcome.metadata["phase"] == "prefill_queue"
+
+
+def test_cancel_is_repeated_until_it_is_answered_or_the_node_is_lost(world):
+    world.submit()
+    attempt = world.attempt
+    world.tracker.finish("r/0", inference_pb2.FINISH_REASON_ABORT, 0.0)
+    assert world.short(world.tracker.tick(RESEND_S - 0.1)) == []
+    world.tell("p0", events.cancelled(attempt), 1.0)
+    assert world.short(world.tracker.tick(RESEND_S)) == ["cancel d0"]
+    assert world.short(world.tracker.tick(RESEND_S + 0.1)) == []
+    world.lose("d0")
+    assert world.tracker.num_open == 0
+
+
+def test_live_and_unreleased_answers_are_limited_together():
+    world = World(max_live=2)
+    world.submit("a/0")
+    attempt = world.attempt
+    world.tracker.finish("a/0", inference_pb2.FINISH_REASON_ABORT, 0.0)
+    with pytest.raises(RequestError, match="2 answers are in flight, the limit is 2") as error:
+        world.submit("b/0")
+    assert error.value.reason == "QUEUE_FULL"
+    world.tell("p0", events.cancelled(attempt))
+    world.submit("b/0")
+
+
+def test_a_live_id_is_not_taken_twice_but_may_be_used_again(world):
+    world.submit()
+    old = world.attempt
+    with pytest.raises(RequestError) as error:
+        world.submit()
+    assert error.value.reason == "DUPLICATE_REQUEST_ID"
+    world.tracker.finish("r/0", inference_pb2.FINISH_REASON_ABORT, 0.0)
+    assert len(world.submit()) == 2
+    assert world.first(old) == []  # the old request's token is not the new one's
+    assert world.first(world.attempt) == ["emit 0:100"]
+
+
+def test_refused_requests_leave_no_trace():
+    world = World(nodes=("p0",))
+    with pytest.raises(RequestError) as error:
+        world.submit()
+    assert error.value.reason == "NO_DECODE_WORKER"
+    assert world.tracker.num_open == 0
+    assert world.registry.find("p0").assigned == {}
+
+
+def test_tokens_that_can_never_be_emitted_are_bounded(world):
+    world.submit()
+    attempt = world.attempt
+    for index in range(1, MAX_EARLY_TOKENS + 1):
+        assert world.step(attempt, index) == []
+    assert world.step(attempt, MAX_EARLY_TOKENS + 1) == ["cancel p0", "cancel d0", "reserve d0", "prefill p1"]

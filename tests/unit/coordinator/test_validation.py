@@ -1,0 +1,206 @@
+"""Every way to ask for something impossible, and what a good request becomes."""
+
+import dataclasses
+import math
+
+import pytest
+
+from coordinator.doors.validation import Limits, check_input, plan_answers
+from protos import inference_pb2
+from serving_core.errors import RequestError
+from serving_core.requests import SamplingParams
+
+LIMITS = Limits(
+    served_model_name="tiny",
+    vocab_size=260,
+    max_model_len=100,
+    max_logprobs=20,
+    prefill_pool_tokens=90,
+    decode_pool_tokens=200,
+)
+Wire = inference_pb2.SamplingParams
+
+
+def request(params=None, **fields):
+    fields = {"request_id": "r-1", "text": "hello", **fields}
+    return inference_pb2.GenerateRequest(sampling_params=params or Wire(), **fields)
+
+
+def plan(params=None, num_prompt_tokens=10, limits=LIMITS, **defaults):
+    return plan_answers(request(params), [1] * num_prompt_tokens, limits, Wire(**defaults))
+
+
+def refusal(function, *arguments):
+    with pytest.raises(RequestError) as error:
+        function(*arguments)
+    return error.value
+
+
+@pytest.mark.parametrize(
+    ("field", "message", "changes"),
+    [
+        ("request_id", "must match", {"request_id": "a/b"}),
+        ("request_id", "must match", {"request_id": "x" * 129}),
+        ("request_id", "must match", {"request_id": "é"}),
+        ("cache_salt", "has 257 characters, the limit is 256", {"cache_salt": "é" * 257}),
+        ("text", "is empty", {"text": ""}),
+        ("tokenized.input_ids", "is empty", {"tokenized": inference_pb2.TokenizedInput()}),
+        ("chat.messages", "is empty", {"chat": inference_pb2.ChatInput()}),
+        (
+            "chat.messages",
+            "has 1025 entries, the limit is 1024",
+            {"chat": inference_pb2.ChatInput(messages=[inference_pb2.ChatMessage()] * 1025)},
+        ),
+    ],
+)
+def test_bad_input_is_refused(field, message, changes):
+    if "tokenized" in changes or "chat" in changes:
+        changes["text"] = None
+    error = refusal(check_input, request(**changes), LIMITS)
+    assert (error.reason, error.metadata["field"]) == ("BAD_PARAM", field)
+    assert message in str(error)
+
+
+def test_a_salt_is_part_of_the_plan():
+    salted = request(cache_salt="é" * 256)
+    check_input(salted, LIMITS)
+    assert plan_answers(salted, [1], LIMITS, Wire()).cache_salt == "é" * 256
+    assert plan().cache_salt == ""
+
+
+def test_a_request_without_input_is_refused():
+    error = refusal(check_input, inference_pb2.GenerateRequest(request_id="r"), LIMITS)
+    assert (error.reason, error.metadata["field"]) == ("BAD_PARAM", "input")
+
+
+def test_another_model_is_not_found_and_its_name_is_not_echoed_at_length():
+    error = refusal(check_input, request(model="m" * 5000), LIMITS)
+    assert error.reason == "MODEL_NOT_FOUND"
+    assert len(str(error)) < 200
+    check_input(request(model="tiny"), LIMITS)
+
+
+def test_too_many_input_ids_are_refused_before_they_are_copied():
+    tokenized = inference_pb2.TokenizedInput(input_ids=[1] * 100)
+    error = refusal(check_input, request(text=None, tokenized=tokenized), LIMITS)
+    assert error.reason == "PROMPT_TOO_LONG"
+
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("field", "params"),
+    [
+        *[("temperature", Wire(temperature=value)) for value in (NAN, -0.1, INF, 101.0, 1e-40)],
+        *[("top_p", Wire(top_p=value)) for value in (NAN, 0.0, -1.0, 1.01)],
+        *[("min_p", Wire(min_p=value)) for value in (NAN, -0.1, 1.1)],
+        *[("top_k", Wire(top_k=value)) for value in (-2, -(2**31))],
+        *[("frequency_penalty", Wire(frequency_penalty=value)) for value in (NAN, -2.1, 2.1)],
+        *[("presence_penalty", Wire(presence_penalty=value)) for value in (NAN, -2.1, 2.1)],
+        *[("repetition_penalty", Wire(repetition_penalty=value)) for value in (NAN, 0.0, -1.0, INF)],
+        *[("max_tokens", Wire(max_tokens=value)) for value in (0, -1)],
+        *[("min_tokens", Wire(max_tokens=5, min_tokens=value)) for value in (-1, 6)],
+        *[("n", Wire(n=value)) for value in (0, -1, 17, 2**31 - 1)],
+        *[("logprobs", Wire(logprobs=value)) for value in (-1, 21)],
+        ("stop", Wire(stop=["x"] * 10_000)),
+        ("stop", Wire(stop=[""])),
+        ("stop", Wire(stop=["x" * 257])),
+        ("stop_token_ids", Wire(stop_token_ids=[260])),
+        ("stop_token_ids", Wire(stop_token_ids=[1] * 257)),
+        ("logit_bias", Wire(logit_bias={260: 1.0})),
+        ("logit_bias", Wire(logit_bias={1: NAN})),
+        ("logit_bias", Wire(logit_bias={1: 100.5})),
+        ("logit_bias", Wire(logit_bias=dict.fromkeys(range(1025), 1.0))),
+    ],
+)
+def test_a_bad_parameter_is_refused_by_name(field, params):
+    error = refusal(plan, params)
+    assert (error.reason, error.metadata["field"]) == ("BAD_PARAM", field)
+    assert str(error).startswith(field)
+    assert len(str(error)) < 200
+
+
+@pytest.mark.parametrize("max_tokens", [91, 2**31 - 1])
+def test_more_tokens_than_the_context_has_left_are_an_overflow_too(max_tokens):
+    error = refusal(plan, Wire(max_tokens=max_tokens))
+    assert (error.reason, error.metadata["field"]) == ("PROMPT_TOO_LONG", "max_tokens")
+    assert str(error).startswith(f"max_tokens ({max_tokens}) and the prompt (10 tokens) make {max_tokens + 10} tokens")
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "changes", "named"),
+    [
+        (100, {}, "max_model_len (100)"),
+        (99, {}, "prefill node (90)"),
+        (60, {"decode_pool_tokens": 60}, "decode node (60)"),
+    ],
+)
+def test_a_prompt_that_can_never_be_served_is_refused(num_prompt_tokens, changes, named):
+    error = refusal(plan, None, num_prompt_tokens, dataclasses.replace(LIMITS, **changes))
+    assert error.reason == "PROMPT_TOO_LONG"
+    assert f"{num_prompt_tokens} tokens" in str(error)
+    assert named in str(error)
+
+
+def test_an_empty_or_foreign_prompt_is_refused():
+    assert refusal(plan, None, 0).reason == "BAD_PARAM"
+    assert "token id 260" in str(refusal(plan_answers, request(), [1, 260], LIMITS, Wire()))
+
+
+def test_an_open_request_gets_the_defaults_and_what_the_context_still_holds():
+    [sampling] = plan().samplings
+    assert sampling == SamplingParams(max_tokens=90, seed=sampling.seed)
+    assert plan(limits=dataclasses.replace(LIMITS, decode_pool_tokens=50)).samplings[0].max_tokens == 40
+    assert plan().samplings[0].seed != sampling.seed  # drawn anew
+    no_nodes = dataclasses.replace(LIMITS, prefill_pool_tokens=None, decode_pool_tokens=None)
+    assert plan(num_prompt_tokens=99, limits=no_nodes).samplings[0].max_tokens == 1
+
+
+def test_everything_asked_for_reaches_the_engine():
+    params = Wire(
+        temperature=0.0, top_p=0.5, top_k=7, min_p=0.1, frequency_penalty=-2.0, presence_penalty=2.0,
+        repetition_penalty=1.5, max_tokens=90, min_tokens=3, stop=["a", "b"], stop_token_ids=[5, 6, 5],
+        skip_special_tokens=False, ignore_eos=True, n=3, logprobs=0, seed=2**63 - 2,
+        include_stop_str_in_output=True, logit_bias={9: -100.0, 3: 1.5},
+    )  # fmt: skip
+    answers = plan(params)
+    assert [sampling.seed for sampling in answers.samplings] == [2**63 - 2, 2**63 - 1, -(2**63)]
+    assert answers.samplings[0] == SamplingParams(
+        max_tokens=90, temperature=0.0, top_p=0.5, top_k=7, min_p=0.1, repetition_penalty=1.5,
+        frequency_penalty=-2.0, presence_penalty=2.0, logit_bias=((3, 1.5), (9, -100.0)), seed=2**63 - 2,
+        min_tokens=3, stop_token_ids=(5, 6), ignore_eos=True, logprobs=0,
+    )  # fmt: skip
+    assert answers.text.stop == ("a", "b")
+    assert answers.text.include_stop_str_in_output
+    assert not answers.text.skip_special_tokens
+    assert answers.text.min_tokens == 3
+
+
+@pytest.mark.parametrize("top_k", [-1, 0, 260, 10_000])
+def test_a_top_k_that_keeps_everything_is_off(top_k):
+    assert plan(Wire(top_k=top_k)).samplings[0].top_k == 0
+
+
+def test_what_a_request_leaves_open_takes_the_defaults_and_what_it_names_wins_even_as_a_zero():
+    defaults = {"temperature": 0.5, "top_p": 0.8, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05}
+    [sampling] = plan(**defaults).samplings
+    assert {name: getattr(sampling, name) for name in defaults} == defaults
+    named = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    [sampling] = plan(Wire(**named), **defaults).samplings
+    assert {name: getattr(sampling, name) for name in named} == named
+
+
+@pytest.mark.parametrize(
+    ("params", "num_prompt_tokens", "max_tokens"),
+    [({}, 10, 30), ({"max_tokens": 60}, 10, 60), ({}, 80, 20), ({"min_tokens": 40}, 10, 40)],
+    ids=["left open", "named", "less room", "more wanted"],
+)
+def test_a_default_of_max_tokens_gives_way(params, num_prompt_tokens, max_tokens):
+    [sampling] = plan(Wire(**params), num_prompt_tokens, max_tokens=30).samplings
+    assert sampling.max_tokens == max_tokens
+
+
+def test_a_default_of_max_tokens_lets_nobody_ask_for_more_than_there_is_room_for():
+    error = refusal(lambda: plan(Wire(min_tokens=95), max_tokens=30))
+    assert error.metadata["field"] == "min_tokens"

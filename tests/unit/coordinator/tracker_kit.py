@@ -1,0 +1,74 @@
+"""A small world for tests of the tracker: four nodes, and instructions in short."""
+
+from coordinator.control.instructions import Emit, End, Send
+from coordinator.control.metrics import Metrics
+from coordinator.control.prompts import Prompt
+from coordinator.control.registry import Registry
+from coordinator.control.tracker import Tracker
+from serving_core.errors import RequestError
+from serving_core.requests import SamplingParams
+from tests import fleet_events as events
+
+PROMPT = [7, 8, 9]
+
+
+class World:
+    """A tracker with nodes p0, p1, d0 and d1. Every call returns its instructions in short: see `short`."""
+
+    def __init__(self, nodes=("p0", "p1", "d0", "d1"), **settings):
+        self.registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
+        for name in nodes:
+            self.attach(name)
+        defaults = {"first_epoch": 0, "max_live": 10, "max_restarts": 1, "local_prefill": "never"}
+        self.metrics = Metrics()
+        self.tracker = Tracker(self.registry, self.metrics, **{**defaults, **settings})
+        self.outcome = None
+        self.jobs = []
+        self.prefill_tp_size = None
+        self.is_local = None
+
+    def attach(self, name, **hello):
+        return self.registry.admit(events.hello(name, "prefill" if name[0] == "p" else "decode", **hello).hello, 0.0)
+
+    def holds(self, name, hints):
+        """The node reports these blocks."""
+        assert self.registry.cache_changed(self.registry.find(name), events.cache_changed(hints).cache_changed) == 0
+
+    def submit(self, request_id="r/0", token_ids=PROMPT, cache_salt="", now=0.0):
+        prompt, sampling = Prompt(token_ids, cache_salt), SamplingParams(max_tokens=5)
+        return self.short(self.tracker.submit(request_id, prompt, sampling, arrived_s=now, deadline_s=now + 100.0))
+
+    def tell(self, name, event, now=0.0):
+        return self.short(self.tracker.handle(self.registry.find(name), event, now))
+
+    def lose(self, name, now=0.0):
+        node = self.registry.find(name)
+        self.registry.lose(node)
+        return self.short(self.tracker.lose(node, now))
+
+    def short(self, instructions):
+        return [self._short(instruction) for instruction in instructions]
+
+    def _short(self, instruction):
+        match instruction:
+            case Send(node, command):
+                kind = command.WhichOneof("command")
+                body = getattr(command, kind)
+                self.jobs += [body.job] if kind in ("reserve", "prefill") else []
+                if kind == "reserve":
+                    self.prefill_tp_size, self.is_local = body.prefill_tp_size, body.local_prefill
+                self.attempt = body.job.attempt if kind in ("reserve", "prefill") else body.attempt
+                return f"{kind} {node.name}"
+            case Emit(_, tokens):
+                return "emit " + " ".join(f"{token.index}:{token.token_id}" for token in tokens)
+            case End(_, outcome):
+                self.outcome = outcome
+                return f"end {outcome.reason}" if isinstance(outcome, RequestError) else "end complete"
+
+    def first(self, attempt, index=0, finish_reason=0, now=0.0, **fields):
+        token = events.sampled(attempt, index, 100 + index, finish_reason)
+        return self.tell("p0", events.first_token(token, **fields), now)
+
+    def step(self, attempt, index, finish_reason=0, now=0.0, node="d0", step_s=0.0):
+        token = events.sampled(attempt, index, 100 + index, finish_reason)
+        return self.tell(node, events.step_tokens(token, step_s=step_s), now)

@@ -1,0 +1,83 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.attention.paged import PortableAttention
+from engine.cache.kv_pool import PagedKVPool
+from engine.forward_batch import build_batch
+from serving_core.layout import KVLayout
+from serving_core.requests import Share
+
+CPU = torch.device("cpu")
+HEAD_DIM = 6
+# Prompts (also longer than one query chunk), chunks that start within a block, and decodes near and far.
+SIZES = [(0, 1), (0, 150), (37, 70), (15, 1), (16, 1), (400, 1), (3, 13), (0, 64), (200, 1)]
+
+
+def naive(query, keys, values, start, window):
+    """One request, one query row and one head at a time, in float64."""
+    num_heads, num_kv_heads = query.shape[1], keys.shape[1]
+    output = torch.empty(query.shape, dtype=torch.float64)
+    for row in range(query.shape[0]):
+        position = start + row
+        first = 0 if window is None else max(0, position - window + 1)
+        for head in range(num_heads):
+            seen = slice(first, position + 1), head * num_kv_heads // num_heads
+            scores = keys[seen].double() @ query[row, head].double() / HEAD_DIM**0.5
+            output[row, head] = scores.softmax(0) @ values[seen].double()
+    return output
+
+
+def shares_of(sizes, block_size, generator):
+    """A Share for each (start, num_tokens), in blocks scattered over the pool; and the number of blocks."""
+    counts = [-(-(start + num) // block_size) for start, num in sizes]
+    order = torch.randperm(sum(counts), generator=generator).tolist()
+    shares = [
+        Share([0] * num_tokens, start, [order.pop() for _ in range(count)], samples=True)
+        for (start, num_tokens), count in zip(sizes, counts, strict=True)
+    ]
+    return shares, sum(counts)
+
+
+def check(sizes, block_size, num_heads, num_kv_heads, window, dtype="float32"):
+    generator = torch.Generator().manual_seed(0)
+    shares, num_blocks = shares_of(sizes, block_size, generator)
+    pool = PagedKVPool(KVLayout(2, num_kv_heads, HEAD_DIM, block_size, dtype), num_blocks, CPU)
+    slots = torch.arange(num_blocks * block_size)
+    tokens = torch.randn(2, len(slots), num_kv_heads, HEAD_DIM, generator=generator)
+    pool.store(1, slots, *tokens)
+    batch = build_batch(shares, block_size, CPU)
+    query = torch.randn(len(batch.token_ids), num_heads, HEAD_DIM, generator=generator)
+
+    attention = PortableAttention(pool, num_heads)
+    output = attention.attend(query, 1, attention.plan(batch, window))
+
+    starts = batch.query_starts.tolist()
+    for index, share in enumerate(shares):
+        rows = slice(starts[index], starts[index + 1])
+        keys, values = (plane.flatten(0, 1) for plane in pool.gather(1, torch.tensor(share.block_ids)))
+        expected = naive(query[rows], keys, values, share.start, window)
+        torch.testing.assert_close(output[rows].double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 64, 1000])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (3, 1)])
+def test_mixed_batch(num_heads, num_kv_heads, window):
+    check(SIZES, 16, num_heads, num_kv_heads, window)
+
+
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3"])
+def test_mixed_batch_over_a_quantized_pool(dtype, window):
+    check(SIZES, 16, 6, 2, window, dtype)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 80) | st.just(1)), min_size=1, max_size=6),
+    block_size=st.sampled_from([1, 3, 16]),
+    window=st.none() | st.integers(1, 100),
+)
+def test_any_batch(sizes, block_size, window):
+    check(sizes, block_size, 4, 2, window)

@@ -1,0 +1,253 @@
+"""Padded decode at fixed addresses, without CUDA: against the decoder itself, and what becomes of blocks in use."""
+
+import logging
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.attention.paged import PortableAttention
+from engine.cuda_graphs import SIZES, StaticDecode, checked_decode, sizes_for
+from engine.decode_program import num_scratch_blocks
+from engine.engine import Engine
+from engine.forward_batch import build_batch
+from engine.invariant import AttentionByRequest
+from serving_core.requests import Share
+from serving_core.settings import EngineSettings
+from tests.tiny_models import VOCAB_SIZE, write_tiny_model
+from tests.toy_scheduler import greedy, run_all
+
+BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 4, 40, 60
+CPU = torch.device("cpu")
+MODELS = {
+    "llama": ("llama", {}),
+    "window": ("mistral", {"sliding_window": 11}),
+    "head-norms-tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+}
+
+
+def itself(function):
+    """A capture that replays by calling."""
+    return function
+
+
+def load(folder, name="llama", **fields):
+    """An engine whose last block is scratch, and whose attention is portable."""
+    family, config = MODELS[name]
+    write_tiny_model(folder, family, **config)
+    settings = {"dtype": "float32", "block_size": BLOCK_SIZE, "num_kv_blocks": NUM_BLOCKS + 1, **fields}
+    engine = Engine(EngineSettings(model=str(folder), device="cpu", max_model_len=MAX_MODEL_LEN, **settings))
+    engine._program, engine._attention = None, portable(engine)
+    return engine
+
+
+def portable(engine):
+    return PortableAttention(engine.pool, engine.config.num_heads)
+
+
+def by_request(engine):
+    """Together with an engine that is batch-invariant, the bits of a row depend on no other."""
+    return AttentionByRequest(portable(engine))
+
+
+def static(engine, attention, capture=itself):
+    return StaticDecode(engine._model, attention, NUM_BLOCKS, MAX_MODEL_LEN, capture)
+
+
+def random_shares(num_requests, seed, most_tokens=MAX_MODEL_LEN):
+    """Requests with one token each, at scattered blocks of their own."""
+    draw = random.Random(seed)
+    most_tokens = min(most_tokens, NUM_BLOCKS // num_requests * BLOCK_SIZE)
+    lengths = [draw.randint(1, most_tokens) for _ in range(num_requests)]
+    counts = [-(-length // BLOCK_SIZE) for length in lengths]
+    order = draw.sample(range(NUM_BLOCKS), sum(counts))
+    return [
+        Share([draw.randrange(VOCAB_SIZE)], length - 1, [order.pop() for _ in range(count)], samples=True)
+        for length, count in zip(lengths, counts, strict=True)
+    ]
+
+
+def batch_of(shares):
+    return build_batch(shares, BLOCK_SIZE, CPU)
+
+
+def fill_pool(engine, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for planes in planes_of(engine):
+        planes[:NUM_BLOCKS] = torch.randn(planes[:NUM_BLOCKS].shape, generator=generator)
+
+
+def planes_of(engine):
+    layers = range(engine.layout.num_layers)
+    return [plane for layer in layers for plane in (engine.pool.keys(layer), engine.pool.values(layer))]
+
+
+def requests_blocks(engine):
+    """Copies of the blocks that requests own."""
+    return [plane[:NUM_BLOCKS].clone() for plane in planes_of(engine)]
+
+
+@torch.inference_mode()
+def check(engine, attention, program, shares, seed, tolerance):
+    batch = batch_of(shares)
+    fill_pool(engine, seed)
+    expected = engine._model(batch, attention)
+    expected_blocks = requests_blocks(engine)
+    fill_pool(engine, seed)
+    assert program.matches(batch)
+    torch.testing.assert_close(program.run(batch), expected, rtol=tolerance, atol=tolerance)
+    for ours, theirs in zip(requests_blocks(engine), expected_blocks, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_blocks_have_the_bits_of_the_modules(name, tmp_path):
+    engine = load(tmp_path, name, batch_invariant=True)
+    attention = by_request(engine)
+    program = static(engine, attention)
+    for seed, num_requests in enumerate((1, 3, 2, 5, 9, 1, 17, 4)):  # padding where a batch before had requests
+        check(engine, attention, program, random_shares(num_requests, seed), seed, tolerance=0)
+
+
+def test_the_portable_backend_agrees_whose_bits_depend_on_the_batch(tmp_path):
+    engine = load(tmp_path)
+    program = static(engine, portable(engine))
+    for seed, num_requests in enumerate((40, 3, 11)):
+        check(engine, portable(engine), program, random_shares(num_requests, seed), seed, tolerance=1e-3)
+
+
+def test_a_step_writes_one_token_of_each_request_and_nothing_else(tmp_path):
+    engine = load(tmp_path)
+    fill_pool(engine, seed=0)
+    before = requests_blocks(engine)
+    program = static(engine, portable(engine))
+    assert all(map(torch.equal, requests_blocks(engine), before))
+    for num_requests in (7, 3, 5):
+        before = requests_blocks(engine)
+        batch = batch_of(random_shares(num_requests, num_requests))
+        with torch.inference_mode():
+            program.run(batch)
+        for now, then in zip(requests_blocks(engine), before, strict=True):
+            changed = (now != then).flatten(0, 1).flatten(1).any(1).nonzero().flatten()
+            assert changed.tolist() == sorted(batch.slots.tolist())
+
+
+def test_a_capture_is_told_the_largest_size_first_and_fixed_addresses(tmp_path):
+    engine = load(tmp_path)
+    seen = []
+
+    class Watched(PortableAttention):
+        def plan(self, batch, window):
+            addresses = [tensor.data_ptr() for tensor in (batch.token_ids, batch.slots, batch.block_tables)]
+            seen.append((len(batch.token_ids), batch.longest_query, batch.longest_context, *addresses))
+            return super().plan(batch, window)
+
+    def called_once(function):
+        function()
+        return function
+
+    attention = Watched(engine.pool, engine.config.num_heads)
+    program = static(engine, attention, called_once)
+    captured = seen[1:]  # behind the probe
+    assert [size for size, *_ in captured] == sorted(program.sizes, reverse=True)
+    assert {tuple(rest) for _, *rest in captured} == {(1, MAX_MODEL_LEN, *captured[0][3:])}
+    del seen[:]
+    with torch.inference_mode():
+        program.run(batch_of(random_shares(3, seed=1)))
+    assert seen == [each for each in captured if each[0] == 4]
+
+
+def test_sizes_are_bounded_by_the_blocks_that_requests_can_have():
+    assert sizes_for(1) == (1,)
+    assert sizes_for(3) == (1, 2, 4)
+    assert sizes_for(40) == (1, 2, 4, 8, 16, 24, 32, 48)
+    assert sizes_for(10**6) == SIZES
+
+
+def test_other_batches_are_left_to_the_modules(tmp_path):
+    engine = load(tmp_path)
+    program = static(engine, portable(engine))
+    one, chunk = Share([5], 3, [0], samples=True), Share([5, 6], 3, [1, 2], samples=True)
+    silent = Share([5], 3, [1], samples=False)
+    largest = program.sizes[-1]
+    assert program.matches(batch_of([one]))
+    assert program.matches(batch_of([one] * largest))
+    for shares in ([one] * (largest + 1), [chunk], [one, chunk], [one, silent], [chunk, silent]):
+        assert not program.matches(batch_of(shares))
+    long = batch_of([Share([5], MAX_MODEL_LEN, range(MAX_MODEL_LEN // BLOCK_SIZE + 1), samples=True)])
+    assert not program.matches(long)
+
+
+def test_answers_are_those_of_the_modules(tmp_path):
+    engine = load(tmp_path, "window")
+    engine.num_blocks = NUM_BLOCKS
+    prompts = [list(range(start, start + length)) for start, length in ((0, 5), (40, 30), (100, 13))]
+    joins_at = [0, 3, 6]  # steps with chunks among them go from module to module
+    expected = run_all(engine, prompts, greedy(20, ignore_eos=True), chunk_tokens=16, joins_at=joins_at)
+    engine._program = static(engine, engine._attention)
+    assert run_all(engine, prompts, greedy(20, ignore_eos=True), chunk_tokens=16, joins_at=joins_at) == expected
+
+
+def test_what_agrees_is_taken_and_the_pool_left_empty(tmp_path, caplog):
+    engine = load(tmp_path)
+    with caplog.at_level(logging.INFO):
+        program = checked_decode(engine._model, portable(engine), NUM_BLOCKS, MAX_MODEL_LEN, itself)
+    assert program.sizes == sizes_for(NUM_BLOCKS)
+    assert "of up to 48 requests" in caplog.text
+    assert not any(map(torch.any, requests_blocks(engine)))
+
+
+def refusing(function):
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def forgetful(function):
+    """Of the smallest size the replay does nothing."""
+    return (lambda: None) if function.args == (1,) else function
+
+
+@pytest.mark.parametrize(
+    ("capture", "reason"), [(refusing, "not permitted when stream is capturing"), (forgetful, "off by")]
+)
+def test_what_fails_or_disagrees_is_not_taken_and_a_line_says_why(capture, reason, tmp_path, caplog):
+    engine = load(tmp_path)
+    caplog.clear()
+    assert checked_decode(engine._model, portable(engine), NUM_BLOCKS, MAX_MODEL_LEN, capture) is None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert reason in caplog.text
+    assert not any(map(torch.any, requests_blocks(engine)))
+
+
+def test_no_number_is_a_disagreement(tmp_path):
+    engine = load(tmp_path)
+    engine._model.norm.weight.data[0] = torch.nan
+    assert checked_decode(engine._model, portable(engine), NUM_BLOCKS, MAX_MODEL_LEN, itself) is None
+
+
+class Longest:
+    """A backend that plans nothing."""
+
+    name = "longest"
+
+    def __init__(self, pool):
+        self.pool = pool
+
+    def plan(self, batch, window):
+        return batch.longest_query, batch.longest_context
+
+
+def test_a_batch_tells_its_longest_query_and_context_as_numbers(tmp_path):
+    batch = batch_of([Share([1, 2, 3], 4, [0, 1], samples=True), Share([5], 11, [2, 3, 4], samples=True)])
+    assert (batch.longest_query, batch.longest_context) == (3, 12)
+    alone = AttentionByRequest(Longest(load(tmp_path).pool)).plan(batch, None)
+    assert alone == [(slice(0, 3), (3, 7)), (slice(3, 4), (1, 12))]
+
+
+def test_a_scratch_block_is_there_for_graphs_alone():
+    cuda = torch.device("cuda")
+    assert num_scratch_blocks(EngineSettings(), cuda, 1) == 1
+    assert num_scratch_blocks(EngineSettings(), CPU, 1) == 0
+    assert num_scratch_blocks(EngineSettings(), cuda, 2) == 0
+    assert num_scratch_blocks(replace(EngineSettings(), enforce_eager=True), cuda, 1) == 0
+    assert num_scratch_blocks(replace(EngineSettings(), batch_invariant=True), cuda, 1) == 0

@@ -1,0 +1,34 @@
+import torch
+
+from engine.forward_batch import build_batch
+from serving_core.requests import Request, SamplingParams, Share, Work
+
+CPU = torch.device("cpu")
+
+
+def request(token_ids, num_prompt_tokens=None):
+    return Request("r", 0, token_ids, num_prompt_tokens or len(token_ids), SamplingParams(max_tokens=9))
+
+
+def test_a_chunk_a_last_chunk_and_a_decode():
+    works = [
+        Work(request([10, 11, 12, 13, 14]), 1, 3, [7, 2]),  # not yet at its last token
+        Work(request([20, 21, 22, 23, 24]), 2, 3, [5, 0, 9]),  # one block more than needed so far
+        Work(request([30, 31, 32], 2), 2, 1, [4]),
+    ]
+    batch = build_batch([work.share for work in works], 4, CPU)
+    assert batch.token_ids.tolist() == [11, 12, 13, 22, 23, 24, 32]
+    assert batch.positions.tolist() == [1, 2, 3, 2, 3, 4, 2]
+    assert batch.slots.tolist() == [29, 30, 31, 22, 23, 0, 18]  # block * 4 + position % 4
+    assert batch.query_starts.tolist() == [0, 3, 6, 7]
+    assert batch.kv_lengths.tolist() == [4, 5, 3]
+    assert batch.block_tables.tolist() == [[7, 0], [5, 0], [4, 0]]
+    assert batch.logit_rows.tolist() == [5, 6]
+
+
+def test_dtypes_are_those_that_cuda_kernels_take():
+    batch = build_batch([Share([1], 0, [3], True)], 4, CPU)
+    int32 = (batch.query_starts, batch.kv_lengths, batch.block_tables)
+    int64 = (batch.token_ids, batch.positions, batch.slots, batch.logit_rows)
+    assert {tensor.dtype for tensor in int32} == {torch.int32}
+    assert {tensor.dtype for tensor in int64} == {torch.int64}

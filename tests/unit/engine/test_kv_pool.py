@@ -1,0 +1,78 @@
+import pytest
+import torch
+
+from engine.cache.kv_pool import PagedKVPool
+from serving_core.errors import SettingsError
+from serving_core.layout import KVLayout
+
+CPU = torch.device("cpu")
+
+
+def filled_pool(dtype="bfloat16", num_blocks=10):
+    pool = PagedKVPool(KVLayout(2, 3, 4, 5, dtype), num_blocks, CPU)
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(2):
+        pool.keys(layer).normal_(generator=generator)
+        pool.values(layer).normal_(generator=generator)
+    return pool
+
+
+def plane(tensor, block):
+    return tensor[block].contiguous().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("block_ids", [[3], [2, 3, 4], [4, 3, 2], [7, 8, 1, 2, 3, 0], []])
+def test_read_gives_the_k_planes_and_the_v_planes_in_order(dtype, block_ids):
+    pool = filled_pool(dtype)
+    for buffer, tensor in zip(pool.read(1, block_ids), (pool.keys(1), pool.values(1)), strict=True):
+        assert bytes(buffer) == b"".join(plane(tensor, block) for block in block_ids)
+        assert buffer.readonly
+
+
+def test_neighbours_are_read_as_views():
+    pool = filled_pool()
+    keys, _ = pool.read(0, [4, 5])
+    before = bytes(keys)
+    pool.keys(0)[4] += 1
+    assert bytes(keys) != before
+
+
+@pytest.mark.parametrize("block_ids", [[0], [5, 6, 7], [9, 1, 2, 0]])
+def test_write_is_the_inverse_of_read(block_ids):
+    source, target = filled_pool(), PagedKVPool(KVLayout(2, 3, 4, 5, "bfloat16"), 12, CPU)
+    target.write(1, block_ids, *source.read(1, [3, 7, 8, 2][: len(block_ids)]))
+    for block, origin in zip(block_ids, [3, 7, 8, 2], strict=False):
+        assert torch.equal(target.keys(1)[block], source.keys(1)[origin])
+        assert torch.equal(target.values(1)[block], source.values(1)[origin])
+    untouched = [block for block in range(12) if block not in block_ids]
+    assert not target.keys(1)[untouched].any()
+    assert not target.values(1)[untouched].any()
+    assert not target.keys(0).any()
+
+
+@pytest.mark.parametrize("lengths", [(-1, 0), (0, 1), (1, -1)])
+def test_write_of_another_length_is_refused(lengths):
+    pool = filled_pool()
+    before = pool.keys(0).clone()
+    expected = 2 * pool.layout.plane_bytes
+    keys, values = (expected + extra for extra in lengths)
+    with pytest.raises(ValueError, match=f"{keys} and {values} bytes for 2 planes of K and V, not {expected} each"):
+        pool.write(0, [1, 2], memoryview(bytes(keys)), memoryview(bytes(values)))
+    assert torch.equal(pool.keys(0), before)
+
+
+def test_store_writes_tokens_at_their_slots():
+    pool = PagedKVPool(KVLayout(2, 3, 4, 5, "float32"), 4, CPU)
+    keys, values = torch.randn(3, 3, 4), torch.randn(3, 3, 4)
+    pool.store(1, torch.tensor([0, 7, 19]), keys, values)
+    assert torch.equal(pool.keys(1)[[0, 1, 3], [0, 2, 4]], keys)
+    assert torch.equal(pool.values(1)[[0, 1, 3], [0, 2, 4]], values)
+    assert int(pool.keys(1).count_nonzero()) == keys.numel()
+
+
+def test_a_pool_larger_than_memory_is_refused_with_both_values():
+    layout = KVLayout(100, 100, 128, 1024, "float32")
+    gib = layout.block_bytes * 10**6 / 2**30
+    with pytest.raises(SettingsError, match=rf"needs {gib:.1f} GiB, and [\d.]+ [KMG]iB of memory are free"):
+        PagedKVPool(layout, 10**6, CPU)

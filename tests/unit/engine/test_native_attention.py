@@ -1,0 +1,199 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.attention.native import NativeAttention
+from engine.attention.paged import PortableAttention
+from engine.cache.kv_pool import PagedKVPool
+from serving_core.layout import KVLayout
+from tests.unit.engine.native_kit import CPU, LAYER, Scene, needs_library, runnable_variants
+
+pytestmark = needs_library
+
+# Prompts, chunks that start within a block or a tile of 256 keys, single tokens near and far: at the borders of tiles.
+SIZES = [(0, 1), (0, 150), (37, 70), (255, 1), (256, 1), (700, 1), (3, 13), (0, 64), (200, 1), (300, 270), (257, 2)]
+SHAPES = [  # heads, key heads, head size, block size, window
+    (9, 3, 64, 16, None),
+    (9, 3, 64, 16, 100),
+    (4, 1, 18, 1, None),
+    (4, 1, 80, 8, 300),
+    (8, 8, 80, 32, None),
+    (32, 8, 128, 16, None),
+    (7, 1, 256, 16, 1),
+    (2, 2, 33, 3, 257),
+]
+# Float32 sums differ by their order alone; 16-bit outputs of order 1 are rounded, and so are the weights before them.
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@pytest.fixture(autouse=True)
+def restore_threads():
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def attend(scene, window=None, variant=None):
+    attention = NativeAttention(scene.pool, scene.num_heads, variant)
+    return attention.attend(scene.query, LAYER, attention.plan(scene.batch, window))
+
+
+def attend_alone(scene, index, variant=None):
+    """One request, in a batch of its own."""
+    attention = NativeAttention(scene.pool, scene.num_heads, variant)
+    plan = attention.plan(scene.batch_of([scene.shares[index]]), None)
+    return attention.attend(scene.query[scene.rows(index)], LAYER, plan)
+
+
+def check(scene, window, variant):
+    output = attend(scene, window, variant)
+    assert output.dtype == scene.query.dtype
+    torch.testing.assert_close(output.double(), scene.expected(window), rtol=0, atol=TOLERANCES[output.dtype])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("variant", runnable_variants())
+def test_float32(variant, shape):
+    num_heads, num_kv_heads, head_dim, block_size, window = shape
+    check(Scene(SIZES, num_heads, num_kv_heads, head_dim, block_size), window, variant)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("variant", runnable_variants("bfloat16", "bfloat16"))
+def test_bfloat16(variant, shape):
+    num_heads, num_kv_heads, head_dim, block_size, window = shape
+    check(Scene(SIZES, num_heads, num_kv_heads, head_dim, block_size, "bfloat16"), window, variant)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:4])
+@pytest.mark.parametrize("variant", runnable_variants("float16", "float16"))
+def test_float16(variant, shape):
+    num_heads, num_kv_heads, head_dim, block_size, window = shape
+    check(Scene(SIZES, num_heads, num_kv_heads, head_dim, block_size, "float16"), window, variant)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize("variant", runnable_variants("int8", "float32"))
+def test_quantized_pools(variant, dtype, compute_dtype, window):
+    scene = Scene(SIZES, 6, 2, 20, 16, dtype, compute_dtype)
+    output = attend(scene, window, variant)
+    scene.pool.compute_dtype = torch.float32  # or gather would round what the kernels read unrounded
+    expected = scene.expected(window)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=TOLERANCES[compute_dtype])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 600), st.integers(1, 300) | st.just(1)), min_size=1, max_size=6),
+    heads=st.sampled_from([(1, 1), (3, 1), (4, 2), (8, 2), (5, 5)]),
+    head_dim=st.sampled_from([16, 18, 64]),
+    block_size=st.sampled_from([1, 3, 16]),
+    window=st.none() | st.integers(1, 400),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+)
+def test_any_batch(sizes, heads, head_dim, block_size, window, dtype):
+    check(Scene(sizes, *heads, head_dim, block_size, dtype), window, None)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize(("num_rows", "heads"), [(97, (4, 2)), (193, (1, 1)), (65, (9, 3))])
+def test_a_tile_of_one_row_sees_keys_of_several_tiles(num_rows, heads, window):
+    """One row more than fills tiles of 192 rows and heads."""
+    for start in (159, 160, 415, 1000):
+        check(Scene([(start, num_rows)], *heads, 16, 16, "float32"), window, None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_agrees_with_the_portable_backend(dtype):
+    scene = Scene(SIZES, 9, 3, 64, 16, dtype)
+    if dtype != "int8":  # the portable backend reads, and masks, what is unused
+        scene.pool.keys(LAYER).nan_to_num_()
+        scene.pool.values(LAYER).nan_to_num_()
+    scene.batch.block_tables[scene.batch.block_tables >= scene.pool.num_blocks] = 0
+    portable = PortableAttention(scene.pool, scene.num_heads)
+    for window in (None, 33):
+        expected = portable.attend(scene.query, LAYER, portable.plan(scene.batch, window))
+        output = attend(scene, window)
+        torch.testing.assert_close(output, expected, rtol=0, atol=TOLERANCES[output.dtype])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", runnable_variants())
+def test_the_bits_of_a_request_do_not_depend_on_its_batch(variant, dtype):
+    scene = Scene(SIZES, 9, 3, 64, 16, dtype)
+    together = attend(scene, variant=variant)
+    for index in range(len(scene.sizes)):
+        assert torch.equal(together[scene.rows(index)], attend_alone(scene, index, variant))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_the_bits_do_not_depend_on_the_number_of_threads(dtype):
+    scene = Scene([*SIZES, (5000, 1)], 9, 3, 64, 16, dtype)
+    outputs = []
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        outputs += [attend(scene) for _ in range(3)]
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_bits_of_a_prompt_do_not_depend_on_its_chunks(dtype):
+    scene = Scene([(0, 600)], 9, 3, 64, 16, dtype)
+    whole = attend(scene)
+    attention = NativeAttention(scene.pool, scene.num_heads)
+    for start, end in [(0, 2), (2, 255), (255, 300), (300, 600)]:
+        share = scene.shares[0]
+        chunk = type(share)([0] * (end - start), start, share.block_ids[: -(-end // 16)], samples=False)
+        plan = attention.plan(scene.batch_of([chunk]), None)
+        assert torch.equal(attention.attend(scene.query[start:end], LAYER, plan), whole[start:end])
+
+
+def test_a_plan_serves_many_calls():
+    scene = Scene([(2000, 1), (0, 40)], 4, 2, 64)
+    attention = NativeAttention(scene.pool, scene.num_heads)
+    plan = attention.plan(scene.batch, None)
+    outputs = [attention.attend(scene.query, LAYER, plan) for _ in range(4)]
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+@pytest.mark.parametrize("variant", runnable_variants())
+@pytest.mark.parametrize("sizes", [[(600, 1)], [(580, 40)]])
+def test_keys_before_the_window_are_not_read(sizes, variant):
+    scene = Scene(sizes, 4, 2, 64, 16)
+    before = attend(scene, 50, variant)
+    first_seen = sizes[0][0] + 1 - 50
+    hidden = torch.tensor(scene.shares[0].block_ids[: first_seen // 16])
+    scene.pool.keys(LAYER)[hidden] = torch.nan
+    scene.pool.values(LAYER)[hidden] = torch.nan
+    assert torch.equal(attend(scene, 50, variant), before)
+
+
+@pytest.mark.parametrize("variant", runnable_variants("bfloat16", "bfloat16"))
+def test_what_is_not_a_number_stays_in_its_row(variant):
+    scene = Scene([(0, 40), (90, 1), (300, 1)], 4, 2, 64, 16, "bfloat16")
+    before = attend(scene, variant=variant)
+    scene.query[7, 1] = torch.nan
+    scene.query[40, 3] = torch.inf
+    after = attend(scene, variant=variant)
+    assert after[7, 1].isnan().all()
+    assert after[40, 3].isnan().all()
+    for row, head in ((7, 1), (40, 3)):
+        after[row, head] = before[row, head]
+    assert torch.equal(after, before)
+
+
+@pytest.mark.parametrize("variant", runnable_variants())
+def test_large_scores(variant):
+    """Exponents far beyond those of a float32; scores of order 10000 are themselves only good to about 0.001."""
+    scene = Scene([(0, 300), (400, 1)], 4, 2, 64)
+    scene.query *= 3000
+    torch.testing.assert_close(attend(scene, None, variant).double(), scene.expected(None), rtol=0, atol=1e-2)
+
+
+def test_a_pool_without_a_kernel_is_refused():
+    pool = PagedKVPool(KVLayout(1, 1, 16, 16, "float16"), 1, CPU)
+    with pytest.raises(ValueError, match="no native kernel for a pool of float16"):
+        NativeAttention(pool, 1, "plain")

@@ -1,0 +1,197 @@
+"""Decode as one native program against the same decoder, module after module: equal to the bit."""
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from engine.engine import Engine
+from engine.forward_batch import build_batch
+from engine.native.decode import MOST_ROWS, NativeDecode
+from engine.native.dense_linear import best_variant
+from engine.native.library import ENVIRONMENT, OFF
+from engine.native.program import NativeProgram
+from engine.native.steps import NativeSteps
+from engine.native.steps import best_variant as best_steps
+from serving_core.requests import Share
+from serving_core.settings import EngineSettings
+from tests.tiny_models import VOCAB_SIZE, write_tiny_model
+from tests.toy_scheduler import greedy, run_all
+
+MODELS = {
+    "llama": ("llama", {}),
+    "tied-mqa": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "odd-heads": ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 10}),
+    "9-heads-of-64": (
+        "llama",
+        {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 200},
+    ),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "window": ("mistral", {"sliding_window": 11}),
+    "some-windows-tied": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "tie_word_embeddings": True},
+    ),
+    "head-norms": ("qwen3", {"head_dim": 16}),
+    "head-norms-bias-tied": ("qwen3", {"head_dim": 24, "attention_bias": True, "tie_word_embeddings": True}),
+}
+BLOCK_SIZE, NUM_BLOCKS = 16, 350
+
+pytestmark = pytest.mark.skipif(best_variant() is None, reason="bfloat16 products are not native here")
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    """Sets the number of threads; afterwards it is as before."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def engine_of(folder, name, quantization="none", **fields):
+    family, config = MODELS[name]
+    write_tiny_model(folder, family, dtype="bfloat16", **config)
+    chosen = {"dtype": "bfloat16", "block_size": BLOCK_SIZE, "num_kv_blocks": NUM_BLOCKS, **fields}
+    return Engine(EngineSettings(model=str(folder), quantization=quantization, **chosen))
+
+
+def random_decode(engine, batch_size, seed, most_tokens=300):
+    """A batch of requests with one token each, whose contexts are random numbers in the pool."""
+    draw = random.Random(seed)
+    lengths = [draw.randint(1, most_tokens // (1 + index % 3)) for index in range(batch_size)]
+    counts = [-(-length // BLOCK_SIZE) for length in lengths]
+    order = draw.sample(range(engine.num_blocks), sum(counts))
+    blocks = [[order.pop() for _ in range(count)] for count in counts]
+    generator = torch.Generator().manual_seed(seed)
+    for layer in range(engine.layout.num_layers):
+        for planes in (engine.pool.keys(layer), engine.pool.values(layer)):
+            planes.copy_(torch.randn(planes.shape, generator=generator))
+    shares = [
+        Share([draw.randrange(VOCAB_SIZE)], length - 1, ids, samples=True)
+        for length, ids in zip(lengths, blocks, strict=True)
+    ]
+    return build_batch(shares, BLOCK_SIZE, torch.device("cpu"))
+
+
+def pool_of(engine):
+    layers = range(engine.layout.num_layers)
+    return [planes.clone() for layer in layers for planes in (engine.pool.keys(layer), engine.pool.values(layer))]
+
+
+@torch.inference_mode()
+def check_equal(engine, batch, set_threads, counts=(1, 2, 3)):
+    before = pool_of(engine)
+    set_threads(1)
+    expected = engine._model(batch, engine._attention)
+    expected_pool = pool_of(engine)
+    for num_threads in counts:
+        restore(engine, before)
+        set_threads(num_threads)
+        assert engine._program.matches(batch)
+        torch.testing.assert_close(engine._program.run(batch), expected, rtol=0, atol=0)
+        assert all(map(torch.equal, pool_of(engine), expected_pool))
+
+
+def restore(engine, planes):
+    saved = iter(planes)
+    for layer in range(engine.layout.num_layers):
+        engine.pool.keys(layer).copy_(next(saved))
+        engine.pool.values(layer).copy_(next(saved))
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("name", MODELS)
+def test_it_gives_the_bits_of_the_modules(name, quantization, tmp_path, threads):
+    engine = engine_of(tmp_path, name, quantization)
+    assert isinstance(engine._program, NativeDecode)
+    for seed, batch_size in enumerate((1, 2, 3, 5, 7, 13, 16, 33)):
+        check_equal(engine, random_decode(engine, batch_size, seed), threads)
+
+
+def test_batches_up_to_the_largest(tmp_path, threads):
+    engine = engine_of(tmp_path, "llama")
+    for batch_size in range(1, MOST_ROWS + 1, 3):
+        check_equal(engine, random_decode(engine, batch_size, batch_size, most_tokens=90), threads, counts=(2,))
+
+
+def test_a_request_has_the_same_bits_alone_and_in_a_batch(tmp_path, threads):
+    engine = engine_of(tmp_path, "9-heads-of-64")
+    batch = random_decode(engine, 20, seed=7)
+    threads(2)
+    with torch.inference_mode():
+        together = engine._program.run(batch).clone()
+        for row in range(20):
+            length = int(batch.kv_lengths[row])
+            share = Share([int(batch.token_ids[row])], length - 1, batch.block_tables[row].tolist(), samples=True)
+            alone = engine._program.run(build_batch([share], BLOCK_SIZE, torch.device("cpu")))
+            assert torch.equal(alone[0], together[row])
+
+
+def test_answers_are_those_of_the_modules(tmp_path):
+    engine = engine_of(tmp_path, "window")
+    prompts = [list(range(start, start + length)) for start, length in ((0, 5), (40, 70), (100, 33))]
+    joins_at = [0, 3, 6]  # steps with chunks among them go from module to module
+    answers = run_all(engine, prompts, greedy(20, ignore_eos=True), chunk_tokens=16, joins_at=joins_at)
+    engine._program = None
+    assert run_all(engine, prompts, greedy(20, ignore_eos=True), chunk_tokens=16, joins_at=joins_at) == answers
+
+
+def test_other_batches_are_left_to_the_modules(tmp_path):
+    engine = engine_of(tmp_path, "llama")
+    device = torch.device("cpu")
+    one = Share([5], 3, [0], samples=True)
+    chunk, silent = Share([5, 6], 3, [1], samples=True), Share([5], 3, [1], samples=False)
+    assert engine._program.matches(build_batch([one], BLOCK_SIZE, device))
+    assert engine._program.matches(build_batch([one] * MOST_ROWS, BLOCK_SIZE, device))
+    for shares in ([one] * (MOST_ROWS + 1), [chunk], [one, chunk], [one, silent]):
+        assert not engine._program.matches(build_batch(shares, BLOCK_SIZE, device))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"dtype": "float32"}, {"dtype": "float16"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8_e4m3"}]
+)
+def test_other_dtypes_have_no_program(fields, tmp_path):
+    assert engine_of(tmp_path, "llama", **fields)._program is None
+
+
+@pytest.mark.parametrize("variant", [OFF, "plain", "avx2", "avx512"])
+def test_lesser_variants_have_no_program_of_bfloat16_weights(variant, tmp_path, monkeypatch):
+    monkeypatch.setenv(ENVIRONMENT, variant)
+    assert engine_of(tmp_path, "llama")._program is None
+
+
+def test_a_slot_outside_the_pool_is_refused_and_nothing_written(tmp_path):
+    engine = engine_of(tmp_path, "llama")
+    batch = random_decode(engine, 4, seed=1)
+    batch.slots[2] = engine.num_blocks * BLOCK_SIZE
+    before = pool_of(engine)
+    with torch.inference_mode(), pytest.raises(IndexError, match="outside the 350 blocks"):
+        engine._program.run(batch)
+    assert all(map(torch.equal, pool_of(engine), before))
+
+
+def test_a_full_program_is_refused():
+    program, rows = NativeProgram(0, 4), torch.ones(4, 8)
+    with pytest.raises(ValueError, match="the program is full"):
+        NativeSteps(best_steps()).record_norm(program, rows, torch.ones(8), 1e-5, None, torch.empty(4, 8))
+
+
+CROWD = """
+import sys, torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from tests.unit.engine.test_native_decode import check_equal, engine_of, random_decode
+engine = engine_of(Path(sys.argv[1]), "9-heads-of-64")
+for seed in range(20):
+    check_equal(engine, random_decode(engine, 1 + seed % 5, seed, most_tokens=600), torch.set_num_threads, (24, 7, 40))
+"""
+
+
+def test_more_threads_than_cores_do_not_hang(tmp_path):
+    """Also more than there are queues. In a process of its own: the threads of a pool stay for good."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+    subprocess.run([sys.executable, "-c", CROWD, tmp_path, root], env=environment, check=True, timeout=200)

@@ -1,0 +1,308 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.cache.kv_pool import PagedKVPool
+from engine.model.rope import RotaryEmbedding
+from engine.model.steps import HeadNorms, TorchSteps
+from engine.native.library import ENVIRONMENT
+from engine.native.steps import VARIANTS, NativeSteps, StepLibrary, choose_steps, step_library
+from serving_core.layout import KVLayout
+from serving_core.rope_config import DefaultRope
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+EPS = 1e-5
+SHAPES = [(1, 576), (16, 48), (3, 1), (7, 130), (2, 15), (5, 64), (300, 33)]
+HEADS = [(9, 3, 64), (4, 1, 10), (3, 3, 18), (2, 1, 130), (1, 1, 2)]  # heads, key heads, head size
+# One unit in the last place; but float32 sums of a row differ by their order too.
+TOLERANCES = {torch.float32: {"rtol": 2e-6, "atol": 1e-6}, torch.bfloat16: {"rtol": 2**-7, "atol": 1e-30}}
+
+needs_library = pytest.mark.skipif(step_library() is None, reason="the native steps were not built")
+
+
+def has(variant):
+    library = step_library()
+    return library is not None and library.kernel(variant) is not None
+
+
+variants = pytest.mark.parametrize(
+    "variant",
+    [pytest.param(name, marks=pytest.mark.skipif(not has(name), reason=f"no {name} here")) for name in VARIANTS],
+)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+
+
+@pytest.fixture(autouse=True)
+def restore_threads():
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def random(*shape, dtype=torch.float32, seed=0, scale=3.0):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def strided(rows):
+    """The same rows as a part of wider ones."""
+    wide = torch.full((rows.shape[0], rows.shape[1] + 7), torch.nan, dtype=rows.dtype)
+    wide[:, 3:-4] = rows
+    return wide[:, 3:-4]
+
+
+def norm_in_float64(x, weight):
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+@variants
+@dtypes
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norm(variant, dtype, shape):
+    x, weight = random(*shape, dtype=dtype), random(shape[1], dtype=dtype, seed=1)
+    before = x.clone()
+    normed = NativeSteps(variant).norm(strided(x), weight, EPS)
+    torch.testing.assert_close(normed.double(), norm_in_float64(x, weight), **TOLERANCES[dtype])
+    torch.testing.assert_close(normed, TorchSteps().norm(x, weight, EPS), **TOLERANCES[dtype])
+    assert torch.equal(x, before)
+    assert normed.is_contiguous()
+
+
+@variants
+@dtypes
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norm_of_a_sum(variant, dtype, shape):
+    x, delta = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=2)
+    weight = random(shape[1], dtype=dtype, seed=1)
+    ours, theirs = strided(x), x.clone()
+    normed = NativeSteps(variant).norm(ours, weight, EPS, strided(delta))
+    expected = TorchSteps().norm(theirs, weight, EPS, delta)
+    assert torch.equal(ours, theirs)
+    assert torch.equal(ours, x + delta)
+    torch.testing.assert_close(normed, expected, **TOLERANCES[dtype])
+    torch.testing.assert_close(normed.double(), norm_in_float64(x + delta, weight), **TOLERANCES[dtype])
+
+
+@variants
+def test_norm_of_numbers_at_the_limits(variant):
+    x = torch.tensor([[0.0, 0.0, 0.0], [torch.nan, 1.0, 2.0], [3e38, 3e38, 1.0], [1e-30, -1e-30, 0.0]])
+    weight = torch.ones(3)
+    expected = TorchSteps().norm(x, weight, EPS)
+    torch.testing.assert_close(NativeSteps(variant).norm(x, weight, EPS), expected, equal_nan=True)
+
+
+def gate_in_float64(gates_and_ups):
+    gates, ups = gates_and_ups.double().chunk(2, -1)
+    return gates / (1 + (-gates).exp()) * ups
+
+
+@variants
+@dtypes
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gate(variant, dtype, shape):
+    gates_and_ups = random(shape[0], 2 * shape[1], dtype=dtype, scale=8.0)
+    gated = NativeSteps(variant).gate(strided(gates_and_ups))
+    # e^-x of float32 is off by more than its last bits where silu is next to nothing.
+    tolerance = {"rtol": 4e-6 if dtype == torch.float32 else 2**-7, "atol": 1e-30}
+    torch.testing.assert_close(gated.double(), gate_in_float64(gates_and_ups), **tolerance)
+    expected = TorchSteps().gate(gates_and_ups)
+    torch.testing.assert_close(gated, expected, **tolerance)
+    if dtype == torch.bfloat16:
+        assert (gated != expected).float().mean() < 0.001
+
+
+@variants
+@dtypes
+def test_gate_of_numbers_at_the_limits(variant, dtype):
+    gates = torch.tensor([0.0, -0.0, 90.0, -90.0, 3e38, -3e38, torch.inf, torch.nan, 1e-30, -1e-30, 88.8, -88.8])
+    rows = torch.cat((gates, torch.ones(len(gates)))).to(dtype).unsqueeze(0)
+    gated = NativeSteps(variant).gate(rows)
+    torch.testing.assert_close(gated, TorchSteps().gate(rows), rtol=2e-6, atol=1e-36, equal_nan=True)
+
+
+class Placing:
+    """Random queries, keys and values of tokens at random positions, and scattered slots of a pool."""
+
+    def __init__(self, num_tokens, heads, dtype, kv_dtype=None, has_norms=False, block_size=4):
+        num_heads, self.num_kv_heads, head_dim = heads
+        generator = torch.Generator().manual_seed(5)
+        self.heads = random(num_tokens, num_heads + 2 * self.num_kv_heads, head_dim, dtype=dtype)
+        positions = torch.randint(0, 5000, (num_tokens,), generator=generator)
+        self.rotation = RotaryEmbedding(DefaultRope(1e4), head_dim, CPU).tables(positions, dtype)
+        kv_dtype = kv_dtype or str(dtype).removeprefix("torch.")
+        self._layout = KVLayout(2, self.num_kv_heads, head_dim, block_size, kv_dtype)
+        self._num_blocks = num_tokens // block_size + 3
+        self.slots = torch.randperm(self._num_blocks * block_size, generator=generator)[:num_tokens]
+        weights = (random(head_dim, dtype=dtype, seed=seed) for seed in (3, 4))
+        self.norms = HeadNorms(*weights, EPS) if has_norms else None
+        self._dtype = dtype
+
+    def run(self, steps, rows=slice(None)):
+        """The queries, and all keys and values of a pool that was empty."""
+        pool = PagedKVPool(self._layout, self._num_blocks, CPU, self._dtype)
+        rotation = (self.rotation[0][rows], self.rotation[1][rows])
+        queries = steps.place(self.heads[rows].clone(), rotation, pool, 1, self.slots[rows], self.norms)
+        assert not any(plane.any() for plane in pool.read_tensors(0, range(self._num_blocks)))
+        return (queries, *pool.gather(1, torch.arange(self._num_blocks)))
+
+
+@variants
+@dtypes
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_place(variant, dtype, heads, has_norms):
+    placing = Placing(11, heads, dtype, has_norms=has_norms)
+    for given_, expected in zip(placing.run(NativeSteps(variant)), placing.run(TorchSteps()), strict=True):
+        if has_norms:
+            tolerance = 1e-5 if dtype == torch.float32 else 0.1
+            torch.testing.assert_close(given_, expected, rtol=0, atol=tolerance)
+            assert (given_ != expected).float().mean() < 0.01 or dtype == torch.float32
+        elif dtype == torch.float32:
+            torch.testing.assert_close(given_, expected, rtol=0, atol=2e-6)
+        else:
+            assert torch.equal(given_, expected)
+
+
+@variants
+@dtypes
+def test_place_in_complex_numbers(variant, dtype):
+    placing = Placing(6, (2, 1, 12), dtype)
+    queries, keys, values = placing.run(NativeSteps(variant))
+    cosines, signed_sines = (table.double() for table in placing.rotation)
+    turns = torch.complex(cosines[..., :6], signed_sines[..., 6:])
+    heads = placing.heads.double()
+    turned = torch.complex(heads[..., :6], heads[..., 6:]) * turns
+    expected = torch.cat((turned.real, turned.imag), -1)
+    atol = 1e-5 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(queries.double(), expected[:, :2], rtol=0, atol=atol)
+    torch.testing.assert_close(keys.flatten(0, 1)[placing.slots].double(), expected[:, 2:3], rtol=0, atol=atol)
+    assert torch.equal(values.flatten(0, 1)[placing.slots], placing.heads[:, 3:])
+
+
+@variants
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
+def test_place_in_a_quantized_pool(variant, kv_dtype):
+    placing = Placing(9, (4, 2, 16), torch.bfloat16, kv_dtype)
+    for given_, expected in zip(placing.run(NativeSteps(variant)), placing.run(TorchSteps()), strict=True):
+        assert torch.equal(given_, expected)
+
+
+@needs_library
+@pytest.mark.parametrize("slot", [-1, 5 * 4, 2**40])
+def test_a_slot_outside_the_pool_is_refused_before_anything_is_written(slot):
+    placing = Placing(8, (2, 1, 8), torch.float32)
+    placing.slots[7] = slot
+    pool = PagedKVPool(KVLayout(1, 1, 8, 4, "float32"), 5, CPU)
+    with pytest.raises(IndexError, match="5 blocks"):
+        NativeSteps("plain").place(placing.heads, placing.rotation, pool, 0, placing.slots)
+    assert not pool.keys(0).any()
+
+
+@variants
+@dtypes
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 3),
+    columns=st.integers(1, 1100),
+    seed=st.integers(0, 2**16),
+    specials=st.lists(st.sampled_from([0.0, -0.0, 9.0, torch.inf, -torch.inf, torch.nan, -torch.nan]), max_size=5),
+    scale=st.sampled_from([0.0, 1e-3, 1.0]),
+)
+def test_likeliest_is_what_torch_finds(variant, dtype, rows, columns, seed, specials, scale):
+    logits = random(rows, columns, dtype=dtype, seed=seed, scale=scale)
+    places = torch.randint(0, rows * columns, (len(specials),), generator=torch.Generator().manual_seed(seed))
+    logits.view(-1)[places] = torch.tensor(specials, dtype=dtype)
+    highest, tokens = NativeSteps(variant).likeliest(strided(logits))
+    expected, expected_tokens = logits.max(dim=-1)
+    assert torch.equal(tokens, expected_tokens)
+    torch.testing.assert_close(highest, expected.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@variants
+def test_likeliest_among_nothing_but_negative_infinity(variant):
+    highest, tokens = NativeSteps(variant).likeliest(torch.full((1, 600), -torch.inf))
+    assert (highest.tolist(), tokens.tolist()) == ([-torch.inf], [0])
+
+
+def all_results(steps, num_tokens, dtype, rows=slice(None)):
+    """Of enough work for several threads, or of some rows of it."""
+    x, delta, weight = (random(*shape, dtype=dtype) for shape in [(num_tokens, 576), (num_tokens, 576), (576,)])
+    x = x[rows].clone()
+    normed = steps.norm(x, weight, EPS, delta[rows])
+    gated = steps.gate(random(num_tokens, 600, dtype=dtype)[rows])
+    highest, tokens = steps.likeliest(random(num_tokens, 999, dtype=dtype)[rows])
+    placing = Placing(num_tokens, (5, 2, 20), dtype, has_norms=True)
+    queries, keys, values = placing.run(steps, rows)
+    slots = placing.slots[rows]
+    return [x, normed, gated, highest, tokens, queries, keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots]]
+
+
+@variants
+@dtypes
+def test_threads_do_not_change_a_bit(variant, dtype):
+    results = []
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        results.append(all_results(NativeSteps(variant), 301, dtype))
+    for one, *others in zip(*results, strict=True):
+        assert all(torch.equal(one, other) for other in others)
+
+
+@variants
+@dtypes
+def test_rows_do_not_depend_on_other_rows(variant, dtype):
+    steps = NativeSteps(variant)
+    together = all_results(steps, 37, dtype)
+    for row in (0, 5, 36):
+        alone = all_results(steps, 37, dtype, slice(row, row + 1))
+        assert all(torch.equal(whole[row : row + 1], part) for whole, part in zip(together, alone, strict=True))
+
+
+@needs_library
+@dtypes
+def test_variants_agree(dtype):
+    plain, *others = (all_results(NativeSteps(name), 37, dtype) for name in reversed(VARIANTS) if has(name))
+    for other in others:
+        for one, same in zip(plain, other, strict=True):
+            torch.testing.assert_close(one, same, rtol=TOLERANCES[dtype]["rtol"], atol=1e-5)
+            if dtype == torch.bfloat16:
+                assert (one != same).float().mean() < 0.01
+
+
+@needs_library
+def test_other_dtypes_are_left_to_torch():
+    steps, portable = NativeSteps("plain"), TorchSteps()
+    x, weight = random(3, 20).half(), random(20).half()
+    assert torch.equal(steps.norm(x.clone(), weight, EPS, x), portable.norm(x.clone(), weight, EPS, x))
+    assert torch.equal(steps.gate(x), portable.gate(x))
+    assert torch.equal(steps.likeliest(x)[1], x.argmax(-1))
+    placing = Placing(5, (2, 1, 8), torch.float16)
+    assert all(map(torch.equal, placing.run(steps), placing.run(portable)))
+
+
+def test_torch_computes_where_nothing_native_does(monkeypatch):
+    assert isinstance(choose_steps(torch.device("cuda")), TorchSteps)
+    monkeypatch.setenv(ENVIRONMENT, "off")
+    assert isinstance(choose_steps(CPU), TorchSteps)
+
+
+@variants
+def test_a_variant_is_named(variant, monkeypatch):
+    monkeypatch.setenv(ENVIRONMENT, variant)
+    steps = choose_steps(CPU)
+    assert isinstance(steps, NativeSteps)
+    assert steps.variant == variant
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    file = tmp_path / "step_kernels.so"
+    file.write_bytes(b"no library")
+    with pytest.raises(OSError, match="step_kernels"):
+        StepLibrary(file)
+
+
+def test_an_unknown_variant_is_refused():
+    with pytest.raises(ValueError, match="no sse9 steps"):
+        NativeSteps("sse9")

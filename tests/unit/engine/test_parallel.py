@@ -1,0 +1,132 @@
+"""The group of a node's ranks: real processes over gloo, what they refuse, and the group of one."""
+
+import json
+import os
+import socket
+from unittest import mock
+
+import pytest
+import torch
+
+from engine.parallel import MOST_EXCHANGED_BYTES, alone, choose_device, join
+from serving_core.errors import SettingsError
+from tests.tiny_models import write_fake_model
+from tests.unit.engine.test_fake import answer_on_paper
+from tests.unit.node.rank_process import TIMEOUT_S, rank_processes
+
+CPU = torch.device("cpu")
+
+
+def run_group(tp_size, name, argument="", ranks=None):
+    """What each of the ranks printed."""
+    with rank_processes(tp_size, "tests.unit.node.group_process", name, argument) as processes:
+        outputs = [processes[rank].communicate(timeout=TIMEOUT_S)[0] for rank in ranks or range(tp_size)]
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def test_collectives_of_three_ranks():
+    leader, *followers = run_group(3, "collectives")
+    for rank in (leader, *followers):
+        assert rank["size"] == 3
+        assert rank["sums"] == [[[3, 6], [9, 30]]] * 4  # 0 + 10 + 20
+        assert rank["given"] == ["", b"\0abc".hex(), (b"\0abc" * 2).hex()]
+        assert rank["largest"] == [[MOST_EXCHANGED_BYTES, rank] for rank in range(3)]
+        assert set(rank["listening"]) <= {"127.0.0.1"}  # nothing that another machine could reach
+    assert leader["listening"] == ["127.0.0.1"]
+    row = [0, 0, 1, 2, 2, 2]
+    assert leader["columns"] == [
+        ["torch.float32", [2, 6], row, row],
+        ["torch.bfloat16", [2, 6], row, row],
+        ["torch.float32", [0, 6]],
+        ["torch.bfloat16", [0, 6]],
+    ]
+    assert [follower["columns"] for follower in followers] == [[None] * 4] * 2
+
+
+@pytest.mark.parametrize("num_kv_heads", [2, 1])
+def test_a_wrong_block_on_another_rank_changes_the_answer_of_the_fake_model(num_kv_heads, tmp_path):
+    folder = write_fake_model(tmp_path, num_kv_heads=num_kv_heads)
+    (tokens, _) = run_group(2, "wrong_block", folder)
+    (before, after) = tokens
+    assert [before] == answer_on_paper([50] * 9, 1)
+    assert after != before
+
+
+@pytest.mark.parametrize("name", ["peer_that_is_gone", "peer_that_hangs"])
+def test_no_collective_waits_for_ever(name):
+    assert run_group(2, name, ranks=[0]) in (["RuntimeError"], ["DistBackendError"])
+
+
+def test_the_group_of_one():
+    group = alone()
+    tensor = torch.ones(2, 3)
+    group.all_reduce(tensor)
+    assert (group.rank, group.size) == (0, 1)
+    assert tensor.tolist() == [[1, 1, 1], [1, 1, 1]]
+    assert group.gather_columns(tensor, [3]) is tensor
+    assert group.exchange(b"data") == [b"data"]
+    with pytest.raises(ValueError, match=f"{MOST_EXCHANGED_BYTES} are the most"):
+        group.exchange(bytes(MOST_EXCHANGED_BYTES + 1))
+    group.close()
+
+
+@pytest.fixture
+def environment():
+    """Sets variables and puts them, and what join sets, back."""
+    with mock.patch.dict(os.environ):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+        yield os.environ
+
+
+@pytest.fixture
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def test_one_rank_joins_nothing(environment):
+    assert join(CPU, 1, timeout_s=1).size == 1
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({}, "WORLD_SIZE is 1, and --tensor-parallel-size is 2"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE is 4, and --tensor-parallel-size is 2"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', and must be a whole number"),
+        ({"WORLD_SIZE": "2"}, "RANK is None, and must be a whole number"),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK is '-1', and must be a whole number"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK is 2, and WORLD_SIZE is 2"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_PORT is None"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "9"}, "MASTER_ADDR is ''"),
+    ],
+)
+def test_variables_that_cannot_be(variables, sentence, environment):
+    environment.update(variables)
+    with pytest.raises(SettingsError, match=sentence):
+        join(CPU, 2, timeout_s=1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_do_not_meet_in_time(rank, environment, free_port):
+    environment.update(WORLD_SIZE="2", RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port))
+    with pytest.raises(SettingsError, match=f"rank {rank} did not meet the other ranks at 127.0.0.1:{free_port}"):
+        join(CPU, 2, timeout_s=1)
+
+
+def test_a_port_that_is_taken(environment):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        environment.update(WORLD_SIZE="2", RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        with pytest.raises(SettingsError, match="did not meet the other ranks"):
+            join(CPU, 2, timeout_s=1)
+
+
+def test_devices(environment):
+    environment["LOCAL_RANK"] = "3"
+    assert choose_device("cpu") == CPU
+    if not torch.cuda.is_available():
+        assert choose_device("auto") == CPU
+        with pytest.raises(SettingsError, match="there is no CUDA device here"):
+            choose_device("cuda")

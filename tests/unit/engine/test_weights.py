@@ -1,0 +1,257 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.engine import Engine
+from engine.model.llama import LlamaDecoder
+from engine.model.weights import load_weights
+from engine.parallel import alone
+from serving_core.errors import ModelError
+from serving_core.model_config import read_model_config
+from serving_core.settings import EngineSettings
+from serving_core.sharding import shard_of
+from tests.tiny_models import write_tiny_model
+from tests.toy_scheduler import greedy, run_all
+
+
+def load(folder):
+    return Engine(EngineSettings(model=str(folder), num_kv_blocks=8))
+
+
+@pytest.fixture
+def edit(tmp_path):
+    """Writes a tiny model, lets a function change its tensors, and gives the folder."""
+
+    def edit(change, **config):
+        folder = write_tiny_model(tmp_path / "model", **config)
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file, metadata={"format": "pt"})
+        return folder
+
+    return edit
+
+
+def test_shards_hold_the_same_model(tmp_path):
+    single = write_tiny_model(tmp_path / "single", seed=4)
+    sharded = write_tiny_model(tmp_path / "sharded", seed=4, max_shard_size="60KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    answers = [run_all(load(folder), [[1, 2, 3]], greedy(12)) for folder in (single, sharded)]
+    assert answers[0] == answers[1]
+
+
+def test_missing_tensor(edit):
+    folder = edit(lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"))
+    with pytest.raises(ModelError, match=r"the weights lack model\.layers\.1\.self_attn\.k_proj\.weight$"):
+        load(folder)
+
+
+def test_many_missing_tensors_are_counted(edit):
+    def drop_layer(tensors):
+        for name in [name for name in tensors if ".layers.2." in name]:
+            del tensors[name]
+
+    with pytest.raises(ModelError, match=r"lack model\.layers\.2.* and 6 more$"):
+        load(edit(drop_layer))
+
+
+def test_unknown_tensor(edit):
+    folder = edit(lambda tensors: tensors.update({"model.layers.0.mlp.experts.0.weight": torch.zeros(2)}))
+    with pytest.raises(ModelError, match=r"hold model\.layers\.0\.mlp\.experts\.0\.weight, which the model has no use"):
+        load(folder)
+
+
+def test_wrong_shape_names_both(edit):
+    name = "model.layers.0.mlp.up_proj.weight"
+    folder = edit(lambda tensors: tensors.update({name: torch.zeros(80, 47)}))
+    with pytest.raises(ModelError, match=rf"{name} has shape \[80, 47\], and the model wants \[80, 48\]"):
+        load(folder)
+
+
+def test_wrong_dtype(edit):
+    folder = edit(lambda tensors: tensors.update({"model.norm.weight": torch.zeros(48, dtype=torch.int8)}))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight is stored as I8; supported are F32, F16, BF16"):
+        load(folder)
+
+
+def test_stored_frequencies_are_ignored(edit):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    load(edit(lambda tensors: tensors.update({name: torch.zeros(6)})))
+
+
+def test_a_tied_head_that_is_stored_must_equal_the_embedding(edit, tmp_path):
+    def store_head(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    folder = edit(store_head, tie_word_embeddings=True)
+    load(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"][5, 5] += 1
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"lm_head\.weight differs from the embedding"):
+        load(folder)
+
+
+def test_no_weights(tmp_path):
+    folder = write_tiny_model(tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+        load(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 3000, -10])
+def test_truncated_file(tmp_path, keep):
+    folder = write_tiny_model(tmp_path)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ModelError, match="is not a safetensors file"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("index", "sentence"),
+    [
+        ("{", "is not JSON"),
+        ("{}", "has no weight_map"),
+        ('{"weight_map": {"a": "../../etc/passwd"}}', "'../../etc/passwd', which is not a file beside it"),
+        ('{"weight_map": {"a": 3}}', "which is not a file beside it"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "names gone.safetensors, which is not in"),
+    ],
+)
+def test_broken_index(tmp_path, index, sentence):
+    folder = write_tiny_model(tmp_path)
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelError, match=sentence):
+        load(folder)
+
+
+def load_rank(folder, rank, tp_size):
+    """One rank's part of a model, which cannot compute: it has no group."""
+    config, cpu = read_model_config(folder), torch.device("cpu")
+    with torch.device("meta"):
+        decoder = LlamaDecoder(config, cpu, shard_of(config, rank, tp_size), alone())
+    load_weights(decoder, folder, torch.float32, cpu)
+    return decoder
+
+
+UNEVEN = {
+    "hidden_size": 54,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 77,
+    "vocab_size": 263,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+# Heads are 6 wide. Rank 0 of 2 has KV head 0 with query heads 0 to 2, rank 1 the others.
+ROWS = {
+    "q_proj": (slice(0, 18), slice(18, 54)),
+    "k_proj": (slice(0, 6), slice(6, 18)),
+    "v_proj": (slice(0, 6), slice(6, 18)),
+    "gate_proj": (slice(0, 38), slice(38, 77)),
+    "up_proj": (slice(0, 38), slice(38, 77)),
+    "embed_tokens": (slice(0, 131), slice(131, 263)),
+    "lm_head": (slice(0, 131), slice(131, 263)),
+}
+COLUMNS = {"o_proj": (slice(0, 18), slice(18, 54)), "down_proj": (slice(0, 38), slice(38, 77))}
+
+
+def part_of(name, rank):
+    """What the rank needs of a tensor, as an index."""
+    module, kind = name.split(".")[-2:]
+    if module in ROWS:
+        return ROWS[module][rank]
+    if module in COLUMNS and kind == "bias":
+        return slice(None) if rank == 0 else slice(0)  # one rank adds it
+    return (slice(None), COLUMNS[module][rank]) if module in COLUMNS else slice(None)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_rank_takes_its_own_parts_of_the_tensors_and_nothing_else(rank, tied, edit):
+    wanted = {}
+
+    def spoil_the_rest(tensors):
+        for name, tensor in tensors.items():
+            spoilt = torch.full_like(tensor, torch.nan)
+            spoilt[part_of(name, rank)] = tensor[part_of(name, rank)]
+            wanted[name] = tensor[part_of(name, rank)].clone()
+            tensors[name] = spoilt
+
+    folder = edit(spoil_the_rest, **UNEVEN, tie_word_embeddings=tied)
+    parameters = dict(load_rank(folder, rank, 2).named_parameters())
+    assert sum(parameter.numel() for parameter in parameters.values()) == sum(map(torch.numel, wanted.values()))
+    assert all(parameter.isfinite().all() for parameter in parameters.values())
+    for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight", "mlp.down_proj.bias"):
+        assert torch.equal(parameters[f"layers.1.{name}"], wanted[f"model.layers.1.{name}"])
+    qkv = [wanted[f"model.layers.2.self_attn.{name}_proj.weight"] for name in "qkv"]
+    assert torch.equal(parameters["layers.2.self_attn.qkv_proj.weight"], torch.cat(qkv))
+    assert torch.equal(parameters["embed_tokens.weight"], wanted["model.embed_tokens.weight"])
+
+
+def test_a_rank_checks_its_own_rows_of_a_tied_head_that_is_stored(edit):
+    def store_another_head(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"][200, 5] += 1
+
+    folder = edit(store_another_head, **UNEVEN, tie_word_embeddings=True)
+    load_rank(folder, 0, 2)
+    with pytest.raises(ModelError, match=r"lm_head\.weight differs from the embedding"):
+        load_rank(folder, 1, 2)
+
+
+def test_every_rank_refuses_what_does_not_fit_the_whole_model(edit):
+    name = "model.layers.0.self_attn.o_proj.bias"  # which rank 1 does not add
+    folder = edit(lambda tensors: tensors.update({name: torch.zeros(55)}), **UNEVEN)
+    with pytest.raises(ModelError, match=rf"{name} has shape \[55\], and the model wants \[54\]"):
+        load_rank(folder, 1, 2)
+
+
+# VmHWM starts anew with the process; getrusage would count what the forking parent had.
+PEAK = """
+import sys
+from pathlib import Path
+from engine.engine import Engine
+from serving_core.settings import EngineSettings
+engine = Engine(EngineSettings(model=sys.argv[1], dtype=sys.argv[2], num_kv_blocks=64))
+engine.warm_up()
+status = Path("/proc/self/status").read_text()
+peak_bytes = 1024 * int(status.split("VmHWM:")[1].split()[0])
+print(peak_bytes - 64 * serving_core.layout.block_bytes)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_memory_of_a_node_stays_near_that_of_its_weights(dtype, tmp_path):
+    folder = write_tiny_model(tmp_path, vocab_size=400, num_hidden_layers=6)
+    config = json.loads((folder / "config.json").read_text())
+    config.update(hidden_size=1024, intermediate_size=4096, num_attention_heads=16, head_dim=64, vocab_size=20_000)
+    shapes = {
+        "q_proj": (1024, 1024),
+        "k_proj": (128, 1024),
+        "v_proj": (128, 1024),
+        "o_proj": (1024, 1024),
+        "gate_proj": (4096, 1024),
+        "up_proj": (4096, 1024),
+        "down_proj": (1024, 4096),
+        "embed_tokens": (20_000, 1024),
+        "lm_head": (20_000, 1024),
+    }
+    tensors = {
+        name: torch.full(shapes.get(name.split(".")[-2], (1024,)), 0.01, dtype=torch.bfloat16)
+        for name in load_file(folder / "model.safetensors")
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    num_parameters = sum(tensor.numel() for tensor in tensors.values())
+    assert num_parameters > 120e6
+    del tensors
+
+    command = [sys.executable, "-c", PEAK, str(folder), dtype]
+    peak_bytes = int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout)
+    assert peak_bytes <= num_parameters * {"bfloat16": 2, "float32": 4}[dtype] + 400e6

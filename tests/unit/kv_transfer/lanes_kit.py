@@ -1,0 +1,132 @@
+"""What the tests of unequal TP share: whole nodes, rank by rank."""
+
+from contextlib import asynccontextmanager
+
+from kv_transfer.ends.receiver import KVReceiver, Received, TransferFailed
+from kv_transfer.ends.sender import KVSender, Sent
+from kv_transfer.plan import plan_copies
+from kv_transfer.ticket import Ticket
+from serving_core import reasons
+from serving_core.layout import KVLayout
+from serving_core.sharding import head_range
+from tests.unit.engine.some_heads import planes_of
+from tests.unit.kv_transfer.transfer_kit import ByteStore, Once, epochs
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=4, head_dim=4, block_size=2, dtype="float32")
+IDS = range(4)
+TAIL = b"tail"
+CANCELLED_BY_SENDER = TransferFailed(reasons.TRANSFER_FAILED, "the sender's node cancelled the transfer")
+
+
+def cut_planes(store, layer, block_id, heads):
+    """The K and V plane of a block, these heads alone: worked out token by token, apart from the stores' own code."""
+    layout = store.layout
+    data_bytes = layout.block_size * layout.num_kv_heads * layout.head_bytes
+    cut = []
+    for (plane,) in planes_of(store, layer, [block_id]):
+        columns = [plane[start : start + layout.head_bytes] for start in range(0, data_bytes, layout.head_bytes)]
+        scales = [plane[start : start + 4] for start in range(data_bytes, len(plane), 4)]
+        parts = [column for place, column in enumerate(columns) if place % layout.num_kv_heads in heads]
+        parts += [scale for head, scale in enumerate(scales) if head in heads]
+        cut.append(memoryview(b"".join(parts)))
+    return cut
+
+
+def sliced(whole, tp_size):
+    """What each rank of a node holds of a whole model's KV."""
+    stores = []
+    for rank in range(tp_size):
+        heads = head_range(rank, tp_size, whole.layout.num_kv_heads)
+        store = ByteStore(whole.layout.with_heads(len(heads)), whole.num_blocks)
+        for layer in range(whole.layout.num_layers):
+            for block_id in range(whole.num_blocks):
+                store.write(layer, [block_id], *cut_planes(whole, layer, block_id, heads))
+        stores.append(store)
+    return stores
+
+
+class Nodes:
+    """Every rank of a prefill node and of a decode node."""
+
+    def __init__(self, fabric, layout, sources, targets, *, deadline_s=20.0, wrap=lambda dialer: dialer):
+        self.layout, self.sources, self.targets = layout, sources, targets
+        self.receivers = [
+            KVReceiver(fabric.listener(), store, rank=rank, tp_size=len(targets)) for rank, store in enumerate(targets)
+        ]
+        self.senders = [
+            KVSender(wrap(fabric.dialer()), store, rank=rank, tp_size=len(sources), deadline_s=deadline_s)
+            for rank, store in enumerate(sources)
+        ]
+
+    @property
+    def copies(self):
+        return plan_copies(len(self.sources), len(self.targets), self.layout.num_kv_heads)
+
+    def ticket(self, num_blocks, *, num_cached_blocks=0, ttl_s=20.0):
+        return Ticket.draw(
+            epoch=next(epochs),
+            layout=self.layout,
+            prefill_tp=len(self.senders),
+            decode_tp=len(self.receivers),
+            addresses=[receiver.address for receiver in self.receivers],
+            num_blocks=num_blocks,
+            num_cached_blocks=num_cached_blocks,
+            ttl_s=ttl_s,
+        )
+
+    def begin(self, target_ids, **kwargs):
+        return Attempt(self, self.ticket(len(target_ids), **kwargs), target_ids)
+
+    def expected(self, num_blocks):
+        """How an undisturbed transfer of so many blocks ends on each rank: of the senders, of the receivers."""
+        head_bytes = num_blocks * self.layout.with_heads(1).block_bytes
+        sent, received = [0] * len(self.senders), [0] * len(self.receivers)
+        for copy in self.copies:
+            sent[copy.source_rank] += head_bytes * len(copy.source_heads)
+            received[copy.destination_rank] += head_bytes * len(copy.source_heads)
+        return [Sent(num_bytes) for num_bytes in sent], [Received(TAIL, num_bytes) for num_bytes in received]
+
+    def bytes_of(self, block_ids):
+        return [target.bytes_of(block_ids) for target in self.targets]
+
+    async def close(self):
+        for end in (*self.senders, *self.receivers):
+            await end.close()
+            assert end.num_open == 0
+
+
+class Attempt:
+    """One transfer, on all ranks of both nodes."""
+
+    def __init__(self, nodes, ticket, target_ids):
+        self.ticket = ticket
+        self.received = [Once() for _ in nodes.receivers]
+        self.sent = [Once() for _ in nodes.senders]
+        for receiver, received in zip(nodes.receivers, self.received, strict=True):
+            receiver.expect(ticket, target_ids, received)
+        self.sendings = [
+            sender.start(ticket.encode(), sent) for sender, sent in zip(nodes.senders, self.sent, strict=True)
+        ]
+
+    def blocks_ready(self, block_ids, num_layers=None):
+        for sending in self.sendings:
+            sending.blocks_ready(block_ids, num_layers)
+
+    def finish(self, block_ids, tail=TAIL):
+        for sending in self.sendings:
+            sending.finish(block_ids, tail)
+
+    async def results(self):
+        return [await sent.result() for sent in self.sent], [await received.result() for received in self.received]
+
+
+@asynccontextmanager
+async def nodes_of(fabric, whole, prefill_tp, decode_tp, num_target_blocks, **kwargs):
+    """Both nodes of a model whose KV is `whole`; the decode node's blocks are blank. In the end nothing is open."""
+    sources = sliced(whole, prefill_tp)
+    targets = sliced(ByteStore(whole.layout, num_target_blocks), decode_tp)
+    nodes = Nodes(fabric, whole.layout, sources, targets, **kwargs)
+    try:
+        yield nodes
+    finally:
+        await nodes.close()

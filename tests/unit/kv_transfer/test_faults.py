@@ -1,0 +1,255 @@
+"""Whatever a network does, never a wrong byte is accepted and no wait is without end."""
+
+import asyncio
+import random
+import signal
+import sys
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kv_transfer.ends.receiver import KVReceiver, Received
+from kv_transfer.ends.sender import KVSender, Sent, TransferFailed
+from kv_transfer.errors import TransferError
+from kv_transfer.sessions.sender_session import MAX_ROUNDS
+from kv_transfer.transports import zmq as zmq_transport
+from tests.unit.kv_transfer.transfer_kit import (
+    BIG_LAYOUT,
+    BIG_NUM_BLOCKS,
+    LAYOUT,
+    SMOLLM2,
+    ByteStore,
+    Faults,
+    FaultyDialer,
+    Once,
+    a_ticket,
+    check_arrived,
+    grant,
+    pair,
+    run,
+    transfer,
+    until,
+)
+
+# ---- disturbed ----
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_faults_cost_time_but_never_a_byte(fabric, seed):
+    """Messages and replies are dropped, doubled, overtaken, cut and flipped. As long as that happens no more often
+    than the sender repeats, every transfer succeeds."""
+    source, target = ByteStore(LAYOUT, 32, seed=seed), ByteStore(LAYOUT, 32)
+    rates = {"drop": 0.1, "duplicate": 0.2, "delay": 0.2, "truncate": 0.1, "flip": 0.1}
+    faults = Faults(random.Random(seed), **rates, num_per_transfer=MAX_ROUNDS)
+    rng = random.Random(seed)
+
+    async def one(sender, receiver, target_ids):
+        source_ids = rng.sample(range(32), len(target_ids))
+        sent, received = Once(), Once()
+        sending = sender.start(grant(receiver, target_ids, received).encode(), sent)
+        for num_ready in range(len(source_ids)):
+            sending.blocks_ready(source_ids[:num_ready])
+            await asyncio.sleep(0.001)
+        sending.finish(source_ids, b"tail")
+        check_arrived(source, source_ids, target, target_ids, (await sent.result(), await received.result()))
+
+    async def scenario():
+        async with pair(fabric, source, target, wrap=lambda dialer: FaultyDialer(dialer, faults)) as ends:
+            await asyncio.gather(*(one(*ends, range(first, first + 8)) for first in range(0, 32, 8)))
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("rates", [{"flip": 0.6}, {"drop": 0.6}, {"truncate": 0.5, "duplicate": 0.5, "delay": 0.5}])
+def test_hopeless_faults_end_and_are_never_taken_for_success(fabric, rates):
+    source = ByteStore(LAYOUT, 8, seed=10)
+
+    async def one(seed):
+        target = ByteStore(LAYOUT, 8)
+        faults = Faults(random.Random(seed), **rates)
+        async with pair(fabric, source, target, deadline_s=0.4, wrap=lambda d: FaultyDialer(d, faults)) as ends:
+            sender, receiver = ends
+            sent, received = Once(), Once()
+            sender.start(grant(receiver, range(8), received, ttl_s=0.5).encode(), sent).finish(range(8), b"tail")
+            sent_result, received_result = await sent.result(), await received.result()
+            if isinstance(received_result, Received):
+                check_arrived(source, range(8), target, range(8), (Sent(8 * LAYOUT.block_bytes), received_result))
+            if isinstance(sent_result, Sent):
+                assert isinstance(received_result, Received)
+
+    async def scenario():
+        await asyncio.gather(*(one(seed) for seed in range(12)))
+
+    run(scenario())
+
+
+class FlipOnce(FaultyDialer):
+    """Flips a bit in the first layer's block 1, the first time it passes."""
+
+    def __init__(self, inner):
+        super().__init__(inner, Faults(random.Random(0), num_per_transfer=1))
+
+    def _spoilt(self, parts):
+        if len(parts) == 1:
+            return parts
+        flipped = bytearray(parts[1])
+        flipped[LAYOUT.plane_bytes] ^= 1
+        return [parts[0], memoryview(flipped)]
+
+
+def test_blocks_that_change_on_their_way_are_counted_and_sent_again(fabric):
+    source, target = ByteStore(LAYOUT, 4, seed=11), ByteStore(LAYOUT, 4)
+
+    async def scenario():
+        async with pair(fabric, source, target, wrap=FlipOnce) as (sender, receiver):
+            check_arrived(source, range(4), target, range(4), await transfer(sender, receiver, range(4), range(4)))
+            assert receiver.num_corrupt_blocks == 4, "a layer's blocks share a checksum, other layers' do not"
+            assert sender.num_bytes == 4 * LAYOUT.block_bytes + 2 * 4 * LAYOUT.plane_bytes
+            assert receiver.num_bytes == 4 * LAYOUT.block_bytes
+
+    run(scenario())
+
+
+# ---- gone ----
+
+
+def test_the_receiver_closes_in_the_middle(fabric):
+    source, target = ByteStore(BIG_LAYOUT, BIG_NUM_BLOCKS, seed=12), ByteStore(BIG_LAYOUT, BIG_NUM_BLOCKS)
+    ids = range(BIG_NUM_BLOCKS)
+
+    async def scenario():
+        receiver = KVReceiver(fabric.listener(), target)
+        sender = KVSender(fabric.dialer(), source, deadline_s=20.0)
+        sent, received = Once(), Once()
+        sending = sender.start(grant(receiver, ids, received).encode(), sent)
+        sending.finish(ids, b"tail")
+        await until(lambda: receiver.num_bytes)
+        await receiver.close()
+        assert isinstance(await received.result(), TransferFailed)
+        frozen = target.bytes_of(ids)
+        assert isinstance(await sent.result(), TransferFailed)
+        assert target.bytes_of(ids) == frozen
+        await sender.close()
+        assert (sender.num_open, receiver.num_open) == (0, 0)
+
+    run(scenario())
+
+
+def test_the_sender_closes_in_the_middle(fabric):
+    source, target = ByteStore(SMOLLM2, 32, seed=13), ByteStore(SMOLLM2, 32)
+
+    async def scenario():
+        receiver = KVReceiver(fabric.listener(), target)
+        sender = KVSender(fabric.dialer(), source, deadline_s=20.0)
+        sent, received = Once(), Once()
+        sending = sender.start(grant(receiver, range(32), received, ttl_s=0.5).encode(), sent)
+        sending.blocks_ready(range(16))
+        await asyncio.sleep(0)
+        await sender.close()
+        assert "cancelled" in (await sent.result()).message
+        assert isinstance(await received.result(), TransferFailed)
+        assert (sender.num_open, receiver.num_open) == (0, 0)
+        with pytest.raises(TransferError):
+            sender.start(a_ticket("nowhere").encode(), sent)
+        await receiver.close()
+
+    run(scenario())
+
+
+def test_nobody_is_at_the_tickets_address(fabric):
+    async def scenario():
+        vacant = fabric.listener()
+        vacant.start(lambda peer, header, frames: None)
+        address = vacant.address
+        await vacant.close()
+        sender, sent = KVSender(fabric.dialer(), ByteStore(LAYOUT, 4, seed=14), deadline_s=20.0), Once()
+        sender.start(a_ticket(address).encode(), sent).finish(range(4), b"")
+        assert (await sent.result()).message == "the receiver is gone"
+        await sender.close()
+
+    run(scenario())
+
+
+@asynccontextmanager
+async def peer_process(*arguments):
+    command = [sys.executable, "-m", "tests.unit.kv_transfer.transfer_peer", *arguments]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+@asynccontextmanager
+async def receiving_process(fabric):
+    """The process and its ticket."""
+    endpoint = "tcp://127.0.0.1:*" if fabric.kind == "tcp" else f"ipc://{fabric.folder}/peer"
+    async with peer_process("receive", endpoint) as process:
+        yield process, bytes.fromhex((await process.stdout.readline()).decode())
+
+
+def test_the_receiving_process_is_killed(zmq_fabric):
+    """Stopped first, so that frames are stuck on their way, which the sender must get back."""
+    source, ids = ByteStore(BIG_LAYOUT, BIG_NUM_BLOCKS, seed=15), range(BIG_NUM_BLOCKS)
+
+    async def scenario():
+        async with receiving_process(zmq_fabric) as (process, ticket):
+            sender, sent = KVSender(zmq_fabric.dialer(), source, deadline_s=30.0), Once()
+            sending = sender.start(ticket, sent)
+            sending.blocks_ready(ids[:1])
+            await until(lambda: sender.num_messages)
+            process.send_signal(signal.SIGSTOP)
+            sending.finish(ids, b"tail")
+            await asyncio.sleep(0.02)
+            assert not sent.is_done
+            process.kill()
+            assert (await sent.result()).message == "the receiver is gone"
+            await sender.close()
+            assert sender.num_open == 0
+
+    run(scenario())
+
+
+def test_the_receiving_process_hangs(zmq_fabric, monkeypatch):
+    """A cancelled transfer waits for its frames, and gets them back when nothing has moved for a while."""
+    monkeypatch.setattr(zmq_transport, "TIMEOUT_MS", 300)
+    source, ids = ByteStore(BIG_LAYOUT, BIG_NUM_BLOCKS, seed=15), range(BIG_NUM_BLOCKS)
+
+    async def scenario():
+        async with receiving_process(zmq_fabric) as (process, ticket):
+            held = []
+            sender, sent = KVSender(zmq_fabric.dialer(), source, deadline_s=30.0), Once()
+            sending = sender.start(ticket, lambda result: (held.append(source.is_held), sent(result)))
+            sending.blocks_ready(ids[:1])
+            await until(lambda: sender.num_messages)
+            process.send_signal(signal.SIGSTOP)
+            sending.finish(ids, b"tail")
+            await asyncio.sleep(0.1)
+            assert source.is_held
+            sending.cancel()
+            assert "cancelled" in (await sent.result()).message
+            assert held == [False]
+            await sender.close()
+
+    run(scenario())
+
+
+def test_the_sending_process_is_killed(zmq_fabric):
+    target, ids = ByteStore(BIG_LAYOUT, BIG_NUM_BLOCKS), range(BIG_NUM_BLOCKS)
+
+    async def scenario():
+        receiver, received = KVReceiver(zmq_fabric.listener(), target), Once()
+        ticket = grant(receiver, ids, received)
+        async with peer_process("send", ticket.encode().hex()):
+            await until(lambda: receiver.num_bytes)
+        receiver.cancel(ticket.epoch)
+        assert isinstance(await received.result(), TransferFailed)
+        frozen = target.bytes_of(ids)
+        await asyncio.sleep(0.02)
+        assert target.bytes_of(ids) == frozen
+        await receiver.close()
+        assert receiver.num_open == 0
+
+    run(scenario())

@@ -1,0 +1,256 @@
+"""Tickets: what goes in comes out, and nothing odd gets through."""
+
+import math
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_transfer.errors import TransferError
+from kv_transfer.plan import HeadCopy
+from kv_transfer.ticket import MAX_EPOCH, MAX_TP, Lane, LaneEnd, Ticket
+from serving_core.layout import DTYPE_BYTES, KVLayout
+
+LAYOUT = KVLayout(30, 3, 64, 16, "bfloat16")
+ADDRESS = "tcp://127.0.0.1:5600"
+ENDS = tuple(LaneEnd(bytes([number] * 16), ADDRESS) for number in range(2))
+FIELDS = {
+    "epoch": 7,
+    "layout": LAYOUT,
+    "prefill_tp": 1,
+    "decode_tp": 2,
+    "num_blocks": 32,
+    "num_cached_blocks": 0,
+    "ttl_s": 30.0,
+    "ends": ENDS,
+}
+
+sizes = st.integers(1, 1000)
+tp_sizes = st.integers(1, 5)
+layouts = st.builds(KVLayout, sizes, st.integers(1, 20), sizes, sizes, st.sampled_from(sorted(DTYPE_BYTES)))
+addresses = st.text("abcdefgh:/.*0123456789é", min_size=1, max_size=128)
+
+
+@st.composite
+def drawn_tickets(draw):
+    decode_tp = draw(tp_sizes)
+    return Ticket.draw(
+        epoch=draw(st.integers(0, MAX_EPOCH)),
+        layout=draw(layouts),
+        prefill_tp=draw(tp_sizes),
+        decode_tp=decode_tp,
+        addresses=draw(st.lists(addresses, min_size=decode_tp, max_size=decode_tp)),
+        num_blocks=draw(st.integers(500, 2**20)),
+        num_cached_blocks=draw(st.integers(0, 500)),
+        ttl_s=draw(st.floats(0.001, 86400.0)),
+    )
+
+
+tickets = drawn_tickets()
+
+
+@given(tickets)
+def test_a_ticket_survives_the_journey(ticket):
+    assert Ticket.decode(ticket.encode()) == ticket
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("epoch", -1),
+        ("epoch", 2**32),
+        ("epoch", True),
+        ("epoch", 1.0),
+        ("prefill_tp", 0),
+        ("prefill_tp", 65),
+        ("prefill_tp", True),
+        ("decode_tp", 0),
+        ("decode_tp", 65),
+        ("decode_tp", 1),
+        ("decode_tp", 3),
+        ("ends", ()),
+        ("ends", ENDS[:1]),
+        ("ends", (*ENDS, LaneEnd(b"?" * 16, ADDRESS))),
+        ("ends", (ENDS[0], ENDS[0])),
+        ("num_blocks", 0),
+        ("num_blocks", 2**20 + 1),
+        ("num_cached_blocks", -1),
+        ("num_cached_blocks", 33),
+        ("ttl_s", 0.0),
+        ("ttl_s", -1.0),
+        ("ttl_s", math.nan),
+        ("ttl_s", math.inf),
+        ("ttl_s", 30),
+        ("layout", KVLayout(0, 3, 64, 16, "bfloat16")),
+        ("layout", KVLayout(30, 2**17, 64, 16, "bfloat16")),
+        ("layout", KVLayout(30, 3, -64, 16, "bfloat16")),
+        ("layout", KVLayout(30, 3, 64, None, "bfloat16")),
+        ("layout", KVLayout(30, 3, 64, 16, "int3")),
+        ("layout", KVLayout(30, 3, 64, 16, [])),
+    ],
+)
+def test_an_odd_field_is_refused(name, value):
+    with pytest.raises(TransferError):
+        Ticket(**{**FIELDS, name: value})
+
+
+@pytest.mark.parametrize(
+    ("transfer_id", "address"),
+    [
+        (b"short", ADDRESS),
+        ("0123456789abcdef", ADDRESS),
+        (bytes(16), ""),
+        (bytes(16), "a" * 257),
+        (bytes(16), "é" * 129),
+        (bytes(16), b"tcp://127.0.0.1:1"),
+        (bytes(16), "tcp://\n"),
+        (bytes(16), "tcp://\ud800"),
+    ],
+)
+def test_an_odd_lane_end_is_refused(transfer_id, address):
+    with pytest.raises(TransferError):
+        LaneEnd(transfer_id, address)
+
+
+def packed(*fields):
+    return msgpack.packb(list(fields))
+
+
+GOOD_ENDS = [[bytes(16), ADDRESS], [b"1" * 16, ADDRESS]]
+GOOD = [3, 7, [30, 3, 64, 16, "bfloat16"], 1, 2, 32, 0, 30.0, GOOD_ENDS]
+
+
+def test_the_form_that_the_odd_ones_below_depart_from():
+    assert Ticket.decode(packed(*GOOD)).layout == LAYOUT
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b"",
+        b"\xc1",
+        packed(),
+        packed(*GOOD[:-1]),
+        packed(*GOOD, 0),
+        packed(1, *GOOD[1:]),
+        packed(2, *GOOD[1:]),
+        packed(4, *GOOD[1:]),
+        packed(*GOOD) + b"\x00",
+        packed(*GOOD)[:-1],
+        msgpack.packb({"epoch": 7}),
+        msgpack.packb("a ticket"),
+        packed(*GOOD[:2], [30, 3, 64, 16], *GOOD[3:]),
+        packed(*GOOD[:2], {"num_layers": 30}, *GOOD[3:]),
+        packed(*GOOD[:2], [30, 3, 64, 16, msgpack.Timestamp(1)], *GOOD[3:]),
+        packed(*GOOD[:3], 1.0, *GOOD[4:]),
+        packed(*GOOD[:-1], GOOD_ENDS[:1]),
+        packed(*GOOD[:-1], [GOOD_ENDS[0], GOOD_ENDS[0]]),
+        packed(*GOOD[:-1], [GOOD_ENDS[0], []]),
+        packed(*GOOD[:-1], [GOOD_ENDS[0], [b"1" * 16, ADDRESS, 0]]),
+        packed(*GOOD[:-1], [GOOD_ENDS[0], [ADDRESS, b"1" * 16]]),
+        packed(*GOOD[:-1], [GOOD_ENDS[0], [b"1" * 16, "x" * 1000]]),
+        packed(*GOOD[:-1], ADDRESS),
+        packed(*GOOD[:-1], [[bytes(16), "x" * 2**16]] * 2),
+        b"\x91" * 400 + b"\x00",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+    ],
+)
+def test_anything_else_is_refused(odd):
+    with pytest.raises(TransferError):
+        Ticket.decode(odd)
+
+
+# ---- lanes ----
+
+
+def test_lanes_of_each_rank():
+    """Prefill ranks hold heads 0 and 12, decode ranks 0, 1 and 2."""
+    addresses = [f"tcp://127.0.0.1:{port}" for port in range(3)]
+    sizes = {"num_blocks": 9, "num_cached_blocks": 4, "ttl_s": 5}
+    ticket = Ticket.draw(epoch=7, layout=LAYOUT, prefill_tp=2, decode_tp=3, addresses=addresses, **sizes)
+    first, second, third = (
+        Lane(end.transfer_id, 7, address, LAYOUT.with_heads(1), 9, 4, 5.0)
+        for end, address in zip(ticket.ends, addresses, strict=True)
+    )
+    assert ticket.lanes_from(0) == [(HeadCopy(0, 0, range(1), range(1)), first)]
+    assert ticket.lanes_from(1) == [
+        (HeadCopy(1, 1, range(1), range(1)), second),
+        (HeadCopy(1, 2, range(1, 2), range(1)), third),
+    ]
+    assert [ticket.lanes_to(rank) for rank in range(3)] == [
+        ticket.lanes_from(0),
+        ticket.lanes_from(1)[:1],
+        ticket.lanes_from(1)[1:],
+    ]
+
+
+def test_a_lane_carries_the_heads_of_its_copy():
+    layout = KVLayout(2, 8, 64, 16, "int8")
+    sizes = {"num_blocks": 1, "num_cached_blocks": 0, "ttl_s": 1.0}
+    ticket = Ticket.draw(epoch=0, layout=layout, prefill_tp=2, decode_tp=1, addresses=[ADDRESS], **sizes)
+    assert [lane.layout.num_kv_heads for _, lane in ticket.lanes_to(0)] == [4, 4]
+    assert sum(lane.layout.block_bytes for _, lane in ticket.lanes_to(0)) == layout.block_bytes
+
+
+@given(tickets)
+def test_every_lane_begins_and_ends_at_one_rank(ticket):
+    begins = [pair for rank in range(ticket.prefill_tp) for pair in ticket.lanes_from(rank)]
+    ends = [pair for rank in range(ticket.decode_tp) for pair in ticket.lanes_to(rank)]
+    assert sorted(begins, key=str) == sorted(ends, key=str)
+    assert len(ends) == len(ticket.ends)
+    assert all(ticket.lanes_to(rank) for rank in range(ticket.decode_tp))
+
+
+def test_no_two_tickets_share_a_transfer_id():
+    fields = {"epoch": 1, "layout": LAYOUT, "prefill_tp": 2, "decode_tp": 2, "addresses": [ADDRESS] * 2}
+    drawn = [Ticket.draw(**fields, num_blocks=1, num_cached_blocks=0, ttl_s=1.0) for _ in range(50)]
+    assert len({end.transfer_id for ticket in drawn for end in ticket.ends}) == 100
+
+
+@pytest.mark.parametrize(("decode_tp", "addresses"), [(2, [ADDRESS]), (1, []), (1, [ADDRESS] * 2), (0, []), (65, [])])
+def test_a_ticket_needs_an_address_for_each_decode_rank(decode_tp, addresses):
+    fields = {"epoch": 1, "layout": LAYOUT, "prefill_tp": 1, "num_blocks": 1, "num_cached_blocks": 0, "ttl_s": 1.0}
+    with pytest.raises(TransferError):
+        Ticket.draw(**fields, decode_tp=decode_tp, addresses=addresses)
+
+
+def test_the_largest_ticket_of_all_can_be_read():
+    layout = KVLayout(1024, 2**16, 2**16, 2**16, "bfloat16")
+    fields = {"epoch": MAX_EPOCH, "layout": layout, "prefill_tp": MAX_TP, "decode_tp": MAX_TP - 1}
+    addresses = ["é" * 128] * (MAX_TP - 1)
+    ticket = Ticket.draw(**fields, addresses=addresses, num_blocks=2**20, num_cached_blocks=2**20, ttl_s=86400.0)
+    assert len(ticket.ends) == 2 * MAX_TP - 2
+    assert Ticket.decode(ticket.encode()) == ticket
+
+
+# ---- odd bytes ----
+
+
+def decodes_or_refuses(data):
+    try:
+        ticket = Ticket.decode(data)
+    except TransferError:
+        return
+    assert Ticket.decode(ticket.encode()) == ticket
+
+
+@given(st.binary(max_size=600))
+def test_random_bytes_raise_nothing_but_transfer_error(data):
+    decodes_or_refuses(data)
+
+
+@given(tickets, st.data())
+def test_damaged_tickets_raise_nothing_but_transfer_error(ticket, data):
+    damaged = bytearray(ticket.encode())
+    for place in data.draw(st.lists(st.integers(0, len(damaged) - 1), max_size=4)):
+        damaged[place] = data.draw(st.integers(0, 255))
+    decodes_or_refuses(bytes(damaged[: data.draw(st.integers(0, len(damaged)))]))
+
+
+@given(
+    st.recursive(st.none() | st.booleans() | st.integers(-5, 2**40) | st.floats() | st.text() | st.binary(), st.lists)
+)
+def test_well_formed_nonsense_raises_nothing_but_transfer_error(value):
+    decodes_or_refuses(msgpack.packb(value))

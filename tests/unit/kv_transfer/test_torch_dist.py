@@ -1,0 +1,227 @@
+"""Pools of tensors over torch.distributed, byte for byte, and frames over the seam itself."""
+
+import asyncio
+import gc
+import random
+import threading
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+import torch
+import uvloop
+
+from kv_transfer.ends.receiver import KVReceiver, Received
+from kv_transfer.ends.sender import KVSender, Sent
+from kv_transfer.transports import torch_dist
+from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
+from tests.unit.kv_transfer.torch_dist_kit import CPU, bytes_of, tensor_store
+from tests.unit.kv_transfer.transfer_kit import (
+    BIG_LAYOUT,
+    BIG_NUM_BLOCKS,
+    LAYOUT,
+    SMOLLM2,
+    run,
+    transfer,
+    until,
+)
+
+ANY_PORT = "dist://127.0.0.1:*"
+
+
+@asynccontextmanager
+async def ends(source, *targets):
+    """A sender and a receiver for each target."""
+    sender = KVSender(TorchDistDialer(CPU), source, deadline_s=20.0)
+    receivers = [KVReceiver(TorchDistListener(ANY_PORT, CPU), target) for target in targets]
+    try:
+        yield sender, *receivers
+    finally:
+        await sender.close()
+        for receiver in receivers:
+            await receiver.close()
+
+
+async def check_transfer(sender, receiver, target, source, source_ids, target_ids):
+    sent, received = await transfer(sender, receiver, source_ids, target_ids)
+    assert (type(sent), type(received)) == (Sent, Received)
+    assert bytes_of(target, target_ids) == bytes_of(source, source_ids)
+
+
+def held_by_this_process():
+    process = psutil.Process()
+    return threading.active_count(), process.num_threads(), process.num_fds()
+
+
+# ---- undisturbed ----
+
+
+@pytest.mark.parametrize(("layout", "num_blocks"), [(LAYOUT, 5), (SMOLLM2, 20), (BIG_LAYOUT, BIG_NUM_BLOCKS)])
+def test_tensors_arrive_as_they_are(layout, num_blocks):
+    source, target = tensor_store(layout, num_blocks, seed=1), tensor_store(layout, num_blocks + 2)
+    rng = random.Random(1)
+    source_ids = rng.sample(range(num_blocks), num_blocks)
+    target_ids = rng.sample(range(1, num_blocks + 1), num_blocks)
+
+    async def scenario():
+        async with ends(source, target) as (sender, receiver):
+            await check_transfer(sender, receiver, target, source, source_ids, target_ids)
+            assert sender.num_bytes == receiver.num_bytes == num_blocks * layout.block_bytes
+
+    run(scenario())
+    assert not any(bytes_of(target, [0, num_blocks + 1])), "a neighbour was written"
+
+
+def test_two_pairs_at_once():
+    source, targets = tensor_store(SMOLLM2, 30, seed=2), [tensor_store(SMOLLM2, 30) for _ in range(2)]
+
+    async def scenario():
+        async with ends(source, *targets) as (sender, *receivers):
+            pairs = zip(receivers, targets, strict=True)
+            await asyncio.gather(*(check_transfer(sender, *pair, source, range(15, 30), range(15)) for pair in pairs))
+
+    run(scenario())
+
+
+def test_what_was_opened_is_closed_again():
+    """Threads and file descriptors, whichever end closes first."""
+    source, targets = tensor_store(LAYOUT, 4, seed=3), [tensor_store(LAYOUT, 4) for _ in range(3)]
+
+    async def scenario(*, receivers_first):
+        before = held_by_this_process()
+        async with ends(source, *targets) as (sender, *receivers):
+            for receiver, target in zip(receivers, targets, strict=True):
+                await check_transfer(sender, receiver, target, source, range(4), range(4))
+            assert threading.active_count() == before[0] + 12, "each end of each pair has two threads"
+            if receivers_first:
+                await receivers[0].close()
+        await until(lambda: held_by_this_process() == before)
+
+    for receivers_first in (False, True, False):
+        run(scenario(receivers_first=receivers_first))
+
+
+def test_only_the_address_that_was_bound_is_listened_on():
+    """Neither the signalling nor the group opens a port to other networks."""
+    source, target = tensor_store(LAYOUT, 4, seed=4), tensor_store(LAYOUT, 4)
+
+    def listening():
+        sockets = psutil.Process().net_connections()
+        return {socket.laddr for socket in sockets if socket.status == psutil.CONN_LISTEN}
+
+    async def scenario():
+        before = listening()  # servers of earlier tests
+        async with ends(source, target) as (sender, receiver):
+            await check_transfer(sender, receiver, target, source, range(4), range(4))
+            assert {place.ip for place in listening() - before} == {"127.0.0.1"}
+
+    run(scenario())
+
+
+def test_connections_are_bounded_and_made_again(monkeypatch):
+    monkeypatch.setattr(torch_dist, "MAX_CONNECTIONS", 2)
+    source, targets = tensor_store(LAYOUT, 4, seed=5), [tensor_store(LAYOUT, 4) for _ in range(4)]
+    num_threads = threading.active_count()  # other tests may have left the one in which pyzmq collects what was sent
+
+    async def scenario():
+        async with ends(source, *targets) as (sender, *receivers):
+            for receiver, target in zip(receivers * 2, targets * 2, strict=True):
+                await check_transfer(sender, receiver, target, source, range(4), range(4))
+            await until(lambda: threading.active_count() <= num_threads + 2 * 4)
+
+    run(scenario())
+
+
+# ---- the seam itself ----
+
+
+@pytest.mark.parametrize("runner", [asyncio.run, uvloop.run])
+def test_frames_of_every_size_arrive_in_order(runner):
+    """Empty ones, and none at all; replies come back."""
+    generator = torch.Generator().manual_seed(8)
+    sizes = [[], [0], [1, 0, 7], [5 * 2**18], [], [3] * 64, [0, 0], [2**24]]
+    messages = [[torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in m] for m in sizes]
+
+    async def scenario():
+        taken, replies, lost = [], [], []
+        listener, dialer = TorchDistListener(ANY_PORT, CPU), TorchDistDialer(CPU)
+
+        def take(peer, header, frames):
+            taken.append((bytes(header), frames))
+            listener.reply(peer, b"to " + header)
+
+        listener.start(take)
+        dialer.start(lambda header: replies.append(bytes(header)), lost.append)
+        released = [
+            dialer.send(listener.address, str(number).encode(), frames) for number, frames in enumerate(messages)
+        ]
+        await asyncio.gather(*released)
+        await until(lambda: len(replies) == len(messages))
+        assert [header for header, _ in taken] == [str(number).encode() for number in range(len(messages))]
+        assert replies == [b"to " + header for header, _ in taken]
+        for frames, (_, arrived) in zip(messages, taken, strict=True):
+            assert len(frames) == len(arrived)
+            assert all(map(torch.equal, frames, arrived))
+        await dialer.close()
+        await listener.close()
+        assert not lost
+
+    run(scenario(), runner)
+
+
+@pytest.mark.parametrize("moment", ["dialling", "sending"])
+def test_every_frame_is_given_back_on_close(moment):
+    frame = torch.zeros(2**20, dtype=torch.uint8)
+
+    async def scenario():
+        listener, dialer = TorchDistListener(ANY_PORT, CPU), TorchDistDialer(CPU)
+        arrived = asyncio.Event()
+        listener.start(lambda *_: arrived.set())
+        dialer.start(lambda _: None, lambda _: None)
+        released = [dialer.send(listener.address, b"header", [frame]) for _ in range(100)]
+        if moment == "sending":
+            await arrived.wait()
+        await dialer.close()
+        assert all(future.done() for future in released)
+        await listener.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("runner", [asyncio.run, uvloop.run])
+@pytest.mark.parametrize("num_turns", [0, 1, 2, 3, 4, 6, 8, 12])
+def test_a_listener_may_close_at_any_moment(num_turns, runner):
+    """Of somebody's dialling, too: pytest warns of what is left open."""
+
+    async def scenario():
+        lost, frame = [], torch.zeros(2**20, dtype=torch.uint8)
+        listener, dialer = TorchDistListener(ANY_PORT, CPU), TorchDistDialer(CPU)
+        listener.start(lambda *_: None)
+        dialer.start(lambda _: None, lost.append)
+        released = dialer.send(listener.address, b"header", [frame])
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await listener.close()
+        await released
+        await until(lambda: lost)
+        await dialer.close()
+
+    run(scenario(), runner)
+    gc.collect()
+
+
+def test_a_lost_receiver_is_told_of_once():
+    async def scenario():
+        lost, frame = [], torch.zeros(2**20, dtype=torch.uint8)
+        listener, dialer = TorchDistListener(ANY_PORT, CPU), TorchDistDialer(CPU)
+        listener.start(lambda *_: None)
+        dialer.start(lambda _: None, lost.append)
+        await dialer.send(listener.address, b"header", [frame])
+        await listener.close()
+        await until(lambda: lost)
+        await asyncio.gather(*(dialer.send(listener.address, b"header", [frame]) for _ in range(9)))
+        await until(lambda: len(lost) == 2)
+        await dialer.close()
+        assert lost == [listener.address] * 2
+
+    run(scenario())

@@ -1,0 +1,270 @@
+"""What the tests of the corridor share: a store of plain bytes, a network of each kind, a network that misbehaves."""
+
+import asyncio
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from kv_transfer.ends.receiver import KVReceiver, Received
+from kv_transfer.ends.sender import KVSender, Sent
+from kv_transfer.ticket import LaneEnd, Ticket
+from kv_transfer.transports.loopback import LoopbackNetwork
+from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
+from kv_transfer.wire import decode
+from serving_core.layout import KVLayout
+from tests.unit.engine.some_heads import SomeHeads
+from tests.unit.kv_transfer.torch_dist_kit import HostDialer, HostListener
+
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
+BIG_LAYOUT = KVLayout(num_layers=20, num_kv_heads=8, head_dim=64, block_size=16, dtype="bfloat16")
+SMOLLM2 = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
+BIG_NUM_BLOCKS = 64  # 42 MB
+TEST_TIMEOUT_S = 60.0
+
+
+def run(scenario, runner=asyncio.run):
+    """Runs a scenario to its end, which must come."""
+
+    async def bounded():
+        async with asyncio.timeout(TEST_TIMEOUT_S):
+            return await scenario
+
+    return runner(bounded())
+
+
+async def until(condition):
+    """Returns once a condition holds of counters, which tell nobody when they change."""
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+class ByteStore:
+    """A KVStore on the host: random bytes for a seed, zeros without."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, seed: int | None = None):
+        self.layout = layout
+        self.num_blocks = num_blocks
+        num_bytes = num_blocks * layout.plane_bytes
+        fill = bytes if seed is None else random.Random(seed).randbytes
+        self._planes = [[bytearray(fill(num_bytes)) for _ in range(layout.num_layers)] for _ in "KV"]
+
+    def read(self, layer, block_ids):
+        """Views of neighbours, copies of others."""
+        keys, values = (
+            [memoryview(kind[layer])[start:stop].toreadonly() for start, stop in self._spans(block_ids)]
+            for kind in self._planes
+        )
+        if len(keys) == 1:
+            return keys[0], values[0]
+        return memoryview(b"".join(keys)), memoryview(b"".join(values))
+
+    def write(self, layer, block_ids, keys, values):
+        assert len(keys) == len(values) == len(block_ids) * self.layout.plane_bytes
+        for kind, planes in zip(self._planes, (keys, values), strict=True):
+            offset = 0
+            for start, stop in self._spans(block_ids):
+                kind[layer][start:stop] = planes[offset : offset + stop - start]
+                offset += stop - start
+
+    def heads(self, heads):
+        return self if heads == range(self.layout.num_kv_heads) else SomeHeads(self, heads)
+
+    def bytes_of(self, block_ids):
+        """Every byte of these blocks."""
+        layers = range(self.layout.num_layers)
+        return b"".join(bytes(view) for layer in layers for view in self.read(layer, block_ids))
+
+    @property
+    def is_held(self):
+        """Whether anybody holds a view of its bytes."""
+        try:
+            for plane in itertools.chain(*self._planes):
+                plane.append(0)
+                plane.pop()
+        except BufferError:
+            return True
+        return False
+
+    def flip(self, layer, block_id):
+        """Flips a bit of a block."""
+        self._planes[0][layer][block_id * self.layout.plane_bytes] ^= 1
+
+    def _spans(self, block_ids):
+        size = self.layout.plane_bytes
+        for _, members in itertools.groupby(enumerate(block_ids), key=lambda pair: pair[1] - pair[0]):
+            first, *rest = [block_id for _, block_id in members]
+            yield first * size, (first + len(rest) + 1) * size
+
+
+@dataclass
+class Fabric:
+    """Makes both ends of one kind of transport."""
+
+    kind: str
+    folder: object
+    loopback: LoopbackNetwork = field(default_factory=LoopbackNetwork)
+    _names: itertools.count = field(default_factory=itertools.count)
+
+    def listener(self):
+        match self.kind:
+            case "loopback":
+                return self.loopback.listener(f"node-{next(self._names)}")
+            case "tcp":
+                return ZmqListener("tcp://127.0.0.1:*")
+            case "ipc":
+                return ZmqListener(f"ipc://{self.folder}/{next(self._names)}")
+            case "torch_dist":
+                return HostListener()
+
+    def dialer(self):
+        match self.kind:
+            case "loopback":
+                return self.loopback.dialer()
+            case "torch_dist":
+                return HostDialer()
+            case _:
+                return ZmqDialer()
+
+
+@asynccontextmanager
+async def pair(fabric, source, target, *, deadline_s=20.0, wrap=lambda dialer: dialer):
+    """A sender of one store and a receiver into another. In the end nothing may be open."""
+    receiver = KVReceiver(fabric.listener(), target)
+    sender = KVSender(wrap(fabric.dialer()), source, deadline_s=deadline_s)
+    try:
+        yield sender, receiver
+    finally:
+        await sender.close()
+        await receiver.close()
+        assert (sender.num_open, receiver.num_open) == (0, 0)
+
+
+class Once:
+    """An on_done that may be called once; `result` waits for it."""
+
+    def __init__(self):
+        self._result = asyncio.get_running_loop().create_future()
+
+    def __call__(self, result):
+        self._result.set_result(result)  # raises the second time
+
+    @property
+    def is_done(self):
+        return self._result.done()
+
+    async def result(self):
+        return await asyncio.shield(self._result)
+
+
+@dataclass
+class Faults:
+    """How likely each thing happens to one message, drawn from one seeded stream."""
+
+    rng: random.Random
+    drop: float = 0.0
+    duplicate: float = 0.0
+    delay: float = 0.0  # long enough to be overtaken
+    truncate: float = 0.0
+    flip: float = 0.0
+    num_per_transfer: float = math.inf  # of messages spoilt for one transfer; replies are spoilt without limit
+
+    def happens(self, rate):
+        return self.rng.random() < rate
+
+
+class FaultyDialer:
+    """A Dialer that does to messages and replies what networks and memories do."""
+
+    def __init__(self, inner, faults: Faults):
+        self._inner = inner
+        self._faults = faults
+        self._num_spoilt = Counter()
+        self.payload = inner.payload
+
+    def start(self, on_reply: Callable[[memoryview], None], on_lost: Callable[[str], None]):
+        def faulty_reply(header):
+            spoilt = self._spoilt([header])
+            for _ in range(1 + self._faults.happens(self._faults.duplicate)):
+                if spoilt:
+                    on_reply(spoilt[0])
+
+        self._inner.start(faulty_reply, on_lost)
+
+    def connect(self, address):
+        self._inner.connect(address)
+
+    def send(self, address, header, frames: Sequence[memoryview] = ()):
+        return asyncio.ensure_future(self._send(address, header, frames))
+
+    async def close(self):
+        await self._inner.close()
+
+    async def _send(self, address, header, frames):
+        transfer_id = decode(header).transfer_id
+        parts = [memoryview(header), *frames]
+        if self._num_spoilt[transfer_id] < self._faults.num_per_transfer:
+            is_delayed = self._faults.happens(self._faults.delay)
+            await asyncio.sleep(0.003 * is_delayed)
+            spoilt = self._spoilt(parts)
+            self._num_spoilt[transfer_id] += is_delayed or spoilt is not parts
+            parts = spoilt
+        for _ in range(1 + self._faults.happens(self._faults.duplicate)):
+            if parts:
+                await self._inner.send(address, bytes(parts[0]), parts[1:])
+
+    def _spoilt(self, parts):
+        """The same list, or a changed one; nothing is left of a message that is dropped."""
+        faults, rng = self._faults, self._faults.rng
+        number = rng.randrange(len(parts))
+        part = parts[number]
+        if faults.happens(faults.drop):
+            return []
+        if faults.happens(faults.flip) and len(part):
+            flipped = bytearray(part)
+            flipped[rng.randrange(len(part))] ^= 1 << rng.randrange(8)
+            return [*parts[:number], memoryview(flipped), *parts[number + 1 :]]
+        if faults.happens(faults.truncate) and len(part):
+            return [*parts[:number], part[: rng.randrange(len(part))], *parts[number + 1 :]]
+        return parts
+
+
+epochs = itertools.count(1)  # no two attempts share one
+
+
+def grant(receiver, target_ids, on_done, *, epoch=None, ttl_s=20.0, num_cached_blocks=0):
+    """Lets a prefill node of one rank write these blocks of a decode node of one; the ticket."""
+    ticket = Ticket.draw(
+        epoch=next(epochs) if epoch is None else epoch,
+        layout=receiver.store.layout,
+        prefill_tp=1,
+        decode_tp=1,
+        addresses=[receiver.address],
+        num_blocks=len(target_ids),
+        num_cached_blocks=num_cached_blocks,
+        ttl_s=ttl_s,
+    )
+    receiver.expect(ticket, target_ids, on_done)
+    return ticket
+
+
+async def transfer(sender, receiver, source_ids, target_ids, *, tail=b"tail", num_cached_blocks=0):
+    """One undisturbed transfer; its two results."""
+    sent, received = Once(), Once()
+    ticket = grant(receiver, target_ids, received, num_cached_blocks=num_cached_blocks)
+    sender.start(ticket.encode(), sent).finish(source_ids, tail)
+    return await sent.result(), await received.result()
+
+
+def check_arrived(source, source_ids, target, target_ids, results, tail=b"tail"):
+    num_bytes = len(source_ids) * source.layout.block_bytes
+    assert results == (Sent(num_bytes), Received(tail, num_bytes))
+    assert target.bytes_of(target_ids) == source.bytes_of(source_ids)
+
+
+def a_ticket(address, transfer_id=bytes(16), num_blocks=4, epoch=1):
+    """A ticket that no receiver has granted."""
+    return Ticket(epoch, LAYOUT, 1, 1, num_blocks, 0, 20.0, (LaneEnd(transfer_id, address),))

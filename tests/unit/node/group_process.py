@@ -1,0 +1,104 @@
+"""One rank that tries out its group: `python -m tests.unit.node.group_process NAME ARGUMENT` prints one line of JSON.
+
+NAME is a function below.
+"""
+
+import json
+import os
+import sys
+import time
+
+import psutil
+import torch
+
+from engine.engine import Engine
+from engine.parallel import MOST_EXCHANGED_BYTES, join
+from serving_core.requests import Request, Work
+from serving_core.settings import EngineSettings
+from tests.toy_scheduler import greedy
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
+WIDTHS = [2, 1, 3]
+BLOCKS = [4, 5, 6]
+
+
+def joined(timeout_s):
+    return join(CPU, int(os.environ["WORLD_SIZE"]), timeout_s)
+
+
+def collectives(_):
+    """Every method of a group, on three ranks."""
+    group = joined(60)
+    sums = []
+    with torch.inference_mode():
+        for dtype in DTYPES:
+            tensor = torch.tensor([[1, 2], [3, 10 * group.rank]], dtype=dtype)
+            group.all_reduce(tensor)
+            sums.append(tensor.tolist())
+        columns = []
+        for num_rows in (2, 0):
+            for dtype in DTYPES[:2]:
+                local = torch.full((num_rows, WIDTHS[group.rank]), float(group.rank), dtype=dtype)
+                gathered = group.gather_columns(local, WIDTHS)
+                columns.append(
+                    None if gathered is None else [str(gathered.dtype), list(gathered.shape), *gathered.tolist()]
+                )
+    given = group.exchange(b"\0abc" * group.rank)
+    largest = group.exchange(bytes([group.rank]) * MOST_EXCHANGED_BYTES)
+    listening = {c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    group.close()
+    return {
+        "size": group.size,
+        "sums": sums,
+        "columns": columns,
+        "given": [data.hex() for data in given],
+        "largest": [[len(data), *set(data)] for data in largest],
+        "listening": sorted(listening),
+    }
+
+
+def wrong_block(folder):
+    """The fake model's tokens before and after one head of one token changes on the last rank."""
+    group = joined(60)
+    engine = Engine(EngineSettings(model=folder, device="cpu", block_size=4, num_kv_blocks=8), group)
+    request = Request("r", 0, [50] * 9, 9, greedy(1))
+    tokens = []
+    for work in (Work(request, 0, 9, BLOCKS), Work(request, 8, 1, BLOCKS)):
+        if group.rank == 0:
+            tokens += [token.token_id for token in engine.step([work])]
+        else:
+            engine.follow([work.share])
+        if group.rank == group.size - 1:
+            engine.pool.keys(1)[5, 2, -1, :] += 1
+    group.close()
+    return tokens
+
+
+def peer_that_is_gone(_):
+    group = joined(60)
+    if group.rank == 1:
+        os._exit(1)
+    return _error_of_a_sum(group)
+
+
+def peer_that_hangs(_):
+    group = joined(3)
+    if group.rank == 1:
+        time.sleep(600)
+    return _error_of_a_sum(group)
+
+
+def _error_of_a_sum(group):
+    try:
+        group.all_reduce(torch.ones(4))
+    except RuntimeError as error:
+        return type(error).__name__
+    finally:
+        group.close()
+    return "nothing"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.stdout.write(json.dumps(globals()[sys.argv[1]](sys.argv[2])) + "\n")

@@ -1,0 +1,121 @@
+"""One rank of several engines, one after the other, in a process of its own.
+
+`python -m tests.unit.node.rank_process FOLDER DEVICE` runs what FOLDER/cases.json lists. Rank 0 schedules, tells the others
+the shares of each step, and writes what it sampled; every rank writes what it says of itself.
+"""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from engine.engine import Engine
+from engine.parallel import choose_device, join
+from serving_core.requests import Share
+from serving_core.settings import EngineSettings
+from tests.toy_scheduler import greedy, run_all
+
+TIMEOUT_S = 120
+
+
+@contextmanager
+def rank_processes(tp_size, program, *arguments):
+    """Starts the ranks of a node; ends those that are left afterwards."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    meeting = {"WORLD_SIZE": str(tp_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", program, *map(str, arguments)],
+            env={**os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(tp_size)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def run_ranks(folder, tp_size, cases, device="cpu"):
+    """Runs the cases on tp_size ranks; gives what rank 0 sampled in each, and what each rank says of itself."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    with rank_processes(tp_size, __name__, folder, device) as processes:
+        for process in processes:
+            output, _ = process.communicate(timeout=TIMEOUT_S)
+            assert process.returncode == 0, output
+    facts = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(tp_size)]
+    return json.loads((folder / "sampled.json").read_text()), facts
+
+
+class Leader:
+    """An engine whose steps the other ranks are told of."""
+
+    def __init__(self, engine):
+        self._engine = engine
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def step(self, works):
+        self.tell([{**dataclasses.asdict(work.share), "block_ids": list(work.block_ids)} for work in works])
+        return self._engine.step(works)
+
+    def tell(self, shares):
+        self._engine.group.exchange(json.dumps(shares).encode())
+
+
+def follow(engine):
+    """Follows until there is nothing more."""
+    while (shares := json.loads(engine.group.exchange(b"")[0])) is not None:
+        engine.follow([Share(**share) for share in shares])
+
+
+def serve(case, device, group):
+    """What rank 0 sampled, and what this rank says of itself."""
+    engine = Engine(EngineSettings(device=device, **case["settings"]), group)
+    engine.warm_up()
+    sampled = None
+    if group.rank == 0:
+        leader = Leader(engine)
+        answers = run_all(leader, case["prompts"], greedy(**case["sampling"]), chunk_tokens=case["chunk_tokens"])
+        leader.tell(None)
+        sampled = [[dataclasses.asdict(token) for token in answer] for answer in answers]
+    else:
+        follow(engine)
+    facts = {
+        "fingerprint": engine.fingerprint,
+        "description": engine.description,
+        "num_blocks": engine.num_blocks,
+        "num_kv_heads": engine.layout.num_kv_heads,
+        "weight_bytes": engine.weight_bytes,
+        "kv_pool_bytes": engine.kv_pool_bytes,
+    }
+    return sampled, facts
+
+
+def main(folder, device):
+    torch.set_num_threads(1)
+    cases = json.loads((folder / "cases.json").read_text())
+    group = join(choose_device(device), int(os.environ["WORLD_SIZE"]), TIMEOUT_S)
+    results = {name: serve(case, device, group) for name, case in cases.items()}
+    group.close()
+    facts = {name: result[1] for name, result in results.items()}
+    (folder / f"rank{group.rank}.json").write_text(json.dumps(facts))
+    if group.rank == 0:
+        (folder / "sampled.json").write_text(json.dumps({name: result[0] for name, result in results.items()}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,127 @@
+"""Flags, environment and YAML from a settings class: precedence, types, refusals."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from click.testing import CliRunner
+
+from serving_core.flags import flag, settings_command, to_argv
+
+
+@dataclass(frozen=True)
+class Inner:
+    block_size: int = flag(16, "Tokens in a block.", minimum=1, maximum=64)
+    dtype: str = flag("auto", "The dtype.", choices=("auto", "float32"))
+
+
+@dataclass(frozen=True)
+class Outer:
+    model: str = flag("", "The model.", positional=True)
+    inner: Inner = field(default_factory=Inner)
+    share: float = flag(0.5, "A share.", minimum=0.0, maximum=1.0)
+    verbose: bool = flag(False, "Say more.")
+    limit: int | None = flag(None, "A limit.", minimum=1)
+    token: str = flag("", "A secret.", secret=True)
+    pool_bytes: int = flag(512 * 2**20, "A size.", minimum=1, maximum=2**33)
+
+
+def invoke(*argv, env=None):
+    seen = []
+    command = settings_command(Outer, seen.append, name="outer", help="Try it.")
+    result = CliRunner().invoke(command, list(argv), env=env or {})
+    return result, seen
+
+
+def parse(*argv, env=None):
+    result, seen = invoke(*argv, env=env)
+    assert result.exit_code == 0, result.output
+    return seen[0]
+
+
+def test_defaults_are_those_of_the_dataclass():
+    assert parse() == Outer()
+
+
+def test_flags_reach_nested_settings():
+    assert parse("folder", "--block-size", "8", "--verbose", "--limit", "3") == Outer(
+        model="folder", inner=Inner(block_size=8), verbose=True, limit=3
+    )
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("block-size: 4\nshare: 0.25\ndtype: float32\n")
+    environment = {"SPLITSERVE_BLOCK_SIZE": "5", "SPLITSERVE_SHARE": "0.75"}
+    settings = parse("--config", str(file), "--block-size", "6", env=environment)
+    assert settings == Outer(inner=Inner(block_size=6, dtype="float32"), share=0.75)
+
+
+@pytest.mark.parametrize(
+    ("given", "num_bytes"),
+    [("1", 1), ("4096", 4096), ("1KiB", 2**10), ("1.5 GiB", 3 * 2**29), ("512mib", 2**29), ("7 B", 7)],
+)
+def test_a_size_may_have_a_unit_wherever_it_is_given(tmp_path, given, num_bytes):
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"pool-bytes: {given}\n")
+    for settings in (
+        parse("--pool-bytes", given),
+        parse(env={"SPLITSERVE_POOL_BYTES": given}),
+        parse("--config", str(file)),
+    ):
+        assert settings == Outer(pool_bytes=num_bytes)
+        assert parse(*to_argv(settings)) == settings
+
+
+def test_help_shows_a_size_with_its_unit():
+    assert "[default: (512.0 MiB)" in " ".join(invoke("--help")[0].output.split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--pool-bytes", "lots"], "'lots' is no size such as 512MiB"),
+        (["--pool-bytes", "0"], "0 is not in the range 1<=x<=8589934592"),
+        (["--pool-bytes", "9GiB"], "9663676416 is not in the range 1<=x<=8589934592"),
+        (["--block-size", "0"], "0 is not in the range 1<=x<=64"),
+        (["--block-size", "many"], "'many' is not a valid integer range"),
+        (["--dtype", "int3"], "'int3' is not one of 'auto', 'float32'"),
+        (["--no-such-flag", "1"], "No such option"),
+        (["--share", "1.5"], "1.5 is not in the range 0.0<=x<=1.0"),
+    ],
+)
+def test_bad_flags_are_refused_with_the_limit(argv, message):
+    result, seen = invoke(*argv)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert not seen
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("block_sise: 4\n", "unknown keys: block_sise"),
+        ("- a\n- b\n", "must hold a mapping"),
+        ("a: [1\n", "is not YAML"),
+        ("block-size: 1000\n", "1000 is not in the range"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path, content, message):
+    file = tmp_path / "settings.yaml"
+    file.write_text(content)
+    result, seen = invoke("--config", str(file))
+    assert result.exit_code == 2
+    assert message in result.output
+    assert not seen
+
+
+def test_to_argv_rebuilds_the_settings_without_secrets():
+    settings = Outer(model="folder", inner=Inner(block_size=8), verbose=True, limit=2, token="canary")
+    argv = to_argv(settings)
+    assert "canary" not in " ".join(argv)
+    assert parse(*argv) == Outer(model="folder", inner=Inner(block_size=8), verbose=True, limit=2)
+
+
+def test_secrets_come_from_the_environment_and_help_does_not_show_them():
+    assert parse(env={"SPLITSERVE_TOKEN": "canary"}).token == "canary"
+    result, _ = invoke("--help", env={"SPLITSERVE_TOKEN": "canary"})
+    assert "canary" not in result.output

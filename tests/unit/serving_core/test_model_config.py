@@ -1,0 +1,210 @@
+import json
+
+import pytest
+import transformers
+
+from serving_core.errors import ModelError
+from serving_core.layout import KVLayout
+from serving_core.model_config import read_model_config
+from serving_core.rope_config import DefaultRope, LinearRope, Llama3Rope, YarnRope
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Writes a config.json (and generation_config.json) and reads it."""
+
+    def read(config, generation=None):
+        (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return read_model_config(tmp_path)
+
+    return read
+
+
+def test_plain_llama(read):
+    config = read({**LLAMA, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2})
+    assert (config.architecture, config.model_type, config.dtype) == ("LlamaForCausalLM", "llama", "bfloat16")
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (100, 48, 80)
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (3, 4, 2, 12)
+    assert (config.rms_norm_eps, config.max_position_embeddings) == (1e-5, 512)
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == (False, False, False, False)
+    assert config.sliding_windows == (None, None, None)
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
+    assert config.kv_layout(16, "float32") == KVLayout(3, 2, 12, 16, "float32")
+
+
+def test_defaults_are_those_of_transformers(read):
+    config = read({key: value for key, value in LLAMA.items() if key != "num_key_value_heads"})
+    reference = transformers.LlamaConfig(**{**LLAMA, "num_key_value_heads": None})
+    assert config.num_kv_heads == reference.num_key_value_heads
+    assert config.rms_norm_eps == reference.rms_norm_eps
+    assert config.tie_word_embeddings == reference.tie_word_embeddings
+    assert config.rope == DefaultRope(reference.rope_parameters["rope_theta"])
+    assert read(MISTRAL).sliding_windows == (transformers.MistralConfig().sliding_window,) * 3
+    assert read(QWEN3).head_dim == transformers.Qwen3Config().head_dim
+
+
+@pytest.mark.parametrize(
+    ("config", "biases_and_norm"),
+    [
+        ({**LLAMA, "attention_bias": True, "mlp_bias": True}, (True, True, True, False)),
+        ({**MISTRAL, "attention_bias": True, "mlp_bias": True}, (False, False, False, False)),
+        (QWEN2, (True, False, False, False)),
+        ({**QWEN3, "attention_bias": True}, (True, True, False, True)),
+    ],
+)
+def test_biases_and_norms_of_each_family(read, config, biases_and_norm):
+    config = read(config)
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == biases_and_norm
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        ({**MISTRAL, "sliding_window": 7}, (7, 7, 7)),
+        ({**MISTRAL, "sliding_window": None}, (None, None, None)),
+        ({**QWEN2, "sliding_window": 7}, (None, None, None)),
+        ({**QWEN2, "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1}, (None, 7, 7)),
+        ({**QWEN3, "sliding_window": None, "use_sliding_window": True}, (None, None, None)),
+        (
+            {
+                **QWEN3,
+                "sliding_window": 7,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (7, None, 7),
+        ),
+    ],
+)
+def test_sliding_windows(read, config, windows):
+    assert read(config).sliding_windows == windows
+
+
+@pytest.mark.parametrize(
+    ("fields", "rope"),
+    [
+        ({"rope_theta": 500000.0}, DefaultRope(500000.0)),
+        ({"rope_theta": 5e5, "rope_scaling": None}, DefaultRope(5e5)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, DefaultRope(7.0)),
+        ({"rope_theta": 3.0, "rope_scaling": {"type": "linear", "factor": 2}}, LinearRope(3.0, 2.0)),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            Llama3Rope(10000.0, 8.0, 64, 1.0, 4.0),
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5, "truncate": False}},
+            YarnRope(10000.0, 4.0, 512, 32.0, 1.0, 1.5, False),
+        ),
+    ],
+)
+def test_rope_in_both_spellings(read, fields, rope):
+    assert read({**LLAMA, **fields}).rope == rope
+
+
+def test_yarn_attention_factor_follows_the_paper(read):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    assert read({**LLAMA, "rope_scaling": yarn}).rope.attention_factor == pytest.approx(1.138629436)  # 0.1 ln 4 + 1
+
+
+def test_end_tokens_of_generation_config_win(read):
+    assert read({**LLAMA, "eos_token_id": 2}, {"eos_token_id": [5, 6], "bos_token_id": 9}).eos_token_ids == (5, 6)
+    assert read({**LLAMA, "eos_token_id": 2}, {"bos_token_id": 9}).eos_token_ids == (2,)
+    assert read({**LLAMA, "bos_token_id": 2}, {"bos_token_id": 9}).bos_token_id == 9
+    assert read(LLAMA, {}).eos_token_ids == ()
+
+
+def test_custom_code_is_ignored_not_run(read, tmp_path):
+    (tmp_path / "modeling_evil.py").write_text("raise SystemExit('executed')")
+    config = read({**LLAMA, "auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}})
+    assert config.architecture == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM' is not supported; supported are LlamaFor"),
+        ({"architectures": None, "model_type": "qwen3_moe"}, "'qwen3_moe' is not supported; supported are LlamaFor"),
+        ({"architectures": ["LlavaForConditionalGeneration"]}, "'LlavaForConditionalGeneration' is not supported"),
+        ({"architectures": []}, "architectures .* must be a list of one name"),
+        ({"model_type": "mistral"}, "model_type .* must be 'llama' for LlamaForCausalLM"),
+        ({"quantization_config": {"bits": 4}}, "quant_method '' of a quantization_config is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported is silu"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported; supported"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing in rope_scaling"),
+        ({"rope_scaling": "yarn"}, "rope_scaling .* must be an object"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor .* must be above 0"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ by layer type"),
+        ({"torch_dtype": "float64"}, "dtype 'float64' is not supported; supported are float32"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"vocab_size": 0}, "vocab_size .* must be an integer of at least 1, not 0"),
+        ({"vocab_size": "many"}, "vocab_size .* must be an integer"),
+        ({"vocab_size": True}, "vocab_size .* must be an integer"),
+        ({"hidden_size": -3}, "hidden_size .* must be an integer"),
+        ({"hidden_size": 50}, r"hidden_size .* must be a multiple of num_attention_heads \(4\)"),
+        ({"head_dim": 11}, r"an odd head_dim \(11\) is not supported"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers .* must be at most 1024"),
+        ({"num_key_value_heads": 3}, r"num_key_value_heads .* must be a divisor of num_attention_heads \(4\)"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps .* must be a finite number"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings .* must be true or false"),
+        ({"eos_token_id": 100}, r"eos_token_id .* below the vocabulary size \(100\)"),
+        ({"eos_token_id": [1, -1]}, "eos_token_id"),
+    ],
+)
+def test_refusals_name_the_thing(read, changes, sentence):
+    with pytest.raises(ModelError, match=sentence):
+        read({**LLAMA, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"layer_types": ["full_attention"]}, "layer_types .* must be a list of 3 names"),
+        (
+            {"layer_types": ["full_attention", "chunked_attention", 3]},
+            "layer type 'chunked_attention' is not supported",
+        ),
+    ],
+)
+def test_refused_layer_types(read, changes, sentence):
+    with pytest.raises(ModelError, match=sentence):
+        read({**QWEN2, "use_sliding_window": True, "sliding_window": 7, **changes})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\udcff", "[" * 100_000])
+def test_broken_config(tmp_path, text):
+    (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_model_config(tmp_path)
+
+
+def test_missing_folder_and_missing_config(tmp_path):
+    with pytest.raises(ModelError, match="there is no model folder"):
+        read_model_config(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"config\.json cannot be read: No such file"):
+        read_model_config(tmp_path)

@@ -1,0 +1,372 @@
+"""Both clients against a real gRPC server whose answers the test writes."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from dataclasses import fields
+
+import grpc
+import pytest
+from google.rpc import status_pb2
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+from grpc_status import rpc_status
+
+from protos import inference_pb2
+from splitserve import AsyncClient, Client
+from splitserve.client import answers
+from splitserve.client.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Overloaded,
+    Refused,
+    ServerFault,
+    Unauthenticated,
+    Unavailable,
+)
+from splitserve.client.questions import Sampling, generate_request
+from tests.scripted_server import Script, chunk, complete, refusal, serving
+
+DEADLINE_S = 10.0
+
+
+@pytest.fixture
+def script():
+    return Script()
+
+
+@pytest.fixture
+def target(script):
+    with serving(script) as target:
+        yield target
+
+
+def ask(target, prompt="hi", **options):
+    with Client(target) as client:
+        return list(client.generate(prompt, **options))
+
+
+async def ask_async(target, prompt="hi", **options):
+    async with AsyncClient(target) as client:
+        return [item async for item in client.generate(prompt, **options)]
+
+
+@pytest.fixture(params=["sync", "async"])
+def asked(request):
+    """The same question through either client."""
+    if request.param == "sync":
+        return ask
+    return lambda *args, **options: asyncio.run(ask_async(*args, **options))
+
+
+def test_an_answer_becomes_typed_chunks(script, target, asked):
+    logprobs = [inference_pb2.TokenLogprobs(token_id=7, logprob=-0.5, top=[inference_pb2.TopLogprob(token_id=8)])]
+    timeline = inference_pb2.Timeline(prefill_s=1.5, e2e_s=2.0, decode_node="d0", num_restarts=1)
+    script.replies = [
+        chunk("Par", 0, [7], logprobs=logprobs),
+        chunk("is", 1, [9, 10]),
+        complete(
+            matched_stop_str=".",
+            prompt_tokens=5,
+            completion_tokens=3,
+            cached_tokens=2,
+            timeline=timeline,
+            kv_bytes=2**40,
+            kv_bytes_saved=9,
+        ),
+    ]
+    first, second, last = asked(target)
+    assert (first.text, first.token_ids, first.first_token_index, first.request_id) == ("Par", (7,), 0, "r1")
+    assert first.logprobs == (answers.TokenLogprob(7, -0.5, (answers.TopLogprob(8, 0.0),)),)
+    assert first.completion is None
+    assert (second.first_token_index, second.token_ids) == (1, (9, 10))
+    assert (last.text, last.token_ids) == ("", ())
+    end = last.completion
+    assert (end.finish_reason, end.matched_stop) == ("stop", ".")
+    assert (end.prompt_tokens, end.completion_tokens, end.cached_tokens) == (5, 3, 2)
+    assert (end.kv_bytes, end.kv_bytes_saved) == (2**40, 9)
+    assert (end.timeline.prefill_s, end.timeline.decode_node, end.timeline.num_restarts) == (1.5, "d0", 1)
+
+
+def test_the_matched_stop_may_be_a_token_or_nothing(script, target, asked):
+    script.replies = [complete(matched_token_id=0)]
+    assert asked(target)[0].completion.matched_stop == 0
+    script.replies = [complete()]
+    assert asked(target)[0].completion.matched_stop is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind", "sent"),
+    [
+        ("héllo", "text", "héllo"),
+        ("", "text", ""),
+        ([1, 2, 3], "tokenized", inference_pb2.TokenizedInput(input_ids=[1, 2, 3])),
+        ([], "tokenized", inference_pb2.TokenizedInput()),
+        (
+            [{"role": "user", "content": "hi"}],
+            "chat",
+            inference_pb2.ChatInput(messages=[inference_pb2.ChatMessage(role="user", content="hi")]),
+        ),
+    ],
+)
+def test_text_token_ids_and_conversations_are_sent_as_such(script, target, asked, prompt, kind, sent):
+    asked(target, prompt)
+    (request,) = script.requests
+    assert request.WhichOneof("input") == kind
+    assert getattr(request, kind) == sent
+
+
+def test_only_sampling_fields_that_were_given_are_sent(script, target, asked):
+    asked(target, temperature=0, top_k=None, stop="x", logit_bias={5: -1.0}, model="m", request_id="mine")
+    (request,) = script.requests
+    assert (request.model, request.request_id) == ("m", "mine")
+    assert request.sampling_params == inference_pb2.SamplingParams(temperature=0, stop=["x"], logit_bias={5: -1.0})
+    assert request.sampling_params.HasField("temperature")
+
+
+def test_a_salt_is_sent_when_it_is_given(script, target, asked):
+    asked(target, cache_salt="tenant-é")
+    asked(target)
+    assert [request.cache_salt for request in script.requests] == ["tenant-é", ""]
+
+
+@pytest.mark.parametrize("salt", ["\ud800", 5])
+def test_a_salt_that_the_wire_cannot_carry_is_refused_at_once(salt):
+    with pytest.raises(Refused) as caught:
+        generate_request("hi", model="", request_id="", cache_salt=salt, sampling={})
+    assert caught.value.reason == "BAD_PARAM"
+
+
+def test_every_sampling_field_of_the_wire_can_be_given():
+    assert set(Sampling.__annotations__) == set(inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (answers.Timeline, inference_pb2.Timeline),
+        (answers.NodeLoad, inference_pb2.NodeLoad),
+        (answers.RankLoad, inference_pb2.RankLoad),
+        (answers.NodeInfo, inference_pb2.NodeInfo),
+        (answers.ModelInfo, inference_pb2.GetModelInfoResponse),
+        (answers.ServerInfo, inference_pb2.GetServerInfoResponse),
+        (answers.Loads, inference_pb2.GetLoadsResponse),
+        (answers.Aborted, inference_pb2.AbortResponse),
+    ],
+)
+def test_answers_leave_no_wire_field_out(record, message):
+    assert {field.name for field in fields(record)} == set(message.DESCRIPTOR.fields_by_name)
+
+
+@pytest.mark.parametrize("prompt", ["\ud800", [-1], [2**32], ["a"], [{"role": "user", "text": "hi"}], [1.5]])
+def test_what_the_wire_cannot_carry_is_refused_at_once(prompt):
+    with pytest.raises(Refused) as caught:
+        generate_request(prompt, model="", request_id="", cache_salt="", sampling={})
+    assert caught.value.reason == "BAD_PARAM"
+
+
+def test_an_unknown_sampling_field_is_a_type_error():
+    with pytest.raises(TypeError, match="max_new_tokens"):
+        generate_request("hi", model="", request_id="", cache_salt="", sampling={"max_new_tokens": 1})
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "expected"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, "PROMPT_TOO_LONG", Refused),
+        (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND", Refused),
+        (grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID", Refused),
+        (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED", Unauthenticated),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", Overloaded),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", DeadlineExceeded),
+        (grpc.StatusCode.CANCELLED, "", Cancelled),
+        (grpc.StatusCode.INTERNAL, "ENGINE_ERROR", ServerFault),
+        (grpc.StatusCode.DATA_LOSS, "KV_CHECKSUM_MISMATCH", ServerFault),
+    ],
+)
+def test_a_status_becomes_its_exception(script, target, asked, code, reason, expected):
+    script.failures = [refusal(code, "the sentence", reason, retry_after_s=0.25)]
+    with pytest.raises(expected, match="the sentence") as caught:
+        asked(target)
+    error = caught.value
+    assert (error.code, error.reason, error.message, error.retry_after_s) == (code, reason, "the sentence", 0.25)
+
+
+def test_a_status_without_details_still_has_its_exception(script, target, asked):
+    script.failures = [rpc_status.to_status(status_pb2.Status(code=grpc.StatusCode.INTERNAL.value[0]))]
+    with pytest.raises(ServerFault, match="INTERNAL") as caught:
+        asked(target)
+    assert (caught.value.reason, caught.value.retry_after_s) == ("", None)
+
+
+def test_unavailable_before_the_first_message_is_tried_three_times(script, target, asked):
+    script.failures = [refusal(grpc.StatusCode.UNAVAILABLE, "draining", "DRAINING")] * 2
+    script.replies = [chunk("ok")]
+    assert [item.text for item in asked(target)] == ["ok"]
+    assert len(script.requests) == 3
+
+
+def test_and_not_a_fourth_time(script, target, asked):
+    script.failures = [refusal(grpc.StatusCode.UNAVAILABLE, "draining", "DRAINING")] * 3
+    with pytest.raises(Unavailable, match="draining"):
+        asked(target)
+    assert len(script.requests) == 3
+
+
+def test_a_refusal_is_not_repeated(script, target, asked):
+    script.failures = [refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL")]
+    with pytest.raises(Overloaded):
+        asked(target)
+    assert len(script.requests) == 1
+
+
+def test_nobody_listening_is_a_sentence(asked):
+    with pytest.raises(Unavailable, match=r"no server answers at 127\.0\.0\.1:1; start one with: splitserve up"):
+        asked("127.0.0.1:1")
+
+
+def test_the_deadline_ends_an_endless_answer(script, target, asked):
+    script.endless = True
+    with pytest.raises(DeadlineExceeded, match="deadline"):
+        asked(target, deadline_s=0.2)
+    assert script.cancelled.wait(DEADLINE_S)
+
+
+def test_the_api_key_goes_with_every_call(script, target):
+    with Client(target, api_key="k") as client:
+        list(client.generate("hi"))
+    assert script.metadata[0]["authorization"] == "Bearer k"
+
+
+def test_break_cancels_on_the_server(script, target):
+    script.endless = True
+    with Client(target) as client:
+        for _ in client.generate("hi"):
+            break
+        assert script.cancelled.wait(DEADLINE_S)
+
+
+def test_an_exception_in_the_loop_cancels_on_the_server(script, target):
+    script.endless = True
+
+    def fail_in_the_loop() -> None:
+        for _ in client.generate("hi"):
+            raise ZeroDivisionError
+
+    with Client(target) as client:
+        with pytest.raises(ZeroDivisionError):
+            fail_in_the_loop()
+        assert script.cancelled.wait(DEADLINE_S)
+
+
+def test_close_of_the_iterator_cancels_on_the_server(script, target):
+    script.endless = True
+    with Client(target) as client:
+        stream = client.generate("hi")
+        next(stream)
+        stream.close()
+        assert script.cancelled.wait(DEADLINE_S)
+
+
+async def wait_for(event: threading.Event) -> bool:
+    return await asyncio.get_running_loop().run_in_executor(None, event.wait, DEADLINE_S)
+
+
+def test_async_break_cancels_on_the_server(script, target):
+    script.endless = True
+
+    async def leave() -> bool:
+        async with AsyncClient(target) as client:
+            async for _ in client.generate("hi"):
+                break
+            return await wait_for(script.cancelled)
+
+    assert asyncio.run(leave())
+
+
+def test_a_cancelled_task_cancels_on_the_server(script, target):
+    script.endless = True
+
+    async def cancel() -> bool:
+        async with AsyncClient(target) as client:
+            started = asyncio.Event()
+
+            async def read() -> None:
+                async for _ in client.generate("hi"):
+                    started.set()
+
+            task = asyncio.create_task(read())
+            await started.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            return await wait_for(script.cancelled)
+
+    assert asyncio.run(cancel())
+
+
+def test_closing_the_client_under_a_reader_raises_cancelled(script, target):
+    script.endless = True
+
+    async def close_in_the_loop() -> None:
+        client = AsyncClient(target)
+        async for _ in client.generate("hi"):
+            await client.close()
+
+    with pytest.raises(Cancelled):
+        asyncio.run(close_in_the_loop())
+
+
+def test_the_short_calls(script, target):
+    async def call() -> tuple[object, ...]:
+        async with AsyncClient(target) as client:
+            return (
+                await client.abort(["a", "b"]),
+                await client.model_info(),
+                await client.server_info(),
+                await client.loads(),
+                await client.health(),
+            )
+
+    with Client(target) as client:
+        replies = client.abort(["a", "b"]), client.model_info(), client.server_info(), client.loads(), client.health()
+    assert asyncio.run(call()) == replies
+    aborted, model, server, loads, healthy = replies
+    assert aborted == answers.Aborted(("a",), ("b",))
+    assert (model.served_model_name, model.eos_token_ids, model.has_chat_template) == ("m", (2, 3), True)
+    assert (server.uptime_s, server.nodes[0].fingerprint) == (2.5, {"dtype": "bfloat16"})
+    assert loads.nodes[0].ranks == (
+        answers.RankLoad(0, 9 * 2**20, 2**20, 3 * 2**20),
+        answers.RankLoad(1, 8 * 2**20, 0, 0),
+    )
+    assert (loads.num_live_requests, loads.nodes[0].num_blocks_free, loads.nodes[0].step_s) == (1, 7, 0.5)
+    assert healthy
+
+
+def test_health_follows_the_server(script, target):
+    script.set_health(HealthCheckResponse.NOT_SERVING)
+    with Client(target) as client:
+        assert not client.health()
+
+    async def wait() -> None:
+        async with AsyncClient(target) as client:
+            with pytest.raises(DeadlineExceeded):
+                await client.wait_until_healthy(deadline_s=0.2)
+            asyncio.get_running_loop().call_later(0.05, script.set_health, HealthCheckResponse.SERVING)
+            await client.wait_until_healthy(deadline_s=DEADLINE_S)
+
+    asyncio.run(wait())
+
+
+def test_short_calls_raise_the_same_exceptions(target):
+    with Client("127.0.0.1:1", timeout_s=5) as client, pytest.raises(Unavailable, match="no server answers"):
+        client.loads()
+
+
+def test_the_client_needs_no_torch():
+    probe = (
+        "import json, sys, splitserve; splitserve.Client; splitserve.AsyncClient; print(json.dumps(list(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, check=True, timeout=60)
+    assert not {"torch", "transformers", "numpy"} & set(json.loads(done.stdout))

@@ -1,0 +1,144 @@
+"""The plan of a cluster: what each process is told."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import click
+import pytest
+
+from serving_core.errors import SettingsError
+from serving_core.flags import build, fields_of, settings_command
+from splitserve.launch.cluster import PLANNED, ClusterSettings, Place, plan_cluster, up_settings_class
+from splitserve.launch.models import LocalModel
+from splitserve.launch.rooms import COORDINATOR, DECODE, PREFILL, ROOMS, command_of, environment_of, flat, replaced
+
+MODEL = LocalModel(Path("/models/tiny"), "tiny")
+PLACE = Place(fleet_port=4000, socket_dir="/run/x", fleet_secret="s3cret", instance_id="this one", cpus=(0, 1, 2, 5))
+
+
+def received(process, room, monkeypatch):
+    """What the process's own command line makes of its argv and environment."""
+    monkeypatch.setattr(os, "environ", dict(process.environment))
+    assert process.argv[1:3] == ("-m", room.package)
+    seen = []
+    command = settings_command(room.settings_class, seen.append, name=room.role, help="")
+    command.main(list(process.argv[3:]), standalone_mode=False)
+    return flat(seen[0])
+
+
+def test_each_process_is_told_its_place(monkeypatch):
+    settings = ClusterSettings(prefill=1, decode=2, grpc_port=50061, http_port=8001, drain_s=3.0)
+    processes = plan_cluster(settings, {}, MODEL, PLACE)
+    assert [process.name for process in processes] == ["coordinator", "prefill-0", "decode-0", "decode-1"]
+    rooms = [COORDINATOR, PREFILL, DECODE, DECODE]
+    told = [received(process, room, monkeypatch) for process, room in zip(processes, rooms, strict=True)]
+    front, *nodes = told
+    assert (front["host"], front["port"]) == ("127.0.0.1", 50061)
+    assert (front["http_host"], front["http_port"]) == ("127.0.0.1", 8001)
+    assert (front["fleet_host"], front["fleet_port"]) == ("127.0.0.1", 4000)
+    assert (front["served_model_name"], front["instance_id"]) == ("tiny", "this one")
+    assert [node["name"] for node in nodes] == ["prefill-0", "decode-0", "decode-1"]
+    assert [node["cpus"] for node in nodes] == ["0,1", "2", "5"]
+    assert [node["kv_bind"] for node in nodes[1:]] == ["ipc:///run/x/decode-0", "ipc:///run/x/decode-1"]
+    assert {node["coordinator"] for node in nodes} == {"127.0.0.1:4000"}
+    for values in told:
+        assert (values["model"], values["fleet_secret"], values["drain_s"]) == ("/models/tiny", "s3cret", 3.0)
+
+
+def test_a_flag_goes_to_every_process_that_knows_it_and_to_no_other(monkeypatch):
+    passed = {"block_size": 32, "max_logprobs": 3, "max_num_seqs": 5, "transfer_timeout_s": 7.0, "log_level": "debug"}
+    front, prefill, decode = plan_cluster(ClusterSettings(), passed, MODEL, PLACE)
+    front_values = received(front, COORDINATOR, monkeypatch)
+    prefill_values = received(prefill, PREFILL, monkeypatch)
+    decode_values = received(decode, DECODE, monkeypatch)
+    assert (front_values["max_logprobs"], front_values["log_level"]) == (3, "debug")
+    assert (prefill_values["block_size"], prefill_values["transfer_timeout_s"]) == (32, 7.0)
+    assert (decode_values["block_size"], decode_values["max_num_seqs"]) == (32, 5)
+    assert not {"block_size", "max_num_seqs"} & set(front_values)
+
+
+def test_secrets_travel_in_the_environment_only():
+    for process in plan_cluster(ClusterSettings(), {"api_key": "k3y"}, MODEL, PLACE):
+        assert not any("s3cret" in argument or "k3y" in argument for argument in process.argv)
+        assert process.environment["SPLITSERVE_FLEET_SECRET"] == "s3cret"
+
+
+def test_the_launchers_environment_does_not_overrule_the_plan(monkeypatch):
+    monkeypatch.setenv("SPLITSERVE_PORT", "1234")
+    monkeypatch.setenv("SPLITSERVE_FLEET_SECRET", "other")
+    front, *_ = plan_cluster(ClusterSettings(grpc_port=50051), {}, MODEL, PLACE)
+    values = received(front, COORDINATOR, monkeypatch)
+    assert (values["port"], values["fleet_secret"]) == (50051, "s3cret")
+
+
+def test_what_is_passed_on_does_not_overrule_the_plan():
+    values = flat(build(up_settings_class(), {}))  # as `splitserve up` without flags passes them
+    assert plan_cluster(ClusterSettings(), values, MODEL, PLACE) == plan_cluster(ClusterSettings(), {}, MODEL, PLACE)
+
+
+def test_a_served_model_name_may_be_chosen(monkeypatch):
+    front, *_ = plan_cluster(ClusterSettings(), {"served_model_name": "mine"}, MODEL, PLACE)
+    assert received(front, COORDINATOR, monkeypatch)["served_model_name"] == "mine"
+
+
+def test_up_knows_every_flag_of_the_processes():
+    names = {field.name for field, _ in fields_of(up_settings_class())}
+    for room in ROOMS:
+        assert {field.name for field, _ in fields_of(room.settings_class)} <= names | PLANNED
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.role)
+def test_flags_of_up_that_are_not_given_change_nothing(room):
+    values = {name: value for name, value in flat(build(up_settings_class(), {})).items() if name not in PLANNED}
+    given = {name: value for name, value in values.items() if value is not None}
+    assert build(room.settings_class, given) == room.settings_class()
+
+
+def test_settings_survive_the_way_through_a_command_line(monkeypatch):
+    settings = build(DECODE.settings_class, {"model": "/m", "max_num_seqs": 3, "fleet_secret": "x", "cpus": "0-1"})
+    settings = replaced(settings, block_size=8)
+    monkeypatch.setattr(os, "environ", environment_of(settings))
+    seen = []
+    command: click.Command = settings_command(DECODE.settings_class, seen.append, name="decode", help="")
+    command.main(command_of(DECODE, settings)[3:], standalone_mode=False)
+    assert seen == [settings]
+
+
+def test_every_rank_has_a_share_of_the_cpus(monkeypatch):
+    """Four CPUs over three ranks of prefill and one of decode."""
+    settings = ClusterSettings(prefill_tp=3)
+    _, prefill, decode = plan_cluster(settings, {"tensor_parallel_size": 9}, MODEL, PLACE)
+    prefill_values = received(prefill, PREFILL, monkeypatch)
+    decode_values = received(decode, DECODE, monkeypatch)
+    assert (prefill_values["tensor_parallel_size"], prefill_values["cpus"]) == (3, "0,1,2")
+    assert (decode_values["tensor_parallel_size"], decode_values["cpus"]) == (1, "5")
+
+
+def test_ranks_share_cpus_where_there_are_too_few(monkeypatch):
+    place = dataclasses.replace(PLACE, cpus=(3, 4))
+    _, prefill, decode = plan_cluster(ClusterSettings(prefill_tp=2, decode_tp=4), {}, MODEL, place)
+    assert set(received(prefill, PREFILL, monkeypatch)["cpus"].split(",")) == {"3", "4"}
+    assert set(received(decode, DECODE, monkeypatch)["cpus"].split(",")) == {"3", "4"}
+
+
+def test_the_data_plane_of_torch_dist_is_on_the_loopback(monkeypatch):
+    *_, decode = plan_cluster(ClusterSettings(), {"kv_transport": "torch_dist"}, MODEL, PLACE)
+    values = received(decode, DECODE, monkeypatch)
+    assert (values["kv_transport"], values["kv_bind"]) == ("torch_dist", "")
+
+
+@pytest.mark.parametrize(
+    ("num_prefill", "given", "told"),
+    [(1, None, "never"), (1, "auto", "auto"), (2, "always", "always"), (0, None, "always"), (0, "auto", "auto")],
+)
+def test_without_prefill_nodes_decode_nodes_compute_the_prompts(num_prefill, given, told, monkeypatch):
+    settings = ClusterSettings(prefill=num_prefill, local_prefill=given)
+    front, *nodes = plan_cluster(settings, {"local_prefill": given}, MODEL, PLACE)
+    assert received(front, COORDINATOR, monkeypatch)["local_prefill"] == told
+    assert [node.role for node in nodes] == ["prefill"] * num_prefill + ["decode"]
+
+
+def test_prompts_that_nobody_may_compute_are_a_contradiction():
+    with pytest.raises(SettingsError, match="--prefill 0"):
+        plan_cluster(ClusterSettings(prefill=0, local_prefill="never"), {}, MODEL, PLACE)

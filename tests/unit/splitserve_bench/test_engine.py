@@ -1,0 +1,245 @@
+"""The bench of the engine, on tiny models: what it computes, what it says, and what it refuses."""
+
+import json
+import signal
+import tempfile
+
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner
+
+import engine.engine
+from engine.engine import Engine
+from serving_core.requests import Request, SamplingParams, Work
+from serving_core.settings import EngineSettings
+from splitserve.cli import main
+from splitserve_bench.engine import engine as bench_engine
+from splitserve_bench.engine import machine, stopwatch
+from splitserve_bench.engine.driver import NUM_STEPS, DecodeRun, PromptRun, num_blocks_for
+from splitserve_bench.engine.engine import read_weight_bytes
+from splitserve_bench.engine.figures import EngineBench, PromptSize
+from splitserve_bench.engine.random_models import SHAPES, Shape
+from splitserve_bench.engine.stopwatch import ATTENTION, HEAD, LINEARS, PARTS, SAMPLING, Stopwatch, watching
+from tests.tiny_models import write_fake_model, write_tiny_model
+
+SIZES = ("--prompts", "2x40,1x24", "--batches", "3 1", "--contexts", "36,20", "--repeats", "1", "--threads", "1")
+READ_PARAMETERS = 3 * (48 * 48 * 2 + 48 * 24 * 2 + 3 * 48 * 80) + 48 * 260 + 7 * 48  # layers, head, norms
+TINY = Shape("LlamaForCausalLM", "llama", 48, 3, 4, 2, 12, 80, 260, 1024)
+
+
+@pytest.fixture
+def small_machine(monkeypatch):
+    """A short look at the machine."""
+    monkeypatch.setattr(machine, "MOST_BUFFER_BYTES", 2**22)
+    monkeypatch.setattr(machine, "CPU_SHAPES", ((32, 64, 64),))
+    monkeypatch.setattr(machine, "SAMPLE_S", 0.0)
+
+
+@pytest.fixture
+def run(small_machine):
+    return lambda *arguments: CliRunner().invoke(main, ["bench", "engine", *map(str, arguments)])
+
+
+def load(folder, num_kv_blocks=64, **settings):
+    return Engine(EngineSettings(model=str(folder), num_kv_blocks=num_kv_blocks, block_size=8, **settings))
+
+
+def test_the_json_holds_every_figure(tmp_path, run):
+    folder = write_tiny_model(tmp_path / "model")
+    peer = tmp_path / "peer.log"
+    peer.write_text('RESULT {"peer": "a", "prefill": {"2x40": 1e-3}, "decode": {"b3_ctx36": 1e-9, "b9_ctx9": 1}}\n')
+    threads_before = torch.get_num_threads()
+    result = run(folder, *SIZES, "--json", "--peer-json", peer)
+    assert result.exit_code == 0, result.output
+    assert torch.get_num_threads() == threads_before
+    figures = json.loads(result.stdout)
+    assert figures["model"] == "model"
+    assert figures["engine"]["dtype"] == figures["machine"]["gemm_dtype"] == "float32"
+    assert figures["machine"]["num_threads"] == 1
+    start = figures["start"]
+    assert start["ready_s"] == pytest.approx(start["imports_s"] + start["load_s"] + start["warm_up_s"])
+    _check_prefill(figures["prefill"], figures["machine"]["gemm_flops_per_s"])
+    _check_decode(figures["decode"], figures["machine"]["read_bytes_per_s"])
+    _check_profiles(figures["profiles"])
+    assert [(each["kind"], each["key"], each["is_ahead"]) for each in figures["ratios"]] == [
+        ("prefill", "2x40", True),
+        ("decode", "b3_ctx36", False),
+    ]
+
+
+def _check_prefill(rows, gemm_flops_per_s):
+    assert [(row["prompts"]["count"], row["prompts"]["num_tokens"]) for row in rows] == [(2, 40), (1, 24)]
+    for row in rows:
+        seconds = row["prompts"]["count"] * row["prompts"]["num_tokens"] / row["tokens_per_s"]
+        assert row["gemm_share"] == pytest.approx(row["flops"] / seconds / gemm_flops_per_s)
+        assert row["best_tokens_per_s"] >= row["tokens_per_s"]
+
+
+def _check_decode(rows, read_bytes_per_s):
+    assert [(row["context_tokens"], row["batch"]) for row in rows] == [(20, 1), (20, 3), (36, 1), (36, 3)]
+    for row in rows:
+        # 16 steps, of which the first sees one token more than the context and the last sixteen more.
+        assert row["kv_bytes"] == row["batch"] * (row["context_tokens"] + 8.5) * 2 * 2 * 12 * 4 * 3
+        assert row["weight_bytes"] == 4 * READ_PARAMETERS
+        rate = (row["weight_bytes"] + row["kv_bytes"]) / row["step_s"]
+        assert row["bandwidth_share"] == pytest.approx(rate / read_bytes_per_s)
+        assert row["best_step_s"] <= row["step_s"]
+
+
+def _check_profiles(profiles):
+    names = ["a decode step of 3 requests at 36 tokens", "a prompt of 40 tokens in one chunk"]
+    assert [profile["name"] for profile in profiles] == names
+    for profile in profiles:
+        assert sum(part["own_s"] for part in profile["parts"]) == pytest.approx(profile["step_s"])
+        assert sum(part["share"] for part in profile["parts"]) == pytest.approx(1)
+        calls = {part["name"]: part["num_calls"] for part in profile["parts"]}
+        assert (calls[LINEARS], calls[HEAD], calls[SAMPLING]) == (3 * 4, 1, 1)
+        assert calls[ATTENTION] == 1 + 3  # a plan, then once a layer
+
+
+def test_the_tables_show_every_figure(tmp_path, run):
+    folder = write_tiny_model(tmp_path / "model")
+    peer = tmp_path / "peer.json"
+    peer.write_text('{"peer": "[a]", "load_s": 1e9, "decode": {"b3_ctx36": 1e9}}')
+    result = run(folder, *SIZES, "--kv-cache-dtype", "int8", "--peer-json", peer)
+    assert result.exit_code == 0, result.output
+    for text in (
+        "imports",
+        "GFLOP/s",
+        "GB/s",
+        "2x40",
+        "of the bandwidth",
+        *PARTS,
+        "decode b3_ctx36, ms",
+        "[a]",
+        "ahead",
+    ):
+        assert text in result.stdout
+    assert "decode steps of 3 requests at 36 tokens" in result.stderr
+
+
+def test_a_shape_is_measured_without_a_model(run, monkeypatch):
+    monkeypatch.setitem(SHAPES, "qwen3-0.6b", TINY)
+    result = run("--shape", "qwen3-0.6b", *SIZES, "--json")
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.stdout)
+    assert figures["engine"]["dtype"] == "bfloat16"
+    padded = figures["decode"][0]["weight_bytes"]  # by up to 15 rows below each matrix that is packed
+    assert 2 * READ_PARAMETERS <= padded <= 1.05 * 2 * READ_PARAMETERS
+
+
+def test_the_price_of_batch_invariance_can_be_measured(tmp_path, run):
+    result = run(write_tiny_model(tmp_path / "model"), *SIZES, "--batch-invariant", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["engine"]["batch_invariant"] == "yes"
+
+
+def test_random_weights_do_not_stay_behind(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(SHAPES, "qwen3-0.6b", TINY)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    handler, folders = signal.getsignal(signal.SIGTERM), []
+
+    def interrupted(folder, *others):
+        folders.append((folder, folder.exists()))
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(bench_engine, "measure_engine", interrupted)
+    assert run("--shape", "qwen3-0.6b").exit_code == 128 + signal.SIGTERM
+    ((folder, was_there),) = folders
+    assert (was_there, folder.is_relative_to(tmp_path), list(tmp_path.iterdir())) == (True, True, [])
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["model", "--shape", "qwen3-0.6b"], "not both"),
+        (["--prompts", "8x"], "'8x' is not of the form COUNTxLENGTH"),
+        (["--prompts", "0x8"], "'0x8' is not of the form COUNTxLENGTH"),
+        (["--batches", "1,-2"], "'-2' is not a whole number of at least 1"),
+        (["--contexts", ","], "there must be one at least"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(run, arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_models_that_cannot_be_measured_are_refused(tmp_path, run):
+    result = run(write_fake_model(tmp_path / "fake"))
+    assert (result.exit_code, "the fake model computes nothing" in result.stderr) == (2, True)
+    result = run(write_tiny_model(tmp_path / "tiny"), "--contexts", "1009")
+    assert (result.exit_code, "1025 tokens are more than the model's 1024" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_the_embedding_is_read_only_where_it_is_the_head(tmp_path, tie):
+    loaded = load(write_tiny_model(tmp_path, tie_word_embeddings=tie))
+    assert read_weight_bytes(loaded) == 4 * READ_PARAMETERS
+    assert loaded.weight_bytes == 4 * (READ_PARAMETERS + (0 if tie else 48 * 260))
+
+
+def test_decode_steps_continue_their_contexts(tmp_path):
+    folder = write_tiny_model(tmp_path)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    decode = DecodeRun(load(folder), 3, 37)
+    for context_tokens in (12, 16, 37):  # within a block, at its end, over several
+        decode.extend(context_tokens)
+        for batch in (1, 3, 2):
+            decode.rewind(batch)
+            assert decode.run_s(batch) > 0
+            for request in decode.requests[:batch]:
+                with torch.inference_mode():
+                    likeliest = reference(torch.tensor([request.token_ids])).logits[0].argmax(-1).tolist()
+                assert len(request.token_ids) == context_tokens + 1 + NUM_STEPS
+                assert request.token_ids[context_tokens + 1 :] == likeliest[context_tokens:-1]
+
+
+def test_a_rewound_8_bit_cache_gives_the_same_answer_again(tmp_path):
+    loaded = load(write_tiny_model(tmp_path), kv_cache_dtype="int8")
+    decode = DecodeRun(loaded, 1, 13)
+    decode.extend(13)
+    answers = []
+    for _ in range(3):
+        decode.rewind(1)
+        decode.run_s(1)
+        answers.append(list(decode.requests[0].token_ids))
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_prompts_are_computed_each_in_its_own_blocks(tmp_path):
+    size = PromptSize(3, 20)
+    sizes = EngineBench((size, PromptSize(1, 30)), (1,), (8,), 1)
+    loaded = load(write_tiny_model(tmp_path), num_blocks_for(sizes, load(tmp_path).layout))
+    assert loaded.num_blocks == 3 * 3  # 20 tokens in blocks of 8; one of 30 takes 4, and 8 + 16 take 3
+    assert PromptRun(loaded, size).run_s() > 0
+    keys = loaded.pool.keys(0)
+    assert all(keys[block].any() for block in range(9))
+
+
+def test_own_time_leaves_out_what_is_within(monkeypatch):
+    ticks = iter(range(100))
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: next(ticks))
+    watch = Stopwatch(torch.device("cpu"))
+    inner = watch.around(LINEARS, lambda x: x + 1)
+    outer = watch.around(HEAD, lambda x: inner(inner(x)))
+    assert outer(1) == 3
+    assert (watch.own_s[LINEARS], watch.own_s[HEAD]) == (2, 3)  # from 0 to 5, less 1-2 and 3-4
+    assert (watch.num_calls[LINEARS], watch.num_calls[HEAD], watch.total_s) == (2, 1, 5)
+
+
+def test_watches_change_no_answer_and_go_away(tmp_path):
+    loaded = load(write_tiny_model(tmp_path, tie_word_embeddings=True))
+    request = Request("a", 0, list(range(20)), 20, SamplingParams(max_tokens=1, temperature=0))
+    works = [Work(request, 0, 20, range(3))]
+    sample, plain = engine.engine.sample, loaded.step(works)
+    with watching(loaded) as watch:
+        assert loaded.step(works) == plain
+    assert watch.num_calls[HEAD] == 1
+    assert loaded.step(works) == plain
+    assert watch.num_calls[HEAD] == 1
+    assert engine.engine.sample is sample
+    assert "step" not in vars(loaded)
+    assert not any("forward" in vars(module) for module in loaded._model.modules())

@@ -1,0 +1,354 @@
+"""The load generator against servers that record what they do: everything it says must agree with their records."""
+
+import asyncio
+import os
+
+import psutil
+import pytest
+
+from splitserve_bench.errors import BenchError
+from splitserve_bench.serve.load import Target, describe, run_load
+from splitserve_bench.serve.metrics import Limits, summarize
+from splitserve_bench.serve.records import PlannedRequest
+from tests.unit.splitserve_bench.load_servers import (
+    BREAK,
+    DROP,
+    FAIL,
+    HANG,
+    LOST,
+    MAX_MODEL_LEN,
+    MODEL,
+    NO_NODE,
+    REFUSE,
+    SERVERS,
+    SHORT,
+    TIMELINE,
+    VOCAB_SIZE,
+    Script,
+    grpc_server,
+    http_server,
+)
+
+LONG_S = 60.0  # longer than anything here takes
+
+
+@pytest.fixture(params=SERVERS)
+def serving(request):
+    return SERVERS[request.param]
+
+
+def plan(count, *, gap_s=0.0, prompt_tokens=5, output_tokens=6):
+    return [PlannedRequest(i, i * gap_s, (i, *range(1, prompt_tokens)), output_tokens) for i in range(count)]
+
+
+async def send(target, planned, *, max_concurrency=None, request_timeout_s=LONG_S, on_progress=lambda _: None, **more):
+    return await run_load(
+        target,
+        planned,
+        max_concurrency=max_concurrency,
+        request_timeout_s=request_timeout_s,
+        on_progress=on_progress,
+        **more,
+    )
+
+
+async def test_what_is_planned_is_what_the_server_gets(serving):
+    script = Script()
+    planned = [PlannedRequest(i, 0.0, (i, 70_000 + i, 0), 1 + i) for i in (3, 1, 2)]
+    async with serving(script) as target:
+        outcomes = await send(target, planned)
+    assert [outcome.index for outcome in outcomes] == [3, 1, 2]
+    for request, outcome in zip(planned, outcomes, strict=True):
+        asked = script.seen[request.index].asked
+        assert asked["prompt"] == list(request.prompt)
+        assert asked["max_tokens"] == request.output_tokens
+        assert asked["ignore_eos"] is True
+        assert asked["temperature"] == 0
+        assert asked["repetition_penalty"] == 1  # which a model's folder may recommend otherwise
+        assert outcome.error == ""
+        assert outcome.num_prompt_tokens == 3
+        assert outcome.num_output_tokens == sum(outcome.arrival_tokens) == request.output_tokens
+
+
+async def test_times_agree_with_the_servers_own_records(serving):
+    async def hold(key):
+        await asyncio.sleep(0.02 * (key % 3))
+
+    script = Script(hold=hold)
+    async with serving(script) as target:
+        outcomes = await send(target, plan(8), max_concurrency=1)
+    seen = [script.seen[key] for key in range(8)]
+    assert script.order == list(range(8))
+    for key, outcome in enumerate(outcomes):
+        assert outcome.scheduled_s <= outcome.sent_s <= outcome.arrivals_s[0]
+        assert list(outcome.arrivals_s) == sorted(outcome.arrivals_s)
+        assert outcome.arrivals_s[-1] <= outcome.ended_s
+        # It was sent before the server had it, and each token came after the server sent it.
+        wrote_s = [moment_s - seen[key].received_s for moment_s in seen[key].wrote_s]
+        assert len(wrote_s) == len(outcome.arrivals_s)
+        came_s = [moment_s - outcome.sent_s for moment_s in outcome.arrivals_s]
+        assert all(came >= wrote - 1e-5 for came, wrote in zip(came_s, wrote_s, strict=True))
+        # One at a time: all of it lies between the end of the one before and the beginning of the one behind.
+        if 0 < key < 7:
+            between_s = seen[key + 1].received_s - seen[key - 1].wrote_s[-1]
+            assert outcome.ended_s - outcome.sent_s <= between_s + 1e-5
+
+
+async def test_attainment_and_goodput(serving):
+    fast_s = []
+
+    async def hold(key):
+        """The last two requests take twice as long as any other can have taken."""
+        if key >= 6:
+            loop = asyncio.get_running_loop()
+            if not fast_s:
+                starts = [script.seen[each].received_s for each in range(7)]
+                fast_s.append(max(later - earlier for earlier, later in zip(starts[:-2], starts[2:], strict=True)))
+            end_s = loop.time() + 2 * fast_s[0]
+            while (left_s := end_s - loop.time()) > 0:
+                await asyncio.sleep(left_s)
+
+    script = Script({0: REFUSE}, hold=hold)
+    async with serving(script) as target:
+        outcomes = await send(target, plan(8), max_concurrency=1)
+    summary = summarize(outcomes[1:6] + outcomes[6:] + outcomes[:1], Limits(ttft_s=1.5 * fast_s[0]))
+    assert [outcome.index for outcome in summary.outcomes] == [1, 2, 3, 4, 5, 6, 7, 0]
+    assert (summary.num_good, summary.num_completed, summary.num_refused) == (5, 7, 1)
+    assert summary.attainment == 5 / 8
+    assert summary.request_goodput_per_s == pytest.approx(5 / max(outcome.ended_s for outcome in outcomes))
+    assert (summary.misses.ttft, summary.misses.refused) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("serving", "more"),
+    [(http_server, {"with_token_ids": True}), (http_server, {"is_own": True}), (grpc_server, {})],
+    ids=["token ids", "usage in each event", "gRPC"],
+)
+async def test_several_tokens_at_once_are_counted(serving, more):
+    script = Script(tokens_at_once=4)
+    async with serving(script, **more) as target:
+        (outcome,) = await send(target, plan(1, output_tokens=10))
+    assert outcome.arrival_tokens == (4, 4, 2)
+    assert outcome.num_output_tokens == 10
+
+
+async def test_events_without_a_count_are_one_token_each():
+    async with http_server(Script(tokens_at_once=4)) as target:
+        (outcome,) = await send(target, plan(1, output_tokens=10))
+    assert outcome.arrival_tokens == (1, 1, 1)
+    assert outcome.num_output_tokens == 10
+    assert outcome.error == ""
+
+
+FAULTS = {
+    REFUSE: "the queue is full",
+    FAIL: "it broke",
+    DROP: "",
+    BREAK: "a node was lost",
+    SHORT: "5 tokens instead of 6",
+    NO_NODE: NO_NODE,
+    LOST: LOST,
+}
+
+
+async def test_whatever_is_not_complete_is_a_miss(serving):
+    kinds = list(FAULTS)
+    script = Script(dict(enumerate(kinds)))
+    async with serving(script) as target:
+        outcomes = await send(target, plan(len(kinds) + 1))
+    for kind, outcome in zip(kinds, outcomes, strict=False):
+        assert outcome.error, kind
+        assert FAULTS[kind] in outcome.error
+        assert len(outcome.error) <= 300
+        assert outcome.is_refused == (kind in (REFUSE, NO_NODE))
+        assert outcome.num_output_tokens == {DROP: 1, BREAK: 1, SHORT: 5}.get(kind, 0)
+    assert outcomes[-1].error == ""
+    summary = summarize(outcomes, Limits())
+    assert summary.attainment == 1 / len(outcomes)
+    assert script.num_live == 0
+
+
+async def test_an_answer_that_is_too_late_is_a_miss_and_ends_on_the_server_too(serving):
+    script = Script({0: HANG, 1: HANG})
+    async with serving(script) as target:
+        outcomes = await send(target, plan(2), request_timeout_s=0.3)
+        while script.num_live:
+            await asyncio.sleep(0.01)
+    assert all("0.3 s" in outcome.error or "deadline" in outcome.error for outcome in outcomes)
+    assert all(outcome.ended_s - outcome.sent_s >= 0.29 for outcome in outcomes)  # timers may ring a little early
+    assert not any(outcome.is_refused for outcome in outcomes)
+    assert script.seen[0].was_left
+    assert script.seen[1].was_left
+
+
+async def test_max_concurrency_is_honoured(serving):
+    script = Script()
+    async with serving(script) as target:
+        outcomes = await send(target, plan(20), max_concurrency=3)
+    assert 1 <= script.most_live <= 3
+    assert all(outcome.error == "" for outcome in outcomes)
+    assert all(outcome.scheduled_s == 0 for outcome in outcomes)  # the wait for a place shows in sent_s
+
+
+async def test_an_open_loop_does_not_wait_for_answers(serving):
+    release = asyncio.Event()
+
+    async def hold(key):
+        if key == 9:
+            release.set()
+        await release.wait()
+
+    script = Script(hold=hold)
+    async with serving(script) as target:
+        outcomes = await send(target, plan(10, gap_s=0.01))
+    assert script.most_live == 10
+    assert all(outcome.error == "" for outcome in outcomes)
+    assert all(outcome.sent_s >= outcome.scheduled_s == index * 0.01 for index, outcome in enumerate(outcomes))
+
+
+async def test_progress_and_outcomes_are_told_as_they_come(serving):
+    progress, told = [], []
+    async with serving(Script({1: FAIL})) as target:
+        outcomes = await send(target, plan(3), on_progress=progress.append, on_outcome=told.append)
+    last = progress[-1]
+    assert (last.num_planned, last.num_sent, last.num_completed, last.num_failed) == (3, 3, 2, 1)
+    assert (last.num_in_flight, last.num_output_tokens) == (0, 12)
+    assert sorted(told, key=lambda outcome: outcome.index) == outcomes
+
+
+async def test_timelines(serving):
+    more = {"is_own": True} if serving is http_server else {}
+    async with serving(Script(), **more) as target:
+        (outcome,) = await send(target, plan(1))
+    assert {name: value for name, value in outcome.timeline.items() if value} == TIMELINE
+    assert outcome.arrival_tokens == (1,) * 6
+
+
+async def test_other_servers_are_not_asked_for_timelines():
+    script = Script()
+    async with http_server(script) as target:
+        (outcome,) = await send(target, plan(1))
+    assert outcome.timeline is None
+    known = {
+        "prompt",
+        "max_tokens",
+        "temperature",
+        "repetition_penalty",
+        "ignore_eos",
+        "stream",
+        "stream_options",
+        "model",
+    }
+    assert set(script.seen[0].asked) == known
+    assert script.seen[0].asked["stream_options"] == {"include_usage": True}
+
+
+async def test_more_fields_in_the_body():
+    script = Script()
+    async with http_server(script) as target:
+        await send(Target("openai", target.address, extra_body={"top_k": 3}), plan(1))
+    assert script.seen[0].asked["top_k"] == 3
+    assert "model" not in script.seen[0].asked
+
+
+async def test_the_key_is_sent(serving):
+    script = Script()
+    async with serving(script) as target:
+        await send(Target(target.backend, target.address, api_key="known"), plan(2))
+    assert {headers["authorization"] for headers in script.headers} == {"Bearer known"}
+
+
+async def test_an_empty_load(serving):
+    async with serving(Script()) as target:
+        assert await send(target, []) == []
+
+
+@pytest.mark.parametrize(("backend", "address"), [("splitserve", "127.0.0.1:1"), ("openai", "http://127.0.0.1:1")])
+async def test_no_server(backend, address):
+    target = Target(backend, address)
+    with pytest.raises(BenchError, match=r"no server answers at .*127\.0\.0\.1:1"):
+        await send(target, plan(1))
+    with pytest.raises(BenchError, match=r"no server answers at .*127\.0\.0\.1:1"):
+        await describe(target)
+
+
+async def test_describe(serving):
+    async with serving(Script()) as target:
+        served = await describe(target)
+    vocab_size = None if serving is http_server else VOCAB_SIZE
+    assert (served.model, served.max_model_len, served.vocab_size) == (MODEL, MAX_MODEL_LEN, vocab_size)
+
+
+async def test_describe_of_a_model_that_is_not_served():
+    async with http_server(Script()) as target:
+        with pytest.raises(BenchError, match="does not serve 'other' but scripted"):
+            await describe(Target("openai", target.address, model="other"))
+
+
+async def test_cancelling_leaves_no_process_and_no_request(serving):
+    script = Script({0: HANG, 1: HANG})
+    before = {child.pid for child in psutil.Process(os.getpid()).children(recursive=True)}
+    async with serving(script) as target:
+        load = asyncio.create_task(send(target, plan(2)))
+        while script.num_live < 2:
+            await asyncio.sleep(0.01)
+        load.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await load
+        assert {child.pid for child in psutil.Process(os.getpid()).children(recursive=True)} <= before
+        while script.num_live:
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def generator():
+    """The process of a load that runs, once it has sent something."""
+    before = set(psutil.Process(os.getpid()).children())
+
+    def find():
+        (process,) = set(psutil.Process(os.getpid()).children()) - before
+        return process
+
+    return find
+
+
+async def test_a_generator_that_dies_is_an_error(serving, generator):
+    script = Script({0: HANG})
+    async with serving(script) as target:
+        load = asyncio.create_task(send(target, plan(1)))
+        while not script.num_live:
+            await asyncio.sleep(0.01)
+        generator().kill()
+        with pytest.raises(BenchError, match="ended without the outcomes of 1 requests"):
+            await load
+
+
+async def test_a_generator_that_says_nothing_any_more_is_ended(serving, generator, monkeypatch):
+    monkeypatch.setattr("splitserve_bench.serve.load.SILENCE_S", 2.0)
+    script = Script({0: HANG})
+    async with serving(script) as target:
+        load = asyncio.create_task(send(target, plan(1)))
+        while not script.num_live:
+            await asyncio.sleep(0.01)
+        process = generator()
+        process.suspend()
+        with pytest.raises(BenchError, match=r"said nothing for 2 s"):
+            await load
+        assert not process.is_running()
+
+
+async def test_connections_are_used_again():
+    """One at a time, they need no more than were made to warm up; more are made for all at once."""
+    script = Script()
+    async with http_server(script) as target:
+        await send(target, plan(40), max_concurrency=1)
+        assert script.num_connections <= 5  # not one for each request
+        outcomes = await send(target, plan(150))
+    assert all(outcome.error == "" for outcome in outcomes)
+
+
+async def test_a_short_answer_fails_where_nobody_counts_its_tokens_too():
+    async with http_server(Script({1: SHORT}), with_usage=False) as target:
+        whole, short = await send(target, plan(2))
+    assert (whole.error, whole.num_output_tokens) == ("", 6)
+    assert short.error.startswith("the answer stopped before it had 6 tokens")

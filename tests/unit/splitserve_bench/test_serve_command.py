@@ -1,0 +1,272 @@
+"""`splitserve bench serve` as a user runs it, against servers that record what they do."""
+
+import asyncio
+import json
+import signal
+import sys
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from splitserve.cli import main
+from splitserve_bench.options import repeat_flags
+from splitserve_bench.serve.serve_command import serve_command
+from splitserve_bench.serve.serve_options import ServeCommand
+from tests.unit.splitserve_bench.load_servers import (
+    FAIL,
+    HANG,
+    MAX_MODEL_LEN,
+    MODEL,
+    SERVERS,
+    VOCAB_SIZE,
+    Script,
+    http_server,
+)
+
+FEW = ("--num-prompts", "6", "--random-input-len", "20", "--random-output-len", "4")
+PNG = b"\x89PNG"
+
+
+@pytest.fixture(params=SERVERS)
+def serving(request):
+    return SERVERS[request.param]
+
+
+async def start(target, *words, cwd=None):
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "splitserve", "bench", "serve", "--server", target.address, *words),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=cwd,
+    )
+
+
+async def run(target, *words, cwd=None):
+    """Output, which must be that of a success, and what was said beside it."""
+    process = await start(target, *words, cwd=cwd)
+    output, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()
+    assert "Traceback" not in errors.decode()
+    return output.decode(), errors.decode()
+
+
+async def test_json_has_vllms_keys(serving):
+    script = Script()
+    async with serving(script) as target:
+        output, _ = await run(target, *FEW, "--goodput", "ttft:60000", "tpot:60000", "--json", "--seed", "3")
+    result = json.loads(output)
+    assert (result["completed"], result["failed"], result["num_prompts"]) == (6, 0, 6)
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (6 * 20, 6 * 4)
+    assert (result["model_id"], result["backend"], result["request_rate"]) == (MODEL, target.backend, "inf")
+    assert result["slo_attainment"] == 1
+    assert result["slo_limits_ms"] == {"ttft": 60000, "tpot": 60000}
+    assert result["request_goodput"] == result["request_throughput"] > 0
+    assert 0 < result["median_ttft_ms"] <= result["p99_ttft_ms"]
+    assert all(len(seen.asked["prompt"]) == 20 and seen.asked["max_tokens"] == 4 for seen in script.seen.values())
+    assert all(seen.asked["model"] == MODEL for seen in script.seen.values())
+
+
+async def test_prompts_are_of_the_servers_vocabulary():
+    script = Script()
+    async with SERVERS["splitserve"](script) as target:
+        await run(target, *FEW)
+    assert max(token for seen in script.seen.values() for token in seen.asked["prompt"]) < VOCAB_SIZE
+
+
+async def test_what_failed_is_a_miss_in_the_table(serving):
+    seed = ["--seed", "5"]
+    script = Script()
+    async with serving(script) as target:
+        await run(target, *FEW, *seed)
+        first, *_ = script.order
+        script.does[first] = FAIL
+        output, _ = await run(target, *FEW, *seed, "--goodput", "ttft:60000 e2el:90000", "--max-concurrency", "2")
+    assert "attainment 83.3%" in output
+    assert "failed 1" in output
+    assert script.most_live <= 6
+
+
+async def test_files_and_pictures(serving, tmp_path):
+    detailed = ["--save-detailed", "--plots", "pictures", "--metadata", "chips=2", "where=here", "--label", "mine"]
+    async with serving(Script()) as target:
+        await run(target, *FEW, *detailed, "--request-rate", "50", "--result-dir", "results", cwd=tmp_path)
+        await run(target, *FEW, "--save-result", "--result-filename", "plain.json", cwd=tmp_path)
+    (result_file,) = (tmp_path / "results").glob("mine-50.0qps-scripted-*.json")
+    result = json.loads(result_file.read_text())
+    assert (result["chips"], result["where"], result["request_rate"]) == ("2", "here", 50)
+    assert len(result["ttfts"]) == len(result["itls"]) == 6
+    lines = result_file.with_name(f"{result_file.stem}.requests.jsonl").read_text().splitlines()
+    assert [json.loads(line)["index"] for line in lines] == list(range(6))
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"latencies.png", "timeline.png"}
+    assert all(path.read_bytes().startswith(PNG) for path in (tmp_path / "pictures").iterdir())
+    assert "ttfts" not in json.loads((tmp_path / "plain.json").read_text())
+
+
+async def test_a_trace_keeps_its_times(tmp_path):
+    rows = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
+    rows += [f"2023-11-16 18:15:46.{millis:03}0000,{10 + millis},{1 + millis // 100}" for millis in (0, 100, 400)]
+    (tmp_path / "trace.csv").write_text("\n".join(rows))
+    words = ["--dataset-name", "azure", "--dataset-path", "trace.csv", "--time-scale", "0.5", "--length-scale", "2"]
+    script = Script()
+    async with http_server(script) as target:
+        await run(target, *words, "--vocab-size", "5000", "--save-detailed", cwd=tmp_path)
+    (lines,) = (path.read_text().splitlines() for path in tmp_path.glob("*.requests.jsonl"))
+    requests = [json.loads(line) for line in lines]
+    assert [request["scheduled_s"] for request in requests] == pytest.approx([0, 0.05, 0.2])
+    assert [request["num_prompt_tokens"] for request in requests] == [20, 220, 820]
+    assert [request["num_output_tokens"] for request in requests] == [2, 4, 10]
+    assert max(token for seen in script.seen.values() for token in seen.asked["prompt"]) < 5000
+
+
+async def test_warm_ups_do_not_count_and_share_no_prompt():
+    script = Script()
+    async with http_server(script) as target:
+        output, _ = await run(target, *FEW, "--num-warmups", "3", "--json")
+    assert json.loads(output)["num_prompts"] == 6
+    assert len(script.order) == 9
+    assert len({tuple(seen.asked["prompt"]) for seen in script.seen.values()}) == len(script.seen)
+
+
+async def test_more_fields_in_the_body():
+    script = Script()
+    async with http_server(script) as target:
+        await run(target, *FEW, "--extra-body", '{"top_k": 3}')
+    assert {seen.asked["top_k"] for seen in script.seen.values()} == {3}
+
+
+async def test_what_the_model_cannot_take_is_clipped():
+    words = ["--num-prompts", "1", "--random-input-len", str(MAX_MODEL_LEN), "--random-output-len", "8"]
+    script = Script()
+    async with http_server(script) as target:
+        output, errors = await run(target, *words, "--json")
+    (seen,) = script.seen.values()
+    assert len(seen.asked["prompt"]) + seen.asked["max_tokens"] == MAX_MODEL_LEN
+    assert json.loads(output)["clipped"] == 1
+    assert "vocabulary" in errors
+
+
+async def test_ctrl_c_tells_what_came_and_leaves_no_process(serving):
+    script = Script()
+    async with serving(script) as target:
+        await run(target, *FEW)
+        last = script.order[-1]
+        script.does[last] = HANG
+        process = await start(target, *FEW)
+        said = ""
+        while "5 of 6 done" not in said:
+            said += (await process.stderr.readline()).decode()
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children
+        process.send_signal(signal.SIGINT)
+        output, errors = await process.communicate()
+        while script.num_live:
+            await asyncio.sleep(0.01)
+    assert process.returncode == 130
+    assert "stopped: 1 of 6 requests have no outcome" in errors.decode()
+    assert "Traceback" not in errors.decode()
+    assert "requests offered" in output.decode()
+    assert not any(child.is_running() for child in children)
+
+
+async def test_what_came_is_told_when_the_generator_dies(serving):
+    script = Script()
+    async with serving(script) as target:
+        await run(target, *FEW)
+        script.does[script.order[-1]] = HANG
+        process = await start(target, *FEW)
+        said = ""
+        while "5 of 6 done" not in said:
+            said += (await process.stderr.readline()).decode()
+        (generator,) = (
+            child
+            for child in psutil.Process(process.pid).children(recursive=True)
+            if child.cmdline()[-1] == "splitserve_bench.serve.generator"
+        )
+        generator.kill()
+        output, errors = await process.communicate()
+    assert process.returncode == 1
+    assert "stopped: 1 of 6 requests have no outcome" in errors.decode()
+    assert "without the outcomes of 1 requests" in errors.decode()
+    assert "requests offered" in output.decode()
+
+
+REFUSED = {
+    "no trace": (["--dataset-name", "azure"], "--dataset-path"),
+    "a trace for random requests": (["--dataset-path", __file__], "--dataset-path"),
+    "two servers": (["--server", "a:1", "--port", "2"], "--server (a:1) says where"),
+    "gRPC of an OpenAI server": (["--backend", "openai", "--server", "a:1"], "takes http://HOST:PORT"),
+    "a URL of SplitServe": (["--backend", "splitserve", "--server", "http://a:1"], "gRPC has HOST:PORT"),
+    "no URL": (["--server", "http://a:b"], "is no URL"),
+    "an unknown limit": (["--goodput", "itl:3"], "itl:3"),
+    "an unknown metric": (["--percentile-metrics", "itl,speed"], "speed"),
+    "no percentile": (["--metric-percentiles", "101"], "101"),
+    "metadata without a value": (["--metadata", "chips"], "KEY=VALUE"),
+    "a body that is no JSON": (["--extra-body", "x"], "--extra-body"),
+    "a body that is no object": (["--extra-body", "[1]"], "--extra-body"),
+    "a folder that cannot be": (["--save-result", "--result-dir", f"{__file__}/x"], "cannot be made"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_flags_that_cannot_be_used(words, message):
+    """Nothing listens where they point: they are found before a server is asked."""
+    if "--server" not in words:
+        words = ["--server", "127.0.0.1:1", *words]
+    result = CliRunner().invoke(main, ["bench", "serve", *words])
+    assert result.exit_code in (1, 2)
+    assert message in result.output
+    assert "no server" not in result.output
+
+
+WHERE = {
+    "gRPC": (["--server", "127.0.0.1:1"], "127.0.0.1:1"),
+    "HTTP": (["--server", "http://127.0.0.1:1/"], "http://127.0.0.1:1:"),
+    "the name before": (["--target", "127.0.0.1:1"], "127.0.0.1:1"),
+    "vLLM's URL": (["--backend", "openai", "--base-url=http://127.0.0.1:1"], "http://127.0.0.1:1:"),
+    "vLLM's host and port": (["--backend", "openai", "--host", "127.0.0.1", "--port", "1"], "http://127.0.0.1:1:"),
+}
+
+
+@pytest.mark.parametrize(("where", "address"), WHERE.values(), ids=WHERE.keys())
+def test_no_server(where, address):
+    result = CliRunner().invoke(main, ["bench", "serve", *where])
+    assert result.exit_code == 1
+    assert f"no server answers at {address}" in result.output
+
+
+def test_the_environments_server_is_asked_as_by_the_other_commands():
+    result = CliRunner().invoke(main, ["bench", "serve"], env={"SPLITSERVE_SERVER": "127.0.0.1:1"})
+    assert "no server answers at 127.0.0.1:1" in result.output
+
+
+def test_one_name_in_help():
+    shown = CliRunner().invoke(main, ["bench", "serve", "--help"]).output
+    assert "--server" in shown
+    assert not {"--target", "--base-url", "--host", "--port"} & set(shown.split())
+
+
+def test_help():
+    result = CliRunner().invoke(main, ["bench", "serve", "--help"])
+    assert result.exit_code == 0
+    assert "--goodput" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "repeated"),
+    [
+        ([], []),
+        (["--goodput", "a", "b", "--json"], ["--goodput", "a", "--goodput", "b", "--json"]),
+        (["--goodput", "a", "--goodput", "b"], ["--goodput", "a", "--goodput", "b"]),
+        (["--goodput=a", "--model", "m", "x"], ["--goodput=a", "--model", "m", "x"]),
+        (["--metadata", "a=1", "b=2"], ["--metadata", "a=1", "--metadata", "b=2"]),
+    ],
+)
+def test_several_words_after_a_flag(words, repeated):
+    assert repeat_flags(words, ServeCommand.lists) == repeated
+
+
+def test_the_command_has_no_arguments():
+    """Else words after a flag could be meant for them."""
+    assert {parameter.param_type_name for parameter in serve_command.params} == {"option"}

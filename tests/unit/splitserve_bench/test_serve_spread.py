@@ -1,0 +1,94 @@
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from splitserve_bench.compare.search import Counted, Goal, RateSearch, settle
+from splitserve_bench.serve.arrivals import send_times_s
+from splitserve_bench.serve.spread import effective_size, interval
+
+
+def chain(num, stay, rng):
+    """A series that keeps its value with this probability, else draws it anew: its autocorrelation is stay**lag."""
+    values = [rng.random() < 0.9]
+    while len(values) < num:
+        values.append(values[-1] if rng.random() < stay else rng.random() < 0.9)
+    return values
+
+
+@pytest.mark.parametrize("stay", [0.0, 0.5, 0.8])
+def test_clusters_count_as_fewer_requests(stay):
+    expected = (1 - stay) / (1 + stay)  # of independent ones, by the sum of a geometric series
+    sizes = [effective_size(chain(3000, stay, random.Random(seed))) / 3000 for seed in range(30)]
+    assert sum(sizes) / len(sizes) == pytest.approx(expected, rel=0.12)
+
+
+def test_the_knee_of_a_queue_lies_in_the_interval_as_often_as_it_says():
+    """One server of 0.2 s a request: at 2.4834 requests/s 90 % of them are done within 0.5 s (M/D/1, Erlang)."""
+    num_covered, num_naive = 0, 0
+    for seed in range(60):
+        search, naive = RateSearch(Goal(1.0)), []
+        while probe := search.next_probe():
+            are_good = queue(probe.rate, 300, random.Random(f"{seed} {probe.rate} {probe.seed}"))
+            search.record(Counted(probe.rate, sum(are_good), 300, effective_size(are_good)))
+            naive.append(Counted(probe.rate, sum(are_good), 300, 300))
+        result = search.result()
+        num_covered += result.knee_low <= 2.4834 <= result.knee_high
+        unpooled = settle(sorted(naive, key=lambda each: each.rate), Goal(1.0), len(naive))
+        num_naive += unpooled.knee_low <= 2.4834 <= unpooled.knee_high
+    assert num_covered >= 0.95 * 60
+    assert num_naive < 0.9 * 60  # as if requests were independent
+
+
+def queue(rate, num, rng):
+    free_s, are_good = 0.0, []
+    for sent_s in send_times_s(num, rate, 1.0, rng):
+        free_s = max(free_s, sent_s) + 0.2
+        are_good.append(free_s - sent_s <= 0.5)
+    return are_good
+
+
+def test_one_long_cluster_says_little():
+    assert effective_size([True] * 80 + [False] * 20) < 10
+
+
+def test_where_all_are_alike_nothing_tells_how_they_cluster():
+    assert effective_size([True] * 50) == effective_size([False] * 50) == 50
+    assert effective_size([True]) == 1
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=60))
+def test_the_size_is_possible(are_good):
+    assert min(2, len(are_good)) <= effective_size(are_good) <= len(are_good)
+    assert effective_size([not each for each in are_good]) == pytest.approx(effective_size(are_good))
+
+
+@pytest.mark.parametrize(
+    ("good", "total", "low", "high"),
+    [(90, 100, 0.82563, 0.94477), (0, 10, 0.0, 0.27753), (10, 10, 0.72247, 1.0), (1, 2, 0.09453, 0.90547)],
+)
+def test_the_interval_of_independent_requests_is_wilsons_as_tables_have_it(good, total, low, high):
+    assert interval(good / total, total) == pytest.approx((low, high), abs=1e-5)
+
+
+@given(st.integers(1, 5000).flatmap(lambda total: st.tuples(st.integers(0, total), st.just(total))))
+def test_the_ends_are_where_the_share_is_z_deviations_away(counts):
+    good, total = counts
+    low, high = interval(good / total, total)
+    assert 0 <= low <= good / total <= high <= 1
+    for end in (low, high):
+        if 0 < end < 1:
+            deviation = math.sqrt(end * (1 - end) / total)
+            assert abs(good / total - end) == pytest.approx(1.959964 * deviation, rel=1e-5, abs=1e-9)
+    assert interval((total - good) / total, total) == pytest.approx((1 - high, 1 - low))
+
+
+def test_nothing_is_known_of_no_requests():
+    assert effective_size([]) == 0
+    assert interval(0.0, 0) == (0.0, 1.0)
+
+
+def test_it_is_wider_the_fewer_there_are():
+    assert interval(0.9, 10)[0] < interval(0.9, 100)[0] < 0.9 < interval(0.9, 100)[1] < interval(0.9, 10)[1]
