@@ -8,8 +8,8 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when grpc is imported; w
 
 from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
-from protos.serving import run_process
 from serving_core.flags import settings_command
+from serving_core.process import run_process
 from serving_core.waiting import first_to_end
 
 

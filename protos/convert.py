@@ -52,7 +52,7 @@ def sampling_from_wire(wire: inference_pb2.SamplingParams) -> SamplingParams:
     )
 
 
-def job_to_wire(request: Request) -> fleet_pb2.Job:
+def job_to_wire(request: Request, age: int = 0) -> fleet_pb2.Job:
     """What both nodes need to know of an attempt."""
     return fleet_pb2.Job(
         attempt=attempt_of(request),
@@ -60,6 +60,7 @@ def job_to_wire(request: Request) -> fleet_pb2.Job:
         num_prompt_tokens=request.num_prompt_tokens,
         sampling_params=sampling_to_wire(request.sampling),
         cache_salt=request.cache_salt,
+        age=age,
     )
 
 

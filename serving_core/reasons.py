@@ -12,6 +12,7 @@ DRAINING = "DRAINING"
 WORKER_LOST = "WORKER_LOST"
 TRANSFER_FAILED = "TRANSFER_FAILED"  # between nodes: the KV did not arrive in time; public as WORKER_LOST
 TRANSFER_ABORTED = "TRANSFER_ABORTED"  # inside a decode node: the prefill node ended its attempt, and says why itself
+TRANSFER_REVOKED = "TRANSFER_REVOKED"  # inside a prefill node: the decode node has taken its blocks back for now
 KV_CHECKSUM_MISMATCH = "KV_CHECKSUM_MISMATCH"
 PAIRING_MISMATCH = "PAIRING_MISMATCH"
 NAME_TAKEN = "NAME_TAKEN"  # inside the fleet: another process is attached under the node's name

@@ -79,6 +79,7 @@ class TrackedRequest:
     """One live answer."""
 
     request_id: str
+    age: int  # its place in the order of admission, kept over attempts: nodes serve lower ones first
     prompt: Prompt
     sampling: SamplingParams
     deadline_s: float
@@ -102,14 +103,17 @@ class TrackedRequest:
                 num_prompt_tokens=len(self.prompt),
                 sampling=self.sampling,
                 cache_salt=prompt.cache_salt,
-            )
+            ),
+            self.age,
         )
+        about = job.attempt
         if attempt.is_local:
-            yield attempt.decode, fleet_pb2.NodeCommand(reserve=fleet_pb2.Reserve(job=job, local_prefill=True))
+            reserve = fleet_pb2.Reserve(job=job, local_prefill=True)
+            yield attempt.decode, fleet_pb2.NodeCommand(reserve=reserve, attempt=about)
             return
         reserve = fleet_pb2.Reserve(job=job, prefill_tp_size=attempt.prefill.tp_size)
-        yield attempt.decode, fleet_pb2.NodeCommand(reserve=reserve)
-        yield attempt.prefill, fleet_pb2.NodeCommand(prefill=fleet_pb2.Prefill(job=job))
+        yield attempt.decode, fleet_pb2.NodeCommand(reserve=reserve, attempt=about)
+        yield attempt.prefill, fleet_pb2.NodeCommand(prefill=fleet_pb2.Prefill(job=job), attempt=about)
 
     def count_kv(self, event: fleet_pb2.Committed) -> bool:
         """Adds what the current attempt's transfer has moved and saved. False for a repeated report, which changes

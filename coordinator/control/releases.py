@@ -46,4 +46,4 @@ class Releases:
 
 
 def _cancel(release: _Release) -> fleet_pb2.NodeCommand:
-    return fleet_pb2.NodeCommand(cancel=fleet_pb2.Cancel(attempt=release.attempt))
+    return fleet_pb2.NodeCommand(cancel=fleet_pb2.Cancel(attempt=release.attempt), attempt=release.attempt)

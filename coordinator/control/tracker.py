@@ -3,6 +3,7 @@
     submit       Reserve to a decode node and Prefill to a prefill node, at the same time
     Reserved     Deliver, with the ticket, to the prefill node
     FirstToken   to the client at once
+    Revoked      the decode node has taken its blocks back; another Reserved will come
     Committed    the decode node has all KV (Transferred is the prefill node's word for the same)
     StepTokens   to the client, strictly by index: they may come before FirstToken, over the other stream
     Failed       a new attempt on other nodes, or the end; so does a lost node
@@ -61,6 +62,7 @@ class Tracker:
         self._requests: dict[str, TrackedRequest] = {}
         self._releases = Releases()
         self._epoch = first_epoch
+        self._age = 0  # requests that were ever admitted
 
     @property
     def num_open(self) -> int:
@@ -87,7 +89,8 @@ class Tracker:
             raise RequestError(
                 reasons.QUEUE_FULL, f"{self.num_open} answers are in flight, the limit is {self._max_live}"
             )
-        request = TrackedRequest(request_id, prompt, sampling, deadline_s, Timeline(arrived_s))
+        self._age += 1
+        request = TrackedRequest(request_id, self._age, prompt, sampling, deadline_s, Timeline(arrived_s))
         instructions = self._attempt(request, arrived_s)
         self._requests[request_id] = request
         return instructions
@@ -97,6 +100,8 @@ class Tracker:
         kind = event.WhichOneof("event")
         body: Any = getattr(event, kind)
         match kind:
+            case "revoked":
+                return self._on_revoked(node, body, now)
             case "first_token":
                 return self._on_first_token(node, body, now)
             case "reserved":
@@ -150,7 +155,17 @@ class Tracker:
         if request.timeline.phase is Phase.CREDIT_WAIT:
             request.timeline.enter(Phase.TRANSFER, now)
         deliver = fleet_pb2.Deliver(attempt=event.attempt, ticket=event.ticket)
-        return [Send(request.attempt.prefill, fleet_pb2.NodeCommand(deliver=deliver))]
+        return [Send(request.attempt.prefill, fleet_pb2.NodeCommand(deliver=deliver, attempt=event.attempt))]
+
+    def _on_revoked(self, node: Node, event: fleet_pb2.Revoked, now: float) -> list[Instruction]:
+        """The blocks are needed for older requests: the node will grant others. The prefill node finds out by itself."""
+        request = self._request_on(node, event.attempt)
+        if request is None or node is not request.attempt.decode or request.attempt.is_committed:
+            return []
+        request.attempt.granted_s = None
+        if request.timeline.phase is Phase.TRANSFER:
+            request.timeline.enter(Phase.CREDIT_WAIT, now)
+        return []
 
     def _on_first_token(self, node: Node, event: fleet_pb2.FirstToken, now: float) -> list[Instruction]:
         request = self._request_on(node, event.attempt)

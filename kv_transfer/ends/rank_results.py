@@ -29,6 +29,9 @@ class RankResults(Generic[Done]):
         self._on_ended: Callable[[int, Done | TransferFailed], None] = on_ended
         self._open: dict[int, _Parts[Done]] = {}
 
+    def __contains__(self, epoch: int) -> bool:
+        return epoch in self._open
+
     def begin(self, epoch: int) -> None:
         assert epoch not in self._open, "an epoch was used twice"
         self._open[epoch] = _Parts(set(range(self._tp_size)))

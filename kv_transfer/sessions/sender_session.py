@@ -17,7 +17,7 @@ from typing import Any
 
 from kv_transfer.results import Sent, TransferFailed
 from kv_transfer.ticket import Lane
-from kv_transfer.wire import MAX_SEGMENTS, Abort, BlockRange, Committed, Finish, Missing, Refused
+from kv_transfer.wire import MAX_SEGMENTS, Abort, BlockRange, Committed, Finish, Missing, Refusal, Refused
 from serving_core import reasons
 
 WINDOW = 2  # messages that the transport holds: one on its way, one behind it
@@ -195,7 +195,8 @@ class SenderSession:
         return []
 
     def _refused(self, event: Refused, now: float) -> list[Action]:
-        return self._fail(f"the receiver refused the transfer: {event.refusal}")
+        reason = reasons.TRANSFER_REVOKED if event.refusal is Refusal.CANCELLED else reasons.TRANSFER_FAILED
+        return self._fail(f"the receiver refused the transfer: {event.refusal}", reason)
 
     def _peer_lost(self, event: PeerLost, now: float) -> list[Action]:
         self._num_losses += 1

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from coordinator.settings import CoordinatorSettings
-from decode_node.settings import DecodeSettings
 from engine.native.library import ENVIRONMENT as NATIVE
-from prefill_node.settings import PrefillSettings
 from serving_core.flags import ENV_PREFIX, build, fields_of, to_argv
+from serving_node.settings import NodeSettings
 
-Settings = CoordinatorSettings | PrefillSettings | DecodeSettings
+Settings = CoordinatorSettings | NodeSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +25,8 @@ class Room:
 
 
 COORDINATOR: Final = Room("coordinator", "coordinator", CoordinatorSettings)
-PREFILL: Final = Room("prefill", "prefill_node", PrefillSettings)
-DECODE: Final = Room("decode", "decode_node", DecodeSettings)
+PREFILL: Final = Room("prefill", "prefill_node", NodeSettings)
+DECODE: Final = Room("decode", "decode_node", NodeSettings)
 ROOMS: Final = (COORDINATOR, PREFILL, DECODE)
 
 

@@ -1,7 +1,7 @@
 """The receiving end of `splitserve bench transfer`, and what both ends share.
 
-`python -m splitserve_bench.corridor.transfer_peer FOLDER` is the receiving process. It obeys commands, one JSON object a
-line on stdin, answers each with one on stdout, and ends with its stdin. FOLDER is for the files of its sockets.
+`python -m splitserve_bench.corridor.transfer_peer FOLDER` is the receiving process. It obeys commands, one JSON object
+a line on stdin, answers each with one on stdout, and ends with its stdin. FOLDER is for the files of its sockets.
 """
 
 import asyncio

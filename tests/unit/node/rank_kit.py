@@ -4,7 +4,7 @@ import asyncio
 from contextlib import asynccontextmanager
 
 from protos import inference_pb2
-from protos.ranks import Followers, Leader
+from serving_node.ranks.leading import Followers, Leader
 
 
 @asynccontextmanager

@@ -12,9 +12,9 @@ from starlette.applications import Starlette
 
 from coordinator.doors.http.serving import HttpServer
 from protos import convert, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
-from protos.attach import FleetLink, LinkSettings
 from serving_core.channels import SERVER_OPTIONS
 from serving_core.errors import SettingsError
+from serving_node.link import FleetLink, LinkSettings
 from serving_node.outage import FIRST_PAUSE_S, LONGEST_PAUSE_S, Reminder
 
 DEADLINE_S = 20.0
@@ -145,7 +145,7 @@ def shown_sessions(coordinator):
 
 
 def said(caplog, level):
-    return [record.message for record in caplog.records if record.name == "protos.attach" and record.levelno == level]
+    return [record.message for record in caplog.records if record.name == "serving_node.link" and record.levelno == level]
 
 
 async def test_a_node_whose_name_is_taken_asks_again_until_it_is_let_in_and_says_so_once(caplog):

@@ -4,19 +4,19 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
-
 from decode_node.ranks import DecodeFollower, DecodeRanks
+from prefill_node.ranks import PrefillFollower, PrefillRanks
+
 from engine.stepper import Stepper
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
 from kv_transfer.results import Received, Sent, TransferFailed
 from kv_transfer.ticket import Ticket
 from kv_transfer.transports.loopback import LoopbackNetwork
-from prefill_node.ranks import PrefillFollower, PrefillRanks
-from protos.follower import Follower
 from serving_core.layout import KVLayout
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.sharding import head_range
+from serving_node.ranks.follower import Follower
 from tests.unit.kv_transfer.transfer_kit import ByteStore
 from tests.unit.node.rank_kit import crew
 

@@ -5,11 +5,11 @@ import asyncio
 import pytest
 
 from protos import inference_pb2, rank_stream, ranks, ranks_pb2
-from protos.rank_processes import check_world, started_rank
-from protos.rank_stream import RankLost, dial
-from protos.ranks import Followers, Leader, Meeting, share_from_wire
 from serving_core.errors import SettingsError
 from serving_core.requests import Request, SamplingParams, Work
+from serving_node.ranks.leading import Followers, Leader, Meeting, share_from_wire
+from serving_node.ranks.processes import check_world, started_rank
+from serving_node.ranks.stream import RankLost, dial
 from tests.unit.node.rank_kit import Died, crew, let_die_raise
 
 
@@ -63,7 +63,7 @@ async def test_without_followers_there_is_nobody_to_wait_for(monkeypatch):
 
 
 async def test_a_follower_that_is_gone_ends_the_node(monkeypatch):
-    let_die_raise(monkeypatch, "protos.ranks")
+    let_die_raise(monkeypatch, "serving_node.ranks.leading")
     async with crew(monkeypatch, 2) as (followers, leaders):
         followers.on_event = lambda rank, event: None
         watching = asyncio.create_task(followers.watch())
@@ -74,7 +74,7 @@ async def test_a_follower_that_is_gone_ends_the_node(monkeypatch):
 
 
 async def test_a_follower_that_says_nothing_ends_the_node(monkeypatch):
-    let_die_raise(monkeypatch, "protos.ranks")
+    let_die_raise(monkeypatch, "serving_node.ranks.leading")
     monkeypatch.setattr(ranks, "BEAT_S", 0.02)
     monkeypatch.setattr(ranks, "SILENCE_S", 0.2)
     async with crew(monkeypatch, 2) as (followers, leaders):
@@ -111,7 +111,7 @@ async def test_nobody_answers_at_the_door():
 
 
 def test_only_a_broken_model_leaves_the_ranks_in_step(monkeypatch):
-    let_die_raise(monkeypatch, "protos.ranks")
+    let_die_raise(monkeypatch, "serving_node.ranks.leading")
     followers = Followers(0)
     followers.fail_step(RuntimeError("alone"))
 

@@ -3,22 +3,20 @@
 import asyncio
 import logging
 import signal
-import sys
-from collections.abc import Callable, Coroutine
-from typing import Any, Final, Protocol
+from functools import partial
+from typing import Final, Protocol
 
 import click
-import uvloop
 
-from protos.attach import FleetLink, LinkSettings, Node
-from protos.rank_processes import check_world, start_followers, started_rank
-from protos.rank_stream import RankLost
-from protos.ranks import die
 from serving_core.cpus import divide_cpus, parse_cpus, pin
-from serving_core.errors import ModelError, SettingsError
 from serving_core.extras import require
-from serving_core.settings import EngineSettings
-from serving_core.telemetry import configure_logging
+from serving_core.flags import settings_command
+from serving_core.process import run_process
+from serving_node.link import FleetLink, Node
+from serving_node.ranks.leading import die
+from serving_node.ranks.processes import check_world, start_followers, started_rank
+from serving_node.ranks.stream import RankLost
+from serving_node.settings import NodeSettings
 
 logger = logging.getLogger(__name__)
 
@@ -40,18 +38,14 @@ class ServedNode(Node, Protocol):
         """Returns when no attempt is left."""
 
 
-class NodeSettings(Protocol):
-    """What both roles can be told."""
-
-    @property
-    def engine(self) -> EngineSettings: ...
-    @property
-    def link(self) -> LinkSettings: ...
+def node_command(role: str) -> click.Command:
+    """The command line of a node that begins in this role."""
+    return settings_command(NodeSettings, partial(run_node, role), name=role, help=f"Run one {role} node.")
 
 
-def run_node(role: str, settings: NodeSettings, main: Callable[[str], Coroutine[Any, Any, None]]) -> None:
-    """run_process for main(name) of one rank of a node, pinned to its share of the CPUs. Rank 0 starts the others,
-    unless all were started together, as torchrun does."""
+def run_node(role: str, settings: NodeSettings) -> None:
+    """Runs one rank of a node until SIGTERM, pinned to its share of the CPUs. Rank 0 starts the others, unless all were
+    started together, as torchrun does."""
     size, rank = settings.engine.tensor_parallel_size, started_rank() or 0
     node_name = settings.link.name_for(role)
     name = f"{node_name}.{rank}" if rank else node_name
@@ -63,24 +57,14 @@ def run_node(role: str, settings: NodeSettings, main: Callable[[str], Coroutine[
             start_followers(f"{role}_node", settings, node_name)
         if cpus := settings.engine.cpus:
             pin(divide_cpus(parse_cpus(cpus), size)[rank])
-        await main(name)
+        from serving_node.serve import serve_node  # imports torch, which counts the cores it may use
+
+        try:
+            await serve_node(settings, role, name)
+        except RankLost as error:
+            die(error)
 
     run_process(role, name, settings.link.log_level, ranked)
-
-
-def run_process(role: str, name: str, log_level: str, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Runs main on an event loop. Where the process cannot start or is refused, one sentence goes to stderr and it
-    exits with code 2."""
-    configure_logging(role, name, log_level)
-    try:
-        uvloop.run(main())
-    except (SettingsError, ModelError) as error:
-        click.echo(f"{name}: {error}", err=True)
-        sys.exit(2)
-    except RankLost as error:
-        die(error)
-    except KeyboardInterrupt:  # before `serve` takes the signal
-        sys.exit(128 + signal.SIGINT)
 
 
 async def serve(node: ServedNode, link: FleetLink, *, drain_s: float) -> None:

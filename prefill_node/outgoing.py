@@ -1,6 +1,6 @@
-"""What every rank of a prefill node does with the KV blocks that it computes: it sends its heads of them.
+"""What every rank of a node does with the KV of prompts that other nodes answer: it sends its heads of the blocks.
 
-Rank 0's node calls these methods on its own rank and, as commands, on the followers'; see prefill_node/ranks.py.
+Rank 0 calls these methods on its own rank and, as commands, on the followers': serving_node/ranks/transfers.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +17,8 @@ OnEnded = Callable[[int, Sent | TransferFailed], None]
 """Takes an epoch and how the transfer has ended on this rank."""
 
 
-class PrefillRank:
-    """The transfers of one rank, by epoch. What is asked of one that has ended, or never was, does nothing."""
+class Outgoing:
+    """The transfers that leave one rank, by epoch. What is asked of one that has ended, or never was, does nothing."""
 
     def __init__(self, layout: KVLayout, sender: KVSender, overlap_min_tokens: int, on_ended: OnEnded) -> None:
         self._layout = layout
@@ -36,8 +36,8 @@ class PrefillRank:
 
     def on_layer(self, epochs: Sequence[int], shares: Sequence[Share]) -> OnLayer | None:
         """What a step is to report to, so that the blocks of these shares leave while later layers are computed; None
-        where all of its prompts are so short that they had better leave at once."""
-        long = [each for each in zip(epochs, shares, strict=True) if not self._is_short_prompt(each[1])]
+        where all are so short that their blocks had better leave at once."""
+        long = [each for each in zip(epochs, shares, strict=True) if not self._is_short(each[1])]
         return partial(self._layers_ready, long) if long else None
 
     def ready(self, epoch: int, block_ids: Sequence[int]) -> None:
@@ -54,8 +54,9 @@ class PrefillRank:
         if transfer := self._transfers.get(epoch):
             transfer.cancel()
 
-    def _is_short_prompt(self, share: Share) -> bool:
-        return share.samples and share.start + share.num_tokens < self._overlap_min_tokens
+    def _is_short(self, share: Share) -> bool:
+        """Whether it is a step of an answer, or all of a short prompt."""
+        return share.num_tokens == 1 or (share.samples and share.start + share.num_tokens < self._overlap_min_tokens)
 
     def _layers_ready(self, parts: Sequence[tuple[int, Share]], num_layers: int) -> None:
         for epoch, share in parts:

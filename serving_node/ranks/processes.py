@@ -12,9 +12,9 @@ import sys
 import threading
 from typing import Any, Final
 
-from protos.ranks import die
 from serving_core.errors import SettingsError
 from serving_core.flags import to_argv
+from serving_node.ranks.leading import die
 
 LOOPBACK: Final = "127.0.0.1"
 

@@ -17,10 +17,10 @@ from typing import Any, Final, NoReturn
 import psutil
 
 from protos import inference_pb2, ranks_pb2
-from protos.rank_stream import RankLost, RankStream, dial
 from serving_core.errors import ModelError
 from serving_core.requests import Share, Work
 from serving_core.waiting import first_to_end
+from serving_node.ranks.stream import RankLost, RankStream, dial
 
 logger = logging.getLogger(__name__)
 

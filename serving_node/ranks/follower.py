@@ -3,45 +3,29 @@
 import asyncio
 import logging
 import signal
-from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from engine.stepper import Stepper
 from protos import ranks_pb2
-from protos.rank_stream import RankLost
-from protos.ranks import Leader, die, share_from_wire
-from protos.serving import SIGNALS
-from serving_core.requests import OnLayer, Share
+from serving_core.requests import Share
 from serving_core.waiting import first_to_end
+from serving_node.process import SIGNALS
+from serving_node.ranks.leading import Leader, die, share_from_wire
+from serving_node.ranks.stream import RankLost
+from serving_node.ranks.transfers import FollowerTransfers
 
 logger = logging.getLogger(__name__)
 
 MAX_UNDONE: Final = 2**14  # commands that wait for a step to end
 
-Epochs = Sequence[int]
-"""Of the attempts that a step's shares belong to, in order."""
-
-
-class FollowerRank(Protocol):
-    """What a role does on each of its ranks."""
-
-    def handle(self, command: ranks_pb2.RankCommand) -> None:
-        """Does a command other than a step, at once."""
-
-    def after_step(self, command: ranks_pb2.RankCommand) -> None:
-        """Does the part of a command that has to wait for the steps announced before it."""
-
-    def on_layer(self, epochs: Epochs, shares: Sequence[Share]) -> OnLayer | None:
-        """What a step of these shares is to report to, if to anything."""
-
 
 class Follower:
     """Takes commands and steps. Owned by one event loop."""
 
-    def __init__(self, leader: Leader, stepper: Stepper[Share, None], rank: FollowerRank) -> None:
+    def __init__(self, leader: Leader, stepper: Stepper[Share, None], transfers: FollowerTransfers) -> None:
         self._leader = leader
         self._stepper = stepper
-        self._rank = rank
+        self._transfers = transfers
         self._ordered: asyncio.Queue[ranks_pb2.RankCommand] = asyncio.Queue(MAX_UNDONE)
 
     async def run(self) -> None:
@@ -62,7 +46,7 @@ class Follower:
             if command.HasField("stop"):
                 return
             if not command.HasField("step"):
-                self._rank.handle(command)
+                self._transfers.handle(command)
             self._ordered.put_nowait(command)
 
     async def _work(self) -> None:
@@ -71,13 +55,13 @@ class Follower:
             if command.HasField("step"):
                 await self._step(command.step)
             else:
-                self._rank.after_step(command)
+                self._transfers.after_step(command)
 
     async def _step(self, plan: ranks_pb2.StepPlan) -> None:
         shares = [share_from_wire(share) for share in plan.shares]
         epochs = [share.epoch for share in plan.shares]
         try:
-            await self._stepper.step(shares, self._rank.on_layer(epochs, shares))
+            await self._stepper.step(shares, self._transfers.on_layer(epochs, shares))
         except Exception as error:
             logger.exception("a step failed on a follower")
             die(error)

@@ -1,0 +1,42 @@
+"""What every rank of a node does for prompts that other nodes read: it awaits its heads of their blocks.
+
+Rank 0 calls these methods on its own rank and, as commands, on the followers': serving_node/ranks/transfers.py.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kv_transfer.ends.receiver import KVReceiver
+from kv_transfer.errors import TransferError
+from kv_transfer.results import Received, TransferFailed
+from kv_transfer.ticket import Ticket
+from serving_core import reasons
+
+OnEnded = Callable[[int, Received | TransferFailed], None]
+"""Takes an epoch and how the transfer has ended on this rank."""
+
+
+class Incoming:
+    """The transfers that end at one rank."""
+
+    def __init__(self, receiver: KVReceiver, on_granted: Callable[[int], None], on_ended: OnEnded) -> None:
+        self._receiver = receiver
+        self._on_granted = on_granted
+        self._on_ended = on_ended
+
+    @property
+    def address(self) -> str:
+        """Where the rank receives."""
+        return self._receiver.address
+
+    def expect(self, epoch: int, ticket: bytes, block_ids: Sequence[int]) -> None:
+        """Lets these blocks be written by the ticket; on_granted is told at once, unless it cannot be used."""
+        try:
+            self._receiver.expect(Ticket.decode(ticket), block_ids, partial(self._on_ended, epoch))
+        except TransferError as error:
+            self._on_ended(epoch, TransferFailed(reasons.TRANSFER_FAILED, str(error)))
+        else:
+            self._on_granted(epoch)
+
+    def cancel(self, epoch: int) -> None:
+        self._receiver.cancel(epoch)

@@ -1,0 +1,99 @@
+"""The half that turns KV into answers: one token a step for each that writes, and who gives way when blocks run out.
+No I/O, no clock.
+
+One that writes and finds no block for its next token takes it from the youngest request that can give way, itself
+too: what writes or is being read here becomes a prompt again, what is read and not yet being sent is forgotten but for
+what stays cached, and a grant whose KV is not there is taken back. The oldest never gives way, and no request is
+admitted that could not fit into the pool alone, so the oldest always finishes.
+
+It only ever writes behind what is published: the block of the token to come is its own. Sharing takes nothing from the
+promise: with every other request out of the way, all blocks but the oldest's own are free.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+from serving_core.leases import Leases
+from serving_core.requests import Work
+from serving_core.residents import Resident, Residents, Stage
+
+MAX_EVICTIONS: Final = 2  # of one finished prompt
+
+
+class Writing:
+    """The running answers of one node."""
+
+    def __init__(self, residents: Residents, leases: Leases, revoke: Callable[[Resident], None]) -> None:
+        """`revoke` begins to take a grant back; its blocks come free later."""
+        self._residents = residents
+        self._leases = leases
+        self._revoke = revoke
+        self.num_preemptions = 0
+        self.num_evictions = 0
+
+    def plan(self) -> list[Work]:
+        """One token of each that writes and has, or finds, a block for it; oldest first."""
+        works: list[Work] = []
+        taken: set[Resident] = set()
+        for resident in self._residents.in_stage(Stage.WRITING):
+            if resident.stage is Stage.WRITING and not resident.is_ending and self._hold(resident, taken):
+                taken.add(resident)
+                works.append(resident.work(resident.num_to_compute))
+        return works
+
+    def _hold(self, resident: Resident, taken: set[Resident]) -> bool:
+        """Whether it has blocks for its next token; others, or it itself, may have to give way. Those in `taken` have
+        their place in the step already."""
+        num_tokens = resident.num_computed + resident.num_to_compute
+        while (num_missing := self._leases.num_missing(resident, num_tokens)) > self._leases.num_free:
+            if any(each.is_revoked for each in self._residents):
+                return False  # its blocks come free in a moment
+            victim = self._youngest(resident, taken)
+            if victim is None:
+                return False  # what is being sent or received will end, and then there is another
+            self._give_way(victim)
+            if victim is resident:
+                return False
+        self._leases.grow(resident, num_missing)
+        return True
+
+    def _youngest(self, resident: Resident, taken: set[Resident]) -> Resident | None:
+        """The youngest that holds blocks and can give way, down to the resident itself; never the oldest of all."""
+        oldest = next((each for each in self._residents if _may_finish(each)), None)
+        for each in reversed(list(self._residents)):
+            if each is oldest:
+                return None
+            if each is resident or (each not in taken and _can_give_way(each)):
+                return each
+        return None
+
+    def _give_way(self, resident: Resident) -> None:
+        if resident.stage is Stage.GRANTED:
+            resident.is_revoked = True
+            self._revoke(resident)
+            return
+        if resident.stage is Stage.READ:
+            resident.num_evictions += 1
+            self.num_evictions += 1
+        else:
+            self.num_preemptions += 1
+        self._leases.give_back(resident)
+        resident.stage = Stage.QUEUED
+
+
+def _may_finish(resident: Resident) -> bool:
+    """Whether it needs nothing but steps of this node to finish."""
+    return resident.stage in (Stage.WRITING, Stage.READING, Stage.QUEUED) and not resident.hands_over
+
+
+def _can_give_way(resident: Resident) -> bool:
+    if resident.is_busy and not (resident.stage is Stage.GRANTED and resident.is_receiving):
+        return False
+    match resident.stage:
+        case Stage.WRITING | Stage.READING:
+            return True
+        case Stage.READ:
+            return resident.num_evictions < MAX_EVICTIONS
+        case Stage.GRANTED:
+            return not resident.is_revoked
+    return False

@@ -1,0 +1,110 @@
+"""The half that turns prompts into KV: which tokens of which prompt the next step computes. No I/O, no clock.
+
+Oldest first, by token budget: a step takes tokens of the prompts that are being read until the budget is spent, so a
+long prompt goes through in chunks and several short ones share a step. A prompt starts only when the pool has blocks
+for all of it, so whatever is being read can always finish.
+
+A prompt starts with the leading blocks that an earlier one left in the pool, or one that is being read has published,
+and computes the rest; always its last token where its logits choose the next one. It publishes its own full blocks step
+by step.
+"""
+
+from collections.abc import Callable
+
+from serving_core import reasons
+from serving_core.errors import RequestError
+from serving_core.leases import Leases
+from serving_core.requests import Work
+from serving_core.residents import Resident, Residents, Stage
+
+
+class Reading:
+    """The prompts of one node."""
+
+    def __init__(self, residents: Residents, leases: Leases, *, max_num_queued: int) -> None:
+        self._residents = residents
+        self._leases = leases
+        self._max_num_queued = max_num_queued
+        self.num_prompt_tokens = 0  # of all prompts that ever started
+        self.num_cached_tokens = 0  # of them, those that were not to be computed
+
+    def check(self, num_tokens: int) -> None:
+        """Raises RequestError when the queue is full, or a prompt of so many tokens can never fit."""
+        num_blocks = self._leases.blocks_for(num_tokens)
+        if num_blocks > self._leases.num_blocks:
+            raise RequestError(
+                reasons.PROMPT_TOO_LONG,
+                f"the prompt needs {num_blocks} KV blocks, the prefill node has {self._leases.num_blocks}",
+            )
+        if self.num_queued >= self._max_num_queued:
+            raise RequestError(reasons.QUEUE_FULL, f"the prefill queue holds its {self._max_num_queued} requests")
+
+    def plan(self, budget: int, has_seat: Callable[[Resident], bool], start: Callable[[Resident], bool]) -> list[Work]:
+        """Chunks of at most `budget` tokens in all, oldest prompt first. `start` gives a prompt its blocks if it may
+        have them; one that may not holds up those behind it. One without a seat for its answer is passed over."""
+        works: list[Work] = []
+        for resident in self._residents.in_stage(Stage.QUEUED, Stage.READING):
+            if budget == 0:
+                break
+            if resident.is_ending:
+                continue
+            if resident.stage is Stage.QUEUED:
+                if not has_seat(resident):
+                    continue
+                if not start(resident):
+                    break
+                self._begin(resident)
+            num_tokens = min(budget, resident.num_to_compute)
+            if num_tokens:
+                budget -= num_tokens
+                works.append(resident.work(num_tokens))
+        return works
+
+    def start(self, resident: Resident, *, num_spare: int) -> bool:
+        """Gives a prompt the blocks for all of it, if that leaves num_spare free. Tells whether it did."""
+        return self._leases.take(
+            resident, self.tokens_to_hold(resident), num_cacheable=num_cacheable(resident), num_spare=num_spare
+        )
+
+    def num_needed(self, resident: Resident) -> int:
+        """Free blocks that the start of a prompt takes."""
+        return self._leases.num_needed(resident, self.tokens_to_hold(resident), num_cacheable=num_cacheable(resident))
+
+    def tokens_to_hold(self, resident: Resident) -> int:
+        """Tokens that a prompt gets blocks for: with a new one that is answered here, the first of the answer."""
+        return resident.num_given if resident.hands_over else len(resident.request.token_ids) + resident.computes_prompt
+
+    @property
+    def num_queued(self) -> int:
+        """Prompts that have no blocks yet."""
+        return self._residents.count(Stage.QUEUED)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of prompts still to be computed, as far as one can tell before a prompt starts."""
+        return sum(
+            each.num_to_compute if each.lease is not None else each.num_to_compute - self._num_held(each)
+            for each in self._residents.in_stage(Stage.QUEUED, Stage.READING)
+        )
+
+    def _num_held(self, resident: Resident) -> int:
+        return self._leases.num_held_tokens(resident, num_cacheable(resident))
+
+    def _begin(self, resident: Resident) -> None:
+        resident.stage = Stage.READING
+        self.count(resident)
+
+    def count(self, resident: Resident) -> None:
+        """Counts a prompt that has got its blocks; once, however often it begins."""
+        if not resident.has_begun:
+            resident.has_begun = True
+            self.num_prompt_tokens += resident.num_given
+            self.num_cached_tokens += self._leases.num_cached_tokens(resident)
+
+
+def num_cacheable(resident: Resident) -> int:
+    """Leading tokens of a prompt that need not be computed if they are there. Where a token is sampled in the end, the
+    last one is in any case: its logits choose it."""
+    if resident.hands_over:
+        return resident.num_given - (not resident.has_first_token)
+    return len(resident.request.token_ids) - 1

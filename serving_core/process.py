@@ -1,0 +1,25 @@
+"""A process of a cluster, from its first line of log to its exit code."""
+
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import click
+import uvloop
+
+from serving_core.errors import ModelError, SettingsError
+from serving_core.telemetry import configure_logging
+
+
+def run_process(role: str, name: str, log_level: str, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Runs main on an event loop. Where the process cannot start or is refused, one sentence goes to stderr and it
+    exits with code 2."""
+    configure_logging(role, name, log_level)
+    try:
+        uvloop.run(main())
+    except (SettingsError, ModelError) as error:
+        click.echo(f"{name}: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:  # before the process takes the signal itself
+        sys.exit(128 + signal.SIGINT)

@@ -1,0 +1,147 @@
+"""The requests on one node, and where each of them stands. Pure; both halves of a node work on them.
+
+A prompt that this node reads, for its own answer or for another node's:
+
+    QUEUED ──blocks──> READING ──the last chunk──> WRITING
+       ▲                  │ │
+       └────preempted─────┘ └──its KV goes to another node──> READ ──sent──> gone
+
+A prompt that another node reads:
+
+    AWAITING ──credit──> GRANTED ──all of its KV is here──> WRITING ──the last token──> gone
+        ▲                   │
+        └──────revoked──────┘
+
+What writes and gives up its blocks becomes a prompt again: QUEUED. So does what is READ and not yet sent.
+"""
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from serving_core.blocks import BlockLease
+from serving_core.prefix import BlockNames
+from serving_core.requests import Request, Work
+
+Key = tuple[str, int]
+"""The id of a request and the epoch of the attempt at it."""
+
+
+class Stage(Enum):
+    """Where a request stands on its node."""
+
+    QUEUED = auto()  # to be read here; it has no blocks
+    READING = auto()  # is computed, in chunks
+    READ = auto()  # everything is computed that another node waits for
+    AWAITING = auto()  # another node reads it, and this one has no blocks for it yet
+    GRANTED = auto()  # blocks are leased, the KV is on its way
+    WRITING = auto()  # one token a step
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """One request on this node, from the command that brings it until nothing is held for it."""
+
+    request: Request
+    age: int  # the coordinator's number of the request: of two, the lower one goes first on every node
+    names: BlockNames
+    stage: Stage
+    arrived_s: float
+    hands_over: bool = False  # another node writes the answer
+    source_tp: int = 0  # ranks of the node that reads the prompt; 0: this one does
+    lease: BlockLease | None = None
+    num_computed: int = 0  # tokens whose KV is in the pool
+    num_cached_blocks: int = 0  # leading ones that were there when it got its blocks
+    has_begun: bool = False  # its prompt has been counted
+    has_first_token: bool = False
+    reading_since_s: float | None = None  # when the first step began that computed some of the prompt
+    in_step: bool = False
+    is_sending: bool = False  # a rank may read the blocks
+    is_receiving: bool = False  # a rank may write to the blocks
+    is_revoked: bool = False  # the grant is being taken back
+    ticket: bytes = b""  # to send by
+    next_ticket: bytes = b""  # that has come while the transfer of a revoked one was ending
+    tail: bytes = b""  # what follows the last block to the other node
+    num_evictions: int = 0
+    waiting_since_s: float = 0.0  # for credit, or for a ticket
+    ending: dict[str, Any] | None = None  # what the coordinator is told when nothing is held any more; {}: nothing
+    num_given: int = 0  # tokens that came with the command
+
+    def __post_init__(self) -> None:
+        self.num_given = len(self.request.token_ids)
+        self.waiting_since_s = self.arrived_s
+
+    @property
+    def key(self) -> Key:
+        return self.request.request_id, self.request.epoch
+
+    @property
+    def is_ending(self) -> bool:
+        return self.ending is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step or a transfer still touches the blocks."""
+        return self.in_step or self.is_sending or self.is_receiving
+
+    @property
+    def num_to_compute(self) -> int:
+        """Known tokens whose KV is missing here: 1 for a request that writes. What follows a prompt that is handed over
+        is not this node's to compute."""
+        num_tokens = self.num_given if self.hands_over else len(self.request.token_ids)
+        return num_tokens - self.num_computed
+
+    @property
+    def computes_prompt(self) -> bool:
+        """Whether its first token is still to be sampled here."""
+        return not self.has_first_token and not self.source_tp
+
+    def work(self, num_tokens: int) -> Work:
+        """Its share of a step that computes num_tokens more."""
+        assert self.lease is not None
+        return Work(self.request, self.num_computed, num_tokens, self.lease.block_ids)
+
+
+class Residents:
+    """All requests on one node, oldest first."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[Key, Resident] = {}
+        self._by_age: list[Resident] = []
+
+    def __len__(self) -> int:
+        return len(self._by_age)
+
+    def __iter__(self) -> Iterator[Resident]:
+        return iter(self._by_age)
+
+    def __contains__(self, resident: Resident) -> bool:
+        return self._by_key.get(resident.key) is resident
+
+    def add(self, resident: Resident) -> None:
+        assert resident.key not in self._by_key
+        self._by_key[resident.key] = resident
+        insort(self._by_age, resident, key=_order)
+
+    def remove(self, resident: Resident) -> None:
+        del self._by_key[resident.key]
+        self._by_age.remove(resident)
+
+    def find(self, key: Key) -> Resident | None:
+        return self._by_key.get(key)
+
+    def of(self, request: Request) -> Resident:
+        return self._by_key[request.request_id, request.epoch]
+
+    def in_stage(self, *stages: Stage) -> list[Resident]:
+        """Those that stand there, oldest first."""
+        return [each for each in self._by_age if each.stage in stages]
+
+    def count(self, *stages: Stage) -> int:
+        return sum(each.stage in stages for each in self._by_age)
+
+
+def _order(resident: Resident) -> tuple[int, int]:
+    return resident.age, resident.request.epoch

@@ -1,0 +1,49 @@
+"""What a node's logic decides; the runner carries it out, in order."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from serving_core.residents import Resident
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Tell the coordinator: one field of fleet_pb2.NodeEvent by name."""
+
+    event: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Open the resident's blocks, so many, to the node that reads its prompt; report `granted`, then `received`."""
+
+    resident: Resident
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Begin to send by the resident's ticket; these leading blocks are final. Report `sent` when it is over."""
+
+    resident: Resident
+    block_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishSend:
+    """These are all blocks of what is being sent, and they are final."""
+
+    resident: Resident
+    block_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelTransfer:
+    """End the transfer of this epoch, in whichever direction."""
+
+    epoch: int
+
+
+Decision = Tell | Receive | Send | FinishSend | CancelTransfer
+Decide = Callable[[Decision], None]

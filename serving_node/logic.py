@@ -1,0 +1,302 @@
+"""What a node decides. Pure: commands, the ends of steps and of transfers, and the time come in; decisions come out.
+
+It puts the two halves together over one pool: `prefill_node` reads prompts, `decode_node` writes answers. One step may
+hold both: a token of each answer that is being written, then chunks of prompts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from decode_node.credit import Credit
+from decode_node.writing import Writing
+from kv_transfer.results import Received, Sent, TransferFailed
+from prefill_node.reading import Reading
+from protos import convert, fleet_pb2, inference_pb2
+from serving_core import reasons
+from serving_core.blocks import BlockAllocator
+from serving_core.errors import RequestError
+from serving_core.layout import KVLayout
+from serving_core.leases import Leases
+from serving_core.prefix import BlockNames, root_name
+from serving_core.rates import StepRates
+from serving_core.requests import SampledToken, Work, finish_reason
+from serving_core.residents import Resident, Residents, Stage
+from serving_node.cache_report import CacheReport
+from serving_node.decisions import Decision
+from serving_node.endings import Endings
+from serving_node.handovers import HandOvers
+from serving_node.room import Room
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a node's logic has to keep to. Times in seconds."""
+
+    max_num_batched_tokens: int  # of one step
+    max_num_seqs: int  # answers that hold blocks
+    max_num_queued: int  # prompts, and answers that wait for credit, each
+    credit_timeout_s: float
+    ticket_timeout_s: float
+
+
+class NodeLogic:
+    """The requests of one node. Every method that changes anything leaves what it decides in `take_decisions`."""
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        layout: KVLayout,
+        limits: Limits,
+        *,
+        block_bytes: int,
+        fingerprint: Mapping[str, str],
+        eos_token_ids: Sequence[int],
+        rates: StepRates,
+    ) -> None:
+        """`block_bytes` are those of one block over all ranks and layers."""
+        self._allocator = allocator
+        self._layout = layout
+        self._limits = limits
+        self._fingerprint = fingerprint
+        self._eos_token_ids = eos_token_ids
+        self._rates = rates
+        self._residents = residents = Residents()
+        self._leases = leases = Leases(allocator, layout)
+        self._endings = Endings(residents, leases)
+        self._cache_report = CacheReport(allocator, self._endings.tell)
+        self._reading = Reading(residents, leases, max_num_queued=limits.max_num_queued)
+        self._credit = Credit(residents, leases, max_num_queued=limits.max_num_queued)
+        self._hand_overs = HandOvers(
+            residents,
+            leases,
+            self._reading,
+            self._credit,
+            self._endings,
+            block_bytes=block_bytes,
+            credit_timeout_s=limits.credit_timeout_s,
+            ticket_timeout_s=limits.ticket_timeout_s,
+            on_committed=self._cache_report.tell,
+        )
+        self._writing = Writing(residents, leases, self._hand_overs.revoke)
+        self._room = Room(residents, self._reading, self._credit, limits.max_num_seqs)
+        self.is_draining = False
+
+    # ---- what comes out ----
+
+    def take_decisions(self) -> list[Decision]:
+        """What has been decided since the last call, in order."""
+        return self._endings.take()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is here."""
+        return not len(self._residents)
+
+    @property
+    def wake_at_s(self) -> float | None:
+        """When the next `tick` is due."""
+        return self._hand_overs.wake_at_s
+
+    def describe(self, load: inference_pb2.NodeLoad) -> None:
+        """Fills in how busy the node is, and decides to tell what has changed of its cache."""
+        self._cache_report.tell()
+        load.state = "draining" if self.is_draining else "ready"
+        load.num_running = self._residents.count(Stage.READING, Stage.READ, Stage.WRITING)
+        load.num_waiting = len(self._residents) - load.num_running
+        load.num_waiting_tokens = self._reading.num_waiting_tokens
+        load.num_blocks = self._allocator.num_blocks
+        load.num_blocks_free = self._allocator.num_free
+        load.num_blocks_cached = self._allocator.num_cached
+        load.num_preemptions = self._writing.num_preemptions
+        load.num_prompt_tokens = self._reading.num_prompt_tokens
+        load.num_cached_tokens = self._reading.num_cached_tokens
+        load.num_kv_bytes = self._hand_overs.num_kv_bytes
+        load.num_transfers_failed = self._hand_overs.num_failed
+        load.prefill_tokens_per_s = self._rates.prefill_tokens_per_s
+        load.step_s = self._rates.decode_step_s or load.step_s
+
+    # ---- commands ----
+
+    def attached(self) -> None:
+        """The coordinator is another one, or has lost sight of this node: it knows nothing."""
+        self._cache_report.forget()
+
+    def detached(self) -> None:
+        """The coordinator is gone and has given every attempt up."""
+        for resident in list(self._residents):
+            self._endings.end(resident)
+
+    def handle(self, command: fleet_pb2.NodeCommand, now: float) -> None:
+        """Does what the coordinator wants. What is not known is answered as failed."""
+        match command.WhichOneof("command"):
+            case "prefill":
+                self._bring(command.prefill.job, now)
+            case "reserve":
+                self._bring(command.reserve.job, now, command.reserve)
+            case "deliver":
+                self._hand_overs.deliver(command.deliver)
+            case "cancel":
+                self._cancel(command.cancel.attempt)
+            case other:
+                message = f"the node does not know the command {other or 'that it was sent'}"
+                self._refuse(command.attempt, RequestError(reasons.PAIRING_MISMATCH, message))
+        self._grant()
+
+    def _bring(self, job: fleet_pb2.Job, now: float, reserve: fleet_pb2.Reserve | None = None) -> None:
+        """A new request: to be read for another node, or to be written here."""
+        try:
+            resident = self._resident(job, now, reserve)
+        except RequestError as error:
+            self._refuse(job.attempt, error)
+        else:
+            self._residents.add(resident)
+
+    def _resident(self, job: fleet_pb2.Job, now: float, reserve: fleet_pb2.Reserve | None) -> Resident:
+        request = convert.request_from_wire(job)
+        is_read_here = reserve is None or reserve.local_prefill
+        if self._residents.find((request.request_id, request.epoch)) is not None:
+            message = f"attempt {request.epoch} of the request was announced twice"
+            raise RequestError(reasons.DUPLICATE_REQUEST_ID, message)
+        if reserve is None:
+            self._reading.check(len(request.token_ids))
+        else:
+            num_to_come = request.sampling.max_tokens - request.num_output_tokens
+            self._credit.check(len(request.token_ids) + num_to_come)
+            if is_read_here:
+                self._reading.check(len(request.token_ids))
+        return Resident(
+            request,
+            job.age,
+            BlockNames(root_name(self._fingerprint, request.cache_salt), self._layout.block_size),
+            Stage.QUEUED if is_read_here else Stage.AWAITING,
+            now,
+            hands_over=reserve is None,
+            source_tp=0 if is_read_here or reserve is None else max(1, reserve.prefill_tp_size),
+        )
+
+    def _cancel(self, attempt: fleet_pb2.Attempt) -> None:
+        """Every cancel is answered, that of an unknown attempt at once."""
+        cancelled = fleet_pb2.Cancelled(attempt=attempt)
+        resident = self._residents.find((attempt.request_id, attempt.epoch))
+        if resident is None:
+            self._endings.tell(cancelled=cancelled)
+        else:
+            self._endings.end(resident, cancelled=cancelled)
+
+    # ---- steps ----
+
+    def plan(self, now: float) -> list[Work]:
+        """The next step: a token of each answer that is being written, then chunks of prompts; empty when there is
+        nothing to compute. `step_done` or `step_failed` is to follow."""
+        works = self._writing.plan()
+        budget = self._limits.max_num_batched_tokens - sum(work.num_tokens for work in works)
+        works += self._reading.plan(budget, self._room.has_seat, self._room.start)
+        for work in works:
+            resident = self._residents.of(work.request)
+            resident.in_step = True
+            if resident.reading_since_s is None and resident.computes_prompt:
+                resident.reading_since_s = now
+        self._hand_overs.note_read(self._residents.in_stage(Stage.READING), now)
+        return works
+
+    def sends_while(self, works: Sequence[Work]) -> list[Work]:
+        """Those of a step whose blocks may leave while it is being computed."""
+        return [work for work in works if self._residents.of(work.request).hands_over]
+
+    def step_done(self, works: Sequence[Work], tokens: Sequence[SampledToken], step_s: float, now: float) -> None:
+        """Takes in a finished step, whose full blocks others may use from now on."""
+        num_decoding = sum(self._residents.of(work.request).stage is Stage.WRITING for work in works)
+        self._rates.add(sum(work.num_tokens for work in works) - num_decoding, num_decoding, step_s)
+        sampled = iter(tokens)
+        answered = [(resident, next(sampled)) for resident, samples in map(self._advance, works) if samples]
+        step_tokens: list[fleet_pb2.SampledToken] = []
+        for resident, token in answered:
+            self._answer(resident, token, step_tokens, now)
+        if step_tokens:
+            self._endings.tell(step_tokens=fleet_pb2.StepTokens(tokens=step_tokens, step_s=step_s))
+        self._hand_overs.note_read([self._residents.of(work.request) for work in works], now)
+        for resident, _ in answered:
+            if finish_reason(resident.request, self._eos_token_ids) is not None:
+                self._endings.end(resident)
+        self._settle_step(works)
+
+    def step_failed(self, works: Sequence[Work], error: Exception, now: float) -> None:
+        """The step gave nothing."""
+        for work in works:
+            resident = self._residents.of(work.request)
+            resident.in_step = False
+            self._endings.fail(resident, reasons.ENGINE_ERROR, f"the step failed ({type(error).__name__})")
+        self._settle_step(works)
+
+    def _advance(self, work: Work) -> tuple[Resident, bool]:
+        resident = self._residents.of(work.request)
+        samples = work.samples
+        resident.in_step = False
+        resident.num_computed += work.num_tokens
+        self._leases.publish(resident)
+        return resident, samples
+
+    def _answer(
+        self, resident: Resident, token: SampledToken, step_tokens: list[fleet_pb2.SampledToken], now: float
+    ) -> None:
+        """One more token of a request; what was cancelled meanwhile says nothing."""
+        request, is_first = resident.request, resident.computes_prompt
+        request.token_ids.append(token.token_id)
+        resident.has_first_token = True
+        reason = finish_reason(request, self._eos_token_ids)
+        if is_first or reason is not None:
+            self._cache_report.tell()  # before the client can ask again
+        if not resident.is_ending:
+            wire = convert.token_to_wire(request, token, reason)
+            if is_first:
+                self._endings.tell(first_token=self._first_token(resident, wire, now))
+            else:
+                step_tokens.append(wire)
+        if not resident.hands_over:
+            resident.stage = Stage.WRITING
+        elif reason is None:
+            resident.tail = convert.token_to_tail(token.token_id)
+
+    def _first_token(self, resident: Resident, wire: fleet_pb2.SampledToken, now: float) -> fleet_pb2.FirstToken:
+        assert resident.reading_since_s is not None
+        return fleet_pb2.FirstToken(
+            attempt=wire.attempt,
+            token=wire,
+            prefill_s=now - resident.reading_since_s,
+            num_cached_tokens=resident.num_cached_blocks * self._layout.block_size,
+        )
+
+    def _settle_step(self, works: Sequence[Work]) -> None:
+        for work in works:
+            if resident := self._residents.find((work.request.request_id, work.request.epoch)):
+                self._endings.settle(resident)
+        self._grant()
+
+    # ---- hand-overs ----
+
+    def granted(self, epoch: int, ticket: bytes) -> None:
+        """Every rank awaits the blocks of a `Receive`: this ticket lets the other node send them."""
+        self._hand_overs.granted(epoch, ticket)
+
+    def received(self, epoch: int, result: Received | TransferFailed, now: float) -> None:
+        """A `Receive` is over."""
+        self._hand_overs.received(epoch, result, now)
+        self._grant()
+
+    def sent(self, epoch: int, result: Sent | TransferFailed, now: float) -> None:
+        """A `Send` is over."""
+        self._hand_overs.sent(epoch, result, now)
+        self._grant()
+
+    def tick(self, now: float) -> None:
+        """Ends what has waited too long for another node."""
+        self._hand_overs.tick(now)
+        self._grant()
+
+    def _grant(self) -> None:
+        for resident in self._room.grant():
+            self._hand_overs.receive(resident)
+
+    def _refuse(self, attempt: fleet_pb2.Attempt, error: RequestError) -> None:
+        """Answers what is not taken in."""
+        self._endings.tell(failed=fleet_pb2.Failed(attempt=attempt, reason=error.reason, message=str(error)))

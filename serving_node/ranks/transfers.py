@@ -1,0 +1,153 @@
+"""The transfers of all ranks of a node as one, led by rank 0; and a follower's side of them.
+
+Each rank sends its own heads, and opens the blocks of its own pool to the lanes that end at it. A ticket leaves the
+node only when every rank has opened its blocks, and a request goes on only when every rank is done.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from decode_node.incoming import Incoming
+from kv_transfer.ends.rank_results import RankResults, failure_from_wire, to_wire
+from kv_transfer.ends.receiver import KVReceiver
+from kv_transfer.ends.sender import KVSender
+from kv_transfer.results import Received, Sent, TransferFailed
+from prefill_node.outgoing import Outgoing
+from protos import ranks_pb2
+from serving_core.layout import KVLayout
+from serving_core.requests import OnLayer, Share, Work
+from serving_node.ranks.leading import Followers, Leader
+
+OnGranted = Callable[[int], None]
+OnReceived = Callable[[int, Received | TransferFailed], None]
+OnSent = Callable[[int, Sent | TransferFailed], None]
+
+
+class NodeTransfers:
+    """What rank 0 asks of its ranks, by epoch. The callbacks hear of what has happened on all of them."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        sender: KVSender,
+        receiver: KVReceiver,
+        followers: Followers,
+        overlap_min_tokens: int,
+        *,
+        on_granted: OnGranted,
+        on_received: OnReceived,
+        on_sent: OnSent,
+    ) -> None:
+        self.num_ranks = 1 + len(followers)
+        self._followers = followers
+        self._on_granted = on_granted
+        self._sent: RankResults[Sent] = RankResults(self.num_ranks, self.cancel, on_sent)
+        self._received: RankResults[Received] = RankResults(self.num_ranks, self.cancel, on_received)
+        self._ungranted: dict[int, int] = {}  # how many ranks have yet to open their blocks, by epoch
+        self._outgoing = Outgoing(layout, sender, overlap_min_tokens, partial(self._end_sent, 0))
+        self._incoming = Incoming(receiver, self._granted, partial(self._end_received, 0))
+        followers.on_event = self._take
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where each rank receives, in order."""
+        others = self._followers.kv_addresses
+        return [self._incoming.address, *(others[rank] for rank in sorted(others))]
+
+    def receive(self, epoch: int, ticket: bytes, block_ids: Sequence[int]) -> None:
+        """Opens these blocks on every rank; on_granted is called when all have, perhaps at once."""
+        self._received.begin(epoch)
+        self._ungranted[epoch] = self.num_ranks
+        if self._followers:
+            self._followers.send(grant=ranks_pb2.Grant(epoch=epoch, ticket=ticket, block_ids=block_ids))
+        self._incoming.expect(epoch, ticket, block_ids)
+
+    def send(self, epoch: int, ticket: bytes, block_ids: Sequence[int]) -> None:
+        """Begins to send, and these leading blocks are final."""
+        self._sent.begin(epoch)
+        if self._followers:
+            self._followers.send(send=ranks_pb2.Send(epoch=epoch, ticket=ticket, block_ids=block_ids))
+        self._outgoing.send(epoch, ticket)
+        self._outgoing.ready(epoch, block_ids)
+
+    def finish(self, epoch: int, block_ids: Sequence[int], tail: bytes) -> None:
+        """These are all blocks of what is being sent, and they are final."""
+        if self._followers:
+            self._followers.send(finish_send=ranks_pb2.FinishSend(epoch=epoch, block_ids=block_ids, tail=tail))
+        self._outgoing.finish(epoch, block_ids, tail)
+
+    def on_layer(self, works: Sequence[Work]) -> OnLayer | None:
+        """What a step is to report to, so that the blocks of these works leave while it is computed."""
+        return self._outgoing.on_layer([work.request.epoch for work in works], [work.share for work in works])
+
+    def cancel(self, epoch: int) -> None:
+        """Ends a transfer in either direction; none has the epoch of another."""
+        self._followers.send(cancel_transfer=ranks_pb2.CancelTransfer(epoch=epoch))
+        self._outgoing.cancel(epoch)
+        self._incoming.cancel(epoch)
+
+    def _granted(self, epoch: int) -> None:
+        if epoch in self._ungranted:
+            self._ungranted[epoch] -= 1
+            if self._ungranted[epoch] == 0:
+                del self._ungranted[epoch]
+                self._on_granted(epoch)
+
+    def _end_received(self, rank: int, epoch: int, result: Received | TransferFailed) -> None:
+        self._ungranted.pop(epoch, None)
+        self._received.end(epoch, rank, result)
+
+    def _end_sent(self, rank: int, epoch: int, result: Sent | TransferFailed) -> None:
+        self._sent.end(epoch, rank, result)
+
+    def _take(self, rank: int, event: ranks_pb2.RankEvent) -> None:
+        if event.HasField("granted"):
+            self._granted(event.granted.epoch)
+            return
+        ended = event.transfer_ended
+        if ended.epoch in self._sent:
+            self._end_sent(rank, ended.epoch, Sent(ended.num_bytes) if ended.ok else failure_from_wire(ended))
+        else:
+            result = Received(ended.tail, ended.num_bytes) if ended.ok else failure_from_wire(ended)
+            self._end_received(rank, ended.epoch, result)
+
+
+class FollowerTransfers:
+    """A follower's part of them, as rank 0 commands it."""
+
+    def __init__(
+        self, layout: KVLayout, sender: KVSender, receiver: KVReceiver, leader: Leader, overlap_min_tokens: int
+    ) -> None:
+        self._leader = leader
+        self._outgoing = Outgoing(layout, sender, overlap_min_tokens, self._ended)
+        self._incoming = Incoming(receiver, self._granted, self._ended)
+
+    def handle(self, command: ranks_pb2.RankCommand) -> None:
+        """Does a command other than a step, at once."""
+        match command.WhichOneof("command"):
+            case "send":
+                self._outgoing.send(command.send.epoch, command.send.ticket)
+            case "grant":
+                grant = command.grant
+                self._incoming.expect(grant.epoch, grant.ticket, grant.block_ids)
+            case "cancel_transfer":
+                self._outgoing.cancel(command.cancel_transfer.epoch)
+                self._incoming.cancel(command.cancel_transfer.epoch)
+
+    def after_step(self, command: ranks_pb2.RankCommand) -> None:
+        """Does the part of a command that has to wait for the steps announced before it."""
+        if command.HasField("send"):
+            self._outgoing.ready(command.send.epoch, command.send.block_ids)
+        elif command.HasField("finish_send"):
+            finish = command.finish_send
+            self._outgoing.finish(finish.epoch, finish.block_ids, finish.tail)
+
+    def on_layer(self, epochs: Sequence[int], shares: Sequence[Share]) -> OnLayer | None:
+        """What a step of these shares is to report to, if to anything."""
+        return self._outgoing.on_layer(epochs, shares)
+
+    def _granted(self, epoch: int) -> None:
+        self._leader.send(granted=ranks_pb2.Granted(epoch=epoch))
+
+    def _ended(self, epoch: int, result: Sent | Received | TransferFailed) -> None:
+        self._leader.send(transfer_ended=to_wire(epoch, result))

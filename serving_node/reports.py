@@ -1,0 +1,62 @@
+"""What every node tells of itself: who it is, and how busy."""
+
+import secrets
+from collections.abc import Mapping
+from typing import Protocol
+
+import psutil
+
+from protos import inference_pb2
+from protos.convert import PROTOCOL_VERSION
+from serving_node.ranks.leading import Followers
+
+
+def new_incarnation() -> str:
+    """The name of one life of a node process."""
+    return secrets.token_hex(16)
+
+
+def node_info(
+    name: str, role: str, incarnation: str, fingerprint: Mapping[str, str], engine: Mapping[str, str]
+) -> inference_pb2.NodeInfo:
+    """`fingerprint` must be equal on all nodes of a fleet; `engine` describes what may differ."""
+    return inference_pb2.NodeInfo(
+        name=name,
+        role=role,
+        incarnation=incarnation,
+        fingerprint={"protocol_version": PROTOCOL_VERSION, **fingerprint},
+        engine=engine,
+    )
+
+
+class Rank(Protocol):
+    """Which rank this process is: RankGroup of engine/parallel.py."""
+
+    @property
+    def rank(self) -> int: ...
+
+
+class RankEngine(Protocol):
+    """An engine's account of its memory: Engine of engine/engine.py."""
+
+    @property
+    def group(self) -> Rank: ...
+    @property
+    def kv_pool_bytes(self) -> int: ...
+    @property
+    def weight_bytes(self) -> int: ...
+
+
+def rank_load(engine: RankEngine) -> inference_pb2.RankLoad:
+    """The memory that this process takes."""
+    return inference_pb2.RankLoad(
+        rank=engine.group.rank,
+        rss_bytes=psutil.Process().memory_info().rss,
+        kv_pool_bytes=engine.kv_pool_bytes,
+        weight_bytes=engine.weight_bytes,
+    )
+
+
+def rank_loads(engine: RankEngine, followers: Followers) -> list[inference_pb2.RankLoad]:
+    """The memory of every rank of the node, by rank."""
+    return [rank_load(engine), *(followers.loads[rank] for rank in sorted(followers.loads))]

@@ -1,0 +1,255 @@
+"""Runs a node's logic: commands, steps and transfers in, decisions out. Everything here is on one event loop."""
+
+import asyncio
+import logging
+import time
+from typing import Final
+
+import psutil
+
+from engine.engine import Engine
+from engine.stepper import Stepper
+from kv_transfer.ends.alarm import Alarm
+from kv_transfer.ends.receiver import KVReceiver
+from kv_transfer.ends.sender import KVSender
+from kv_transfer.errors import TransferError
+from kv_transfer.results import Received, Sent, TransferFailed
+from kv_transfer.ticket import Ticket
+from protos import fleet_pb2, inference_pb2
+from serving_core import reasons
+from serving_core.blocks import BlockAllocator
+from serving_core.errors import SettingsError
+from serving_core.rates import StepRates
+from serving_core.requests import SampledToken, Work
+from serving_core.residents import Resident
+from serving_core.waiting import first_to_end
+from serving_node.decisions import CancelTransfer, Decision, FinishSend, Receive, Send, Tell
+from serving_node.link import FleetLink
+from serving_node.logic import Limits, NodeLogic
+from serving_node.ranks.leading import Followers
+from serving_node.ranks.transfers import NodeTransfers
+from serving_node.reports import new_incarnation, node_info, rank_loads
+from serving_node.settings import NodeSettings
+
+logger = logging.getLogger(__name__)
+
+
+class NodeRunner:
+    """Rank 0 of a node."""
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        role: str,
+        name: str,
+        engine: Engine,
+        sender: KVSender,
+        receiver: KVReceiver,
+        followers: Followers,
+        link: FleetLink,
+        rates: StepRates,
+    ) -> None:
+        """Raises SettingsError."""
+        if settings.max_num_batched_tokens < settings.max_num_seqs:
+            raise SettingsError(
+                f"max_num_batched_tokens ({settings.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({settings.max_num_seqs}): every running request takes one token a step"
+            )
+        self._settings = settings
+        self._role = role
+        self._name = name
+        self._incarnation: Final = new_incarnation()
+        self._engine = engine
+        self._fingerprint = {**engine.fingerprint, "kv_transport": settings.kv_transport}
+        self._followers = followers
+        self._link = link
+        self._stepper: Stepper[Work, list[SampledToken]] = Stepper(engine.step)
+        self._logic = NodeLogic(
+            BlockAllocator(engine.num_blocks, caching=settings.engine.enable_prefix_caching),
+            engine.layout,
+            Limits(
+                settings.max_num_batched_tokens,
+                settings.max_num_seqs,
+                settings.max_num_queued,
+                settings.credit_timeout_s,
+                settings.ticket_timeout_s,
+            ),
+            block_bytes=engine.model_layout.block_bytes,
+            fingerprint=self._fingerprint,
+            eos_token_ids=engine.eos_token_ids,
+            rates=rates,
+        )
+        self._transfers = NodeTransfers(
+            engine.layout,
+            sender,
+            receiver,
+            followers,
+            settings.overlap_min_tokens,
+            on_granted=self._granted,
+            on_received=self._received,
+            on_sent=self._sent,
+        )
+        self._tickets: dict[int, bytes] = {}  # drawn, and not yet open on every rank, by epoch
+        self._work = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._is_carrying_out = False
+        self._alarm: Alarm | None = None
+
+    # ---- the link's view ----
+
+    def hello(self) -> fleet_pb2.Hello:
+        self._logic.attached()
+        return fleet_pb2.Hello(
+            node=node_info(self._name, self._role, self._incarnation, self._fingerprint, self._engine.description),
+            num_blocks=self._engine.num_blocks,
+            block_size=self._engine.layout.block_size,
+            max_model_len=self._engine.max_model_len,
+            max_num_seqs=self._settings.max_num_seqs,
+            max_num_queued=self._settings.max_num_queued,
+            tp_size=self._transfers.num_ranks,
+        )
+
+    def heartbeat(self) -> fleet_pb2.Heartbeat:
+        load = inference_pb2.NodeLoad(
+            name=self._name,
+            role=self._role,
+            num_steps=self._stepper.num_steps,
+            step_s=self._stepper.step_s,
+            rss_bytes=psutil.Process().memory_info().rss,
+            ranks=rank_loads(self._engine, self._followers),
+        )
+        self._logic.describe(load)
+        self._carry_out()
+        return fleet_pb2.Heartbeat(load=load, step_age_s=self._stepper.step_age_s)
+
+    def handle(self, command: fleet_pb2.NodeCommand) -> None:
+        self._logic.handle(command, time.monotonic())
+        self._carry_out()
+
+    def detached(self) -> None:
+        self._logic.detached()
+        self._carry_out()
+
+    # ---- the process's view ----
+
+    def drain(self) -> None:
+        """Lets its heartbeats ask for no new attempts."""
+        self._logic.is_draining = True
+
+    async def idle(self) -> None:
+        """Returns when no request is left."""
+        await self._idle.wait()
+
+    async def run(self) -> None:
+        """Steps until cancelled."""
+        self._alarm = Alarm(self._tick)
+        self._carry_out()
+        steps = self._stepper.run(self._plan, self._step, self._work)
+        try:
+            await first_to_end(steps, self._followers.watch())
+        finally:
+            self._alarm.set(None)
+
+    # ---- steps ----
+
+    def _plan(self) -> list[Work]:
+        works = self._logic.plan(time.monotonic())
+        self._carry_out(wakes=False)
+        return works
+
+    async def _step(self, works: list[Work]) -> None:
+        try:
+            self._followers.announce(works)
+            sends = self._logic.sends_while(works)
+            tokens, step_s = await self._stepper.step(works, self._transfers.on_layer(sends) if sends else None)
+        except Exception as error:
+            logger.exception("a step failed")
+            self._followers.fail_step(error)
+            self._logic.step_failed(works, error, time.monotonic())
+        else:
+            self._logic.step_done(works, tokens, step_s, time.monotonic())
+        self._carry_out()
+
+    # ---- transfers ----
+
+    def _granted(self, epoch: int) -> None:
+        self._logic.granted(epoch, self._tickets.pop(epoch))
+        self._carry_out()
+
+    def _received(self, epoch: int, result: Received | TransferFailed) -> None:
+        self._tickets.pop(epoch, None)
+        self._logic.received(epoch, result, time.monotonic())
+        self._carry_out()
+
+    def _sent(self, epoch: int, result: Sent | TransferFailed) -> None:
+        self._logic.sent(epoch, result, time.monotonic())
+        self._carry_out()
+
+    # ---- decisions ----
+
+    def _carry_out(self, *, wakes: bool = True) -> None:
+        """Does what has been decided, and what that leads to, in order."""
+        if self._is_carrying_out:
+            return
+        self._is_carrying_out = True
+        try:
+            while decisions := self._logic.take_decisions():
+                for decision in decisions:
+                    self._do(decision)
+        finally:
+            self._is_carrying_out = False
+        if self._logic.is_idle:
+            self._idle.set()
+        else:
+            self._idle.clear()
+        if wakes:
+            self._work.set()
+        self._set_alarm()
+
+    def _do(self, decision: Decision) -> None:
+        match decision:
+            case Tell(event=event):
+                self._link.send(**event)
+            case Receive(resident=resident, num_blocks=num_blocks):
+                self._receive(resident, num_blocks)
+            case Send(resident=resident, block_ids=block_ids):
+                self._transfers.send(resident.request.epoch, resident.ticket, block_ids)
+            case FinishSend(resident=resident, block_ids=block_ids):
+                self._transfers.finish(resident.request.epoch, block_ids, resident.tail)
+            case CancelTransfer(epoch=epoch):
+                self._transfers.cancel(epoch)
+
+    def _receive(self, resident: Resident, num_blocks: int) -> None:
+        assert resident.lease is not None
+        epoch = resident.request.epoch
+        try:
+            ticket = self._draw_ticket(resident, num_blocks)
+        except TransferError as error:
+            self._logic.received(epoch, TransferFailed(reasons.TRANSFER_FAILED, str(error)), time.monotonic())
+            return
+        self._tickets[epoch] = ticket
+        self._transfers.receive(epoch, ticket, resident.lease.block_ids[:num_blocks])
+
+    def _draw_ticket(self, resident: Resident, num_blocks: int) -> bytes:
+        return Ticket.draw(
+            epoch=resident.request.epoch,
+            layout=self._engine.model_layout,
+            prefill_tp=resident.source_tp,
+            decode_tp=self._transfers.num_ranks,
+            addresses=self._transfers.addresses,
+            num_blocks=num_blocks,
+            num_cached_blocks=resident.num_cached_blocks,
+            ttl_s=self._settings.ticket_ttl_s,
+        ).encode()
+
+    def _tick(self) -> None:
+        self._logic.tick(time.monotonic())
+        self._carry_out()
+
+    def _set_alarm(self) -> None:
+        if self._alarm is None:
+            return
+        wake_at_s = self._logic.wake_at_s
+        loop = asyncio.get_running_loop()
+        self._alarm.set(None if wake_at_s is None else loop.time() + wake_at_s - time.monotonic())

@@ -1,0 +1,34 @@
+"""What a node can be told. The flags derive from these fields."""
+
+from dataclasses import dataclass, field
+
+from kv_transfer.endpoints import KV_TRANSPORTS
+from serving_core.flags import flag
+from serving_core.settings import EngineSettings
+from serving_node.link import LinkSettings
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSettings:
+    """Settings of one node, whatever its role."""
+
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    link: LinkSettings = field(default_factory=LinkSettings)
+    max_num_batched_tokens: int = flag(
+        512, "Most tokens in one step; bounds the chunks of prompts, beside one token of each answer.", minimum=1
+    )
+    max_num_seqs: int = flag(64, "Most answers that hold blocks at a time: the credits.", minimum=1, maximum=1024)
+    max_num_queued: int = flag(
+        256, "Most prompts that wait to be read, and most that wait for credit; more are refused.", minimum=1
+    )
+    kv_transport: str = flag("zmq", "What carries KV blocks; the same on all nodes.", choices=KV_TRANSPORTS)
+    kv_bind: str = flag(
+        "", "Endpoint of the data plane: tcp://HOST:PORT or ipc://PATH (zmq), dist://HOST:PORT (torch_dist)."
+    )
+    overlap_min_tokens: int = flag(
+        16, "Prompts with fewer tokens send their blocks at the end, not layer by layer.", minimum=0
+    )
+    transfer_timeout_s: float = flag(30.0, "Seconds one KV transfer may take once it has started.", minimum=0.1)
+    ticket_timeout_s: float = flag(60.0, "Seconds a finished prompt waits for its ticket.", minimum=0.1)
+    credit_timeout_s: float = flag(30.0, "Seconds a request waits for credit.", minimum=0.1)
+    ticket_ttl_s: float = flag(600.0, "Most seconds granted blocks wait for their KV.", minimum=0.1, maximum=86400)
