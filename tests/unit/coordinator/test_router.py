@@ -10,7 +10,7 @@ from coordinator.control.router import choose
 from serving_core.blocks import BlockAllocator
 from serving_core.errors import RequestError
 from serving_core.prefix import BlockNames, hint_of, root_name
-from serving_node.reports import CacheReport
+from serving_node.cache_report import CacheReport
 from tests import fleet_events as events
 
 TOKENS = list(range(1, 69))  # four full blocks of 16 and four tokens

@@ -9,7 +9,7 @@ from tests.tiny_models import VOCAB_SIZE, write_fake_model, write_tiny_model
 from tests.toy_scheduler import greedy, run_all
 from tests.unit.engine.test_fake import answer_on_paper
 from tests.unit.engine.test_llama import random_prompts, transformers_model
-from tests.unit.node.rank_process import run_ranks
+from tests.unit.serving_node.rank_process import run_ranks
 
 # Sizes are chosen so that 2, 3 and 4 ranks divide few of them: heads, neurons and vocabulary come out uneven.
 MODELS = {

@@ -9,7 +9,7 @@ from serving_core.settings import EngineSettings
 from tests.tiny_models import VOCAB_SIZE, write_fake_model, write_tiny_model
 from tests.toy_scheduler import greedy, run_all
 from tests.unit.engine.test_llama import random_prompts
-from tests.unit.node.rank_process import run_ranks
+from tests.unit.serving_node.rank_process import run_ranks
 
 (PROMPT,) = random_prompts([60])
 

@@ -15,7 +15,7 @@ from tests.tiny_models import VOCAB_SIZE
 from tests.toy_scheduler import greedy, run_all
 from tests.unit.engine.quantized_checkpoints import describe, edit, write_quantized
 from tests.unit.engine.test_llama import random_prompts, transformers_model
-from tests.unit.node.rank_process import run_ranks
+from tests.unit.serving_node.rank_process import run_ranks
 
 (PROMPT,) = random_prompts([40])
 CHECKPOINTS = {

@@ -4,13 +4,14 @@ import asyncio
 
 import pytest
 
-from protos import inference_pb2, rank_stream, ranks, ranks_pb2
+from protos import inference_pb2, ranks_pb2
 from serving_core.errors import SettingsError
 from serving_core.requests import Request, SamplingParams, Work
+from serving_node.ranks import leading, stream
 from serving_node.ranks.leading import Followers, Leader, Meeting, share_from_wire
 from serving_node.ranks.processes import check_world, started_rank
 from serving_node.ranks.stream import RankLost, dial
-from tests.unit.node.rank_kit import Died, crew, let_die_raise
+from tests.unit.serving_node.rank_kit import Died, crew, let_die_raise
 
 
 def _work(epoch=7):
@@ -75,8 +76,8 @@ async def test_a_follower_that_is_gone_ends_the_node(monkeypatch):
 
 async def test_a_follower_that_says_nothing_ends_the_node(monkeypatch):
     let_die_raise(monkeypatch, "serving_node.ranks.leading")
-    monkeypatch.setattr(ranks, "BEAT_S", 0.02)
-    monkeypatch.setattr(ranks, "SILENCE_S", 0.2)
+    monkeypatch.setattr(leading, "BEAT_S", 0.02)
+    monkeypatch.setattr(leading, "SILENCE_S", 0.2)
     async with crew(monkeypatch, 2) as (followers, leaders):
         followers.on_event = lambda rank, event: None
         beating = asyncio.create_task(leaders[0].beat())
@@ -87,7 +88,7 @@ async def test_a_follower_that_says_nothing_ends_the_node(monkeypatch):
 
 
 async def test_a_follower_that_never_comes(monkeypatch):
-    monkeypatch.setattr(ranks, "HELLO_DEADLINE_S", 0.1)
+    monkeypatch.setattr(leading, "HELLO_DEADLINE_S", 0.1)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with pytest.raises(RankLost, match="0 of 1"):
         await Followers(1).gather(lambda data: [data])
@@ -143,20 +144,20 @@ async def test_strangers_are_sent_away_and_the_follower_is_let_in(monkeypatch):
     assert not gathering.done()
     leader = await Leader.join(lambda data: [meeting.encode()], "", inference_pb2.RankLoad(rank=1))
     await gathering
-    for stream in (leader.stream, followers.streams[1]):
-        stream.close()
+    for each in (leader.stream, followers.streams[1]):
+        each.close()
 
 
 async def test_a_message_that_is_too_long_is_not_read(monkeypatch):
     async with crew(monkeypatch, 1) as (followers, leaders):
         writer = followers.streams[1]._writer
-        writer.write((rank_stream.MAX_MESSAGE_BYTES + 1).to_bytes(4, "big"))
+        writer.write((stream.MAX_MESSAGE_BYTES + 1).to_bytes(4, "big"))
         with pytest.raises(RankLost, match="bytes"):
             await leaders[0].command()
 
 
 async def test_a_follower_that_reads_nothing_is_given_up(monkeypatch):
-    monkeypatch.setattr(rank_stream, "MAX_MESSAGE_BYTES", 2**20)
+    monkeypatch.setattr(stream, "MAX_MESSAGE_BYTES", 2**20)
     async with crew(monkeypatch, 1) as (followers, _):
         block_ids = list(range(2**20, 2**20 + 50_000))
 

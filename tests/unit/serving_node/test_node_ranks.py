@@ -1,0 +1,328 @@
+"""All ranks of two nodes, each with its own sender and receiver, led over real sockets."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from engine.stepper import Stepper
+from kv_transfer.ends.receiver import KVReceiver
+from kv_transfer.ends.sender import KVSender
+from kv_transfer.results import Received, Sent, TransferFailed
+from kv_transfer.ticket import Ticket
+from kv_transfer.transports.loopback import LoopbackNetwork
+from serving_core import reasons
+from serving_core.layout import KVLayout
+from serving_core.requests import Request, SamplingParams, Work
+from serving_core.sharding import head_range
+from serving_node.ranks.follower import Follower
+from serving_node.ranks.transfers import FollowerTransfers, NodeTransfers
+from tests.unit.kv_transfer.transfer_kit import ByteStore
+from tests.unit.serving_node.rank_kit import crew
+
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=8, block_size=4, dtype="float32")
+NUM_BLOCKS = 12
+IDS = list(range(NUM_BLOCKS))
+DEADLINE_S = 30.0
+
+
+class Ends:
+    """What a node hears of its transfers in one direction."""
+
+    def __init__(self):
+        self.results = {}
+        self.granted = []
+        self._news = asyncio.Event()
+
+    def ended(self, epoch, result):
+        assert epoch not in self.results, "a transfer ended twice"
+        self.results[epoch] = result
+        self._news.set()
+
+    def was_granted(self, epoch):
+        self.granted.append(epoch)
+        self._news.set()
+
+    async def until(self, condition):
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                self._news.clear()
+                await self._news.wait()
+
+
+class Node:
+    """The ranks of a node without its logic: their stores and ends, and what rank 0 hears."""
+
+    def __init__(self, network, name, tp_size, seed):
+        whole = ByteStore(LAYOUT, NUM_BLOCKS, seed=seed)
+        self.name, self.tp_size = name, tp_size
+        self.stores = [_slice(whole, rank, tp_size) for rank in range(tp_size)]
+        self.senders = [
+            KVSender(network.dialer(), store, rank=rank, tp_size=tp_size, deadline_s=DEADLINE_S)
+            for rank, store in enumerate(self.stores)
+        ]
+        self.receivers = [
+            KVReceiver(network.listener(f"{name}-{rank}"), store, rank=rank, tp_size=tp_size)
+            for rank, store in enumerate(self.stores)
+        ]
+        self.sent, self.received = Ends(), Ends()
+        self.steps = [[] for _ in range(tp_size)]
+
+    def lead(self, followers, overlap_min_tokens):
+        self.followers = followers
+        self.transfers = NodeTransfers(
+            self.stores[0].layout,
+            self.senders[0],
+            self.receivers[0],
+            followers,
+            overlap_min_tokens,
+            on_granted=self.received.was_granted,
+            on_received=self.received.ended,
+            on_sent=self.sent.ended,
+        )
+
+    def follow(self, rank, leader, overlap_min_tokens):
+        transfers = FollowerTransfers(
+            self.stores[rank].layout, self.senders[rank], self.receivers[rank], leader, overlap_min_tokens
+        )
+        return Follower(leader, Stepper(self._compute(rank)), transfers)
+
+    def _compute(self, rank):
+        """What stands where a follower's engine does: tells of each layer."""
+
+        def step(shares, on_layer):
+            self.steps[rank].append([(share.start, share.num_tokens) for share in shares])
+            if on_layer is not None:
+                for layer in range(LAYOUT.num_layers):
+                    on_layer(layer + 1)
+
+        return step
+
+    def ticket(self, epoch, source, num_cached=0):
+        """That lets `source` write to this node."""
+        return Ticket.draw(
+            epoch=epoch,
+            layout=LAYOUT,
+            prefill_tp=source.tp_size,
+            decode_tp=self.tp_size,
+            addresses=self.transfers.addresses,
+            num_blocks=NUM_BLOCKS,
+            num_cached_blocks=num_cached,
+            ttl_s=DEADLINE_S,
+        ).encode()
+
+    async def open_to(self, source, epoch, **cached):
+        """Grants all blocks to what `source` sends; gives the ticket."""
+        ticket = self.ticket(epoch, source, **cached)
+        self.transfers.receive(epoch, ticket, IDS)
+        await self.received.until(lambda: epoch in self.received.granted)
+        return ticket
+
+    def bytes_of(self, ids):
+        return [store.bytes_of(ids) for store in self.stores]
+
+    async def close(self):
+        for end in (*self.senders, *self.receivers):
+            await end.close()
+            assert end.num_open == 0
+
+
+def _slice(whole, rank, tp_size):
+    heads = head_range(rank, tp_size, LAYOUT.num_kv_heads)
+    store = ByteStore(LAYOUT.with_heads(len(heads)), NUM_BLOCKS)
+    for layer in range(LAYOUT.num_layers):
+        store.write(layer, IDS, *whole.heads(heads).read(layer, IDS))
+    return store
+
+
+def sliced_bytes(seed, tp_size, ids=IDS):
+    """What the ranks of a node of another size hold of the same blocks."""
+    whole = ByteStore(LAYOUT, NUM_BLOCKS, seed=seed)
+    return [_slice(whole, rank, tp_size).bytes_of(ids) for rank in range(tp_size)]
+
+
+A_SEED, B_SEED = 1, 2
+
+
+@asynccontextmanager
+async def nodes(monkeypatch, a_size, b_size, overlap_min_tokens=0):
+    """Two nodes, a and b, whose followers obey."""
+    network = LoopbackNetwork()
+    a, b = Node(network, "a", a_size, A_SEED), Node(network, "b", b_size, B_SEED)
+    async with (
+        crew(monkeypatch, a_size - 1, addresses(a)) as a_crew,
+        crew(monkeypatch, b_size - 1, addresses(b)) as b_crew,
+    ):
+        tasks = []
+        for node, (followers, leaders) in ((a, a_crew), (b, b_crew)):
+            node.lead(followers, overlap_min_tokens)
+            tasks.append(asyncio.create_task(followers.watch()))
+            for rank, leader in enumerate(leaders, start=1):
+                tasks.append(asyncio.create_task(node.follow(rank, leader, overlap_min_tokens).run()))
+        try:
+            yield a, b
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await a.close()
+            await b.close()
+
+
+def addresses(node):
+    return {rank: receiver.address for rank, receiver in enumerate(node.receivers)}
+
+
+SIZES = [(1, 1), (2, 1), (1, 3), (2, 3), (4, 2), (8, 4)]
+
+
+@pytest.mark.parametrize(("a_size", "b_size"), SIZES)
+async def test_a_transfer_over_all_ranks(a_size, b_size, monkeypatch):
+    """Blocks of two chunks leave as they are computed, those of the first when the ticket comes."""
+    async with nodes(monkeypatch, a_size, b_size) as (a, b):
+        ticket = await b.open_to(a, 5)
+        num_tokens = NUM_BLOCKS * LAYOUT.block_size
+        prompt = Request("r", 5, list(range(num_tokens)), num_tokens, SamplingParams(max_tokens=4))
+        chunks = [Work(prompt, 0, 30, IDS), Work(prompt, 30, num_tokens - 30, IDS)]
+        a.followers.announce(chunks[:1])
+        a.transfers.send(5, ticket, IDS[: 30 // LAYOUT.block_size])
+        a.followers.announce(chunks[1:])
+        on_layer = a.transfers.on_layer(chunks[1:])
+        for layer in range(LAYOUT.num_layers):
+            on_layer(layer + 1)
+        a.transfers.finish(5, IDS, b"tail")
+        await a.sent.until(lambda: a.sent.results)
+        await b.received.until(lambda: b.received.results)
+        num_bytes = sum(NUM_BLOCKS * store.layout.block_bytes for store in b.stores)
+        assert a.sent.results == {5: Sent(num_bytes)}
+        assert b.received.results == {5: Received(b"tail", num_bytes)}
+        assert b.bytes_of(IDS) == sliced_bytes(A_SEED, b_size)
+        assert a.steps[1:] == [[[(0, 30)], [(30, num_tokens - 30)]]] * (a_size - 1)
+
+
+@pytest.mark.parametrize(("a_size", "b_size"), [(1, 1), (2, 1), (2, 3)])
+async def test_both_directions_at_once(a_size, b_size, monkeypatch):
+    """Half of each pool goes to the other half of the other's, while theirs comes."""
+    async with nodes(monkeypatch, a_size, b_size) as (a, b):
+        half = NUM_BLOCKS // 2
+        mine, theirs = IDS[:half], IDS[half:]
+        for node, source, epoch in ((b, a, 1), (a, b, 2)):
+            ticket = Ticket.draw(
+                epoch=epoch,
+                layout=LAYOUT,
+                prefill_tp=source.tp_size,
+                decode_tp=node.tp_size,
+                addresses=node.transfers.addresses,
+                num_blocks=half,
+                num_cached_blocks=0,
+                ttl_s=DEADLINE_S,
+            ).encode()
+            node.transfers.receive(epoch, ticket, theirs)
+            await node.received.until(lambda node=node: node.received.granted)
+            source.transfers.send(epoch, ticket, mine)
+        a.transfers.finish(1, mine, b"from a")
+        b.transfers.finish(2, mine, b"from b")
+        for node in (a, b):
+            await node.sent.until(lambda node=node: node.sent.results)
+            await node.received.until(lambda node=node: node.received.results)
+        assert [type(result) for node in (a, b) for result in node.sent.results.values()] == [Sent, Sent]
+        assert b.received.results[1].tail == b"from a"
+        assert a.received.results[2].tail == b"from b"
+        assert b.bytes_of(theirs) == sliced_bytes(A_SEED, b_size, mine)
+        assert a.bytes_of(theirs) == sliced_bytes(B_SEED, a_size, mine)
+        assert a.bytes_of(mine) == sliced_bytes(A_SEED, a_size, mine)
+
+
+async def test_cached_blocks_stay_as_they_are(monkeypatch):
+    async with nodes(monkeypatch, 2, 3) as (a, b):
+        ticket = await b.open_to(a, 1, num_cached=7)
+        a.transfers.send(1, ticket, IDS)
+        a.transfers.finish(1, IDS, b"t")
+        await b.received.until(lambda: b.received.results)
+        assert b.bytes_of(IDS[7:]) == sliced_bytes(A_SEED, 3, IDS[7:])
+        assert b.bytes_of(IDS[:7]) == sliced_bytes(B_SEED, 3, IDS[:7])
+
+
+@pytest.mark.parametrize("sizes", [(3, 2), (2, 3), (4, 1)])
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+async def test_cancel_ends_it_on_every_rank(side, sizes, monkeypatch):
+    async with nodes(monkeypatch, *sizes) as (a, b):
+        ticket = await b.open_to(a, 9)
+        a.transfers.send(9, ticket, IDS[:5])
+        (a if side == "sender" else b).transfers.cancel(9)
+        ended = a.sent if side == "sender" else b.received
+        await ended.until(lambda: ended.results)
+        (a if side == "receiver" else b).transfers.cancel(9)
+        await a.sent.until(lambda: a.sent.results)
+        await b.received.until(lambda: b.received.results)
+        for results in (a.sent.results, b.received.results):
+            assert type(results[9]) is TransferFailed
+        assert all(end.num_open == 0 for end in (*a.senders, *b.receivers))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (3, 2), (2, 3), (4, 1)])
+async def test_a_sender_whose_receiver_takes_its_blocks_back_hears_that_and_sends_by_the_next_ticket(
+    sizes, monkeypatch
+):
+    async with nodes(monkeypatch, *sizes) as (a, b):
+        ticket = await b.open_to(a, 9)
+        a.transfers.send(9, ticket, IDS[:5])
+        b.transfers.cancel(9)
+        await b.received.until(lambda: b.received.results)
+        await a.sent.until(lambda: a.sent.results)
+        assert a.sent.results.pop(9).reason == reasons.TRANSFER_REVOKED
+        b.received.results.clear()
+        b.received.granted.clear()
+        a.transfers.send(9, await b.open_to(a, 9), IDS)
+        a.transfers.finish(9, IDS, b"t")
+        await a.sent.until(lambda: a.sent.results)
+        await b.received.until(lambda: b.received.results)
+        assert b.received.results[9].tail == b"t"
+        assert b.bytes_of(IDS) == sliced_bytes(A_SEED, sizes[1])
+
+
+async def test_one_rank_that_cannot_send_fails_the_transfer(monkeypatch):
+    async with nodes(monkeypatch, 3, 3) as (a, b):
+        ticket = await b.open_to(a, 2)
+        await a.senders[2].close()
+        a.transfers.send(2, ticket, IDS)
+        a.transfers.finish(2, IDS, b"t")
+        await a.sent.until(lambda: a.sent.results)
+        assert type(a.sent.results[2]) is TransferFailed
+        b.transfers.cancel(2)
+        await b.received.until(lambda: b.received.results)
+
+
+async def test_one_rank_that_cannot_receive_gives_no_ticket(monkeypatch):
+    async with nodes(monkeypatch, 1, 3) as (a, b):
+        await b.receivers[1].close()
+        b.transfers.receive(3, b.ticket(3, a), IDS)
+        await b.received.until(lambda: b.received.results)
+        assert type(b.received.results[3]) is TransferFailed
+        assert b.received.granted == []
+
+
+async def test_tickets_that_cannot_be_read_fail_on_every_rank(monkeypatch):
+    async with nodes(monkeypatch, 3, 1) as (a, _):
+        a.transfers.send(4, b"not a ticket", [])
+        await a.sent.until(lambda: a.sent.results)
+        assert "ticket" in a.sent.results[4].message or "msgpack" in a.sent.results[4].message
+
+
+async def test_short_prompts_leave_at_once(monkeypatch):
+    """At the threshold blocks leave layer by layer, below it the step reports nothing."""
+    async with nodes(monkeypatch, 1, 1, overlap_min_tokens=16) as (a, _):
+
+        def work(num_tokens, start=0, known=None):
+            tokens = list(range(known or num_tokens))
+            return Work(
+                Request("r", 1, tokens, len(tokens), SamplingParams(max_tokens=1)), start, num_tokens, range(12)
+            )
+
+        on_layer = a.transfers.on_layer
+        assert on_layer([work(15)]) is None
+        assert on_layer([work(1, start=30, known=31)]) is None, "one token is as good as nothing"
+        assert on_layer([work(16)]) is not None
+        assert on_layer([work(15), work(16)]) is not None
+        assert on_layer([work(8, start=8)]) is not None
+        assert on_layer([work(8, known=40)]) is not None, "a chunk of a long prompt"
