@@ -26,6 +26,11 @@ class ToyKV:
             self._write(work.request, work.block_ids, range(work.start, work.start + work.num_tokens))
         return [next_token(self._read(work)) for work in works if work.samples]
 
+    def verify(self, works):
+        """What a step has written and read is still there."""
+        for work in works:
+            self._check(work.request, work.block_ids, work.start + work.num_tokens)
+
     def receive(self, request, block_ids, num_cached_blocks):
         """What a transfer brings: all but the leading blocks, which must be there."""
         start = num_cached_blocks * self._block_size
@@ -36,6 +41,11 @@ class ToyKV:
         """What a step or a transfer that fails leaves behind."""
         for position in positions:
             self._slots[block_ids[position // self._block_size]][position % self._block_size] = SPOILT
+
+    def copy_from(self, source, source_ids, block_ids):
+        """What a transfer moves: blocks of another pool, as they are."""
+        for source_id, block_id in zip(source_ids, block_ids, strict=True):
+            self._slots[block_id] = list(source._slots[source_id])
 
     def check_names(self, allocator):
         """Every block with a name is full of what the name stands for."""
@@ -82,33 +92,3 @@ def name_of(salt, token_ids, block_size):
         block = token_ids[start : start + block_size]
         name = sha256(name + b"".join(token.to_bytes(4, "little") for token in block)).digest()
     return name
-
-
-class Chaos:
-    """What runs of both schedulers share: seeded failures, requests that leave, and the proof after every turn.
-
-    Those who use it set random, failing, lost, scheduler, allocator, kv and known.
-    """
-
-    def fails(self, probability):
-        return self.random.random() < probability * self.failing
-
-    def leave(self, entry):
-        """A prompt or a reservation goes before its end."""
-        self.lost.add(entry.request.request_id)
-        self.scheduler.remove(entry)
-
-    def fail_step(self, works, running):
-        """`running` are the scheduler's entries by request."""
-        for work in works:
-            self.kv.spoil(work.block_ids, range(work.start, work.start + work.num_tokens))
-            running[work.request].in_step = False
-            self.leave(running[work.request])
-
-    def check(self):
-        self.allocator.check_integrity()
-        self.kv.check_names(self.allocator)
-        if self.random.random() < 0.5:
-            stored, removed = self.allocator.take_changes()
-            self.known = (self.known | set(stored)) - set(removed)
-            assert self.known == set(self.allocator._block_of)

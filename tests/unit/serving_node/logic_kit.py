@@ -1,0 +1,350 @@
+"""A node's logic driven by hand: commands, steps, the ends of transfers and the time go in, and what it decides is kept.
+
+The KV is that of tests/toy_kv.py, so a step that reads a wrong block fails, and every token can be worked out on paper
+(`answer_of`). After everything that happens the pool is counted from scratch.
+"""
+
+from dataclasses import dataclass
+
+from kv_transfer.results import Received, Sent, TransferFailed
+from protos import convert, fleet_pb2, inference_pb2
+from serving_core.blocks import BlockAllocator
+from serving_core.layout import KVLayout
+from serving_core.prefix import hint_of
+from serving_core.rates import StepRates
+from serving_core.requests import Request, SampledToken, SamplingParams
+from serving_node.decisions import CancelTransfer, FinishSend, Receive, Send, Tell
+from serving_node.logic import Limits, NodeLogic
+from tests.toy_kv import FINGERPRINT, NUM_TOKEN_IDS, ToyKV, answer_of
+
+BLOCK_SIZE = 4
+BLOCK_BYTES = 100
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=BLOCK_SIZE, dtype="float32")
+STEP_S = 0.5
+NEVER = NUM_TOKEN_IDS  # a token that the toy never says
+
+
+def prompt_of(length, first=0):
+    """Tokens in which no two places look alike for long."""
+    return [(place * place + place // 3 + first) % NUM_TOKEN_IDS for place in range(length)]
+
+
+@dataclass
+class Opened:
+    """Blocks that another node may write to."""
+
+    request: Request
+    block_ids: list[int]
+    num_cached: int
+    ticket: bytes
+
+
+@dataclass
+class Outgoing:
+    """What has been said of one that is sent."""
+
+    ticket: bytes
+    block_ids: list[int]
+    is_finished: bool = False
+    tail: bytes = b""
+
+
+class Node:
+    """One node, its clock and its pool."""
+
+    def __init__(
+        self,
+        num_blocks=16,
+        *,
+        budget=64,
+        seats=8,
+        max_num_queued=100,
+        caching=True,
+        credit_timeout_s=30.0,
+        ticket_timeout_s=60.0,
+        name="",
+    ):
+        self.name = name
+        self.allocator = BlockAllocator(num_blocks, caching=caching)
+        self.kv = ToyKV(num_blocks, BLOCK_SIZE)
+        self.budget = budget
+        self.logic = NodeLogic(
+            self.allocator,
+            LAYOUT,
+            Limits(budget, seats, max_num_queued, credit_timeout_s, ticket_timeout_s),
+            block_bytes=BLOCK_BYTES,
+            fingerprint=FINGERPRINT,
+            eos_token_ids=(NEVER,),
+            rates=StepRates(),
+        )
+        self.now = 0.0
+        self.events = []
+        self.opened = {}  # by epoch
+        self.sending = {}
+        self.cancelled = []  # epochs of transfers that are to end
+        self.works = []  # of the step that runs
+        self.hints = set()  # blocks that the coordinator believes to be here
+        self.grants_at_once = True
+        self._tokens = []
+        self._num_tickets = 0
+        self._num_requests = 0
+
+    # ---- commands ----
+
+    def prefill(self, name, prompt, **job):
+        """A prompt to be read here and answered elsewhere."""
+        request, wire = self._job(name, prompt, **job)
+        self.handle(prefill=fleet_pb2.Prefill(job=wire))
+        return request
+
+    def reserve(self, name, prompt, *, tp_size=1, **job):
+        """An answer to be written here to a prompt that is read elsewhere."""
+        request, wire = self._job(name, prompt, **job)
+        self.handle(reserve=fleet_pb2.Reserve(job=wire, prefill_tp_size=tp_size))
+        return request
+
+    def local(self, name, prompt, **job):
+        """A prompt to be read and answered here."""
+        request, wire = self._job(name, prompt, **job)
+        self.handle(reserve=fleet_pb2.Reserve(job=wire, local_prefill=True))
+        return request
+
+    def deliver(self, request, ticket=b"ticket"):
+        self.handle(deliver=fleet_pb2.Deliver(attempt=convert.attempt_of(request), ticket=ticket))
+
+    def cancel(self, request):
+        self.handle(cancel=fleet_pb2.Cancel(attempt=convert.attempt_of(request)))
+
+    def handle(self, **command):
+        self.logic.handle(fleet_pb2.NodeCommand(**command), self.now)
+        self._settle()
+
+    def detached(self):
+        self.logic.detached()
+        self._settle()
+
+    def _job(self, name, prompt, *, salt=None, age=None, epoch=None, num_prompt_tokens=None, max_tokens=4, **sampling):
+        """All begin alike, and have nothing to share unless they are given the same salt."""
+        prompt = prompt_of(prompt) if isinstance(prompt, int) else list(prompt)
+        self._num_requests += 1
+        request = Request(
+            name,
+            self._num_requests if epoch is None else epoch,
+            prompt,
+            num_prompt_tokens or len(prompt),
+            SamplingParams(max_tokens=max_tokens, **{"ignore_eos": True, **sampling}),
+            name if salt is None else salt,
+        )
+        return request, convert.job_to_wire(request, self._num_requests if age is None else age)
+
+    # ---- steps ----
+
+    def begin(self):
+        """Plans a step, which then runs; gives its shares."""
+        assert not self.works, "a step is running"
+        self.works = self.logic.plan(self.now)
+        self._absorb()
+        assert sum(work.num_tokens for work in self.works) <= self.budget
+        assert all(work.num_tokens > 0 for work in self.works)
+        assert len({work.request.request_id for work in self.works}) == len(self.works)
+        shares = [(work.request.request_id, work.start, work.num_tokens) for work in self.works]
+        self._tokens = self.kv.step(self.works)
+        self.check()
+        return shares
+
+    def end(self):
+        """The step that runs is done."""
+        works, self.works = self.works, []
+        if not works:
+            return
+        self.kv.verify(works)
+        self.now += STEP_S
+        self.logic.step_done(works, [SampledToken(token_id) for token_id in self._tokens], STEP_S, self.now)
+        self._settle()
+
+    def fail_step(self, error=None):
+        """The step that runs gives nothing."""
+        works, self.works = self.works, []
+        for work in works:
+            self.kv.spoil(work.block_ids, range(work.start, work.start + work.num_tokens))
+        self.now += STEP_S
+        self.logic.step_failed(works, error or ValueError("odd"), self.now)
+        self._settle()
+
+    def step(self):
+        shares = self.begin()
+        self.end()
+        return shares
+
+    def steps(self, most=200):
+        """Steps until there is nothing to compute; gives the shares of all."""
+        shares = []
+        while share := self.step():
+            shares.append(share)
+            assert len(shares) <= most, "it computes without end"
+        return shares
+
+    # ---- transfers ----
+
+    def grant(self, request):
+        """Every rank awaits the blocks."""
+        self.logic.granted(request.epoch, self.opened[request.epoch].ticket)
+        self._settle()
+
+    def arrive(self, request, tail=None):
+        """All of a prompt's KV is here, and with it the first token."""
+        opened = self.opened.pop(request.epoch)
+        self.kv.receive(request, opened.block_ids, opened.num_cached)
+        token = convert.token_to_tail(answer_of(request.token_ids, 1)[0])
+        num_bytes = (len(opened.block_ids) - opened.num_cached) * BLOCK_BYTES
+        self.logic.received(request.epoch, Received(token if tail is None else tail, num_bytes), self.now)
+        self._settle()
+
+    def receive_fails(self, request, reason="TRANSFER_FAILED", message="lost on the way"):
+        del self.opened[request.epoch]
+        self.logic.received(request.epoch, TransferFailed(reason, message), self.now)
+        self._settle()
+
+    def sent(self, request, num_bytes=0):
+        """The other node has all of it."""
+        assert self.sending.pop(request.epoch).is_finished
+        self.logic.sent(request.epoch, Sent(num_bytes), self.now)
+        self._settle()
+
+    def send_fails(self, request, reason="TRANSFER_FAILED", message="lost on the way"):
+        del self.sending[request.epoch]
+        self.logic.sent(request.epoch, TransferFailed(reason, message), self.now)
+        self._settle()
+
+    def writes(self, name, prompt, **job):
+        """One whose KV has come, and which is being written now."""
+        request = self.reserve(name, prompt, **job)
+        assert request.epoch in self.opened, "it got no credit"
+        self.arrive(request)
+        return request
+
+    def has_read(self, name, prompt, **job):
+        """One that is read for another node, and waits for its ticket."""
+        request = self.prefill(name, prompt, **job)
+        while self.begin():
+            self.end()
+        assert self.words(name) == ["first_token"]
+        return request
+
+    # ---- time ----
+
+    def tick(self, now):
+        self.now = now
+        self.logic.tick(now)
+        self._settle()
+
+    # ---- what it tells ----
+
+    def words(self, name):
+        """The kinds of what was told of a request, in order."""
+        return [kind for kind, _ in self._of(name)]
+
+    def tokens(self, name):
+        """The tokens that were told of a request. Their places in the answer are checked."""
+        told = [token for _, token in self._of(name) if token is not None]
+        first = told[0].index if told else 0
+        assert [token.index for token in told] == list(range(first, first + len(told)))
+        return [token.token_id for token in told]
+
+    def finish_reasons(self, name):
+        return [token.finish_reason for _, token in self._of(name) if token is not None]
+
+    def event(self, name, kind):
+        """The one event of this kind that was told of a request."""
+        (event,) = [getattr(event, kind) for event in self.events if _names(getattr(event, kind), name)]
+        return event
+
+    def tickets(self, name):
+        return [event.reserved.ticket for event in self.events if _names(event.reserved, name)]
+
+    def _of(self, name):
+        story = []
+        for event in self.events:
+            kind = event.WhichOneof("event")
+            if kind == "step_tokens":
+                story += [(kind, token) for token in event.step_tokens.tokens if _names(token, name)]
+            elif kind != "cache_changed" and _names(getattr(event, kind), name):
+                story.append((kind, event.first_token.token if kind == "first_token" else None))
+        return story
+
+    @property
+    def load(self):
+        load = inference_pb2.NodeLoad()
+        self.logic.describe(load)
+        self._settle()
+        return load
+
+    @property
+    def num_free(self):
+        return self.allocator.num_free
+
+    # ---- decisions ----
+
+    def _settle(self):
+        self._absorb()
+        self.check()
+
+    def _absorb(self):
+        while decisions := self.logic.take_decisions():
+            for decision in decisions:
+                self._do(decision)
+
+    def _do(self, decision):
+        match decision:
+            case Tell(event=event):
+                self._hear(fleet_pb2.NodeEvent(**event))
+            case Receive(resident=resident, num_blocks=num_blocks):
+                self._open(resident, num_blocks)
+            case Send(resident=resident, block_ids=block_ids):
+                assert resident.request.epoch not in self.sending, "it is being sent already"
+                self.sending[resident.request.epoch] = Outgoing(resident.ticket, list(block_ids))
+            case FinishSend(resident=resident, block_ids=block_ids):
+                sending = self.sending[resident.request.epoch]
+                assert not sending.is_finished
+                assert block_ids[: len(sending.block_ids)] == sending.block_ids
+                sending.block_ids, sending.is_finished, sending.tail = list(block_ids), True, resident.tail
+            case CancelTransfer(epoch=epoch):
+                self.cancelled.append(epoch)
+
+    def _hear(self, event):
+        self.events.append(event)
+        if event.HasField("cache_changed"):
+            self.hints -= set(event.cache_changed.removed)
+            self.hints |= set(event.cache_changed.stored)
+
+    def _open(self, resident, num_blocks):
+        epoch = resident.request.epoch
+        assert epoch not in self.opened, "it is being received already"
+        self._num_tickets += 1
+        ticket = f"{self.name}{self._num_tickets}".encode()
+        block_ids, num_cached = list(resident.lease.block_ids[:num_blocks]), resident.num_cached_blocks
+        self.opened[epoch] = Opened(resident.request, block_ids, num_cached, ticket)
+        self.kv.spoil(block_ids, range(num_cached * BLOCK_SIZE, num_blocks * BLOCK_SIZE))  # it may begin to arrive
+        if self.grants_at_once:
+            self.logic.granted(epoch, ticket)
+
+    # ---- proof ----
+
+    def check(self):
+        self.allocator.check_integrity()
+        self.kv.check_names(self.allocator)
+
+    def check_empty(self):
+        """Nothing is here any more, and the coordinator knows what is left."""
+        assert self.logic.is_idle
+        assert not self.opened
+        assert not self.sending
+        assert self.num_free == self.allocator.num_blocks
+        assert self.logic.wake_at_s is None
+        load = self.load
+        assert (load.num_running, load.num_waiting, load.num_waiting_tokens) == (0, 0, 0)
+        assert self.hints == {hint_of(name) for name in self.allocator._block_of}
+
+
+def _names(message, name):
+    return message.attempt.request_id == name
