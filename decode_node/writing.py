@@ -87,13 +87,11 @@ def _may_finish(resident: Resident) -> bool:
 
 
 def _can_give_way(resident: Resident) -> bool:
-    if resident.is_busy and not (resident.stage is Stage.GRANTED and resident.is_receiving):
-        return False
     match resident.stage:
         case Stage.WRITING | Stage.READING:
-            return True
+            return not resident.is_busy
         case Stage.READ:
-            return resident.num_evictions < MAX_EVICTIONS
-        case Stage.GRANTED:
-            return not resident.is_revoked
+            return not resident.is_busy and resident.num_evictions < MAX_EVICTIONS
+        case Stage.GRANTED:  # one whose sender gave it up is cancelled in a moment
+            return resident.is_receiving and not resident.is_revoked
     return False

@@ -158,7 +158,7 @@ class Tracker:
         return [Send(request.attempt.prefill, fleet_pb2.NodeCommand(deliver=deliver, attempt=event.attempt))]
 
     def _on_revoked(self, node: Node, event: fleet_pb2.Revoked, now: float) -> list[Instruction]:
-        """The blocks are needed for older requests: the node will grant others. The prefill node finds out by itself."""
+        """The blocks are needed for older requests: others will be granted. The prefill node finds out by itself."""
         request = self._request_on(node, event.attempt)
         if request is None or node is not request.attempt.decode or request.attempt.is_committed:
             return []

@@ -130,7 +130,7 @@ class Supervisor:
 
 
 class LastWords:
-    """Why a process ended, as far as its lines say: a refusal is NAME: SENTENCE, as run_process of serving_core/process.py
+    """Why a process ended, as far as its lines say: a refusal is NAME: SENTENCE, as serving_core/process.py
     writes it, or NAME.RANK: SENTENCE; a failure is a critical line or the end of a traceback."""
 
     def __init__(self, name: str) -> None:

@@ -58,6 +58,7 @@ def test_every_public_reason_has_a_status():
         reasons.TRANSFER_FAILED,
         reasons.TRANSFER_ABORTED,
         reasons.NAME_TAKEN,
+        reasons.TRANSFER_REVOKED,
     }
     assert public == CODES.keys()
     for reason in public:
