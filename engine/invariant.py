@@ -4,7 +4,8 @@ The compiled kernels keep that by themselves. A product of torch's does not: how
 and at some numbers on the place of a row among them. Here every product, norm and activation that torch computes runs
 in tiles of a few fixed numbers of rows, the last one filled up with zeros. Which numbers, is found out at the start, on
 the device itself: those at which a row has the same bits at every place, and the same at one number as at the other.
-(A product's way depends on shapes alone, not on values, so that one random row tells; one row at a time always agrees.)
+(A product's way depends on shapes alone, not on values, so that a few rows tell if their results are small beside what is
+added up: rounding would hide another order else. One row at a time always agrees.)
 Attention that is not native runs request by request, and the sums over more than two ranks are refused, as their order
 depends on where a number lies.
 
@@ -30,6 +31,8 @@ from engine.native.steps import ELEMENTS, NativeSteps
 TILE_ROWS: Final = (1, 4, 8, 16, 32, 64, 128, 256)  # that are tried
 CALL_ROWS: Final = 32  # what one more product costs beside its rows, in rows
 PROBE_SEED: Final = 0
+NUM_PROBES: Final = 8  # rows
+MAX_CANCELLED: Final = 16  # outputs of a product that are about 0 for the probes
 PROBE_POSITION: Final = 1013
 ALIGNMENT: Final = 64  # bytes; what lies at odd addresses may be computed in another way
 
@@ -49,25 +52,45 @@ class Tiling:
         """The same product in tiles. Products of one kind and as many inputs are of the same shape and code."""
         key = (num_inputs, kind)
         if key not in self._sizes:
-            self._sizes[key] = agreeing_sizes(product, random_row(num_inputs, self._dtype, self._device))
+            self._sizes[key] = agreeing_sizes(product, telling_rows(product, num_inputs, self._dtype, self._device))
         return partial(in_tiles, product, sizes=self._sizes[key])
 
 
-def random_row(num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One to try sizes with, the same each time: [1, num_columns]."""
-    generator = torch.Generator().manual_seed(PROBE_SEED)
-    return torch.randn(1, num_columns, generator=generator, device="cpu").to(device, dtype)
+def random_rows(num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Some to try sizes with, the same each time: [NUM_PROBES, num_columns]."""
+    return _random(num_columns).to(device, dtype)
 
 
 @torch.inference_mode()
-def agreeing_sizes(function: Rows, probe: torch.Tensor) -> tuple[int, ...]:
+def telling_rows(product: Rows, num_inputs: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Rows [NUM_PROBES, num_inputs], the same each time, at which some outputs of a product are about 0, though what they
+    add up is not: there the order of the sums shows."""
+    unit_rows = torch.eye(num_inputs, dtype=dtype, device=device).split(max(TILE_ROWS))
+    num_cancelled = min(MAX_CANCELLED, num_inputs // 2)
+
+    def outputs(rows: torch.Tensor) -> torch.Tensor:
+        return product(rows)[:, :num_cancelled].cpu().double()
+
+    bias = outputs(torch.zeros(1, num_inputs, dtype=dtype, device=device))
+    weights = torch.cat([outputs(rows) for rows in unit_rows]) - bias
+    rows = _random(num_inputs)
+    return (rows - (rows @ weights + bias) @ torch.linalg.pinv(weights)).to(device, dtype)
+
+
+def _random(num_columns: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(PROBE_SEED)
+    return torch.randn(NUM_PROBES, num_columns, generator=generator, dtype=torch.float64, device="cpu")
+
+
+@torch.inference_mode()
+def agreeing_sizes(function: Rows, probes: torch.Tensor) -> tuple[int, ...]:
     """Those of TILE_ROWS, ascending, at which a row has the same bits at all places and at all these sizes: with the
-    largest that has them at all places. `probe` [1, inputs] is the row to try it with."""
+    largest that has them at all places. `probes` [rows, inputs] are the rows to try it with."""
     found: dict[int, torch.Tensor] = {}
     for size in TILE_ROWS:
-        outputs = function(probe.repeat(size, 1))
-        if bool((outputs == outputs[:1]).all()):
-            found[size] = outputs[0]
+        outputs = torch.stack([function(probe.repeat(size, 1)) for probe in probes])
+        if bool((outputs == outputs[:, :1]).all()):
+            found[size] = outputs[:, 0]
     if not found:
         return TILE_ROWS[:1]
     reference = found[max(found)]
@@ -131,7 +154,7 @@ class TiledSteps(TorchSteps):
     def _in_tiles(self, name: str, function: Rows, rows: torch.Tensor) -> torch.Tensor:
         key = (name, rows.shape[1], rows.dtype)
         if key not in self._sizes:
-            self._sizes[key] = agreeing_sizes(function, random_row(rows.shape[1], rows.dtype, rows.device))
+            self._sizes[key] = agreeing_sizes(function, random_rows(rows.shape[1], rows.dtype, rows.device))
         return in_tiles(function, rows, self._sizes[key])
 
 
