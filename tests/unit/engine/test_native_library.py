@@ -18,7 +18,7 @@ SHOW_VARIANT = """
 import torch
 from engine.cache.kv_pool import PagedKVPool
 from serving_core.layout import KVLayout
-from engine.attention.paged.native import NativeAttention
+from engine.attention.native import NativeAttention
 print(NativeAttention(PagedKVPool(KVLayout(1, 1, 16, 16, "float32"), 1, torch.device("cpu")), 1).variant)
 """
 

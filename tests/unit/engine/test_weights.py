@@ -222,7 +222,7 @@ engine = Engine(EngineSettings(model=sys.argv[1], dtype=sys.argv[2], num_kv_bloc
 engine.warm_up()
 status = Path("/proc/self/status").read_text()
 peak_bytes = 1024 * int(status.split("VmHWM:")[1].split()[0])
-print(peak_bytes - 64 * serving_core.layout.block_bytes)
+print(peak_bytes - 64 * engine.layout.block_bytes)
 """
 
 

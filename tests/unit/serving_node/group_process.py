@@ -1,6 +1,6 @@
-"""One rank that tries out its group: `python -m tests.unit.serving_node.group_process NAME ARGUMENT` prints one line of JSON.
+"""One rank that tries out its group.
 
-NAME is a function below.
+`python -m tests.unit.serving_node.group_process NAME ARGUMENT` prints one line of JSON. NAME is a function below.
 """
 
 import json

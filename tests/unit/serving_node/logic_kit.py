@@ -1,4 +1,4 @@
-"""A node's logic driven by hand: commands, steps, the ends of transfers and the time go in, and what it decides is kept.
+"""A node's logic driven by hand: commands, steps, ends of transfers and the time go in, and what it decides is kept.
 
 The KV is that of tests/toy_kv.py, so a step that reads a wrong block fails, and every token can be worked out on paper
 (`answer_of`). After everything that happens the pool is counted from scratch.

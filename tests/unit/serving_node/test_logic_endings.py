@@ -1,4 +1,4 @@
-"""How a request ends on a node: once, when nothing touches its blocks any more; and what else a node tells of itself."""
+"""How a request ends on a node: once, when nothing touches its blocks any more; and what a node tells of itself."""
 
 import pytest
 
@@ -332,7 +332,7 @@ def test_what_is_computed_or_on_its_way_is_not_timed_here():
 
 
 def test_a_failure_by_time_makes_room_for_the_next():
-    node = Node(num_blocks=5, ticket_timeout_s=60.0)
+    node = Node(num_blocks=5, ticket_timeout_s=60.0, credit_timeout_s=90.0)
     node.has_read("a", 13)
     node.reserve("b", 13)
     assert node.words("b") == []

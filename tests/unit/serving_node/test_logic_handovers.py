@@ -1,4 +1,4 @@
-"""Hand-overs in both directions over one pool: grants that are taken back, prompts that are read again, next tickets."""
+"""Hand-overs in both directions over one pool: grants taken back, prompts that are read again, next tickets."""
 
 import pytest
 
@@ -295,7 +295,7 @@ def test_what_is_being_sent_is_never_evicted():
 
 
 def test_one_that_is_evicted_has_all_of_its_time_for_a_ticket_again():
-    node, request, rest = evicted()
+    node, _, rest = evicted()
     node.now = 50.0
     rest.release()
     node.step()

@@ -1,0 +1,252 @@
+"""A whole node with the fake engine over a loopback network, and what it tells its coordinator."""
+
+import asyncio
+import threading
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from engine.engine import Engine
+from kv_transfer.ends.receiver import KVReceiver
+from kv_transfer.ends.sender import KVSender
+from kv_transfer.transports.loopback import LoopbackNetwork
+from protos import convert, fleet_pb2
+from serving_core.rates import StepRates
+from serving_core.requests import Request, SamplingParams
+from serving_core.settings import EngineSettings
+from serving_node.ranks.leading import Followers
+from serving_node.runner import NodeRunner
+from serving_node.settings import NodeSettings
+from tests.tiny_models import VOCAB_SIZE, write_fake_model
+
+BLOCK_SIZE = 4
+DEADLINE_S = 60.0
+
+
+class GatedEngine:
+    """The fake engine, whose steps wait for the test if it wants them to, and fail where it says so."""
+
+    def __init__(self, engine):
+        self._engine = engine
+        self._gate = threading.Semaphore(0)
+        self.is_open = True
+        self.plans = []
+        self.error = None
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def step(self, works, on_layer=None):
+        self.plans.append([(work.request.request_id, work.start, work.num_tokens) for work in works])
+        if not self.is_open:
+            assert self._gate.acquire(timeout=DEADLINE_S), "the test never let the step end"
+        if self.error is not None:
+            raise self.error
+        return self._engine.step(works, on_layer)
+
+    def let_one_end(self):
+        self._gate.release()
+
+    def open(self):
+        self.is_open = True
+        self._gate.release()
+
+
+class RecordedRates(StepRates):
+    """Notes the prompt tokens and the decoding requests of each step."""
+
+    def __init__(self, start_tokens_per_s):
+        super().__init__(start_tokens_per_s)
+        self.steps = []
+
+    def add(self, num_prompt_tokens, num_decoding, step_s):
+        self.steps.append((num_prompt_tokens, num_decoding))
+        super().add(num_prompt_tokens, num_decoding, step_s)
+
+
+class Harness:
+    """The node, and everything it has told its coordinator."""
+
+    def __init__(self, folder, name, network, followers, settings, num_blocks, caching, start_tokens_per_s):
+        engine_settings = EngineSettings(
+            model=str(folder), block_size=BLOCK_SIZE, num_kv_blocks=num_blocks, enable_prefix_caching=caching
+        )
+        self.name = name
+        self.network = network
+        self.engine = GatedEngine(Engine(engine_settings))
+        tp_size = 1 + len(followers)
+        self.sender = KVSender(network.dialer(), self.engine.pool, tp_size=tp_size, deadline_s=DEADLINE_S)
+        self.receiver = KVReceiver(network.listener(name), self.engine.pool, tp_size=tp_size)
+        self.events = []
+        self.on_event = None
+        self.rates = RecordedRates(start_tokens_per_s)
+        self.node = NodeRunner(
+            NodeSettings(engine=engine_settings, **settings),
+            "decode",
+            name,
+            self.engine,
+            self.sender,
+            self.receiver,
+            followers,
+            self,
+            self.rates,
+        )
+
+    def send(self, **event):
+        """What the node calls its link for."""
+        self.events.append(fleet_pb2.NodeEvent(**event))
+        if self.on_event is not None:
+            self.on_event(self.events[-1])
+
+    def prefill(self, request):
+        self.handle(prefill=fleet_pb2.Prefill(job=job(request)))
+
+    def reserve(self, request):
+        self.handle(reserve=fleet_pb2.Reserve(job=job(request), prefill_tp_size=1))
+
+    def local(self, name, prompt, **options):
+        request = make_request(name, prompt, **options)
+        self.handle(reserve=fleet_pb2.Reserve(job=job(request), local_prefill=True))
+        return request
+
+    def deliver(self, request, ticket):
+        self.handle(deliver=fleet_pb2.Deliver(attempt=convert.attempt_of(request), ticket=ticket))
+
+    def cancel(self, request):
+        self.handle(cancel=fleet_pb2.Cancel(attempt=convert.attempt_of(request)))
+
+    def handle(self, **command):
+        self.node.handle(fleet_pb2.NodeCommand(**command))
+
+    def of(self, name):
+        """What was said of a request: (kind, token ids), in order, the tokens of steps joined."""
+        story = []
+        for event in self.events:
+            kind = event.WhichOneof("event")
+            if kind == "step_tokens":
+                story += [(kind, token.token_id) for token in event.step_tokens.tokens if _names(token, name)]
+            elif kind == "first_token" and _names(event.first_token, name):
+                story.append((kind, event.first_token.token.token_id))
+            elif kind not in ("cache_changed", "first_token") and _names(getattr(event, kind), name):
+                story.append((kind, None))
+        return story
+
+    def kinds(self, name):
+        return [kind for kind, _ in self.of(name)]
+
+    def event(self, name, kind):
+        (event,) = [getattr(each, kind) for each in self.events if _names(getattr(each, kind), name)]
+        return event
+
+    def last_token(self, name):
+        tokens = [token for event in self.events for token in event.step_tokens.tokens if _names(token, name)]
+        return tokens[-1]
+
+    @property
+    def load(self):
+        return self.node.heartbeat().load
+
+    async def until(self, condition):
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+    async def until_told(self, name, kind):
+        await self.until(lambda: kind in self.kinds(name))
+
+    async def until_step(self, number):
+        """The step of this number, counted from 1, runs."""
+        await self.until(lambda: len(self.engine.plans) == number)
+
+    async def idle(self):
+        async with asyncio.timeout(DEADLINE_S):
+            await self.node.idle()
+
+
+def _names(message, name):
+    return message.attempt.request_id == name
+
+
+_next_epoch = iter(range(1000, 10**9)).__next__
+
+
+def make_request(name, prompt, *, epoch=None, num_prompt_tokens=None, max_tokens=4, **sampling):
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, **{"ignore_eos": True, **sampling})
+    return Request(name, epoch or _next_epoch(), list(prompt), num_prompt_tokens or len(prompt), sampling)
+
+
+def job(request):
+    """Its age is the number of its attempt."""
+    return convert.job_to_wire(request, request.epoch)
+
+
+@asynccontextmanager
+async def running(
+    tmp_path,
+    network=None,
+    name="node",
+    followers=None,
+    num_blocks=64,
+    caching=True,
+    gated=False,
+    token_s=0.0,
+    start_tokens_per_s=0.0,
+    **settings,
+):
+    """One node. In the end nothing is held any more."""
+    folder = write_fake_model(tmp_path / "fake", token_s=token_s)
+    harness = Harness(
+        folder,
+        name,
+        network or LoopbackNetwork(),
+        followers or Followers(0),
+        settings,
+        num_blocks,
+        caching,
+        start_tokens_per_s,
+    )
+    harness.engine.is_open = not gated
+    task = asyncio.create_task(harness.node.run())
+    try:
+        yield harness
+        load = harness.load
+        assert load.num_blocks_free == load.num_blocks, "a block is still held"
+        assert (load.num_running, load.num_waiting, load.num_waiting_tokens) == (0, 0, 0)
+        assert harness.receiver.num_open == harness.sender.num_open == 0
+    finally:
+        task.cancel()
+        harness.engine.open()
+        await asyncio.gather(task, return_exceptions=True)
+        await harness.sender.close()
+        await harness.receiver.close()
+
+
+@asynccontextmanager
+async def fleet(tmp_path, *names, **options):
+    """Several nodes of one network."""
+    network = LoopbackNetwork()
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(running(tmp_path, network, name, **options)) for name in names]
+
+
+def carry_tickets(writer, reader):
+    """What a coordinator does between two nodes: tickets of one go to the other."""
+
+    def on_event(event):
+        if event.HasField("reserved"):
+            deliver = fleet_pb2.Deliver(attempt=event.reserved.attempt, ticket=event.reserved.ticket)
+            reader.node.handle(fleet_pb2.NodeCommand(deliver=deliver))
+
+    writer.on_event = on_event
+
+
+def answer_on_paper(prompt, num_tokens):
+    context = list(prompt)
+    while len(context) < len(prompt) + num_tokens:
+        total = sum(token * place for place, token in enumerate(context, start=1))
+        context.append((total + len(context)) % VOCAB_SIZE)
+    return context[len(prompt) :]
+
+
+def told(answer):
+    """How a local request of these tokens is told."""
+    first, *rest = answer
+    return [("first_token", first), *(("step_tokens", token) for token in rest)]

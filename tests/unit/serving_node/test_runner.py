@@ -1,0 +1,425 @@
+"""A node with the fake engine, spoken to as its coordinator does, over a real loopback network."""
+
+import asyncio
+
+import pytest
+
+from engine.stepper import Stepper
+from kv_transfer.ends.receiver import KVReceiver
+from kv_transfer.ends.sender import KVSender
+from protos import inference_pb2
+from serving_core import reasons
+from serving_core.errors import SettingsError
+from serving_node.ranks.follower import Follower
+from serving_node.ranks.transfers import FollowerTransfers
+from tests.tiny_models import EOS
+from tests.unit.serving_node.rank_kit import crew
+from tests.unit.serving_node.runner_kit import (
+    answer_on_paper,
+    carry_tickets,
+    fleet,
+    make_request,
+    running,
+    told,
+)
+
+LENGTH = inference_pb2.FINISH_REASON_LENGTH
+
+# ---- prompts of its own ----
+
+
+async def test_a_local_prompt_is_told_as_first_token_then_step_tokens(tmp_path):
+    async with running(tmp_path) as node:
+        prompt = list(range(10))
+        node.local("a", prompt)
+        await node.idle()
+        assert node.of("a") == told(answer_on_paper(prompt, 4))
+        first = node.event("a", "first_token")
+        assert (first.token.index, first.token.finish_reason, first.num_cached_tokens) == (0, 0, 0)
+        assert first.prefill_s > 0
+        assert (node.last_token("a").index, node.last_token("a").finish_reason) == (3, LENGTH)
+
+
+async def test_what_the_node_holds_already_is_not_computed(tmp_path):
+    async with running(tmp_path) as node:
+        prompt = list(range(10))
+        node.local("a", prompt)
+        await node.idle()
+        node.local("b", [*prompt[:8], 99, 98, 97])
+        await node.idle()
+        assert node.of("b") == told(answer_on_paper([*prompt[:8], 99, 98, 97], 4))
+        assert node.event("b", "first_token").num_cached_tokens == 8
+        assert (node.load.num_prompt_tokens, node.load.num_cached_tokens) == (21, 8)
+        assert ("b", 8, 3) in node.engine.plans[-4]
+
+
+async def test_chunks_run_beside_the_batch_within_the_budget(tmp_path):
+    async with running(tmp_path, gated=True, max_num_seqs=4, max_num_batched_tokens=8) as node:
+        node.local("a", range(5), max_tokens=8)
+        await node.until_step(1)
+        node.local("b", range(50, 70))
+        node.engine.let_one_end()
+        await node.until_step(2)
+        assert node.engine.plans[1] == [("a", 5, 1), ("b", 0, 7)]
+        assert node.load.num_waiting_tokens == 20
+        node.engine.let_one_end()
+        await node.until_step(3)
+        assert node.engine.plans[2] == [("a", 6, 1), ("b", 7, 7)]
+        assert node.load.num_waiting_tokens == 13
+        node.engine.open()
+        await node.idle()
+        assert node.of("a") == told(answer_on_paper(range(5), 8))
+        assert node.of("b") == told(answer_on_paper(range(50, 70), 4))
+
+
+async def test_an_answer_of_one_token_ends_with_its_first(tmp_path):
+    async with running(tmp_path) as node:
+        node.local("length", [1, 2, 3], max_tokens=1)
+        stop = answer_on_paper([4, 5], 1)[0]
+        node.local("stop", [4, 5], stop_token_ids=(stop,))
+        node.prefill(make_request("read for another", [6, 7], max_tokens=1))
+        await node.idle()
+        assert node.kinds("length") == node.kinds("stop") == node.kinds("read for another") == ["first_token"]
+        assert node.event("length", "first_token").token.finish_reason == LENGTH
+        assert node.event("stop", "first_token").token.finish_reason == inference_pb2.FINISH_REASON_STOP
+        assert stop != EOS
+
+
+async def test_the_end_of_sequence_token_of_the_model_ends_an_answer(tmp_path):
+    pairs = ([first, second] for first in range(250) for second in range(250))
+    prompt = next(pair for pair in pairs if EOS in answer_on_paper(pair, 6)[1:])
+    whole = answer_on_paper(prompt, 9)
+    async with running(tmp_path) as node:
+        node.local("ends", prompt, max_tokens=9, ignore_eos=False)
+        node.local("goes on", prompt, max_tokens=9)
+        await node.idle()
+        assert node.of("ends") == told(whole[: whole.index(EOS) + 1])
+        assert node.last_token("ends").finish_reason == inference_pb2.FINISH_REASON_STOP
+        assert node.of("goes on") == told(whole)
+
+
+async def test_an_answer_begun_elsewhere_goes_on_at_its_next_index(tmp_path):
+    async with running(tmp_path) as node:
+        node.local("a", range(7), num_prompt_tokens=5, max_tokens=4, epoch=3)
+        await node.idle()
+        assert node.of("a") == told(answer_on_paper(range(7), 2))
+        assert node.event("a", "first_token").token.index == 2
+        assert node.event("a", "first_token").attempt.epoch == 3
+
+
+async def test_a_pool_that_is_too_small_for_all_answers_at_once(tmp_path):
+    settings = {"num_blocks": 9, "caching": False, "max_num_seqs": 2, "max_num_batched_tokens": 4}
+    async with running(tmp_path, gated=True, **settings) as node:
+        node.local("old", [1, 2, 3], max_tokens=33)  # all 9 blocks in the end
+        await node.until_step(1)
+        node.local("young", range(27), max_tokens=9)
+        for number in range(2, 8):
+            node.engine.let_one_end()
+            await node.until_step(number)
+        assert node.engine.plans[5] == [("old", 7, 1), ("young", 12, 3)]
+        assert node.engine.plans[6] == [("old", 8, 1)]
+        assert (node.load.num_preemptions, node.load.num_waiting_tokens) == (1, 27)
+        node.engine.open()
+        await node.idle()
+        assert node.of("old") == told(answer_on_paper([1, 2, 3], 33))
+        assert node.of("young") == told(answer_on_paper(range(27), 9))
+        assert node.load.num_prompt_tokens == 3 + 27
+
+
+# ---- ends ----
+
+
+@pytest.mark.parametrize("state", ["waiting", "in its prompt's step", "in its prompt, between steps", "writing"])
+@pytest.mark.parametrize("end", ["cancel", "detach", "fail"])
+async def test_a_local_attempt_ends_once_in_every_state(state, end, tmp_path):
+    async with running(tmp_path, gated=True, max_num_seqs=1, max_num_batched_tokens=4) as node:
+        request = node.local("a", range(10), max_tokens=50)
+        await node.until_step(1)
+        if state == "waiting":
+            request = node.local("b", range(10))
+        for number in range(2, {"in its prompt, between steps": 2, "writing": 5}.get(state, 1) + 1):
+            node.engine.let_one_end()
+            await node.until_step(number)
+        told_before = node.of(request.request_id)
+        if end == "cancel":
+            node.cancel(request)
+        elif end == "detach":
+            node.node.detached()
+        else:
+            node.engine.error = ValueError("odd")
+        node.engine.open()
+        if end == "cancel" and state == "waiting":
+            assert node.kinds("b") == ["cancelled"]
+            await node.until(lambda: len(node.of("a")) > 3)
+            node.node.detached()
+        elif end == "fail" and state == "waiting":
+            await node.until(lambda: node.kinds("b"))
+        await node.idle()
+        ending = {"cancel": [("cancelled", None)], "detach": [], "fail": [("failed", None)]}[end]
+        assert node.of(request.request_id) == told_before + ending
+        assert len(told_before) == (2 if state == "writing" else 0)
+
+
+async def test_a_failed_step_fails_all_that_were_in_it_and_the_node_goes_on(tmp_path):
+    async with running(tmp_path, gated=True) as node:
+        node.local("a", range(10))
+        await node.until_step(1)
+        node.engine.error = ValueError("odd")
+        node.engine.let_one_end()
+        await node.idle()
+        failed = node.event("a", "failed")
+        assert (failed.reason, failed.message) == (reasons.ENGINE_ERROR, "the step failed (ValueError)")
+        node.engine.error = None
+        node.engine.open()
+        node.local("b", range(10))
+        await node.idle()
+        assert node.of("b") == told(answer_on_paper(range(10), 4))
+
+
+async def test_a_draining_node_finishes_what_it_has(tmp_path):
+    async with running(tmp_path, gated=True, max_num_seqs=1, max_num_batched_tokens=4) as node:
+        node.local("a", range(10))
+        node.local("b", range(20, 30))
+        await node.until_step(1)
+        node.node.drain()
+        assert node.load.state == "draining"
+        assert node.load.num_waiting_tokens == 20
+        node.engine.open()
+        await node.idle()
+        assert node.of("a") == told(answer_on_paper(range(10), 4))
+        assert node.of("b") == told(answer_on_paper(range(20, 30), 4))
+
+
+async def test_refusals_are_told_at_once(tmp_path):
+    async with running(tmp_path, gated=True, num_blocks=4, max_num_seqs=1, max_num_queued=1) as node:
+        node.local("too long", range(14))
+        node.local("runs", range(4))
+        await node.until_step(1)
+        node.local("waits", range(4))
+        node.local("one too many", range(4))
+        assert node.kinds("too long") == node.kinds("one too many") == ["failed"]
+        assert node.kinds("waits") == []
+        node.engine.open()
+        await node.idle()
+
+
+async def test_a_node_that_could_not_step_all_its_answers_does_not_start(tmp_path):
+    with pytest.raises(SettingsError, match=r"max_num_batched_tokens \(7\) must be at least max_num_seqs \(8\)"):
+        async with running(tmp_path, max_num_batched_tokens=7, max_num_seqs=8):
+            raise AssertionError("it started")
+
+
+# ---- what it tells of itself ----
+
+
+async def test_heartbeats_tell_the_rates(tmp_path):
+    async with running(tmp_path, token_s=0.0005, max_num_seqs=4, max_num_batched_tokens=32) as node:
+        assert node.load.prefill_tokens_per_s == 0.0
+        node.local("a", range(200), max_tokens=4)
+        await node.idle()
+        assert node.rates.steps == [(32, 0)] * 6 + [(8, 0)] + [(0, 1)] * 3
+        load = node.load
+        assert load.prefill_tokens_per_s == node.rates.prefill_tokens_per_s > 0
+        assert load.step_s == node.rates.decode_step_s > 0  # and not the median of all steps, most of 32
+        assert load.num_steps == 10
+        assert [rank.rank for rank in load.ranks] == [0]
+
+
+async def test_the_rate_measured_at_start_counts_until_there_are_better_ones(tmp_path):
+    async with running(tmp_path, start_tokens_per_s=1000.0, max_num_batched_tokens=64) as node:
+        assert node.load.prefill_tokens_per_s == 1000.0
+        for name, prompt in (("a", range(129)), ("b", [1])):
+            node.prefill(make_request(name, prompt, max_tokens=1))
+            await node.idle()
+        assert node.rates.steps == [(64, 0), (64, 0), (1, 0), (1, 0)]
+        assert node.load.prefill_tokens_per_s == node.rates.prefill_tokens_per_s > 0
+
+
+async def test_hello_says_who_it_is_and_heartbeats_then_tell_the_whole_cache(tmp_path):
+    async with running(tmp_path, num_blocks=40, max_num_seqs=5, max_num_queued=6) as node:
+        node.local("a", range(9))
+        await node.idle()
+        node.node.heartbeat()
+        hello = node.node.hello()
+        assert (hello.num_blocks, hello.block_size, hello.tp_size) == (40, 4, 1)
+        assert (hello.max_num_seqs, hello.max_num_queued) == (5, 6)
+        assert hello.node.name == "node"
+        assert hello.node.fingerprint["kv_transport"] == "zmq"
+        node.events.clear()
+        node.node.heartbeat()
+        (cache_changed,) = [event.cache_changed for event in node.events]
+        assert len(cache_changed.stored) == 3
+
+
+# ---- hand-overs ----
+
+
+async def test_one_node_reads_and_another_writes(tmp_path):
+    async with fleet(tmp_path, "reader", "writer") as (reader, writer):
+        carry_tickets(writer, reader)
+        prompt = list(range(30, 43))
+        request = make_request("a", prompt)
+        reader.prefill(request)
+        writer.reserve(request)
+        await writer.until_told("a", "committed")
+        await writer.idle()
+        await reader.idle()
+        first, *rest = answer_on_paper(prompt, 4)
+        assert reader.of("a") == [("first_token", first), ("transferred", None)]
+        assert writer.of("a") == [
+            ("reserved", None),
+            ("committed", None),
+            *(("step_tokens", token) for token in rest),
+        ]
+        num_bytes = 4 * writer.engine.layout.block_bytes
+        assert writer.event("a", "committed").num_bytes == num_bytes
+        assert reader.event("a", "transferred").num_bytes == num_bytes
+        assert reader.load.num_kv_bytes == writer.load.num_kv_bytes == num_bytes
+
+
+async def test_both_ways_at_once_beside_answers_of_their_own(tmp_path):
+    async with fleet(tmp_path, "x", "y", num_blocks=24, max_num_batched_tokens=16, max_num_seqs=4) as nodes:
+        x, y = nodes
+        carry_tickets(x, y)
+        carry_tickets(y, x)
+        written = {x: [], y: []}
+        for index in range(6):
+            for reader, writer in ((x, y), (y, x)):
+                name, prompt = f"{reader.name}{index}", range(7 * index, 7 * index + 9 + 3 * index)
+                request = make_request(name, prompt, max_tokens=9)
+                reader.prefill(request)
+                writer.reserve(request)
+                written[writer].append((reader, name, prompt))
+                reader.local(f"own {name}", prompt, max_tokens=5)
+        for node in nodes:
+            await node.idle()
+        for writer in nodes:
+            for reader, name, prompt in written[writer]:
+                first, *rest = answer_on_paper(prompt, 9)
+                assert reader.of(name) == [("first_token", first), ("transferred", None)]
+                assert [token for _, token in writer.of(name) if token is not None] == rest
+                assert reader.of(f"own {name}") == told(answer_on_paper(prompt, 5))
+
+
+async def test_blocks_that_the_writer_has_already_do_not_travel(tmp_path):
+    async with fleet(tmp_path, "reader", "writer") as (reader, writer):
+        carry_tickets(writer, reader)
+        writer.local("before", range(10))
+        await writer.idle()
+        request = make_request("a", [*range(10), 50, 51, 52])
+        reader.prefill(request)
+        writer.reserve(request)
+        await writer.until_told("a", "committed")
+        await writer.idle()
+        await reader.idle()
+        committed, block_bytes = writer.event("a", "committed"), writer.engine.layout.block_bytes
+        assert (committed.num_bytes, committed.num_bytes_saved) == (2 * block_bytes, 2 * block_bytes)
+        rest = answer_on_paper(request.token_ids, 4)[1:]
+        assert [token for _, token in writer.of("a") if token is not None] == rest
+
+
+async def test_a_grant_is_taken_back_and_the_sender_goes_on_by_the_next_ticket(tmp_path):
+    """The reader's first step is held back, so its KV cannot be there when the writer's old answer needs the blocks."""
+    async with fleet(tmp_path, "reader", "writer", gated=True, num_blocks=8, caching=False) as (reader, writer):
+        carry_tickets(writer, reader)
+        old = writer.local("old", range(4), max_tokens=25, epoch=1)  # 7 blocks in the end
+        await writer.until_step(1)
+        request = make_request("young", range(50, 61), epoch=2)  # 3 blocks
+        reader.prefill(request)
+        await reader.until_step(1)
+        writer.reserve(request)
+        writer.engine.open()
+        await writer.until_told("young", "revoked")
+        assert writer.of("young") == [("reserved", None), ("revoked", None)]
+        reader.engine.open()
+        await writer.until_told("young", "committed")
+        await writer.idle()
+        await reader.idle()
+        assert writer.of("old") == told(answer_on_paper(old.token_ids, 25))
+        first, *rest = answer_on_paper(request.token_ids, 4)
+        assert writer.of("young")[:4] == [(kind, None) for kind in ("reserved", "revoked", "reserved", "committed")]
+        assert [token for _, token in writer.of("young") if token is not None] == rest
+        assert reader.of("young") == [("first_token", first), ("transferred", None)]
+        assert writer.load.num_transfers_failed == reader.load.num_transfers_failed == 0
+
+
+@pytest.mark.parametrize("side", ["reader", "writer"])
+async def test_a_cancel_at_one_end_of_a_transfer(side, tmp_path):
+    async with fleet(tmp_path, "reader", "writer", gated=True) as (reader, writer):
+        carry_tickets(writer, reader)
+        request = make_request("a", range(13))
+        reader.prefill(request)
+        writer.reserve(request)
+        await reader.until_step(1)
+        ended, other = (reader, writer) if side == "reader" else (writer, reader)
+        ended.cancel(request)
+        reader.engine.open()
+        await ended.until_told("a", "cancelled")
+        assert ended.kinds("a")[-1] == "cancelled"
+        other.cancel(request)
+        await reader.idle()
+        await writer.idle()
+        assert other.kinds("a")[-1] == "cancelled"
+
+
+async def test_a_ticket_that_cannot_be_used_fails_the_prompt(tmp_path):
+    async with running(tmp_path) as node:
+        request = make_request("a", range(13))
+        node.prefill(request)
+        node.deliver(request, b"not a ticket")
+        await node.idle()
+        assert node.event("a", "failed").reason == reasons.TRANSFER_FAILED
+
+
+async def test_a_ticket_that_does_not_come_fails_the_prompt(tmp_path):
+    async with running(tmp_path, ticket_timeout_s=0.1) as node:
+        node.prefill(make_request("a", range(13)))
+        await node.idle()
+        assert node.kinds("a") == ["first_token", "failed"]
+        assert node.event("a", "failed").message == "no ticket came within 0.1 s"
+
+
+async def test_credit_that_does_not_come_fails_the_request(tmp_path):
+    async with running(tmp_path, gated=True, max_num_seqs=1, credit_timeout_s=0.1) as node:
+        node.local("there", range(5))
+        await node.until_step(1)
+        node.reserve(make_request("a", range(13)))
+        await node.until_told("a", "failed")
+        assert node.event("a", "failed").reason == reasons.QUEUE_FULL
+        node.engine.open()
+        await node.idle()
+
+
+async def test_a_sender_that_never_comes_ends_the_grant(tmp_path):
+    async with running(tmp_path, ticket_ttl_s=0.1) as node:
+        node.reserve(make_request("a", range(13)))
+        await node.idle()
+        assert node.kinds("a") == ["reserved", "failed"]
+        assert node.event("a", "failed").reason == reasons.TRANSFER_FAILED
+
+
+# ---- more than one rank ----
+
+
+async def test_followers_are_told_every_chunk(tmp_path, monkeypatch):
+    shares = []
+    async with (
+        crew(monkeypatch, 1, {1: "rank-1"}) as (followers, (leader,)),
+        running(tmp_path, followers=followers, max_num_seqs=4, max_num_batched_tokens=8) as node,
+    ):
+        pool = node.engine.pool
+        receiver = KVReceiver(node.network.listener("rank-1"), pool, rank=1, tp_size=2)
+        sender = KVSender(node.network.dialer(), pool, rank=1, tp_size=2, deadline_s=5.0)
+        stepper = Stepper(lambda parts, _: shares.append([(len(part.token_ids), part.samples) for part in parts]))
+        transfers = FollowerTransfers(pool.layout, sender, receiver, leader, 16)
+        following = asyncio.create_task(Follower(leader, stepper, transfers).run())
+        node.local("a", range(20), max_tokens=3)
+        await node.idle()
+        assert node.of("a") == told(answer_on_paper(range(20), 3))
+        await node.until(lambda: len(shares) == 5)
+        assert shares == [[(8, False)], [(8, False)], [(4, True)], [(1, True)], [(1, True)]]
+        assert node.node.hello().tp_size == 2
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await sender.close()
+        await receiver.close()
