@@ -41,18 +41,21 @@ class Reading:
 
     def plan(self, budget: int, has_seat: Callable[[Resident], bool], start: Callable[[Resident], bool]) -> list[Work]:
         """Chunks of at most `budget` tokens in all, oldest prompt first. `start` gives a prompt its blocks if it may
-        have them; one that may not holds up those behind it. One without a seat for its answer is passed over."""
+        have them; one that may not holds up those behind it that have none either. One without a seat for its answer
+        is passed over."""
         works: list[Work] = []
+        is_held_up = False
         for resident in self._residents.in_stage(Stage.QUEUED, Stage.READING):
             if budget == 0:
                 break
             if resident.is_ending:
                 continue
             if resident.stage is Stage.QUEUED:
-                if not has_seat(resident):
+                if is_held_up or not has_seat(resident):
                     continue
                 if not start(resident):
-                    break
+                    is_held_up = True
+                    continue
                 self._begin(resident)
             num_tokens = min(budget, resident.num_to_compute)
             if num_tokens:

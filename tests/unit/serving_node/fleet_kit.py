@@ -1,0 +1,423 @@
+"""Several nodes, the corridor between them and a coordinator of few words, all in memory and one seeded order of events.
+
+Everything that can be late is: commands, events, the ends of steps and of transfers. Ages need not follow arrival. What
+the nodes hold is counted from scratch after everything that happens, and every block's content is known.
+"""
+
+from dataclasses import dataclass, field
+from random import Random
+
+from kv_transfer.results import Received, Sent, TransferFailed
+from protos import convert, fleet_pb2
+from serving_core import reasons
+from serving_core.requests import Request, SamplingParams
+from serving_node.decisions import CancelTransfer, FinishSend, Receive, Send
+from tests.toy_kv import answer_of
+from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, Outgoing
+
+MOST_ROUNDS = 6000
+
+
+@dataclass(eq=False)
+class Lane:
+    """A transfer from the blocks that are granted to the last word about it at both ends."""
+
+    ticket: bytes
+    epoch: int
+    receiver: "FleetNode"
+    block_ids: list[int]
+    num_cached: int
+    is_granted: bool = False
+    state: str = "open"  # then committed, revoked (by the receiver), aborted (by the sender) or lost
+    receiver_has_heard: bool = False
+    sender: "FleetNode | None" = None
+
+    def end(self, state):
+        if self.state == "open":
+            self.state = state
+
+    def received(self):
+        """How it ends at the receiver."""
+        if self.state == "committed":
+            return Received(self.tail, (len(self.block_ids) - self.num_cached) * BLOCK_BYTES)
+        return TransferFailed(reasons.TRANSFER_ABORTED if self.state == "aborted" else "TRANSFER_FAILED", self.state)
+
+    def sent(self):
+        """How it ends at the sender."""
+        if self.state == "committed":
+            return Sent((len(self.block_ids) - self.num_cached) * BLOCK_BYTES)
+        return TransferFailed(reasons.TRANSFER_REVOKED if self.state == "revoked" else "TRANSFER_FAILED", self.state)
+
+    def commit(self):
+        """All blocks arrive, as they are in the sender's pool now."""
+        outgoing = self.sender.sending[self.epoch]
+        source = outgoing.block_ids[self.num_cached : len(self.block_ids)]
+        self.receiver.kv.copy_from(self.sender.kv, source, self.block_ids[self.num_cached :])
+        self.tail = outgoing.tail
+        self.end("committed")
+
+
+class FleetNode(Node):
+    """A node whose transfers run in the fleet's corridor."""
+
+    def __init__(self, fleet, name, *size, **limits):
+        super().__init__(*size, name=name, **limits)
+        self.fleet = fleet
+        self.commands = []  # on their way to it
+        self.num_heard = 0  # events that have come to the coordinator
+
+    def _do(self, decision):
+        match decision:
+            case Receive(resident=resident, num_blocks=num_blocks):
+                self._open(resident, num_blocks)
+            case Send(resident=resident, block_ids=block_ids):
+                assert resident.request.epoch not in self.sending
+                lane = self.fleet.lanes[resident.ticket]
+                assert lane.epoch == resident.request.epoch
+                lane.sender = self
+                self.sending[lane.epoch] = Outgoing(resident.ticket, list(block_ids))
+            case FinishSend():
+                super()._do(decision)
+            case CancelTransfer(epoch=epoch):
+                self._cancel(epoch)
+            case _:
+                super()._do(decision)
+
+    def _open(self, resident, num_blocks):
+        self.grants_at_once = False
+        super()._open(resident, num_blocks)
+        opened = self.opened[resident.request.epoch]
+        lane = Lane(opened.ticket, resident.request.epoch, self, opened.block_ids, opened.num_cached)
+        self.fleet.lanes[lane.ticket] = lane
+
+    def _cancel(self, epoch):
+        if epoch in self.opened:
+            self.fleet.lanes[self.opened[epoch].ticket].end("revoked")
+        if epoch in self.sending:
+            self.fleet.lanes[self.sending[epoch].ticket].end("aborted")
+
+
+@dataclass(eq=False)
+class Ask:
+    """One request as its user sees it."""
+
+    name: str
+    age: int
+    prompt: list[int]
+    salt: str
+    max_tokens: int
+    output: list[int] = field(default_factory=list)
+    epoch: int = 0  # of the attempt that counts; 0: none
+    reader: FleetNode | None = None
+    writer: FleetNode | None = None
+    tokens: dict[int, int] = field(default_factory=dict)  # of the attempt, by their place
+    first_index: int = 0  # of the attempt
+    is_reserved: bool = False
+    is_cancelled: bool = False
+
+    @property
+    def is_over(self):
+        return self.is_cancelled or len(self.output) == self.max_tokens
+
+
+class Fleet:
+    """Nodes, lanes, and what the coordinator knows."""
+
+    def __init__(self, seed, num_nodes=2, *, num_blocks=9, faults=0.0, **limits):
+        self.random = Random(seed)
+        self.lanes = {}  # by ticket
+        limits = {"credit_timeout_s": 1e9, "ticket_timeout_s": 1e9} | limits
+        self.nodes = [FleetNode(self, f"n{index}-", num_blocks, **limits) for index in range(num_nodes)]
+        self.faults = faults
+        self.to_come = []
+        self.asks = {}  # live ones, by the epoch of their attempt
+        self.all = []
+        self.held = set()  # (node, epoch): the coordinator believes that the node has something of the attempt
+        self.cancels = []  # (node, epoch) that have not been answered
+        self.num_failures = 0
+        self.num_revoked = 0
+        self._num_epochs = 0
+        self._pace = {action: self.random.choice([0.1, 0.5, 1.0]) for action in range(8)}
+
+    # ---- what the user does ----
+
+    def ask(self, prompt, max_tokens, age, salt=""):
+        ask = Ask(f"r{len(self.all)}", age, list(prompt), salt, max_tokens)
+        self.all.append(ask)
+        self.to_come.append(ask)
+        return ask
+
+    def choose(self, ask):
+        """Who reads and who writes."""
+        return self.random.choice(self.nodes), self.random.choice(self.nodes)
+
+    def run(self, until=None):
+        """Until everything is over, or `until` says so."""
+        num_still = 0
+        for number in range(MOST_ROUNDS):
+            if (self.is_done if until is None else until()) and number:
+                return number
+            num_still = 0 if self._round(hurries=num_still > 0) else num_still + 1
+            assert num_still < 4, f"nothing moves any more:\n{self.describe()}"
+        raise AssertionError(f"no end after {MOST_ROUNDS} rounds:\n{self.describe()}")
+
+    @property
+    def is_done(self):
+        return (
+            not self.to_come
+            and all(ask.is_over for ask in self.all)
+            and not self.cancels
+            and all(node.logic.is_idle and not node.works and not node.commands for node in self.nodes)
+            and all(node.num_heard == len(node.events) for node in self.nodes)
+        )
+
+    def check_end(self):
+        """Everything is answered as on paper, and nothing is left."""
+        for ask in self.all:
+            answer = answer_of(ask.prompt, ask.max_tokens)
+            assert ask.output == answer[: len(ask.output)], f"{ask.name} has other tokens"
+            assert ask.is_cancelled or ask.output == answer
+        assert not self.held, "a node never said that it let go"
+        for node in self.nodes:
+            node.check_empty()
+
+    def describe(self):
+        lines = []
+        for node in self.nodes:
+            lines.append(f"{node.name} {node.num_free} of {node.allocator.num_blocks} free")
+            lines += [
+                f"  {each.request.request_id} age {each.age} {each.stage.name}"
+                f" {'out' if each.hands_over else 'in' if each.source_tp else 'own'}"
+                f" blocks {len(each.lease.block_ids) if each.lease else 0}"
+                f" {'sending' if each.is_sending else ''}{'receiving' if each.is_receiving else ''}"
+                f"{' revoked' if each.is_revoked else ''}{' ending' if each.is_ending else ''}"
+                f" evictions {each.num_evictions}"
+                for each in node.logic._residents
+            ]
+        return "\n".join(lines)
+
+    # ---- one round: everything that can happen may happen ----
+
+    def _round(self, hurries):
+        """Whether anything has happened."""
+        actions = [(0, self._start)]
+        for node in self.nodes:
+            actions += [(1, lambda node=node: self._command(node)), (2, lambda node=node: self._hear(node))]
+            actions += [(3, lambda node=node: self._step(node))]
+        for lane in list(self.lanes.values()):
+            actions += [(4, lambda lane=lane: self._grant(lane)), (5, lambda lane=lane: self._carry(lane))]
+            actions += [(6, lambda lane=lane: self._end_receive(lane)), (7, lambda lane=lane: self._end_send(lane))]
+        self.random.shuffle(actions)
+        has_moved = False
+        for kind, action in actions:
+            if hurries or self.random.random() < self._pace[kind]:
+                has_moved |= bool(action())
+            else:
+                has_moved = True  # it may have
+        if self.faults:
+            self._trouble()
+        return has_moved
+
+    def _fails(self, factor=1.0):
+        return self.random.random() < self.faults * factor
+
+    def _start(self):
+        if not self.to_come:
+            return False
+        self._attempt(self.to_come.pop(0))
+        return True
+
+    def _attempt(self, ask):
+        self._num_epochs += 1
+        ask.epoch, ask.tokens, ask.is_reserved = self._num_epochs, {}, False
+        ask.first_index = len(ask.output)
+        ask.reader, ask.writer = self.choose(ask)
+        self.asks[ask.epoch] = ask
+        sampling = SamplingParams(max_tokens=ask.max_tokens, ignore_eos=True)
+        request = Request(ask.name, ask.epoch, ask.prompt + ask.output, len(ask.prompt), sampling, ask.salt)
+        job = convert.job_to_wire(request, ask.age)
+        is_local = ask.reader is ask.writer
+        self._tell(ask.writer, ask.epoch, reserve=fleet_pb2.Reserve(job=job, local_prefill=is_local, prefill_tp_size=1))
+        if not is_local:
+            self._tell(ask.reader, ask.epoch, prefill=fleet_pb2.Prefill(job=job))
+
+    def _tell(self, node, epoch, **command):
+        node.commands.append(command)
+        if "cancel" in command:
+            self.cancels.append((node, epoch))
+        elif "deliver" not in command:
+            self.held.add((node, epoch))
+
+    def _command(self, node):
+        if not node.commands:
+            return False
+        node.handle(**node.commands.pop(0))
+        return True
+
+    def _step(self, node):
+        if not node.works:
+            return bool(node.begin())
+        if self._fails(0.3):
+            node.fail_step()
+        else:
+            node.end()
+        return True
+
+    def _grant(self, lane):
+        if lane.is_granted or lane.receiver_has_heard:
+            return False
+        lane.is_granted = True
+        lane.receiver.logic.granted(lane.epoch, lane.ticket)
+        lane.receiver._settle()
+        return True
+
+    def _carry(self, lane):
+        """The KV of what is finished arrives."""
+        if lane.state != "open" or lane.sender is None or not lane.sender.sending[lane.epoch].is_finished:
+            return False
+        if self._fails():
+            lane.end("lost")
+        else:
+            lane.commit()
+        return True
+
+    def _end_receive(self, lane):
+        if lane.state == "open" or lane.receiver_has_heard:
+            return False
+        lane.receiver_has_heard = True
+        del lane.receiver.opened[lane.epoch]
+        lane.receiver.logic.received(lane.epoch, lane.received(), lane.receiver.now)
+        lane.receiver._settle()
+        self._forget(lane)
+        return True
+
+    def _end_send(self, lane):
+        if lane.state == "open" or lane.sender is None:
+            return False
+        sender, lane.sender = lane.sender, None
+        del sender.sending[lane.epoch]
+        sender.logic.sent(lane.epoch, lane.sent(), sender.now)
+        sender._settle()
+        self._forget(lane)
+        return True
+
+    def _forget(self, lane):
+        """Of lanes that are over for good a few are kept, for tickets that are still under way."""
+        if len(self.lanes) > 200 and lane.receiver_has_heard and lane.sender is None:
+            self.lanes.pop(next(iter(self.lanes)))
+
+    # ---- trouble ----
+
+    def _trouble(self):
+        if self._fails() and self.asks:
+            ask = self.random.choice(list(self.asks.values()))
+            ask.is_cancelled = True
+            self._give_up(ask)
+        if self._fails(0.2):
+            self._detach(self.random.choice(self.nodes))
+        for lane in list(self.lanes.values()):
+            if lane.state == "open" and lane.sender is not None and self._fails(0.3):
+                lane.end("lost")
+
+    def _detach(self, node):
+        """The stream to a node breaks, and what was on it is lost; it comes back at once."""
+        node.commands.clear()
+        node.detached()
+        node.logic.attached()
+        node.num_heard = len(node.events)
+        node.hints.clear()
+        self.cancels = [each for each in self.cancels if each[0] is not node]
+        self.held = {each for each in self.held if each[0] is not node}
+        for ask in list(self.asks.values()):
+            if node in (ask.reader, ask.writer):
+                self._again(ask)
+
+    def _give_up(self, ask):
+        del self.asks[ask.epoch]
+        for node in {ask.reader: None, ask.writer: None}:
+            if (node, ask.epoch) in self.held:
+                self._tell(node, ask.epoch, cancel=fleet_pb2.Cancel(attempt=self._wire(ask)))
+
+    def _again(self, ask):
+        self.num_failures += 1
+        self._give_up(ask)
+        self._attempt(ask)
+
+    def _wire(self, ask):
+        return fleet_pb2.Attempt(request_id=ask.name, epoch=ask.epoch)
+
+    # ---- what the coordinator hears ----
+
+    def _hear(self, node):
+        if node.num_heard == len(node.events):
+            return False
+        event = node.events[node.num_heard]
+        node.num_heard += 1
+        kind = event.WhichOneof("event")
+        if kind == "step_tokens":
+            for token in event.step_tokens.tokens:
+                self._token(node, token, is_first=False)
+        elif kind == "first_token":
+            self._token(node, event.first_token.token, is_first=True)
+        elif kind != "cache_changed":
+            body = getattr(event, kind)
+            epoch = body.attempt.epoch
+            if kind == "cancelled":
+                self.cancels.remove((node, epoch))  # it was asked for, and is told once
+                self.held.discard((node, epoch))
+            else:
+                assert (node, epoch) in self.held, f"{kind} of what {node.name} has let go"
+                getattr(self, f"_{kind}")(node, epoch, body)
+        return True
+
+    def _token(self, node, token, is_first):
+        epoch = token.attempt.epoch
+        assert (node, epoch) in self.held, f"a token of what {node.name} has let go"
+        if token.finish_reason:
+            self.held.discard((node, epoch))
+        ask = self.asks.get(epoch)
+        if ask is None:
+            return
+        assert node is (ask.reader if is_first else ask.writer)
+        assert token.index not in ask.tokens, "a token came twice"
+        assert is_first == (token.index == ask.first_index)
+        ask.tokens[token.index] = token.token_id
+        while len(ask.output) in ask.tokens:
+            ask.output.append(ask.tokens[len(ask.output)])
+        assert bool(token.finish_reason) == (token.index == ask.max_tokens - 1)
+        if ask.is_over:
+            self._finish(ask)
+
+    def _finish(self, ask):
+        """A node that still has something of it lets go by itself, but for one that waits for KV that will not come."""
+        del self.asks[ask.epoch]
+        if len(ask.tokens) == 1 and (ask.writer, ask.epoch) in self.held:
+            self._tell(ask.writer, ask.epoch, cancel=fleet_pb2.Cancel(attempt=self._wire(ask)))
+
+    def _reserved(self, node, epoch, reserved):
+        ask = self.asks.get(epoch)
+        if ask is not None:
+            assert node is ask.writer
+            assert not ask.is_reserved, "two tickets at a time"
+            ask.is_reserved = True
+            deliver = fleet_pb2.Deliver(attempt=reserved.attempt, ticket=reserved.ticket)
+            self._tell(ask.reader, epoch, deliver=deliver)
+
+    def _revoked(self, node, epoch, _):
+        self.num_revoked += 1
+        if ask := self.asks.get(epoch):
+            ask.is_reserved = False
+
+    def _committed(self, node, epoch, _):
+        if ask := self.asks.get(epoch):
+            assert node is ask.writer
+            assert ask.is_reserved
+
+    def _transferred(self, node, epoch, _):
+        self.held.remove((node, epoch))
+
+    def _failed(self, node, epoch, failed):
+        assert self.faults, f"{failed.reason}: {failed.message}\n{self.describe()}"
+        self.held.remove((node, epoch))
+        if ask := self.asks.get(epoch):
+            self._again(ask)
