@@ -111,9 +111,12 @@ class TrackedRequest:
         yield attempt.decode, fleet_pb2.NodeCommand(reserve=reserve)
         yield attempt.prefill, fleet_pb2.NodeCommand(prefill=fleet_pb2.Prefill(job=job))
 
-    def count_kv(self, event: fleet_pb2.Committed) -> None:
-        """Adds what the current attempt's transfer has moved and saved; a repeated report changes nothing."""
-        if not self.attempt.has_counted_kv:
-            self.attempt.has_counted_kv = True
-            self.num_kv_bytes += event.num_bytes
-            self.num_kv_bytes_saved += event.num_bytes_saved
+    def count_kv(self, event: fleet_pb2.Committed) -> bool:
+        """Adds what the current attempt's transfer has moved and saved. False for a repeated report, which changes
+        nothing."""
+        if self.attempt.has_counted_kv:
+            return False
+        self.attempt.has_counted_kv = True
+        self.num_kv_bytes += event.num_bytes
+        self.num_kv_bytes_saved += event.num_bytes_saved
+        return True

@@ -12,6 +12,10 @@ from engine.errors import RequestError
 from protos.reasons import UNAUTHENTICATED
 
 HEALTH_PREFIX: Final = "/grpc.health.v1.Health/"
+NO_API_KEY: Final = (
+    "the API key is missing or wrong: --api-key or SPLITSERVE_API_KEY, sent as authorization: Bearer KEY"
+)
+NO_FLEET_SECRET: Final = "the fleet secret is missing or wrong: SPLITSERVE_FLEET_SECRET must be the coordinator's"
 
 
 class BearerSecret:
@@ -27,25 +31,28 @@ class BearerSecret:
 
 
 class BearerAuthentication(grpc.aio.ServerInterceptor):
-    """Asks every call for the metadata `authorization: Bearer SECRET`; health checks are exempt."""
+    """Asks every call for the metadata `authorization: Bearer SECRET`, and refuses others with the sentence. Health
+    checks are exempt; a method that is not there is UNIMPLEMENTED for everyone, since the secret would not help."""
 
-    def __init__(self, secret: str) -> None:
+    def __init__(self, secret: str, sentence: str) -> None:
         self._secret = BearerSecret(secret)
+        self._sentence = sentence
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler:
         details: Any = handler_call_details
-        if details.method.startswith(HEALTH_PREFIX) or self._admits(details.invocation_metadata):
-            return await continuation(handler_call_details)
-        return grpc.unary_unary_rpc_method_handler(_refuse)
+        handler = await continuation(handler_call_details)
+        is_open = handler is None or details.method.startswith(HEALTH_PREFIX)
+        if is_open or self._admits(details.invocation_metadata):
+            return handler
+        return grpc.unary_unary_rpc_method_handler(self._refuse)
 
     def _admits(self, metadata: Any) -> bool:
         return self._secret.is_among([value for key, value in metadata if key == "authorization"])
 
-
-async def _refuse(_: bytes, context: Any) -> None:
-    await abort(context, RequestError(UNAUTHENTICATED, "the metadata must hold authorization: Bearer SECRET"))
+    async def _refuse(self, _: bytes, context: Any) -> None:
+        await abort(context, RequestError(UNAUTHENTICATED, self._sentence))
 
 
 def _digest(text: str) -> bytes:

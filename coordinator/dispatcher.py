@@ -13,6 +13,7 @@ from typing import Final
 from coordinator.answers import Answer
 from coordinator.generation import Generation
 from coordinator.instructions import Emit, End, Instruction, Send
+from coordinator.journal import Journal
 from coordinator.prompts import Prompt
 from coordinator.registry import Node, Registry
 from coordinator.tokenizer import Tokenizer
@@ -20,7 +21,7 @@ from coordinator.tracker import Tracker
 from coordinator.validation import AnswerPlan
 from engine.errors import RequestError
 from protos import fleet_pb2, inference_pb2
-from protos.reasons import DRAINING, DUPLICATE_REQUEST_ID, PAIRING_MISMATCH, WORKER_LOST
+from protos.reasons import DRAINING, DUPLICATE_REQUEST_ID, NAME_TAKEN, WORKER_LOST
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class NodeLink:
 
     def __init__(self, node: Node) -> None:
         self.node = node
+        self.has_namesake = False  # whether another process has asked for the node's name
         self._unsent: asyncio.Queue[fleet_pb2.NodeCommand | RequestError] = asyncio.Queue()
 
     def send(self, command: fleet_pb2.NodeCommand) -> bool:
@@ -56,9 +58,10 @@ class NodeLink:
 class Dispatcher:
     """The hub between clients, nodes and the pure parts: registry and tracker."""
 
-    def __init__(self, registry: Registry, tracker: Tracker, tokenizer: Tokenizer) -> None:
+    def __init__(self, registry: Registry, tracker: Tracker, journal: Journal, tokenizer: Tokenizer) -> None:
         self._registry = registry
         self._tracker = tracker
+        self._journal = journal
         self._tokenizer = tokenizer
         self._links: dict[Node, NodeLink] = {}
         self._generations: dict[str, Generation] = {}
@@ -71,15 +74,19 @@ class Dispatcher:
     # ---- nodes ----
 
     def attach(self, hello: fleet_pb2.Hello) -> NodeLink:
-        """Takes a node in. Raises RequestError when it cannot belong to this fleet."""
-        replaced = self._registry.find(hello.node.name)
-        node = self._registry.admit(hello, time.monotonic())
+        """Takes a node in. Raises RequestError when it cannot belong to this fleet, or not yet."""
+        namesake = self._registry.find(hello.node.name)
+        try:
+            node = self._registry.admit(hello, time.monotonic())
+        except RequestError as refusal:
+            if namesake is not None and refusal.reason == NAME_TAKEN:
+                self._warn_of_namesake(self._links[namesake])
+            raise
         link = self._links[node] = NodeLink(node)
-        logger.info("%s node %s attached", node.role, node.name)
+        logger.info("%s node %s attached, session %d", node.role, node.name, node.session)
         self.nodes_changed.set()
-        if replaced is not None:
-            error = RequestError(PAIRING_MISMATCH, f"a newer node {node.name} has attached")
-            self._apply(self._lose(replaced, error))
+        if namesake is not None:
+            self._apply(self._lose(namesake, RequestError(WORKER_LOST, "its process has attached again")))
         return link
 
     def detach(self, link: NodeLink) -> None:
@@ -101,9 +108,7 @@ class Dispatcher:
             self._cache_changed(node, event.cache_changed)
             return
         if event.HasField("failed"):
-            failed = event.failed
-            request_id = failed.attempt.request_id
-            logger.warning("%s on %s: %s", failed.reason, node.name, failed.message, extra={"request_id": request_id})
+            self._journal.attempt_failed(node, event.failed)
         self._apply(self._tracker.handle(node, event, now))
 
     def _cache_changed(self, node: Node, event: fleet_pb2.CacheChanged) -> None:
@@ -111,6 +116,13 @@ class Dispatcher:
             num_blocks = node.hello.num_blocks
             message = "%s node %s says that it holds %d blocks and has %d: %d are left out"
             logger.warning(message, node.role, node.name, num_blocks + num_left_out, num_blocks, num_left_out)
+
+    def _warn_of_namesake(self, link: NodeLink) -> None:
+        """Once for each session, however often the other process asks."""
+        if not link.has_namesake:
+            link.has_namesake = True
+            message = "another process wants to be node %s too, and waits for the end of session %d"
+            logger.warning(message, link.node.name, link.node.session)
 
     def _lose(self, node: Node, error: RequestError) -> list[Instruction]:
         link = self._links.pop(node, None)
@@ -162,7 +174,9 @@ class Dispatcher:
         del self._generations[generation.request_id]
         if not self._generations:
             self._idle.set()
-        self._apply(self._drop(generation))
+        now = time.monotonic()
+        for answer_id in self._forget(generation):
+            self._apply(self._tracker.finish(answer_id, inference_pb2.FINISH_REASON_ABORT, now))
 
     # ---- all ----
 
@@ -217,23 +231,24 @@ class Dispatcher:
 
     def _end(self, answer_id: str, outcome: inference_pb2.Complete | RequestError) -> list[Instruction]:
         answer = self._answers.pop(answer_id, None)
-        if answer is None:
-            return []
-        if isinstance(outcome, RequestError):
-            return self._fail(answer.generation, outcome)
-        answer.end(outcome)
-        return []
+        instructions: list[Instruction] = []
+        if answer is not None:
+            if isinstance(outcome, RequestError):
+                instructions = self._fail(answer.generation, outcome)
+            else:
+                answer.end(outcome)  # which may know the reason better
+        self._journal.ended(answer_id, outcome)
+        return instructions
 
     def _fail(self, generation: Generation, error: RequestError) -> list[Instruction]:
-        logger.warning("%s: %s", error.reason, error, extra={"request_id": generation.request_id})
+        """Ends a call with an error, which is then the end of all its answers."""
         generation.fail(error)
-        return self._drop(generation)
-
-    def _drop(self, generation: Generation) -> list[Instruction]:
-        """Forgets the answers of a call; their nodes let go."""
         now = time.monotonic()
         instructions: list[Instruction] = []
-        for answer_id in generation.answer_ids:
-            if self._answers.pop(answer_id, None) is not None:
-                instructions += self._tracker.finish(answer_id, inference_pb2.FINISH_REASON_ABORT, now)
+        for answer_id in self._forget(generation):
+            instructions += self._tracker.fail(answer_id, error, now)
         return instructions
+
+    def _forget(self, generation: Generation) -> list[str]:
+        """Nothing more goes to the answers of a call: those that had not ended."""
+        return [answer_id for answer_id in generation.answer_ids if self._answers.pop(answer_id, None) is not None]

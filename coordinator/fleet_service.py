@@ -40,7 +40,7 @@ class FleetService:
                 await context.write(fleet_pb2.NodeCommand(refusal=refusal))
                 return
             try:
-                welcome = fleet_pb2.Welcome(heartbeat_s=self._heartbeat_s)
+                welcome = fleet_pb2.Welcome(heartbeat_s=self._heartbeat_s, session=link.node.session)
                 await context.write(fleet_pb2.NodeCommand(welcome=welcome))
                 await first_to_end(self._read_events(link, context), self._write_commands(link, context))
             finally:

@@ -1,16 +1,19 @@
 """What every public door does with a request: check, tokenize, plan, submit. The doors differ in how they stream."""
 
 import time
-from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 from coordinator.dispatcher import Dispatcher
 from coordinator.generation import Generation
+from coordinator.journal import Journal
 from coordinator.registry import ROLES, Registry
 from coordinator.tokenizer import Tokenizer
+from coordinator.unknown_fields import UnknownFields
 from coordinator.validation import Limits, check_input, plan_answers
+from engine.errors import RequestError
 from engine.model_config import ModelConfig
 from protos import inference_pb2
 
@@ -25,6 +28,7 @@ class ServedModel:
     config: ModelConfig
     tokenizer: Tokenizer
     max_model_len: int  # before the nodes have their say
+    sampling_defaults: inference_pb2.SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +47,19 @@ class Front:
         model: ServedModel,
         registry: Registry,
         dispatcher: Dispatcher,
+        journal: Journal,
         *,
         roles: Collection[str],
         max_logprobs: int,
         request_timeout_s: float,
+        strict_fields: bool,
     ) -> None:
         """`roles` are those of the nodes that every request needs: their limits are the requests' limits."""
         self.model = model
+        self.unknown_fields = UnknownFields(strict=strict_fields)
         self._registry = registry
         self._dispatcher = dispatcher
+        self._journal = journal
         self._roles = roles
         self._max_logprobs = max_logprobs
         self._request_timeout_s = request_timeout_s
@@ -63,15 +71,25 @@ class Front:
         """Begins the answers of a request that has an id. They end within remaining_s, and when the block is left,
         however it is left. Raises RequestError before the block when nothing can begin."""
         arrived_s = time.monotonic()
-        check_input(request, self.limits())
-        prompt = await self.tokenize(request)
-        plan = plan_answers(request, prompt, self.limits())
         timeout_s = self._request_timeout_s if remaining_s is None else min(self._request_timeout_s, remaining_s)
-        generation = self._dispatcher.submit(plan, arrived_s=arrived_s, deadline_s=arrived_s + timeout_s)
+        with self.noting_refusal(request.request_id):
+            check_input(request, self.limits())
+            prompt = await self.tokenize(request)
+            plan = plan_answers(request, prompt, self.limits(), self.model.sampling_defaults)
+            generation = self._dispatcher.submit(plan, arrived_s=arrived_s, deadline_s=arrived_s + timeout_s)
         try:
             yield Call(prompt, generation)
         finally:
             self._dispatcher.close(generation)
+
+    @contextmanager
+    def noting_refusal(self, request_id: str) -> Iterator[None]:
+        """Around what must succeed before a request can begin."""
+        try:
+            yield
+        except RequestError as error:
+            self._journal.refused(request_id, error)
+            raise
 
     def is_ready(self, node_name: str) -> bool:
         """Whether a node of this name is attached and ready."""

@@ -10,6 +10,7 @@ from coordinator.dispatcher import Dispatcher
 from coordinator.front import WRITE_TIMEOUT_S, Front
 from coordinator.registry import Registry
 from coordinator.tracker import Tracker
+from coordinator.unknown_fields import WARNING_HEADER, unknown_in_message
 from engine.errors import RequestError
 from protos import inference_pb2
 from protos.convert import PROTOCOL_VERSION
@@ -19,15 +20,20 @@ from protos.reasons import SLOW_READER
 class InferenceService:
     """Serves Inference. Its methods raise RequestError; the interceptor turns it into a status."""
 
-    def __init__(self, front: Front, registry: Registry, tracker: Tracker, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self, front: Front, registry: Registry, tracker: Tracker, dispatcher: Dispatcher, *, instance_id: str
+    ) -> None:
         self._front = front
         self._registry = registry
         self._tracker = tracker
         self._dispatcher = dispatcher
+        self._instance_id = instance_id or secrets.token_hex(16)
         self._start_s = time.monotonic()
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         request.request_id = request.request_id or secrets.token_hex(16)
+        if warning := self._front.unknown_fields.check(unknown_in_message(request)):
+            context.set_trailing_metadata(((WARNING_HEADER, warning),))
         # A client that is gone shows as one of several exceptions, cancellation among them.
         async with self._front.answer(request, context.time_remaining()) as call:
             while (response := await call.generation.next()) is not None:
@@ -49,6 +55,7 @@ class InferenceService:
             max_model_len=self._front.limits().max_model_len,
             eos_token_ids=model.config.eos_token_ids,
             has_chat_template=model.tokenizer.has_chat_template,
+            default_sampling_params=model.sampling_defaults,
         )
 
     async def GetServerInfo(self, _request: Any, _context: Any) -> inference_pb2.GetServerInfoResponse:
@@ -56,6 +63,7 @@ class InferenceService:
             version=importlib.metadata.version("splitserve"),
             protocol_version=PROTOCOL_VERSION,
             uptime_s=time.monotonic() - self._start_s,
+            instance_id=self._instance_id,
             nodes=[node.hello.node for node in self._registry.nodes],
         )
 

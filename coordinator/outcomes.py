@@ -9,6 +9,12 @@ from protos import fleet_pb2, inference_pb2, reasons
 
 MAX_MESSAGE_CHARS: Final = 200
 MAX_BYTES: Final = 2**64 - 1  # what a uint64 holds
+# As OpenAI's API spells them, and Prometheus' labels.
+FINISH_REASONS: Final = {
+    inference_pb2.FINISH_REASON_STOP: "stop",
+    inference_pb2.FINISH_REASON_LENGTH: "length",
+    inference_pb2.FINISH_REASON_ABORT: "abort",
+}
 # What a node says with these reasons reaches the client as it stands.
 CLIENT_REASONS: Final = (reasons.QUEUE_FULL, reasons.PROMPT_TOO_LONG, reasons.BAD_PARAM)
 

@@ -1,5 +1,6 @@
 """Which nodes there are, and how they do. Pure: no I/O, no clock."""
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,11 +9,12 @@ from typing import Final
 from engine.errors import RequestError
 from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION
-from protos.reasons import BAD_PARAM, PAIRING_MISMATCH, QUEUE_FULL
+from protos.reasons import BAD_PARAM, NAME_TAKEN, PAIRING_MISMATCH, QUEUE_FULL
 
 ROLES: Final = ("prefill", "decode")
 MAX_NODES: Final = 1024
 MAX_TP_SIZE: Final = 64
+MAX_FIRST_SESSION: Final = 2**63  # what is left of 64 bits no coordinator can use up
 VERSION_KEY: Final = "protocol_version"  # in the fingerprint of NodeInfo
 _NAME: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -22,6 +24,7 @@ class Node:
     """One attachment of one node process; a node that attaches again is a new Node."""
 
     hello: fleet_pb2.Hello
+    session: int
     last_seen_s: float
     load: inference_pb2.NodeLoad
     step_age_s: float = 0.0
@@ -81,16 +84,20 @@ class Node:
 
 
 class Registry:
-    """Attached nodes by name. A node is lost when it is silent, stuck in a step, or replaced.
+    """Attached nodes by name. A node is lost when its stream ends, or when it is silent or stuck in a step.
 
     `facts` is what the coordinator knows itself of every node's fingerprint, beside the protocol version.
+    `first_session` is to be random: nodes may still show sessions of a coordinator that ran before this one.
     """
 
-    def __init__(self, facts: Mapping[str, str], *, node_timeout_s: float, step_timeout_s: float) -> None:
+    def __init__(
+        self, facts: Mapping[str, str], *, node_timeout_s: float, step_timeout_s: float, first_session: int = 1
+    ) -> None:
         self._facts = {VERSION_KEY: PROTOCOL_VERSION, **facts}
         self._node_timeout_s = node_timeout_s
         self._step_timeout_s = step_timeout_s
         self._nodes: dict[str, Node] = {}
+        self._sessions = itertools.count(first_session)
         self._last_expiry_s: float | None = None
 
     def __contains__(self, node: Node) -> bool:
@@ -108,20 +115,20 @@ class Registry:
         return self._nodes.get(name)
 
     def admit(self, hello: fleet_pb2.Hello, now: float) -> Node:
-        """Takes a node in; it replaces one of the same name, unless that is a younger process.
+        """Takes a node in, under a session of its own. A process whose stream broke unnoticed shows the session of the
+        node that it was, and replaces that one.
 
-        Raises RequestError when the node cannot belong to this fleet, and then nothing changes.
+        Raises RequestError, and then nothing changes: NAME_TAKEN while another process is attached under the name, any
+        other reason when the node cannot belong to this fleet.
         """
         _check_hello(hello)
-        namesake = self.find(hello.node.name)
-        if namesake is not None and hello.node.incarnation < namesake.hello.node.incarnation:
-            raise RequestError(PAIRING_MISMATCH, f"a newer node {hello.node.name} is attached")
         others = [node for node in self.nodes if node.name != hello.node.name]
         if len(others) >= MAX_NODES:
             raise RequestError(QUEUE_FULL, f"the fleet has {MAX_NODES} nodes, its limit")
         self._check_fingerprint(hello.node, others)
+        self._check_name(hello)
         load = inference_pb2.NodeLoad(state="ready", num_blocks=hello.num_blocks, num_blocks_free=hello.num_blocks)
-        node = self._nodes[hello.node.name] = Node(hello, now, _named(load, hello.node))
+        node = self._nodes[hello.node.name] = Node(hello, next(self._sessions), now, _named(load, hello.node))
         return node
 
     def heartbeat(self, node: Node, heartbeat: fleet_pb2.Heartbeat, now: float) -> None:
@@ -155,6 +162,12 @@ class Registry:
                 node.last_seen_s = now
         self._last_expiry_s = now
         return [(node, why) for node in self.nodes if (why := self._why_expired(node, now))]
+
+    def _check_name(self, hello: fleet_pb2.Hello) -> None:
+        name = hello.node.name
+        holder = self.find(name)
+        if holder is not None and hello.session != holder.session:
+            raise RequestError(NAME_TAKEN, f"another process is attached as {name}")
 
     def _check_fingerprint(self, info: inference_pb2.NodeInfo, others: list[Node]) -> None:
         given = dict(info.fingerprint)

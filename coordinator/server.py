@@ -10,16 +10,20 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from coordinator.authentication import BearerAuthentication
+from coordinator.authentication import NO_API_KEY, NO_FLEET_SECRET, BearerAuthentication
 from coordinator.dispatcher import Dispatcher
+from coordinator.exposition import Exposition
 from coordinator.fleet_service import FleetService
 from coordinator.front import Front, ServedModel
 from coordinator.http.app import make_app
 from coordinator.http.serving import HttpServer
 from coordinator.inference_service import InferenceService
+from coordinator.journal import Journal
+from coordinator.metrics import Metrics
 from coordinator.placement import ROLES_NEEDED
-from coordinator.registry import Registry
-from coordinator.settings import CoordinatorSettings, check_settings
+from coordinator.registry import MAX_FIRST_SESSION, Registry
+from coordinator.sampling_defaults import neutral_defaults, read_sampling_defaults
+from coordinator.settings import CoordinatorSettings, check_settings, origins
 from coordinator.statuses import StatusInterceptor
 from coordinator.tokenizer import read_tokenizer
 from coordinator.tracker import NUM_EPOCHS, Tracker
@@ -27,6 +31,7 @@ from engine.errors import ModelError, SettingsError
 from engine.model_config import read_model_config
 from protos import inference_pb2, inference_pb2_grpc
 from protos.channels import FLEET_OPTIONS, SERVER_OPTIONS
+from protos.ports import Port, check_ports
 
 logger = logging.getLogger(__name__)
 
@@ -51,22 +56,29 @@ class CoordinatorServer:
             {"architecture": config.architecture, "vocab_size": str(config.vocab_size)},
             node_timeout_s=settings.node_timeout_s,
             step_timeout_s=settings.step_timeout_s,
+            first_session=1 + secrets.randbelow(MAX_FIRST_SESSION),
         )
+        metrics = Metrics()
+        journal = Journal(metrics)
         self._tracker = Tracker(
             self._registry,
+            metrics,
             first_epoch=secrets.randbelow(NUM_EPOCHS),
             max_live=settings.max_num_queued_reqs,
             max_restarts=settings.max_restarts,
             local_prefill=settings.local_prefill,
         )
-        self._dispatcher = Dispatcher(self._registry, self._tracker, self._model.tokenizer)
+        self._dispatcher = Dispatcher(self._registry, self._tracker, journal, self._model.tokenizer)
+        self._exposition = Exposition(metrics, self._tracker, self._registry, self._model.name)
         self._front = Front(
             self._model,
             self._registry,
             self._dispatcher,
+            journal,
             roles=self._roles,
             max_logprobs=settings.max_logprobs,
             request_timeout_s=settings.request_timeout_s,
+            strict_fields=settings.strict_fields,
         )
         self._health = health.aio.HealthServicer()
         self._public, self._fleet = self._public_server(), self._fleet_server()
@@ -77,10 +89,18 @@ class CoordinatorServer:
 
     async def start(self) -> None:
         """Listens on all ports. Ready is only who has nodes of the roles that it needs: see the health service."""
-        self.port = _listen(self._public, self._settings.host, self._settings.port)
-        self.fleet_port = _listen(self._fleet, self._settings.fleet_host, self._settings.fleet_port)
+        settings = self._settings
+        check_ports(
+            [
+                Port("--port", settings.host, settings.port),
+                Port("--fleet-port", settings.fleet_host, settings.fleet_port),
+                Port("--http-port", settings.http_host, settings.http_port),
+            ]
+        )
+        self.port = _listen(self._public, settings.host, settings.port)
+        self.fleet_port = _listen(self._fleet, settings.fleet_host, settings.fleet_port)
         if self._http is not None:
-            self.http_port = self._http.listen(self._settings.http_host, self._settings.http_port)
+            self.http_port = self._http.listen(settings.http_host, settings.http_port)
         await self._report_health()
         await self._fleet.start()
         await self._public.start()
@@ -121,13 +141,15 @@ class CoordinatorServer:
     def _public_server(self) -> grpc.aio.Server:
         interceptors: list[grpc.aio.ServerInterceptor] = [StatusInterceptor()]
         if self._settings.api_key:
-            interceptors.insert(0, BearerAuthentication(self._settings.api_key))
+            interceptors.insert(0, BearerAuthentication(self._settings.api_key, NO_API_KEY))
         server = grpc.aio.server(
             interceptors=interceptors,
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=self._settings.max_num_queued_reqs + SPARE_CALLS,
         )
-        service = InferenceService(self._front, self._registry, self._tracker, self._dispatcher)
+        service = InferenceService(
+            self._front, self._registry, self._tracker, self._dispatcher, instance_id=self._settings.instance_id
+        )
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((INFERENCE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
@@ -135,12 +157,20 @@ class CoordinatorServer:
 
     def _http_server(self) -> HttpServer:
         max_calls = self._settings.max_num_queued_reqs + SPARE_CALLS
-        app = make_app(self._front, self._is_serving, secret=self._settings.api_key, max_calls=max_calls)
+        app = make_app(
+            self._front,
+            self._is_serving,
+            self._exposition,
+            secret=self._settings.api_key,
+            allowed_origins=origins(self._settings.allowed_origins),
+            max_calls=max_calls,
+        )
         return HttpServer(app, max_connections=IDLE_CONNECTIONS_PER_CALL * max_calls)
 
     def _fleet_server(self) -> grpc.aio.Server:
         secret = self._settings.fleet_secret
-        server = grpc.aio.server(interceptors=[BearerAuthentication(secret)] if secret else [], options=FLEET_OPTIONS)
+        interceptors = [BearerAuthentication(secret, NO_FLEET_SECRET)] if secret else []
+        server = grpc.aio.server(interceptors=interceptors, options=FLEET_OPTIONS)
         service = FleetService(self._dispatcher, heartbeat_s=self._settings.heartbeat_s)
         server.add_generic_rpc_handlers((service.handler(),))
         return server
@@ -181,7 +211,21 @@ def _read_model(settings: CoordinatorSettings) -> ServedModel:
         config=config,
         tokenizer=read_tokenizer(folder),
         max_model_len=settings.max_model_len or config.max_position_embeddings,
+        sampling_defaults=_sampling_defaults(settings, folder),
     )
+
+
+def _sampling_defaults(settings: CoordinatorSettings, folder: Path) -> inference_pb2.SamplingParams:
+    neutral = neutral_defaults()
+    if settings.generation_config == "none":
+        return neutral
+    defaults, problems = read_sampling_defaults(folder)
+    for problem in problems:
+        logger.warning("ignored in generation_config.json: %s", problem)
+    if defaults != neutral:
+        named = ", ".join(f"{field.name} {value:g}" for field, value in defaults.ListFields())
+        logger.info("requests that do not say otherwise are sampled as the model's folder says: %s", named)
+    return defaults
 
 
 def _listen(server: grpc.aio.Server, host: str, port: int) -> int:

@@ -1,10 +1,14 @@
 """What the coordinator can be told. The flags derive from these fields; names follow vLLM's."""
 
+import re
 from dataclasses import dataclass
+from typing import Final
 
 from engine.errors import SettingsError
 from engine.flags import flag
 from protos.exposure import check_exposure
+
+_ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+")  # as browsers send it, without a path
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +25,17 @@ class CoordinatorSettings:
     served_model_name: str = flag("", "Name that clients may ask for; empty takes the model folder's.")
     api_key: str = flag("", "Secret that clients must bring; needed off loopback.", secret=True)
     fleet_secret: str = flag("", "Secret shared by the fleet; needed off loopback.", secret=True)
+    allowed_origins: str = flag(
+        "", "Web pages that may call the HTTP service: origins such as https://example.org, with commas, or *."
+    )
+    instance_id: str = flag("", "What GetServerInfo calls this run of the server; empty takes random characters.")
     max_model_len: int = flag(0, "Most tokens of prompt and answer; 0 takes what the nodes allow.", minimum=0)
+    generation_config: str = flag(
+        "auto",
+        "Sampling defaults of requests: those of the model's generation_config.json (auto), or neutral ones (none).",
+        choices=("auto", "none"),
+    )
+    strict_fields: bool = flag(False, "Refuse requests with unknown fields, instead of a warning.")
     max_num_queued_reqs: int = flag(1024, "Most answers in flight at once; more are refused.", minimum=1)
     max_logprobs: int = flag(20, "Most top logprobs a request may ask for.", minimum=0)
     local_prefill: str = flag(
@@ -42,6 +56,17 @@ def check_settings(settings: CoordinatorSettings) -> None:
         raise SettingsError(
             f"node_timeout_s ({settings.node_timeout_s:g}) must be above heartbeat_s ({settings.heartbeat_s:g})"
         )
+    origins(settings.allowed_origins)
     check_exposure(settings.host, "api_key", settings.api_key)
     check_exposure(settings.http_host, "api_key", settings.api_key)
     check_exposure(settings.fleet_host, "fleet_secret", settings.fleet_secret)
+
+
+def origins(text: str) -> list[str]:
+    """The value of allowed_origins as a list. Raises SettingsError."""
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    for origin in found:
+        if not _ORIGIN.fullmatch(origin):
+            message = f"allowed_origins must be * or origins such as https://example.org:8080, not {origin!r}"
+            raise SettingsError(message)
+    return found

@@ -27,6 +27,7 @@ class Timeline:
         self.phase = Phase.PREFILL_QUEUE
         self._start_s = self._entered_s = start_s
         self._first_token_s: float | None = None
+        self._last_token_s = start_s
         self._seconds = dict.fromkeys(Phase, 0.0)
 
     def enter(self, phase: Phase, now: float, *, ago_s: float = 0.0) -> None:
@@ -35,10 +36,12 @@ class Timeline:
         self._seconds[self.phase] += at_s - self._entered_s
         self.phase, self._entered_s = phase, at_s
 
-    def first_token(self, now: float) -> None:
-        """Marks the first token of the answer; later calls do nothing."""
+    def tokens(self, now: float) -> float:
+        """Marks tokens of the answer that came now. Returns the seconds since those before, or since the start."""
         if self._first_token_s is None:
             self._first_token_s = now
+        gap_s, self._last_token_s = now - self._last_token_s, now
+        return gap_s
 
     def to_wire(self, now: float, prefill_node: str, decode_node: str, num_restarts: int) -> inference_pb2.Timeline:
         """The request ends now."""

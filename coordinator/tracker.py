@@ -19,6 +19,7 @@ from typing import Any, Final
 from coordinator.attempts import Attempt, TrackedRequest
 from coordinator.handover import Handover
 from coordinator.instructions import Emit, End, Instruction, Send
+from coordinator.metrics import Metrics
 from coordinator.outcomes import completion, end_error, restart_error, with_progress
 from coordinator.placement import place
 from coordinator.prompts import Prompt
@@ -39,11 +40,19 @@ class Tracker:
     """All live answers, and what nodes have yet to let go of."""
 
     def __init__(
-        self, registry: Registry, *, first_epoch: int, max_live: int, max_restarts: int, local_prefill: str
+        self,
+        registry: Registry,
+        metrics: Metrics,
+        *,
+        first_epoch: int,
+        max_live: int,
+        max_restarts: int,
+        local_prefill: str,
     ) -> None:
         """`first_epoch` is to be random: nodes may still be at attempts of a coordinator that ran before this one.
         `local_prefill` is a policy of coordinator/placement.py."""
         self._registry = registry
+        self._metrics = metrics
         self._local_prefill = local_prefill
         self._handover = Handover()
         self._max_live = max_live
@@ -56,6 +65,16 @@ class Tracker:
     def num_open(self) -> int:
         """Live answers, and attempts that nodes have yet to let go of: at 0 the fleet holds nothing."""
         return len(self._requests) + len(self._releases)
+
+    @property
+    def num_running(self) -> int:
+        """Live answers that have a token."""
+        return sum(bool(request.output) for request in self._requests.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Live answers that have none yet."""
+        return len(self._requests) - self.num_running
 
     def submit(
         self, request_id: str, prompt: Prompt, sampling: SamplingParams, *, arrived_s: float, deadline_s: float
@@ -105,6 +124,11 @@ class Tracker:
         request = self._requests.get(request_id)
         return self._end(request, completion(request, finish_reason, now), now) if request else []
 
+    def fail(self, request_id: str, error: RequestError, now: float) -> list[Instruction]:
+        """Ends a live answer early, with an error; an unknown one is left alone."""
+        request = self._requests.get(request_id)
+        return self._end(request, with_progress(error, request), now) if request else []
+
     def tick(self, now: float) -> list[Instruction]:
         """What the mere passing of time asks for."""
         instructions: list[Instruction] = [Send(node, command) for node, command in self._releases.overdue(now)]
@@ -135,6 +159,7 @@ class Tracker:
         attempt.first_token_s = now
         if attempt.first_index == 0:
             request.num_cached_tokens = min(event.num_cached_tokens, len(request.prompt))
+            self._metrics.prompt_read(len(request.prompt), request.num_cached_tokens)
         attempt.decode.beginning.pop(request.request_id, None)
         if not attempt.is_local:
             node.forget(request.request_id)
@@ -151,8 +176,8 @@ class Tracker:
             return []
         if node is request.attempt.prefill:
             request.attempt.let_go(node)
-        elif isinstance(event, fleet_pb2.Committed):
-            request.count_kv(event)
+        elif isinstance(event, fleet_pb2.Committed) and request.count_kv(event):
+            self._metrics.kv_moved(event.num_bytes, event.num_bytes_saved)
         request.attempt.is_committed = True
         if request.timeline.phase in (Phase.CREDIT_WAIT, Phase.TRANSFER):
             request.timeline.enter(Phase.DECODE_QUEUE, now)
@@ -194,6 +219,7 @@ class Tracker:
             error = RequestError(reasons.WORKER_LOST, f"the {node.role} node does not know the request")
             return self._carry_on(request, node, error, now)
         if event.reason in RESTART_REASONS:
+            self._metrics.transfers_failed[event.reason] += 1
             # Either end may be at fault, whichever of the two has noticed.
             request.avoid += [request.attempt.prefill, request.attempt.decode]
             return self._carry_on(request, node, restart_error(node, event), now)
@@ -236,6 +262,7 @@ class Tracker:
         if request.num_restarts == self._max_restarts:
             return instructions + self._end(request, error, now)
         request.num_restarts += 1
+        self._metrics.num_restarts += 1
         request.avoid.append(node)
         request.timeline.enter(Phase.PREFILL_QUEUE, now)
         try:
@@ -253,7 +280,7 @@ class Tracker:
             output.append(tokens[-1].token_id)
         if not tokens:
             return []
-        request.timeline.first_token(now)
+        self._metrics.tokens_came(len(tokens), request.timeline.tokens(now), is_first=len(output) == len(tokens))
         attempt.decode.assigned[request.request_id] += len(tokens)
         emit = Emit(request.request_id, tokens)
         if not tokens[-1].finish_reason:

@@ -81,15 +81,21 @@ def check_input(request: inference_pb2.GenerateRequest, limits: Limits) -> None:
             raise _bad("input", "is missing: send text, tokenized or chat")
 
 
-def plan_answers(request: inference_pb2.GenerateRequest, prompt: list[int], limits: Limits) -> AnswerPlan:
-    """Checks everything else and fills in what the client left open. Raises RequestError."""
+def plan_answers(
+    request: inference_pb2.GenerateRequest,
+    prompt: list[int],
+    limits: Limits,
+    defaults: inference_pb2.SamplingParams,
+) -> AnswerPlan:
+    """Checks everything else and fills in what the client left open, with the defaults where there are some. Raises
+    RequestError."""
     _check_prompt_is_there("input", len(prompt))
     _check_prompt_length(len(prompt), limits)
     _check_token_ids("input", prompt, limits)
     params = request.sampling_params
     num_answers = _integer(params, "n", 1, 1, MAX_ANSWERS)
-    max_tokens = _max_tokens(params, len(prompt), limits)
-    sampling = _sampling(params, max_tokens, limits)
+    max_tokens = _max_tokens(params, len(prompt), limits, defaults)
+    sampling = _sampling(_filled(params, defaults), max_tokens, limits)
     return AnswerPlan(
         request_id=request.request_id,
         prompt=prompt,
@@ -99,13 +105,29 @@ def plan_answers(request: inference_pb2.GenerateRequest, prompt: list[int], limi
     )
 
 
+def check_number(name: str, value: float) -> None:
+    """Raises RequestError for a temperature, probability or penalty that is out of range."""
+    low, high = _RANGES[name]
+    if not low <= value <= high:  # NaN is not
+        raise _bad(name, f"must be within [{low:g}, {high:g}], not {value:g}")
+    if name == "temperature" and 0 < value < MIN_TEMPERATURE:
+        raise _bad(name, f"must be 0 or at least {MIN_TEMPERATURE:g}, not {value:g}")
+
+
+def _filled(
+    params: inference_pb2.SamplingParams, defaults: inference_pb2.SamplingParams
+) -> inference_pb2.SamplingParams:
+    filled = inference_pb2.SamplingParams()
+    filled.CopyFrom(defaults)
+    filled.MergeFrom(params)
+    return filled
+
+
 def _sampling(params: inference_pb2.SamplingParams, max_tokens: int, limits: Limits) -> dict[str, Any]:
     _check_count("stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKEN_IDS)
     _check_token_ids("stop_token_ids", params.stop_token_ids, limits)
     top_k = _integer(params, "top_k", 0, -1, 2**31 - 1)
     sampling = {name: _number(params, name) for name in _RANGES if params.HasField(name)}
-    if 0 < sampling.get("temperature", 1.0) < MIN_TEMPERATURE:
-        raise _bad("temperature", f"must be 0 or at least {MIN_TEMPERATURE:g}, not {sampling['temperature']:g}")
     return sampling | {
         "max_tokens": max_tokens,
         "min_tokens": _integer(params, "min_tokens", 0, 0, max_tokens),
@@ -149,19 +171,25 @@ def _logit_bias(params: inference_pb2.SamplingParams, limits: Limits) -> tuple[t
     return tuple(sorted(params.logit_bias.items()))
 
 
-def _max_tokens(params: inference_pb2.SamplingParams, num_prompt_tokens: int, limits: Limits) -> int:
+def _max_tokens(
+    params: inference_pb2.SamplingParams,
+    num_prompt_tokens: int,
+    limits: Limits,
+    defaults: inference_pb2.SamplingParams,
+) -> int:
+    """A default gives way to what there is room for, and to min_tokens; what the client asks for does not."""
     limit, what = _context(limits)
     room = limit - num_prompt_tokens
     if not params.HasField("max_tokens"):
-        return room
+        return min(room, max(defaults.max_tokens, params.min_tokens)) if defaults.HasField("max_tokens") else room
     if params.max_tokens < 1:
         raise _bad("max_tokens", f"must be at least 1, not {params.max_tokens}")
     if params.max_tokens > room:
-        raise _bad(
-            "max_tokens",
-            f"({params.max_tokens}) and the prompt ({num_prompt_tokens} tokens) make "
-            f"{params.max_tokens + num_prompt_tokens} tokens, over {what} ({limit})",
+        message = (
+            f"max_tokens ({params.max_tokens}) and the prompt ({num_prompt_tokens} tokens) make "
+            f"{params.max_tokens + num_prompt_tokens} tokens, over {what} ({limit})"
         )
+        raise RequestError(PROMPT_TOO_LONG, message, field="max_tokens")
     return params.max_tokens
 
 
@@ -202,9 +230,7 @@ def _check_count(field: str, count: int, limit: int) -> None:
 
 def _number(params: inference_pb2.SamplingParams, name: str) -> float:
     value: float = getattr(params, name)
-    low, high = _RANGES[name]
-    if not low <= value <= high:  # NaN is not
-        raise _bad(name, f"must be within [{low:g}, {high:g}], not {value:g}")
+    check_number(name, value)
     return value
 
 

@@ -4,11 +4,12 @@ from typing import Final
 
 import torch
 
-from engine.checkpoint import FLOATS, INTEGERS, Checkpoint, Part, whole_tensor
+from engine.checkpoint import INTEGERS, Checkpoint, Part, whole_tensor
 from engine.errors import ModelError
 from engine.grouped_weight import GroupedWeight
 from engine.sharding import Extent, whole
 from engine.stored_quantization import WHOLE, StoredQuantization
+from engine.weight_files import FLOATS
 
 PER_WORD: Final = 8
 # Bits 4 * i and up of a word hold output _OUTPUT_OF[i] of its eight.

@@ -10,9 +10,9 @@ from safetensors import SafetensorError, safe_open
 
 from engine.errors import ModelError
 from engine.sharding import Extent, whole
+from engine.weight_files import FLOATS
 
 MAPPED_BYTES: Final = 32 * 2**20  # mapped pages count as our memory, so mappings are let go this often
-FLOATS: Final = ("F32", "F16", "BF16")
 INTEGERS: Final = ("I32",)
 MOST_STORED_BYTES: Final = 4
 

@@ -15,18 +15,18 @@ from engine.errors import SettingsError
 from engine.fake import FakeModel
 from engine.fingerprint import fingerprint
 from engine.forward_batch import ForwardBatch, build_batch
-from engine.invariant import check_invariance, invariant_attention
+from engine.invariant import invariant_attention
 from engine.kv_pool import PagedKVPool
-from engine.layout import KVLayout
 from engine.llama import LlamaDecoder
 from engine.model_config import FAKE_ARCHITECTURE, ModelConfig, read_model_config
 from engine.native_steps import choose_steps
+from engine.needs import check_settings, compute_dtype, model_layout, num_blocks_for
 from engine.parallel import LEADER, RankGroup, alone, choose_device
 from engine.requests import OnLayer, Request, SampledToken, SamplingParams, Share, Work
 from engine.sampler import sample
 from engine.settings import EngineSettings
-from engine.sharding import Shard, check_tp_size, most_kv_heads, shard_of
-from engine.stored_quantization import check_quantization, quantization_name
+from engine.sharding import Shard, shard_of
+from engine.stored_quantization import quantization_name
 from engine.weights import load_weights
 
 WARM_UP_TOKENS: Final = 256
@@ -59,11 +59,10 @@ class Engine:
         self.group: Final = group or alone()
         self.config: Final = read_model_config(folder)
         device = choose_device(settings.device)
-        dtype = self.config.dtype if settings.dtype == "auto" else settings.dtype
-        _check(settings, self.config, dtype, self.group.size)
+        dtype = compute_dtype(settings, self.config)
+        check_settings(settings, self.config, self.group.size)
         shard = shard_of(self.config, self.group.rank, self.group.size)
-        kv_dtype = dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
-        self.model_layout: Final = self.config.kv_layout(settings.block_size, kv_dtype)  # of all ranks together
+        self.model_layout: Final = model_layout(settings, self.config)  # of all ranks together
         self.layout: Final = self.model_layout.with_heads(len(shard.kv_heads.held))
         self.max_model_len: Final = settings.max_model_len or self.config.max_position_embeddings
         self.num_blocks: Final = num_blocks_for(settings, self.model_layout, self.group.size)
@@ -134,37 +133,6 @@ class Engine:
         if self._program is not None and on_layer is None and self._program.matches(batch):
             return self._program.run(batch)
         return self._model(batch, self._attention, on_layer)
-
-
-def num_blocks_for(settings: EngineSettings, model_layout: KVLayout, tp_size: int) -> int:
-    """Blocks in the pool of every rank: as many as fit where the most KV heads are. Raises SettingsError."""
-    if settings.num_kv_blocks:
-        return settings.num_kv_blocks
-    layout = model_layout.with_heads(most_kv_heads(tp_size, model_layout.num_kv_heads))
-    num_blocks = settings.kv_cache_memory_bytes // layout.block_bytes
-    if num_blocks == 0:
-        raise SettingsError(
-            f"--kv-cache-memory-bytes {settings.kv_cache_memory_bytes} holds no block of {layout.block_bytes} bytes"
-        )
-    return num_blocks
-
-
-def _check(settings: EngineSettings, config: ModelConfig, dtype: str, tp_size: int) -> None:
-    limit = config.max_position_embeddings
-    if settings.max_model_len > limit:
-        raise SettingsError(f"--max-model-len {settings.max_model_len} is more than the model's {limit}")
-    if config.architecture != FAKE_ARCHITECTURE:
-        check_tp_size(config, tp_size)
-        check_quantization(settings.quantization, config.stored_quantization)
-        if settings.batch_invariant:
-            check_invariance(tp_size)
-        return
-    if dtype != "float32":
-        raise SettingsError(f"--dtype {dtype}: the fake model counts in float32")
-    if settings.quantization != "none":
-        raise SettingsError(f"--quantization {settings.quantization}: the fake model has no weights")
-    if settings.kv_cache_dtype != "auto":
-        raise SettingsError(f"--kv-cache-dtype {settings.kv_cache_dtype}: the fake model counts in float32")
 
 
 def _build_model(

@@ -14,7 +14,10 @@ from typing import Any
 import click
 import yaml
 
+from engine.units import parse_size, size_of
+
 ENV_PREFIX = "SPLITSERVE_"
+BYTES = "_bytes"  # ends the name of a flag that is a size
 
 
 def flag(
@@ -107,10 +110,30 @@ def _parameter(field: "dataclasses.Field[Any]", hint: Any) -> click.Parameter:
         type=kind,
         default=default,
         envvar=envvar,
-        show_default=default not in (None, "") and not field.metadata["secret"],
+        show_default=_shown_default(field, default),
         show_envvar=field.metadata["secret"],
         help=field.metadata["help"],
     )
+
+
+def _shown_default(field: "dataclasses.Field[Any]", default: Any) -> bool | str:
+    """What help says of a default: click's own words for it, nothing, or a size with its unit."""
+    if default in (None, "") or field.metadata["secret"]:
+        return False
+    return size_of(default) if field.name.endswith(BYTES) else True
+
+
+class SizeRange(click.IntRange):
+    """Bytes within a range, given as a number or with a unit."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            num_bytes = parse_size(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        return int(super().convert(num_bytes, param, ctx))
 
 
 def _click_type(field: "dataclasses.Field[Any]", hint: Any) -> "click.ParamType[Any]":
@@ -120,7 +143,7 @@ def _click_type(field: "dataclasses.Field[Any]", hint: Any) -> "click.ParamType[
     if field.metadata["choices"]:
         return click.Choice(field.metadata["choices"])
     if hint is int:
-        return click.IntRange(low, high)
+        return SizeRange(low, high) if field.name.endswith(BYTES) else click.IntRange(low, high)
     if hint is float:
         return click.FloatRange(low, high)
     return {bool: click.BOOL, str: click.STRING}[hint]

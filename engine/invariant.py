@@ -21,7 +21,6 @@ import torch
 from torch.nn import functional
 
 from engine.attention import Attention
-from engine.errors import SettingsError
 from engine.forward_batch import ForwardBatch
 from engine.native_attention import NativeAttention
 from engine.native_steps import ELEMENTS, NativeSteps
@@ -30,7 +29,6 @@ from engine.steps import Steps, TorchSteps
 
 TILE_ROWS: Final = (1, 4, 8, 16, 32, 64, 128, 256)  # that are tried
 CALL_ROWS: Final = 32  # what one more product costs beside its rows, in rows
-MOST_RANKS: Final = 2  # whose sum does not depend on the order
 PROBE_SEED: Final = 0
 PROBE_POSITION: Final = 1013
 ALIGNMENT: Final = 64  # bytes; what lies at odd addresses may be computed in another way
@@ -204,12 +202,3 @@ def invariant_attention(attention: Attention) -> Attention:
 def invariant_steps(steps: Steps, dtype: torch.dtype) -> Steps:
     """These steps where they are native for the dtype, else tiled ones."""
     return steps if isinstance(steps, NativeSteps) and dtype in ELEMENTS else TiledSteps()
-
-
-def check_invariance(tp_size: int) -> None:
-    """Raises SettingsError when so many ranks cannot keep the promise."""
-    if tp_size > MOST_RANKS:
-        raise SettingsError(
-            f"--batch-invariant: sums over {tp_size} ranks are added in an order that depends on the batch, "
-            f"and --tensor-parallel-size can be {MOST_RANKS} at most"
-        )

@@ -5,13 +5,14 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import torch
 
 from engine.errors import SettingsError
 from engine.layout import KVLayout
+from engine.memory import available_bytes
 from engine.planes import HeadSlice, bytes_of, check_heads, check_lengths, copied, index_of
 from engine.quantization import QuantizedPlanes, Touched
+from engine.units import size_of
 
 
 class PagedKVPool:
@@ -119,7 +120,6 @@ class PagedKVPool:
 
 
 def _check_memory(num_bytes: int, device: torch.device) -> None:
-    on_gpu = device.type == "cuda"
-    available = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
+    available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     if num_bytes > available:
-        raise SettingsError(f"the KV pool needs {num_bytes} bytes, and {available} bytes of memory are free")
+        raise SettingsError(f"the KV pool needs {size_of(num_bytes)}, and {size_of(available)} of memory are free")

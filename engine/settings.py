@@ -25,7 +25,7 @@ class EngineSettings:
     device: str = flag("auto", "Where to compute; auto takes CUDA when there is one.", choices=DEVICES)
     block_size: int = flag(16, "Tokens in one KV block.", minimum=1, maximum=1024)
     num_kv_blocks: int = flag(0, "KV blocks in the pool; 0 derives it from --kv-cache-memory-bytes.", minimum=0)
-    kv_cache_memory_bytes: int = flag(512 * 2**20, "Bytes of the KV pool.", minimum=1)
+    kv_cache_memory_bytes: int = flag(512 * 2**20, "Size of the KV pool, such as 2GiB or a number of bytes.", minimum=1)
     max_model_len: int = flag(0, "Most tokens of prompt and answer; 0 takes the model's own.", minimum=0)
     batch_invariant: bool = flag(
         False, "Bits of an answer do not depend on what is computed beside it, at equal chunks."

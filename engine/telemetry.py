@@ -7,7 +7,7 @@ import time
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line. `extra={"request_id": ...}` adds the request."""
+    """One JSON object a line. `extra={"request_id": ...}` adds the request, `extra={"fields": {...}}` further keys."""
 
     def __init__(self, role: str, name: str) -> None:
         super().__init__()
@@ -22,6 +22,7 @@ class JsonFormatter(logging.Formatter):
         }
         if request_id := getattr(record, "request_id", None):
             line["request_id"] = request_id
+        line |= getattr(record, "fields", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line)

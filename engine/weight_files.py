@@ -1,19 +1,33 @@
-"""Which files hold a model's weights. Torch-free."""
+"""Which files hold a model's weights, and which tensors are in them. Torch-free."""
 
 from pathlib import Path
+from typing import Final, NamedTuple
+
+from safetensors import SafetensorError, safe_open
 
 from engine.errors import ModelError
 from engine.json_fields import read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+FLOATS: Final = ("F32", "F16", "BF16")
+
+
+class StoredTensor(NamedTuple):
+    """A tensor as the header of its file describes it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype in FLOATS
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder, sorted: those of the index, or the single one. Raises ModelError."""
-    index = folder / INDEX_FILE
-    if index.exists():
-        names = _indexed_files(index)
+    if (folder / INDEX_FILE).exists():
+        names = sorted(set(_weight_map(folder / INDEX_FILE).values()))
     elif (folder / SINGLE_FILE).exists():
         names = [SINGLE_FILE]
     else:
@@ -25,11 +39,31 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _indexed_files(index: Path) -> list[str]:
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a model folder by name, from the headers of its files. Raises ModelError when a file is missing,
+    broken or cut short, or lacks a tensor that the index says it has."""
+    stored = {file.name: _header(file) for file in weight_files(folder)}
+    if (folder / INDEX_FILE).exists():
+        for name, file_name in _weight_map(folder / INDEX_FILE).items():
+            if name not in stored[file_name]:
+                raise ModelError(f"{INDEX_FILE} says that {name} is in {file_name}, and it is not")
+    return {name: tensor for tensors in stored.values() for name, tensor in tensors.items()}
+
+
+def _header(file: Path) -> dict[str, StoredTensor]:
+    try:
+        with safe_open(file, framework="numpy") as header:
+            slices = {name: header.get_slice(name) for name in header.keys()}  # noqa: SIM118  it is no mapping
+            return {name: StoredTensor(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{file} is not a whole safetensors file: {error}") from error
+
+
+def _weight_map(index: Path) -> dict[str, str]:
     weight_map = read_json_object(index).raw("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index} has no weight_map")
     for name in weight_map.values():
         if not isinstance(name, str) or Path(name).name != name:
             raise ModelError(f"{index} names {name!r:.80}, which is not a file beside it")
-    return sorted(set(weight_map.values()))
+    return weight_map

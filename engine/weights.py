@@ -15,16 +15,15 @@ from engine.errors import ModelError
 from engine.grouped_weight import join, matrix_of
 from engine.layers import Layer, Linear
 from engine.linear_library import best_variant
+from engine.needs import TIED_HEAD, WEIGHT_BITS
 from engine.sharding import Extent
 from engine.stored_quantization import StoredQuantization
 from engine.weight_files import weight_files
 
 logger = logging.getLogger(__name__)
 
-BITS: Final = {"none": None, "int8": 8, "int4": 4}  # of the values of --quantization
 READERS: Final = {"gptq": gptq, "awq": awq}
 EMBEDDING: Final = "model.embed_tokens.weight"
-TIED_HEAD: Final = "lm_head.weight"
 HARMLESS_SUFFIX: Final = ".rotary_emb.inv_freq"  # older checkpoints store what we compute
 MOST_NAMES: Final = 3
 
@@ -73,9 +72,9 @@ def load_weights(
                 _fill(target, checkpoint, dtype, device)
             elif not _take(target, checkpoint, stored, dtype, device):
                 num_dense += 1
-        module.pack(BITS[quantization])
+        module.pack(WEIGHT_BITS.get(quantization))
         num_bytes += module.num_bytes
-    is_quantized = BITS[quantization] is not None or stored is not None
+    is_quantized = quantization in WEIGHT_BITS or stored is not None
     if is_quantized and (device.type != "cpu" or best_variant() is None):
         logger.warning("quantized weights save memory but no time here: no kernel computes with them as they are")
     if num_dense:

@@ -1,13 +1,15 @@
 """The node's end of Fleet.Attach: dial the coordinator, say hello, then events up and commands down.
 
-The link re-attaches by itself when the stream breaks. A broken stream means that the coordinator has given up
-every attempt on this node, so the node is told (`detached`) and gives up what it holds before the next hello.
+The link re-attaches by itself when the stream breaks, and asks again while another process has the node's name. A
+broken stream means that the coordinator has given up every attempt on this node, so the node is told (`detached`) and
+gives up what it holds before the next hello.
 """
 
 import asyncio
 import logging
 import os
 import socket
+import time
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -17,6 +19,8 @@ from engine.errors import SettingsError
 from engine.flags import flag
 from protos import fleet_pb2, fleet_pb2_grpc
 from protos.channels import CHANNEL_OPTIONS
+from protos.outage import Reminder, why_not_attached
+from protos.reasons import NAME_TAKEN
 from protos.waiting import first_to_end
 
 logger = logging.getLogger(__name__)
@@ -62,6 +66,8 @@ class FleetLink:
         self._attached = False
         self._stopping = asyncio.Event()
         self._retry_s = RETRY_MIN_S
+        self._reminder = Reminder()
+        self._session = 0  # of the last attachment; shows the coordinator that this is the same process
 
     def send(self, **event: Any) -> None:
         """Queues one event, named by its oneof field. Without an attachment it is dropped: the coordinator has
@@ -87,7 +93,10 @@ class FleetLink:
                 async with grpc.aio.insecure_channel(self._settings.coordinator, options=CHANNEL_OPTIONS) as channel:
                     await self._attach(fleet_pb2_grpc.FleetStub(channel), node)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError, ConnectionError, TimeoutError) as error:
-                logger.warning("not attached to the coordinator: %s", _reason(error))
+                self._check_secret(error)
+                why = why_not_attached(error, self._settings.coordinator)
+                if self._reminder.is_due(why, time.monotonic()):
+                    logger.warning("not attached: %s", why)
                 self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
             self._attached = False
             self._unsent = asyncio.Queue(MAX_UNSENT_EVENTS)
@@ -96,20 +105,29 @@ class FleetLink:
 
     async def _attach(self, stub: fleet_pb2_grpc.FleetStub, node: Node) -> None:
         metadata = (("authorization", f"Bearer {self._settings.fleet_secret}"),)
+        hello = node.hello()
+        hello.session = self._session
         call = stub.Attach(metadata=metadata)
         try:
             async with asyncio.timeout(WELCOME_DEADLINE_S):
-                await call.write(fleet_pb2.NodeEvent(hello=node.hello()))
+                await call.write(fleet_pb2.NodeEvent(hello=hello))
                 answer = await call.read()
-            heartbeat_s = _welcome(answer)
+            welcome = _welcome(answer)
+            self._session = welcome.session
             self._attached = True
             self._retry_s = RETRY_MIN_S
+            self._reminder.forget()
             if self._stopping.is_set():
                 self._unsent.put_nowait(None)
-            logger.info("attached to the coordinator")
-            await first_to_end(self._beat(node, heartbeat_s), self._write(call), self._read(call, node))
+            logger.info("attached to the coordinator, session %d", self._session)
+            await first_to_end(self._beat(node, welcome.heartbeat_s), self._write(call), self._read(call, node))
         finally:
             call.cancel()
+
+    def _check_secret(self, error: Exception) -> None:
+        if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            given = "is another one here" if self._settings.fleet_secret else "is not set here"
+            raise SettingsError(f"SPLITSERVE_FLEET_SECRET {given}: it must be the coordinator's") from error
 
     async def _beat(self, node: Node, heartbeat_s: float) -> None:
         while self._attached:
@@ -127,26 +145,19 @@ class FleetLink:
             node.handle(command)
 
 
-def _welcome(answer: Any) -> float:
+def _welcome(answer: Any) -> fleet_pb2.Welcome:
+    """Raises SettingsError where trying again cannot help, otherwise ConnectionError."""
     if answer is grpc.aio.EOF:
         raise ConnectionError("the coordinator ended the stream")
     kind = answer.WhichOneof("command")
+    if kind == "refusal" and answer.refusal.reason == NAME_TAKEN:
+        raise ConnectionError(f"{answer.refusal.message}: give this one another --name, or it waits for that one to go")
     if kind == "refusal":
         raise SettingsError(f"the coordinator refuses this node: {answer.refusal.message}")
     if kind != "welcome":
         raise SettingsError(f"the coordinator answered hello with {kind}, not with welcome: is it another version?")
-    return float(answer.welcome.heartbeat_s)
-
-
-def _reason(error: BaseException) -> str:
-    """What broke the stream, in words. Raises SettingsError where trying again cannot help."""
-    if not isinstance(error, grpc.aio.AioRpcError):
-        return str(error) or type(error).__name__
-    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-        raise SettingsError("the coordinator has another fleet secret than SPLITSERVE_FLEET_SECRET") from error
-    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-        raise SettingsError(f"the coordinator refuses this node: {error.details()}") from error
-    return f"{error.code().name}: {error.details()}"
+    welcome: fleet_pb2.Welcome = answer.welcome
+    return welcome
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

@@ -3,7 +3,7 @@
 from engine.requests import FinishReason, Request, SampledToken, SamplingParams
 from protos import fleet_pb2, inference_pb2
 
-PROTOCOL_VERSION = "3"
+PROTOCOL_VERSION = "4"
 TAIL_BYTES = 4
 
 _FINISH_REASONS = {

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from protos import inference_pb2 as protos_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/fleet.proto\x12\rsplitserve.v1\x1a\x16protos/inference.proto\",\n\x07\x41ttempt\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"\xeb\x03\n\tNodeEvent\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.splitserve.v1.HelloH\x00\x12-\n\theartbeat\x18\x02 \x01(\x0b\x32\x18.splitserve.v1.HeartbeatH\x00\x12\x30\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x19.splitserve.v1.FirstTokenH\x00\x12+\n\x08reserved\x18\x04 \x01(\x0b\x32\x17.splitserve.v1.ReservedH\x00\x12\x31\n\x0btransferred\x18\x05 \x01(\x0b\x32\x1a.splitserve.v1.TransferredH\x00\x12-\n\tcommitted\x18\x06 \x01(\x0b\x32\x18.splitserve.v1.CommittedH\x00\x12\x30\n\x0bstep_tokens\x18\x07 \x01(\x0b\x32\x19.splitserve.v1.StepTokensH\x00\x12\'\n\x06\x66\x61iled\x18\x08 \x01(\x0b\x32\x15.splitserve.v1.FailedH\x00\x12-\n\tcancelled\x18\t \x01(\x0b\x32\x18.splitserve.v1.CancelledH\x00\x12\x34\n\rcache_changed\x18\n \x01(\x0b\x32\x1b.splitserve.v1.CacheChangedH\x00\x42\x07\n\x05\x65vent\"\x98\x02\n\x0bNodeCommand\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.splitserve.v1.WelcomeH\x00\x12)\n\x07refusal\x18\x02 \x01(\x0b\x32\x16.splitserve.v1.RefusalH\x00\x12)\n\x07reserve\x18\x03 \x01(\x0b\x32\x16.splitserve.v1.ReserveH\x00\x12)\n\x07prefill\x18\x04 \x01(\x0b\x32\x16.splitserve.v1.PrefillH\x00\x12)\n\x07\x64\x65liver\x18\x05 \x01(\x0b\x32\x16.splitserve.v1.DeliverH\x00\x12\'\n\x06\x63\x61ncel\x18\x06 \x01(\x0b\x32\x15.splitserve.v1.CancelH\x00\x42\t\n\x07\x63ommand\"\xac\x01\n\x05Hello\x12%\n\x04node\x18\x01 \x01(\x0b\x32\x17.splitserve.v1.NodeInfo\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x05 \x01(\r\x12\x16\n\x0emax_num_queued\x18\x06 \x01(\r\x12\x0f\n\x07tp_size\x18\x07 \x01(\r\"F\n\tHeartbeat\x12%\n\x04load\x18\x01 \x01(\x0b\x32\x17.splitserve.v1.NodeLoad\x12\x12\n\nstep_age_s\x18\x02 \x01(\x01\"\x8f\x01\n\nFirstToken\x12\'\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x16.splitserve.v1.Attempt\x12*\n\x05token\x18\x02 \x01(\x0b\x32\x1b.splitserve.v1.SampledToken\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\"C\n\x08Reserved\x12\'\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x16.splitserve.v1.Attempt\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\"I\n\x0bTransferred\x12\'\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x16.splitserve.v1.Attempt\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"`\n\tCommitted\x12\'\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x16.splitserve.v1.Attempt\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x17\n\x0fnum_bytes_saved\x18\x03 \x01(\x04\"I\n\nStepTokens\x12+\n\x06tokens\x18\x01 \x03(\x0b\x32\x1b.splitserve.v1.SampledToken\x12\x0e\n\x06step_s\x18\x02 \x01(\x01\"\xd6\x01\n\x0cSampledToken\x12\'\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x16.splitserve.v1.Attempt\x12\r\n\x05index\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x32\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1b.splitserve.v1.FinishReason\x12\x14\n\x07logprob\x18\x05 \x01(\x02H\x00\x88\x01\x01\x12&\n\x03top\x18\x06 \x03(\x0b\x32\x19.splitserve.v1.TopLogprobB\n\n\x08_logprob\"R\n\x06\x46\x61iled\x12\'\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x16.splitserve.v1.Attempt\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"4\n\tCancelled\x12\'\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x16.splitserve.v1.Attempt\"/\n\x0c\x43\x61\x63heChanged\x12\x0e\n\x06stored\x18\x01 \x03(\x06\x12\x0f\n\x07removed\x18\x02 \x03(\x06\"\x1e\n\x07Welcome\x12\x13\n\x0bheartbeat_s\x18\x01 \x01(\x01\"*\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xa8\x01\n\x03Job\x12\'\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x16.splitserve.v1.Attempt\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x36\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x1d.splitserve.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\"Z\n\x07Reserve\x12\x1f\n\x03job\x18\x01 \x01(\x0b\x32\x12.splitserve.v1.Job\x12\x17\n\x0fprefill_tp_size\x18\x02 \x01(\r\x12\x15\n\rlocal_prefill\x18\x03 \x01(\x08\"*\n\x07Prefill\x12\x1f\n\x03job\x18\x01 \x01(\x0b\x32\x12.splitserve.v1.Job\"B\n\x07\x44\x65liver\x12\'\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x16.splitserve.v1.Attempt\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\"1\n\x06\x43\x61ncel\x12\'\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x16.splitserve.v1.Attempt*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x32K\n\x05\x46leet\x12\x42\n\x06\x41ttach\x12\x18.splitserve.v1.NodeEvent\x1a\x1a.splitserve.v1.NodeCommand(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/fleet.proto\x12\rsplitserve.v1\x1a\x16protos/inference.proto\",\n\x07\x41ttempt\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"\xeb\x03\n\tNodeEvent\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.splitserve.v1.HelloH\x00\x12-\n\theartbeat\x18\x02 \x01(\x0b\x32\x18.splitserve.v1.HeartbeatH\x00\x12\x30\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x19.splitserve.v1.FirstTokenH\x00\x12+\n\x08reserved\x18\x04 \x01(\x0b\x32\x17.splitserve.v1.ReservedH\x00\x12\x31\n\x0btransferred\x18\x05 \x01(\x0b\x32\x1a.splitserve.v1.TransferredH\x00\x12-\n\tcommitted\x18\x06 \x01(\x0b\x32\x18.splitserve.v1.CommittedH\x00\x12\x30\n\x0bstep_tokens\x18\x07 \x01(\x0b\x32\x19.splitserve.v1.StepTokensH\x00\x12\'\n\x06\x66\x61iled\x18\x08 \x01(\x0b\x32\x15.splitserve.v1.FailedH\x00\x12-\n\tcancelled\x18\t \x01(\x0b\x32\x18.splitserve.v1.CancelledH\x00\x12\x34\n\rcache_changed\x18\n \x01(\x0b\x32\x1b.splitserve.v1.CacheChangedH\x00\x42\x07\n\x05\x65vent\"\x98\x02\n\x0bNodeCommand\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.splitserve.v1.WelcomeH\x00\x12)\n\x07refusal\x18\x02 \x01(\x0b\x32\x16.splitserve.v1.RefusalH\x00\x12)\n\x07reserve\x18\x03 \x01(\x0b\x32\x16.splitserve.v1.ReserveH\x00\x12)\n\x07prefill\x18\x04 \x01(\x0b\x32\x16.splitserve.v1.PrefillH\x00\x12)\n\x07\x64\x65liver\x18\x05 \x01(\x0b\x32\x16.splitserve.v1.DeliverH\x00\x12\'\n\x06\x63\x61ncel\x18\x06 \x01(\x0b\x32\x15.splitserve.v1.CancelH\x00\x42\t\n\x07\x63ommand\"\xbd\x01\n\x05Hello\x12%\n\x04node\x18\x01 \x01(\x0b\x32\x17.splitserve.v1.NodeInfo\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x05 \x01(\r\x12\x16\n\x0emax_num_queued\x18\x06 \x01(\r\x12\x0f\n\x07tp_size\x18\x07 \x01(\r\x12\x0f\n\x07session\x18\x08 \x01(\x04\"F\n\tHeartbeat\x12%\n\x04load\x18\x01 \x01(\x0b\x32\x17.splitserve.v1.NodeLoad\x12\x12\n\nstep_age_s\x18\x02 \x01(\x01\"\x8f\x01\n\nFirstToken\x12\'\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x16.splitserve.v1.Attempt\x12*\n\x05token\x18\x02 \x01(\x0b\x32\x1b.splitserve.v1.SampledToken\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\"C\n\x08Reserved\x12\'\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x16.splitserve.v1.Attempt\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\"I\n\x0bTransferred\x12\'\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x16.splitserve.v1.Attempt\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"`\n\tCommitted\x12\'\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x16.splitserve.v1.Attempt\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x17\n\x0fnum_bytes_saved\x18\x03 \x01(\x04\"I\n\nStepTokens\x12+\n\x06tokens\x18\x01 \x03(\x0b\x32\x1b.splitserve.v1.SampledToken\x12\x0e\n\x06step_s\x18\x02 \x01(\x01\"\xd6\x01\n\x0cSampledToken\x12\'\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x16.splitserve.v1.Attempt\x12\r\n\x05index\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x32\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1b.splitserve.v1.FinishReason\x12\x14\n\x07logprob\x18\x05 \x01(\x02H\x00\x88\x01\x01\x12&\n\x03top\x18\x06 \x03(\x0b\x32\x19.splitserve.v1.TopLogprobB\n\n\x08_logprob\"R\n\x06\x46\x61iled\x12\'\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x16.splitserve.v1.Attempt\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"4\n\tCancelled\x12\'\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x16.splitserve.v1.Attempt\"/\n\x0c\x43\x61\x63heChanged\x12\x0e\n\x06stored\x18\x01 \x03(\x06\x12\x0f\n\x07removed\x18\x02 \x03(\x06\"/\n\x07Welcome\x12\x13\n\x0bheartbeat_s\x18\x01 \x01(\x01\x12\x0f\n\x07session\x18\x02 \x01(\x04\"*\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xa8\x01\n\x03Job\x12\'\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x16.splitserve.v1.Attempt\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x36\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x1d.splitserve.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\"Z\n\x07Reserve\x12\x1f\n\x03job\x18\x01 \x01(\x0b\x32\x12.splitserve.v1.Job\x12\x17\n\x0fprefill_tp_size\x18\x02 \x01(\r\x12\x15\n\rlocal_prefill\x18\x03 \x01(\x08\"*\n\x07Prefill\x12\x1f\n\x03job\x18\x01 \x01(\x0b\x32\x12.splitserve.v1.Job\"B\n\x07\x44\x65liver\x12\'\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x16.splitserve.v1.Attempt\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\"1\n\x06\x43\x61ncel\x12\'\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x16.splitserve.v1.Attempt*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x32K\n\x05\x46leet\x12\x42\n\x06\x41ttach\x12\x18.splitserve.v1.NodeEvent\x1a\x1a.splitserve.v1.NodeCommand(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.fleet_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=2500
-  _globals['_ROLE']._serialized_end=2563
+  _globals['_ROLE']._serialized_start=2534
+  _globals['_ROLE']._serialized_end=2597
   _globals['_ATTEMPT']._serialized_start=61
   _globals['_ATTEMPT']._serialized_end=105
   _globals['_NODEEVENT']._serialized_start=108
@@ -41,41 +41,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_NODECOMMAND']._serialized_start=602
   _globals['_NODECOMMAND']._serialized_end=882
   _globals['_HELLO']._serialized_start=885
-  _globals['_HELLO']._serialized_end=1057
-  _globals['_HEARTBEAT']._serialized_start=1059
-  _globals['_HEARTBEAT']._serialized_end=1129
-  _globals['_FIRSTTOKEN']._serialized_start=1132
-  _globals['_FIRSTTOKEN']._serialized_end=1275
-  _globals['_RESERVED']._serialized_start=1277
-  _globals['_RESERVED']._serialized_end=1344
-  _globals['_TRANSFERRED']._serialized_start=1346
-  _globals['_TRANSFERRED']._serialized_end=1419
-  _globals['_COMMITTED']._serialized_start=1421
-  _globals['_COMMITTED']._serialized_end=1517
-  _globals['_STEPTOKENS']._serialized_start=1519
-  _globals['_STEPTOKENS']._serialized_end=1592
-  _globals['_SAMPLEDTOKEN']._serialized_start=1595
-  _globals['_SAMPLEDTOKEN']._serialized_end=1809
-  _globals['_FAILED']._serialized_start=1811
-  _globals['_FAILED']._serialized_end=1893
-  _globals['_CANCELLED']._serialized_start=1895
-  _globals['_CANCELLED']._serialized_end=1947
-  _globals['_CACHECHANGED']._serialized_start=1949
-  _globals['_CACHECHANGED']._serialized_end=1996
-  _globals['_WELCOME']._serialized_start=1998
-  _globals['_WELCOME']._serialized_end=2028
-  _globals['_REFUSAL']._serialized_start=2030
-  _globals['_REFUSAL']._serialized_end=2072
-  _globals['_JOB']._serialized_start=2075
-  _globals['_JOB']._serialized_end=2243
-  _globals['_RESERVE']._serialized_start=2245
-  _globals['_RESERVE']._serialized_end=2335
-  _globals['_PREFILL']._serialized_start=2337
-  _globals['_PREFILL']._serialized_end=2379
-  _globals['_DELIVER']._serialized_start=2381
-  _globals['_DELIVER']._serialized_end=2447
-  _globals['_CANCEL']._serialized_start=2449
-  _globals['_CANCEL']._serialized_end=2498
-  _globals['_FLEET']._serialized_start=2565
-  _globals['_FLEET']._serialized_end=2640
+  _globals['_HELLO']._serialized_end=1074
+  _globals['_HEARTBEAT']._serialized_start=1076
+  _globals['_HEARTBEAT']._serialized_end=1146
+  _globals['_FIRSTTOKEN']._serialized_start=1149
+  _globals['_FIRSTTOKEN']._serialized_end=1292
+  _globals['_RESERVED']._serialized_start=1294
+  _globals['_RESERVED']._serialized_end=1361
+  _globals['_TRANSFERRED']._serialized_start=1363
+  _globals['_TRANSFERRED']._serialized_end=1436
+  _globals['_COMMITTED']._serialized_start=1438
+  _globals['_COMMITTED']._serialized_end=1534
+  _globals['_STEPTOKENS']._serialized_start=1536
+  _globals['_STEPTOKENS']._serialized_end=1609
+  _globals['_SAMPLEDTOKEN']._serialized_start=1612
+  _globals['_SAMPLEDTOKEN']._serialized_end=1826
+  _globals['_FAILED']._serialized_start=1828
+  _globals['_FAILED']._serialized_end=1910
+  _globals['_CANCELLED']._serialized_start=1912
+  _globals['_CANCELLED']._serialized_end=1964
+  _globals['_CACHECHANGED']._serialized_start=1966
+  _globals['_CACHECHANGED']._serialized_end=2013
+  _globals['_WELCOME']._serialized_start=2015
+  _globals['_WELCOME']._serialized_end=2062
+  _globals['_REFUSAL']._serialized_start=2064
+  _globals['_REFUSAL']._serialized_end=2106
+  _globals['_JOB']._serialized_start=2109
+  _globals['_JOB']._serialized_end=2277
+  _globals['_RESERVE']._serialized_start=2279
+  _globals['_RESERVE']._serialized_end=2369
+  _globals['_PREFILL']._serialized_start=2371
+  _globals['_PREFILL']._serialized_end=2413
+  _globals['_DELIVER']._serialized_start=2415
+  _globals['_DELIVER']._serialized_end=2481
+  _globals['_CANCEL']._serialized_start=2483
+  _globals['_CANCEL']._serialized_end=2532
+  _globals['_FLEET']._serialized_start=2599
+  _globals['_FLEET']._serialized_end=2674
 # @@protoc_insertion_point(module_scope)

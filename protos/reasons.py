@@ -14,6 +14,7 @@ TRANSFER_FAILED = "TRANSFER_FAILED"  # between nodes: the KV did not arrive in t
 TRANSFER_ABORTED = "TRANSFER_ABORTED"  # inside a decode node: the prefill node ended its attempt, and says why itself
 KV_CHECKSUM_MISMATCH = "KV_CHECKSUM_MISMATCH"
 PAIRING_MISMATCH = "PAIRING_MISMATCH"
+NAME_TAKEN = "NAME_TAKEN"  # inside the fleet: another process is attached under the node's name
 ENGINE_ERROR = "ENGINE_ERROR"
 SLOW_READER = "SLOW_READER"
 DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"

@@ -1,7 +1,6 @@
 """What every node tells of itself: who it is, and how busy."""
 
 import secrets
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
@@ -18,8 +17,8 @@ MAX_HINTS: Final = 2**16  # in one message
 
 
 def new_incarnation() -> str:
-    """The name of one life of a node process. Of two, that of the younger process sorts last."""
-    return f"{time.time_ns():016x}-{secrets.token_hex(4)}"
+    """The name of one life of a node process."""
+    return secrets.token_hex(16)
 
 
 def node_info(

@@ -79,6 +79,8 @@ def run_process(role: str, name: str, log_level: str, main: Callable[[], Corouti
         sys.exit(2)
     except RankLost as error:
         die(error)
+    except KeyboardInterrupt:  # before `serve` takes the signal
+        sys.exit(128 + signal.SIGINT)
 
 
 async def serve(node: ServedNode, link: FleetLink, *, drain_s: float) -> None:

@@ -94,7 +94,7 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The served model."""
+    """The served model. default_sampling_params are what a request gets where it leaves them open."""
 
     served_model_name: str
     architecture: str
@@ -102,6 +102,7 @@ class ModelInfo:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     has_chat_template: bool
+    default_sampling_params: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,7 @@ class ServerInfo:
     version: str
     protocol_version: str
     uptime_s: float
+    instance_id: str
     nodes: tuple[NodeInfo, ...]
 
 
@@ -193,7 +195,8 @@ def to_aborted(message: inference_pb2.AbortResponse) -> Aborted:
 
 
 def to_model_info(message: inference_pb2.GetModelInfoResponse) -> ModelInfo:
-    return _copy(ModelInfo, message, eos_token_ids=tuple(message.eos_token_ids))
+    defaults = {field.name: value for field, value in message.default_sampling_params.ListFields()}
+    return _copy(ModelInfo, message, eos_token_ids=tuple(message.eos_token_ids), default_sampling_params=defaults)
 
 
 def to_server_info(message: inference_pb2.GetServerInfoResponse) -> ServerInfo:

@@ -1,36 +1,34 @@
-"""Commands that talk to a running server: generate, chat, status."""
+"""Commands that ask a running server: generate, chat."""
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import click
 
-from splitserve.answers import Chunk, Completion
+from engine.units import KIB, MIB, size_of
+from splitserve.answers import Chunk, Completion, ModelInfo
 from splitserve.client import Client
-from splitserve.errors import ClientError
+from splitserve.endings import why_stopped
+from splitserve.errors import ClientError, Refused
 from splitserve.questions import Message, Prompt
 from splitserve.sampling_options import sampling_options
-from splitserve.terminal import report, status_view, stderr, stdout, timeline_view
+from splitserve.server_options import server_options
+from splitserve.terminal import report, stderr, timeline_view
 
-STATUS_TIMEOUT_S = 10.0
+GENERATE_TOKENS: Final = 256
+CHAT_TOKENS: Final = 512
+MAX_STDIN_BYTES: Final = 4 * MIB - 64 * KIB  # what the server takes in one message, with room for all else in it
 
-Command = Callable[..., None]
-
-
-def server_options(command: Command) -> Command:
-    """--server and --api-key."""
-    command = click.option(
-        "--api-key", envvar="SPLITSERVE_API_KEY", show_envvar=True, help="Secret that the server asks for."
-    )(command)
-    return click.option(
-        "--server", envvar="SPLITSERVE_SERVER", default="localhost:50051", show_default=True, help="HOST:PORT to ask."
-    )(command)
+Ask = Callable[..., Iterator[Chunk]]
+"""Takes the fields of Sampling."""
 
 
 @click.command()
-@click.argument("text")
+@click.argument("text", metavar="TEXT|-")
 @server_options
 @click.option(
     "--chat/--raw", "as_chat", default=None, help="With or without the chat template; default: if there is one."
@@ -39,7 +37,7 @@ def server_options(command: Command) -> Command:
 @click.option("--timeline", "with_timeline", is_flag=True, help="Show where the time went.")
 @click.option("--cache-salt", default="", help="Share cached KV only with requests of the same salt.")
 @click.option("--deadline", "deadline_s", type=click.FloatRange(min=0, min_open=True), help="Seconds for the answer.")
-@sampling_options
+@sampling_options(GENERATE_TOKENS)
 def generate(
     text: str,
     server: str,
@@ -51,41 +49,81 @@ def generate(
     deadline_s: float | None,
     **sampling: Any,
 ) -> None:
-    """Answer TEXT, streamed as it is written."""
+    """Answer TEXT, or what comes on stdin for -, streamed as it is written."""
+    text = _stdin_text() if text == "-" else text
     with Client(server, api_key=api_key) as client:
+        model = client.model_info()
         if as_chat is None:
-            as_chat = client.model_info().has_chat_template
+            as_chat = model.has_chat_template
         prompt: Prompt = [{"role": "user", "content": text}] if as_chat else text
-        chunks = client.generate(prompt, cache_salt=cache_salt, deadline_s=deadline_s, **_given(sampling))
-        completions = _print_json(chunks) if as_json else _print_text(chunks)
-    if with_timeline and not as_json:
-        for completion in completions:
+        asking = Asking(model, _given(sampling), GENERATE_TOKENS)
+        chunks = asking.answer(partial(client.generate, prompt, cache_salt=cache_salt, deadline_s=deadline_s))
+        if as_json:
+            _print_json(chunks)
+            return
+        completions = _print_text(chunks)
+    for index, completion in completions.items():
+        asking.report_end(completion, f"Answer {index + 1}: " if len(completions) > 1 else "")
+        if with_timeline:
             stderr.print(timeline_view(completion))
 
 
 @click.command()
 @server_options
 @click.option("--system", help="What the model is told before the conversation.")
-@sampling_options
+@sampling_options(CHAT_TOKENS)
 def chat(server: str, api_key: str | None, system: str | None, **sampling: Any) -> None:
     """Talk with the model. Ctrl-C stops an answer, Ctrl-D leaves."""
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     with Client(server, api_key=api_key) as client:
-        report(f"{client.model_info().served_model_name} at {server}. Ctrl-C stops an answer, Ctrl-D leaves.")
+        model = client.model_info()
+        asking = Asking(model, _given(sampling), CHAT_TOKENS)
+        report(f"{model.served_model_name} at {server}. Ctrl-C stops an answer, Ctrl-D leaves.")
         for question in _questions():
             messages.append({"role": "user", "content": question})
-            if answer := _print_turn(client.generate(messages, **_given(sampling))):
+            if answer := _print_turn(asking, partial(client.generate, messages)):
                 messages.append({"role": "assistant", "content": answer})
             else:
                 messages.pop()
 
 
-@click.command()
-@server_options
-def status(server: str, api_key: str | None) -> None:
-    """Show the nodes of a cluster and their load."""
-    with Client(server, api_key=api_key, timeout_s=STATUS_TIMEOUT_S) as client:
-        stdout.print(status_view(client.model_info(), client.server_info(), client.loads()))
+class Asking:
+    """What one command asks of every answer. Where its user names no limit, `default_max_tokens` is one, or what the
+    context still holds where that is less."""
+
+    def __init__(self, model: ModelInfo, sampling: dict[str, Any], default_max_tokens: int) -> None:
+        self._model = model
+        self._is_limit_named = "max_tokens" in sampling
+        self._max_tokens = sampling.get("max_tokens", max(default_max_tokens, sampling.get("min_tokens", 0)))
+        self._sampling = {**sampling, "max_tokens": self._max_tokens}
+
+    def answer(self, ask: Ask) -> Iterator[Chunk]:
+        """Asks once, or again without a limit of its own that the context has no room for."""
+        try:
+            yield from ask(**self._sampling)
+        except Refused as error:
+            if self._is_limit_named or error.field != "max_tokens":
+                raise
+            yield from ask(**{**self._sampling, "max_tokens": None})
+
+    def report_end(self, completion: Completion, beginning: str = "") -> None:
+        """Says why the answer stopped, unless the model ended it."""
+        if why := why_stopped(completion, self._model, self._max_tokens):
+            report(beginning + why)
+
+
+def _stdin_text() -> str:
+    """Without the newline at its end, as a shell would pass it."""
+    data = sys.stdin.buffer.read(MAX_STDIN_BYTES + 1)
+    if len(data) > MAX_STDIN_BYTES:
+        raise click.UsageError(f"stdin has more than {size_of(MAX_STDIN_BYTES)}, the most that a prompt may have")
+    try:
+        text = data.decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"stdin is no UTF-8 text: {error.reason} at byte {error.start}") from error
+    if not text:
+        raise click.UsageError("stdin is empty: there is nothing to answer")
+    return text
 
 
 def _questions() -> Iterator[str]:
@@ -104,14 +142,18 @@ def _questions() -> Iterator[str]:
             yield question
 
 
-def _print_turn(chunks: Iterator[Chunk]) -> str:
+def _print_turn(asking: Asking, ask: Ask) -> str:
     """Streams one answer of a conversation; what there is of it when it is stopped or fails."""
     answer: list[str] = []
+    completion = None
     try:
-        for chunk in chunks:
+        for chunk in asking.answer(ask):
             click.echo(chunk.text, nl=False)
             answer.append(chunk.text)
+            completion = chunk.completion
         click.echo()
+        if completion is not None:
+            asking.report_end(completion)
     except KeyboardInterrupt:
         report(" (stopped)")
     except ClientError as error:
@@ -119,9 +161,9 @@ def _print_turn(chunks: Iterator[Chunk]) -> str:
     return "".join(answer)
 
 
-def _print_text(chunks: Iterable[Chunk]) -> list[Completion]:
-    """One answer is streamed; several are shown one after the other when they are whole."""
-    completions: list[Completion] = []
+def _print_text(chunks: Iterable[Chunk]) -> dict[int, Completion]:
+    """One answer is streamed; several are shown one after the other when they are whole. How each ended."""
+    completions: dict[int, Completion] = {}
     later: dict[int, str] = {}
     for chunk in chunks:
         if chunk.index == 0:
@@ -129,17 +171,16 @@ def _print_text(chunks: Iterable[Chunk]) -> list[Completion]:
         else:
             later[chunk.index] = later.get(chunk.index, "") + chunk.text
         if chunk.completion is not None:
-            completions.append(chunk.completion)
+            completions[chunk.index] = chunk.completion
     click.echo()
     for index in sorted(later):
         click.echo(f"--- answer {index + 1}\n{later[index]}")
     return completions
 
 
-def _print_json(chunks: Iterable[Chunk]) -> list[Completion]:
+def _print_json(chunks: Iterable[Chunk]) -> None:
     for chunk in chunks:
         click.echo(json.dumps(asdict(chunk)))
-    return []
 
 
 def _given(sampling: dict[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,14 @@
 """The command line. Each command's code is imported when the command runs, so that help is quick."""
 
 import importlib
+import os
 from typing import Any, Final
 
 import click
 
 from engine.errors import ModelError, SettingsError, SplitServeError
+from splitserve.flag_hints import hinted
+from splitserve.interrupts import INTERRUPTED, raise_again
 
 # Name: module and attribute of the click command, and the line that the overview shows.
 COMMANDS: Final = {
@@ -13,7 +16,7 @@ COMMANDS: Final = {
     "demo": ("splitserve.serve_commands:demo", "Start a cluster, ask a question, show where the time went, stop."),
     "generate": ("splitserve.ask_commands:generate", "Answer one prompt."),
     "chat": ("splitserve.ask_commands:chat", "Talk with the model."),
-    "status": ("splitserve.ask_commands:status", "Show the nodes and their load."),
+    "status": ("splitserve.status_command:status", "Show the model, the nodes and their load."),
     "coordinator": ("splitserve.role_commands:coordinator", "Run the coordinator alone."),
     "prefill": ("splitserve.role_commands:prefill", "Run one prefill node."),
     "decode": ("splitserve.role_commands:decode", "Run one decode node."),
@@ -43,10 +46,28 @@ class LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Imports the command; from there on Ctrl-C is an exception, so that it can clean up."""
+        found = super().resolve_command(ctx, args)
+        raise_again()
+        from splitserve.variables import unknown_variables
+
+        if line := unknown_variables(os.environ):
+            click.echo(line, err=True)
+        return found
+
     def invoke(self, ctx: click.Context) -> Any:
-        """What SplitServe raises on purpose becomes one sentence: exit code 2 for a wrong start, else 1."""
+        """What SplitServe raises on purpose becomes one sentence: exit code 2 for a wrong start, else 1. A flag that
+        is called otherwise here gets a hint. Ctrl-C is exit code 130."""
         try:
             return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            raise hinted(error) from error
+        except KeyboardInterrupt:
+            click.echo(err=True)
+            ctx.exit(INTERRUPTED)
         except SplitServeError as error:
             click.echo(f"Error: {error}", err=True)
             ctx.exit(2 if isinstance(error, SettingsError | ModelError) else 1)

@@ -54,22 +54,25 @@ class Process:
     role: str
     argv: tuple[str, ...]
     environment: Mapping[str, str]
+    settings: Any = None  # what argv and environment say
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What the machine gives a cluster: a free port, a folder for sockets, a secret and the CPUs it may use."""
+    """What the machine gives a cluster: a free port, a folder for sockets, a secret, an id that no other cluster has,
+    and the CPUs it may use."""
 
     fleet_port: int
     socket_dir: str
     fleet_secret: str
+    instance_id: str
     cpus: tuple[int, ...]
 
 
 # Flags of the processes that the plan sets itself.
 PLANNED: Final = frozenset(
     {"model", "host", "port", "fleet_host", "fleet_port", "fleet_secret", "coordinator", "name", "kv_bind", "cpus"}
-    | {"tensor_parallel_size"}
+    | {"tensor_parallel_size", "instance_id"}
 ) | {field.name for field in dataclasses.fields(ClusterSettings)}
 
 
@@ -98,6 +101,7 @@ def plan_cluster(
         "http_port": settings.http_port,
         "fleet_host": LOOPBACK,
         "fleet_port": place.fleet_port,
+        "instance_id": place.instance_id,
         "local_prefill": local_prefill_of(settings),
         "served_model_name": passed.get("served_model_name") or model.name,
     }
@@ -120,7 +124,7 @@ def plan_cluster(
 
 def _process(room: Room, name: str, values: Mapping[str, Any]) -> Process:
     settings = build(room.settings_class, dict(values))
-    return Process(name, room.role, tuple(command_of(room, settings)), environment_of(settings))
+    return Process(name, room.role, tuple(command_of(room, settings)), environment_of(settings), settings)
 
 
 def _copied(field: "dataclasses.Field[Any]", **changes: Any) -> Any:

@@ -1,7 +1,7 @@
 """What a client's calls raise.
 
 SplitServeError
-└── ClientError          code, reason, message, retry_after_s
+└── ClientError          code, reason, message, field, retry_after_s
     ├── Refused          the request cannot be served as asked: change it
     ├── Unauthenticated  the API key is missing or wrong
     ├── Overloaded       a queue is full: try again later
@@ -23,15 +23,23 @@ from protos import reasons
 
 
 class ClientError(SplitServeError):
-    """A call that failed. `reason` is one of `protos.reasons`, empty when the server did not answer."""
+    """A call that failed. `reason` is one of `protos.reasons`, empty when the server did not answer; `field` is the
+    field of the request that is wrong, empty when it is none."""
 
     def __init__(
-        self, message: str, *, code: grpc.StatusCode, reason: str = "", retry_after_s: float | None = None
+        self,
+        message: str,
+        *,
+        code: grpc.StatusCode,
+        reason: str = "",
+        field: str = "",
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.code = code
         self.reason = reason
+        self.field = field
         self.retry_after_s = retry_after_s
 
 
@@ -84,16 +92,18 @@ def bad_argument(message: str) -> Refused:
 
 def from_rpc_error(error: Any, target: str) -> ClientError:
     """The exception for a failed call to target. `error` is grpc.RpcError's or grpc.aio.AioRpcError's instance."""
-    reason, retry_after_s = _details(error)
+    info, retry_after_s = _details(error)
+    reason, field = info.reason, info.metadata.get("field", "")
     code, message = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE and not reason:
         message = _transport_sentence(message, target)
     elif code is grpc.StatusCode.DEADLINE_EXCEEDED and not reason:
         message = f"{target} did not finish the call before its deadline"
-    return _CLASSES.get(code, ServerFault)(message or code.name, code=code, reason=reason, retry_after_s=retry_after_s)
+    error_class = _CLASSES.get(code, ServerFault)
+    return error_class(message or code.name, code=code, reason=reason, field=field, retry_after_s=retry_after_s)
 
 
-def _details(error: Any) -> tuple[str, float | None]:
+def _details(error: Any) -> tuple[error_details_pb2.ErrorInfo, float | None]:
     try:
         status = rpc_status.from_call(error)
     except ValueError:  # details that contradict the status, as a proxy may leave them: the status holds
@@ -102,7 +112,7 @@ def _details(error: Any) -> tuple[str, float | None]:
     for detail in status.details if status is not None else ():
         detail.Unpack(info)
         detail.Unpack(retry)
-    return info.reason, _seconds(retry.retry_delay) if retry.HasField("retry_delay") else None
+    return info, _seconds(retry.retry_delay) if retry.HasField("retry_delay") else None
 
 
 def _seconds(duration: duration_pb2.Duration) -> float:

@@ -4,7 +4,8 @@
    health service says that the cluster serves.
 2. `Cluster.watch` reports nodes that die and goes on with the rest. It ends only by LaunchError: when the
    coordinator or the last node of a role is gone that the cluster cannot do without.
-3. Leaving the `async with` stops the coordinator, which lets its answers finish, then the nodes.
+3. Leaving the `async with` stops the coordinator, which lets its answers finish, then the nodes. After a clean end,
+   to which every process has lived, their logs are removed unless a folder was given for them.
 """
 
 import asyncio
@@ -12,19 +13,19 @@ import os
 import random
 import secrets
 import shutil
-import signal
 import socket
 import tempfile
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, NoReturn, Self
 
-from engine.errors import SplitServeError
+from engine.errors import SettingsError, SplitServeError
 from splitserve.client import AsyncClient
 from splitserve.cluster import LOOPBACK, NO_HTTP, ClusterSettings, Place, local_prefill_of, plan_cluster
-from splitserve.errors import ClientError
+from splitserve.errors import ClientError, Unavailable
 from splitserve.models import LocalModel, Report
+from splitserve.preflight import check_processes, missing_kernels
 from splitserve.supervisor import Death, Supervisor
 
 POLL_S: Final = 0.1
@@ -42,22 +43,27 @@ class Cluster:
     def __init__(
         self, settings: ClusterSettings, passed: Mapping[str, Any], model: LocalModel, *, report: Report
     ) -> None:
-        """Raises SettingsError or LaunchError."""
+        """Raises SettingsError, ModelError or LaunchError, and has then made nothing."""
         self._needs_prefill = local_prefill_of(settings) == "never"
-        self.log_dir = _log_dir(settings.log_dir)
         self.target = f"{_reachable(settings.host)}:{settings.grpc_port}"
         http_host = _reachable(passed.get("http_host") or LOOPBACK)
         self.http_url = "" if settings.http_port == NO_HTTP else f"http://{http_host}:{settings.http_port}"
         self._settings = settings
         self._report = report
-        self._socket_dir = tempfile.mkdtemp(prefix="splitserve-")
+        self._socket_dir = Path(tempfile.gettempdir()) / f"splitserve-{secrets.token_hex(4)}"
         cpus = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
-        place = Place(free_port(), self._socket_dir, secrets.token_hex(16), cpus)
+        self._instance_id = secrets.token_hex(16)
+        place = Place(free_port(), str(self._socket_dir), secrets.token_hex(16), self._instance_id, cpus)
         self._processes = plan_cluster(settings, passed, model, place)
+        check_processes(self._processes)
+        self.log_dir = _log_dir(settings.log_dir)
+        self._socket_dir.mkdir(mode=0o700)
         self._supervisor = Supervisor(self.log_dir, report)
         self._api_key = passed.get("api_key") or None
         if len(cpus) < len(self.nodes):
             report(f"{len(cpus)} CPUs for {len(self.nodes)} nodes: some share one, and will slow each other down")
+        if line := missing_kernels(self._processes[-1].settings.engine):
+            report(line)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -80,20 +86,29 @@ class Cluster:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        is_clean = kind in (None, asyncio.CancelledError) and self._supervisor.all_live
+        try:
+            await self._stop()
+        finally:
+            shutil.rmtree(self._socket_dir)
+            if is_clean and not self._settings.log_dir:
+                shutil.rmtree(self.log_dir)
+            elif not self._settings.log_dir:
+                self._report(f"Logs are kept in {self.log_dir}")
+
+    async def _stop(self) -> None:
         deadline_s = self._settings.drain_s + KILL_AFTER_S
         try:
             await self._supervisor.stop(["coordinator"], deadline_s=deadline_s)
         finally:
-            try:
-                await self._supervisor.stop(self.nodes, deadline_s=deadline_s)
-            finally:
-                shutil.rmtree(self._socket_dir)
+            await self._supervisor.stop(self.nodes, deadline_s=deadline_s)
 
     async def start(self, on_progress: Callable[[list[str]], None]) -> None:
         """Starts every process and waits until all are ready; `on_progress` is told which nodes are not yet.
 
-        Raises LaunchError when one dies or the time is up.
+        Raises SettingsError with the sentence of one that refuses to start; LaunchError when one dies, the time is up
+        or another server answers in the coordinator's place.
         """
         for process in self._processes:
             await self._supervisor.start(process)
@@ -103,7 +118,7 @@ class Cluster:
             timeout_s = self._settings.start_timeout_s
             await asyncio.wait([ready, death], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if death.done():
-                raise LaunchError(f"{death.result()} (log: {self._log_of(death.result())})")
+                self._raise(death.result())
             if not ready.done():
                 raise LaunchError(f"the cluster was not ready after {timeout_s:g} s; logs: {self.log_dir}")
             ready.result()
@@ -121,42 +136,35 @@ class Cluster:
                 raise LaunchError(f"{death} (log: {self._log_of(death)}); no {role} is left")
             self._report(f"{death} (log: {self._log_of(death)}); {len(alive) - 1} nodes go on")
 
+    def _raise(self, death: Death) -> NoReturn:
+        if death.refusal:
+            raise SettingsError(f"{death.refusal} ({death.process.name}; log: {self._log_of(death)})")
+        raise LaunchError(f"{death} (log: {self._log_of(death)})")
+
     async def _wait_until_ready(self, on_progress: Callable[[list[str]], None]) -> None:
         async with self.client() as client:
-            healthy = asyncio.create_task(client.wait_until_healthy(deadline_s=self._settings.start_timeout_s))
-            try:
-                while missing := await self._missing(client):
-                    on_progress(missing)
-                    await asyncio.sleep(POLL_S)
-                await healthy
-            finally:
-                healthy.cancel()
+            while missing := await self._missing(client):
+                on_progress(missing)
+                await asyncio.sleep(POLL_S)
+            await client.wait_until_healthy(deadline_s=self._settings.start_timeout_s)
 
     async def _missing(self, client: AsyncClient) -> list[str]:
-        attached: set[str] = set()
-        with suppress(ClientError):  # the coordinator does not listen yet
-            attached = {node.name for node in (await client.loads()).nodes}
+        try:
+            server = await client.server_info()
+        except Unavailable:  # the coordinator does not listen yet
+            return list(self.nodes)
+        except ClientError as error:
+            raise LaunchError(self._not_ours()) from error
+        if server.instance_id != self._instance_id:
+            raise LaunchError(self._not_ours())
+        attached = {node.name for node in server.nodes}
         return [name for name in self.nodes if name not in attached]
+
+    def _not_ours(self) -> str:
+        return f"another server than the coordinator that was started here answers at {self.target}"
 
     def _log_of(self, death: Death) -> Path:
         return self.log_dir / f"{death.process.name}.log"
-
-
-def run_until_signal(work: Coroutine[Any, Any, None]) -> bool:
-    """Runs work to its end. SIGINT and SIGTERM cancel it, a second one also its clean-up; then returns True."""
-
-    async def main() -> bool:
-        task = asyncio.create_task(work)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, task.cancel)
-        await asyncio.wait([task])
-        if task.cancelled():
-            return True
-        task.result()
-        return False
-
-    return asyncio.run(main())
 
 
 def free_port() -> int:

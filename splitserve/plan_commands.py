@@ -13,10 +13,11 @@ from engine.layout import KVLayout
 from engine.model_config import read_model_config
 from engine.settings import KV_CACHE_DTYPES, EngineSettings
 from engine.sharding import head_range
+from engine.units import size_of
 from kv_transfer.plan import describe, plan_copies
 from kv_transfer.ticket import MAX_TP
 from splitserve.models import resolve
-from splitserve.terminal import report, size_of, stdout
+from splitserve.terminal import report, stdout
 
 MOST_DRAWN_HEADS: Final = 64  # beyond them a row does not fit on a terminal
 HELD, NOT_HELD = "■", "·"

@@ -14,16 +14,25 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 
 class Sampling(TypedDict, total=False):
-    """How the answer is sampled. What is left out, or None, takes the server's default."""
+    """How the answer is sampled. What is left out, or None, takes the server's default, which for some fields is the
+    model's own: `ModelInfo.default_sampling_params`."""
 
-    temperature: Annotated[float | None, "0 is greedy; default 1."]
-    top_p: Annotated[float | None, "Smallest set of tokens whose probability reaches this; default 1."]
-    top_k: Annotated[int | None, "Only the k most likely tokens; 0 is off, the default."]
-    min_p: Annotated[float | None, "Only tokens with this share of the top token's probability; default 0."]
+    temperature: Annotated[float | None, "0 is greedy; default: the model's own, else 1."]
+    top_p: Annotated[
+        float | None, "Smallest set of tokens whose probability reaches this; default: the model's own, else 1."
+    ]
+    top_k: Annotated[int | None, "Only the k most likely tokens, 0: all; default: the model's own, else 0."]
+    min_p: Annotated[
+        float | None, "Only tokens with this share of the top token's probability; default: the model's own, else 0."
+    ]
     frequency_penalty: Annotated[float | None, "Per earlier use of a token in the answer, -2 to 2; default 0."]
     presence_penalty: Annotated[float | None, "For tokens used in the answer, -2 to 2; default 0."]
-    repetition_penalty: Annotated[float | None, "Divides logits of tokens seen, above 0; default 1."]
-    max_tokens: Annotated[int | None, "Most tokens of the answer; default: what the context still holds."]
+    repetition_penalty: Annotated[
+        float | None, "Divides logits of tokens seen, above 0; default: the model's own, else 1."
+    ]
+    max_tokens: Annotated[
+        int | None, "Most tokens of the answer; default: the model's own, else what the context still holds."
+    ]
     min_tokens: Annotated[int | None, "Fewest tokens before the answer may stop; default 0."]
     stop: Annotated[str | Sequence[str] | None, "Text that ends the answer."]
     stop_token_ids: Annotated[Sequence[int] | None, "Token id that ends the answer."]

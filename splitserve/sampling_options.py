@@ -10,11 +10,18 @@ from splitserve.questions import Sampling
 Command = Callable[..., None]
 
 
-def sampling_options(command: Command) -> Command:
-    """A flag for each field of Sampling."""
-    for name, hint in reversed(get_type_hints(Sampling, include_extras=True).items()):
-        command = _sampling_option(name, *get_args(hint))(command)
-    return command
+def sampling_options(default_max_tokens: int) -> Callable[[Command], Command]:
+    """A flag for each field of Sampling. None has a default of click's, but help tells the command's own limit."""
+
+    def add(command: Command) -> Command:
+        for name, hint in reversed(get_type_hints(Sampling, include_extras=True).items()):
+            kind, help = get_args(hint)
+            if name == "max_tokens":
+                help = f"Most tokens of the answer; default: {default_max_tokens}, or what the context still holds."
+            command = _sampling_option(name, kind, help)(command)
+        return command
+
+    return add
 
 
 def _sampling_option(name: str, hint: Any, help: str) -> Callable[[Command], Command]:

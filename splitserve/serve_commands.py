@@ -1,6 +1,7 @@
 """Commands that run a whole cluster on this machine: up and demo."""
 
 import dataclasses
+import signal
 import sys
 from typing import Any
 
@@ -10,14 +11,16 @@ from rich.markup import escape
 from engine.extras import needs, require
 from engine.flags import build, settings_command
 from splitserve.cluster import NO_HTTP, ClusterSettings, up_settings_class
-from splitserve.launcher import Cluster, free_port, run_until_signal
+from splitserve.interrupts import INTERRUPTED
+from splitserve.launcher import Cluster, free_port
 from splitserve.models import resolve
+from splitserve.preflight import check_public_ports
 from splitserve.process_age import process_age_s
+from splitserve.signals import run_to_end, run_until_signal
 from splitserve.terminal import report, stdout, timeline_view, waiting
 
 DEMO_QUESTION = "What is the capital of France, and what is it known for?"
 DEMO_MAX_TOKENS = 96
-INTERRUPTED = 130
 
 
 @needs("node")
@@ -25,6 +28,7 @@ def serve(values: Any) -> None:
     """Runs the cluster until a signal; `values` is an object of up_settings_class()."""
     given = {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
     settings: ClusterSettings = build(ClusterSettings, given)
+    check_public_ports(settings, given)  # before a model is fetched
     if settings.http_port == 0:  # which one must be known here, to be told
         settings = dataclasses.replace(settings, http_port=free_port())
     model = resolve(settings.model, report)
@@ -39,8 +43,10 @@ def serve(values: Any) -> None:
             report(f"Ready: gRPC on {cluster.target}{http}. Ctrl-C stops everything.")
             await cluster.watch()
 
-    if run_until_signal(work()):
-        report("Stopped.")
+    number = run_until_signal(work())
+    report("Stopped.")
+    if number is signal.SIGINT:
+        sys.exit(INTERRUPTED)
 
 
 async def start(cluster: Cluster) -> None:
@@ -50,7 +56,10 @@ async def start(cluster: Cluster) -> None:
 
 
 up = settings_command(
-    up_settings_class(), serve, name="up", help="Serve MODEL with all its processes on this machine until Ctrl-C."
+    up_settings_class(),
+    serve,
+    name="up",
+    help="Serve MODEL with all its processes on this machine, until Ctrl-C (exit code 130) or SIGTERM (0).",
 )
 
 
@@ -68,8 +77,7 @@ def demo(question: str) -> None:
             await start(cluster)
             await _show_answer(cluster, question)
 
-    if run_until_signal(work()):
-        sys.exit(INTERRUPTED)
+    run_to_end(work())
 
 
 async def _show_answer(cluster: Cluster, question: str) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterable
@@ -21,23 +22,23 @@ from splitserve.models import Report
 CHUNK_BYTES: Final = 2**16
 LONGEST_LINE_BYTES: Final = 2**16
 LAST_WORDS_S: Final = 1.0  # to read what a dead child has left in its pipe
-ECHOED_LEVELS: Final = ("error", "critical")
+ECHOED_LEVEL: Final = "error"
+ENDING_LEVEL: Final = "critical"  # of what a process logs as its last words
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A child that has ended: its exit code, or minus the signal that killed it, and the last line it wrote."""
+    """A child that has ended: its exit code, or minus the signal that killed it, and what it said of why."""
 
     process: Process
     returncode: int
-    last_line: str
+    refusal: str = ""  # the sentence with which it refused to start or to go on
+    failure: str = ""  # the exception that ended it, where it did not expect one
 
     def __str__(self) -> str:
         if self.returncode < 0:
-            how = f"was killed by {signal.Signals(-self.returncode).name}"
-        else:
-            how = f"ended with exit code {self.returncode}"
-        return f"{self.process.name} {how}" + (f": {self.last_line}" if self.last_line else "")
+            return f"{self.process.name} was killed by {signal.Signals(-self.returncode).name}"
+        return f"{self.process.name} ended: {self.refusal or self.failure or 'it did not say why'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,11 @@ class Supervisor:
 
     def pid(self, name: str) -> int:
         return self._children[name].handle.pid
+
+    @property
+    def all_live(self) -> bool:
+        """Whether no child has ended."""
+        return all(child.handle.returncode is None for child in self._children.values())
 
     async def start(self, process: Process) -> None:
         """Starts a child and watches it until it ends."""
@@ -102,35 +108,58 @@ class Supervisor:
         )
 
     async def _watch(self, process: Process, handle: asyncio.subprocess.Process, output: int) -> None:
-        last_line: list[str] = []
-        reading = asyncio.create_task(self._copy_log(process.name, output, last_line))
+        words = LastWords(process.name)
+        reading = asyncio.create_task(self._copy_log(process.name, output, words))
         returncode = await handle.wait()
         _signal_group(handle.pid, signal.SIGKILL)  # what the child started ends with it
         await asyncio.wait([reading], timeout=LAST_WORDS_S)
         reading.cancel()
-        self._deaths.put_nowait(Death(process, returncode, "".join(last_line)))
+        self._deaths.put_nowait(Death(process, returncode, words.refusal, words.failure))
 
-    async def _copy_log(self, name: str, output: int, last_line: list[str]) -> None:
+    async def _copy_log(self, name: str, output: int, words: "LastWords") -> None:
         with self._open_log(name) as log:
             async for line in _lines(output):
                 log.write(line + b"\n")
                 level, text = parse_line(line.decode(errors="replace"))
-                if text:
-                    last_line[:] = [text]
-                if level in ECHOED_LEVELS:
+                words.hear(level, text)
+                if level == ECHOED_LEVEL:
                     self._report(f"{name}: {text}")
 
     def _open_log(self, name: str) -> Any:
         return (self._log_dir / f"{name}.log").open("ab", buffering=0)
 
 
+class LastWords:
+    """Why a process ended, as far as its lines say: a refusal is NAME: SENTENCE, as run_process of protos/serving.py
+    writes it, or NAME.RANK: SENTENCE; a failure is a critical line or the end of a traceback."""
+
+    def __init__(self, name: str) -> None:
+        self._refusal = re.compile(rf"{re.escape(name)}(?:\.\d+)?: (.+)")
+        self._in_traceback = False
+        self.refusal = ""
+        self.failure = ""
+
+    def hear(self, level: str, text: str) -> None:
+        """Takes the next line, as parse_line gives it."""
+        if level == ENDING_LEVEL:
+            self.failure = text
+        if level:
+            return
+        if said := self._refusal.fullmatch(text):
+            self.refusal = self.refusal or said[1]
+        elif text.startswith("Traceback (most recent call last)"):
+            self._in_traceback = True
+        elif self._in_traceback and text and not text[0].isspace():
+            self._in_traceback, self.failure = False, text
+
+
 def parse_line(line: str) -> tuple[str, str]:
-    """The level and the text of a log line; a line that is not of our loggers has no level."""
+    """The level and the text of a log line; a line that is not of our loggers has no level, and is as it stands."""
     try:
         fields = json.loads(line)
         return str(fields["level"]), str(fields["event"])
     except (ValueError, TypeError, KeyError):
-        return "", line.strip()
+        return "", line.rstrip()
 
 
 async def _lines(pipe: int) -> AsyncIterator[bytes]:

@@ -10,13 +10,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from engine.units import MIB, size_of
 from splitserve.answers import Completion, Loads, ModelInfo, NodeInfo, NodeLoad, ServerInfo, Timeline
 
 BAR_WIDTH: Final = 60
 FILE_WIDTH: Final = 160
-KIB: Final = 2**10
-MIB: Final = 2**20
-GIB: Final = 2**30
 
 # Phase, the timeline's field, and its part of the bar with and without colours.
 PHASES: Final = (
@@ -77,13 +75,16 @@ def timeline_view(completion: Completion) -> Group:
 def status_view(model: ModelInfo, server: ServerInfo, loads: Loads) -> Group:
     """A line about the cluster, a table of its nodes and one of their KV caches."""
     line = (
-        f"[bold]{escape(model.served_model_name)}[/] ({escape(model.architecture)}, {model.max_model_len} tokens), "
-        f"{loads.num_live_requests} live requests, up {server.uptime_s:.0f} s"
+        f"[bold]{escape(model.served_model_name)}[/] ({escape(model.architecture)}, context of {model.max_model_len} "
+        f"tokens), {loads.num_live_requests} live requests, up {duration_of(server.uptime_s)}"
     )
+    lines = [line]
+    if defaults := model.default_sampling_params:
+        lines.append("defaults: " + ", ".join(f"{name} {value:g}" for name, value in defaults.items()))
     nodes = sorted(loads.nodes, key=lambda load: (load.role != "prefill", load.name))
     if not nodes:
-        return Group(line, "no node is attached")
-    return Group(line, _node_table(nodes, server), "", _cache_table(nodes))
+        return Group(*lines, "no node is attached")
+    return Group(*lines, _node_table(nodes, server), "", _cache_table(nodes))
 
 
 def _node_table(nodes: list[NodeLoad], server: ServerInfo) -> Table:
@@ -144,12 +145,12 @@ def plain_table(*words: str, numbers: tuple[str, ...] = (), gap: int = 2) -> Tab
     return table
 
 
-def size_of(num_bytes: int) -> str:
-    """The bytes in the largest unit of which there is at least one."""
-    for unit, unit_bytes in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if num_bytes >= unit_bytes:
-            return f"{num_bytes / unit_bytes:.1f} {unit}"
-    return f"{num_bytes} B"
+def duration_of(seconds: float) -> str:
+    """The time in its two largest units: 45 s, 3 min 20 s, 2 h 5 min, 4 d 1 h."""
+    for unit, unit_s, part, part_s in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if seconds >= unit_s:
+            return f"{seconds // unit_s:.0f} {unit} {seconds % unit_s // part_s:.0f} {part}"
+    return f"{seconds:.0f} s"
 
 
 def _savings(completion: Completion) -> list[str]:

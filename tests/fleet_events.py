@@ -7,12 +7,24 @@ from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION
 
 STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
+ABORT = inference_pb2.FINISH_REASON_ABORT
 
 BLOCK_SIZE = 16
 MODEL = {"architecture": "FakeForCausalLM", "vocab_size": "260"}
 
 
-def hello(name, role, *, incarnation="1", num_blocks=100, max_model_len=1000, max_num_seqs=0, tp_size=0, **fingerprint):
+def hello(
+    name,
+    role,
+    *,
+    incarnation="1",
+    session=0,
+    num_blocks=100,
+    max_model_len=1000,
+    max_num_seqs=0,
+    tp_size=0,
+    **fingerprint,
+):
     info = inference_pb2.NodeInfo(
         name=name,
         role=role,
@@ -27,6 +39,7 @@ def hello(name, role, *, incarnation="1", num_blocks=100, max_model_len=1000, ma
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             tp_size=tp_size,
+            session=session,
         )
     )
 

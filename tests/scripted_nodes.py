@@ -41,6 +41,7 @@ class ScriptedNode:
     def __init__(self, channel, call):
         self._channel = channel
         self._call = call
+        self.session = 0
 
     @classmethod
     async def dial(cls, port, first_event, secret=""):
@@ -99,7 +100,7 @@ class Cluster:
     async def attach(self, name, **hello):
         role = "prefill" if name.startswith("p") else "decode"
         node = await ScriptedNode.dial(self.server.fleet_port, events.hello(name, role, **hello))
-        await node.command("welcome")
+        node.session = (await node.command("welcome")).session
         self.nodes[name] = node
         return node
 

@@ -26,15 +26,13 @@ def chunk(text, first_token_index=0, token_ids=(), **fields):
     )
 
 
-def complete(**fields):
-    return inference_pb2.GenerateResponse(
-        request_id="r1",
-        complete=inference_pb2.Complete(finish_reason=inference_pb2.FINISH_REASON_STOP, **fields),
-    )
+def complete(index=0, **fields):
+    ended = {"finish_reason": inference_pb2.FINISH_REASON_STOP, **fields}
+    return inference_pb2.GenerateResponse(request_id="r1", index=index, complete=inference_pb2.Complete(**ended))
 
 
-def refusal(code, message, reason, retry_after_s=None):
-    details = [error_details_pb2.ErrorInfo(reason=reason, domain="splitserve")]
+def refusal(code, message, reason, retry_after_s=None, **metadata):
+    details = [error_details_pb2.ErrorInfo(reason=reason, domain="splitserve", metadata=metadata)]
     if retry_after_s is not None:
         delay = duration_pb2.Duration(nanos=int(retry_after_s * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
@@ -71,7 +69,10 @@ class Script(inference_pb2_grpc.InferenceServicer):
         return inference_pb2.AbortResponse(aborted=request.request_ids[:1], unknown=request.request_ids[1:])
 
     def GetModelInfo(self, request, context):
-        return inference_pb2.GetModelInfoResponse(served_model_name="m", eos_token_ids=[2, 3], has_chat_template=True)
+        return inference_pb2.GetModelInfoResponse(
+            served_model_name="m", max_model_len=2048, eos_token_ids=[2, 3], has_chat_template=True,
+            default_sampling_params=inference_pb2.SamplingParams(temperature=0.2, top_p=0.9, top_k=0),
+        )  # fmt: skip
 
     def GetServerInfo(self, request, context):
         node = inference_pb2.NodeInfo(

@@ -2,17 +2,19 @@
 
 import importlib.metadata
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from coordinator.exposition import CONTENT_TYPE, Exposition
 from coordinator.front import Front
 from coordinator.http.answering import Answering
 from coordinator.http.bodies import read_json
@@ -39,9 +41,10 @@ IsServing = Callable[[], Awaitable[bool]]
 class Endpoints:
     """What is answered at each path."""
 
-    def __init__(self, front: Front, is_serving: IsServing) -> None:
+    def __init__(self, front: Front, is_serving: IsServing, exposition: Exposition) -> None:
         self._front = front
         self._is_serving = is_serving
+        self._exposition = exposition
         self._created = int(time.time())
 
     def routes(self) -> list[Route]:
@@ -55,6 +58,7 @@ class Endpoints:
             Route("/health", self.health),
             Route("/ping", self.health),
             Route("/version", self.version),
+            Route("/metrics", self.metrics),
         ]
 
     async def models(self, _: Request) -> Response:
@@ -82,6 +86,7 @@ class Endpoints:
         }
         if fields.boolean("return_token_strs"):
             response["token_strs"] = await self._front.model.tokenizer.token_texts(token_ids)
+        self._check_unread(request, fields)
         return JSONResponse(response)
 
     async def detokenize(self, request: Request) -> Response:
@@ -89,7 +94,9 @@ class Endpoints:
         self._check_model(fields.text("model"))
         if "tokens" not in fields:
             raise fields.problem("tokens", "is missing")
-        return JSONResponse({"prompt": await self._front.model.tokenizer.decode(fields.integers("tokens"))})
+        token_ids = fields.integers("tokens")
+        self._check_unread(request, fields)
+        return JSONResponse({"prompt": await self._front.model.tokenizer.decode(token_ids)})
 
     async def health(self, request: Request) -> Response:
         """Whether requests can be answered; with ?node=NAME, whether that node takes them."""
@@ -100,6 +107,9 @@ class Endpoints:
     async def version(self, _: Request) -> Response:
         return JSONResponse({"version": importlib.metadata.version("splitserve")})
 
+    async def metrics(self, _: Request) -> Response:
+        return Response(self._exposition.render(), headers={"content-type": CONTENT_TYPE})
+
     async def _begin(
         self,
         request: Request,
@@ -108,7 +118,10 @@ class Endpoints:
         names: Mapping[str, str],
     ) -> ASGIApp:
         request_id = request.headers.get(REQUEST_ID_HEADER) or request_id_for(request.scope)
-        asked = parse(await read_json(request), request_id)
+        with self._front.noting_refusal(request_id):
+            fields = await read_json(request)
+            asked = parse(fields, request_id)
+            self._check_unread(request, fields)
         form = form_class(asked, self._front.model.tokenizer)
         return Answering(self._front, form, request_id, names)
 
@@ -124,6 +137,10 @@ class Endpoints:
             raise fields.problem("prompt", "is missing: send it, or messages")
         add_special_tokens = fields.boolean("add_special_tokens") is not False
         return await self._front.model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+
+    def _check_unread(self, request: Request, fields: Fields) -> None:
+        """Warns of what nobody has read, or refuses it."""
+        request.scope["state"]["warning"] = self._front.unknown_fields.check(fields.unread())
 
     def _check_model(self, name: str | None) -> None:
         if name and name != self._front.model.name:
@@ -147,12 +164,34 @@ class Endpoints:
         }
 
 
-def make_app(front: Front, is_serving: IsServing, *, secret: str, max_calls: int) -> Starlette:
-    """The application. With a secret, every call but health checks must bring it."""
+def make_app(
+    front: Front,
+    is_serving: IsServing,
+    exposition: Exposition,
+    *,
+    secret: str,
+    allowed_origins: Collection[str],
+    max_calls: int,
+) -> Starlette:
+    """The application. With a secret, every call but health checks must bring it. Web pages of the allowed origins
+    may call it, and read its answers."""
+    door = Middleware(Door, secret=secret, allowed_origins=allowed_origins, max_calls=max_calls)
     app = Starlette(
-        routes=Endpoints(front, is_serving).routes(),
-        middleware=[Middleware(Door, secret=secret, max_calls=max_calls)],
+        routes=Endpoints(front, is_serving, exposition).routes(),
+        middleware=[_cors(allowed_origins), door] if allowed_origins else [door],
         exception_handlers={RequestError: on_request_error, HTTPException: on_http_exception},
     )
     app.router.redirect_slashes = False
     return app
+
+
+def _cors(allowed_origins: Collection[str]) -> Middleware:
+    """Stands before the door: what browsers ask ahead of a call brings no secret."""
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=allowed_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        allow_private_network=True,
+        expose_headers=("*",),
+    )

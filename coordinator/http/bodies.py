@@ -1,4 +1,4 @@
-"""Reads the body of a call, which may be neither large nor slow."""
+"""Reads the body of a call, which must be JSON by its header, and may be neither large nor slow."""
 
 import asyncio
 from http import HTTPStatus
@@ -15,6 +15,7 @@ BODY_TIMEOUT_S: Final = 30.0
 
 async def read_json(request: Request) -> Fields:
     """The JSON object that a client sends. Raises HTTPException or RequestError; what is too large is not kept."""
+    _check_type(request.headers.get("content-type", ""))
     _check_size(int(request.headers.get("content-length", 0)))
     body = bytearray()
     try:
@@ -26,6 +27,16 @@ async def read_json(request: Request) -> Fields:
         detail = f"the body was not there within {BODY_TIMEOUT_S:g} s"
         raise HTTPException(HTTPStatus.REQUEST_TIMEOUT, detail) from error
     return read_fields(bytes(body))
+
+
+def _check_type(content_type: str) -> None:
+    """Any web page can make a browser send plain text, a form, or bytes of no type at all to a server that it cannot
+    otherwise reach; for JSON the browser asks that server first."""
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+        return
+    detail = f"the body must be JSON: send Content-Type: application/json, not {kind[:80] or 'none'}"
+    raise HTTPException(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, detail)
 
 
 def _check_size(num_bytes: int) -> None:

@@ -2,15 +2,19 @@
 
 import logging
 import secrets
+from collections.abc import Collection
 from email.utils import formatdate
+from http import HTTPStatus
 from typing import Final
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.authentication import BearerSecret
-from coordinator.http.errors import error_response, internal_error
+from coordinator.authentication import NO_API_KEY, BearerSecret
+from coordinator.http.errors import error_response, http_error_response, internal_error
+from coordinator.unknown_fields import WARNING_HEADER
 from coordinator.validation import REQUEST_ID
 from engine.errors import RequestError
 from protos.reasons import QUEUE_FULL, UNAUTHENTICATED
@@ -22,22 +26,26 @@ OPEN_PATHS: Final = ("/health", "/ping")
 
 
 class Door:
-    """ASGI middleware. Asks for `authorization: Bearer SECRET` where there is a secret; health checks are exempt."""
+    """ASGI middleware. Asks for `authorization: Bearer SECRET` where there is a secret, and lets in web pages of the
+    allowed origins alone where there is none; health checks are exempt."""
 
-    def __init__(self, app: ASGIApp, *, secret: str, max_calls: int) -> None:
+    def __init__(self, app: ASGIApp, *, secret: str, allowed_origins: Collection[str], max_calls: int) -> None:
         self._app = app
         self._secret = BearerSecret(secret) if secret else None
+        self._allowed_origins = allowed_origins
         self._max_calls = max_calls
         self._num_calls = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = _Response(send, request_id_for(scope))
+        response = _Response(send, scope)
         self._num_calls += 1
         try:
             self._admit(scope)
             await self._app(scope, receive, response.send)
         except RequestError as error:
             await error_response(error)(scope, receive, response.send)
+        except HTTPException as error:
+            await http_error_response(error.status_code, error.detail)(scope, receive, response.send)
         except ClientDisconnect:  # while it sent its request
             logger.debug("the client has left", extra={"request_id": response.request_id})
         except Exception:
@@ -48,27 +56,38 @@ class Door:
             self._num_calls -= 1
 
     def _admit(self, scope: Scope) -> None:
-        authorizations = Headers(scope=scope).getlist("authorization")
+        headers = Headers(scope=scope)
         if scope["path"] in OPEN_PATHS:
             return
-        if self._secret is not None and not self._secret.is_among(authorizations):
-            raise RequestError(UNAUTHENTICATED, "the header must hold authorization: Bearer SECRET")
+        if self._secret is None:
+            self._check_origin(headers.get("origin"))
+        elif not self._secret.is_among(headers.getlist("authorization")):
+            raise RequestError(UNAUTHENTICATED, NO_API_KEY)
         if self._num_calls > self._max_calls:
             raise RequestError(QUEUE_FULL, f"{self._num_calls} calls at once, the limit is {self._max_calls}")
+
+    def _check_origin(self, origin: str | None) -> None:
+        """Browsers name the page that makes them call, even one whose name was made to lead here."""
+        if origin is not None and "*" not in self._allowed_origins and origin not in self._allowed_origins:
+            detail = f"web pages of {origin[:80]} may not call this server: see --allowed-origins"
+            raise HTTPException(HTTPStatus.FORBIDDEN, detail)
 
 
 class _Response:
     """Adds to the headers of a response."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, scope: Scope) -> None:
         self._send = send
-        self.request_id = request_id
+        self._state = scope.setdefault("state", {})
+        self.request_id = request_id_for(scope)
         self.has_begun = False
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.has_begun = True
             added = [(b"date", formatdate(usegmt=True)), (REQUEST_ID_HEADER.encode(), self.request_id)]
+            if warning := self._state.get("warning"):
+                added.append((WARNING_HEADER.encode(), warning))
             message["headers"] = [*message["headers"], *((name, value.encode()) for name, value in added)]
         await self._send(message)
 

@@ -1,7 +1,8 @@
 """The one place where failures become HTTP statuses and OpenAI's error objects.
 
-`code` is the reason that the gRPC door gives too, `param` the field that is wrong. The statuses are those that gateways
-between HTTP and gRPC use. What has no reason of ours becomes 500 without a text.
+`reason` is that of the gRPC door, `code` what OpenAI calls it, or the reason again where OpenAI has no word for it;
+`param` is the field that is wrong. The statuses are those that gateways between HTTP and gRPC use. What has no reason
+of ours becomes 500 without a text.
 """
 
 from collections.abc import Mapping
@@ -28,10 +29,14 @@ _STATUSES: Final[dict[grpc.StatusCode, HTTPStatus]] = {
     grpc.StatusCode.UNAVAILABLE: HTTPStatus.SERVICE_UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED: HTTPStatus.GATEWAY_TIMEOUT,
 }
-_TYPES: Final = {
-    HTTPStatus.UNAUTHORIZED: "authentication_error",
-    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+_CODES: Final = {
+    reasons.PROMPT_TOO_LONG: "context_length_exceeded",
+    reasons.MODEL_NOT_FOUND: "model_not_found",
+    reasons.UNAUTHENTICATED: "invalid_api_key",
+    reasons.QUEUE_FULL: "rate_limit_exceeded",
 }
+# Libraries around OpenAI's API know an overflow, and take a model with a longer context, by these words alone.
+_OVERFLOW: Final = "This model's maximum context length is exceeded: "
 
 
 def status_of(error: RequestError) -> HTTPStatus:
@@ -41,7 +46,9 @@ def status_of(error: RequestError) -> HTTPStatus:
 
 def error_object(error: RequestError) -> dict[str, Any]:
     """What clients of OpenAI's API read."""
-    return _object(str(error), status_of(error), error.metadata.get("field"), error.reason)
+    message = _OVERFLOW + str(error) if error.reason == reasons.PROMPT_TOO_LONG else str(error)
+    code = _CODES.get(error.reason, error.reason)
+    return _object(message, status_of(error), error.metadata.get("field"), code, error.reason)
 
 
 def error_response(error: RequestError) -> JSONResponse:
@@ -67,7 +74,12 @@ async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
         detail = f"there is no {request.url.path[:80]}"
     elif status is HTTPStatus.METHOD_NOT_ALLOWED:
         detail = f"{request.method[:20]} is not a method of {request.url.path[:80]}"
-    return JSONResponse(_object(detail, status, None, None), status, error.headers)
+    return http_error_response(status, detail, error.headers)
+
+
+def http_error_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """What has a status and no reason."""
+    return JSONResponse(_object(message, HTTPStatus(status)), status, headers)
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
@@ -86,6 +98,11 @@ def internal_error() -> RequestError:
     return RequestError(reasons.ENGINE_ERROR, "internal error")
 
 
-def _object(message: str, status: HTTPStatus, param: str | None, code: str | None) -> dict[str, Any]:
-    kind = _TYPES.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+def _object(
+    message: str, status: HTTPStatus, param: str | None = None, code: str | None = None, reason: str | None = None
+) -> dict[str, Any]:
+    if status is HTTPStatus.TOO_MANY_REQUESTS:
+        kind = "requests"  # of which there are too many
+    else:
+        kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code, "reason": reason}}

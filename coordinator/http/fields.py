@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from typing import Any, Final
 
 from engine.errors import RequestError
@@ -10,32 +11,44 @@ from protos.reasons import BAD_PARAM, MALFORMED_REQUEST
 INT32: Final = (-(2**31), 2**31 - 1)
 INT64: Final = (-(2**63), 2**63 - 1)
 UINT32: Final = (0, 2**32 - 1)
+INDEX: Final = re.compile(r"\[\d+\]")
 
 
 class Fields:
     """A JSON object whose values are checked as they are read. A null counts as missing; what is missing is None. A
-    value of the wrong kind raises RequestError with the field's name and the value. Fields that nobody reads are
-    ignored: clients send what other servers know."""
+    value of the wrong kind raises RequestError with the field's name and the value. `unread` names what nobody has
+    asked for: clients send what other servers know."""
 
     def __init__(self, values: dict[str, Any], prefix: str = "") -> None:
         self._values = values
         self._prefix = prefix
+        self._read: set[str] = set()
+        self._within: list[Fields] = []
 
     def __contains__(self, name: str) -> bool:
-        return self._values.get(name) is not None
+        return self.raw(name) is not None
 
     def raw(self, name: str) -> Any:
         """The value as it stands, None when it is missing."""
+        self._read.add(name)
         return self._values.get(name)
 
+    def unread(self) -> list[str]:
+        """The fields that are there but have not been read, also in the objects within that have been; those of all
+        objects of a list by one name."""
+        prefix = INDEX.sub("[]", self._prefix)
+        names = [prefix + name for name, value in self._values.items() if value is not None and name not in self._read]
+        names += [name for part in self._within for name in part.unread()]
+        return list(dict.fromkeys(names))
+
     def integer(self, name: str, within: tuple[int, int] = INT32) -> int | None:
-        value = self._values.get(name)
+        value: int | None = self.raw(name)
         if value is None or _is_integer(value, within):
             return value
         raise self.error(name, f"an integer within [{within[0]}, {within[1]}]")
 
     def number(self, name: str) -> float | None:
-        value = self._values.get(name)
+        value = self.raw(name)
         if value is None:
             return None
         try:
@@ -46,20 +59,20 @@ class Fields:
         raise self.error(name, "a finite number")
 
     def boolean(self, name: str) -> bool | None:
-        value = self._values.get(name)
+        value = self.raw(name)
         if value is None or isinstance(value, bool):
             return value
         raise self.error(name, "true or false")
 
     def text(self, name: str) -> str | None:
-        value = self._values.get(name)
+        value: str | None = self.raw(name)
         if value is None or _is_text(value):
             return value
         raise self.error(name, "a string of valid Unicode")
 
     def texts(self, name: str) -> list[str]:
         """A list of strings, or one string alone; empty when it is missing."""
-        value = self._values.get(name)
+        value = self.raw(name)
         if value is None:
             return []
         texts = value if isinstance(value, list) else [value]
@@ -69,7 +82,7 @@ class Fields:
 
     def integers(self, name: str, within: tuple[int, int] = UINT32) -> list[int]:
         """A list of integers; empty when it is missing."""
-        value = self._values.get(name)
+        value = self.raw(name)
         if value is None:
             return []
         if isinstance(value, list) and all(_is_integer(item, within) for item in value):
@@ -78,21 +91,25 @@ class Fields:
 
     def nested(self, name: str) -> "Fields | None":
         """An object within this one."""
-        value = self._values.get(name)
+        value = self.raw(name)
         if value is None:
             return None
         if isinstance(value, dict):
-            return Fields(value, f"{self._prefix}{name}.")
+            return self._part(value, f"{self._prefix}{name}.")
         raise self.error(name, "an object")
 
     def objects(self, name: str) -> "list[Fields]":
         """A list of objects; empty when it is missing."""
-        value = self._values.get(name)
+        value = self.raw(name)
         if value is None:
             return []
         if isinstance(value, list) and all(isinstance(item, dict) for item in value):
-            return [Fields(item, f"{self._prefix}{name}[{index}].") for index, item in enumerate(value)]
+            return [self._part(item, f"{self._prefix}{name}[{index}].") for index, item in enumerate(value)]
         raise self.error(name, "a list of objects")
+
+    def _part(self, values: dict[str, Any], prefix: str) -> "Fields":
+        self._within.append(Fields(values, prefix))
+        return self._within[-1]
 
     def error(self, name: str, expected: str) -> RequestError:
         """What to raise about a value that is not as expected."""

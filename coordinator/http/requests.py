@@ -1,7 +1,8 @@
 """From the JSON of OpenAI's endpoints to the requests that both doors understand. Pure.
 
 What is checked here is the form: which fields there are and of which kind. Values are checked where those of the gRPC
-door are. Fields that would change the answer and cannot be honoured are refused, all others ignored.
+door are. Fields that would change the answer and cannot be honoured are refused; `Fields.unread` names those that
+nobody knows.
 """
 
 from collections.abc import Callable, Mapping
@@ -56,6 +57,18 @@ _UNSUPPORTED_IN_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
     "web_search_options": (),
 }
 
+# Fields of OpenAI's that change nothing in an answer.
+_WITHOUT_EFFECT: Final = (
+    "metadata",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+)
+
 # The fields of an endpoint by the names that the gRPC door has for them.
 COMPLETION_NAMES: Final = {"text": "prompt", "tokenized.input_ids": "prompt", "input": "prompt"}
 CHAT_NAMES: Final = {"chat": "messages", "chat.messages": "messages", "input": "messages", "logprobs": "top_logprobs"}
@@ -95,8 +108,9 @@ def parse_chat(fields: Fields, request_id: str) -> Asked:
     _refuse_unsupported(fields, _UNSUPPORTED_IN_CHAT)
     _check_response_format(fields)
     params = _sampling_params(fields)
-    name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
-    max_tokens = fields.integer(name)
+    max_tokens, newer = fields.integer("max_tokens"), fields.integer("max_completion_tokens")
+    if newer is not None:
+        max_tokens = newer
     if max_tokens is not None:
         params.max_tokens = max_tokens
     num_top = _chat_logprobs(fields)
@@ -177,7 +191,10 @@ def _request(
 
 
 def _asked(fields: Fields, requests: list[GenerateRequest]) -> Asked:
+    for name in _WITHOUT_EFFECT:
+        fields.raw(name)
     options = fields.nested("stream_options") or Fields({})
+    options.raw("include_obfuscation")
     return Asked(
         requests=tuple(requests),
         num_answers=fields.integer("n") or 1,

@@ -7,26 +7,13 @@ choice looks is the endpoint's `Form`, of which there is one for each call.
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from coordinator.http.logprobs import TextOffsets, chat_logprobs, completion_logprobs
 from coordinator.http.requests import Asked
+from coordinator.outcomes import FINISH_REASONS
 from coordinator.tokenizer import Tokenizer
-from protos.inference_pb2 import (
-    FINISH_REASON_ABORT,
-    FINISH_REASON_LENGTH,
-    FINISH_REASON_STOP,
-    Chunk,
-    Complete,
-    Timeline,
-    TokenLogprobs,
-)
-
-_FINISH_REASONS: Final = {
-    FINISH_REASON_STOP: "stop",
-    FINISH_REASON_LENGTH: "length",
-    FINISH_REASON_ABORT: "abort",
-}
+from protos.inference_pb2 import Chunk, Complete, Timeline, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -76,7 +63,7 @@ class Form(ABC):
         """How an answer ended; stop_reason is the stop string or the token id, as vLLM has it."""
         matched = complete.WhichOneof("matched_stop")
         end = {
-            "finish_reason": _FINISH_REASONS[complete.finish_reason],
+            "finish_reason": FINISH_REASONS[complete.finish_reason],
             "stop_reason": getattr(complete, matched) if matched else None,
         }
         return {**end, "timeline": timeline_object(complete.timeline)} if self.asked.include_timeline else end

@@ -21,7 +21,7 @@ import psutil
 from engine.model_config import read_model_config
 from splitserve.answers import Timeline
 from splitserve.bench.errors import BenchError
-from splitserve.bench.prompts import Prompts
+from splitserve.bench.prompts import GREEDY, Prompts
 from splitserve.client import AsyncClient
 from splitserve.cluster import NO_HTTP, ClusterSettings
 from splitserve.launcher import Cluster, free_port
@@ -110,7 +110,7 @@ async def _first_token_s(client: AsyncClient) -> float:
 
 
 async def _handoff_s(client: AsyncClient, prompt: Sequence[int]) -> float:
-    async for chunk in client.generate(prompt, temperature=0, max_tokens=4, ignore_eos=True):
+    async for chunk in client.generate(prompt, max_tokens=4, **GREEDY):
         if chunk.completion is not None:
             return handoff_of(chunk.completion.timeline)
     raise AssertionError("an answer without an end")
@@ -142,7 +142,7 @@ async def _measure_streams(cluster: Cluster, client: AsyncClient, prompts: Promp
 async def _arrivals(client: AsyncClient, prompt: Sequence[int], num_tokens: int) -> list[float]:
     """When each token of one answer came."""
     arrivals: list[float] = []
-    async for chunk in client.generate(prompt, temperature=0, max_tokens=num_tokens, ignore_eos=True):
+    async for chunk in client.generate(prompt, max_tokens=num_tokens, **GREEDY):
         arrivals += [time.perf_counter()] * len(chunk.token_ids)
     return arrivals
 

@@ -13,9 +13,9 @@ from engine.settings import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineSettin
 from splitserve.bench.compare.compare_command import compare_command
 from splitserve.bench.engine_command import engine_command
 from splitserve.bench.serve.serve_command import serve_command
-from splitserve.launcher import run_until_signal
 from splitserve.models import resolve
 from splitserve.plan_commands import layout_of
+from splitserve.signals import run_to_end
 from splitserve.terminal import report, stdout
 
 TRANSPORTS: Final = ("zmq-ipc", "zmq-tcp", "torch_dist-gloo", "loopback")
@@ -231,8 +231,7 @@ def _run(
     async def main() -> None:
         _show(await work, to_json, to_view, as_json)
 
-    if run_until_signal(main()):
-        raise click.Abort
+    run_to_end(main())
 
 
 def _show(figures: Any, to_json: Callable[[Any], Any], to_view: Callable[[Any], Any], as_json: bool) -> None:

@@ -9,8 +9,8 @@ import click
 from engine.extras import needs
 from engine.settings import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineSettings
 from splitserve.bench.engine_command import COUNTS
-from splitserve.launcher import run_until_signal
 from splitserve.models import resolve
+from splitserve.signals import run_to_end
 from splitserve.terminal import report, stdout
 
 MOST_RUNNING: Final = 256
@@ -62,5 +62,4 @@ def doctor(
         else:
             stdout.print(doctor_view(figures))
 
-    if run_until_signal(main()):
-        raise click.Abort
+    run_to_end(main())

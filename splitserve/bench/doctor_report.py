@@ -7,8 +7,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from engine.units import size_of
 from splitserve.bench.doctor import DoctorFigures, PaysBetween
-from splitserve.terminal import plain_table, size_of
+from splitserve.terminal import plain_table
 
 STYLES: Final = {"split": "green", "even": "", "colocated": "yellow"}
 

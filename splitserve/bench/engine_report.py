@@ -6,6 +6,7 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
+from engine.units import size_of
 from splitserve.bench.engine_figures import (
     DecodeFigures,
     EngineFigures,
@@ -14,7 +15,7 @@ from splitserve.bench.engine_figures import (
     ProfileFigures,
 )
 from splitserve.bench.peers import DECODE, LOAD, PREFILL, Ratio
-from splitserve.terminal import plain_table, size_of
+from splitserve.terminal import plain_table
 
 
 def engine_view(figures: EngineFigures, compared: Sequence[Ratio]) -> Group:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from splitserve.answers import Timeline
 from splitserve.bench.cluster import handoff_of
-from splitserve.bench.prompts import Prompts
+from splitserve.bench.prompts import GREEDY, Prompts
 from splitserve.client import AsyncClient
 from splitserve.cluster import NO_HTTP, ClusterSettings
 from splitserve.launcher import Cluster, free_port
@@ -109,7 +109,7 @@ async def _measure(
 
 
 async def _timeline(client: AsyncClient, prompt: Sequence[int]) -> Timeline:
-    async for chunk in client.generate(prompt, temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True):
+    async for chunk in client.generate(prompt, max_tokens=OUTPUT_TOKENS, **GREEDY):
         if chunk.completion is not None:
             return chunk.completion.timeline
     raise AssertionError("an answer without an end")

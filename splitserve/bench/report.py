@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from rich.console import Group
 from rich.table import Table
 
+from engine.units import MIB, size_of
 from splitserve.bench.cluster import ClusterBench, ClusterFigures
 from splitserve.bench.kv_cache import KVAccuracy
 from splitserve.bench.overlap import OverlapFigures, pays_from
@@ -13,7 +14,7 @@ from splitserve.bench.reuse import ReuseFigures
 from splitserve.bench.transfer import TransferFigures, TransferReport
 from splitserve.bench.weights_accuracy import WeightsAccuracy
 from splitserve.bench.yardsticks import YARDSTICKS, Spread
-from splitserve.terminal import MIB, plain_table, size_of
+from splitserve.terminal import plain_table
 
 
 def cluster_table(figures: ClusterFigures, sizes: ClusterBench) -> Table:

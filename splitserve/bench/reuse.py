@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from splitserve.answers import Completion
 from splitserve.bench.errors import BenchError
-from splitserve.bench.prompts import SEED
+from splitserve.bench.prompts import GREEDY, SEED
 from splitserve.client import AsyncClient
 from splitserve.cluster import NO_HTTP, ClusterSettings
 from splitserve.launcher import Cluster, free_port
@@ -167,7 +167,7 @@ async def _share(client: AsyncClient, sizes: ReuseBench, texts: Texts) -> list[A
 
 async def _ask(client: AsyncClient, prompt: Sequence[int], max_tokens: int) -> Asked:
     token_ids: list[int] = []
-    async for chunk in client.generate(prompt, temperature=0, max_tokens=max_tokens, ignore_eos=True):
+    async for chunk in client.generate(prompt, max_tokens=max_tokens, **GREEDY):
         token_ids += chunk.token_ids
         if chunk.completion is not None:
             return Asked(tuple(token_ids), chunk.completion)

@@ -43,6 +43,7 @@ def test_refused_without_the_key(cluster, call, metadata):
     with cluster.stub() as stub, pytest.raises(grpc.RpcError) as raised:
         call(stub, metadata)
     assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert "--api-key" in raised.value.details()
     assert KEY not in raised.value.details()
 
 
@@ -55,7 +56,7 @@ def test_served_with_the_key(cluster, call):
 def test_the_client_brings_its_key(cluster):
     with Client(cluster.target, api_key=KEY) as client:
         assert list(client.generate([1, 2], max_tokens=2))
-    with Client(cluster.target, api_key="wrong") as client, pytest.raises(Unauthenticated):
+    with Client(cluster.target, api_key="wrong") as client, pytest.raises(Unauthenticated, match="--api-key"):
         list(client.generate([1, 2], max_tokens=2))
 
 

@@ -24,7 +24,7 @@ def cluster(start_cluster, tmp_path_factory):
 
 @pytest.fixture(params=["splitserve", "openai"])
 def where(request, cluster):
-    address = ["--target", cluster.target] if request.param == "splitserve" else ["--base-url", cluster.url]
+    address = ["--server", cluster.target if request.param == "splitserve" else cluster.url]
     return ["--backend", request.param, *address]
 
 

@@ -205,25 +205,68 @@ async def test_a_stopped_coordinator_leaves_no_client_hanging(cluster):
     await _serves(cluster)
 
 
-async def test_of_two_nodes_with_one_name_the_newer_serves(cluster):
-    def incarnations():
-        return [node.incarnation for node in cluster.server_info().nodes if node.name == "decode-0"]
+# ---- two processes with one name ----
 
-    (old,) = incarnations()
-    older = cluster.expect_end("decode-0")
-    older.send(signal.SIGSTOP)
-    cluster.start_node("decode-0")
-    try:
-        wait_until(lambda: len(incarnations()) == 1 and incarnations() != [old], "the newer one is attached", 20)
-        (new,) = incarnations()
-        await asyncio.sleep(6)  # longer than keepalive: the older one will find its stream broken, and dial again
-        older.send(signal.SIGCONT)
-        for _ in range(10):
-            await _serves(cluster)
-            assert incarnations() == [new]
-            await asyncio.sleep(0.2)
-    finally:
-        older.kill()
+WAITS = "another process is attached as decode-0"
+
+
+def _holders(cluster):
+    """The incarnations that are attached as decode-0."""
+    return [node.incarnation for node in cluster.server_info().nodes if node.name == "decode-0"]
+
+
+def _num_waits(cluster):
+    """How often a process has said that it waits for the name: all decode-0 write to one log."""
+    return cluster.children["decode-0"].output().count(WAITS)
+
+
+def _wait_refused(cluster, num_before):
+    wait_until(lambda: _num_waits(cluster) == num_before + 1, "it says once that it waits", 60)
+
+
+def _wait_taken_over(cluster, old):
+    wait_until(lambda: _holders(cluster) not in ([], old), "another process is attached", 60)
+    assert len(_holders(cluster)) == 1
+
+
+async def test_a_second_node_of_a_name_waits_and_takes_over_when_the_first_is_killed(cluster):
+    questions = _questions(8, max_tokens=300)
+    old = _holders(cluster)
+    num_before = _num_waits(cluster)
+    first = cluster.expect_end("decode-0")
+    async with cluster.connect() as stub:
+        streams = _start(stub, questions)
+        await _wait_tokens(streams, 3)
+        cluster.start_node("decode-0")
+        await asyncio.to_thread(_wait_refused, cluster, num_before)
+        await _check_answers(questions, streams)
+        assert all(answering.answer.complete.timeline.num_restarts == 0 for answering in streams)
+        assert _holders(cluster) == old
+        streams = _start(stub, questions)
+        await _wait_tokens(streams, 3)
+        first.kill()
+        await _check_answers(questions, streams)
+    await asyncio.to_thread(_wait_taken_over, cluster, old)
+    await _serves(cluster)
+
+
+async def test_a_node_that_hung_and_lost_its_name_waits_in_turn(cluster):
+    old = _holders(cluster)
+    hung = cluster.expect_end("decode-0")
+    with _stopped(cluster, "decode-0"):
+        second = cluster.start_node("decode-0")
+        await asyncio.to_thread(_wait_taken_over, cluster, old)
+        new = _holders(cluster)
+        await _serves(cluster)
+        num_before = _num_waits(cluster)
+    await asyncio.to_thread(_wait_refused, cluster, num_before)
+    await _serves(cluster)
+    assert _holders(cluster) == new
+    cluster.expect_end("decode-0")
+    second.kill()
+    await asyncio.to_thread(_wait_taken_over, cluster, new)
+    assert _holders(cluster) == old
+    cluster.children["decode-0"] = hung
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from tests.tiny_models import EOS, SPECIAL_TOKENS, write_fake_model, write_tiny_
 PROMPT = list(b"The quick brown fox jumps over the lazy dog, and")
 TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is ½ + ½?"}]
 KEY = "key-of-the-test"
+JSON = {"content-type": "application/json"}
 LONG = {"max_tokens": 900, "extra_body": {"ignore_eos": True}}
 
 
@@ -250,10 +251,17 @@ def test_request_ids_come_back_and_are_refused_while_live(client, cluster):
 def test_errors_are_of_the_clients_classes(client):
     with pytest.raises(openai.NotFoundError) as caught:
         client.completions.create(model="other", prompt="a")
-    assert (caught.value.code, caught.value.param) == ("MODEL_NOT_FOUND", "model")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.BadRequestError) as caught:
         _complete(client, "x" * 2000)
-    assert (caught.value.code, caught.value.param) == ("PROMPT_TOO_LONG", "prompt")
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+    assert str(caught.value.body["message"]).startswith(
+        "This model's maximum context length is exceeded: the prompt has"
+    )
+    with pytest.raises(openai.BadRequestError) as caught:
+        _complete(client, max_tokens=5000)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "max_tokens")
+    assert "this model's maximum context length is" in str(caught.value).lower()  # what litellm looks for
     with pytest.raises(openai.BadRequestError) as caught:
         _chat(client, temperature=-1)
     assert caught.value.body == {
@@ -261,6 +269,7 @@ def test_errors_are_of_the_clients_classes(client):
         "type": "invalid_request_error",
         "param": "temperature",
         "code": "BAD_PARAM",
+        "reason": "BAD_PARAM",
     }
     with pytest.raises(openai.BadRequestError) as caught:
         _chat(client, tools=[{"type": "function", "function": {"name": "f"}}])
@@ -285,17 +294,17 @@ def test_errors_are_of_the_clients_classes(client):
     ],
 )
 def test_abuse_is_refused_in_openais_words(http, method, path, body, status):
-    reply = http.request(method, path, content=body)
+    reply = http.request(method, path, content=body, headers=JSON)
     assert reply.status_code == status
     error = reply.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
+    assert error.keys() == {"message", "type", "param", "code", "reason"}
     assert error["type"] == "invalid_request_error"
     assert reply.headers["x-request-id"]
 
 
 def test_a_body_without_a_length_is_bounded_too(http):
     parts = (b" " * 2**16 for _ in range(100))
-    assert http.post("/v1/completions", content=parts).status_code == 413
+    assert http.post("/v1/completions", content=parts, headers=JSON).status_code == 413
 
 
 # ---- clients that leave ----
@@ -321,8 +330,9 @@ def test_with_a_key_and_to_the_end(start_cluster, tmp_path_factory):
     model = write_fake_model(tmp_path_factory.mktemp("fake"), step_s=0.01)
     cluster = start_cluster(model, http=True, env={"SPLITSERVE_API_KEY": KEY})
     stranger = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="wrong", max_retries=0)
-    with stranger, pytest.raises(openai.AuthenticationError):
+    with stranger, pytest.raises(openai.AuthenticationError) as caught:
         stranger.models.list()
+    assert (caught.value.code, caught.value.type) == ("invalid_api_key", "invalid_request_error")
     with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key=KEY, max_retries=0) as client:
         prompt = [1, 2, 3]
         fields = {"model": "", "prompt": prompt, "max_tokens": 200, "temperature": 0}

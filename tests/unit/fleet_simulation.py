@@ -11,6 +11,7 @@ from collections import deque
 from statistics import median
 
 from coordinator.instructions import End, Send
+from coordinator.metrics import Metrics
 from coordinator.prompts import Prompt
 from coordinator.registry import Registry
 from coordinator.tracker import Tracker
@@ -29,7 +30,8 @@ class Fleet:
     def __init__(self, policy, rates, max_num_seqs=64):
         self.now = 0.0
         self.registry = Registry({}, node_timeout_s=NEVER_S, step_timeout_s=NEVER_S)
-        self.tracker = Tracker(self.registry, first_epoch=0, max_live=10_000, max_restarts=0, local_prefill=policy)
+        limits = {"max_live": 10_000, "max_restarts": 0}
+        self.tracker = Tracker(self.registry, Metrics(), first_epoch=0, local_prefill=policy, **limits)
         kinds = {"p": PrefillNode, "d": DecodeNode}
         self.nodes = {name: kinds[name[0]](self, name, rate, max_num_seqs) for name, rate in rates.items()}
         self.ended_s = {}

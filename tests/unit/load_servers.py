@@ -222,6 +222,7 @@ class _Service(inference_pb2_grpc.InferenceServicer):
             "max_tokens": params.max_tokens,
             "ignore_eos": params.ignore_eos,
             "temperature": params.temperature,
+            "repetition_penalty": params.repetition_penalty,
             "model": request.model,
         }
         num_tokens = 0

@@ -1,15 +1,21 @@
-"""The node's end of Fleet.Attach against a real gRPC server that is scripted by the test."""
+"""The node's end of Fleet.Attach against a real gRPC server that is scripted by the test, and against other ports."""
 
 import asyncio
+import logging
+import socket
+import ssl
 from contextlib import asynccontextmanager
 
 import grpc
 import pytest
+from starlette.applications import Starlette
 
+from coordinator.http.serving import HttpServer
 from engine.errors import SettingsError
-from protos import convert, fleet_pb2, fleet_pb2_grpc, inference_pb2
+from protos import convert, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 from protos.attach import FleetLink, LinkSettings
 from protos.channels import SERVER_OPTIONS
+from protos.outage import FIRST_PAUSE_S, LONGEST_PAUSE_S, Reminder
 
 DEADLINE_S = 20.0
 
@@ -21,6 +27,7 @@ class Coordinator(fleet_pb2_grpc.FleetServicer):
         self.scripts = list(scripts)
         self.events = []
         self.secrets = []
+        self.num_welcomes = 0
 
     async def Attach(self, _, context):
         self.secrets.append(dict(context.invocation_metadata()).get("authorization"))
@@ -56,7 +63,21 @@ class Node:
 async def welcome(coordinator, context):
     event = await coordinator.read(context)
     assert event.HasField("hello")
-    await context.write(fleet_pb2.NodeCommand(welcome=fleet_pb2.Welcome(heartbeat_s=60.0)))
+    coordinator.num_welcomes += 1
+    welcome = fleet_pb2.Welcome(heartbeat_s=60.0, session=100 + coordinator.num_welcomes)
+    await context.write(fleet_pb2.NodeCommand(welcome=welcome))
+
+
+async def stay(coordinator, context):
+    await welcome(coordinator, context)
+    while await coordinator.read(context) is not grpc.aio.EOF:
+        continue
+
+
+async def name_taken(coordinator, context):
+    await coordinator.read(context)
+    refusal = fleet_pb2.Refusal(reason="NAME_TAKEN", message="another process is attached as n")
+    await context.write(fleet_pb2.NodeCommand(refusal=refusal))
 
 
 async def welcome_then_break(coordinator, context):
@@ -108,21 +129,124 @@ async def test_hello_then_heartbeat_then_events_in_order_and_none_is_lost_at_the
 
 
 async def test_a_broken_stream_detaches_the_node_and_it_attaches_again():
-    attached_again = asyncio.Event()
-
-    async def stay(coordinator, context):
-        await welcome(coordinator, context)
-        attached_again.set()
-        await coordinator.read(context)
-        await coordinator.read(context)
-
     coordinator, node = Coordinator(welcome_then_break, welcome_then_break, stay), Node()
     async with asyncio.timeout(DEADLINE_S), serving(coordinator) as link:
         running = asyncio.create_task(link.run(node))
-        await attached_again.wait()
+        while coordinator.num_welcomes < 3:
+            await asyncio.sleep(0.01)
         assert node.num_detached == 2
         link.stop()
         await running
+    assert shown_sessions(coordinator) == [0, 101, 102]
+
+
+def shown_sessions(coordinator):
+    return [event.hello.session for event in coordinator.events if event.HasField("hello")]
+
+
+def said(caplog, level):
+    return [record.message for record in caplog.records if record.name == "protos.attach" and record.levelno == level]
+
+
+async def test_a_node_whose_name_is_taken_asks_again_until_it_is_let_in_and_says_so_once(caplog):
+    caplog.set_level(logging.INFO)
+    coordinator, node = Coordinator(name_taken, name_taken, name_taken, stay), Node()
+    async with asyncio.timeout(DEADLINE_S), serving(coordinator) as link:
+        running = asyncio.create_task(link.run(node))
+        while coordinator.num_welcomes < 1:
+            await asyncio.sleep(0.01)
+        link.stop()
+        await running
+    assert shown_sessions(coordinator) == [0] * 4
+    waits = (
+        "not attached: another process is attached as n: give this one another --name, or it waits for that one to go"
+    )
+    assert said(caplog, logging.WARNING) == [waits]
+    assert said(caplog, logging.INFO) == ["attached to the coordinator, session 101"]
+
+
+@asynccontextmanager
+async def a_closed_port():
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
+
+
+@asynccontextmanager
+async def the_public_port():
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    inference_pb2_grpc.add_InferenceServicer_to_server(inference_pb2_grpc.InferenceServicer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield port
+    await server.stop(None)
+
+
+@asynccontextmanager
+async def a_port(answer=b"", **options):
+    """One that answers whatever comes with these bytes, and hangs up."""
+
+    async def on_connection(reader, writer):
+        await reader.read(1)
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(on_connection, "127.0.0.1", 0, **options) as server:
+        yield server.sockets[0].getsockname()[1]
+
+
+@asynccontextmanager
+async def an_http_port():
+    server = HttpServer(Starlette(), max_connections=10)
+    port = server.listen("127.0.0.1", 0)
+    await server.start()
+    yield port
+    await server.stop(1.0)
+
+
+def a_tls_port():
+    return a_port(ssl=ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+
+
+@pytest.mark.parametrize(
+    ("somewhere", "sentence"),
+    [
+        (a_closed_port, "nothing listens there"),
+        (the_public_port, "a gRPC port answers that is not the fleet's, such as the public one"),
+        (an_http_port, "an HTTP port answers there, not a gRPC one"),
+        (a_tls_port, "what listens there hangs up at once, as a TLS port does"),
+        (lambda: a_port(b"220 mail.test ESMTP\r\n"), "what listens there does not speak gRPC"),
+    ],
+)
+async def test_a_node_at_a_wrong_port_says_what_it_found_and_goes_on_trying(somewhere, sentence, caplog):
+    async with asyncio.timeout(DEADLINE_S), somewhere() as port:
+        advice = "--coordinator must name its fleet port, by default 50052"
+        warning = f"not attached: no coordinator at 127.0.0.1:{port}: {sentence}; {advice}"
+        link, node = FleetLink(LinkSettings(coordinator=f"127.0.0.1:{port}", fleet_secret="s3cret")), Node()
+        running = asyncio.create_task(link.run(node))
+        while warning not in said(caplog, logging.WARNING):
+            await asyncio.sleep(0.01)
+        num_tries = node.num_detached
+        while node.num_detached < num_tries + 2:
+            await asyncio.sleep(0.01)
+        link.stop()
+        await running
+    hung_up = "not attached: the coordinator ended the stream"  # all that gRPC tells when it was still writing
+    assert [text for text in said(caplog, logging.WARNING) if text != hung_up] == [warning]
+
+
+def test_what_stays_true_is_said_ever_more_rarely_and_news_at_once():
+    reminder = Reminder()
+    times = [second for second in range(2000) if reminder.is_due("down", second)]
+    assert times == [0, 5, 15, 35, 75, 155, 315, 615, 915, 1215, 1515, 1815]
+    assert (FIRST_PAUSE_S, LONGEST_PAUSE_S) == (5, 300)
+    assert reminder.is_due("down in another way", 2000)
+    assert not any(reminder.is_due(how, 2004) for how in ("down", "down in another way"))
+    reminder.forget()
+    assert reminder.is_due("down", 2004)
+    assert all(reminder.is_due(f"down in way {number}", 2004) for number in range(100))
+    assert reminder.is_due("down", 2004)  # forgotten: it does not remember without end
 
 
 async def test_the_pause_before_attaching_again_starts_anew_after_a_welcome():
@@ -137,20 +261,15 @@ async def test_the_pause_before_attaching_again_starts_anew_after_a_welcome():
     assert max(pauses) <= 0.2  # the first pause, doubled once: not 6 times
 
 
-@pytest.mark.parametrize(
-    ("code", "sentence"),
-    [
-        (grpc.StatusCode.UNAUTHENTICATED, "another fleet secret"),
-        (grpc.StatusCode.FAILED_PRECONDITION, "refuses this node: no"),
-    ],
-)
-async def test_a_refusal_by_status_is_final(code, sentence):
+@pytest.mark.parametrize(("secret", "how"), [("", "is not set here"), ("simsim", "is another one here")])
+async def test_a_wrong_secret_is_final_and_the_sentence_says_what_to_set(secret, how):
     async def refuse(coordinator, context):
-        await context.abort(code, "no")
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no")
 
-    async with asyncio.timeout(DEADLINE_S), serving(Coordinator(refuse)) as link:
-        with pytest.raises(SettingsError, match=sentence):
+    async with asyncio.timeout(DEADLINE_S), serving(Coordinator(refuse), fleet_secret=secret) as link:
+        with pytest.raises(SettingsError) as error:
             await link.run(Node())
+    assert str(error.value) == f"SPLITSERVE_FLEET_SECRET {how}: it must be the coordinator's"
 
 
 async def test_a_refusal_by_message_is_final():

@@ -163,7 +163,7 @@ def test_a_whole_chat_with_logprobs_and_token_ids(tmp_path):
 
 def error_of(reply):
     error = reply.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
+    assert error.keys() == {"message", "type", "param", "code", "reason"}
     return reply.status_code, error["type"], error["code"]
 
 
@@ -182,7 +182,7 @@ def test_a_full_queue_is_told_with_when_to_come_again(tmp_path):
     async def scenario():
         async with http_cluster(tmp_path, max_num_queued_reqs=1) as (_, client):
             reply = await post(client, prompt=["a", "b"])
-            assert error_of(reply) == (429, "rate_limit_error", "QUEUE_FULL")
+            assert error_of(reply) == (429, "requests", "rate_limit_exceeded")
             assert reply.headers["retry-after"] == "1"
 
     run(scenario())
@@ -210,6 +210,7 @@ def test_a_failure_after_the_first_token_is_an_event_and_nothing_is_done(tmp_pat
                     "type": "server_error",
                     "param": None,
                     "code": "ENGINE_ERROR",
+                    "reason": "ENGINE_ERROR",
                 }
             }
             await c.until_nothing_is_live()
@@ -234,12 +235,135 @@ def test_only_health_is_open_to_strangers(tmp_path, authorization):
         async with http_cluster(tmp_path, api_key=KEY, nodes=()) as (_, client):
             for path in ("/v1/models", "/version", "/nothing"):
                 reply = await client.get(path, headers=authorization)
-                assert error_of(reply) == (401, "authentication_error", "UNAUTHENTICATED")
+                assert error_of(reply) == (401, "invalid_request_error", "invalid_api_key")
+                assert "--api-key" in reply.json()["error"]["message"]
                 assert reply.headers["www-authenticate"] == "Bearer"
             assert (await client.post("/v1/completions", json={}, headers=authorization)).status_code == 401
             assert (await client.get("/ping", headers=authorization)).status_code == 503
             [model] = (await client.get("/v1/models", headers={"Authorization": f"Bearer {KEY}"})).json()["data"]
             assert model["id"] == "m"
+
+    run(scenario())
+
+
+# ---- web pages and their browsers ----
+
+PAGE = {"Origin": "https://page.example"}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "text/plain",
+        "text/plain; application/json",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data",
+        "json",
+        "",
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+def test_a_body_that_is_not_called_json_is_not_read(tmp_path, path, kind):
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=()) as (_, client):
+            body, headers = b'{"prompt": "a", "tokens": [1]}', {"Content-Type": kind} if kind else {}
+            reply = await client.post(path, content=body, headers=headers)
+            assert error_of(reply) == (415, "invalid_request_error", None)
+            assert "send Content-Type: application/json" in reply.json()["error"]["message"]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"])
+def test_a_body_that_is_called_json_is_read(tmp_path, kind):
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=()) as (_, client):
+            reply = await client.post("/tokenize", content=b'{"prompt": "a"}', headers={"Content-Type": kind})
+            assert reply.json()["tokens"] == [97]
+
+    run(scenario())
+
+
+def test_without_a_key_web_pages_are_kept_out(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=()) as (_, client):
+            for origin in ("https://page.example", "null", f"http://127.0.0.1:{client.base_url.port}"):
+                reply = await client.post("/tokenize", json={"prompt": "a"}, headers={"Origin": origin})
+                assert error_of(reply) == (403, "invalid_request_error", None)
+                assert origin in reply.json()["error"]["message"]
+            for preflight in (await asking_ahead(client), await client.get("/version")):
+                assert not [name for name in preflight.headers if name.startswith("access-control")]
+            assert (await client.get("/health", headers=PAGE)).status_code == 503
+
+    run(scenario())
+
+
+def test_with_a_key_pages_that_have_it_may_call_and_may_not_read(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=(), api_key=KEY) as (_, client):
+            headers = {**PAGE, "Authorization": f"Bearer {KEY}"}
+            reply = await client.post("/tokenize", json={"prompt": "a"}, headers=headers)
+            assert reply.status_code == 200
+            assert "access-control-allow-origin" not in reply.headers
+
+    run(scenario())
+
+
+async def asking_ahead(client, **headers):
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    return await client.options("/v1/completions", headers={**PAGE, **asked, **headers})
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"), [("https://other.example, https://page.example", "https://page.example"), ("*", "*")]
+)
+@pytest.mark.parametrize("api_key", ["", KEY])
+def test_pages_of_allowed_origins_may_call_and_read(tmp_path, flag, told, api_key):
+    async def scenario():
+        settings = {"allowed_origins": flag, "api_key": api_key, "nodes": ()}
+        async with http_cluster(tmp_path, **settings) as (_, client):
+            ahead = await asking_ahead(client)  # which brings no key
+            assert (ahead.status_code, ahead.headers["access-control-allow-origin"]) == (200, told)
+            assert "POST" in ahead.headers["access-control-allow-methods"]
+            assert ahead.headers["access-control-allow-headers"] == "authorization,content-type"
+            headers = {**PAGE, "Authorization": f"Bearer {KEY}"}
+            for path, status in (("/tokenize", 200), ("/v1/completions", 503)):  # errors are for pages to read too
+                reply = await client.post(path, json={"prompt": "a"}, headers=headers)
+                assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (status, told)
+            if api_key:
+                reply = await client.post("/tokenize", json={"prompt": "a"}, headers=PAGE)
+                assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (401, told)
+
+    run(scenario())
+
+
+def test_pages_of_other_origins_may_not(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=(), allowed_origins="https://other.example") as (_, client):
+            ahead = await asking_ahead(client)
+            assert (ahead.status_code, "access-control-allow-origin" in ahead.headers) == (400, False)
+            reply = await client.post("/tokenize", json={"prompt": "a"}, headers=PAGE)
+            assert (reply.status_code, "access-control-allow-origin" in reply.headers) == (403, False)
+
+    run(scenario())
+
+
+# ---- figures ----
+
+
+def test_the_figures_are_served_to_who_may_ask(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path, api_key=KEY) as (c, client):
+            assert error_of(await client.get("/metrics"))[0] == 401
+            client.headers["Authorization"] = f"Bearer {KEY}"
+            call = asyncio.create_task(client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 5}))
+            await answer_in_steps(c)
+            await call
+            reply = await client.get("/metrics")
+            assert reply.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+            lines = reply.text.splitlines()
+            assert "splitserve_generation_tokens_total 3.0" in lines
+            assert 'vllm:request_success_total{engine="coordinator",finished_reason="stop",model_name="m"} 1.0' in lines
 
     run(scenario())
 
@@ -307,7 +431,8 @@ async def ended(reader):
 
 def completion_bytes(**fields):
     body = json.dumps({"prompt": "hello", **fields}).encode()
-    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+    return head.format(len(body)).encode() + body
 
 
 def test_a_client_that_does_not_read_is_cut_off(tmp_path, monkeypatch):
@@ -380,7 +505,9 @@ def test_bytes_that_are_no_http_are_refused(tmp_path):
     run(scenario())
 
 
-CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+)
 
 
 def test_headers_without_end_are_refused(tmp_path):

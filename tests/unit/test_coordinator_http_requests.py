@@ -1,6 +1,7 @@
 """From OpenAI's JSON to the requests of the gRPC door: hand-written pairs, and anything at all."""
 
 import json
+import re
 
 import pytest
 from google.protobuf import json_format
@@ -198,6 +199,51 @@ def test_what_asks_for_nothing_and_what_nobody_knows_is_ignored():
     harmless = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "service_tier": "auto"}
     harmless |= {"add_special_tokens": False, "chat_template_kwargs": {}, "bad_words": []}
     assert chat(**harmless, top_logprobs=0, logprobs=False) == chat()
+
+
+HARMLESS = {
+    "user": "u",
+    "store": True,
+    "metadata": {"a": 1},
+    "service_tier": "auto",
+    "parallel_tool_calls": True,
+    "tools": [],
+    "top_logprobs": 0,
+    "logprobs": False,
+    "stream": False,
+    "stream_options": {"include_usage": True, "include_obfuscation": False},
+    "response_format": {"type": "text"},
+    "max_tokens": 5,
+    "max_completion_tokens": 4,
+    "logit_bias": {"7": 1},
+    "return_token_ids": True,
+    "include_timeline": True,
+    "model": "m",
+    "cache_salt": "s",
+    "unset": None,
+}
+MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "user", "content": "b"}]
+
+
+def unread(parse, values):
+    fields = Fields(values)
+    parse(fields, "id")
+    return fields.unread()
+
+
+def test_every_known_field_is_read():
+    assert unread(parse_chat, {"messages": MESSAGES, **SAMPLING, **HARMLESS}) == []
+    known = {name: value for name, value in HARMLESS.items() if not re.match("tool|top_|log|parallel|max_c", name)}
+    assert unread(parse_completion, {"prompt": ["a", "b"], **SAMPLING, **known, "logprobs": 1, "echo": False}) == []
+    assert unread(parse_completion, {"prompt": [[1], [2]]}) == []
+
+
+def test_what_nobody_knows_is_named_wherever_it_stands_and_once():
+    messages = [{**message, "reasoning": "r"} for message in MESSAGES]
+    messages[0]["content"][0]["cache"] = 1
+    values = {"messages": messages, "temprature": 0, "stream_options": {"usage": True}, "top_k": 3}
+    expected = ["temprature", "stream_options.usage", "messages[].reasoning", "messages[].content[].cache"]
+    assert sorted(unread(parse_chat, values)) == sorted(expected)
 
 
 def test_options_of_the_response():

@@ -166,6 +166,12 @@ STATUSES = {
     "WORKER_LOST": 503,
     "DEADLINE_EXCEEDED": 504,
 }
+OPENAI_CODES = {
+    "PROMPT_TOO_LONG": "context_length_exceeded",
+    "MODEL_NOT_FOUND": "model_not_found",
+    "UNAUTHENTICATED": "invalid_api_key",
+    "QUEUE_FULL": "rate_limit_exceeded",
+}
 
 
 def test_every_reason_has_a_status():
@@ -176,14 +182,16 @@ def test_every_reason_has_a_status():
 def test_the_error_object_and_its_headers(reason, status):
     response = error_response(RequestError(reason, "what", field="top_p"))
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, kind)
-    expected = {"error": {"message": "what", "type": kind, "param": "top_p", "code": reason}}
-    assert (response.status_code, json.loads(response.body)) == (status, expected)
+    kind = "requests" if status == 429 else kind
+    code = OPENAI_CODES.get(reason, reason)
+    overflow = "This model's maximum context length is exceeded: " if code == "context_length_exceeded" else ""
+    expected = {"message": f"{overflow}what", "type": kind, "param": "top_p", "code": code, "reason": reason}
+    assert (response.status_code, json.loads(response.body)) == (status, {"error": expected})
     assert response.headers.get("retry-after") == ("1" if status in (429, 503) else None)
 
 
 def test_errors_name_the_fields_that_the_client_knows():
-    error = RequestError("PROMPT_TOO_LONG", "input has token id 9", field="input")
+    error = RequestError("BAD_PARAM", "input has token id 9", field="input")
     for names, field in ((COMPLETION_NAMES, "prompt"), (CHAT_NAMES, "messages")):
         told = error_object(renamed(error, names))["error"]
         assert (told["param"], told["message"]) == (field, f"{field} has token id 9")

@@ -135,6 +135,6 @@ def test_a_port_in_use_is_named(tmp_path):
     async def scenario():
         async with coordinator(tmp_path) as (_, port, _fleet_port):
             line = await asyncio.to_thread(refusal, tmp_path, "--port", port)
-            assert f"port {port} is in use" in line
+            assert line == f"coordinator: --port {port} is in use on 127.0.0.1"
 
     run(scenario())

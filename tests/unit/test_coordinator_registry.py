@@ -1,6 +1,8 @@
 """Registry and timeline: pure parts, by example."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from coordinator.registry import Registry
 from coordinator.timeline import Phase, Timeline
@@ -42,7 +44,7 @@ def test_a_different_fingerprint_is_refused_with_both_values_and_names(registry)
 
 @pytest.mark.parametrize(
     ("fact", "difference"),
-    [("protocol_version", "protocol_version is 0 and 3"), ("vocab_size", "vocab_size is 0 and 260")],
+    [("protocol_version", "protocol_version is 0 and 4"), ("vocab_size", "vocab_size is 0 and 260")],
 )
 def test_the_first_node_must_fit_the_coordinator(registry, fact, difference):
     with pytest.raises(RequestError, match=f"node d0 and the coordinator differ: {difference}") as error:
@@ -50,22 +52,87 @@ def test_the_first_node_must_fit_the_coordinator(registry, fact, difference):
     assert error.value.reason == "PAIRING_MISMATCH"
 
 
-def test_an_older_process_that_wakes_up_does_not_replace_the_newer_one(registry):
-    registry.admit(hello("d0", incarnation="1"), 0.0)
-    new = registry.admit(hello("d0", incarnation="2"), 0.0)
-    with pytest.raises(RequestError, match="a newer node d0 is attached") as error:
-        registry.admit(hello("d0", incarnation="1"), 0.0)
-    assert error.value.reason == "PAIRING_MISMATCH"
+@pytest.mark.parametrize("incarnation", ["0", "1", "2"])
+def test_a_name_is_taken_until_its_holder_is_lost_however_old_the_other_is(registry, incarnation):
+    holder = registry.admit(hello("d0"), 0.0)
+    for session in (0, holder.session - 1, holder.session + 1):
+        with pytest.raises(RequestError, match="another process is attached as d0") as error:
+            registry.admit(hello("d0", incarnation=incarnation, session=session), 2.9)
+        assert error.value.reason == "NAME_TAKEN"
+    assert registry.nodes == [holder]
+    [(expired, _)] = registry.expired(3.1)
+    registry.lose(expired)
+    new = registry.admit(hello("d0", incarnation=incarnation), 3.1)
     assert registry.nodes == [new]
+    with pytest.raises(RequestError, match="another process is attached as d0"):  # the old one, when it wakes up
+        registry.admit(hello("d0", session=holder.session), 3.2)
+
+
+def test_a_process_that_shows_its_session_replaces_itself(registry):
+    old = registry.admit(hello("d0"), 0.0)
+    new = registry.admit(hello("d0", session=old.session), 0.0)
+    assert new.session != old.session
+    registry.lose(old)  # the late end of the old stream
+    assert registry.nodes == [new]
+    with pytest.raises(RequestError, match="another process is attached as d0"):  # a hello that was on its way for long
+        registry.admit(hello("d0", session=old.session), 0.0)
+
+
+def test_a_namesake_that_can_never_belong_here_is_told_so_at_once(registry):
+    registry.admit(hello("d0"), 0.0)
+    registry.admit(hello("d1"), 0.0)
+    with pytest.raises(RequestError) as error:
+        registry.admit(hello("d0", dtype="bfloat16"), 0.0)
+    assert error.value.reason == "PAIRING_MISMATCH"
 
 
 def test_a_fleet_of_one_may_come_back_as_another_model(registry):
     old = registry.admit(hello("d0"), 0.0)
-    new = registry.admit(hello("d0", incarnation="2", dtype="bfloat16"), 0.0)
-    assert old not in registry
-    assert new in registry
-    registry.lose(old)  # the late end of the old stream
+    with pytest.raises(RequestError, match="another process is attached as d0"):
+        registry.admit(hello("d0", dtype="bfloat16"), 0.0)
+    registry.lose(old)
+    new = registry.admit(hello("d0", dtype="bfloat16"), 0.0)
     assert registry.nodes == [new]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(("hello", "beat", "end", "wait")), st.integers(0, 2), st.sampled_from(("p0", "p1"))),
+        max_size=60,
+    )
+)
+def test_nobody_takes_a_name_from_a_live_process(happenings):
+    """Three processes for two names, against a plain account of who holds what."""
+    registry = Registry(events.MODEL, node_timeout_s=3.0, step_timeout_s=60.0, first_session=2**63)
+    shown = {}  # (process, name): the session of its last welcome
+    holders = {}  # name: (process, node, when it was last heard)
+    given_out, now = set(), 0.0
+    for what, process, name in happenings:
+        holder, node, _ = holders.get(name, (None, None, None))
+        if what == "hello" and holder in (None, process):
+            new = registry.admit(hello(name, "prefill", session=shown.get((process, name), 0)), now)
+            assert new.session not in given_out
+            given_out.add(new.session)
+            shown[process, name] = new.session
+            holders[name] = (process, new, now)
+            assert node not in registry.nodes
+        elif what == "hello":
+            with pytest.raises(RequestError, match="another process"):
+                registry.admit(hello(name, "prefill", session=shown.get((process, name), 0)), now)
+        elif what == "beat" and holder == process:
+            registry.heartbeat(node, heartbeat(), now)
+            holders[name] = (process, node, now)
+        elif what == "end" and holder == process:
+            registry.lose(node)
+            del holders[name]
+        elif what == "wait":
+            now += 1.0
+            for lost, _ in registry.expired(now):
+                assert now - holders[lost.name][2] > 3.0
+                registry.lose(lost)
+                del holders[lost.name]
+        assert {node.name: node for node in registry.nodes} == {name: node for name, (_, node, _) in holders.items()}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +184,9 @@ def test_a_node_holds_what_it_stored_and_did_not_remove(registry):
     assert registry.cache_changed(node, cache_changed([1, 2**64 - 1, 1])) == 0
     assert registry.cache_changed(node, cache_changed([3], removed=[1, 7])) == 0
     assert node.hints == {3, 2**64 - 1}
-    assert registry.admit(hello("d0", incarnation="2"), 1.0).hints == set()  # a new attachment has told nothing yet
+    assert (
+        registry.admit(hello("d0", session=node.session), 1.0).hints == set()
+    )  # a new attachment has told nothing yet
 
 
 def test_a_node_holds_no_more_than_its_blocks(registry):
@@ -132,9 +201,9 @@ def test_phases_are_dated_back_but_never_before_the_last():
     timeline = Timeline(10.0)
     timeline.enter(Phase.PREFILL, 12.0, ago_s=1.5)
     timeline.enter(Phase.TRANSFER, 12.0)
-    timeline.first_token(12.0)
+    assert timeline.tokens(12.0) == 2.0
     timeline.enter(Phase.DECODE, 12.5, ago_s=9.0)
-    timeline.first_token(12.5)
+    assert timeline.tokens(12.5) == 0.5
     wire = timeline.to_wire(15.0, "p0", "d0", 1)
     assert (wire.prefill_queue_s, wire.prefill_s, wire.transfer_s, wire.decode_s) == (0.5, 1.5, 0.0, 3.0)
     assert (wire.e2e_s, wire.ttft_s) == (5.0, 2.0)

@@ -6,6 +6,8 @@ import grpc
 import pytest
 
 from coordinator.dispatcher import Dispatcher
+from coordinator.journal import Journal
+from coordinator.metrics import Metrics
 from coordinator.registry import Registry
 from coordinator.tracker import Tracker
 from tests import fleet_events as events
@@ -40,7 +42,7 @@ def test_a_request_follows_what_nodes_say_they_hold(tmp_path):
             await goes_to(c, "p1", "d1")
             await c.report_blocks("d1", removed=hints())
             await goes_to(c, "p1", "d0")
-            await c.attach("p1", incarnation="2")  # a new attachment holds nothing until it says so
+            await c.attach("p1", session=c.nodes["p1"].session)  # a new attachment holds nothing until it says so
             await goes_to(c, "p0", "d0")
 
     run(scenario())
@@ -106,15 +108,17 @@ def test_a_node_that_claims_too_many_blocks_stays_and_is_reported(tmp_path, capl
 
 
 @pytest.mark.parametrize("how", ["detached", "replaced"])
-def test_what_a_lost_node_still_says_of_its_blocks_is_ignored(how):
+def test_what_a_lost_node_still_says_is_ignored(how):
     registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
-    tracker = Tracker(registry, first_epoch=0, max_live=1, max_restarts=0, local_prefill="never")
-    dispatcher = Dispatcher(registry, tracker, tokenizer=None)
+    metrics = Metrics()
+    tracker = Tracker(registry, metrics, first_epoch=0, max_live=1, max_restarts=0, local_prefill="never")
+    dispatcher = Dispatcher(registry, tracker, Journal(metrics), tokenizer=None)
     link = dispatcher.attach(events.hello("p0", "prefill").hello)
     if how == "detached":
         dispatcher.detach(link)
     else:
-        dispatcher.attach(events.hello("p0", "prefill", incarnation="2").hello)
+        dispatcher.attach(events.hello("p0", "prefill", session=link.node.session).hello)
     dispatcher.receive(link, events.cache_changed(hints()))
+    dispatcher.receive(link, events.heartbeat("draining"))
     assert link.node.hints == set()
-    assert [node.hints for node in registry.nodes] == ([] if how == "detached" else [set()])
+    assert [(node.hints, node.is_ready) for node in registry.nodes] == ([] if how == "detached" else [(set(), True)])

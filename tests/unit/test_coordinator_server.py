@@ -139,13 +139,27 @@ def test_info_and_loads(tmp_path):
     run(scenario())
 
 
+def test_each_run_of_a_server_has_an_id(tmp_path):
+    async def id_of(**settings):
+        async with cluster(tmp_path, nodes=(), **settings) as c:
+            return (await c.stub.GetServerInfo(inference_pb2.GetServerInfoRequest())).instance_id
+
+    async def scenario():
+        assert await id_of(instance_id="mine") == "mine"
+        one, other = await id_of(), await id_of()
+        assert len({one, other, ""}) == 3
+
+    run(scenario())
+
+
 def test_clients_without_the_api_key_get_nowhere(tmp_path):
     async def scenario():
         async with cluster(tmp_path, api_key="sesame") as c:
             for metadata in ((), (("authorization", "Bearer simsim"),), (("authorization", "sesame"),)):
                 call = c.stub.GetLoads(inference_pb2.GetLoadsRequest(), metadata=metadata)
-                code, info, _ = await refusal_of(call)
+                code, info, details = await refusal_of(call)
                 assert (code, info.reason) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
+                assert "--api-key" in details
             assert (await refusal_of(c.generate()))[0] is grpc.StatusCode.UNAUTHENTICATED
             await c.stub.GetLoads(inference_pb2.GetLoadsRequest(), metadata=(("authorization", "Bearer sesame"),))
             health = health_pb2_grpc.HealthStub(c.channel)
@@ -161,11 +175,23 @@ def test_nodes_without_the_fleet_secret_get_nowhere(tmp_path):
         async with cluster(tmp_path, nodes=(), fleet_secret="sesame") as c:
             hello = events.hello("p0", "prefill")
             wrong = await ScriptedNode.dial(c.server.fleet_port, hello, "simsim")
-            assert (await wrong.end_of_stream())[0] is grpc.StatusCode.UNAUTHENTICATED
+            code, details = await wrong.end_of_stream()
+            assert code is grpc.StatusCode.UNAUTHENTICATED
+            assert "SPLITSERVE_FLEET_SECRET" in details
             right = await ScriptedNode.dial(c.server.fleet_port, hello, "sesame")
             await right.command("welcome")
             await wrong.close()
             await right.close()
+
+    run(scenario())
+
+
+def test_a_node_at_the_public_port_is_not_asked_for_the_clients_key(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, nodes=(), api_key="sesame", fleet_secret="open") as c:
+            attach = c.channel.stream_stream("/splitserve.v1.Fleet/Attach")
+            call = attach(metadata=(("authorization", "Bearer open"),))
+            assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
 
     run(scenario())
 
@@ -202,19 +228,72 @@ def test_a_node_that_talks_nonsense_is_cut_off(tmp_path, garbage):
     run(scenario())
 
 
-def test_a_newer_node_of_the_same_name_replaces_the_older(tmp_path):
+async def name_is_taken(c, hello):
+    """Asks to attach; the answer is that another has the name."""
+    namesake = await ScriptedNode.dial(c.server.fleet_port, hello)
+    refusal = await namesake.command("refusal")
+    assert (refusal.reason, refusal.message) == ("NAME_TAKEN", "another process is attached as p0")
+    assert (await namesake.end_of_stream())[0] is grpc.StatusCode.OK
+    await namesake.close()
+
+
+def test_a_second_node_of_a_name_waits_until_the_first_has_gone(tmp_path, caplog):
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            call = c.generate("hi", max_tokens=1)
+            attempt, _ = await begin(c)
+            first = c.nodes["p0"]
+            for _ in range(3):
+                await name_is_taken(c, events.hello("p0", "prefill", incarnation="2"))
+            await first.send(events.first_token(events.sampled(attempt, 0, ord("a"), LENGTH)))
+            assert (await read_all(call))[0] == "a"
+            await first.hang_up()
+            await first.end_of_stream()
+            await c.attach("p0", incarnation="2")
+            await name_is_taken(c, events.hello("p0", "prefill", session=first.session))
+            await first.close()
+
+    run(scenario())
+    warnings = [record.message for record in caplog.records if record.message.startswith("another process wants")]
+    assert len(warnings) == 2  # one for each holder of the name, not one for each time that it was asked for
+
+
+def test_a_second_node_of_a_name_is_let_in_when_the_first_falls_silent(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, nodes=("p0",), heartbeat_s=0.05, node_timeout_s=0.5) as c:
+            assert "no heartbeat" in (await c.nodes["p0"].end_of_stream())[1]
+            await c.nodes["p0"].close()
+            await c.attach("p0")
+
+    run(scenario())
+
+
+def test_a_process_whose_stream_broke_unnoticed_replaces_itself_at_once(tmp_path):
     async def scenario():
         async with cluster(tmp_path) as c:
             call = c.generate("hi", max_tokens=1)
             await begin(c)
             old = c.nodes["p0"]
-            new = await c.attach("p0", incarnation="2")
+            new = await c.attach("p0", session=old.session)
+            assert new.session not in (0, old.session)
             job = (await new.command("prefill")).job
             code, details = await old.end_of_stream()
-            assert (code, details) == (grpc.StatusCode.FAILED_PRECONDITION, "a newer node p0 has attached")
+            assert (code, details) == (grpc.StatusCode.UNAVAILABLE, "its process has attached again")
             await old.close()
             await new.send(events.first_token(events.sampled(job.attempt, 0, ord("a"), LENGTH)))
             assert (await read_all(call))[0] == "a"
+
+    run(scenario())
+
+
+def test_two_coordinators_give_out_different_sessions(tmp_path):
+    async def scenario():
+        sessions = set()
+        for _ in range(2):
+            async with cluster(tmp_path) as c:
+                sessions |= {node.session for node in c.nodes.values()}
+        assert len(sessions) == 4
+        assert 0 not in sessions
 
     run(scenario())
 

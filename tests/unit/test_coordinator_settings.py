@@ -33,6 +33,12 @@ def test_a_node_may_miss_a_heartbeat():
         check_settings(CoordinatorSettings(node_timeout_s=1.0, heartbeat_s=1.0))
 
 
+@pytest.mark.parametrize("value", ["https://a.example/", "a.example", '["*"]', "https://A.example", "https://"])
+def test_origins_are_written_as_browsers_send_them(value):
+    with pytest.raises(SettingsError, match="allowed_origins must be"):
+        check_settings(CoordinatorSettings(allowed_origins=f"http://localhost:3000, {value}"))
+
+
 def details_of(error):
     status = to_status(error)
     [(key, value)] = status.trailing_metadata
@@ -51,6 +57,7 @@ def test_every_public_reason_has_a_status():
     public = {value for name, value in vars(reasons).items() if name.isupper()} - {
         reasons.TRANSFER_FAILED,
         reasons.TRANSFER_ABORTED,
+        reasons.NAME_TAKEN,
     }
     assert public == CODES.keys()
     for reason in public:

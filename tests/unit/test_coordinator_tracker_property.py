@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.instructions import Emit, End, Send
+from coordinator.metrics import Metrics
 from coordinator.prompts import Prompt
 from coordinator.registry import Registry
 from coordinator.releases import RESEND_S
@@ -116,6 +117,7 @@ class World:
         self.registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
         self.tracker = Tracker(
             self.registry,
+            Metrics(),
             first_epoch=2**32 - 3,
             max_live=6,
             max_restarts=random.choice([0, 1, 3]),

@@ -26,8 +26,8 @@ def request(params=None, **fields):
     return inference_pb2.GenerateRequest(sampling_params=params or Wire(), **fields)
 
 
-def plan(params=None, num_prompt_tokens=10, limits=LIMITS):
-    return plan_answers(request(params), [1] * num_prompt_tokens, limits)
+def plan(params=None, num_prompt_tokens=10, limits=LIMITS, **defaults):
+    return plan_answers(request(params), [1] * num_prompt_tokens, limits, Wire(**defaults))
 
 
 def refusal(function, *arguments):
@@ -64,7 +64,7 @@ def test_bad_input_is_refused(field, message, changes):
 def test_a_salt_is_part_of_the_plan():
     salted = request(cache_salt="é" * 256)
     check_input(salted, LIMITS)
-    assert plan_answers(salted, [1], LIMITS).cache_salt == "é" * 256
+    assert plan_answers(salted, [1], LIMITS, Wire()).cache_salt == "é" * 256
     assert plan().cache_salt == ""
 
 
@@ -99,7 +99,7 @@ NAN, INF = math.nan, math.inf
         *[("frequency_penalty", Wire(frequency_penalty=value)) for value in (NAN, -2.1, 2.1)],
         *[("presence_penalty", Wire(presence_penalty=value)) for value in (NAN, -2.1, 2.1)],
         *[("repetition_penalty", Wire(repetition_penalty=value)) for value in (NAN, 0.0, -1.0, INF)],
-        *[("max_tokens", Wire(max_tokens=value)) for value in (0, -1, 91, 2**31 - 1)],
+        *[("max_tokens", Wire(max_tokens=value)) for value in (0, -1)],
         *[("min_tokens", Wire(max_tokens=5, min_tokens=value)) for value in (-1, 6)],
         *[("n", Wire(n=value)) for value in (0, -1, 17, 2**31 - 1)],
         *[("logprobs", Wire(logprobs=value)) for value in (-1, 21)],
@@ -121,6 +121,13 @@ def test_a_bad_parameter_is_refused_by_name(field, params):
     assert len(str(error)) < 200
 
 
+@pytest.mark.parametrize("max_tokens", [91, 2**31 - 1])
+def test_more_tokens_than_the_context_has_left_are_an_overflow_too(max_tokens):
+    error = refusal(plan, Wire(max_tokens=max_tokens))
+    assert (error.reason, error.metadata["field"]) == ("PROMPT_TOO_LONG", "max_tokens")
+    assert str(error).startswith(f"max_tokens ({max_tokens}) and the prompt (10 tokens) make {max_tokens + 10} tokens")
+
+
 @pytest.mark.parametrize(
     ("num_prompt_tokens", "changes", "named"),
     [
@@ -138,7 +145,7 @@ def test_a_prompt_that_can_never_be_served_is_refused(num_prompt_tokens, changes
 
 def test_an_empty_or_foreign_prompt_is_refused():
     assert refusal(plan, None, 0).reason == "BAD_PARAM"
-    assert "token id 260" in str(refusal(plan_answers, request(), [1, 260], LIMITS))
+    assert "token id 260" in str(refusal(plan_answers, request(), [1, 260], LIMITS, Wire()))
 
 
 def test_an_open_request_gets_the_defaults_and_what_the_context_still_holds():
@@ -173,3 +180,27 @@ def test_everything_asked_for_reaches_the_engine():
 @pytest.mark.parametrize("top_k", [-1, 0, 260, 10_000])
 def test_a_top_k_that_keeps_everything_is_off(top_k):
     assert plan(Wire(top_k=top_k)).samplings[0].top_k == 0
+
+
+def test_what_a_request_leaves_open_takes_the_defaults_and_what_it_names_wins_even_as_a_zero():
+    defaults = {"temperature": 0.5, "top_p": 0.8, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05}
+    [sampling] = plan(**defaults).samplings
+    assert {name: getattr(sampling, name) for name in defaults} == defaults
+    named = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    [sampling] = plan(Wire(**named), **defaults).samplings
+    assert {name: getattr(sampling, name) for name in named} == named
+
+
+@pytest.mark.parametrize(
+    ("params", "num_prompt_tokens", "max_tokens"),
+    [({}, 10, 30), ({"max_tokens": 60}, 10, 60), ({}, 80, 20), ({"min_tokens": 40}, 10, 40)],
+    ids=["left open", "named", "less room", "more wanted"],
+)
+def test_a_default_of_max_tokens_gives_way(params, num_prompt_tokens, max_tokens):
+    [sampling] = plan(Wire(**params), num_prompt_tokens, max_tokens=30).samplings
+    assert sampling.max_tokens == max_tokens
+
+
+def test_a_default_of_max_tokens_lets_nobody_ask_for_more_than_there_is_room_for():
+    error = refusal(lambda: plan(Wire(min_tokens=95), max_tokens=30))
+    assert error.metadata["field"] == "min_tokens"

@@ -73,5 +73,6 @@ def test_store_writes_tokens_at_their_slots():
 
 def test_a_pool_larger_than_memory_is_refused_with_both_values():
     layout = KVLayout(100, 100, 128, 1024, "float32")
-    with pytest.raises(SettingsError, match=rf"needs {layout.block_bytes * 10**6} bytes, and \d+ bytes of memory are"):
+    gib = layout.block_bytes * 10**6 / 2**30
+    with pytest.raises(SettingsError, match=rf"needs {gib:.1f} GiB, and [\d.]+ [KMG]iB of memory are free"):
         PagedKVPool(layout, 10**6, CPU)

@@ -22,6 +22,7 @@ class Outer:
     verbose: bool = flag(False, "Say more.")
     limit: int | None = flag(None, "A limit.", minimum=1)
     token: str = flag("", "A secret.", secret=True)
+    pool_bytes: int = flag(512 * 2**20, "A size.", minimum=1, maximum=2**33)
 
 
 def invoke(*argv, env=None):
@@ -56,8 +57,31 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("given", "num_bytes"),
+    [("1", 1), ("4096", 4096), ("1KiB", 2**10), ("1.5 GiB", 3 * 2**29), ("512mib", 2**29), ("7 B", 7)],
+)
+def test_a_size_may_have_a_unit_wherever_it_is_given(tmp_path, given, num_bytes):
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"pool-bytes: {given}\n")
+    for settings in (
+        parse("--pool-bytes", given),
+        parse(env={"SPLITSERVE_POOL_BYTES": given}),
+        parse("--config", str(file)),
+    ):
+        assert settings == Outer(pool_bytes=num_bytes)
+        assert parse(*to_argv(settings)) == settings
+
+
+def test_help_shows_a_size_with_its_unit():
+    assert "[default: (512.0 MiB)" in " ".join(invoke("--help")[0].output.split())
+
+
+@pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["--pool-bytes", "lots"], "'lots' is no size such as 512MiB"),
+        (["--pool-bytes", "0"], "0 is not in the range 1<=x<=8589934592"),
+        (["--pool-bytes", "9GiB"], "9663676416 is not in the range 1<=x<=8589934592"),
         (["--block-size", "0"], "0 is not in the range 1<=x<=64"),
         (["--block-size", "many"], "'many' is not a valid integer range"),
         (["--dtype", "int3"], "'int3' is not one of 'auto', 'float32'"),

@@ -64,6 +64,7 @@ async def test_what_is_planned_is_what_the_server_gets(serving):
         assert asked["max_tokens"] == request.output_tokens
         assert asked["ignore_eos"] is True
         assert asked["temperature"] == 0
+        assert asked["repetition_penalty"] == 1  # which a model's folder may recommend otherwise
         assert outcome.error == ""
         assert outcome.num_prompt_tokens == 3
         assert outcome.num_output_tokens == sum(outcome.arrival_tokens) == request.output_tokens
@@ -228,7 +229,16 @@ async def test_other_servers_are_not_asked_for_timelines():
     async with http_server(script) as target:
         (outcome,) = await send(target, plan(1))
     assert outcome.timeline is None
-    known = {"prompt", "max_tokens", "temperature", "ignore_eos", "stream", "stream_options", "model"}
+    known = {
+        "prompt",
+        "max_tokens",
+        "temperature",
+        "repetition_penalty",
+        "ignore_eos",
+        "stream",
+        "stream_options",
+        "model",
+    }
     assert set(script.seen[0].asked) == known
     assert script.seen[0].asked["stream_options"] == {"include_usage": True}
 

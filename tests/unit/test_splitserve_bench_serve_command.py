@@ -25,9 +25,8 @@ def serving(request):
 
 
 async def start(target, *words, cwd=None):
-    where = ["--base-url" if target.backend == "openai" else "--target", target.address]
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "splitserve", "bench", "serve", "--backend", target.backend, *where, *words),
+        *(sys.executable, "-m", "splitserve", "bench", "serve", "--server", target.address, *words),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -155,7 +154,7 @@ async def test_ctrl_c_tells_what_came_and_leaves_no_process(serving):
         output, errors = await process.communicate()
         while script.num_live:
             await asyncio.sleep(0.01)
-    assert process.returncode == 1
+    assert process.returncode == 130
     assert "stopped: 1 of 6 requests have no outcome" in errors.decode()
     assert "Traceback" not in errors.decode()
     assert "requests offered" in output.decode()
@@ -187,10 +186,10 @@ async def test_what_came_is_told_when_the_generator_dies(serving):
 REFUSED = {
     "no trace": (["--dataset-name", "azure"], "--dataset-path"),
     "a trace for random requests": (["--dataset-path", __file__], "--dataset-path"),
-    "two servers": (["--target", "a:1", "--base-url", "http://a:1"], "--base-url"),
-    "gRPC of an OpenAI server": (["--backend", "openai", "--target", "a:1"], "--target"),
-    "a URL of SplitServe": (["--base-url", "http://a:1"], "--base-url"),
-    "no URL": (["--backend", "openai", "--base-url", "http://a:b"], "is no URL"),
+    "two servers": (["--server", "a:1", "--port", "2"], "--server (a:1) says where"),
+    "gRPC of an OpenAI server": (["--backend", "openai", "--server", "a:1"], "takes http://HOST:PORT"),
+    "a URL of SplitServe": (["--backend", "splitserve", "--server", "http://a:1"], "gRPC has HOST:PORT"),
+    "no URL": (["--server", "http://a:b"], "is no URL"),
     "an unknown limit": (["--goodput", "itl:3"], "itl:3"),
     "an unknown metric": (["--percentile-metrics", "itl,speed"], "speed"),
     "no percentile": (["--metric-percentiles", "101"], "101"),
@@ -204,21 +203,39 @@ REFUSED = {
 @pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_flags_that_cannot_be_used(words, message):
     """Nothing listens where they point: they are found before a server is asked."""
-    if "--target" not in words and "--base-url" not in words:
-        words = ["--target", "127.0.0.1:1", *words]
+    if "--server" not in words:
+        words = ["--server", "127.0.0.1:1", *words]
     result = CliRunner().invoke(main, ["bench", "serve", *words])
     assert result.exit_code in (1, 2)
     assert message in result.output
     assert "no server" not in result.output
 
 
-@pytest.mark.parametrize(
-    "where", [["--target", "127.0.0.1:1"], ["--backend", "openai", "--base-url", "http://127.0.0.1:1"]]
-)
-def test_no_server(where):
+WHERE = {
+    "gRPC": (["--server", "127.0.0.1:1"], "127.0.0.1:1"),
+    "HTTP": (["--server", "http://127.0.0.1:1/"], "http://127.0.0.1:1:"),
+    "the name before": (["--target", "127.0.0.1:1"], "127.0.0.1:1"),
+    "vLLM's URL": (["--backend", "openai", "--base-url=http://127.0.0.1:1"], "http://127.0.0.1:1:"),
+    "vLLM's host and port": (["--backend", "openai", "--host", "127.0.0.1", "--port", "1"], "http://127.0.0.1:1:"),
+}
+
+
+@pytest.mark.parametrize(("where", "address"), WHERE.values(), ids=WHERE.keys())
+def test_no_server(where, address):
     result = CliRunner().invoke(main, ["bench", "serve", *where])
     assert result.exit_code == 1
-    assert "no server answers at" in result.output
+    assert f"no server answers at {address}" in result.output
+
+
+def test_the_environments_server_is_asked_as_by_the_other_commands():
+    result = CliRunner().invoke(main, ["bench", "serve"], env={"SPLITSERVE_SERVER": "127.0.0.1:1"})
+    assert "no server answers at 127.0.0.1:1" in result.output
+
+
+def test_one_name_in_help():
+    shown = CliRunner().invoke(main, ["bench", "serve", "--help"]).output
+    assert "--server" in shown
+    assert not {"--target", "--base-url", "--host", "--port"} & set(shown.split())
 
 
 def test_help():

@@ -6,16 +6,23 @@ import pty
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
 
+import click
 import grpc
 import pytest
 from click.testing import CliRunner
 
 from protos import inference_pb2
 from splitserve.cli import COMMANDS, main
+from splitserve.launcher import free_port
+from splitserve.terminal import duration_of
+from splitserve.variables import unknown_variables
 from tests.scripted_server import Script, chunk, complete, refusal, serving
+from tests.tiny_models import write_fake_model
 
 DEADLINE_S = 30.0
 TIMELINE = inference_pb2.Timeline(
@@ -88,6 +95,114 @@ def test_every_sampling_flag_reaches_the_server(run, script):
         logit_bias={3: -1.5},
     )
     assert script.requests[0].sampling_params == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "max_tokens"),
+    [
+        (["generate", "hi"], [], 256),
+        (["generate", "hi"], ["--max-tokens", "9"], 9),
+        (["generate", "hi"], ["--min-tokens", "300"], 300),
+        (["generate", "hi", "--json"], [], 256),
+        (["chat"], [], 512),
+        (["chat"], ["--max-tokens", "9"], 9),
+    ],
+)
+def test_answers_have_a_limit(run, script, command, flags, max_tokens):
+    run(*command, *flags, input="hi")
+    assert [request.sampling_params.max_tokens for request in script.requests] == [max_tokens]
+
+
+def too_long(field):
+    return refusal(grpc.StatusCode.INVALID_ARGUMENT, f"{field} is too large", "BAD_PARAM", field=field)
+
+
+def test_the_commands_own_limit_gives_way_to_the_context(run, script):
+    script.failures = [too_long("max_tokens")]
+    result = run("generate", "hi")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "Paris\n", "")
+    assert [request.sampling_params.HasField("max_tokens") for request in script.requests] == [True, False]
+
+
+@pytest.mark.parametrize(("flags", "field"), [(["--max-tokens", "256"], "max_tokens"), ([], "temperature")])
+def test_a_refusal_of_what_the_user_asked_for_is_told(run, script, flags, field):
+    script.failures = [too_long(field)]
+    result = run("generate", "hi", *flags)
+    assert (result.exit_code, result.stderr) == (1, f"Error: {field} is too large\n")
+    assert len(script.requests) == 1
+
+
+LENGTH, ABORT = inference_pb2.FINISH_REASON_LENGTH, inference_pb2.FINISH_REASON_ABORT
+CUT = "The answer is cut off after "
+ENDINGS = {
+    "its own end": ({"matched_token_id": 3}, None),
+    "no reason told": ({}, None),
+    "a stop string": ({"matched_stop_str": "\n"}, "Stopped at the stop string '\\n' (--stop)."),
+    "a stop token": ({"matched_token_id": 7}, "Stopped at token 7 (--stop-token-ids)."),
+    "the limit": (
+        {"finish_reason": LENGTH, "prompt_tokens": 5, "completion_tokens": 20},
+        f"{CUT}20 tokens: --max-tokens raises this limit.",
+    ),
+    "the context": (
+        {"finish_reason": LENGTH, "prompt_tokens": 2030, "completion_tokens": 18},
+        f"{CUT}18 tokens: with the prompt's 2030 tokens it fills the context of 2048 (--max-model-len of the server).",
+    ),
+    "the nodes": (
+        {"finish_reason": LENGTH, "prompt_tokens": 99, "completion_tokens": 1},
+        f"{CUT}1 token: with the prompt's 99 tokens it fills the KV cache of the server's nodes "
+        "(their --kv-cache-memory-bytes).",
+    ),
+    "an abort": (
+        {"finish_reason": ABORT, "completion_tokens": 4},
+        "The answer was ended after 4 tokens: its request was aborted.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("fields", "said"), ENDINGS.values(), ids=ENDINGS.keys())
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_why_an_answer_stopped_is_told_beside_it(run, script, command, fields, said):
+    script.replies[-1] = complete(**fields)
+    result = run(command, *(["hi"] if command == "generate" else []), "--max-tokens", "20", input="hi\n")
+    told = [line for line in result.stderr.splitlines() if "Ctrl-C" not in line]
+    assert told == ([said] if said else [])
+    assert "Paris\n" in result.stdout
+    assert CUT not in result.stdout
+
+
+def test_of_several_answers_each_tells_why_it_stopped(run, script):
+    script.replies = [complete(), complete(index=1, finish_reason=LENGTH, completion_tokens=20)]
+    result = run("generate", "hi", "--n", "2", "--max-tokens", "20")
+    assert result.stderr == f"Answer 2: {CUT}20 tokens: --max-tokens raises this limit.\n"
+
+
+def test_with_json_the_reason_is_in_the_object_alone(run, script):
+    script.replies[-1] = complete(finish_reason=LENGTH, completion_tokens=20)
+    result = run("generate", "hi", "--json", "--max-tokens", "20")
+    assert json.loads(result.stdout.splitlines()[-1])["completion"]["finish_reason"] == "length"
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize("newline", ["", "\n"])
+def test_a_dash_reads_the_prompt_from_stdin(run, script, newline):
+    assert run("generate", "-", "--raw", input=f"Größe:\n\tx\n{newline}").exit_code == 0
+    assert [request.text for request in script.requests] == [f"Größe:\n\tx{newline}"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (b"", "stdin is empty"),
+        (b"\n", "stdin is empty"),
+        (b"abc\xff", "stdin is no UTF-8 text: invalid start byte at byte 3"),
+        (b"x" * 4 * 2**20, "stdin has more than 3.9 MiB, the most that a prompt may have"),
+    ],
+)
+def test_what_is_no_prompt_on_stdin(run, script, given, message):
+    result = run("generate", "-", input=given)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert script.requests == []
 
 
 def test_generate_json_is_one_object_a_line_with_usage_and_timeline_last(run):
@@ -181,6 +296,83 @@ def test_status_shows_the_memory_of_each_rank_where_there_are_several(run):
     ]
 
 
+def test_status_tells_the_sampling_defaults_in_force(run):
+    lines = run("status").stdout.splitlines()
+    assert lines[1] == "defaults: temperature 0.2, top_p 0.9, top_k 0"
+
+
+WIRE = {
+    "model": inference_pb2.GetModelInfoResponse,
+    "server": inference_pb2.GetServerInfoResponse,
+    "loads": inference_pb2.GetLoadsResponse,
+}
+
+
+def check_status(line):
+    """The keys are those of the wire, which are never changed."""
+    shown = json.loads(line)
+    assert list(shown) == list(WIRE)
+    for part, message in WIRE.items():
+        assert set(shown[part]) == {field.name for field in message.DESCRIPTOR.fields}
+    for node, message in ((shown["server"], inference_pb2.NodeInfo), (shown["loads"], inference_pb2.NodeLoad)):
+        assert set(node["nodes"][0]) == {field.name for field in message.DESCRIPTOR.fields}
+    assert shown["model"]["default_sampling_params"] == {"temperature": 0.2, "top_p": 0.9, "top_k": 0}
+    assert shown["loads"]["nodes"][0]["rss_bytes"] == 17 * 2**20
+
+
+def test_status_json_is_one_object_with_the_keys_of_the_wire(run):
+    [line] = run("status", "--json").stdout.splitlines()
+    check_status(line)
+
+
+@pytest.fixture
+def watching():
+    """Starts a `status` that watches; it does not outlive the deadline, so a test that waits for it ends."""
+    started = []
+
+    def start(target, *flags):
+        command = [sys.executable, "-m", "splitserve", "status", "--server", target, *flags]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        timer = threading.Timer(DEADLINE_S, process.kill)
+        timer.start()
+        started.append((process, timer))
+        return process
+
+    yield start
+    for process, timer in started:
+        timer.cancel()
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(("flags", "mark"), [(["--json"], '"loads"'), ([], "defaults: temperature")])
+def test_status_watch_shows_it_again_and_outlives_the_server(script, watching, flags, mark):
+    with serving(script) as target:
+        process = watching(target, "--watch", "0.1", *flags)
+        views = (line for line in process.stdout if mark in line)
+        assert all(mark in next(views) for _ in range(3))
+    output = process.stderr if flags else process.stdout
+    assert any("no server answers" in line or "was lost" in line for line in output)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(DEADLINE_S) != 0
+
+
+@pytest.mark.parametrize("value", ["0", "soon"])
+def test_status_watch_takes_seconds(run, value):
+    result = run("status", "--watch", value)
+    assert result.exit_code == 2
+    assert "--watch" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.4, "0 s"), (59.0, "59 s"), (61.9, "1 min 1 s"), (7500, "2 h 5 min"), (90_000.0, "1 d 1 h")],
+)
+def test_durations_are_in_units_that_people_read(seconds, shown):
+    assert duration_of(seconds) == shown
+
+
 def test_chat_keeps_the_conversation(run, script):
     result = run("chat", "--system", "Be brief.", input="Hello?\n\nAnd?\n")
     assert result.exit_code == 0
@@ -238,6 +430,98 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(script, terminal):
         os.write(master, b"\x04")
         assert chat.wait(DEADLINE_S) == 0
     assert b"Traceback" not in shown
+
+
+@pytest.fixture
+def silent():
+    """A server that takes connections and says nothing, so that whoever asks it is there until it is interrupted."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(DEADLINE_S)
+        yield listening
+
+
+def asking(command, silent):
+    """The command with its server; `up` needs none."""
+    host, port = silent.getsockname()
+    if command.startswith("bench"):
+        return [*command.split(), "--backend", "openai", "--model", "m", "--base-url", f"http://{host}:{port}"]
+    return [*command.split(), "--server", f"{host}:{port}"]
+
+
+@pytest.mark.parametrize("imported", ["click", "splitserve.cli", "splitserve.terminal"])
+@pytest.mark.parametrize("command", ["status", "generate hi", "chat", "bench serve"])
+def test_ctrl_c_while_modules_are_imported_is_exit_code_130(command, imported, silent):
+    process = start_command(asking(command, silent), "-X", "importtime")
+    while not re.search(rf"\|\s+{re.escape(imported)}$", line := process.stderr.readline()):
+        assert line, f"{imported} was never imported"
+    end_interrupted(process)
+
+
+def test_ctrl_c_while_up_is_imported_is_exit_code_130(tmp_path):
+    model = str(write_fake_model(tmp_path / "fake"))
+    process = start_command(["up", model, "--grpc-port", str(free_port()), "--http-port", "-1"], "-X", "importtime")
+    while not re.search(r"\|\s+splitserve.launcher$", line := process.stderr.readline()):
+        assert line
+    end_interrupted(process)
+
+
+@pytest.mark.parametrize("command", ["status", "generate hi", "chat", "bench serve"])
+def test_ctrl_c_while_a_server_is_waited_for_is_exit_code_130(command, silent):
+    process = start_command(asking(command, silent))
+    with silent.accept()[0]:
+        end_interrupted(process)
+
+
+def start_command(arguments, *python_options):
+    command = [sys.executable, *python_options, "-m", "splitserve", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def end_interrupted(process):
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, output) == (130, "")
+    assert "Traceback" not in errors
+    assert "Aborted" not in errors
+
+
+def test_ctrl_c_that_a_shell_has_switched_off_stays_so():
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from splitserve.interrupts import end_at_once; "
+        "end_at_once(); signal.raise_signal(signal.SIGINT); print('goes on')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (done.returncode, done.stdout) == (0, "goes on\n")
+
+
+VARIABLES = {"SPLITSERVE_BLOK_SIZE": "8", "SPLITSERVE_XYZZY": "secret", "SPLITSERVE_BLOCK_SIZE": "8", "OTHER": "1"}
+WARNING = "Warning: nothing reads SPLITSERVE_BLOK_SIZE (did you mean SPLITSERVE_BLOCK_SIZE?), SPLITSERVE_XYZZY"
+
+
+@pytest.mark.parametrize("command", ["up", "coordinator", "prefill", "decode", "status", "generate hi", "chat"])
+def test_variables_that_nothing_reads_are_named(command):
+    arguments = (
+        ["--server", "127.0.0.1:1"] if command.split()[0] in ("status", "generate", "chat") else ["no/such/folder"]
+    )
+    done = CliRunner().invoke(main, [*command.split(), *arguments], env=VARIABLES)
+    assert done.stderr.splitlines()[0] == WARNING
+    assert "secret" not in done.output
+
+
+def test_variables_of_flags_are_known():
+    """Every flag of every command that has a variable, and the one of the kernels."""
+    names = {parameter.envvar for command in walk(main, []) for parameter in command.params if parameter.envvar}
+    assert {"SPLITSERVE_SERVER", "SPLITSERVE_API_KEY", "SPLITSERVE_GRPC_PORT", "SPLITSERVE_KV_BIND"} < names
+    assert unknown_variables(dict.fromkeys([*names, "SPLITSERVE_NATIVE", "PATH"], "x")) == ""
+
+
+def walk(command, found):
+    found.append(command)
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            walk(command.get_command(context, name), found)
+    return found
 
 
 def test_unknown_flags_and_keys_are_refused(tmp_path):

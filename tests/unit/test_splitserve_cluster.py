@@ -1,5 +1,6 @@
 """The plan of a cluster: what each process is told."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from splitserve.models import LocalModel
 from splitserve.rooms import COORDINATOR, DECODE, PREFILL, ROOMS, command_of, environment_of, flat, replaced
 
 MODEL = LocalModel(Path("/models/tiny"), "tiny")
-PLACE = Place(fleet_port=4000, socket_dir="/run/x", fleet_secret="s3cret", cpus=(0, 1, 2, 5))
+PLACE = Place(fleet_port=4000, socket_dir="/run/x", fleet_secret="s3cret", instance_id="this one", cpus=(0, 1, 2, 5))
 
 
 def received(process, room, monkeypatch):
@@ -36,7 +37,7 @@ def test_each_process_is_told_its_place(monkeypatch):
     assert (front["host"], front["port"]) == ("127.0.0.1", 50061)
     assert (front["http_host"], front["http_port"]) == ("127.0.0.1", 8001)
     assert (front["fleet_host"], front["fleet_port"]) == ("127.0.0.1", 4000)
-    assert front["served_model_name"] == "tiny"
+    assert (front["served_model_name"], front["instance_id"]) == ("tiny", "this one")
     assert [node["name"] for node in nodes] == ["prefill-0", "decode-0", "decode-1"]
     assert [node["cpus"] for node in nodes] == ["0,1", "2", "5"]
     assert [node["kv_bind"] for node in nodes[1:]] == ["ipc:///run/x/decode-0", "ipc:///run/x/decode-1"]
@@ -115,7 +116,7 @@ def test_every_rank_has_a_share_of_the_cpus(monkeypatch):
 
 
 def test_ranks_share_cpus_where_there_are_too_few(monkeypatch):
-    place = Place(fleet_port=4000, socket_dir="/run/x", fleet_secret="s3cret", cpus=(3, 4))
+    place = dataclasses.replace(PLACE, cpus=(3, 4))
     _, prefill, decode = plan_cluster(ClusterSettings(prefill_tp=2, decode_tp=4), {}, MODEL, place)
     assert set(received(prefill, PREFILL, monkeypatch)["cpus"].split(",")) == {"3", "4"}
     assert set(received(decode, DECODE, monkeypatch)["cpus"].split(",")) == {"3", "4"}

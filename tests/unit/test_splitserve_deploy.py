@@ -81,7 +81,7 @@ def test_decode_nodes_listen_where_prefill_nodes_can_dial(name, monkeypatch):
 
 
 def test_it_is_the_processes_that_up_starts():
-    place = Place(fleet_port=1, socket_dir="/s", fleet_secret="x", cpus=())
+    place = Place(fleet_port=1, socket_dir="/s", fleet_secret="x", instance_id="i", cpus=())
     up = plan_cluster(ClusterSettings(prefill=2, decode=2), {}, LocalModel(Path("/m"), "m"), place)
     packages = [process.argv[2] for process in up]
     assert packages == [ROLES[SERVICES[name]["command"][0]].package for name in PROCESSES]

@@ -1,6 +1,8 @@
 """`splitserve up` with real nodes that serve the fake model: what it says, and what it leaves behind."""
 
+import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,14 +13,19 @@ import httpx2
 import psutil
 import pytest
 
-from engine.errors import ModelError
+from engine.errors import ModelError, SplitServeError
+from engine.native_library import native_library
+from protos import inference_pb2
 from splitserve import Client
 from splitserve.client import LIVENESS
+from splitserve.cluster import NO_HTTP, ClusterSettings
 from splitserve.errors import Unavailable
-from splitserve.launcher import free_port
-from splitserve.models import demo_folder
-from tests.tiny_models import write_fake_model
+from splitserve.launcher import Cluster, free_port
+from splitserve.models import LocalModel, demo_folder
+from tests.scripted_server import Script, serving
+from tests.tiny_models import write_fake_model, write_tiny_model
 
+ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
 
 
@@ -30,21 +37,24 @@ def model(tmp_path_factory):
 class Up:
     """A running `splitserve up`."""
 
-    def __init__(self, model: Path, log_dir: Path, *flags: str, port: int) -> None:
+    def __init__(self, model: Path, *flags: str, port: int, cwd: Path | None = None) -> None:
         self.target = f"127.0.0.1:{port}"
-        self.log_dir = log_dir
         self.said = ""
         ports = ["--grpc-port", str(port), "--http-port", "0"]
-        command = [sys.executable, "-m", "splitserve", "up", str(model), *ports]
-        self.process = subprocess.Popen(
-            [*command, "--log-dir", str(log_dir), *flags], stderr=subprocess.PIPE, text=True, bufsize=1
-        )
+        command = [sys.executable, "-m", "splitserve", "up", str(model), *ports, *flags]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, bufsize=1, cwd=cwd)
 
     def read_until(self, text: str) -> None:
         while text not in self.said:
             line = self.process.stderr.readline()
             assert line, f"{text!r} never came after: {self.said}"
             self.said += line
+
+    @property
+    def log_dir(self) -> Path:
+        """Where it says that its logs are."""
+        [log_dir] = re.findall(r"^Serving .*; logs: (.*)$", self.said, re.MULTILINE)
+        return Path(log_dir)
 
     def end(self) -> int:
         """The exit code, once it ends."""
@@ -61,12 +71,14 @@ def _name(child: psutil.Process) -> str:
 
 
 @pytest.fixture
-def up(model, tmp_path):
-    """Starts clusters; at the end kills what the test has left."""
+def up(model, tmp_path, monkeypatch):
+    """Starts clusters, with a temporary folder of their own; at the end kills what the test has left."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
     started: list[Up] = []
 
-    def start(*flags: str, model: Path = model, port: int | None = None) -> Up:
-        started.append(Up(model, tmp_path / "logs", *flags, port=port or free_port()))
+    def start(*flags: str, model: Path = model, port: int | None = None, cwd: Path | None = None) -> Up:
+        started.append(Up(model, *flags, port=port or free_port(), cwd=cwd))
         return started[-1]
 
     yield start
@@ -88,7 +100,7 @@ def assert_gone(processes) -> None:
     assert not alive
 
 
-def test_a_cluster_serves_survives_a_node_and_stops_cleanly(up):
+def test_a_cluster_serves_and_survives_a_node(up, tmp_path):
     cluster = up("--decode", "2", "--max-model-len", "64", "--block-size", "8")
     cluster.read_until("Ready")
     children = cluster.children()
@@ -105,11 +117,36 @@ def test_a_cluster_serves_survives_a_node_and_stops_cleanly(up):
         assert sum(len(chunk.token_ids) for chunk in chunks) == 5
         assert chunks[-1].completion.timeline.decode_node == "decode-0"
     cluster.process.send_signal(signal.SIGINT)
-    assert (cluster.end(), cluster.said.splitlines()[-1]) == (0, "Stopped.")
+    assert (cluster.end(), cluster.said.splitlines()[-1]) == (130, "Stopped.")
     assert_gone(children.values())
+    assert f"Logs are kept in {cluster.log_dir}" in cluster.said
     assert sorted(log.name for log in cluster.log_dir.iterdir()) == [f"{name}.log" for name in sorted(children)]
     assert "2 nodes go on" in cluster.said
     assert "Traceback" not in cluster.said
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize("when", ["Loading", "Ready"])
+def test_a_clean_end_leaves_nothing(up, tmp_path, when, number, exit_code):
+    cluster = up()
+    cluster.read_until(when)
+    children = cluster.children()
+    assert children
+    assert cluster.log_dir.is_dir()
+    cluster.process.send_signal(number)
+    assert (cluster.end(), cluster.said.splitlines()[-1]) == (exit_code, "Stopped.")
+    assert_gone(children.values())
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert "Traceback" not in cluster.said
+
+
+def test_logs_that_were_asked_for_are_kept(up, tmp_path):
+    cluster = up("--log-dir", str(tmp_path / "logs"))
+    cluster.read_until("Ready")
+    cluster.process.send_signal(signal.SIGTERM)
+    assert cluster.end() == 0
+    assert sorted(log.stem for log in (tmp_path / "logs").iterdir()) == ["coordinator", "decode-0", "prefill-0"]
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 @pytest.mark.parametrize("lost", ["coordinator", "prefill-0"])
@@ -148,15 +185,8 @@ def test_a_cluster_without_prefill_nodes_serves(up):
     with Client(cluster.target) as client:
         [*_, last] = client.generate([1, 2, 3], max_tokens=5, ignore_eos=True)
     assert last.completion.completion_tokens == 5
-    cluster.process.send_signal(signal.SIGINT)
+    cluster.process.send_signal(signal.SIGTERM)
     assert (cluster.end(), cluster.said.splitlines()[-1]) == (0, "Stopped.")
-
-
-def test_prompts_that_nobody_may_compute_are_one_sentence(up):
-    cluster = up("--prefill", "0", "--local-prefill", "never")
-    assert cluster.end() == 2
-    assert cluster.said.splitlines()[-1].startswith("Error: without prefill nodes (--prefill 0)")
-    assert not cluster.log_dir.exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tie a child's life to its parent's")
@@ -168,34 +198,128 @@ def test_nothing_is_left_when_up_itself_is_killed(up):
     assert_gone(children.values())
 
 
-def test_sigterm_while_starting_leaves_nothing(up):
-    cluster = up()
-    cluster.read_until("Loading")
-    children = cluster.children()
-    cluster.process.send_signal(signal.SIGTERM)
-    assert cluster.end() == 0
-    assert_gone(children.values())
+def refusal(cluster: Up, tmp_path: Path) -> str:
+    """What it says, which is one sentence before anything was started."""
+    assert cluster.end() == 2
+    [sentence] = cluster.said.splitlines()
+    assert sentence.startswith("Error: ")
+    assert sentence.count("rror") == 1
+    assert list((tmp_path / "tmp").iterdir()) == []
+    return sentence
 
 
-def test_a_port_in_use_is_one_sentence(up):
+def test_a_port_in_use_is_named_with_its_flag(up, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        cluster = up(port=port)
-        assert cluster.end() == 1
-    *_, last = cluster.said.splitlines()
-    assert last.startswith("Error: coordinator ended with exit code 2")
-    assert str(port) in last
-    assert "Traceback" not in cluster.said
+        for flag, cluster in (("--grpc-port", up(port=port)), ("--http-port", up("--http-port", str(port)))):
+            assert refusal(cluster, tmp_path) == f"Error: {flag} {port} is in use on 127.0.0.1"
 
 
-def test_a_broken_model_is_one_sentence(up, tmp_path):
-    (tmp_path / "empty").mkdir()
-    cluster = up(model=tmp_path / "empty")
-    assert cluster.end() == 1
-    *_, last = cluster.said.splitlines()
-    assert last.startswith("Error: ")
-    assert "config.json" in last
-    assert "Traceback" not in cluster.said
+def test_another_cluster_on_the_port_is_never_taken_for_ours(up, tmp_path):
+    first = up()
+    first.read_until("Ready")
+    port = first.target.rpartition(":")[2]
+    second = up(port=int(port))
+    assert second.end() == 2
+    assert second.said == f"Error: --grpc-port {port} is in use on 127.0.0.1\n"
+    assert is_running(first)
+
+
+class Stranger(Script):
+    """Healthy, and with nodes of the names that ours will have."""
+
+    def GetServerInfo(self, request, context):
+        nodes = [inference_pb2.NodeInfo(name=name) for name in ("prefill-0", "decode-0")]
+        return inference_pb2.GetServerInfoResponse(instance_id="a stranger", nodes=nodes)
+
+    def GetLoads(self, request, context):
+        nodes = [inference_pb2.NodeLoad(name=name) for name in ("prefill-0", "decode-0")]
+        return inference_pb2.GetLoadsResponse(nodes=nodes)
+
+
+async def test_a_server_that_slipped_in_is_told_from_ours(model):
+    """After the port was found free, that is: nothing looks at it here."""
+    with serving(Stranger()) as target:
+        settings = ClusterSettings(grpc_port=int(target.rpartition(":")[2]), http_port=NO_HTTP)
+        with pytest.raises(SplitServeError, match=r"another server than .* answers|port \d+ is in use"):
+            async with Cluster(settings, {}, LocalModel(model, "fake"), report=print) as cluster:
+                await cluster.start(print)
+
+
+BROKEN = {
+    "no config.json": (lambda folder: (folder / "config.json").unlink(), "config.json cannot be read"),
+    "an architecture of another kind": (
+        lambda folder: rewrite(folder / "config.json", architectures=["GPT2LMHeadModel"]),
+        "architecture 'GPT2LMHeadModel' is not supported; supported are Llama",
+    ),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json; a tokenizer of another"),
+    "no weights": (
+        lambda folder: rewrite(folder / "config.json", architectures=["LlamaForCausalLM"], model_type="llama"),
+        "neither model.safetensors nor model.safetensors.index.json",
+    ),
+}
+
+
+def rewrite(path: Path, **fields) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@pytest.mark.parametrize(("damage", "sentence"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_model_is_one_sentence(up, tmp_path, damage, sentence):
+    folder = write_fake_model(tmp_path / "broken")
+    damage(folder)
+    assert sentence in refusal(up(model=folder), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--prefill 0 --local-prefill never", "without prefill nodes (--prefill 0) --local-prefill cannot be never"),
+        ("--max-model-len 5000", "--max-model-len 5000 is more than the model's 4096"),
+        ("--host 0.0.0.0", "SPLITSERVE_API_KEY"),
+        ("--decode 3 --device cpu --kv-cache-memory-bytes 1099511627776", "4 nodes need 4096.0 GiB of memory"),
+        ("--kv-cache-memory-bytes 1", "--kv-cache-memory-bytes 1 holds no block of 2048 bytes"),
+        ("--node-timeout-s 0.5", "node_timeout_s (0.5) must be above heartbeat_s (1)"),
+    ],
+)
+def test_what_cannot_work_is_told_before_anything_starts(up, tmp_path, flags, sentence):
+    assert sentence in refusal(up(*flags.split()), tmp_path)
+
+
+def test_a_kernel_variant_that_is_none_is_told_before_anything_starts(up, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPLITSERVE_NATIVE", "sse9")
+    assert "SPLITSERVE_NATIVE=sse9 is none of" in refusal(up(), tmp_path)
+
+
+def test_what_only_a_node_can_know_is_its_own_sentence(up, tmp_path):
+    folder = write_tiny_model(tmp_path / "tiny")
+    rewrite(folder / "config.json", num_hidden_layers=4)
+    cluster = up(model=folder)
+    assert cluster.end() == 2
+    [sentence] = [line for line in cluster.said.splitlines() if line.startswith("Error")]
+    pattern = r"Error: the weights lack model\.layers\.3\..* and \d+ more \(((?:prefill|decode)-0); log: (.*)\)"
+    node, log = re.fullmatch(pattern, sentence).groups()
+    assert log == str(cluster.log_dir / f"{node}.log")
+    assert "the weights lack" in Path(log).read_text()
+    assert "Ready" not in cluster.said
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_missing_kernels_are_told_with_what_they_cost(up, tmp_path, compiled):
+    """In an installation whose package `engine` is a copy without what was compiled."""
+    (tmp_path / "installed").mkdir()
+    for room in ROOT.glob("*/__init__.py"):
+        (tmp_path / "installed" / room.parent.name).symlink_to(room.parent)
+    if not compiled:
+        (tmp_path / "installed" / "engine").unlink()
+        shutil.copytree(ROOT / "engine", tmp_path / "installed" / "engine", ignore=shutil.ignore_patterns("*.so"))
+    elif native_library() is None:
+        pytest.skip("there are no compiled kernels here")
+    cluster = up("--device", "cpu", cwd=tmp_path / "installed")
+    cluster.read_until("Serving")
+    lines = [line for line in cluster.said.splitlines() if "There are no compiled kernels" in line]
+    assert len(lines) == (0 if compiled else 1)
+    assert compiled or "takes about 3 times as long" in lines[0]
 
 
 def test_a_role_becomes_the_process_of_its_room(model):

@@ -88,6 +88,36 @@ def test_the_demo_model_is_made_once(cache):
     assert resolve("", pytest.fail) == LocalModel(cache / DEMO_NAME, DEMO_NAME)
 
 
+def test_a_demo_folder_of_an_earlier_version_gets_the_authors_sampling_once(cache):
+    (cache / DEMO_NAME).mkdir(parents=True)
+    path = cache / DEMO_NAME / "generation_config.json"
+    path.write_text('{"eos_token_id": 2, "use_cache": true}')
+    resolve("", pytest.fail)
+    recommended = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+    assert json.loads(path.read_text()) == {"eos_token_id": 2, "use_cache": True, **recommended}
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    changed = {**recommended, "temperature": 0.7}
+    path.write_text(json.dumps(changed))
+    resolve("", pytest.fail)
+    assert json.loads(path.read_text()) == changed
+
+
+def test_a_demo_folder_that_cannot_be_written_serves_as_it_is(cache):
+    path = cache / DEMO_NAME / "generation_config.json"
+    path.mkdir(parents=True)  # in the place of the file, which stops root too
+    lines = []
+    assert resolve("", lines.append) == LocalModel(cache / DEMO_NAME, DEMO_NAME)
+    [line] = lines
+    assert line.startswith("The demo model has no sampling defaults: ")
+
+
+def test_a_broken_file_of_the_demo_folder_is_a_sentence(cache):
+    (cache / DEMO_NAME).mkdir(parents=True)
+    (cache / DEMO_NAME / "generation_config.json").write_text("[")
+    with pytest.raises(ModelError, match=r"no JSON object; remove .* made anew"):
+        resolve("", pytest.fail)
+
+
 @pytest.fixture(scope="session")
 def demo():
     """The real demo model where `make` has put it."""
@@ -103,7 +133,8 @@ def demo():
 def test_the_demo_model_is_bfloat16_with_its_end_token(demo):
     config = json.loads((demo / "config.json").read_text())
     assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "bfloat16")
-    assert json.loads((demo / "generation_config.json").read_text())["eos_token_id"] == 2
+    generation = json.loads((demo / "generation_config.json").read_text())
+    assert (generation["eos_token_id"], generation["temperature"], generation["top_p"]) == (2, 0.2, 0.9)
     with (demo / "model.safetensors").open("rb") as file:
         header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
     assert {tensor["dtype"] for name, tensor in header.items() if name != "__metadata__"} == {"BF16"}

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from splitserve.cluster import Process
-from splitserve.supervisor import Supervisor, parse_line
+from splitserve.supervisor import LastWords, Supervisor, parse_line
 
 DEADLINE_S = 20.0
 FOREVER = "import time; print('started', flush=True); time.sleep(600)"
@@ -60,9 +60,49 @@ def test_a_childs_words_are_logged_and_its_death_is_told(tmp_path):
         return await supervisor.next_death()
 
     death, reported = supervised(tmp_path, scenario)
-    assert str(death) == "prefill-0 ended with exit code 3: last words"
+    assert (death.returncode, str(death)) == (3, "prefill-0 ended: it did not say why")
     assert reported == ["prefill-0: the disk is full"]
     assert "plain words, red\n" in (tmp_path / "prefill-0.log").read_text()
+
+
+def test_a_failure_nobody_expected_is_told_by_its_exception(tmp_path):
+    async def scenario(supervisor):
+        await supervisor.start(python("decode-0", "print('loading', flush=True); raise RuntimeError('no more heads')"))
+        return await supervisor.next_death()
+
+    death, _ = supervised(tmp_path, scenario)
+    assert (str(death), death.refusal) == ("decode-0 ended: RuntimeError: no more heads", "")
+
+
+TRACEBACK = [
+    "Traceback (most recent call last):",
+    '  File "x.py", line 1',
+    "    1 / 0",
+    "ZeroDivisionError: division by zero",
+]
+
+
+@pytest.mark.parametrize(
+    ("lines", "refusal", "failure"),
+    [
+        (["decode-1: no such folder", "leaked semaphores: 2"], "no such folder", ""),
+        (["decode-1.3: of another rank", "decode-1: of the first"], "of another rank", ""),
+        (["decode-10: of another node", "decode-1 without a colon"], "", ""),
+        (["a warning", *TRACEBACK, "unrelated"], "", "ZeroDivisionError: division by zero"),
+        ([*TRACEBACK, "", "During handling ...:", "", *TRACEBACK[:-1], "KeyError: 3"], "", "KeyError: 3"),
+        (['{"level": "info", "event": "decode-1: loading"}'], "", ""),
+        (
+            ['{"level": "critical", "event": "a rank is lost"}', '{"level": "info", "event": "bye"}'],
+            "",
+            "a rank is lost",
+        ),
+    ],
+)
+def test_why_a_process_ended_is_read_from_what_it_wrote(lines, refusal, failure):
+    words = LastWords("decode-1")
+    for line in lines:
+        words.hear(*parse_line(line))
+    assert (words.refusal, words.failure) == (refusal, failure)
 
 
 def test_a_killed_child_is_told_with_its_signal(tmp_path):
@@ -73,7 +113,7 @@ def test_a_killed_child_is_told_with_its_signal(tmp_path):
         return await supervisor.next_death()
 
     death, _ = supervised(tmp_path, scenario)
-    assert (death.returncode, str(death)) == (-9, "decode-1 was killed by SIGKILL: started")
+    assert (death.returncode, str(death)) == (-9, "decode-1 was killed by SIGKILL")
 
 
 @pytest.mark.parametrize(("code", "ended_by"), [(FOREVER, signal.SIGTERM), (STUBBORN, signal.SIGKILL)])
@@ -117,7 +157,7 @@ def test_what_a_child_started_ends_with_it(tmp_path):
 
     death, _ = supervised(tmp_path, scenario)
     assert death.returncode == 0
-    wait_until_gone(int(death.last_line))
+    wait_until_gone(int((tmp_path / "a.log").read_text()))
 
 
 def test_children_are_out_of_reach_of_the_terminals_ctrl_c(tmp_path):

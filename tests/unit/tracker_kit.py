@@ -1,6 +1,7 @@
 """A small world for tests of the tracker: four nodes, and instructions in short."""
 
 from coordinator.instructions import Emit, End, Send
+from coordinator.metrics import Metrics
 from coordinator.prompts import Prompt
 from coordinator.registry import Registry
 from coordinator.tracker import Tracker
@@ -19,7 +20,8 @@ class World:
         for name in nodes:
             self.attach(name)
         defaults = {"first_epoch": 0, "max_live": 10, "max_restarts": 1, "local_prefill": "never"}
-        self.tracker = Tracker(self.registry, **{**defaults, **settings})
+        self.metrics = Metrics()
+        self.tracker = Tracker(self.registry, self.metrics, **{**defaults, **settings})
         self.outcome = None
         self.jobs = []
         self.prefill_tp_size = None

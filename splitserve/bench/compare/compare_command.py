@@ -23,8 +23,8 @@ from splitserve.bench.compare.compare_options import (
 )
 from splitserve.bench.compare.contenders import Contender, contenders, parse_peer
 from splitserve.bench.serve.serve_options import RANDOM
-from splitserve.launcher import run_until_signal
 from splitserve.models import LocalModel, resolve
+from splitserve.signals import run_to_end
 from splitserve.terminal import report, stderr, stdout, waiting
 
 if TYPE_CHECKING:
@@ -83,8 +83,7 @@ def compare_command(model: str, save_dir: Path | None, as_json: bool, **values: 
     bench, dataset = _bench(values), _dataset(values)
     local = resolve(model, report)
     asked = Asked(local, cores, flags, chosen, everyone[0], dataset, bench, _also(values), save_dir, as_json)
-    if run_until_signal(_compare(asked)):
-        raise click.Abort
+    run_to_end(_compare(asked))
 
 
 async def _compare(asked: Asked) -> None:

@@ -11,6 +11,7 @@ from protos import inference_pb2, inference_pb2_grpc, reasons
 from protos.channels import CHANNEL_OPTIONS
 from splitserve.answers import Completion, Timeline, to_chunk
 from splitserve.bench.errors import BenchError
+from splitserve.bench.prompts import GREEDY
 from splitserve.bench.serve.reply import Reply, RequestFailed
 from splitserve.bench.serve.target import ServedModel, Target
 from splitserve.bench.serve.wire import OrderedRequest
@@ -43,7 +44,7 @@ class GrpcBackend:
             model=self._target.model,
             request_id="",
             cache_salt="",
-            sampling={"max_tokens": request.output_tokens, "ignore_eos": True, "temperature": 0.0},
+            sampling={**GREEDY, "max_tokens": request.output_tokens},
         )
         return message.SerializeToString()
 

@@ -12,6 +12,7 @@ import httpx2
 from engine.errors import SettingsError
 from protos import reasons
 from splitserve.bench.errors import BenchError
+from splitserve.bench.prompts import GREEDY
 from splitserve.bench.serve.event_stream import DONE, EventStream
 from splitserve.bench.serve.reply import Reply, RequestFailed, bounded
 from splitserve.bench.serve.target import SPLITSERVE, ServedModel, Target
@@ -41,8 +42,7 @@ class OpenAIBackend:
         fields: dict[str, Any] = {
             "prompt": request.prompt.tolist(),
             "max_tokens": request.output_tokens,
-            "temperature": 0.0,
-            "ignore_eos": True,
+            **GREEDY,
             "stream": True,
             "stream_options": {"include_usage": True},
         }

@@ -45,7 +45,7 @@ class Reporting:
         options = self._options
         return Run(
             started_at=datetime.now().astimezone(),
-            backend=options.backend,
+            backend=options.backend_name,
             model_id=model,
             tokenizer_id=str(options.tokenizer) if options.tokenizer else None,
             label=options.label,

@@ -9,7 +9,7 @@ import click
 
 from splitserve.bench.errors import BenchError
 from splitserve.bench.serve.serve_options import ServeCommand, ServeOptions, load_options, result_options, where_options
-from splitserve.launcher import run_until_signal
+from splitserve.signals import run_to_end
 from splitserve.terminal import report
 
 if TYPE_CHECKING:  # imported when the command runs, so that help is quick
@@ -22,8 +22,7 @@ if TYPE_CHECKING:  # imported when the command runs, so that help is quick
 @result_options
 def serve_command(**flags: Any) -> None:
     """Send a load to a running server: latencies, throughput, and the share of requests within their limits."""
-    if run_until_signal(_serve(ServeOptions(**flags))):
-        raise click.Abort
+    run_to_end(_serve(ServeOptions(**flags)))
 
 
 async def _serve(options: ServeOptions) -> None:

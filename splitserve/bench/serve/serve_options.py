@@ -12,11 +12,15 @@ import click
 from engine.errors import SettingsError
 from splitserve.bench.options import RepeatingCommand, options_of
 from splitserve.bench.serve.target import BACKENDS, COMPLETIONS, OPENAI, SPLITSERVE, Target
+from splitserve.server_options import SERVER_VARIABLE, api_key_option
 
 RANDOM, AZURE, MOONCAKE = "random", "azure", "mooncake"
 DATASETS: Final = (RANDOM, AZURE, MOONCAKE)
 NUM_PROMPTS: Final = 1000  # of random requests; of a trace all
+LOOPBACK: Final = "127.0.0.1"
 PORTS: Final = {SPLITSERVE: 50051, OPENAI: 8000}
+SCHEME: Final = "://"
+OTHER_NAME: Final = re.compile(r"^--(target|base-url)(?==|$)")
 WORD: Final = re.compile(r"(?!--).*", re.DOTALL)
 ABOVE_0: Final = click.FloatRange(0, min_open=True)
 COUNT, LENGTH = click.IntRange(0), click.IntRange(1)
@@ -26,10 +30,9 @@ COUNT, LENGTH = click.IntRange(0), click.IntRange(1)
 class ServeOptions:
     """The flags by their names."""
 
-    backend: str
-    target: str | None
-    base_url: str | None
-    host: str
+    backend: str | None
+    server: str | None
+    host: str | None
     port: int | None
     endpoint: str
     model: str
@@ -71,19 +74,24 @@ class ServeOptions:
         if self.dataset_name != RANDOM and self.dataset_path is None:
             raise SettingsError(f"--dataset-name {self.dataset_name} needs a trace: --dataset-path")
 
+    @property
+    def backend_name(self) -> str:
+        """One of BACKENDS: the one that is named, else the one that understands the address."""
+        return self.backend or (OPENAI if SCHEME in (self.server or "") else SPLITSERVE)
+
     def where(self) -> Target:
         """Raises SettingsError for flags that contradict one another."""
-        is_openai = self.backend == OPENAI
-        if self.target and self.base_url:
-            raise SettingsError("give --target for SplitServe's gRPC or --base-url for an OpenAI server, not both")
-        if (self.target and is_openai) or (self.base_url and not is_openai):
-            other = BACKENDS[1 - BACKENDS.index(self.backend)]
-            raise SettingsError(f"{'--target' if is_openai else '--base-url'} is for --backend {other}")
-        address = f"{self.host}:{self.port or PORTS[self.backend]}"
-        if is_openai:
-            address = (self.base_url or f"http://{address}").rstrip("/")
-        fields = _object(self.extra_body)
-        return Target(self.backend, self.target or address, self.endpoint, self.model, self.api_key, fields)
+        backend = self.backend_name
+        if self.server and (self.host or self.port):
+            raise SettingsError(f"--server ({self.server}) says where: --host and --port are instead of it")
+        address = self.server or f"{self.host or LOOPBACK}:{self.port or PORTS[backend]}"
+        if backend == SPLITSERVE and SCHEME in address:
+            raise SettingsError(f"--server {address} is a URL, which --backend {OPENAI} takes; gRPC has HOST:PORT")
+        if backend == OPENAI:
+            if self.server and SCHEME not in address:
+                raise SettingsError(f"--server {address} is no URL: --backend {OPENAI} takes http://HOST:PORT")
+            address = (address if self.server else f"http://{address}").rstrip("/")
+        return Target(backend, address, self.endpoint, self.model, self.api_key, _object(self.extra_body))
 
     def metadata_pairs(self) -> dict[str, str]:
         """Raises SettingsError for one that is not KEY=VALUE."""
@@ -95,23 +103,29 @@ class ServeOptions:
 
 
 class ServeCommand(RepeatingCommand):
-    """It has no arguments that the words after a flag could be meant for."""
+    """It has no arguments that the words after a flag could be meant for. --target and --base-url mean --server."""
 
     lists: ClassVar = {"--goodput": WORD, "--metadata": WORD}
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, [OTHER_NAME.sub("--server", word) for word in args])
 
 
 # The server.
 where_options = options_of(
-    click.option("--backend", default=SPLITSERVE, show_default=True, type=click.Choice(BACKENDS)),
-    click.option("--target", help="HOST:PORT of SplitServe's gRPC."),
-    click.option("--base-url", help="http://HOST:PORT of an OpenAI-compatible server."),
-    click.option("--host", default="127.0.0.1", show_default=True, help="Instead of --target and --base-url."),
     click.option(
-        "--port", type=click.IntRange(1, 65535), help=f"With --host; default {PORTS[SPLITSERVE]}, {PORTS[OPENAI]}."
+        "--server",
+        envvar=SERVER_VARIABLE,
+        show_envvar=True,
+        help="HOST:PORT of SplitServe's gRPC, or http://HOST:PORT of a server with OpenAI's API; by default "
+        f"{LOOPBACK}:{PORTS[SPLITSERVE]}, with --backend {OPENAI} http://{LOOPBACK}:{PORTS[OPENAI]}.",
     ),
+    click.option("--backend", type=click.Choice(BACKENDS), help="By default the one that --server is an address of."),
+    click.option("--host", hidden=True),  # vLLM's, instead of --server
+    click.option("--port", hidden=True, type=click.IntRange(1, 65535)),
     click.option("--endpoint", default=COMPLETIONS, show_default=True, help="Of an OpenAI-compatible server."),
     click.option("--model", default="", help="Served model; by default what is served."),
-    click.option("--api-key", envvar="SPLITSERVE_API_KEY", show_envvar=True, help="Secret that the server asks for."),
+    api_key_option,
     click.option("--extra-body", default="{}", help="JSON object of more fields for an OpenAI-compatible server."),
     click.option(
         "--tokenizer",

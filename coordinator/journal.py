@@ -1,0 +1,73 @@
+"""What became of every request: one log line and one count each. Never a word of a prompt or an answer."""
+
+import logging
+from typing import Any, Final
+
+from coordinator.metrics import Metrics
+from coordinator.outcomes import FINISH_REASONS, MAX_MESSAGE_CHARS
+from coordinator.registry import Node
+from coordinator.timeline import Phase
+from engine.errors import RequestError
+from protos import fleet_pb2, inference_pb2, reasons
+
+logger = logging.getLogger(__name__)
+
+MAX_ID_CHARS: Final = 128  # of ids that were refused, too
+SECONDS: Final = ("ttft_s", *(f"{phase.value}_s" for phase in Phase), "e2e_s")
+# The texts of these quote what the client has sent.
+QUOTING: Final = (reasons.BAD_PARAM, reasons.MALFORMED_REQUEST, reasons.MODEL_NOT_FOUND)
+
+
+class Journal:
+    """Is told of every end, once."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def ended(self, answer_id: str, outcome: inference_pb2.Complete | RequestError) -> None:
+        """An answer has its end."""
+        request_id, _, index = answer_id.rpartition("/")
+        if isinstance(outcome, RequestError):
+            self._metrics.failed[outcome.reason] += 1
+            fields = {"index": int(index), **_cause(outcome)}
+            _write(logging.WARNING, "request failed", request_id, fields)
+        else:
+            finish_reason = FINISH_REASONS.get(outcome.finish_reason, "unknown")
+            self._metrics.answered(finish_reason, outcome)
+            fields = {"index": int(index), "finish_reason": finish_reason, **_figures(outcome)}
+            _write(logging.INFO, "request finished", request_id, fields)
+
+    def refused(self, request_id: str, error: RequestError) -> None:
+        """A request could not begin."""
+        self._metrics.refused[error.reason] += 1
+        _write(logging.INFO, "request refused", request_id, _cause(error))
+
+    def attempt_failed(self, node: Node, event: fleet_pb2.Failed) -> None:
+        """A node has given up its part of a request, which may go on elsewhere: its words for why."""
+        is_transfer = event.reason in (reasons.TRANSFER_FAILED, reasons.KV_CHECKSUM_MISMATCH)
+        fields = {"failed_node": node.name, "reason": event.reason, "message": event.message[:MAX_MESSAGE_CHARS]}
+        request_id = event.attempt.request_id.rpartition("/")[0]
+        _write(logging.WARNING, "transfer failed" if is_transfer else "attempt failed", request_id, fields)
+
+
+def _cause(error: RequestError) -> dict[str, Any]:
+    message = {} if error.reason in QUOTING else {"message": str(error)}
+    return {"reason": error.reason, **message, **error.metadata}
+
+
+def _figures(complete: inference_pb2.Complete) -> dict[str, Any]:
+    timeline = complete.timeline
+    return {
+        "prompt_tokens": complete.prompt_tokens,
+        "cached_tokens": complete.cached_tokens,
+        "completion_tokens": complete.completion_tokens,
+        "prefill_node": timeline.prefill_node,
+        "decode_node": timeline.decode_node,
+        "restarts": timeline.num_restarts,
+        "kv_bytes": complete.kv_bytes,
+        **{name: round(getattr(timeline, name), 6) for name in SECONDS},
+    }
+
+
+def _write(level: int, event: str, request_id: str, fields: dict[str, Any]) -> None:
+    logger.log(level, event, extra={"request_id": request_id[:MAX_ID_CHARS], "fields": fields})

@@ -1,0 +1,43 @@
+"""How much memory this process may still take. Torch-free."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
+CGROUPS_OF_SELF: Final = Path("/proc/self/cgroup")
+
+# Of a cgroup: its limit, what it uses, and which of that the kernel gives back on demand.
+_V1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2: Final = ("memory.max", "memory.current", "inactive_file")
+
+
+def available_bytes() -> int:
+    """Bytes that are free for this process: the machine's, or what a limit of its cgroups leaves."""
+    available: int = psutil.virtual_memory().available
+    return min([available, *cgroup_rooms(CGROUP_ROOT, CGROUPS_OF_SELF)])
+
+
+def cgroup_rooms(root: Path, cgroups_of_self: Path) -> Iterator[int]:
+    """What each memory limit on this process leaves, in bytes; nothing where there is none, as off Linux."""
+    lines = cgroups_of_self.read_text().splitlines() if cgroups_of_self.exists() else []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, names = (root / "memory", _V1) if controllers else (root, _V2)
+        folder = top / path.lstrip("/")  # a container sees its own folder as the top one, and may not see this path
+        for place in [folder, *folder.parents]:
+            if place.is_relative_to(top) and (place / names[0]).exists():
+                yield from _room(place, *names)
+
+
+def _room(folder: Path, limit_name: str, usage_name: str, reclaimable_name: str) -> Iterator[int]:
+    limit = (folder / limit_name).read_text().strip()
+    if limit == "max":
+        return
+    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    usage = int((folder / usage_name).read_text()) - int(stat[reclaimable_name])
+    yield max(0, int(limit) - usage)

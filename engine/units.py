@@ -1,0 +1,28 @@
+"""Bytes as people write and read them."""
+
+import re
+from typing import Final
+
+KIB: Final = 2**10
+MIB: Final = 2**20
+GIB: Final = 2**30
+UNITS: Final = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
+
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(GiB|MiB|KiB|B)?", re.ASCII | re.IGNORECASE)
+
+
+def size_of(num_bytes: int) -> str:
+    """The bytes in the largest unit of which there is at least one."""
+    for unit, unit_bytes in UNITS:
+        if num_bytes >= unit_bytes:
+            return f"{num_bytes / unit_bytes:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+def parse_size(text: str) -> int:
+    """536870912, 512MiB or 0.5 GiB in bytes. Raises ValueError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is no size such as 512MiB, 2GiB or 536870912")
+    factor = {unit.lower(): unit_bytes for unit, unit_bytes in UNITS}.get((match[2] or "").lower(), 1)
+    return round(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor

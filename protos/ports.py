@@ -1,0 +1,60 @@
+"""Whether the ports that a process is told to listen on are free, told before anything listens."""
+
+import errno
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, Final, NamedTuple
+
+from engine.errors import SettingsError
+
+# What bind raises for an address that this machine does not have.
+_NOT_OURS: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+class Port(NamedTuple):
+    """A port to be listened on and the flag that names it; 0 is any free one, and a negative one none."""
+
+    flag: str
+    host: str
+    port: int
+
+
+def check_ports(ports: Sequence[Port]) -> None:
+    """Raises SettingsError, with the flag and the value, for the first port that cannot be listened on. Nobody holds
+    the ports afterwards: what listens must still expect a refusal."""
+    with ExitStack() as held:
+        for index, port in enumerate(ports):
+            if port.port > 0:
+                _hold(port, ports[:index], held)
+
+
+def _hold(port: Port, earlier: Sequence[Port], held: ExitStack) -> None:
+    """Listens on every address of the host, as gRPC does; it is enough when one of them is this machine's."""
+    num_held = 0
+    for family, address in _addresses(port):
+        dualstack = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        try:
+            held.enter_context(socket.create_server(address, family=family, dualstack_ipv6=dualstack))
+            num_held += 1
+        except OSError as error:
+            if error.errno not in _NOT_OURS:
+                raise SettingsError(f"{port.flag} {port.port} {_why(error, port, earlier)}") from error
+    if num_held == 0:
+        raise SettingsError(f"{port.flag} {port.port}: {port.host:.80} is not an address of this machine")
+
+
+def _addresses(port: Port) -> list[tuple[socket.AddressFamily, Any]]:
+    try:
+        found = socket.getaddrinfo(port.host.strip("[]"), port.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):  # a name that stands for no address, or cannot
+        return []
+    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+
+
+def _why(error: OSError, port: Port, earlier: Sequence[Port]) -> str:
+    if error.errno != errno.EADDRINUSE:
+        return f"cannot be listened on ({error.strerror})"
+    if taken_by := next((other.flag for other in earlier if other.port == port.port), None):
+        return f"is that of {taken_by} too"
+    return f"is in use on {port.host:.80}"

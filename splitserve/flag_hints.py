@@ -1,0 +1,91 @@
+"""What is meant by a flag that a command does not have: vLLM's names where ours differ, and names of other commands."""
+
+from collections.abc import Mapping
+from typing import Final
+
+import click
+
+Hints = Mapping[str, str]
+"""Flags, and the sentence that each of them gets."""
+
+_MODEL: Final = dict.fromkeys(("--model", "--model-path"), "MODEL is given without a flag")
+_RANKS: Final = ("--tensor-parallel-size", "--tp-size", "--tp", "-t")  # click takes the first letter of -tp for a flag
+_MEMORY: Final = ("--gpu-memory-utilization", "--mem-fraction-static")
+_OF_REQUESTS: Final = {
+    "--max-tokens": "a request has this limit, such as `splitserve generate --max-tokens`",
+    "--temperature": "a request says how it is sampled; --generation-config sets the defaults",
+    "--override-generation-config": "a request says how it is sampled; --generation-config sets the defaults",
+}
+_OF_THE_FOLDER: Final = {
+    **_MODEL,
+    "--tokenizer": "the tokenizer is that of the model's folder",
+    "--chat-template": "the chat template is that of the model's folder",
+    "--trust-remote-code": "code of a model's folder is never run; leave the flag out",
+}
+_LOGS: Final = dict.fromkeys(
+    ("--disable-log-requests", "--disable-log-stats", "--uvicorn-log-level"), "see --log-level"
+)
+
+_UP: Final[Hints] = {
+    **_OF_THE_FOLDER,
+    **_OF_REQUESTS,
+    **_LOGS,
+    **dict.fromkeys(_RANKS, "each role has its own: --prefill-tp and --decode-tp"),
+    **dict.fromkeys(_MEMORY, "the KV cache of each node has --kv-cache-memory-bytes"),
+    "--port": "there are two, --grpc-port and --http-port",
+    "--pipeline-parallel-size": "ranks share every layer: --prefill-tp and --decode-tp",
+    "--data-parallel-size": "--prefill and --decode are the numbers of nodes",
+    "--num-gpu-blocks-override": "the KV cache of each node has --num-kv-blocks",
+    "--enable-chunked-prefill": "prompts are always computed in chunks, of --max-num-batched-tokens",
+    "--kv-transfer-config": "--prefill and --decode start both roles, --kv-transport carries the KV between them",
+}
+_COORDINATOR: Final[Hints] = {
+    **_OF_THE_FOLDER,
+    **_OF_REQUESTS,
+    **_LOGS,
+    **dict.fromkeys((*_RANKS, *_MEMORY, "--kv-cache-memory-bytes"), "nodes have it: `splitserve prefill --help`"),
+    "--grpc-port": "it is --port, beside --http-port and --fleet-port",
+}
+_NODE: Final[Hints] = {
+    **_OF_THE_FOLDER,
+    **_LOGS,
+    **dict.fromkeys(_MEMORY, "the KV cache has --kv-cache-memory-bytes"),
+    **dict.fromkeys(("--prefill-tp", "--decode-tp", "--tp-size", "--tp", "-t"), "it is --tensor-parallel-size"),
+    **dict.fromkeys(("--host", "--port", "--server"), "a node has no clients; it dials --coordinator HOST:PORT"),
+    "--pipeline-parallel-size": "ranks share every layer: --tensor-parallel-size",
+    "--num-gpu-blocks-override": "the KV cache has --num-kv-blocks",
+    "--enable-chunked-prefill": "prompts are always computed in chunks, of --max-num-batched-tokens",
+}
+_SERVER: Final[Hints] = dict.fromkeys(
+    ("--target", "--address", "--url", "--base-url", "--host", "--port", "--coordinator"), "it is --server HOST:PORT"
+)
+_ASK: Final[Hints] = {
+    **_SERVER,
+    **dict.fromkeys(("--max-new-tokens", "--max-completion-tokens"), "it is --max-tokens"),
+    **dict.fromkeys(("--model", "--model-name"), "the server has one model, which `splitserve status` shows"),
+    "--stream": "answers are always streamed",
+}
+
+HINTS: Final[Mapping[str, Hints]] = {
+    "up": _UP,
+    "coordinator": _COORDINATOR,
+    "prefill": _NODE,
+    "decode": _NODE,
+    "generate": {**_ASK, **dict.fromkeys(("--prompt", "--quick", "-q", "-p"), "the prompt is TEXT, or - for stdin")},
+    "chat": {**_ASK, "--system-prompt": "it is --system"},
+    "status": _SERVER,
+    "serve": {
+        **dict.fromkeys(("--url", "--address"), "it is --server HOST:PORT or --server http://HOST:PORT"),
+        "--input-len": "it is --random-input-len",
+        "--output-len": "it is --random-output-len",
+        "--concurrency": "it is --max-concurrency",
+    },
+}
+"""By the names of the commands."""
+
+
+def hinted(error: click.NoSuchOption) -> click.UsageError:
+    """The error with a hint in the place of click's guess where there is one."""
+    command = error.ctx.command.name if error.ctx is not None else None
+    hint = HINTS.get(command or "", {}).get(error.option_name)
+    return click.UsageError(f"No such option '{error.option_name}': {hint}.", error.ctx) if hint else error

@@ -1,0 +1,85 @@
+"""What is known of a cluster before its processes start. What would keep one from starting is one sentence here."""
+
+import ctypes
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from coordinator.settings import check_settings
+from coordinator.tokenizer import read_tokenizer
+from engine.errors import SettingsError
+from engine.memory import available_bytes
+from engine.model_config import ModelConfig, read_model_config
+from engine.native_library import native_library, wanted_variants
+from engine.settings import EngineSettings
+from engine.units import size_of
+from protos.ports import Port, check_ports
+from splitserve.cluster import LOOPBACK, ClusterSettings, Process
+
+CUDA_DRIVER: Final = "libcuda.so.1"
+NO_KERNELS: Final = (
+    "There are no compiled kernels (set-up makes them where it finds a C compiler): PyTorch computes everything, "
+    "and a token of a single answer takes about 3 times as long"  # docs/benchmarks.md
+)
+
+
+def check_public_ports(settings: ClusterSettings, passed: Mapping[str, Any]) -> None:
+    """Raises SettingsError, with the flag, when a port that clients are to dial is not free."""
+    http_host = passed.get("http_host") or LOOPBACK
+    check_ports(
+        [Port("--grpc-port", settings.host, settings.grpc_port), Port("--http-port", http_host, settings.http_port)]
+    )
+
+
+def check_processes(processes: Sequence[Process]) -> None:
+    """Raises SettingsError or ModelError where a process of a plan would not start, as far as that can be known
+    without loading the weights, or where all nodes together need more memory than is free."""
+    from engine.needs import check_settings as check_engine  # here, as it reads what the extra `node` brings
+
+    coordinator, *nodes = (process.settings for process in processes)
+    check_settings(coordinator)
+    folder = Path(coordinator.model)
+    config = read_model_config(folder)
+    read_tokenizer(folder)
+    wanted_variants()
+    for node in nodes:
+        check_engine(node.engine, config, node.engine.tensor_parallel_size)
+    _check_memory([node.engine for node in nodes], config)
+
+
+def missing_kernels(settings: EngineSettings) -> str:
+    """What it costs that the kernels of a node were not compiled; empty where they were, or do not compute."""
+    return NO_KERNELS if _on_cpu(settings) and wanted_variants() and native_library() is None else ""
+
+
+def _check_memory(engines: Sequence[EngineSettings], config: ModelConfig) -> None:
+    """Raises ModelError where the weights are not whole, and SettingsError where CPUs compute and their memory is too
+    small. What a GPU holds its node tells."""
+    from engine.needs import needs_of
+
+    once = functools.cache(lambda settings: needs_of(settings, config))
+    each = [once(replace(settings, cpus="")) for settings in engines]
+    weight_bytes, pool_bytes = sum(need.weight_bytes for need in each), sum(need.pool_bytes for need in each)
+    available = available_bytes()
+    if _on_cpu(engines[0]) and weight_bytes + pool_bytes > available:
+        raise SettingsError(
+            f"{len(each)} nodes need {size_of(weight_bytes + pool_bytes)} of memory (weights {size_of(weight_bytes)}, "
+            f"KV pools {size_of(pool_bytes)}), and {size_of(available)} are free; "
+            "--kv-cache-memory-bytes and --quantization make it less"
+        )
+
+
+def _on_cpu(settings: EngineSettings) -> bool:
+    """Whether the node will compute on CPUs; with --device auto as far as that shows without torch."""
+    return settings.device == "cpu" or (settings.device == "auto" and not _has_cuda_driver())
+
+
+@functools.cache
+def _has_cuda_driver() -> bool:
+    try:
+        ctypes.CDLL(CUDA_DRIVER)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,97 @@
+"""`splitserve status`."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import click
+from rich.console import RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from splitserve.answers import Loads, ModelInfo, ServerInfo
+from splitserve.client import Client
+from splitserve.errors import ClientError
+from splitserve.server_options import server_options
+from splitserve.terminal import report, status_view, stdout
+
+TIMEOUT_S: Final = 10.0
+WATCH_S: Final = 2.0
+LEAST_WATCH_S: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a server says of itself at one time. `status --json` prints it as it is: its keys are kept."""
+
+    model: ModelInfo
+    server: ServerInfo
+    loads: Loads
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    def to_view(self) -> RenderableType:
+        return status_view(self.model, self.server, self.loads)
+
+
+Show = Callable[[Snapshot | ClientError], None]
+
+
+@click.command()
+@server_options
+@click.option("--json", "as_json", is_flag=True, help="One JSON object: model, server and loads, as on the wire.")
+@click.option(
+    "--watch",
+    "every_s",
+    is_flag=False,
+    flag_value=WATCH_S,
+    type=click.FloatRange(min=LEAST_WATCH_S),
+    metavar="[SECONDS]",
+    help=f"Show it again every so many seconds, {WATCH_S:g} unless told otherwise, until Ctrl-C.",
+)
+def status(server: str, api_key: str | None, as_json: bool, every_s: float | None) -> None:
+    """Show the model, the nodes of a cluster and their load."""
+    with Client(server, api_key=api_key, timeout_s=TIMEOUT_S) as client:
+        first = _ask(client)
+        with _json_lines() if as_json else _views(is_live=every_s is not None) as show:
+            show(first)
+            while every_s is not None:
+                time.sleep(every_s)
+                try:
+                    show(_ask(client))
+                except ClientError as error:  # it may come back
+                    show(error)
+
+
+def _ask(client: Client) -> Snapshot:
+    return Snapshot(client.model_info(), client.server_info(), client.loads())
+
+
+@contextmanager
+def _json_lines() -> Iterator[Show]:
+    def show(news: Snapshot | ClientError) -> None:
+        if isinstance(news, Snapshot):
+            click.echo(news.to_json())
+        else:
+            report(f"Error: {news}")
+
+    yield show
+
+
+@contextmanager
+def _views(*, is_live: bool) -> Iterator[Show]:
+    """One in the place of the other on a terminal, else one below the other."""
+
+    def view_of(news: Snapshot | ClientError) -> RenderableType:
+        return news.to_view() if isinstance(news, Snapshot) else Text(f"Error: {news}")
+
+    if is_live and stdout.is_terminal:
+        with Live(console=stdout, auto_refresh=False) as live:
+            yield lambda news: live.update(view_of(news), refresh=True)
+    else:
+        yield lambda news: stdout.print(view_of(news))

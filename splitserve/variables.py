@@ -1,0 +1,36 @@
+"""SPLITSERVE_* variables of the environment that nothing reads: named, as a mistyped one would be silence."""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Final
+
+from engine.flags import ENV_PREFIX, fields_of
+from engine.native_library import ENVIRONMENT as NATIVE
+
+SERVER: Final = "SPLITSERVE_SERVER"  # of the commands that ask a server; all others are flags
+
+
+def unknown_variables(environment: Mapping[str, str]) -> str:
+    """One line with the variables that no command knows, and what they may have meant; empty without any."""
+    ours = [name for name in environment if name.startswith(ENV_PREFIX)]
+    known = known_variables() if ours else frozenset()
+    unknown = sorted(set(ours) - known)
+    if not unknown:
+        return ""
+    return f"Warning: nothing reads {', '.join(_with_hint(name, known) for name in unknown)}"
+
+
+def known_variables() -> frozenset[str]:
+    """Every variable that some command or process reads."""
+    from splitserve.cluster import ClusterSettings  # here, as it takes its time and most environments have none of ours
+    from splitserve.rooms import ROOMS
+
+    settings_classes: list[type[Any]] = [ClusterSettings, *(room.settings_class for room in ROOMS)]
+    flags = {field.name for settings_class in settings_classes for field, _ in fields_of(settings_class)}
+    return frozenset({NATIVE, SERVER, *(ENV_PREFIX + name.upper() for name in flags)})
+
+
+def _with_hint(name: str, known: frozenset[str]) -> str:
+    endings = sorted(other.removeprefix(ENV_PREFIX) for other in known)
+    nearest = difflib.get_close_matches(name.removeprefix(ENV_PREFIX), endings, n=1)
+    return f"{name} (did you mean {ENV_PREFIX}{nearest[0]}?)" if nearest else name

@@ -1,0 +1,134 @@
+"""Fields that the server does not know: warned of at both doors, refused where it is strict."""
+
+import asyncio
+import contextlib
+import logging
+
+import grpc
+import httpx2
+import pytest
+
+from coordinator.unknown_fields import MAX_LOGGED, UnknownFields, unknown_in_message
+from engine.errors import RequestError
+from protos import inference_pb2
+from tests import fleet_events as events
+from tests.scripted_nodes import DEADLINE_S, begin, cluster, hand_over, read_to_end, run
+from tests.tiny_models import EOS
+
+HEADER = "x-splitserve-warning"
+HI = {"role": "user", "content": "hi"}
+VARINT_99 = b"\x98\x06\x01"  # field 99 with the number 1, as a later version may have it
+
+
+def asked_by_a_later_version():
+    params = inference_pb2.SamplingParams.FromString(VARINT_99)
+    known = inference_pb2.GenerateRequest(request_id="r", text="hello", sampling_params=params)
+    return inference_pb2.GenerateRequest.FromString(known.SerializeToString() + VARINT_99 + VARINT_99)
+
+
+def test_numbers_of_unknown_fields():
+    assert unknown_in_message(inference_pb2.GenerateRequest(text="a")) == []
+    assert unknown_in_message(asked_by_a_later_version()) == ["99", "sampling_params.99"]
+
+
+def test_names_are_told_short_and_few_and_may_stand_in_a_header():
+    unknown = UnknownFields(strict=False)
+    assert unknown.check([]) == ""
+    assert unknown.check(["a", "b.c"]) == "unknown fields: a, b.c"
+    assert unknown.check(["é\r\nset-cookie: x"]) == "unknown fields: \\u00e9\\r\\nset-cookie: x"
+    told = unknown.check(["x" * 10_000] * 500)
+    assert told.endswith("... and 492 more")
+    assert len(told) < 400
+
+
+def test_a_strict_server_refuses_by_name():
+    with pytest.raises(RequestError, match="unknown fields: temprature, b") as caught:
+        UnknownFields(strict=True).check(["temprature", "b"])
+    assert (caught.value.reason, caught.value.metadata["field"]) == ("BAD_PARAM", "temprature")
+    assert UnknownFields(strict=True).check([]) == ""
+
+
+def test_the_log_has_each_warning_once_and_ends(caplog):
+    unknown = UnknownFields(strict=False)
+    with caplog.at_level(logging.WARNING, logger="coordinator.unknown_fields"):
+        for number in range(2 * MAX_LOGGED):
+            assert unknown.check([f"field{number}"]) == unknown.check([f"field{number}"])
+    assert len(caplog.messages) == MAX_LOGGED
+    assert caplog.messages[0] == "ignored in requests, told once: unknown fields: field0"
+
+
+@contextlib.asynccontextmanager
+async def http_cluster(folder, **settings):
+    async with contextlib.AsyncExitStack() as stack:
+        c = await stack.enter_async_context(cluster(folder, http_port=0, **settings))
+        client = httpx2.AsyncClient(base_url=f"http://127.0.0.1:{c.server.http_port}", timeout=DEADLINE_S)
+        yield c, await stack.enter_async_context(client)
+
+
+async def answer(c):
+    attempt, _ = await begin(c)
+    await hand_over(c, attempt, "a")
+    await c.nodes["d0"].send(events.step_tokens(events.sampled(attempt, 1, EOS, events.STOP)))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_http_answer_carries_the_warning(tmp_path, stream):
+    async def scenario():
+        async with http_cluster(tmp_path) as (c, client):
+            for fields, warning in (({"temprature": 0, "foo": 1}, "unknown fields: temprature, foo"), ({}, None)):
+                body = {"messages": [HI], "stream": stream, **fields}
+                asked = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+                await answer(c)
+                reply = await asked
+                assert (reply.status_code, reply.headers.get(HEADER)) == (200, warning)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": [HI]}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [1]}),
+    ],
+)
+def test_a_strict_server_refuses_over_http(tmp_path, path, fields):
+    async def scenario():
+        async with http_cluster(tmp_path, strict_fields=True) as (_, client):
+            reply = await client.post(path, json={**fields, "temprature": 0})
+            assert reply.status_code == 400
+            assert reply.json()["error"]["message"] == "unknown fields: temprature"
+            assert reply.json()["error"]["param"] == "temprature"
+            if path.endswith("tokenize"):
+                assert (await client.post(path, json=fields)).status_code == 200
+
+    run(scenario())
+
+
+def test_a_grpc_answer_ends_with_the_warning(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            call = c.stub.Generate(asked_by_a_later_version(), timeout=DEADLINE_S)
+            await answer(c)
+            assert (await read_to_end(call))[-1].HasField("complete")
+            warning = dict(await call.trailing_metadata()).get(HEADER)
+            assert warning == "unknown fields: 99, sampling_params.99"
+            call = c.generate(request_id="known")
+            await answer(c)
+            await read_to_end(call)
+            assert HEADER not in dict(await call.trailing_metadata())
+
+    run(scenario())
+
+
+def test_a_strict_server_refuses_over_grpc(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, strict_fields=True) as c:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await read_to_end(c.stub.Generate(asked_by_a_later_version(), timeout=DEADLINE_S))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert caught.value.details() == "unknown fields: 99, sampling_params.99"
+
+    run(scenario())

@@ -1,0 +1,59 @@
+"""Free memory: what a cgroup's limit leaves, from trees of files as the kernel shows them."""
+
+import psutil
+import pytest
+
+from engine.memory import available_bytes, cgroup_rooms
+
+LEVELS = ["", "a", "a/b"]  # the root and two nested groups
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = ("memory.max", "memory.current", "inactive_file")
+
+
+def write_groups(top, names, limits):
+    """Nested groups in which 1000 bytes are used, 300 of them for files that can be read again."""
+    limit_name, usage_name, reclaimable_name = names
+    for level, limit in zip(LEVELS, limits, strict=False):
+        folder = top / level
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / limit_name).write_text(f"{limit}\n")
+        (folder / usage_name).write_text("1000\n")
+        (folder / "memory.stat").write_text(f"anon 700\n{reclaimable_name} 300\n")
+
+
+@pytest.fixture
+def rooms(tmp_path):
+    def rooms(of_self: str) -> list[int]:
+        (tmp_path / "self").write_text(of_self)
+        return list(cgroup_rooms(tmp_path, tmp_path / "self"))
+
+    return rooms
+
+
+def test_every_level_of_cgroups_may_limit(rooms, tmp_path):
+    write_groups(tmp_path, V2, ["max", 5000, 2000])
+    assert sorted(rooms("0::/a/b\n")) == [1300, 4300]
+
+
+def test_the_older_cgroups(rooms, tmp_path):
+    write_groups(tmp_path / "memory", V1, [2**63 - 4096, 5000, 2000])
+    assert sorted(rooms("5:memory:/a/b\n4:cpu,cpuacct:/c\n0::/\n")) == [1300, 4300, 2**63 - 4096 - 700]
+
+
+def test_a_container_that_does_not_see_its_path_has_its_own_as_the_root(rooms, tmp_path):
+    write_groups(tmp_path / "memory", V1, [900])
+    assert rooms("5:memory:/docker/0123abcd\n") == [200]
+
+
+def test_a_limit_below_what_is_used_leaves_nothing(rooms, tmp_path):
+    write_groups(tmp_path, V2, [600])
+    assert rooms("0::/\n") == [0]
+
+
+def test_where_nothing_limits(rooms, tmp_path):
+    assert rooms("0::/a\n") == []
+    assert list(cgroup_rooms(tmp_path, tmp_path / "no such file")) == []
+
+
+def test_this_machine_has_some_and_not_more_than_all():
+    assert 0 < available_bytes() <= psutil.virtual_memory().total

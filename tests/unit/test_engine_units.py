@@ -1,0 +1,27 @@
+"""Sizes, as people write and read them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.units import parse_size, size_of
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "shown"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (2**29, "512.0 MiB"), (3 * 2**29, "1.5 GiB")],
+)
+def test_a_size_is_shown_in_its_largest_unit(num_bytes, shown):
+    assert size_of(num_bytes) == shown
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "1 GB", "1,5GiB", "0x10", "1.GiB", "٣"])
+def test_what_is_no_size(text):
+    with pytest.raises(ValueError, match="is no size such as 512MiB"):
+        parse_size(text)
+
+
+@given(num_bytes=st.integers(0, 2**60))
+def test_what_is_shown_can_be_given(num_bytes):
+    assert parse_size(str(num_bytes)) == num_bytes
+    assert abs(parse_size(size_of(num_bytes)) - num_bytes) <= num_bytes / 20

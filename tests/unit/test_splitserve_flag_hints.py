@@ -1,0 +1,55 @@
+"""A flag that a command does not have gets a hint, and what the hint names is there."""
+
+import re
+
+import pytest
+from click.testing import CliRunner
+
+from splitserve.bench.commands import bench
+from splitserve.cli import COMMANDS, main
+from splitserve.flag_hints import HINTS
+
+PATHS = {name: [name] for name in COMMANDS} | {"serve": ["bench", "serve"]}
+CASES = [(name, flag, hint) for name, hints in HINTS.items() for flag, hint in hints.items()]
+FLAG = re.compile(r"--[a-z][a-z-]+")
+
+
+def command(name):
+    return bench.commands["serve"] if name == "serve" else main.get_command(None, name)
+
+
+def flags_of(name):
+    return {spelling for parameter in command(name).params for spelling in [*parameter.opts, *parameter.secondary_opts]}
+
+
+@pytest.mark.parametrize(("name", "flag", "hint"), CASES)
+def test_a_hint_comes_instead_of_a_guess_and_names_flags_that_exist(name, flag, hint):
+    assert flag not in flags_of(name), "a command's own flag needs no hint"
+    result = CliRunner().invoke(main, [*PATHS[name], flag, "2"])
+    assert result.exit_code == 2
+    assert f"Error: No such option '{flag}': {hint}." in result.stderr
+    for other, named in re.findall(r"`splitserve (\w+) (--[a-z-]+)`", hint):
+        assert named in {*flags_of(other), "--help"}
+    named = FLAG.findall(re.sub("`.*?`", "", hint))
+    assert set(named) <= flags_of(name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["up", "--tensor-parallel-size", "2"], "--prefill-tp and --decode-tp"),
+        (["up", "-tp", "2"], "--prefill-tp and --decode-tp"),
+        (["up", "m", "--port=8000"], "--grpc-port and --http-port"),
+        (["up", "--gpu-memory-utilization", "0.9"], "--kv-cache-memory-bytes"),
+        (["up", "--model", "m"], "MODEL is given without a flag"),
+        (["generate", "hi", "--target", "a:1"], "--server HOST:PORT"),
+    ],
+)
+def test_what_somebody_used_to_vllm_tries(arguments, hint):
+    assert hint in CliRunner().invoke(main, arguments).stderr
+
+
+def test_click_guesses_where_there_is_no_hint():
+    stderr = CliRunner().invoke(main, ["up", "--block-sizes", "8"]).stderr
+    assert "Did you mean" in stderr
+    assert "--block-size'" in stderr
