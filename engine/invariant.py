@@ -4,8 +4,8 @@ The compiled kernels keep that by themselves. A product of torch's does not: how
 and at some numbers on the place of a row among them. Here every product, norm and activation that torch computes runs
 in tiles of a few fixed numbers of rows, the last one filled up with zeros. Which numbers, is found out at the start, on
 the device itself: those at which a row has the same bits at every place, and the same at one number as at the other.
-(A product's way depends on shapes alone, not on values, so that a few rows tell if their results are small beside what is
-added up: rounding would hide another order else. One row at a time always agrees.)
+(A product's way depends on shapes alone, not on values, so that a few rows tell if their results are small beside what
+is added up: rounding would hide another order else. One row at a time always agrees.)
 Attention that is not native runs request by request, and the sums over more than two ranks are refused, as their order
 depends on where a number lies.
 
@@ -63,9 +63,9 @@ def random_rows(num_columns: int, dtype: torch.dtype, device: torch.device) -> t
 
 @torch.inference_mode()
 def telling_rows(product: Rows, num_inputs: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Rows [NUM_PROBES, num_inputs], the same each time, at which some outputs of a product are about 0, though what they
-    add up is not: there the order of the sums shows."""
-    unit_rows = torch.eye(num_inputs, dtype=dtype, device=device).split(max(TILE_ROWS))
+    """Rows [NUM_PROBES, num_inputs], the same each time, at which some outputs of a product are about 0, though what is
+    added up to them is not: there the order of the sums shows."""
+    unit_rows = torch.split(torch.eye(num_inputs, dtype=dtype, device=device), max(TILE_ROWS))
     num_cancelled = min(MAX_CANCELLED, num_inputs // 2)
 
     def outputs(rows: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,8 @@ def telling_rows(product: Rows, num_inputs: int, dtype: torch.dtype, device: tor
     bias = outputs(torch.zeros(1, num_inputs, dtype=dtype, device=device))
     weights = torch.cat([outputs(rows) for rows in unit_rows]) - bias
     rows = _random(num_inputs)
-    return (rows - (rows @ weights + bias) @ torch.linalg.pinv(weights)).to(device, dtype)
+    telling: torch.Tensor = rows - (rows @ weights + bias) @ torch.linalg.pinv(weights)
+    return telling.to(device, dtype)
 
 
 def _random(num_columns: int) -> torch.Tensor:

@@ -10,7 +10,6 @@ from typing import Any, Final
 from coordinator.settings import check_settings
 from coordinator.text.tokenizer import read_tokenizer
 from engine.native.library import native_library, wanted_variants
-from serving_core import needs
 from serving_core.errors import SettingsError
 from serving_core.memory import available_bytes
 from serving_core.model_config import ModelConfig, read_model_config
@@ -37,6 +36,8 @@ def check_public_ports(settings: ClusterSettings, passed: Mapping[str, Any]) -> 
 def check_processes(processes: Sequence[Process]) -> None:
     """Raises SettingsError or ModelError where a process of a plan would not start, as far as that can be known
     without loading the weights, or where all nodes together need more memory than is free."""
+    from serving_core.needs import check_settings as check_engine  # here, as it reads what the extra `node` brings
+
     coordinator, *nodes = (process.settings for process in processes)
     check_settings(coordinator)
     folder = Path(coordinator.model)
@@ -44,7 +45,7 @@ def check_processes(processes: Sequence[Process]) -> None:
     read_tokenizer(folder)
     wanted_variants()
     for node in nodes:
-        needs.check_settings(node.engine, config, node.engine.tensor_parallel_size)
+        check_engine(node.engine, config, node.engine.tensor_parallel_size)
     _check_memory([node.engine for node in nodes], config)
 
 
@@ -56,8 +57,10 @@ def missing_kernels(settings: EngineSettings) -> str:
 def _check_memory(engines: Sequence[EngineSettings], config: ModelConfig) -> None:
     """Raises ModelError where the weights are not whole, and SettingsError where CPUs compute and their memory is too
     small. What a GPU holds its node tells."""
-    needs_of = functools.cache(lambda settings: needs.needs_of(settings, config))
-    each = [needs_of(replace(settings, cpus="")) for settings in engines]
+    from serving_core.needs import needs_of
+
+    once = functools.cache(lambda settings: needs_of(settings, config))
+    each = [once(replace(settings, cpus="")) for settings in engines]
     weight_bytes, pool_bytes = sum(need.weight_bytes for need in each), sum(need.pool_bytes for need in each)
     available = available_bytes()
     if _on_cpu(engines[0]) and weight_bytes + pool_bytes > available:

@@ -1,7 +1,7 @@
 """One rank of several engines, one after the other, in a process of its own.
 
-`python -m tests.unit.serving_node.rank_process FOLDER DEVICE` runs what FOLDER/cases.json lists. Rank 0 schedules, tells
-the others the shares of each step, and writes what it sampled; every rank writes what it says of itself.
+`python -m tests.unit.serving_node.rank_process FOLDER DEVICE` runs what FOLDER/cases.json lists. Rank 0 schedules,
+tells the others the shares of each step, and writes what it sampled; every rank writes what it says of itself.
 """
 
 import dataclasses

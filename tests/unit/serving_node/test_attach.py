@@ -145,7 +145,8 @@ def shown_sessions(coordinator):
 
 
 def said(caplog, level):
-    return [record.message for record in caplog.records if record.name == "serving_node.link" and record.levelno == level]
+    records = [record for record in caplog.records if record.name == "serving_node.link"]
+    return [record.message for record in records if record.levelno == level]
 
 
 async def test_a_node_whose_name_is_taken_asks_again_until_it_is_let_in_and_says_so_once(caplog):
