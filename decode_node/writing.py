@@ -51,7 +51,7 @@ class Writing:
             victim = self._youngest(resident, taken)
             if victim is None:
                 return False  # what is being sent or received will end, and then there is another
-            self._give_way(victim)
+            self.give_way(victim)
             if victim is resident:
                 return False
         self._leases.grow(resident, num_missing)
@@ -67,7 +67,8 @@ class Writing:
                 return each
         return None
 
-    def _give_way(self, resident: Resident) -> None:
+    def give_way(self, resident: Resident) -> None:
+        """Takes the blocks of one that can give way; those of a grant come free later."""
         if resident.stage is Stage.GRANTED:
             resident.is_revoked = True
             self._revoke(resident)

@@ -78,7 +78,7 @@ class NodeLogic:
             on_committed=self._cache_report.tell,
         )
         self._writing = Writing(residents, leases, self._hand_overs.revoke)
-        self._room = Room(residents, self._reading, self._credit, limits.max_num_seqs)
+        self._room = Room(residents, self._reading, self._credit, self._writing, limits.max_num_seqs)
         self.is_draining = False
 
     # ---- what comes out ----
@@ -188,9 +188,10 @@ class NodeLogic:
     def plan(self, now: float) -> list[Work]:
         """The next step: a token of each answer that is being written, then chunks of prompts; empty when there is
         nothing to compute. `step_done` or `step_failed` is to follow."""
-        works = self._writing.plan()
-        budget = self._limits.max_num_batched_tokens - sum(work.num_tokens for work in works)
-        works += self._reading.plan(budget, self._room.has_seat, self._room.start)
+        works = self._plan()
+        while not works and self._room.make_way():
+            self._grant()
+            works = self._plan()
         for work in works:
             resident = self._residents.of(work.request)
             resident.in_step = True
@@ -198,6 +199,11 @@ class NodeLogic:
                 resident.reading_since_s = now
         self._hand_overs.note_read(self._residents.in_stage(Stage.READING), now)
         return works
+
+    def _plan(self) -> list[Work]:
+        works = self._writing.plan()
+        budget = self._limits.max_num_batched_tokens - sum(work.num_tokens for work in works)
+        return works + self._reading.plan(budget, self._room.has_seat, self._room.start)
 
     def sends_while(self, works: Sequence[Work]) -> list[Work]:
         """Those of a step whose blocks may leave while it is being computed."""

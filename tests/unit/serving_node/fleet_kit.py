@@ -155,10 +155,10 @@ class Fleet:
         """Until everything is over, or `until` says so."""
         num_still = 0
         for number in range(MOST_ROUNDS):
-            if (self.is_done if until is None else until()) and number:
+            if number and (self.is_done if until is None else until()):
                 return number
-            num_still = 0 if self._round(hurries=num_still > 0) else num_still + 1
-            assert num_still < 4, f"nothing moves any more:\n{self.describe()}"
+            num_still = 0 if self._round(hurries=num_still > 2) else num_still + 1
+            assert num_still < 8, f"nothing moves any more:\n{self.describe()}"
         raise AssertionError(f"no end after {MOST_ROUNDS} rounds:\n{self.describe()}")
 
     @property
@@ -212,8 +212,6 @@ class Fleet:
         for kind, action in actions:
             if hurries or self.random.random() < self._pace[kind]:
                 has_moved |= bool(action())
-            else:
-                has_moved = True  # it may have
         if self.faults:
             self._trouble()
         return has_moved
