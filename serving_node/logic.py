@@ -180,8 +180,10 @@ class NodeLogic:
         resident = self._residents.find((attempt.request_id, attempt.epoch))
         if resident is None:
             self._endings.tell(cancelled=cancelled)
-        else:
-            self._endings.end(resident, cancelled=cancelled)
+            return
+        if resident.ending == {}:  # it was to end without a word
+            resident.ending = {"cancelled": cancelled}
+        self._endings.end(resident, cancelled=cancelled)
 
     # ---- steps ----
 

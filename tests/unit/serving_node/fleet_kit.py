@@ -134,6 +134,8 @@ class Fleet:
         self.all = []
         self.held = set()  # (node, epoch): the coordinator believes that the node has something of the attempt
         self.cancels = []  # (node, epoch) that have not been answered
+        self.lost = set()  # (node, epoch) of before a broken stream: what is still said of them is of no interest
+        self.failed = set()  # (node, epoch): a failure may be the answer to a cancel too
         self.num_failures = 0
         self.num_revoked = 0
         self._num_epochs = 0
@@ -166,7 +168,7 @@ class Fleet:
         return (
             not self.to_come
             and all(ask.is_over for ask in self.all)
-            and not self.cancels
+            and self.failed.issuperset(self.cancels)
             and all(node.logic.is_idle and not node.works and not node.commands for node in self.nodes)
             and all(node.num_heard == len(node.events) for node in self.nodes)
         )
@@ -324,6 +326,7 @@ class Fleet:
         node.logic.attached()
         node.num_heard = len(node.events)
         node.hints.clear()
+        self.lost |= {each for each in [*self.cancels, *self.held] if each[0] is node}
         self.cancels = [each for each in self.cancels if each[0] is not node]
         self.held = {each for each in self.held if each[0] is not node}
         for ask in list(self.asks.values()):
@@ -360,6 +363,8 @@ class Fleet:
         elif kind != "cache_changed":
             body = getattr(event, kind)
             epoch = body.attempt.epoch
+            if (node, epoch) in self.lost:
+                return True
             if kind == "cancelled":
                 self.cancels.remove((node, epoch))  # it was asked for, and is told once
                 self.held.discard((node, epoch))
@@ -417,5 +422,6 @@ class Fleet:
     def _failed(self, node, epoch, failed):
         assert self.faults, f"{failed.reason}: {failed.message}\n{self.describe()}"
         self.held.remove((node, epoch))
+        self.failed.add((node, epoch))
         if ask := self.asks.get(epoch):
             self._again(ask)

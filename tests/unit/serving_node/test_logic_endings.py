@@ -132,7 +132,7 @@ STAGES = [
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("end", ["cancel", "detach", "cancel, then detach", "cancel twice"])
+@pytest.mark.parametrize("end", ["cancel", "detach", "cancel, then detach", "detach, then cancel", "cancel twice"])
 def test_it_ends_once_when_nothing_touches_its_blocks_any_more(stage, end):
     case = Case(stage)
     node, is_awaiting = case.node, stage == "awaiting"
@@ -148,7 +148,7 @@ def test_it_ends_once_when_nothing_touches_its_blocks_any_more(stage, end):
     if is_awaiting:
         case.rest.release()
     # the second of two cancels finds nothing where nothing had to let go, and is answered all the same
-    num_cancelled = 0 if end == "detach" else 2 if end == "cancel twice" and not touching else 1
+    num_cancelled = 2 if end == "cancel twice" and not touching else end.count("cancel") and 1
     assert node.words("a") == case.told + ["cancelled"] * num_cancelled
     assert node.begin() == []
     node.check_empty()
@@ -217,6 +217,19 @@ def test_one_that_was_received_before_its_cancel_took_effect_is_cancelled_all_th
     node.cancel(request)
     node.arrive(request)
     assert node.words("a") == ["reserved", "cancelled"]
+    node.check_empty()
+
+
+def test_a_cancel_that_meets_an_end_without_a_word_is_answered():
+    """An answer of one token that nobody will receive: the transfer ends first."""
+    node = Node()
+    request = node.prefill("a", 5, max_tokens=1)
+    node.deliver(request)
+    node.step()
+    node.cancel(request)
+    assert node.words("a") == ["first_token"]
+    node.send_fails(request)
+    assert node.words("a") == ["first_token", "cancelled"]
     node.check_empty()
 
 
