@@ -5,8 +5,6 @@ blocks, and leaves every request that grows one block to grow into. Leading bloc
 transfer: they are leased with the rest, so nobody can have them for other tokens.
 """
 
-from collections.abc import Iterator
-
 from serving_core import reasons
 from serving_core.errors import RequestError
 from serving_core.leases import Leases
@@ -56,9 +54,3 @@ class Credit:
         resident.is_revoked = False
         resident.stage = Stage.AWAITING
         resident.waiting_since_s = now
-
-    def overdue(self, waiting_since_s: float) -> Iterator[Resident]:
-        """Those that have waited for credit since before this time."""
-        for resident in self._residents.in_stage(Stage.AWAITING):
-            if resident.waiting_since_s < waiting_since_s and not resident.is_ending:
-                yield resident

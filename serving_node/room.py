@@ -21,7 +21,9 @@ WITHOUT: Final = (Stage.QUEUED, Stage.AWAITING)
 class Room:
     """The blocks and seats of one node, between its two halves."""
 
-    def __init__(self, residents: Residents, reading: Reading, credit: Credit, writing: Writing, max_num_seqs: int) -> None:
+    def __init__(
+        self, residents: Residents, reading: Reading, credit: Credit, writing: Writing, max_num_seqs: int
+    ) -> None:
         self._residents = residents
         self._reading = reading
         self._credit = credit

@@ -2,7 +2,6 @@
 
 import pytest
 
-from decode_node.writing import MAX_EVICTIONS
 from serving_core import reasons
 from tests.toy_kv import answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, prompt_of
@@ -256,26 +255,6 @@ def test_the_ticket_may_come_while_it_waits_to_be_read_again():
     assert len(sending.block_ids) == 4
     node.sent(request)
     node.steps()
-    node.check_empty()
-
-
-def test_it_is_evicted_so_many_times_and_then_stays():
-    node = Node(24, caching=False)
-    request = node.has_read("read", 13, age=50)  # 4 blocks
-    num_evicted = 0
-    for index in range(MAX_EVICTIONS + 1):
-        old = node.writes(f"old {index}", 7, max_tokens=20, age=index + 1)
-        node.step()  # fills its second block
-        rest = node.allocator.allocate(node.num_free)
-        shares = node.step()
-        num_evicted += bool(shares)
-        rest.release()
-        node.cancel(old)
-        node.step()
-    assert num_evicted == MAX_EVICTIONS
-    assert node.words("read") == ["first_token"]
-    node.deliver(request)
-    node.sent(request)
     node.check_empty()
 
 

@@ -1,0 +1,92 @@
+"""Which tokens of which prompt a step computes."""
+
+from prefill_node.reading import Reading, num_cacheable
+from serving_core.residents import Stage
+from tests.unit.serving_node.residents_kit import House
+
+
+def make(num_blocks=32):
+    house = House(num_blocks)
+    return house, Reading(house.residents, house.leases, max_num_queued=100)
+
+
+def plan(house, reading, budget, *, seats=(), start=None):
+    """Names of those that ask for a seat and do not get one: `seats` lacks them."""
+    asked = []
+
+    def has_seat(resident):
+        return resident.hands_over or resident.request.request_id in seats
+
+    def begin(resident):
+        asked.append(resident.request.request_id)
+        return (start is None or resident.request.request_id in start) and reading.start(resident, num_spare=0)
+
+    works = reading.plan(budget, has_seat, begin)
+    return [(work.request.request_id, work.start, work.num_tokens) for work in works], asked
+
+
+def test_the_budget_is_spent_in_order_of_age():
+    house, reading = make()
+    house.add("c", 3, Stage.QUEUED, 5, hands_over=True)
+    house.add("a", 1, Stage.QUEUED, 5, hands_over=True)
+    house.add("b", 2, Stage.READING, 9, num_computed=4, hands_over=True)
+    assert plan(house, reading, 12) == ([("a", 0, 5), ("b", 4, 5), ("c", 0, 2)], ["a", "c"])
+
+
+def test_nobody_is_started_without_budget():
+    house, reading = make()
+    house.add("a", 1, Stage.READING, 8, hands_over=True)
+    house.add("b", 2, Stage.QUEUED, 8, hands_over=True)
+    assert plan(house, reading, 8) == ([("a", 0, 8)], [])
+    assert plan(house, reading, 0) == ([], [])
+
+
+def test_one_that_may_not_start_holds_up_those_without_blocks_alone():
+    house, reading = make()
+    house.add("may not", 1, Stage.QUEUED, 5, hands_over=True)
+    house.add("could", 2, Stage.QUEUED, 5, hands_over=True)
+    house.add("has begun", 3, Stage.READING, 5, hands_over=True)
+    assert plan(house, reading, 64, start={"could"}) == ([("has begun", 0, 5)], ["may not"])
+
+
+def test_one_without_a_seat_is_passed_over():
+    house, reading = make()
+    house.add("no seat", 1, Stage.QUEUED, 5)
+    house.add("seat", 2, Stage.QUEUED, 5)
+    assert plan(house, reading, 64, seats={"seat"}) == ([("seat", 0, 5)], ["seat"])
+
+
+def test_what_is_ending_or_has_all_it_needs_is_left_out():
+    house, reading = make()
+    house.add("ends", 1, Stage.QUEUED, 5, hands_over=True, ending={})
+    house.add("ends too", 2, Stage.READING, 5, hands_over=True, ending={})
+    house.add("done", 3, Stage.READING, 5, num_computed=5, hands_over=True)
+    assert plan(house, reading, 64) == ([], [])
+
+
+def test_a_prompt_that_is_answered_here_gets_room_for_its_first_token():
+    house, reading = make()
+    here = house.add("here", 1, Stage.QUEUED, 8)
+    there = house.add("there", 2, Stage.QUEUED, 8, hands_over=True)
+    again = house.add("again", 3, Stage.QUEUED, 8, has_first_token=True)
+    assert [reading.tokens_to_hold(each) for each in (here, there, again)] == [9, 8, 8]
+    assert [reading.num_needed(each) for each in (here, there, again)] == [3, 2, 2]
+
+
+def test_the_last_token_is_computed_where_its_logits_are_wanted():
+    house, _ = make()
+    assert num_cacheable(house.add("here", 1, Stage.QUEUED, 8)) == 7
+    assert num_cacheable(house.add("there", 2, Stage.QUEUED, 8, hands_over=True)) == 7
+    evicted = house.add("evicted", 3, Stage.QUEUED, 8, hands_over=True, has_first_token=True)
+    evicted.request.token_ids.append(1)
+    assert num_cacheable(evicted) == 8
+
+
+def test_a_prompt_counts_once_however_often_it_begins():
+    house, reading = make()
+    resident = house.add("a", 1, Stage.QUEUED, 5, hands_over=True)
+    plan(house, reading, 64)
+    house.leases.give_back(resident)
+    resident.stage = Stage.QUEUED
+    plan(house, reading, 64)
+    assert reading.num_prompt_tokens == 5

@@ -1,0 +1,33 @@
+"""Requests that stand where a test puts them, over one pool; for tests of one half of a node by itself."""
+
+from itertools import count
+
+from serving_core.blocks import BlockAllocator
+from serving_core.layout import KVLayout
+from serving_core.leases import Leases
+from serving_core.prefix import BlockNames
+from serving_core.requests import Request, SamplingParams
+from serving_core.residents import Resident, Residents, Stage
+
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
+
+
+class House:
+    """Residents and their leases."""
+
+    def __init__(self, num_blocks):
+        self.allocator = BlockAllocator(num_blocks)
+        self.leases = Leases(self.allocator, LAYOUT)
+        self.residents = Residents()
+        self._epochs = count(1)
+
+    def add(self, name, age, stage, num_tokens, *, num_computed=0, holds=True, **facts):
+        """One with so many tokens, and blocks for them all where its stage has some."""
+        request = Request(name, next(self._epochs), list(range(num_tokens)), num_tokens, SamplingParams(max_tokens=9))
+        names = BlockNames(name.encode().ljust(32), LAYOUT.block_size)
+        resident = Resident(request, age, names, stage, 0.0, **facts)
+        if holds and stage not in (Stage.QUEUED, Stage.AWAITING):
+            assert self.leases.take(resident, num_tokens, num_cacheable=0, num_spare=0)
+        resident.num_computed = num_computed
+        self.residents.add(resident)
+        return resident

@@ -1,0 +1,181 @@
+"""A node that would stand still: what its youngest only keeps for other nodes goes to an older one that lacks it."""
+
+import pytest
+
+from decode_node.writing import MAX_EVICTIONS
+from tests.toy_kv import answer_of
+from tests.unit.serving_node.logic_kit import Node, prompt_of
+
+
+def test_a_prompt_that_was_here_before_gets_the_blocks_of_a_grant():
+    """Ages as they come: the grant was given while an older prompt was first in the queue."""
+    node = Node(9)
+    rest = node.allocator.allocate(1)
+    node.prefill("first", 2)
+    second = node.prefill("second", 24)  # 6 blocks
+    grant = node.reserve("granted", 8)  # 3 blocks: enough is left for the first alone
+    assert node.words("granted") == ["reserved"]
+    assert node.step() == [("first", 0, 2)]
+    rest.release()
+    assert node.step() == []
+    assert node.cancelled == [grant.epoch]
+    node.receive_fails(grant)
+    assert node.words("granted") == ["reserved", "revoked"]  # and not granted again before the older one
+    assert node.step() == [("second", 0, 24)]
+    node.deliver(second)
+    node.sent(second)
+    assert node.words("granted") == ["reserved", "revoked", "reserved"]
+    node.arrive(grant)
+    node.steps()
+    assert node.tokens("granted") == answer_of(prompt_of(8), 4)[1:]
+
+
+@pytest.mark.parametrize("how", ["reserve", "local", "prefill"])
+def test_an_older_request_gets_the_blocks_of_a_prompt_that_is_read(how):
+    node = Node(6)
+    younger = node.has_read("younger", 17, age=9)  # 5 blocks
+    older = getattr(node, how)("older", 11, age=1)  # 3 blocks
+    assert node.step() == ([("older", 0, 11)] if how != "reserve" else [])
+    if how == "reserve":
+        assert node.words("older") == ["reserved"]
+        node.arrive(older)
+    if how == "prefill":
+        node.deliver(older)
+        node.sent(older)
+    node.steps()
+    node.deliver(younger)
+    assert node.sending[younger.epoch].is_finished
+    node.sent(younger)
+    assert node.words("younger") == ["first_token", "transferred"]
+    node.check_empty()
+
+
+def test_the_youngest_goes_first_and_no_more_than_is_needed():
+    node = Node(8)
+    for name, age in (("middle", 5), ("youngest", 9), ("oldest", 3)):
+        node.has_read(name, 8, age=age)
+    node.prefill("older", 13, age=4)  # 4 blocks, 2 are free
+    assert node.step() == [("older", 0, 13)]
+    waiting = [each.request.request_id for each in node.logic._residents if each.lease is None]
+    assert waiting == ["youngest"]
+
+
+def test_an_older_request_gets_the_seat_of_a_grant():
+    node = Node(16, seats=1)
+    grant = node.reserve("granted", 4, age=9)
+    read = node.has_read("read", 4, age=8)
+    older = node.reserve("older", 4, age=1)
+    assert node.words("older") == []
+    assert node.step() == []
+    assert node.cancelled == [grant.epoch]
+    node.receive_fails(grant)
+    assert node.words("older") == ["reserved"]
+    node.arrive(older)
+    node.steps()
+    assert node.words("granted") == ["reserved", "revoked", "reserved"]
+    assert node.words("read") == ["first_token"]  # it has no seat, and kept what it has
+    node.deliver(read)
+    node.sent(read)
+    node.arrive(grant)
+    node.steps()
+    node.check_empty()
+
+
+def test_one_that_was_preempted_has_no_seat_and_is_the_first_to_get_one_again():
+    node = Node(8, seats=2)
+    node.writes("old", 7, max_tokens=14, age=1)
+    node.writes("young", 7, max_tokens=9, age=2)
+    rest = node.allocator.allocate(node.num_free)
+    node.step()
+    node.step()
+    assert node.load.num_preemptions == 1
+    node.reserve("younger", 1, age=3)
+    rest.release()
+    assert node.words("younger") == []
+    assert ("young", 4, 5) in node.step()  # one of its blocks was there
+    assert node.words("younger") == []
+    node.steps()
+    assert node.words("younger") == ["reserved"]
+
+
+def test_nothing_is_taken_back_for_a_younger_one():
+    node = Node(6)
+    node.has_read("read", 8, age=1)
+    node.reserve("granted", 7, age=2)  # 2 blocks
+    node.prefill("prompt", 16, age=3)
+    node.reserve("answer", 11, age=4)
+    for _ in range(3):
+        assert node.step() == []
+    assert node.cancelled == []
+    assert node.words("granted") == ["reserved"]
+
+
+def test_nothing_is_taken_back_while_the_node_has_something_to_compute():
+    node = Node(6)
+    node.writes("writes", 4, max_tokens=4, age=1)
+    grant = node.reserve("granted", 7, age=9)
+    node.prefill("prompt", 13, age=2)
+    while node.step():
+        assert node.cancelled == [] or "writes" not in [each.request.request_id for each in node.logic._residents]
+    assert node.cancelled == [grant.epoch]
+
+
+@pytest.mark.parametrize("what", ["a sender", "one that ends", "a grant that is taken back", "an aborted grant"])
+def test_nothing_is_taken_back_while_something_comes_free_anyway(what):
+    node = Node(8)
+    sending = node.has_read("sending", 8, age=7)
+    grant = node.reserve("granted", 4, age=8)  # 2 blocks
+    other = node.reserve("other", 4, age=9)
+    if what == "a sender":
+        node.deliver(sending)
+    elif what == "one that ends":
+        node.cancel(other)
+    elif what == "an aborted grant":
+        node.receive_fails(other, "TRANSFER_ABORTED")
+    node.prefill("prompt", 29, age=1)  # all 8 blocks
+    cancelled = list(node.cancelled)
+    node.step()
+    if what == "a grant that is taken back":
+        assert node.cancelled == [other.epoch]
+        node.step()
+        cancelled = [other.epoch]
+    assert node.cancelled == cancelled
+    assert grant.epoch in node.opened
+
+
+def test_a_prompt_that_was_evicted_often_is_kept_unless_the_node_would_stand_still():
+    node = Node(12, caching=False)
+    read = node.has_read("read", 13, age=50)  # 4 blocks
+    for index in range(MAX_EVICTIONS + 1):
+        busy = node.writes("busy", 9, max_tokens=9, age=1, epoch=100 + index)  # needs no block for some steps
+        old = node.writes("old", 7, max_tokens=9, age=2, epoch=200 + index)
+        rest = node.allocator.allocate(node.num_free)
+        node.step()
+        shares = [each[0] for each in node.step()]
+        is_kept = index == MAX_EVICTIONS
+        assert shares == (["busy"] if is_kept else ["busy", "old"])
+        if is_kept:
+            node.cancel(busy)
+            assert [each[0] for each in node.step()] == ["old"]
+            node.cancel(old)
+        else:
+            node.cancel(busy)
+            node.cancel(old)
+        rest.release()
+        node.step()
+    assert node.words("read") == ["first_token"]
+    node.deliver(read)
+    node.sent(read)
+    node.check_empty()
+
+
+def test_prompts_that_have_blocks_get_on_though_an_older_one_has_none():
+    node = Node(6, budget=4)
+    node.prefill("young", 12, age=9)
+    assert node.step() == [("young", 0, 4)]
+    node.prefill("old", 24, age=1)
+    assert node.step() == [("young", 4, 4)]
+    node.local("younger still", 4, age=10)
+    assert node.step() == [("young", 8, 4)]
+    assert node.step() == [("old", 0, 4)]  # at the cost of what was read
+    assert node.words("young") == ["first_token"]
