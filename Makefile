@@ -12,13 +12,20 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I.
 MESSAGES := protos/fleet.proto protos/inference.proto protos/ranks.proto
 SERVICES := protos/fleet.proto protos/inference.proto
 
-.PHONY: demo test check format setup model protos check-protos clean
+.PHONY: demo test test-long check format setup model protos check-protos clean
 
 demo: setup
 	@$(BIN)/splitserve demo
 
+# Two workers or more share the tests; a process of each computes with one thread, as there are others beside it.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n auto --maxprocesses 4 --dist worksteal --durations=15
+
 test: setup model
-	$(BIN)/pytest -q --durations=15
+	$(PYTEST) -m "not long"
+
+# What is long by nature: every size of ranks, every kernel, whole comparisons.
+test-long: setup model
+	$(PYTEST) -m long
 
 check: setup check-protos
 	$(BIN)/ruff check .

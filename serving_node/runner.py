@@ -50,7 +50,7 @@ class NodeRunner:
         rates: StepRates,
     ) -> None:
         """Raises SettingsError."""
-        if settings.max_num_batched_tokens < settings.max_num_seqs:
+        if role == "decode" and settings.max_num_batched_tokens < settings.max_num_seqs:
             raise SettingsError(
                 f"max_num_batched_tokens ({settings.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({settings.max_num_seqs}): every running request takes one token a step"
@@ -69,7 +69,7 @@ class NodeRunner:
             engine.layout,
             Limits(
                 settings.max_num_batched_tokens,
-                settings.max_num_seqs,
+                min(settings.max_num_seqs, settings.max_num_batched_tokens),
                 settings.max_num_queued,
                 settings.credit_timeout_s,
                 settings.ticket_timeout_s,

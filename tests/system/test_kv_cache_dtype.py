@@ -8,6 +8,8 @@ from tests.system.answers import request, stream
 from tests.system.cluster import wait_until
 from tests.tiny_models import write_tiny_model
 
+pytestmark = pytest.mark.long
+
 GREEDY = {"temperature": 0, "ignore_eos": True}
 SHAPE = {"num_key_value_heads": 3, "num_attention_heads": 6, "head_dim": 8}
 PROMPTS = [[random.Random(seed).randrange(256) for _ in range(length)] for seed, length in enumerate((1, 9, 64, 200))]

@@ -230,7 +230,7 @@ async def _serves(cluster):
 async def test_wrong_fleet_secret(run, cluster, model, role, secret):
     flags = {"coordinator": f"127.0.0.1:{cluster.fleet_port}", "name": f"{role}-9", "block_size": 8}
     sentence = run(role, model, env={"SPLITSERVE_FLEET_SECRET": secret}, **flags)
-    assert "secret" in sentence
+    assert "SPLITSERVE_FLEET_SECRET" in sentence
     assert FLEET_SECRET not in sentence
     await _serves(cluster)
 

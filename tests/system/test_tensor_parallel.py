@@ -15,6 +15,8 @@ from tests.system.cluster import free_port, wait_until
 from tests.system.oracle import Reference, fake_answer
 from tests.tiny_models import write_fake_model, write_tiny_model
 
+pytestmark = pytest.mark.long
+
 GREEDY = {"temperature": 0, "ignore_eos": True}
 RANK_LOST = 3  # exit code
 PROMISED_S = 10.0

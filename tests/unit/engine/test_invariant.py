@@ -16,6 +16,8 @@ from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
 from tests.tiny_models import VOCAB_SIZE, write_fake_model, write_tiny_model
 
+pytestmark = pytest.mark.long
+
 BLOCK_SIZE = 4
 PROMPT = [(7 * i + 3) % 250 for i in range(43)]
 CHUNKS = (26, 17)

@@ -11,6 +11,8 @@ from tests.unit.engine.test_fake import answer_on_paper
 from tests.unit.engine.test_llama import random_prompts, transformers_model
 from tests.unit.serving_node.rank_process import run_ranks
 
+pytestmark = pytest.mark.long
+
 # Sizes are chosen so that 2, 3 and 4 ranks divide few of them: heads, neurons and vocabulary come out uneven.
 MODELS = {
     "gqa-3-of-9": (

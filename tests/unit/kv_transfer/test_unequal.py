@@ -25,6 +25,8 @@ from tests.unit.kv_transfer.transfer_kit import (
     transfer,
 )
 
+pytestmark = pytest.mark.long
+
 TP_SIZES = [1, 2, 4]
 PAIRS = list(itertools.product(TP_SIZES, TP_SIZES))
 HEADS = [1, 2, 3, 4, 8]

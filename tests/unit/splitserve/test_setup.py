@@ -75,7 +75,7 @@ def project(tmp_path):
     """Its packages are in a folder, which is pip's own index here; torch's build without CUDA is not among them."""
     folder = tmp_path / "project"
     shutil.copytree(ROOT / ".ci", folder / ".ci")
-    (folder / "engine").mkdir()
+    (folder / "engine" / "native").mkdir(parents=True)
     (folder / "constraints.txt").write_text("needed==1\n")
     (folder / "backend.py").write_text(BACKEND)
     (folder / "pyproject.toml").write_text(PYPROJECT.format(dev="needed"))
@@ -133,7 +133,7 @@ def test_an_index_that_does_not_answer_is_given_up(project):
 
 def test_torch_comes_from_the_index_that_has_it_without_cuda(project, tmp_path):
     write_wheel(tmp_path / "index" / "torch", "torch", "2.13.0+cpu")
-    (project / "engine" / "native_kernels.cpython-311-x86_64-linux-gnu.so").touch()
+    (project / "engine" / "native" / "kernels.cpython-311-x86_64-linux-gnu.so").touch()
     with index_at(tmp_path / "index") as index:
         done = set_up(project, index)
     assert done.returncode == 0, done.stdout + done.stderr
