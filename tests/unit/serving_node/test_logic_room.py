@@ -81,6 +81,17 @@ def test_an_older_request_gets_the_seat_of_a_grant():
     node.check_empty()
 
 
+def test_what_is_read_is_not_taken_for_one_that_lacks_a_seat_alone():
+    node = Node(16, seats=1)
+    node.reserve("granted", 4, age=1)
+    node.has_read("read", 4, age=9)
+    node.reserve("waits", 4, age=2)
+    node.local("waits too", 4, age=3)
+    assert node.step() == []
+    assert node.cancelled == []
+    assert node.num_free == 16 - 2 - 1
+
+
 def test_one_that_was_preempted_has_no_seat_and_is_the_first_to_get_one_again():
     node = Node(8, seats=2)
     node.writes("old", 7, max_tokens=14, age=1)
@@ -91,6 +102,7 @@ def test_one_that_was_preempted_has_no_seat_and_is_the_first_to_get_one_again():
     assert node.load.num_preemptions == 1
     node.reserve("younger", 1, age=3)
     rest.release()
+    node.tick(node.now)  # now there are blocks for both
     assert node.words("younger") == []
     assert ("young", 4, 5) in node.step()  # one of its blocks was there
     assert node.words("younger") == []
