@@ -233,6 +233,18 @@ def test_a_cancel_that_meets_an_end_without_a_word_is_answered():
     node.check_empty()
 
 
+def test_a_ticket_for_one_that_is_ending_is_left_alone():
+    node = Node()
+    request = node.prefill("a", 5)
+    node.begin()
+    node.cancel(request)
+    node.deliver(request)
+    assert not node.sending
+    node.end()
+    assert node.words("a") == ["cancelled"]
+    node.check_empty()
+
+
 def test_the_first_ending_wins():
     node = Node()
     request = node.prefill("a", 5)

@@ -56,7 +56,7 @@ def seen(fleet):
 def test_everyone_gets_their_answer(order):
     """Nothing fails here; so nobody may be told of a failure, not even by time."""
     total = Counter()
-    for seed in range(60):
+    for seed in range(40):
         fleet = make_fleet(seed)
         load(fleet, 14, seed, order)
         fleet.run()
@@ -70,7 +70,7 @@ def test_everyone_gets_their_answer(order):
 def test_everyone_gets_their_answer_or_an_end_whatever_fails(faults):
     """Transfers and steps fail, users cancel, streams to nodes break; what failed is tried again, as old as it was."""
     total = Counter()
-    for seed in range(100):
+    for seed in range(60):
         fleet = make_fleet(seed, faults=faults)
         load(fleet, 14, seed, ORDERS[seed % 3])
         fleet.run()
@@ -81,7 +81,7 @@ def test_everyone_gets_their_answer_or_an_end_whatever_fails(faults):
 
 @pytest.mark.parametrize("kind", ["each for the other", "all on one side", "own"])
 def test_whoever_reads_and_whoever_writes(kind):
-    for seed in range(40):
+    for seed in range(25):
         fleet = make_fleet(seed)
         first, second = fleet.nodes[:2]
         turns = count()
@@ -126,22 +126,23 @@ def test_a_pool_as_large_as_the_largest_request_is_enough_for_many_of_them():
 
 def test_those_that_wait_too_long_are_told_and_nothing_stays_behind():
     """Credit and tickets with little time, on nodes that are much too small for the load."""
-    for seed in range(30):
+    num_failed = 0
+    for seed in range(25):
         fleet = make_fleet(seed, faults=1e-9, credit_timeout_s=8.0, ticket_timeout_s=8.0)
         load(fleet, 14, seed)
         for node in fleet.nodes:
-            tick_with_every_step(node)
+            tick_with_every_plan(node)
         fleet.run()
         fleet.check_end()
-        assert fleet.num_failures or seed
+        num_failed += fleet.num_failures
+    assert num_failed > 10
 
 
-def tick_with_every_step(node):
+def tick_with_every_plan(node):
     begin = node.begin
 
     def begin_later():
-        node.now += 0.1
-        node.tick(node.now)
+        node.tick(node.now + 0.1)
         return begin()
 
     node.begin = begin_later

@@ -173,6 +173,20 @@ def test_no_credit_while_a_preempted_request_that_is_older_waits():
     rest.release()
 
 
+def test_what_one_needs_that_was_preempted_is_kept_for_it_behind_the_first_prompt_too():
+    node = Node(num_blocks=10, caching=False)
+    node.writes("old", 7, max_tokens=16, age=1)
+    node.writes("young", 7, max_tokens=9, age=3)
+    rest = node.allocator.allocate(node.num_free)
+    node.step()
+    node.step()
+    node.prefill("first", 12, age=2)  # 3 blocks, as many as the preempted
+    node.reserve("younger", 1, age=4)
+    rest.release()
+    node.tick(node.now)  # 7 are free
+    assert granted(node) == []
+
+
 def test_refusals_name_the_limit_and_the_value():
     node = Node(num_blocks=4, seats=1, max_num_queued=1)
     node.reserve("never", 9, max_tokens=8)
