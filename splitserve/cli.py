@@ -45,8 +45,10 @@ class LazyGroup(click.Group):
         if module:
             command = getattr(importlib.import_module(module), attribute)
         else:
-            [entry_point] = importlib.metadata.entry_points(group=ENTRY_POINTS, name=cmd_name)
-            command = entry_point.load()
+            found = importlib.metadata.entry_points(group=ENTRY_POINTS, name=cmd_name)
+            if not found:
+                raise SettingsError(f"the installation is older than its sources and lacks {cmd_name}: install it again")
+            command = next(iter(found)).load()
         assert isinstance(command, click.Command)
         return command
 

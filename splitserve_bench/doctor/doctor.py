@@ -229,8 +229,17 @@ async def _node(task: NodeTask, name: str, report: Report) -> NodeFigures:
     finally:
         if process.returncode is None:
             process.kill()
-        async with asyncio.timeout(STOP_S):
-            await process.wait()
+        await _reap(process)
+
+
+async def _reap(process: asyncio.subprocess.Process) -> None:
+    """Waits for the end of a killed process, whatever cancels that: two nodes that fail at once cancel each other."""
+    end = asyncio.create_task(process.wait())
+    try:
+        await asyncio.wait([end], timeout=STOP_S)
+    except asyncio.CancelledError:
+        await asyncio.wait([end], timeout=STOP_S)
+        raise
 
 
 async def _figures(process: asyncio.subprocess.Process, name: str, report: Report) -> NodeFigures:

@@ -1,20 +1,26 @@
 """`splitserve doctor`: what it concludes from given figures, and the command on a tiny model."""
 
+import asyncio
+import dataclasses
 import json
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
 from serving_core.errors import SettingsError
+from serving_core.settings import EngineSettings
 from splitserve.cli import main
+from splitserve_bench.doctor import doctor
 from splitserve_bench.doctor.doctor import DoctorBench, Measured, batches_of, conclude, node_cpus
-from splitserve_bench.doctor.node import NodeFigures
+from splitserve_bench.doctor.node import NodeFigures, NodeTask
 from splitserve_bench.doctor.report import pays_lines
 from splitserve_bench.engine.random_models import Shape, write_random_model
 from tests.tiny_models import write_fake_model
 
 TINY = Shape("LlamaForCausalLM", "llama", 48, 3, 4, 2, 12, 80, 260, 1024)
 TINY_SIZES = ("--running", "2", "--prompt-tokens", "40,16", "--output-tokens", "64 8", "--repeats", "1")
+DEADLINE_S = 60.0
 TOKEN_BYTES = 2 * 3 * 2 * 12 * 2  # K and V, layers, heads, head size, bytes of a bfloat16
 
 
@@ -161,3 +167,17 @@ def test_an_error_of_a_node_is_told_in_its_words(tmp_path):
     assert result.exit_code == 2
     assert "Error: " in result.stderr
     assert "safetensors" in result.stderr
+
+
+async def test_a_node_is_gone_even_when_it_is_cancelled_twice(tmp_path):
+    settings = dataclasses.asdict(EngineSettings(model=str(tmp_path)))
+    measuring = asyncio.create_task(doctor._node(NodeTask(settings, "", (1,), (), 1), "prefill node", str))
+    async with asyncio.timeout(DEADLINE_S):
+        while not (children := psutil.Process().children()):
+            await asyncio.sleep(0.01)
+    measuring.cancel()
+    await asyncio.sleep(0)
+    measuring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await measuring
+    assert not any(child.is_running() for child in children)
