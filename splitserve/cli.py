@@ -47,7 +47,7 @@ class LazyGroup(click.Group):
         else:
             found = importlib.metadata.entry_points(group=ENTRY_POINTS, name=cmd_name)
             if not found:
-                raise SettingsError(f"the installation is older than its sources and lacks {cmd_name}: install it again")
+                raise SettingsError(f"the installation is older than its sources and lacks {cmd_name}: make setup")
             command = next(iter(found)).load()
         assert isinstance(command, click.Command)
         return command
