@@ -39,14 +39,14 @@ class Credit:
         resident.stage = Stage.GRANTED
         return True
 
-    def commit(self, resident: Resident, token_ids: list[int]) -> None:
-        """The prompt's KV is all there, and these tokens follow it: the next step computes the last of them."""
+    def commit(self, resident: Resident, first_token_id: int) -> None:
+        """The prompt's KV is all there, and this token follows it: the next step computes it."""
         assert resident.stage is Stage.GRANTED
         resident.stage = Stage.WRITING
         resident.num_computed = len(resident.request.token_ids)
         self._leases.publish(resident)
         resident.has_first_token = True
-        resident.request.token_ids.extend(token_ids)
+        resident.request.token_ids.append(first_token_id)
 
     def take_back(self, resident: Resident, now: float) -> None:
         """The grant is over and nothing has come of it: it waits again."""

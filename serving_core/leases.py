@@ -38,7 +38,7 @@ class Leases:
             return False
         resident.lease = self._allocator.allocate(num_blocks, names)
         resident.num_cached_blocks = resident.lease.num_cached
-        resident.num_computed = resident.num_cached_blocks * self._layout.block_size
+        resident.num_computed = self.num_cached_tokens(resident)
         return True
 
     def num_missing(self, resident: Resident, num_tokens: int) -> int:

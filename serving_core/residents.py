@@ -17,9 +17,9 @@ What writes and gives up its blocks becomes a prompt again: QUEUED. So does what
 
 from bisect import insort
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Protocol
 
 from serving_core.blocks import BlockLease
 from serving_core.prefix import BlockNames
@@ -27,6 +27,15 @@ from serving_core.requests import Request, Work
 
 Key = tuple[str, int]
 """The id of a request and the epoch of the attempt at it."""
+
+
+class Attempt(Protocol):
+    """What names one: a Request, or fleet_pb2.Attempt."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def epoch(self) -> int: ...
 
 
 class Stage(Enum):
@@ -48,7 +57,7 @@ class Resident:
     age: int  # the coordinator's number of the request: of two, the lower one goes first on every node
     names: BlockNames
     stage: Stage
-    arrived_s: float
+    waiting_since_s: float  # for credit, or for a ticket
     hands_over: bool = False  # another node writes the answer
     source_tp: int = 0  # ranks of the node that reads the prompt; 0: this one does
     lease: BlockLease | None = None
@@ -65,13 +74,11 @@ class Resident:
     next_ticket: bytes = b""  # that has come while the transfer of a revoked one was ending
     tail: bytes = b""  # what follows the last block to the other node
     num_evictions: int = 0
-    waiting_since_s: float = 0.0  # for credit, or for a ticket
     ending: dict[str, Any] | None = None  # what the coordinator is told when nothing is held any more; {}: nothing
-    num_given: int = 0  # tokens that came with the command
+    num_given: int = field(init=False)  # tokens that came with the command
 
     def __post_init__(self) -> None:
         self.num_given = len(self.request.token_ids)
-        self.waiting_since_s = self.arrived_s
 
     @property
     def key(self) -> Key:
@@ -129,8 +136,8 @@ class Residents:
         del self._by_key[resident.key]
         self._by_age.remove(resident)
 
-    def find(self, key: Key) -> Resident | None:
-        return self._by_key.get(key)
+    def find(self, attempt: Attempt) -> Resident | None:
+        return self._by_key.get((attempt.request_id, attempt.epoch))
 
     def of(self, request: Request) -> Resident:
         return self._by_key[request.request_id, request.epoch]

@@ -48,7 +48,6 @@ class HandOvers:
         self._under_way: dict[int, Resident] = {}  # in either direction, by epoch
         self.num_kv_bytes = 0  # that travelled, over all ranks
         self.num_failed = 0
-        self.num_revoked = 0
 
     @property
     def wake_at_s(self) -> float | None:
@@ -63,7 +62,7 @@ class HandOvers:
 
     def deliver(self, deliver: fleet_pb2.Deliver) -> None:
         """The other node has room: its ticket."""
-        resident = self._residents.find((deliver.attempt.request_id, deliver.attempt.epoch))
+        resident = self._residents.find(deliver.attempt)
         if resident is None or resident.is_ending or not resident.hands_over:
             return
         if resident.is_sending:  # by the ticket of a grant that was taken back
@@ -90,7 +89,6 @@ class HandOvers:
         elif isinstance(result, Received):
             self._commit(resident, result)
         elif resident.is_revoked:
-            self.num_revoked += 1
             self._credit.take_back(resident, now)
             self._endings.tell(revoked=fleet_pb2.Revoked(attempt=attempt_of(resident.request)))
         elif result.reason != reasons.TRANSFER_ABORTED:
@@ -157,7 +155,7 @@ class HandOvers:
             self._endings.fail(resident, reasons.TRANSFER_FAILED, str(error))
             return
         resident.is_revoked = False  # it came too late
-        self._credit.commit(resident, [token_id])
+        self._credit.commit(resident, token_id)
         self._reading.count(resident)
         committed = fleet_pb2.Committed(
             attempt=attempt_of(resident.request),

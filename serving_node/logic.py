@@ -154,7 +154,7 @@ class NodeLogic:
     def _resident(self, job: fleet_pb2.Job, now: float, reserve: fleet_pb2.Reserve | None) -> Resident:
         request = convert.request_from_wire(job)
         is_read_here = reserve is None or reserve.local_prefill
-        if self._residents.find((request.request_id, request.epoch)) is not None:
+        if self._residents.find(request) is not None:
             message = f"attempt {request.epoch} of the request was announced twice"
             raise RequestError(reasons.DUPLICATE_REQUEST_ID, message)
         if reserve is None:
@@ -177,7 +177,7 @@ class NodeLogic:
     def _cancel(self, attempt: fleet_pb2.Attempt) -> None:
         """Every cancel is answered, that of an unknown attempt at once."""
         cancelled = fleet_pb2.Cancelled(attempt=attempt)
-        resident = self._residents.find((attempt.request_id, attempt.epoch))
+        resident = self._residents.find(attempt)
         if resident is None:
             self._endings.tell(cancelled=cancelled)
             return
@@ -271,12 +271,12 @@ class NodeLogic:
             attempt=wire.attempt,
             token=wire,
             prefill_s=now - resident.reading_since_s,
-            num_cached_tokens=resident.num_cached_blocks * self._layout.block_size,
+            num_cached_tokens=self._leases.num_cached_tokens(resident),
         )
 
     def _settle_step(self, works: Sequence[Work]) -> None:
         for work in works:
-            if resident := self._residents.find((work.request.request_id, work.request.epoch)):
+            if resident := self._residents.find(work.request):
                 self._endings.settle(resident)
         self._grant()
 

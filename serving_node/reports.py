@@ -2,10 +2,10 @@
 
 import secrets
 from collections.abc import Mapping
-from typing import Protocol
 
 import psutil
 
+from engine.engine import Engine
 from protos import inference_pb2
 from protos.convert import PROTOCOL_VERSION
 from serving_node.ranks.leading import Followers
@@ -29,25 +29,7 @@ def node_info(
     )
 
 
-class Rank(Protocol):
-    """Which rank this process is: RankGroup of engine/parallel.py."""
-
-    @property
-    def rank(self) -> int: ...
-
-
-class RankEngine(Protocol):
-    """An engine's account of its memory: Engine of engine/engine.py."""
-
-    @property
-    def group(self) -> Rank: ...
-    @property
-    def kv_pool_bytes(self) -> int: ...
-    @property
-    def weight_bytes(self) -> int: ...
-
-
-def rank_load(engine: RankEngine) -> inference_pb2.RankLoad:
+def rank_load(engine: Engine) -> inference_pb2.RankLoad:
     """The memory that this process takes."""
     return inference_pb2.RankLoad(
         rank=engine.group.rank,
@@ -57,6 +39,6 @@ def rank_load(engine: RankEngine) -> inference_pb2.RankLoad:
     )
 
 
-def rank_loads(engine: RankEngine, followers: Followers) -> list[inference_pb2.RankLoad]:
+def rank_loads(engine: Engine, followers: Followers) -> list[inference_pb2.RankLoad]:
     """The memory of every rank of the node, by rank."""
     return [rank_load(engine), *(followers.loads[rank] for rank in sorted(followers.loads))]
