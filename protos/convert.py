@@ -3,7 +3,7 @@
 from protos import fleet_pb2, inference_pb2
 from serving_core.requests import FinishReason, Request, SampledToken, SamplingParams
 
-PROTOCOL_VERSION = "4"
+PROTOCOL_VERSION = "5"
 TAIL_BYTES = 4
 
 _FINISH_REASONS = {

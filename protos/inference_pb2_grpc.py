@@ -25,6 +25,126 @@ if _version_not_supported:
     )
 
 
+class AdminStub:
+    """What an operator may ask of a running cluster. Same port and key as Inference.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.SetRole = channel.unary_unary(
+                '/splitserve.v1.Admin/SetRole',
+                request_serializer=protos_dot_inference__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_stream(
+                '/splitserve.v1.Admin/Drain',
+                request_serializer=protos_dot_inference__pb2.DrainRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.DrainProgress.FromString,
+                _registered_method=True)
+
+
+class AdminServicer:
+    """What an operator may ask of a running cluster. Same port and key as Inference.
+    """
+
+    def SetRole(self, request, context):
+        """Gives a node another shape while it serves, and answers when the node has confirmed it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Takes the work from a node: nothing new comes to it, running answers move. Streams what is left, until nothing is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_AdminServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=protos_dot_inference__pb2.SetRoleRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.SetRoleResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_stream_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=protos_dot_inference__pb2.DrainRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.DrainProgress.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'splitserve.v1.Admin', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('splitserve.v1.Admin', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Admin:
+    """What an operator may ask of a running cluster. Same port and key as Inference.
+    """
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitserve.v1.Admin/SetRole',
+            protos_dot_inference__pb2.SetRoleRequest.SerializeToString,
+            protos_dot_inference__pb2.SetRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/splitserve.v1.Admin/Drain',
+            protos_dot_inference__pb2.DrainRequest.SerializeToString,
+            protos_dot_inference__pb2.DrainProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class InferenceStub:
     """Missing associated documentation comment in .proto file."""
 
