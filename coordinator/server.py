@@ -11,6 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from coordinator.control.journal import Journal
+from coordinator.control.ledger import Ledger
 from coordinator.control.metrics import Metrics
 from coordinator.control.placement import ROLES_NEEDED
 from coordinator.control.registry import MAX_FIRST_SESSION, Registry
@@ -62,6 +63,7 @@ class CoordinatorServer:
         journal = Journal(metrics)
         self._tracker = Tracker(
             self._registry,
+            Ledger(),
             metrics,
             first_epoch=secrets.randbelow(NUM_EPOCHS),
             max_live=settings.max_num_queued_reqs,

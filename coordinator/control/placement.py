@@ -27,6 +27,7 @@ from statistics import median
 from typing import Final
 
 from coordinator.control.handover import HandoverCosts
+from coordinator.control.ledger import Ledger
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node
 from coordinator.control.router import candidates, choose, decode_cost, fitting
@@ -40,6 +41,7 @@ Pair = tuple[Node, Node]
 
 def place(
     nodes: Sequence[Node],
+    ledger: Ledger,
     prompt: Prompt,
     num_tokens: int,
     avoid: Collection[Node] = (),
@@ -53,16 +55,16 @@ def place(
     no node of a role that is needed.
     """
     if policy == NEVER:
-        return _remote(nodes, prompt, num_tokens, avoid)
-    costs = _Costs(nodes, prompt, handover)
+        return _remote(nodes, ledger, prompt, num_tokens, avoid)
+    costs = _Costs(nodes, ledger, prompt, handover)
 
     def local_order(node: Node) -> tuple[bool, bool, float, float, str]:
-        return node in avoid, costs.is_full(node), costs.local_s(node), decode_cost(node, prompt), node.name
+        return node in avoid, costs.is_full(node), costs.local_s(node), decode_cost(node, ledger, prompt), node.name
 
     node = min(candidates(nodes, "decode", num_tokens), key=local_order)
     if policy == ALWAYS or not fitting(nodes, "prefill", len(prompt)):
         return node, node
-    remote = _remote(nodes, prompt, num_tokens, avoid)
+    remote = _remote(nodes, ledger, prompt, num_tokens, avoid)
     if not costs.are_known:
         return remote
 
@@ -72,21 +74,21 @@ def place(
     return min(remote, (node, node), key=order)
 
 
-def _remote(nodes: Sequence[Node], prompt: Prompt, num_tokens: int, avoid: Collection[Node]) -> Pair:
-    prefill = choose(nodes, "prefill", prompt, len(prompt), avoid)
-    return prefill, choose(nodes, "decode", prompt, num_tokens, avoid)
+def _remote(nodes: Sequence[Node], ledger: Ledger, prompt: Prompt, num_tokens: int, avoid: Collection[Node]) -> Pair:
+    prefill = choose(nodes, ledger, "prefill", prompt, len(prompt), avoid)
+    return prefill, choose(nodes, ledger, "decode", prompt, num_tokens, avoid)
 
 
 class _Costs:
     """What one request would cost on these nodes, in seconds of all requests."""
 
-    def __init__(self, nodes: Sequence[Node], prompt: Prompt, handover: HandoverCosts) -> None:
-        self._prompt, self._handover = prompt, handover
+    def __init__(self, nodes: Sequence[Node], ledger: Ledger, prompt: Prompt, handover: HandoverCosts) -> None:
+        self._ledger, self._prompt, self._handover = ledger, prompt, handover
         rates = [node.load.prefill_tokens_per_s for node in nodes if node.load.prefill_tokens_per_s > 0]
         self.are_known = bool(rates)
         self._other_rate = median(rates) if rates else 1.0  # without any, costs compare tokens
         prefill = [node for node in nodes if node.role == "prefill"]
-        num_queued = sum(node.tokens_to_compute for node in prefill)
+        num_queued = sum(ledger.of(node).tokens_to_compute for node in prefill)
         self._remote_queue_s = num_queued / sum(map(self._rate, prefill)) if num_queued else 0.0
 
     def seconds(self, prefill: Node, decode: Node) -> float:
@@ -94,13 +96,13 @@ class _Costs:
 
     def remote_s(self, prefill: Node, decode: Node) -> float:
         """A prompt that is half computed counts as a whole one: the coordinator cannot see how far it has come."""
-        num_tokens = prefill.tokens_to_compute + self._prompt.tokens_to_compute(prefill)
+        num_tokens = self._ledger.of(prefill).tokens_to_compute + self._prompt.tokens_to_compute(prefill)
         there_s = max(num_tokens / self._rate(prefill), self._credit_s(decode)) + self._handover.move_s
-        return max(there_s, decode.tokens_to_compute / self._rate(decode))
+        return max(there_s, self._ledger.of(decode).tokens_to_compute / self._rate(decode))
 
     def local_s(self, decode: Node) -> float:
         num_own_tokens = self._prompt.tokens_to_compute(decode)
-        num_tokens = decode.tokens_to_compute + num_own_tokens
+        num_tokens = self._ledger.of(decode).tokens_to_compute + num_own_tokens
         compute_s = num_tokens / self._rate(decode)
         num_others = self._num_decoding_within(decode, compute_s)
         if num_others:
@@ -109,14 +111,14 @@ class _Costs:
 
     def is_full(self, decode: Node) -> bool:
         """Whether the request would have to wait for credit."""
-        has_no_seat = 0 < decode.hello.max_num_seqs <= len(decode.assigned)
-        return has_no_seat or decode.assigned_tokens + len(self._prompt) > decode.pool_tokens
+        has_no_seat = 0 < decode.hello.max_num_seqs <= self._ledger.of(decode).num_answers
+        return has_no_seat or self._ledger.of(decode).tokens_held + len(self._prompt) > decode.pool_tokens
 
     def _num_decoding_within(self, decode: Node, seconds: float) -> float:
         """Answers that the node goes on with by then, of those that it has."""
-        num_remote = sum(num_tokens == 0 for num_tokens in decode.beginning.values())
+        account = self._ledger.of(decode)
         part = min(1.0, seconds / self._remote_queue_s) if self._remote_queue_s else 1.0
-        return len(decode.assigned) - num_remote * (1.0 - part)
+        return account.num_answers - account.num_to_come * (1.0 - part)
 
     def _credit_s(self, decode: Node) -> float:
         return self._handover.credit_s if self.is_full(decode) else 0.0

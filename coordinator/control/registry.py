@@ -21,18 +21,13 @@ _NAME: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One attachment of one node process; a node that attaches again is a new Node."""
+    """One attachment of one node process, as it describes itself; a node that attaches again is a new Node."""
 
     hello: fleet_pb2.Hello
     session: int
     last_seen_s: float
     load: inference_pb2.NodeLoad
     step_age_s: float = 0.0
-    # The router's own accounting, by request id. Tokens of each answer that is this node's to work on: those that a
-    # prefill node is to compute, those that a decode node is to hold.
-    assigned: dict[str, int] = field(default_factory=dict)
-    # Answers of a decode node that have no token yet: the tokens that it is to compute for them, 0 where another does.
-    beginning: dict[str, int] = field(default_factory=dict)
     # Of the full blocks that the node says to hold, `serving_core.prefix.hint_of` their names; at most num_blocks.
     hints: set[int] = field(default_factory=set)
 
@@ -63,20 +58,6 @@ class Node:
     def max_request_tokens(self) -> int:
         """Tokens of the longest request that the node can serve."""
         return min(self.pool_tokens, self.hello.max_model_len)
-
-    @property
-    def assigned_tokens(self) -> int:
-        return sum(self.assigned.values())
-
-    @property
-    def tokens_to_compute(self) -> int:
-        """Prompt tokens that the node has been given and has not finished."""
-        return self.assigned_tokens if self.role == "prefill" else sum(self.beginning.values())
-
-    def forget(self, request_id: str) -> None:
-        """The answer is not the node's to work on any more."""
-        self.assigned.pop(request_id, None)
-        self.beginning.pop(request_id, None)
 
     @property
     def is_ready(self) -> bool:

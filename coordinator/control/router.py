@@ -14,6 +14,7 @@ transfer nor a free block, and pools may differ in size. Hints change the cost a
 
 from collections.abc import Collection, Iterable
 
+from coordinator.control.ledger import Ledger
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node
 from serving_core.errors import RequestError
@@ -22,13 +23,20 @@ from serving_core.reasons import NO_DECODE_WORKER, NO_PREFILL_WORKER
 _NO_NODE = {"prefill": NO_PREFILL_WORKER, "decode": NO_DECODE_WORKER}
 
 
-def choose(nodes: Collection[Node], role: str, prompt: Prompt, num_tokens: int, avoid: Collection[Node] = ()) -> Node:
+def choose(
+    nodes: Collection[Node],
+    ledger: Ledger,
+    role: str,
+    prompt: Prompt,
+    num_tokens: int,
+    avoid: Collection[Node] = (),
+) -> Node:
     """The cheapest ready node of the role that num_tokens tokens of the request fit on, the first by name of equals;
     one of `avoid` only when there is no other. Raises RequestError when there is none at all.
     """
     cost = prefill_cost if role == "prefill" else decode_cost
     able = candidates(nodes, role, num_tokens)
-    return min(able, key=lambda node: (node in avoid, cost(node, prompt), node.name))
+    return min(able, key=lambda node: (node in avoid, cost(node, ledger, prompt), node.name))
 
 
 def candidates(nodes: Collection[Node], role: str, num_tokens: int) -> list[Node]:
@@ -46,11 +54,11 @@ def fitting(nodes: Iterable[Node], role: str, num_tokens: int) -> list[Node]:
     return [node for node in nodes if node.role == role and node.is_ready and num_tokens <= node.max_request_tokens]
 
 
-def prefill_cost(node: Node, prompt: Prompt) -> float:
+def prefill_cost(node: Node, ledger: Ledger, prompt: Prompt) -> float:
     """Of a prefill node, in tokens."""
-    return node.tokens_to_compute + prompt.tokens_to_compute(node)
+    return ledger.of(node).tokens_to_compute + prompt.tokens_to_compute(node)
 
 
-def decode_cost(node: Node, prompt: Prompt) -> float:
+def decode_cost(node: Node, ledger: Ledger, prompt: Prompt) -> float:
     """Of a decode node, as a part of its pool."""
-    return (node.assigned_tokens + len(prompt) - prompt.tokens_held(node)) / node.pool_tokens
+    return (ledger.of(node).tokens_held + len(prompt) - prompt.tokens_held(node)) / node.pool_tokens

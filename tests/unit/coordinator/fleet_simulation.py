@@ -11,6 +11,7 @@ from collections import deque
 from statistics import median
 
 from coordinator.control.instructions import End, Send
+from coordinator.control.ledger import Ledger
 from coordinator.control.metrics import Metrics
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
@@ -31,7 +32,7 @@ class Fleet:
         self.now = 0.0
         self.registry = Registry({}, node_timeout_s=NEVER_S, step_timeout_s=NEVER_S)
         limits = {"max_live": 10_000, "max_restarts": 0}
-        self.tracker = Tracker(self.registry, Metrics(), first_epoch=0, local_prefill=policy, **limits)
+        self.tracker = Tracker(self.registry, Ledger(), Metrics(), first_epoch=0, local_prefill=policy, **limits)
         kinds = {"p": PrefillNode, "d": DecodeNode}
         self.nodes = {name: kinds[name[0]](self, name, rate, max_num_seqs) for name, rate in rates.items()}
         self.ended_s = {}

@@ -17,19 +17,14 @@ def first(world, name="d0", index=0, finish_reason=0, now=0.0, **fields):
     return world.tell(name, events.first_token(token, **fields), now)
 
 
-def assigned(world, name):
-    node = world.registry.find(name)
-    return node.assigned, node.beginning, node.tokens_to_compute
-
-
 def test_the_life_of_a_local_request_and_its_timeline(world):
     assert world.submit(now=10.0) == ["reserve d0"]
     attempt = world.attempt
     assert (world.is_local, world.prefill_tp_size) == (True, 0)
     assert [list(job.token_ids) for job in world.jobs] == [PROMPT]
-    assert assigned(world, "d0") == ({"r/0": 3}, {"r/0": 3}, 3)
+    assert world.account("d0") == (3, 3, 1, 0)
     assert first(world, now=12.0, prefill_s=0.5, num_cached_tokens=2) == ["emit 0:100"]
-    assert assigned(world, "d0") == ({"r/0": 4}, {}, 0)
+    assert world.account("d0") == (0, 4, 1, 0)
     assert world.step(attempt, 1, now=13.0, step_s=0.25) == ["emit 1:101"]
     assert world.step(attempt, 2, events.STOP, now=14.0) == ["emit 2:102", "end complete"]
     assert world.outcome == inference_pb2.Complete(
@@ -44,7 +39,7 @@ def test_the_life_of_a_local_request_and_its_timeline(world):
         ),
     )  # fmt: skip
     assert world.tracker.num_open == 0
-    assert assigned(world, "d0") == ({}, {}, 0)
+    assert world.account("d0") == (0, 0, 0, 0)
 
 
 def test_an_answer_of_one_token_is_over_with_the_first(world):

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.control.handover import HandoverCosts
+from coordinator.control.ledger import Ledger
 from coordinator.control.placement import place
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
@@ -21,6 +22,11 @@ FREE = HandoverCosts()
 
 
 @pytest.fixture
+def ledger():
+    return Ledger()
+
+
+@pytest.fixture
 def registry():
     return Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
 
@@ -31,19 +37,29 @@ def admit(registry, name, rate=1000.0, step_s=0.0, state="ready", **hello):
     return node
 
 
-def placed(registry, policy="auto", handover=FREE, avoid=(), num_tokens=110):
-    pair = place(registry.nodes, Prompt(TOKENS), num_tokens, avoid, policy=policy, handover=handover)
+def assign(ledger, node, num_to_compute, num_held=0):
+    """One more request: the node is still to read its prompt, or has the answer's first token."""
+    request_id = f"{random.random()}"
+    ledger.read(request_id, node, num_to_compute)
+    if num_held:
+        ledger.write(request_id, node, num_held)
+    if not num_to_compute:
+        ledger.first_token(request_id)
+
+
+def placed(registry, ledger, policy="auto", handover=FREE, avoid=(), num_tokens=110):
+    pair = place(registry.nodes, ledger, Prompt(TOKENS), num_tokens, avoid, policy=policy, handover=handover)
     return " ".join(node.name for node in pair)
 
 
 # ---- never, always ----
 
 
-def test_never_and_always_need_no_figures(registry):
+def test_never_and_always_need_no_figures(registry, ledger):
     for name in ("p0", "d0"):
         admit(registry, name, rate=0.0)
-    assert placed(registry, "never") == "p0 d0"
-    assert placed(registry, "always") == "d0 d0"
+    assert placed(registry, ledger, "never") == "p0 d0"
+    assert placed(registry, ledger, "always") == "d0 d0"
 
 
 @pytest.mark.parametrize(
@@ -55,41 +71,41 @@ def test_never_and_always_need_no_figures(registry):
         (["p0"], "auto", "NO_DECODE_WORKER"),
     ],
 )
-def test_a_role_that_is_needed_and_missing_is_an_error(registry, names, policy, reason):
+def test_a_role_that_is_needed_and_missing_is_an_error(registry, ledger, names, policy, reason):
     for name in names:
         admit(registry, name)
     with pytest.raises(RequestError) as error:
-        placed(registry, policy)
+        placed(registry, ledger, policy)
     assert error.value.reason == reason
 
 
-def test_always_goes_where_the_prompt_is_computed_first(registry):
+def test_always_goes_where_the_prompt_is_computed_first(registry, ledger):
     d0, d1 = admit(registry, "d0"), admit(registry, "d1", rate=500.0)
-    assert placed(registry, "always") == "d0 d0"  # 0.1 s against 0.2 s
-    d0.assigned["a"], d0.beginning["a"] = 90, 90  # 0.19 s, and 0.1 s for the other: in all 0.29 s
-    assert placed(registry, "always") == "d1 d1"
-    d1.assigned["b"] = 1  # decodes: 0.2 s, and 0.2 s for the other
-    assert placed(registry, "always") == "d0 d0"
+    assert placed(registry, ledger, "always") == "d0 d0"  # 0.1 s against 0.2 s
+    assign(ledger, d0, 90, 90)  # 0.19 s, and 0.1 s for the other: in all 0.29 s
+    assert placed(registry, ledger, "always") == "d1 d1"
+    assign(ledger, d1, 0, 1)  # decodes: 0.2 s, and 0.2 s for the other
+    assert placed(registry, ledger, "always") == "d0 d0"
 
 
-def test_without_any_rate_always_compares_tokens(registry):
+def test_without_any_rate_always_compares_tokens(registry, ledger):
     d0, _ = admit(registry, "d0", rate=0.0), admit(registry, "d1", rate=0.0)
-    assert placed(registry, "always") == "d0 d0"
-    d0.assigned["a"], d0.beginning["a"] = 10, 10
-    assert placed(registry, "always") == "d1 d1"
+    assert placed(registry, ledger, "always") == "d0 d0"
+    assign(ledger, d0, 10, 10)
+    assert placed(registry, ledger, "always") == "d1 d1"
 
 
 # ---- auto ----
 
 
-def test_auto_computes_every_prompt_locally_where_no_prefill_node_can(registry):
+def test_auto_computes_every_prompt_locally_where_no_prefill_node_can(registry, ledger):
     admit(registry, "d0")
-    assert placed(registry) == "d0 d0"
+    assert placed(registry, ledger) == "d0 d0"
     p0 = admit(registry, "p0", state="draining")
-    assert placed(registry) == "d0 d0"
+    assert placed(registry, ledger) == "d0 d0"
     registry.lose(p0)
     admit(registry, "p0", rate=1e6, num_blocks=6)  # 96 tokens
-    assert placed(registry, handover=HandoverCosts(move_s=0.0)) == "d0 d0"
+    assert placed(registry, ledger, handover=HandoverCosts(move_s=0.0)) == "d0 d0"
 
 
 @pytest.mark.parametrize(
@@ -104,73 +120,75 @@ def test_auto_computes_every_prompt_locally_where_no_prefill_node_can(registry):
         (300, 150, 0, 0.0, "d0 d0"),
     ],
 )
-def test_auto_takes_what_adds_the_fewest_seconds(registry, queued, waiting, decoding, move_s, chosen):
+def test_auto_takes_what_adds_the_fewest_seconds(registry, ledger, queued, waiting, decoding, move_s, chosen):
     """The prompt has 100 tokens, both nodes compute 1000 a second, and a step takes 0.01 s."""
     p0, d0 = admit(registry, "p0"), admit(registry, "d0", step_s=0.01)
     if queued:
-        p0.assigned["queued"] = queued
+        assign(ledger, p0, queued)
     if waiting:
-        d0.assigned["waiting"] = d0.beginning["waiting"] = waiting
-    d0.assigned |= {f"decoding {number}": 10 for number in range(decoding)}
-    assert placed(registry, handover=HandoverCosts(move_s=move_s)) == chosen
+        assign(ledger, d0, waiting, waiting)
+    for _ in range(decoding):
+        assign(ledger, d0, 0, 10)
+    assert placed(registry, ledger, handover=HandoverCosts(move_s=move_s)) == chosen
 
 
 @pytest.mark.parametrize(("num_queued", "chosen"), [(8, "d0 d0"), (9, "p0 d0")])
-def test_of_the_answers_to_come_those_count_that_come_in_the_meantime(registry, num_queued, chosen):
+def test_of_the_answers_to_come_those_count_that_come_in_the_meantime(registry, ledger, num_queued, chosen):
     """In the 0.1 s that the prompt takes, a third of the queue of 0.3 s is handed over: 0.4 s against 0.1 s a head."""
     p0, d0 = admit(registry, "p0"), admit(registry, "d0")
     for number in range(num_queued):
-        p0.assigned[f"{number}"] = 300 / num_queued
-        d0.assigned[f"{number}"], d0.beginning[f"{number}"] = 10, 0
-    assert placed(registry) == chosen
+        ledger.read(f"{number}", p0, 300 / num_queued)
+        ledger.write(f"{number}", d0, 10)
+    assert placed(registry, ledger) == chosen
 
 
 @pytest.mark.parametrize(
     ("num_held_p", "num_held_d", "move_s", "chosen"),
     [(6, 0, 0.09, "p0 d0"), (6, 0, 0.1, "d0 d0"), (6, 6, 0.01, "d0 d0"), (3, 6, 0.0, "d0 d0")],
 )
-def test_what_a_node_holds_it_need_not_compute(registry, num_held_p, num_held_d, move_s, chosen):
+def test_what_a_node_holds_it_need_not_compute(registry, ledger, num_held_p, num_held_d, move_s, chosen):
     """With all six blocks there are 4 tokens to compute: 0.004 s."""
     for name, num_held in (("p0", num_held_p), ("d0", num_held_d)):
         registry.cache_changed(admit(registry, name), events.cache_changed(HINTS[:num_held]).cache_changed)
-    assert placed(registry, handover=HandoverCosts(move_s=move_s)) == chosen
+    assert placed(registry, ledger, handover=HandoverCosts(move_s=move_s)) == chosen
 
 
-def test_an_unknown_rate_is_that_of_the_others_and_without_any_prefill_nodes_compute(registry):
+def test_an_unknown_rate_is_that_of_the_others_and_without_any_prefill_nodes_compute(registry, ledger):
     admit(registry, "p0", rate=0.0)
     d0 = admit(registry, "d0", rate=0.0)
-    assert placed(registry, handover=HandoverCosts(move_s=100.0)) == "p0 d0"
+    assert placed(registry, ledger, handover=HandoverCosts(move_s=100.0)) == "p0 d0"
     registry.heartbeat(d0, events.heartbeat(prefill_tokens_per_s=1000.0).heartbeat, 0.0)
-    d0.assigned["a"] = 1
-    assert placed(registry, handover=HandoverCosts(move_s=0.09)) == "p0 d0"  # 0.19 s against 0.2 s
-    assert placed(registry, handover=HandoverCosts(move_s=0.11)) == "d0 d0"
+    assign(ledger, d0, 0, 1)
+    assert placed(registry, ledger, handover=HandoverCosts(move_s=0.09)) == "p0 d0"  # 0.19 s against 0.2 s
+    assert placed(registry, ledger, handover=HandoverCosts(move_s=0.11)) == "d0 d0"
 
 
 @pytest.mark.parametrize(("queued", "chosen"), [(0, "p0 d0"), (500, "p0 d0"), (700, "d0 d0")])
-def test_a_remote_prompt_is_computed_while_it_waits_for_credit(registry, queued, chosen):
+def test_a_remote_prompt_is_computed_while_it_waits_for_credit(registry, ledger, queued, chosen):
     """max(0.1 s + queue, 0.5 s) against 0.5 s + 0.1 s, and 0.1 s for the other."""
     p0, d0 = admit(registry, "p0"), admit(registry, "d0", max_num_seqs=1)
-    p0.assigned["queued"], d0.assigned["decoding"] = queued, 10
-    assert placed(registry, handover=HandoverCosts(credit_s=0.5)) == chosen
+    assign(ledger, p0, queued)
+    assign(ledger, d0, 0, 10)
+    assert placed(registry, ledger, handover=HandoverCosts(credit_s=0.5)) == chosen
 
 
-def test_a_full_decode_node_is_the_last_choice(registry):
+def test_a_full_decode_node_is_the_last_choice(registry, ledger):
     d0, _ = admit(registry, "d0"), admit(registry, "d1", rate=1.0)
-    assert placed(registry) == "d0 d0"
-    d0.assigned["a"] = d0.pool_tokens - len(TOKENS)
-    assert placed(registry, "always") == "d0 d0"
-    d0.assigned["a"] += 1
-    assert placed(registry, "always") == "d1 d1"
+    assert placed(registry, ledger) == "d0 d0"
+    assign(ledger, d0, 0, d0.pool_tokens - len(TOKENS))
+    assert placed(registry, ledger, "always") == "d0 d0"
+    assign(ledger, d0, 0, 1)
+    assert placed(registry, ledger, "always") == "d1 d1"
 
 
-def test_nodes_that_failed_the_request_are_the_last_choice(registry):
+def test_nodes_that_failed_the_request_are_the_last_choice(registry, ledger):
     p0, d0 = admit(registry, "p0", rate=1e6), admit(registry, "d0")
-    assert placed(registry) == "p0 d0"
-    assert placed(registry, avoid=[p0]) == "d0 d0"
-    assert placed(registry, avoid=[p0, d0]) == "d0 d0"
+    assert placed(registry, ledger) == "p0 d0"
+    assert placed(registry, ledger, avoid=[p0]) == "d0 d0"
+    assert placed(registry, ledger, avoid=[p0, d0]) == "d0 d0"
     admit(registry, "d1")
-    assert placed(registry, avoid=[d0]) == "p0 d1"
-    assert placed(registry, avoid=[p0, d0]) == "d1 d1"
+    assert placed(registry, ledger, avoid=[d0]) == "p0 d1"
+    assert placed(registry, ledger, avoid=[p0, d0]) == "d1 d1"
 
 
 NODES = st.fixed_dictionaries(
@@ -188,18 +206,19 @@ NODES = st.fixed_dictionaries(
 @settings(max_examples=200, deadline=None)
 @given(described=st.lists(NODES, max_size=5), num_tokens=st.integers(100, 180), move_s=st.floats(0, 10))
 def test_auto_chooses_among_what_the_others_could_and_fails_only_where_always_fails(described, num_tokens, move_s):
-    registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
+    registry, ledger = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9), Ledger()
     avoid = []
     for index, node in enumerate(described):
         admitted = admit(
             registry, f"{node['role']}{index}", node["rate"], state=node["state"], num_blocks=node["num_blocks"]
         )
-        admitted.assigned["other"] = node["num_assigned"]
+        give = ledger.read if node["role"] == "p" else ledger.write
+        give(f"on {index}", admitted, node["num_assigned"])
         avoid += [admitted] if node["avoided"] else []
 
     def outcome(policy):
         try:
-            return placed(registry, policy, HandoverCosts(move_s=move_s), avoid, num_tokens)
+            return placed(registry, ledger, policy, HandoverCosts(move_s=move_s), avoid, num_tokens)
         except RequestError as error:
             return error.reason
 

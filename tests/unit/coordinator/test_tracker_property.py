@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.control.instructions import Emit, End, Send
+from coordinator.control.ledger import Account, Ledger
 from coordinator.control.metrics import Metrics
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
@@ -115,8 +116,10 @@ class World:
         self.random = random
         self.now = 0.0
         self.registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
+        self.ledger = Ledger()
         self.tracker = Tracker(
             self.registry,
+            self.ledger,
             Metrics(),
             first_epoch=2**32 - 3,
             max_live=6,
@@ -233,13 +236,14 @@ def test_every_request_ends_once_with_the_right_tokens_and_nothing_is_held(troub
     actions = [*OFTEN * 16, *trouble, "wait"]
     for _ in range(400):
         getattr(world, world.random.choice(actions))()
+        world.ledger.check_integrity()
     world.settle()
 
     assert world.ends.keys() == world.submitted.keys()
     assert world.tracker.num_open == 0
     for node in world.nodes:
         assert node.held == {}
-        assert node.node.assigned == node.node.beginning == {}
+        assert world.ledger.of(node.node) == Account()
     for request_id, (max_tokens, arrived_s) in world.submitted.items():
         outcome, ended_s = world.ends[request_id]
         tokens = world.tokens[request_id]

@@ -1,6 +1,9 @@
 """A small world for tests of the tracker: four nodes, and instructions in short."""
 
+import dataclasses
+
 from coordinator.control.instructions import Emit, End, Send
+from coordinator.control.ledger import Ledger
 from coordinator.control.metrics import Metrics
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
@@ -21,7 +24,8 @@ class World:
             self.attach(name)
         defaults = {"first_epoch": 0, "max_live": 10, "max_restarts": 1, "local_prefill": "never"}
         self.metrics = Metrics()
-        self.tracker = Tracker(self.registry, self.metrics, **{**defaults, **settings})
+        self.ledger = Ledger()
+        self.tracker = Tracker(self.registry, self.ledger, self.metrics, **{**defaults, **settings})
         self.outcome = None
         self.jobs = []
         self.prefill_tp_size = None
@@ -33,6 +37,10 @@ class World:
     def holds(self, name, hints):
         """The node reports these blocks."""
         assert self.registry.cache_changed(self.registry.find(name), events.cache_changed(hints).cache_changed) == 0
+
+    def account(self, name):
+        """What is assigned to the node: tokens to compute and held, answers, and those of them still to come."""
+        return dataclasses.astuple(self.ledger.of(self.registry.find(name)))
 
     def submit(self, request_id="r/0", token_ids=PROMPT, cache_salt="", now=0.0):
         prompt, sampling = Prompt(token_ids, cache_salt), SamplingParams(max_tokens=5)
