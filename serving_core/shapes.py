@@ -28,6 +28,15 @@ class Shape:
         return self.seats > 0
 
 
+def common(one: Shape, other: Shape) -> Shape:
+    """What both shapes allow; it may be nothing."""
+    return Shape(
+        min(one.prompt_tokens, other.prompt_tokens),
+        min(one.seats, other.seats),
+        one.takes_handovers and other.takes_handovers,
+    )
+
+
 def preset(role: str, *, max_num_batched_tokens: int, max_num_seqs: int) -> Shape:
     """The shape of a role on a node with these limits. Raises RequestError for an unknown role."""
     match role:

@@ -40,7 +40,8 @@ class ServedNode(Node, Protocol):
 
 def node_command(role: str) -> click.Command:
     """The command line of a node that begins in this role."""
-    return settings_command(NodeSettings, partial(run_node, role), name=role, help=f"Run one node that begins as {role}.")
+    help = f"Run one node that begins as {role}."
+    return settings_command(NodeSettings, partial(run_node, role), name=role, help=help)
 
 
 def run_node(role: str, settings: NodeSettings) -> None:

@@ -8,8 +8,8 @@
     StepTokens   to the client, strictly by index: they may come before FirstToken, over the other stream
     Failed       a new attempt on other nodes, or the end; so does a lost node
 
-Where the decode node is to compute the prompt itself, Reserve alone goes out, FirstToken comes from the decode node,
-and nothing is delivered or committed.
+Where the node that writes is to read the prompt itself, Reserve alone goes out, FirstToken comes from that node, and
+nothing is delivered or committed.
 
 A new attempt sends prompt and emitted tokens as one prompt, so the stream goes on at the next index. Epochs grow over
 all requests: what a node still says of an older attempt, even one of the same request id, cannot be mistaken.
@@ -51,14 +51,11 @@ class Tracker:
         first_epoch: int,
         max_live: int,
         max_restarts: int,
-        local_prefill: str,
     ) -> None:
-        """`first_epoch` is to be random: nodes may still be at attempts of a coordinator that ran before this one.
-        `local_prefill` is a policy of coordinator/control/placement.py."""
+        """`first_epoch` is to be random: nodes may still be at attempts of a coordinator that ran before this one."""
         self._registry = registry
         self._ledger = ledger
         self._metrics = metrics
-        self._local_prefill = local_prefill
         self._handover = Handover()
         self._max_live = max_live
         self._max_restarts = max_restarts
@@ -124,7 +121,7 @@ class Tracker:
         instructions: list[Instruction] = []
         for request in list(self._requests.values()):
             if node in (request.attempt.prefill, request.attempt.decode):
-                error = RequestError(reasons.WORKER_LOST, f"the {node.role} node was lost")
+                error = RequestError(reasons.WORKER_LOST, f"the {node.kind} was lost")
                 instructions += self._carry_on(request, node, error, now)
         return instructions
 
@@ -233,7 +230,7 @@ class Tracker:
         if request is None:
             return []
         if isinstance(event, fleet_pb2.Cancelled):
-            error = RequestError(reasons.WORKER_LOST, f"the {node.role} node does not know the request")
+            error = RequestError(reasons.WORKER_LOST, f"the {node.kind} does not know the request")
             return self._carry_on(request, node, error, now)
         if event.reason in RESTART_REASONS:
             self._metrics.transfers_failed[event.reason] += 1
@@ -257,8 +254,7 @@ class Tracker:
         prompt = request.prompt.followed_by(request.output)
         max_tokens = len(request.prompt) + request.sampling.max_tokens
         costs = self._handover.costs(now)
-        nodes, policy = self._registry.nodes, self._local_prefill
-        prefill, decode = place(nodes, self._ledger, prompt, max_tokens, request.avoid, policy=policy, handover=costs)
+        prefill, decode = place(self._registry.nodes, self._ledger, prompt, max_tokens, request.avoid, handover=costs)
         self._epoch = (self._epoch + 1) % NUM_EPOCHS
         request.attempt = Attempt(self._epoch, prefill, decode, first_index=len(request.output), started_s=now)
         self._ledger.read(request.request_id, prefill, prompt.tokens_to_compute(prefill))
