@@ -8,8 +8,8 @@
     StepTokens   to the client, strictly by index: they may come before FirstToken, over the other stream
     Failed       a new attempt on other nodes, or the end; so does a lost node
 
-Where the decode node is to compute the prompt itself, Reserve alone goes out, FirstToken comes from the decode node,
-and nothing is delivered or committed.
+Where the node that writes is to read the prompt itself, Reserve alone goes out, FirstToken comes from that node, and
+nothing is delivered or committed.
 
 A new attempt sends prompt and emitted tokens as one prompt, so the stream goes on at the next index. Epochs grow over
 all requests: what a node still says of an older attempt, even one of the same request id, cannot be mistaken.
@@ -20,6 +20,7 @@ from typing import Any, Final
 from coordinator.control.attempts import Attempt, TrackedRequest
 from coordinator.control.handover import Handover
 from coordinator.control.instructions import Emit, End, Instruction, Send
+from coordinator.control.ledger import Ledger
 from coordinator.control.metrics import Metrics
 from coordinator.control.outcomes import completion, end_error, restart_error, with_progress
 from coordinator.control.placement import place
@@ -44,18 +45,17 @@ class Tracker:
     def __init__(
         self,
         registry: Registry,
+        ledger: Ledger,
         metrics: Metrics,
         *,
         first_epoch: int,
         max_live: int,
         max_restarts: int,
-        local_prefill: str,
     ) -> None:
-        """`first_epoch` is to be random: nodes may still be at attempts of a coordinator that ran before this one.
-        `local_prefill` is a policy of coordinator/control/placement.py."""
+        """`first_epoch` is to be random: nodes may still be at attempts of a coordinator that ran before this one."""
         self._registry = registry
+        self._ledger = ledger
         self._metrics = metrics
-        self._local_prefill = local_prefill
         self._handover = Handover()
         self._max_live = max_live
         self._max_restarts = max_restarts
@@ -121,7 +121,7 @@ class Tracker:
         instructions: list[Instruction] = []
         for request in list(self._requests.values()):
             if node in (request.attempt.prefill, request.attempt.decode):
-                error = RequestError(reasons.WORKER_LOST, f"the {node.role} node was lost")
+                error = RequestError(reasons.WORKER_LOST, f"the {node.kind} was lost")
                 instructions += self._carry_on(request, node, error, now)
         return instructions
 
@@ -176,9 +176,7 @@ class Tracker:
         if attempt.first_index == 0:
             request.num_cached_tokens = min(event.num_cached_tokens, len(request.prompt))
             self._metrics.prompt_read(len(request.prompt), request.num_cached_tokens)
-        attempt.decode.beginning.pop(request.request_id, None)
-        if not attempt.is_local:
-            node.forget(request.request_id)
+        self._ledger.first_token(request.request_id)
         request.timeline.enter(Phase.PREFILL, now, ago_s=event.prefill_s)
         request.timeline.enter(attempt.phase_after_prefill, now)
         attempt.early[attempt.first_index] = event.token
@@ -232,7 +230,7 @@ class Tracker:
         if request is None:
             return []
         if isinstance(event, fleet_pb2.Cancelled):
-            error = RequestError(reasons.WORKER_LOST, f"the {node.role} node does not know the request")
+            error = RequestError(reasons.WORKER_LOST, f"the {node.kind} does not know the request")
             return self._carry_on(request, node, error, now)
         if event.reason in RESTART_REASONS:
             self._metrics.transfers_failed[event.reason] += 1
@@ -256,12 +254,11 @@ class Tracker:
         prompt = request.prompt.followed_by(request.output)
         max_tokens = len(request.prompt) + request.sampling.max_tokens
         costs = self._handover.costs(now)
-        prefill, decode = place(
-            self._registry.nodes, prompt, max_tokens, request.avoid, policy=self._local_prefill, handover=costs
-        )
+        prefill, decode = place(self._registry.nodes, self._ledger, prompt, max_tokens, request.avoid, handover=costs)
         self._epoch = (self._epoch + 1) % NUM_EPOCHS
         request.attempt = Attempt(self._epoch, prefill, decode, first_index=len(request.output), started_s=now)
-        _assign(request, prompt)
+        self._ledger.read(request.request_id, prefill, prompt.tokens_to_compute(prefill))
+        self._ledger.write(request.request_id, decode, len(prompt))
         return [Send(node, command) for node, command in request.commands(prompt)]
 
     def _carry_on(self, request: TrackedRequest, node: Node, error: RequestError, now: float) -> list[Instruction]:
@@ -297,7 +294,7 @@ class Tracker:
         if not tokens:
             return []
         self._metrics.tokens_came(len(tokens), request.timeline.tokens(now), is_first=len(output) == len(tokens))
-        attempt.decode.assigned[request.request_id] += len(tokens)
+        self._ledger.tokens_came(request.request_id, attempt.decode, len(tokens))
         emit = Emit(request.request_id, tokens)
         if not tokens[-1].finish_reason:
             return [emit]
@@ -322,16 +319,5 @@ class Tracker:
             Send(node, self._releases.ask(node, request.request_id, attempt.epoch, now)) for node in attempt.holders()
         ]
         attempt.prefill_holds = attempt.decode_holds = False
-        for node in (attempt.prefill, attempt.decode):
-            node.forget(request.request_id)
+        self._ledger.end(request.request_id)
         return instructions
-
-
-def _assign(request: TrackedRequest, prompt: Prompt) -> None:
-    """Counts what the current attempt gives its nodes to do."""
-    attempt, request_id = request.attempt, request.request_id
-    num_tokens = prompt.tokens_to_compute(attempt.prefill)
-    attempt.decode.assigned[request_id] = len(prompt)
-    attempt.decode.beginning[request_id] = num_tokens if attempt.is_local else 0
-    if not attempt.is_local:
-        attempt.prefill.assigned[request_id] = num_tokens

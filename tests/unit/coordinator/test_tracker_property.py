@@ -12,16 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.control.instructions import Emit, End, Send
+from coordinator.control.ledger import Account, Ledger
 from coordinator.control.metrics import Metrics
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
 from coordinator.control.releases import RESEND_S
+from coordinator.control.router import has_path
 from coordinator.control.tracker import Tracker
 from protos import inference_pb2
+from protos.convert import shape_to_wire
 from serving_core.errors import RequestError
 from serving_core.requests import SamplingParams
+from serving_core.shapes import ROLES, preset
 from tests import fleet_events as events
 
+FLEETS = (("p0", "p1", "d0", "d1"), ("p0", "p1", "b0", "b1"), ("p0", "b0", "d0"), ("b0", "b1", "b2"))
 FAILURES = ("TRANSFER_FAILED", "KV_CHECKSUM_MISMATCH", "QUEUE_FULL", "ENGINE_ERROR")
 
 
@@ -36,7 +41,7 @@ class SimulatedNode:
     def __init__(self, world, name):
         self.world = world
         self.name = name
-        self.node = world.registry.admit(events.hello(name, {"p": "prefill", "d": "decode"}[name[0]]).hello, world.now)
+        self.node = world.registry.admit(events.hello(name).hello, world.now)
         self.commands = deque()
         self.events = deque()
         self.held = {}  # (request id, epoch) to its job; a node holds exactly what is in here
@@ -115,15 +120,16 @@ class World:
         self.random = random
         self.now = 0.0
         self.registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
+        self.ledger = Ledger()
         self.tracker = Tracker(
             self.registry,
+            self.ledger,
             Metrics(),
             first_epoch=2**32 - 3,
             max_live=6,
             max_restarts=random.choice([0, 1, 3]),
-            local_prefill=random.choice(["never", "auto", "always"]),
         )
-        self.nodes = [SimulatedNode(self, name) for name in ("p0", "p1", "d0", "d1")]
+        self.nodes = [SimulatedNode(self, name) for name in random.choice(FLEETS)]
         self.submitted = {}  # id to (max_tokens, time of arrival)
         self.tokens = {}
         self.ends = {}
@@ -209,6 +215,16 @@ class World:
         self.registry.heartbeat(node.node, beat.heartbeat, self.now)
         self.carry_out(self.tracker.tick(self.now))
 
+    def flip(self):
+        """A node confirms another shape, if requests can be served all the same."""
+        node = self.random.choice(self.nodes).node
+        before = node.shape
+        for shape in (preset(self.random.choice(ROLES), max_num_batched_tokens=512, max_num_seqs=64), before):
+            beat = events.heartbeat(shape=shape_to_wire(shape))
+            self.registry.heartbeat(node, beat.heartbeat, self.now)
+            if has_path(self.registry.nodes):
+                return
+
     def settle(self):
         """Lets everything that is under way come to its end."""
         for _ in range(3000):
@@ -230,16 +246,17 @@ OFTEN = ("submit", "deliver_command", "deliver_event", "step")
 @given(seed=st.integers(0, 2**32))
 def test_every_request_ends_once_with_the_right_tokens_and_nothing_is_held(trouble, seed):
     world = World(Random(seed))
-    actions = [*OFTEN * 16, *trouble, "wait"]
+    actions = [*OFTEN * 16, *trouble, "wait", "flip", "flip"]
     for _ in range(400):
         getattr(world, world.random.choice(actions))()
+        world.ledger.check_integrity()
     world.settle()
 
     assert world.ends.keys() == world.submitted.keys()
     assert world.tracker.num_open == 0
     for node in world.nodes:
         assert node.held == {}
-        assert node.node.assigned == node.node.beginning == {}
+        assert world.ledger.of(node.node) == Account()
     for request_id, (max_tokens, arrived_s) in world.submitted.items():
         outcome, ended_s = world.ends[request_id]
         tokens = world.tokens[request_id]

@@ -1,6 +1,9 @@
 """A small world for tests of the tracker: four nodes, and instructions in short."""
 
+import dataclasses
+
 from coordinator.control.instructions import Emit, End, Send
+from coordinator.control.ledger import Ledger
 from coordinator.control.metrics import Metrics
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
@@ -19,20 +22,25 @@ class World:
         self.registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
         for name in nodes:
             self.attach(name)
-        defaults = {"first_epoch": 0, "max_live": 10, "max_restarts": 1, "local_prefill": "never"}
+        defaults = {"first_epoch": 0, "max_live": 10, "max_restarts": 1}
         self.metrics = Metrics()
-        self.tracker = Tracker(self.registry, self.metrics, **{**defaults, **settings})
+        self.ledger = Ledger()
+        self.tracker = Tracker(self.registry, self.ledger, self.metrics, **{**defaults, **settings})
         self.outcome = None
         self.jobs = []
         self.prefill_tp_size = None
         self.is_local = None
 
     def attach(self, name, **hello):
-        return self.registry.admit(events.hello(name, "prefill" if name[0] == "p" else "decode", **hello).hello, 0.0)
+        return self.registry.admit(events.hello(name, **hello).hello, 0.0)
 
     def holds(self, name, hints):
         """The node reports these blocks."""
         assert self.registry.cache_changed(self.registry.find(name), events.cache_changed(hints).cache_changed) == 0
+
+    def account(self, name):
+        """What is assigned to the node: tokens to compute and held, answers, and those of them still to come."""
+        return dataclasses.astuple(self.ledger.of(self.registry.find(name)))
 
     def submit(self, request_id="r/0", token_ids=PROMPT, cache_salt="", now=0.0):
         prompt, sampling = Prompt(token_ids, cache_salt), SamplingParams(max_tokens=5)
