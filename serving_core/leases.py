@@ -22,6 +22,11 @@ class Leases:
         """Blocks of the whole pool."""
         return self._allocator.num_blocks
 
+    @property
+    def block_size(self) -> int:
+        """Tokens of one block."""
+        return self._layout.block_size
+
     def blocks_for(self, num_tokens: int) -> int:
         return self._layout.num_blocks_for(num_tokens)
 
@@ -62,6 +67,11 @@ class Leases:
         if resident.lease is None:
             return []
         return resident.lease.block_ids[: resident.num_computed // self._layout.block_size]
+
+    def filled_blocks(self, resident: Resident) -> list[int]:
+        """The blocks that hold any KV."""
+        assert resident.lease is not None
+        return resident.lease.block_ids[: self.blocks_for(resident.num_computed)]
 
     def give_back(self, resident: Resident) -> None:
         """Frees the blocks, if there are any; what is published stays to be found."""

@@ -26,6 +26,7 @@ from serving_node.cache_report import CacheReport
 from serving_node.decisions import Beat, Decision
 from serving_node.endings import Endings
 from serving_node.handovers import HandOvers
+from serving_node.moves import Moves
 from serving_node.room import Room
 
 
@@ -79,8 +80,9 @@ class NodeLogic:
             ticket_timeout_s=limits.ticket_timeout_s,
             on_committed=self._cache_report.tell,
         )
+        self._moves = Moves(residents, leases, self._hand_overs, self._endings)
         self._writing = Writing(residents, leases, self._hand_overs.revoke)
-        self._room = Room(residents, self._reading, self._credit, self._writing, limits.max_num_seqs)
+        self._room = Room(residents, leases, self._reading, self._credit, self._writing, limits.max_num_seqs)
         self.is_draining = False
         self._take(shape)
 
@@ -111,7 +113,7 @@ class NodeLogic:
         load.role = role_of(self._shape)
         load.shape.CopyFrom(convert.shape_to_wire(self._shape))
         load.state = "draining" if self.is_draining else "ready"
-        load.num_running = self._residents.count(Stage.READING, Stage.READ, Stage.WRITING)
+        load.num_running = self._residents.count(Stage.READING, Stage.READ, Stage.WRITING, Stage.STOPPED)
         load.num_waiting = len(self._residents) - load.num_running
         load.num_waiting_tokens = self._reading.num_waiting_tokens
         load.num_blocks = self._allocator.num_blocks
@@ -120,8 +122,8 @@ class NodeLogic:
         load.num_preemptions = self._writing.num_preemptions
         load.num_prompt_tokens = self._reading.num_prompt_tokens
         load.num_cached_tokens = self._reading.num_cached_tokens
-        load.num_kv_bytes = self._hand_overs.num_kv_bytes
-        load.num_transfers_failed = self._hand_overs.num_failed
+        load.num_kv_bytes = self._hand_overs.num_kv_bytes + self._moves.num_kv_bytes
+        load.num_transfers_failed = self._hand_overs.num_failed + self._moves.num_failed
         load.prefill_tokens_per_s = self._rates.prefill_tokens_per_s
         load.step_s = self._rates.decode_step_s or load.step_s
 
@@ -145,6 +147,10 @@ class NodeLogic:
                 self._bring(command.reserve.job, now, command.reserve)
             case "deliver":
                 self._hand_overs.deliver(command.deliver)
+            case "migrate":
+                self._moves.migrate(command.migrate)
+            case "keep":
+                self._moves.keep(command.keep)
             case "cancel":
                 self._cancel(command.cancel.attempt)
             case "reshape":
@@ -184,6 +190,7 @@ class NodeLogic:
         if self._residents.find(request) is not None:
             message = f"attempt {request.epoch} of the request was announced twice"
             raise RequestError(reasons.DUPLICATE_REQUEST_ID, message)
+        num_ahead = 0
         if reserve is None:
             self._reading.check(len(request.token_ids))
         else:
@@ -191,6 +198,7 @@ class NodeLogic:
             self._credit.check(len(request.token_ids) + num_to_come)
             if is_read_here:
                 self._reading.check(len(request.token_ids))
+            num_ahead = min(reserve.num_tokens_ahead, num_to_come)
         return Resident(
             request,
             job.age,
@@ -199,6 +207,7 @@ class NodeLogic:
             now,
             hands_over=reserve is None,
             source_tp=0 if is_read_here or reserve is None else max(1, reserve.prefill_tp_size),
+            num_ahead=num_ahead,
         )
 
     def _cancel(self, attempt: fleet_pb2.Attempt) -> None:
@@ -217,27 +226,28 @@ class NodeLogic:
     def plan(self, now: float) -> list[Work]:
         """The next step: a token of each answer that is being written, then chunks of prompts; empty when there is
         nothing to compute. `step_done` or `step_failed` is to follow."""
-        works = self._plan()
-        while not works and self._room.make_way():
+        works = self._plan(now)
+        while not works and (self._room.seat() or self._room.make_way()):
             self._grant()
-            works = self._plan()
+            works = self._plan(now)
         for work in works:
             resident = self._residents.of(work.request)
             resident.in_step = True
             if resident.reading_since_s is None and resident.computes_prompt:
                 resident.reading_since_s = now
-        self._hand_overs.note_read(self._residents.in_stage(Stage.READING), now)
         return works
 
-    def _plan(self) -> list[Work]:
+    def _plan(self, now: float) -> list[Work]:
         works = self._writing.plan()
         max_tokens = self._limits.max_num_batched_tokens
         budget = min(self._shape.prompt_tokens or max_tokens, max_tokens - sum(work.num_tokens for work in works))
-        return works + self._reading.plan(budget, self._room.has_seat, self._room.start)
+        works += self._reading.plan(budget, self._room.gate(), self._room.start)
+        self._hand_overs.note_read(self._residents.in_stage(Stage.READING), now)
+        return works
 
     def sends_while(self, works: Sequence[Work]) -> list[Work]:
         """Those of a step whose blocks may leave while it is being computed."""
-        return [work for work in works if self._residents.of(work.request).hands_over]
+        return [work for work in works if self._residents.of(work.request).is_outgoing]
 
     def step_done(self, works: Sequence[Work], tokens: Sequence[SampledToken], step_s: float, now: float) -> None:
         """Takes in a finished step, whose full blocks others may use from now on."""
@@ -254,6 +264,7 @@ class NodeLogic:
         for resident, _ in answered:
             if finish_reason(resident.request, self._eos_token_ids) is not None:
                 self._endings.end(resident)
+        self._moves.note_written(resident for resident, _ in answered)
         self._settle_step(works)
 
     def step_failed(self, works: Sequence[Work], error: Exception, now: float) -> None:
@@ -291,7 +302,7 @@ class NodeLogic:
         if not resident.hands_over:
             resident.stage = Stage.WRITING
         elif reason is None:
-            resident.tail = convert.token_to_tail(token.token_id)
+            resident.tail = convert.tokens_to_tail([token.token_id])
 
     def _first_token(self, resident: Resident, wire: fleet_pb2.SampledToken, now: float) -> fleet_pb2.FirstToken:
         assert resident.reading_since_s is not None
@@ -308,7 +319,7 @@ class NodeLogic:
                 self._endings.settle(resident)
         self._grant()
 
-    # ---- hand-overs ----
+    # ---- transfers ----
 
     def granted(self, epoch: int, ticket: bytes) -> None:
         """Every rank awaits the blocks of a `Receive`: this ticket lets the other node send them."""
@@ -319,9 +330,14 @@ class NodeLogic:
         self._hand_overs.received(epoch, result, now)
         self._grant()
 
+    def caught_up(self, epoch: int) -> None:
+        """All ready blocks of a `Send` have left."""
+        self._moves.caught_up(epoch)
+
     def sent(self, epoch: int, result: Sent | TransferFailed, now: float) -> None:
         """A `Send` is over."""
-        self._hand_overs.sent(epoch, result, now)
+        transfers = self._moves if epoch in self._moves else self._hand_overs
+        transfers.sent(epoch, result, now)
         self._grant()
 
     def tick(self, now: float) -> None:
@@ -330,6 +346,7 @@ class NodeLogic:
         self._grant()
 
     def _grant(self) -> None:
+        self._room.seat()
         for resident in self._room.grant():
             self._hand_overs.receive(resident)
 

@@ -24,7 +24,7 @@ from serving_core.requests import SampledToken, Work
 from serving_core.residents import Resident
 from serving_core.shapes import preset
 from serving_core.waiting import first_to_end
-from serving_node.decisions import Beat, CancelTransfer, Decision, FinishSend, Receive, Send, Tell
+from serving_node.decisions import Beat, CancelTransfer, Decision, FinishSend, Receive, Send, SendMore, Tell
 from serving_node.link import FleetLink
 from serving_node.logic import Limits, NodeLogic
 from serving_node.ranks.leading import Followers
@@ -92,6 +92,7 @@ class NodeRunner:
             settings.overlap_min_tokens,
             on_granted=self._granted,
             on_received=self._received,
+            on_caught_up=self._caught_up,
             on_sent=self._sent,
         )
         self._tickets: dict[int, bytes] = {}  # drawn, and not yet open on every rank, by epoch
@@ -188,6 +189,10 @@ class NodeRunner:
         self._logic.received(epoch, result, time.monotonic())
         self._carry_out()
 
+    def _caught_up(self, epoch: int) -> None:
+        self._logic.caught_up(epoch)
+        self._carry_out()
+
     def _sent(self, epoch: int, result: Sent | TransferFailed) -> None:
         self._logic.sent(epoch, result, time.monotonic())
         self._carry_out()
@@ -223,6 +228,8 @@ class NodeRunner:
                 self._receive(resident, num_blocks)
             case Send(resident=resident, block_ids=block_ids):
                 self._transfers.send(resident.request.epoch, resident.ticket, block_ids)
+            case SendMore(resident=resident, block_ids=block_ids):
+                self._transfers.send_more(resident.request.epoch, block_ids)
             case FinishSend(resident=resident, block_ids=block_ids):
                 self._transfers.finish(resident.request.epoch, block_ids, resident.tail)
             case CancelTransfer(epoch=epoch):
@@ -248,6 +255,7 @@ class NodeRunner:
             addresses=self._transfers.addresses,
             num_blocks=num_blocks,
             num_cached_blocks=resident.num_cached_blocks,
+            num_tokens=len(resident.request.token_ids),
             ttl_s=self._settings.ticket_ttl_s,
         ).encode()
 
