@@ -12,6 +12,8 @@ from serving_core.errors import RequestError
 from serving_core.reasons import BAD_PARAM, NAME_TAKEN, PAIRING_MISMATCH, QUEUE_FULL
 
 ROLES: Final = ("prefill", "decode")
+READY: Final = "ready"  # states of a node
+DRAINING: Final = "draining"
 MAX_NODES: Final = 1024
 MAX_TP_SIZE: Final = 64
 MAX_FIRST_SESSION: Final = 2**63  # what is left of 64 bits no coordinator can use up
@@ -28,6 +30,7 @@ class Node:
     last_seen_s: float
     load: inference_pb2.NodeLoad
     step_age_s: float = 0.0
+    is_drained: bool = False  # by an operator, whatever the node says of itself
     # Of the full blocks that the node says to hold, `serving_core.prefix.hint_of` their names; at most num_blocks.
     hints: set[int] = field(default_factory=set)
 
@@ -61,7 +64,7 @@ class Node:
 
     @property
     def is_ready(self) -> bool:
-        return self.load.state == "ready"
+        return self.load.state == READY
 
 
 class Registry:
@@ -108,7 +111,7 @@ class Registry:
             raise RequestError(QUEUE_FULL, f"the fleet has {MAX_NODES} nodes, its limit")
         self._check_fingerprint(hello.node, others)
         self._check_name(hello)
-        load = inference_pb2.NodeLoad(state="ready", num_blocks=hello.num_blocks, num_blocks_free=hello.num_blocks)
+        load = inference_pb2.NodeLoad(state=READY, num_blocks=hello.num_blocks, num_blocks_free=hello.num_blocks)
         node = self._nodes[hello.node.name] = Node(hello, next(self._sessions), now, _named(load, hello.node))
         return node
 
@@ -116,6 +119,13 @@ class Registry:
         node.last_seen_s = now
         node.step_age_s = heartbeat.step_age_s
         node.load = _named(heartbeat.load, node.hello.node)
+        if node.is_drained:
+            node.load.state = DRAINING
+
+    def drain(self, node: Node) -> None:
+        """The node is to be given nothing more, as long as it is attached."""
+        node.is_drained = True
+        node.load.state = DRAINING
 
     def cache_changed(self, node: Node, event: fleet_pb2.CacheChanged) -> int:
         """Notes which blocks the node holds: first those removed, then those stored.

@@ -54,6 +54,25 @@ def fitting(nodes: Iterable[Node], role: str, num_tokens: int) -> list[Node]:
     return [node for node in nodes if node.role == role and node.is_ready and num_tokens <= node.max_request_tokens]
 
 
+def writes(node: Node) -> bool:
+    """Whether answers are to be written there."""
+    return node.role == "decode"
+
+
+def roomiest(nodes: Iterable[Node], ledger: Ledger, num_tokens: int, max_tokens: int) -> Node | None:
+    """Of the ready nodes that write and have room for num_tokens tokens of a running answer now, and for all that it
+    may become, the one with the largest part of its pool free, the first by name of equals. None when there is none."""
+
+    def free(node: Node) -> int:
+        return node.pool_tokens - ledger.of(node).tokens_held
+
+    def has_seat(node: Node) -> bool:
+        return not node.hello.max_num_seqs or ledger.of(node).num_answers < node.hello.max_num_seqs
+
+    able = [node for node in fitting(nodes, "decode", max_tokens) if has_seat(node) and free(node) >= num_tokens]
+    return min(able, key=lambda node: (-free(node) / node.pool_tokens, node.name), default=None)
+
+
 def prefill_cost(node: Node, ledger: Ledger, prompt: Prompt) -> float:
     """Of a prefill node, in tokens."""
     return ledger.of(node).tokens_to_compute + prompt.tokens_to_compute(node)

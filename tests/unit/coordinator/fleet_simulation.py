@@ -31,7 +31,7 @@ class Fleet:
     def __init__(self, policy, rates, max_num_seqs=64):
         self.now = 0.0
         self.registry = Registry({}, node_timeout_s=NEVER_S, step_timeout_s=NEVER_S)
-        limits = {"max_live": 10_000, "max_restarts": 0}
+        limits = {"max_live": 10_000, "max_restarts": 0, "keep_after_s": NEVER_S}
         self.tracker = Tracker(self.registry, Ledger(), Metrics(), first_epoch=0, local_prefill=policy, **limits)
         kinds = {"p": PrefillNode, "d": DecodeNode}
         self.nodes = {name: kinds[name[0]](self, name, rate, max_num_seqs) for name, rate in rates.items()}

@@ -22,7 +22,7 @@ class World:
         self.registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
         for name in nodes:
             self.attach(name)
-        defaults = {"first_epoch": 0, "max_live": 10, "max_restarts": 1, "local_prefill": "never"}
+        defaults = {"first_epoch": 0, "max_live": 10, "max_restarts": 1, "keep_after_s": 1e9, "local_prefill": "never"}
         self.metrics = Metrics()
         self.ledger = Ledger()
         self.tracker = Tracker(self.registry, self.ledger, self.metrics, **{**defaults, **settings})
