@@ -27,9 +27,7 @@ def departures(
         return
     busy = {node for request in requests if request.move for node in (request.move.source, request.move.target)}
     for source in [node for node in nodes if node in full and node not in busy]:
-        running = [
-            each for each in requests if each.attempt.decode is source and may_move(each) and _is_rested(each, now)
-        ]
+        running = [each for each in requests if each.attempt.decode is source and may_move(each, now, rest_s=REST_S)]
         youngest = max(running, key=lambda each: each.age, default=None)
         if youngest is None:
             continue
@@ -43,7 +41,3 @@ def departures(
 def _waits(request: TrackedRequest, now: float) -> bool:
     since_s = request.attempt.waits_since_s
     return since_s is not None and now - since_s >= WAIT_S
-
-
-def _is_rested(request: TrackedRequest, now: float) -> bool:
-    return request.moved_s is None or now - request.moved_s >= REST_S

@@ -52,17 +52,13 @@ def departures(
     under_way = Counter((request.move.source, request.move.target) for request in requests if request.move)
     for request in requests:
         source = request.attempt.decode
-        if (source.is_ready and writes(source)) or not may_move(request) or not _is_rested(request, now):
+        if (source.is_ready and writes(source)) or not may_move(request, now, rest_s=RETRY_S):
             continue
         free = [node for node in nodes if node is not source and under_way[source, node] < MAX_MOVES]
         target = roomiest(free, ledger, num_tokens_needed(request), request.max_tokens)
         if target is not None:
             under_way[source, target] += 1
             yield request, target
-
-
-def _is_rested(request: TrackedRequest, now: float) -> bool:
-    return request.moved_s is None or now - request.moved_s >= RETRY_S
 
 
 def _has_part(node: Node, request: TrackedRequest) -> bool:

@@ -71,19 +71,19 @@ class LiveAnswers:
 
     def begin(self, request: TrackedRequest, now: float) -> list[Instruction]:
         """The first attempt. Raises RequestError when there are no nodes for it, and then nothing has begun."""
-        instructions = self._try_on(request, self._place(request, now), now)
+        instructions = self._try_on(request, now)
         self._requests[request.request_id] = request
         return instructions
 
     def elsewhere(self, request: TrackedRequest, now: float) -> list[Instruction]:
         """A new attempt on nodes that are ready, through no fault of those that had it; without any it stays."""
         try:
-            pair = self._place(request, now)
+            self._place(request, now)
         except RequestError:
             return []
         instructions = self._let_go(request, now)
         request.timeline.enter(Phase.PREFILL_QUEUE, now)
-        return instructions + self._try_on(request, pair, now)
+        return instructions + self._try_on(request, now)  # its own load is out of its way now
 
     def carry_on(self, request: TrackedRequest, node: Node, error: RequestError, now: float) -> list[Instruction]:
         """The node has dropped its part: nothing to do if that was over, else a new attempt."""
@@ -103,7 +103,7 @@ class LiveAnswers:
         request.avoid.append(node)
         request.timeline.enter(Phase.PREFILL_QUEUE, now)
         try:
-            return instructions + self._try_on(request, self._place(request, now), now)
+            return instructions + self._try_on(request, now)
         except RequestError as no_node:
             final = RequestError(no_node.reason, str(no_node), **error.metadata)
             return instructions + self.end(request, final, now)
@@ -119,8 +119,9 @@ class LiveAnswers:
             handover=self.handover.costs(now),
         )
 
-    def _try_on(self, request: TrackedRequest, pair: Pair, now: float) -> list[Instruction]:
-        prefill, decode = pair
+    def _try_on(self, request: TrackedRequest, now: float) -> list[Instruction]:
+        """Gives the request to a pair of nodes. Raises RequestError when there is none, and then changes nothing."""
+        prefill, decode = self._place(request, now)
         prompt = request.known
         request.attempt = Attempt(self.next_epoch(), prefill, decode, first_index=len(request.output), started_s=now)
         self.ledger.read(request.request_id, prefill, prompt.tokens_to_compute(prefill))

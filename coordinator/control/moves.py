@@ -27,10 +27,11 @@ MIN_TOKENS_LEFT: Final = 8  # an answer that is about to end does so sooner wher
 RESERVE_TIMEOUT_S: Final = 5.0  # for the target's blocks; the source goes on all the while
 
 
-def may_move(request: TrackedRequest) -> bool:
-    """Whether the answer is being written, and nothing of an earlier move is left to be heard of."""
-    is_written = request.timeline.phase is Phase.DECODE and request.attempt.has_first_token
-    return is_written and request.move is None and request.num_tokens_left >= MIN_TOKENS_LEFT
+def may_move(request: TrackedRequest, now: float, *, rest_s: float) -> bool:
+    """Whether the answer is being written, and an earlier move has been over for rest_s."""
+    if request.timeline.phase is not Phase.DECODE or request.num_tokens_left < MIN_TOKENS_LEFT:
+        return False
+    return request.move is None and (request.moved_s is None or now - request.moved_s >= rest_s)
 
 
 def num_tokens_needed(request: TrackedRequest) -> int:

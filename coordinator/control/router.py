@@ -60,8 +60,8 @@ def writes(node: Node) -> bool:
 
 
 def roomiest(nodes: Iterable[Node], ledger: Ledger, num_tokens: int, max_tokens: int) -> Node | None:
-    """Of the ready nodes that write and have room for num_tokens tokens of a running answer now, and for all that it
-    may become, the one with the largest part of its pool free, the first by name of equals. None when there is none."""
+    """Of the ready nodes that write, have room for num_tokens tokens of a running answer now and can hold max_tokens of
+    one, the one with most room, the first by name of equals. None when there is none."""
 
     def free(node: Node) -> int:
         return node.pool_tokens - ledger.of(node).tokens_held
@@ -70,7 +70,7 @@ def roomiest(nodes: Iterable[Node], ledger: Ledger, num_tokens: int, max_tokens:
         return not node.hello.max_num_seqs or ledger.of(node).num_answers < node.hello.max_num_seqs
 
     able = [node for node in fitting(nodes, "decode", max_tokens) if has_seat(node) and free(node) >= num_tokens]
-    return min(able, key=lambda node: (-free(node) / node.pool_tokens, node.name), default=None)
+    return min(able, key=lambda node: (-free(node), node.name), default=None)
 
 
 def prefill_cost(node: Node, ledger: Ledger, prompt: Prompt) -> float:

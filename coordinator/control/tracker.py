@@ -109,13 +109,9 @@ class Tracker:
         """What a node tells of its attempts. Events that are late, repeated or not the node's to send do nothing."""
         kind = event.WhichOneof("event")
         body: Any = getattr(event, kind)
-        match kind:
-            case "step_tokens":
-                return self._on_step_tokens(node, body, now)
-            case "failed" | "cancelled":
-                was_asked = self._live.releases.settle(node, body.attempt.epoch)
-            case _:
-                was_asked = False
+        if kind == "step_tokens":
+            return self._on_step_tokens(node, body, now)
+        was_asked = kind in ("failed", "cancelled") and self._live.releases.settle(node, body.attempt.epoch)
         if (moving := self._moves.find(node, body.attempt)) is not None:
             return [*self._moves.handle(moving, kind, body, now), *self._relocate(now)]
         request = self._live.on(node, body.attempt)
