@@ -85,7 +85,7 @@ class Dispatcher:
                 self._warn_of_namesake(self._links[namesake])
             raise
         link = self._links[node] = NodeLink(node)
-        logger.info("%s node %s attached, session %d", node.role, node.name, node.session)
+        logger.info("%s %s attached, session %d", node.kind, node.name, node.session)
         self.nodes_changed.set()
         if namesake is not None:
             self._apply(self._lose(namesake, RequestError(WORKER_LOST, "its process has attached again")))
@@ -130,8 +130,8 @@ class Dispatcher:
     def _cache_changed(self, node: Node, event: fleet_pb2.CacheChanged) -> None:
         if num_left_out := self._registry.cache_changed(node, event):
             num_blocks = node.hello.num_blocks
-            message = "%s node %s says that it holds %d blocks and has %d: %d are left out"
-            logger.warning(message, node.role, node.name, num_blocks + num_left_out, num_blocks, num_left_out)
+            message = "%s %s says that it holds %d blocks and has %d: %d are left out"
+            logger.warning(message, node.kind, node.name, num_blocks + num_left_out, num_blocks, num_left_out)
 
     def _warn_of_namesake(self, link: NodeLink) -> None:
         """Once for each session, however often the other process asks."""
@@ -144,7 +144,7 @@ class Dispatcher:
         link = self._links.pop(node, None)
         if link is None:
             return []
-        logger.warning("%s node %s lost: %s", node.role, node.name, error)
+        logger.warning("%s %s lost: %s", node.kind, node.name, error)
         link.end(error)
         self._registry.lose(node)
         self.nodes_changed.set()

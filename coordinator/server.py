@@ -14,8 +14,8 @@ from coordinator.control.journal import Journal
 from coordinator.control.ledger import Ledger
 from coordinator.control.live import NUM_EPOCHS
 from coordinator.control.metrics import Metrics
-from coordinator.control.placement import ROLES_NEEDED
 from coordinator.control.registry import MAX_FIRST_SESSION, Registry
+from coordinator.control.router import has_path
 from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher
 from coordinator.doors.admin_service import AdminService
@@ -53,7 +53,6 @@ class CoordinatorServer:
     def __init__(self, settings: CoordinatorSettings) -> None:
         check_settings(settings)
         self._settings = settings
-        self._roles = ROLES_NEEDED[settings.local_prefill]
         self._model = _read_model(settings)
         config = self._model.config
         self._registry = Registry(
@@ -72,7 +71,6 @@ class CoordinatorServer:
             max_live=settings.max_num_queued_reqs,
             max_restarts=settings.max_restarts,
             keep_after_s=settings.keep_after_s,
-            local_prefill=settings.local_prefill,
         )
         self._dispatcher = Dispatcher(self._registry, self._tracker, journal, self._model.tokenizer)
         self._exposition = Exposition(metrics, self._tracker, self._registry, self._model.name)
@@ -81,7 +79,6 @@ class CoordinatorServer:
             self._registry,
             self._dispatcher,
             journal,
-            roles=self._roles,
             max_logprobs=settings.max_logprobs,
             request_timeout_s=settings.request_timeout_s,
             strict_fields=settings.strict_fields,
@@ -94,7 +91,7 @@ class CoordinatorServer:
         self.http_port = -1  # likewise; -1 without HTTP
 
     async def start(self) -> None:
-        """Listens on all ports. Ready is only who has nodes of the roles that it needs: see the health service."""
+        """Listens on all ports. Ready is only who has nodes that read and write: see the health service."""
         settings = self._settings
         check_ports(
             [
@@ -197,8 +194,7 @@ class CoordinatorServer:
             await self._report_health()
 
     async def _report_health(self) -> None:
-        ready_roles = {node.role for node in self._registry.nodes if node.is_ready}
-        is_ready = ready_roles.issuperset(self._roles) and not self._dispatcher.is_draining
+        is_ready = has_path(self._registry.nodes) and not self._dispatcher.is_draining
         status = health_pb2.HealthCheckResponse
         await self._health.set(INFERENCE, status.SERVING if is_ready else status.NOT_SERVING)
 

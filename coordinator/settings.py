@@ -38,9 +38,6 @@ class CoordinatorSettings:
     strict_fields: bool = flag(False, "Refuse requests with unknown fields, instead of a warning.")
     max_num_queued_reqs: int = flag(1024, "Most answers in flight at once; more are refused.", minimum=1)
     max_logprobs: int = flag(20, "Most top logprobs a request may ask for.", minimum=0)
-    local_prefill: str = flag(
-        "never", "Whether decode nodes compute prompts; auto: where it is faster.", choices=("never", "auto", "always")
-    )
     max_restarts: int = flag(2, "Most times one answer begins again on other nodes after a failure.", minimum=0)
     keep_after_s: float = flag(
         2.0, "Seconds a prompt that is read waits for room elsewhere before its own node answers it.", minimum=0.1

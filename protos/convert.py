@@ -2,6 +2,7 @@
 
 from protos import fleet_pb2, inference_pb2
 from serving_core.requests import FinishReason, Request, SampledToken, SamplingParams
+from serving_core.shapes import Shape
 
 PROTOCOL_VERSION = "5"
 TAIL_BYTES = 4
@@ -90,6 +91,17 @@ def token_to_wire(request: Request, token: SampledToken, finish_reason: FinishRe
         logprob=token.logprob,
         top=[inference_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in token.top_logprobs],
     )
+
+
+def shape_to_wire(shape: Shape) -> inference_pb2.Shape:
+    return inference_pb2.Shape(
+        prompt_tokens=shape.prompt_tokens, seats=shape.seats, takes_handovers=shape.takes_handovers
+    )
+
+
+def shape_from_wire(wire: inference_pb2.Shape) -> Shape:
+    """The inverse of shape_to_wire; whether a node can take the shape is not checked."""
+    return Shape(wire.prompt_tokens, wire.seats, wire.takes_handovers)
 
 
 def token_to_tail(token_id: int) -> bytes:

@@ -15,6 +15,11 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
+class Beat:
+    """Tell the coordinator how the node does, at once."""
+
+
+@dataclass(frozen=True, slots=True)
 class Receive:
     """Open the resident's blocks, so many, to the node that reads its prompt; report `granted`, then `received`."""
 
@@ -45,5 +50,5 @@ class CancelTransfer:
     epoch: int
 
 
-Decision = Tell | Receive | Send | FinishSend | CancelTransfer
+Decision = Tell | Beat | Receive | Send | FinishSend | CancelTransfer
 Decide = Callable[[Decision], None]

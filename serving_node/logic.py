@@ -21,8 +21,9 @@ from serving_core.prefix import BlockNames, root_name
 from serving_core.rates import StepRates
 from serving_core.requests import SampledToken, Work, finish_reason
 from serving_core.residents import Resident, Residents, Stage
+from serving_core.shapes import Shape, check_shape, role_of
 from serving_node.cache_report import CacheReport
-from serving_node.decisions import Decision
+from serving_node.decisions import Beat, Decision
 from serving_node.endings import Endings
 from serving_node.handovers import HandOvers
 from serving_node.room import Room
@@ -33,7 +34,7 @@ class Limits:
     """What a node's logic has to keep to. Times in seconds."""
 
     max_num_batched_tokens: int  # of one step
-    max_num_seqs: int  # answers that hold blocks
+    max_num_seqs: int  # answers that hold blocks; no more than tokens of one step
     max_num_queued: int  # prompts, and answers that wait for credit, each
     credit_timeout_s: float
     ticket_timeout_s: float
@@ -47,13 +48,14 @@ class NodeLogic:
         allocator: BlockAllocator,
         layout: KVLayout,
         limits: Limits,
+        shape: Shape,
         *,
         block_bytes: int,
         fingerprint: Mapping[str, str],
         eos_token_ids: Sequence[int],
         rates: StepRates,
     ) -> None:
-        """`block_bytes` are those of one block over all ranks and layers."""
+        """`shape` is the one to begin with; `block_bytes` are those of one block over all ranks and layers."""
         self._allocator = allocator
         self._layout = layout
         self._limits = limits
@@ -80,8 +82,14 @@ class NodeLogic:
         self._writing = Writing(residents, leases, self._hand_overs.revoke)
         self._room = Room(residents, self._reading, self._credit, self._writing, limits.max_num_seqs)
         self.is_draining = False
+        self._take(shape)
 
     # ---- what comes out ----
+
+    @property
+    def shape(self) -> Shape:
+        """What the coordinator has made of the node; what it is sent it serves in any shape."""
+        return self._shape
 
     def take_decisions(self) -> list[Decision]:
         """What has been decided since the last call, in order."""
@@ -100,6 +108,8 @@ class NodeLogic:
     def describe(self, load: inference_pb2.NodeLoad) -> None:
         """Fills in how busy the node is, and decides to tell what has changed of its cache."""
         self._cache_report.tell()
+        load.role = role_of(self._shape)
+        load.shape.CopyFrom(convert.shape_to_wire(self._shape))
         load.state = "draining" if self.is_draining else "ready"
         load.num_running = self._residents.count(Stage.READING, Stage.READ, Stage.WRITING)
         load.num_waiting = len(self._residents) - load.num_running
@@ -137,10 +147,27 @@ class NodeLogic:
                 self._hand_overs.deliver(command.deliver)
             case "cancel":
                 self._cancel(command.cancel.attempt)
+            case "reshape":
+                self._reshape(command)
             case other:
                 message = f"the node does not know the command {other or 'that it was sent'}"
                 self._refuse(command.attempt, RequestError(reasons.PAIRING_MISMATCH, message))
         self._grant()
+
+    def _reshape(self, command: fleet_pb2.NodeCommand) -> None:
+        limits, shape = self._limits, convert.shape_from_wire(command.reshape.shape)
+        try:
+            check_shape(shape, max_num_batched_tokens=limits.max_num_batched_tokens, max_num_seqs=limits.max_num_seqs)
+        except RequestError as error:
+            self._refuse(command.attempt, error)
+        else:
+            self._take(shape)
+        self._endings.decide(Beat())
+
+    def _take(self, shape: Shape) -> None:
+        """Where there is no seat, or no prompt to be read, what comes all the same gets what the node can do."""
+        self._shape = shape
+        self._room.num_seats = shape.seats or self._limits.max_num_seqs
 
     def _bring(self, job: fleet_pb2.Job, now: float, reserve: fleet_pb2.Reserve | None = None) -> None:
         """A new request: to be read for another node, or to be written here."""
@@ -204,7 +231,8 @@ class NodeLogic:
 
     def _plan(self) -> list[Work]:
         works = self._writing.plan()
-        budget = self._limits.max_num_batched_tokens - sum(work.num_tokens for work in works)
+        max_tokens = self._limits.max_num_batched_tokens
+        budget = min(self._shape.prompt_tokens or max_tokens, max_tokens - sum(work.num_tokens for work in works))
         return works + self._reading.plan(budget, self._room.has_seat, self._room.start)
 
     def sends_while(self, works: Sequence[Work]) -> list[Work]:

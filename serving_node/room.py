@@ -22,13 +22,13 @@ class Room:
     """The blocks and seats of one node, between its two halves."""
 
     def __init__(
-        self, residents: Residents, reading: Reading, credit: Credit, writing: Writing, max_num_seqs: int
+        self, residents: Residents, reading: Reading, credit: Credit, writing: Writing, num_seats: int
     ) -> None:
         self._residents = residents
         self._reading = reading
         self._credit = credit
         self._writing = writing
-        self._max_num_seqs = max_num_seqs
+        self.num_seats = num_seats  # may change; who has one keeps it
         self._oldest_without: Resident | None = None  # of those that wait for credit
         self._preferred: Resident | None = None  # others gave way to it
 
@@ -48,7 +48,7 @@ class Room:
                     num_promised_seats += not resident.hands_over
                 is_head = False
                 continue
-            if self._num_seated() + num_promised_seats >= self._max_num_seqs or self._is_behind(resident):
+            if self._num_seated() + num_promised_seats >= self.num_seats or self._is_behind(resident):
                 return
             if not self._credit.grant(resident, num_spare=num_promised + self._num_seated()):
                 self._oldest_without = resident
@@ -57,7 +57,7 @@ class Room:
 
     def has_seat(self, resident: Resident) -> bool:
         """Whether there is a seat for it, if it needs one that it does not have."""
-        return resident.hands_over or self._num_seated() < self._max_num_seqs
+        return resident.hands_over or self._num_seated() < self.num_seats
 
     def start(self, resident: Resident) -> bool:
         """Gives a prompt its blocks, unless there are too few or an older request waits for them."""

@@ -15,15 +15,16 @@ from kv_transfer.ends.sender import KVSender
 from kv_transfer.errors import TransferError
 from kv_transfer.results import Received, Sent, TransferFailed
 from kv_transfer.ticket import Ticket
-from protos import fleet_pb2, inference_pb2
+from protos import convert, fleet_pb2, inference_pb2
 from serving_core import reasons
 from serving_core.blocks import BlockAllocator
 from serving_core.errors import SettingsError
 from serving_core.rates import StepRates
 from serving_core.requests import SampledToken, Work
 from serving_core.residents import Resident
+from serving_core.shapes import preset
 from serving_core.waiting import first_to_end
-from serving_node.decisions import CancelTransfer, Decision, FinishSend, Receive, Send, Tell
+from serving_node.decisions import Beat, CancelTransfer, Decision, FinishSend, Receive, Send, Tell
 from serving_node.link import FleetLink
 from serving_node.logic import Limits, NodeLogic
 from serving_node.ranks.leading import Followers
@@ -50,10 +51,12 @@ class NodeRunner:
         rates: StepRates,
     ) -> None:
         """Raises SettingsError."""
-        if role == "decode" and settings.max_num_batched_tokens < settings.max_num_seqs:
+        max_tokens, max_num_seqs = settings.max_num_batched_tokens, settings.max_num_seqs
+        shape = preset(role, max_num_batched_tokens=max_tokens, max_num_seqs=min(max_num_seqs, max_tokens))
+        if shape.writes and max_tokens < max_num_seqs:
             raise SettingsError(
-                f"max_num_batched_tokens ({settings.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({settings.max_num_seqs}): every running request takes one token a step"
+                f"max_num_batched_tokens ({max_tokens}) must be at least "
+                f"max_num_seqs ({max_num_seqs}): every running request takes one token a step"
             )
         self._settings = settings
         self._role = role
@@ -64,16 +67,18 @@ class NodeRunner:
         self._followers = followers
         self._link = link
         self._stepper: Stepper[Work, list[SampledToken]] = Stepper(engine.step)
+        self._limits = Limits(
+            max_tokens,
+            min(max_num_seqs, max_tokens),
+            settings.max_num_queued,
+            settings.credit_timeout_s,
+            settings.ticket_timeout_s,
+        )
         self._logic = NodeLogic(
             BlockAllocator(engine.num_blocks, caching=settings.engine.enable_prefix_caching),
             engine.layout,
-            Limits(
-                settings.max_num_batched_tokens,
-                min(settings.max_num_seqs, settings.max_num_batched_tokens),
-                settings.max_num_queued,
-                settings.credit_timeout_s,
-                settings.ticket_timeout_s,
-            ),
+            self._limits,
+            shape,
             block_bytes=engine.model_layout.block_bytes,
             fingerprint=self._fingerprint,
             eos_token_ids=engine.eos_token_ids,
@@ -105,15 +110,16 @@ class NodeRunner:
             num_blocks=self._engine.num_blocks,
             block_size=self._engine.layout.block_size,
             max_model_len=self._engine.max_model_len,
-            max_num_seqs=self._settings.max_num_seqs,
-            max_num_queued=self._settings.max_num_queued,
+            max_num_seqs=self._limits.max_num_seqs,
+            max_num_queued=self._limits.max_num_queued,
             tp_size=self._transfers.num_ranks,
+            max_num_batched_tokens=self._limits.max_num_batched_tokens,
+            shape=convert.shape_to_wire(self._logic.shape),
         )
 
     def heartbeat(self) -> fleet_pb2.Heartbeat:
         load = inference_pb2.NodeLoad(
             name=self._name,
-            role=self._role,
             num_steps=self._stepper.num_steps,
             step_s=self._stepper.step_s,
             rss_bytes=psutil.Process().memory_info().rss,
@@ -211,6 +217,8 @@ class NodeRunner:
         match decision:
             case Tell(event=event):
                 self._link.send(**event)
+            case Beat():
+                self._link.send(heartbeat=self.heartbeat())
             case Receive(resident=resident, num_blocks=num_blocks):
                 self._receive(resident, num_blocks)
             case Send(resident=resident, block_ids=block_ids):

@@ -23,6 +23,7 @@ COMMANDS: Final = {
     "coordinator": ("splitserve.commands.roles:coordinator", "Run the coordinator alone."),
     "prefill": ("splitserve.commands.roles:prefill", "Run one prefill node."),
     "decode": ("splitserve.commands.roles:decode", "Run one decode node."),
+    "both": ("splitserve.commands.roles:both", "Run one node that reads prompts and writes answers."),
     "plan-transfer": (
         "splitserve.commands.plan_transfer:plan_transfer_command",
         "Show which KV heads go from which prefill rank to which decode rank.",

@@ -37,7 +37,7 @@ class Attempt:
 
     @property
     def is_local(self) -> bool:
-        """Whether the decode node computes the prompt itself."""
+        """Whether the node that writes reads the prompt itself."""
         return self.prefill is self.decode
 
     @property

@@ -14,9 +14,10 @@ from coordinator.control.ledger import Ledger
 from coordinator.control.moves import may_move, num_tokens_needed
 from coordinator.control.registry import Node
 from coordinator.control.releases import Releases
-from coordinator.control.router import fitting, roomiest, writes
+from coordinator.control.router import PARTS, does, fitting, has_path, roomiest
 from serving_core import reasons
 from serving_core.errors import RequestError
+from serving_core.shapes import DECODE
 
 MAX_MOVES: Final = 4  # at once, from one node to another
 RETRY_S: Final = 1.0  # between two moves of one answer
@@ -25,9 +26,10 @@ RETRY_S: Final = 1.0  # between two moves of one answer
 def check_target(node: Node, nodes: Collection[Node]) -> None:
     """Raises RequestError when no other node could take the work of this one."""
     others = [other for other in nodes if other is not node]
-    if not fitting(others, node.role, 0):
-        verb = "writes answers" if writes(node) else "reads prompts"
-        raise RequestError(reasons.NO_OTHER_NODE, f"node {node.name} cannot drain: no other node {verb}")
+    if not has_path(others):
+        missing = [part for role, (part, _) in PARTS.items() if not fitting(others, role, 0)]
+        what = f"no other node {' or '.join(missing)}" if missing else "the others take no hand-overs"
+        raise RequestError(reasons.NO_OTHER_NODE, f"node {node.name} cannot drain: {what}")
 
 
 def num_left(node: Node, requests: Iterable[TrackedRequest], releases: Releases) -> int:
@@ -52,7 +54,7 @@ def departures(
     under_way = Counter((request.move.source, request.move.target) for request in requests if request.move)
     for request in requests:
         source = request.attempt.decode
-        if (source.is_ready and writes(source)) or not may_move(request, now, rest_s=RETRY_S):
+        if (source.is_ready and does(source, DECODE)) or not may_move(request, now, rest_s=RETRY_S):
             continue
         free = [node for node in nodes if node is not source and under_way[source, node] < MAX_MOVES]
         target = roomiest(free, ledger, num_tokens_needed(request), request.max_tokens)

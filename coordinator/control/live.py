@@ -30,7 +30,6 @@ class LiveAnswers:
         *,
         first_epoch: int,
         max_restarts: int,
-        local_prefill: str,
     ) -> None:
         self.registry = registry
         self.ledger = ledger
@@ -39,7 +38,6 @@ class LiveAnswers:
         self.releases = Releases()
         self._epoch = first_epoch
         self._max_restarts = max_restarts
-        self._local_prefill = local_prefill
         self._requests: dict[str, TrackedRequest] = {}
 
     def __len__(self) -> int:
@@ -115,7 +113,6 @@ class LiveAnswers:
             request.known,
             request.max_tokens,
             request.avoid,
-            policy=self._local_prefill,
             handover=self.handover.costs(now),
         )
 

@@ -140,7 +140,7 @@ class Moves:
     def _source_let_go(self, request: TrackedRequest, now: float) -> list[Instruction]:
         move = _move_of(request)
         if len(request.output) < move.next_index:
-            error = RequestError(reasons.WORKER_LOST, f"the {move.source.role} node was lost")
+            error = RequestError(reasons.WORKER_LOST, f"the {move.source.kind} was lost")
             return self._live.restart(request, move.source, error, now)
         move.source_holds = False
         request.settle_move(now)

@@ -48,7 +48,7 @@ def end_error(node: Node, event: fleet_pb2.Failed) -> RequestError:
     """What the client hears of a failure that ends its answer at once."""
     if event.reason in CLIENT_REASONS:
         return RequestError(event.reason, event.message[:MAX_MESSAGE_CHARS])
-    return RequestError(reasons.ENGINE_ERROR, f"the engine of the {node.role} node failed")
+    return RequestError(reasons.ENGINE_ERROR, f"the engine of the {node.kind} failed")
 
 
 def restart_error(node: Node, event: fleet_pb2.Failed) -> RequestError:
@@ -57,7 +57,7 @@ def restart_error(node: Node, event: fleet_pb2.Failed) -> RequestError:
         return RequestError(
             reasons.KV_CHECKSUM_MISMATCH, "the KV cache arrived damaged, and recomputing it was given up"
         )
-    return RequestError(reasons.WORKER_LOST, f"the {node.role} node gave the request up")
+    return RequestError(reasons.WORKER_LOST, f"the {node.kind} gave the request up")
 
 
 def with_progress(error: RequestError, request: TrackedRequest) -> RequestError:

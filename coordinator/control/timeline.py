@@ -9,7 +9,7 @@ from protos import inference_pb2
 class Phase(Enum):
     """What a request is waiting for or doing; the values are the fields of the Timeline message, less their _s.
 
-    A local prefill knows neither CREDIT_WAIT nor TRANSFER: the wait for blocks is part of PREFILL_QUEUE.
+    One node that reads and writes knows neither CREDIT_WAIT nor TRANSFER: the wait for blocks is part of PREFILL_QUEUE.
     """
 
     PREFILL_QUEUE = "prefill_queue"

@@ -8,8 +8,8 @@
     StepTokens   to the client, strictly by index: they may come before FirstToken, over the other stream
     Failed       a new attempt on other nodes, or the end; so does a lost node
 
-Where the decode node is to compute the prompt itself, Reserve alone goes out, FirstToken comes from the decode node,
-and nothing is delivered or committed. A prompt that is read and gets no blocks within keep_after_s is answered by the
+Where the node that writes is to read the prompt itself, Reserve alone goes out, FirstToken comes from that node, and
+nothing is delivered or committed. A prompt that is read and gets no blocks within keep_after_s is answered by the
 node that has read it (Keep). An answer that is being written may move to another node: coordinator/control/moves.py.
 
 A new attempt sends prompt and emitted tokens as one prompt, so the stream goes on at the next index. Epochs grow over
@@ -52,21 +52,12 @@ class Tracker:
         max_live: int,
         max_restarts: int,
         keep_after_s: float,
-        local_prefill: str,
     ) -> None:
-        """`first_epoch` is to be random: nodes may still be at attempts of a coordinator that ran before this one.
-        `local_prefill` is a policy of coordinator/control/placement.py."""
+        """`first_epoch` is to be random: nodes may still be at attempts of a coordinator that ran before this one."""
         self._registry = registry
         self._ledger = ledger
         self._metrics = metrics
-        self._live = LiveAnswers(
-            registry,
-            ledger,
-            metrics,
-            first_epoch=first_epoch,
-            max_restarts=max_restarts,
-            local_prefill=local_prefill,
-        )
+        self._live = LiveAnswers(registry, ledger, metrics, first_epoch=first_epoch, max_restarts=max_restarts)
         self._moves = Moves(self._live)
         self._max_live = max_live
         self._keep_after_s = keep_after_s
@@ -124,7 +115,7 @@ class Tracker:
         for request in self._live:
             instructions += self._moves.lose(request, node, now)
             if request in self._live and node in (request.attempt.prefill, request.attempt.decode):
-                error = RequestError(reasons.WORKER_LOST, f"the {node.role} node was lost")
+                error = RequestError(reasons.WORKER_LOST, f"the {node.kind} was lost")
                 instructions += self._live.carry_on(request, node, error, now)
         return instructions
 
@@ -167,7 +158,7 @@ class Tracker:
             case "failed":
                 return self._on_failed(request, node, body, now)
             case "cancelled":
-                error = RequestError(reasons.WORKER_LOST, f"the {node.role} node does not know the request")
+                error = RequestError(reasons.WORKER_LOST, f"the {node.kind} does not know the request")
                 return self._live.carry_on(request, node, error, now)
             case _:
                 raise AssertionError(f"{kind} is not the tracker's business")

@@ -16,10 +16,11 @@ from prometheus_client.registry import Collector
 from coordinator.control.instructions import MoveOutcome
 from coordinator.control.metrics import BOUNDS_S, Histogram, Metrics
 from coordinator.control.outcomes import FINISH_REASONS
-from coordinator.control.registry import ROLES, Node, Registry
+from coordinator.control.registry import Node, Registry
 from coordinator.control.timeline import Phase
 from coordinator.control.tracker import RESTART_REASONS, Tracker
 from coordinator.doors.statuses import CODES
+from serving_core.shapes import ROLES
 
 CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 COORDINATOR: Final = "coordinator"

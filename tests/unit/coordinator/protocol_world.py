@@ -14,12 +14,16 @@ from coordinator.control.metrics import Metrics
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
 from coordinator.control.releases import RESEND_S
+from coordinator.control.router import has_path
 from coordinator.control.tracker import Tracker
 from protos import fleet_pb2, inference_pb2
+from protos.convert import shape_to_wire
 from serving_core.errors import RequestError
 from serving_core.requests import SamplingParams
+from serving_core.shapes import ROLES, preset
 from tests import fleet_events as events
 
+FLEETS = (("p0", "p1", "d0", "d1"), ("p0", "p1", "b0", "b1"), ("p0", "b0", "d0"), ("b0", "b1", "b2"))
 FAILURES = ("TRANSFER_FAILED", "KV_CHECKSUM_MISMATCH", "QUEUE_FULL", "ENGINE_ERROR")
 PROMPT = [1, 2]
 DEADLINE_S = 60
@@ -51,7 +55,7 @@ class SimulatedNode:
     def __init__(self, world, name):
         self.world = world
         self.name = name
-        self.node = world.registry.admit(events.hello(name, {"p": "prefill", "d": "decode"}[name[0]]).hello, world.now)
+        self.node = world.registry.admit(events.hello(name).hello, world.now)
         self.commands = deque()
         self.events = deque()
         self.held = {}  # (request id, epoch) to Held
@@ -200,9 +204,8 @@ class World:
             max_live=6,
             max_restarts=random.choice([0, 1, 3]),
             keep_after_s=random.choice([0.5, 5.0, 1e9]),
-            local_prefill=random.choice(["never", "auto", "always"]),
         )
-        self.nodes = [SimulatedNode(self, name) for name in ("p0", "p1", "d0", "d1")]
+        self.nodes = [SimulatedNode(self, name) for name in random.choice(FLEETS)]
         self.submitted = {}  # id to (max_tokens, time of arrival)
         self.tokens = {}
         self.ends = {}
@@ -302,6 +305,16 @@ class World:
     def drain(self):
         """A node says that it drains, until it says otherwise."""
         self._beat("draining")
+
+    def flip(self):
+        """A node confirms another shape, if requests can be served all the same."""
+        node = self.random.choice(self.nodes).node
+        before = node.shape
+        for shape in (preset(self.random.choice(ROLES), max_num_batched_tokens=512, max_num_seqs=64), before):
+            beat = events.heartbeat(shape=shape_to_wire(shape))
+            self.registry.heartbeat(node, beat.heartbeat, self.now)
+            if has_path(self.registry.nodes):
+                return
 
     def _beat(self, state):
         self.now += self.random.random()

@@ -113,7 +113,7 @@ def test_what_a_lost_node_still_says_is_ignored(how):
     registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
     metrics = Metrics()
     limits = {"max_live": 1, "max_restarts": 0, "keep_after_s": 1.0}
-    tracker = Tracker(registry, Ledger(), metrics, first_epoch=0, local_prefill="never", **limits)
+    tracker = Tracker(registry, Ledger(), metrics, first_epoch=0, **limits)
     dispatcher = Dispatcher(registry, tracker, Journal(metrics), tokenizer=None)
     link = dispatcher.attach(events.hello("p0", "prefill").hello)
     if how == "detached":

@@ -1,16 +1,19 @@
-"""The router: who is chosen, what cached blocks are worth against load, and that they never decide more than that."""
+"""Who is chosen for a part of a request, what cached blocks are worth against load, and that they never decide more."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coordinator.control.handover import HandoverCosts
 from coordinator.control.ledger import Ledger
+from coordinator.control.placement import place
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
-from coordinator.control.router import choose
+from coordinator.control.router import does, has_path
 from serving_core.blocks import BlockAllocator
 from serving_core.errors import RequestError
 from serving_core.prefix import BlockNames, hint_of, root_name
+from serving_core.shapes import Shape
 from serving_node.cache_report import CacheReport
 from tests import fleet_events as events
 
@@ -19,8 +22,15 @@ HINTS = events.block_hints(TOKENS)
 
 
 def admit(registry, name, **hello):
-    role = "prefill" if name.startswith("p") else "decode"
-    return registry.admit(events.hello(name, role, **{"num_blocks": 10, **hello}).hello, 0.0)
+    return registry.admit(events.hello(name, **{"num_blocks": 10, **hello}).hello, 0.0)
+
+
+def choose(nodes, ledger, role, prompt, num_tokens, avoid=()):
+    """The node for this part, where another one that anything fits on does the other part."""
+    others = Registry({}, node_timeout_s=1.0, step_timeout_s=1.0)
+    other = admit(others, "d" if role == "prefill" else "p", num_blocks=1000)
+    pair = place([*nodes, other], ledger, prompt, num_tokens, avoid, handover=HandoverCosts())
+    return pair[0] if role == "prefill" else pair[1]
 
 
 def report(registry, node, hints):
@@ -38,7 +48,7 @@ def registry():
 
 
 def assign(ledger, node, num_tokens):
-    give = ledger.read if node.role == "prefill" else ledger.write
+    give = ledger.read if does(node, "prefill") else ledger.write
     give(f"on {node.name}", node, num_tokens)
 
 
@@ -84,8 +94,8 @@ def test_avoided_nodes_come_last_and_draining_ones_not_at_all(registry, ledger):
 @pytest.mark.parametrize(
     ("role", "reason", "message"),
     [
-        ("prefill", "NO_PREFILL_WORKER", "no prefill node is ready"),
-        ("decode", "NO_DECODE_WORKER", "no decode node can hold 161 tokens"),
+        ("prefill", "NO_PREFILL_WORKER", "no node that reads prompts is ready"),
+        ("decode", "NO_DECODE_WORKER", "no node that writes answers can hold 161 tokens"),
     ],
 )
 def test_no_node_is_an_error_of_its_own(registry, ledger, role, reason, message):
@@ -98,6 +108,33 @@ def test_a_request_longer_than_a_node_allows_does_not_fit(registry, ledger):
     admit(registry, "d0", max_model_len=100)
     with pytest.raises(RequestError, match="can hold 101"):
         choose(registry.nodes, ledger, "decode", Prompt([1]), 101)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ([], False),
+        ([Shape(1, 0, False)], False),
+        ([Shape(0, 1, True)], False),
+        ([Shape(1, 1, False)], True),
+        ([Shape(1, 0, False), Shape(0, 1, True)], True),
+        ([Shape(1, 0, False), Shape(0, 1, False)], False),
+        ([Shape(0, 1, False), Shape(1, 1, False)], True),
+    ],
+)
+def test_a_path_is_a_node_that_does_both_or_one_that_takes_what_another_reads(registry, shapes, expected):
+    for index, shape in enumerate(shapes):
+        admit(registry, f"n{index}", role="both", shape=shape)
+    assert has_path(registry.nodes) is expected
+    for node in registry.nodes:
+        node.load.state = "draining"
+    assert not has_path(registry.nodes)
+
+
+def test_what_a_node_does_is_a_matter_of_its_shape(registry):
+    nodes = [admit(registry, name) for name in ("p0", "d0", "b0")]
+    assert [does(node, "prefill") for node in nodes] == [True, False, True]
+    assert [does(node, "decode") for node in nodes] == [False, True, True]
 
 
 # ---- with caches ----

@@ -23,7 +23,7 @@ RARE = ("fail", "lose", "abort", "wait", *MOVES)
 def play(seed, trouble, num_actions=500):
     world = World(Random(seed))
     busy = ("deliver_command", "deliver_event", "step")
-    world.run([*OFTEN * 12, *busy * 12, *trouble * 2, "wait"], num_actions)
+    world.run([*OFTEN * 12, *busy * 12, *trouble * 2, "wait", "flip", "flip"], num_actions)
     world.settle()
     return world
 

@@ -22,7 +22,7 @@ class World:
         self.registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
         for name in nodes:
             self.attach(name)
-        defaults = {"first_epoch": 0, "max_live": 10, "max_restarts": 1, "keep_after_s": 1e9, "local_prefill": "never"}
+        defaults = {"first_epoch": 0, "max_live": 10, "max_restarts": 1, "keep_after_s": 1e9}
         self.metrics = Metrics()
         self.ledger = Ledger()
         self.tracker = Tracker(self.registry, self.ledger, self.metrics, **{**defaults, **settings})
@@ -32,7 +32,7 @@ class World:
         self.is_local = None
 
     def attach(self, name, **hello):
-        return self.registry.admit(events.hello(name, "prefill" if name[0] == "p" else "decode", **hello).hello, 0.0)
+        return self.registry.admit(events.hello(name, **hello).hello, 0.0)
 
     def holds(self, name, hints):
         """The node reports these blocks."""

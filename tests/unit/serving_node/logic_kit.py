@@ -13,7 +13,8 @@ from serving_core.layout import KVLayout
 from serving_core.prefix import hint_of
 from serving_core.rates import StepRates
 from serving_core.requests import Request, SampledToken, SamplingParams
-from serving_node.decisions import CancelTransfer, FinishSend, Receive, Send, Tell
+from serving_core.shapes import preset
+from serving_node.decisions import Beat, CancelTransfer, FinishSend, Receive, Send, Tell
 from serving_node.logic import Limits, NodeLogic
 from tests.toy_kv import FINGERPRINT, NUM_TOKEN_IDS, ToyKV, answer_of
 
@@ -58,6 +59,7 @@ class Node:
         *,
         budget=64,
         seats=8,
+        role="both",
         max_num_queued=100,
         caching=True,
         credit_timeout_s=30.0,
@@ -72,6 +74,7 @@ class Node:
             self.allocator,
             LAYOUT,
             Limits(budget, seats, max_num_queued, credit_timeout_s, ticket_timeout_s),
+            preset(role, max_num_batched_tokens=budget, max_num_seqs=seats),
             block_bytes=BLOCK_BYTES,
             fingerprint=FINGERPRINT,
             eos_token_ids=(NEVER,),
@@ -85,6 +88,7 @@ class Node:
         self.works = []  # of the step that runs
         self.hints = set()  # blocks that the coordinator believes to be here
         self.grants_at_once = True
+        self.num_beats = 0
         self._tokens = []
         self._num_tickets = 0
         self._num_requests = 0
@@ -118,6 +122,10 @@ class Node:
     def handle(self, **command):
         self.logic.handle(fleet_pb2.NodeCommand(**command), self.now)
         self._settle()
+
+    def reshape(self, prompt_tokens, seats, takes_handovers=False):
+        shape = inference_pb2.Shape(prompt_tokens=prompt_tokens, seats=seats, takes_handovers=takes_handovers)
+        self.handle(reshape=fleet_pb2.Reshape(shape=shape))
 
     def detached(self):
         self.logic.detached()
@@ -298,6 +306,8 @@ class Node:
         match decision:
             case Tell(event=event):
                 self._hear(fleet_pb2.NodeEvent(**event))
+            case Beat():
+                self.num_beats += 1
             case Receive(resident=resident, num_blocks=num_blocks):
                 self._open(resident, num_blocks)
             case Send(resident=resident, block_ids=block_ids):
