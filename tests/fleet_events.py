@@ -84,9 +84,19 @@ def reserved(attempt, ticket=b"ticket"):
     return fleet_pb2.NodeEvent(reserved=fleet_pb2.Reserved(attempt=attempt, ticket=ticket))
 
 
-def committed(attempt, num_bytes=0, num_bytes_saved=0):
-    event = fleet_pb2.Committed(attempt=attempt, num_bytes=num_bytes, num_bytes_saved=num_bytes_saved)
+def committed(attempt, num_bytes=0, num_bytes_saved=0, next_index=0):
+    event = fleet_pb2.Committed(
+        attempt=attempt, num_bytes=num_bytes, num_bytes_saved=num_bytes_saved, next_index=next_index
+    )
     return fleet_pb2.NodeEvent(committed=event)
+
+
+def revoked(attempt):
+    return fleet_pb2.NodeEvent(revoked=fleet_pb2.Revoked(attempt=attempt))
+
+
+def move_failed(attempt, reason="TRANSFER_FAILED", message="what happened"):
+    return fleet_pb2.NodeEvent(move_failed=fleet_pb2.MoveFailed(attempt=attempt, reason=reason, message=message))
 
 
 def transferred(attempt):

@@ -24,15 +24,23 @@ def completion(
     request: TrackedRequest, finish_reason: inference_pb2.FinishReason, now: float
 ) -> inference_pb2.Complete:
     """The good end of an answer, now."""
-    names = request.attempt.prefill.name, request.attempt.decode.name
+    timeline = request.timeline.to_wire(
+        now,
+        prefill_node=request.attempt.prefill.name,
+        decode_node=request.attempt.decode.name,
+        num_restarts=request.num_restarts,
+        num_moves=request.num_moves,
+        move_pause_s=request.move_pause_s,
+    )
     return inference_pb2.Complete(
         finish_reason=finish_reason,
         prompt_tokens=len(request.prompt),
         completion_tokens=len(request.output),
         cached_tokens=request.num_cached_tokens,
-        timeline=request.timeline.to_wire(now, *names, request.num_restarts),
+        timeline=timeline,
         kv_bytes=min(request.num_kv_bytes, MAX_BYTES),
         kv_bytes_saved=min(request.num_kv_bytes_saved, MAX_BYTES),
+        moved_kv_bytes=min(request.num_moved_kv_bytes, MAX_BYTES),
     )
 
 

@@ -12,6 +12,8 @@ from serving_core.errors import RequestError
 from serving_core.reasons import BAD_PARAM, NAME_TAKEN, PAIRING_MISMATCH, QUEUE_FULL
 from serving_core.shapes import BOTH, ROLES, Shape, check_shape, common, role_of
 
+READY: Final = "ready"  # states of a node
+DRAINING: Final = "draining"
 MAX_NODES: Final = 1024
 MAX_TP_SIZE: Final = 64
 MAX_FIRST_SESSION: Final = 2**63  # what is left of 64 bits no coordinator can use up
@@ -30,6 +32,7 @@ class Node:
     shape: Shape  # that the node has confirmed
     asked: Shape | None = None  # of the node, which has not confirmed it yet
     step_age_s: float = 0.0
+    is_drained: bool = False  # by an operator, whatever the node says of itself
     # Of the full blocks that the node says to hold, `serving_core.prefix.hint_of` their names; at most num_blocks.
     hints: set[int] = field(default_factory=set)
 
@@ -75,7 +78,7 @@ class Node:
 
     @property
     def is_ready(self) -> bool:
-        return self.load.state == "ready"
+        return self.load.state == READY
 
 
 class Registry:
@@ -120,7 +123,7 @@ class Registry:
         self._check_fingerprint(hello.node, others)
         self._check_name(hello)
         shape = _shape_of(hello)
-        load = inference_pb2.NodeLoad(state="ready", num_blocks=hello.num_blocks, num_blocks_free=hello.num_blocks)
+        load = inference_pb2.NodeLoad(state=READY, num_blocks=hello.num_blocks, num_blocks_free=hello.num_blocks)
         node = self._nodes[hello.node.name] = Node(hello, next(self._sessions), now, load, shape)
         _complete(node)
         return node
@@ -133,6 +136,11 @@ class Registry:
             node.shape = shape_from_wire(heartbeat.load.shape)
         if node.shape == node.asked:
             node.asked = None
+        _complete(node)
+
+    def drain(self, node: Node) -> None:
+        """The node is to be given nothing more, as long as it is attached."""
+        node.is_drained = True
         _complete(node)
 
     def cache_changed(self, node: Node, event: fleet_pb2.CacheChanged) -> int:
@@ -189,6 +197,8 @@ def _complete(node: Node) -> None:
     """Puts what is known of the node into its load, whether it has told it itself or not."""
     node.load.name, node.load.role = node.name, node.role
     node.load.shape.CopyFrom(shape_to_wire(node.shape))
+    if node.is_drained:
+        node.load.state = DRAINING
 
 
 def _shape_of(hello: fleet_pb2.Hello) -> Shape:

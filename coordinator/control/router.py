@@ -14,7 +14,7 @@ from serving_core.errors import RequestError
 from serving_core.reasons import NO_DECODE_WORKER, NO_PREFILL_WORKER
 from serving_core.shapes import DECODE, PREFILL
 
-_PARTS: Final = {PREFILL: ("reads prompts", NO_PREFILL_WORKER), DECODE: ("writes answers", NO_DECODE_WORKER)}
+PARTS: Final = {PREFILL: ("reads prompts", NO_PREFILL_WORKER), DECODE: ("writes answers", NO_DECODE_WORKER)}
 
 
 def candidates(nodes: Iterable[Node], role: str, num_tokens: int) -> list[Node]:
@@ -23,7 +23,7 @@ def candidates(nodes: Iterable[Node], role: str, num_tokens: int) -> list[Node]:
     ready = fitting(nodes, role, 0)
     able = fitting(ready, role, num_tokens)
     if not able:
-        part, reason = _PARTS[role]
+        part, reason = PARTS[role]
         raise RequestError(reason, f"no node that {part} {f'can hold {num_tokens} tokens' if ready else 'is ready'}")
     return able
 
@@ -46,6 +46,21 @@ def has_path(nodes: Iterable[Node]) -> bool:
     if any(shape.reads and shape.writes for shape in shapes):
         return True
     return any(shape.reads for shape in shapes) and any(shape.writes and shape.takes_handovers for shape in shapes)
+
+
+def roomiest(nodes: Iterable[Node], ledger: Ledger, num_tokens: int, max_tokens: int) -> Node | None:
+    """Where a running answer may go: of the ready nodes that take answers over, have room for num_tokens tokens of one
+    now and can hold max_tokens, the one with most room, the first by name of equals. None when there is none."""
+
+    def free(node: Node) -> int:
+        return node.pool_tokens - ledger.of(node).tokens_held
+
+    def has_room(node: Node) -> bool:
+        has_seat = ledger.of(node).num_answers < node.usable.seats
+        return node.usable.takes_handovers and has_seat and free(node) >= num_tokens
+
+    able = [node for node in fitting(nodes, DECODE, max_tokens) if has_room(node)]
+    return min(able, key=lambda node: (-free(node), node.name), default=None)
 
 
 def decode_cost(node: Node, ledger: Ledger, prompt: Prompt) -> float:

@@ -32,7 +32,7 @@ class Fleet:
     def __init__(self, rates, max_num_seqs=64):
         self.now = 0.0
         self.registry = Registry({}, node_timeout_s=NEVER_S, step_timeout_s=NEVER_S)
-        limits = {"max_live": 10_000, "max_restarts": 0}
+        limits = {"max_live": 10_000, "max_restarts": 0, "keep_after_s": NEVER_S}
         self.tracker = Tracker(self.registry, Ledger(), Metrics(), first_epoch=0, **limits)
         self.nodes = {name: SimulatedNode(self, name, rate, max_num_seqs) for name, rate in rates.items()}
         self.ended_s = {}

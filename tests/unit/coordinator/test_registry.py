@@ -248,7 +248,7 @@ def test_phases_are_dated_back_but_never_before_the_last():
     assert timeline.tokens(12.0) == 2.0
     timeline.enter(Phase.DECODE, 12.5, ago_s=9.0)
     assert timeline.tokens(12.5) == 0.5
-    wire = timeline.to_wire(15.0, "p0", "d0", 1)
+    wire = timeline.to_wire(15.0, prefill_node="p0", decode_node="d0", num_restarts=1)
     assert (wire.prefill_queue_s, wire.prefill_s, wire.transfer_s, wire.decode_s) == (0.5, 1.5, 0.0, 3.0)
     assert (wire.e2e_s, wire.ttft_s) == (5.0, 2.0)
     assert (wire.prefill_node, wire.decode_node, wire.num_restarts) == ("p0", "d0", 1)
@@ -258,7 +258,7 @@ def test_phases_are_dated_back_but_never_before_the_last():
 def test_a_senseless_duration_from_a_node_does_no_harm(ago_s):
     timeline = Timeline(10.0)
     timeline.enter(Phase.PREFILL, 12.0, ago_s=ago_s)
-    wire = timeline.to_wire(13.0, "p0", "d0", 0)
+    wire = timeline.to_wire(13.0)
     assert wire.prefill_queue_s + wire.prefill_s == wire.e2e_s == 3.0
     assert wire.prefill_queue_s >= 0
     assert wire.prefill_s >= 0

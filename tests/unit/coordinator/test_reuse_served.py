@@ -112,7 +112,8 @@ def test_a_node_that_claims_too_many_blocks_stays_and_is_reported(tmp_path, capl
 def test_what_a_lost_node_still_says_is_ignored(how):
     registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
     metrics = Metrics()
-    tracker = Tracker(registry, Ledger(), metrics, first_epoch=0, max_live=1, max_restarts=0)
+    limits = {"max_live": 1, "max_restarts": 0, "keep_after_s": 1.0}
+    tracker = Tracker(registry, Ledger(), metrics, first_epoch=0, **limits)
     dispatcher = Dispatcher(registry, tracker, Journal(metrics), tokenizer=None)
     link = dispatcher.attach(events.hello("p0", "prefill").hello)
     if how == "detached":
