@@ -18,6 +18,7 @@ from engine.invariant import invariant_attention
 from engine.model.llama import LlamaDecoder
 from engine.model.weights import load_weights
 from engine.native.steps import choose_steps
+from engine.origin import engine_origin
 from engine.parallel import LEADER, RankGroup, alone, choose_device
 from engine.sampler import sample
 from serving_core.errors import SettingsError
@@ -94,6 +95,7 @@ class Engine:
             "tp_size": str(self.group.size),
             "batch_invariant": "yes" if settings.batch_invariant else "no",
         }
+        self.origin: Final = engine_origin({**self.description, "program": type(self._program).__name__}, device)
 
     def step(self, works: Sequence[Work], on_layer: OnLayer | None = None) -> list[SampledToken]:
         """Computes these shares on rank 0; gives one token for each that samples, in order. Changes no request."""

@@ -1,10 +1,18 @@
 """Between wire messages and the engine's own types."""
 
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
 from protos import fleet_pb2, inference_pb2
+from serving_core.prefix import MAKER_BYTES
 from serving_core.requests import FinishReason, Request, SampledToken, SamplingParams
 
 PROTOCOL_VERSION = "5"
 TAIL_BYTES = 4
+MAX_MADE: Final = 64  # runs of blocks of one maker that a tail tells: of a chat, some 32 answers
 
 _FINISH_REASONS = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -102,3 +110,22 @@ def token_from_tail(tail: bytes) -> int:
     if len(tail) != TAIL_BYTES:
         raise ValueError(f"a tail of {len(tail)} bytes holds no token id")
     return int.from_bytes(tail, "little")
+
+
+def tail_with_makers(tail: bytes, makers: Sequence[bytes]) -> bytes:
+    """What follows the last block: this tail, and the makers of all blocks, if they are not too many to tell."""
+    made = [fleet_pb2.Made(maker=maker, num_blocks=len(list(blocks))) for maker, blocks in groupby(makers)]
+    return fleet_pb2.Tail(tokens=tail, made=made if len(made) <= MAX_MADE else []).SerializeToString()
+
+
+def makers_from_tail(packed: bytes) -> tuple[bytes, list[tuple[bytes, int]]]:
+    """The inverse of tail_with_makers, with each maker and the number of its blocks in a row. Raises ValueError for
+    anything else."""
+    tail = fleet_pb2.Tail()
+    try:
+        tail.ParseFromString(packed)
+    except DecodeError as error:
+        raise ValueError(f"a tail of {len(packed)} bytes cannot be read") from error
+    if any(len(each.maker) != MAKER_BYTES for each in tail.made):
+        raise ValueError(f"a tail names a maker that is not of {MAKER_BYTES} bytes")
+    return tail.tokens, [(each.maker, each.num_blocks) for each in tail.made]

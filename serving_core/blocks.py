@@ -89,6 +89,10 @@ class BlockAllocator:
         """Blocks that no lease holds, with the KV of an earlier request in them."""
         return len(self._cached)
 
+    def holds(self, name: bytes) -> bool:
+        """Whether a block goes by this name, leased or cached."""
+        return name in self._block_of
+
     def num_held(self, names: Sequence[bytes]) -> int:
         """How many of the leading names have a block, leased or cached."""
         return next((index for index, name in enumerate(names) if name not in self._block_of), len(names))

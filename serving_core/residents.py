@@ -55,7 +55,7 @@ class Resident:
 
     request: Request
     age: int  # the coordinator's number of the request: of two, the lower one goes first on every node
-    names: BlockNames
+    names: BlockNames  # of the full blocks of the lease, once there is one
     stage: Stage
     waiting_since_s: float  # for credit, or for a ticket
     hands_over: bool = False  # another node writes the answer

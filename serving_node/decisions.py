@@ -32,10 +32,11 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class FinishSend:
-    """These are all blocks of what is being sent, and they are final."""
+    """These are all blocks of what is being sent, and they are final; `tail` is to follow the last one."""
 
     resident: Resident
     block_ids: list[int]
+    tail: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from decode_node.credit import Credit
 from kv_transfer.results import Received, Sent, TransferFailed
 from prefill_node.reading import Reading
 from protos import fleet_pb2
-from protos.convert import attempt_of, token_from_tail
+from protos.convert import attempt_of, makers_from_tail, tail_with_makers, token_from_tail
 from serving_core import reasons
 from serving_core.leases import Leases
 from serving_core.residents import Resident, Residents, Stage
@@ -146,15 +146,18 @@ class HandOvers:
 
     def _finish_send(self, resident: Resident) -> None:
         assert resident.lease is not None
-        self._endings.decide(FinishSend(resident, resident.lease.block_ids))
+        tail = tail_with_makers(resident.tail, self._leases.makers_of(resident))
+        self._endings.decide(FinishSend(resident, resident.lease.block_ids, tail))
 
     def _commit(self, resident: Resident, received: Received) -> None:
         try:
-            token_id = token_from_tail(received.tail)
+            tail, made = makers_from_tail(received.tail)
+            token_id = token_from_tail(tail)
         except ValueError as error:
             self._endings.fail(resident, reasons.TRANSFER_FAILED, str(error))
             return
         resident.is_revoked = False  # it came too late
+        self._leases.copied(resident, len(resident.request.token_ids), made)
         self._credit.commit(resident, token_id)
         self._reading.count(resident)
         committed = fleet_pb2.Committed(

@@ -50,10 +50,12 @@ class NodeLogic:
         *,
         block_bytes: int,
         fingerprint: Mapping[str, str],
+        origin: bytes,
         eos_token_ids: Sequence[int],
         rates: StepRates,
     ) -> None:
-        """`block_bytes` are those of one block over all ranks and layers."""
+        """`block_bytes` are those of one block over all ranks and layers; `origin` is what serving_core/prefix.py calls
+        so."""
         self._allocator = allocator
         self._layout = layout
         self._limits = limits
@@ -61,9 +63,9 @@ class NodeLogic:
         self._eos_token_ids = eos_token_ids
         self._rates = rates
         self._residents = residents = Residents()
-        self._leases = leases = Leases(allocator, layout)
+        self._leases = leases = Leases(allocator, layout, origin)
         self._endings = Endings(residents, leases)
-        self._cache_report = CacheReport(allocator, self._endings.tell)
+        self._cache_report = CacheReport(allocator, leases.makers, self._endings.tell)
         self._reading = Reading(residents, leases, max_num_queued=limits.max_num_queued)
         self._credit = Credit(residents, leases, max_num_queued=limits.max_num_queued)
         self._hand_overs = HandOvers(

@@ -76,6 +76,7 @@ class NodeRunner:
             ),
             block_bytes=engine.model_layout.block_bytes,
             fingerprint=self._fingerprint,
+            origin=engine.origin,
             eos_token_ids=engine.eos_token_ids,
             rates=rates,
         )
@@ -215,8 +216,8 @@ class NodeRunner:
                 self._receive(resident, num_blocks)
             case Send(resident=resident, block_ids=block_ids):
                 self._transfers.send(resident.request.epoch, resident.ticket, block_ids)
-            case FinishSend(resident=resident, block_ids=block_ids):
-                self._transfers.finish(resident.request.epoch, block_ids, resident.tail)
+            case FinishSend(resident=resident, block_ids=block_ids, tail=tail):
+                self._transfers.finish(resident.request.epoch, block_ids, tail)
             case CancelTransfer(epoch=epoch):
                 self._transfers.cancel(epoch)
 

@@ -12,7 +12,7 @@ from protos import convert, fleet_pb2
 from serving_core import reasons
 from serving_core.requests import Request, SamplingParams
 from serving_node.decisions import CancelTransfer, FinishSend, Receive, Send
-from tests.toy_kv import answer_of
+from tests.toy_kv import ORIGINS, answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, Outgoing
 
 MOST_ROUNDS = 6000
@@ -127,7 +127,10 @@ class Fleet:
         self.random = Random(seed)
         self.lanes = {}  # by ticket
         limits = {"credit_timeout_s": 1e9, "ticket_timeout_s": 1e9} | limits
-        self.nodes = [FleetNode(self, f"n{index}-", num_blocks, **limits) for index in range(num_nodes)]
+        origins = ORIGINS[: 1 + seed % 2] * num_nodes
+        self.nodes = [
+            FleetNode(self, f"n{index}-", num_blocks, origin=origins[index], **limits) for index in range(num_nodes)
+        ]
         self.faults = faults
         self.to_come = []
         self.asks = {}  # live ones, by the epoch of their attempt

@@ -13,9 +13,10 @@ from serving_core.layout import KVLayout
 from serving_core.prefix import hint_of
 from serving_core.rates import StepRates
 from serving_core.requests import Request, SampledToken, SamplingParams
+from serving_core.residents import Stage
 from serving_node.decisions import CancelTransfer, FinishSend, Receive, Send, Tell
 from serving_node.logic import Limits, NodeLogic
-from tests.toy_kv import FINGERPRINT, NUM_TOKEN_IDS, ToyKV, answer_of
+from tests.toy_kv import FINGERPRINT, HERE, NUM_TOKEN_IDS, ToyKV, answer_of
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 100
@@ -63,10 +64,12 @@ class Node:
         credit_timeout_s=30.0,
         ticket_timeout_s=60.0,
         name="",
+        origin=HERE,
     ):
         self.name = name
+        self.origin = origin
         self.allocator = BlockAllocator(num_blocks, caching=caching)
-        self.kv = ToyKV(num_blocks, BLOCK_SIZE)
+        self.kv = ToyKV(num_blocks, BLOCK_SIZE, origin)
         self.budget = budget
         self.logic = NodeLogic(
             self.allocator,
@@ -74,6 +77,7 @@ class Node:
             Limits(budget, seats, max_num_queued, credit_timeout_s, ticket_timeout_s),
             block_bytes=BLOCK_BYTES,
             fingerprint=FINGERPRINT,
+            origin=origin,
             eos_token_ids=(NEVER,),
             rates=StepRates(),
         )
@@ -84,6 +88,7 @@ class Node:
         self.cancelled = []  # epochs of transfers that are to end
         self.works = []  # of the step that runs
         self.hints = set()  # blocks that the coordinator believes to be here
+        self.makers = set()  # of all blocks that requests ever had
         self.grants_at_once = True
         self._tokens = []
         self._num_tickets = 0
@@ -148,7 +153,9 @@ class Node:
         assert all(work.num_tokens > 0 for work in self.works)
         assert len({work.request.request_id for work in self.works}) == len(self.works)
         shares = [(work.request.request_id, work.start, work.num_tokens) for work in self.works]
-        self._tokens = self.kv.step(self.works)
+        residents = [self.logic._residents.of(work.request) for work in self.works]
+        writing = [resident.request for resident in residents if resident.stage is Stage.WRITING]
+        self._tokens = self.kv.step(self.works, writing)
         self.check()
         return shares
 
@@ -194,8 +201,8 @@ class Node:
     def arrive(self, request, tail=None):
         """All of a prompt's KV is here, and with it the first token."""
         opened = self.opened.pop(request.epoch)
-        self.kv.receive(request, opened.block_ids, opened.num_cached)
-        token = convert.token_to_tail(answer_of(request.token_ids, 1)[0])
+        makers = self.kv.receive(request, opened.block_ids, opened.num_cached)
+        token = convert.tail_with_makers(convert.token_to_tail(answer_of(request.token_ids, 1)[0]), makers)
         num_bytes = (len(opened.block_ids) - opened.num_cached) * BLOCK_BYTES
         self.logic.received(request.epoch, Received(token if tail is None else tail, num_bytes), self.now)
         self._settle()
@@ -303,11 +310,11 @@ class Node:
             case Send(resident=resident, block_ids=block_ids):
                 assert resident.request.epoch not in self.sending, "it is being sent already"
                 self.sending[resident.request.epoch] = Outgoing(resident.ticket, list(block_ids))
-            case FinishSend(resident=resident, block_ids=block_ids):
+            case FinishSend(resident=resident, block_ids=block_ids, tail=tail):
                 sending = self.sending[resident.request.epoch]
                 assert not sending.is_finished
                 assert block_ids[: len(sending.block_ids)] == sending.block_ids
-                sending.block_ids, sending.is_finished, sending.tail = list(block_ids), True, resident.tail
+                sending.block_ids, sending.is_finished, sending.tail = list(block_ids), True, tail
             case CancelTransfer(epoch=epoch):
                 self.cancelled.append(epoch)
 
@@ -333,6 +340,11 @@ class Node:
     def check(self):
         self.allocator.check_integrity()
         self.kv.check_names(self.allocator)
+        for resident in self.logic._residents:
+            if resident.lease is not None:
+                names, block_ids = resident.names, resident.lease.block_ids
+                self.makers.update(names.makers)
+                self.kv.check_table(resident.request, block_ids, names.names, names.makers, self.allocator)
 
     def check_empty(self):
         """Nothing is here any more, and the coordinator knows what is left."""
@@ -344,6 +356,12 @@ class Node:
         load = self.load
         assert (load.num_running, load.num_waiting, load.num_waiting_tokens) == (0, 0, 0)
         assert self.hints == {hint_of(name) for name in self.allocator._block_of}
+
+
+def token_of(tail):
+    """The one token that follows the last block."""
+    tokens, _ = convert.makers_from_tail(tail)
+    return convert.token_from_tail(tokens)
 
 
 def _names(message, name):

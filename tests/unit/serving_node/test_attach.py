@@ -11,6 +11,7 @@ import pytest
 from starlette.applications import Starlette
 
 from coordinator.doors.http.serving import HttpServer
+from kv_transfer.wire import MAX_TAIL_BYTES
 from protos import convert, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 from serving_core.channels import SERVER_OPTIONS
 from serving_core.errors import SettingsError
@@ -293,3 +294,21 @@ def test_the_first_token_travels_in_the_tail(token_id):
 def test_an_odd_tail_holds_no_token(tail):
     with pytest.raises(ValueError, match="holds no token id"):
         convert.token_from_tail(tail)
+
+
+def test_a_tail_tells_who_made_the_blocks_unless_they_are_too_many():
+    read, written = b"origin: c", b"origin: s"
+    tail = convert.tail_with_makers(b"1234", [read, read, written, read])
+    assert convert.makers_from_tail(tail) == (b"1234", [(read, 2), (written, 1), (read, 1)])
+    assert convert.makers_from_tail(convert.tail_with_makers(b"1234", [])) == (b"1234", [])
+    makers = [read, written] * convert.MAX_MADE
+    for num_blocks, num_told in ((convert.MAX_MADE, convert.MAX_MADE), (convert.MAX_MADE + 1, 0)):
+        tail = convert.tail_with_makers(b"1234", makers[:num_blocks])
+        assert len(tail) <= MAX_TAIL_BYTES / 2
+        assert convert.makers_from_tail(tail) == (b"1234", [(maker, 1) for maker in makers[:num_told]])
+
+
+@pytest.mark.parametrize("tail", [b"abc", fleet_pb2.Tail(made=[fleet_pb2.Made(maker=b"short")]).SerializeToString()])
+def test_an_odd_tail_tells_nothing(tail):
+    with pytest.raises(ValueError, match="a tail"):
+        convert.makers_from_tail(tail)
