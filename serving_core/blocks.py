@@ -12,7 +12,8 @@ only: its owner writes to a block before it is published and nobody does after t
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from serving_core.errors import OutOfBlocks
 
@@ -80,6 +81,11 @@ class BlockAllocator:
     # ---- figures ----
 
     @property
+    def blocks_by_name(self) -> Mapping[bytes, int]:
+        """Every name that a block goes by, leased or cached; the view changes with them."""
+        return MappingProxyType(self._block_of)
+
+    @property
     def num_free(self) -> int:
         """Blocks that a lease can get, the cached ones among them."""
         return len(self._free) + len(self._cached)
@@ -88,10 +94,6 @@ class BlockAllocator:
     def num_cached(self) -> int:
         """Blocks that no lease holds, with the KV of an earlier request in them."""
         return len(self._cached)
-
-    def holds(self, name: bytes) -> bool:
-        """Whether a block goes by this name, leased or cached."""
-        return name in self._block_of
 
     def num_held(self, names: Sequence[bytes]) -> int:
         """How many of the leading names have a block, leased or cached."""

@@ -141,8 +141,8 @@ class Leases:
         """Names and makers of the leading full blocks of num_tokens tokens that the pool holds."""
         if not self._allocator.caching:
             return [], []
-        num_blocks = self._full_blocks(num_tokens)
-        return resident.names.find(resident.request.token_ids, num_blocks, self._makers, self._allocator.holds)
+        is_held = self._allocator.blocks_by_name.__contains__
+        return resident.names.find(resident.request.token_ids, self._full_blocks(num_tokens), self._makers, is_held)
 
     def _full_blocks(self, num_tokens: int) -> int:
         return num_tokens // self._layout.block_size

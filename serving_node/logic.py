@@ -4,7 +4,7 @@ It puts the two halves together over one pool: `prefill_node` reads prompts, `de
 hold both: a token of each answer that is being written, then chunks of prompts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from decode_node.credit import Credit
@@ -88,6 +88,11 @@ class NodeLogic:
     def take_decisions(self) -> list[Decision]:
         """What has been decided since the last call, in order."""
         return self._endings.take()
+
+    @property
+    def residents(self) -> Iterable[Resident]:
+        """The requests that are here, oldest first: to be looked at."""
+        return self._residents
 
     @property
     def is_idle(self) -> bool:

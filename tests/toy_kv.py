@@ -63,7 +63,7 @@ class ToyKV:
 
     def check_names(self, allocator):
         """Every block with a name is full of what the name stands for."""
-        for block, name in allocator._name_of.items():
+        for name, block in allocator.blocks_by_name.items():
             salt, token_ids, _ = self._slots[block][-1]
             expected = [(salt, token_ids[: end + 1]) for end in range(len(token_ids))]
             held = [slot[:2] for slot in self._slots[block]]
@@ -73,12 +73,13 @@ class ToyKV:
     def check_table(self, request, block_ids, names, makers, allocator):
         """The names are those of these makers, and the makers those that have really made the blocks, up to a graft.
         Behind one, names stand for the tokens alone."""
+        names_by_block = {block: name for name, block in allocator.blocks_by_name.items()}
         name, is_exact = root_name(FINGERPRINT, request.cache_salt), True
         for index, maker in enumerate(makers):
             token_ids = request.token_ids[index * self._block_size : (index + 1) * self._block_size]
             name = name_of(name, maker, token_ids)
             assert names[index] == name, "a name is not that of its maker"
-            assert allocator._name_of.get(block_ids[index], name) == name, "the block goes by another name"
+            assert names_by_block.get(block_ids[index], name) == name, "the block goes by another name"
             is_exact = is_exact and maker != GRAFT
             assert not is_exact or self.true_name(block_ids[index]) == name, "something else has made this block"
 

@@ -75,7 +75,7 @@ def _work(run: Run, engine: Engine, allocator: BlockAllocator, chunk_tokens: int
     if run.lease is None:
         num_blocks = (len(run.request.token_ids) - 1) // engine.layout.block_size
         makers = [engine.origin + CHUNK, engine.origin + STEP]
-        found = run.names.find(run.request.token_ids, num_blocks, makers, allocator.holds)
+        found = run.names.find(run.request.token_ids, num_blocks, makers, allocator.blocks_by_name.__contains__)
         run.names.begin(*found)
         run.lease = allocator.allocate(len(run.names.names), run.names.names)
         run.num_computed = run.lease.num_cached * engine.layout.block_size

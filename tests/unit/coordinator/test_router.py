@@ -198,7 +198,7 @@ def test_coordinator_and_node_agree_on_what_a_real_allocator_holds(rounds):
         lease.release()
         if is_told:
             report.tell()
-            held, _ = names.find(token_ids, len(names.names), makers, allocator.holds)
+            held, _ = names.find(token_ids, len(names.names), makers, allocator.blocks_by_name.__contains__)
             assert Prompt(token_ids, salt).tokens_held(node) == len(held) * events.BLOCK_SIZE
     report.tell()
     assert node.hints == {hint_of(name) for name in allocator.take_names()}

@@ -32,7 +32,7 @@ def blocks(engine, prompts, max_tokens=20):
     pool, layers = engine.pool, range(engine.layout.num_layers)
     return {
         name: torch.stack([planes(layer)[block].float() for layer in layers for planes in (pool.keys, pool.values)])
-        for name, block in allocator._block_of.items()
+        for name, block in allocator.blocks_by_name.items()
     }
 
 

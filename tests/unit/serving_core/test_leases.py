@@ -67,7 +67,7 @@ def test_a_block_is_of_steps_if_only_its_last_token_is(house):
     name = ROOT
     for index, maker in enumerate(expected):
         name = child_name(name, maker, TOKENS[4 * index : 4 * index + 4])
-        assert house.allocator.holds(name)
+        assert name in house.allocator.blocks_by_name
 
 
 def test_what_reads_on_behind_an_answer_is_called_after_it(house):

@@ -197,7 +197,7 @@ class Fleet:
                 f" {'sending' if each.is_sending else ''}{'receiving' if each.is_receiving else ''}"
                 f"{' revoked' if each.is_revoked else ''}{' ending' if each.is_ending else ''}"
                 f" evictions {each.num_evictions}"
-                for each in node.logic._residents
+                for each in node.logic.residents
             ]
         return "\n".join(lines)
 

@@ -69,6 +69,7 @@ class Node:
         self.name = name
         self.origin = origin
         self.allocator = BlockAllocator(num_blocks, caching=caching)
+        self.rates = StepRates()
         self.kv = ToyKV(num_blocks, BLOCK_SIZE, origin)
         self.budget = budget
         self.logic = NodeLogic(
@@ -79,7 +80,7 @@ class Node:
             fingerprint=FINGERPRINT,
             origin=origin,
             eos_token_ids=(NEVER,),
-            rates=StepRates(),
+            rates=self.rates,
         )
         self.now = 0.0
         self.events = []
@@ -153,8 +154,7 @@ class Node:
         assert all(work.num_tokens > 0 for work in self.works)
         assert len({work.request.request_id for work in self.works}) == len(self.works)
         shares = [(work.request.request_id, work.start, work.num_tokens) for work in self.works]
-        residents = [self.logic._residents.of(work.request) for work in self.works]
-        writing = [resident.request for resident in residents if resident.stage is Stage.WRITING]
+        writing = [resident.request for resident in self.logic.residents if resident.stage is Stage.WRITING]
         self._tokens = self.kv.step(self.works, writing)
         self.check()
         return shares
@@ -340,7 +340,7 @@ class Node:
     def check(self):
         self.allocator.check_integrity()
         self.kv.check_names(self.allocator)
-        for resident in self.logic._residents:
+        for resident in self.logic.residents:
             if resident.lease is not None:
                 names, block_ids = resident.names, resident.lease.block_ids
                 self.makers.update(names.makers)
@@ -355,7 +355,7 @@ class Node:
         assert self.logic.wake_at_s is None
         load = self.load
         assert (load.num_running, load.num_waiting, load.num_waiting_tokens) == (0, 0, 0)
-        assert self.hints == {hint_of(name) for name in self.allocator._block_of}
+        assert self.hints == {hint_of(name) for name in self.allocator.blocks_by_name}
 
 
 def token_of(tail):

@@ -45,9 +45,9 @@ def test_what_a_node_wrote_while_answering_is_found_by_the_next_turn_that_it_rea
     assert chat.turn(chat.first, chat.second, 18, 12) == (0, 5)
     assert chat.turn(chat.second, chat.second, 10, 12) == (28, 0)  # of 29 tokens with KV, those in whole blocks
     assert chat.turn(chat.second, chat.second, 10, 12) == (48, 0)
-    names = set(chat.first.allocator._block_of)
+    names = set(chat.first.allocator.blocks_by_name)
     assert len(names) == 18 // BLOCK_SIZE
-    assert names < set(chat.second.allocator._block_of)  # copies have kept theirs
+    assert names < set(chat.second.allocator.blocks_by_name)  # copies have kept theirs
     assert chat.second.makers == ({READ, GRAFT, READ_THERE, WRITTEN_THERE} if seed else {READ, WRITTEN})
 
 
@@ -67,8 +67,8 @@ def test_an_answer_is_handed_on_with_the_names_that_its_blocks_got():
     chat = Chat(0)
     chat.turn(chat.first, chat.first, 18, 12)
     assert chat.turn(chat.first, chat.second, 10, 12) == (28, 10)
-    names = chat.second.allocator._block_of
-    assert len(names.keys() & chat.first.allocator._block_of) == 10
+    names = chat.second.allocator.blocks_by_name
+    assert len(names.keys() & chat.first.allocator.blocks_by_name) == 10
     assert GRAFT not in chat.second.makers
 
 
@@ -78,4 +78,4 @@ def test_equal_tokens_have_other_names_where_they_were_computed_in_another_way()
     tokens, chat.tokens = chat.tokens, []
     chat.turn(chat.second, chat.second, 18, 12)
     assert chat.tokens == tokens
-    assert not chat.first.allocator._block_of.keys() & chat.second.allocator._block_of
+    assert not chat.first.allocator.blocks_by_name.keys() & chat.second.allocator.blocks_by_name
