@@ -88,7 +88,7 @@ class Writing:
         """A prompt that was read for another node is answered here."""
         assert resident.stage is Stage.READ
         resident.hands_over = resident.is_kept = False
-        resident.tail = b""
+        resident.tail = ()
         resident.stage = Stage.WRITING
 
 

@@ -9,6 +9,7 @@ from typing import Final
 from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION, shape_from_wire, shape_to_wire
 from serving_core.errors import RequestError
+from serving_core.prefix import MAX_MAKERS
 from serving_core.reasons import BAD_PARAM, NAME_TAKEN, PAIRING_MISMATCH, QUEUE_FULL
 from serving_core.shapes import BOTH, ROLES, Shape, check_shape, common, role_of
 
@@ -35,6 +36,8 @@ class Node:
     is_drained: bool = False  # by an operator, whatever the node says of itself
     # Of the full blocks that the node says to hold, `serving_core.prefix.hint_of` their names; at most num_blocks.
     hints: set[int] = field(default_factory=set)
+    # Of those blocks, in the order in which the node looks for them.
+    makers: list[bytes] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -150,6 +153,7 @@ class Registry:
         node has miscounted, but hints are advice: a wrong one costs a detour and never a wrong token, whereas losing
         the node would cost its requests.
         """
+        node.makers = list(event.makers[:MAX_MAKERS])
         node.hints.difference_update(event.removed)
         new = [hint for hint in dict.fromkeys(event.stored) if hint not in node.hints]
         room = node.hello.num_blocks - len(node.hints)
