@@ -14,6 +14,7 @@ from coordinator.control.instructions import Emit, End, Instruction, Send
 from coordinator.control.journal import Journal
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node, Registry
+from coordinator.control.roles import Roles
 from coordinator.control.tracker import Tracker
 from coordinator.doors.generation import Generation
 from coordinator.doors.validation import AnswerPlan
@@ -22,6 +23,7 @@ from coordinator.text.tokenizer import Tokenizer
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.reasons import DRAINING, DUPLICATE_REQUEST_ID, NAME_TAKEN, WORKER_LOST
+from serving_core.shapes import Shape
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +58,14 @@ class NodeLink:
 
 
 class Dispatcher:
-    """The hub between clients, nodes and the pure parts: registry and tracker."""
+    """The hub between clients, nodes and the pure parts: registry, tracker and roles."""
 
-    def __init__(self, registry: Registry, tracker: Tracker, journal: Journal, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, registry: Registry, tracker: Tracker, roles: Roles, journal: Journal, tokenizer: Tokenizer
+    ) -> None:
         self._registry = registry
         self._tracker = tracker
+        self._roles = roles
         self._journal = journal
         self._tokenizer = tokenizer
         self._links: dict[Node, NodeLink] = {}
@@ -69,6 +74,7 @@ class Dispatcher:
         self.is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
+        self._shapes_changed = asyncio.Event()
         self.nodes_changed = asyncio.Event()  # set when the ready nodes change; whoever waits for it clears it
 
     # ---- nodes ----
@@ -99,10 +105,7 @@ class Dispatcher:
         if node not in self._registry:
             return
         if event.HasField("heartbeat"):
-            was_ready = node.is_ready
-            self._registry.heartbeat(node, event.heartbeat, now)
-            if node.is_ready != was_ready:
-                self.nodes_changed.set()
+            self._heartbeat(node, event.heartbeat, now)
             return
         if event.HasField("cache_changed"):
             self._cache_changed(node, event.cache_changed)
@@ -110,6 +113,33 @@ class Dispatcher:
         if event.HasField("failed"):
             self._journal.attempt_failed(node, event.failed)
         self._apply(self._tracker.handle(node, event, now))
+
+    def set_shape(self, name: str, to: str | Shape) -> tuple[Node, Shape]:
+        """Asks a node to take a role or a shape. Raises RequestError, and then nothing is asked."""
+        node, shape, instructions = self._roles.set_shape(name, to, time.monotonic())
+        self._reshape(instructions)
+        return node, shape
+
+    async def settled(self, node: Node) -> None:
+        """Returns when the node has confirmed what it was asked to become, is lost, or has not confirmed it in time."""
+        while node.asked is not None and node in self._registry:
+            self._shapes_changed.clear()
+            await self._shapes_changed.wait()
+
+    def _reshape(self, instructions: Iterable[Send]) -> None:
+        for send in instructions:
+            logger.info("%s %s is asked to take the shape %s", send.node.kind, send.node.name, send.node.asked)
+            self.nodes_changed.set()
+            self._apply([send])
+
+    def _heartbeat(self, node: Node, heartbeat: fleet_pb2.Heartbeat, now: float) -> None:
+        before = node.is_ready, node.shape
+        self._registry.heartbeat(node, heartbeat, now)
+        if node.shape != before[1]:
+            logger.info("%s %s has taken the shape %s", node.kind, node.name, node.shape)
+        if (node.is_ready, node.shape) != before:
+            self.nodes_changed.set()
+        self._shapes_changed.set()
 
     def _cache_changed(self, node: Node, event: fleet_pb2.CacheChanged) -> None:
         if num_left_out := self._registry.cache_changed(node, event):
@@ -181,11 +211,13 @@ class Dispatcher:
     # ---- all ----
 
     def tick(self) -> None:
-        """Loses silent nodes, ends late answers. To be called several times per node timeout."""
+        """Loses silent nodes, ends late answers, asks nodes to change. To be called several times per node timeout."""
         now = time.monotonic()
         for node, why in self._registry.expired(now):
             self._apply(self._lose(node, RequestError(WORKER_LOST, why)))
         self._apply(self._tracker.tick(now))
+        self._reshape(self._roles.tick(now))
+        self._shapes_changed.set()  # what was asked for may have expired
 
     def drain(self) -> None:
         """Refuses new calls from now on."""

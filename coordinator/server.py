@@ -14,9 +14,11 @@ from coordinator.control.journal import Journal
 from coordinator.control.ledger import Ledger
 from coordinator.control.metrics import Metrics
 from coordinator.control.registry import MAX_FIRST_SESSION, Registry
+from coordinator.control.roles import Roles
 from coordinator.control.router import has_path
 from coordinator.control.tracker import NUM_EPOCHS, Tracker
 from coordinator.dispatcher import Dispatcher
+from coordinator.doors.admin_service import AdminService
 from coordinator.doors.authentication import NO_API_KEY, NO_FLEET_SECRET, BearerAuthentication
 from coordinator.doors.exposition import Exposition
 from coordinator.doors.front import Front, ServedModel
@@ -37,6 +39,7 @@ from serving_core.ports import Port, check_ports
 logger = logging.getLogger(__name__)
 
 INFERENCE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+ADMIN: Final = inference_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 IDLE_CONNECTIONS_PER_CALL: Final = 2
 SPARE_CALLS: Final = 256  # beyond the answers in flight: health watchers, status queries, calls to be refused politely
 STOP_GRACE_S: Final = 1.0
@@ -58,17 +61,19 @@ class CoordinatorServer:
             step_timeout_s=settings.step_timeout_s,
             first_session=1 + secrets.randbelow(MAX_FIRST_SESSION),
         )
+        ledger = Ledger()
         metrics = Metrics()
         journal = Journal(metrics)
         self._tracker = Tracker(
             self._registry,
-            Ledger(),
+            ledger,
             metrics,
             first_epoch=secrets.randbelow(NUM_EPOCHS),
             max_live=settings.max_num_queued_reqs,
             max_restarts=settings.max_restarts,
         )
-        self._dispatcher = Dispatcher(self._registry, self._tracker, journal, self._model.tokenizer)
+        roles = Roles(self._registry, ledger, policy=settings.roles)
+        self._dispatcher = Dispatcher(self._registry, self._tracker, roles, journal, self._model.tokenizer)
         self._exposition = Exposition(metrics, self._tracker, self._registry, self._model.name)
         self._front = Front(
             self._model,
@@ -150,8 +155,9 @@ class CoordinatorServer:
             self._front, self._registry, self._tracker, self._dispatcher, instance_id=self._settings.instance_id
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
+        inference_pb2_grpc.add_AdminServicer_to_server(AdminService(self._dispatcher), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection((INFERENCE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        reflection.enable_server_reflection((INFERENCE, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         return server
 
     def _http_server(self) -> HttpServer:
