@@ -10,11 +10,12 @@ from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION, shape_from_wire, shape_to_wire
 from serving_core.errors import RequestError
 from serving_core.prefix import MAX_MAKERS
-from serving_core.reasons import BAD_PARAM, NAME_TAKEN, PAIRING_MISMATCH, QUEUE_FULL
+from serving_core.reasons import BAD_PARAM, NAME_TAKEN, NODE_NOT_FOUND, PAIRING_MISMATCH, QUEUE_FULL
 from serving_core.shapes import BOTH, ROLES, Shape, check_shape, common, role_of
 
 READY: Final = "ready"  # states of a node
 DRAINING: Final = "draining"
+MAX_NAME_CHARS: Final = 80  # of a name that nobody has
 MAX_NODES: Final = 1024
 MAX_TP_SIZE: Final = 64
 MAX_FIRST_SESSION: Final = 2**63  # what is left of 64 bits no coordinator can use up
@@ -111,6 +112,12 @@ class Registry:
 
     def find(self, name: str) -> Node | None:
         return self._nodes.get(name)
+
+    def named(self, name: str) -> Node:
+        """The attached node of this name. Raises RequestError where there is none."""
+        if name not in self._nodes:
+            raise RequestError(NODE_NOT_FOUND, f"no node {name[:MAX_NAME_CHARS]!r} is attached")
+        return self._nodes[name]
 
     def admit(self, hello: fleet_pb2.Hello, now: float) -> Node:
         """Takes a node in, under a session of its own. A process whose stream broke unnoticed shows the session of the

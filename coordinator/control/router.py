@@ -12,7 +12,7 @@ from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node
 from serving_core.errors import RequestError
 from serving_core.reasons import NO_DECODE_WORKER, NO_PREFILL_WORKER
-from serving_core.shapes import DECODE, PREFILL
+from serving_core.shapes import DECODE, PREFILL, Shape
 
 PARTS: Final = {PREFILL: ("reads prompts", NO_PREFILL_WORKER), DECODE: ("writes answers", NO_DECODE_WORKER)}
 
@@ -39,10 +39,10 @@ def does(node: Node, role: str) -> bool:
     return node.usable.reads if role == PREFILL else node.usable.writes
 
 
-def has_path(nodes: Iterable[Node]) -> bool:
-    """Whether a request can be served: one ready node both reads and writes, or one reads and another one takes its
-    hand-overs."""
-    shapes = [node.usable for node in nodes if node.is_ready]
+def has_path(nodes: Iterable[Node], *others: Shape) -> bool:
+    """Whether a request can be served by the ready nodes, and others of these shapes: one both reads and writes, or one
+    reads and another one takes its hand-overs."""
+    shapes = [*(node.usable for node in nodes if node.is_ready), *others]
     if any(shape.reads and shape.writes for shape in shapes):
         return True
     return any(shape.reads for shape in shapes) and any(shape.writes and shape.takes_handovers for shape in shapes)
