@@ -7,8 +7,6 @@ part is a matter of their shapes.
 from collections.abc import Iterable
 from typing import Final
 
-from coordinator.control.ledger import Ledger
-from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node
 from serving_core.errors import RequestError
 from serving_core.reasons import NO_DECODE_WORKER, NO_PREFILL_WORKER
@@ -46,9 +44,3 @@ def has_path(nodes: Iterable[Node], *others: Shape) -> bool:
     if any(shape.reads and shape.writes for shape in shapes):
         return True
     return any(shape.reads for shape in shapes) and any(shape.writes and shape.takes_handovers for shape in shapes)
-
-
-def decode_cost(node: Node, ledger: Ledger, prompt: Prompt) -> float:
-    """The part of the node's pool that would be taken once the answer to the prompt is written there. A block that it
-    holds already needs no free one, and pools may differ in size."""
-    return (ledger.of(node).tokens_held + len(prompt) - prompt.tokens_held(node)) / node.pool_tokens
