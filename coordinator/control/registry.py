@@ -215,7 +215,10 @@ def _complete(node: Node) -> None:
 def _shape_of(hello: fleet_pb2.Hello) -> Shape:
     """The shape that a node begins with. Raises RequestError for one that it could not take."""
     shape = shape_from_wire(hello.shape)
-    check_shape(shape, max_num_batched_tokens=hello.max_num_batched_tokens, max_num_seqs=hello.max_num_seqs)
+    try:
+        check_shape(shape, max_num_batched_tokens=hello.max_num_batched_tokens, max_num_seqs=hello.max_num_seqs)
+    except RequestError as error:
+        raise RequestError(error.reason, f"node {hello.node.name}: {error}") from error
     return shape
 
 

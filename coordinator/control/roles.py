@@ -98,7 +98,10 @@ class Roles:
             return (away[0], self._home(away[0])) if away and self._may_go_home(away[0]) else None
         lent, least = (DECODE, self._num_held) if pressure is Pressure.READING else (PREFILL, self._num_to_compute)
         able = [node for node in ready if node.role == lent]
-        return (node := min(able, key=least), preset(BOTH, **_limits(node))) if able else None
+        if not able:
+            return None
+        node = min(able, key=least)
+        return node, preset(BOTH, **_limits(node))
 
     def _may_go_home(self, node: Node) -> bool:
         try:

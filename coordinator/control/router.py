@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import Final
 
 from coordinator.control.ledger import Ledger
-from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node
 from serving_core.errors import RequestError
 from serving_core.reasons import NO_DECODE_WORKER, NO_PREFILL_WORKER
@@ -61,9 +60,3 @@ def roomiest(nodes: Iterable[Node], ledger: Ledger, num_tokens: int, max_tokens:
 
     able = [node for node in fitting(nodes, DECODE, max_tokens) if has_room(node)]
     return min(able, key=lambda node: (-free(node), node.name), default=None)
-
-
-def decode_cost(node: Node, ledger: Ledger, prompt: Prompt) -> float:
-    """The part of the node's pool that would be taken once the answer to the prompt is written there. A block that it
-    holds already needs no free one, and pools may differ in size."""
-    return (ledger.of(node).tokens_held + len(prompt) - prompt.tokens_held(node)) / node.pool_tokens
