@@ -36,7 +36,7 @@ class Node:
     beginning: dict[str, int] = field(default_factory=dict)
     # Of the full blocks that the node says to hold, `serving_core.prefix.hint_of` their names; at most num_blocks.
     hints: set[int] = field(default_factory=set)
-    # Of those blocks, in the order in which the node looks for them.
+    # Who may have made those blocks, in the order in which the node looks for them.
     makers: list[bytes] = field(default_factory=list)
 
     @property
