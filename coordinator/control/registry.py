@@ -37,7 +37,7 @@ class Node:
     is_drained: bool = False  # by an operator, whatever the node says of itself
     # Of the full blocks that the node says to hold, `serving_core.prefix.hint_of` their names; at most num_blocks.
     hints: set[int] = field(default_factory=set)
-    # Of those blocks, in the order in which the node looks for them.
+    # Who may have made those blocks, in the order in which the node looks for them.
     makers: list[bytes] = field(default_factory=list)
 
     @property
