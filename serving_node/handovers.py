@@ -77,7 +77,6 @@ class HandOvers:
         """Nobody else is to answer: it is read on as it is, and then waits for nothing but a seat. A transfer by a
         ticket that is void may still be ending."""
         resident.is_kept = True
-        resident.next_ticket = b""
         if resident.is_sending:
             self._endings.decide(CancelTransfer(resident.request.epoch))
 

@@ -141,7 +141,7 @@ class Moves:
     def _stay(self, resident: Resident) -> None:
         if resident.move is not None:
             self._endings.decide(CancelTransfer(resident.request.epoch))
-        resident.move, resident.tail = None, ()
+        resident.move = None
         if resident.stage is Stage.STOPPED:
             resident.stage = Stage.WRITING
 

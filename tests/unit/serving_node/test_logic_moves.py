@@ -172,6 +172,16 @@ def test_it_can_end_in_every_state(state, end):
     node.check_empty()
 
 
+def test_what_is_cancelled_does_not_send_its_rest():
+    node, request = writes()
+    node.migrate(request)
+    node.cancel(request)
+    node.caught_up(request)
+    assert not node.sending[request.epoch].is_finished
+    node.send_fails(request)
+    node.check_empty()
+
+
 def test_a_step_that_fails_ends_it():
     node, request = writes()
     goes(node, request, "in step")
@@ -307,6 +317,26 @@ def test_what_moves_is_not_preempted_and_does_not_preempt_itself():
     node.check_empty()
 
 
+def test_what_moves_takes_no_block_from_an_older_one():
+    node = Node(num_blocks=12, caching=False)
+    for age, name in enumerate(["oldest", "older"], start=1):
+        node.local(name, 10, age=age, max_tokens=10)  # five blocks in the end
+    request = node.local("a", PROMPT, age=3, max_tokens=20)
+    assert len(node.step()) == 3
+    rest = node.allocator.allocate(node.num_free - 2)  # a fourth block for each of the older ones
+    node.migrate(request)
+    while "a" in [name for name, _, _ in node.step()]:
+        pass
+    assert node.load.num_preemptions == 0
+    node.caught_up(request)
+    node.sent(request)
+    node.cancel(request)
+    node.steps()
+    rest.release()
+    assert node.tokens("older") == answer_of(prompt_of(10), 10)
+    node.check_empty()
+
+
 def test_one_that_has_stopped_keeps_its_seat():
     node, request = writes(seats=1)
     goes(node, request, "sent")
@@ -358,6 +388,14 @@ def test_a_ticket_that_does_not_fit_is_told_and_it_writes_on(ticket, message):
     node.steps()
     assert node.tokens("a") == ANSWER
     node.check_empty()
+
+
+def test_the_step_that_runs_counts_for_what_it_needs():
+    node, request = writes(num_steps=3)
+    assert resident(node).num_computed == 12
+    node.begin()
+    node.migrate(request, num_blocks=3)
+    assert node.event("a", "move_failed").message == "the answer has 4 blocks by now and 3 were granted"
 
 
 @pytest.mark.parametrize("state", ["queued", "reading", "for another node", "stopped"])
