@@ -1,0 +1,104 @@
+"""A whole simulated fleet under a load."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from coordinator.settings import CoordinatorSettings
+from serving_core.errors import SettingsError
+from splitserve_bench.serve.records import Outcome, PlannedRequest
+from splitserve_bench.simulate.agenda import Agenda
+from splitserve_bench.simulate.clients import LoadClients
+from splitserve_bench.simulate.coordinator import Clients, SimulatedCoordinator
+from splitserve_bench.simulate.corridor import Corridor
+from splitserve_bench.simulate.costs import Costs, ProfileCosts
+from splitserve_bench.simulate.node import SimulatedNode
+from splitserve_bench.simulate.profile import NodeSizes, Profile
+
+MOST_NODES: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSize:
+    """How many nodes of each role."""
+
+    prefill: int
+    decode: int
+    both: int = 0
+
+    def __str__(self) -> str:
+        counts = {"P": self.prefill, "D": self.decode, "B": self.both}
+        return "+".join(f"{count}{letter}" for letter, count in counts.items() if count)
+
+    def check(self) -> None:
+        """Raises SettingsError for a fleet that could not answer."""
+        if not 0 < self.prefill + self.decode + self.both <= MOST_NODES:
+            raise SettingsError(f"a fleet has 1 to {MOST_NODES} nodes, not {self.prefill + self.decode + self.both}")
+        if not (self.prefill + self.both and self.decode + self.both):
+            raise SettingsError(f"{self} cannot answer: some node has to read prompts and some to write answers")
+        if self.both and self.decode:
+            raise SettingsError("--both beside --decode: of the nodes that write, either all read prompts too or none")
+
+    def roles(self) -> list[tuple[str, str]]:
+        """The name and role of each node. One that does both is a decode node that computes prompts."""
+        names = [(f"prefill-{index}", "prefill") for index in range(self.prefill)]
+        return names + [(f"decode-{index}", "decode") for index in range(self.decode + self.both)]
+
+    @property
+    def local_prefill(self) -> str:
+        """The coordinator's policy that lets nodes do what they are to do."""
+        if not self.both:
+            return "never"
+        return "auto" if self.prefill else "always"
+
+
+class Fleet:
+    """Nodes, the corridor between them, and their coordinator."""
+
+    def __init__(
+        self, agenda: Agenda, clients: Clients, sizes: NodeSizes, settings: CoordinatorSettings | None = None
+    ) -> None:
+        self._agenda, self._sizes = agenda, sizes
+        self.corridor = Corridor(agenda, block_bytes=sizes.block_bytes, num_layers=sizes.num_layers)
+        self.coordinator = SimulatedCoordinator(agenda, clients, settings or CoordinatorSettings())
+        self.nodes: dict[str, SimulatedNode] = {}
+
+    def start(self, name: str, role: str, costs: Costs) -> SimulatedNode:
+        """One more node, or one in the place of a lost one."""
+        node = self.nodes[name] = SimulatedNode(name, role, self._sizes, costs, self._agenda, self.corridor)
+        self.coordinator.attach(node)
+        return node
+
+    def lose(self, name: str) -> None:
+        """The node's process is gone."""
+        node = self.nodes.pop(name)
+        node.is_lost = True
+        self.corridor.lose(node)
+        self.coordinator.lose(node)
+
+
+def simulate(
+    profile: Profile,
+    size: FleetSize,
+    planned: Sequence[PlannedRequest],
+    *,
+    max_concurrency: int | None,
+    request_timeout_s: float,
+) -> list[Outcome]:
+    """What becomes of a load on such a fleet. The same arguments give the same outcomes."""
+    agenda = Agenda()
+    clients = LoadClients(
+        agenda,
+        planned,
+        vocab_size=profile.node.vocab_size,
+        door_s=profile.control.door_s,
+        max_concurrency=max_concurrency,
+        request_timeout_s=request_timeout_s,
+    )
+    fleet = Fleet(agenda, clients, profile.node, CoordinatorSettings(local_prefill=size.local_prefill))
+    costs = ProfileCosts(profile)
+    for name, role in size.roles():
+        fleet.start(name, role, costs)
+    clients.start(fleet.coordinator)
+    agenda.run(lambda: clients.is_over)
+    return clients.outcomes

@@ -1,0 +1,218 @@
+"""One node of a simulation: the real logic of a node, with steps, blocks and messages that only take time.
+
+It does with the logic's decisions what serving_node/runner.py does, and tells the logic no less.
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kv_transfer.results import Received, Sent, TransferFailed
+from protos import fleet_pb2, inference_pb2
+from protos.convert import PROTOCOL_VERSION
+from serving_core.blocks import BlockAllocator
+from serving_core.layout import KVLayout
+from serving_core.rates import NUM_RECENT, StepRates
+from serving_core.requests import SampledToken, Work
+from serving_core.residents import Resident
+from serving_node.decisions import CancelTransfer, Decision, FinishSend, Receive, Send, Tell
+from serving_node.logic import Limits, NodeLogic
+from serving_node.settings import NodeSettings
+from splitserve_bench.simulate.agenda import Agenda
+from splitserve_bench.simulate.corridor import Corridor
+from splitserve_bench.simulate.costs import Costs
+from splitserve_bench.simulate.profile import NodeSizes
+from splitserve_bench.simulate.toy_model import next_token_id, sampled
+
+FINGERPRINT: Final = {"protocol_version": PROTOCOL_VERSION}
+
+
+def _nobody_hears(event: fleet_pb2.NodeEvent) -> None:
+    """Before it is attached, a node has nobody to tell."""
+
+
+class SimulatedNode:
+    """A node process, from its start until it is lost."""
+
+    def __init__(
+        self, name: str, role: str, sizes: NodeSizes, costs: Costs, agenda: Agenda, corridor: Corridor
+    ) -> None:
+        self.name, self.role, self.costs = name, role, costs
+        self.tell: Callable[[fleet_pb2.NodeEvent], None] = (
+            _nobody_hears  # takes what the coordinator is to hear, once attached
+        )
+        self.is_lost = False
+        self._sizes, self._agenda, self._corridor = sizes, agenda, corridor
+        self.allocator = BlockAllocator(sizes.num_blocks)
+        self.logic = _logic(self.allocator, sizes, costs)
+        self._is_carrying_out = self._is_to_plan = False
+        self._works: Sequence[Work] = ()  # of the running step
+        self._started_s = 0.0  # the running step
+        self._alarm_s: float | None = None  # when the logic's next tick is planned
+        self._recent_s: deque[float] = deque(maxlen=NUM_RECENT)
+        self.num_steps = 0
+
+    # ---- what the coordinator asks and hears ----
+
+    def hello(self) -> fleet_pb2.Hello:
+        """What the node says of itself first."""
+        self.logic.attached()
+        sizes = self._sizes
+        fingerprint = {"protocol_version": PROTOCOL_VERSION, **FINGERPRINT}
+        return fleet_pb2.Hello(
+            node=inference_pb2.NodeInfo(
+                name=self.name, role=self.role, incarnation="simulated", fingerprint=fingerprint
+            ),
+            num_blocks=sizes.num_blocks,
+            block_size=sizes.block_size,
+            max_model_len=sizes.max_model_len,
+            max_num_seqs=sizes.max_num_seqs,
+            max_num_queued=sizes.max_num_queued,
+            tp_size=1,
+        )
+
+    def beat(self) -> None:
+        """Tells how it does."""
+        step_s = statistics.median(self._recent_s) if self._recent_s else 0.0
+        load = inference_pb2.NodeLoad(name=self.name, role=self.role, num_steps=self.num_steps, step_s=step_s)
+        self.logic.describe(load)
+        self._carry_out()
+        step_age_s = self._agenda.now - self._started_s if self._works else 0.0
+        self.tell(fleet_pb2.NodeEvent(heartbeat=fleet_pb2.Heartbeat(load=load, step_age_s=step_age_s)))
+
+    def handle(self, command: fleet_pb2.NodeCommand) -> None:
+        """A command has come."""
+        if not self.is_lost:
+            self.logic.handle(command, self._agenda.now)
+            self._carry_out()
+
+    # ---- steps ----
+
+    def _wake(self) -> None:
+        """Plans a step after all that happens at this moment, unless one is running."""
+        if not self._works and not self._is_to_plan:
+            self._is_to_plan = True
+            self._agenda.after(0.0, self._plan)
+
+    def _plan(self) -> None:
+        self._is_to_plan = False
+        if self.is_lost or self._works:
+            return
+        self._works = self.logic.plan(self._agenda.now)
+        self._carry_out(wakes=False)
+        if self._works:
+            self._started_s = self._agenda.now
+            self._agenda.after(self.costs.step_s(self._works), self._stepped)
+
+    def _stepped(self) -> None:
+        if self.is_lost:
+            return
+        works, now = self._works, self._agenda.now
+        step_s = now - self._started_s
+        self._send_layers(works)
+        self._recent_s.append(step_s)
+        self.num_steps += 1
+        self._works = ()
+        self.logic.step_done(works, self._sampled(works), step_s, now)
+        self._carry_out(wakes=False)
+        self._plan()
+
+    def _sampled(self, works: Sequence[Work]) -> list[SampledToken]:
+        """A token of each share that reaches the last known one."""
+        tokens, vocab_size = [], self._sizes.vocab_size
+        for work in works:
+            token_ids = work.request.token_ids
+            if work.start + work.num_tokens == len(token_ids):
+                tokens.append(sampled(next_token_id(token_ids[-1], len(token_ids), vocab_size)))
+        return tokens
+
+    def _send_layers(self, works: Sequence[Work]) -> None:
+        """Blocks of the step that has just ended left while it ran, unless it was all of a short prompt."""
+        for work in self.logic.sends_while(works):
+            end = work.start + work.num_tokens
+            is_short = work.num_tokens == 1 or (work.samples and end < self._sizes.overlap_min_tokens)
+            if not is_short:
+                block_size = self._sizes.block_size
+                num_blocks = -(-end // block_size) if work.samples else end // block_size
+                self._corridor.ready(self, work.request.epoch, num_blocks, since_s=self._started_s)
+
+    # ---- transfers ----
+
+    def received(self, epoch: int, result: Received | TransferFailed) -> None:
+        """Blocks have come, or will not."""
+        if not self.is_lost:
+            self.logic.received(epoch, result, self._agenda.now)
+            self._carry_out()
+
+    def sent(self, epoch: int, result: Sent | TransferFailed) -> None:
+        """Blocks have arrived, or will not."""
+        if not self.is_lost:
+            self.logic.sent(epoch, result, self._agenda.now)
+            self._carry_out()
+
+    # ---- decisions ----
+
+    def _carry_out(self, *, wakes: bool = True) -> None:
+        """Does what has been decided, and what that leads to, in order."""
+        if self._is_carrying_out:
+            return
+        self._is_carrying_out = True
+        while decisions := self.logic.take_decisions():
+            for decision in decisions:
+                self._do(decision)
+        self._is_carrying_out = False
+        if wakes:
+            self._wake()
+        self._set_alarm()
+
+    def _do(self, decision: Decision) -> None:
+        match decision:
+            case Tell(event=event):
+                self.tell(fleet_pb2.NodeEvent(**event))
+            case Receive(resident=resident, num_blocks=num_blocks):
+                self._receive(resident, num_blocks)
+            case Send(resident=resident, block_ids=block_ids):
+                self._corridor.send(self, resident.request.epoch, resident.ticket, len(block_ids))
+            case FinishSend(resident=resident, block_ids=block_ids):
+                self._corridor.finish(self, resident.request.epoch, len(block_ids), resident.tail)
+            case CancelTransfer(epoch=epoch):
+                self._corridor.cancel(self, epoch)
+
+    def _receive(self, resident: Resident, num_blocks: int) -> None:
+        epoch = resident.request.epoch
+        ticket = self._corridor.open(self, epoch, num_blocks=num_blocks, num_cached=resident.num_cached_blocks)
+        self.logic.granted(epoch, ticket)
+
+    def _set_alarm(self) -> None:
+        wake_at_s = self.logic.wake_at_s
+        if wake_at_s is not None and (self._alarm_s is None or wake_at_s < self._alarm_s):
+            self._alarm_s = wake_at_s
+            self._agenda.at(wake_at_s, lambda: self._tick(wake_at_s))
+
+    def _tick(self, alarm_s: float) -> None:
+        """An alarm that another one came before does nothing."""
+        if self._alarm_s == alarm_s and not self.is_lost:
+            self._alarm_s = None
+            self.logic.tick(self._agenda.now)
+            self._carry_out()
+
+
+def _logic(allocator: BlockAllocator, sizes: NodeSizes, costs: Costs) -> NodeLogic:
+    settings = NodeSettings()
+    limits = Limits(
+        sizes.max_num_batched_tokens,
+        min(sizes.max_num_seqs, sizes.max_num_batched_tokens),
+        sizes.max_num_queued,
+        settings.credit_timeout_s,
+        settings.ticket_timeout_s,
+    )
+    return NodeLogic(
+        allocator,
+        KVLayout(sizes.num_layers, 1, 1, sizes.block_size, "int8"),  # of it, a node's logic looks at the blocks alone
+        limits,
+        block_bytes=sizes.block_bytes,
+        fingerprint=FINGERPRINT,
+        eos_token_ids=(),
+        rates=StepRates(costs.prefill_tokens_per_s),
+    )
