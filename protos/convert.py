@@ -82,14 +82,13 @@ def attempt_of(request: Request) -> fleet_pb2.Attempt:
 
 def token_to_wire(request: Request, token: SampledToken, finish_reason: FinishReason | None) -> fleet_pb2.SampledToken:
     """The token that was just appended to the request."""
-    return fleet_pb2.SampledToken(
-        attempt=attempt_of(request),
-        index=request.num_output_tokens - 1,
-        token_id=token.token_id,
-        finish_reason=_FINISH_REASONS[finish_reason] if finish_reason else inference_pb2.FINISH_REASON_UNSPECIFIED,
-        logprob=token.logprob,
-        top=[inference_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in token.top_logprobs],
-    )
+    wire = fleet_pb2.SampledToken(index=request.num_output_tokens - 1, token_id=token.token_id, logprob=token.logprob)
+    wire.attempt.request_id, wire.attempt.epoch = request.request_id, request.epoch  # no message of its own: a token
+    if finish_reason is not None:  # is made for each answer in each step
+        wire.finish_reason = _FINISH_REASONS[finish_reason]
+    for token_id, logprob in token.top_logprobs:
+        wire.top.add(token_id=token_id, logprob=logprob)
+    return wire
 
 
 def token_to_tail(token_id: int) -> bytes:

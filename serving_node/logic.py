@@ -213,41 +213,40 @@ class NodeLogic:
 
     def step_done(self, works: Sequence[Work], tokens: Sequence[SampledToken], step_s: float, now: float) -> None:
         """Takes in a finished step, whose full blocks others may use from now on."""
-        num_decoding = sum(self._residents.of(work.request).stage is Stage.WRITING for work in works)
+        residents = [self._residents.of(work.request) for work in works]
+        num_decoding = sum(resident.stage is Stage.WRITING for resident in residents)
         self._rates.add(sum(work.num_tokens for work in works) - num_decoding, num_decoding, step_s)
         sampled = iter(tokens)
-        answered = [(resident, next(sampled)) for resident, samples in map(self._advance, works) if samples]
+        advanced = zip(residents, works, strict=True)
+        answered = [(resident, next(sampled)) for resident, work in advanced if self._advance(resident, work)]
         step_tokens: list[fleet_pb2.SampledToken] = []
-        for resident, token in answered:
-            self._answer(resident, token, step_tokens, now)
+        ended = [resident for resident, token in answered if self._answer(resident, token, step_tokens, now)]
         if step_tokens:
             self._endings.tell(step_tokens=fleet_pb2.StepTokens(tokens=step_tokens, step_s=step_s))
-        self._hand_overs.note_read([self._residents.of(work.request) for work in works], now)
-        for resident, _ in answered:
-            if finish_reason(resident.request, self._eos_token_ids) is not None:
-                self._endings.end(resident)
-        self._settle_step(works)
+        self._hand_overs.note_read(residents, now)
+        for resident in ended:
+            self._endings.end(resident)
+        self._settle_step(residents)
 
     def step_failed(self, works: Sequence[Work], error: Exception, now: float) -> None:
         """The step gave nothing."""
-        for work in works:
-            resident = self._residents.of(work.request)
+        residents = [self._residents.of(work.request) for work in works]
+        for resident in residents:
             resident.in_step = False
             self._endings.fail(resident, reasons.ENGINE_ERROR, f"the step failed ({type(error).__name__})")
-        self._settle_step(works)
+        self._settle_step(residents)
 
-    def _advance(self, work: Work) -> tuple[Resident, bool]:
-        resident = self._residents.of(work.request)
-        samples = work.samples
+    def _advance(self, resident: Resident, work: Work) -> bool:
+        """Its share of the step is done. Tells whether that gives a token."""
         resident.in_step = False
         resident.num_computed += work.num_tokens
         self._leases.publish(resident)
-        return resident, samples
+        return work.samples
 
     def _answer(
         self, resident: Resident, token: SampledToken, step_tokens: list[fleet_pb2.SampledToken], now: float
-    ) -> None:
-        """One more token of a request; what was cancelled meanwhile says nothing."""
+    ) -> bool:
+        """One more token of a request; what was cancelled meanwhile says nothing. Tells whether it is the last."""
         request, is_first = resident.request, resident.computes_prompt
         request.token_ids.append(token.token_id)
         resident.has_first_token = True
@@ -264,6 +263,7 @@ class NodeLogic:
             resident.stage = Stage.WRITING
         elif reason is None:
             resident.tail = convert.token_to_tail(token.token_id)
+        return reason is not None
 
     def _first_token(self, resident: Resident, wire: fleet_pb2.SampledToken, now: float) -> fleet_pb2.FirstToken:
         assert resident.reading_since_s is not None
@@ -274,10 +274,9 @@ class NodeLogic:
             num_cached_tokens=self._leases.num_cached_tokens(resident),
         )
 
-    def _settle_step(self, works: Sequence[Work]) -> None:
-        for work in works:
-            if resident := self._residents.find(work.request):
-                self._endings.settle(resident)
+    def _settle_step(self, residents: Sequence[Resident]) -> None:
+        for resident in residents:
+            self._endings.settle(resident)
         self._grant()
 
     # ---- hand-overs ----
