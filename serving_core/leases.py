@@ -22,6 +22,11 @@ class Leases:
         """Blocks of the whole pool."""
         return self._allocator.num_blocks
 
+    @property
+    def block_size(self) -> int:
+        """Tokens of one block."""
+        return self._layout.block_size
+
     def blocks_for(self, num_tokens: int) -> int:
         return self._layout.num_blocks_for(num_tokens)
 

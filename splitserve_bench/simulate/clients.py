@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from coordinator.control.prompts import Prompt
@@ -12,7 +13,7 @@ from splitserve_bench.serve.grpc_backend import REFUSALS
 from splitserve_bench.serve.records import Outcome, PlannedRequest
 from splitserve_bench.serve.reply import Reply
 from splitserve_bench.simulate.agenda import Agenda
-from splitserve_bench.simulate.toy_model import next_token_id
+from splitserve_bench.simulate.toy_model import ToyModel
 
 
 class Server(Protocol):
@@ -29,18 +30,19 @@ class LoadClients:
         agenda: Agenda,
         planned: Sequence[PlannedRequest],
         *,
-        vocab_size: int,
+        model: ToyModel,
         door_s: float,
         max_concurrency: int | None,
         request_timeout_s: float,
     ) -> None:
-        """`door_s`: from a client to the coordinator and back. Answers are checked token by token."""
-        self._agenda, self._planned, self._vocab_size = agenda, planned, vocab_size
+        """`door_s`: from a client to the coordinator and back. Every answer is checked."""
+        self._agenda, self._planned = agenda, planned
+        self._model = model
         self._half_s = door_s / 2
         self._num_free = max_concurrency or len(planned)
         self._timeout_s = request_timeout_s
         self._waiting: deque[PlannedRequest] = deque()
-        self._replies: dict[str, _Answer] = {}
+        self._answers: dict[str, _Answer] = {}
         self._outcomes: dict[int, Outcome] = {}
 
     @property
@@ -69,7 +71,7 @@ class LoadClients:
 
     def _send(self, planned: PlannedRequest) -> None:
         request_id = f"{planned.index}/0"
-        self._replies[request_id] = _Answer(planned, Reply(planned, lambda: self._agenda.now))
+        self._answers[request_id] = _Answer(planned, Reply(planned, lambda: self._agenda.now))
         sampling = SamplingParams(max_tokens=planned.output_tokens, temperature=0.0, ignore_eos=True)
         deadline_s = self._agenda.now + self._timeout_s
         self._agenda.after(
@@ -81,9 +83,10 @@ class LoadClients:
 
     def arrived(self, request_id: str, tokens: list[fleet_pb2.SampledToken]) -> None:
         """The next tokens of an answer have left the coordinator."""
-        answer = self._replies[request_id]
+        answer = self._answers[request_id]
         for token in tokens:
-            answer.check(token, self._vocab_size)
+            assert token.index == len(answer.token_ids), "a token came twice, or out of order"
+            answer.token_ids.append(token.token_id)
         answer.reply.arrived(self._agenda.now + self._half_s, len(tokens))
 
     def ended(self, request_id: str, outcome: inference_pb2.Complete | RequestError) -> None:
@@ -91,7 +94,8 @@ class LoadClients:
         self._agenda.after(self._half_s, lambda: self._end(request_id, outcome))
 
     def _end(self, request_id: str, outcome: inference_pb2.Complete | RequestError) -> None:
-        answer = self._replies.pop(request_id)
+        answer = self._answers.pop(request_id)
+        self._model.check_answer(answer.planned.prompt, answer.token_ids)
         if isinstance(outcome, RequestError):
             result = answer.reply.outcome(str(outcome), is_refused=outcome.reason in REFUSALS)
         else:
@@ -103,20 +107,13 @@ class LoadClients:
         self._send_waiting()
 
 
+@dataclass(slots=True)
 class _Answer:
     """One answer under way."""
 
-    def __init__(self, planned: PlannedRequest, reply: Reply) -> None:
-        self.planned, self.reply = planned, reply
-        self._last_token_id, self._num_tokens = planned.prompt[-1], len(planned.prompt)
-
-    def check(self, token: fleet_pb2.SampledToken, vocab_size: int) -> None:
-        """Of the right request, once, and in order."""
-        token_id = token.token_id
-        assert token_id == next_token_id(self._last_token_id, self._num_tokens, vocab_size), "another token was due"
-        assert token.index == self._num_tokens - len(self.planned.prompt), "a token came out of order"
-        self._last_token_id = token_id
-        self._num_tokens += 1
+    planned: PlannedRequest
+    reply: Reply
+    token_ids: list[int] = field(default_factory=list)
 
 
 def _seconds_of(timeline: inference_pb2.Timeline) -> dict[str, float]:

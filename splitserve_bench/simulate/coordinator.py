@@ -3,7 +3,6 @@
 It does with the tracker's instructions what coordinator/dispatcher.py does.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -140,13 +139,12 @@ class SimulatedCoordinator:
         self._agenda.after(TICK_S, self._tick)
 
     def _apply(self, instructions: Iterable[Instruction]) -> None:
-        work = deque(instructions)
-        while work:
-            match work.popleft():
+        for instruction in instructions:
+            match instruction:
+                case Emit():
+                    self._clients.arrived(instruction.request_id, instruction.tokens)
                 case Send(known, command):
                     if attachment := self._attachments.get(known):
                         attachment.commands.send(command)
-                case Emit(request_id, tokens):
-                    self._clients.arrived(request_id, tokens)
                 case End(request_id, outcome):
                     self._clients.ended(request_id, outcome)

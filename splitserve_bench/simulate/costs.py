@@ -1,6 +1,7 @@
 """What things take in a simulation. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from serving_core.requests import Work
@@ -10,10 +11,34 @@ LEAST_STEP_S: Final = 1e-6  # a clock that stood still would never end
 START_TOKENS: Final = 256  # of the prompt whose speed a node knows when it starts
 
 
+@dataclass(slots=True)
+class StepLoad:
+    """What a step computes: a token of each of so many answers with num_cached tokens before them in all, and chunks of
+    prompts; num_before are the tokens before each of their tokens' chunk, summed."""
+
+    num_answers: int = 0
+    num_cached: int = 0
+    num_prompt_tokens: int = 0
+    num_before: int = 0
+
+
+def load_of(works: Iterable[Work]) -> StepLoad:
+    """Of a step; a chunk of one token costs what a token of an answer does."""
+    load = StepLoad()
+    for work in works:
+        if work.num_tokens == 1:
+            load.num_answers += 1
+            load.num_cached += work.start
+        else:
+            load.num_prompt_tokens += work.num_tokens
+            load.num_before += work.start * work.num_tokens
+    return load
+
+
 class Costs(Protocol):
     """What one node's work takes, in seconds."""
 
-    def step_s(self, works: Sequence[Work]) -> float: ...
+    def step_s(self, load: StepLoad) -> float: ...
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -40,22 +65,14 @@ class ProfileCosts:
         self._steps, self._corridor, self._control = profile.steps, profile.corridor, profile.control
         self.prefill_tokens_per_s = START_TOKENS / profile.steps.prompts.at(START_TOKENS, 0)
 
-    def step_s(self, works: Sequence[Work]) -> float:
-        """Answers, whose shares are of one token each, and chunks of prompts are computed one after the other."""
-        num_answers = num_cached = num_prompt_tokens = num_before = 0
-        for work in works:
-            if work.num_tokens == 1:
-                num_answers += 1
-                num_cached += work.start
-            else:
-                num_prompt_tokens += work.num_tokens
-                num_before += work.start * work.num_tokens
+    def step_s(self, load: StepLoad) -> float:
+        """Answers and prompts are computed one after the other; what that saves or costs is the mixed factor."""
         steps, seconds = self._steps, 0.0
-        if num_answers:
-            seconds += steps.answers.at(num_answers, num_cached / num_answers)
-        if num_prompt_tokens:
-            seconds += steps.prompts.at(num_prompt_tokens, num_before / num_prompt_tokens)
-        if num_answers and num_prompt_tokens:
+        if load.num_answers:
+            seconds += steps.answers.at(load.num_answers, load.num_cached / load.num_answers)
+        if load.num_prompt_tokens:
+            seconds += steps.prompts.at(load.num_prompt_tokens, load.num_before / load.num_prompt_tokens)
+        if load.num_answers and load.num_prompt_tokens:
             seconds *= steps.mixed_factor
         return max(LEAST_STEP_S, seconds + steps.overhead_s)
 

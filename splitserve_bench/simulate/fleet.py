@@ -14,6 +14,7 @@ from splitserve_bench.simulate.corridor import Corridor
 from splitserve_bench.simulate.costs import Costs, ProfileCosts
 from splitserve_bench.simulate.node import SimulatedNode
 from splitserve_bench.simulate.profile import NodeSizes, Profile
+from splitserve_bench.simulate.toy_model import ToyModel
 
 MOST_NODES: Final = 1024
 
@@ -56,16 +57,26 @@ class Fleet:
     """Nodes, the corridor between them, and their coordinator."""
 
     def __init__(
-        self, agenda: Agenda, clients: Clients, sizes: NodeSizes, settings: CoordinatorSettings | None = None
+        self,
+        agenda: Agenda,
+        clients: Clients,
+        sizes: NodeSizes,
+        model: ToyModel,
+        settings: CoordinatorSettings | None = None,
+        *,
+        takes_streaks: bool = True,
     ) -> None:
-        self._agenda, self._sizes = agenda, sizes
+        self._agenda, self._sizes, self._model, self._takes_streaks = agenda, sizes, model, takes_streaks
         self.corridor = Corridor(agenda, block_bytes=sizes.block_bytes, num_layers=sizes.num_layers)
         self.coordinator = SimulatedCoordinator(agenda, clients, settings or CoordinatorSettings())
         self.nodes: dict[str, SimulatedNode] = {}
 
     def start(self, name: str, role: str, costs: Costs) -> SimulatedNode:
         """One more node, or one in the place of a lost one."""
-        node = self.nodes[name] = SimulatedNode(name, role, self._sizes, costs, self._agenda, self.corridor)
+        node = SimulatedNode(
+            name, role, self._sizes, self._model, costs, self._agenda, self.corridor, takes_streaks=self._takes_streaks
+        )
+        self.nodes[name] = node
         self.coordinator.attach(node)
         return node
 
@@ -86,16 +97,16 @@ def simulate(
     request_timeout_s: float,
 ) -> list[Outcome]:
     """What becomes of a load on such a fleet. The same arguments give the same outcomes."""
-    agenda = Agenda()
+    agenda, model = Agenda(), ToyModel(profile.node.vocab_size)
     clients = LoadClients(
         agenda,
         planned,
-        vocab_size=profile.node.vocab_size,
+        model=model,
         door_s=profile.control.door_s,
         max_concurrency=max_concurrency,
         request_timeout_s=request_timeout_s,
     )
-    fleet = Fleet(agenda, clients, profile.node, CoordinatorSettings(local_prefill=size.local_prefill))
+    fleet = Fleet(agenda, clients, profile.node, model, CoordinatorSettings(local_prefill=size.local_prefill))
     costs = ProfileCosts(profile)
     for name, role in size.roles():
         fleet.start(name, role, costs)

@@ -5,7 +5,7 @@ It does with the logic's decisions what serving_node/runner.py does, and tells t
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from kv_transfer.results import Received, Sent, TransferFailed
@@ -14,17 +14,20 @@ from protos.convert import PROTOCOL_VERSION
 from serving_core.blocks import BlockAllocator
 from serving_core.layout import KVLayout
 from serving_core.rates import NUM_RECENT, StepRates
-from serving_core.requests import SampledToken, Work
+from serving_core.requests import Request, SampledToken, Work
 from serving_core.residents import Resident
 from serving_node.decisions import CancelTransfer, Decision, FinishSend, Receive, Send, Tell
 from serving_node.logic import Limits, NodeLogic
 from serving_node.settings import NodeSettings
+from serving_node.streak import Streak
 from splitserve_bench.simulate.agenda import Agenda
 from splitserve_bench.simulate.corridor import Corridor
-from splitserve_bench.simulate.costs import Costs
+from splitserve_bench.simulate.costs import Costs, StepLoad, load_of
 from splitserve_bench.simulate.profile import NodeSizes
-from splitserve_bench.simulate.toy_model import next_token_id, sampled
+from splitserve_bench.simulate.toy_model import ToyModel
 
+TIMES: Final = NodeSettings()
+LEAST_TIMEOUT_S: Final = min(TIMES.credit_timeout_s, TIMES.ticket_timeout_s)
 FINGERPRINT: Final = {"protocol_version": PROTOCOL_VERSION}
 
 
@@ -36,18 +39,32 @@ class SimulatedNode:
     """A node process, from its start until it is lost."""
 
     def __init__(
-        self, name: str, role: str, sizes: NodeSizes, costs: Costs, agenda: Agenda, corridor: Corridor
+        self,
+        name: str,
+        role: str,
+        sizes: NodeSizes,
+        model: ToyModel,
+        costs: Costs,
+        agenda: Agenda,
+        corridor: Corridor,
+        *,
+        takes_streaks: bool = True,
     ) -> None:
+        """`takes_streaks`: whether steps that allow it are taken in for less, which changes nothing else."""
         self.name, self.role, self.costs = name, role, costs
         self.tell: Callable[[fleet_pb2.NodeEvent], None] = (
             _nobody_hears  # takes what the coordinator is to hear, once attached
         )
         self.is_lost = False
+        self._takes_streaks = takes_streaks
         self._sizes, self._agenda, self._corridor = sizes, agenda, corridor
+        self._model = model
         self.allocator = BlockAllocator(sizes.num_blocks)
         self.logic = _logic(self.allocator, sizes, costs)
         self._is_carrying_out = self._is_to_plan = False
         self._works: Sequence[Work] = ()  # of the running step
+        self._streak: Streak | None = None  # of which it is a step
+        self._load = StepLoad()  # of the running step
         self._started_s = 0.0  # the running step
         self._alarm_s: float | None = None  # when the logic's next tick is planned
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT)
@@ -102,30 +119,47 @@ class SimulatedNode:
         self._works = self.logic.plan(self._agenda.now)
         self._carry_out(wakes=False)
         if self._works:
-            self._started_s = self._agenda.now
-            self._agenda.after(self.costs.step_s(self._works), self._stepped)
+            self._load = load_of(self._works)
+            streak = self.logic.streak(self._works)
+            self._streak = streak if streak.num_steps and self._takes_streaks else None
+            self._start_step()
+
+    def _start_step(self) -> None:
+        self._started_s = self._agenda.now
+        self._agenda.after(self.costs.step_s(self._load), self._stepped)
 
     def _stepped(self) -> None:
         if self.is_lost:
             return
-        works, now = self._works, self._agenda.now
-        step_s = now - self._started_s
-        self._send_layers(works)
+        step_s = self._agenda.now - self._started_s
         self._recent_s.append(step_s)
         self.num_steps += 1
-        self._works = ()
-        self.logic.step_done(works, self._sampled(works), step_s, now)
-        self._carry_out(wakes=False)
-        self._plan()
+        if self._streak is not None and self._streak.goes_on:
+            self._advance(self._streak, step_s)
+        else:
+            works = self._works if self._streak is None else self._streak.works
+            self._works, self._streak = (), None
+            self._send_layers(works)
+            requests = [work.request for work in works if work.samples]
+            self.logic.step_done(works, self._next_tokens(requests), step_s, self._agenda.now)
+            self._carry_out(wakes=False)
+            self._plan()
 
-    def _sampled(self, works: Sequence[Work]) -> list[SampledToken]:
-        """A token of each share that reaches the last known one."""
-        tokens, vocab_size = [], self._sizes.vocab_size
-        for work in works:
-            token_ids = work.request.token_ids
-            if work.start + work.num_tokens == len(token_ids):
-                tokens.append(sampled(next_token_id(token_ids[-1], len(token_ids), vocab_size)))
-        return tokens
+    def _advance(self, streak: Streak, step_s: float) -> None:
+        """A step of a streak ends, and the next one begins."""
+        goes_on = self.logic.advance(streak, self._next_tokens(streak.requests), step_s)
+        if not goes_on:
+            self._streak, self._works = None, ()
+        self._do_all()
+        if goes_on:
+            self._load.num_cached += self._load.num_answers
+            self._start_step()
+        else:
+            self._set_alarm()
+            self._plan()
+
+    def _next_tokens(self, requests: Iterable[Request]) -> list[SampledToken]:
+        return [self._model.next_token(request.token_ids) for request in requests]
 
     def _send_layers(self, works: Sequence[Work]) -> None:
         """Blocks of the step that has just ended left while it ran, unless it was all of a short prompt."""
@@ -157,14 +191,17 @@ class SimulatedNode:
         """Does what has been decided, and what that leads to, in order."""
         if self._is_carrying_out:
             return
+        self._do_all()
+        if wakes:
+            self._wake()
+        self._set_alarm()
+
+    def _do_all(self) -> None:
         self._is_carrying_out = True
         while decisions := self.logic.take_decisions():
             for decision in decisions:
                 self._do(decision)
         self._is_carrying_out = False
-        if wakes:
-            self._wake()
-        self._set_alarm()
 
     def _do(self, decision: Decision) -> None:
         match decision:
@@ -185,6 +222,8 @@ class SimulatedNode:
         self.logic.granted(epoch, ticket)
 
     def _set_alarm(self) -> None:
+        if self._alarm_s is not None and self._alarm_s <= self._agenda.now + LEAST_TIMEOUT_S:
+            return  # nobody can have come since who is to wake it before
         wake_at_s = self.logic.wake_at_s
         if wake_at_s is not None and (self._alarm_s is None or wake_at_s < self._alarm_s):
             self._alarm_s = wake_at_s
@@ -199,13 +238,12 @@ class SimulatedNode:
 
 
 def _logic(allocator: BlockAllocator, sizes: NodeSizes, costs: Costs) -> NodeLogic:
-    settings = NodeSettings()
     limits = Limits(
         sizes.max_num_batched_tokens,
         min(sizes.max_num_seqs, sizes.max_num_batched_tokens),
         sizes.max_num_queued,
-        settings.credit_timeout_s,
-        settings.ticket_timeout_s,
+        TIMES.credit_timeout_s,
+        TIMES.ticket_timeout_s,
     )
     return NodeLogic(
         allocator,
