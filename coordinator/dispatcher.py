@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
-from coordinator.control.instructions import Emit, End, Instruction, Send
+from coordinator.control import drains
+from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, Send
 from coordinator.control.journal import Journal
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node, Registry
@@ -21,11 +22,12 @@ from coordinator.text.answers import Answer
 from coordinator.text.tokenizer import Tokenizer
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
-from serving_core.reasons import DRAINING, DUPLICATE_REQUEST_ID, NAME_TAKEN, WORKER_LOST
+from serving_core.reasons import DRAINING, DUPLICATE_REQUEST_ID, NAME_TAKEN, NODE_NOT_FOUND, WORKER_LOST
 
 logger = logging.getLogger(__name__)
 
 MAX_UNSENT_COMMANDS: Final = 10_000
+MAX_NAME_CHARS: Final = 80
 
 
 class NodeLink:
@@ -83,7 +85,7 @@ class Dispatcher:
                 self._warn_of_namesake(self._links[namesake])
             raise
         link = self._links[node] = NodeLink(node)
-        logger.info("%s node %s attached, session %d", node.role, node.name, node.session)
+        logger.info("%s %s attached, session %d", node.kind, node.name, node.session)
         self.nodes_changed.set()
         if namesake is not None:
             self._apply(self._lose(namesake, RequestError(WORKER_LOST, "its process has attached again")))
@@ -111,11 +113,25 @@ class Dispatcher:
             self._journal.attempt_failed(node, event.failed)
         self._apply(self._tracker.handle(node, event, now))
 
+    def drain_node(self, name: str) -> Node:
+        """Takes the work from a node, as far as other nodes take it over; once and again are the same. Raises
+        RequestError when there is no such node, or no other one."""
+        node = self._registry.find(name)
+        if node is None:
+            raise RequestError(NODE_NOT_FOUND, f"no node {name[:MAX_NAME_CHARS]!r} is attached")
+        if not node.is_drained:
+            drains.check_target(node, self._registry.nodes)
+            self._registry.drain(node)
+            logger.info("%s node %s drains", node.role, node.name)
+            self.nodes_changed.set()
+            self._apply(self._tracker.tick(time.monotonic()))
+        return node
+
     def _cache_changed(self, node: Node, event: fleet_pb2.CacheChanged) -> None:
         if num_left_out := self._registry.cache_changed(node, event):
             num_blocks = node.hello.num_blocks
-            message = "%s node %s says that it holds %d blocks and has %d: %d are left out"
-            logger.warning(message, node.role, node.name, num_blocks + num_left_out, num_blocks, num_left_out)
+            message = "%s %s says that it holds %d blocks and has %d: %d are left out"
+            logger.warning(message, node.kind, node.name, num_blocks + num_left_out, num_blocks, num_left_out)
 
     def _warn_of_namesake(self, link: NodeLink) -> None:
         """Once for each session, however often the other process asks."""
@@ -128,7 +144,7 @@ class Dispatcher:
         link = self._links.pop(node, None)
         if link is None:
             return []
-        logger.warning("%s node %s lost: %s", node.role, node.name, error)
+        logger.warning("%s %s lost: %s", node.kind, node.name, error)
         link.end(error)
         self._registry.lose(node)
         self.nodes_changed.set()
@@ -216,6 +232,8 @@ class Dispatcher:
                     work.extend(self._emit(answer_id, tokens))
                 case End(answer_id, outcome):
                     work.extend(self._end(answer_id, outcome))
+                case MoveEnded() as move:
+                    self._journal.moved(move)
 
     def _emit(self, answer_id: str, tokens: list[fleet_pb2.SampledToken]) -> list[Instruction]:
         answer = self._answers.get(answer_id)

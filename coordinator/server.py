@@ -11,11 +11,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from coordinator.control.journal import Journal
+from coordinator.control.ledger import Ledger
+from coordinator.control.live import NUM_EPOCHS
 from coordinator.control.metrics import Metrics
-from coordinator.control.placement import ROLES_NEEDED
 from coordinator.control.registry import MAX_FIRST_SESSION, Registry
-from coordinator.control.tracker import NUM_EPOCHS, Tracker
+from coordinator.control.router import has_path
+from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher
+from coordinator.doors.admin_service import AdminService
 from coordinator.doors.authentication import NO_API_KEY, NO_FLEET_SECRET, BearerAuthentication
 from coordinator.doors.exposition import Exposition
 from coordinator.doors.front import Front, ServedModel
@@ -36,6 +39,7 @@ from serving_core.ports import Port, check_ports
 logger = logging.getLogger(__name__)
 
 INFERENCE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+ADMIN: Final = inference_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 IDLE_CONNECTIONS_PER_CALL: Final = 2
 SPARE_CALLS: Final = 256  # beyond the answers in flight: health watchers, status queries, calls to be refused politely
 STOP_GRACE_S: Final = 1.0
@@ -49,7 +53,6 @@ class CoordinatorServer:
     def __init__(self, settings: CoordinatorSettings) -> None:
         check_settings(settings)
         self._settings = settings
-        self._roles = ROLES_NEEDED[settings.local_prefill]
         self._model = _read_model(settings)
         config = self._model.config
         self._registry = Registry(
@@ -62,11 +65,12 @@ class CoordinatorServer:
         journal = Journal(metrics)
         self._tracker = Tracker(
             self._registry,
+            Ledger(),
             metrics,
             first_epoch=secrets.randbelow(NUM_EPOCHS),
             max_live=settings.max_num_queued_reqs,
             max_restarts=settings.max_restarts,
-            local_prefill=settings.local_prefill,
+            keep_after_s=settings.keep_after_s,
         )
         self._dispatcher = Dispatcher(self._registry, self._tracker, journal, self._model.tokenizer)
         self._exposition = Exposition(metrics, self._tracker, self._registry, self._model.name)
@@ -75,7 +79,6 @@ class CoordinatorServer:
             self._registry,
             self._dispatcher,
             journal,
-            roles=self._roles,
             max_logprobs=settings.max_logprobs,
             request_timeout_s=settings.request_timeout_s,
             strict_fields=settings.strict_fields,
@@ -88,7 +91,7 @@ class CoordinatorServer:
         self.http_port = -1  # likewise; -1 without HTTP
 
     async def start(self) -> None:
-        """Listens on all ports. Ready is only who has nodes of the roles that it needs: see the health service."""
+        """Listens on all ports. Ready is only who has nodes that read and write: see the health service."""
         settings = self._settings
         check_ports(
             [
@@ -151,8 +154,9 @@ class CoordinatorServer:
             self._front, self._registry, self._tracker, self._dispatcher, instance_id=self._settings.instance_id
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
+        inference_pb2_grpc.add_AdminServicer_to_server(AdminService(self._dispatcher, self._tracker), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection((INFERENCE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        reflection.enable_server_reflection((INFERENCE, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         return server
 
     def _http_server(self) -> HttpServer:
@@ -190,8 +194,7 @@ class CoordinatorServer:
             await self._report_health()
 
     async def _report_health(self) -> None:
-        ready_roles = {node.role for node in self._registry.nodes if node.is_ready}
-        is_ready = ready_roles.issuperset(self._roles) and not self._dispatcher.is_draining
+        is_ready = has_path(self._registry.nodes) and not self._dispatcher.is_draining
         status = health_pb2.HealthCheckResponse
         await self._health.set(INFERENCE, status.SERVING if is_ready else status.NOT_SERVING)
 

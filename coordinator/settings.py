@@ -38,10 +38,10 @@ class CoordinatorSettings:
     strict_fields: bool = flag(False, "Refuse requests with unknown fields, instead of a warning.")
     max_num_queued_reqs: int = flag(1024, "Most answers in flight at once; more are refused.", minimum=1)
     max_logprobs: int = flag(20, "Most top logprobs a request may ask for.", minimum=0)
-    local_prefill: str = flag(
-        "never", "Whether decode nodes compute prompts; auto: where it is faster.", choices=("never", "auto", "always")
+    max_restarts: int = flag(2, "Most times one answer begins again on other nodes after a failure.", minimum=0)
+    keep_after_s: float = flag(
+        2.0, "Seconds a prompt that is read waits for room elsewhere before its own node answers it.", minimum=0.1
     )
-    max_restarts: int = flag(2, "Most moves of one answer to other nodes after a failure.", minimum=0)
     heartbeat_s: float = flag(1.0, "Seconds between two heartbeats of a node.", minimum=0.01)
     node_timeout_s: float = flag(3.0, "Seconds without a heartbeat after which a node counts as lost.", minimum=0.02)
     step_timeout_s: float = flag(120.0, "Seconds one step may take before its node counts as stuck.", minimum=1.0)

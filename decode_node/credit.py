@@ -1,9 +1,13 @@
-"""The half that turns KV into answers, before it can: credit for prompts that other nodes read. No I/O, no clock.
+"""The half that turns KV into answers, before it can: credit for prompts that other nodes read, and for answers that
+other nodes have begun to write. No I/O, no clock.
 
-Credit is blocks for the prompt and the first token to come; it is granted in order of age while there are seats and
-blocks, and leaves every request that grows one block to grow into. Leading blocks that the pool holds already need no
-transfer: they are leased with the rest, so nobody can have them for other tokens.
+Credit is blocks for the prompt and the first token to come, or for an answer and what it grows by meanwhile; it is
+granted in order of age while there are seats and blocks, and leaves every request that grows one block to grow into.
+Leading blocks that the pool holds already need no transfer: they are leased with the rest, so nobody can have them for
+other tokens.
 """
+
+from collections.abc import Sequence
 
 from serving_core import reasons
 from serving_core.errors import RequestError
@@ -33,20 +37,37 @@ class Credit:
 
     def grant(self, resident: Resident, *, num_spare: int) -> bool:
         """Gives one that waits its blocks, if that leaves num_spare free. Tells whether it did."""
-        num_tokens = len(resident.request.token_ids)
-        if not self._leases.take(resident, num_tokens + 1, num_cacheable=num_tokens, num_spare=num_spare):
+        num_tokens, num_ahead = len(resident.request.token_ids), resident.num_ahead
+        num_cacheable = num_tokens - (num_ahead > 0)  # the last token of an answer may be the one to compute next
+        num_to_hold = num_tokens + max(1, num_ahead)
+        if not self._leases.take(resident, num_to_hold, num_cacheable=num_cacheable, num_spare=num_spare):
             return False
         resident.stage = Stage.GRANTED
         return True
 
-    def commit(self, resident: Resident, first_token_id: int) -> None:
-        """The prompt's KV is all there, and this token follows it: the next step computes it."""
+    def num_blocks(self, resident: Resident) -> int:
+        """Blocks that may come: they need not all."""
+        return self._leases.blocks_for(len(resident.request.token_ids) + resident.num_ahead)
+
+    def check_tail(self, resident: Resident, num_tokens: int) -> None:
+        """Raises ValueError when what has come cannot go on with so many tokens behind those that were known."""
+        request = resident.request
+        if not resident.num_ahead and num_tokens != 1:
+            raise ValueError(f"{num_tokens} tokens came with a prompt's KV; it must be 1")
+        if self._leases.blocks_for(len(request.token_ids) + num_tokens - 1) > self.num_blocks(resident):
+            raise ValueError(f"{num_tokens} tokens came with the KV; {resident.num_ahead} were granted")
+        if request.num_output_tokens + num_tokens >= request.sampling.max_tokens:
+            raise ValueError(f"{num_tokens} tokens came with the KV; max_tokens is {request.sampling.max_tokens}")
+
+    def commit(self, resident: Resident, token_ids: Sequence[int]) -> None:
+        """The KV is all there but for that of the last of these tokens, which follow those that were known: the next
+        step computes it."""
         assert resident.stage is Stage.GRANTED
         resident.stage = Stage.WRITING
-        resident.num_computed = len(resident.request.token_ids)
+        resident.request.token_ids += token_ids
+        resident.num_computed = len(resident.request.token_ids) - 1
         self._leases.publish(resident)
         resident.has_first_token = True
-        resident.request.token_ids.append(first_token_id)
 
     def take_back(self, resident: Resident, now: float) -> None:
         """The grant is over and nothing has come of it: it waits again."""

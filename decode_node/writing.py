@@ -4,7 +4,8 @@ No I/O, no clock.
 One that writes and finds no block for its next token takes it from the youngest request that can give way, itself
 too: what writes or is being read here becomes a prompt again, what is read and not yet being sent is forgotten but for
 what stays cached, and a grant whose KV is not there is taken back. The oldest never gives way, and no request is
-admitted that could not fit into the pool alone, so the oldest always finishes.
+admitted that could not fit into the pool alone, so the oldest always finishes. An answer that moves to another node
+keeps its blocks; it needs none of this pool to move, and then its blocks come free.
 
 It only ever writes behind what is published: the block of the token to come is its own. Sharing takes nothing from the
 promise: with every other request out of the way, all blocks but the oldest's own are free.
@@ -52,7 +53,7 @@ class Writing:
                 return False  # its blocks come free in a moment
             victim = self._youngest(resident, taken)
             if victim is None:
-                return False  # what is being sent or received will end, and then there is another
+                return False  # what is being sent or received, itself perhaps, will end, and then there is another
             self.give_way(victim)
             if victim is resident:
                 return False
@@ -65,8 +66,10 @@ class Writing:
         for each in reversed(list(self._residents)):
             if each is oldest:
                 return None
-            if each is resident or (each not in taken and _can_give_way(each)):
+            if each not in taken and can_give_way(each):
                 return each
+            if each is resident:
+                return None
         return None
 
     def give_way(self, resident: Resident) -> None:
@@ -83,13 +86,23 @@ class Writing:
         self._leases.give_back(resident)
         resident.stage = Stage.QUEUED
 
+    def take_over(self, resident: Resident) -> None:
+        """A prompt that was read for another node is answered here."""
+        assert resident.stage is Stage.READ
+        resident.hands_over = resident.is_kept = False
+        resident.tail = b""
+        resident.stage = Stage.WRITING
+
 
 def _may_finish(resident: Resident) -> bool:
     """Whether it needs nothing but steps of this node to finish."""
+    if resident.is_kept:
+        return True
     return resident.stage in (Stage.WRITING, Stage.READING, Stage.QUEUED) and not resident.hands_over
 
 
-def _can_give_way(resident: Resident) -> bool:
+def can_give_way(resident: Resident) -> bool:
+    """Whether its blocks can be taken, at once or, those of a grant, in a moment."""
     match resident.stage:
         case Stage.WRITING | Stage.READING:
             return not resident.is_busy

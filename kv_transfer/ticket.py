@@ -9,12 +9,13 @@ from kv_transfer.packing import check_bytes, check_int, check_seconds, check_tex
 from kv_transfer.plan import HeadCopy, plan_copies
 from serving_core.layout import DTYPE_BYTES, KVLayout
 
-VERSION = 3  # also of what goes through the lanes: both ends of a transfer know the same one
+VERSION = 4  # also of what goes through the lanes: both ends of a transfer know the same one
 TRANSFER_ID_BYTES = 16
 MAX_EPOCH = 2**32 - 1
 MAX_TP = 64
 MAX_LAYERS = 1024
 MAX_BLOCKS = 2**20  # of one transfer
+MAX_TOKENS = 2**32 - 1
 MAX_TTL_S = 86400.0
 MAX_ADDRESS_BYTES = 256
 MAX_TICKET_BYTES = 64 * 1024  # two sizes of MAX_TP make 127 lanes at most
@@ -56,6 +57,7 @@ class Ticket:
     decode_tp: int
     num_blocks: int
     num_cached_blocks: int  # leading blocks that the receivers hold already and that are not to be sent
+    num_tokens: int  # of the request, that the receivers' node knows: those behind them come in the tail
     ttl_s: float  # from the grant; afterwards the receivers refuse everything
     ends: tuple[LaneEnd, ...]  # in the order of plan_copies
 
@@ -66,6 +68,7 @@ class Ticket:
         check_int("decode_tp", self.decode_tp, 1, MAX_TP)
         check_int("num_blocks", self.num_blocks, 1, MAX_BLOCKS)
         check_int("num_cached_blocks", self.num_cached_blocks, 0, self.num_blocks)
+        check_int("num_tokens", self.num_tokens, 0, MAX_TOKENS)
         check_seconds("ttl_s", self.ttl_s, MAX_TTL_S)
         num_lanes = len(self._copies())
         if len(self.ends) != num_lanes:
@@ -85,6 +88,7 @@ class Ticket:
         num_blocks: int,
         num_cached_blocks: int,
         ttl_s: float,
+        num_tokens: int = 0,
     ) -> "Ticket":
         """A ticket with new transfer ids. `addresses` are those of the receivers by decode rank."""
         check_int("prefill_tp", prefill_tp, 1, MAX_TP)
@@ -95,7 +99,8 @@ class Ticket:
             LaneEnd(secrets.token_bytes(TRANSFER_ID_BYTES), addresses[copy.destination_rank])
             for copy in plan_copies(prefill_tp, decode_tp, layout.num_kv_heads)
         )
-        return cls(epoch, layout, prefill_tp, decode_tp, num_blocks, num_cached_blocks, float(ttl_s), ends)
+        sizes = (prefill_tp, decode_tp, num_blocks, num_cached_blocks, num_tokens)
+        return cls(epoch, layout, *sizes, float(ttl_s), ends)
 
     def lanes_from(self, prefill_rank: int) -> list[tuple[HeadCopy, Lane]]:
         """The lanes that begin at this prefill rank, perhaps none."""
@@ -113,10 +118,9 @@ class Ticket:
     def decode(cls, packed: bytes) -> "Ticket":
         """The inverse of encode. Raises TransferError on anything else."""
         match unpack(packed, MAX_TICKET_BYTES):
-            case [3, epoch, [_, _, _, _, _] as layout, prefill_tp, decode_tp, num_blocks, num_cached, ttl_s, [*ends]]:
-                lane_ends = tuple(map(_lane_end, ends))
-                sizes = (prefill_tp, decode_tp, num_blocks, num_cached)
-                return cls(epoch, KVLayout(*layout), *sizes, ttl_s, lane_ends)
+            case [4, epoch, [_, _, _, _, _] as layout, p_tp, d_tp, num_blocks, num_cached, num_tokens, ttl_s, [*ends]]:
+                sizes = (p_tp, d_tp, num_blocks, num_cached, num_tokens)
+                return cls(epoch, KVLayout(*layout), *sizes, ttl_s, tuple(map(_lane_end, ends)))
             case _:
                 raise TransferError(f"not a transfer ticket of version {VERSION}")
 

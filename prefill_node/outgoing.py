@@ -1,4 +1,4 @@
-"""What every rank of a node does with the KV of prompts that other nodes answer: it sends its heads of the blocks.
+"""What every rank of a node does with the KV of what other nodes go on with: it sends its heads of the blocks.
 
 Rank 0 calls these methods on its own rank and, as commands, on the followers': serving_node/ranks/transfers.py.
 """
@@ -16,21 +16,33 @@ from serving_core.requests import OnLayer, Share
 OnEnded = Callable[[int, Sent | TransferFailed], None]
 """Takes an epoch and how the transfer has ended on this rank."""
 
+OnCaughtUp = Callable[[int], None]
+"""Takes the epoch of a transfer of which this rank has sent all that was ready: KVSender.start's on_caught_up."""
+
 
 class Outgoing:
     """The transfers that leave one rank, by epoch. What is asked of one that has ended, or never was, does nothing."""
 
-    def __init__(self, layout: KVLayout, sender: KVSender, overlap_min_tokens: int, on_ended: OnEnded) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        sender: KVSender,
+        overlap_min_tokens: int,
+        on_caught_up: OnCaughtUp,
+        on_ended: OnEnded,
+    ) -> None:
         self._layout = layout
         self._overlap_min_tokens = overlap_min_tokens
         self._sender = sender
+        self._on_caught_up = on_caught_up
         self._on_ended = on_ended
         self._transfers: dict[int, SendingTransfer] = {}
 
     def send(self, epoch: int, ticket: bytes) -> None:
         """Begins a transfer; its end, also that of a ticket which cannot be used, is told by on_ended."""
         try:
-            self._transfers[epoch] = self._sender.start(ticket, partial(self._ended, epoch))
+            ended, caught_up = partial(self._ended, epoch), partial(self._on_caught_up, epoch)
+            self._transfers[epoch] = self._sender.start(ticket, ended, caught_up)
         except TransferError as error:
             self._on_ended(epoch, TransferFailed(reasons.TRANSFER_FAILED, str(error)))
 
@@ -46,7 +58,7 @@ class Outgoing:
             transfer.blocks_ready(block_ids)
 
     def finish(self, epoch: int, block_ids: Sequence[int], tail: bytes) -> None:
-        """These are all blocks, and they are final; `tail` is the first token, for the decode node."""
+        """These are all blocks, and they are final; `tail` is the tokens that the other node does not know."""
         if transfer := self._transfers.get(epoch):
             transfer.finish(block_ids, tail)
 

@@ -39,10 +39,9 @@ class Reading:
         if self.num_queued >= self._max_num_queued:
             raise RequestError(reasons.QUEUE_FULL, f"the prefill queue holds its {self._max_num_queued} requests")
 
-    def plan(self, budget: int, has_seat: Callable[[Resident], bool], start: Callable[[Resident], bool]) -> list[Work]:
-        """Chunks of at most `budget` tokens in all, oldest prompt first. `start` gives a prompt its blocks if it may
-        have them; one that may not holds up those behind it that have none either. One without a seat for its answer
-        is passed over."""
+    def plan(self, budget: int, may_start: Callable[[Resident], bool], start: Callable[[Resident], bool]) -> list[Work]:
+        """Chunks of at most `budget` tokens in all, oldest prompt first. `start` gives a prompt its blocks if there are
+        enough; if not, it holds up those behind it that have none either. One that may not start is passed over."""
         works: list[Work] = []
         is_held_up = False
         for resident in self._residents.in_stage(Stage.QUEUED, Stage.READING):
@@ -51,7 +50,7 @@ class Reading:
             if resident.is_ending:
                 continue
             if resident.stage is Stage.QUEUED:
-                if is_held_up or not has_seat(resident):
+                if is_held_up or not may_start(resident):
                     continue
                 if not start(resident):
                     is_held_up = True

@@ -1,10 +1,13 @@
 """Between wire messages and the engine's own types."""
 
+from collections.abc import Sequence
+
 from protos import fleet_pb2, inference_pb2
 from serving_core.requests import FinishReason, Request, SampledToken, SamplingParams
+from serving_core.shapes import Shape
 
 PROTOCOL_VERSION = "5"
-TAIL_BYTES = 4
+TOKEN_BYTES = 4  # of one in a tail
 
 _FINISH_REASONS = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -97,13 +100,24 @@ def tell_token(
         wire.top.add(token_id=token_id, logprob=logprob)
 
 
-def token_to_tail(token_id: int) -> bytes:
-    """The first token as it travels behind the last KV block."""
-    return token_id.to_bytes(TAIL_BYTES, "little")
+def shape_to_wire(shape: Shape) -> inference_pb2.Shape:
+    return inference_pb2.Shape(
+        prompt_tokens=shape.prompt_tokens, seats=shape.seats, takes_handovers=shape.takes_handovers
+    )
 
 
-def token_from_tail(tail: bytes) -> int:
-    """The inverse of token_to_tail. Raises ValueError for anything else."""
-    if len(tail) != TAIL_BYTES:
-        raise ValueError(f"a tail of {len(tail)} bytes holds no token id")
-    return int.from_bytes(tail, "little")
+def shape_from_wire(wire: inference_pb2.Shape) -> Shape:
+    """The inverse of shape_to_wire; whether a node can take the shape is not checked."""
+    return Shape(wire.prompt_tokens, wire.seats, wire.takes_handovers)
+
+
+def tokens_to_tail(token_ids: Sequence[int]) -> bytes:
+    """Tokens as they travel behind the last KV block."""
+    return b"".join(token_id.to_bytes(TOKEN_BYTES, "little") for token_id in token_ids)
+
+
+def tokens_from_tail(tail: bytes) -> list[int]:
+    """The inverse of tokens_to_tail. Raises ValueError for anything else."""
+    if len(tail) % TOKEN_BYTES:
+        raise ValueError(f"a tail of {len(tail)} bytes holds no token ids of {TOKEN_BYTES} bytes each")
+    return [int.from_bytes(tail[at : at + TOKEN_BYTES], "little") for at in range(0, len(tail), TOKEN_BYTES)]

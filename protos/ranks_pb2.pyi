@@ -8,32 +8,36 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RankCommand(_message.Message):
-    __slots__ = ("step", "grant", "send", "finish_send", "cancel_transfer", "stop")
+    __slots__ = ("step", "grant", "send", "finish_send", "cancel_transfer", "stop", "send_more")
     STEP_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     SEND_FIELD_NUMBER: _ClassVar[int]
     FINISH_SEND_FIELD_NUMBER: _ClassVar[int]
     CANCEL_TRANSFER_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    SEND_MORE_FIELD_NUMBER: _ClassVar[int]
     step: StepPlan
     grant: Grant
     send: Send
     finish_send: FinishSend
     cancel_transfer: CancelTransfer
     stop: Stop
-    def __init__(self, step: _Optional[_Union[StepPlan, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., finish_send: _Optional[_Union[FinishSend, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
+    send_more: SendMore
+    def __init__(self, step: _Optional[_Union[StepPlan, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., finish_send: _Optional[_Union[FinishSend, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., send_more: _Optional[_Union[SendMore, _Mapping]] = ...) -> None: ...
 
 class RankEvent(_message.Message):
-    __slots__ = ("hello", "load", "granted", "transfer_ended")
+    __slots__ = ("hello", "load", "granted", "transfer_ended", "caught_up")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ENDED_FIELD_NUMBER: _ClassVar[int]
+    CAUGHT_UP_FIELD_NUMBER: _ClassVar[int]
     hello: RankHello
     load: _inference_pb2.RankLoad
     granted: Granted
     transfer_ended: TransferEnded
-    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., load: _Optional[_Union[_inference_pb2.RankLoad, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., transfer_ended: _Optional[_Union[TransferEnded, _Mapping]] = ...) -> None: ...
+    caught_up: CaughtUp
+    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., load: _Optional[_Union[_inference_pb2.RankLoad, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., transfer_ended: _Optional[_Union[TransferEnded, _Mapping]] = ..., caught_up: _Optional[_Union[CaughtUp, _Mapping]] = ...) -> None: ...
 
 class StepPlan(_message.Message):
     __slots__ = ("shares",)
@@ -75,6 +79,14 @@ class Send(_message.Message):
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, epoch: _Optional[int] = ..., ticket: _Optional[bytes] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class SendMore(_message.Message):
+    __slots__ = ("epoch", "block_ids")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class FinishSend(_message.Message):
     __slots__ = ("epoch", "block_ids", "tail")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +118,12 @@ class RankHello(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., secret: _Optional[bytes] = ..., kv_address: _Optional[str] = ...) -> None: ...
 
 class Granted(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
+class CaughtUp(_message.Message):
     __slots__ = ("epoch",)
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     epoch: int

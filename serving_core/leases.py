@@ -69,6 +69,11 @@ class Leases:
             return []
         return resident.lease.block_ids[: resident.num_computed // self._layout.block_size]
 
+    def filled_blocks(self, resident: Resident) -> list[int]:
+        """The blocks that hold any KV."""
+        assert resident.lease is not None
+        return resident.lease.block_ids[: self.blocks_for(resident.num_computed)]
+
     def give_back(self, resident: Resident) -> None:
         """Frees the blocks, if there are any; what is published stays to be found."""
         if resident.lease is not None:

@@ -6,13 +6,20 @@ A prompt that this node reads, for its own answer or for another node's:
        ▲                  │ │
        └────preempted─────┘ └──its KV goes to another node──> READ ──sent──> gone
 
-A prompt that another node reads:
+A prompt that another node reads, or an answer that another node has begun to write:
 
     AWAITING ──credit──> GRANTED ──all of its KV is here──> WRITING ──the last token──> gone
         ▲                   │
         └──────revoked──────┘
 
-What writes and gives up its blocks becomes a prompt again: QUEUED. So does what is READ and not yet sent.
+An answer that moves to another node goes on while its full blocks leave, and stops for the rest:
+
+    WRITING ──all but the rest has left──> STOPPED ──cancelled: the other node goes on──> gone
+        ▲                                     │
+        └────────────────kept─────────────────┘
+
+What writes and gives up its blocks becomes a prompt again: QUEUED. So does what is READ and not yet sent. What is READ
+and kept is written here as soon as there is a seat for it.
 """
 
 from bisect import insort
@@ -47,6 +54,16 @@ class Stage(Enum):
     AWAITING = auto()  # another node reads it, and this one has no blocks for it yet
     GRANTED = auto()  # blocks are leased, the KV is on its way
     WRITING = auto()  # one token a step
+    STOPPED = auto()  # written here so far; only the coordinator's word lets it go on, or go
+
+
+@dataclass(slots=True)
+class Move:
+    """A running answer's way to the node that is to go on with it."""
+
+    num_blocks: int  # that the other node has granted
+    num_tokens: int  # that it knows
+    has_caught_up: bool = False  # what was full has left
 
 
 @dataclass(slots=True, eq=False)
@@ -58,8 +75,11 @@ class Resident:
     names: BlockNames
     stage: Stage
     waiting_since_s: float  # for credit, or for a ticket
-    hands_over: bool = False  # another node writes the answer
+    hands_over: bool = False  # it is read for another node, which writes the answer
+    is_kept: bool = False  # it was read so, and this node is to write the answer after all
     source_tp: int = 0  # ranks of the node that reads the prompt; 0: this one does
+    num_ahead: int = 0  # tokens that a running answer may grow by until it is here; 0: it is a prompt that comes
+    move: Move | None = None
     lease: BlockLease | None = None
     num_computed: int = 0  # tokens whose KV is in the pool
     num_cached_blocks: int = 0  # leading ones that were there when it got its blocks
@@ -72,7 +92,7 @@ class Resident:
     is_revoked: bool = False  # the grant is being taken back
     ticket: bytes = b""  # to send by
     next_ticket: bytes = b""  # that has come while the transfer of a revoked one was ending
-    tail: bytes = b""  # what follows the last block to the other node
+    tail: bytes = b""  # what follows the last block to the other node: the tokens that it does not know
     num_evictions: int = 0
     ending: dict[str, Any] | None = None  # what the coordinator is told when nothing is held any more; {}: nothing
     num_given: int = field(init=False)  # tokens that came with the command
@@ -87,6 +107,11 @@ class Resident:
     @property
     def is_ending(self) -> bool:
         return self.ending is not None
+
+    @property
+    def is_outgoing(self) -> bool:
+        """Whether another node is to write its answer, from the prompt that is read here."""
+        return self.hands_over and not self.is_kept
 
     @property
     def is_busy(self) -> bool:

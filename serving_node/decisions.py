@@ -15,8 +15,13 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
+class Beat:
+    """Tell the coordinator how the node does, at once."""
+
+
+@dataclass(frozen=True, slots=True)
 class Receive:
-    """Open the resident's blocks, so many, to the node that reads its prompt; report `granted`, then `received`."""
+    """Open the resident's blocks, so many, to the node that has its KV; report `granted`, then `received`."""
 
     resident: Resident
     num_blocks: int
@@ -24,7 +29,16 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Begin to send by the resident's ticket; these leading blocks are final. Report `sent` when it is over."""
+    """Begin to send by the resident's ticket; these leading blocks are final. Report `caught_up` when those that are
+    have left, and `sent` when it is over."""
+
+    resident: Resident
+    block_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SendMore:
+    """These leading blocks of what is being sent are final by now."""
 
     resident: Resident
     block_ids: list[int]
@@ -32,7 +46,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class FinishSend:
-    """These are all blocks of what is being sent, and they are final."""
+    """These are all blocks of what is being sent, and they are final; the resident's tail goes behind them."""
 
     resident: Resident
     block_ids: list[int]
@@ -45,5 +59,5 @@ class CancelTransfer:
     epoch: int
 
 
-Decision = Tell | Receive | Send | FinishSend | CancelTransfer
+Decision = Tell | Beat | Receive | Send | SendMore | FinishSend | CancelTransfer
 Decide = Callable[[Decision], None]

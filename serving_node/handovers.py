@@ -2,7 +2,10 @@
 
 The node that writes grants blocks (`Receive`), and its ticket goes by way of the coordinator to the node that reads,
 which sends (`Send`, `FinishSend`). A grant that is taken back voids its ticket: the sender keeps what it has read and
-waits for another one.
+waits for another one, or is told to answer it itself.
+
+For the node that it comes to, an answer that moves is no different, but for the tokens that come with it: moves.py has
+the other side.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,7 +14,7 @@ from decode_node.credit import Credit
 from kv_transfer.results import Received, Sent, TransferFailed
 from prefill_node.reading import Reading
 from protos import fleet_pb2
-from protos.convert import attempt_of, token_from_tail
+from protos.convert import attempt_of, tokens_from_tail
 from serving_core import reasons
 from serving_core.leases import Leases
 from serving_core.residents import Resident, Residents, Stage
@@ -58,17 +61,25 @@ class HandOvers:
         """The resident has been granted blocks: the other node may send."""
         resident.is_receiving = True
         self._under_way[resident.request.epoch] = resident
-        self._endings.decide(Receive(resident, self._leases.blocks_for(len(resident.request.token_ids))))
+        self._endings.decide(Receive(resident, self._credit.num_blocks(resident)))
 
     def deliver(self, deliver: fleet_pb2.Deliver) -> None:
         """The other node has room: its ticket."""
         resident = self._residents.find(deliver.attempt)
-        if resident is None or resident.is_ending or not resident.hands_over:
+        if resident is None or resident.is_ending or not resident.is_outgoing:
             return
         if resident.is_sending:  # by the ticket of a grant that was taken back
             resident.next_ticket = deliver.ticket
         elif not resident.ticket:
             self._send(resident, deliver.ticket)
+
+    def keep(self, resident: Resident) -> None:
+        """Nobody else is to answer: it is read on as it is, and then waits for nothing but a seat. A transfer by a
+        ticket that is void may still be ending."""
+        resident.is_kept = True
+        resident.next_ticket = b""
+        if resident.is_sending:
+            self._endings.decide(CancelTransfer(resident.request.epoch))
 
     def granted(self, epoch: int, ticket: bytes) -> None:
         """Every rank awaits the blocks of a `Receive`: this ticket lets the other node send them."""
@@ -100,7 +111,9 @@ class HandOvers:
         """A `Send` is over."""
         resident = self._under_way.pop(epoch)
         resident.is_sending = False
-        if isinstance(result, Sent):
+        if not resident.is_outgoing:
+            self._endings.settle(resident)
+        elif isinstance(result, Sent):
             self.num_kv_bytes += result.num_bytes
             wire = attempt_of(resident.request)
             self._endings.end(resident, transferred=fleet_pb2.Transferred(attempt=wire, num_bytes=result.num_bytes))
@@ -123,7 +136,8 @@ class HandOvers:
                 message = f"the decode node had no room for the request within {timeout_s} s"
                 self._endings.fail(resident, reasons.QUEUE_FULL, message)
             else:
-                message = f"no ticket came within {self._ticket_timeout_s} s"
+                what = "ticket" if resident.stage is Stage.READ else "word on an answer that has stopped"
+                message = f"no {what} came within {self._ticket_timeout_s} s"
                 self._endings.fail(resident, reasons.TRANSFER_FAILED, message)
 
     def note_read(self, residents: Iterable[Resident], now: float) -> None:
@@ -133,7 +147,7 @@ class HandOvers:
                 continue
             resident.stage = Stage.READ
             resident.waiting_since_s = now
-            if resident.is_sending and not resident.is_ending:
+            if resident.is_sending and resident.is_outgoing and not resident.is_ending:
                 self._finish_send(resident)
 
     def _send(self, resident: Resident, ticket: bytes) -> None:
@@ -145,22 +159,23 @@ class HandOvers:
             self._finish_send(resident)
 
     def _finish_send(self, resident: Resident) -> None:
-        assert resident.lease is not None
-        self._endings.decide(FinishSend(resident, resident.lease.block_ids))
+        self._endings.decide(FinishSend(resident, self._leases.filled_blocks(resident)))
 
     def _commit(self, resident: Resident, received: Received) -> None:
         try:
-            token_id = token_from_tail(received.tail)
+            token_ids = tokens_from_tail(received.tail)
+            self._credit.check_tail(resident, len(token_ids))
         except ValueError as error:
             self._endings.fail(resident, reasons.TRANSFER_FAILED, str(error))
             return
         resident.is_revoked = False  # it came too late
-        self._credit.commit(resident, token_id)
+        self._credit.commit(resident, token_ids)
         self._reading.count(resident)
         committed = fleet_pb2.Committed(
             attempt=attempt_of(resident.request),
             num_bytes=received.num_bytes,
             num_bytes_saved=resident.num_cached_blocks * self._block_bytes,
+            next_index=resident.request.num_output_tokens,
         )
         self._endings.tell(committed=committed)
         self._on_committed()
@@ -182,4 +197,6 @@ def _is_waiting(resident: Resident) -> bool:
     """Whether it waits for another node, which may take too long."""
     if resident.is_ending:
         return False
-    return resident.stage is Stage.AWAITING or (resident.stage is Stage.READ and not resident.is_sending)
+    if resident.stage is Stage.READ:
+        return resident.is_outgoing and not resident.is_sending
+    return resident.stage is Stage.AWAITING or (resident.stage is Stage.STOPPED and not resident.is_sending)

@@ -21,10 +21,12 @@ from serving_core.prefix import BlockNames, root_name
 from serving_core.rates import StepRates
 from serving_core.requests import SampledToken, Work, finish_reason
 from serving_core.residents import Resident, Residents, Stage
+from serving_core.shapes import Shape, check_shape, role_of
 from serving_node.cache_report import CacheReport
-from serving_node.decisions import Decision
+from serving_node.decisions import Beat, Decision
 from serving_node.endings import Endings
 from serving_node.handovers import HandOvers
+from serving_node.moves import Moves
 from serving_node.room import Room
 from serving_node.streak import Streak, begin_streak, grow, is_all, take_in
 
@@ -34,7 +36,7 @@ class Limits:
     """What a node's logic has to keep to. Times in seconds."""
 
     max_num_batched_tokens: int  # of one step
-    max_num_seqs: int  # answers that hold blocks
+    max_num_seqs: int  # answers that hold blocks; no more than tokens of one step
     max_num_queued: int  # prompts, and answers that wait for credit, each
     credit_timeout_s: float
     ticket_timeout_s: float
@@ -48,13 +50,14 @@ class NodeLogic:
         allocator: BlockAllocator,
         layout: KVLayout,
         limits: Limits,
+        shape: Shape,
         *,
         block_bytes: int,
         fingerprint: Mapping[str, str],
         eos_token_ids: Sequence[int],
         rates: StepRates,
     ) -> None:
-        """`block_bytes` are those of one block over all ranks and layers."""
+        """`shape` is the one to begin with; `block_bytes` are those of one block over all ranks and layers."""
         self._allocator = allocator
         self._layout = layout
         self._limits = limits
@@ -78,11 +81,18 @@ class NodeLogic:
             ticket_timeout_s=limits.ticket_timeout_s,
             on_committed=self._cache_report.tell,
         )
+        self._moves = Moves(residents, leases, self._hand_overs, self._endings)
         self._writing = Writing(residents, leases, self._hand_overs.revoke)
-        self._room = Room(residents, self._reading, self._credit, self._writing, limits.max_num_seqs)
+        self._room = Room(residents, leases, self._reading, self._credit, self._writing, limits.max_num_seqs)
         self.is_draining = False
+        self._take(shape)
 
     # ---- what comes out ----
+
+    @property
+    def shape(self) -> Shape:
+        """What the coordinator has made of the node; what it is sent it serves in any shape."""
+        return self._shape
 
     def take_decisions(self) -> list[Decision]:
         """What has been decided since the last call, in order."""
@@ -101,8 +111,10 @@ class NodeLogic:
     def describe(self, load: inference_pb2.NodeLoad) -> None:
         """Fills in how busy the node is, and decides to tell what has changed of its cache."""
         self._cache_report.tell()
+        load.role = role_of(self._shape)
+        load.shape.CopyFrom(convert.shape_to_wire(self._shape))
         load.state = "draining" if self.is_draining else "ready"
-        load.num_running = self._residents.count(Stage.READING, Stage.READ, Stage.WRITING)
+        load.num_running = self._residents.count(Stage.READING, Stage.READ, Stage.WRITING, Stage.STOPPED)
         load.num_waiting = len(self._residents) - load.num_running
         load.num_waiting_tokens = self._reading.num_waiting_tokens
         load.num_blocks = self._allocator.num_blocks
@@ -111,8 +123,8 @@ class NodeLogic:
         load.num_preemptions = self._writing.num_preemptions
         load.num_prompt_tokens = self._reading.num_prompt_tokens
         load.num_cached_tokens = self._reading.num_cached_tokens
-        load.num_kv_bytes = self._hand_overs.num_kv_bytes
-        load.num_transfers_failed = self._hand_overs.num_failed
+        load.num_kv_bytes = self._hand_overs.num_kv_bytes + self._moves.num_kv_bytes
+        load.num_transfers_failed = self._hand_overs.num_failed + self._moves.num_failed
         load.prefill_tokens_per_s = self._rates.prefill_tokens_per_s
         load.step_s = self._rates.decode_step_s or load.step_s
 
@@ -136,12 +148,33 @@ class NodeLogic:
                 self._bring(command.reserve.job, now, command.reserve)
             case "deliver":
                 self._hand_overs.deliver(command.deliver)
+            case "migrate":
+                self._moves.migrate(command.migrate)
+            case "keep":
+                self._moves.keep(command.keep)
             case "cancel":
                 self._cancel(command.cancel.attempt)
+            case "reshape":
+                self._reshape(command)
             case other:
                 message = f"the node does not know the command {other or 'that it was sent'}"
                 self._refuse(command.attempt, RequestError(reasons.PAIRING_MISMATCH, message))
         self._grant()
+
+    def _reshape(self, command: fleet_pb2.NodeCommand) -> None:
+        limits, shape = self._limits, convert.shape_from_wire(command.reshape.shape)
+        try:
+            check_shape(shape, max_num_batched_tokens=limits.max_num_batched_tokens, max_num_seqs=limits.max_num_seqs)
+        except RequestError as error:
+            self._refuse(command.attempt, error)
+        else:
+            self._take(shape)
+        self._endings.decide(Beat())
+
+    def _take(self, shape: Shape) -> None:
+        """Where there is no seat, or no prompt to be read, what comes all the same gets what the node can do."""
+        self._shape = shape
+        self._room.num_seats = shape.seats or self._limits.max_num_seqs
 
     def _bring(self, job: fleet_pb2.Job, now: float, reserve: fleet_pb2.Reserve | None = None) -> None:
         """A new request: to be read for another node, or to be written here."""
@@ -158,6 +191,7 @@ class NodeLogic:
         if self._residents.find(request) is not None:
             message = f"attempt {request.epoch} of the request was announced twice"
             raise RequestError(reasons.DUPLICATE_REQUEST_ID, message)
+        num_ahead = 0
         if reserve is None:
             self._reading.check(len(request.token_ids))
         else:
@@ -165,6 +199,7 @@ class NodeLogic:
             self._credit.check(len(request.token_ids) + num_to_come)
             if is_read_here:
                 self._reading.check(len(request.token_ids))
+            num_ahead = min(reserve.num_tokens_ahead, num_to_come)
         return Resident(
             request,
             job.age,
@@ -173,6 +208,7 @@ class NodeLogic:
             now,
             hands_over=reserve is None,
             source_tp=0 if is_read_here or reserve is None else max(1, reserve.prefill_tp_size),
+            num_ahead=num_ahead,
         )
 
     def _cancel(self, attempt: fleet_pb2.Attempt) -> None:
@@ -191,26 +227,28 @@ class NodeLogic:
     def plan(self, now: float) -> list[Work]:
         """The next step: a token of each answer that is being written, then chunks of prompts; empty when there is
         nothing to compute. `step_done` or `step_failed` is to follow."""
-        works = self._plan()
-        while not works and self._room.make_way():
+        works = self._plan(now)
+        while not works and (self._room.seat() or self._room.make_way()):
             self._grant()
-            works = self._plan()
+            works = self._plan(now)
         for work in works:
             resident = self._residents.of(work.request)
             resident.in_step = True
             if resident.reading_since_s is None and resident.computes_prompt:
                 resident.reading_since_s = now
+        return works
+
+    def _plan(self, now: float) -> list[Work]:
+        works = self._writing.plan()
+        max_tokens = self._limits.max_num_batched_tokens
+        budget = min(self._shape.prompt_tokens or max_tokens, max_tokens - sum(work.num_tokens for work in works))
+        works += self._reading.plan(budget, self._room.gate(), self._room.start)
         self._hand_overs.note_read(self._residents.in_stage(Stage.READING), now)
         return works
 
-    def _plan(self) -> list[Work]:
-        works = self._writing.plan()
-        budget = self._limits.max_num_batched_tokens - sum(work.num_tokens for work in works)
-        return works + self._reading.plan(budget, self._room.has_seat, self._room.start)
-
     def sends_while(self, works: Sequence[Work]) -> list[Work]:
         """Those of a step whose blocks may leave while it is being computed."""
-        return [work for work in works if self._residents.of(work.request).hands_over]
+        return [work for work in works if self._residents.of(work.request).is_outgoing]
 
     def step_done(self, works: Sequence[Work], tokens: Sequence[SampledToken], step_s: float, now: float) -> None:
         """Takes in a finished step, whose full blocks others may use from now on."""
@@ -227,6 +265,7 @@ class NodeLogic:
         self._hand_overs.note_read(residents, now)
         for resident in ended:
             self._endings.end(resident)
+        self._moves.note_written(resident for resident, _ in answered)
         self._settle_step(residents)
 
     def streak(self, works: Sequence[Work]) -> Streak:
@@ -287,7 +326,7 @@ class NodeLogic:
         if not resident.hands_over:
             resident.stage = Stage.WRITING
         elif reason is None:
-            resident.tail = convert.token_to_tail(token.token_id)
+            resident.tail = convert.tokens_to_tail([token.token_id])
         return reason is not None
 
     def _first_token(self, resident: Resident, now: float) -> fleet_pb2.FirstToken:
@@ -304,7 +343,7 @@ class NodeLogic:
             self._endings.settle(resident)
         self._grant()
 
-    # ---- hand-overs ----
+    # ---- transfers ----
 
     def granted(self, epoch: int, ticket: bytes) -> None:
         """Every rank awaits the blocks of a `Receive`: this ticket lets the other node send them."""
@@ -315,9 +354,14 @@ class NodeLogic:
         self._hand_overs.received(epoch, result, now)
         self._grant()
 
+    def caught_up(self, epoch: int) -> None:
+        """All ready blocks of a `Send` have left."""
+        self._moves.caught_up(epoch)
+
     def sent(self, epoch: int, result: Sent | TransferFailed, now: float) -> None:
         """A `Send` is over."""
-        self._hand_overs.sent(epoch, result, now)
+        transfers = self._moves if epoch in self._moves else self._hand_overs
+        transfers.sent(epoch, result, now)
         self._grant()
 
     def tick(self, now: float) -> None:
@@ -326,6 +370,7 @@ class NodeLogic:
         self._grant()
 
     def _grant(self) -> None:
+        self._room.seat()
         for resident in self._room.grant():
             self._hand_overs.receive(resident)
 

@@ -16,7 +16,7 @@ from serving_node.link import FleetLink, Node
 from serving_node.ranks.leading import die
 from serving_node.ranks.processes import check_world, start_followers, started_rank
 from serving_node.ranks.stream import RankLost
-from serving_node.settings import NodeSettings
+from serving_node.settings import PACKAGES, NodeSettings
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,8 @@ class ServedNode(Node, Protocol):
 
 def node_command(role: str) -> click.Command:
     """The command line of a node that begins in this role."""
-    return settings_command(NodeSettings, partial(run_node, role), name=role, help=f"Run one {role} node.")
+    help = f"Run one node that begins as {role}."
+    return settings_command(NodeSettings, partial(run_node, role), name=role, help=help)
 
 
 def run_node(role: str, settings: NodeSettings) -> None:
@@ -54,7 +55,7 @@ def run_node(role: str, settings: NodeSettings) -> None:
         require("node")
         check_world(size)
         if started_rank() is None and size > 1:
-            start_followers(f"{role}_node", settings, node_name)
+            start_followers(PACKAGES[role], settings, node_name)
         if cpus := settings.engine.cpus:
             pin(divide_cpus(parse_cpus(cpus), size)[rank])
         from serving_node.serve import serve_node  # imports torch, which counts the cores it may use

@@ -4,17 +4,23 @@ Pure.
 Nodes that read for each other could each be full of what waits for the other one. So a node that would stand still
 takes blocks and seats back from its youngest, for the oldest that lacks some: the oldest request of the whole fleet is
 the oldest on both of its nodes, gets what it needs on either, and finishes.
+
+It should not come to that. So prompts that are read for other nodes hold at most half of the pool together, where there
+are answers of the node's own, or as much as one of them needs. An older one never waits for younger ones that have been
+read: those are evicted, and the few that were evicted often enough do not count against it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from decode_node.credit import Credit
-from decode_node.writing import Writing
+from decode_node.writing import Writing, can_give_way
 from prefill_node.reading import Reading
+from serving_core.leases import Leases
 from serving_core.residents import Resident, Residents, Stage
 
 HOLDING: Final = (Stage.WRITING, Stage.GRANTED, Stage.READING)
+SEATED: Final = (*HOLDING, Stage.STOPPED)
 WITHOUT: Final = (Stage.QUEUED, Stage.AWAITING)
 
 
@@ -22,13 +28,20 @@ class Room:
     """The blocks and seats of one node, between its two halves."""
 
     def __init__(
-        self, residents: Residents, reading: Reading, credit: Credit, writing: Writing, max_num_seqs: int
+        self,
+        residents: Residents,
+        leases: Leases,
+        reading: Reading,
+        credit: Credit,
+        writing: Writing,
+        num_seats: int,
     ) -> None:
         self._residents = residents
+        self._leases = leases
         self._reading = reading
         self._credit = credit
         self._writing = writing
-        self._max_num_seqs = max_num_seqs
+        self.num_seats = num_seats  # may change; who has one keeps it
         self._oldest_without: Resident | None = None  # of those that wait for credit
         self._preferred: Resident | None = None  # others gave way to it
 
@@ -43,27 +56,62 @@ class Room:
             if resident.is_ending:
                 continue
             if resident.stage is Stage.QUEUED:
-                if is_head or resident.has_first_token:
+                if (is_head or resident.has_first_token) and not self._is_capped(resident):
                     num_promised += self._reading.num_needed(resident)
                     num_promised_seats += not resident.hands_over
-                is_head = False
+                    is_head = False
                 continue
-            if self._num_seated() + num_promised_seats >= self._max_num_seqs or self._is_behind(resident):
+            if self._num_seated() + num_promised_seats >= self.num_seats or self._is_behind(resident):
                 return
             if not self._credit.grant(resident, num_spare=num_promised + self._num_seated()):
                 self._oldest_without = resident
                 return
             yield resident
 
+    def seat(self) -> bool:
+        """Lets what is read and kept write here as seats come free, unless older ones need them; tells whether any
+        does."""
+        num_older, has_seated = 0, False
+        if not any(each.is_kept for each in self._residents):
+            return False
+        for resident in self._residents.in_stage(*WITHOUT, Stage.READ):
+            if resident.is_ending or resident.is_outgoing:
+                continue
+            if self._num_seated() + num_older >= self.num_seats:
+                break
+            if resident.stage is Stage.READ:
+                self._writing.take_over(resident)
+                has_seated = True
+            else:
+                num_older += 1
+        return has_seated
+
     def has_seat(self, resident: Resident) -> bool:
         """Whether there is a seat for it, if it needs one that it does not have."""
-        return resident.hands_over or self._num_seated() < self._max_num_seqs
+        needs_seat = not resident.hands_over or (resident.is_kept and resident.stage is Stage.READ)
+        return not needs_seat or self._num_seated() < self.num_seats
+
+    def gate(self) -> Callable[[Resident], bool]:
+        """Tells of prompts, of the oldest first, whether they may start in this step. What goes to another node waits
+        for the older ones that do."""
+        is_capped = False
+
+        def may_start(resident: Resident) -> bool:
+            nonlocal is_capped
+            if not resident.is_outgoing:
+                return self.has_seat(resident)
+            is_capped = is_capped or self._is_capped(resident)
+            return not is_capped
+
+        return may_start
 
     def start(self, resident: Resident) -> bool:
         """Gives a prompt its blocks, unless there are too few or an older request waits for them."""
         older = self._oldest_without
         if (older is not None and older.age < resident.age) or self._is_behind(resident):
             return False
+        if resident.is_outgoing:
+            self._evict_for(resident)
         return self._reading.start(resident, num_spare=self._num_seated())
 
     def make_way(self) -> bool:
@@ -71,12 +119,48 @@ class Room:
         anything is free at once; a grant that is taken back comes free later."""
         if any(_lets_go_soon(each) for each in self._residents):
             return False
-        for resident in self._residents.in_stage(*WITHOUT, Stage.WRITING):
+        for resident in self._residents.in_stage(*WITHOUT, Stage.READ, Stage.WRITING):
+            if not self._lacks_room(resident):
+                continue
             if victim := self._youngest_behind(resident):
                 self._preferred = resident
                 self._writing.give_way(victim)
                 return not victim.is_revoked
         return False
+
+    def _lacks_room(self, resident: Resident) -> bool:
+        """Whether it could go on if others gave way. What waits for another node, or for older ones, could not."""
+        if resident.stage is Stage.READ:
+            return resident.is_kept
+        return not (resident.stage is Stage.QUEUED and self._is_capped(resident))
+
+    def _is_capped(self, resident: Resident) -> bool:
+        """Whether a prompt for another node has to wait until older ones, or those that cannot give way, have left."""
+        if not resident.is_outgoing or all(each.is_outgoing for each in self._residents):
+            return False
+        num_firm = sum(_num_blocks(each) for each in self._outgoing() if not _yields(each, resident))
+        return num_firm > 0 and num_firm > self._num_left_beside(resident)
+
+    def _evict_for(self, resident: Resident) -> None:
+        """Takes from younger prompts that wait what a prompt for another node would have too much with them."""
+        if all(each.is_outgoing for each in self._residents):
+            return
+        outgoing = self._outgoing()
+        num_blocks, num_left = sum(map(_num_blocks, outgoing)), self._num_left_beside(resident)
+        for each in reversed(outgoing):
+            if num_blocks <= num_left:
+                return
+            if _yields(each, resident) and can_give_way(each):
+                num_blocks -= _num_blocks(each)
+                self._writing.give_way(each)
+
+    def _outgoing(self) -> list[Resident]:
+        """What holds blocks for other nodes, oldest first."""
+        return [each for each in self._residents if each.is_outgoing and each.lease is not None]
+
+    def _num_left_beside(self, resident: Resident) -> int:
+        """Blocks that others may hold for other nodes beside this one; less than 0 where it is larger than the cap."""
+        return self._leases.num_blocks // 2 - self._leases.blocks_for(self._reading.tokens_to_hold(resident))
 
     def _youngest_behind(self, resident: Resident) -> Resident | None:
         """The youngest that holds what this one lacks, and is younger."""
@@ -98,11 +182,23 @@ class Room:
 
     def _num_seated(self) -> int:
         """Answers that are written here, or will be as soon as their KV is there: they will need more blocks."""
-        return sum(each.stage in HOLDING and not each.hands_over for each in self._residents)
+        return sum(each.stage in SEATED and not each.hands_over for each in self._residents)
+
+
+def _num_blocks(resident: Resident) -> int:
+    return 0 if resident.lease is None else len(resident.lease.block_ids)
+
+
+def _yields(resident: Resident, older: Resident) -> bool:
+    """Whether an outgoing prompt only waits, and is the younger one."""
+    is_idle = resident.stage is Stage.READ and not resident.is_busy and not resident.is_ending
+    return is_idle and resident.age > older.age
 
 
 def _lets_go_soon(resident: Resident) -> bool:
     """Whether its blocks come free without any other request, or without a step of this node."""
     if resident.stage is Stage.GRANTED and not resident.is_receiving:
         return True  # its sender gave it up, and it is cancelled in a moment
+    if resident.stage is Stage.STOPPED:
+        return True  # the coordinator hears of it, and it goes or goes on
     return resident.is_revoked or resident.is_ending or (resident.is_sending and resident.lease is not None)

@@ -15,15 +15,16 @@ from kv_transfer.ends.sender import KVSender
 from kv_transfer.errors import TransferError
 from kv_transfer.results import Received, Sent, TransferFailed
 from kv_transfer.ticket import Ticket
-from protos import fleet_pb2, inference_pb2
+from protos import convert, fleet_pb2, inference_pb2
 from serving_core import reasons
 from serving_core.blocks import BlockAllocator
 from serving_core.errors import SettingsError
 from serving_core.rates import StepRates
 from serving_core.requests import SampledToken, Work
 from serving_core.residents import Resident
+from serving_core.shapes import preset
 from serving_core.waiting import first_to_end
-from serving_node.decisions import CancelTransfer, Decision, FinishSend, Receive, Send, Tell
+from serving_node.decisions import Beat, CancelTransfer, Decision, FinishSend, Receive, Send, SendMore, Tell
 from serving_node.link import FleetLink
 from serving_node.logic import Limits, NodeLogic
 from serving_node.ranks.leading import Followers
@@ -50,10 +51,12 @@ class NodeRunner:
         rates: StepRates,
     ) -> None:
         """Raises SettingsError."""
-        if role == "decode" and settings.max_num_batched_tokens < settings.max_num_seqs:
+        max_tokens, max_num_seqs = settings.max_num_batched_tokens, settings.max_num_seqs
+        shape = preset(role, max_num_batched_tokens=max_tokens, max_num_seqs=min(max_num_seqs, max_tokens))
+        if shape.writes and max_tokens < max_num_seqs:
             raise SettingsError(
-                f"max_num_batched_tokens ({settings.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({settings.max_num_seqs}): every running request takes one token a step"
+                f"max_num_batched_tokens ({max_tokens}) must be at least "
+                f"max_num_seqs ({max_num_seqs}): every running request takes one token a step"
             )
         self._settings = settings
         self._role = role
@@ -64,16 +67,18 @@ class NodeRunner:
         self._followers = followers
         self._link = link
         self._stepper: Stepper[Work, list[SampledToken]] = Stepper(engine.step)
+        self._limits = Limits(
+            max_tokens,
+            min(max_num_seqs, max_tokens),
+            settings.max_num_queued,
+            settings.credit_timeout_s,
+            settings.ticket_timeout_s,
+        )
         self._logic = NodeLogic(
             BlockAllocator(engine.num_blocks, caching=settings.engine.enable_prefix_caching),
             engine.layout,
-            Limits(
-                settings.max_num_batched_tokens,
-                min(settings.max_num_seqs, settings.max_num_batched_tokens),
-                settings.max_num_queued,
-                settings.credit_timeout_s,
-                settings.ticket_timeout_s,
-            ),
+            self._limits,
+            shape,
             block_bytes=engine.model_layout.block_bytes,
             fingerprint=self._fingerprint,
             eos_token_ids=engine.eos_token_ids,
@@ -87,6 +92,7 @@ class NodeRunner:
             settings.overlap_min_tokens,
             on_granted=self._granted,
             on_received=self._received,
+            on_caught_up=self._caught_up,
             on_sent=self._sent,
         )
         self._tickets: dict[int, bytes] = {}  # drawn, and not yet open on every rank, by epoch
@@ -105,15 +111,16 @@ class NodeRunner:
             num_blocks=self._engine.num_blocks,
             block_size=self._engine.layout.block_size,
             max_model_len=self._engine.max_model_len,
-            max_num_seqs=self._settings.max_num_seqs,
-            max_num_queued=self._settings.max_num_queued,
+            max_num_seqs=self._limits.max_num_seqs,
+            max_num_queued=self._limits.max_num_queued,
             tp_size=self._transfers.num_ranks,
+            max_num_batched_tokens=self._limits.max_num_batched_tokens,
+            shape=convert.shape_to_wire(self._logic.shape),
         )
 
     def heartbeat(self) -> fleet_pb2.Heartbeat:
         load = inference_pb2.NodeLoad(
             name=self._name,
-            role=self._role,
             num_steps=self._stepper.num_steps,
             step_s=self._stepper.step_s,
             rss_bytes=psutil.Process().memory_info().rss,
@@ -182,6 +189,10 @@ class NodeRunner:
         self._logic.received(epoch, result, time.monotonic())
         self._carry_out()
 
+    def _caught_up(self, epoch: int) -> None:
+        self._logic.caught_up(epoch)
+        self._carry_out()
+
     def _sent(self, epoch: int, result: Sent | TransferFailed) -> None:
         self._logic.sent(epoch, result, time.monotonic())
         self._carry_out()
@@ -211,10 +222,14 @@ class NodeRunner:
         match decision:
             case Tell(event=event):
                 self._link.send(**event)
+            case Beat():
+                self._link.send(heartbeat=self.heartbeat())
             case Receive(resident=resident, num_blocks=num_blocks):
                 self._receive(resident, num_blocks)
             case Send(resident=resident, block_ids=block_ids):
                 self._transfers.send(resident.request.epoch, resident.ticket, block_ids)
+            case SendMore(resident=resident, block_ids=block_ids):
+                self._transfers.send_more(resident.request.epoch, block_ids)
             case FinishSend(resident=resident, block_ids=block_ids):
                 self._transfers.finish(resident.request.epoch, block_ids, resident.tail)
             case CancelTransfer(epoch=epoch):
@@ -240,6 +255,7 @@ class NodeRunner:
             addresses=self._transfers.addresses,
             num_blocks=num_blocks,
             num_cached_blocks=resident.num_cached_blocks,
+            num_tokens=len(resident.request.token_ids),
             ttl_s=self._settings.ticket_ttl_s,
         ).encode()
 

@@ -1,11 +1,16 @@
 """What a node can be told. The flags derive from these fields."""
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from kv_transfer.endpoints import KV_TRANSPORTS
 from serving_core.flags import flag
 from serving_core.settings import EngineSettings
+from serving_core.shapes import BOTH, DECODE, PREFILL
 from serving_node.link import LinkSettings
+
+PACKAGES: Final = {PREFILL: "prefill_node", DECODE: "decode_node", BOTH: "serving_node"}
+"""What `python -m` starts a node as, by the role that it begins in."""
 
 
 @dataclass(frozen=True, slots=True)

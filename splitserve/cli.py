@@ -19,9 +19,11 @@ COMMANDS: Final = {
     "generate": ("splitserve.commands.ask:generate", "Answer one prompt."),
     "chat": ("splitserve.commands.ask:chat", "Talk with the model."),
     "status": ("splitserve.commands.status:status", "Show the model, the nodes and their load."),
+    "drain": ("splitserve.commands.drain:drain", "Take the work from a node while the cluster serves."),
     "coordinator": ("splitserve.commands.roles:coordinator", "Run the coordinator alone."),
     "prefill": ("splitserve.commands.roles:prefill", "Run one prefill node."),
     "decode": ("splitserve.commands.roles:decode", "Run one decode node."),
+    "both": ("splitserve.commands.roles:both", "Run one node that reads prompts and writes answers."),
     "plan-transfer": (
         "splitserve.commands.plan_transfer:plan_transfer_command",
         "Show which KV heads go from which prefill rank to which decode rank.",

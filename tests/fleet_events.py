@@ -4,7 +4,8 @@ import hashlib
 import struct
 
 from protos import fleet_pb2, inference_pb2
-from protos.convert import PROTOCOL_VERSION
+from protos.convert import PROTOCOL_VERSION, shape_to_wire
+from serving_core.shapes import Shape, preset
 
 STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
 ABORT = inference_pb2.FINISH_REASON_ABORT
@@ -13,18 +14,25 @@ BLOCK_SIZE = 16
 MODEL = {"architecture": "FakeForCausalLM", "vocab_size": "260"}
 
 
+ROLES = {"p": "prefill", "d": "decode", "b": "both"}  # by the first letter of a node's name, unless a test says else
+
+
 def hello(
     name,
-    role,
+    role=None,
     *,
     incarnation="1",
     session=0,
     num_blocks=100,
     max_model_len=1000,
-    max_num_seqs=0,
+    max_num_batched_tokens=512,
+    max_num_seqs=64,
+    shape=None,
     tp_size=0,
     **fingerprint,
 ):
+    role = role or ROLES[name[0]]
+    limits = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
     info = inference_pb2.NodeInfo(
         name=name,
         role=role,
@@ -40,6 +48,8 @@ def hello(
             max_num_seqs=max_num_seqs,
             tp_size=tp_size,
             session=session,
+            max_num_batched_tokens=max_num_batched_tokens,
+            shape=shape_to_wire(shape or preset(role, **limits)),
         )
     )
 
@@ -47,6 +57,10 @@ def hello(
 def heartbeat(state="ready", step_age_s=0.0, **load):
     load = inference_pb2.NodeLoad(state=state, **load)
     return fleet_pb2.NodeEvent(heartbeat=fleet_pb2.Heartbeat(load=load, step_age_s=step_age_s))
+
+
+def shape(prompt_tokens, seats, *, takes_handovers):
+    return shape_to_wire(Shape(prompt_tokens, seats, takes_handovers))
 
 
 def sampled(attempt, index, token_id, finish_reason=0, **logprobs):
@@ -70,9 +84,19 @@ def reserved(attempt, ticket=b"ticket"):
     return fleet_pb2.NodeEvent(reserved=fleet_pb2.Reserved(attempt=attempt, ticket=ticket))
 
 
-def committed(attempt, num_bytes=0, num_bytes_saved=0):
-    event = fleet_pb2.Committed(attempt=attempt, num_bytes=num_bytes, num_bytes_saved=num_bytes_saved)
+def committed(attempt, num_bytes=0, num_bytes_saved=0, next_index=0):
+    event = fleet_pb2.Committed(
+        attempt=attempt, num_bytes=num_bytes, num_bytes_saved=num_bytes_saved, next_index=next_index
+    )
     return fleet_pb2.NodeEvent(committed=event)
+
+
+def revoked(attempt):
+    return fleet_pb2.NodeEvent(revoked=fleet_pb2.Revoked(attempt=attempt))
+
+
+def move_failed(attempt, reason="TRANSFER_FAILED", message="what happened"):
+    return fleet_pb2.NodeEvent(move_failed=fleet_pb2.MoveFailed(attempt=attempt, reason=reason, message=message))
 
 
 def transferred(attempt):

@@ -98,8 +98,7 @@ class Cluster:
         self.num_reports = 0
 
     async def attach(self, name, **hello):
-        role = "prefill" if name.startswith("p") else "decode"
-        node = await ScriptedNode.dial(self.server.fleet_port, events.hello(name, role, **hello))
+        node = await ScriptedNode.dial(self.server.fleet_port, events.hello(name, **hello))
         node.session = (await node.command("welcome")).session
         self.nodes[name] = node
         return node

@@ -43,13 +43,14 @@ def refusal(code, message, reason, retry_after_s=None, **metadata):
     return rpc_status.to_status(status_pb2.Status(code=code.value[0], message=message, details=packed))
 
 
-class Script(inference_pb2_grpc.InferenceServicer):
+class Script(inference_pb2_grpc.InferenceServicer, inference_pb2_grpc.AdminServicer):
     """Answers as told; keeps what it was asked. `endless` streams until it is cancelled."""
 
     def __init__(self):
         self.requests = []
         self.metadata = []
         self.replies = []
+        self.drained = []
         self.failures = []
         self.endless = False
         self.cancelled = threading.Event()
@@ -64,6 +65,14 @@ class Script(inference_pb2_grpc.InferenceServicer):
         while self.endless and not self.cancelled.is_set():
             yield chunk("x")
             self.cancelled.wait(0.001)
+
+    def Drain(self, request, context):
+        self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
+        if self.failures:
+            context.abort_with_status(self.failures.pop(0))
+        for num_left in self.drained:
+            yield inference_pb2.DrainProgress(num_left=num_left)
 
     def Abort(self, request, context):
         return inference_pb2.AbortResponse(aborted=request.request_ids[:1], unknown=request.request_ids[1:])
@@ -102,6 +111,7 @@ def serving(script: Script) -> Iterator[str]:
     """Serves on a free port and gives its address; `script.set_health(status)` changes what the health service says."""
     server = grpc.server(futures.ThreadPoolExecutor(8))
     inference_pb2_grpc.add_InferenceServicer_to_server(script, server)
+    inference_pb2_grpc.add_AdminServicer_to_server(script, server)
     health_service = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
     script.set_health = lambda status: health_service.set(SERVICE, status)

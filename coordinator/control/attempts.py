@@ -1,7 +1,8 @@
-"""A request as the tracker sees it, and its current attempt. Pure state."""
+"""A request as the tracker sees it, its current attempt, and its move to another node. Pure state."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node
@@ -21,6 +22,7 @@ class Attempt:
     first_index: int  # of the token that the prefill node samples
     started_s: float
     granted_s: float | None = None  # when the decode node gave blocks
+    revoked_s: float | None = None  # when it last took them back
     prefill_holds: bool = True  # whether the node may hold something of the attempt
     decode_holds: bool = True
     first_token_s: float | None = None
@@ -35,7 +37,7 @@ class Attempt:
 
     @property
     def is_local(self) -> bool:
-        """Whether the decode node computes the prompt itself."""
+        """Whether the node that writes reads the prompt itself."""
         return self.prefill is self.decode
 
     @property
@@ -50,6 +52,13 @@ class Attempt:
     def is_handed_over(self) -> bool:
         """Whether the answer needs the prefill node no more."""
         return self.has_first_token and self.is_committed and not self.is_local
+
+    @property
+    def waits_since_s(self) -> float | None:
+        """Since when the prompt is read and all that misses is room on the decode node; None while that is not so."""
+        if self.first_token_s is None or self.is_committed or self.is_reserved:
+            return None
+        return max(self.first_token_s, self.revoked_s or self.first_token_s)
 
     @property
     def phase_after_prefill(self) -> Phase:
@@ -74,6 +83,32 @@ class Attempt:
             yield self.decode
 
 
+class MoveStage(Enum):
+    RESERVING = auto()  # the target was asked for blocks; the source knows nothing of it
+    MOVING = auto()  # the source has the ticket
+    ABANDONED = auto()  # the target was told to drop what it has: once it has, the source is told to go on
+    MOVED = auto()  # the target writes; some of what the source wrote before may still be on its way
+
+
+@dataclass(slots=True, eq=False)
+class Move:
+    """A running answer on its way to another node. Until it is MOVED, the current attempt is the source's."""
+
+    epoch: int  # of the attempt on the target
+    source: Node
+    source_epoch: int
+    target: Node
+    started_s: float
+    stage: MoveStage = MoveStage.RESERVING
+    next_index: int = 0  # of the first token that is the target's
+    source_holds: bool = True
+    has_resumed: bool = False  # whether a token of the target has come
+
+    @property
+    def is_under_way(self) -> bool:
+        return self.stage in (MoveStage.RESERVING, MoveStage.MOVING)
+
+
 @dataclass(slots=True, eq=False)
 class TrackedRequest:
     """One live answer."""
@@ -89,23 +124,54 @@ class TrackedRequest:
     num_cached_tokens: int = 0  # of the prompt, on the node that gave the first token; later attempts read more
     num_kv_bytes: int = 0  # that travelled, over all attempts
     num_kv_bytes_saved: int = 0
+    num_moves: int = 0
+    num_moved_kv_bytes: int = 0  # of num_kv_bytes
+    move_pause_s: float = 0.0  # from the last token before a move to the first one after it, over all moves
+    move: Move | None = None
+    moved_s: float | None = None  # when the last move was over, however it ended
     avoid: list[Node] = field(default_factory=list)  # that have failed it: others are taken while there are any
     attempt: Attempt = field(init=False)
+
+    @property
+    def known(self) -> Prompt:
+        """What a node has to read to go on with the answer."""
+        return self.prompt.followed_by(self.output)
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Of the answer, at most."""
+        return self.sampling.max_tokens - len(self.output)
+
+    @property
+    def max_tokens(self) -> int:
+        """Of prompt and answer."""
+        return len(self.prompt) + self.sampling.max_tokens
+
+    def end_move(self, now: float) -> None:
+        """Nothing is left to be heard of the move, however it ended."""
+        self.move, self.moved_s = None, now
+
+    def settle_move(self, now: float) -> None:
+        """Ends it when the source holds nothing and the target has gone on."""
+        if self.move is not None and self.move.has_resumed and not self.move.source_holds:
+            self.end_move(now)
+
+    def job(self, epoch: int, prompt: Prompt) -> fleet_pb2.Job:
+        """What a node is to know of an attempt that begins with this prompt."""
+        request = Request(
+            request_id=self.request_id,
+            epoch=epoch,
+            token_ids=prompt.token_ids,
+            num_prompt_tokens=len(self.prompt),
+            sampling=self.sampling,
+            cache_salt=prompt.cache_salt,
+        )
+        return job_to_wire(request, self.age)
 
     def commands(self, prompt: Prompt) -> Iterator[tuple[Node, fleet_pb2.NodeCommand]]:
         """What the nodes of the current attempt, which reads this prompt, are to be told."""
         attempt = self.attempt
-        job = job_to_wire(
-            Request(
-                request_id=self.request_id,
-                epoch=attempt.epoch,
-                token_ids=prompt.token_ids,
-                num_prompt_tokens=len(self.prompt),
-                sampling=self.sampling,
-                cache_salt=prompt.cache_salt,
-            ),
-            self.age,
-        )
+        job = self.job(attempt.epoch, prompt)
         about = job.attempt
         if attempt.is_local:
             reserve = fleet_pb2.Reserve(job=job, local_prefill=True)

@@ -1,5 +1,6 @@
 """What the tracker wants done. Tuples, which are made quickly: there is one for each token of each answer."""
 
+from enum import Enum
 from typing import NamedTuple
 
 from coordinator.control.registry import Node
@@ -28,4 +29,24 @@ class End(NamedTuple):
     outcome: inference_pb2.Complete | RequestError
 
 
-Instruction = Send | Emit | End
+class MoveOutcome(Enum):
+    """How a move ended; the values are labels of a metric."""
+
+    MOVED = "moved"
+    REFUSED = "refused"  # the target had no room for it, or was lost: the source never knew
+    FAILED = "failed"  # the KV did not arrive: the source goes on
+    ENDED = "ended"  # the answer ended first, or began again on other nodes
+
+
+class MoveEnded(NamedTuple):
+    """Of every move of a running answer once, for whoever writes it down. There is nothing to be done."""
+
+    request_id: str
+    source: Node
+    target: Node
+    outcome: MoveOutcome
+    seconds: float  # since the target was asked
+    num_kv_bytes: int = 0
+
+
+Instruction = Send | Emit | End | MoveEnded

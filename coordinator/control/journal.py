@@ -3,6 +3,7 @@
 import logging
 from typing import Any, Final
 
+from coordinator.control.instructions import MoveEnded, MoveOutcome
 from coordinator.control.metrics import Metrics
 from coordinator.control.outcomes import FINISH_REASONS, MAX_MESSAGE_CHARS
 from coordinator.control.registry import Node
@@ -38,6 +39,22 @@ class Journal:
             fields = {"index": int(index), "finish_reason": finish_reason, **_figures(outcome)}
             _write(logging.INFO, "request finished", request_id, fields)
 
+    def moved(self, move: MoveEnded) -> None:
+        """A running answer has moved to another node, or has not."""
+        self._metrics.moves[move.outcome.value] += 1
+        self._metrics.num_moved_kv_bytes += move.num_kv_bytes
+        request_id, _, index = move.request_id.rpartition("/")
+        fields = {
+            "index": int(index),
+            "outcome": move.outcome.value,
+            "from_node": move.source.name,
+            "to_node": move.target.name,
+            "seconds": round(move.seconds, 6),
+            "kv_bytes": move.num_kv_bytes,
+        }
+        level = logging.WARNING if move.outcome is MoveOutcome.FAILED else logging.INFO
+        _write(level, "answer moved" if move.outcome is MoveOutcome.MOVED else "answer not moved", request_id, fields)
+
     def refused(self, request_id: str, error: RequestError) -> None:
         """A request could not begin."""
         self._metrics.refused[error.reason] += 1
@@ -66,8 +83,15 @@ def _figures(complete: inference_pb2.Complete) -> dict[str, Any]:
         "decode_node": timeline.decode_node,
         "restarts": timeline.num_restarts,
         "kv_bytes": complete.kv_bytes,
+        **(_moves(complete) if timeline.num_moves else {}),
         **{name: round(getattr(timeline, name), 6) for name in SECONDS},
     }
+
+
+def _moves(complete: inference_pb2.Complete) -> dict[str, Any]:
+    timeline = complete.timeline
+    pause_s = round(timeline.move_pause_s, 6)
+    return {"moves": timeline.num_moves, "move_pause_s": pause_s, "moved_kv_bytes": complete.moved_kv_bytes}
 
 
 def _write(level: int, event: str, request_id: str, fields: dict[str, Any]) -> None:

@@ -39,13 +39,17 @@ class Metrics:
         self.itl = Histogram()
         self.tpot = Histogram()
         self.e2e = Histogram()
+        self.move_pause = Histogram()
         self.phases = {phase: Histogram() for phase in Phase}
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_generated_tokens = 0
         self.num_kv_bytes = 0
         self.num_kv_bytes_saved = 0
+        self.num_moved_kv_bytes = 0
         self.num_restarts = 0
+        self.num_kept = 0
+        self.moves = Counter[str]()  # by outcome
         # by reason
         self.finished = Counter[str]()
         self.failed = Counter[str]()

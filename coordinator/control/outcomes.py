@@ -24,15 +24,23 @@ def completion(
     request: TrackedRequest, finish_reason: inference_pb2.FinishReason, now: float
 ) -> inference_pb2.Complete:
     """The good end of an answer, now."""
-    names = request.attempt.prefill.name, request.attempt.decode.name
+    timeline = request.timeline.to_wire(
+        now,
+        prefill_node=request.attempt.prefill.name,
+        decode_node=request.attempt.decode.name,
+        num_restarts=request.num_restarts,
+        num_moves=request.num_moves,
+        move_pause_s=request.move_pause_s,
+    )
     return inference_pb2.Complete(
         finish_reason=finish_reason,
         prompt_tokens=len(request.prompt),
         completion_tokens=len(request.output),
         cached_tokens=request.num_cached_tokens,
-        timeline=request.timeline.to_wire(now, *names, request.num_restarts),
+        timeline=timeline,
         kv_bytes=min(request.num_kv_bytes, MAX_BYTES),
         kv_bytes_saved=min(request.num_kv_bytes_saved, MAX_BYTES),
+        moved_kv_bytes=min(request.num_moved_kv_bytes, MAX_BYTES),
     )
 
 
@@ -40,7 +48,7 @@ def end_error(node: Node, event: fleet_pb2.Failed) -> RequestError:
     """What the client hears of a failure that ends its answer at once."""
     if event.reason in CLIENT_REASONS:
         return RequestError(event.reason, event.message[:MAX_MESSAGE_CHARS])
-    return RequestError(reasons.ENGINE_ERROR, f"the engine of the {node.role} node failed")
+    return RequestError(reasons.ENGINE_ERROR, f"the engine of the {node.kind} failed")
 
 
 def restart_error(node: Node, event: fleet_pb2.Failed) -> RequestError:
@@ -49,7 +57,7 @@ def restart_error(node: Node, event: fleet_pb2.Failed) -> RequestError:
         return RequestError(
             reasons.KV_CHECKSUM_MISMATCH, "the KV cache arrived damaged, and recomputing it was given up"
         )
-    return RequestError(reasons.WORKER_LOST, f"the {node.role} node gave the request up")
+    return RequestError(reasons.WORKER_LOST, f"the {node.kind} gave the request up")
 
 
 def with_progress(error: RequestError, request: TrackedRequest) -> RequestError:

@@ -1,125 +1,160 @@
-"""Decides where a prompt is computed: on a prefill node, or locally, on the decode node that goes on with it. Pure.
+"""Decides which node reads a prompt and which one writes its answer: the same one, or two with a hand-over. Pure.
 
-`never` and `always` say it all. `auto` takes what adds the fewest seconds over all requests:
+Of all pairs it takes what adds the fewest seconds over all requests:
 
-    remote   max((tokens queued at the prefill node + tokens to compute there) / its rate, wait for credit)
-             + transfer and decode queue, as measured on recent requests
-             + what is left by then of the prompts that the decode node computes itself, for they slow it down
-    local    wait for credit
-             + (prompt tokens given to the decode node before + tokens to compute there) / its rate
-             + its step time for each chunk of them, when others decode meanwhile
-             + others that decode meanwhile * tokens to compute there / its rate
+    read     (prompt tokens given to the reader before + tokens to compute there) / its rate
+             + its step time for each chunk of them, when it writes answers meanwhile
+    two      max(read, wait for credit) + transfer and decode queue, as measured on recent requests
+             or, if that is later, until the writer has read the prompts that it was given, for they slow it down
+    one      wait for credit + read
+    others   answers that the reader writes meanwhile * tokens to compute there / its rate
 
-The last term is what the others pay: each of them waits while the node computes the prompt. They are the answers that
-the node goes on with, those whose prompts it computes before this one, and of those that prefill nodes are still to
-hand over the part that comes in the meantime. A remote prompt disturbs nobody, but its KV has to travel. The wait for
-credit counts where the decode node is full; a remote prompt is computed during it, a local one after it. Tokens to
-compute are those that the node does not hold already.
+`others` is what they pay, and comes on top: each of them waits while the reader computes the prompt. They are the
+answers that it goes on with, those whose prompts it reads before this one, and of those that are still to be handed
+over to it the part that comes in the meantime. A node that only reads disturbs nobody, but its KV has to travel. The
+wait for credit counts where the writer is full; the prompt is read during it elsewhere, and after it on the writer
+itself. Tokens to compute are those that the node does not hold already: so a node that holds the beginning of the
+prompt wins, unless its queue is longer than the others' by more than what that saves.
 
 Load is counted from what the coordinator has assigned itself, since heartbeats are up to a second old; rates and step
 times come from heartbeats. A node whose rate is not known counts as the median of the others. While none is known,
-prompts go to prefill nodes, and where there are none to the decode node with the fewest tokens to go.
+tokens are compared, and nodes that only read come first. Of writers that cost the same the one is taken that has most
+of its pool left.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from math import ceil
 from statistics import median
-from typing import Final
 
 from coordinator.control.handover import HandoverCosts
+from coordinator.control.ledger import Ledger
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node
-from coordinator.control.router import candidates, choose, decode_cost, fitting
-
-NEVER, AUTO, ALWAYS = "never", "auto", "always"
-ROLES_NEEDED: Final = {NEVER: ("prefill", "decode"), AUTO: ("decode",), ALWAYS: ("decode",)}
-CHUNK_TOKENS: Final = 512  # of a prompt that a decode node computes in one step, about
+from coordinator.control.router import candidates, decode_cost
+from serving_core.errors import RequestError
+from serving_core.reasons import NO_DECODE_WORKER
+from serving_core.shapes import DECODE, PREFILL
 
 Pair = tuple[Node, Node]
 
 
 def place(
     nodes: Sequence[Node],
+    ledger: Ledger,
     prompt: Prompt,
     num_tokens: int,
     avoid: Collection[Node] = (),
     *,
-    policy: str,
     handover: HandoverCosts,
 ) -> Pair:
-    """The node that computes the prompt and the node that decodes: the same one for a local prefill.
+    """The node that reads the prompt and the node that writes the answer.
 
     num_tokens are those of prompt and answer together. Nodes of `avoid` come last. Raises RequestError when there is
-    no node of a role that is needed.
+    no pair of nodes that could serve the request.
     """
-    if policy == NEVER:
-        return _remote(nodes, prompt, num_tokens, avoid)
-    costs = _Costs(nodes, prompt, handover)
+    readers, writers = candidates(nodes, PREFILL, len(prompt)), candidates(nodes, DECODE, num_tokens)
+    costs = _Costs(nodes, ledger, prompt, handover)
 
-    def local_order(node: Node) -> tuple[bool, bool, float, float, str]:
-        return node in avoid, costs.is_full(node), costs.local_s(node), decode_cost(node, prompt), node.name
+    def order(pair: Pair) -> tuple[int, bool, bool, float, int]:
+        reader, writer = pair
+        is_second_choice = reader.usable.writes and not costs.are_known
+        by_kind = 0 if not reader.usable.writes else 1 if reader is writer else 2  # of pairs that cost the same
+        num_avoided = len({reader, writer} & set(avoid))
+        return num_avoided, is_second_choice, costs.is_full(writer), costs.seconds(reader, writer), by_kind
 
-    node = min(candidates(nodes, "decode", num_tokens), key=local_order)
-    if policy == ALWAYS or not fitting(nodes, "prefill", len(prompt)):
-        return node, node
-    remote = _remote(nodes, prompt, num_tokens, avoid)
-    if not costs.are_known:
-        return remote
-
-    def order(pair: Pair) -> tuple[int, bool, float]:
-        return len(set(pair) & set(avoid)), costs.is_full(pair[1]), costs.seconds(*pair)
-
-    return min(remote, (node, node), key=order)
+    best = min(_best_pairs(readers, writers, costs, avoid), key=order, default=None)
+    if best is None:
+        message = "no node that writes answers takes those of prompts that other nodes read"
+        raise RequestError(NO_DECODE_WORKER, message)
+    return best
 
 
-def _remote(nodes: Sequence[Node], prompt: Prompt, num_tokens: int, avoid: Collection[Node]) -> Pair:
-    prefill = choose(nodes, "prefill", prompt, len(prompt), avoid)
-    return prefill, choose(nodes, "decode", prompt, num_tokens, avoid)
+def _best_pairs(
+    readers: Sequence[Node], writers: Sequence[Node], costs: "_Costs", avoid: Collection[Node]
+) -> Iterator[Pair]:
+    """The two best readers, each with its best writer, and the node that is best alone: one of these is best of all, or
+    next to it. Two readers, since the best one may be the only one that writes."""
+    credit_s = min(map(costs.credit_s, writers))
+
+    def reader_order(node: Node) -> tuple[bool, bool, float, str]:
+        reading = costs.reading(node)
+        is_second_choice = node.usable.writes and not costs.are_known
+        return node in avoid, is_second_choice, max(reading.own_s, credit_s) + reading.others_s, node.name
+
+    for reader in sorted(readers, key=reader_order)[:2]:
+        others = [node for node in writers if node is not reader and node.usable.takes_handovers]
+        if others:
+            yield reader, min(others, key=lambda node: costs.writer_order(reader, node, avoid))
+    able = set(readers)
+    if both := [node for node in writers if node in able]:
+        alone = min(both, key=lambda node: costs.writer_order(node, node, avoid))
+        yield alone, alone
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """Seconds until a node has read the prompt, and those that its answers wait for that."""
+
+    own_s: float
+    others_s: float
 
 
 class _Costs:
     """What one request would cost on these nodes, in seconds of all requests."""
 
-    def __init__(self, nodes: Sequence[Node], prompt: Prompt, handover: HandoverCosts) -> None:
-        self._prompt, self._handover = prompt, handover
+    def __init__(self, nodes: Sequence[Node], ledger: Ledger, prompt: Prompt, handover: HandoverCosts) -> None:
+        self._ledger, self._prompt, self._handover = ledger, prompt, handover
         rates = [node.load.prefill_tokens_per_s for node in nodes if node.load.prefill_tokens_per_s > 0]
         self.are_known = bool(rates)
         self._other_rate = median(rates) if rates else 1.0  # without any, costs compare tokens
-        prefill = [node for node in nodes if node.role == "prefill"]
-        num_queued = sum(node.tokens_to_compute for node in prefill)
-        self._remote_queue_s = num_queued / sum(map(self._rate, prefill)) if num_queued else 0.0
+        readers = [node for node in nodes if node.usable.reads]
+        self._num_queued = sum(ledger.of(node).tokens_to_compute for node in readers)
+        self._rates = sum(map(self._rate, readers))
+        self._readings: dict[Node, _Reading] = {}
 
-    def seconds(self, prefill: Node, decode: Node) -> float:
-        return self.local_s(decode) if prefill is decode else self.remote_s(prefill, decode)
+    def seconds(self, reader: Node, writer: Node) -> float:
+        reading, credit_s = self.reading(reader), self.credit_s(writer)
+        if reader is writer:
+            return credit_s + reading.own_s + reading.others_s
+        there_s = max(reading.own_s, credit_s) + self._handover.move_s
+        return max(there_s, self._ledger.of(writer).tokens_to_compute / self._rate(writer)) + reading.others_s
 
-    def remote_s(self, prefill: Node, decode: Node) -> float:
+    def writer_order(self, reader: Node, writer: Node, avoid: Collection[Node]) -> tuple[bool, bool, float, float, str]:
+        cost = decode_cost(writer, self._ledger, self._prompt)
+        return writer in avoid, self.is_full(writer), self.seconds(reader, writer), cost, writer.name
+
+    def reading(self, node: Node) -> _Reading:
         """A prompt that is half computed counts as a whole one: the coordinator cannot see how far it has come."""
-        num_tokens = prefill.tokens_to_compute + self._prompt.tokens_to_compute(prefill)
-        there_s = max(num_tokens / self._rate(prefill), self._credit_s(decode)) + self._handover.move_s
-        return max(there_s, decode.tokens_to_compute / self._rate(decode))
+        if node not in self._readings:
+            self._readings[node] = self._read(node)
+        return self._readings[node]
 
-    def local_s(self, decode: Node) -> float:
-        num_own_tokens = self._prompt.tokens_to_compute(decode)
-        num_tokens = decode.tokens_to_compute + num_own_tokens
-        compute_s = num_tokens / self._rate(decode)
-        num_others = self._num_decoding_within(decode, compute_s)
-        if num_others:
-            compute_s += ceil(num_tokens / CHUNK_TOKENS) * decode.load.step_s
-        return self._credit_s(decode) + compute_s + num_others * num_own_tokens / self._rate(decode)
+    def credit_s(self, writer: Node) -> float:
+        """The wait for blocks there."""
+        return self._handover.credit_s if self.is_full(writer) else 0.0
 
-    def is_full(self, decode: Node) -> bool:
+    def is_full(self, writer: Node) -> bool:
         """Whether the request would have to wait for credit."""
-        has_no_seat = 0 < decode.hello.max_num_seqs <= len(decode.assigned)
-        return has_no_seat or decode.assigned_tokens + len(self._prompt) > decode.pool_tokens
+        account = self._ledger.of(writer)
+        has_no_seat = writer.usable.seats <= account.num_answers
+        return has_no_seat or account.tokens_held + len(self._prompt) > writer.pool_tokens
 
-    def _num_decoding_within(self, decode: Node, seconds: float) -> float:
+    def _read(self, node: Node) -> _Reading:
+        num_own_tokens = self._prompt.tokens_to_compute(node)
+        num_tokens = self._ledger.of(node).tokens_to_compute + num_own_tokens
+        own_s = num_tokens / self._rate(node)
+        num_others = self._num_writing_within(node, own_s)
+        if num_others:
+            own_s += ceil(num_tokens / node.usable.prompt_tokens) * node.load.step_s
+        return _Reading(own_s, num_others * num_own_tokens / self._rate(node))
+
+    def _num_writing_within(self, node: Node, seconds: float) -> float:
         """Answers that the node goes on with by then, of those that it has."""
-        num_remote = sum(num_tokens == 0 for num_tokens in decode.beginning.values())
-        part = min(1.0, seconds / self._remote_queue_s) if self._remote_queue_s else 1.0
-        return len(decode.assigned) - num_remote * (1.0 - part)
-
-    def _credit_s(self, decode: Node) -> float:
-        return self._handover.credit_s if self.is_full(decode) else 0.0
+        account = self._ledger.of(node)
+        num_queued = self._num_queued - account.tokens_to_compute  # on the nodes that read for this one
+        part = min(1.0, seconds * (self._rates - self._rate(node)) / num_queued) if num_queued else 1.0
+        return account.num_answers - account.num_to_come * (1.0 - part)
 
     def _rate(self, node: Node) -> float:
         return node.load.prefill_tokens_per_s or self._other_rate

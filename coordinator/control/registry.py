@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from protos import fleet_pb2, inference_pb2
-from protos.convert import PROTOCOL_VERSION
+from protos.convert import PROTOCOL_VERSION, shape_from_wire, shape_to_wire
 from serving_core.errors import RequestError
 from serving_core.reasons import BAD_PARAM, NAME_TAKEN, PAIRING_MISMATCH, QUEUE_FULL
+from serving_core.shapes import BOTH, ROLES, Shape, check_shape, common, role_of
 
-ROLES: Final = ("prefill", "decode")
+READY: Final = "ready"  # states of a node
+DRAINING: Final = "draining"
 MAX_NODES: Final = 1024
 MAX_TP_SIZE: Final = 64
 MAX_FIRST_SESSION: Final = 2**63  # what is left of 64 bits no coordinator can use up
@@ -21,18 +23,16 @@ _NAME: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One attachment of one node process; a node that attaches again is a new Node."""
+    """One attachment of one node process, as it describes itself; a node that attaches again is a new Node."""
 
     hello: fleet_pb2.Hello
     session: int
     last_seen_s: float
     load: inference_pb2.NodeLoad
+    shape: Shape  # that the node has confirmed
+    asked: Shape | None = None  # of the node, which has not confirmed it yet
     step_age_s: float = 0.0
-    # The router's own accounting, by request id. Tokens of each answer that is this node's to work on: those that a
-    # prefill node is to compute, those that a decode node is to hold.
-    assigned: dict[str, int] = field(default_factory=dict)
-    # Answers of a decode node that have no token yet: the tokens that it is to compute for them, 0 where another does.
-    beginning: dict[str, int] = field(default_factory=dict)
+    is_drained: bool = False  # by an operator, whatever the node says of itself
     # Of the full blocks that the node says to hold, `serving_core.prefix.hint_of` their names; at most num_blocks.
     hints: set[int] = field(default_factory=set)
 
@@ -42,7 +42,19 @@ class Node:
 
     @property
     def role(self) -> str:
-        return self.hello.node.role
+        """What the node's shape amounts to."""
+        return role_of(self.shape)
+
+    @property
+    def kind(self) -> str:
+        """What the node is called in a sentence."""
+        return "node" if self.role == BOTH else f"{self.role} node"
+
+    @property
+    def usable(self) -> Shape:
+        """What the node may be given. A shape that it was asked to take counts at once where it takes work away, and
+        where it brings some only once it is confirmed."""
+        return common(self.shape, self.asked) if self.asked else self.shape
 
     @property
     def tp_size(self) -> int:
@@ -65,22 +77,8 @@ class Node:
         return min(self.pool_tokens, self.hello.max_model_len)
 
     @property
-    def assigned_tokens(self) -> int:
-        return sum(self.assigned.values())
-
-    @property
-    def tokens_to_compute(self) -> int:
-        """Prompt tokens that the node has been given and has not finished."""
-        return self.assigned_tokens if self.role == "prefill" else sum(self.beginning.values())
-
-    def forget(self, request_id: str) -> None:
-        """The answer is not the node's to work on any more."""
-        self.assigned.pop(request_id, None)
-        self.beginning.pop(request_id, None)
-
-    @property
     def is_ready(self) -> bool:
-        return self.load.state == "ready"
+        return self.load.state == READY
 
 
 class Registry:
@@ -108,9 +106,6 @@ class Registry:
         """All attached nodes by name."""
         return [self._nodes[name] for name in sorted(self._nodes)]
 
-    def of_role(self, role: str) -> list[Node]:
-        return [node for node in self.nodes if node.role == role]
-
     def find(self, name: str) -> Node | None:
         return self._nodes.get(name)
 
@@ -127,14 +122,26 @@ class Registry:
             raise RequestError(QUEUE_FULL, f"the fleet has {MAX_NODES} nodes, its limit")
         self._check_fingerprint(hello.node, others)
         self._check_name(hello)
-        load = inference_pb2.NodeLoad(state="ready", num_blocks=hello.num_blocks, num_blocks_free=hello.num_blocks)
-        node = self._nodes[hello.node.name] = Node(hello, next(self._sessions), now, _named(load, hello.node))
+        shape = _shape_of(hello)
+        load = inference_pb2.NodeLoad(state=READY, num_blocks=hello.num_blocks, num_blocks_free=hello.num_blocks)
+        node = self._nodes[hello.node.name] = Node(hello, next(self._sessions), now, load, shape)
+        _complete(node)
         return node
 
     def heartbeat(self, node: Node, heartbeat: fleet_pb2.Heartbeat, now: float) -> None:
         node.last_seen_s = now
         node.step_age_s = heartbeat.step_age_s
-        node.load = _named(heartbeat.load, node.hello.node)
+        node.load = heartbeat.load
+        if heartbeat.load.HasField("shape"):
+            node.shape = shape_from_wire(heartbeat.load.shape)
+        if node.shape == node.asked:
+            node.asked = None
+        _complete(node)
+
+    def drain(self, node: Node) -> None:
+        """The node is to be given nothing more, as long as it is attached."""
+        node.is_drained = True
+        _complete(node)
 
     def cache_changed(self, node: Node, event: fleet_pb2.CacheChanged) -> int:
         """Notes which blocks the node holds: first those removed, then those stored.
@@ -186,9 +193,19 @@ class Registry:
         return None
 
 
-def _named(load: inference_pb2.NodeLoad, info: inference_pb2.NodeInfo) -> inference_pb2.NodeLoad:
-    load.name, load.role = info.name, info.role
-    return load
+def _complete(node: Node) -> None:
+    """Puts what is known of the node into its load, whether it has told it itself or not."""
+    node.load.name, node.load.role = node.name, node.role
+    node.load.shape.CopyFrom(shape_to_wire(node.shape))
+    if node.is_drained:
+        node.load.state = DRAINING
+
+
+def _shape_of(hello: fleet_pb2.Hello) -> Shape:
+    """The shape that a node begins with. Raises RequestError for one that it could not take."""
+    shape = shape_from_wire(hello.shape)
+    check_shape(shape, max_num_batched_tokens=hello.max_num_batched_tokens, max_num_seqs=hello.max_num_seqs)
+    return shape
 
 
 def _check_hello(hello: fleet_pb2.Hello) -> None:
@@ -196,7 +213,7 @@ def _check_hello(hello: fleet_pb2.Hello) -> None:
     if not _NAME.fullmatch(info.name):
         raise RequestError(BAD_PARAM, f"a node's name must match {_NAME.pattern}, not {info.name!r:.80}")
     if info.role not in ROLES:
-        raise RequestError(BAD_PARAM, f"a node's role must be {' or '.join(ROLES)}, not {info.role!r:.80}")
+        raise RequestError(BAD_PARAM, f"a node's role must be one of {', '.join(ROLES)}, not {info.role!r:.80}")
     for name in ("num_blocks", "block_size", "max_model_len"):
         if getattr(hello, name) == 0:
             raise RequestError(BAD_PARAM, f"{name} of node {info.name} must be above 0")

@@ -34,6 +34,10 @@ class Releases:
         """The node holds nothing of the attempt any more. False when it was not asked to let go."""
         return self._releases.pop((node, epoch), None) is not None
 
+    def count(self, node: Node) -> int:
+        """Attempts that the node has yet to let go of."""
+        return sum(release.node is node for release in self._releases.values())
+
     def lose(self, node: Node) -> None:
         self._releases = {key: release for key, release in self._releases.items() if release.node is not node}
 

@@ -1,56 +1,69 @@
-"""Picks the node for a request, when it is clear which role is to be filled. Pure.
+"""Which nodes may do a part of a request. Pure.
 
-A node costs what the request would find there, in tokens; the cheapest takes it:
-
-    prefill   tokens assigned and not finished + tokens of the request that the node would have to compute
-    decode    (tokens assigned + tokens of the request that the node does not hold) / tokens of its KV pool
-
-For prefill both terms are computed before the first token of the answer, one token at about the same price as the
-other. So a node that holds the beginning of the request wins, unless its queue is longer than the others' by more
-than what it saves; a popular beginning spreads over more nodes just when one of them has become the slower choice.
-For decode it is the part of the pool that is taken once the request is there. A block that is held needs neither a
-transfer nor a free block, and pools may differ in size. Hints change the cost alone, never who may be chosen.
+A request has two parts: a node reads the prompt, and the same or another one writes the answer. Which nodes do which
+part is a matter of their shapes.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
+from typing import Final
 
+from coordinator.control.ledger import Ledger
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node
 from serving_core.errors import RequestError
 from serving_core.reasons import NO_DECODE_WORKER, NO_PREFILL_WORKER
+from serving_core.shapes import DECODE, PREFILL
 
-_NO_NODE = {"prefill": NO_PREFILL_WORKER, "decode": NO_DECODE_WORKER}
-
-
-def choose(nodes: Collection[Node], role: str, prompt: Prompt, num_tokens: int, avoid: Collection[Node] = ()) -> Node:
-    """The cheapest ready node of the role that num_tokens tokens of the request fit on, the first by name of equals;
-    one of `avoid` only when there is no other. Raises RequestError when there is none at all.
-    """
-    cost = prefill_cost if role == "prefill" else decode_cost
-    able = candidates(nodes, role, num_tokens)
-    return min(able, key=lambda node: (node in avoid, cost(node, prompt), node.name))
+PARTS: Final = {PREFILL: ("reads prompts", NO_PREFILL_WORKER), DECODE: ("writes answers", NO_DECODE_WORKER)}
 
 
-def candidates(nodes: Collection[Node], role: str, num_tokens: int) -> list[Node]:
-    """The ready nodes of the role that num_tokens tokens of one request fit on: one at least. Raises RequestError when
-    there is none."""
-    able = fitting(nodes, role, num_tokens)
+def candidates(nodes: Iterable[Node], role: str, num_tokens: int) -> list[Node]:
+    """The ready nodes that do this part and that num_tokens tokens of one request fit on: one at least. Raises
+    RequestError when there is none."""
+    ready = fitting(nodes, role, 0)
+    able = fitting(ready, role, num_tokens)
     if not able:
-        problem = f"can hold {num_tokens} tokens" if fitting(nodes, role, 0) else "is ready"
-        raise RequestError(_NO_NODE[role], f"no {role} node {problem}")
+        part, reason = PARTS[role]
+        raise RequestError(reason, f"no node that {part} {f'can hold {num_tokens} tokens' if ready else 'is ready'}")
     return able
 
 
 def fitting(nodes: Iterable[Node], role: str, num_tokens: int) -> list[Node]:
-    """The ready nodes of the role that num_tokens tokens of one request fit on."""
-    return [node for node in nodes if node.role == role and node.is_ready and num_tokens <= node.max_request_tokens]
+    """The ready nodes that read prompts (prefill) or write answers (decode), and that num_tokens tokens of one request
+    fit on."""
+    return [node for node in nodes if does(node, role) and node.is_ready and num_tokens <= node.max_request_tokens]
 
 
-def prefill_cost(node: Node, prompt: Prompt) -> float:
-    """Of a prefill node, in tokens."""
-    return node.tokens_to_compute + prompt.tokens_to_compute(node)
+def does(node: Node, role: str) -> bool:
+    """Whether the node may be given prompts to read (prefill) or answers to write (decode)."""
+    return node.usable.reads if role == PREFILL else node.usable.writes
 
 
-def decode_cost(node: Node, prompt: Prompt) -> float:
-    """Of a decode node, as a part of its pool."""
-    return (node.assigned_tokens + len(prompt) - prompt.tokens_held(node)) / node.pool_tokens
+def has_path(nodes: Iterable[Node]) -> bool:
+    """Whether a request can be served: one ready node both reads and writes, or one reads and another one takes its
+    hand-overs."""
+    shapes = [node.usable for node in nodes if node.is_ready]
+    if any(shape.reads and shape.writes for shape in shapes):
+        return True
+    return any(shape.reads for shape in shapes) and any(shape.writes and shape.takes_handovers for shape in shapes)
+
+
+def roomiest(nodes: Iterable[Node], ledger: Ledger, num_tokens: int, max_tokens: int) -> Node | None:
+    """Where a running answer may go: of the ready nodes that take answers over, have room for num_tokens tokens of one
+    now and can hold max_tokens, the one with most room, the first by name of equals. None when there is none."""
+
+    def free(node: Node) -> int:
+        return node.pool_tokens - ledger.of(node).tokens_held
+
+    def has_room(node: Node) -> bool:
+        has_seat = ledger.of(node).num_answers < node.usable.seats
+        return node.usable.takes_handovers and has_seat and free(node) >= num_tokens
+
+    able = [node for node in fitting(nodes, DECODE, max_tokens) if has_room(node)]
+    return min(able, key=lambda node: (-free(node), node.name), default=None)
+
+
+def decode_cost(node: Node, ledger: Ledger, prompt: Prompt) -> float:
+    """The part of the node's pool that would be taken once the answer to the prompt is written there. A block that it
+    holds already needs no free one, and pools may differ in size."""
+    return (ledger.of(node).tokens_held + len(prompt) - prompt.tokens_held(node)) / node.pool_tokens

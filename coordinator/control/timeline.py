@@ -1,6 +1,7 @@
 """Where the time of a request went. Pure."""
 
 from enum import Enum
+from typing import Any
 
 from protos import inference_pb2
 
@@ -8,7 +9,7 @@ from protos import inference_pb2
 class Phase(Enum):
     """What a request is waiting for or doing; the values are the fields of the Timeline message, less their _s.
 
-    A local prefill knows neither CREDIT_WAIT nor TRANSFER: the wait for blocks is part of PREFILL_QUEUE.
+    One node that reads and writes knows neither CREDIT_WAIT nor TRANSFER: the wait for blocks is part of PREFILL_QUEUE.
     """
 
     PREFILL_QUEUE = "prefill_queue"
@@ -43,14 +44,13 @@ class Timeline:
         gap_s, self._last_token_s = now - self._last_token_s, now
         return gap_s
 
-    def to_wire(self, now: float, prefill_node: str, decode_node: str, num_restarts: int) -> inference_pb2.Timeline:
-        """The request ends now."""
+    def to_wire(self, now: float, **others: Any) -> inference_pb2.Timeline:
+        """The request ends now; `others` are the fields that are not its time."""
         self.enter(self.phase, now)
+        seconds: dict[str, Any] = {f"{phase.value}_s": spent_s for phase, spent_s in self._seconds.items()}
         return inference_pb2.Timeline(
-            **{f"{phase.value}_s": seconds for phase, seconds in self._seconds.items()},
+            **seconds,
             e2e_s=sum(self._seconds.values()),
             ttft_s=0.0 if self._first_token_s is None else self._first_token_s - self._start_s,
-            prefill_node=prefill_node,
-            decode_node=decode_node,
-            num_restarts=num_restarts,
+            **others,
         )

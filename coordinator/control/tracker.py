@@ -8,8 +8,9 @@
     StepTokens   to the client, strictly by index: they may come before FirstToken, over the other stream
     Failed       a new attempt on other nodes, or the end; so does a lost node
 
-Where the decode node is to compute the prompt itself, Reserve alone goes out, FirstToken comes from the decode node,
-and nothing is delivered or committed.
+Where the node that writes is to read the prompt itself, Reserve alone goes out, FirstToken comes from that node, and
+nothing is delivered or committed. A prompt that is read and gets no blocks within keep_after_s is answered by the
+node that has read it (Keep). An answer that is being written may move to another node: coordinator/control/moves.py.
 
 A new attempt sends prompt and emitted tokens as one prompt, so the stream goes on at the next index. Epochs grow over
 all requests: what a node still says of an older attempt, even one of the same request id, cannot be mistaken.
@@ -17,15 +18,16 @@ all requests: what a node still says of an older attempt, even one of the same r
 
 from typing import Any, Final
 
-from coordinator.control.attempts import Attempt, TrackedRequest
-from coordinator.control.handover import Handover
-from coordinator.control.instructions import Emit, End, Instruction, Send
+from coordinator.control import balance, drains
+from coordinator.control.attempts import TrackedRequest
+from coordinator.control.instructions import Instruction, Send
+from coordinator.control.ledger import Ledger
+from coordinator.control.live import LiveAnswers
 from coordinator.control.metrics import Metrics
+from coordinator.control.moves import Moves, keep
 from coordinator.control.outcomes import completion, end_error, restart_error, with_progress
-from coordinator.control.placement import place
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node, Registry
-from coordinator.control.releases import Releases
 from coordinator.control.timeline import Phase, Timeline
 from protos import fleet_pb2, inference_pb2
 from serving_core import reasons
@@ -34,7 +36,6 @@ from serving_core.requests import SamplingParams
 
 # Far more than one stream can be ahead of the other: each attempt's first token is on its way before its transfer.
 MAX_EARLY_TOKENS: Final = 1024
-NUM_EPOCHS: Final = 2**32
 RESTART_REASONS: Final = (reasons.TRANSFER_FAILED, reasons.KV_CHECKSUM_MISMATCH)
 
 
@@ -44,46 +45,48 @@ class Tracker:
     def __init__(
         self,
         registry: Registry,
+        ledger: Ledger,
         metrics: Metrics,
         *,
         first_epoch: int,
         max_live: int,
         max_restarts: int,
-        local_prefill: str,
+        keep_after_s: float,
     ) -> None:
-        """`first_epoch` is to be random: nodes may still be at attempts of a coordinator that ran before this one.
-        `local_prefill` is a policy of coordinator/control/placement.py."""
+        """`first_epoch` is to be random: nodes may still be at attempts of a coordinator that ran before this one."""
         self._registry = registry
+        self._ledger = ledger
         self._metrics = metrics
-        self._local_prefill = local_prefill
-        self._handover = Handover()
+        self._live = LiveAnswers(registry, ledger, metrics, first_epoch=first_epoch, max_restarts=max_restarts)
+        self._moves = Moves(self._live)
         self._max_live = max_live
-        self._max_restarts = max_restarts
-        self._requests: dict[str, TrackedRequest] = {}
-        self._releases = Releases()
-        self._epoch = first_epoch
+        self._keep_after_s = keep_after_s
         self._age = 0  # requests that were ever admitted
 
     @property
     def num_open(self) -> int:
         """Live answers, and attempts that nodes have yet to let go of: at 0 the fleet holds nothing."""
-        return len(self._requests) + len(self._releases)
+        return len(self._live) + len(self._live.releases)
 
     @property
     def num_running(self) -> int:
         """Live answers that have a token."""
-        return sum(bool(request.output) for request in self._requests.values())
+        return sum(bool(request.output) for request in self._live)
 
     @property
     def num_waiting(self) -> int:
         """Live answers that have none yet."""
-        return len(self._requests) - self.num_running
+        return len(self._live) - self.num_running
+
+    def num_left(self, node: Node) -> int:
+        """Answers that the node still has a part in."""
+        return drains.num_left(node, self._live, self._live.releases)
 
     def submit(
         self, request_id: str, prompt: Prompt, sampling: SamplingParams, *, arrived_s: float, deadline_s: float
     ) -> list[Instruction]:
         """Begins an answer. Raises RequestError, and then nothing has begun."""
-        if request_id in self._requests:
+        if self._live.find(request_id) is not None:
             raise RequestError(reasons.DUPLICATE_REQUEST_ID, f"request {request_id} is live already")
         if self.num_open >= self._max_live:
             raise RequestError(
@@ -91,104 +94,120 @@ class Tracker:
             )
         self._age += 1
         request = TrackedRequest(request_id, self._age, prompt, sampling, deadline_s, Timeline(arrived_s))
-        instructions = self._attempt(request, arrived_s)
-        self._requests[request_id] = request
-        return instructions
+        return self._live.begin(request, arrived_s)
 
     def handle(self, node: Node, event: fleet_pb2.NodeEvent, now: float) -> list[Instruction]:
         """What a node tells of its attempts. Events that are late, repeated or not the node's to send do nothing."""
         kind = event.WhichOneof("event")
         body: Any = getattr(event, kind)
-        match kind:
-            case "revoked":
-                return self._on_revoked(node, body, now)
-            case "first_token":
-                return self._on_first_token(node, body, now)
-            case "reserved":
-                return self._on_reserved(node, body, now)
-            case "transferred" | "committed":
-                return self._on_committed(node, body, now)
-            case "step_tokens":
-                return self._on_step_tokens(node, body, now)
-            case "failed" | "cancelled":
-                return self._on_let_go(node, body, now)
-            case _:
-                raise AssertionError(f"{kind} is not the tracker's business")
+        if kind == "step_tokens":
+            return self._on_step_tokens(node, body, now)
+        was_asked = kind in ("failed", "cancelled") and self._live.releases.settle(node, body.attempt.epoch)
+        if (moving := self._moves.find(node, body.attempt)) is not None:
+            return [*self._moves.handle(moving, kind, body, now), *self._relocate(now)]
+        request = self._live.on(node, body.attempt)
+        return [] if request is None or was_asked else self._on_event(request, node, kind, body, now)
 
     def lose(self, node: Node, now: float) -> list[Instruction]:
         """The node is gone, from the registry too, with all it held."""
-        self._releases.lose(node)
+        self._live.releases.lose(node)
         instructions: list[Instruction] = []
-        for request in list(self._requests.values()):
-            if node in (request.attempt.prefill, request.attempt.decode):
-                error = RequestError(reasons.WORKER_LOST, f"the {node.role} node was lost")
-                instructions += self._carry_on(request, node, error, now)
+        for request in self._live:
+            instructions += self._moves.lose(request, node, now)
+            if request in self._live and node in (request.attempt.prefill, request.attempt.decode):
+                error = RequestError(reasons.WORKER_LOST, f"the {node.kind} was lost")
+                instructions += self._live.carry_on(request, node, error, now)
         return instructions
 
     def finish(self, request_id: str, finish_reason: inference_pb2.FinishReason, now: float) -> list[Instruction]:
         """Ends a live answer early, as complete; an unknown one is left alone."""
-        request = self._requests.get(request_id)
-        return self._end(request, completion(request, finish_reason, now), now) if request else []
+        request = self._live.find(request_id)
+        return self._live.end(request, completion(request, finish_reason, now), now) if request else []
 
     def fail(self, request_id: str, error: RequestError, now: float) -> list[Instruction]:
         """Ends a live answer early, with an error; an unknown one is left alone."""
-        request = self._requests.get(request_id)
-        return self._end(request, with_progress(error, request), now) if request else []
+        request = self._live.find(request_id)
+        return self._live.end(request, with_progress(error, request), now) if request else []
 
     def tick(self, now: float) -> list[Instruction]:
         """What the mere passing of time asks for."""
-        instructions: list[Instruction] = [Send(node, command) for node, command in self._releases.overdue(now)]
-        for request in list(self._requests.values()):
+        instructions: list[Instruction] = [Send(node, command) for node, command in self._live.releases.overdue(now)]
+        for request in self._live:
             if now >= request.deadline_s:
                 error = with_progress(RequestError(reasons.DEADLINE_EXCEEDED, "the answer took too long"), request)
-                instructions += self._end(request, error, now)
-        return instructions
+                instructions += self._live.end(request, error, now)
+            else:
+                instructions += self._moves.tick(request, now) + self._keep_if_due(request, now)
+        return instructions + self._relocate(now)
 
     # ---- events ----
 
-    def _on_reserved(self, node: Node, event: fleet_pb2.Reserved, now: float) -> list[Instruction]:
-        request = self._request_on(node, event.attempt)
-        if request is None or node is not request.attempt.decode or request.attempt.is_reserved:
+    def _on_event(self, request: TrackedRequest, node: Node, kind: str, body: Any, now: float) -> list[Instruction]:
+        """What a node of the current attempt says of it."""
+        match kind:
+            case "reserved":
+                return self._on_reserved(request, node, body, now)
+            case "revoked":
+                return self._on_revoked(request, node, now)
+            case "first_token":
+                return self._on_first_token(request, node, body, now)
+            case "transferred" | "committed":
+                return self._on_committed(request, node, body, now)
+            case "move_failed":
+                return self._moves.on_source_failed(request, now)
+            case "failed":
+                return self._on_failed(request, node, body, now)
+            case "cancelled":
+                error = RequestError(reasons.WORKER_LOST, f"the {node.kind} does not know the request")
+                return self._live.carry_on(request, node, error, now)
+            case _:
+                raise AssertionError(f"{kind} is not the tracker's business")
+
+    def _on_reserved(
+        self, request: TrackedRequest, node: Node, event: fleet_pb2.Reserved, now: float
+    ) -> list[Instruction]:
+        if node is not request.attempt.decode or request.attempt.is_reserved:
             return []
         request.attempt.granted_s = now
-        self._handover.granted(request.attempt, now)
+        self._live.handover.granted(request.attempt, now)
         if request.timeline.phase is Phase.CREDIT_WAIT:
             request.timeline.enter(Phase.TRANSFER, now)
         deliver = fleet_pb2.Deliver(attempt=event.attempt, ticket=event.ticket)
         return [Send(request.attempt.prefill, fleet_pb2.NodeCommand(deliver=deliver, attempt=event.attempt))]
 
-    def _on_revoked(self, node: Node, event: fleet_pb2.Revoked, now: float) -> list[Instruction]:
+    def _on_revoked(self, request: TrackedRequest, node: Node, now: float) -> list[Instruction]:
         """The blocks are needed for older requests: others will be granted. The prefill node finds out by itself."""
-        request = self._request_on(node, event.attempt)
-        if request is None or node is not request.attempt.decode or request.attempt.is_committed:
+        if node is not request.attempt.decode or request.attempt.is_committed:
             return []
-        request.attempt.granted_s = None
+        request.attempt.granted_s, request.attempt.revoked_s = None, now
         if request.timeline.phase is Phase.TRANSFER:
             request.timeline.enter(Phase.CREDIT_WAIT, now)
         return []
 
-    def _on_first_token(self, node: Node, event: fleet_pb2.FirstToken, now: float) -> list[Instruction]:
-        request = self._request_on(node, event.attempt)
-        if request is None or node is not request.attempt.prefill or request.attempt.has_first_token:
+    def _on_first_token(
+        self, request: TrackedRequest, node: Node, event: fleet_pb2.FirstToken, now: float
+    ) -> list[Instruction]:
+        if node is not request.attempt.prefill or request.attempt.has_first_token:
             return []
         attempt = request.attempt
         attempt.first_token_s = now
         if attempt.first_index == 0:
             request.num_cached_tokens = min(event.num_cached_tokens, len(request.prompt))
             self._metrics.prompt_read(len(request.prompt), request.num_cached_tokens)
-        attempt.decode.beginning.pop(request.request_id, None)
-        if not attempt.is_local:
-            node.forget(request.request_id)
+        self._ledger.first_token(request.request_id)
         request.timeline.enter(Phase.PREFILL, now, ago_s=event.prefill_s)
         request.timeline.enter(attempt.phase_after_prefill, now)
         attempt.early[attempt.first_index] = event.token
-        return self._emit(request, now)
+        return self._live.emit(request, now)
 
     def _on_committed(
-        self, node: Node, event: fleet_pb2.Committed | fleet_pb2.Transferred, now: float
+        self,
+        request: TrackedRequest,
+        node: Node,
+        event: fleet_pb2.Committed | fleet_pb2.Transferred,
+        now: float,
     ) -> list[Instruction]:
-        request = self._request_on(node, event.attempt)
-        if request is None or request.attempt.is_local:
+        if request.attempt.is_local:
             return []
         if node is request.attempt.prefill:
             request.attempt.let_go(node)
@@ -202,8 +221,10 @@ class Tracker:
     def _on_step_tokens(self, node: Node, event: fleet_pb2.StepTokens, now: float) -> list[Instruction]:
         instructions: list[Instruction] = []
         for token in event.tokens:
-            request = self._request_on(node, token.attempt)
-            if request is not None and node is request.attempt.decode:
+            request = self._live.on(node, token.attempt)
+            if request is None or node is not request.attempt.decode:
+                request = self._moves.find_told_before(node, token)
+            if request is not None:
                 instructions += self._on_step_token(request, token, event.step_s, now)
         return instructions
 
@@ -216,122 +237,49 @@ class Tracker:
         attempt.early[token.index] = token
         if len(attempt.early) > MAX_EARLY_TOKENS:
             error = RequestError(reasons.WORKER_LOST, f"{MAX_EARLY_TOKENS} tokens came out of order")
-            return self._restart(request, attempt.prefill, error, now)
+            return self._live.restart(request, attempt.prefill, error, now)
         if not attempt.has_first_token:
             return []
         if request.timeline.phase is not Phase.DECODE:
             request.timeline.enter(Phase.DECODE, now, ago_s=step_s)
-            self._handover.moved(attempt, now - step_s, now)
-        return self._emit(request, now)
+            self._live.handover.moved(attempt, now - step_s, now)
+        return self._live.emit(request, now)
 
-    def _on_let_go(self, node: Node, event: fleet_pb2.Failed | fleet_pb2.Cancelled, now: float) -> list[Instruction]:
-        """Failed, or Cancelled: asked for, or from a node that does not know the attempt."""
-        if self._releases.settle(node, event.attempt.epoch):
-            return []
-        request = self._request_on(node, event.attempt)
-        if request is None:
-            return []
-        if isinstance(event, fleet_pb2.Cancelled):
-            error = RequestError(reasons.WORKER_LOST, f"the {node.role} node does not know the request")
-            return self._carry_on(request, node, error, now)
+    def _on_failed(self, request: TrackedRequest, node: Node, event: fleet_pb2.Failed, now: float) -> list[Instruction]:
+        attempt = request.attempt
         if event.reason in RESTART_REASONS:
             self._metrics.transfers_failed[event.reason] += 1
             # Either end may be at fault, whichever of the two has noticed.
-            request.avoid += [request.attempt.prefill, request.attempt.decode]
-            return self._carry_on(request, node, restart_error(node, event), now)
-        request.attempt.let_go(node)
-        return self._end(request, with_progress(end_error(node, event), request), now)
+            request.avoid += [attempt.prefill, attempt.decode]
+            return self._live.carry_on(request, node, restart_error(node, event), now)
+        attempt.let_go(node)
+        return self._live.end(request, with_progress(end_error(node, event), request), now)
 
-    def _request_on(self, node: Node, attempt: fleet_pb2.Attempt) -> TrackedRequest | None:
-        """The live request whose current attempt this is, if the node has a part in it."""
-        request = self._requests.get(attempt.request_id)
-        if request is None or request.attempt.epoch != attempt.epoch:
-            return None
-        return request if node is request.attempt.prefill or node is request.attempt.decode else None
+    # ---- what goes elsewhere ----
 
-    # ---- effects ----
-
-    def _attempt(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """Gives the request to a pair of nodes. Raises RequestError when there is none, and then changes nothing."""
-        prompt = request.prompt.followed_by(request.output)
-        max_tokens = len(request.prompt) + request.sampling.max_tokens
-        costs = self._handover.costs(now)
-        prefill, decode = place(
-            self._registry.nodes, prompt, max_tokens, request.avoid, policy=self._local_prefill, handover=costs
-        )
-        self._epoch = (self._epoch + 1) % NUM_EPOCHS
-        request.attempt = Attempt(self._epoch, prefill, decode, first_index=len(request.output), started_s=now)
-        _assign(request, prompt)
-        return [Send(node, command) for node, command in request.commands(prompt)]
-
-    def _carry_on(self, request: TrackedRequest, node: Node, error: RequestError, now: float) -> list[Instruction]:
-        """The node has dropped its part: nothing to do if that was over, else a new attempt."""
-        request.attempt.let_go(node)
-        if node is request.attempt.prefill and request.attempt.is_handed_over:
+    def _keep_if_due(self, request: TrackedRequest, now: float) -> list[Instruction]:
+        """Answers a prompt where it was read, when the decode node has had no room for it for too long."""
+        attempt, reader = request.attempt, request.attempt.prefill
+        since_s = attempt.waits_since_s
+        if since_s is None or now - since_s < self._keep_after_s:
             return []
-        return self._restart(request, node, error, now)
-
-    def _restart(self, request: TrackedRequest, node: Node, error: RequestError, now: float) -> list[Instruction]:
-        """A new attempt, away from the node; the error becomes the end when there were enough."""
-        error = with_progress(error, request)
-        instructions = self._let_go(request, now)
-        if request.num_restarts == self._max_restarts:
-            return instructions + self._end(request, error, now)
-        request.num_restarts += 1
-        self._metrics.num_restarts += 1
-        request.avoid.append(node)
-        request.timeline.enter(Phase.PREFILL_QUEUE, now)
-        try:
-            return instructions + self._attempt(request, now)
-        except RequestError as no_node:
-            final = RequestError(no_node.reason, str(no_node), **error.metadata)
-            return instructions + self._end(request, final, now)
-
-    def _emit(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """Whatever is next by index goes out; the last token of the answer ends it."""
-        attempt, output = request.attempt, request.output
-        tokens: list[fleet_pb2.SampledToken] = []
-        while len(output) in attempt.early and not (tokens and tokens[-1].finish_reason):
-            tokens.append(attempt.early.pop(len(output)))
-            output.append(tokens[-1].token_id)
-        if not tokens:
+        if not reader.is_ready or request.max_tokens > reader.max_request_tokens:
             return []
-        self._metrics.tokens_came(len(tokens), request.timeline.tokens(now), is_first=len(output) == len(tokens))
-        attempt.decode.assigned[request.request_id] += len(tokens)
-        emit = Emit(request.request_id, tokens)
-        if not tokens[-1].finish_reason:
-            return [emit]
-        # The node of the last token has let go by itself; so has the prefill node, whichever of the two it was.
-        attempt.prefill_holds = False
-        attempt.decode_holds = tokens[-1].index == attempt.first_index and not attempt.is_local
-        complete = completion(request, tokens[-1].finish_reason, now)
-        if complete.finish_reason == inference_pb2.FINISH_REASON_STOP:
-            complete.matched_token_id = output[-1]
-        return [emit, *self._end(request, complete, now)]
+        cancel = self._live.cancel(request, attempt.decode, attempt.epoch, now)
+        self._ledger.let_go(request.request_id, attempt.decode)
+        self._ledger.write(request.request_id, reader, len(request.known))
+        attempt.decode = reader
+        attempt.decode_holds = attempt.is_committed = True
+        request.timeline.enter(Phase.DECODE_QUEUE, now)
+        self._metrics.num_kept += 1
+        return [cancel, keep(request)]
 
-    def _end(
-        self, request: TrackedRequest, outcome: inference_pb2.Complete | RequestError, now: float
-    ) -> list[Instruction]:
-        del self._requests[request.request_id]
-        return [*self._let_go(request, now), End(request.request_id, outcome)]
-
-    def _let_go(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """Asks every node that may hold something of the attempt to drop it."""
-        attempt = request.attempt
-        instructions: list[Instruction] = [
-            Send(node, self._releases.ask(node, request.request_id, attempt.epoch, now)) for node in attempt.holders()
-        ]
-        attempt.prefill_holds = attempt.decode_holds = False
-        for node in (attempt.prefill, attempt.decode):
-            node.forget(request.request_id)
+    def _relocate(self, now: float) -> list[Instruction]:
+        """What is to leave its node: see coordinator/control/drains.py and balance.py."""
+        live, nodes, instructions = self._live, self._registry.nodes, list[Instruction]()
+        for request in drains.prompts(live):
+            instructions += live.elsewhere(request, now)
+        for policy in (drains, balance):
+            for request, target in policy.departures(live, nodes, self._ledger, now):
+                instructions += self._moves.begin(request, target, now)
         return instructions
-
-
-def _assign(request: TrackedRequest, prompt: Prompt) -> None:
-    """Counts what the current attempt gives its nodes to do."""
-    attempt, request_id = request.attempt, request.request_id
-    num_tokens = prompt.tokens_to_compute(attempt.prefill)
-    attempt.decode.assigned[request_id] = len(prompt)
-    attempt.decode.beginning[request_id] = num_tokens if attempt.is_local else 0
-    if not attempt.is_local:
-        attempt.prefill.assigned[request_id] = num_tokens

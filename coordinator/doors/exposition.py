@@ -13,12 +13,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
+from coordinator.control.instructions import MoveOutcome
 from coordinator.control.metrics import BOUNDS_S, Histogram, Metrics
 from coordinator.control.outcomes import FINISH_REASONS
-from coordinator.control.registry import ROLES, Node, Registry
+from coordinator.control.registry import Node, Registry
 from coordinator.control.timeline import Phase
 from coordinator.control.tracker import RESTART_REASONS, Tracker
 from coordinator.doors.statuses import CODES
+from serving_core.shapes import ROLES
 
 CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 COORDINATOR: Final = "coordinator"
@@ -78,6 +80,8 @@ def _times(metrics: Metrics) -> Iterator[Figure]:
         ("e2e_request_latency_seconds", "From the arrival of a request to the end of its answer.", metrics.e2e),
     ):
         yield figure(name, help, histogram, name)
+    help = "From the last token before a running answer moved to the first one after it."
+    yield figure("move_pause_seconds", help, metrics.move_pause, None)
     for phase, histogram in metrics.phases.items():
         help = f"Part of an answer's time: {phase.value.replace('_', ' ')}."
         yield figure(f"request_{phase.value}_seconds", help, histogram, VLLM_PHASES.get(phase))
@@ -97,7 +101,9 @@ def _totals(metrics: Metrics) -> Iterator[Figure]:
     yield total("generation_tokens", "Of answers.", metrics.num_generated_tokens, "generation_tokens")
     yield total("kv_transferred_bytes", "KV that travelled between nodes.", metrics.num_kv_bytes)
     yield total("kv_saved_bytes", "KV that decode nodes held already.", metrics.num_kv_bytes_saved)
-    yield total("request_restarts", "Moves of answers to other nodes, after a failure.", metrics.num_restarts)
+    yield total("moved_kv_bytes", "Of the KV that travelled, that of answers that moved.", metrics.num_moved_kv_bytes)
+    yield total("answers_kept", "Answers written where their prompts were read, for want of room.", metrics.num_kept)
+    yield total("request_restarts", "Answers that began again on other nodes, after a failure.", metrics.num_restarts)
     finish_reasons, failures = FINISH_REASONS.values(), metrics.transfers_failed
     yield totals(
         "requests_finished",
@@ -107,6 +113,8 @@ def _totals(metrics: Metrics) -> Iterator[Figure]:
         metrics.finished,
         "request_success",
     )
+    outcomes = [outcome.value for outcome in MoveOutcome]
+    yield totals("moves", "Moves of running answers to other nodes.", "outcome", outcomes, metrics.moves)
     yield totals("requests_failed", "Answers that ended with an error.", "reason", CODES, metrics.failed)
     yield totals("requests_refused", "Requests that did not begin.", "reason", CODES, metrics.refused)
     yield totals("transfers_failed", "Transfers of KV that failed.", "reason", RESTART_REASONS, failures)

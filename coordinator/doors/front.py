@@ -1,13 +1,14 @@
 """What every public door does with a request: check, tokenize, plan, submit. The doors differ in how they stream."""
 
 import time
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 from coordinator.control.journal import Journal
-from coordinator.control.registry import ROLES, Registry
+from coordinator.control.registry import Registry
+from coordinator.control.router import does
 from coordinator.dispatcher import Dispatcher
 from coordinator.doors.generation import Generation
 from coordinator.doors.unknown_fields import UnknownFields
@@ -16,6 +17,7 @@ from coordinator.text.tokenizer import Tokenizer
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.model_config import ModelConfig
+from serving_core.shapes import DECODE, PREFILL
 
 WRITE_TIMEOUT_S: Final = 30.0  # for a client that has stopped reading, at every door
 
@@ -49,18 +51,15 @@ class Front:
         dispatcher: Dispatcher,
         journal: Journal,
         *,
-        roles: Collection[str],
         max_logprobs: int,
         request_timeout_s: float,
         strict_fields: bool,
     ) -> None:
-        """`roles` are those of the nodes that every request needs: their limits are the requests' limits."""
         self.model = model
         self.unknown_fields = UnknownFields(strict=strict_fields)
         self._registry = registry
         self._dispatcher = dispatcher
         self._journal = journal
-        self._roles = roles
         self._max_logprobs = max_logprobs
         self._request_timeout_s = request_timeout_s
 
@@ -108,7 +107,7 @@ class Front:
 
     def limits(self) -> Limits:
         """What can be served at this moment."""
-        prefill, decode = (self._registry.of_role(role) if role in self._roles else [] for role in ROLES)
+        prefill, decode = ([node for node in self._registry.nodes if does(node, role)] for role in (PREFILL, DECODE))
         lengths = [self.model.max_model_len]
         lengths += [max(node.hello.max_model_len for node in nodes) for nodes in (prefill, decode) if nodes]
         return Limits(

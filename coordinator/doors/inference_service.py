@@ -37,7 +37,7 @@ class InferenceService:
         # A client that is gone shows as one of several exceptions, cancellation among them.
         async with self._front.answer(request, context.time_remaining()) as call:
             while (response := await call.generation.next()) is not None:
-                await _write(context, response)
+                await write(context, response)
 
     async def Abort(self, request: inference_pb2.AbortRequest, _: Any) -> inference_pb2.AbortResponse:
         response = inference_pb2.AbortResponse()
@@ -73,7 +73,7 @@ class InferenceService:
         return inference_pb2.GetLoadsResponse(nodes=loads, num_live_requests=self._tracker.num_open)
 
 
-async def _write(context: Any, response: inference_pb2.GenerateResponse) -> None:
+async def write(context: Any, response: Any) -> None:
     """Hands a message to gRPC, which has room for it unless the client has stopped reading."""
     try:
         async with asyncio.timeout(WRITE_TIMEOUT_S):

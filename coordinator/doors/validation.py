@@ -37,8 +37,8 @@ _RANGES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What can be served at this moment. A pool is that of the largest node of the role; None without any node, and
-    for prefill also where decode nodes may compute prompts: what fits on no prefill node is theirs."""
+    """What can be served at this moment. A pool is that of the largest node that reads prompts, or writes answers; None
+    without any."""
 
     served_model_name: str
     vocab_size: int

@@ -24,6 +24,7 @@ MAX_OPEN = 1024
 CLOSE_TIMEOUT_S = 10.0
 
 OnSent = Callable[[Sent | TransferFailed], None]
+OnCaughtUp = Callable[[], None]
 
 
 class KVSender:
@@ -57,7 +58,7 @@ class KVSender:
         """Transfers whose on_done has not been called."""
         return len(self._open)
 
-    def start(self, ticket: bytes, on_done: OnSent) -> "SendingTransfer":
+    def start(self, ticket: bytes, on_done: OnSent, on_caught_up: OnCaughtUp | None = None) -> "SendingTransfer":
         """Begins this rank's part of a transfer: all of the lanes that begin here. Raises TransferError when the ticket
         is odd, does not fit this rank or is in use, or its epoch is."""
         if self._is_closed or len(self._open) >= MAX_OPEN:
@@ -66,7 +67,7 @@ class KVSender:
         self._check(decoded)
         for _, lane in decoded.lanes_from(self.rank):
             self.transport.connect(lane.address)
-        transfer = SendingTransfer(self, decoded, partial(self._conclude, decoded.epoch, on_done))
+        transfer = SendingTransfer(self, decoded, partial(self._conclude, decoded.epoch, on_done), on_caught_up)
         self._open[decoded.epoch] = transfer
         self._lanes.update(transfer.lanes)
         self._idle.clear()
@@ -121,12 +122,19 @@ class KVSender:
 
 class SendingTransfer:
     """One rank's part of a transfer under way. Its caller keeps the blocks as they are until on_done is called, once,
-    from the loop: with success when every lane is committed, else with what failed first."""
+    from the loop: with success when every lane is committed, else with what failed first.
 
-    def __init__(self, sender: KVSender, ticket: Ticket, on_done: OnSent) -> None:
+    After `cancel` the caller may write to blocks already, though not give them away. From then on nothing is read from
+    them but what the transport holds, whose checksums were taken before: bytes that change on their way fail at the
+    receiver, are never asked for again, since the sessions have ended, and the Abort ends the receiver's part. What
+    arrives unchanged is what it was said to be. on_caught_up is called at most once, from the loop and before on_done:
+    everything that was ready has left on all lanes, and `finish` has not been called."""
+
+    def __init__(self, sender: KVSender, ticket: Ticket, on_done: OnSent, on_caught_up: OnCaughtUp | None) -> None:
         self._sender = sender
         self._num_layers = ticket.layout.num_layers
         self._on_done = on_done
+        self._on_caught_up = on_caught_up
         self._results: list[Sent | TransferFailed] = []  # of lanes, in the order of their ends
         self._has_concluded = False
         self.lanes = {  # by transfer id, for the sender's use
@@ -136,6 +144,7 @@ class SendingTransfer:
             for copy, lane in ticket.lanes_from(sender.rank)
         }
         self._parts: list[SendingLane | NoLane] = [*self.lanes.values()] or [NoLane(ticket.ttl_s, self)]
+        self._num_behind = len(self._parts)  # that have not caught up
 
     def blocks_ready(self, block_ids: Sequence[int], num_layers: int | None = None) -> None:
         """The request's leading blocks that are final in the leading num_layers layers, by default in all of them.
@@ -159,6 +168,12 @@ class SendingTransfer:
         """For the lanes' use."""
         self._sender.num_messages += 1
         self._sender.num_bytes += num_bytes
+
+    def lane_caught_up(self) -> None:
+        """For the lanes' use."""
+        self._num_behind -= 1
+        if self._num_behind == 0 and self._on_caught_up is not None:
+            asyncio.get_running_loop().call_soon(self._on_caught_up)
 
     def lane_ended(self, result: Sent | TransferFailed) -> None:
         """For the lanes' use."""

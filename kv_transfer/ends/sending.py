@@ -13,6 +13,7 @@ from kv_transfer.sessions.sender_session import (
     AllReady,
     BlocksReady,
     Cancel,
+    CaughtUp,
     Conclude,
     Event,
     Released,
@@ -34,6 +35,9 @@ class LaneOwner(Protocol):
 
     def lane_sent(self, num_bytes: int) -> None:
         """A message with so many bytes of blocks has left."""
+
+    def lane_caught_up(self) -> None:
+        """Called once at most, when everything that was ready has left."""
 
     def lane_ended(self, result: Sent | TransferFailed) -> None:
         """Called once, at once."""
@@ -87,6 +91,8 @@ class SendingLane:
                     self._send_blocks(ranges)
                 case SendMessage(message=message):
                     self._transport.send(self.address, encode(message))
+                case CaughtUp():
+                    self._owner.lane_caught_up()
                 case Conclude(result=result):
                     self._has_ended = True
                     self._owner.lane_ended(result)
@@ -130,6 +136,7 @@ class NoLane:
 
     def __init__(self, ttl_s: float, owner: LaneOwner) -> None:
         self.is_over = False
+        self._has_begun = False
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._expires_at = self._loop.time() + ttl_s
@@ -138,6 +145,9 @@ class NoLane:
 
     def blocks_ready(self, block_ids: Sequence[int], num_layers: int) -> None:
         """Nobody waits for them."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._owner.lane_caught_up()
 
     def finish(self, block_ids: Sequence[int], tail: bytes) -> None:
         self._end(Sent(0))

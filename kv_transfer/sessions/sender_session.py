@@ -7,6 +7,9 @@
 
 Blocks leave in messages, at most WINDOW of which the transport holds at a time. `Finish` asks for an answer and is
 repeated, ever more slowly, until one comes. What got lost or was corrupted on the way comes back as Missing.
+
+While FILLING, the caller hears once that everything which was ready has left: CaughtUp. A running answer that moves
+writes on until then, and the rest that it stops for is short.
 """
 
 from collections import deque
@@ -101,11 +104,16 @@ class SendMessage:
 
 
 @dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """Everything that was ready has left, if there was anything. Told once."""
+
+
+@dataclass(frozen=True, slots=True)
 class Conclude:
     result: Sent | TransferFailed
 
 
-Action = SendBlocks | SendMessage | Conclude
+Action = SendBlocks | SendMessage | CaughtUp | Conclude
 
 
 class SenderSession:
@@ -126,6 +134,7 @@ class SenderSession:
         self._tail = b""
         self._queue: deque[BlockRange] = deque()
         self._num_held = 0  # messages that the transport holds
+        self._has_caught_up = False
         self._round = 0
         self._num_losses = 0
 
@@ -152,7 +161,7 @@ class SenderSession:
     # ---- transitions ----
 
     def _blocks_ready(self, event: BlocksReady, now: float) -> list[Action]:
-        return self._grow(event.num_blocks, event.num_layers)
+        return self._grow(event.num_blocks, event.num_layers) + self._caught_up()
 
     def _all_ready(self, event: AllReady, now: float) -> list[Action]:
         if event.num_blocks < self._num_ready:
@@ -173,7 +182,7 @@ class SenderSession:
 
     def _released(self, event: Released, now: float) -> list[Action]:
         self._num_held -= 1
-        return []
+        return self._caught_up()
 
     def _committed(self, event: Committed, now: float) -> list[Action]:
         self.state = State.ENDED
@@ -231,6 +240,12 @@ class SenderSession:
         if self._num_layers == lane.layout.num_layers:
             self._num_ready, self._num_growing, self._num_layers = num_blocks, 0, 0
         return []
+
+    def _caught_up(self) -> list[Action]:
+        if self._has_caught_up or self.state is not State.FILLING or self._queue or self._num_held:
+            return []
+        self._has_caught_up = True
+        return [CaughtUp()]
 
     def _next_ranges(self) -> tuple[BlockRange, ...]:
         """Takes the blocks of one message from the queue. Only a range that is too long for any message is cut, into

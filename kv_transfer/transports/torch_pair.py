@@ -2,6 +2,10 @@
 
 The group is nobody's default and has no store of its own: what its two ends must tell each other is carried by the
 signalling stream, so that no port is opened for it. Gloo moves host memory and NCCL device memory.
+
+A group moves frames one way only, and on a device in a stream of its own. Two nodes that send to each other have two
+groups: on one stream, each end's receiving could be queued behind its own sending, which waits for the other end's
+receiving.
 """
 
 import asyncio
@@ -61,6 +65,7 @@ class _Job:
     sizes: Sequence[int]
     frames: list[torch.Tensor]
     done: "asyncio.Future[list[torch.Tensor] | None]"
+    written: torch.cuda.Event | None = None  # after it the device has the frames that are to be sent
     works: list[dist.Work] = field(default_factory=list)
 
 
@@ -72,6 +77,7 @@ class Pair:
         """Begins to make the group, which takes the other end to do the same."""
         self._rank = rank
         self._device = device
+        self._stream = _own_stream(device)
         self._local_ip = local_ip
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self._loop.create_future()  # the group works
@@ -90,8 +96,11 @@ class Pair:
         self._store.put(key, value)
 
     def send(self, frames: Sequence[torch.Tensor]) -> "asyncio.Future[list[torch.Tensor] | None]":
-        """Queues 1-D uint8 frames. Done when they may be reused."""
-        return self._queue(_Job([len(frame) for frame in frames], list(frames), self._loop.create_future()))
+        """Queues 1-D uint8 frames, as the current stream leaves them. Done when they may be reused."""
+        job = _Job([len(frame) for frame in frames], list(frames), self._loop.create_future())
+        if self._stream is not None:
+            job.written = torch.cuda.current_stream(self._device).record_event()
+        return self._queue(job)
 
     def receive(self, sizes: Sequence[int]) -> "asyncio.Future[list[torch.Tensor] | None]":
         """Gives frames of these sizes, views of one new tensor; None when the pair broke."""
@@ -168,8 +177,9 @@ class Pair:
             group.abort()  # ends what NCCL still does on the device
 
     def _choose_device(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # of this thread
+        if self._stream is not None:  # of this thread, both
+            torch.cuda.set_device(self._device)
+            torch.cuda.set_stream(self._stream)
 
     def _make_group(self) -> _Group:
         if self._device.type == "cuda":
@@ -215,7 +225,11 @@ class Pair:
     def _begin(self, group: _Group, job: _Job, tag: int) -> None:
         if self._rank == RECEIVER_RANK:
             whole = torch.empty(sum(job.sizes), dtype=torch.uint8, device=self._device)
+            if self._stream is not None:  # the pool is written to, from these frames, in the device's default stream
+                whole.record_stream(torch.cuda.default_stream(self._device))
             job.frames.extend(torch.split(whole, list(job.sizes)))
+        elif job.written is not None:
+            job.written.wait(self._stream)
         job.works.extend(self._post(group, frame, tag) for frame in job.frames if len(frame))
 
     def _end(self, job: _Job) -> None:
@@ -278,6 +292,10 @@ class _RelayedStore(dist.Store):  # type: ignore[name-defined, misc]  # known at
             self._changed.wait_for(lambda: self._is_closed or self.check(keys), self._timeout_s)
             if not self.check(keys):
                 raise TransferError("the other end of a pair did not make its group")
+
+
+def _own_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 def _wait_for_device(device: torch.device, timeout_s: float) -> None:

@@ -4,6 +4,7 @@ Each rank sends its own heads, and opens the blocks of its own pool to the lanes
 node only when every rank has opened its blocks, and a request goes on only when every rank is done.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -20,6 +21,7 @@ from serving_node.ranks.leading import Followers, Leader
 
 OnGranted = Callable[[int], None]
 OnReceived = Callable[[int, Received | TransferFailed], None]
+OnCaughtUp = Callable[[int], None]
 OnSent = Callable[[int, Sent | TransferFailed], None]
 
 
@@ -36,15 +38,18 @@ class NodeTransfers:
         *,
         on_granted: OnGranted,
         on_received: OnReceived,
+        on_caught_up: OnCaughtUp,
         on_sent: OnSent,
     ) -> None:
         self.num_ranks = 1 + len(followers)
         self._followers = followers
         self._on_granted = on_granted
+        self._on_caught_up = on_caught_up
         self._sent: RankResults[Sent] = RankResults(self.num_ranks, self.cancel, on_sent)
         self._received: RankResults[Received] = RankResults(self.num_ranks, self.cancel, on_received)
         self._ungranted: dict[int, int] = {}  # how many ranks have yet to open their blocks, by epoch
-        self._outgoing = Outgoing(layout, sender, overlap_min_tokens, partial(self._end_sent, 0))
+        self._behind: dict[int, int] = {}  # how many have yet to send what was ready, by epoch
+        self._outgoing = Outgoing(layout, sender, overlap_min_tokens, self._caught_up, partial(self._end_sent, 0))
         self._incoming = Incoming(receiver, self._granted, partial(self._end_received, 0))
         followers.on_event = self._take
 
@@ -63,11 +68,19 @@ class NodeTransfers:
         self._incoming.expect(epoch, ticket, block_ids)
 
     def send(self, epoch: int, ticket: bytes, block_ids: Sequence[int]) -> None:
-        """Begins to send, and these leading blocks are final."""
+        """Begins to send, and these leading blocks are final. on_caught_up is called once at most: every rank has sent
+        all that was ready, and `finish` may still be to come."""
         self._sent.begin(epoch)
+        self._behind[epoch] = self.num_ranks
         if self._followers:
             self._followers.send(send=ranks_pb2.Send(epoch=epoch, ticket=ticket, block_ids=block_ids))
         self._outgoing.send(epoch, ticket)
+        self._outgoing.ready(epoch, block_ids)
+
+    def send_more(self, epoch: int, block_ids: Sequence[int]) -> None:
+        """These leading blocks of what is being sent are final by now."""
+        if self._followers:
+            self._followers.send(send_more=ranks_pb2.SendMore(epoch=epoch, block_ids=block_ids))
         self._outgoing.ready(epoch, block_ids)
 
     def finish(self, epoch: int, block_ids: Sequence[int], tail: bytes) -> None:
@@ -87,29 +100,45 @@ class NodeTransfers:
         self._incoming.cancel(epoch)
 
     def _granted(self, epoch: int) -> None:
-        if epoch in self._ungranted:
-            self._ungranted[epoch] -= 1
-            if self._ungranted[epoch] == 0:
-                del self._ungranted[epoch]
-                self._on_granted(epoch)
+        if _is_last(self._ungranted, epoch):
+            self._on_granted(epoch)
+
+    def _caught_up(self, epoch: int) -> None:
+        if _is_last(self._behind, epoch):
+            self._on_caught_up(epoch)
 
     def _end_received(self, rank: int, epoch: int, result: Received | TransferFailed) -> None:
         self._ungranted.pop(epoch, None)
         self._received.end(epoch, rank, result)
 
     def _end_sent(self, rank: int, epoch: int, result: Sent | TransferFailed) -> None:
+        self._behind.pop(epoch, None)
         self._sent.end(epoch, rank, result)
 
     def _take(self, rank: int, event: ranks_pb2.RankEvent) -> None:
         if event.HasField("granted"):
             self._granted(event.granted.epoch)
-            return
-        ended = event.transfer_ended
+        elif event.HasField("caught_up"):
+            self._caught_up(event.caught_up.epoch)
+        else:
+            self._take_end(rank, event.transfer_ended)
+
+    def _take_end(self, rank: int, ended: ranks_pb2.TransferEnded) -> None:
         if ended.epoch in self._sent:
             self._end_sent(rank, ended.epoch, Sent(ended.num_bytes) if ended.ok else failure_from_wire(ended))
         else:
             result = Received(ended.tail, ended.num_bytes) if ended.ok else failure_from_wire(ended)
             self._end_received(rank, ended.epoch, result)
+
+
+def _is_last(counts: dict[int, int], epoch: int) -> bool:
+    """Counts one rank less; tells whether it was the last that an epoch waited for."""
+    if epoch in counts:
+        counts[epoch] -= 1
+        if counts[epoch] == 0:
+            del counts[epoch]
+            return True
+    return False
 
 
 class FollowerTransfers:
@@ -119,13 +148,15 @@ class FollowerTransfers:
         self, layout: KVLayout, sender: KVSender, receiver: KVReceiver, leader: Leader, overlap_min_tokens: int
     ) -> None:
         self._leader = leader
-        self._outgoing = Outgoing(layout, sender, overlap_min_tokens, self._ended)
+        self._early: Counter[int] = Counter()  # Sends that have begun before the steps announced before them, by epoch
+        self._outgoing = Outgoing(layout, sender, overlap_min_tokens, self._caught_up, self._ended)
         self._incoming = Incoming(receiver, self._granted, self._ended)
 
     def handle(self, command: ranks_pb2.RankCommand) -> None:
         """Does a command other than a step, at once."""
         match command.WhichOneof("command"):
             case "send":
+                self._early[command.send.epoch] += 1
                 self._outgoing.send(command.send.epoch, command.send.ticket)
             case "grant":
                 grant = command.grant
@@ -136,11 +167,22 @@ class FollowerTransfers:
 
     def after_step(self, command: ranks_pb2.RankCommand) -> None:
         """Does the part of a command that has to wait for the steps announced before it."""
-        if command.HasField("send"):
-            self._outgoing.ready(command.send.epoch, command.send.block_ids)
-        elif command.HasField("finish_send"):
-            finish = command.finish_send
-            self._outgoing.finish(finish.epoch, finish.block_ids, finish.tail)
+        match command.WhichOneof("command"):
+            case "send":
+                self._early -= Counter([command.send.epoch])
+                self._ready(command.send.epoch, command.send.block_ids)
+            case "send_more":
+                self._ready(command.send_more.epoch, command.send_more.block_ids)
+            case "finish_send":
+                finish = command.finish_send
+                if finish.epoch not in self._early:
+                    self._outgoing.finish(finish.epoch, finish.block_ids, finish.tail)
+
+    def _ready(self, epoch: int, block_ids: Sequence[int]) -> None:
+        """Unless the transfer that was meant has ended, and the next one of its epoch has begun: that one's blocks are
+        named behind its own Send."""
+        if epoch not in self._early:
+            self._outgoing.ready(epoch, block_ids)
 
     def on_layer(self, epochs: Sequence[int], shares: Sequence[Share]) -> OnLayer | None:
         """What a step of these shares is to report to, if to anything."""
@@ -148,6 +190,9 @@ class FollowerTransfers:
 
     def _granted(self, epoch: int) -> None:
         self._leader.send(granted=ranks_pb2.Granted(epoch=epoch))
+
+    def _caught_up(self, epoch: int) -> None:
+        self._leader.send(caught_up=ranks_pb2.CaughtUp(epoch=epoch))
 
     def _ended(self, epoch: int, result: Sent | Received | TransferFailed) -> None:
         self._leader.send(transfer_ended=to_wire(epoch, result))

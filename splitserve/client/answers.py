@@ -34,7 +34,11 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Where a request's time went: the six phases add up to e2e_s."""
+    """Where a request's time went: the six phases add up to e2e_s.
+
+    num_restarts counts how often it began again on other nodes, num_moves how often its running answer went to another
+    node with its KV, and move_pause_s the seconds that it stood still for that.
+    """
 
     prefill_queue_s: float
     prefill_s: float
@@ -47,6 +51,8 @@ class Timeline:
     prefill_node: str
     decode_node: str
     num_restarts: int
+    num_moves: int
+    move_pause_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +60,9 @@ class Completion:
     """How one answer ended. finish_reason is stop, length or abort; matched_stop the stop string or token id.
 
     cached_tokens are those of the prompt that did not have to be computed, kv_bytes the KV that travelled to the
-    decode node, kv_bytes_saved the KV that it held already. An answer that was moved to other nodes counts the bytes
-    of all its transfers, but the cached tokens of its first prefill alone.
+    decode node, kv_bytes_saved the KV that it held already. An answer that was moved to other nodes, or began again
+    there, counts the bytes of all its transfers, but the cached tokens of its first prefill alone. moved_kv_bytes are
+    those of kv_bytes that travelled because it moved.
     """
 
     finish_reason: str
@@ -66,6 +73,7 @@ class Completion:
     timeline: Timeline
     kv_bytes: int
     kv_bytes_saved: int
+    moved_kv_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

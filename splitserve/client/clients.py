@@ -6,8 +6,8 @@ A call that fails as UNAVAILABLE before its first message is tried up to three t
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any, Final, Self, Unpack
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, Final, Self, TypeVar, Unpack
 
 import grpc
 import grpc.aio
@@ -19,6 +19,8 @@ from splitserve.client import answers
 from splitserve.client.answers import Aborted, Chunk, Loads, ModelInfo, ServerInfo
 from splitserve.client.errors import Cancelled, from_rpc_error
 from splitserve.client.questions import Prompt, Sampling, generate_request
+
+Part = TypeVar("Part")
 
 READINESS: Final = "splitserve.v1.Inference"  # the health service's name for it, and the service's own
 LIVENESS: Final = ""
@@ -51,6 +53,7 @@ class Client:
         self._metadata = _metadata(api_key)
         self._channel = grpc.insecure_channel(target, options=_OPTIONS)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
+        self._admin = inference_pb2_grpc.AdminStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def __enter__(self) -> Self:
@@ -78,7 +81,7 @@ class Client:
         Requests share the KV cache of a common beginning only with requests of the same cache_salt.
         """
         request = generate_request(prompt, model=model, request_id=request_id, cache_salt=cache_salt, sampling=sampling)
-        return self._stream(request, self._timeout_s if deadline_s is None else deadline_s)
+        return self._stream(self._inference.Generate, request, answers.to_chunk, deadline_s)
 
     def abort(self, request_ids: Sequence[str]) -> Aborted:
         """Cancels live requests, also those of other clients."""
@@ -99,17 +102,24 @@ class Client:
         """Whether the server can take requests now; with LIVENESS whether it runs at all."""
         return _serving(self._call(self._health.Check, health_pb2.HealthCheckRequest(service=service)))
 
+    def drain(self, node: str, *, deadline_s: float | None = None) -> Iterator[int]:
+        """Takes the work from a node: yields how many answers it still has a part in, down to 0. The node goes on
+        draining when the loop is left."""
+        return self._stream(self._admin.Drain, inference_pb2.DrainRequest(node=node), _num_left, deadline_s)
+
     def _call(self, method: Any, request: Any) -> Any:
         try:
             return method(request, timeout=self._timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._target) from error
 
-    def _stream(self, request: inference_pb2.GenerateRequest, timeout_s: float) -> Iterator[Chunk]:
-        call = self._inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
+    def _stream(
+        self, method: Any, request: Any, read: Callable[[Any], Part], deadline_s: float | None
+    ) -> Iterator[Part]:
+        call = method(request, timeout=self._timeout_s if deadline_s is None else deadline_s, metadata=self._metadata)
         try:
             for response in call:
-                yield answers.to_chunk(response)
+                yield read(response)
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._target) from error
         finally:
@@ -125,6 +135,7 @@ class AsyncClient:
         self._metadata = _metadata(api_key)
         self._channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
+        self._admin = inference_pb2_grpc.AdminStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -152,7 +163,7 @@ class AsyncClient:
         Requests share the KV cache of a common beginning only with requests of the same cache_salt.
         """
         request = generate_request(prompt, model=model, request_id=request_id, cache_salt=cache_salt, sampling=sampling)
-        return self._stream(request, self._timeout_s if deadline_s is None else deadline_s)
+        return self._stream(self._inference.Generate, request, answers.to_chunk, deadline_s)
 
     async def abort(self, request_ids: Sequence[str]) -> Aborted:
         """Cancels live requests, also those of other clients."""
@@ -174,6 +185,11 @@ class AsyncClient:
         """Whether the server can take requests now; with LIVENESS whether it runs at all."""
         return _serving(await self._call(self._health.Check, health_pb2.HealthCheckRequest(service=service)))
 
+    def drain(self, node: str, *, deadline_s: float | None = None) -> AsyncIterator[int]:
+        """Takes the work from a node: yields how many answers it still has a part in, down to 0. The node goes on
+        draining when the loop is left."""
+        return self._stream(self._admin.Drain, inference_pb2.DrainRequest(node=node), _num_left, deadline_s)
+
     async def wait_until_healthy(self, *, deadline_s: float) -> None:
         """Returns once the server can take requests; it may still be starting. Raises DeadlineExceeded."""
         request = health_pb2.HealthCheckRequest(service=READINESS)
@@ -193,11 +209,13 @@ class AsyncClient:
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._target) from error
 
-    async def _stream(self, request: inference_pb2.GenerateRequest, timeout_s: float) -> AsyncIterator[Chunk]:
-        call = self._inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
+    async def _stream(
+        self, method: Any, request: Any, read: Callable[[Any], Part], deadline_s: float | None
+    ) -> AsyncIterator[Part]:
+        call = method(request, timeout=self._timeout_s if deadline_s is None else deadline_s, metadata=self._metadata)
         try:
             async for response in call:
-                yield answers.to_chunk(response)
+                yield read(response)
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._target) from error
         except asyncio.CancelledError as error:
@@ -211,6 +229,10 @@ class AsyncClient:
 
 def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+
+
+def _num_left(progress: inference_pb2.DrainProgress) -> int:
+    return progress.num_left
 
 
 def _serving(reply: health_pb2.HealthCheckResponse) -> bool:

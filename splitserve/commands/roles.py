@@ -1,4 +1,4 @@
-"""Commands that run one role, for clusters over several machines: coordinator, prefill, decode."""
+"""Commands that run one process, for clusters over several machines: coordinator, prefill, decode, both."""
 
 import os
 from typing import Any
@@ -9,7 +9,7 @@ from serving_core.extras import require
 from serving_core.flags import settings_command
 from splitserve.commands.terminal import report
 from splitserve.launch.models import resolve
-from splitserve.launch.rooms import COORDINATOR, DECODE, PREFILL, Room, command_of, environment_of, flat, replaced
+from splitserve.launch.rooms import BOTH, COORDINATOR, DECODE, PREFILL, Room, command_of, environment_of, flat, replaced
 
 
 def role_command(room: Room, help: str) -> click.Command:
@@ -34,3 +34,4 @@ coordinator = role_command(
 )
 prefill = role_command(PREFILL, "Run one prefill node, attached to a coordinator.")
 decode = role_command(DECODE, "Run one decode node, attached to a coordinator.")
+both = role_command(BOTH, "Run one node that reads prompts and writes answers, attached to a coordinator.")

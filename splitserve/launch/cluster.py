@@ -10,7 +10,7 @@ from serving_core.cpus import divide_cpus
 from serving_core.errors import SettingsError
 from serving_core.flags import build, fields_of, flag
 from splitserve.launch.models import LocalModel
-from splitserve.launch.rooms import COORDINATOR, DECODE, PREFILL, ROOMS, Room, command_of, environment_of
+from splitserve.launch.rooms import BOTH, COORDINATOR, DECODE, PREFILL, ROOMS, Room, command_of, environment_of
 
 LOOPBACK: Final = "127.0.0.1"
 NO_HTTP: Final = -1  # as an http_port
@@ -21,16 +21,12 @@ class ClusterSettings:
     """What `splitserve up` decides itself; everything else it passes on to the processes."""
 
     model: str = flag("", "Folder or hub id of the model; without one the demo model serves.", positional=True)
-    prefill: int = flag(1, "Number of prefill nodes; 0: decode nodes compute the prompts.", minimum=0, maximum=64)
-    decode: int = flag(1, "Number of decode nodes.", minimum=1, maximum=64)
+    prefill: int | None = flag(None, "Number of prefill nodes: 1, or none beside --both.", minimum=0, maximum=64)
+    decode: int | None = flag(None, "Number of decode nodes: 1, or none beside --both.", minimum=0, maximum=64)
+    both: int = flag(0, "Number of nodes that read prompts and write answers.", minimum=0, maximum=64)
     prefill_tp: int = flag(1, "Ranks that compute each prefill node together.", minimum=1, maximum=64)
     decode_tp: int = flag(1, "Ranks that compute each decode node together.", minimum=1, maximum=64)
-    local_prefill: str | None = flag(
-        None,
-        "Whether decode nodes compute prompts: never, where it is faster (auto), or always. "
-        "Unless given: always without prefill nodes, else never.",
-        choices=("never", "auto", "always"),
-    )
+    both_tp: int = flag(1, "Ranks that compute each node that does both together.", minimum=1, maximum=64)
     host: str = flag(LOOPBACK, "Address of the public gRPC port.")
     grpc_port: int = flag(50051, "Public gRPC port.", minimum=1, maximum=65535)
     http_port: int = flag(8000, "OpenAI-compatible HTTP port; 0 takes a free one, -1 none.", minimum=-1, maximum=65535)
@@ -39,11 +35,16 @@ class ClusterSettings:
     drain_s: float = flag(10.0, "Seconds running requests get to finish when the cluster stops.", minimum=0.0)
 
 
-def local_prefill_of(settings: ClusterSettings) -> str:
-    """What the coordinator is told of local prefill. Raises SettingsError when nobody would compute prompts."""
-    if settings.prefill == 0 and settings.local_prefill == "never":
-        raise SettingsError("without prefill nodes (--prefill 0) --local-prefill cannot be never")
-    return settings.local_prefill or ("never" if settings.prefill else "always")
+def num_nodes(settings: ClusterSettings) -> dict[str, int]:
+    """How many nodes begin in each role. Raises SettingsError when nobody would read prompts, or write answers."""
+    unless_given = 0 if settings.both else 1
+    num_prefill, num_decode = (
+        unless_given if given is None else given for given in (settings.prefill, settings.decode)
+    )
+    for flag_name, num, work in (("--prefill", num_prefill, "read prompts"), ("--decode", num_decode, "write answers")):
+        if not num and not settings.both:
+            raise SettingsError(f"nobody would {work}: {flag_name} or --both must be above 0")
+    return {PREFILL.role: num_prefill, DECODE.role: num_decode, BOTH.role: settings.both}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +103,12 @@ def plan_cluster(
         "fleet_host": LOOPBACK,
         "fleet_port": place.fleet_port,
         "instance_id": place.instance_id,
-        "local_prefill": local_prefill_of(settings),
         "served_model_name": passed.get("served_model_name") or model.name,
     }
     processes = [_process(COORDINATOR, "coordinator", {**given, **shared, **front})]
-    nodes = [(PREFILL, f"prefill-{i}", settings.prefill_tp) for i in range(settings.prefill)]
-    nodes += [(DECODE, f"decode-{i}", settings.decode_tp) for i in range(settings.decode)]
+    tp_sizes = {PREFILL: settings.prefill_tp, DECODE: settings.decode_tp, BOTH: settings.both_tp}
+    counts = num_nodes(settings)
+    nodes = [(room, f"{room.role}-{i}", tp_sizes[room]) for room in tp_sizes for i in range(counts[room.role])]
     over_zmq = given.get("kv_transport", "zmq") == "zmq"
     rank_cpus = iter(divide_cpus(place.cpus, sum(tp_size for _, _, tp_size in nodes)))
     for room, name, tp_size in nodes:

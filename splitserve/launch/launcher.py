@@ -3,7 +3,7 @@
 1. `Cluster.start` starts the coordinator and all nodes at once, and returns when every node is attached and the
    health service says that the cluster serves.
 2. `Cluster.watch` reports nodes that die and goes on with the rest. It ends only by LaunchError: when the
-   coordinator or the last node of a role is gone that the cluster cannot do without.
+   coordinator is gone, or the last node that reads prompts or that writes answers.
 3. Leaving the `async with` stops the coordinator, which lets its answers finish, then the nodes. After a clean end,
    to which every process has lived, their logs are removed unless a folder was given for them.
 """
@@ -15,7 +15,7 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NoReturn, Self
@@ -23,12 +23,14 @@ from typing import Any, Final, NoReturn, Self
 from serving_core.errors import SettingsError, SplitServeError
 from splitserve.client.clients import AsyncClient
 from splitserve.client.errors import ClientError, Unavailable
-from splitserve.launch.cluster import LOOPBACK, NO_HTTP, ClusterSettings, Place, local_prefill_of, plan_cluster
+from splitserve.launch.cluster import LOOPBACK, NO_HTTP, ClusterSettings, Place, plan_cluster
 from splitserve.launch.models import LocalModel, Report
 from splitserve.launch.preflight import check_processes, missing_kernels
+from splitserve.launch.rooms import BOTH, COORDINATOR, DECODE, PREFILL
 from splitserve.launch.supervisor import Death, Supervisor
 
 POLL_S: Final = 0.1
+ASK_S: Final = 5.0  # for the coordinator to answer
 UNASSIGNED_PORTS: Final = range(20_000, 32_000)  # below the kernel's range for outgoing connections
 KILL_AFTER_S: Final = 5.0  # beyond the time to drain
 
@@ -44,7 +46,6 @@ class Cluster:
         self, settings: ClusterSettings, passed: Mapping[str, Any], model: LocalModel, *, report: Report
     ) -> None:
         """Raises SettingsError, ModelError or LaunchError, and has then made nothing."""
-        self._needs_prefill = local_prefill_of(settings) == "never"
         self.target = f"{_reachable(settings.host)}:{settings.grpc_port}"
         http_host = _reachable(passed.get("http_host") or LOOPBACK)
         self.http_url = "" if settings.http_port == NO_HTTP else f"http://{http_host}:{settings.http_port}"
@@ -131,10 +132,19 @@ class Cluster:
         alive = {process.name: process.role for process in self._processes}
         while True:
             death = await self._supervisor.next_death()
-            role = alive.pop(death.process.name)
-            if role not in alive.values() and (role != "prefill" or self._needs_prefill):
-                raise LaunchError(f"{death} (log: {self._log_of(death)}); no {role} is left")
+            del alive[death.process.name]
+            if missing := _missing_part(await self._roles_now(alive)):
+                raise LaunchError(f"{death} (log: {self._log_of(death)}); no {missing} is left")
             self._report(f"{death} (log: {self._log_of(death)}); {len(alive) - 1} nodes go on")
+
+    async def _roles_now(self, alive: Mapping[str, str]) -> set[str]:
+        """The roles of these processes: what nodes have become, as far as the coordinator can still say it."""
+        roles = dict(alive)
+        if COORDINATOR.role in roles:
+            with suppress(ClientError):
+                async with AsyncClient(self.target, api_key=self._api_key, timeout_s=ASK_S) as client:
+                    roles |= {node.name: node.role for node in (await client.loads()).nodes if node.name in alive}
+        return set(roles.values())
 
     def _raise(self, death: Death) -> NoReturn:
         if death.refusal:
@@ -165,6 +175,16 @@ class Cluster:
 
     def _log_of(self, death: Death) -> Path:
         return self.log_dir / f"{death.process.name}.log"
+
+
+def _missing_part(roles: Collection[str]) -> str:
+    """What a cluster cannot serve without and lacks; empty when it has all."""
+    if COORDINATOR.role not in roles:
+        return "coordinator"
+    for part in (PREFILL, DECODE):
+        if not {part.role, BOTH.role} & set(roles):
+            return f"node that {'reads prompts' if part is PREFILL else 'writes answers'}"
+    return ""
 
 
 def free_port() -> int:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from coordinator.settings import CoordinatorSettings
 from engine.native.library import ENVIRONMENT as NATIVE
 from serving_core.flags import ENV_PREFIX, build, fields_of, to_argv
-from serving_node.settings import NodeSettings
+from serving_node.settings import PACKAGES, NodeSettings
 
 Settings = CoordinatorSettings | NodeSettings
 
@@ -25,9 +25,8 @@ class Room:
 
 
 COORDINATOR: Final = Room("coordinator", "coordinator", CoordinatorSettings)
-PREFILL: Final = Room("prefill", "prefill_node", NodeSettings)
-DECODE: Final = Room("decode", "decode_node", NodeSettings)
-ROOMS: Final = (COORDINATOR, PREFILL, DECODE)
+PREFILL, DECODE, BOTH = (Room(role, package, NodeSettings) for role, package in PACKAGES.items())
+ROOMS: Final = (COORDINATOR, PREFILL, DECODE, BOTH)
 
 
 def command_of(room: Room, settings: Any) -> list[str]:

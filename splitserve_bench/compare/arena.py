@@ -25,7 +25,7 @@ from splitserve_bench.serve.target import OPENAI, SPLITSERVE, Progress, ServedMo
 
 # Flags of a cluster that a contender sets, that the comparison needs for itself, or that are secrets.
 OWN_FLAGS: Final = frozenset(
-    {"model", "prefill", "decode", "local_prefill", "host", "grpc_port", "http_host", "http_port", "log_dir", "config"}
+    {"model", "prefill", "decode", "both", "host", "grpc_port", "http_host", "http_port", "log_dir", "config"}
     | {"api_key", "fleet_secret"}
 )
 WARM_UP_CONCURRENCY: Final = 4
@@ -92,7 +92,7 @@ class Arena:
         own = {
             "prefill": contender.prefill,
             "decode": contender.decode,
-            "local_prefill": contender.local_prefill,
+            "both": contender.both,
             "grpc_port": free_port(),
             "http_port": -1,
             "log_dir": str(log_dir),

@@ -33,7 +33,7 @@ class ClusterContender:
     kind: str
     prefill: int
     decode: int
-    local_prefill: str
+    both: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,8 @@ Contender = ClusterContender | PeerContender
 
 
 def contenders(num_cores: int, splits: Sequence[Split], peers: Sequence[PeerContender]) -> list[Contender]:
-    """Colocated clusters, these splits or else `splits_of(num_cores)`, the same with auto, then the peers.
+    """Colocated clusters, these splits or else `splits_of(num_cores)`, the same with decode nodes that read too (auto),
+    then the peers.
 
     Raises SettingsError when a split has more nodes than there are cores, or two contenders have one name.
     """
@@ -60,8 +61,8 @@ def contenders(num_cores: int, splits: Sequence[Split], peers: Sequence[PeerCont
     everyone: list[Contender] = [colocated(1, num_cores)]
     if num_cores > 1:
         everyone.append(colocated(num_cores, 1))
-    everyone += [ClusterContender(f"split {split}", SPLIT, split.prefill, split.decode, "never") for split in chosen]
-    everyone += [ClusterContender(f"auto {split}", AUTO, split.prefill, split.decode, "auto") for split in chosen]
+    everyone += [ClusterContender(f"split {split}", SPLIT, split.prefill, split.decode, 0) for split in chosen]
+    everyone += [ClusterContender(f"auto {split}", AUTO, split.prefill, 0, split.decode) for split in chosen]
     everyone += peers
     if len({each.name for each in everyone}) < len(everyone):
         raise SettingsError("two peers have the same name")
@@ -69,8 +70,8 @@ def contenders(num_cores: int, splits: Sequence[Split], peers: Sequence[PeerCont
 
 
 def colocated(num_nodes: int, cores_each: int) -> ClusterContender:
-    """Decode nodes that compute their prompts themselves."""
-    return ClusterContender(f"colocated {num_nodes}x{cores_each}", COLOCATED, 0, num_nodes, "always")
+    """Nodes that do both."""
+    return ClusterContender(f"colocated {num_nodes}x{cores_each}", COLOCATED, 0, 0, num_nodes)
 
 
 def splits_of(num_cores: int) -> list[Split]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Generic, Protocol, TypeVar
 
-from coordinator.control.instructions import Emit, End, Instruction, Send
+from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, Send
+from coordinator.control.ledger import Ledger
 from coordinator.control.metrics import Metrics
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node, Registry
@@ -68,11 +69,12 @@ class SimulatedCoordinator:
         self.metrics = Metrics()
         self.tracker = Tracker(
             self.registry,
+            Ledger(),
             self.metrics,
             first_epoch=FIRST_EPOCH,
             max_live=settings.max_num_queued_reqs,
             max_restarts=settings.max_restarts,
-            local_prefill=settings.local_prefill,
+            keep_after_s=settings.keep_after_s,
         )
         self._attachments: dict[Node, Attachment] = {}
         agenda.after(TICK_S, self._tick)
@@ -148,3 +150,5 @@ class SimulatedCoordinator:
                         attachment.commands.send(command)
                 case End(request_id, outcome):
                     self._clients.ended(request_id, outcome)
+                case MoveEnded():
+                    pass  # the metrics know

@@ -6,6 +6,7 @@ from typing import Final
 
 from coordinator.settings import CoordinatorSettings
 from serving_core.errors import SettingsError
+from serving_core.shapes import BOTH, DECODE, PREFILL
 from splitserve_bench.serve.records import Outcome, PlannedRequest
 from splitserve_bench.simulate.agenda import Agenda
 from splitserve_bench.simulate.clients import LoadClients
@@ -37,20 +38,11 @@ class FleetSize:
             raise SettingsError(f"a fleet has 1 to {MOST_NODES} nodes, not {self.prefill + self.decode + self.both}")
         if not (self.prefill + self.both and self.decode + self.both):
             raise SettingsError(f"{self} cannot answer: some node has to read prompts and some to write answers")
-        if self.both and self.decode:
-            raise SettingsError("--both beside --decode: of the nodes that write, either all read prompts too or none")
 
     def roles(self) -> list[tuple[str, str]]:
-        """The name and role of each node. One that does both is a decode node that computes prompts."""
-        names = [(f"prefill-{index}", "prefill") for index in range(self.prefill)]
-        return names + [(f"decode-{index}", "decode") for index in range(self.decode + self.both)]
-
-    @property
-    def local_prefill(self) -> str:
-        """The coordinator's policy that lets nodes do what they are to do."""
-        if not self.both:
-            return "never"
-        return "auto" if self.prefill else "always"
+        """The name of each node, and the role that it begins in."""
+        counts = {PREFILL: self.prefill, DECODE: self.decode, BOTH: self.both}
+        return [(f"{role}-{index}", role) for role, count in counts.items() for index in range(count)]
 
 
 class Fleet:
@@ -67,7 +59,7 @@ class Fleet:
         takes_streaks: bool = True,
     ) -> None:
         self._agenda, self._sizes, self._model, self._takes_streaks = agenda, sizes, model, takes_streaks
-        self.corridor = Corridor(agenda, block_bytes=sizes.block_bytes, num_layers=sizes.num_layers)
+        self.corridor = Corridor(agenda, sizes.layout, block_bytes=sizes.block_bytes)
         self.coordinator = SimulatedCoordinator(agenda, clients, settings or CoordinatorSettings())
         self.nodes: dict[str, SimulatedNode] = {}
 
@@ -106,7 +98,7 @@ def simulate(
         max_concurrency=max_concurrency,
         request_timeout_s=request_timeout_s,
     )
-    fleet = Fleet(agenda, clients, profile.node, model, CoordinatorSettings(local_prefill=size.local_prefill))
+    fleet = Fleet(agenda, clients, profile.node, model)
     costs = ProfileCosts(profile)
     for name, role in size.roles():
         fleet.start(name, role, costs)

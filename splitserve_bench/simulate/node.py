@@ -10,13 +10,13 @@ from typing import Final
 
 from kv_transfer.results import Received, Sent, TransferFailed
 from protos import fleet_pb2, inference_pb2
-from protos.convert import PROTOCOL_VERSION
+from protos.convert import PROTOCOL_VERSION, shape_to_wire
 from serving_core.blocks import BlockAllocator
-from serving_core.layout import KVLayout
 from serving_core.rates import NUM_RECENT, StepRates
 from serving_core.requests import Request, SampledToken, Work
 from serving_core.residents import Resident
-from serving_node.decisions import CancelTransfer, Decision, FinishSend, Receive, Send, Tell
+from serving_core.shapes import preset, role_of
+from serving_node.decisions import Beat, CancelTransfer, Decision, FinishSend, Receive, Send, SendMore, Tell
 from serving_node.logic import Limits, NodeLogic
 from serving_node.settings import NodeSettings
 from serving_node.streak import Streak
@@ -51,19 +51,16 @@ class SimulatedNode:
         takes_streaks: bool = True,
     ) -> None:
         """`takes_streaks`: whether steps that allow it are taken in for less, which changes nothing else."""
-        self.name, self.role, self.costs = name, role, costs
-        self.tell: Callable[[fleet_pb2.NodeEvent], None] = (
-            _nobody_hears  # takes what the coordinator is to hear, once attached
-        )
+        self.name, self.costs = name, costs
+        self.tell: Callable[[fleet_pb2.NodeEvent], None] = _nobody_hears  # takes what the coordinator is to hear
         self.is_lost = False
+        self._sizes, self._model, self._agenda, self._corridor = sizes, model, agenda, corridor
         self._takes_streaks = takes_streaks
-        self._sizes, self._agenda, self._corridor = sizes, agenda, corridor
-        self._model = model
         self.allocator = BlockAllocator(sizes.num_blocks)
-        self.logic = _logic(self.allocator, sizes, costs)
+        self.logic = _logic(self.allocator, sizes, role, costs)
         self._is_carrying_out = self._is_to_plan = False
-        self._works: Sequence[Work] = ()  # of the running step
-        self._streak: Streak | None = None  # of which it is a step
+        self._works: Sequence[Work] = ()  # of the running step, or of the first of its streak
+        self._streak: Streak | None = None  # that the running step is of
         self._load = StepLoad()  # of the running step
         self._started_s = 0.0  # the running step
         self._alarm_s: float | None = None  # when the logic's next tick is planned
@@ -75,24 +72,25 @@ class SimulatedNode:
     def hello(self) -> fleet_pb2.Hello:
         """What the node says of itself first."""
         self.logic.attached()
-        sizes = self._sizes
-        fingerprint = {"protocol_version": PROTOCOL_VERSION, **FINGERPRINT}
+        sizes, shape = self._sizes, self.logic.shape
         return fleet_pb2.Hello(
-            node=inference_pb2.NodeInfo(
-                name=self.name, role=self.role, incarnation="simulated", fingerprint=fingerprint
-            ),
+            node=inference_pb2.NodeInfo(name=self.name, role=role_of(shape), fingerprint=FINGERPRINT),
             num_blocks=sizes.num_blocks,
             block_size=sizes.block_size,
             max_model_len=sizes.max_model_len,
-            max_num_seqs=sizes.max_num_seqs,
+            max_num_seqs=sizes.max_answers,
             max_num_queued=sizes.max_num_queued,
             tp_size=1,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            shape=shape_to_wire(shape),
         )
 
     def beat(self) -> None:
         """Tells how it does."""
+        if self.is_lost:
+            return
         step_s = statistics.median(self._recent_s) if self._recent_s else 0.0
-        load = inference_pb2.NodeLoad(name=self.name, role=self.role, num_steps=self.num_steps, step_s=step_s)
+        load = inference_pb2.NodeLoad(name=self.name, num_steps=self.num_steps, step_s=step_s)
         self.logic.describe(load)
         self._carry_out()
         step_age_s = self._agenda.now - self._started_s if self._works else 0.0
@@ -136,26 +134,25 @@ class SimulatedNode:
         self.num_steps += 1
         if self._streak is not None and self._streak.goes_on:
             self._advance(self._streak, step_s)
-        else:
-            works = self._works if self._streak is None else self._streak.works
-            self._works, self._streak = (), None
-            self._send_layers(works)
-            requests = [work.request for work in works if work.samples]
-            self.logic.step_done(works, self._next_tokens(requests), step_s, self._agenda.now)
-            self._carry_out(wakes=False)
-            self._plan()
+            return
+        works = self._works if self._streak is None else self._streak.works
+        self._works, self._streak = (), None
+        self._send_layers(works)
+        requests = [work.request for work in works if work.samples]
+        self.logic.step_done(works, self._next_tokens(requests), step_s, self._agenda.now)
+        self._carry_out(wakes=False)
+        self._plan()
 
     def _advance(self, streak: Streak, step_s: float) -> None:
         """A step of a streak ends, and the next one begins."""
         goes_on = self.logic.advance(streak, self._next_tokens(streak.requests), step_s)
-        if not goes_on:
-            self._streak, self._works = None, ()
-        self._do_all()
         if goes_on:
+            self._do_all()
             self._load.num_cached += self._load.num_answers
             self._start_step()
         else:
-            self._set_alarm()
+            self._works, self._streak = (), None
+            self._carry_out(wakes=False)
             self._plan()
 
     def _next_tokens(self, requests: Iterable[Request]) -> list[SampledToken]:
@@ -164,10 +161,9 @@ class SimulatedNode:
     def _send_layers(self, works: Sequence[Work]) -> None:
         """Blocks of the step that has just ended left while it ran, unless it was all of a short prompt."""
         for work in self.logic.sends_while(works):
-            end = work.start + work.num_tokens
+            end, block_size = work.start + work.num_tokens, self._sizes.block_size
             is_short = work.num_tokens == 1 or (work.samples and end < self._sizes.overlap_min_tokens)
             if not is_short:
-                block_size = self._sizes.block_size
                 num_blocks = -(-end // block_size) if work.samples else end // block_size
                 self._corridor.ready(self, work.request.epoch, num_blocks, since_s=self._started_s)
 
@@ -177,6 +173,12 @@ class SimulatedNode:
         """Blocks have come, or will not."""
         if not self.is_lost:
             self.logic.received(epoch, result, self._agenda.now)
+            self._carry_out()
+
+    def caught_up(self, epoch: int) -> None:
+        """All blocks that were ready have left."""
+        if not self.is_lost:
+            self.logic.caught_up(epoch)
             self._carry_out()
 
     def sent(self, epoch: int, result: Sent | TransferFailed) -> None:
@@ -207,18 +209,23 @@ class SimulatedNode:
         match decision:
             case Tell(event=event):
                 self.tell(fleet_pb2.NodeEvent(**event))
+            case Beat():
+                self.beat()
             case Receive(resident=resident, num_blocks=num_blocks):
                 self._receive(resident, num_blocks)
             case Send(resident=resident, block_ids=block_ids):
                 self._corridor.send(self, resident.request.epoch, resident.ticket, len(block_ids))
+            case SendMore(resident=resident, block_ids=block_ids):
+                self._corridor.ready(self, resident.request.epoch, len(block_ids), since_s=self._agenda.now)
             case FinishSend(resident=resident, block_ids=block_ids):
                 self._corridor.finish(self, resident.request.epoch, len(block_ids), resident.tail)
             case CancelTransfer(epoch=epoch):
                 self._corridor.cancel(self, epoch)
 
     def _receive(self, resident: Resident, num_blocks: int) -> None:
-        epoch = resident.request.epoch
-        ticket = self._corridor.open(self, epoch, num_blocks=num_blocks, num_cached=resident.num_cached_blocks)
+        epoch, num_cached = resident.request.epoch, resident.num_cached_blocks
+        num_tokens = len(resident.request.token_ids)
+        ticket = self._corridor.open(self, epoch, num_blocks=num_blocks, num_cached=num_cached, num_tokens=num_tokens)
         self.logic.granted(epoch, ticket)
 
     def _set_alarm(self) -> None:
@@ -237,18 +244,19 @@ class SimulatedNode:
             self._carry_out()
 
 
-def _logic(allocator: BlockAllocator, sizes: NodeSizes, costs: Costs) -> NodeLogic:
+def _logic(allocator: BlockAllocator, sizes: NodeSizes, role: str, costs: Costs) -> NodeLogic:
     limits = Limits(
         sizes.max_num_batched_tokens,
-        min(sizes.max_num_seqs, sizes.max_num_batched_tokens),
+        sizes.max_answers,
         sizes.max_num_queued,
         TIMES.credit_timeout_s,
         TIMES.ticket_timeout_s,
     )
     return NodeLogic(
         allocator,
-        KVLayout(sizes.num_layers, 1, 1, sizes.block_size, "int8"),  # of it, a node's logic looks at the blocks alone
+        sizes.layout,
         limits,
+        preset(role, max_num_batched_tokens=sizes.max_num_batched_tokens, max_num_seqs=sizes.max_answers),
         block_bytes=sizes.block_bytes,
         fingerprint=FINGERPRINT,
         eos_token_ids=(),

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from serving_core.errors import ModelError, SettingsError
 from serving_core.json_fields import JsonFields, read_json_object
+from serving_core.layout import KVLayout
 from splitserve_bench.simulate.grid import Grid
 
 FORMAT: Final = 1
@@ -29,6 +30,16 @@ class NodeSizes:
     max_num_seqs: int
     max_num_queued: int
     overlap_min_tokens: int
+
+    @property
+    def max_answers(self) -> int:
+        """At a time: each takes a token of a step."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
+    def layout(self) -> KVLayout:
+        """As far as blocks and layers go, which is all that a simulation knows of KV."""
+        return KVLayout(self.num_layers, 1, 1, self.block_size, "int8")
 
 
 @dataclass(frozen=True, slots=True)

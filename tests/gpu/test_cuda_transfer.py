@@ -1,5 +1,7 @@
 """KV blocks that stay on their devices all the way: NCCL between pools, and checksums computed there."""
 
+import asyncio
+
 import pytest
 import torch
 
@@ -96,3 +98,33 @@ def test_a_receiver_that_closes_is_made_good_by_another():
 
     run(scenario())
     check_arrived(source, ids, target, ids)
+
+
+@needs_two_devices
+def test_two_devices_send_to_each_other_at_once():
+    """Each end queues its sending before its receiving: on one stream both would wait for the other end for ever."""
+    devices = [torch.device("cuda:0"), torch.device("cuda:1")]
+    pools = [random_pool(device) for device in devices]
+    half = NUM_BLOCKS // 2
+    source_ids, target_ids = list(range(half)), list(range(half, NUM_BLOCKS))
+
+    async def scenario():
+        senders = [
+            KVSender(TorchDistDialer(device), TensorStore(pool), deadline_s=60.0)
+            for device, pool in zip(devices, pools, strict=True)
+        ]
+        receivers = [
+            KVReceiver(TorchDistListener("dist://127.0.0.1:*", device), TensorStore(pool))
+            for device, pool in zip(devices, pools, strict=True)
+        ]
+        for _ in range(3):
+            ways = [transfer(senders[0], receivers[1], source_ids, target_ids)]
+            ways.append(transfer(senders[1], receivers[0], source_ids, target_ids))
+            for sent, received in await asyncio.gather(*ways):
+                assert (type(sent), type(received)) == (Sent, Received)
+        for end in (*senders, *receivers):
+            await end.close()
+
+    run(scenario())
+    check_arrived(pools[0], source_ids, pools[1], target_ids)
+    check_arrived(pools[1], source_ids, pools[0], target_ids)

@@ -20,6 +20,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import inference_pb2, inference_pb2_grpc
+from serving_node.settings import PACKAGES
 
 SERVICE = "splitserve.v1.Inference"
 FLEET_SECRET = "known-to-the-tests-alone"
@@ -127,6 +128,7 @@ class Cluster:
         *,
         num_prefill: int = 1,
         num_decode: int = 1,
+        num_both: int = 0,
         ipc: bool = False,
         http: bool = False,
         env: Flags | None = None,
@@ -134,13 +136,15 @@ class Cluster:
         node: Flags | None = None,
         prefill: Flags | None = None,
         decode: Flags | None = None,
+        both: Flags | None = None,
         coordinator_python: str = sys.executable,
     ) -> None:
         self.model = model
         self.folder = folder
         self.port, self.fleet_port = free_port(), free_port()
         self.http_port = free_port() if http else -1
-        self.names = [f"prefill-{i}" for i in range(num_prefill)] + [f"decode-{i}" for i in range(num_decode)]
+        numbers = {"prefill": num_prefill, "decode": num_decode, "both": num_both}
+        self.names = [f"{role}-{i}" for role, number in numbers.items() for i in range(number)]
         self.children: dict[str, Child] = {}
         # Not in `folder`: a socket's path may be no longer than 107 characters, and pytest's folders are deep.
         self._sockets = tempfile.TemporaryDirectory(prefix="splitserve-") if ipc else None
@@ -148,7 +152,7 @@ class Cluster:
         self._coordinator_flags = {"heartbeat_s": HEARTBEAT_S} | dict(coordinator or {})
         self._node_flags = {"block_size": 8} | dict(node or {})
         self._coordinator_python = coordinator_python
-        self._role_flags = {"prefill": dict(prefill or {}), "decode": dict(decode or {})}
+        self._role_flags = {"prefill": dict(prefill or {}), "decode": dict(decode or {}), "both": dict(both or {})}
         self._expected_to_die: set[int] = set()
         self._everyone: list[Child] = []
 
@@ -184,17 +188,17 @@ class Cluster:
         return self._start("coordinator", "coordinator", flags)
 
     def start_node(self, name: str, **flags: object) -> Child:
-        """Starts prefill-N or decode-N; `flags` override the cluster's."""
+        """Starts prefill-N, decode-N or both-N; `flags` override the cluster's."""
         role = name.partition("-")[0]
         own = {"coordinator": f"127.0.0.1:{self.fleet_port}", "name": name}
-        if role == "decode" and self._sockets is not None:
+        if self._sockets is not None:
             own["kv_bind"] = f"ipc://{self._sockets.name}/{name}"
-        return self._start(name, f"{role}_node", {**self._node_flags, **own, **self._role_flags[role], **flags})
+        return self._start(name, PACKAGES[role], {**self._node_flags, **own, **self._role_flags[role], **flags})
 
     def start_intruder(self, model: Path, name: str) -> Child:
         """Starts a node of another model, which must not become part of the cluster."""
         link = {"coordinator": f"127.0.0.1:{self.fleet_port}", "name": name}
-        module = f"{name.partition('-')[0]}_node"
+        module = PACKAGES[name.partition("-")[0]]
         child = self._spawn(name, module, model, {**self._node_flags, **link})
         self._expected_to_die.add(child.process.pid)
         return child

@@ -13,6 +13,7 @@ HISTOGRAMS = {
     "splitserve_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
     "splitserve_request_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
     "splitserve_e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
+    "splitserve_move_pause_seconds": None,
     "splitserve_request_prefill_queue_seconds": "vllm:request_queue_time_seconds",
     "splitserve_request_prefill_seconds": "vllm:request_prefill_time_seconds",
     "splitserve_request_credit_wait_seconds": None,
@@ -27,6 +28,9 @@ COUNTERS = {
     "splitserve_kv_transferred_bytes_total": None,
     "splitserve_kv_saved_bytes_total": None,
     "splitserve_request_restarts_total": None,
+    "splitserve_moved_kv_bytes_total": None,
+    "splitserve_moves_total": None,
+    "splitserve_answers_kept_total": None,
     "splitserve_requests_finished_total": "vllm:request_success_total",
     "splitserve_requests_failed_total": None,
     "splitserve_requests_refused_total": None,
@@ -124,6 +128,7 @@ def test_the_figures_of_a_run(world):
         "inter_token_latency": (3, 7.0),  # 12 to 16 over the move, 16 to 19, and one with that
         "request_time_per_output_token": (1, pytest.approx(7.0 / 3)),
         "e2e_request_latency": (1, 9.0),
+        "move_pause": (0, 0.0),
         "request_prefill_queue": (1, 2.5),  # 10 to 11.5, then 14 to 15
         "request_prefill": (1, 1.5),
         "request_credit_wait": (1, 1.0),

@@ -7,8 +7,13 @@ from hypothesis import strategies as st
 from coordinator.control.registry import Registry
 from coordinator.control.timeline import Phase, Timeline
 from protos import fleet_pb2, inference_pb2
+from protos.convert import shape_to_wire
 from serving_core.errors import RequestError
+from serving_core.shapes import ROLES, Shape, preset
 from tests import fleet_events as events
+
+LIMITS = {"max_num_batched_tokens": 512, "max_num_seqs": 64}
+PREFILL, DECODE, BOTH = (preset(role, **LIMITS) for role in ROLES)
 
 
 def hello(name, role="decode", **fields):
@@ -31,6 +36,36 @@ def test_a_node_is_ready_from_the_start_and_keeps_its_own_name(registry):
     registry.heartbeat(node, fleet_pb2.Heartbeat(load=inference_pb2.NodeLoad(name="other", state="draining")), 1.0)
     assert not node.is_ready
     assert (node.load.name, node.load.role) == ("d0", "decode")
+
+
+def test_the_shape_of_a_node_is_what_it_has_confirmed_and_its_role_follows(registry):
+    node = registry.admit(hello("d0"), 0.0)
+    assert (node.role, node.shape, node.usable) == ("decode", DECODE, DECODE)
+    assert node.load.shape == shape_to_wire(DECODE)
+    registry.heartbeat(node, heartbeat(), 1.0)  # of one that has not said anything of it
+    assert node.shape == DECODE
+    registry.heartbeat(node, heartbeat(shape=shape_to_wire(BOTH)), 2.0)
+    assert (node.role, node.load.role, node.usable) == ("both", "both", BOTH)
+    assert node.hello.node.role == "decode"
+
+
+@pytest.mark.parametrize(
+    ("old", "asked", "usable"),
+    [
+        (DECODE, BOTH, DECODE),
+        (BOTH, DECODE, DECODE),
+        (DECODE, PREFILL, Shape(0, 0, takes_handovers=False)),
+        (BOTH, Shape(512, 9, takes_handovers=False), Shape(512, 9, takes_handovers=False)),
+    ],
+)
+def test_what_is_asked_for_counts_at_once_where_it_takes_work_away(registry, old, asked, usable):
+    node = registry.admit(hello("d0", shape=old), 0.0)
+    node.asked = asked
+    assert (node.shape, node.usable) == (old, usable)
+    registry.heartbeat(node, heartbeat(shape=shape_to_wire(old)), 1.0)  # was under way already
+    assert node.usable == usable
+    registry.heartbeat(node, heartbeat(shape=shape_to_wire(asked)), 2.0)
+    assert (node.asked, node.usable) == (None, asked)
 
 
 def test_a_different_fingerprint_is_refused_with_both_values_and_names(registry):
@@ -137,7 +172,16 @@ def test_nobody_takes_a_name_from_a_live_process(happenings):
 
 @pytest.mark.parametrize(
     "bad",
-    [hello(""), hello("a/b"), hello("x" * 200), hello("d0", "both"), hello("d0", num_blocks=0)],
+    [
+        hello(""),
+        hello("a/b"),
+        hello("x" * 200),
+        hello("d0", "writer", shape=Shape(0, 1, takes_handovers=True)),
+        hello("d0", num_blocks=0),
+        hello("d0", shape=Shape(0, 0, takes_handovers=False)),
+        hello("d0", shape=Shape(0, 65, takes_handovers=True)),
+        hello("d0", max_num_batched_tokens=32, shape=Shape(33, 0, takes_handovers=False)),
+    ],
 )
 def test_a_hello_that_makes_no_sense_is_refused(registry, bad):
     with pytest.raises(RequestError) as error:
@@ -204,7 +248,7 @@ def test_phases_are_dated_back_but_never_before_the_last():
     assert timeline.tokens(12.0) == 2.0
     timeline.enter(Phase.DECODE, 12.5, ago_s=9.0)
     assert timeline.tokens(12.5) == 0.5
-    wire = timeline.to_wire(15.0, "p0", "d0", 1)
+    wire = timeline.to_wire(15.0, prefill_node="p0", decode_node="d0", num_restarts=1)
     assert (wire.prefill_queue_s, wire.prefill_s, wire.transfer_s, wire.decode_s) == (0.5, 1.5, 0.0, 3.0)
     assert (wire.e2e_s, wire.ttft_s) == (5.0, 2.0)
     assert (wire.prefill_node, wire.decode_node, wire.num_restarts) == ("p0", "d0", 1)
@@ -214,7 +258,7 @@ def test_phases_are_dated_back_but_never_before_the_last():
 def test_a_senseless_duration_from_a_node_does_no_harm(ago_s):
     timeline = Timeline(10.0)
     timeline.enter(Phase.PREFILL, 12.0, ago_s=ago_s)
-    wire = timeline.to_wire(13.0, "p0", "d0", 0)
+    wire = timeline.to_wire(13.0)
     assert wire.prefill_queue_s + wire.prefill_s == wire.e2e_s == 3.0
     assert wire.prefill_queue_s >= 0
     assert wire.prefill_s >= 0

@@ -24,8 +24,8 @@ def test_a_request_goes_where_its_beginning_is(world):
     world.holds("p1", events.block_hints(TOKENS))
     world.holds("d1", events.block_hints(TOKENS)[:1])
     assert world.submit(token_ids=TOKENS) == ["reserve d1", "prefill p1"]
-    assert world.registry.find("p1").assigned == {"r/0": 8}  # what is left to compute
-    assert world.registry.find("d1").assigned == {"r/0": 40}  # what the pool has to hold
+    assert world.account("p1") == (8, 0, 0, 0)  # what is left to compute
+    assert world.account("d1") == (0, 40, 1, 1)  # what the pool has to hold
 
 
 def test_a_cached_beginning_is_left_for_a_shorter_queue(world):
@@ -59,7 +59,7 @@ def test_a_restart_keeps_the_salt_and_looks_for_what_was_answered_too(world):
     assert world.lose("d0") == ["reserve d1", "prefill p1"]
     assert world.jobs[-1].cache_salt == "tenant"
     assert list(world.jobs[-1].token_ids) == [*tokens, *answered]
-    assert world.registry.find("p1").assigned == {"r/0": 1}
+    assert world.account("p1") == (1, 0, 0, 0)
 
 
 @pytest.mark.parametrize(("tp_size", "told"), [(0, 1), (1, 1), (4, 4)])

@@ -1,15 +1,19 @@
-"""The router: who is chosen, what cached blocks are worth against load, and that they never decide more than that."""
+"""Who is chosen for a part of a request, what cached blocks are worth against load, and that they never decide more."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coordinator.control.handover import HandoverCosts
+from coordinator.control.ledger import Ledger
+from coordinator.control.placement import place
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
-from coordinator.control.router import choose
+from coordinator.control.router import does, has_path
 from serving_core.blocks import BlockAllocator
 from serving_core.errors import RequestError
 from serving_core.prefix import BlockNames, hint_of, root_name
+from serving_core.shapes import Shape
 from serving_node.cache_report import CacheReport
 from tests import fleet_events as events
 
@@ -18,8 +22,15 @@ HINTS = events.block_hints(TOKENS)
 
 
 def admit(registry, name, **hello):
-    role = "prefill" if name.startswith("p") else "decode"
-    return registry.admit(events.hello(name, role, **{"num_blocks": 10, **hello}).hello, 0.0)
+    return registry.admit(events.hello(name, **{"num_blocks": 10, **hello}).hello, 0.0)
+
+
+def choose(nodes, ledger, role, prompt, num_tokens, avoid=()):
+    """The node for this part, where another one that anything fits on does the other part."""
+    others = Registry({}, node_timeout_s=1.0, step_timeout_s=1.0)
+    other = admit(others, "d" if role == "prefill" else "p", num_blocks=1000)
+    pair = place([*nodes, other], ledger, prompt, num_tokens, avoid, handover=HandoverCosts())
+    return pair[0] if role == "prefill" else pair[1]
 
 
 def report(registry, node, hints):
@@ -27,15 +38,25 @@ def report(registry, node, hints):
 
 
 @pytest.fixture
+def ledger():
+    return Ledger()
+
+
+@pytest.fixture
 def registry():
     return Registry(events.MODEL, node_timeout_s=3.0, step_timeout_s=60.0)
 
 
-def fleet(registry, **loads):
+def assign(ledger, node, num_tokens):
+    give = ledger.read if does(node, "prefill") else ledger.write
+    give(f"on {node.name}", node, num_tokens)
+
+
+def fleet(registry, ledger, **loads):
     """Nodes by name with (assigned tokens, pool blocks, leading blocks of TOKENS that they hold)."""
     for name, (num_tokens, num_blocks, num_held) in loads.items():
         node = admit(registry, name, num_blocks=num_blocks)
-        node.assigned["r"] = num_tokens
+        assign(ledger, node, num_tokens)
         report(registry, node, HINTS[:num_held])
     return registry.nodes
 
@@ -52,41 +73,68 @@ def fleet(registry, **loads):
         ({"d0": (0, 10, 0), "d1": (160, 100, 0)}, 161, "d1"),  # only one is large enough
     ],
 )
-def test_the_least_loaded_fitting_node_is_chosen(registry, loads, num_tokens, chosen):
-    assert choose(fleet(registry, **loads), "decode", Prompt([1]), num_tokens).name == chosen
+def test_the_least_loaded_fitting_node_is_chosen(registry, ledger, loads, num_tokens, chosen):
+    assert choose(fleet(registry, ledger, **loads), ledger, "decode", Prompt([1]), num_tokens).name == chosen
 
 
-def test_prefill_nodes_compare_by_tokens_alone(registry):
-    nodes = fleet(registry, p0=(40, 100, 0), p1=(30, 10, 0))
-    assert choose(nodes, "prefill", Prompt([1]), 1).name == "p1"
+def test_prefill_nodes_compare_by_tokens_alone(registry, ledger):
+    nodes = fleet(registry, ledger, p0=(40, 100, 0), p1=(30, 10, 0))
+    assert choose(nodes, ledger, "prefill", Prompt([1]), 1).name == "p1"
 
 
-def test_avoided_nodes_come_last_and_draining_ones_not_at_all(registry):
-    a, b = fleet(registry, d0=(0, 10, 4), d1=(100, 10, 0))
+def test_avoided_nodes_come_last_and_draining_ones_not_at_all(registry, ledger):
+    a, b = fleet(registry, ledger, d0=(0, 10, 4), d1=(100, 10, 0))
     prompt = Prompt(TOKENS)
-    assert choose([a, b], "decode", prompt, 1, avoid=(a,)) is b
-    assert choose([a], "decode", prompt, 1, avoid=(a,)) is a
+    assert choose([a, b], ledger, "decode", prompt, 1, avoid=(a,)) is b
+    assert choose([a], ledger, "decode", prompt, 1, avoid=(a,)) is a
     registry.heartbeat(b, events.heartbeat("draining").heartbeat, 1.0)
-    assert choose([a, b], "decode", prompt, 1, avoid=(a,)) is a
+    assert choose([a, b], ledger, "decode", prompt, 1, avoid=(a,)) is a
 
 
 @pytest.mark.parametrize(
     ("role", "reason", "message"),
     [
-        ("prefill", "NO_PREFILL_WORKER", "no prefill node is ready"),
-        ("decode", "NO_DECODE_WORKER", "no decode node can hold 161 tokens"),
+        ("prefill", "NO_PREFILL_WORKER", "no node that reads prompts is ready"),
+        ("decode", "NO_DECODE_WORKER", "no node that writes answers can hold 161 tokens"),
     ],
 )
-def test_no_node_is_an_error_of_its_own(registry, role, reason, message):
+def test_no_node_is_an_error_of_its_own(registry, ledger, role, reason, message):
     with pytest.raises(RequestError, match=message) as error:
-        choose(fleet(registry, d0=(0, 10, 0)), role, Prompt([1]), 161)
+        choose(fleet(registry, ledger, d0=(0, 10, 0)), ledger, role, Prompt([1]), 161)
     assert error.value.reason == reason
 
 
-def test_a_request_longer_than_a_node_allows_does_not_fit(registry):
+def test_a_request_longer_than_a_node_allows_does_not_fit(registry, ledger):
     admit(registry, "d0", max_model_len=100)
     with pytest.raises(RequestError, match="can hold 101"):
-        choose(registry.nodes, "decode", Prompt([1]), 101)
+        choose(registry.nodes, ledger, "decode", Prompt([1]), 101)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ([], False),
+        ([Shape(1, 0, False)], False),
+        ([Shape(0, 1, True)], False),
+        ([Shape(1, 1, False)], True),
+        ([Shape(1, 0, False), Shape(0, 1, True)], True),
+        ([Shape(1, 0, False), Shape(0, 1, False)], False),
+        ([Shape(0, 1, False), Shape(1, 1, False)], True),
+    ],
+)
+def test_a_path_is_a_node_that_does_both_or_one_that_takes_what_another_reads(registry, shapes, expected):
+    for index, shape in enumerate(shapes):
+        admit(registry, f"n{index}", role="both", shape=shape)
+    assert has_path(registry.nodes) is expected
+    for node in registry.nodes:
+        node.load.state = "draining"
+    assert not has_path(registry.nodes)
+
+
+def test_what_a_node_does_is_a_matter_of_its_shape(registry):
+    nodes = [admit(registry, name) for name in ("p0", "d0", "b0")]
+    assert [does(node, "prefill") for node in nodes] == [True, False, True]
+    assert [does(node, "decode") for node in nodes] == [False, True, True]
 
 
 # ---- with caches ----
@@ -108,13 +156,13 @@ def test_a_request_longer_than_a_node_allows_does_not_fit(registry):
         ({"d0": (0, 20, 0), "d1": (0, 10, 3)}, "d1"),  # 68/320 against 20/160
     ],
 )
-def test_what_a_node_holds_is_worth_as_many_tokens_of_load(registry, loads, chosen):
+def test_what_a_node_holds_is_worth_as_many_tokens_of_load(registry, ledger, loads, chosen):
     role = "prefill" if chosen.startswith("p") else "decode"
-    assert choose(fleet(registry, **loads), role, Prompt(TOKENS), len(TOKENS)).name == chosen
+    assert choose(fleet(registry, ledger, **loads), ledger, role, Prompt(TOKENS), len(TOKENS)).name == chosen
 
 
-def test_the_last_token_is_always_computed_and_its_block_with_it(registry):
-    [node] = fleet(registry, p0=(0, 10, 4))
+def test_the_last_token_is_always_computed_and_its_block_with_it(registry, ledger):
+    [node] = fleet(registry, ledger, p0=(0, 10, 4))
     for num_tokens, held, computed in ((64, 64, 16), (65, 64, 1), (68, 64, 4), (48, 48, 16), (16, 16, 16), (15, 0, 15)):
         prompt = Prompt(TOKENS[:num_tokens])
         assert (prompt.tokens_held(node), prompt.tokens_to_compute(node)) == (held, computed)
@@ -195,11 +243,11 @@ NODES = st.fixed_dictionaries(
 @settings(max_examples=150, deadline=None)
 @given(described=st.lists(NODES, min_size=1, max_size=4), length=st.integers(1, 68), more_tokens=st.integers(0, 130))
 def test_hints_change_the_cost_and_never_who_may_be_chosen(role, described, length, more_tokens):
-    registry = Registry({}, node_timeout_s=1.0, step_timeout_s=1.0)
+    registry, ledger = Registry({}, node_timeout_s=1.0, step_timeout_s=1.0), Ledger()
     nodes, avoid = [], []
     for index, node in enumerate(described):
         nodes.append(admit(registry, f"{role[0]}{index}", num_blocks=node["num_blocks"]))
-        nodes[-1].assigned["r"] = node["num_tokens"]
+        assign(ledger, nodes[-1], node["num_tokens"])
         nodes[-1].load.state = node["state"]
         avoid += [nodes[-1]] if node["avoided"] else []
 
@@ -208,7 +256,7 @@ def test_hints_change_the_cost_and_never_who_may_be_chosen(role, described, leng
         left, chosen = list(nodes), []
         while True:
             try:
-                chosen.append(choose(left, role, Prompt(TOKENS[:length]), length + more_tokens, avoid))
+                chosen.append(choose(left, ledger, role, Prompt(TOKENS[:length]), length + more_tokens, avoid))
             except RequestError as error:
                 return chosen, str(error)
             left.remove(chosen[-1])
@@ -221,19 +269,19 @@ def test_hints_change_the_cost_and_never_who_may_be_chosen(role, described, leng
     assert why == why_without
     assert [node in avoid for node in chosen] == sorted(node in avoid for node in chosen)
     if chosen:
-        assert chosen[0] is cheapest_by_hand(chosen, avoid, length, role)
+        assert chosen[0] is cheapest_by_hand(chosen, ledger, avoid, length, role)
 
 
-def cheapest_by_hand(nodes, avoid, length, role):
+def cheapest_by_hand(nodes, ledger, avoid, length, role):
     """A second implementation, by the description of the cost."""
     costs = {}
     for node in nodes:
         num_held = next((i for i, hint in enumerate(HINTS) if hint not in node.hints), len(HINTS))
         if role == "prefill":
             num_held = min(num_held, (length - 1) // 16)
-            cost = node.assigned["r"] + length - 16 * num_held
+            cost = ledger.of(node).tokens_to_compute + length - 16 * num_held
         else:
             num_held = min(num_held, length // 16)
-            cost = (node.assigned["r"] + length - 16 * num_held) / (16 * node.hello.num_blocks)
+            cost = (ledger.of(node).tokens_held + length - 16 * num_held) / (16 * node.hello.num_blocks)
         costs[node] = (node in avoid, cost, node.name)
     return min(costs, key=costs.get)

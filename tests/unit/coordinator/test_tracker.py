@@ -283,7 +283,7 @@ def test_refused_requests_leave_no_trace():
         world.submit()
     assert error.value.reason == "NO_DECODE_WORKER"
     assert world.tracker.num_open == 0
-    assert world.registry.find("p0").assigned == {}
+    assert world.account("p0") == (0, 0, 0, 0)
 
 
 def test_tokens_that_can_never_be_emitted_are_bounded(world):

@@ -1,6 +1,9 @@
 """A small world for tests of the tracker: four nodes, and instructions in short."""
 
-from coordinator.control.instructions import Emit, End, Send
+import dataclasses
+
+from coordinator.control.instructions import Emit, End, MoveEnded, Send
+from coordinator.control.ledger import Ledger
 from coordinator.control.metrics import Metrics
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
@@ -19,23 +22,28 @@ class World:
         self.registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
         for name in nodes:
             self.attach(name)
-        defaults = {"first_epoch": 0, "max_live": 10, "max_restarts": 1, "local_prefill": "never"}
+        defaults = {"first_epoch": 0, "max_live": 10, "max_restarts": 1, "keep_after_s": 1e9}
         self.metrics = Metrics()
-        self.tracker = Tracker(self.registry, self.metrics, **{**defaults, **settings})
+        self.ledger = Ledger()
+        self.tracker = Tracker(self.registry, self.ledger, self.metrics, **{**defaults, **settings})
         self.outcome = None
         self.jobs = []
         self.prefill_tp_size = None
         self.is_local = None
 
     def attach(self, name, **hello):
-        return self.registry.admit(events.hello(name, "prefill" if name[0] == "p" else "decode", **hello).hello, 0.0)
+        return self.registry.admit(events.hello(name, **hello).hello, 0.0)
 
     def holds(self, name, hints):
         """The node reports these blocks."""
         assert self.registry.cache_changed(self.registry.find(name), events.cache_changed(hints).cache_changed) == 0
 
-    def submit(self, request_id="r/0", token_ids=PROMPT, cache_salt="", now=0.0):
-        prompt, sampling = Prompt(token_ids, cache_salt), SamplingParams(max_tokens=5)
+    def account(self, name):
+        """What is assigned to the node: tokens to compute and held, answers, and those of them still to come."""
+        return dataclasses.astuple(self.ledger.of(self.registry.find(name)))
+
+    def submit(self, request_id="r/0", token_ids=PROMPT, cache_salt="", now=0.0, max_tokens=5):
+        prompt, sampling = Prompt(token_ids, cache_salt), SamplingParams(max_tokens=max_tokens)
         return self.short(self.tracker.submit(request_id, prompt, sampling, arrived_s=now, deadline_s=now + 100.0))
 
     def tell(self, name, event, now=0.0):
@@ -46,6 +54,14 @@ class World:
         self.registry.lose(node)
         return self.short(self.tracker.lose(node, now))
 
+    def tick(self, now):
+        return self.short(self.tracker.tick(now))
+
+    def drain(self, name, now, state="draining"):
+        """The node says that it drains."""
+        self.registry.heartbeat(self.registry.find(name), events.heartbeat(state).heartbeat, now)
+        return self.tick(now)
+
     def short(self, instructions):
         return [self._short(instruction) for instruction in instructions]
 
@@ -55,12 +71,19 @@ class World:
                 kind = command.WhichOneof("command")
                 body = getattr(command, kind)
                 self.jobs += [body.job] if kind in ("reserve", "prefill") else []
+                if kind == "prefill":
+                    self.reader = node.name
+                if kind in ("migrate", "deliver"):
+                    self.ticket = body.ticket
                 if kind == "reserve":
+                    self.reserve = body
                     self.prefill_tp_size, self.is_local = body.prefill_tp_size, body.local_prefill
                 self.attempt = body.job.attempt if kind in ("reserve", "prefill") else body.attempt
                 return f"{kind} {node.name}"
             case Emit(_, tokens):
                 return "emit " + " ".join(f"{token.index}:{token.token_id}" for token in tokens)
+            case MoveEnded():
+                return instruction.outcome.value
             case End(_, outcome):
                 self.outcome = outcome
                 return f"end {outcome.reason}" if isinstance(outcome, RequestError) else "end complete"

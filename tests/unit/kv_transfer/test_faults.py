@@ -8,17 +8,20 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from kv_transfer import payload
 from kv_transfer.ends.receiver import KVReceiver, Received
 from kv_transfer.ends.sender import KVSender, Sent, TransferFailed
 from kv_transfer.errors import TransferError
 from kv_transfer.sessions.sender_session import MAX_ROUNDS
 from kv_transfer.transports import zmq as zmq_transport
+from kv_transfer.wire import Abort, Data, Finish, decode
 from tests.unit.kv_transfer.transfer_kit import (
     BIG_LAYOUT,
     BIG_NUM_BLOCKS,
     LAYOUT,
     SMOLLM2,
     ByteStore,
+    Fabric,
     Faults,
     FaultyDialer,
     Once,
@@ -56,6 +59,82 @@ def test_faults_cost_time_but_never_a_byte(fabric, seed):
     async def scenario():
         async with pair(fabric, source, target, wrap=lambda dialer: FaultyDialer(dialer, faults)) as ends:
             await asyncio.gather(*(one(*ends, range(first, first + 8)) for first in range(0, 32, 8)))
+
+    run(scenario())
+
+
+class HoldingDialer:
+    """A Dialer that keeps messages, frames and all, until it is told to let them go."""
+
+    def __init__(self, inner):
+        self._inner = inner
+        self._held = []
+        self.holds = False
+        self.payload = inner.payload
+        self.start, self.connect = inner.start, inner.connect
+
+    @property
+    def kinds(self):
+        return [type(decode(header)) for _, header, _, _ in self._held]
+
+    def send(self, address, header, frames=()):
+        released = asyncio.get_running_loop().create_future()
+        self._held.append((address, header, frames, released))
+        if not self.holds:
+            self.let_go()
+        return released
+
+    def let_go(self, *kinds):
+        """Sends those of these kinds, by default of all, and forgets the rest."""
+        held, self._held = self._held, []
+        for address, header, frames, released in held:
+            if not kinds or type(decode(header)) in kinds:
+                self._inner.send(address, header, frames)
+            released.set_result(None)
+
+    async def close(self):
+        self.let_go()
+        await self._inner.close()
+
+
+@pytest.mark.parametrize("changes", [True, False])
+@pytest.mark.parametrize("kinds", [(), (Data, Finish), (Data, Abort)], ids=["all", "no Abort", "no Finish"])
+def test_what_changes_on_its_way_after_a_cancel_is_never_taken(kinds, changes, tmp_path, monkeypatch):
+    """An answer that was to move and is kept: its last block changes while the transport still holds it."""
+    monkeypatch.setattr(payload, "MIN_FRAME_BYTES", 0)  # every frame is a view of the sender's own blocks
+    source, target = ByteStore(LAYOUT, 4, seed=5), ByteStore(LAYOUT, 4)
+    ids = range(4)
+
+    async def scenario():
+        dialers = []
+
+        def wrap(dialer):
+            dialers.append(HoldingDialer(dialer))
+            return dialers[0]
+
+        async with pair(Fabric("loopback", tmp_path), source, target, wrap=wrap) as (sender, receiver):
+            sent, received = Once(), Once()
+            sending = sender.start(grant(receiver, ids, received, ttl_s=1.0).encode(), sent)
+            sending.blocks_ready(ids[:3])
+            await until(lambda: receiver.num_bytes == 3 * LAYOUT.block_bytes)
+            dialers[0].holds = True
+            sending.finish(ids, b"tail")
+            await until(lambda: Finish in dialers[0].kinds)
+            sending.cancel()
+            assert dialers[0].kinds == [Data, Finish, Abort]
+            before = source.bytes_of(ids)
+            if changes:
+                for layer in range(LAYOUT.num_layers):
+                    source.flip(layer, 3)
+            dialers[0].let_go(*kinds)
+            assert type(await sent.result()) is TransferFailed
+            result = await received.result()
+            is_committed = not changes and Finish in (kinds or [Finish])
+            assert type(result) is (Received if is_committed else TransferFailed)
+            if is_committed:
+                assert target.bytes_of(ids) == before
+            elif changes:
+                assert not any(target.bytes_of([3]))
 
     run(scenario())
 

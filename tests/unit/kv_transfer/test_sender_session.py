@@ -6,7 +6,7 @@ import pytest
 
 from kv_transfer.results import Sent
 from kv_transfer.sessions import sender_session as sending
-from kv_transfer.sessions.sender_session import AllReady, BlocksReady, PeerLost, Released, SendBlocks, Turn
+from kv_transfer.sessions.sender_session import AllReady, BlocksReady, CaughtUp, PeerLost, Released, SendBlocks, Turn
 from kv_transfer.wire import Committed, Missing, Refusal, Refused
 from serving_core import reasons
 from tests.unit.kv_transfer.session_kit import (
@@ -56,6 +56,37 @@ def test_finish_with_nothing_left_to_send_goes_out_at_once():
     session.handle(BlocksReady(5, 2), 0.0)
     drain(session)
     assert session.handle(AllReady(5, b"t"), 0.0) == [finish()]
+
+
+def test_it_has_caught_up_once_when_the_transport_has_let_go_of_all_that_was_ready():
+    session = make_sender(blocks_per_message=1)
+    assert session.handle(BlocksReady(1, 2), 0.0) == []
+    for _ in range(2):
+        assert CaughtUp() not in session.handle(Turn(), 0.0)
+    assert session.handle(Released(), 0.0) == []
+    session.handle(BlocksReady(2, 1), 0.0)
+    assert session.handle(Released(), 0.0) == [], "more has become ready meanwhile"
+    session.handle(Turn(), 0.0)
+    assert session.handle(Released(), 0.0) == [CaughtUp()]
+    session.handle(BlocksReady(2, 2), 0.0)
+    assert CaughtUp() not in drain(session)
+    assert [type(action) for action in session.handle(BlocksReady(2, 2), 0.0)] == []
+
+
+@pytest.mark.parametrize(("num_cached", "num_ready"), [(0, 0), (3, 2), (3, 3)])
+def test_with_nothing_to_send_it_has_caught_up_at_once(num_cached, num_ready):
+    session = make_sender(replace(LANE, num_cached_blocks=num_cached))
+    assert session.handle(BlocksReady(num_ready, 2), 0.0) == [CaughtUp()]
+    assert session.handle(BlocksReady(num_ready, 2), 0.0) == []
+
+
+@pytest.mark.parametrize("end", [AllReady(5, b"t"), sending.Cancel()])
+def test_what_is_finished_or_has_ended_need_not_catch_up(end):
+    session = make_sender()
+    session.handle(BlocksReady(5, 2), 0.0)
+    session.handle(Turn(), 0.0)
+    session.handle(end, 0.0)
+    assert session.handle(Released(), 0.0) == []
 
 
 def test_cached_blocks_stay_at_home():

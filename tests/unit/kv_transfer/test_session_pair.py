@@ -9,7 +9,16 @@ from kv_transfer.results import Received, Sent
 from kv_transfer.sessions import receiver_session as receiving
 from kv_transfer.sessions import sender_session as sending
 from kv_transfer.sessions.receiver_session import Reply, Verified, Verify, Write
-from kv_transfer.sessions.sender_session import AllReady, BlocksReady, PeerLost, Released, SendBlocks, SendMessage, Turn
+from kv_transfer.sessions.sender_session import (
+    AllReady,
+    BlocksReady,
+    CaughtUp,
+    PeerLost,
+    Released,
+    SendBlocks,
+    SendMessage,
+    Turn,
+)
 from kv_transfer.wire import Data, Segment
 from tests.unit.kv_transfer.session_kit import (
     LANE,
@@ -33,8 +42,15 @@ class World:
         self.to_sender = []
         self.pool = {}
         self.sent, self.received = [], []  # results
+        self.num_ready = 0  # blocks, in all layers
+        self.left = set()  # (layer, index) that the transport was given
+        self.num_caught_up = 0
+        self.is_finished = False
 
     def send(self, event):
+        if isinstance(event, BlocksReady) and event.num_layers == LAYOUT.num_layers:
+            self.num_ready = event.num_blocks
+        self.is_finished |= isinstance(event, AllReady)
         for action in self.sender.handle(event, self.now):
             match action:
                 case SendBlocks(ranges=blocks):
@@ -42,6 +58,14 @@ class World:
                     segments = tuple(Segment(r.layer, r.first, r.num_blocks, 0) for r in blocks)
                     self.to_receiver.append((Data(*NAMES, segments), frozenset()))
                     self.num_held += 1
+                    self.left |= {(r.layer, index) for r in blocks for index in range(r.first, r.stop)}
+                case CaughtUp():
+                    self.num_caught_up += 1
+                    assert self.num_caught_up == 1, "it has caught up twice"
+                    assert not self.is_finished
+                    assert not self.num_held
+                    ready = range(self.lane.num_cached_blocks, self.num_ready)
+                    assert self.left >= {(layer, index) for layer in (0, 1) for index in ready}
                 case SendMessage(message=message):
                     self.to_receiver.append((message, frozenset()))
                 case sending.Conclude(result=result):
@@ -103,6 +127,14 @@ class World:
             self.release()
         else:
             self.tick()
+
+    def let_leave(self):
+        """The transport takes everything that is ready."""
+        while self.sender.wants_turn or self.num_held:
+            if self.sender.wants_turn:
+                self.turn()
+            else:
+                self.release()
 
     def receive_one(self, data):
         self.receive(*self.to_receiver.pop(self.any_of(self.to_receiver, data)))
@@ -169,6 +201,9 @@ def test_whatever_happens_nothing_wrong_is_committed_and_both_sides_end(data):
         for _ in range(data.draw(st.integers(0, 8))):
             world.step(data)
             world.check()
+        if isinstance(event, BlocksReady) and data.draw(st.booleans()):
+            world.let_leave()
+            assert world.num_caught_up or world.sent
     for _ in range(1000):
         if world.sent and world.received:
             break

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kv_transfer.errors import TransferError
 from kv_transfer.plan import HeadCopy
-from kv_transfer.ticket import MAX_EPOCH, MAX_TP, Lane, LaneEnd, Ticket
+from kv_transfer.ticket import MAX_EPOCH, MAX_TOKENS, MAX_TP, Lane, LaneEnd, Ticket
 from serving_core.layout import DTYPE_BYTES, KVLayout
 
 LAYOUT = KVLayout(30, 3, 64, 16, "bfloat16")
@@ -22,6 +22,7 @@ FIELDS = {
     "decode_tp": 2,
     "num_blocks": 32,
     "num_cached_blocks": 0,
+    "num_tokens": 500,
     "ttl_s": 30.0,
     "ends": ENDS,
 }
@@ -43,6 +44,7 @@ def drawn_tickets(draw):
         addresses=draw(st.lists(addresses, min_size=decode_tp, max_size=decode_tp)),
         num_blocks=draw(st.integers(500, 2**20)),
         num_cached_blocks=draw(st.integers(0, 500)),
+        num_tokens=draw(st.integers(0, MAX_TOKENS)),
         ttl_s=draw(st.floats(0.001, 86400.0)),
     )
 
@@ -77,6 +79,9 @@ def test_a_ticket_survives_the_journey(ticket):
         ("num_blocks", 2**20 + 1),
         ("num_cached_blocks", -1),
         ("num_cached_blocks", 33),
+        ("num_tokens", -1),
+        ("num_tokens", 2**32),
+        ("num_tokens", 1.0),
         ("ttl_s", 0.0),
         ("ttl_s", -1.0),
         ("ttl_s", math.nan),
@@ -118,7 +123,7 @@ def packed(*fields):
 
 
 GOOD_ENDS = [[bytes(16), ADDRESS], [b"1" * 16, ADDRESS]]
-GOOD = [3, 7, [30, 3, 64, 16, "bfloat16"], 1, 2, 32, 0, 30.0, GOOD_ENDS]
+GOOD = [4, 7, [30, 3, 64, 16, "bfloat16"], 1, 2, 32, 0, 500, 30.0, GOOD_ENDS]
 
 
 def test_the_form_that_the_odd_ones_below_depart_from():
@@ -134,8 +139,8 @@ def test_the_form_that_the_odd_ones_below_depart_from():
         packed(*GOOD[:-1]),
         packed(*GOOD, 0),
         packed(1, *GOOD[1:]),
-        packed(2, *GOOD[1:]),
-        packed(4, *GOOD[1:]),
+        packed(3, *GOOD[1:]),
+        packed(5, *GOOD[1:]),
         packed(*GOOD) + b"\x00",
         packed(*GOOD)[:-1],
         msgpack.packb({"epoch": 7}),

@@ -83,6 +83,21 @@ def test_two_pairs_at_once():
     run(scenario())
 
 
+def test_two_nodes_send_to_each_other_at_once():
+    stores = [tensor_store(SMOLLM2, 60, seed=seed) for seed in (4, 5)]
+
+    async def scenario():
+        async with ends(stores[0], stores[0]) as (*one,), ends(stores[1], stores[1]) as (*other,):
+            (sender, receiver), (other_sender, other_receiver) = one, other
+            for _ in range(3):
+                await asyncio.gather(
+                    check_transfer(sender, other_receiver, stores[1], stores[0], range(30), range(30, 60)),
+                    check_transfer(other_sender, receiver, stores[0], stores[1], range(30), range(30, 60)),
+                )
+
+    run(scenario())
+
+
 def test_what_was_opened_is_closed_again():
     """Threads and file descriptors, whichever end closes first."""
     source, targets = tensor_store(LAYOUT, 4, seed=3), [tensor_store(LAYOUT, 4) for _ in range(3)]

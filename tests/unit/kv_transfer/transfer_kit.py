@@ -267,4 +267,4 @@ def check_arrived(source, source_ids, target, target_ids, results, tail=b"tail")
 
 def a_ticket(address, transfer_id=bytes(16), num_blocks=4, epoch=1):
     """A ticket that no receiver has granted."""
-    return Ticket(epoch, LAYOUT, 1, 1, num_blocks, 0, 20.0, (LaneEnd(transfer_id, address),))
+    return Ticket(epoch, LAYOUT, 1, 1, num_blocks, 0, 0, 20.0, (LaneEnd(transfer_id, address),))

@@ -11,7 +11,7 @@ from kv_transfer.results import Received, Sent, TransferFailed
 from protos import convert, fleet_pb2
 from serving_core import reasons
 from serving_core.requests import Request, SamplingParams
-from serving_node.decisions import CancelTransfer, FinishSend, Receive, Send
+from serving_node.decisions import CancelTransfer, Receive, Send
 from tests.toy_kv import answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, Outgoing
 
@@ -23,14 +23,21 @@ class Lane:
     """A transfer from the blocks that are granted to the last word about it at both ends."""
 
     ticket: bytes
-    epoch: int
+    epoch: int  # of the receiver's attempt
     receiver: "FleetNode"
     block_ids: list[int]
     num_cached: int
+    num_arrived: int  # leading blocks that are there
     is_granted: bool = False
     state: str = "open"  # then committed, revoked (by the receiver), aborted (by the sender) or lost
     receiver_has_heard: bool = False
     sender: "FleetNode | None" = None
+    sender_epoch: int = 0  # another one where an answer moves
+    has_caught_up: bool = False
+
+    @property
+    def outgoing(self):
+        return self.sender.sending[self.sender_epoch]
 
     def end(self, state):
         if self.state == "open":
@@ -39,21 +46,34 @@ class Lane:
     def received(self):
         """How it ends at the receiver."""
         if self.state == "committed":
-            return Received(self.tail, (len(self.block_ids) - self.num_cached) * BLOCK_BYTES)
+            return Received(self.tail, self.num_bytes)
         return TransferFailed(reasons.TRANSFER_ABORTED if self.state == "aborted" else "TRANSFER_FAILED", self.state)
 
     def sent(self):
         """How it ends at the sender."""
         if self.state == "committed":
-            return Sent((len(self.block_ids) - self.num_cached) * BLOCK_BYTES)
+            return Sent(self.num_bytes)
         return TransferFailed(reasons.TRANSFER_REVOKED if self.state == "revoked" else "TRANSFER_FAILED", self.state)
 
+    @property
+    def num_bytes(self):
+        return (self.num_arrived - self.num_cached) * BLOCK_BYTES
+
+    def carry(self):
+        """What is ready arrives, as it is in the sender's pool now; tells whether that was anything."""
+        ready = self.outgoing.block_ids
+        assert len(ready) <= len(self.block_ids), "more blocks than were granted"
+        new = slice(self.num_arrived, len(ready))
+        if not ready[new]:
+            return False
+        self.receiver.kv.copy_from(self.sender.kv, ready[new], self.block_ids[new])
+        self.num_arrived = len(ready)
+        return True
+
     def commit(self):
-        """All blocks arrive, as they are in the sender's pool now."""
-        outgoing = self.sender.sending[self.epoch]
-        source = outgoing.block_ids[self.num_cached : len(self.block_ids)]
-        self.receiver.kv.copy_from(self.sender.kv, source, self.block_ids[self.num_cached :])
-        self.tail = outgoing.tail
+        """All blocks are there."""
+        assert self.num_arrived == max(len(self.outgoing.block_ids), self.num_cached)
+        self.tail = self.outgoing.tail
         self.end("committed")
 
 
@@ -73,11 +93,9 @@ class FleetNode(Node):
             case Send(resident=resident, block_ids=block_ids):
                 assert resident.request.epoch not in self.sending
                 lane = self.fleet.lanes[resident.ticket]
-                assert lane.epoch == resident.request.epoch
-                lane.sender = self
-                self.sending[lane.epoch] = Outgoing(resident.ticket, list(block_ids))
-            case FinishSend():
-                super()._do(decision)
+                assert (lane.epoch == resident.request.epoch) == resident.hands_over
+                lane.sender, lane.sender_epoch = self, resident.request.epoch
+                self.sending[lane.sender_epoch] = Outgoing(resident.ticket, list(block_ids))
             case CancelTransfer(epoch=epoch):
                 self._cancel(epoch)
             case _:
@@ -87,14 +105,23 @@ class FleetNode(Node):
         self.grants_at_once = False
         super()._open(resident, num_blocks)
         opened = self.opened[resident.request.epoch]
-        lane = Lane(opened.ticket, resident.request.epoch, self, opened.block_ids, opened.num_cached)
-        self.fleet.lanes[lane.ticket] = lane
+        sizes = (opened.num_cached, opened.num_cached)
+        self.fleet.lanes[opened.ticket] = Lane(opened.ticket, resident.request.epoch, self, opened.block_ids, *sizes)
 
     def _cancel(self, epoch):
         if epoch in self.opened:
             self.fleet.lanes[self.opened[epoch].ticket].end("revoked")
         if epoch in self.sending:
             self.fleet.lanes[self.sending[epoch].ticket].end("aborted")
+
+
+@dataclass(eq=False)
+class Moving:
+    """An answer's way from its writer to another node."""
+
+    epoch: int  # of the attempt there
+    target: FleetNode
+    is_off: bool = False  # what the target says counts for nothing but that it has let go
 
 
 @dataclass(eq=False)
@@ -113,7 +140,15 @@ class Ask:
     tokens: dict[int, int] = field(default_factory=dict)  # of the attempt, by their place
     first_index: int = 0  # of the attempt
     is_reserved: bool = False
+    is_committed: bool = False
+    is_to_be_kept: bool = False  # where it is read, once the writer has let go
+    moving: Moving | None = None
+    num_moves: int = 0
     is_cancelled: bool = False
+
+    @property
+    def is_written(self):
+        return self.is_committed or (self.reader is self.writer and bool(self.tokens))
 
     @property
     def is_over(self):
@@ -123,21 +158,26 @@ class Ask:
 class Fleet:
     """Nodes, lanes, and what the coordinator knows."""
 
-    def __init__(self, seed, num_nodes=2, *, num_blocks=9, faults=0.0, **limits):
+    def __init__(self, seed, num_nodes=2, *, num_blocks=9, faults=0.0, moves=0.0, keeps=0.0, **limits):
         self.random = Random(seed)
         self.lanes = {}  # by ticket
         limits = {"credit_timeout_s": 1e9, "ticket_timeout_s": 1e9} | limits
         self.nodes = [FleetNode(self, f"n{index}-", num_blocks, **limits) for index in range(num_nodes)]
-        self.faults = faults
+        self.faults, self.moves, self.keeps = faults, moves, keeps  # how likely in a round
         self.to_come = []
         self.asks = {}  # live ones, by the epoch of their attempt
         self.all = []
+        self.moving = {}  # asks on their way, by the epoch of the attempt there
+        self.moved = {}  # by the epoch that they had before: their tokens, and how many of them were the old node's
         self.held = set()  # (node, epoch): the coordinator believes that the node has something of the attempt
         self.cancels = []  # (node, epoch) that have not been answered
         self.lost = set()  # (node, epoch) of before a broken stream: what is still said of them is of no interest
         self.failed = set()  # (node, epoch): a failure may be the answer to a cancel too
+        self.asked_in_vain = set()  # (node, epoch): what was there may have ended before the command came
         self.num_failures = 0
         self.num_revoked = 0
+        self.num_kept = 0
+        self.num_moves_off = 0
         self._num_epochs = 0
         self._pace = {action: self.random.choice([0.1, 0.5, 1.0]) for action in range(8)}
 
@@ -216,6 +256,10 @@ class Fleet:
                 has_moved |= bool(action())
         if self.faults:
             self._trouble()
+        if self.asks and self.random.random() < self.moves:
+            self._move(self.random.choice(list(self.asks.values())))
+        if self.asks and self.random.random() < self.keeps:
+            self._keep_where_read(self.random.choice(list(self.asks.values())))
         return has_moved
 
     def _fails(self, factor=1.0):
@@ -229,22 +273,28 @@ class Fleet:
 
     def _attempt(self, ask):
         self._num_epochs += 1
-        ask.epoch, ask.tokens, ask.is_reserved = self._num_epochs, {}, False
+        ask.epoch, ask.tokens = self._num_epochs, {}
+        ask.is_reserved = ask.is_committed = ask.is_to_be_kept = False
         ask.first_index = len(ask.output)
         ask.reader, ask.writer = self.choose(ask)
         self.asks[ask.epoch] = ask
-        sampling = SamplingParams(max_tokens=ask.max_tokens, ignore_eos=True)
-        request = Request(ask.name, ask.epoch, ask.prompt + ask.output, len(ask.prompt), sampling, ask.salt)
-        job = convert.job_to_wire(request, ask.age)
+        job = self._job(ask, ask.epoch)
         is_local = ask.reader is ask.writer
         self._tell(ask.writer, ask.epoch, reserve=fleet_pb2.Reserve(job=job, local_prefill=is_local, prefill_tp_size=1))
         if not is_local:
             self._tell(ask.reader, ask.epoch, prefill=fleet_pb2.Prefill(job=job))
 
+    def _job(self, ask, epoch):
+        sampling = SamplingParams(max_tokens=ask.max_tokens, ignore_eos=True)
+        request = Request(ask.name, epoch, ask.prompt + ask.output, len(ask.prompt), sampling, ask.salt)
+        return convert.job_to_wire(request, ask.age)
+
     def _tell(self, node, epoch, **command):
         node.commands.append(command)
         if "cancel" in command:
             self.cancels.append((node, epoch))
+        elif "migrate" in command or "keep" in command:
+            self.asked_in_vain.add((node, epoch))
         elif "deliver" not in command:
             self.held.add((node, epoch))
 
@@ -272,14 +322,22 @@ class Fleet:
         return True
 
     def _carry(self, lane):
-        """The KV of what is finished arrives."""
-        if lane.state != "open" or lane.sender is None or not lane.sender.sending[lane.epoch].is_finished:
+        """The KV that is ready arrives, and after it the end."""
+        if lane.state != "open" or lane.sender is None:
             return False
         if self._fails():
             lane.end("lost")
-        else:
+            return True
+        if lane.carry():
+            return True
+        if lane.outgoing.is_finished:
             lane.commit()
-        return True
+            return True
+        has_caught_up, lane.has_caught_up = lane.has_caught_up, True
+        if not has_caught_up:
+            lane.sender.logic.caught_up(lane.sender_epoch)
+            lane.sender._settle()
+        return not has_caught_up
 
     def _end_receive(self, lane):
         if lane.state == "open" or lane.receiver_has_heard:
@@ -295,8 +353,8 @@ class Fleet:
         if lane.state == "open" or lane.sender is None:
             return False
         sender, lane.sender = lane.sender, None
-        del sender.sending[lane.epoch]
-        sender.logic.sent(lane.epoch, lane.sent(), sender.now)
+        del sender.sending[lane.sender_epoch]
+        sender.logic.sent(lane.sender_epoch, lane.sent(), sender.now)
         sender._settle()
         self._forget(lane)
         return True
@@ -330,14 +388,33 @@ class Fleet:
         self.cancels = [each for each in self.cancels if each[0] is not node]
         self.held = {each for each in self.held if each[0] is not node}
         for ask in list(self.asks.values()):
-            if node in (ask.reader, ask.writer):
+            if node in (ask.reader, ask.writer) or self._lacks_tokens_of(node, ask):
                 self._again(ask)
+            elif ask.moving is not None and node is ask.moving.target:
+                self._stays(ask)
+
+    def _lacks_tokens_of(self, node, ask):
+        """Whether tokens of a node that it has moved away from were on their way, and are lost."""
+        ends = [end for old, tokens, end in self.moved.values() if old is node and tokens is ask.tokens]
+        return any(index not in ask.tokens for end in ends for index in range(ask.first_index, end))
 
     def _give_up(self, ask):
         del self.asks[ask.epoch]
         for node in {ask.reader: None, ask.writer: None}:
-            if (node, ask.epoch) in self.held:
-                self._tell(node, ask.epoch, cancel=fleet_pb2.Cancel(attempt=self._wire(ask)))
+            self._cancel(node, ask, ask.epoch)
+        self._forget_move(ask)
+
+    def _forget_move(self, ask):
+        moving, ask.moving = ask.moving, None
+        if moving is not None:
+            del self.moving[moving.epoch]
+            if not moving.is_off:
+                self._cancel(moving.target, ask, moving.epoch)
+
+    def _cancel(self, node, ask, epoch):
+        if (node, epoch) in self.held and (node, epoch) not in self.cancels:
+            attempt = fleet_pb2.Attempt(request_id=ask.name, epoch=epoch)
+            self._tell(node, epoch, cancel=fleet_pb2.Cancel(attempt=attempt))
 
     def _again(self, ask):
         self.num_failures += 1
@@ -346,6 +423,46 @@ class Fleet:
 
     def _wire(self, ask):
         return fleet_pb2.Attempt(request_id=ask.name, epoch=ask.epoch)
+
+    # ---- moves, and prompts that are kept ----
+
+    def _move(self, ask):
+        """Asks another node for room for an answer that is being written."""
+        if ask.moving is not None or not ask.is_written or ask.is_over:
+            return
+        self._num_epochs += 1
+        target = self.random.choice([node for node in self.nodes if node is not ask.writer])
+        ask.moving = Moving(self._num_epochs, target)
+        self.moving[self._num_epochs] = ask
+        job, num_ahead = self._job(ask, self._num_epochs), self.random.choice([1, 3, 9])
+        reserve = fleet_pb2.Reserve(job=job, prefill_tp_size=1, num_tokens_ahead=num_ahead)
+        self._tell(target, self._num_epochs, reserve=reserve)
+
+    def _move_is_off(self, ask):
+        """The target is to let go first."""
+        self.num_moves_off += not ask.moving.is_off
+        if not ask.moving.is_off:
+            ask.moving.is_off = True
+            self._cancel(ask.moving.target, ask, ask.moving.epoch)
+
+    def _stays(self, ask):
+        """The target has let go."""
+        ask.moving.is_off = True
+        self._forget_move(ask)
+        self._tell(ask.writer, ask.epoch, keep=fleet_pb2.Keep(attempt=self._wire(ask)))
+
+    def _keep_where_read(self, ask):
+        """One that has no credit; the node without room is to let go first."""
+        if ask.reader is ask.writer or ask.is_reserved or ask.is_committed or ask.is_to_be_kept:
+            return
+        if (ask.writer, ask.epoch) in self.held:
+            ask.is_to_be_kept = True
+            self._cancel(ask.writer, ask, ask.epoch)
+
+    def _is_kept(self, ask):
+        self.num_kept += 1
+        ask.is_to_be_kept, ask.writer = False, ask.reader
+        self._tell(ask.reader, ask.epoch, keep=fleet_pb2.Keep(attempt=self._wire(ask)))
 
     # ---- what the coordinator hears ----
 
@@ -368,6 +485,9 @@ class Fleet:
             if kind == "cancelled":
                 self.cancels.remove((node, epoch))  # it was asked for, and is told once
                 self.held.discard((node, epoch))
+                self._has_let_go(node, epoch)
+            elif (node, epoch) not in self.held and (node, epoch) in self.asked_in_vain:
+                assert kind in ("failed", "move_failed")
             else:
                 assert (node, epoch) in self.held, f"{kind} of what {node.name} has let go"
                 getattr(self, f"_{kind}")(node, epoch, body)
@@ -378,10 +498,10 @@ class Fleet:
         assert (node, epoch) in self.held, f"a token of what {node.name} has let go"
         if token.finish_reason:
             self.held.discard((node, epoch))
-        ask = self.asks.get(epoch)
+        ask = self.asks.get(epoch) or self._ask_that_moved(node, token)
         if ask is None:
             return
-        assert node is (ask.reader if is_first else ask.writer)
+        assert epoch in self.moved or node is (ask.reader if is_first else ask.writer)
         assert token.index not in ask.tokens, "a token came twice"
         assert is_first == (token.index == ask.first_index)
         ask.tokens[token.index] = token.token_id
@@ -394,12 +514,31 @@ class Fleet:
     def _finish(self, ask):
         """A node that still has something of it lets go by itself, but for one that waits for KV that will not come."""
         del self.asks[ask.epoch]
-        if len(ask.tokens) == 1 and (ask.writer, ask.epoch) in self.held:
-            self._tell(ask.writer, ask.epoch, cancel=fleet_pb2.Cancel(attempt=self._wire(ask)))
+        self._forget_move(ask)
+        if len(ask.tokens) == 1:
+            self._cancel(ask.writer, ask, ask.epoch)
+
+    def _ask_that_moved(self, node, token):
+        """Of tokens that the node had told, or was telling, when the answer went on elsewhere."""
+        old, tokens, end = self.moved.get(token.attempt.epoch, (None, None, 0))
+        assert old is None or (old is node and token.index < end), "a token of a node that had stopped"
+        return next((ask for ask in self.asks.values() if ask.tokens is tokens), None)
+
+    def _has_let_go(self, node, epoch):
+        """Of an attempt that was cancelled there, or has failed."""
+        ask = self.asks.get(epoch)
+        if ask is not None and ask.is_to_be_kept and node is ask.writer:
+            self._is_kept(ask)
+        elif epoch in self.moving:
+            self._stays(self.moving[epoch])
 
     def _reserved(self, node, epoch, reserved):
         ask = self.asks.get(epoch)
-        if ask is not None:
+        if epoch in self.moving and not self.moving[epoch].moving.is_off:
+            ask = self.moving[epoch]
+            migrate = fleet_pb2.Migrate(attempt=self._wire(ask), ticket=reserved.ticket)
+            self._tell(ask.writer, ask.epoch, migrate=migrate)
+        elif ask is not None and not ask.is_to_be_kept:
             assert node is ask.writer
             assert not ask.is_reserved, "two tickets at a time"
             ask.is_reserved = True
@@ -410,11 +549,33 @@ class Fleet:
         self.num_revoked += 1
         if ask := self.asks.get(epoch):
             ask.is_reserved = False
+        elif epoch in self.moving:
+            self._move_is_off(self.moving[epoch])
 
-    def _committed(self, node, epoch, _):
-        if ask := self.asks.get(epoch):
+    def _move_failed(self, node, epoch, _):
+        ask = self.asks.get(epoch)
+        if ask is not None and ask.moving is not None:
+            self._move_is_off(ask)
+
+    def _committed(self, node, epoch, committed):
+        if epoch in self.moving:
+            if not self.moving[epoch].moving.is_off:
+                self._has_moved(self.moving.pop(epoch), committed.next_index)
+        elif ask := self.asks.get(epoch):
             assert node is ask.writer
             assert ask.is_reserved
+            assert committed.next_index == ask.first_index + 1
+            ask.is_committed = True
+
+    def _has_moved(self, ask, next_index):
+        """The tokens up to the next one are the old node's, and may still come; it is to let go."""
+        old, epoch = ask.writer, ask.epoch
+        self.moved[epoch] = (old, ask.tokens, next_index)
+        self.asks[ask.moving.epoch] = self.asks.pop(epoch)
+        ask.epoch, ask.writer, ask.moving = ask.moving.epoch, ask.moving.target, None
+        ask.is_committed = True
+        ask.num_moves += 1
+        self._cancel(old, ask, epoch)
 
     def _transferred(self, node, epoch, _):
         self.held.remove((node, epoch))
@@ -423,5 +584,8 @@ class Fleet:
         assert self.faults, f"{failed.reason}: {failed.message}\n{self.describe()}"
         self.held.remove((node, epoch))
         self.failed.add((node, epoch))
-        if ask := self.asks.get(epoch):
+        ask = self.asks.get(epoch)
+        if epoch in self.moving or (ask is not None and ask.is_to_be_kept and node is ask.writer):
+            self._has_let_go(node, epoch)
+        elif ask is not None:
             self._again(ask)

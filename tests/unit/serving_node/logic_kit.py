@@ -4,16 +4,18 @@ The KV is that of tests/toy_kv.py, so a step that reads a wrong block fails, and
 (`answer_of`). After everything that happens the pool is counted from scratch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kv_transfer.results import Received, Sent, TransferFailed
+from kv_transfer.ticket import Ticket
 from protos import convert, fleet_pb2, inference_pb2
 from serving_core.blocks import BlockAllocator
 from serving_core.layout import KVLayout
 from serving_core.prefix import hint_of
 from serving_core.rates import StepRates
 from serving_core.requests import Request, SampledToken, SamplingParams
-from serving_node.decisions import CancelTransfer, FinishSend, Receive, Send, Tell
+from serving_core.shapes import preset
+from serving_node.decisions import Beat, CancelTransfer, FinishSend, Receive, Send, SendMore, Tell
 from serving_node.logic import Limits, NodeLogic
 from tests.toy_kv import FINGERPRINT, NUM_TOKEN_IDS, ToyKV, answer_of
 
@@ -58,6 +60,7 @@ class Node:
         *,
         budget=64,
         seats=8,
+        role="both",
         max_num_queued=100,
         caching=True,
         credit_timeout_s=30.0,
@@ -72,6 +75,7 @@ class Node:
             self.allocator,
             LAYOUT,
             Limits(budget, seats, max_num_queued, credit_timeout_s, ticket_timeout_s),
+            preset(role, max_num_batched_tokens=budget, max_num_seqs=seats),
             block_bytes=BLOCK_BYTES,
             fingerprint=FINGERPRINT,
             eos_token_ids=(NEVER,),
@@ -85,8 +89,8 @@ class Node:
         self.works = []  # of the step that runs
         self.hints = set()  # blocks that the coordinator believes to be here
         self.grants_at_once = True
+        self.num_beats = 0
         self._tokens = []
-        self._num_tickets = 0
         self._num_requests = 0
 
     # ---- commands ----
@@ -97,10 +101,11 @@ class Node:
         self.handle(prefill=fleet_pb2.Prefill(job=wire))
         return request
 
-    def reserve(self, name, prompt, *, tp_size=1, **job):
-        """An answer to be written here to a prompt that is read elsewhere."""
+    def reserve(self, name, prompt, *, tp_size=1, ahead=0, **job):
+        """An answer to be written here to a prompt that is read elsewhere; or to be written on, with so many tokens
+        ahead."""
         request, wire = self._job(name, prompt, **job)
-        self.handle(reserve=fleet_pb2.Reserve(job=wire, prefill_tp_size=tp_size))
+        self.handle(reserve=fleet_pb2.Reserve(job=wire, prefill_tp_size=tp_size, num_tokens_ahead=ahead))
         return request
 
     def local(self, name, prompt, **job):
@@ -112,12 +117,26 @@ class Node:
     def deliver(self, request, ticket=b"ticket"):
         self.handle(deliver=fleet_pb2.Deliver(attempt=convert.attempt_of(request), ticket=ticket))
 
+    def migrate(self, request, num_blocks=16, num_known=None, ticket=None):
+        """The answer is to go on where so many blocks are granted, and so many tokens known: by default its prompt."""
+        if ticket is None:
+            num_known = request.num_prompt_tokens if num_known is None else num_known
+            ticket = a_ticket(num_blocks, num_tokens=num_known)
+        self.handle(migrate=fleet_pb2.Migrate(attempt=convert.attempt_of(request), ticket=ticket))
+
+    def keep(self, request):
+        self.handle(keep=fleet_pb2.Keep(attempt=convert.attempt_of(request)))
+
     def cancel(self, request):
         self.handle(cancel=fleet_pb2.Cancel(attempt=convert.attempt_of(request)))
 
     def handle(self, **command):
         self.logic.handle(fleet_pb2.NodeCommand(**command), self.now)
         self._settle()
+
+    def reshape(self, prompt_tokens, seats, takes_handovers=False):
+        shape = inference_pb2.Shape(prompt_tokens=prompt_tokens, seats=seats, takes_handovers=takes_handovers)
+        self.handle(reshape=fleet_pb2.Reshape(shape=shape))
 
     def detached(self):
         self.logic.detached()
@@ -191,18 +210,25 @@ class Node:
         self.logic.granted(request.epoch, self.opened[request.epoch].ticket)
         self._settle()
 
-    def arrive(self, request, tail=None):
-        """All of a prompt's KV is here, and with it the first token."""
+    def arrive(self, request, tail=None, num_tokens=1):
+        """All KV is here, and with it the tokens that follow those that were known."""
         opened = self.opened.pop(request.epoch)
-        self.kv.receive(request, opened.block_ids, opened.num_cached)
-        token = convert.token_to_tail(answer_of(request.token_ids, 1)[0])
+        known = request.token_ids + answer_of(request.token_ids, num_tokens)
+        self.kv.receive(replace(request, token_ids=known[:-1]), opened.block_ids, opened.num_cached)
+        if tail is None:
+            tail = convert.tokens_to_tail(known[len(request.token_ids) :])
         num_bytes = (len(opened.block_ids) - opened.num_cached) * BLOCK_BYTES
-        self.logic.received(request.epoch, Received(token if tail is None else tail, num_bytes), self.now)
+        self.logic.received(request.epoch, Received(tail, num_bytes), self.now)
         self._settle()
 
     def receive_fails(self, request, reason="TRANSFER_FAILED", message="lost on the way"):
         del self.opened[request.epoch]
         self.logic.received(request.epoch, TransferFailed(reason, message), self.now)
+        self._settle()
+
+    def caught_up(self, request):
+        """What was ready of it has left."""
+        self.logic.caught_up(request.epoch)
         self._settle()
 
     def sent(self, request, num_bytes=0):
@@ -298,11 +324,18 @@ class Node:
         match decision:
             case Tell(event=event):
                 self._hear(fleet_pb2.NodeEvent(**event))
+            case Beat():
+                self.num_beats += 1
             case Receive(resident=resident, num_blocks=num_blocks):
                 self._open(resident, num_blocks)
             case Send(resident=resident, block_ids=block_ids):
                 assert resident.request.epoch not in self.sending, "it is being sent already"
                 self.sending[resident.request.epoch] = Outgoing(resident.ticket, list(block_ids))
+            case SendMore(resident=resident, block_ids=block_ids):
+                sending = self.sending[resident.request.epoch]
+                assert not sending.is_finished
+                assert block_ids[: len(sending.block_ids)] == sending.block_ids
+                sending.block_ids = list(block_ids)
             case FinishSend(resident=resident, block_ids=block_ids):
                 sending = self.sending[resident.request.epoch]
                 assert not sending.is_finished
@@ -320,9 +353,8 @@ class Node:
     def _open(self, resident, num_blocks):
         epoch = resident.request.epoch
         assert epoch not in self.opened, "it is being received already"
-        self._num_tickets += 1
-        ticket = f"{self.name}{self._num_tickets}".encode()
         block_ids, num_cached = list(resident.lease.block_ids[:num_blocks]), resident.num_cached_blocks
+        ticket = a_ticket(num_blocks, num_cached=num_cached, num_tokens=len(resident.request.token_ids))
         self.opened[epoch] = Opened(resident.request, block_ids, num_cached, ticket)
         self.kv.spoil(block_ids, range(num_cached * BLOCK_SIZE, num_blocks * BLOCK_SIZE))  # it may begin to arrive
         if self.grants_at_once:
@@ -344,6 +376,21 @@ class Node:
         load = self.load
         assert (load.num_running, load.num_waiting, load.num_waiting_tokens) == (0, 0, 0)
         assert self.hints == {hint_of(name) for name in self.allocator._block_of}
+
+
+def a_ticket(num_blocks, *, num_cached=0, num_tokens):
+    """No two are alike."""
+    return Ticket.draw(
+        epoch=1,
+        layout=LAYOUT,
+        prefill_tp=1,
+        decode_tp=1,
+        addresses=["somewhere"],
+        num_blocks=num_blocks,
+        num_cached_blocks=num_cached,
+        ttl_s=600.0,
+        num_tokens=num_tokens,
+    ).encode()
 
 
 def _names(message, name):

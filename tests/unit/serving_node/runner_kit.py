@@ -3,6 +3,8 @@
 import asyncio
 import threading
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from functools import partial
 
 from engine.engine import Engine
 from kv_transfer.ends.receiver import KVReceiver
@@ -65,10 +67,7 @@ class RecordedRates(StepRates):
 class Harness:
     """The node, and everything it has told its coordinator."""
 
-    def __init__(self, folder, name, network, followers, settings, num_blocks, caching, start_tokens_per_s):
-        engine_settings = EngineSettings(
-            model=str(folder), block_size=BLOCK_SIZE, num_kv_blocks=num_blocks, enable_prefix_caching=caching
-        )
+    def __init__(self, engine_settings, name, network, followers, settings, start_tokens_per_s):
         self.name = name
         self.network = network
         self.engine = GatedEngine(Engine(engine_settings))
@@ -99,8 +98,8 @@ class Harness:
     def prefill(self, request):
         self.handle(prefill=fleet_pb2.Prefill(job=job(request)))
 
-    def reserve(self, request):
-        self.handle(reserve=fleet_pb2.Reserve(job=job(request), prefill_tp_size=1))
+    def reserve(self, request, ahead=0):
+        self.handle(reserve=fleet_pb2.Reserve(job=job(request), prefill_tp_size=1, num_tokens_ahead=ahead))
 
     def local(self, name, prompt, **options):
         request = make_request(name, prompt, **options)
@@ -109,6 +108,12 @@ class Harness:
 
     def deliver(self, request, ticket):
         self.handle(deliver=fleet_pb2.Deliver(attempt=convert.attempt_of(request), ticket=ticket))
+
+    def migrate(self, request, ticket):
+        self.handle(migrate=fleet_pb2.Migrate(attempt=convert.attempt_of(request), ticket=ticket))
+
+    def keep(self, request):
+        self.handle(keep=fleet_pb2.Keep(attempt=convert.attempt_of(request)))
 
     def cancel(self, request):
         self.handle(cancel=fleet_pb2.Cancel(attempt=convert.attempt_of(request)))
@@ -189,20 +194,15 @@ async def running(
     gated=False,
     token_s=0.0,
     start_tokens_per_s=0.0,
+    engine=None,
     **settings,
 ):
-    """One node. In the end nothing is held any more."""
-    folder = write_fake_model(tmp_path / "fake", token_s=token_s)
-    harness = Harness(
-        folder,
-        name,
-        network or LoopbackNetwork(),
-        followers or Followers(0),
-        settings,
-        num_blocks,
-        caching,
-        start_tokens_per_s,
-    )
+    """One node, of the fake model unless the settings of another engine are given. In the end nothing is held any
+    more."""
+    sizes = {"block_size": BLOCK_SIZE, "num_kv_blocks": num_blocks, "enable_prefix_caching": caching}
+    engine = {"model": str(write_fake_model(tmp_path / "fake", token_s=token_s))} if engine is None else engine
+    network, followers = network or LoopbackNetwork(), followers or Followers(0)
+    harness = Harness(EngineSettings(**sizes, **engine), name, network, followers, settings, start_tokens_per_s)
     harness.engine.is_open = not gated
     task = asyncio.create_task(harness.node.run())
     try:
@@ -236,6 +236,55 @@ def carry_tickets(writer, reader):
             reader.node.handle(fleet_pb2.NodeCommand(deliver=deliver))
 
     writer.on_event = on_event
+
+
+class Mover:
+    """What a coordinator does with one answer that moves back and forth between two nodes."""
+
+    def __init__(self, writer, other, request, *, num_moves, num_ahead=8, num_between=3):
+        self.writer, self.other = writer, other
+        self.request = request  # the attempt that counts
+        self.num_moves, self.num_ahead, self.num_between = num_moves, num_ahead, num_between
+        self.tokens = {}  # by their place in the answer, as they were told
+        self.next_indexes = []
+        self.num_ahead_of_stops = []  # how many tokens came with each move
+        self._to_be = None  # the attempt at the other node
+        self._at = 0
+        writer.on_event, other.on_event = partial(self._hear, writer), partial(self._hear, other)
+
+    @property
+    def answer(self):
+        return [self.tokens[index] for index in sorted(self.tokens)]
+
+    def _hear(self, node, event):
+        kind = event.WhichOneof("event")
+        assert kind not in ("failed", "move_failed", "revoked"), event
+        if kind in ("first_token", "step_tokens"):
+            for token in [event.first_token.token] if kind == "first_token" else event.step_tokens.tokens:
+                assert token.index not in self.tokens, "a token was told twice"
+                self.tokens[token.index] = token
+            self._move_in_time()
+        elif kind == "reserved":
+            self.writer.migrate(self.request, event.reserved.ticket)
+        elif kind == "committed":
+            self._has_moved(node, event.committed.next_index)
+
+    def _move_in_time(self):
+        if self._to_be is not None or len(self.next_indexes) == self.num_moves:
+            return
+        if len(self.tokens) - self._at >= self.num_between:
+            known = [token.token_id for token in self.answer]
+            prompt = self.request.token_ids[: self.request.num_prompt_tokens]
+            self._to_be = replace(self.request, epoch=_next_epoch(), token_ids=[*prompt, *known])
+            self.other.reserve(self._to_be, ahead=self.num_ahead)
+
+    def _has_moved(self, node, next_index):
+        assert node is self.other
+        self.next_indexes.append(next_index)
+        self.num_ahead_of_stops.append(next_index - self._to_be.num_output_tokens)
+        self.writer.cancel(self.request)
+        self.request, self._to_be, self._at = self._to_be, None, next_index
+        self.writer, self.other = self.other, self.writer
 
 
 def answer_on_paper(prompt, num_tokens):

@@ -12,7 +12,7 @@ def test_a_prompt_that_was_here_before_gets_the_blocks_of_a_grant():
     node = Node(9)
     rest = node.allocator.allocate(1)
     node.prefill("first", 2)
-    second = node.prefill("second", 24)  # 6 blocks
+    node.local("second", 23, max_tokens=1)  # 6 blocks
     grant = node.reserve("granted", 8)  # 3 blocks: enough is left for the first alone
     assert node.words("granted") == ["reserved"]
     assert node.step() == [("first", 0, 2)]
@@ -21,9 +21,7 @@ def test_a_prompt_that_was_here_before_gets_the_blocks_of_a_grant():
     assert node.cancelled == [grant.epoch]
     node.receive_fails(grant)
     assert node.words("granted") == ["reserved", "revoked"]  # and not granted again before the older one
-    assert node.step() == [("second", 0, 24)]
-    node.deliver(second)
-    node.sent(second)
+    assert node.step() == [("second", 0, 23)]
     assert node.words("granted") == ["reserved", "revoked", "reserved"]
     node.arrive(grant)
     node.steps()
@@ -191,3 +189,120 @@ def test_prompts_that_have_blocks_get_on_though_an_older_one_has_none():
     assert node.step() == [("young", 8, 4)]
     assert node.step() == [("old", 0, 4)]  # at the cost of what was read
     assert node.words("young") == ["first_token"]
+
+
+# ---- how much is read for other nodes ----
+
+
+def with_an_answer(num_blocks=16, **options):
+    """A node that writes for long, in one block for now."""
+    node = Node(num_blocks, **options)
+    node.writes("own", 1, max_tokens=40, age=1)
+    return node
+
+
+def names_in(shares):
+    return [name for name, _, _ in shares]
+
+
+def test_prompts_for_other_nodes_hold_half_of_the_pool_where_the_node_also_writes():
+    node = with_an_answer()
+    for index in range(3):
+        node.prefill(f"out {index}", 16, age=10 + index)  # 4 blocks each
+    node.local("here", 4, age=20)
+    assert names_in(node.step()) == ["own", "out 0", "out 1", "here"]
+    assert names_in(node.step()) == ["own", "here"]
+
+
+def test_one_that_leaves_lets_the_next_one_start():
+    node = with_an_answer()
+    requests = [node.prefill(f"out {index}", 16, age=10 + index) for index in range(3)]
+    node.step()
+    node.deliver(requests[1])
+    assert names_in(node.step()) == ["own"]
+    node.sent(requests[1])
+    assert names_in(node.step()) == ["own", "out 2"]
+
+
+def test_what_is_kept_does_not_count():
+    node = with_an_answer()
+    requests = [node.prefill(f"out {index}", 16, age=10 + index) for index in range(3)]
+    node.step()
+    node.keep(requests[0])
+    assert names_in(node.step()) == ["own", "out 0", "out 2"]
+
+
+def test_a_node_that_only_reads_has_all_of_its_pool_for_it():
+    node = Node(16)
+    for index in range(4):
+        node.prefill(f"out {index}", 16)
+    assert len(node.step()) == 4
+
+
+@pytest.mark.parametrize("awaits", [False, True])
+def test_answers_that_are_awaited_count_as_the_nodes_own(awaits):
+    node = Node(16)
+    if awaits:
+        node.reserve("in", 4, age=1)
+    for index in range(3):
+        node.prefill(f"out {index}", 16, age=10 + index)
+    assert len(node.step()) == (2 if awaits else 3)
+
+
+def test_one_that_is_larger_than_half_of_the_pool_starts_when_there_is_no_other():
+    node = with_an_answer()
+    small = node.prefill("small", 4, age=10)
+    node.prefill("large", 36, age=11)
+    node.prefill("younger", 4, age=12)
+    assert names_in(node.step()) == ["own", "small"]
+    assert names_in(node.step()) == ["own"], "the younger one waits for the large one"
+    node.deliver(small)
+    node.sent(small)
+    assert names_in(node.step()) == ["own", "large"]
+
+
+def test_an_older_one_takes_the_place_of_younger_ones_that_only_wait():
+    node = with_an_answer()
+    for index in range(2):
+        node.prefill(f"out {index}", 16, age=10 + index)
+    node.step()
+    node.prefill("older", 16, age=5)
+    assert names_in(node.step()) == ["own", "older"]
+    assert names_in(node.step()) == ["own"]
+    waiting = [each.request.request_id for each in node.logic._residents if each.lease is None]
+    assert waiting == ["out 1"]
+
+
+def test_an_older_one_does_not_wait_for_one_that_was_evicted_often():
+    node = with_an_answer(caching=False)
+    node.prefill("read", 20, age=50)
+    node.step()
+    for index in range(MAX_EVICTIONS):
+        older = node.prefill("older", 16, age=5, epoch=100 + index)
+        assert "older" in names_in(node.step())
+        node.cancel(older)
+        assert "read" in names_in(node.step())
+    node.prefill("older", 16, age=5, epoch=200)
+    assert names_in(node.step()) == ["own", "older"]
+    assert all(each.lease is not None for each in node.logic._residents)
+
+
+def test_what_the_cap_holds_back_is_promised_no_blocks():
+    node = with_an_answer(12)
+    node.prefill("out", 24, age=10)
+    node.step()
+    node.prefill("held back", 16, age=11)
+    node.reserve("in", 12, age=12)  # 4 blocks; 5 are free, and the running answer may need one
+    assert node.words("in") == ["reserved"]
+
+
+def test_nothing_is_taken_from_others_for_what_the_cap_holds_back():
+    node = Node(16)
+    node.prefill("out", 28, age=10)
+    grant = node.reserve("in", 4, age=20)
+    node.step()
+    node.prefill("held back", 16, age=11)
+    assert node.step() == []
+    assert node.step() == []
+    assert node.cancelled == []
+    node.receive_fails(grant)

@@ -1,6 +1,7 @@
 """All ranks of two nodes, each with its own sender and receiver, led over real sockets."""
 
 import asyncio
+import threading
 from contextlib import asynccontextmanager
 
 import pytest
@@ -32,6 +33,7 @@ class Ends:
     def __init__(self):
         self.results = {}
         self.granted = []
+        self.caught_up = []
         self._news = asyncio.Event()
 
     def ended(self, epoch, result):
@@ -43,11 +45,21 @@ class Ends:
         self.granted.append(epoch)
         self._news.set()
 
+    def has_caught_up(self, epoch):
+        self.caught_up.append(epoch)
+        self._news.set()
+
     async def until(self, condition):
         async with asyncio.timeout(DEADLINE_S):
             while not condition():
                 self._news.clear()
                 await self._news.wait()
+
+    async def until_passed(self, condition):
+        """For what nobody is told of."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                await asyncio.sleep(0.001)
 
 
 class Node:
@@ -67,6 +79,8 @@ class Node:
         ]
         self.sent, self.received = Ends(), Ends()
         self.steps = [[] for _ in range(tp_size)]
+        self.lets_steps_end = threading.Event()
+        self.lets_steps_end.set()
 
     def lead(self, followers, overlap_min_tokens):
         self.followers = followers
@@ -78,6 +92,7 @@ class Node:
             overlap_min_tokens,
             on_granted=self.received.was_granted,
             on_received=self.received.ended,
+            on_caught_up=self.sent.has_caught_up,
             on_sent=self.sent.ended,
         )
 
@@ -92,6 +107,7 @@ class Node:
 
         def step(shares, on_layer):
             self.steps[rank].append([(share.start, share.num_tokens) for share in shares])
+            assert self.lets_steps_end.wait(DEADLINE_S)
             if on_layer is not None:
                 for layer in range(LAYOUT.num_layers):
                     on_layer(layer + 1)
@@ -231,6 +247,48 @@ async def test_both_directions_at_once(a_size, b_size, monkeypatch):
         assert b.bytes_of(theirs) == sliced_bytes(A_SEED, b_size, mine)
         assert a.bytes_of(theirs) == sliced_bytes(B_SEED, a_size, mine)
         assert a.bytes_of(mine) == sliced_bytes(A_SEED, a_size, mine)
+
+
+@pytest.mark.parametrize(("a_size", "b_size"), SIZES)
+async def test_a_node_has_caught_up_once_when_all_of_its_ranks_have(a_size, b_size, monkeypatch):
+    async with nodes(monkeypatch, a_size, b_size) as (a, b):
+        a.transfers.send(5, await b.open_to(a, 5), IDS[:4])
+        await a.sent.until(lambda: a.sent.caught_up)
+        num_bytes = [store.layout.block_bytes * 4 for store in b.stores]
+        assert [receiver.num_bytes for receiver in b.receivers] == num_bytes
+        a.transfers.send_more(5, IDS[:7])
+        await b.received.until_passed(lambda: b.receivers[-1].num_bytes == 7 * b.stores[-1].layout.block_bytes)
+        a.transfers.finish(5, IDS[:9], b"tail")
+        await a.sent.until(lambda: a.sent.results)
+        await b.received.until(lambda: b.received.results)
+        assert b.received.results[5].tail == b"tail"
+        assert b.bytes_of(IDS[:9]) == sliced_bytes(A_SEED, b_size, IDS[:9])
+        assert a.sent.caught_up == [5]
+
+
+async def test_a_rank_whose_steps_lag_takes_nothing_of_an_ended_transfer_for_the_next_one(monkeypatch):
+    """Of what a follower was told behind its step, the transfer that it was about has ended when the step ends."""
+    async with nodes(monkeypatch, 2, 1) as (a, b):
+        a.lets_steps_end.clear()
+        request = Request("r", 9, list(range(30)), 30, SamplingParams(max_tokens=4))
+        a.followers.announce([Work(request, 0, 30, IDS)])
+        a.transfers.send(9, await b.open_to(a, 9), IDS[:5])
+        a.transfers.send_more(9, IDS[5:])
+        a.transfers.finish(9, IDS[6:], b"old")
+        a.transfers.cancel(9)
+        await a.sent.until(lambda: a.sent.results)
+        await b.received.until(lambda: b.received.results)
+        for ends in (a.sent, b.received):
+            ends.results.clear()
+            ends.granted.clear()
+        a.transfers.send(9, await b.open_to(a, 9), IDS[:3])
+        a.lets_steps_end.set()
+        await a.sent.until(lambda: a.sent.caught_up)
+        a.transfers.finish(9, IDS, b"new")
+        await a.sent.until(lambda: a.sent.results)
+        await b.received.until(lambda: b.received.results)
+        assert b.received.results[9].tail == b"new"
+        assert b.bytes_of(IDS) == sliced_bytes(A_SEED, 1)
 
 
 async def test_cached_blocks_stay_as_they_are(monkeypatch):

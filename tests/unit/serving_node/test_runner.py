@@ -7,7 +7,7 @@ import pytest
 from engine.stepper import Stepper
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
-from protos import inference_pb2
+from protos import fleet_pb2, inference_pb2
 from serving_core import reasons
 from serving_core.errors import SettingsError
 from serving_node.ranks.follower import Follower
@@ -244,11 +244,37 @@ async def test_hello_says_who_it_is_and_heartbeats_then_tell_the_whole_cache(tmp
         assert (hello.num_blocks, hello.block_size, hello.tp_size) == (40, 4, 1)
         assert (hello.max_num_seqs, hello.max_num_queued) == (5, 6)
         assert hello.node.name == "node"
+        assert (hello.node.role, hello.max_num_batched_tokens) == ("decode", 512)
+        assert hello.shape == inference_pb2.Shape(prompt_tokens=0, seats=5, takes_handovers=True)
         assert hello.node.fingerprint["kv_transport"] == "zmq"
         node.events.clear()
         node.node.heartbeat()
         (cache_changed,) = [event.cache_changed for event in node.events]
         assert len(cache_changed.stored) == 3
+
+
+async def test_a_new_shape_is_confirmed_at_once_and_kept_for_the_next_hello(tmp_path):
+    async with running(tmp_path, max_num_seqs=5, max_num_batched_tokens=32) as node:
+        shape = inference_pb2.Shape(prompt_tokens=32, seats=5, takes_handovers=True)
+        node.handle(reshape=fleet_pb2.Reshape(shape=shape))
+        (beat,) = [event.heartbeat for event in node.events]
+        assert (beat.load.shape, beat.load.role) == (shape, "both")
+        hello = node.node.hello()
+        assert (hello.shape, hello.node.role) == (shape, "decode")  # what it has begun with
+
+
+async def test_a_shape_that_the_node_cannot_take_is_refused_and_the_node_goes_on(tmp_path):
+    async with running(tmp_path, max_num_seqs=5, max_num_batched_tokens=32) as node:
+        for shape in (inference_pb2.Shape(prompt_tokens=33), inference_pb2.Shape(seats=6), inference_pb2.Shape()):
+            node.events.clear()
+            node.handle(reshape=fleet_pb2.Reshape(shape=shape))
+            failed, beat = node.events
+            assert failed.failed.reason == "BAD_PARAM"
+            assert beat.heartbeat.load.shape == inference_pb2.Shape(seats=5, takes_handovers=True)
+        node.events.clear()
+        node.local("a", range(9), max_tokens=2)
+        await node.idle()
+        assert node.kinds("a") == ["first_token", "step_tokens"]
 
 
 # ---- hand-overs ----

@@ -246,6 +246,36 @@ def test_a_line_tells_what_was_cached_and_sent_if_anything_was(run, script, figu
     assert [text for text in shown if "cached" in text or "KV" in text] == ([line] if line else [])
 
 
+def test_the_timeline_tells_of_moves_if_there_were_any(run, script):
+    timeline = inference_pb2.Timeline(e2e_s=1.0, num_moves=2, move_pause_s=0.0125)
+    script.replies = [complete(timeline=timeline, kv_bytes=3 * 2**20, moved_kv_bytes=2**20)]
+    shown = run("generate", "hi", "--timeline").stderr
+    assert "  3.0 MiB of KV sent · moved 2 times (1.0 MiB of it, paused for 12.5 ms)\n" in shown
+    script.replies = [complete(timeline=TIMELINE, kv_bytes=3 * 2**20)]
+    assert "moved" not in run("generate", "hi", "--timeline").stderr
+
+
+def test_drain_tells_what_is_left_and_ends_with_one_line(run, script):
+    script.drained = [2, 1, 1, 0]
+    result = run("drain", "decode-0")
+    assert (result.exit_code, result.stdout) == (0, "decode-0 is drained: it has no part in any answer\n")
+    assert result.stderr.splitlines() == [
+        "decode-0 drains",
+        "decode-0 drains: 2 answers left",
+        "decode-0 drains: 1 answer left",
+        "decode-0 drains: 0 answers left",
+    ]
+    assert script.requests[-1] == inference_pb2.DrainRequest(node="decode-0")
+
+
+def test_a_drain_that_is_refused_is_one_sentence(run, script):
+    sentence = "node decode-0 cannot drain: no other node writes answers"
+    script.failures = [refusal(grpc.StatusCode.FAILED_PRECONDITION, sentence, "NO_OTHER_NODE")]
+    result = run("drain", "decode-0")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.splitlines()[-1] == f"Error: {sentence}"
+
+
 def test_a_salt_reaches_the_server(run, script):
     run("generate", "hi", "--cache-salt", "tenant")
     run("generate", "hi")

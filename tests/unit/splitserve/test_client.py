@@ -62,7 +62,9 @@ def asked(request):
 
 def test_an_answer_becomes_typed_chunks(script, target, asked):
     logprobs = [inference_pb2.TokenLogprobs(token_id=7, logprob=-0.5, top=[inference_pb2.TopLogprob(token_id=8)])]
-    timeline = inference_pb2.Timeline(prefill_s=1.5, e2e_s=2.0, decode_node="d0", num_restarts=1)
+    timeline = inference_pb2.Timeline(
+        prefill_s=1.5, e2e_s=2.0, decode_node="d0", num_restarts=1, num_moves=2, move_pause_s=0.5
+    )
     script.replies = [
         chunk("Par", 0, [7], logprobs=logprobs),
         chunk("is", 1, [9, 10]),
@@ -74,6 +76,7 @@ def test_an_answer_becomes_typed_chunks(script, target, asked):
             timeline=timeline,
             kv_bytes=2**40,
             kv_bytes_saved=9,
+            moved_kv_bytes=4,
         ),
     ]
     first, second, last = asked(target)
@@ -85,8 +88,9 @@ def test_an_answer_becomes_typed_chunks(script, target, asked):
     end = last.completion
     assert (end.finish_reason, end.matched_stop) == ("stop", ".")
     assert (end.prompt_tokens, end.completion_tokens, end.cached_tokens) == (5, 3, 2)
-    assert (end.kv_bytes, end.kv_bytes_saved) == (2**40, 9)
+    assert (end.kv_bytes, end.kv_bytes_saved, end.moved_kv_bytes) == (2**40, 9, 4)
     assert (end.timeline.prefill_s, end.timeline.decode_node, end.timeline.num_restarts) == (1.5, "d0", 1)
+    assert (end.timeline.num_moves, end.timeline.move_pause_s) == (2, 0.5)
 
 
 def test_the_matched_stop_may_be_a_token_or_nothing(script, target, asked):
@@ -342,6 +346,29 @@ def test_the_short_calls(script, target):
     )
     assert (loads.num_live_requests, loads.nodes[0].num_blocks_free, loads.nodes[0].step_s) == (1, 7, 0.5)
     assert healthy
+
+
+async def drain_async(target, *args, **options):
+    async with AsyncClient(target, api_key="k") as client:
+        return [num_left async for num_left in client.drain(*args, **options)]
+
+
+def drain(target, *args, **options):
+    with Client(target, api_key="k") as client:
+        return list(client.drain(*args, **options))
+
+
+@pytest.mark.parametrize(
+    "drain", [drain, lambda *args, **options: asyncio.run(drain_async(*args, **options))], ids=["sync", "async"]
+)
+def test_a_drain_counts_down(script, target, drain):
+    script.drained = [7, 2, 0]
+    assert drain(target, "d0", deadline_s=DEADLINE_S) == [7, 2, 0]
+    assert (script.requests[-1].node, script.metadata[-1]["authorization"]) == ("d0", "Bearer k")
+    script.failures = [refusal(grpc.StatusCode.NOT_FOUND, "no node 'd9' is attached", "NODE_NOT_FOUND")]
+    with pytest.raises(Refused, match="no node 'd9' is attached") as caught:
+        drain(target, "d9")
+    assert caught.value.reason == "NODE_NOT_FOUND"
 
 
 def test_health_follows_the_server(script, target):

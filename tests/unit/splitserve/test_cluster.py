@@ -129,16 +129,31 @@ def test_the_data_plane_of_torch_dist_is_on_the_loopback(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("num_prefill", "given", "told"),
-    [(1, None, "never"), (1, "auto", "auto"), (2, "always", "always"), (0, None, "always"), (0, "auto", "auto")],
+    ("given", "names"),
+    [
+        ({}, "prefill-0 decode-0"),
+        ({"prefill": 2}, "prefill-0 prefill-1 decode-0"),
+        ({"both": 2}, "both-0 both-1"),
+        ({"prefill": 1, "both": 1}, "prefill-0 both-0"),
+        ({"prefill": 0, "decode": 1, "both": 1}, "decode-0 both-0"),
+    ],
 )
-def test_without_prefill_nodes_decode_nodes_compute_the_prompts(num_prefill, given, told, monkeypatch):
-    settings = ClusterSettings(prefill=num_prefill, local_prefill=given)
-    front, *nodes = plan_cluster(settings, {"local_prefill": given}, MODEL, PLACE)
-    assert received(front, COORDINATOR, monkeypatch)["local_prefill"] == told
-    assert [node.role for node in nodes] == ["prefill"] * num_prefill + ["decode"]
+def test_nodes_of_every_role_by_number(given, names, monkeypatch):
+    _, *nodes = plan_cluster(ClusterSettings(**given), {}, MODEL, PLACE)
+    assert " ".join(node.name for node in nodes) == names
+    for node in nodes:
+        room = next(room for room in ROOMS if room.role == node.name[:-2])
+        assert received(node, room, monkeypatch)["name"] == node.name
+        assert node.role == room.role
 
 
-def test_prompts_that_nobody_may_compute_are_a_contradiction():
-    with pytest.raises(SettingsError, match="--prefill 0"):
-        plan_cluster(ClusterSettings(prefill=0, local_prefill="never"), {}, MODEL, PLACE)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"prefill": 0}, "nobody would read prompts: --prefill or --both must be above 0"),
+        ({"decode": 0}, "nobody would write answers: --decode or --both must be above 0"),
+    ],
+)
+def test_a_part_that_nobody_would_do_is_refused(given, message):
+    with pytest.raises(SettingsError, match=message):
+        plan_cluster(ClusterSettings(**given), {}, MODEL, PLACE)

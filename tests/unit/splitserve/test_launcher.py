@@ -149,8 +149,10 @@ def test_logs_that_were_asked_for_are_kept(up, tmp_path):
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-@pytest.mark.parametrize("lost", ["coordinator", "prefill-0"])
-def test_without_coordinator_or_role_everything_stops(up, lost):
+@pytest.mark.parametrize(
+    ("lost", "missing"), [("coordinator", "coordinator"), ("prefill-0", "node that reads prompts")]
+)
+def test_without_coordinator_or_reader_everything_stops(up, lost, missing):
     cluster = up()
     cluster.read_until("Ready")
     children = cluster.children()
@@ -158,30 +160,30 @@ def test_without_coordinator_or_role_everything_stops(up, lost):
     assert cluster.end() == 1
     *_, last = cluster.said.splitlines()
     assert last.startswith(f"Error: {lost} was killed by SIGKILL")
-    assert f"no {lost.removesuffix('-0')} is left" in last
+    assert f"no {missing} is left" in last
     assert_gone(children.values())
 
 
-def test_decode_nodes_that_may_compute_prompts_go_on_without_prefill_nodes(up):
-    cluster = up("--local-prefill", "auto")
+def test_nodes_that_do_both_go_on_without_prefill_nodes(up):
+    cluster = up("--prefill", "1", "--both", "1")
     cluster.read_until("Ready")
     children = cluster.children()
     children["prefill-0"].kill()
     cluster.read_until("1 nodes go on")
     with Client(cluster.target) as client:
         [*_, last] = client.generate([1, 2, 3], max_tokens=5, ignore_eos=True)
-        assert (last.completion.completion_tokens, last.completion.timeline.prefill_node) == (5, "decode-0")
-    children["decode-0"].kill()
+        assert (last.completion.completion_tokens, last.completion.timeline.prefill_node) == (5, "both-0")
+    children["both-0"].kill()
     assert cluster.end() == 1
-    assert "no decode is left" in cluster.said.splitlines()[-1]
+    assert "no node that reads prompts is left" in cluster.said.splitlines()[-1]
     assert_gone(children.values())
 
 
-def test_a_cluster_without_prefill_nodes_serves(up):
-    cluster = up("--prefill", "0", "--decode", "2")
+def test_a_cluster_of_nodes_that_do_both_serves(up):
+    cluster = up("--both", "2")
     cluster.read_until("Ready")
-    assert "0 prefill, 2 decode" in cluster.said
-    assert set(cluster.children()) == {"coordinator", "decode-0", "decode-1"}
+    assert "2 both" in cluster.said
+    assert set(cluster.children()) == {"coordinator", "both-0", "both-1"}
     with Client(cluster.target) as client:
         [*_, last] = client.generate([1, 2, 3], max_tokens=5, ignore_eos=True)
     assert last.completion.completion_tokens == 5
@@ -274,7 +276,7 @@ def test_a_broken_model_is_one_sentence(up, tmp_path, damage, sentence):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--prefill 0 --local-prefill never", "without prefill nodes (--prefill 0) --local-prefill cannot be never"),
+        ("--prefill 0", "nobody would read prompts: --prefill or --both must be above 0"),
         ("--max-model-len 5000", "--max-model-len 5000 is more than the model's 4096"),
         ("--host 0.0.0.0", "SPLITSERVE_API_KEY"),
         ("--decode 3 --device cpu --kv-cache-memory-bytes 1099511627776", "4 nodes need 4096.0 GiB of memory"),

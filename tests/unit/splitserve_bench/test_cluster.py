@@ -21,7 +21,7 @@ def test_answers_that_never_overlap_are_refused():
 
 
 def test_the_handoff_is_what_lies_between_prefill_and_decode():
-    timeline = Timeline(1.0, 2.0, 0.004, 0.02, 0.1, 30.0, 33.124, 3.0, "p", "d", 0)
+    timeline = Timeline(1.0, 2.0, 0.004, 0.02, 0.1, 30.0, 33.124, 3.0, "p", "d", 0, 0, 0.0)
     assert handoff_of(timeline) == pytest.approx(0.124)
 
 

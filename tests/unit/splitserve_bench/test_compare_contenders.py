@@ -28,10 +28,10 @@ def test_on_two_cores():
         "peer vllm",
     ]
     one_node, two_nodes, split, auto, _ = everyone
-    assert (one_node.prefill, one_node.decode, one_node.local_prefill) == (0, 1, "always")
-    assert (two_nodes.prefill, two_nodes.decode, two_nodes.local_prefill) == (0, 2, "always")
-    assert (split.prefill, split.decode, split.local_prefill) == (1, 1, "never")
-    assert (auto.prefill, auto.decode, auto.local_prefill) == (1, 1, "auto")
+    assert (one_node.prefill, one_node.decode, one_node.both) == (0, 0, 1)
+    assert (two_nodes.prefill, two_nodes.decode, two_nodes.both) == (0, 0, 2)
+    assert (split.prefill, split.decode, split.both) == (1, 1, 0)
+    assert (auto.prefill, auto.decode, auto.both) == (1, 0, 1)
 
 
 def test_one_core_cannot_be_split():

@@ -21,13 +21,13 @@ MIB = 2**20
 
 def timeline(ttft_s=0.0, prefill_queue_s=0.0, prefill_s=0.0, credit_wait_s=0.0, transfer_s=0.0, decode_queue_s=0.0):
     return Timeline(
-        prefill_queue_s, prefill_s, credit_wait_s, transfer_s, decode_queue_s, 9.0, 99.0, ttft_s, "p", "d", 0
+        prefill_queue_s, prefill_s, credit_wait_s, transfer_s, decode_queue_s, 9.0, 99.0, ttft_s, "p", "d", 0, 0, 0.0
     )
 
 
 def asked(token_ids, ttft_s, prompt_tokens=100, cached_tokens=0, kv_bytes=10 * MIB, kv_bytes_saved=0):
     times = timeline(ttft_s=ttft_s)
-    completion = Completion("length", None, prompt_tokens, 3, cached_tokens, times, kv_bytes, kv_bytes_saved)
+    completion = Completion("length", None, prompt_tokens, 3, cached_tokens, times, kv_bytes, kv_bytes_saved, 0)
     return Asked(token_ids, completion)
 
 

@@ -1,4 +1,4 @@
-"""Decode nodes that compute prompts themselves: without prefill nodes, and beside them."""
+"""Nodes that read prompts and write answers: alone, and beside a prefill node."""
 
 import asyncio
 import random
@@ -10,7 +10,7 @@ from tests.system.oracle import Reference, fake_answer
 from tests.tiny_models import write_fake_model, write_tiny_model
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
-ALWAYS = {"local_prefill": "always"}
+ALONE = {"num_prefill": 0, "num_decode": 0}
 
 
 def _questions(seed, lengths, max_tokens):
@@ -36,24 +36,24 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def _cluster(start_cluster, model):
     options = {"num_kv_blocks": 1000, "max_num_batched_tokens": 64}
-    return start_cluster(model, num_prefill=0, num_decode=2, coordinator=ALWAYS, decode=options)
+    return start_cluster(model, **ALONE, num_both=2, both=options)
 
 
 @pytest.fixture
 def cluster(_cluster):
-    """Two decode nodes and no prefill node, complete before each test, and with every block free after it."""
+    """Two nodes that do both, complete before each test, and with every block free after it."""
     _cluster.heal()
     yield _cluster
     _cluster.heal()
     _cluster.wait_all_free()
 
 
-@pytest.mark.parametrize(("family", "decode_tp"), [("llama", 1), ("qwen3", 1), ("llama", 2)])
-async def test_greedy_answers_of_one_node_equal_transformers_generate(family, decode_tp, start_cluster, tmp_path):
+@pytest.mark.parametrize(("family", "tp_size"), [("llama", 1), ("qwen3", 1), ("llama", 2)])
+async def test_greedy_answers_of_one_node_equal_transformers_generate(family, tp_size, start_cluster, tmp_path):
     """Chunks of 64 tokens beside a batch of up to 6; prompts of one token, of many chunks, and on every border."""
     model = write_tiny_model(tmp_path / "model", family)
-    options = {"max_num_batched_tokens": 64, "max_num_seqs": 6, "tensor_parallel_size": decode_tp}
-    cluster = start_cluster(model, num_prefill=0, coordinator=ALWAYS, decode=options)
+    options = {"max_num_batched_tokens": 64, "max_num_seqs": 6, "tensor_parallel_size": tp_size}
+    cluster = start_cluster(model, **ALONE, num_both=1, both=options)
     lengths = [1, 2, 7, 8, 9, 16, 17, 31, 63, 64, 65, 100, 127, 128, 129, 200, 257, 420]
     questions = _questions(family, lengths, (1, 30))
     random.Random(family).shuffle(questions)
@@ -69,7 +69,7 @@ async def test_greedy_answers_of_one_node_equal_transformers_generate(family, de
     for question, answer in zip(questions, answers, strict=True):
         assert answer.token_ids == reference.greedy(**question), f"prompt of {len(question['prompt'])} tokens"
         timeline = answer.complete.timeline
-        assert (timeline.prefill_node, timeline.decode_node, timeline.num_restarts) == ("decode-0", "decode-0", 0)
+        assert (timeline.prefill_node, timeline.decode_node, timeline.num_restarts) == ("both-0", "both-0", 0)
         assert timeline.credit_wait_s == timeline.transfer_s == answer.complete.kv_bytes == 0
         assert timeline.prefill_s > 0
     cluster.wait_all_free()
@@ -83,7 +83,7 @@ async def test_a_crowd_is_answered_by_both_nodes(cluster):
         streams = _start(stub, questions)
         await _check(questions, streams)
     nodes = [answering.answer.complete.timeline.decode_node for answering in streams]
-    assert min(nodes.count("decode-0"), nodes.count("decode-1")) > 0
+    assert min(nodes.count("both-0"), nodes.count("both-1")) > 0
 
 
 async def test_a_prompt_that_was_read_before_is_not_computed_again(cluster):
@@ -117,14 +117,14 @@ async def test_a_node_killed_half_way_through_prompts(cluster, moment_s):
     async with cluster.connect() as stub:
         streams = _start(stub, questions)
         await asyncio.sleep(moment_s)
-        cluster.kill("decode-0")
+        cluster.kill("both-0")
         await _check(questions, streams)
     assert any(answering.answer.complete.timeline.num_restarts for answering in streams), "nothing was moved"
-    assert {answering.answer.complete.timeline.decode_node for answering in streams[:8]} == {"decode-1"}
+    assert {answering.answer.complete.timeline.decode_node for answering in streams[:8]} == {"both-1"}
 
 
-async def test_auto_serves_with_a_prefill_node_and_without_it(start_cluster, model):
-    cluster = start_cluster(model, coordinator={"local_prefill": "auto"})
+async def test_it_serves_with_a_prefill_node_and_without_it(start_cluster, model):
+    cluster = start_cluster(model, num_decode=0, num_both=1)
     questions = _questions(9, [5, 100, 600] * 6, (5, 40))
     async with cluster.connect() as stub:
         await _check(questions, _start(stub, questions))
@@ -134,7 +134,7 @@ async def test_auto_serves_with_a_prefill_node_and_without_it(start_cluster, mod
         await _check(questions, streams)
         assert cluster.is_serving()
         answer = await ask(stub, **questions[2], **GREEDY)
-    assert answer.complete.timeline.prefill_node == "decode-0"
+    assert answer.complete.timeline.prefill_node == "both-0"
     cluster.wait_all_free()
     cluster.start_node("prefill-0")
     cluster.wait_complete()

@@ -1,0 +1,124 @@
+"""What the coordinator has given each node to do: the one account of load. Pure.
+
+Heartbeats are up to a second old, so whoever decides where work goes counts what has been assigned instead. The tracker
+keeps the account; placement asks it.
+"""
+
+from dataclasses import dataclass, field
+
+from coordinator.control.registry import Node
+
+
+@dataclass(slots=True)
+class Account:
+    """What one node has been given and has not finished."""
+
+    tokens_to_compute: int = 0  # of prompts
+    tokens_held: int = 0  # by answers that it writes or is to write: of their prompts, and those that have come since
+    num_answers: int = 0  # that it writes or is to write
+    num_to_come: int = 0  # of them, those without a token whose prompts other nodes read
+
+
+@dataclass(slots=True)
+class _Part:
+    """What one request has on one node."""
+
+    tokens_to_compute: int = 0
+    tokens_held: int = 0
+    is_written: bool = False
+    is_to_come: bool = False
+
+
+@dataclass(slots=True)
+class _Request:
+    """The current attempt at one answer."""
+
+    has_first_token: bool = False
+    parts: dict[Node, _Part] = field(default_factory=dict)
+
+
+class Ledger:
+    """What every node has, by request; an attempt begins with `read` and `write`, on one node or on two."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, _Request] = {}
+        self._accounts: dict[Node, Account] = {}
+
+    def of(self, node: Node) -> Account:
+        """What a node has. To be read at once, and only read: it goes on changing."""
+        return self._accounts.get(node) or Account()
+
+    # ---- what the tracker tells ----
+
+    def read(self, request_id: str, node: Node, num_tokens: int) -> None:
+        """The node is to compute so many tokens of the prompt."""
+        part = self._take(request_id, node)
+        part.tokens_to_compute, part.is_to_come = num_tokens, False
+        self._put(request_id, node, part)
+
+    def write(self, request_id: str, node: Node, num_tokens: int) -> None:
+        """The node is to write the answer, which has so many tokens when it begins there."""
+        part = self._take(request_id, node)
+        has_first_token = self._requests[request_id].has_first_token
+        part.tokens_held, part.is_written = num_tokens, True
+        part.is_to_come = not part.tokens_to_compute and not has_first_token
+        self._put(request_id, node, part)
+
+    def first_token(self, request_id: str) -> None:
+        """The prompt is read: a node that was to do nothing else has nothing left of the request."""
+        request = self._requests[request_id]
+        request.has_first_token = True
+        for node in list(request.parts):
+            part = self._take(request_id, node)
+            part.tokens_to_compute, part.is_to_come = 0, False
+            self._put(request_id, node, part)
+
+    def tokens_came(self, request_id: str, node: Node, num_tokens: int) -> None:
+        """The answer has grown on the node that writes it."""
+        self._requests[request_id].parts[node].tokens_held += num_tokens
+        self._accounts[node].tokens_held += num_tokens
+
+    def let_go(self, request_id: str, node: Node) -> None:
+        """The request is not the node's to work on any more, if it ever was."""
+        request = self._requests.get(request_id)
+        if request is not None and node in request.parts:
+            self._take(request_id, node)
+            self._put(request_id, node, _Part())
+
+    def end(self, request_id: str) -> None:
+        """The attempt is over on every node, if there is one."""
+        request = self._requests.get(request_id, _Request())
+        for node in list(request.parts):
+            self.let_go(request_id, node)
+        self._requests.pop(request_id, None)
+
+    def check_integrity(self) -> None:
+        """Every account is the sum of its parts, and no other node has one."""
+        sums: dict[Node, Account] = {}
+        for request in self._requests.values():
+            for node, part in request.parts.items():
+                _count(sums.setdefault(node, Account()), part, 1)
+        assert sums == self._accounts, (sums, self._accounts)
+
+    # ---- parts and their sums ----
+
+    def _take(self, request_id: str, node: Node) -> _Part:
+        """The part, taken out of the account: `_put` is to follow."""
+        part = self._requests.setdefault(request_id, _Request()).parts.pop(node, _Part())
+        _count(self._accounts.setdefault(node, Account()), part, -1)
+        return part
+
+    def _put(self, request_id: str, node: Node, part: _Part) -> None:
+        account = self._accounts[node]
+        if part.tokens_to_compute or part.is_written:
+            self._requests[request_id].parts[node] = part
+            _count(account, part, 1)
+        if account == Account():
+            del self._accounts[node]
+
+
+def _count(account: Account, part: _Part, sign: int) -> None:
+    account.tokens_to_compute += sign * part.tokens_to_compute
+    account.tokens_held += sign * part.tokens_held
+    account.num_answers += sign * part.is_written
+    account.num_to_come += sign * part.is_to_come

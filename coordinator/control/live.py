@@ -1,0 +1,196 @@
+"""The live answers, and what can be done with one: try it on nodes, emit tokens, begin again elsewhere, end. Pure."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from coordinator.control.attempts import Attempt, MoveStage, TrackedRequest
+from coordinator.control.handover import Handover
+from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, MoveOutcome, Send
+from coordinator.control.ledger import Ledger
+from coordinator.control.metrics import Metrics
+from coordinator.control.outcomes import completion, with_progress
+from coordinator.control.placement import Pair, place
+from coordinator.control.registry import Node, Registry
+from coordinator.control.releases import Releases
+from coordinator.control.timeline import Phase
+from protos import fleet_pb2, inference_pb2
+from serving_core.errors import RequestError
+
+NUM_EPOCHS: Final = 2**32
+
+
+class LiveAnswers:
+    """Every answer that has not ended, by its id, in the order of admission."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        ledger: Ledger,
+        metrics: Metrics,
+        *,
+        first_epoch: int,
+        max_restarts: int,
+    ) -> None:
+        self.registry = registry
+        self.ledger = ledger
+        self.metrics = metrics
+        self.handover = Handover()
+        self.releases = Releases()
+        self._epoch = first_epoch
+        self._max_restarts = max_restarts
+        self._requests: dict[str, TrackedRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[TrackedRequest]:
+        """Those that are live now; they may end meanwhile."""
+        return iter(list(self._requests.values()))
+
+    def __contains__(self, request: TrackedRequest) -> bool:
+        return self._requests.get(request.request_id) is request
+
+    def find(self, request_id: str) -> TrackedRequest | None:
+        return self._requests.get(request_id)
+
+    def on(self, node: Node, attempt: fleet_pb2.Attempt) -> TrackedRequest | None:
+        """The one whose current attempt this is, if the node has a part in it."""
+        request = self._requests.get(attempt.request_id)
+        if request is None or request.attempt.epoch != attempt.epoch:
+            return None
+        return request if node is request.attempt.prefill or node is request.attempt.decode else None
+
+    def next_epoch(self) -> int:
+        """Never used before, over all answers."""
+        self._epoch = (self._epoch + 1) % NUM_EPOCHS
+        return self._epoch
+
+    # ---- attempts ----
+
+    def begin(self, request: TrackedRequest, now: float) -> list[Instruction]:
+        """The first attempt. Raises RequestError when there are no nodes for it, and then nothing has begun."""
+        instructions = self._try_on(request, now)
+        self._requests[request.request_id] = request
+        return instructions
+
+    def elsewhere(self, request: TrackedRequest, now: float) -> list[Instruction]:
+        """A new attempt on nodes that are ready, through no fault of those that had it; without any it stays."""
+        try:
+            self._place(request, now)
+        except RequestError:
+            return []
+        instructions = self._let_go(request, now)
+        request.timeline.enter(Phase.PREFILL_QUEUE, now)
+        return instructions + self._try_on(request, now)  # its own load is out of its way now
+
+    def carry_on(self, request: TrackedRequest, node: Node, error: RequestError, now: float) -> list[Instruction]:
+        """The node has dropped its part: nothing to do if that was over, else a new attempt."""
+        request.attempt.let_go(node)
+        if node is request.attempt.prefill and request.attempt.is_handed_over:
+            return []
+        return self.restart(request, node, error, now)
+
+    def restart(self, request: TrackedRequest, node: Node, error: RequestError, now: float) -> list[Instruction]:
+        """A new attempt, away from the node; the error becomes the end when there were enough."""
+        error = with_progress(error, request)
+        instructions = self._let_go(request, now)
+        if request.num_restarts == self._max_restarts:
+            return instructions + self.end(request, error, now)
+        request.num_restarts += 1
+        self.metrics.num_restarts += 1
+        request.avoid.append(node)
+        request.timeline.enter(Phase.PREFILL_QUEUE, now)
+        try:
+            return instructions + self._try_on(request, now)
+        except RequestError as no_node:
+            final = RequestError(no_node.reason, str(no_node), **error.metadata)
+            return instructions + self.end(request, final, now)
+
+    def _place(self, request: TrackedRequest, now: float) -> Pair:
+        return place(
+            self.registry.nodes,
+            self.ledger,
+            request.known,
+            request.max_tokens,
+            request.avoid,
+            handover=self.handover.costs(now),
+        )
+
+    def _try_on(self, request: TrackedRequest, now: float) -> list[Instruction]:
+        """Gives the request to a pair of nodes. Raises RequestError when there is none, and then changes nothing."""
+        prefill, decode = self._place(request, now)
+        prompt = request.known
+        request.attempt = Attempt(self.next_epoch(), prefill, decode, first_index=len(request.output), started_s=now)
+        self.ledger.read(request.request_id, prefill, prompt.tokens_to_compute(prefill))
+        self.ledger.write(request.request_id, decode, len(prompt))
+        return [Send(node, command) for node, command in request.commands(prompt)]
+
+    # ---- tokens and ends ----
+
+    def emit(self, request: TrackedRequest, now: float) -> list[Instruction]:
+        """Whatever is next by index goes out; the last token of the answer ends it."""
+        attempt, output = request.attempt, request.output
+        tokens: list[fleet_pb2.SampledToken] = []
+        while len(output) in attempt.early and not (tokens and tokens[-1].finish_reason):
+            tokens.append(attempt.early.pop(len(output)))
+            output.append(tokens[-1].token_id)
+        if not tokens:
+            return []
+        gap_s = request.timeline.tokens(now)
+        self.metrics.tokens_came(len(tokens), gap_s, is_first=len(output) == len(tokens))
+        self._note_pause(request, tokens, gap_s, now)
+        self.ledger.tokens_came(request.request_id, attempt.decode, len(tokens))
+        emit = Emit(request.request_id, tokens)
+        if not tokens[-1].finish_reason:
+            return [emit]
+        # The node of the last token has let go by itself; so has the prefill node, whichever of the two it was.
+        attempt.prefill_holds = False
+        attempt.decode_holds = tokens[-1].index == attempt.first_index and not attempt.is_local
+        complete = completion(request, tokens[-1].finish_reason, now)
+        if complete.finish_reason == inference_pb2.FINISH_REASON_STOP:
+            complete.matched_token_id = output[-1]
+        return [emit, *self.end(request, complete, now)]
+
+    def _note_pause(
+        self, request: TrackedRequest, tokens: list[fleet_pb2.SampledToken], gap_s: float, now: float
+    ) -> None:
+        """Of a move, once: the gap before the first token of the node that goes on."""
+        move = request.move
+        if move is None or move.stage is not MoveStage.MOVED or move.has_resumed:
+            return
+        if tokens[-1].index >= move.next_index:
+            move.has_resumed = True
+            pause_s = gap_s if tokens[0].index == move.next_index else 0.0
+            request.move_pause_s += pause_s
+            self.metrics.move_pause.observe(pause_s)
+            request.settle_move(now)
+
+    def end(
+        self, request: TrackedRequest, outcome: inference_pb2.Complete | RequestError, now: float
+    ) -> list[Instruction]:
+        """The one end of the answer; whoever may hold something of it is told."""
+        del self._requests[request.request_id]
+        return [*self._let_go(request, now), End(request.request_id, outcome)]
+
+    # ---- letting go ----
+
+    def release(self, request: TrackedRequest, now: float) -> list[Instruction]:
+        """Asks every node that may hold something of the current attempt to drop it."""
+        attempt = request.attempt
+        instructions = [self.cancel(request, node, attempt.epoch, now) for node in attempt.holders()]
+        attempt.prefill_holds = attempt.decode_holds = False
+        return instructions
+
+    def cancel(self, request: TrackedRequest, node: Node, epoch: int, now: float) -> Instruction:
+        return Send(node, self.releases.ask(node, request.request_id, epoch, now))
+
+    def _let_go(self, request: TrackedRequest, now: float) -> list[Instruction]:
+        """Of the attempt, and of a move that is under way."""
+        instructions = self.release(request, now)
+        move, request.move = request.move, None
+        if move is not None and move.is_under_way:
+            instructions.append(self.cancel(request, move.target, move.epoch, now))
+            seconds = now - move.started_s
+            instructions.append(MoveEnded(request.request_id, move.source, move.target, MoveOutcome.ENDED, seconds))
+        self.ledger.end(request.request_id)
+        return instructions

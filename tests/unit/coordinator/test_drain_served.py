@@ -1,0 +1,193 @@
+"""Drain through the coordinator's public port, with nodes that the test speaks for."""
+
+import grpc
+import pytest
+
+from protos import inference_pb2, inference_pb2_grpc
+from tests import fleet_events as events
+from tests.scripted_nodes import DEADLINE_S, begin, cluster, hand_over, read_all, read_to_end, refusal_of, run, step
+
+TEXT = "abcdefghijkl"
+
+
+def drain(c, node):
+    stub = inference_pb2_grpc.AdminStub(c.channel)
+    return stub.Drain(inference_pb2.DrainRequest(node=node), timeout=DEADLINE_S)
+
+
+async def next_left(call):
+    return (await call.read()).num_left
+
+
+async def write(c, request_id="r"):
+    """An answer of TEXT that d0 has begun to write: its call and attempt."""
+    call = c.generate("hi", request_id=request_id, max_tokens=len(TEXT))
+    attempt, _ = await begin(c)
+    await hand_over(c, attempt, TEXT[0], num_bytes=100)
+    await step(c.nodes["d0"], attempt, 1, TEXT[1])
+    await c.until_loads(lambda loads: loads.num_live_requests == 1)
+    assert (await call.read()).chunk.text == TEXT[0]
+    assert (await call.read()).chunk.text == TEXT[1]
+    return call, attempt
+
+
+async def rest_of(call):
+    """What follows the first two tokens is right; how the answer ends."""
+    *chunks, end = await read_to_end(call)
+    assert "".join(response.chunk.text for response in chunks) == TEXT[2:]
+    return end.complete
+
+
+async def reserve_on_d1(c):
+    """The target of a move: its attempt."""
+    reserve = await c.nodes["d1"].command("reserve")
+    assert list(reserve.job.token_ids) == [*b"hi", *TEXT[:2].encode()]
+    assert reserve.num_tokens_ahead == len(TEXT) - 2
+    return reserve.job.attempt
+
+
+async def move(c, attempt):
+    """The answer moves from d0, which gives one more token, to d1: its new attempt. d0 has yet to let go."""
+    d0, d1 = c.nodes["d0"], c.nodes["d1"]
+    target = await reserve_on_d1(c)
+    await d1.send(events.reserved(target, b"m" * 40))
+    migrate = await d0.command("migrate")
+    assert (migrate.attempt, migrate.ticket) == (attempt, b"m" * 40)
+    await step(d0, attempt, 2, TEXT[2])
+    await d1.send(events.committed(target, 60, 5, next_index=3))
+    return target
+
+
+def test_a_drain_moves_the_answers_and_tells_what_is_left(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            call, attempt = await write(c)
+            await c.attach("d1")
+            draining = drain(c, "d0")
+            assert await next_left(draining) == 1
+            target = await move(c, attempt)
+            await step(c.nodes["d1"], target, 3, TEXT[3:], events.LENGTH)
+            complete = await rest_of(call)
+            await c.nodes["d0"].answer_cancel(attempt)
+            assert await next_left(draining) == 0
+            assert await draining.read() is grpc.aio.EOF
+            assert (complete.kv_bytes, complete.moved_kv_bytes, complete.kv_bytes_saved) == (160, 60, 5)
+            timeline = complete.timeline
+            assert (timeline.num_moves, timeline.num_restarts, timeline.decode_node) == (1, 0, "d1")
+            states = {load.name: load.state for load in (await c.stub.GetLoads(inference_pb2.GetLoadsRequest())).nodes}
+            assert states == {"p0": "ready", "d0": "draining", "d1": "ready"}
+            c.generate("hi")
+            await c.nodes["d1"].command("reserve")  # nothing new comes to d0
+
+    run(scenario())
+
+
+def test_a_second_drain_waits_for_the_same_end(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, nodes=("p0", "d0", "d1")) as c:
+            call = c.generate("hi", max_tokens=4)
+            attempt, _ = await begin(c)
+            await hand_over(c, attempt)
+            first, second = drain(c, "d0"), drain(c, "d0")
+            assert [await next_left(first), await next_left(second)] == [1, 1]
+            first.cancel()  # which changes nothing
+            await step(c.nodes["d0"], attempt, 1, "bcd", events.LENGTH)
+            assert (await read_all(call))[0] == "abcd"
+            assert await next_left(second) == 0
+            assert [progress.num_left for progress in await read_to_end(drain(c, "d0"))] == [0]
+
+    run(scenario())
+
+
+def test_a_node_that_drains_itself_is_emptied_in_the_same_way(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            call, attempt = await write(c)
+            await c.attach("d1")
+            await c.nodes["d0"].send(events.heartbeat("draining"))
+            target = await move(c, attempt)
+            await c.nodes["d0"].answer_cancel(attempt)
+            await c.nodes["d0"].hang_up()  # it has nothing to stay for
+            await step(c.nodes["d1"], target, 3, TEXT[3:], events.LENGTH)
+            await rest_of(call)
+
+    run(scenario())
+
+
+def test_prompts_of_a_draining_node_begin_elsewhere(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, nodes=("p0", "p1", "d0")) as c:
+            call = c.generate("hi", max_tokens=1)
+            attempt, _ = await begin(c)
+            draining = drain(c, "p0")
+            assert await next_left(draining) == 1
+            await c.nodes["p0"].answer_cancel(attempt)
+            await c.nodes["d0"].answer_cancel(attempt)
+            assert await next_left(draining) == 0
+            again = (await c.nodes["p1"].command("prefill")).job
+            await c.nodes["p1"].send(events.first_token(events.sampled(again.attempt, 0, ord("a"), events.LENGTH)))
+            _, _, [complete] = await read_all(call)
+            assert complete.timeline.num_restarts == 0
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("node", "code", "reason", "sentence"),
+    [
+        ("d9", grpc.StatusCode.NOT_FOUND, "NODE_NOT_FOUND", "no node 'd9' is attached"),
+        ("", grpc.StatusCode.NOT_FOUND, "NODE_NOT_FOUND", "no node '' is attached"),
+        (
+            "d0",
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "NO_OTHER_NODE",
+            "node d0 cannot drain: no other node writes answers",
+        ),
+        (
+            "p0",
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "NO_OTHER_NODE",
+            "node p0 cannot drain: no other node reads prompts",
+        ),
+    ],
+)
+def test_a_drain_that_cannot_be(tmp_path, node, code, reason, sentence):
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            found, info, details = await refusal_of(drain(c, node))
+            assert (found, info.reason, details) == (code, reason, sentence)
+            call = c.generate("hi", max_tokens=1)  # and nothing has changed
+            await begin(c)
+            call.cancel()
+
+    run(scenario())
+
+
+def test_a_drain_needs_the_key(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, api_key="k" * 20) as c:
+            assert (await refusal_of(drain(c, "d0")))[0] is grpc.StatusCode.UNAUTHENTICATED
+
+    run(scenario())
+
+
+def test_a_move_has_a_line_and_its_answer_tells_of_it(tmp_path, caplog):
+    caplog.set_level("INFO", logger="coordinator.control.journal")
+
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            call, attempt = await write(c)
+            await c.attach("d1")
+            await c.nodes["d0"].send(events.heartbeat("draining"))
+            target = await move(c, attempt)
+            await step(c.nodes["d1"], target, 3, TEXT[3:], events.LENGTH)
+            await rest_of(call)
+
+    run(scenario())
+    moved, finished = [record for record in caplog.records if record.name == "coordinator.control.journal"]
+    assert (moved.getMessage(), moved.request_id) == ("answer moved", "r")
+    assert moved.fields.pop("seconds") > 0
+    assert moved.fields == {"index": 0, "outcome": "moved", "from_node": "d0", "to_node": "d1", "kv_bytes": 60}
+    assert finished.getMessage() == "request finished"
+    assert (finished.fields["moves"], finished.fields["moved_kv_bytes"]) == (1, 60)
+    assert finished.fields["move_pause_s"] >= 0

@@ -1,0 +1,133 @@
+"""The ledger: one account of what nodes have, against a plain list of what they were given."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.control.ledger import Account, Ledger
+from coordinator.control.registry import Registry
+from tests import fleet_events as events
+
+
+@pytest.fixture
+def ledger():
+    return Ledger()
+
+
+@pytest.fixture
+def nodes():
+    return make_nodes()
+
+
+def make_nodes():
+    registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
+    return [registry.admit(events.hello(name, "decode").hello, 0.0) for name in "abc"]
+
+
+def accounts(ledger, nodes):
+    ledger.check_integrity()
+    return [ledger.of(node) for node in nodes]
+
+
+def test_a_prompt_is_the_readers_until_its_first_token_and_the_answer_grows_where_it_is_written(ledger, nodes):
+    reader, writer, _ = nodes
+    ledger.read("r", reader, 70)
+    ledger.write("r", writer, 100)
+    assert accounts(ledger, nodes) == [Account(70, 0, 0, 0), Account(0, 100, 1, 1), Account()]
+    ledger.first_token("r")
+    ledger.tokens_came("r", writer, 3)
+    assert accounts(ledger, nodes) == [Account(), Account(0, 103, 1, 0), Account()]
+    ledger.end("r")
+    assert accounts(ledger, nodes) == [Account()] * 3
+
+
+def test_a_node_that_reads_and_writes_the_same_request_counts_both(ledger, nodes):
+    node = nodes[0]
+    ledger.read("r", node, 70)
+    ledger.write("r", node, 100)
+    ledger.read("s", node, 5)  # for another node
+    assert ledger.of(node) == Account(75, 100, 1, 0)
+    ledger.first_token("r")
+    assert ledger.of(node) == Account(5, 100, 1, 0)
+    ledger.check_integrity()
+
+
+def test_an_answer_that_is_to_be_written_elsewhere_counts_on_both_nodes_until_one_lets_go(ledger, nodes):
+    source, target, _ = nodes
+    ledger.read("r", source, 10)
+    ledger.write("r", source, 10)
+    ledger.first_token("r")
+    ledger.write("r", target, 12)
+    assert accounts(ledger, nodes) == [Account(0, 10, 1, 0), Account(0, 12, 1, 0), Account()]
+    ledger.let_go("r", source)
+    ledger.let_go("r", source)
+    ledger.tokens_came("r", target, 1)
+    assert accounts(ledger, nodes) == [Account(), Account(0, 13, 1, 0), Account()]
+
+
+def test_what_is_unknown_is_over_already(ledger, nodes):
+    ledger.let_go("r", nodes[0])
+    ledger.end("r")
+    assert accounts(ledger, nodes) == [Account()] * 3
+
+
+class Plain:
+    """What was told, as two tables by request and node."""
+
+    def __init__(self):
+        self.reads, self.writes, self.begun = {}, {}, set()
+
+    def begin(self, ledger, request_id, node, other, number):
+        if not any(key[0] == request_id for key in (*self.reads, *self.writes)):
+            self.reads[request_id, node], self.writes[request_id, other] = number, number + 1
+            ledger.read(request_id, node, number)
+            ledger.write(request_id, other, number + 1)
+
+    def first_token(self, ledger, request_id, *_):
+        if any(key[0] == request_id for key in (*self.reads, *self.writes)):
+            self.reads = {key: number for key, number in self.reads.items() if key[0] != request_id}
+            self.begun.add(request_id)
+            ledger.first_token(request_id)
+
+    def tokens_came(self, ledger, request_id, node, _, number):
+        if (request_id, node) in self.writes:
+            self.writes[request_id, node] += number
+            ledger.tokens_came(request_id, node, number)
+
+    def let_go(self, ledger, request_id, node, *_):
+        self.reads.pop((request_id, node), None)
+        self.writes.pop((request_id, node), None)
+        ledger.let_go(request_id, node)
+        if not any(key[0] == request_id for key in (*self.reads, *self.writes)):
+            self.end(ledger, request_id)
+
+    def end(self, ledger, request_id, *_):
+        for table in (self.reads, self.writes):
+            for key in [key for key in table if key[0] == request_id]:
+                del table[key]
+        self.begun.discard(request_id)
+        ledger.end(request_id)
+
+    def account(self, node):
+        reads = [number for (_, reader), number in self.reads.items() if reader is node]
+        writes = {key: number for key, number in self.writes.items() if key[1] is node}
+        num_to_come = sum(key[0] not in self.begun and key not in self.reads for key in writes)
+        return Account(sum(reads), sum(writes.values()), len(writes), num_to_come)
+
+
+ACTIONS = st.tuples(
+    st.sampled_from(["begin", "first_token", "tokens_came", "let_go", "end"]),
+    st.sampled_from("rst"),
+    st.integers(0, 2),
+    st.integers(0, 2),
+    st.integers(1, 50),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(actions=st.lists(ACTIONS, max_size=40))
+def test_accounts_are_the_sums_of_what_was_told(actions):
+    ledger, nodes, plain = Ledger(), make_nodes(), Plain()
+    for action, request_id, one, two, number in actions:
+        getattr(plain, action)(ledger, request_id, nodes[one], nodes[two], number)
+        assert accounts(ledger, nodes) == [plain.account(node) for node in nodes]

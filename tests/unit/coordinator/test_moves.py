@@ -1,0 +1,292 @@
+"""Running answers that move, by example: one event after another, and the instructions each of them gives."""
+
+import pytest
+
+from coordinator.control.moves import NUM_TOKENS_AHEAD, RESERVE_TIMEOUT_S
+from coordinator.control.releases import RESEND_S
+from protos import fleet_pb2, inference_pb2
+from tests import fleet_events as events
+from tests.unit.coordinator.tracker_kit import PROMPT, World
+
+MAX_TOKENS = 200
+
+
+class MovingWorld(World):
+    """A World with one answer that d0 writes."""
+
+    def __init__(self, nodes=("p0", "p1", "d0", "d1"), **settings):
+        super().__init__(nodes, **settings)
+        self.write("r/0")
+
+    def write(self, request_id, now=0.0):
+        """An answer gets its first two tokens; its attempt is then `source`."""
+        self.submit(request_id, max_tokens=MAX_TOKENS)
+        self.source = self.attempt
+        self.first(self.source, now=now)
+        self.tell("d0", events.reserved(self.source), now)
+        self.tell("d0", events.committed(self.source, num_bytes=100), now)
+        self.tell("p0", events.transferred(self.source), now)
+        assert self.step(self.source, 1, now=now) == ["emit 1:101"]
+
+    def begin(self, now=1.0):
+        """d0 drains; the attempt on d1 is then `target`."""
+        assert self.drain("d0", now) == ["reserve d1"]
+        self.target = self.attempt
+
+    def migrate(self, now=2.0):
+        self.begin()
+        assert self.tell("d1", events.reserved(self.target, b"t"), now) == ["migrate d0"]
+
+    def commit(self, next_index=3, now=4.0, **num_bytes):
+        return self.tell("d1", events.committed(self.target, next_index=next_index, **num_bytes), now)
+
+    def move(self):
+        self.migrate()
+        assert self.step(self.source, 2, now=3.0) == ["emit 2:102"]
+        assert self.commit() == ["cancel d0", "moved"]
+
+    def end(self, index=3, node="d1"):
+        """The last token comes from this node, and nothing is left anywhere once d0 and d1 have answered."""
+        attempt = {"d0": self.source, "d1": self.target}[node]
+        said = self.step(attempt, index, events.LENGTH, node=node, now=9.0)
+        assert said[-1] == "end complete"
+        self.tell("d0", events.cancelled(self.source), 9.0)
+        self.tell("d1", events.cancelled(self.target), 9.0)
+        assert self.tracker.num_open == 0
+        self.ledger.check_integrity()
+        assert [self.account(name) for name in ("d0", "d1")] == [(0, 0, 0, 0)] * 2
+        return said
+
+
+@pytest.fixture
+def world():
+    return MovingWorld()
+
+
+def test_an_answer_moves_and_tells_what_it_has_cost(world):
+    world.begin()
+    reserve = world.reserve
+    assert world.target.epoch != world.source.epoch
+    assert (list(reserve.job.token_ids), reserve.job.num_prompt_tokens) == ([*PROMPT, 100, 101], 3)
+    assert (reserve.num_tokens_ahead, reserve.local_prefill, reserve.prefill_tp_size) == (NUM_TOKENS_AHEAD, False, 1)
+    assert reserve.job.age == 1
+    assert world.account("d1") == (0, 5 + NUM_TOKENS_AHEAD, 1, 0)
+    assert world.tell("d1", events.reserved(world.target, b"xyz"), 2.0) == ["migrate d0"]
+    assert (world.attempt, world.ticket) == (world.source, b"xyz")
+    assert world.step(world.source, 2, now=3.0) == ["emit 2:102"]  # it writes on
+    assert world.commit(num_bytes=70, num_bytes_saved=30) == ["cancel d0", "moved"]
+    assert (world.account("d0"), world.account("d1")) == ((0, 0, 0, 0), (0, 6, 1, 0))
+    assert world.step(world.target, 3, now=4.5, node="d1") == ["emit 3:103"]
+    assert world.tell("d0", events.cancelled(world.source), 5.0) == []
+    world.end(4)
+    complete = world.outcome
+    assert (complete.kv_bytes, complete.moved_kv_bytes, complete.kv_bytes_saved) == (170, 70, 30)
+    timeline = complete.timeline
+    assert (timeline.num_moves, timeline.move_pause_s, timeline.num_restarts) == (1, 1.5, 0)
+    assert (timeline.prefill_node, timeline.decode_node) == ("p0", "d1")
+    assert world.metrics.num_kv_bytes == 170
+    assert (sum(world.metrics.move_pause.counts), world.metrics.move_pause.sum_s) == (1, 1.5)
+
+
+def test_tokens_of_the_target_wait_for_the_last_ones_of_the_source(world):
+    world.migrate()
+    assert world.commit(next_index=4) == ["cancel d0", "moved"]
+    assert world.step(world.target, 4, node="d1", now=5.0) == []
+    assert world.step(world.source, 2, now=6.0) == ["emit 2:102"]
+    assert world.step(world.source, 3, now=7.0) == ["emit 3:103 4:104"]
+    assert world.tell("d0", events.cancelled(world.source), 7.0) == []
+    world.end(5)
+    assert world.outcome.timeline.move_pause_s == 0.0  # it was there before it was needed
+
+
+def test_tokens_of_the_source_count_below_the_first_one_of_the_target_alone(world):
+    world.move()
+    assert world.step(world.source, 3) == []
+    assert world.step(world.source, 2) == []
+    other = fleet_pb2.Attempt(request_id="r/0", epoch=world.source.epoch - 1)
+    assert world.step(other, 2) == []
+    assert world.step(world.target, 3, node="d1") == ["emit 3:103"]
+    world.end(4)
+
+
+def test_a_source_lost_before_its_last_tokens_came_is_missed(world):
+    world.migrate()
+    world.commit(next_index=4)
+    assert world.step(world.target, 4, node="d1") == []
+    assert world.lose("d0") == ["cancel d1", "reserve d1", "prefill p0"]
+    assert list(world.jobs[-1].token_ids) == [*PROMPT, 100, 101]
+
+
+def test_a_source_lost_after_its_last_tokens_came_is_not_missed(world):
+    world.move()
+    assert world.lose("d0") == []
+    world.end()
+
+
+def test_a_target_lost_after_the_commit_is_a_lost_node(world):
+    world.registry.admit(events.hello("d2", "decode").hello, 0.0)
+    world.move()
+    assert world.lose("d1") == ["reserve d2", "prefill p0"]
+    assert world.tell("d0", events.cancelled(world.source)) == []
+
+
+@pytest.mark.parametrize("word", [events.cancelled, lambda attempt: events.failed(attempt, "QUEUE_FULL")])
+def test_a_target_that_has_no_room_leaves_the_source_in_peace(world, word):
+    world.begin()
+    assert world.tell("d1", word(world.target)) == ["refused"]
+    assert world.step(world.source, 2) == ["emit 2:102"]
+    assert world.outcome is None
+
+
+def test_a_target_that_gives_no_blocks_in_time_is_let_go(world):
+    world.begin(now=1.0)
+    assert world.tick(1.0 + RESERVE_TIMEOUT_S - 0.1) == []
+    assert world.tick(1.0 + RESERVE_TIMEOUT_S) == ["cancel d1", "refused"]
+    assert world.tell("d1", events.reserved(world.target)) == []
+    assert world.tell("d1", events.cancelled(world.target)) == []
+    world.end(2, node="d0")
+
+
+@pytest.mark.parametrize("reason", ["TRANSFER_FAILED", "KV_CHECKSUM_MISMATCH", "ENGINE_ERROR"])
+def test_a_target_that_fails_on_the_way_gives_the_answer_back(world, reason):
+    world.migrate()
+    assert world.tell("d1", events.failed(world.target, reason)) == ["failed", "keep d0"]
+    assert world.attempt == world.source
+    assert world.commit() == []
+    world.end(2, node="d0")
+    assert (world.outcome.timeline.num_moves, world.outcome.timeline.num_restarts) == (0, 0)
+
+
+def test_a_target_lost_on_the_way_gives_the_answer_back(world):
+    world.migrate()
+    assert world.lose("d1") == ["failed", "keep d0"]
+    assert world.step(world.source, 2) == ["emit 2:102"]
+
+
+FAILURES = {
+    "the source cannot send": ("d0", lambda world: events.move_failed(world.source)),
+    "the target takes its blocks back": ("d1", lambda world: events.revoked(world.target)),
+}
+
+
+@pytest.mark.parametrize(("name", "event"), FAILURES.values(), ids=FAILURES.keys())
+@pytest.mark.parametrize("answer", [events.cancelled, lambda attempt: events.failed(attempt, "TRANSFER_FAILED")])
+def test_the_source_goes_on_only_when_the_target_has_let_go(world, name, event, answer):
+    world.migrate()
+    assert world.tell(name, event(world)) == ["cancel d1", "failed"]
+    assert world.account("d1") == (0, 0, 0, 0)
+    for late in (events.committed(world.target, next_index=2), events.reserved(world.target)):
+        assert world.tell("d1", late) == []
+    assert world.step(world.target, 2, node="d1") == []  # nothing of that epoch counts any more
+    assert world.step(world.source, 2) == ["emit 2:102"]  # what it told before it stopped
+    assert world.tell(name, event(world)) == []
+    assert world.tick(2.0 + RESEND_S) == ["cancel d1"]
+    assert world.tell("d1", answer(world.target), 8.0) == ["keep d0"]
+    world.end(3, node="d0")
+
+
+def test_the_source_goes_on_when_the_target_that_was_to_let_go_is_lost(world):
+    world.migrate()
+    world.tell("d0", events.move_failed(world.source))
+    assert world.lose("d1") == ["keep d0"]
+
+
+def test_a_move_that_failed_before_the_source_knew_of_it_says_nothing_to_it(world):
+    world.begin()
+    assert world.tell("d1", events.revoked(world.target)) == ["cancel d1", "refused"]
+    assert world.tell("d1", events.cancelled(world.target)) == []
+
+
+def test_a_source_that_does_not_know_the_answer_it_is_to_keep_loses_it(world):
+    world.migrate()
+    world.lose("d1")
+    world.registry.admit(events.hello("d2", "decode").hello, 0.0)
+    failed = events.failed(world.source, "TRANSFER_FAILED", "the node has nothing of this attempt")
+    assert world.tell("d0", failed) == ["reserve d2", "prefill p1"]
+
+
+STEPS = {
+    "reserving": (lambda world: world.begin(), ["cancel d0", "cancel d1", "ended"]),
+    "moving": (lambda world: world.migrate(), ["cancel d0", "cancel d1", "ended"]),
+    "abandoned": (
+        lambda world: (world.migrate(), world.tell("d0", events.move_failed(world.source))),
+        ["cancel d0"],
+    ),
+    "moved": (lambda world: world.move(), ["cancel d1"]),
+}
+
+
+@pytest.mark.parametrize(("bring", "said"), STEPS.values(), ids=STEPS.keys())
+@pytest.mark.parametrize("how", ["client", "deadline", "stop string"])
+def test_the_end_of_an_answer_ends_its_move_at_every_step(world, bring, said, how):
+    bring(world)
+    if how == "deadline":
+        assert world.tick(1000.0)[-len(said) - 1 :] == [*said, "end DEADLINE_EXCEEDED"]
+    else:
+        reason = inference_pb2.FINISH_REASON_ABORT if how == "client" else inference_pb2.FINISH_REASON_STOP
+        assert world.short(world.tracker.finish("r/0", reason, 5.0)) == [*said, "end complete"]
+    for name, attempt in (("d0", world.source), ("d1", world.target)):
+        world.tell(name, events.cancelled(attempt), 1000.0)
+    assert world.tracker.num_open == 0
+    assert world.commit(now=1001.0) == []
+
+
+@pytest.mark.parametrize("step", ["reserving", "moving"])
+def test_the_last_token_of_the_source_ends_the_answer_and_the_move(world, step):
+    STEPS[step][0](world)
+    assert world.step(world.source, 2, events.LENGTH) == ["emit 2:102", "cancel d1", "ended", "end complete"]
+    assert world.commit() == []
+    world.tell("d1", events.cancelled(world.target))
+    assert world.tracker.num_open == 0
+
+
+@pytest.mark.parametrize("step", ["reserving", "moving"])
+def test_a_source_lost_is_a_lost_node_and_its_target_is_let_go(world, step):
+    STEPS[step][0](world)
+    assert world.lose("d0") == ["cancel d1", "ended", "reserve d1", "prefill p0"]
+    assert world.commit() == []
+    assert world.tell("d1", events.cancelled(world.target)) == []
+    assert world.metrics.num_restarts == 1
+
+
+def test_a_source_that_fails_while_the_answer_moves_is_a_failed_node(world):
+    world.migrate()
+    said = world.tell("d0", events.failed(world.source, "ENGINE_ERROR"))
+    assert said == ["cancel d1", "ended", "end ENGINE_ERROR"]
+
+
+def test_a_prefill_node_that_has_not_said_that_it_let_go_is_asked_too():
+    world = World()
+    world.submit(max_tokens=MAX_TOKENS)
+    source = world.attempt
+    world.first(source)
+    world.tell("d0", events.committed(source))
+    world.step(source, 1)
+    world.drain("d0", 1.0)
+    target = world.attempt
+    world.tell("d1", events.reserved(target))
+    assert world.tell("d1", events.committed(target, next_index=2)) == ["cancel p0", "cancel d0", "moved"]
+    assert world.tell("p0", events.transferred(source)) == []
+
+
+def test_an_answer_moves_ten_times(world):
+    nodes = ["d0", "d1"]
+    source, index = world.source, 2
+    for round in range(10):
+        here, there = nodes
+        now = 9.0 * (round + 1)
+        world.drain(there, now, state="ready")
+        assert world.drain(here, now) == [f"reserve {there}"]
+        target = world.attempt
+        assert world.tell(there, events.reserved(target), now) == [f"migrate {here}"]
+        assert world.step(source, index, node=here, now=now) == [f"emit {index}:{100 + index}"]
+        said = world.tell(there, events.committed(target, num_bytes=5, next_index=index + 1), now)
+        assert said == [f"cancel {here}", "moved"]
+        assert world.tell(here, events.cancelled(source), now) == []
+        assert world.step(target, index + 1, node=there, now=now) == [f"emit {index + 1}:{101 + index}"]
+        nodes, source, index = [there, here], target, index + 2
+    assert world.step(source, index, events.STOP, node=nodes[0], now=95.0)[-1] == "end complete"
+    timeline = world.outcome.timeline
+    assert (timeline.num_moves, timeline.num_restarts, timeline.decode_node) == (10, 0, nodes[0])
+    assert (world.outcome.moved_kv_bytes, world.outcome.kv_bytes) == (50, 150)
+    assert world.tracker.num_open == 0
