@@ -15,6 +15,7 @@ from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, 
 from coordinator.control.journal import Journal
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node, Registry
+from coordinator.control.roles import Roles
 from coordinator.control.tracker import Tracker
 from coordinator.doors.generation import Generation
 from coordinator.doors.validation import AnswerPlan
@@ -22,12 +23,12 @@ from coordinator.text.answers import Answer
 from coordinator.text.tokenizer import Tokenizer
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
-from serving_core.reasons import DRAINING, DUPLICATE_REQUEST_ID, NAME_TAKEN, NODE_NOT_FOUND, WORKER_LOST
+from serving_core.reasons import DRAINING, DUPLICATE_REQUEST_ID, NAME_TAKEN, WORKER_LOST
+from serving_core.shapes import Shape
 
 logger = logging.getLogger(__name__)
 
 MAX_UNSENT_COMMANDS: Final = 10_000
-MAX_NAME_CHARS: Final = 80
 
 
 class NodeLink:
@@ -58,11 +59,14 @@ class NodeLink:
 
 
 class Dispatcher:
-    """The hub between clients, nodes and the pure parts: registry and tracker."""
+    """The hub between clients, nodes and the pure parts: registry, tracker and roles."""
 
-    def __init__(self, registry: Registry, tracker: Tracker, journal: Journal, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, registry: Registry, tracker: Tracker, roles: Roles, journal: Journal, tokenizer: Tokenizer
+    ) -> None:
         self._registry = registry
         self._tracker = tracker
+        self._roles = roles
         self._journal = journal
         self._tokenizer = tokenizer
         self._links: dict[Node, NodeLink] = {}
@@ -71,6 +75,7 @@ class Dispatcher:
         self.is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
+        self._shapes_changed = asyncio.Event()
         self.nodes_changed = asyncio.Event()  # set when the ready nodes change; whoever waits for it clears it
 
     # ---- nodes ----
@@ -101,10 +106,7 @@ class Dispatcher:
         if node not in self._registry:
             return
         if event.HasField("heartbeat"):
-            was_ready = node.is_ready
-            self._registry.heartbeat(node, event.heartbeat, now)
-            if node.is_ready != was_ready:
-                self.nodes_changed.set()
+            self._heartbeat(node, event.heartbeat, now)
             return
         if event.HasField("cache_changed"):
             self._cache_changed(node, event.cache_changed)
@@ -116,16 +118,41 @@ class Dispatcher:
     def drain_node(self, name: str) -> Node:
         """Takes the work from a node, as far as other nodes take it over; once and again are the same. Raises
         RequestError when there is no such node, or no other one."""
-        node = self._registry.find(name)
-        if node is None:
-            raise RequestError(NODE_NOT_FOUND, f"no node {name[:MAX_NAME_CHARS]!r} is attached")
+        node = self._registry.named(name)
         if not node.is_drained:
             drains.check_target(node, self._registry.nodes)
             self._registry.drain(node)
-            logger.info("%s node %s drains", node.role, node.name)
+            logger.info("%s %s drains", node.kind, node.name)
             self.nodes_changed.set()
             self._apply(self._tracker.tick(time.monotonic()))
         return node
+
+    def set_shape(self, name: str, to: str | Shape) -> tuple[Node, Shape]:
+        """Asks a node to take a role or a shape. Raises RequestError, and then nothing is asked."""
+        node, shape, instructions = self._roles.set_shape(name, to, time.monotonic())
+        self._reshape(instructions)
+        return node, shape
+
+    async def settled(self, node: Node) -> None:
+        """Returns when the node has confirmed what it was asked to become, is lost, or has not confirmed it in time."""
+        while node.asked is not None and node in self._registry:
+            self._shapes_changed.clear()
+            await self._shapes_changed.wait()
+
+    def _reshape(self, instructions: Iterable[Send]) -> None:
+        for send in instructions:
+            logger.info("%s %s is asked to take the shape %s", send.node.kind, send.node.name, send.node.asked)
+            self.nodes_changed.set()
+            self._apply([send])
+
+    def _heartbeat(self, node: Node, heartbeat: fleet_pb2.Heartbeat, now: float) -> None:
+        before = node.is_ready, node.shape
+        self._registry.heartbeat(node, heartbeat, now)
+        if node.shape != before[1]:
+            logger.info("%s %s has taken the shape %s", node.kind, node.name, node.shape)
+        if (node.is_ready, node.shape) != before:
+            self.nodes_changed.set()
+        self._shapes_changed.set()
 
     def _cache_changed(self, node: Node, event: fleet_pb2.CacheChanged) -> None:
         if num_left_out := self._registry.cache_changed(node, event):
@@ -197,11 +224,13 @@ class Dispatcher:
     # ---- all ----
 
     def tick(self) -> None:
-        """Loses silent nodes, ends late answers. To be called several times per node timeout."""
+        """Loses silent nodes, ends late answers, asks nodes to change. To be called several times per node timeout."""
         now = time.monotonic()
         for node, why in self._registry.expired(now):
             self._apply(self._lose(node, RequestError(WORKER_LOST, why)))
         self._apply(self._tracker.tick(now))
+        self._reshape(self._roles.tick(now))
+        self._shapes_changed.set()  # what was asked for may have expired
 
     def drain(self) -> None:
         """Refuses new calls from now on."""

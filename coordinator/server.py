@@ -15,6 +15,7 @@ from coordinator.control.ledger import Ledger
 from coordinator.control.live import NUM_EPOCHS
 from coordinator.control.metrics import Metrics
 from coordinator.control.registry import MAX_FIRST_SESSION, Registry
+from coordinator.control.roles import Roles
 from coordinator.control.router import has_path
 from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher
@@ -61,18 +62,20 @@ class CoordinatorServer:
             step_timeout_s=settings.step_timeout_s,
             first_session=1 + secrets.randbelow(MAX_FIRST_SESSION),
         )
+        ledger = Ledger()
         metrics = Metrics()
         journal = Journal(metrics)
         self._tracker = Tracker(
             self._registry,
-            Ledger(),
+            ledger,
             metrics,
             first_epoch=secrets.randbelow(NUM_EPOCHS),
             max_live=settings.max_num_queued_reqs,
             max_restarts=settings.max_restarts,
             keep_after_s=settings.keep_after_s,
         )
-        self._dispatcher = Dispatcher(self._registry, self._tracker, journal, self._model.tokenizer)
+        roles = Roles(self._registry, ledger, policy=settings.roles)
+        self._dispatcher = Dispatcher(self._registry, self._tracker, roles, journal, self._model.tokenizer)
         self._exposition = Exposition(metrics, self._tracker, self._registry, self._model.name)
         self._front = Front(
             self._model,

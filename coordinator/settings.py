@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from coordinator.control.roles import AUTO, FIXED
 from serving_core.errors import SettingsError
 from serving_core.exposure import check_exposure
 from serving_core.flags import flag
@@ -38,6 +39,11 @@ class CoordinatorSettings:
     strict_fields: bool = flag(False, "Refuse requests with unknown fields, instead of a warning.")
     max_num_queued_reqs: int = flag(1024, "Most answers in flight at once; more are refused.", minimum=1)
     max_logprobs: int = flag(20, "Most top logprobs a request may ask for.", minimum=0)
+    roles: str = flag(
+        FIXED,
+        "Whether nodes keep the roles that they begin with or get (fixed), or help where more is to do (auto).",
+        choices=(FIXED, AUTO),
+    )
     max_restarts: int = flag(2, "Most times one answer begins again on other nodes after a failure.", minimum=0)
     keep_after_s: float = flag(
         2.0, "Seconds a prompt that is read waits for room elsewhere before its own node answers it.", minimum=0.1

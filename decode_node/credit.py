@@ -59,13 +59,14 @@ class Credit:
         if request.num_output_tokens + num_tokens >= request.sampling.max_tokens:
             raise ValueError(f"{num_tokens} tokens came with the KV; max_tokens is {request.sampling.max_tokens}")
 
-    def commit(self, resident: Resident, token_ids: Sequence[int]) -> None:
+    def commit(self, resident: Resident, token_ids: Sequence[int], made: Sequence[tuple[bytes, int]]) -> None:
         """The KV is all there but for that of the last of these tokens, which follow those that were known: the next
-        step computes it."""
+        step computes it. `made`: as Leases.copied has it."""
         assert resident.stage is Stage.GRANTED
         resident.stage = Stage.WRITING
         resident.request.token_ids += token_ids
         resident.num_computed = len(resident.request.token_ids) - 1
+        self._leases.copied(resident, made)
         self._leases.publish(resident)
         resident.has_first_token = True
 

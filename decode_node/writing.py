@@ -90,14 +90,11 @@ class Writing:
         """A prompt that was read for another node is answered here."""
         assert resident.stage is Stage.READ
         resident.hands_over = resident.is_kept = False
-        resident.tail = b""
         resident.stage = Stage.WRITING
 
 
 def _may_finish(resident: Resident) -> bool:
     """Whether it needs nothing but steps of this node to finish."""
-    if resident.is_kept:
-        return True
     return resident.stage in (Stage.WRITING, Stage.READING, Stage.QUEUED) and not resident.hands_over
 
 

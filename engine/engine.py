@@ -18,6 +18,7 @@ from engine.invariant import invariant_attention
 from engine.model.llama import LlamaDecoder
 from engine.model.weights import load_weights
 from engine.native.steps import choose_steps
+from engine.origin import engine_origin
 from engine.parallel import LEADER, RankGroup, alone, choose_device
 from engine.sampler import sample
 from serving_core.errors import SettingsError
@@ -48,6 +49,9 @@ class Engine:
 
     The ranks of a group compute every step together: rank 0 with `step`, the others with `follow` of the same shares.
     A peer that does not keep up makes both raise RuntimeError, after which the engine is of no use.
+
+    `model` and `attention` compute a step, or `program`, where it is not None, a whole one of decoding. Between steps
+    they may be replaced by others that compute the same.
     """
 
     def __init__(self, settings: EngineSettings, group: RankGroup | None = None) -> None:
@@ -72,28 +76,29 @@ class Engine:
         self._device = device
         self._steps = choose_steps(device)
         torch_dtype: torch.dtype = getattr(torch, dtype)
-        self._model, weight_bytes = _build_model(
+        self.model, weight_bytes = _build_model(
             folder, self.config, torch_dtype, device, shard, self.group, settings.quantization
         )
         self.weight_bytes: Final = weight_bytes
         num_allocated = self.num_blocks + num_scratch_blocks(settings, device, self.group.size)
         self.pool: Final = PagedKVPool(self.layout, num_allocated, device, torch_dtype)
-        self._attention = choose_attention(self.pool, len(shard.query_heads.held))
-        if settings.batch_invariant and isinstance(self._model, LlamaDecoder):
-            self._model.make_invariant(torch_dtype, device)
-            self._attention = invariant_attention(self._attention)
-        self._program: DecodeProgram | None = choose_program(
-            self._model, self._attention, self.num_blocks, self.max_model_len
+        self.attention = choose_attention(self.pool, len(shard.query_heads.held))
+        if settings.batch_invariant and isinstance(self.model, LlamaDecoder):
+            self.model.make_invariant(torch_dtype, device)
+            self.attention = invariant_attention(self.attention)
+        self.program: DecodeProgram | None = choose_program(
+            self.model, self.attention, self.num_blocks, self.max_model_len
         )
         self.description: Final = {
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "dtype": dtype,
             "quantization": quantization_name(settings.quantization, self.config.stored_quantization),
-            "attention": self._attention.name,
+            "attention": self.attention.name,
             "threads": str(torch.get_num_threads()),
             "tp_size": str(self.group.size),
             "batch_invariant": "yes" if settings.batch_invariant else "no",
         }
+        self.origin: Final = engine_origin({**self.description, "program": type(self.program).__name__}, device)
 
     def step(self, works: Sequence[Work], on_layer: OnLayer | None = None) -> list[SampledToken]:
         """Computes these shares on rank 0; gives one token for each that samples, in order. Changes no request."""
@@ -130,9 +135,9 @@ class Engine:
         return sample(logits, sampling, self.eos_token_ids, self._steps) if logits is not None and sampling else []
 
     def _logits(self, batch: ForwardBatch, on_layer: OnLayer | None) -> torch.Tensor | None:
-        if self._program is not None and on_layer is None and self._program.matches(batch):
-            return self._program.run(batch)
-        return self._model(batch, self._attention, on_layer)
+        if self.program is not None and on_layer is None and self.program.matches(batch):
+            return self.program.run(batch)
+        return self.model(batch, self.attention, on_layer)
 
 
 def _build_model(

@@ -1,13 +1,18 @@
 """Between wire messages and the engine's own types."""
 
 from collections.abc import Sequence
+from itertools import groupby
+from typing import Final
+
+from google.protobuf.message import DecodeError
 
 from protos import fleet_pb2, inference_pb2
+from serving_core.prefix import MAKER_BYTES
 from serving_core.requests import FinishReason, Request, SampledToken, SamplingParams
 from serving_core.shapes import Shape
 
 PROTOCOL_VERSION = "5"
-TOKEN_BYTES = 4  # of one in a tail
+MAX_MADE: Final = 64  # runs of blocks of one maker that a tail tells: of a chat, some 32 answers
 
 _FINISH_REASONS = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -111,13 +116,20 @@ def shape_from_wire(wire: inference_pb2.Shape) -> Shape:
     return Shape(wire.prompt_tokens, wire.seats, wire.takes_handovers)
 
 
-def tokens_to_tail(token_ids: Sequence[int]) -> bytes:
-    """Tokens as they travel behind the last KV block."""
-    return b"".join(token_id.to_bytes(TOKEN_BYTES, "little") for token_id in token_ids)
+def to_tail(token_ids: Sequence[int], makers: Sequence[bytes]) -> bytes:
+    """What follows the last KV block: tokens, and the makers of all blocks, if they are not too many to tell."""
+    made = [fleet_pb2.Made(maker=maker, num_blocks=len(list(blocks))) for maker, blocks in groupby(makers)]
+    return fleet_pb2.Tail(token_ids=token_ids, made=made if len(made) <= MAX_MADE else []).SerializeToString()
 
 
-def tokens_from_tail(tail: bytes) -> list[int]:
-    """The inverse of tokens_to_tail. Raises ValueError for anything else."""
-    if len(tail) % TOKEN_BYTES:
-        raise ValueError(f"a tail of {len(tail)} bytes holds no token ids of {TOKEN_BYTES} bytes each")
-    return [int.from_bytes(tail[at : at + TOKEN_BYTES], "little") for at in range(0, len(tail), TOKEN_BYTES)]
+def from_tail(packed: bytes) -> tuple[list[int], list[tuple[bytes, int]]]:
+    """The inverse of to_tail, with each maker and the number of its blocks in a row. Raises ValueError for anything
+    else."""
+    tail = fleet_pb2.Tail()
+    try:
+        tail.ParseFromString(packed)
+    except DecodeError as error:
+        raise ValueError(f"a tail of {len(packed)} bytes cannot be read") from error
+    if any(len(each.maker) != MAKER_BYTES for each in tail.made):
+        raise ValueError(f"a tail names a maker that is not of {MAKER_BYTES} bytes")
+    return list(tail.token_ids), [(each.maker, each.num_blocks) for each in tail.made]

@@ -196,12 +196,14 @@ class Cancelled(_message.Message):
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ...) -> None: ...
 
 class CacheChanged(_message.Message):
-    __slots__ = ("stored", "removed")
+    __slots__ = ("stored", "removed", "makers")
     STORED_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
+    MAKERS_FIELD_NUMBER: _ClassVar[int]
     stored: _containers.RepeatedScalarFieldContainer[int]
     removed: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, stored: _Optional[_Iterable[int]] = ..., removed: _Optional[_Iterable[int]] = ...) -> None: ...
+    makers: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, stored: _Optional[_Iterable[int]] = ..., removed: _Optional[_Iterable[int]] = ..., makers: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("heartbeat_s", "session")
@@ -286,3 +288,19 @@ class Keep(_message.Message):
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ...) -> None: ...
+
+class Tail(_message.Message):
+    __slots__ = ("token_ids", "made")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MADE_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    made: _containers.RepeatedCompositeFieldContainer[Made]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., made: _Optional[_Iterable[_Union[Made, _Mapping]]] = ...) -> None: ...
+
+class Made(_message.Message):
+    __slots__ = ("maker", "num_blocks")
+    MAKER_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    maker: bytes
+    num_blocks: int
+    def __init__(self, maker: _Optional[bytes] = ..., num_blocks: _Optional[int] = ...) -> None: ...

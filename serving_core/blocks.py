@@ -12,7 +12,8 @@ only: its owner writes to a block before it is published and nobody does after t
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from serving_core.errors import OutOfBlocks
 
@@ -78,6 +79,11 @@ class BlockAllocator:
         self._changes = _Changes()
 
     # ---- figures ----
+
+    @property
+    def blocks_by_name(self) -> Mapping[bytes, int]:
+        """Every name that a block goes by, leased or cached; the view changes with them."""
+        return MappingProxyType(self._block_of)
 
     @property
     def num_free(self) -> int:

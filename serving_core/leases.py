@@ -1,16 +1,28 @@
 """The blocks of a node's requests, shared by name. Pure."""
 
+from collections.abc import Sequence
+
 from serving_core.blocks import BlockAllocator
 from serving_core.layout import KVLayout
-from serving_core.residents import Resident
+from serving_core.prefix import CHUNK, GRAFT, MAX_MAKERS, ORIGIN_BYTES, STEP
+from serving_core.residents import Resident, Stage
 
 
 class Leases:
     """Takes, grows, publishes and gives back what residents hold of one pool."""
 
-    def __init__(self, allocator: BlockAllocator, layout: KVLayout) -> None:
+    def __init__(self, allocator: BlockAllocator, layout: KVLayout, origin: bytes) -> None:
+        """`origin` is the node's, as serving_core/prefix.py has it."""
         self._allocator = allocator
         self._layout = layout
+        self._origin = origin
+        self._makers = [origin + CHUNK, origin + STEP, GRAFT]
+
+    @property
+    def makers(self) -> list[bytes]:
+        """Of all blocks that the pool may hold: this node's, then those of nodes that sent some, then GRAFT. Blocks are
+        looked for in this order."""
+        return self._makers
 
     @property
     def num_free(self) -> int:
@@ -32,16 +44,18 @@ class Leases:
 
     def num_needed(self, resident: Resident, num_tokens: int, *, num_cacheable: int) -> int:
         """By how much `take` with the same arguments would lower num_free."""
-        return self._allocator.num_needed(self.blocks_for(num_tokens), self._names(resident, num_cacheable))
+        names, _ = self._find(resident, num_cacheable)
+        return self._allocator.num_needed(self.blocks_for(num_tokens), names)
 
     def take(self, resident: Resident, num_tokens: int, *, num_cacheable: int, num_spare: int) -> bool:
         """Leases blocks for num_tokens tokens if that leaves num_spare free; of the leading num_cacheable tokens, full
         blocks that the pool holds, whose tokens count as computed. Tells whether it did."""
-        names = self._names(resident, num_cacheable)
+        names, makers = self._find(resident, num_cacheable)
         num_blocks = self.blocks_for(num_tokens)
         if self._allocator.num_needed(num_blocks, names) + num_spare > self._allocator.num_free:
             return False
         resident.lease = self._allocator.allocate(num_blocks, names)
+        resident.names.begin(names, makers)
         resident.num_cached_blocks = resident.lease.num_cached
         resident.num_computed = self.num_cached_tokens(resident)
         return True
@@ -58,16 +72,61 @@ class Leases:
         resident.lease.grow(num_blocks)
 
     def publish(self, resident: Resident) -> None:
-        """Lets others use the blocks that are full of computed KV."""
+        """Lets others use the blocks that are full of computed KV. Those that have come full since the last call, and
+        were not `copied`, this node has just computed, as the resident's stage says."""
         assert resident.lease is not None
-        if resident.num_computed // self._layout.block_size > resident.lease.num_published:
-            resident.lease.publish(self._names(resident, resident.num_computed))
+        num_full = self._full_blocks(resident.num_computed)
+        if not self._allocator.caching or num_full <= resident.lease.num_published:
+            return
+        names = resident.names
+        while len(names.names) < num_full:
+            names.add(resident.request.token_ids, self._maker(resident))
+        resident.lease.publish(names.names)
+
+    def copied(self, resident: Resident, made: Sequence[tuple[bytes, int]]) -> None:
+        """What counts as computed is there: behind blocks that were found here, those of another node. `made` tells who
+        made all blocks there, and how many in a row. Copies keep their names, unless other blocks stand before them
+        here or it is not told who made them."""
+        if not self._allocator.caching:
+            return
+        num_tokens = resident.num_computed
+        names, num_full = resident.names, self._full_blocks(num_tokens)
+        is_told = sum(num_blocks for _, num_blocks in made) == self.blocks_for(num_tokens)
+        makers = [maker for maker, num_blocks in made for _ in range(num_blocks)] if is_told else []
+        num_found = len(names.makers)
+        if not is_told or makers[:num_found] != names.makers or not self._know(makers):
+            makers = [GRAFT] * self.blocks_for(num_tokens)
+        for maker in makers[num_found:num_full]:
+            names.add(resident.request.token_ids, maker)
+        names.begun_by = b"".join(makers[num_full:])
+
+    def makers_of(self, resident: Resident) -> list[bytes]:
+        """Of all blocks with computed KV; none where they have no names."""
+        makers = list(resident.names.makers)
+        if self._allocator.caching and resident.num_computed % self._layout.block_size:
+            makers.append(self._maker(resident))
+        return makers
+
+    def _maker(self, resident: Resident) -> bytes:
+        """Of the first block that has no name yet."""
+        begun_by = resident.names.begun_by
+        if begun_by and begun_by[:ORIGIN_BYTES] != self._origin:
+            return GRAFT
+        return self._origin + (CHUNK if resident.stage in (Stage.READING, Stage.READ) else STEP)
+
+    def _know(self, makers: Sequence[bytes]) -> bool:
+        """Whether blocks of these makers are looked for from now on."""
+        new = [maker for maker in dict.fromkeys(makers) if maker not in self._makers]
+        if len(self._makers) + len(new) > MAX_MAKERS:
+            return False
+        self._makers[-1:-1] = new
+        return True
 
     def final_blocks(self, resident: Resident) -> list[int]:
         """The blocks that no step to come will write to."""
         if resident.lease is None:
             return []
-        return resident.lease.block_ids[: resident.num_computed // self._layout.block_size]
+        return resident.lease.block_ids[: self._full_blocks(resident.num_computed)]
 
     def filled_blocks(self, resident: Resident) -> list[int]:
         """The blocks that hold any KV."""
@@ -79,6 +138,7 @@ class Leases:
         if resident.lease is not None:
             resident.lease.release()
             resident.lease = None
+            resident.names.begin([], [])
             resident.num_computed = 0
 
     def num_cached_tokens(self, resident: Resident) -> int:
@@ -87,10 +147,14 @@ class Leases:
 
     def num_held_tokens(self, resident: Resident, num_cacheable: int) -> int:
         """Of the leading num_cacheable tokens, those in full blocks that the pool holds."""
-        return self._allocator.num_held(self._names(resident, num_cacheable)) * self._layout.block_size
+        return len(self._find(resident, num_cacheable)[0]) * self._layout.block_size
 
-    def _names(self, resident: Resident, num_tokens: int) -> list[bytes]:
-        """Names of the full blocks of the leading num_tokens tokens."""
+    def _find(self, resident: Resident, num_tokens: int) -> tuple[list[bytes], list[bytes]]:
+        """Names and makers of the leading full blocks of num_tokens tokens that the pool holds."""
         if not self._allocator.caching:
-            return []
-        return resident.names.names_of(resident.request.token_ids)[: num_tokens // self._layout.block_size]
+            return [], []
+        is_held = self._allocator.blocks_by_name.__contains__
+        return resident.names.find(resident.request.token_ids, self._full_blocks(num_tokens), self._makers, is_held)
+
+    def _full_blocks(self, num_tokens: int) -> int:
+        return num_tokens // self._layout.block_size

@@ -1,17 +1,33 @@
 """What blocks of tokens are called, so that requests that begin alike can share KV. Torch-free.
 
-A full block's name is SHA-256 over the name of the block before it and its own token ids. Before the first block stands
-the root, which tells models and salts apart. So a name stands for everything that the KV in a block depends on: the
-same name, the same KV.
+A full block's name is SHA-256 over the name of the block before it, its maker and its own token ids. Before the first
+block stands the root, which tells models and salts apart. A maker is the origin of the node that computed the block, 8
+bytes for its kernels and ranks, and whether it did so in a chunk or, the last of its tokens at least, in decode steps.
+So the name stands for what the bits of the block's KV depend on, and copies in other pools have it too. (It leaves out
+where chunks end and where in a block an answer begins; and, where bits depend on it, what else was in a step: see
+engine/invariant.py.)
+
+There are blocks without one maker and one history: copies behind blocks that the node held already, which are others
+than those that they were computed behind; and what a node of another origin began and this one filled. Their values are
+right, their bits are their own: their maker is GRAFT, and a name with one in its history stands for the tokens alone.
+
+KV of any maker is KV of its tokens, so a node takes what it finds, and what it computes behind that is called after it.
 """
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 NAME_BYTES: Final = 32
 HINT_BYTES: Final = 8
+ORIGIN_BYTES: Final = 8
+
+CHUNK: Final = b"c"
+STEP: Final = b"s"
+GRAFT: Final = bytes(ORIGIN_BYTES) + b"g"
+MAKER_BYTES: Final = len(GRAFT)
+MAX_MAKERS: Final = 32  # that one node tells apart
 
 # As long as a name and not one: what a root is made of can never be what a block's name is made of.
 _ROOT_TAG: Final = b"splitserve: root of block names".ljust(NAME_BYTES, b"\0")
@@ -20,17 +36,17 @@ _LENGTH: Final = struct.Struct("<Q")
 
 def root_name(fingerprint: Mapping[str, str], cache_salt: str) -> bytes:
     """What the first block's name builds on, 32 bytes: equal for equal fingerprints and salts only."""
-    texts = [cache_salt, *(text for item in sorted(fingerprint.items()) for text in item)]
-    digest = hashlib.sha256(_ROOT_TAG)
-    for text in texts:
-        encoded = text.encode()
-        digest.update(_LENGTH.pack(len(encoded)) + encoded)
-    return digest.digest()
+    return _digest(_ROOT_TAG, cache_salt, fingerprint)
 
 
-def child_name(parent: bytes, token_ids: Sequence[int]) -> bytes:
+def origin_of(facts: Mapping[str, str]) -> bytes:
+    """What stands for all that a node's bits depend on beside the fingerprint: 8 bytes."""
+    return _digest(b"", "", facts)[:ORIGIN_BYTES]
+
+
+def child_name(parent: bytes, maker: bytes, token_ids: Sequence[int]) -> bytes:
     """The name, 32 bytes, of a block of these tokens that follows the block (or the root) called `parent`."""
-    return hashlib.sha256(parent + struct.pack(f"<{len(token_ids)}I", *token_ids)).digest()
+    return hashlib.sha256(parent + maker + struct.pack(f"<{len(token_ids)}I", *token_ids)).digest()
 
 
 def hint_of(name: bytes) -> int:
@@ -38,19 +54,70 @@ def hint_of(name: bytes) -> int:
     return int.from_bytes(name[:HINT_BYTES], "little")
 
 
+def _digest(tag: bytes, text: str, facts: Mapping[str, str]) -> bytes:
+    digest = hashlib.sha256(tag)
+    for each in [text, *(each for item in sorted(facts.items()) for each in item)]:
+        encoded = each.encode()
+        digest.update(_LENGTH.pack(len(encoded)) + encoded)
+    return digest.digest()
+
+
 class BlockNames:
-    """Names of one request's full blocks, each worked out once."""
+    """What the full blocks of one request are called, each name worked out once, and what they may be found by.
+
+    From call to call token_ids may only grow at their end.
+    """
 
     def __init__(self, root: bytes, block_size: int) -> None:
         self._root = root
         self._block_size = block_size
-        self._names: list[bytes] = []
+        self._tried: dict[tuple[bytes, bytes], bytes] = {}  # names by parent and maker
+        self._found: tuple[list[bytes], list[bytes]] = [], []  # by the last look
+        self.names: list[bytes] = []  # of the leading blocks that the request has; callers do not change them
+        self.makers: list[bytes] = []  # of the same
+        self.begun_by = b""  # the maker of the block after them, where a part of it came from another node
 
-    def names_of(self, token_ids: Sequence[int]) -> list[bytes]:
-        """Names of all full blocks of token_ids. From call to call token_ids may only grow at its end."""
-        size = self._block_size
-        num_full = len(token_ids) // size
-        for index in range(len(self._names), num_full):
-            parent = self._names[-1] if self._names else self._root
-            self._names.append(child_name(parent, token_ids[index * size : (index + 1) * size]))
-        return self._names[:num_full]
+    def find(
+        self, token_ids: Sequence[int], num_blocks: int, makers: Sequence[bytes], is_held: Callable[[bytes], bool]
+    ) -> tuple[list[bytes], list[bytes]]:
+        """Names and makers of the leading blocks, num_blocks at most, that are held: of each that by the first of
+        `makers` that it is held by, unless that which was found before is still held."""
+        names, found = self._found_before(num_blocks, is_held)
+        parent = names[-1] if names else self._root
+        for index in range(len(names), num_blocks):
+            for maker in makers:
+                name = self._tried.get((parent, maker)) or self._try(parent, maker, index, token_ids)
+                if is_held(name):
+                    break
+            else:
+                break
+            names.append(name)
+            found.append(maker)
+            parent = name
+        self._found = names, found
+        return names, found
+
+    def begin(self, names: list[bytes], makers: list[bytes]) -> None:
+        """The request has got these blocks, as they were found, and nothing behind them."""
+        self.names, self.makers, self.begun_by = names, makers, b""
+        self._tried, self._found = {}, ([], [])
+
+    def add(self, token_ids: Sequence[int], maker: bytes) -> None:
+        """Its next full block is there."""
+        parent = self.names[-1] if self.names else self._root
+        self.names.append(child_name(parent, maker, self._tokens(len(self.names), token_ids)))
+        self.makers.append(maker)
+        self.begun_by = b""
+
+    def _found_before(self, num_blocks: int, is_held: Callable[[bytes], bool]) -> tuple[list[bytes], list[bytes]]:
+        names, makers = self._found
+        most = min(num_blocks, len(names))
+        num_held = next((index for index in range(most) if not is_held(names[index])), most)
+        return names[:num_held], makers[:num_held]
+
+    def _try(self, parent: bytes, maker: bytes, index: int, token_ids: Sequence[int]) -> bytes:
+        name = self._tried[parent, maker] = child_name(parent, maker, self._tokens(index, token_ids))
+        return name
+
+    def _tokens(self, index: int, token_ids: Sequence[int]) -> Sequence[int]:
+        return token_ids[index * self._block_size : (index + 1) * self._block_size]

@@ -23,7 +23,7 @@ and kept is written here as soon as there is a seat for it.
 """
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -72,7 +72,7 @@ class Resident:
 
     request: Request
     age: int  # the coordinator's number of the request: of two, the lower one goes first on every node
-    names: BlockNames
+    names: BlockNames  # of the full blocks of the lease, once there is one
     stage: Stage
     waiting_since_s: float  # for credit, or for a ticket
     hands_over: bool = False  # it is read for another node, which writes the answer
@@ -92,7 +92,7 @@ class Resident:
     is_revoked: bool = False  # the grant is being taken back
     ticket: bytes = b""  # to send by
     next_ticket: bytes = b""  # that has come while the transfer of a revoked one was ending
-    tail: bytes = b""  # what follows the last block to the other node: the tokens that it does not know
+    tail: Sequence[int] = ()  # tokens that the other node does not know; they follow the last block
     num_evictions: int = 0
     ending: dict[str, Any] | None = None  # what the coordinator is told when nothing is held any more; {}: nothing
     num_given: int = field(init=False)  # tokens that came with the command

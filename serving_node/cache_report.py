@@ -1,6 +1,6 @@
 """Tells the coordinator which full blocks the node holds, as changes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from protos import fleet_pb2
@@ -13,8 +13,10 @@ MAX_HINTS: Final = 2**16  # in one message
 class CacheReport:
     """What the coordinator has been told, and what has changed since. Pure."""
 
-    def __init__(self, allocator: BlockAllocator, tell: Callable[..., None]) -> None:
+    def __init__(self, allocator: BlockAllocator, makers: Sequence[bytes], tell: Callable[..., None]) -> None:
+        """`makers` are those that the pool's blocks may be of, in the order in which they are looked for."""
         self._allocator = allocator
+        self._makers = makers
         self._tell = tell
         self._is_known = False  # whether the coordinator knows what was told before
 
@@ -26,10 +28,12 @@ class CacheReport:
         """Tells what has changed, or everything to one who knows nothing."""
         stored, removed = self._allocator.take_changes() if self._is_known else (self._allocator.take_names(), [])
         self._is_known = True
-        for change in _changes("removed", removed) + _changes("stored", stored):
-            self._tell(cache_changed=change)
+        for part in _parts(removed):
+            self._tell(cache_changed=fleet_pb2.CacheChanged(removed=part, makers=self._makers))
+        for part in _parts(stored):
+            self._tell(cache_changed=fleet_pb2.CacheChanged(stored=part, makers=self._makers))
 
 
-def _changes(kind: str, names: list[bytes]) -> list[fleet_pb2.CacheChanged]:
-    parts = (names[first : first + MAX_HINTS] for first in range(0, len(names), MAX_HINTS))
-    return [fleet_pb2.CacheChanged(**{kind: map(hint_of, part)}) for part in parts]
+def _parts(names: list[bytes]) -> Iterator[list[int]]:
+    for first in range(0, len(names), MAX_HINTS):
+        yield list(map(hint_of, names[first : first + MAX_HINTS]))

@@ -46,10 +46,11 @@ class SendMore:
 
 @dataclass(frozen=True, slots=True)
 class FinishSend:
-    """These are all blocks of what is being sent, and they are final; the resident's tail goes behind them."""
+    """These are all blocks of what is being sent, and they are final; `tail` is to follow the last one."""
 
     resident: Resident
     block_ids: list[int]
+    tail: bytes
 
 
 @dataclass(frozen=True, slots=True)

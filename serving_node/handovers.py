@@ -14,7 +14,7 @@ from decode_node.credit import Credit
 from kv_transfer.results import Received, Sent, TransferFailed
 from prefill_node.reading import Reading
 from protos import fleet_pb2
-from protos.convert import attempt_of, tokens_from_tail
+from protos.convert import attempt_of, from_tail, to_tail
 from serving_core import reasons
 from serving_core.leases import Leases
 from serving_core.residents import Resident, Residents, Stage
@@ -77,7 +77,6 @@ class HandOvers:
         """Nobody else is to answer: it is read on as it is, and then waits for nothing but a seat. A transfer by a
         ticket that is void may still be ending."""
         resident.is_kept = True
-        resident.next_ticket = b""
         if resident.is_sending:
             self._endings.decide(CancelTransfer(resident.request.epoch))
 
@@ -159,17 +158,18 @@ class HandOvers:
             self._finish_send(resident)
 
     def _finish_send(self, resident: Resident) -> None:
-        self._endings.decide(FinishSend(resident, self._leases.filled_blocks(resident)))
+        tail = to_tail(resident.tail, self._leases.makers_of(resident))
+        self._endings.decide(FinishSend(resident, self._leases.filled_blocks(resident), tail))
 
     def _commit(self, resident: Resident, received: Received) -> None:
         try:
-            token_ids = tokens_from_tail(received.tail)
+            token_ids, made = from_tail(received.tail)
             self._credit.check_tail(resident, len(token_ids))
         except ValueError as error:
             self._endings.fail(resident, reasons.TRANSFER_FAILED, str(error))
             return
         resident.is_revoked = False  # it came too late
-        self._credit.commit(resident, token_ids)
+        self._credit.commit(resident, token_ids, made)
         self._reading.count(resident)
         committed = fleet_pb2.Committed(
             attempt=attempt_of(resident.request),

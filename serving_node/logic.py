@@ -4,7 +4,7 @@ It puts the two halves together over one pool: `prefill_node` reads prompts, `de
 hold both: a token of each answer that is being written, then chunks of prompts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from decode_node.credit import Credit
@@ -54,10 +54,12 @@ class NodeLogic:
         *,
         block_bytes: int,
         fingerprint: Mapping[str, str],
+        origin: bytes,
         eos_token_ids: Sequence[int],
         rates: StepRates,
     ) -> None:
-        """`shape` is the one to begin with; `block_bytes` are those of one block over all ranks and layers."""
+        """`shape` is the one to begin with; `block_bytes` are those of one block over all ranks and layers; `origin` is
+        what serving_core/prefix.py calls so."""
         self._allocator = allocator
         self._layout = layout
         self._limits = limits
@@ -65,9 +67,9 @@ class NodeLogic:
         self._eos_token_ids = eos_token_ids
         self._rates = rates
         self._residents = residents = Residents()
-        self._leases = leases = Leases(allocator, layout)
+        self._leases = leases = Leases(allocator, layout, origin)
         self._endings = Endings(residents, leases)
-        self._cache_report = CacheReport(allocator, self._endings.tell)
+        self._cache_report = CacheReport(allocator, leases.makers, self._endings.tell)
         self._reading = Reading(residents, leases, max_num_queued=limits.max_num_queued)
         self._credit = Credit(residents, leases, max_num_queued=limits.max_num_queued)
         self._hand_overs = HandOvers(
@@ -97,6 +99,11 @@ class NodeLogic:
     def take_decisions(self) -> list[Decision]:
         """What has been decided since the last call, in order."""
         return self._endings.take()
+
+    @property
+    def residents(self) -> Iterable[Resident]:
+        """The requests that are here, oldest first: to be looked at."""
+        return self._residents
 
     @property
     def is_idle(self) -> bool:
@@ -326,7 +333,7 @@ class NodeLogic:
         if not resident.hands_over:
             resident.stage = Stage.WRITING
         elif reason is None:
-            resident.tail = convert.tokens_to_tail([token.token_id])
+            resident.tail = [token.token_id]
         return reason is not None
 
     def _first_token(self, resident: Resident, now: float) -> fleet_pb2.FirstToken:

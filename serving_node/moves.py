@@ -19,9 +19,8 @@ from typing import Final
 from kv_transfer.errors import TransferError
 from kv_transfer.results import Sent, TransferFailed
 from kv_transfer.ticket import Ticket
-from kv_transfer.wire import MAX_TAIL_BYTES
 from protos import fleet_pb2
-from protos.convert import TOKEN_BYTES, attempt_of, tokens_to_tail
+from protos.convert import attempt_of, to_tail
 from serving_core import reasons
 from serving_core.leases import Leases
 from serving_core.residents import Move, Resident, Residents, Stage
@@ -29,7 +28,7 @@ from serving_node.decisions import CancelTransfer, FinishSend, Send, SendMore
 from serving_node.endings import Endings
 from serving_node.handovers import HandOvers
 
-MAX_TAIL_TOKENS: Final = MAX_TAIL_BYTES // TOKEN_BYTES
+MAX_TAIL_TOKENS: Final = 512  # of 5 bytes each at most: they leave room for makers in a tail
 
 
 class Moves:
@@ -135,13 +134,14 @@ class Moves:
         if not move.has_caught_up and not self._is_at_limit(resident, move):
             return
         resident.stage = Stage.STOPPED
-        resident.tail = tokens_to_tail(resident.request.token_ids[move.num_tokens :])
-        self._endings.decide(FinishSend(resident, self._leases.filled_blocks(resident)))
+        resident.tail = resident.request.token_ids[move.num_tokens :]
+        tail = to_tail(resident.tail, self._leases.makers_of(resident))
+        self._endings.decide(FinishSend(resident, self._leases.filled_blocks(resident), tail))
 
     def _stay(self, resident: Resident) -> None:
         if resident.move is not None:
             self._endings.decide(CancelTransfer(resident.request.epoch))
-        resident.move, resident.tail = None, b""
+        resident.move = None
         if resident.stage is Stage.STOPPED:
             resident.stage = Stage.WRITING
 

@@ -81,6 +81,7 @@ class NodeRunner:
             shape,
             block_bytes=engine.model_layout.block_bytes,
             fingerprint=self._fingerprint,
+            origin=engine.origin,
             eos_token_ids=engine.eos_token_ids,
             rates=rates,
         )
@@ -230,8 +231,8 @@ class NodeRunner:
                 self._transfers.send(resident.request.epoch, resident.ticket, block_ids)
             case SendMore(resident=resident, block_ids=block_ids):
                 self._transfers.send_more(resident.request.epoch, block_ids)
-            case FinishSend(resident=resident, block_ids=block_ids):
-                self._transfers.finish(resident.request.epoch, block_ids, resident.tail)
+            case FinishSend(resident=resident, block_ids=block_ids, tail=tail):
+                self._transfers.finish(resident.request.epoch, block_ids, tail)
             case CancelTransfer(epoch=epoch):
                 self._transfers.cancel(epoch)
 

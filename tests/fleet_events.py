@@ -11,6 +11,7 @@ STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LEN
 ABORT = inference_pb2.FINISH_REASON_ABORT
 
 BLOCK_SIZE = 16
+MAKERS = [b"a node: c", b"a node: s"]  # that it computed its blocks in chunks or in decode steps
 MODEL = {"architecture": "FakeForCausalLM", "vocab_size": "260"}
 
 
@@ -111,12 +112,13 @@ def cancelled(attempt):
     return fleet_pb2.NodeEvent(cancelled=fleet_pb2.Cancelled(attempt=attempt))
 
 
-def cache_changed(stored=(), removed=()):
-    return fleet_pb2.NodeEvent(cache_changed=fleet_pb2.CacheChanged(stored=stored, removed=removed))
+def cache_changed(stored=(), removed=(), makers=MAKERS):
+    return fleet_pb2.NodeEvent(cache_changed=fleet_pb2.CacheChanged(stored=stored, removed=removed, makers=makers))
 
 
-def block_hints(token_ids, cache_salt="", **fingerprint):
-    """The hints of the full blocks of a prompt on nodes of `hello`, worked out from the description of the names."""
+def block_hints(token_ids, cache_salt="", made="", **fingerprint):
+    """The hints of the full blocks of a prompt on nodes of `hello`, worked out from the description of the names.
+    `made` tells how they were computed, by a letter for each; "c" where there is none."""
     texts = [cache_salt]
     for key, value in sorted({**MODEL, **fingerprint}.items()):
         texts += [key, value]
@@ -125,6 +127,7 @@ def block_hints(token_ids, cache_salt="", **fingerprint):
     hints = []
     for start in range(0, len(token_ids) - BLOCK_SIZE + 1, BLOCK_SIZE):
         block = b"".join(token_id.to_bytes(4, "little") for token_id in token_ids[start : start + BLOCK_SIZE])
-        name = hashlib.sha256(name.digest() + block)
+        kind = made[len(hints) : len(hints) + 1] or "c"
+        name = hashlib.sha256(name.digest() + b"a node: " + kind.encode() + block)
         hints.append(struct.unpack("<Q", name.digest()[:8])[0])
     return hints

@@ -94,6 +94,7 @@ class Cluster:
         self.server = server
         self.channel = channel
         self.stub = inference_pb2_grpc.InferenceStub(channel)
+        self.admin = inference_pb2_grpc.AdminStub(channel)
         self.nodes = {}
         self.num_reports = 0
 

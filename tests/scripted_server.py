@@ -13,6 +13,8 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 from grpc_status import rpc_status
 
 from protos import inference_pb2, inference_pb2_grpc
+from protos.convert import shape_from_wire, shape_to_wire
+from serving_core.shapes import preset, role_of
 
 SERVICE = "splitserve.v1.Inference"
 STOP_S = 10.0
@@ -55,22 +57,31 @@ class Script(inference_pb2_grpc.InferenceServicer, inference_pb2_grpc.AdminServi
         self.endless = False
         self.cancelled = threading.Event()
 
-    def Generate(self, request, context):
+    def _note(self, request, context):
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
         if self.failures:
             context.abort_with_status(self.failures.pop(0))
+
+    def Generate(self, request, context):
+        self._note(request, context)
         context.add_callback(self.cancelled.set)
         yield from self.replies
         while self.endless and not self.cancelled.is_set():
             yield chunk("x")
             self.cancelled.wait(0.001)
 
+    def SetRole(self, request, context):
+        """Nodes have 512 tokens a step and 64 seats."""
+        self._note(request, context)
+        shape = request.shape
+        if request.HasField("role"):
+            shape = shape_to_wire(preset(request.role, max_num_batched_tokens=512, max_num_seqs=64))
+        role = role_of(shape_from_wire(shape))
+        return inference_pb2.SetRoleResponse(node=inference_pb2.NodeLoad(name=request.node, role=role, shape=shape))
+
     def Drain(self, request, context):
-        self.requests.append(request)
-        self.metadata.append(dict(context.invocation_metadata()))
-        if self.failures:
-            context.abort_with_status(self.failures.pop(0))
+        self._note(request, context)
         for num_left in self.drained:
             yield inference_pb2.DrainProgress(num_left=num_left)
 
@@ -94,14 +105,20 @@ class Script(inference_pb2_grpc.InferenceServicer, inference_pb2_grpc.AdminServi
         p0 = inference_pb2.NodeLoad(
             name="p0", role="prefill", state="ready", num_blocks=8, num_blocks_free=7, num_blocks_cached=5, step_s=0.5,
             rss_bytes=17 * MIB, num_prompt_tokens=80, num_cached_tokens=20, num_kv_bytes=3 * MIB // 2,
-            num_transfers_failed=4, prefill_tokens_per_s=1234.0,
+            num_transfers_failed=4, prefill_tokens_per_s=1234.0, shape=inference_pb2.Shape(prompt_tokens=512),
             ranks=[
                 rank(rank=0, rss_bytes=9 * MIB, kv_pool_bytes=MIB, weight_bytes=3 * MIB),
                 rank(rank=1, rss_bytes=8 * MIB),
             ],
         )  # fmt: skip
         d0 = inference_pb2.NodeLoad(
-            name="d0", role="decode", state="draining", num_blocks=6, num_blocks_free=6, ranks=[rank()]
+            name="d0",
+            role="decode",
+            state="draining",
+            num_blocks=6,
+            num_blocks_free=6,
+            ranks=[rank()],
+            shape=inference_pb2.Shape(seats=64, takes_handovers=True),
         )
         return inference_pb2.GetLoadsResponse(nodes=[p0, d0], num_live_requests=1)
 

@@ -2,28 +2,37 @@
 
 The KV of a token depends on all tokens before it. So a slot holds the salt and all tokens up to its own, and a block
 used for the wrong request, too early, or written to while others read it shows at the next step.
+
+It depends also on how and where it was computed, and on the KV before it. So a slot tells that too, and a block has a
+true name.
 """
 
 from hashlib import sha256
 
-from serving_core.prefix import root_name
+from serving_core.prefix import CHUNK, GRAFT, STEP, root_name
 
 FINGERPRINT = {"model": "toy"}
 NUM_TOKEN_IDS = 3
-SPOILT = ("spoilt", ())
+SPOILT = ("spoilt", (), None)
+HERE, ELSEWHERE = b"-origin-", b"another-"
+ORIGINS = (b"origin-0", b"origin-1")  # of a fleet's nodes
 
 
 class ToyKV:
     """The slots of all blocks, and the model that writes and reads them."""
 
-    def __init__(self, num_blocks, block_size):
+    def __init__(self, num_blocks, block_size, origin=HERE):
         self._block_size = block_size
+        self._origin = origin
+        self._meant = {}  # what each name that was ever seen stands for
         self._slots = [[SPOILT] * block_size for _ in range(num_blocks)]
 
-    def step(self, works):
-        """Writes all works, then reads all back; gives the token that each work samples, if it does."""
+    def step(self, works, writing=()):
+        """Writes all works, then reads all back; gives the token that each work samples, if it does. The requests of
+        `writing` do a decode step."""
         for work in works:
-            self._write(work.request, work.block_ids, range(work.start, work.start + work.num_tokens))
+            maker = self._origin + (STEP if work.request in writing else CHUNK)
+            self._write(work.request, work.block_ids, range(work.start, work.start + work.num_tokens), maker)
         return [next_token(self._read(work)) for work in works if work.samples]
 
     def verify(self, works):
@@ -32,10 +41,15 @@ class ToyKV:
             self._check(work.request, work.block_ids, work.start + work.num_tokens)
 
     def receive(self, request, block_ids, num_cached_blocks):
-        """What a transfer brings: all but the leading blocks, which must be there."""
+        """What a transfer brings: all but the leading blocks, which must be there, from a node that has read it all in
+        chunks. Gives the makers of all blocks."""
+        num_tokens, num_blocks = len(request.token_ids), len(block_ids)
         start = num_cached_blocks * self._block_size
         self._check(request, block_ids, start)
-        self._write(request, block_ids, range(start, len(request.token_ids)))
+        source = ToyKV(num_blocks, self._block_size, ELSEWHERE)
+        source._write(request, range(num_blocks), range(num_tokens), ELSEWHERE + CHUNK)
+        self.copy_from(source, range(num_cached_blocks, num_blocks), block_ids[num_cached_blocks:])
+        return [ELSEWHERE + CHUNK] * num_blocks
 
     def spoil(self, block_ids, positions):
         """What a step or a transfer that fails leaves behind."""
@@ -49,16 +63,52 @@ class ToyKV:
 
     def check_names(self, allocator):
         """Every block with a name is full of what the name stands for."""
-        for block, name in allocator._name_of.items():
-            salt, token_ids = self._slots[block][-1]
+        for name, block in allocator.blocks_by_name.items():
+            salt, token_ids, _ = self._slots[block][-1]
             expected = [(salt, token_ids[: end + 1]) for end in range(len(token_ids))]
-            assert self._slots[block] == expected[-self._block_size :], f"block {block} has a name and is not full"
-            assert name == name_of(salt, token_ids, self._block_size), f"block {block} has another block's name"
+            held = [slot[:2] for slot in self._slots[block]]
+            assert held == expected[-self._block_size :], f"block {block} has a name and is not full"
+            assert self._meant.setdefault(name, (salt, token_ids)) == (salt, token_ids), f"{block} has another's name"
 
-    def _write(self, request, block_ids, positions):
+    def check_table(self, request, block_ids, names, makers, allocator):
+        """The names are those of these makers, and the makers those that have really made the blocks, up to a graft.
+        Behind one, names stand for the tokens alone."""
+        names_by_block = {block: name for name, block in allocator.blocks_by_name.items()}
+        name, is_exact = root_name(FINGERPRINT, request.cache_salt), True
+        for index, maker in enumerate(makers):
+            token_ids = request.token_ids[index * self._block_size : (index + 1) * self._block_size]
+            name = name_of(name, maker, token_ids)
+            assert names[index] == name, "a name is not that of its maker"
+            assert names_by_block.get(block_ids[index], name) == name, "the block goes by another name"
+            is_exact = is_exact and maker != GRAFT
+            assert not is_exact or self.true_name(block_ids[index]) == name, "something else has made this block"
+
+    def true_name(self, block):
+        """What a full block is to be called after what really made it; where that is not one maker behind one history,
+        something else."""
+        marks = {mark for _, _, mark in self._slots[block]}
+        token_ids = self._slots[block][-1][1][-self._block_size :]
+        if len({(before, maker[:-1]) for before, maker in marks}) > 1:
+            return repr(sorted(marks)).encode()
+        before, maker = max(marks)  # STEP is the greater one
+        return name_of(before, maker, token_ids)
+
+    def _write(self, request, block_ids, positions, maker):
         for position in positions:
-            content = (request.cache_salt, tuple(request.token_ids[: position + 1]))
-            self._slots[block_ids[position // self._block_size]][position % self._block_size] = content
+            index = position // self._block_size
+            mark = (self._history(request, block_ids[:index]), maker)
+            content = (request.cache_salt, tuple(request.token_ids[: position + 1]), mark)
+            self._slots[block_ids[index]][position % self._block_size] = content
+
+    def _history(self, request, block_ids):
+        """What stands for all that has made these blocks, which lie in a row: the last one's true name, if each was
+        computed behind those that lie before it."""
+        history = root_name(FINGERPRINT, request.cache_salt)
+        for block in block_ids:
+            befores = {before for _, _, (before, _) in self._slots[block]}
+            name = self.true_name(block)
+            history = name if befores == {history} else sha256(history + name).digest()
+        return history
 
     def _read(self, work):
         self._check(work.request, work.block_ids, work.start + work.num_tokens)
@@ -67,7 +117,7 @@ class ToyKV:
 
     def _check(self, request, block_ids, num_tokens):
         for position in range(num_tokens):
-            content = self._slots[block_ids[position // self._block_size]][position % self._block_size]
+            content = self._slots[block_ids[position // self._block_size]][position % self._block_size][:2]
             expected = (request.cache_salt, tuple(request.token_ids[: position + 1]))
             assert content == expected, f"token {position} of request {request.request_id} would read {content}"
 
@@ -85,10 +135,6 @@ def answer_of(token_ids, num_tokens):
     return context[len(token_ids) :]
 
 
-def name_of(salt, token_ids, block_size):
-    """The name of the last of the full blocks of token_ids."""
-    name = root_name(FINGERPRINT, salt)
-    for start in range(0, len(token_ids), block_size):
-        block = token_ids[start : start + block_size]
-        name = sha256(name + b"".join(token.to_bytes(4, "little") for token in block)).digest()
-    return name
+def name_of(before, maker, token_ids):
+    """The name of a block of these tokens behind another one."""
+    return sha256(before + maker + b"".join(token.to_bytes(4, "little") for token in token_ids)).digest()

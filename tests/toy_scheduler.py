@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine.engine import Engine
 from serving_core.blocks import BlockAllocator, BlockLease
-from serving_core.prefix import BlockNames, root_name
+from serving_core.prefix import CHUNK, STEP, BlockNames, root_name
 from serving_core.requests import Request, SampledToken, SamplingParams, Work, finish_reason
 
 
@@ -57,7 +57,7 @@ def run_all(
         tokens = iter(engine.step(works) if works else [])
         for run in [run for run in runs if run.joins_at <= step]:
             run.num_computed = min(run.num_computed + chunk_tokens, len(run.request.token_ids))
-            run.lease.publish(_full_names(run, run.num_computed, engine))
+            _publish(run, engine)
             if run.num_computed == len(run.request.token_ids):
                 token = next(tokens)
                 sampled[run.request.request_id].append(token)
@@ -73,8 +73,11 @@ def run_all(
 
 def _work(run: Run, engine: Engine, allocator: BlockAllocator, chunk_tokens: int) -> Work:
     if run.lease is None:
-        names = _full_names(run, len(run.request.token_ids) - 1, engine)
-        run.lease = allocator.allocate(allocator.num_held(names), names[: allocator.num_held(names)])
+        num_blocks = (len(run.request.token_ids) - 1) // engine.layout.block_size
+        makers = [engine.origin + CHUNK, engine.origin + STEP]
+        found = run.names.find(run.request.token_ids, num_blocks, makers, allocator.blocks_by_name.__contains__)
+        run.names.begin(*found)
+        run.lease = allocator.allocate(len(run.names.names), run.names.names)
         run.num_computed = run.lease.num_cached * engine.layout.block_size
     num_tokens = min(chunk_tokens, len(run.request.token_ids) - run.num_computed)
     needed = engine.layout.num_blocks_for(run.num_computed + num_tokens)
@@ -82,5 +85,7 @@ def _work(run: Run, engine: Engine, allocator: BlockAllocator, chunk_tokens: int
     return Work(run.request, run.num_computed, num_tokens, run.lease.block_ids)
 
 
-def _full_names(run: Run, num_tokens: int, engine: Engine) -> list[bytes]:
-    return run.names.names_of(run.request.token_ids)[: num_tokens // engine.layout.block_size]
+def _publish(run: Run, engine: Engine) -> None:
+    while len(run.names.names) < run.num_computed // engine.layout.block_size:
+        run.names.add(run.request.token_ids, engine.origin + (STEP if run.request.num_output_tokens else CHUNK))
+    run.lease.publish(run.names.names)

@@ -48,6 +48,11 @@ class Ledger:
         """What a node has. To be read at once, and only read: it goes on changing."""
         return self._accounts.get(node) or Account()
 
+    def running(self) -> tuple[int, int]:
+        """Answers that have a token, and the tokens that they hold, over all nodes. Counted anew each time."""
+        parts = [part for each in self._requests.values() if each.has_first_token for part in each.parts.values()]
+        return len(parts), sum(part.tokens_held for part in parts)
+
     # ---- what the tracker tells ----
 
     def read(self, request_id: str, node: Node, num_tokens: int) -> None:

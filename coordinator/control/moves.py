@@ -103,8 +103,6 @@ class Moves:
     def _give_up(self, request: TrackedRequest, now: float) -> list[Instruction]:
         """The answer is to stay: the target drops what it has, and then the source is told."""
         move = _move_of(request)
-        if not move.is_under_way:
-            return []
         instructions = [self._live.cancel(request, move.target, move.epoch, now), *self._off(request, now)]
         if move.stage is MoveStage.MOVING:
             move.stage = MoveStage.ABANDONED

@@ -19,7 +19,7 @@ prompt wins, unless its queue is longer than the others' by more than what that 
 Load is counted from what the coordinator has assigned itself, since heartbeats are up to a second old; rates and step
 times come from heartbeats. A node whose rate is not known counts as the median of the others. While none is known,
 tokens are compared, and nodes that only read come first. Of writers that cost the same the one is taken that has most
-of its pool left.
+of its pool left; blocks that it holds already count as left.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -31,7 +31,7 @@ from coordinator.control.handover import HandoverCosts
 from coordinator.control.ledger import Ledger
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node
-from coordinator.control.router import candidates, decode_cost
+from coordinator.control.router import candidates
 from serving_core.errors import RequestError
 from serving_core.reasons import NO_DECODE_WORKER
 from serving_core.shapes import DECODE, PREFILL
@@ -54,14 +54,14 @@ def place(
     no pair of nodes that could serve the request.
     """
     readers, writers = candidates(nodes, PREFILL, len(prompt)), candidates(nodes, DECODE, num_tokens)
-    costs = _Costs(nodes, ledger, prompt, handover)
+    costs = Costs(nodes, ledger, prompt, handover)
 
     def order(pair: Pair) -> tuple[int, bool, bool, float, int]:
         reader, writer = pair
         is_second_choice = reader.usable.writes and not costs.are_known
         by_kind = 0 if not reader.usable.writes else 1 if reader is writer else 2  # of pairs that cost the same
         num_avoided = len({reader, writer} & set(avoid))
-        return num_avoided, is_second_choice, costs.is_full(writer), costs.seconds(reader, writer), by_kind
+        return num_avoided, is_second_choice, costs.writing(writer).is_full, costs.seconds(reader, writer), by_kind
 
     best = min(_best_pairs(readers, writers, costs, avoid), key=order, default=None)
     if best is None:
@@ -71,24 +71,28 @@ def place(
 
 
 def _best_pairs(
-    readers: Sequence[Node], writers: Sequence[Node], costs: "_Costs", avoid: Collection[Node]
+    readers: Sequence[Node], writers: Sequence[Node], costs: "Costs", avoid: Collection[Node]
 ) -> Iterator[Pair]:
     """The two best readers, each with its best writer, and the node that is best alone: one of these is best of all, or
     next to it. Two readers, since the best one may be the only one that writes."""
-    credit_s = min(map(costs.credit_s, writers))
+    credit_s = min(costs.writing(node).credit_s for node in writers)
 
     def reader_order(node: Node) -> tuple[bool, bool, float, str]:
         reading = costs.reading(node)
         is_second_choice = node.usable.writes and not costs.are_known
         return node in avoid, is_second_choice, max(reading.own_s, credit_s) + reading.others_s, node.name
 
+    def writer_order(reader: Node, node: Node) -> tuple[bool, bool, float, float, str]:
+        writing = costs.writing(node)
+        return node in avoid, writing.is_full, costs.seconds(reader, node), writing.part, node.name
+
     for reader in sorted(readers, key=reader_order)[:2]:
         others = [node for node in writers if node is not reader and node.usable.takes_handovers]
         if others:
-            yield reader, min(others, key=lambda node: costs.writer_order(reader, node, avoid))
+            yield reader, min(others, key=lambda node: writer_order(reader, node))
     able = set(readers)
     if both := [node for node in writers if node in able]:
-        alone = min(both, key=lambda node: costs.writer_order(node, node, avoid))
+        alone = min(both, key=lambda node: writer_order(node, node))
         yield alone, alone
 
 
@@ -100,7 +104,18 @@ class _Reading:
     others_s: float
 
 
-class _Costs:
+@dataclass(frozen=True, slots=True)
+class _Writing:
+    """What the answer would find on a node: whether it has to wait for blocks and how long, seconds until the prompts
+    are read that the node has already, and the part of its pool that would be taken."""
+
+    is_full: bool
+    credit_s: float
+    backlog_s: float
+    part: float
+
+
+class Costs:
     """What one request would cost on these nodes, in seconds of all requests."""
 
     def __init__(self, nodes: Sequence[Node], ledger: Ledger, prompt: Prompt, handover: HandoverCosts) -> None:
@@ -112,17 +127,14 @@ class _Costs:
         self._num_queued = sum(ledger.of(node).tokens_to_compute for node in readers)
         self._rates = sum(map(self._rate, readers))
         self._readings: dict[Node, _Reading] = {}
+        self._writings: dict[Node, _Writing] = {}
 
     def seconds(self, reader: Node, writer: Node) -> float:
-        reading, credit_s = self.reading(reader), self.credit_s(writer)
+        reading, writing = self.reading(reader), self.writing(writer)
         if reader is writer:
-            return credit_s + reading.own_s + reading.others_s
-        there_s = max(reading.own_s, credit_s) + self._handover.move_s
-        return max(there_s, self._ledger.of(writer).tokens_to_compute / self._rate(writer)) + reading.others_s
-
-    def writer_order(self, reader: Node, writer: Node, avoid: Collection[Node]) -> tuple[bool, bool, float, float, str]:
-        cost = decode_cost(writer, self._ledger, self._prompt)
-        return writer in avoid, self.is_full(writer), self.seconds(reader, writer), cost, writer.name
+            return writing.credit_s + reading.own_s + reading.others_s
+        there_s = max(reading.own_s, writing.credit_s) + self._handover.move_s
+        return max(there_s, writing.backlog_s) + reading.others_s
 
     def reading(self, node: Node) -> _Reading:
         """A prompt that is half computed counts as a whole one: the coordinator cannot see how far it has come."""
@@ -130,15 +142,11 @@ class _Costs:
             self._readings[node] = self._read(node)
         return self._readings[node]
 
-    def credit_s(self, writer: Node) -> float:
-        """The wait for blocks there."""
-        return self._handover.credit_s if self.is_full(writer) else 0.0
-
-    def is_full(self, writer: Node) -> bool:
-        """Whether the request would have to wait for credit."""
-        account = self._ledger.of(writer)
-        has_no_seat = writer.usable.seats <= account.num_answers
-        return has_no_seat or account.tokens_held + len(self._prompt) > writer.pool_tokens
+    def writing(self, node: Node) -> _Writing:
+        """Full is a node on which the request would have to wait for credit."""
+        if node not in self._writings:
+            self._writings[node] = self._write(node)
+        return self._writings[node]
 
     def _read(self, node: Node) -> _Reading:
         num_own_tokens = self._prompt.tokens_to_compute(node)
@@ -148,6 +156,16 @@ class _Costs:
         if num_others:
             own_s += ceil(num_tokens / node.usable.prompt_tokens) * node.load.step_s
         return _Reading(own_s, num_others * num_own_tokens / self._rate(node))
+
+    def _write(self, node: Node) -> _Writing:
+        account, num_tokens = self._ledger.of(node), len(self._prompt)
+        is_full = node.usable.seats <= account.num_answers or account.tokens_held + num_tokens > node.pool_tokens
+        return _Writing(
+            is_full,
+            self._handover.credit_s if is_full else 0.0,
+            account.tokens_to_compute / self._rate(node),
+            (account.tokens_held + num_tokens - self._prompt.tokens_held(node)) / node.pool_tokens,
+        )
 
     def _num_writing_within(self, node: Node, seconds: float) -> float:
         """Answers that the node goes on with by then, of those that it has."""

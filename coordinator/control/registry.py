@@ -9,11 +9,13 @@ from typing import Final
 from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION, shape_from_wire, shape_to_wire
 from serving_core.errors import RequestError
-from serving_core.reasons import BAD_PARAM, NAME_TAKEN, PAIRING_MISMATCH, QUEUE_FULL
+from serving_core.prefix import MAX_MAKERS
+from serving_core.reasons import BAD_PARAM, NAME_TAKEN, NODE_NOT_FOUND, PAIRING_MISMATCH, QUEUE_FULL
 from serving_core.shapes import BOTH, ROLES, Shape, check_shape, common, role_of
 
 READY: Final = "ready"  # states of a node
 DRAINING: Final = "draining"
+MAX_NAME_CHARS: Final = 80  # of a name that nobody has
 MAX_NODES: Final = 1024
 MAX_TP_SIZE: Final = 64
 MAX_FIRST_SESSION: Final = 2**63  # what is left of 64 bits no coordinator can use up
@@ -35,6 +37,8 @@ class Node:
     is_drained: bool = False  # by an operator, whatever the node says of itself
     # Of the full blocks that the node says to hold, `serving_core.prefix.hint_of` their names; at most num_blocks.
     hints: set[int] = field(default_factory=set)
+    # Who may have made those blocks, in the order in which the node looks for them.
+    makers: list[bytes] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -109,6 +113,12 @@ class Registry:
     def find(self, name: str) -> Node | None:
         return self._nodes.get(name)
 
+    def named(self, name: str) -> Node:
+        """The attached node of this name. Raises RequestError where there is none."""
+        if name not in self._nodes:
+            raise RequestError(NODE_NOT_FOUND, f"no node {name[:MAX_NAME_CHARS]!r} is attached")
+        return self._nodes[name]
+
     def admit(self, hello: fleet_pb2.Hello, now: float) -> Node:
         """Takes a node in, under a session of its own. A process whose stream broke unnoticed shows the session of the
         node that it was, and replaces that one.
@@ -150,6 +160,7 @@ class Registry:
         node has miscounted, but hints are advice: a wrong one costs a detour and never a wrong token, whereas losing
         the node would cost its requests.
         """
+        node.makers = list(event.makers[:MAX_MAKERS])
         node.hints.difference_update(event.removed)
         new = [hint for hint in dict.fromkeys(event.stored) if hint not in node.hints]
         room = node.hello.num_blocks - len(node.hints)
@@ -204,7 +215,10 @@ def _complete(node: Node) -> None:
 def _shape_of(hello: fleet_pb2.Hello) -> Shape:
     """The shape that a node begins with. Raises RequestError for one that it could not take."""
     shape = shape_from_wire(hello.shape)
-    check_shape(shape, max_num_batched_tokens=hello.max_num_batched_tokens, max_num_seqs=hello.max_num_seqs)
+    try:
+        check_shape(shape, max_num_batched_tokens=hello.max_num_batched_tokens, max_num_seqs=hello.max_num_seqs)
+    except RequestError as error:
+        raise RequestError(error.reason, f"node {hello.node.name}: {error}") from error
     return shape
 
 

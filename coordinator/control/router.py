@@ -8,11 +8,10 @@ from collections.abc import Iterable
 from typing import Final
 
 from coordinator.control.ledger import Ledger
-from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node
 from serving_core.errors import RequestError
 from serving_core.reasons import NO_DECODE_WORKER, NO_PREFILL_WORKER
-from serving_core.shapes import DECODE, PREFILL
+from serving_core.shapes import DECODE, PREFILL, Shape
 
 PARTS: Final = {PREFILL: ("reads prompts", NO_PREFILL_WORKER), DECODE: ("writes answers", NO_DECODE_WORKER)}
 
@@ -39,10 +38,10 @@ def does(node: Node, role: str) -> bool:
     return node.usable.reads if role == PREFILL else node.usable.writes
 
 
-def has_path(nodes: Iterable[Node]) -> bool:
-    """Whether a request can be served: one ready node both reads and writes, or one reads and another one takes its
-    hand-overs."""
-    shapes = [node.usable for node in nodes if node.is_ready]
+def has_path(nodes: Iterable[Node], *others: Shape) -> bool:
+    """Whether a request can be served by the ready nodes, and others of these shapes: one both reads and writes, or one
+    reads and another one takes its hand-overs."""
+    shapes = [*(node.usable for node in nodes if node.is_ready), *others]
     if any(shape.reads and shape.writes for shape in shapes):
         return True
     return any(shape.reads for shape in shapes) and any(shape.writes and shape.takes_handovers for shape in shapes)
@@ -61,9 +60,3 @@ def roomiest(nodes: Iterable[Node], ledger: Ledger, num_tokens: int, max_tokens:
 
     able = [node for node in fitting(nodes, DECODE, max_tokens) if has_room(node)]
     return min(able, key=lambda node: (-free(node), node.name), default=None)
-
-
-def decode_cost(node: Node, ledger: Ledger, prompt: Prompt) -> float:
-    """The part of the node's pool that would be taken once the answer to the prompt is written there. A block that it
-    holds already needs no free one, and pools may differ in size."""
-    return (ledger.of(node).tokens_held + len(prompt) - prompt.tokens_held(node)) / node.pool_tokens

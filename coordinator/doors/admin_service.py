@@ -3,12 +3,16 @@
 import asyncio
 from typing import Any, Final
 
+from coordinator.control.roles import CONFIRM_S
 from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher
 from coordinator.doors.inference_service import write
 from protos import inference_pb2, inference_pb2_grpc
+from protos.convert import shape_from_wire
+from serving_core.errors import RequestError
+from serving_core.reasons import BAD_PARAM, DEADLINE_EXCEEDED
 
-LOOK_S: Final = 0.1  # between two looks at what is left
+LOOK_S: Final = 0.1  # between two looks at what a node that drains has left
 
 
 class AdminService(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
@@ -17,6 +21,24 @@ class AdminService(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
     def __init__(self, dispatcher: Dispatcher, tracker: Tracker) -> None:
         self._dispatcher = dispatcher
         self._tracker = tracker
+        self._reshaping = asyncio.Lock()
+
+    async def SetRole(self, request: inference_pb2.SetRoleRequest, _: Any) -> inference_pb2.SetRoleResponse:
+        """One after the other, so that each finds what the one before has made of the fleet."""
+        match request.WhichOneof("to"):
+            case "role":
+                to: Any = request.role
+            case "shape":
+                to = shape_from_wire(request.shape)
+            case _:
+                raise RequestError(BAD_PARAM, "role or shape must be set", field="to")
+        async with self._reshaping:
+            node, shape = self._dispatcher.set_shape(request.node, to)
+            await self._dispatcher.settled(node)
+        if node.shape != shape:
+            message = f"node {node.name} has not confirmed its new shape within {CONFIRM_S:g} s, or was lost"
+            raise RequestError(DEADLINE_EXCEEDED, message)
+        return inference_pb2.SetRoleResponse(node=node.load)
 
     async def Drain(self, request: inference_pb2.DrainRequest, context: Any) -> None:
         """Tells what is left, each time that it has changed, until nothing is. The node drains on without a listener:

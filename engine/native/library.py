@@ -99,17 +99,22 @@ class NativeLibrary:
 def load(functions: Callable[[Path], F]) -> F | None:
     """The functions of the library that a class declares, given its path; None, with a line in the log, where it was
     not built or does not fit."""
+    path = library_path()
+    if path is None:
+        logger.info("the native kernels were not built: there was no C compiler when the package was installed")
+        return None
+    try:
+        return functions(path)
+    except (OSError, AttributeError) as error:
+        logger.warning("the native kernels cannot be used: %s", error)
+        return None
+
+
+def library_path() -> Path | None:
+    """The library's file, if it was built."""
     folder = Path(__file__).parent
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        path = folder / (_FILE_STEM + suffix)
-        if path.exists():
-            try:
-                return functions(path)
-            except (OSError, AttributeError) as error:
-                logger.warning("the native kernels cannot be used: %s", error)
-                return None
-    logger.info("the native kernels were not built: there was no C compiler when the package was installed")
-    return None
+    paths = (folder / (_FILE_STEM + suffix) for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+    return next((path for path in paths if path.exists()), None)
 
 
 def native_library() -> NativeLibrary | None:

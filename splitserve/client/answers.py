@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from protos import inference_pb2
+from protos.convert import shape_from_wire
+from serving_core.shapes import Shape
 
 Record = TypeVar("Record")
 
@@ -152,7 +154,7 @@ class NodeLoad:
     num_blocks_cached are free blocks that still hold the KV of an earlier request. num_prompt_tokens and what follows
     count from the start of the node: num_cached_tokens of the prompt tokens had their KV there already, num_kv_bytes
     were sent or received. prefill_tokens_per_s is what the node computes when it does nothing else, 0 while that is not
-    known.
+    known. role is what its shape amounts to.
     """
 
     name: str
@@ -173,6 +175,7 @@ class NodeLoad:
     num_kv_bytes: int
     num_transfers_failed: int
     prefill_tokens_per_s: float
+    shape: Shape
     ranks: tuple[RankLoad, ...]
 
 
@@ -215,8 +218,12 @@ def to_server_info(message: inference_pb2.GetServerInfoResponse) -> ServerInfo:
 
 
 def to_loads(message: inference_pb2.GetLoadsResponse) -> Loads:
-    nodes = (_copy(NodeLoad, node, ranks=tuple(_copy(RankLoad, rank) for rank in node.ranks)) for node in message.nodes)
-    return Loads(tuple(nodes), message.num_live_requests)
+    return Loads(tuple(to_node_load(node) for node in message.nodes), message.num_live_requests)
+
+
+def to_node_load(message: inference_pb2.NodeLoad) -> NodeLoad:
+    ranks = tuple(_copy(RankLoad, rank) for rank in message.ranks)
+    return _copy(NodeLoad, message, shape=shape_from_wire(message.shape), ranks=ranks)
 
 
 def _token_logprob(item: inference_pb2.TokenLogprobs) -> TokenLogprob:

@@ -14,9 +14,11 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import inference_pb2, inference_pb2_grpc
+from protos.convert import shape_to_wire
 from serving_core.channels import CHANNEL_OPTIONS, Option
+from serving_core.shapes import Shape
 from splitserve.client import answers
-from splitserve.client.answers import Aborted, Chunk, Loads, ModelInfo, ServerInfo
+from splitserve.client.answers import Aborted, Chunk, Loads, ModelInfo, NodeLoad, ServerInfo
 from splitserve.client.errors import Cancelled, from_rpc_error
 from splitserve.client.questions import Prompt, Sampling, generate_request
 
@@ -97,6 +99,10 @@ class Client:
 
     def loads(self) -> Loads:
         return answers.to_loads(self._call(self._inference.GetLoads, inference_pb2.GetLoadsRequest()))
+
+    def set_role(self, node: str, to: str | Shape) -> NodeLoad:
+        """Gives a node another role, or any shape, while it serves; returns when the node has confirmed it."""
+        return answers.to_node_load(self._call(self._admin.SetRole, _set_role_request(node, to)).node)
 
     def health(self, service: str = READINESS) -> bool:
         """Whether the server can take requests now; with LIVENESS whether it runs at all."""
@@ -181,6 +187,10 @@ class AsyncClient:
     async def loads(self) -> Loads:
         return answers.to_loads(await self._call(self._inference.GetLoads, inference_pb2.GetLoadsRequest()))
 
+    async def set_role(self, node: str, to: str | Shape) -> NodeLoad:
+        """Gives a node another role, or any shape, while it serves; returns when the node has confirmed it."""
+        return answers.to_node_load((await self._call(self._admin.SetRole, _set_role_request(node, to))).node)
+
     async def health(self, service: str = READINESS) -> bool:
         """Whether the server can take requests now; with LIVENESS whether it runs at all."""
         return _serving(await self._call(self._health.Check, health_pb2.HealthCheckRequest(service=service)))
@@ -229,6 +239,12 @@ class AsyncClient:
 
 def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+
+
+def _set_role_request(node: str, to: str | Shape) -> inference_pb2.SetRoleRequest:
+    if isinstance(to, str):
+        return inference_pb2.SetRoleRequest(node=node, role=to)
+    return inference_pb2.SetRoleRequest(node=node, shape=shape_to_wire(to))
 
 
 def _num_left(progress: inference_pb2.DrainProgress) -> int:

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from serving_core.shapes import Shape
 from serving_core.units import MIB, size_of
 from splitserve.client.answers import Completion, Loads, ModelInfo, NodeInfo, NodeLoad, ServerInfo, Timeline
 
@@ -91,13 +92,14 @@ def _node_table(nodes: list[NodeLoad], server: ServerInfo) -> Table:
     """What each node does, and the memory of its ranks when there are several."""
     numbers = ("running", "waiting", "step ms", "prefill tok/s", "TP", "MiB")
     table = plain_table("node", "role", "state", numbers=numbers, gap=1)
+    table.add_column("shape")
     table.add_column("attention")
     infos = {node.name: node for node in server.nodes}
     for load in nodes:
         table.add_row(*_node_row(load, infos.get(load.name)))
         for rank in load.ranks if len(load.ranks) > 1 else ():
             memory = f"KV pool {size_of(rank.kv_pool_bytes)}, weights {size_of(rank.weight_bytes)}"
-            table.add_row(f"  rank {rank.rank}", *[""] * 7, f"{rank.rss_bytes / MIB:.0f}", memory)
+            table.add_row(f"  rank {rank.rank}", *[""] * 7, f"{rank.rss_bytes / MIB:.0f}", "", memory)
     return table
 
 
@@ -113,6 +115,7 @@ def _node_row(load: NodeLoad, info: NodeInfo | None) -> tuple[str, ...]:
         f"{load.prefill_tokens_per_s:.0f}" if load.prefill_tokens_per_s else "-",
         escape(engine.get("tp_size", "")) or str(max(1, len(load.ranks))),
         f"{load.rss_bytes / MIB:.0f}",
+        shape_text(load.shape),
         escape(engine.get("attention", "")) + (", batch-invariant" if engine.get("batch_invariant") == "yes" else ""),
     )
 
@@ -133,6 +136,14 @@ def _cache_table(nodes: list[NodeLoad]) -> Table:
             str(load.num_transfers_failed),
         )
     return table
+
+
+def shape_text(shape: Shape) -> str:
+    """What a node does: most prompt tokens in a step, and most answers at a time."""
+    parts = [f"{shape.prompt_tokens} tokens"] if shape.reads else []
+    if shape.writes:
+        parts.append(f"{shape.seats} seats" + ("" if shape.takes_handovers else ", no hand-overs"))
+    return " + ".join(parts)
 
 
 def plain_table(*words: str, numbers: tuple[str, ...] = (), gap: int = 2) -> Table:

@@ -218,7 +218,7 @@ def _decode_figures(engine: Engine, machine: MachineFigures, measured: _Decode) 
 
 def read_weight_bytes(engine: Engine) -> int:
     """Bytes of the weights that every step reads: all but the embedding's vectors, unless they are the head too."""
-    decoder = engine._model
+    decoder = engine.model
     assert isinstance(decoder, LlamaDecoder)
     embedding = decoder.embed_tokens
     vector_bytes = sum(parameter.nbytes for parameter in embedding.parameters(recurse=False))

@@ -80,12 +80,12 @@ def watching(loaded: Engine) -> Iterator[Stopwatch]:
         def watch(owner: Any, name: str, part: str) -> None:
             stack.enter_context(_replaced(owner, name, stopwatch.around(part, getattr(owner, name))))
 
-        stack.enter_context(_replaced(loaded, "_program", None))
+        stack.enter_context(_replaced(loaded, "program", None))
         watch(loaded, "step", REST)
         watch(engine.engine, "sample", SAMPLING)
-        watch(loaded._attention, "plan", ATTENTION)
-        watch(loaded._attention, "attend", ATTENTION)
-        decoder = loaded._model
+        watch(loaded.attention, "plan", ATTENTION)
+        watch(loaded.attention, "attend", ATTENTION)
+        decoder = loaded.model
         assert isinstance(decoder, LlamaDecoder)
         for path, module in decoder.named_modules():
             part = _part_of(path, module)

@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Generic, Protocol, TypeVar
 
+from coordinator.control import drains
 from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, Send
 from coordinator.control.ledger import Ledger
 from coordinator.control.metrics import Metrics
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node, Registry
+from coordinator.control.roles import Roles
 from coordinator.control.tracker import Tracker
 from coordinator.settings import CoordinatorSettings
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.requests import SamplingParams
+from serving_core.shapes import Shape
 from splitserve_bench.simulate.agenda import Agenda
 from splitserve_bench.simulate.node import SimulatedNode
 
@@ -66,16 +69,17 @@ class SimulatedCoordinator:
     def __init__(self, agenda: Agenda, clients: Clients, settings: CoordinatorSettings) -> None:
         self._agenda, self._clients, self._settings = agenda, clients, settings
         self.registry = Registry({}, node_timeout_s=settings.node_timeout_s, step_timeout_s=settings.step_timeout_s)
-        self.metrics = Metrics()
+        ledger, self.metrics = Ledger(), Metrics()
         self.tracker = Tracker(
             self.registry,
-            Ledger(),
+            ledger,
             self.metrics,
             first_epoch=FIRST_EPOCH,
             max_live=settings.max_num_queued_reqs,
             max_restarts=settings.max_restarts,
             keep_after_s=settings.keep_after_s,
         )
+        self._roles = Roles(self.registry, ledger, policy=settings.roles)
         self._attachments: dict[Node, Attachment] = {}
         agenda.after(TICK_S, self._tick)
 
@@ -94,6 +98,18 @@ class SimulatedCoordinator:
         """The node's stream has ended."""
         known = next(each for each, attachment in self._attachments.items() if attachment.node is node)
         self._apply(self._lose(known))
+
+    def set_shape(self, name: str, to: str | Shape) -> None:
+        """Asks a node to take a role or a shape. Raises RequestError."""
+        _, _, instructions = self._roles.set_shape(name, to, self._agenda.now)
+        self._apply(instructions)
+
+    def drain(self, name: str) -> None:
+        """Takes the work from a node. Raises RequestError when there is no such node, or none that could take it."""
+        node = self.registry.named(name)
+        drains.check_target(node, self.registry.nodes)
+        self.registry.drain(node)
+        self._apply(self.tracker.tick(self._agenda.now))
 
     def _beat(self, known: Node) -> None:
         if attachment := self._attachments.get(known):
@@ -138,6 +154,7 @@ class SimulatedCoordinator:
         for known, _ in self.registry.expired(now):
             self._apply(self._lose(known))
         self._apply(self.tracker.tick(now))
+        self._apply(self._roles.tick(now))
         self._agenda.after(TICK_S, self._tick)
 
     def _apply(self, instructions: Iterable[Instruction]) -> None:

@@ -12,6 +12,7 @@ from kv_transfer.results import Received, Sent, TransferFailed
 from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION, shape_to_wire
 from serving_core.blocks import BlockAllocator
+from serving_core.prefix import origin_of
 from serving_core.rates import NUM_RECENT, StepRates
 from serving_core.requests import Request, SampledToken, Work
 from serving_core.residents import Resident
@@ -217,8 +218,8 @@ class SimulatedNode:
                 self._corridor.send(self, resident.request.epoch, resident.ticket, len(block_ids))
             case SendMore(resident=resident, block_ids=block_ids):
                 self._corridor.ready(self, resident.request.epoch, len(block_ids), since_s=self._agenda.now)
-            case FinishSend(resident=resident, block_ids=block_ids):
-                self._corridor.finish(self, resident.request.epoch, len(block_ids), resident.tail)
+            case FinishSend(resident=resident, block_ids=block_ids, tail=tail):
+                self._corridor.finish(self, resident.request.epoch, len(block_ids), tail)
             case CancelTransfer(epoch=epoch):
                 self._corridor.cancel(self, epoch)
 
@@ -259,6 +260,7 @@ def _logic(allocator: BlockAllocator, sizes: NodeSizes, role: str, costs: Costs)
         preset(role, max_num_batched_tokens=sizes.max_num_batched_tokens, max_num_seqs=sizes.max_answers),
         block_bytes=sizes.block_bytes,
         fingerprint=FINGERPRINT,
+        origin=origin_of(FINGERPRINT),
         eos_token_ids=(),
         rates=StepRates(costs.prefill_tokens_per_s),
     )

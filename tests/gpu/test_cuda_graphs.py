@@ -26,9 +26,9 @@ def load(folder, family="llama", **fields):
 
 def captured(folder, family="llama", **fields):
     engine = load(folder, family, **fields)
-    if not isinstance(engine._attention, VarlenAttention):
+    if not isinstance(engine.attention, VarlenAttention):
         pytest.skip("varlen_attn does not take this pool here, so nothing is captured")
-    assert isinstance(engine._program, StaticDecode), "nothing was captured; the log says why"
+    assert isinstance(engine.program, StaticDecode), "nothing was captured; the log says why"
     return engine
 
 
@@ -56,8 +56,8 @@ def test_replays_agree_with_the_modules(tmp_path, family):
         plane.normal_()
     for seed, num_requests in enumerate((1, 2, 3, 7, 64, 5, 33, 100, 128, 1)):
         batch = random_decode(engine, num_requests, seed)
-        expected = engine._model(batch, engine._attention)
-        replayed = engine._program.run(batch)
+        expected = engine.model(batch, engine.attention)
+        replayed = engine.program.run(batch)
         difference = (replayed - expected).abs().max() / expected.abs().max()
         assert float(difference) < 0.05
 
@@ -70,7 +70,7 @@ def test_a_replay_writes_to_the_slots_of_its_requests_alone(tmp_path):
     for seed, num_requests in enumerate((7, 3, 5)):
         before = [plane[:NUM_BLOCKS].clone() for plane in planes_of(engine)]
         batch = random_decode(engine, num_requests, seed)
-        engine._program.run(batch)
+        engine.program.run(batch)
         for plane, then in zip(planes_of(engine), before, strict=True):
             changed = (plane[:NUM_BLOCKS] != then).flatten(0, 1).flatten(1).any(1).nonzero().flatten()
             assert changed.tolist() == sorted(batch.slots.tolist())
@@ -85,14 +85,14 @@ def test_answers_repeat(tmp_path):
 def test_eager_where_it_is_asked_for(tmp_path):
     for name in ("enforce_eager", "batch_invariant"):
         engine = load(tmp_path / name, **{name: True})
-        assert engine._program is None
+        assert engine.program is None
         assert engine.pool.num_blocks == engine.num_blocks
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_the_host_does_not_wait_before_it_reads_the_tokens(tmp_path, enforce_eager):
     engine = captured(tmp_path) if not enforce_eager else load(tmp_path, enforce_eager=True)
-    if not isinstance(engine._attention, VarlenAttention):
+    if not isinstance(engine.attention, VarlenAttention):
         pytest.skip("varlen_attn does not take this pool here, and the portable backend plans on the host")
     shares = [Share([1 + row], row, [row], samples=True) for row in range(5)]
 

@@ -16,7 +16,9 @@ from coordinator.control.ledger import Ledger
 from coordinator.control.metrics import Metrics
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
+from coordinator.control.roles import FIXED, Roles
 from coordinator.control.tracker import Tracker
+from protos.convert import shape_from_wire
 from serving_core.requests import SamplingParams
 from tests import fleet_events as events
 
@@ -29,11 +31,14 @@ NEVER_S = 1e9
 class Fleet:
     """`rates` are prompt tokens a second by node; p0 begins as a prefill node, d0 as a decode node, b0 as both."""
 
-    def __init__(self, rates, max_num_seqs=64):
+    def __init__(self, rates, max_num_seqs=64, policy=FIXED):
         self.now = 0.0
         self.registry = Registry({}, node_timeout_s=NEVER_S, step_timeout_s=NEVER_S)
         limits = {"max_live": 10_000, "max_restarts": 0, "keep_after_s": NEVER_S}
-        self.tracker = Tracker(self.registry, Ledger(), Metrics(), first_epoch=0, **limits)
+        ledger = Ledger()
+        self.tracker = Tracker(self.registry, ledger, Metrics(), first_epoch=0, **limits)
+        self.roles = Roles(self.registry, ledger, policy=policy)
+        self.flips = []  # (node, shape)
         self.nodes = {name: SimulatedNode(self, name, rate, max_num_seqs) for name, rate in rates.items()}
         self.ended_s = {}
         self._agenda, self._order = [], itertools.count()
@@ -44,6 +49,7 @@ class Fleet:
     def mean_request_s(self, requests):
         """Serves (arrival, prompt tokens, answer tokens) and returns the mean time from arrival to end."""
         self._beat()
+        self._tick()
         for number, (arrived_s, *lengths) in enumerate(requests):
             self.after(arrived_s, lambda number=number, lengths=lengths: self._submit(f"{number}/0", *lengths))
         while len(self.ended_s) < len(requests):
@@ -75,6 +81,10 @@ class Fleet:
             self.registry.heartbeat(self.registry.find(node.name), beat.heartbeat, self.now)
         self.after(1.0, self._beat)
 
+    def _tick(self):
+        self._carry_out(self.roles.tick(self.now))
+        self.after(0.25, self._tick)
+
 
 @dataclass(slots=True)
 class Reading:
@@ -105,6 +115,12 @@ class SimulatedNode:
         return median(self.steps_s) if self.steps_s else 0.0
 
     # ---- commands ----
+
+    def reshape(self, body):
+        self.fleet.flips.append((self.name, shape_from_wire(body.shape)))
+        node = self.fleet.registry.find(self.name)
+        beat = events.heartbeat(prefill_tokens_per_s=self.rate, step_s=self.step_s, shape=body.shape)
+        self.fleet.registry.heartbeat(node, beat.heartbeat, self.fleet.now)
 
     def prefill(self, body):
         self._read(body.job, hands_over=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from coordinator.control.handover import HandoverCosts
 from coordinator.control.ledger import Ledger
-from coordinator.control.placement import _Costs, place
+from coordinator.control.placement import Costs, place
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
 from serving_core.errors import RequestError
@@ -285,10 +285,10 @@ def test_the_choice_is_as_good_as_the_best_of_all_pairs(described, num_tokens, m
         return
     chosen = place(registry.nodes, ledger, Prompt(TOKENS), num_tokens, avoid, handover=handover)
     assert chosen in pairs
-    costs = _Costs(registry.nodes, ledger, Prompt(TOKENS), handover)
+    costs = Costs(registry.nodes, ledger, Prompt(TOKENS), handover)
 
     def order(pair):
-        return len({*pair} & {*avoid}), costs.is_full(pair[1]), costs.seconds(*pair)
+        return len({*pair} & {*avoid}), costs.writing(pair[1]).is_full, costs.seconds(*pair)
 
     if costs.are_known:
         best = min(map(order, pairs))

@@ -9,6 +9,7 @@ from coordinator.control.journal import Journal
 from coordinator.control.ledger import Ledger
 from coordinator.control.metrics import Metrics
 from coordinator.control.registry import Registry
+from coordinator.control.roles import FIXED, Roles
 from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher
 from tests import fleet_events as events
@@ -111,10 +112,11 @@ def test_a_node_that_claims_too_many_blocks_stays_and_is_reported(tmp_path, capl
 @pytest.mark.parametrize("how", ["detached", "replaced"])
 def test_what_a_lost_node_still_says_is_ignored(how):
     registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
-    metrics = Metrics()
+    ledger, metrics = Ledger(), Metrics()
     limits = {"max_live": 1, "max_restarts": 0, "keep_after_s": 1.0}
-    tracker = Tracker(registry, Ledger(), metrics, first_epoch=0, **limits)
-    dispatcher = Dispatcher(registry, tracker, Journal(metrics), tokenizer=None)
+    tracker = Tracker(registry, ledger, metrics, first_epoch=0, **limits)
+    roles = Roles(registry, ledger, policy=FIXED)
+    dispatcher = Dispatcher(registry, tracker, roles, Journal(metrics), tokenizer=None)
     link = dispatcher.attach(events.hello("p0", "prefill").hello)
     if how == "detached":
         dispatcher.detach(link)

@@ -12,7 +12,7 @@ from coordinator.control.registry import Registry
 from coordinator.control.router import does, has_path
 from serving_core.blocks import BlockAllocator
 from serving_core.errors import RequestError
-from serving_core.prefix import BlockNames, hint_of, root_name
+from serving_core.prefix import GRAFT, BlockNames, hint_of, root_name
 from serving_core.shapes import Shape
 from serving_node.cache_report import CacheReport
 from tests import fleet_events as events
@@ -185,6 +185,17 @@ def test_what_was_answered_so_far_extends_the_prompt(registry):
     assert prompt.followed_by([]).token_ids == TOKENS[:40]
 
 
+def test_blocks_count_whoever_made_them_in_chunks_or_in_steps(registry):
+    node = admit(registry, "p0")
+    report(registry, node, events.block_hints(TOKENS, made="ccss"))
+    assert Prompt(TOKENS).tokens_held(node) == 64
+    registry.cache_changed(node, events.cache_changed(makers=events.MAKERS[:1]).cache_changed)
+    assert Prompt(TOKENS).tokens_held(node) == 32  # of no other maker can it be
+    other = admit(registry, "p1")
+    report(registry, other, events.block_hints(TOKENS, made="csc"))
+    assert Prompt(TOKENS).tokens_held(other) == 64
+
+
 def test_a_salt_keeps_caches_apart(registry):
     node = admit(registry, "p0")
     report(registry, node, events.block_hints(TOKENS, "é"))
@@ -204,25 +215,39 @@ def test_the_model_keeps_caches_apart_but_the_protocol_version_does_not(registry
 @settings(max_examples=60, deadline=None)
 @given(
     rounds=st.lists(
-        st.tuples(st.integers(16, 68), st.integers(0, 3), st.sampled_from(["", "tenant"]), st.booleans()), max_size=30
+        st.tuples(
+            st.integers(16, 68),
+            st.integers(0, 3),
+            st.sampled_from(["", "tenant"]),
+            st.lists(st.integers(0, 2), min_size=4, max_size=4),
+            st.booleans(),
+        ),
+        max_size=30,
     )
 )
 def test_coordinator_and_node_agree_on_what_a_real_allocator_holds(rounds):
     registry = Registry({}, node_timeout_s=1.0, step_timeout_s=1.0)
     node = admit(registry, "p0", num_blocks=6)
     allocator = BlockAllocator(6)
+    makers = [*events.MAKERS, GRAFT]
     left_out = []
-    report = CacheReport(allocator, lambda cache_changed: left_out.append(registry.cache_changed(node, cache_changed)))
-    for length, first, salt, is_told in rounds:
+
+    def hear(cache_changed):
+        left_out.append(registry.cache_changed(node, cache_changed))
+
+    report = CacheReport(allocator, makers, hear)
+    for length, first, salt, made, is_told in rounds:
         token_ids = TOKENS[first:length]
-        names = BlockNames(root_name(events.MODEL, salt), events.BLOCK_SIZE).names_of(token_ids)
-        lease = allocator.allocate(len(names), names)
-        lease.publish(names)
+        names = BlockNames(root_name(events.MODEL, salt), events.BLOCK_SIZE)
+        for maker in made[: len(token_ids) // events.BLOCK_SIZE]:
+            names.add(token_ids, makers[maker])
+        lease = allocator.allocate(len(names.names), names.names)
+        lease.publish(names.names)
         lease.release()
         if is_told:
             report.tell()
-            held = allocator.num_held(names)
-            assert Prompt(token_ids, salt).tokens_held(node) == held * events.BLOCK_SIZE == len(names) * 16
+            held, _ = names.find(token_ids, len(names.names), makers, allocator.blocks_by_name.__contains__)
+            assert Prompt(token_ids, salt).tokens_held(node) == len(held) * events.BLOCK_SIZE
     report.tell()
     assert node.hints == {hint_of(name) for name in allocator.take_names()}
     assert not any(left_out)

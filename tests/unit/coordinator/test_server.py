@@ -382,7 +382,7 @@ def test_stock_tools_can_ask_what_is_served(tmp_path):
             requests = [ask(list_services=""), ask(file_containing_symbol="splitserve.v1.Inference")]
             services, file = [response async for response in stub.ServerReflectionInfo(iter(requests))]
             names = {service.name for service in services.list_services_response.service}
-            assert {"splitserve.v1.Inference", "grpc.health.v1.Health"} <= names
+            assert {"splitserve.v1.Inference", "splitserve.v1.Admin", "grpc.health.v1.Health"} <= names
             assert "splitserve.v1.Fleet" not in names
             assert file.HasField("file_descriptor_response")
             fleet = c.channel.stream_stream("/splitserve.v1.Fleet/Attach")()

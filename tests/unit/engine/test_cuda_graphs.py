@@ -38,7 +38,7 @@ def load(folder, name="llama", **fields):
     write_tiny_model(folder, family, **config)
     settings = {"dtype": "float32", "block_size": BLOCK_SIZE, "num_kv_blocks": NUM_BLOCKS + 1, **fields}
     engine = Engine(EngineSettings(model=str(folder), device="cpu", max_model_len=MAX_MODEL_LEN, **settings))
-    engine._program, engine._attention = None, portable(engine)
+    engine.program, engine.attention = None, portable(engine)
     return engine
 
 
@@ -52,7 +52,7 @@ def by_request(engine):
 
 
 def static(engine, attention, capture=itself):
-    return StaticDecode(engine._model, attention, NUM_BLOCKS, MAX_MODEL_LEN, capture)
+    return StaticDecode(engine.model, attention, NUM_BLOCKS, MAX_MODEL_LEN, capture)
 
 
 def random_shares(num_requests, seed, most_tokens=MAX_MODEL_LEN):
@@ -92,7 +92,7 @@ def requests_blocks(engine):
 def check(engine, attention, program, shares, seed, tolerance):
     batch = batch_of(shares)
     fill_pool(engine, seed)
-    expected = engine._model(batch, attention)
+    expected = engine.model(batch, attention)
     expected_blocks = requests_blocks(engine)
     fill_pool(engine, seed)
     assert program.matches(batch)
@@ -185,14 +185,14 @@ def test_answers_are_those_of_the_modules(tmp_path):
     prompts = [list(range(start, start + length)) for start, length in ((0, 5), (40, 30), (100, 13))]
     joins_at = [0, 3, 6]  # steps with chunks among them go from module to module
     expected = run_all(engine, prompts, greedy(20, ignore_eos=True), chunk_tokens=16, joins_at=joins_at)
-    engine._program = static(engine, engine._attention)
+    engine.program = static(engine, engine.attention)
     assert run_all(engine, prompts, greedy(20, ignore_eos=True), chunk_tokens=16, joins_at=joins_at) == expected
 
 
 def test_what_agrees_is_taken_and_the_pool_left_empty(tmp_path, caplog):
     engine = load(tmp_path)
     with caplog.at_level(logging.INFO):
-        program = checked_decode(engine._model, portable(engine), NUM_BLOCKS, MAX_MODEL_LEN, itself)
+        program = checked_decode(engine.model, portable(engine), NUM_BLOCKS, MAX_MODEL_LEN, itself)
     assert program.sizes == sizes_for(NUM_BLOCKS)
     assert "of up to 48 requests" in caplog.text
     assert not any(map(torch.any, requests_blocks(engine)))
@@ -213,7 +213,7 @@ def forgetful(function):
 def test_what_fails_or_disagrees_is_not_taken_and_a_line_says_why(capture, reason, tmp_path, caplog):
     engine = load(tmp_path)
     caplog.clear()
-    assert checked_decode(engine._model, portable(engine), NUM_BLOCKS, MAX_MODEL_LEN, capture) is None
+    assert checked_decode(engine.model, portable(engine), NUM_BLOCKS, MAX_MODEL_LEN, capture) is None
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert reason in caplog.text
     assert not any(map(torch.any, requests_blocks(engine)))
@@ -221,8 +221,8 @@ def test_what_fails_or_disagrees_is_not_taken_and_a_line_says_why(capture, reaso
 
 def test_no_number_is_a_disagreement(tmp_path):
     engine = load(tmp_path)
-    engine._model.norm.weight.data[0] = torch.nan
-    assert checked_decode(engine._model, portable(engine), NUM_BLOCKS, MAX_MODEL_LEN, itself) is None
+    engine.model.norm.weight.data[0] = torch.nan
+    assert checked_decode(engine.model, portable(engine), NUM_BLOCKS, MAX_MODEL_LEN, itself) is None
 
 
 class Longest:

@@ -165,7 +165,7 @@ def test_the_environment_can_leave_products_to_onednn(monkeypatch, named, matrix
     weight, bias = random(33, 40), random(33, seed=1)
     layer.weight, layer.bias = (torch.nn.Parameter(each, requires_grad=False) for each in (weight, bias))
     layer.pack(None)
-    assert isinstance(layer._matrix, matrix)
+    assert isinstance(layer.matrix, matrix)
     x = random(5, 40, seed=2)
     assert_product(layer(x), x, weight, bias)
 

@@ -85,13 +85,13 @@ def pool_of(engine):
 def check_equal(engine, batch, set_threads, counts=(1, 2, 3)):
     before = pool_of(engine)
     set_threads(1)
-    expected = engine._model(batch, engine._attention)
+    expected = engine.model(batch, engine.attention)
     expected_pool = pool_of(engine)
     for num_threads in counts:
         restore(engine, before)
         set_threads(num_threads)
-        assert engine._program.matches(batch)
-        torch.testing.assert_close(engine._program.run(batch), expected, rtol=0, atol=0)
+        assert engine.program.matches(batch)
+        torch.testing.assert_close(engine.program.run(batch), expected, rtol=0, atol=0)
         assert all(map(torch.equal, pool_of(engine), expected_pool))
 
 
@@ -106,7 +106,7 @@ def restore(engine, planes):
 @pytest.mark.parametrize("name", MODELS)
 def test_it_gives_the_bits_of_the_modules(name, quantization, tmp_path, threads):
     engine = engine_of(tmp_path, name, quantization)
-    assert isinstance(engine._program, NativeDecode)
+    assert isinstance(engine.program, NativeDecode)
     for seed, batch_size in enumerate((1, 2, 3, 5, 7, 13, 16, 33)):
         check_equal(engine, random_decode(engine, batch_size, seed), threads)
 
@@ -122,11 +122,11 @@ def test_a_request_has_the_same_bits_alone_and_in_a_batch(tmp_path, threads):
     batch = random_decode(engine, 20, seed=7)
     threads(2)
     with torch.inference_mode():
-        together = engine._program.run(batch).clone()
+        together = engine.program.run(batch).clone()
         for row in range(20):
             length = int(batch.kv_lengths[row])
             share = Share([int(batch.token_ids[row])], length - 1, batch.block_tables[row].tolist(), samples=True)
-            alone = engine._program.run(build_batch([share], BLOCK_SIZE, torch.device("cpu")))
+            alone = engine.program.run(build_batch([share], BLOCK_SIZE, torch.device("cpu")))
             assert torch.equal(alone[0], together[row])
 
 
@@ -135,7 +135,7 @@ def test_answers_are_those_of_the_modules(tmp_path):
     prompts = [list(range(start, start + length)) for start, length in ((0, 5), (40, 70), (100, 33))]
     joins_at = [0, 3, 6]  # steps with chunks among them go from module to module
     answers = run_all(engine, prompts, greedy(20, ignore_eos=True), chunk_tokens=16, joins_at=joins_at)
-    engine._program = None
+    engine.program = None
     assert run_all(engine, prompts, greedy(20, ignore_eos=True), chunk_tokens=16, joins_at=joins_at) == answers
 
 
@@ -144,23 +144,23 @@ def test_other_batches_are_left_to_the_modules(tmp_path):
     device = torch.device("cpu")
     one = Share([5], 3, [0], samples=True)
     chunk, silent = Share([5, 6], 3, [1], samples=True), Share([5], 3, [1], samples=False)
-    assert engine._program.matches(build_batch([one], BLOCK_SIZE, device))
-    assert engine._program.matches(build_batch([one] * MOST_ROWS, BLOCK_SIZE, device))
+    assert engine.program.matches(build_batch([one], BLOCK_SIZE, device))
+    assert engine.program.matches(build_batch([one] * MOST_ROWS, BLOCK_SIZE, device))
     for shares in ([one] * (MOST_ROWS + 1), [chunk], [one, chunk], [one, silent]):
-        assert not engine._program.matches(build_batch(shares, BLOCK_SIZE, device))
+        assert not engine.program.matches(build_batch(shares, BLOCK_SIZE, device))
 
 
 @pytest.mark.parametrize(
     "fields", [{"dtype": "float32"}, {"dtype": "float16"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8_e4m3"}]
 )
 def test_other_dtypes_have_no_program(fields, tmp_path):
-    assert engine_of(tmp_path, "llama", **fields)._program is None
+    assert engine_of(tmp_path, "llama", **fields).program is None
 
 
 @pytest.mark.parametrize("variant", [OFF, "plain", "avx2", "avx512"])
 def test_lesser_variants_have_no_program_of_bfloat16_weights(variant, tmp_path, monkeypatch):
     monkeypatch.setenv(ENVIRONMENT, variant)
-    assert engine_of(tmp_path, "llama")._program is None
+    assert engine_of(tmp_path, "llama").program is None
 
 
 def test_a_slot_outside_the_pool_is_refused_and_nothing_written(tmp_path):
@@ -169,7 +169,7 @@ def test_a_slot_outside_the_pool_is_refused_and_nothing_written(tmp_path):
     batch.slots[2] = engine.num_blocks * BLOCK_SIZE
     before = pool_of(engine)
     with torch.inference_mode(), pytest.raises(IndexError, match="outside the 350 blocks"):
-        engine._program.run(batch)
+        engine.program.run(batch)
     assert all(map(torch.equal, pool_of(engine), before))
 
 

@@ -5,16 +5,23 @@ from hashlib import sha256
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving_core.prefix import BlockNames, child_name, hint_of, root_name
+from serving_core.prefix import CHUNK, GRAFT, MAKER_BYTES, STEP, BlockNames, child_name, hint_of, origin_of, root_name
 
 texts = st.text(max_size=4)
 fingerprints = st.dictionaries(texts, texts, max_size=3)
 
 
-def test_a_child_is_the_hash_of_its_parent_and_its_tokens():
+def test_a_child_is_the_hash_of_its_parent_its_maker_and_its_tokens():
     parent = bytes(range(32))
     tokens = b"\x01\0\0\0" + b"\x02\x01\0\0" + b"\xff\xff\xff\xff"
-    assert child_name(parent, [1, 258, 2**32 - 1]) == sha256(parent + tokens).digest()
+    assert child_name(parent, b"origin:)s", [1, 258, 2**32 - 1]) == sha256(parent + b"origin:)s" + tokens).digest()
+
+
+def test_origins_tell_facts_apart_and_makers_are_as_long_as_one_and_a_kind():
+    facts = {"tp_size": "2", "attention": "native"}
+    assert origin_of(facts) == origin_of(dict(reversed(facts.items())))
+    assert len({origin_of(facts), origin_of({**facts, "tp_size": "1"}), origin_of({}), GRAFT[:8]}) == 4
+    assert {len(maker) for maker in (origin_of(facts) + CHUNK, origin_of(facts) + STEP, GRAFT)} == {MAKER_BYTES}
 
 
 def test_a_root_is_the_hash_of_its_tag_and_of_texts_with_their_lengths():
@@ -39,22 +46,61 @@ def test_roots_keep_apart_what_reads_the_same_in_a_row():
     assert len({root_name(fingerprint, salt) for fingerprint, salt in rows}) == len(rows)
 
 
-@given(tokens=st.lists(st.integers(0, 2**32 - 1), max_size=40), block_size=st.integers(1, 6), data=st.data())
-def test_names_that_grow_with_their_request_are_those_of_the_whole(tokens, block_size, data):
+MAKERS = [b"origin-ac", b"origin-as", b"origin-bc", GRAFT]
+made = st.lists(st.sampled_from(MAKERS), max_size=8)
+tokens_of_eight = st.lists(st.integers(0, 2**32 - 1), min_size=16, max_size=17)
+
+
+def names_of(root, makers, tokens):
+    """By hand; of blocks of two."""
+    names, parent = [], root
+    for index, maker in enumerate(makers):
+        block = b"".join(token.to_bytes(4, "little") for token in tokens[2 * index : 2 * index + 2])
+        parent = sha256(parent + maker + block).digest()
+        names.append(parent)
+    return names
+
+
+@given(made, tokens_of_eight)
+def test_names_follow_what_a_request_gets_block_by_block(makers, tokens):
     root = root_name({}, "")
-    expected, parent = [], root
-    for start in range(0, len(tokens) - block_size + 1, block_size):
-        block = b"".join(token.to_bytes(4, "little") for token in tokens[start : start + block_size])
-        parent = sha256(parent + block).digest()
-        expected.append(parent)
-    names = BlockNames(root, block_size)
-    for length in sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=6))):
-        assert names.names_of(tokens[:length]) == expected[: length // block_size]
-    assert names.names_of(tokens) == expected
+    expected = names_of(root, makers, tokens)
+    names = BlockNames(root, 2)
+    for maker in makers:
+        names.add(tokens, maker)
+    assert (names.names, names.makers) == (expected, makers)
+    names = BlockNames(root, 2)
+    names.begin(expected[:3], makers[:3])
+    for maker in makers[3:]:
+        names.add(tokens, maker)
+    assert (names.names, names.makers) == (expected, makers)
 
 
-def test_a_name_stands_for_all_tokens_before_it():
-    first, second = BlockNames(root_name({}, ""), 2), BlockNames(root_name({}, ""), 2)
-    one, other = first.names_of([1, 2, 3, 4, 5]), second.names_of([1, 9, 3, 4])
-    assert len(one) == len(other) == 2
-    assert not set(one) & set(other)
+@given(made, tokens_of_eight, st.integers(0, 8), st.integers(1, 4), st.data())
+def test_what_is_held_is_found_whoever_made_it(makers, tokens, most, num_known, data):
+    root = root_name({}, "")
+    held = names_of(root, makers, tokens)
+    known = MAKERS[:num_known]
+    num_found = next((index for index, maker in enumerate(makers) if maker not in known), len(makers))
+    names = BlockNames(root, 2)
+    for _ in range(2):  # what was tried before is known
+        found = names.find(tokens, most, known, set(held).__contains__)
+        assert found == (held[: min(most, num_found)], makers[: min(most, num_found)])
+    gap = data.draw(st.integers(0, 7))
+    found, _ = names.find(tokens, 8, known, set(held[:gap] + held[gap + 1 :]).__contains__)
+    assert found == held[: min(gap, num_found)]
+
+
+def test_of_several_that_made_a_block_the_first_one_is_taken():
+    root, tokens = root_name({}, ""), list(range(4))
+    held = {*names_of(root, [MAKERS[0], MAKERS[2]], tokens), *names_of(root, [MAKERS[1], MAKERS[1]], tokens)}
+    names = BlockNames(root, 2)
+    assert names.find(tokens, 2, MAKERS[1:], held.__contains__)[1] == [MAKERS[1], MAKERS[1]]
+    assert names.find(tokens, 2, MAKERS, held.__contains__)[1] == [MAKERS[1], MAKERS[1]]  # as it was found before
+    assert BlockNames(root, 2).find(tokens, 2, MAKERS, held.__contains__)[1] == [MAKERS[0], MAKERS[2]]
+
+
+def test_a_name_stands_for_all_tokens_and_makers_before_it():
+    tokens, others = [1, 2, 3, 4], [1, 9, 3, 4]
+    chains = [names_of(root_name({}, ""), [maker, MAKERS[0]], each) for maker in MAKERS for each in (tokens, others)]
+    assert len({name for chain in chains for name in chain}) == 2 * len(chains)

@@ -12,7 +12,7 @@ from protos import convert, fleet_pb2
 from serving_core import reasons
 from serving_core.requests import Request, SamplingParams
 from serving_node.decisions import CancelTransfer, Receive, Send
-from tests.toy_kv import answer_of
+from tests.toy_kv import ORIGINS, answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, Outgoing
 
 MOST_ROUNDS = 6000
@@ -162,7 +162,10 @@ class Fleet:
         self.random = Random(seed)
         self.lanes = {}  # by ticket
         limits = {"credit_timeout_s": 1e9, "ticket_timeout_s": 1e9} | limits
-        self.nodes = [FleetNode(self, f"n{index}-", num_blocks, **limits) for index in range(num_nodes)]
+        origins = ORIGINS[: 1 + seed % 2] * num_nodes
+        self.nodes = [
+            FleetNode(self, f"n{index}-", num_blocks, origin=origins[index], **limits) for index in range(num_nodes)
+        ]
         self.faults, self.moves, self.keeps = faults, moves, keeps  # how likely in a round
         self.to_come = []
         self.asks = {}  # live ones, by the epoch of their attempt
@@ -234,7 +237,7 @@ class Fleet:
                 f" {'sending' if each.is_sending else ''}{'receiving' if each.is_receiving else ''}"
                 f"{' revoked' if each.is_revoked else ''}{' ending' if each.is_ending else ''}"
                 f" evictions {each.num_evictions}"
-                for each in node.logic._residents
+                for each in node.logic.residents
             ]
         return "\n".join(lines)
 

@@ -14,10 +14,11 @@ from serving_core.layout import KVLayout
 from serving_core.prefix import hint_of
 from serving_core.rates import StepRates
 from serving_core.requests import Request, SampledToken, SamplingParams
+from serving_core.residents import Stage
 from serving_core.shapes import preset
 from serving_node.decisions import Beat, CancelTransfer, FinishSend, Receive, Send, SendMore, Tell
 from serving_node.logic import Limits, NodeLogic
-from tests.toy_kv import FINGERPRINT, NUM_TOKEN_IDS, ToyKV, answer_of
+from tests.toy_kv import FINGERPRINT, HERE, NUM_TOKEN_IDS, ToyKV, answer_of
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 100
@@ -66,10 +67,13 @@ class Node:
         credit_timeout_s=30.0,
         ticket_timeout_s=60.0,
         name="",
+        origin=HERE,
     ):
         self.name = name
+        self.origin = origin
         self.allocator = BlockAllocator(num_blocks, caching=caching)
-        self.kv = ToyKV(num_blocks, BLOCK_SIZE)
+        self.rates = StepRates()
+        self.kv = ToyKV(num_blocks, BLOCK_SIZE, origin)
         self.budget = budget
         self.logic = NodeLogic(
             self.allocator,
@@ -78,8 +82,9 @@ class Node:
             preset(role, max_num_batched_tokens=budget, max_num_seqs=seats),
             block_bytes=BLOCK_BYTES,
             fingerprint=FINGERPRINT,
+            origin=origin,
             eos_token_ids=(NEVER,),
-            rates=StepRates(),
+            rates=self.rates,
         )
         self.now = 0.0
         self.events = []
@@ -88,6 +93,7 @@ class Node:
         self.cancelled = []  # epochs of transfers that are to end
         self.works = []  # of the step that runs
         self.hints = set()  # blocks that the coordinator believes to be here
+        self.makers = set()  # of all blocks that requests ever had
         self.grants_at_once = True
         self.num_beats = 0
         self._tokens = []
@@ -167,7 +173,8 @@ class Node:
         assert all(work.num_tokens > 0 for work in self.works)
         assert len({work.request.request_id for work in self.works}) == len(self.works)
         shares = [(work.request.request_id, work.start, work.num_tokens) for work in self.works]
-        self._tokens = self.kv.step(self.works)
+        writing = [resident.request for resident in self.logic.residents if resident.stage is Stage.WRITING]
+        self._tokens = self.kv.step(self.works, writing)
         self.check()
         return shares
 
@@ -214,9 +221,9 @@ class Node:
         """All KV is here, and with it the tokens that follow those that were known."""
         opened = self.opened.pop(request.epoch)
         known = request.token_ids + answer_of(request.token_ids, num_tokens)
-        self.kv.receive(replace(request, token_ids=known[:-1]), opened.block_ids, opened.num_cached)
+        makers = self.kv.receive(replace(request, token_ids=known[:-1]), opened.block_ids, opened.num_cached)
         if tail is None:
-            tail = convert.tokens_to_tail(known[len(request.token_ids) :])
+            tail = convert.to_tail(known[len(request.token_ids) :], makers)
         num_bytes = (len(opened.block_ids) - opened.num_cached) * BLOCK_BYTES
         self.logic.received(request.epoch, Received(tail, num_bytes), self.now)
         self._settle()
@@ -336,11 +343,11 @@ class Node:
                 assert not sending.is_finished
                 assert block_ids[: len(sending.block_ids)] == sending.block_ids
                 sending.block_ids = list(block_ids)
-            case FinishSend(resident=resident, block_ids=block_ids):
+            case FinishSend(resident=resident, block_ids=block_ids, tail=tail):
                 sending = self.sending[resident.request.epoch]
                 assert not sending.is_finished
                 assert block_ids[: len(sending.block_ids)] == sending.block_ids
-                sending.block_ids, sending.is_finished, sending.tail = list(block_ids), True, resident.tail
+                sending.block_ids, sending.is_finished, sending.tail = list(block_ids), True, tail
             case CancelTransfer(epoch=epoch):
                 self.cancelled.append(epoch)
 
@@ -365,6 +372,11 @@ class Node:
     def check(self):
         self.allocator.check_integrity()
         self.kv.check_names(self.allocator)
+        for resident in self.logic.residents:
+            if resident.lease is not None:
+                names, block_ids = resident.names, resident.lease.block_ids
+                self.makers.update(names.makers)
+                self.kv.check_table(resident.request, block_ids, names.names, names.makers, self.allocator)
 
     def check_empty(self):
         """Nothing is here any more, and the coordinator knows what is left."""
@@ -375,7 +387,13 @@ class Node:
         assert self.logic.wake_at_s is None
         load = self.load
         assert (load.num_running, load.num_waiting, load.num_waiting_tokens) == (0, 0, 0)
-        assert self.hints == {hint_of(name) for name in self.allocator._block_of}
+        assert self.hints == {hint_of(name) for name in self.allocator.blocks_by_name}
+
+
+def token_of(tail):
+    """The one token that follows the last block."""
+    (token_id,), _ = convert.from_tail(tail)
+    return token_id
 
 
 def a_ticket(num_blocks, *, num_cached=0, num_tokens):

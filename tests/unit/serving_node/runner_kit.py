@@ -247,16 +247,15 @@ class Mover:
         self.num_moves, self.num_ahead, self.num_between = num_moves, num_ahead, num_between
         self.tokens = {}  # by their place in the answer, as they were told
         self.next_indexes = []
-        self.num_ahead_of_stops = []  # how many tokens came with each move
         self._to_be = None  # the attempt at the other node
         self._at = 0
-        writer.on_event, other.on_event = partial(self._hear, writer), partial(self._hear, other)
+        writer.on_event, other.on_event = partial(self.hear, writer), partial(self.hear, other)
 
     @property
     def answer(self):
         return [self.tokens[index] for index in sorted(self.tokens)]
 
-    def _hear(self, node, event):
+    def hear(self, node, event):
         kind = event.WhichOneof("event")
         assert kind not in ("failed", "move_failed", "revoked"), event
         if kind in ("first_token", "step_tokens"):
@@ -281,10 +280,29 @@ class Mover:
     def _has_moved(self, node, next_index):
         assert node is self.other
         self.next_indexes.append(next_index)
-        self.num_ahead_of_stops.append(next_index - self._to_be.num_output_tokens)
         self.writer.cancel(self.request)
         self.request, self._to_be, self._at = self._to_be, None, next_index
         self.writer, self.other = self.other, self.writer
+
+
+def by_name(node, movers, readers):
+    """Each mover hears of its own answer alone; tickets of other requests go to their readers."""
+
+    def on_event(event):
+        kind = event.WhichOneof("event")
+        if kind == "step_tokens":
+            for token in event.step_tokens.tokens:
+                if mover := movers.get(token.attempt.request_id):
+                    mover.hear(node, fleet_pb2.NodeEvent(step_tokens=fleet_pb2.StepTokens(tokens=[token])))
+        elif kind != "cache_changed":
+            name = getattr(event, kind).attempt.request_id
+            if name in movers:
+                movers[name].hear(node, event)
+            elif kind == "reserved":
+                deliver = fleet_pb2.Deliver(attempt=event.reserved.attempt, ticket=event.reserved.ticket)
+                readers[name].handle(deliver=deliver)
+
+    return on_event
 
 
 def answer_on_paper(prompt, num_tokens):

@@ -406,7 +406,7 @@ def test_describe_tells_the_rates_of_the_steps():
 def test_tokens_that_are_computed_again_count_as_those_of_a_prompt(monkeypatch):
     node = Node(num_blocks=7, caching=False)
     steps = []
-    monkeypatch.setattr(node.logic._rates, "add", lambda *step: steps.append(step))
+    monkeypatch.setattr(node.rates, "add", lambda *step: steps.append(step))
     node.writes("old", 7, max_tokens=12)
     node.writes("young", 7, max_tokens=9)
     rest = node.allocator.allocate(3)
@@ -422,7 +422,7 @@ def test_tokens_that_are_computed_again_count_as_those_of_a_prompt(monkeypatch):
 
 
 def hints(node):
-    return {hint_of(name) for name in node.allocator._block_of}
+    return {hint_of(name) for name in node.allocator.blocks_by_name}
 
 
 def test_what_is_cached_is_told_before_the_token_that_lets_the_client_ask_again():

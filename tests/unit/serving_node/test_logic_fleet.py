@@ -7,6 +7,8 @@ from random import Random
 
 import pytest
 
+from serving_core.prefix import GRAFT
+from tests.toy_kv import ORIGINS
 from tests.unit.serving_node.fleet_kit import Fleet
 
 NUM_BLOCKS = 9
@@ -52,6 +54,8 @@ def seen(fleet):
         kept=fleet.num_kept,
         moved=sum(each.num_moves for each in fleet.all),
         moves_off=fleet.num_moves_off,
+        copied=sum(any(maker[:-1] in {*ORIGINS} - {node.origin} for maker in node.makers) for node in fleet.nodes),
+        grafted=sum(GRAFT in node.makers for node in fleet.nodes),
     )
 
 
@@ -65,7 +69,8 @@ def test_everyone_gets_their_answer(order):
         fleet.run()
         fleet.check_end()
         total += seen(fleet)
-    assert min(total["revoked"], total["evicted"], total["preempted"]) > 5, f"too little happened: {total}"
+    happened = [total[what] for what in ("revoked", "evicted", "preempted", "copied", "grafted")]
+    assert min(happened) > 5, f"too little happened: {total}"
     assert not total["failed"]
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from serving_core import reasons
 from tests.toy_kv import answer_of
-from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, prompt_of
+from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, prompt_of, token_of
 
 
 def test_both_directions_at_once_and_an_answer_of_its_own():
@@ -190,7 +190,7 @@ def test_a_prompt_that_is_read_and_not_sent_gives_its_blocks_to_an_older_answer(
     node.deliver(request)
     assert node.sending[request.epoch].is_finished
     assert len(node.sending[request.epoch].block_ids) == 4
-    assert int.from_bytes(node.sending[request.epoch].tail, "little") == answer_of(prompt_of(13), 1)[0]
+    assert token_of(node.sending[request.epoch].tail) == answer_of(prompt_of(13), 1)[0]
     node.sent(request)
     node.check_empty()
 

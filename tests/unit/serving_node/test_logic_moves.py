@@ -2,7 +2,6 @@
 
 import pytest
 
-from kv_transfer.wire import MAX_TAIL_BYTES
 from protos import convert
 from serving_core import reasons
 from serving_core.residents import Stage
@@ -31,7 +30,7 @@ def stage(node, name="a"):
 
 
 def tail_of(node, request):
-    return convert.tokens_from_tail(node.sending[request.epoch].tail)
+    return convert.from_tail(node.sending[request.epoch].tail)[0]
 
 
 ANSWER = answer_of(prompt_of(PROMPT), 30)
@@ -101,13 +100,11 @@ def test_one_that_has_all_the_granted_blocks_full_stops_at_once():
 
 
 def test_it_stops_before_its_tail_is_too_long(monkeypatch):
-    assert moves.MAX_TAIL_TOKENS == 1024
     monkeypatch.setattr(moves, "MAX_TAIL_TOKENS", 6)
     node, request = writes()
     node.migrate(request)
     assert len(node.steps()) == 5
     assert tail_of(node, request) == ANSWER[:6]
-    assert len(convert.tokens_to_tail(range(1024))) <= MAX_TAIL_BYTES
 
 
 def test_once_sent_it_is_held_until_the_coordinator_has_had_its_say():
@@ -172,6 +169,16 @@ def test_it_can_end_in_every_state(state, end):
         node.send_fails(request)
     node.end()
     assert node.words("a") == [*told, "cancelled"] if end == "cancel" else told
+    node.check_empty()
+
+
+def test_what_is_cancelled_does_not_send_its_rest():
+    node, request = writes()
+    node.migrate(request)
+    node.cancel(request)
+    node.caught_up(request)
+    assert not node.sending[request.epoch].is_finished
+    node.send_fails(request)
     node.check_empty()
 
 
@@ -310,6 +317,26 @@ def test_what_moves_is_not_preempted_and_does_not_preempt_itself():
     node.check_empty()
 
 
+def test_what_moves_takes_no_block_from_an_older_one():
+    node = Node(num_blocks=12, caching=False)
+    for age, name in enumerate(["oldest", "older"], start=1):
+        node.local(name, 10, age=age, max_tokens=10)  # five blocks in the end
+    request = node.local("a", PROMPT, age=3, max_tokens=20)
+    assert len(node.step()) == 3
+    rest = node.allocator.allocate(node.num_free - 2)  # a fourth block for each of the older ones
+    node.migrate(request)
+    while "a" in [name for name, _, _ in node.step()]:
+        pass
+    assert node.load.num_preemptions == 0
+    node.caught_up(request)
+    node.sent(request)
+    node.cancel(request)
+    node.steps()
+    rest.release()
+    assert node.tokens("older") == answer_of(prompt_of(10), 10)
+    node.check_empty()
+
+
 def test_one_that_has_stopped_keeps_its_seat():
     node, request = writes(seats=1)
     goes(node, request, "sent")
@@ -361,6 +388,14 @@ def test_a_ticket_that_does_not_fit_is_told_and_it_writes_on(ticket, message):
     node.steps()
     assert node.tokens("a") == ANSWER
     node.check_empty()
+
+
+def test_the_step_that_runs_counts_for_what_it_needs():
+    node, request = writes(num_steps=3)
+    assert resident(node).num_computed == 12
+    node.begin()
+    node.migrate(request, num_blocks=3)
+    assert node.event("a", "move_failed").message == "the answer has 4 blocks by now and 3 were granted"
 
 
 @pytest.mark.parametrize("state", ["queued", "reading", "for another node", "stopped"])
@@ -450,7 +485,7 @@ def test_nothing_new_may_have_come_with_it(num_known):
 def test_a_tail_that_does_not_fit_fails_the_transfer(ahead, num_tokens, max_tokens, message):
     node = Node()
     request = node.reserve("a", PROMPT, max_tokens=max_tokens, ahead=ahead)
-    node.arrive(request, num_tokens=1, tail=convert.tokens_to_tail(ANSWER[:num_tokens]))
+    node.arrive(request, num_tokens=1, tail=convert.to_tail(ANSWER[:num_tokens], []))
     failed = node.event("a", "failed")
     assert (failed.reason, failed.message) == (reasons.TRANSFER_FAILED, message)
     node.check_empty()

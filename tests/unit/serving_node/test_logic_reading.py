@@ -4,7 +4,7 @@ import pytest
 
 from serving_core import reasons
 from tests.toy_kv import answer_of
-from tests.unit.serving_node.logic_kit import BLOCK_SIZE, STEP_S, Node, prompt_of
+from tests.unit.serving_node.logic_kit import BLOCK_SIZE, STEP_S, Node, prompt_of, token_of
 
 
 def test_a_long_prompt_goes_in_chunks_and_a_short_one_joins_its_last():
@@ -79,7 +79,7 @@ def test_what_is_sent_grows_with_what_is_read_and_ends_with_the_first_token(mome
     node.steps()
     assert sending.is_finished
     assert len(sending.block_ids) == 4
-    assert int.from_bytes(sending.tail, "little") == answer_of(prompt_of(14), 1)[0]
+    assert token_of(sending.tail) == answer_of(prompt_of(14), 1)[0]
     node.sent(request)
     node.check_empty()
 

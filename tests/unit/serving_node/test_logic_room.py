@@ -54,7 +54,7 @@ def test_the_youngest_goes_first_and_no_more_than_is_needed():
         node.has_read(name, 8, age=age)
     node.prefill("older", 13, age=4)  # 4 blocks, 2 are free
     assert node.step() == [("older", 0, 13)]
-    waiting = [each.request.request_id for each in node.logic._residents if each.lease is None]
+    waiting = [each.request.request_id for each in node.logic.residents if each.lease is None]
     assert waiting == ["youngest"]
 
 
@@ -126,7 +126,7 @@ def test_nothing_is_taken_back_while_the_node_has_something_to_compute():
     grant = node.reserve("granted", 7, age=9)
     node.prefill("prompt", 13, age=2)
     while node.step():
-        assert node.cancelled == [] or "writes" not in [each.request.request_id for each in node.logic._residents]
+        assert node.cancelled == [] or "writes" not in [each.request.request_id for each in node.logic.residents]
     assert node.cancelled == [grant.epoch]
 
 

@@ -314,5 +314,5 @@ def test_without_caching_every_block_is_sent():
 def test_the_ranks_that_send_are_known_when_the_ticket_is_drawn(tp_size):
     node = Node()
     request = node.reserve("a", 8, tp_size=tp_size)
-    (resident,) = [each for each in node.logic._residents if each.request.epoch == request.epoch]
+    (resident,) = [each for each in node.logic.residents if each.request.epoch == request.epoch]
     assert resident.source_tp == max(1, tp_size)

@@ -53,6 +53,27 @@ async def test_what_the_node_holds_already_is_not_computed(tmp_path):
         assert ("b", 8, 3) in node.engine.plans[-4]
 
 
+@pytest.mark.parametrize("read_by", ["itself", "another node"])
+async def test_what_a_node_wrote_while_answering_is_there_for_the_next_turn(tmp_path, read_by):
+    async with fleet(tmp_path, "reader", "writer") as (reader, writer):
+        prompt = list(range(10))
+        answer = answer_on_paper(prompt, 12)
+        if read_by == "itself":
+            writer.local("a", prompt, max_tokens=12)
+        else:
+            request = make_request("a", prompt, max_tokens=12)
+            carry_tickets(writer, reader)
+            reader.prefill(request)
+            writer.reserve(request)
+            await reader.idle()
+        await writer.idle()
+        turn = [*prompt, *answer, 5, 6, 7]
+        writer.local("b", turn)
+        await writer.idle()
+        assert writer.of("b") == told(answer_on_paper(turn, 4))
+        assert writer.event("b", "first_token").num_cached_tokens == 20  # of 21 with KV, in blocks of 4
+
+
 async def test_chunks_run_beside_the_batch_within_the_budget(tmp_path):
     async with running(tmp_path, gated=True, max_num_seqs=4, max_num_batched_tokens=8) as node:
         node.local("a", range(5), max_tokens=8)

@@ -10,6 +10,7 @@ from tests.tiny_models import VOCAB_SIZE, write_tiny_model
 from tests.unit.serving_node.runner_kit import (
     Mover,
     answer_on_paper,
+    by_name,
     fleet,
     job,
     make_request,
@@ -164,23 +165,3 @@ async def test_a_prompt_is_answered_where_it_was_read(tmp_path):
         writer.engine.open()
         await until_idle(reader, writer)
         assert reader.of("a") == told(answer_on_paper([*PROMPT, *PROMPT], 9))
-
-
-def by_name(node, movers, readers):
-    """Each mover hears of its own answer alone; tickets of other requests go to their readers."""
-
-    def on_event(event):
-        kind = event.WhichOneof("event")
-        if kind == "step_tokens":
-            for token in event.step_tokens.tokens:
-                if mover := movers.get(token.attempt.request_id):
-                    mover._hear(node, fleet_pb2.NodeEvent(step_tokens=fleet_pb2.StepTokens(tokens=[token])))
-        elif kind != "cache_changed":
-            name = getattr(event, kind).attempt.request_id
-            if name in movers:
-                movers[name]._hear(node, event)
-            elif kind == "reserved":
-                deliver = fleet_pb2.Deliver(attempt=event.reserved.attempt, ticket=event.reserved.ticket)
-                readers[name].handle(deliver=deliver)
-
-    return on_event

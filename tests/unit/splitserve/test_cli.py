@@ -309,11 +309,11 @@ def test_status_shows_nodes_and_load(run):
     assert "1 live requests" in result.stdout
     rows = [line.split() for line in result.stdout.splitlines()]
     assert [row for row in rows if row[:1] == ["p0"]] == [
-        ["p0", "prefill", "ready", "0", "0", "500.0", "1234", "2", "17"],
+        ["p0", "prefill", "ready", "0", "0", "500.0", "1234", "2", "17", "512", "tokens"],
         ["p0", "1/8", "5", "25%", "1.5", "MiB", "4"],
     ]
     assert [row for row in rows if row[:1] == ["d0"]] == [
-        ["d0", "decode", "draining", "0", "0", "0.0", "-", "1", "0"],
+        ["d0", "decode", "draining", "0", "0", "0.0", "-", "1", "0", "64", "seats"],
         ["d0", "0/6", "0", "-", "0", "B", "0"],
     ]
 
@@ -329,6 +329,49 @@ def test_status_shows_the_memory_of_each_rank_where_there_are_several(run):
 def test_status_tells_the_sampling_defaults_in_force(run):
     lines = run("status").stdout.splitlines()
     assert lines[1] == "defaults: temperature 0.2, top_p 0.9, top_k 0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked", "said"),
+    [
+        ("both", {"role": "both"}, "d0 is both now: 512 tokens + 64 seats"),
+        ("prefill --prompt-tokens 9", {"shape": {"prompt_tokens": 9}}, "d0 is prefill now: 9 tokens"),
+        (
+            "both --prompt-tokens 9 --seats 3",
+            {"shape": {"prompt_tokens": 9, "seats": 3, "takes_handovers": True}},
+            "d0 is both now: 9 tokens + 3 seats",
+        ),
+        ("decode --seats 3 --no-takes-handovers", {"shape": {"seats": 3}}, "d0 is decode now: 3 seats, no hand-overs"),
+    ],
+)
+def test_role_asks_for_a_role_or_for_a_shape(run, script, arguments, asked, said):
+    result = run("role", "d0", *arguments.split(), "--api-key", "k")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, f"{said}\n", "")
+    shape = inference_pb2.Shape(**asked.pop("shape")) if "shape" in asked else None
+    assert script.requests == [inference_pb2.SetRoleRequest(node="d0", shape=shape, **asked)]
+    assert script.metadata[0]["authorization"] == "Bearer k"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("both --seats 3", "--prompt-tokens must be given too for the role both"),
+        ("both --no-takes-handovers", "--prompt-tokens must be given too for the role both"),
+        ("decode --prompt-tokens 3", "--prompt-tokens must not be given for the role decode"),
+        ("prefill --prompt-tokens 3 --seats 3", "--seats must not be given for the role prefill"),
+    ],
+)
+def test_a_shape_that_is_not_all_there_is_one_sentence(run, script, arguments, message):
+    result = run("role", "d0", *arguments.split())
+    assert (result.exit_code, result.stderr) == (2, f"Error: {message}\n")
+    assert script.requests == []
+
+
+def test_what_the_server_says_of_a_role_that_cannot_be_is_what_the_command_says(run, script):
+    message = "node d0 is the last one that writes answers"
+    script.failures = [refusal(grpc.StatusCode.FAILED_PRECONDITION, message, "NO_OTHER_NODE")]
+    result = run("role", "d0", "prefill")
+    assert (result.exit_code, result.stderr) == (1, f"Error: {message}\n")
 
 
 WIRE = {

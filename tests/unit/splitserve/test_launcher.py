@@ -164,16 +164,18 @@ def test_without_coordinator_or_reader_everything_stops(up, lost, missing):
     assert_gone(children.values())
 
 
-def test_nodes_that_do_both_go_on_without_prefill_nodes(up):
-    cluster = up("--prefill", "1", "--both", "1")
+def test_a_node_that_was_made_to_do_both_goes_on_without_prefill_nodes(up):
+    cluster = up()
     cluster.read_until("Ready")
     children = cluster.children()
+    with Client(cluster.target) as client:
+        assert client.set_role("decode-0", "both").role == "both"
     children["prefill-0"].kill()
     cluster.read_until("1 nodes go on")
     with Client(cluster.target) as client:
         [*_, last] = client.generate([1, 2, 3], max_tokens=5, ignore_eos=True)
-        assert (last.completion.completion_tokens, last.completion.timeline.prefill_node) == (5, "both-0")
-    children["both-0"].kill()
+        assert (last.completion.completion_tokens, last.completion.timeline.prefill_node) == (5, "decode-0")
+    children["decode-0"].kill()
     assert cluster.end() == 1
     assert "no node that reads prompts is left" in cluster.said.splitlines()[-1]
     assert_gone(children.values())

@@ -1,7 +1,13 @@
-"""What the package is made of. Its top-level names are generic words: nobody else may have installed one here."""
+"""What the package is made of: a wheel is built and looked into. Its top-level names are generic words: nobody else may
+have installed one here, nor may Python bring one."""
 
+import os
+import shutil
+import subprocess
+import sys
 import tomllib
-from importlib.metadata import packages_distributions
+import zipfile
+from importlib.metadata import distributions, packages_distributions
 from pathlib import Path
 
 import pytest
@@ -10,13 +16,65 @@ from packaging.utils import canonicalize_name
 
 from serving_core.extras import MODULES
 
-PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
-ROOMS = ("coordinator", "decode_node", "engine", "kv_transfer", "prefill_node", "protos", "splitserve")
+ROOT = Path(__file__).parents[3]
+PYPROJECT = ROOT / "pyproject.toml"
+ROOMS = set(tomllib.loads(PYPROJECT.read_text())["tool"]["importlinter"]["root_packages"])
+BUILD = "from setuptools import build_meta; print(build_meta.build_wheel('wheels'))"
+DEADLINE_S = 240.0
 
 
-@pytest.mark.parametrize("name", ROOMS)
-def test_each_top_level_name_is_ours_alone(name):
-    assert set(packages_distributions()[name]) == {"splitserve"}
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """What an installation of the wheel puts among the packages of others. It is built of a copy of the sources and
+    without a C compiler, as nothing is computed here."""
+    sources, packages = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("packages")
+    for room in sorted(ROOMS):
+        shutil.copytree(ROOT / room, sources / room, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, sources)
+    command = [sys.executable, "-W", "ignore", "-c", BUILD]
+    built = subprocess.run(
+        command, cwd=sources, env={**os.environ, "CC": "false"}, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert built.returncode == 0, built.stderr
+    with zipfile.ZipFile(sources / "wheels" / built.stdout.split()[-1]) as wheel:
+        wheel.extractall(packages)
+    return packages
+
+
+def test_the_wheel_installs_the_rooms_and_nothing_else(installed):
+    [info] = installed.glob("*.dist-info")
+    assert {path.name for path in installed.iterdir()} == {*ROOMS, info.name}
+    for room in ROOMS:
+        written = {path.relative_to(ROOT) for path in (ROOT / room).rglob("*.py")}
+        assert {path.relative_to(installed) for path in (installed / room).rglob("*.py")} == written
+
+
+def test_no_name_is_one_of_python_or_of_another_distribution(installed):
+    owners = packages_distributions()
+    for path in installed.iterdir():
+        if path.suffix != ".dist-info":
+            assert path.name not in sys.stdlib_module_names
+            assert set(owners.get(path.name, ())) <= {"splitserve"}
+
+
+def test_no_other_distribution_has_our_command():
+    commands = {(script.name, other.name) for other in distributions() for script in other.entry_points}
+    assert {owner for name, owner in commands if name == "splitserve"} == {"splitserve"}
+
+
+@pytest.mark.parametrize("name", ["prefill_node", "decode_node", "coordinator", "splitserve"])
+def test_what_is_installed_can_be_asked_for_help(installed, name):
+    run = subprocess.run(
+        [sys.executable, "-m", name, "--help"],
+        cwd=installed,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.startswith(f"Usage: python -m {name}" if name != "splitserve" else "Usage: ")
 
 
 @pytest.mark.parametrize("extra", sorted(MODULES))

@@ -242,4 +242,4 @@ def test_watches_change_no_answer_and_go_away(tmp_path):
     assert watch.num_calls[HEAD] == 1
     assert engine.engine.sample is sample
     assert "step" not in vars(loaded)
-    assert not any("forward" in vars(module) for module in loaded._model.modules())
+    assert not any("forward" in vars(module) for module in loaded.model.modules())

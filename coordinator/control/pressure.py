@@ -1,0 +1,71 @@
+"""Which of the two parts of requests lacks hands. Pure.
+
+    reading   the prompts that wait would take the readers LONG_QUEUE_S, and running answers leave the writers room
+    writing   running answers fill the writers, and readers have next to nothing to do
+    none      the queue is short, and writers have room
+
+Prompts and answers are counted by the ledger, readers' rates as they have measured them. A pressure counts once it has
+lasted, and its end only once that has lasted longer: between the limits things stay as they are.
+"""
+
+from collections.abc import Collection
+from enum import Enum, auto
+from typing import Final
+
+from coordinator.control.ledger import Ledger
+from coordinator.control.registry import Node
+
+LONG_QUEUE_S: Final = 1.0
+SHORT_QUEUE_S: Final = 0.2
+FULL: Final = 0.9  # part of the seats, or of the KV pools, that is taken
+ROOMY: Final = 0.6
+LASTS_S: Final = 3.0
+CALM_S: Final = 15.0
+
+
+class Pressure(Enum):
+    """What presses."""
+
+    READING = auto()
+    WRITING = auto()
+    NONE = auto()
+
+
+class PressureGauge:
+    """Measures again and again."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._seen: Pressure | None = None
+        self._since_s = 0.0
+
+    def measure(self, nodes: Collection[Node], now: float) -> Pressure | None:
+        """What has lasted long enough, None while nothing has. To be called some times a second."""
+        seen = self._look([node for node in nodes if node.is_ready])
+        if seen is not self._seen:
+            self._seen, self._since_s = seen, now
+        lasts_s = CALM_S if seen is Pressure.NONE else LASTS_S
+        return seen if now - self._since_s >= lasts_s else None
+
+    def _look(self, nodes: Collection[Node]) -> Pressure | None:
+        readers = [node for node in nodes if node.usable.reads]
+        writers = [node for node in nodes if node.usable.writes]
+        rate = sum(node.load.prefill_tokens_per_s for node in readers)
+        if not rate or not writers:
+            return None
+        queue_s = sum(self._ledger.of(node).tokens_to_compute for node in readers) / rate
+        taken = self._taken(writers)
+        if queue_s >= LONG_QUEUE_S and taken < FULL:
+            return Pressure.READING
+        if taken >= FULL and queue_s <= SHORT_QUEUE_S:
+            return Pressure.WRITING
+        return Pressure.NONE if queue_s <= SHORT_QUEUE_S and taken <= ROOMY else None
+
+    def _taken(self, writers: Collection[Node]) -> float:
+        """The part of the writers' seats or pools that running answers have taken, whichever is larger. Those whose
+        prompts wait to be read hold some too, but would not if there were more readers."""
+        num_answers, num_tokens = self._ledger.running()
+        return max(
+            num_answers / sum(node.usable.seats for node in writers),
+            num_tokens / sum(node.pool_tokens for node in writers),
+        )

@@ -1,0 +1,126 @@
+"""What nodes are asked to become: by an operator, or by the coordinator itself (`--roles auto`). Pure.
+
+A change takes nothing from a node: it goes on with what it has. It counts when the node has confirmed it, and for
+what it takes away from the moment that it is asked for (`Node.usable`). Nobody can take the last reader or the last
+writer away, nor the last way from the one to the other.
+"""
+
+from typing import Final
+
+from coordinator.control.instructions import Send
+from coordinator.control.ledger import Ledger
+from coordinator.control.pressure import Pressure, PressureGauge
+from coordinator.control.registry import MAX_NODES, Node, Registry
+from coordinator.control.router import does, has_path
+from protos import fleet_pb2
+from protos.convert import shape_to_wire
+from serving_core.errors import RequestError
+from serving_core.reasons import NO_OTHER_NODE
+from serving_core.shapes import BOTH, DECODE, PREFILL, Shape, check_shape, common, preset
+
+FIXED, AUTO = "fixed", "auto"
+CONFIRM_S: Final = 10.0  # for a node to confirm; then it counts as what it was
+REST_S: Final = 10.0  # of the coordinator, between two flips
+
+
+class Roles:
+    """Asks nodes to take other shapes."""
+
+    def __init__(self, registry: Registry, ledger: Ledger, *, policy: str) -> None:
+        """With the policy AUTO a node is lent to the part that lacks hands: it does both until they are not needed any
+        more, and then what it did before."""
+        self._registry = registry
+        self._gauge = PressureGauge(ledger) if policy == AUTO else None
+        self._ledger = ledger
+        self._asked_s: dict[Node, float] = {}  # nodes that have not confirmed yet, and when they were asked
+        self._homes: dict[str, Shape] = {}  # of nodes by name: what an operator has made of them
+        self._flipped_s: float | None = None  # when the coordinator itself has asked last
+
+    def set_shape(self, name: str, to: str | Shape, now: float) -> tuple[Node, Shape, list[Send]]:
+        """An operator's word: a role or a shape. The node confirms it, or `asked` of it is None again after CONFIRM_S.
+        Raises RequestError, and then nothing is asked."""
+        node = self._registry.named(name)
+        shape = preset(to, **_limits(node)) if isinstance(to, str) else to
+        check_shape(shape, **_limits(node))
+        self._check_others(node, shape)
+        if len(self._homes) >= MAX_NODES:
+            self._homes = {known: home for known, home in self._homes.items() if self._registry.find(known)}
+        self._homes[name] = shape
+        return node, shape, self._ask(node, shape, now)
+
+    def tick(self, now: float) -> list[Send]:
+        """What the mere passing of time asks for."""
+        for node, asked_s in list(self._asked_s.items()):
+            if node not in self._registry or now - asked_s >= CONFIRM_S:
+                node.asked = None
+            if node.asked is None:
+                del self._asked_s[node]
+        if self._gauge is None:
+            return []
+        pressure = self._gauge.measure(self._registry.nodes, now)
+        is_resting = self._flipped_s is not None and now - self._flipped_s < REST_S
+        if pressure is None or is_resting or self._asked_s:
+            return []
+        flip = self._flip(pressure)
+        if flip is None:
+            return []
+        self._flipped_s = now
+        return self._ask(*flip, now)
+
+    def _ask(self, node: Node, shape: Shape, now: float) -> list[Send]:
+        if shape == node.shape and node.asked is None:
+            return []
+        node.asked = shape
+        self._asked_s[node] = now
+        reshape = fleet_pb2.Reshape(shape=shape_to_wire(shape))
+        return [Send(node, fleet_pb2.NodeCommand(reshape=reshape))]
+
+    def _check_others(self, node: Node, shape: Shape) -> None:
+        """Raises RequestError unless requests can be served as far as before, also until the node has confirmed."""
+        others = [other for other in self._registry.nodes if other is not node and other.is_ready]
+        for role, does_it, did_it, part in (
+            (PREFILL, shape.reads, node.usable.reads, "reads prompts"),
+            (DECODE, shape.writes, node.usable.writes, "writes answers"),
+        ):
+            if did_it and not does_it and not any(does(other, role) for other in others):
+                raise RequestError(NO_OTHER_NODE, f"node {node.name} is the last one that {part}")
+        if has_path(self._registry.nodes) and not has_path(others, common(node.usable, shape)):
+            message = f"without node {node.name} as it is no node would write answers to prompts that other nodes read"
+            raise RequestError(NO_OTHER_NODE, message)
+
+    # ---- the coordinator's own policy ----
+
+    def _flip(self, pressure: Pressure) -> tuple[Node, Shape] | None:
+        """The node that is to change for this, and what it is to become."""
+        ready = [node for node in self._registry.nodes if node.is_ready]
+        if pressure is Pressure.NONE:
+            away = [node for node in ready if node.shape != self._home(node)]
+            return (away[0], self._home(away[0])) if away and self._may_go_home(away[0]) else None
+        lent, least = (DECODE, self._num_held) if pressure is Pressure.READING else (PREFILL, self._num_to_compute)
+        able = [node for node in ready if node.role == lent]
+        if not able:
+            return None
+        node = min(able, key=least)
+        return node, preset(BOTH, **_limits(node))
+
+    def _may_go_home(self, node: Node) -> bool:
+        try:
+            self._check_others(node, self._home(node))
+        except RequestError:
+            return False
+        return True
+
+    def _home(self, node: Node) -> Shape:
+        """What the node is when nothing presses: what an operator has made of it, or what it has begun as."""
+        return self._homes.get(node.name) or preset(node.hello.node.role, **_limits(node))
+
+    def _num_held(self, node: Node) -> float:
+        return self._ledger.of(node).tokens_held / node.pool_tokens
+
+    def _num_to_compute(self, node: Node) -> float:
+        return self._ledger.of(node).tokens_to_compute
+
+
+def _limits(node: Node) -> dict[str, int]:
+    hello = node.hello
+    return {"max_num_batched_tokens": hello.max_num_batched_tokens, "max_num_seqs": hello.max_num_seqs}

@@ -1,0 +1,55 @@
+"""`splitserve role`."""
+
+import click
+
+from serving_core.errors import SettingsError
+from serving_core.shapes import BOTH, DECODE, PREFILL, ROLES, Shape
+from splitserve.client.clients import Client
+from splitserve.commands.server_options import server_options
+from splitserve.commands.status import TIMEOUT_S
+from splitserve.commands.terminal import shape_text, stdout
+
+NUMBER = click.IntRange(min=1, max=2**32 - 1)
+
+
+@click.command()
+@click.argument("node")
+@click.argument("role", type=click.Choice(ROLES))
+@server_options
+@click.option("--prompt-tokens", type=NUMBER, help="Most tokens of prompts in one step, for a node that reads.")
+@click.option("--seats", type=NUMBER, help="Most answers at a time, for a node that writes.")
+@click.option(
+    "--takes-handovers/--no-takes-handovers",
+    default=True,
+    show_default=True,
+    help="Whether a node that writes takes prompts that others read.",
+)
+def role(
+    node: str,
+    role: str,
+    server: str,
+    api_key: str | None,
+    prompt_tokens: int | None,
+    seats: int | None,
+    takes_handovers: bool,
+) -> None:
+    """Make NODE prefill (it reads prompts), decode (it writes answers) or both, while it serves.
+
+    What it has it finishes. Without further options it does as much as it can; else all that belong to the role must be
+    given. Returns when the node has confirmed it."""
+    to: str | Shape = role
+    if prompt_tokens is not None or seats is not None or not takes_handovers:
+        to = _shape(role, prompt_tokens, seats, takes_handovers=takes_handovers)
+    with Client(server, api_key=api_key, timeout_s=TIMEOUT_S) as client:
+        load = client.set_role(node, to)
+    stdout.print(f"{load.name} is {load.role} now: {shape_text(load.shape)}", markup=False, soft_wrap=True)
+
+
+def _shape(role: str, prompt_tokens: int | None, seats: int | None, *, takes_handovers: bool) -> Shape:
+    """Raises SettingsError when a number is missing, or does not belong to the role."""
+    for flag, value, roles in (("--prompt-tokens", prompt_tokens, (PREFILL, BOTH)), ("--seats", seats, (DECODE, BOTH))):
+        if (value is None) == (role in roles):
+            raise SettingsError(
+                f"{flag} must {'be given too' if value is None else 'not be given'} for the role {role}"
+            )
+    return Shape(prompt_tokens or 0, seats or 0, takes_handovers and role != PREFILL)

@@ -1,0 +1,166 @@
+"""Answers that move between node processes of unlike sizes, both ways at once, over each transport. The test itself is
+the coordinator."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from protos import convert, fleet_pb2, fleet_pb2_grpc
+from serving_core.channels import SERVER_OPTIONS
+from tests.system.cluster import START_DEADLINE_S, Child
+from tests.system.oracle import Reference
+from tests.tiny_models import write_tiny_model
+from tests.unit.serving_node.runner_kit import Mover, by_name, job, make_request
+
+pytestmark = pytest.mark.long
+
+ANSWER_DEADLINE_S = 60.0
+NUM_TOKENS = 150
+
+
+class RemoteNode:
+    """What a Mover asks of a node, over its stream."""
+
+    def __init__(self, name):
+        self.name = name
+        self.on_event = None
+        self.hello = None
+        self.load = None
+        self.num_committed = 0
+        self.commands = asyncio.Queue()
+
+    def handle(self, **command):
+        self.commands.put_nowait(fleet_pb2.NodeCommand(**command))
+
+    def reserve(self, request, ahead):
+        self.handle(
+            reserve=fleet_pb2.Reserve(
+                job=job(request), prefill_tp_size=self.other.hello.tp_size, num_tokens_ahead=ahead
+            )
+        )
+
+    def local(self, request):
+        self.handle(reserve=fleet_pb2.Reserve(job=job(request), local_prefill=True))
+
+    def migrate(self, request, ticket):
+        self.handle(migrate=fleet_pb2.Migrate(attempt=convert.attempt_of(request), ticket=ticket))
+
+    def cancel(self, request):
+        self.handle(cancel=fleet_pb2.Cancel(attempt=convert.attempt_of(request)))
+
+    def take(self, event):
+        self.num_committed += event.HasField("committed")
+        if event.HasField("heartbeat"):
+            self.load = event.heartbeat.load
+        elif event.HasField("hello"):
+            self.hello = event.hello
+        else:
+            self.on_event(event)
+
+
+class Fleet(fleet_pb2_grpc.FleetServicer):
+    def __init__(self, *names):
+        self.nodes = {name: RemoteNode(name) for name in names}
+        first, second = self.nodes.values()
+        first.other, second.other = second, first
+        self.error = None
+
+    async def Attach(self, _, context):
+        hello = await context.read()
+        node = self.nodes[hello.hello.node.name]
+        await context.write(fleet_pb2.NodeCommand(welcome=fleet_pb2.Welcome(heartbeat_s=0.2, session=1)))
+        node.take(hello)
+        writing = asyncio.create_task(self._write(node, context))
+        try:
+            while (event := await context.read()) is not grpc.aio.EOF:
+                node.take(event)
+        except AssertionError as error:
+            self.error = error
+        finally:
+            writing.cancel()
+
+    async def _write(self, node, context):
+        while True:
+            await context.write(await node.commands.get())
+
+    async def until(self, condition, deadline_s):
+        async with asyncio.timeout(deadline_s):
+            while not condition():
+                assert self.error is None, self.error
+                await asyncio.sleep(0.01)
+
+    @property
+    def is_free(self):
+        return all(node.load.num_blocks_free == node.load.num_blocks for node in self.nodes.values())
+
+
+@pytest.mark.parametrize(
+    ("transport", "x_size", "y_size", "num_kv_heads"),
+    [("zmq", 2, 1, 3), ("zmq", 1, 4, 2), ("torch_dist", 2, 1, 2)],
+)
+async def test_answers_swap_their_nodes_again_and_again(transport, x_size, y_size, num_kv_heads, tmp_path):
+    """In float32, so that the order in which two ranks' sums are added does not show in a token."""
+    model = write_tiny_model(
+        tmp_path / "model", num_key_value_heads=num_kv_heads, num_attention_heads=6, head_dim=8, intermediate_size=72
+    )
+    fleet = Fleet("x", "y")
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    fleet_pb2_grpc.add_FleetServicer_to_server(fleet, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    children = [
+        Child(
+            name,
+            "decode_node",
+            str(model),
+            flags={
+                "coordinator": f"127.0.0.1:{port}",
+                "name": name,
+                "tensor_parallel_size": size,
+                "block_size": 8,
+                "num_kv_blocks": 100,
+                "kv_transport": transport,
+                "max_num_seqs": 4,
+            },
+            log=tmp_path / f"{name}.log",
+            env={},
+        )
+        for name, size in (("x", x_size), ("y", y_size))
+    ]
+    try:
+        movers = await swap(fleet, children)
+        for child in children:
+            assert await asyncio.to_thread(child.stop) == 0, child.output()
+    except (AssertionError, TimeoutError) as error:
+        error.add_note("\n".join(child.output() for child in children))
+        raise
+    finally:
+        for child in children:
+            if child.is_running:
+                child.kill()
+        await server.stop(None)
+    reference = Reference(model)
+    for mover in movers.values():
+        prompt = mover.request.token_ids[: mover.request.num_prompt_tokens]
+        expected = await asyncio.to_thread(reference.greedy, prompt, NUM_TOKENS, eos_token_id=-1)
+        assert [token.token_id for token in mover.answer] == expected
+        assert len(mover.next_indexes) == 4
+    assert [node.num_committed for node in fleet.nodes.values()] == [4, 4]
+
+
+async def swap(fleet, children):
+    nodes = x, y = list(fleet.nodes.values())
+    assert all(child.is_running for child in children)
+    await fleet.until(lambda: all(node.hello and node.load for node in nodes), START_DEADLINE_S)
+    movers = {}
+    for name, first, second in (("a", x, y), ("b", y, x)):
+        request = make_request(name, range(len(movers), 41), max_tokens=NUM_TOKENS)
+        movers[name] = Mover(first, second, request, num_moves=4)
+    for node in nodes:
+        node.on_event = by_name(node, movers, {})
+    x.local(movers["a"].request)
+    y.local(movers["b"].request)
+    await fleet.until(lambda: all(len(each.tokens) == NUM_TOKENS for each in movers.values()), ANSWER_DEADLINE_S)
+    await fleet.until(lambda: fleet.is_free, ANSWER_DEADLINE_S)
+    return movers

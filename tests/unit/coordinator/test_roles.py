@@ -1,0 +1,272 @@
+"""What nodes are asked to become: by an operator, and by the coordinator's own policy under virtual time."""
+
+import contextlib
+import itertools
+import random
+
+import pytest
+
+from coordinator.control.ledger import Ledger
+from coordinator.control.pressure import CALM_S, LASTS_S
+from coordinator.control.registry import Registry
+from coordinator.control.roles import AUTO, CONFIRM_S, FIXED, REST_S, Roles
+from protos.convert import shape_from_wire, shape_to_wire
+from serving_core.errors import RequestError
+from serving_core.shapes import Shape
+from tests import fleet_events as events
+from tests.unit.coordinator.fleet_simulation import Fleet
+
+PREFILL, DECODE, BOTH = Shape(512, 0, False), Shape(0, 8, True), Shape(512, 8, True)
+TICK_S = 0.25
+
+
+class World:
+    """Nodes that take every shape at once, unless `deaf` names them, and a ledger that the test fills."""
+
+    def __init__(self, *names, policy=FIXED, rate=1000.0):
+        self.registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
+        self.ledger = Ledger()
+        self.roles = Roles(self.registry, self.ledger, policy=policy)
+        self.rate = rate
+        self.now = 0.0
+        self.deaf = set()
+        self.told = []
+        for name in names:
+            self.attach(name)
+
+    def attach(self, name, **hello):
+        self.beat(self.registry.admit(events.hello(name, max_num_seqs=8, **hello).hello, self.now))
+
+    def beat(self, node, **load):
+        beat = events.heartbeat(prefill_tokens_per_s=self.rate, **load)
+        self.registry.heartbeat(node, beat.heartbeat, self.now)
+
+    def node(self, name):
+        return self.registry.find(name)
+
+    def ask(self, name, to):
+        """The shape that it was asked to take, None where nothing was."""
+        _, _, sends = self.roles.set_shape(name, to, self.now)
+        return self._carry_out(sends)
+
+    def _carry_out(self, sends):
+        shape = None
+        for send in sends:
+            shape = shape_from_wire(send.command.reshape.shape)
+            self.told.append((self.now, send.node.name, shape))
+            if send.node.name not in self.deaf:
+                self.beat(send.node, shape=shape_to_wire(shape))
+        return shape
+
+    def wait(self, seconds):
+        """The flips of that time, as (node, shape)."""
+        first = len(self.told)
+        for _ in range(round(seconds / TICK_S)):
+            self.now += TICK_S
+            self._carry_out(self.roles.tick(self.now))
+        return [(name, shape) for _, name, shape in self.told[first:]]
+
+    def queue(self, name, num_tokens):
+        request_id = f"{random.random()}"
+        self.ledger.read(request_id, self.node(name), num_tokens)
+        return request_id
+
+    def write(self, name, count):
+        for _ in range(count):
+            request_id = f"{random.random()}"
+            self.ledger.write(request_id, self.node(name), 10)
+            self.ledger.first_token(request_id)
+            yield request_id
+
+
+# ---- an operator ----
+
+
+def test_a_role_or_a_shape_is_asked_for_and_counts_once_it_is_confirmed():
+    world = World("p0", "p1", "d0", "d1")
+    world.deaf = {"p0"}
+    assert world.ask("p0", "both") == BOTH
+    assert (world.node("p0").role, world.node("p0").usable) == ("prefill", PREFILL)
+    world.beat(world.node("p0"), shape=shape_to_wire(BOTH))
+    assert (world.node("p0").role, world.node("p0").usable) == ("both", BOTH)
+    assert world.ask("d0", Shape(0, 3, False)) == Shape(0, 3, False)
+    assert world.node("d0").shape == Shape(0, 3, False)
+
+
+def test_what_a_node_is_already_is_not_asked_for():
+    world = World("p0", "d0")
+    assert world.ask("d0", "decode") is None
+    assert world.node("d0").asked is None
+
+
+def test_a_node_that_does_not_confirm_counts_as_what_it_was_again():
+    world = World("b0", "b1")
+    world.deaf = {"b0"}
+    world.ask("b0", "decode")
+    world.wait(CONFIRM_S - TICK_S)
+    assert world.node("b0").usable == DECODE
+    world.wait(TICK_S)
+    assert (world.node("b0").asked, world.node("b0").usable) == (None, BOTH)
+
+
+def test_a_node_that_is_lost_before_it_confirms_is_forgotten():
+    world = World("b0", "b1")
+    world.deaf = {"b0"}
+    world.ask("b0", "decode")
+    world.registry.lose(world.node("b0"))
+    world.wait(TICK_S)
+    assert world.roles._asked_s == {}
+
+
+@pytest.mark.parametrize(
+    ("names", "name", "to", "reason", "message"),
+    [
+        ("p0 d0", "x" * 200, "both", "NODE_NOT_FOUND", f"no node '{'x' * 80}' is attached"),
+        ("p0 d0", "p0", "writer", "BAD_PARAM", "a role is prefill, decode or both, not 'writer'"),
+        ("p0 d0", "p0", Shape(513, 0, False), "BAD_PARAM", "prompt_tokens of a shape is 513, the node's"),
+        ("p0 d0", "p0", Shape(0, 9, False), "BAD_PARAM", "seats of a shape is 9, the node's max_num_seqs is 8"),
+        ("p0 d0", "p0", Shape(0, 0, False), "BAD_PARAM", "a shape needs prompt_tokens or seats above 0"),
+        ("p0 d0", "p0", "decode", "NO_OTHER_NODE", "node p0 is the last one that reads prompts"),
+        ("p0 d0", "d0", "prefill", "NO_OTHER_NODE", "node d0 is the last one that writes answers"),
+        ("b0", "b0", "prefill", "NO_OTHER_NODE", "node b0 is the last one that writes answers"),
+        ("p0 d0", "d0", Shape(0, 8, False), "NO_OTHER_NODE", "without node d0 as it is no node would write answers"),
+        ("p0 d0", "d0", Shape(512, 8, False), "NO_OTHER_NODE", "without node d0 as it is no node would write"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_and_nothing_is_asked(names, name, to, reason, message):
+    world = World(*names.split())
+    with pytest.raises(RequestError) as error:
+        world.ask(name, to)
+    assert error.value.reason == reason
+    assert str(error.value).startswith(message)
+    assert world.told == []
+    assert all(node.asked is None for node in world.registry.nodes)
+
+
+def test_nodes_that_drain_or_are_about_to_change_are_no_others():
+    world = World("p0", "p1", "d0")
+    world.deaf = {"p1"}
+    world.ask("p1", "decode")
+    with pytest.raises(RequestError, match="node p0 is the last one that reads prompts"):
+        world.ask("p0", "decode")
+    world = World("p0", "p1", "d0")
+    world.beat(world.node("p1"), state="draining")
+    with pytest.raises(RequestError, match="node p0 is the last one that reads prompts"):
+        world.ask("p0", "decode")
+
+
+def test_every_role_can_be_flipped_there_and_back_and_there_is_always_a_way():
+    world, rng = World("p0", "p1", "d0", "d1"), random.Random(5)
+    num_flips = 0
+    for _ in range(300):
+        name, role = rng.choice(["p0", "p1", "d0", "d1"]), rng.choice(["prefill", "decode", "both"])
+        with contextlib.suppress(RequestError):
+            num_flips += world.ask(name, role) is not None
+        assert any(node.usable.reads for node in world.registry.nodes)
+        assert any(node.usable.writes for node in world.registry.nodes)
+    assert num_flips > 100
+
+
+# ---- the coordinator itself ----
+
+
+def test_a_fixed_fleet_stays_as_it_is():
+    world = World("p0", "d0")
+    world.queue("p0", 1e9)
+    assert world.wait(100.0) == []
+
+
+def test_a_decode_node_helps_to_read_and_goes_home_when_it_has_been_calm():
+    world = World("p0", "d0", "d1", policy=AUTO)
+    list(world.write("d0", 1))
+    waiting = world.queue("p0", 1500)  # 1.5 s
+    assert world.wait(LASTS_S - TICK_S) == []
+    assert world.wait(2 * TICK_S) == [("d1", BOTH)]  # the one that holds less
+    world.ledger.end(waiting)
+    assert world.wait(CALM_S - TICK_S) == []
+    assert world.wait(2 * TICK_S) == [("d1", DECODE)]
+    assert world.wait(100.0) == []
+
+
+def test_a_prefill_node_helps_to_write_and_goes_home():
+    world = World("p0", "p1", "d0", policy=AUTO)
+    world.queue("p0", 100)
+    running = list(world.write("d0", 8))
+    assert world.wait(LASTS_S + TICK_S) == [("p1", BOTH)]  # the one that has less to read
+    for request_id in running[2:]:
+        world.ledger.end(request_id)
+    assert world.wait(CALM_S + 2 * TICK_S) == [("p1", PREFILL)]
+
+
+def test_answers_whose_prompts_wait_do_not_make_writers_full():
+    world = World("p0", "d0", policy=AUTO)
+    for number in range(20):
+        world.ledger.read(f"{number}", world.node("p0"), 1000)
+        world.ledger.write(f"{number}", world.node("d0"), 1000)
+    assert world.wait(LASTS_S + TICK_S) == [("d0", BOTH)]
+
+
+@pytest.mark.parametrize(("queued", "writing"), [(900, 5), (100, 7), (5000, 8)])
+def test_between_the_limits_nothing_changes(queued, writing):
+    """A queue of 0.9 s; writers that are nearly full; readers and writers that are both full."""
+    world = World("p0", "p1", "d0", "d1", policy=AUTO)
+    world.queue("p0", queued)
+    world.queue("p1", queued)
+    for name in ("d0", "d1"):
+        list(world.write(name, writing))
+    assert world.wait(100.0) == []
+
+
+def test_one_flip_at_a_time_and_none_while_one_is_not_confirmed():
+    world = World("p0", "d0", "d1", "d2", policy=AUTO)
+    world.queue("p0", 1e6)
+    world.deaf = {"d0"}
+    assert world.wait(LASTS_S + CONFIRM_S - TICK_S) == [("d0", BOTH)]
+    world.deaf = set()
+    assert world.wait(100.0) == [("d0", BOTH), ("d1", BOTH), ("d2", BOTH)]
+    times = [now for now, _, _ in world.told]
+    assert all(later - earlier >= REST_S for earlier, later in itertools.pairwise(times))
+
+
+def test_home_is_what_an_operator_has_made_of_a_node():
+    world = World("p0", "d0", "d1", policy=AUTO)
+    home = Shape(64, 4, takes_handovers=True)
+    world.ask("d0", home)
+    assert world.wait(100.0) == []
+    waiting = world.queue("p0", 5000)
+    assert world.wait(LASTS_S + TICK_S) == [("d1", BOTH)]
+    world.ledger.end(waiting)
+    assert world.wait(100.0) == [("d1", DECODE)]
+    assert world.node("d0").shape == home
+
+
+def test_a_node_does_not_go_home_while_it_is_the_last_that_reads():
+    world = World("p0", "d0", policy=AUTO)
+    waiting = world.queue("p0", 5000)
+    assert world.wait(LASTS_S + TICK_S) == [("d0", BOTH)]
+    world.ledger.end(waiting)
+    world.registry.lose(world.node("p0"))
+    assert world.wait(100.0) == []
+    world.attach("p0")
+    assert world.wait(100.0) == [("d0", DECODE)]
+
+
+# ---- a fleet under virtual time ----
+
+
+def times(policy, requests):
+    fleet = Fleet({"p0": 2000.0, "d0": 2000.0, "d1": 2000.0}, policy=policy)
+    mean_s = fleet.mean_request_s(requests)
+    return mean_s, fleet.flips
+
+
+def test_auto_helps_where_prompts_pile_up_and_leaves_alone_what_does_well():
+    """Prompts of 1000 tokens, five a second for 40 s: two and a half times what one prefill node can read."""
+    heavy = [(0.2 * number, 1000, 8) for number in range(200)]
+    light = [(2.0 * number, 1000, 8) for number in range(30)]
+    fixed_s, no_flips = times(FIXED, heavy)
+    auto_s, flips = times(AUTO, heavy)
+    assert no_flips == []
+    assert [shape.reads and shape.writes for _, shape in flips[:2]] == [True, True]
+    assert auto_s < 0.5 * fixed_s
+    assert times(AUTO, light) == (times(FIXED, light)[0], [])

@@ -1,0 +1,78 @@
+"""Equal names of blocks, equal bits; and engines whose bits may differ are told apart."""
+
+import pytest
+import torch
+
+from engine.engine import Engine
+from engine.native.library import native_library
+from serving_core.blocks import BlockAllocator
+from serving_core.settings import EngineSettings
+from tests.tiny_models import write_tiny_model
+from tests.toy_scheduler import greedy, run_all
+
+PROMPT = [(7 * place * place + place) % 250 for place in range(45)]
+OTHER = [*PROMPT[:20], *range(30)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model"), seed=3)
+
+
+def load(folder, **fields):
+    return Engine(EngineSettings(model=str(folder), num_kv_blocks=64, block_size=8, dtype="bfloat16", **fields))
+
+
+def blocks(engine, prompts, max_tokens=20):
+    """The bits of all blocks that a chat of two turns has left, by name."""
+    allocator = BlockAllocator(engine.num_blocks)
+    answers = run_all(engine, prompts, greedy(max_tokens, ignore_eos=True), allocator=allocator)
+    turn = [*prompts[0], *(token.token_id for token in answers[0]), *range(9)]
+    run_all(engine, [turn], greedy(max_tokens, ignore_eos=True), allocator=allocator)
+    pool, layers = engine.pool, range(engine.layout.num_layers)
+    return {
+        name: torch.stack([planes(layer)[block].float() for layer in layers for planes in (pool.keys, pool.values)])
+        for name, block in allocator.blocks_by_name.items()
+    }
+
+
+def test_blocks_of_one_name_have_equal_bits_whatever_they_were_computed_beside(folder):
+    alone = blocks(load(folder, batch_invariant=True), [PROMPT])
+    beside = blocks(load(folder, batch_invariant=True), [PROMPT, OTHER])
+    assert set(alone) < set(beside)
+    assert len(alone) == (len(PROMPT) + 20 + 9 + 20 - 1) // 8
+    assert all(torch.equal(bits, beside[name]) for name, bits in alone.items())
+
+
+def test_an_answer_and_the_same_tokens_read_as_a_prompt_have_other_names(folder):
+    engine = load(folder)
+    [answer] = run_all(engine, [PROMPT], greedy(20, ignore_eos=True))
+    written = blocks(engine, [PROMPT])
+    read = blocks(engine, [[*PROMPT, *(token.token_id for token in answer)]])
+    assert len(set(written) & set(read)) == len(PROMPT) // 8
+
+
+@pytest.mark.skipif(native_library() is None, reason="the native kernels are not built")
+def test_engines_without_the_compiled_kernels_have_other_names(folder, monkeypatch):
+    native = load(folder)
+    monkeypatch.setenv("SPLITSERVE_NATIVE", "off")
+    portable = load(folder)
+    assert native.fingerprint == portable.fingerprint
+    assert not set(blocks(native, [PROMPT])) & set(blocks(portable, [PROMPT]))
+    monkeypatch.setenv("SPLITSERVE_NATIVE", "plain")
+    assert load(folder).origin not in (native.origin, portable.origin)
+
+
+def test_an_origin_is_the_same_for_the_same_engine_and_another_for_other_ways_to_compute(folder, monkeypatch):
+    origins = [load(folder).origin, load(folder, batch_invariant=True).origin]
+    assert origins[0] == load(folder).origin
+    assert len(origins[0]) == 8
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        origins.append(load(folder).origin)
+    finally:
+        torch.set_num_threads(threads)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": False})
+    origins.append(load(folder).origin)
+    assert len(set(origins)) == len(origins)
