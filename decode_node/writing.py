@@ -45,8 +45,10 @@ class Writing:
     def _hold(self, resident: Resident, taken: set[Resident]) -> bool:
         """Whether it has blocks for its next token; others, or it itself, may have to give way. Those in `taken` have
         their place in the step already."""
-        num_tokens = resident.num_computed + resident.num_to_compute
-        while (num_missing := self._leases.num_missing(resident, num_tokens)) > self._leases.num_free:
+        num_missing = self._leases.num_missing(resident, resident.num_computed + resident.num_to_compute)
+        if not num_missing:
+            return True
+        while num_missing > self._leases.num_free:
             if any(each.is_revoked for each in self._residents):
                 return False  # its blocks come free in a moment
             victim = self._youngest(resident, taken)

@@ -88,16 +88,21 @@ def attempt_of(request: Request) -> fleet_pb2.Attempt:
     return fleet_pb2.Attempt(request_id=request.request_id, epoch=request.epoch)
 
 
-def token_to_wire(request: Request, token: SampledToken, finish_reason: FinishReason | None) -> fleet_pb2.SampledToken:
-    """The token that was just appended to the request."""
-    return fleet_pb2.SampledToken(
-        attempt=attempt_of(request),
-        index=request.num_output_tokens - 1,
-        token_id=token.token_id,
-        finish_reason=_FINISH_REASONS[finish_reason] if finish_reason else inference_pb2.FINISH_REASON_UNSPECIFIED,
-        logprob=token.logprob,
-        top=[inference_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in token.top_logprobs],
-    )
+def tell_token(
+    wire: fleet_pb2.SampledToken, request: Request, token: SampledToken, finish_reason: FinishReason | None
+) -> None:
+    """Fills in, field by field since there is one for each answer in each step, the token that was just appended to the
+    request."""
+    attempt = wire.attempt
+    attempt.request_id, attempt.epoch = request.request_id, request.epoch
+    wire.index = request.num_output_tokens - 1
+    wire.token_id = token.token_id
+    if finish_reason is not None:
+        wire.finish_reason = _FINISH_REASONS[finish_reason]
+    if token.logprob is not None:
+        wire.logprob = token.logprob
+    for token_id, logprob in token.top_logprobs:
+        wire.top.add(token_id=token_id, logprob=logprob)
 
 
 def shape_to_wire(shape: Shape) -> inference_pb2.Shape:

@@ -63,7 +63,8 @@ class Leases:
     def num_missing(self, resident: Resident, num_tokens: int) -> int:
         """Blocks that the lease lacks for num_tokens tokens in all."""
         assert resident.lease is not None
-        return max(0, self.blocks_for(num_tokens) - len(resident.lease.block_ids))
+        num_missing = self._layout.num_blocks_for(num_tokens) - len(resident.lease.block_ids)
+        return num_missing if num_missing > 0 else 0
 
     def grow(self, resident: Resident, num_blocks: int) -> None:
         """Adds blocks. Raises OutOfBlocks."""

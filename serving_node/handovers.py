@@ -55,7 +55,7 @@ class HandOvers:
     @property
     def wake_at_s(self) -> float | None:
         """When the next `tick` is due."""
-        return min((self._deadline_s(each) for each in self._residents if _is_waiting(each)), default=None)
+        return min((self._deadline_s(each) for each in self._waiting()), default=None)
 
     def receive(self, resident: Resident) -> None:
         """The resident has been granted blocks: the other node may send."""
@@ -127,8 +127,8 @@ class HandOvers:
 
     def tick(self, now: float) -> None:
         """Ends what has waited too long."""
-        for resident in list(self._residents):
-            if not _is_waiting(resident) or now < self._deadline_s(resident):
+        for resident in self._waiting():
+            if now < self._deadline_s(resident):
                 continue
             if resident.stage is Stage.AWAITING:
                 timeout_s = self._credit_timeout_s
@@ -182,6 +182,10 @@ class HandOvers:
 
     def revoke(self, resident: Resident) -> None:
         self._endings.decide(CancelTransfer(resident.request.epoch))
+
+    def _waiting(self) -> list[Resident]:
+        """Those that wait for another node. What writes, as most do in most steps, needs no second look."""
+        return [each for each in self._residents if each.stage is not Stage.WRITING and _is_waiting(each)]
 
     def _deadline_s(self, resident: Resident) -> float:
         is_awaiting = resident.stage is Stage.AWAITING

@@ -28,6 +28,7 @@ from serving_node.endings import Endings
 from serving_node.handovers import HandOvers
 from serving_node.moves import Moves
 from serving_node.room import Room
+from serving_node.streak import Streak, begin_streak, grow, is_all, take_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,72 +259,95 @@ class NodeLogic:
 
     def step_done(self, works: Sequence[Work], tokens: Sequence[SampledToken], step_s: float, now: float) -> None:
         """Takes in a finished step, whose full blocks others may use from now on."""
-        num_decoding = sum(self._residents.of(work.request).stage is Stage.WRITING for work in works)
+        residents = [self._residents.of(work.request) for work in works]
+        num_decoding = sum(resident.stage is Stage.WRITING for resident in residents)
         self._rates.add(sum(work.num_tokens for work in works) - num_decoding, num_decoding, step_s)
         sampled = iter(tokens)
-        answered = [(resident, next(sampled)) for resident, samples in map(self._advance, works) if samples]
-        step_tokens: list[fleet_pb2.SampledToken] = []
-        for resident, token in answered:
-            self._answer(resident, token, step_tokens, now)
-        if step_tokens:
-            self._endings.tell(step_tokens=fleet_pb2.StepTokens(tokens=step_tokens, step_s=step_s))
-        self._hand_overs.note_read([self._residents.of(work.request) for work in works], now)
-        for resident, _ in answered:
-            if finish_reason(resident.request, self._eos_token_ids) is not None:
-                self._endings.end(resident)
+        advanced = zip(residents, works, strict=True)
+        answered = [(resident, next(sampled)) for resident, work in advanced if self._advance(resident, work)]
+        step_tokens = fleet_pb2.StepTokens(step_s=step_s)
+        ended = [resident for resident, token in answered if self._answer(resident, token, step_tokens, now)]
+        if step_tokens.tokens:
+            self._endings.tell(step_tokens=step_tokens)
+        self._hand_overs.note_read(residents, now)
+        for resident in ended:
+            self._endings.end(resident)
         self._moves.note_written(resident for resident, _ in answered)
-        self._settle_step(works)
+        self._settle_step(residents)
+
+    def streak(self, works: Sequence[Work]) -> Streak:
+        """The steps, from this planned one on, that `advance` may take in for less, as long as the streak goes on.
+        Where it does not, `step_done` takes the running step in, with the streak's works."""
+        return begin_streak(works, self._residents, self._eos_token_ids)
+
+    def advance(self, streak: Streak, tokens: Sequence[SampledToken], step_s: float) -> bool:
+        """Takes in a finished step of a streak that goes on, and tells whether the next one is planned by that. If not,
+        the streak is over, and `plan` is to follow."""
+        assert streak.goes_on, "a step of another kind"
+        self._rates.add(0, len(tokens), step_s)
+        told = fleet_pb2.StepTokens(step_s=step_s)
+        take_in(streak, tokens, self._leases, told)
+        self._endings.tell(step_tokens=told)
+        self._grant()
+        if not self._has_prompts_to_plan and is_all(streak, self._residents) and grow(streak, self._leases):
+            return True
+        for resident in streak.residents:
+            resident.in_step = False
+        return False
+
+    @property
+    def _has_prompts_to_plan(self) -> bool:
+        """Whether a prompt may be in the next step."""
+        prompts = self._residents.in_stage(Stage.QUEUED, Stage.READING)
+        return any(each.stage is Stage.READING or self._room.has_seat(each) for each in prompts)
 
     def step_failed(self, works: Sequence[Work], error: Exception, now: float) -> None:
         """The step gave nothing."""
-        for work in works:
-            resident = self._residents.of(work.request)
+        residents = [self._residents.of(work.request) for work in works]
+        for resident in residents:
             resident.in_step = False
             self._endings.fail(resident, reasons.ENGINE_ERROR, f"the step failed ({type(error).__name__})")
-        self._settle_step(works)
+        self._settle_step(residents)
 
-    def _advance(self, work: Work) -> tuple[Resident, bool]:
-        resident = self._residents.of(work.request)
-        samples = work.samples
+    def _advance(self, resident: Resident, work: Work) -> bool:
+        """Its share of the step is done. Tells whether that gives a token."""
         resident.in_step = False
         resident.num_computed += work.num_tokens
         self._leases.publish(resident)
-        return resident, samples
+        return work.samples
 
-    def _answer(
-        self, resident: Resident, token: SampledToken, step_tokens: list[fleet_pb2.SampledToken], now: float
-    ) -> None:
-        """One more token of a request; what was cancelled meanwhile says nothing."""
+    def _answer(self, resident: Resident, token: SampledToken, step_tokens: fleet_pb2.StepTokens, now: float) -> bool:
+        """One more token of a request; what was cancelled meanwhile says nothing. Tells whether it is the last."""
         request, is_first = resident.request, resident.computes_prompt
         request.token_ids.append(token.token_id)
         resident.has_first_token = True
         reason = finish_reason(request, self._eos_token_ids)
         if is_first or reason is not None:
             self._cache_report.tell()  # before the client can ask again
-        if not resident.is_ending:
-            wire = convert.token_to_wire(request, token, reason)
-            if is_first:
-                self._endings.tell(first_token=self._first_token(resident, wire, now))
-            else:
-                step_tokens.append(wire)
+        if not resident.is_ending and is_first:
+            first_token = self._first_token(resident, now)
+            convert.tell_token(first_token.token, request, token, reason)
+            self._endings.tell(first_token=first_token)
+        elif not resident.is_ending:
+            convert.tell_token(step_tokens.tokens.add(), request, token, reason)
         if not resident.hands_over:
             resident.stage = Stage.WRITING
         elif reason is None:
             resident.tail = [token.token_id]
+        return reason is not None
 
-    def _first_token(self, resident: Resident, wire: fleet_pb2.SampledToken, now: float) -> fleet_pb2.FirstToken:
+    def _first_token(self, resident: Resident, now: float) -> fleet_pb2.FirstToken:
+        """Without the token."""
         assert resident.reading_since_s is not None
         return fleet_pb2.FirstToken(
-            attempt=wire.attempt,
-            token=wire,
+            attempt=convert.attempt_of(resident.request),
             prefill_s=now - resident.reading_since_s,
             num_cached_tokens=self._leases.num_cached_tokens(resident),
         )
 
-    def _settle_step(self, works: Sequence[Work]) -> None:
-        for work in works:
-            if resident := self._residents.find(work.request):
-                self._endings.settle(resident)
+    def _settle_step(self, residents: Sequence[Resident]) -> None:
+        for resident in residents:
+            self._endings.settle(resident)
         self._grant()
 
     # ---- transfers ----

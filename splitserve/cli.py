@@ -30,6 +30,7 @@ COMMANDS: Final = {
         "Show which KV heads go from which prefill rank to which decode rank.",
     ),
     "doctor": ("", "Measure this machine; say from which lengths on it pays to split."),
+    "simulate": ("", "Play a load through the real decisions of a fleet, on a clock that only counts."),
     "bench": ("", "Measure the engine, a cluster, or any server."),
 }
 ENTRY_POINTS: Final = "splitserve.commands"

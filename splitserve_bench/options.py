@@ -21,6 +21,25 @@ class RepeatingCommand(click.Command):
         return super().parse_args(ctx, repeat_flags(args, self.lists))
 
 
+class ListOf(click.ParamType[tuple[Any, ...]]):
+    """Values with commas or spaces between them."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            values = tuple(dict.fromkeys(map(self._parse, value.replace(",", " ").split())))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        if not values:
+            self.fail("there must be one at least", param, ctx)
+        return values
+
+
 def repeat_flags(words: Sequence[str], lists: Mapping[str, re.Pattern[str]]) -> list[str]:
     """`--goodput a:1 b:2 model` becomes `--goodput a:1 --goodput b:2 model`."""
     repeated: list[str] = []

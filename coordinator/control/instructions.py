@@ -1,31 +1,28 @@
-"""What the tracker wants done."""
+"""What the tracker wants done. Tuples, which are made quickly: there is one for each token of each answer."""
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from coordinator.control.registry import Node
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(NamedTuple):
     """A command for a node."""
 
     node: Node
     command: fleet_pb2.NodeCommand
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
+class Emit(NamedTuple):
     """The next tokens of an answer, consecutive with those before."""
 
     request_id: str
     tokens: list[fleet_pb2.SampledToken]
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(NamedTuple):
     """The one end of an answer: a Complete message, or the error that takes its place."""
 
     request_id: str
@@ -41,8 +38,7 @@ class MoveOutcome(Enum):
     ENDED = "ended"  # the answer ended first, or began again on other nodes
 
 
-@dataclass(frozen=True, slots=True)
-class MoveEnded:
+class MoveEnded(NamedTuple):
     """Of every move of a running answer once, for whoever writes it down. There is nothing to be done."""
 
     request_id: str

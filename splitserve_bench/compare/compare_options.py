@@ -9,8 +9,7 @@ import click
 
 from serving_core.errors import SettingsError
 from splitserve_bench.compare.contenders import KINDS, parse_split
-from splitserve_bench.engine.command import ListOf
-from splitserve_bench.options import RepeatingCommand, options_of
+from splitserve_bench.options import ListOf, RepeatingCommand, options_of
 from splitserve_bench.serve.serve_options import DATASETS, RANDOM
 
 POSITIVE: Final = click.FloatRange(min=0, min_open=True)

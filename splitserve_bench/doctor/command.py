@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Final
 
 import click
@@ -32,6 +33,12 @@ MOST_RUNNING: Final = 256
 @click.option("--quantization", default="none", show_default=True, type=click.Choice(QUANTIZATIONS))
 @click.option("--kv-cache-dtype", default="auto", show_default=True, type=click.Choice(KV_CACHE_DTYPES))
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="How often each is measured.")
+@click.option(
+    "--save",
+    "save_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Measure more, and write to this file what `splitserve simulate --profile` needs.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 @needs("node")
 def doctor(
@@ -44,6 +51,7 @@ def doctor(
     quantization: str,
     kv_cache_dtype: str,
     repeats: int,
+    save_path: Path | None,
     as_json: bool,
 ) -> None:
     """Measure what a node of MODEL does on cores of this machine: prompts, decode steps, hand-over of KV; and say from
@@ -53,10 +61,16 @@ def doctor(
 
     sizes = DoctorBench(cores, running, tuple(sorted(prompt_tokens)), tuple(sorted(output_tokens)), repeats)
     settings = EngineSettings(dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
-    folder = resolve(model, report).folder
+    local = resolve(model, report)
 
     async def main() -> None:
-        figures = await measure_doctor(folder, settings, sizes, report)
+        figures = await measure_doctor(local.folder, settings, sizes, report)
+        if save_path is not None:
+            from splitserve_bench.doctor.saving import measure_profile
+
+            profile = await measure_profile(local, settings, sizes, figures.costs.corridor.bytes_per_s, report)
+            profile.save(save_path)
+            report(f"written: {save_path}")
         if as_json:
             click.echo(json.dumps({**dataclasses.asdict(figures), "conclusions": pays_lines(figures)}))
         else:

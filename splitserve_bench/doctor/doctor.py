@@ -6,15 +6,12 @@
 3. split_model.py says what follows.
 """
 
-import asyncio
 import dataclasses
-import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from serving_core.cpus import divide_cpus
 from serving_core.errors import SettingsError
@@ -23,6 +20,7 @@ from serving_core.model_config import FAKE_ARCHITECTURE, read_model_config
 from serving_core.settings import EngineSettings
 from splitserve.launch.models import Report
 from splitserve_bench.doctor.node import LONG_CONTEXT_TOKENS, SHORT_CONTEXT_TOKENS, NodeFigures, NodeTask
+from splitserve_bench.doctor.processes import both, figures_of
 from splitserve_bench.doctor.split_model import (
     Comparison,
     NodeCosts,
@@ -34,15 +32,12 @@ from splitserve_bench.doctor.split_model import (
     prompt_tokens_per_output_token,
     smoother_from,
 )
-from splitserve_bench.errors import BenchError
 
 PREFILL_NODE, DECODE_NODE = "prefill node", "decode node"
 TRANSPORT: Final = "zmq-ipc"
 TRANSFER_TOKENS: Final = (16, 512, 2048)
 TRANSFER_REPEATS: Final = 5
-MEASURE_S: Final = 1800.0  # of one node, for the largest of models
-STOP_S: Final = 10.0
-MAX_LINE_BYTES: Final = 2**16
+NODE_MODULE: Final = "splitserve_bench.doctor.node"
 MARGIN_TOKENS: Final = 32  # of a context beyond its tokens: the steps that follow
 
 
@@ -99,12 +94,9 @@ async def measure_doctor(folder: Path, settings: EngineSettings, sizes: DoctorBe
     """Starts the nodes and the corridor's ends one after the other. Raises BenchError, ModelError, and SettingsError
     when the model or the sizes cannot be used."""
     layout, most_tokens = _check(folder, settings, sizes)
-    parts, at_once = node_cpus(_all_cpus(), sizes.cores)
+    parts, at_once = node_cpus(all_cpus(), sizes.cores)
     prefill, decode = _tasks(folder, settings, sizes, parts)
-    if at_once:
-        nodes = await _both(prefill, decode, report)
-    else:
-        nodes = (await _node(prefill, PREFILL_NODE, report), await _node(decode, DECODE_NODE, report))
+    nodes = await both(_node(prefill, PREFILL_NODE, report), _node(decode, DECODE_NODE, report), at_once=at_once)
     transfers = await _transfers(layout, report)
     return conclude(folder.name, sizes, at_once, nodes, transfers, layout.token_bytes, most_tokens)
 
@@ -173,7 +165,8 @@ def node_cpus(cpus: Sequence[int], cores: int) -> tuple[tuple[str, str], bool]:
     return (first, second), True
 
 
-def _all_cpus() -> list[int]:
+def all_cpus() -> list[int]:
+    """That this process may use; none where the system does not tell."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
@@ -198,63 +191,10 @@ def _tasks(
     return prefill, NodeTask(fields, parts[1], (), batches_of(sizes.running), sizes.repeats)
 
 
-async def _both(prefill: NodeTask, decode: NodeTask, report: Report) -> tuple[NodeFigures, NodeFigures]:
-    """At the same time. When one fails, the other is stopped."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            of_prefill = group.create_task(_node(prefill, PREFILL_NODE, report))
-            of_decode = group.create_task(_node(decode, DECODE_NODE, report))
-    except* (BenchError, SettingsError) as failures:
-        failed: BaseException = failures
-        while isinstance(failed, BaseExceptionGroup):
-            failed = failed.exceptions[0]
-        raise failed from None
-    return of_prefill.result(), of_decode.result()
-
-
 async def _node(task: NodeTask, name: str, report: Report) -> NodeFigures:
-    """Runs a node's task in a process of its own, which is gone at the end."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "serving_core.child", str(os.getpid())),
-        *(sys.executable, "-m", "splitserve_bench.doctor.node", json.dumps(dataclasses.asdict(task))),
-        stdout=asyncio.subprocess.PIPE,
-        limit=MAX_LINE_BYTES,
-        process_group=0,  # Ctrl-C is for this process, which ends the child
-    )
-    try:
-        async with asyncio.timeout(MEASURE_S):
-            return await _figures(process, name, report)
-    except TimeoutError as error:
-        raise BenchError(f"the {name} was not measured within {MEASURE_S:g} s") from error
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await _reap(process)
-
-
-async def _reap(process: asyncio.subprocess.Process) -> None:
-    """Waits for the end of a killed process, whatever cancels that: two nodes that fail at once cancel each other."""
-    end = asyncio.create_task(process.wait())
-    try:
-        await asyncio.wait([end], timeout=STOP_S)
-    except asyncio.CancelledError:
-        await asyncio.wait([end], timeout=STOP_S)
-        raise
-
-
-async def _figures(process: asyncio.subprocess.Process, name: str, report: Report) -> NodeFigures:
-    assert process.stdout is not None
-    async for line in process.stdout:
-        said: dict[str, Any] = json.loads(line)
-        if "progress" in said:
-            report(f"{name}: {said['progress']}")
-        elif "error" in said:
-            raise SettingsError(said["error"])
-        else:
-            figures = said["figures"]
-            figures["prompts_s"], figures["steps_s"] = tuple(figures["prompts_s"]), tuple(figures["steps_s"])
-            return NodeFigures(**figures)
-    raise BenchError(f"the {name} has ended before it was measured")
+    figures = await figures_of(NODE_MODULE, task, name, report)
+    figures["prompts_s"], figures["steps_s"] = tuple(figures["prompts_s"]), tuple(figures["steps_s"])
+    return NodeFigures(**figures)
 
 
 async def _transfers(layout: KVLayout, report: Report) -> list[Measured]:

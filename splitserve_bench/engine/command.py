@@ -5,10 +5,10 @@ import json
 import re
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 import click
 
@@ -20,28 +20,10 @@ from splitserve.launch.process_age import process_age_s
 from splitserve_bench.engine.figures import EngineBench, PromptSize
 from splitserve_bench.engine.peers import our_result, ratios, read_peers
 from splitserve_bench.engine.random_models import SHAPES, write_random_model
+from splitserve_bench.options import ListOf
 
 PROMPT_SIZE: Final = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,8})", re.ASCII)
 COUNT: Final = re.compile(r"[1-9]\d{0,8}", re.ASCII)
-
-
-class ListOf(click.ParamType[tuple[Any, ...]]):
-    """Values with commas or spaces between them."""
-
-    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
-        self.name = name
-        self._parse = parse
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            values = tuple(dict.fromkeys(map(self._parse, value.replace(",", " ").split())))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-        if not values:
-            self.fail("there must be one at least", param, ctx)
-        return values
 
 
 def parse_count(text: str) -> int:

@@ -75,6 +75,10 @@ class DecodeRun:
             # An 8-bit block is filled from its start: what follows a context that ends within one is begun anew.
             _compute(self._engine, request, blocks, start, self._context_tokens)
 
+    def work(self, index: int, start: int, num_tokens: int) -> Work:
+        """Of a step that computes tokens of one of the requests, as often as one likes."""
+        return Work(self.requests[index], start, num_tokens, self._blocks[index])
+
     def run_s(self, batch: int, num_steps: int = NUM_STEPS) -> float:
         """Mean seconds of the steps that follow a rewind of the first `batch` requests."""
         return statistics.fmean(self._step_s(batch, self._context_tokens + step) for step in range(num_steps))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from serving_core.errors import SplitServeError
-from splitserve_bench.serve.records import Outcome
+from splitserve_bench.serve.records import Outcome, PlannedRequest
 from splitserve_bench.serve.wire import OrderedRequest
 
 MOST_ERROR_CHARACTERS: Final = 300
@@ -21,7 +21,7 @@ class RequestFailed(SplitServeError):
 class Reply:
     """What came so far. `now_s` gives the seconds since the start of the load."""
 
-    def __init__(self, request: OrderedRequest, now_s: Callable[[], float]) -> None:
+    def __init__(self, request: OrderedRequest | PlannedRequest, now_s: Callable[[], float]) -> None:
         self.num_prompt_tokens = len(request.prompt)
         self.num_arrived_tokens = 0
         self.num_output_tokens: int | None = None  # the server's own count, when it has told it

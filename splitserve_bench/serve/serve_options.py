@@ -137,7 +137,7 @@ where_options = options_of(
 
 
 # What is sent when.
-load_options = options_of(
+dataset_options = options_of(
     click.option("--dataset-name", default=RANDOM, show_default=True, type=click.Choice(DATASETS)),
     click.option(
         "--dataset-path",
@@ -154,13 +154,15 @@ load_options = options_of(
         help="Lengths differ by up to this share of them.",
     ),
     click.option("--num-prompts", type=LENGTH, help=f"Requests; default {NUM_PROMPTS}, of a trace all."),
-    click.option(
-        "--request-rate",
-        default=math.inf,
-        show_default=True,
-        type=ABOVE_0,
-        help="Requests a second; inf sends all at once, and a trace at its own times.",
-    ),
+)
+rate_option = click.option(
+    "--request-rate",
+    default=math.inf,
+    show_default=True,
+    type=ABOVE_0,
+    help="Requests a second; inf sends all at once, and a trace at its own times.",
+)
+pace_options = options_of(
     click.option(
         "--burstiness",
         default=1.0,
@@ -172,9 +174,6 @@ load_options = options_of(
     click.option("--length-scale", default=1.0, show_default=True, type=ABOVE_0, help="Times a trace's lengths."),
     click.option("--max-concurrency", type=LENGTH, help="Requests at the same time; the rest wait."),
     click.option(
-        "--num-warmups", default=0, show_default=True, type=COUNT, help="Requests before, which do not count."
-    ),
-    click.option(
         "--request-timeout-s", default=600.0, show_default=True, type=ABOVE_0, help="A later answer is a miss."
     ),
     click.option(
@@ -184,6 +183,10 @@ load_options = options_of(
         help="Of prompts, lengths and arrivals; take another one when the server keeps the KV of an earlier run.",
     ),
 )
+warm_up_option = click.option(
+    "--num-warmups", default=0, show_default=True, type=COUNT, help="Requests before, which do not count."
+)
+load_options = options_of(dataset_options, rate_option, pace_options, warm_up_option)
 
 
 # What is made of it.

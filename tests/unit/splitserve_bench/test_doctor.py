@@ -11,9 +11,9 @@ from click.testing import CliRunner
 from serving_core.errors import SettingsError
 from serving_core.settings import EngineSettings
 from splitserve.cli import main
-from splitserve_bench.doctor import doctor
-from splitserve_bench.doctor.doctor import DoctorBench, Measured, batches_of, conclude, node_cpus
+from splitserve_bench.doctor.doctor import NODE_MODULE, DoctorBench, Measured, batches_of, conclude, node_cpus
 from splitserve_bench.doctor.node import NodeFigures, NodeTask
+from splitserve_bench.doctor.processes import figures_of
 from splitserve_bench.doctor.report import pays_lines
 from splitserve_bench.engine.random_models import Shape, write_random_model
 from tests.tiny_models import write_fake_model
@@ -171,7 +171,7 @@ def test_an_error_of_a_node_is_told_in_its_words(tmp_path):
 
 async def test_a_node_is_gone_even_when_it_is_cancelled_twice(tmp_path):
     settings = dataclasses.asdict(EngineSettings(model=str(tmp_path)))
-    measuring = asyncio.create_task(doctor._node(NodeTask(settings, "", (1,), (), 1), "prefill node", str))
+    measuring = asyncio.create_task(figures_of(NODE_MODULE, NodeTask(settings, "", (1,), (), 1), "prefill node", str))
     async with asyncio.timeout(DEADLINE_S):
         while not (children := psutil.Process().children()):
             await asyncio.sleep(0.01)

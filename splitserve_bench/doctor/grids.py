@@ -1,0 +1,141 @@
+"""Steps of one node by what is in them, as `splitserve doctor --save` measures them: an engine in a process of its own.
+
+`python -m splitserve_bench.doctor.grids TASK` takes a JSON object with the fields of GridTask, and talks as
+processes.py says. Of repeats the fastest counts, which others on the machine disturb least.
+"""
+
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from serving_core.cpus import pin
+from serving_core.errors import SplitServeError
+from serving_core.settings import EngineSettings
+
+ANSWERS, PROMPTS = "answers", "prompts"
+MIXED_CHUNK: Final = 8  # tokens of a prompt for each answer in a mixed step, at least
+
+
+@dataclass(frozen=True, slots=True)
+class GridTask:
+    """What to measure, all of it ascending: steps of `rows` answers, or of prompts in chunks of `rows` tokens, with
+    `columns` tokens before them. Without answers no step of both is measured."""
+
+    settings: dict[str, Any]  # of EngineSettings, but for the size of the pool
+    cpus: str
+    kind: str  # ANSWERS or PROMPTS
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    repeats: int
+
+
+@dataclass(frozen=True, slots=True)
+class GridFigures:
+    """seconds[row][column]; and what a step of answers and a prompt takes of the sum of both, median over the rows."""
+
+    seconds: tuple[tuple[float, ...], ...]
+    mixed_factor: float
+
+
+def measure_grid(task: GridTask) -> GridFigures:
+    """In this process, whose cores are settled. Raises ModelError or SettingsError."""
+    from engine.engine import Engine  # torch, whose threads are as many as there are cores when it is imported
+    from serving_core.model_config import read_model_config
+    from splitserve_bench.engine.driver import NUM_STEPS
+
+    settings = EngineSettings(**task.settings)
+    config = read_model_config(Path(settings.model))
+    layout = config.kv_layout(settings.block_size, config.dtype)  # of blocks, only the number of tokens counts here
+    is_of_prompts = task.kind == PROMPTS
+    most_tokens = max(task.columns) + (max(task.rows) if is_of_prompts else 0) + NUM_STEPS
+    num_requests = 1 if is_of_prompts else max(task.rows) + 1
+    engine = Engine(dataclasses.replace(settings, num_kv_blocks=num_requests * layout.num_blocks_for(most_tokens)))
+    engine.warm_up()
+    if is_of_prompts:
+        return GridFigures(_prompts_s(engine, task), 1.0)
+    return GridFigures(*_answers_s(engine, task))
+
+
+def _answers_s(engine: Any, task: GridTask) -> tuple[tuple[tuple[float, ...], ...], float]:
+    from splitserve_bench.engine.driver import DecodeRun
+
+    run = DecodeRun(engine, max(task.rows) + 1, max(task.columns))  # one more, of which mixed steps compute a chunk
+    columns: list[list[float]] = []
+    factors: list[float] = []
+    for context_tokens in task.columns:
+        _say(progress=f"answers with {context_tokens} tokens before them ...")
+        run.extend(context_tokens)
+        columns.append([_step_s(run, batch, task.repeats) for batch in task.rows])
+        if context_tokens == min(task.columns):
+            factors = [_mixed_factor(engine, run, batch, context_tokens, task.repeats) for batch in task.rows]
+    return tuple(zip(*columns, strict=True)), statistics.median(factors)
+
+
+def _step_s(run: Any, batch: int, repeats: int) -> float:
+    run.rewind(batch)
+    run.run_s(batch, 1)  # the first of its shapes
+    samples_s: list[float] = []
+    for _ in range(repeats):
+        run.rewind(batch)
+        samples_s.append(float(run.run_s(batch)))
+    return min(samples_s)
+
+
+def _mixed_factor(engine: Any, run: Any, batch: int, context_tokens: int, repeats: int) -> float:
+    """Of a step with `batch` answers and a chunk, over the same in two steps."""
+    chunk = max(1, min(context_tokens, MIXED_CHUNK * batch))
+    run.rewind(batch + 1)
+    answers = [run.work(index, context_tokens, 1) for index in range(batch)]
+    prompt = [run.work(batch, context_tokens - chunk, chunk)]
+    mixed_s, answers_s, prompt_s = (_fastest(engine, works, repeats) for works in (answers + prompt, answers, prompt))
+    return mixed_s / (answers_s + prompt_s)
+
+
+def _prompts_s(engine: Any, task: GridTask) -> tuple[tuple[float, ...], ...]:
+    """Every chunk is the last of its prompt: it samples, too."""
+    from splitserve_bench.engine.driver import DecodeRun
+
+    run = DecodeRun(engine, 1, max(task.columns) + max(task.rows))
+    seconds: dict[tuple[int, int], float] = {}
+    for context_tokens in task.columns:
+        _say(progress=f"prompts with {context_tokens} tokens before the chunk ...")
+        for chunk in task.rows:
+            run.extend(context_tokens + chunk - 1)
+            seconds[chunk, context_tokens] = _fastest(engine, [run.work(0, context_tokens, chunk)], task.repeats)
+    return tuple(tuple(seconds[chunk, context] for context in task.columns) for chunk in task.rows)
+
+
+def _fastest(engine: Any, works: Sequence[Any], repeats: int) -> float:
+    engine.step(works)  # the first of its shapes
+    samples_s: list[float] = []
+    for _ in range(repeats):
+        start_s = time.perf_counter()
+        engine.step(works)
+        samples_s.append(time.perf_counter() - start_s)
+    return min(samples_s)
+
+
+def main() -> None:
+    """Does the task that is this process's argument."""
+    fields = json.loads(sys.argv[1])
+    lists: dict[str, Sequence[int]] = {name: tuple(fields[name]) for name in ("rows", "columns")}
+    task = GridTask(**{**fields, **lists})
+    try:
+        pin(task.cpus)
+        _say(figures=dataclasses.asdict(measure_grid(task)))
+    except SplitServeError as error:
+        _say(error=str(error))
+
+
+def _say(**line: Any) -> None:
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

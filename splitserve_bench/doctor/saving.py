@@ -1,0 +1,149 @@
+"""What `splitserve doctor --save` measures beyond what it shows: a profile for `splitserve simulate`.
+
+1. Steps by what is in them, on a node that reads and one that writes, at the same time where there are cores for both.
+2. A cluster of two nodes is asked one request after the other: what a message, the door, the corridor and a node's own
+   work around a step take is what remains of its timelines when the steps are taken away.
+"""
+
+import dataclasses
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from serving_core.model_config import read_model_config
+from serving_core.needs import model_layout, num_blocks_for
+from serving_core.settings import EngineSettings
+from serving_node.settings import NodeSettings
+from splitserve.launch.models import LocalModel, Report
+from splitserve_bench.compare.arena import Arena
+from splitserve_bench.compare.contenders import SPLIT, ClusterContender
+from splitserve_bench.doctor.doctor import DECODE_NODE, PREFILL_NODE, DoctorBench, all_cpus, batches_of, node_cpus
+from splitserve_bench.doctor.grids import ANSWERS, PROMPTS, GridFigures, GridTask
+from splitserve_bench.doctor.processes import both, figures_of
+from splitserve_bench.errors import BenchError
+from splitserve_bench.prompts import Prompts
+from splitserve_bench.serve.metrics import tpot_s, ttft_s
+from splitserve_bench.serve.records import Outcome, PlannedRequest
+from splitserve_bench.simulate.grid import Grid
+from splitserve_bench.simulate.profile import ControlProfile, CorridorProfile, NodeSizes, Profile, StepProfile
+
+GRIDS_MODULE: Final = "splitserve_bench.doctor.grids"
+CHUNKS: Final = (1, 16, 64, 128, 256, 512)
+CONTEXTS: Final = (0, 512, 1536)  # before a chunk
+ANSWER_CONTEXTS: Final = (32, 256, 1024)  # before a token of an answer
+LONE_PROMPT_TOKENS: Final = 64
+LONE_OUTPUT_TOKENS: Final = 32
+LONE_REQUESTS: Final = 12
+LONE_TIMEOUT_S: Final = 300.0
+
+
+async def measure_profile(
+    model: LocalModel, settings: EngineSettings, sizes: DoctorBench, bytes_per_s: float, report: Report
+) -> Profile:
+    """`bytes_per_s` is the corridor's. Raises BenchError, ModelError and SettingsError."""
+    cpus, (parts, at_once) = all_cpus(), node_cpus(all_cpus(), sizes.cores)
+    node = node_sizes(model.folder, settings)
+    answers, prompts = _tasks(model.folder, settings, sizes, parts, node.max_model_len)
+    of_prompts, of_answers = await both(
+        _grid(prompts, PREFILL_NODE, report), _grid(answers, DECODE_NODE, report), at_once=at_once
+    )
+    steps = StepProfile(
+        answers=Grid(answers.rows, answers.columns, of_answers.seconds),
+        prompts=Grid(prompts.rows, prompts.columns, of_prompts.seconds),
+        mixed_factor=of_answers.mixed_factor,
+        overhead_s=0.0,
+    )
+    report("a cluster, one request after the other ...")
+    flags = {name: getattr(settings, name) for name in ("dtype", "quantization", "kv_cache_dtype")}
+    outcomes = await _lone_requests(model, cpus[: sizes.cores * (1 + at_once)], flags, node.vocab_size, report)
+    return profile_of(model.name, sizes.cores, node, steps, bytes_per_s, outcomes)
+
+
+def profile_of(
+    model: str, cores: int, node: NodeSizes, steps: StepProfile, bytes_per_s: float, outcomes: Sequence[Outcome]
+) -> Profile:
+    """From steps without overhead, and what became of requests that were alone in a cluster of two nodes."""
+    context_tokens = LONE_PROMPT_TOKENS + LONE_OUTPUT_TOKENS / 2
+    answer_s = steps.answers.at(1, context_tokens)
+    overhead_s = _median(outcomes, lambda each: (tpot_s(each) or 0.0) - answer_s)
+    message_s = _median(outcomes, lambda each: _phase(each, "prefill_queue_s") / 2)
+    door_s = _median(outcomes, lambda each: (ttft_s(each) or 0.0) - _phase(each, "ttft_s"))
+    latency_s = _median(outcomes, lambda each: _phase(each, "transfer_s"))
+    return Profile(
+        model=model,
+        cores=cores,
+        node=node,
+        steps=dataclasses.replace(steps, overhead_s=overhead_s),
+        corridor=CorridorProfile(latency_s, bytes_per_s),
+        control=ControlProfile(message_s, door_s),
+    )
+
+
+def node_sizes(folder: Path, settings: EngineSettings) -> NodeSizes:
+    """Of a node that is told nothing else."""
+    config, nodes = read_model_config(folder), NodeSettings()
+    layout = model_layout(settings, config)
+    return NodeSizes(
+        num_blocks=num_blocks_for(settings, layout, 1),
+        block_size=layout.block_size,
+        block_bytes=layout.block_bytes,
+        num_layers=layout.num_layers,
+        max_model_len=settings.max_model_len or config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+        max_num_batched_tokens=nodes.max_num_batched_tokens,
+        max_num_seqs=nodes.max_num_seqs,
+        max_num_queued=nodes.max_num_queued,
+        overlap_min_tokens=nodes.overlap_min_tokens,
+    )
+
+
+def _tasks(
+    folder: Path, settings: EngineSettings, sizes: DoctorBench, parts: tuple[str, str], max_model_len: int
+) -> tuple[GridTask, GridTask]:
+    """Of answers and of prompts, as far as the model's context reaches."""
+    fields = dataclasses.asdict(dataclasses.replace(settings, model=str(folder), device="cpu"))
+    room = max_model_len // 2
+    chunks = tuple(each for each in CHUNKS if each <= room)
+    before, before_answers = (tuple(each for each in places if each <= room) for places in (CONTEXTS, ANSWER_CONTEXTS))
+    return (
+        GridTask(fields, parts[1], ANSWERS, batches_of(sizes.running), before_answers, sizes.repeats),
+        GridTask(fields, parts[0], PROMPTS, chunks, before, sizes.repeats),
+    )
+
+
+async def _grid(task: GridTask, name: str, report: Report) -> GridFigures:
+    figures = await figures_of(GRIDS_MODULE, task, name, report)
+    return GridFigures(tuple(map(tuple, figures["seconds"])), figures["mixed_factor"])
+
+
+async def _lone_requests(
+    model: LocalModel, cpus: Sequence[int], flags: dict[str, str], vocab_size: int, report: Report
+) -> list[Outcome]:
+    prompts = Prompts(vocab_size, LONE_PROMPT_TOKENS)
+    planned = [PlannedRequest(index, 0.0, tuple(prompts.draw()), LONE_OUTPUT_TOKENS) for index in range(LONE_REQUESTS)]
+    warm_up = [PlannedRequest(index, 0.0, tuple(prompts.draw()), LONE_OUTPUT_TOKENS) for index in range(2)]
+    with tempfile.TemporaryDirectory(prefix="splitserve-doctor-") as logs:
+        arena = Arena(model, cpus, flags, Path(logs), report)
+        outcomes = await arena.run(
+            ClusterContender("two nodes", SPLIT, 1, 1, 0),
+            warm_up,
+            planned,
+            max_concurrency=1,
+            request_timeout_s=LONE_TIMEOUT_S,
+            on_progress=lambda progress: None,
+        )
+    if errors := [outcome.error for outcome in outcomes if outcome.error]:
+        raise BenchError(f"a request that was alone in a cluster failed: {errors[0]}")
+    return outcomes
+
+
+def _median(outcomes: Sequence[Outcome], seconds_of: Callable[[Outcome], float]) -> float:
+    """Not below 0, as noise can make a difference."""
+    return max(0.0, statistics.median(map(seconds_of, outcomes)))
+
+
+def _phase(outcome: Outcome, name: str) -> float:
+    assert outcome.timeline is not None, "a server of ours tells where the time went"
+    return outcome.timeline[name]

@@ -1,0 +1,121 @@
+"""The clients of a simulation: they send a load when it is due, and note what comes."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from coordinator.control.prompts import Prompt
+from protos import fleet_pb2, inference_pb2
+from serving_core.errors import RequestError
+from serving_core.requests import SamplingParams
+from splitserve_bench.serve.grpc_backend import REFUSALS
+from splitserve_bench.serve.records import Outcome, PlannedRequest
+from splitserve_bench.serve.reply import Reply
+from splitserve_bench.simulate.agenda import Agenda
+from splitserve_bench.simulate.toy_model import ToyModel
+
+
+class Server(Protocol):
+    """Who is asked."""
+
+    def submit(self, request_id: str, prompt: Prompt, sampling: SamplingParams, *, deadline_s: float) -> None: ...
+
+
+class LoadClients:
+    """Every request of a load, each with a client of its own."""
+
+    def __init__(
+        self,
+        agenda: Agenda,
+        planned: Sequence[PlannedRequest],
+        *,
+        model: ToyModel,
+        door_s: float,
+        max_concurrency: int | None,
+        request_timeout_s: float,
+    ) -> None:
+        """`door_s`: from a client to the coordinator and back. Every answer is checked."""
+        self._agenda, self._planned = agenda, planned
+        self._model = model
+        self._half_s = door_s / 2
+        self._num_free = max_concurrency or len(planned)
+        self._timeout_s = request_timeout_s
+        self._waiting: deque[PlannedRequest] = deque()
+        self._answers: dict[str, _Answer] = {}
+        self._outcomes: dict[int, Outcome] = {}
+
+    @property
+    def is_over(self) -> bool:
+        return len(self._outcomes) == len(self._planned)
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """In the order of the load, when all is over."""
+        return [self._outcomes[each.index] for each in self._planned]
+
+    def start(self, server: Server) -> None:
+        """Sends everything when it is due."""
+        self._server = server
+        for planned in self._planned:
+            self._agenda.at(planned.send_at_s, lambda planned=planned: self._due(planned))  # type: ignore[misc]
+
+    def _due(self, planned: PlannedRequest) -> None:
+        self._waiting.append(planned)
+        self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        while self._waiting and self._num_free:
+            self._num_free -= 1
+            self._send(self._waiting.popleft())
+
+    def _send(self, planned: PlannedRequest) -> None:
+        request_id = f"{planned.index}/0"
+        self._answers[request_id] = _Answer(planned, Reply(planned, lambda: self._agenda.now))
+        sampling = SamplingParams(max_tokens=planned.output_tokens, temperature=0.0, ignore_eos=True)
+        deadline_s = self._agenda.now + self._timeout_s
+        self._agenda.after(
+            self._half_s,
+            lambda: self._server.submit(request_id, Prompt(planned.prompt), sampling, deadline_s=deadline_s),
+        )
+
+    # ---- what comes ----
+
+    def arrived(self, request_id: str, tokens: list[fleet_pb2.SampledToken]) -> None:
+        """The next tokens of an answer have left the coordinator."""
+        answer = self._answers[request_id]
+        for token in tokens:
+            assert token.index == len(answer.token_ids), "a token came twice, or out of order"
+            answer.token_ids.append(token.token_id)
+        answer.reply.arrived(self._agenda.now + self._half_s, len(tokens))
+
+    def ended(self, request_id: str, outcome: inference_pb2.Complete | RequestError) -> None:
+        """The end of an answer has left the coordinator."""
+        self._agenda.after(self._half_s, lambda: self._end(request_id, outcome))
+
+    def _end(self, request_id: str, outcome: inference_pb2.Complete | RequestError) -> None:
+        answer = self._answers.pop(request_id)
+        self._model.check_answer(answer.planned.prompt, answer.token_ids)
+        if isinstance(outcome, RequestError):
+            result = answer.reply.outcome(str(outcome), is_refused=outcome.reason in REFUSALS)
+        else:
+            answer.reply.num_output_tokens = outcome.completion_tokens
+            answer.reply.timeline = _seconds_of(outcome.timeline)
+            result = answer.reply.outcome()
+        self._outcomes[answer.planned.index] = result
+        self._num_free += 1
+        self._send_waiting()
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One answer under way."""
+
+    planned: PlannedRequest
+    reply: Reply
+    token_ids: list[int] = field(default_factory=list)
+
+
+def _seconds_of(timeline: inference_pb2.Timeline) -> dict[str, float]:
+    names = [field.name for field in timeline.DESCRIPTOR.fields if field.name.endswith("_s")]
+    return {name: getattr(timeline, name) for name in names}

@@ -1,0 +1,116 @@
+"""`splitserve simulate`. What it simulates with is imported when it runs, so that help is quick."""
+
+import math
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from time import process_time
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from serving_core.errors import SettingsError
+from splitserve.commands.terminal import report
+from splitserve_bench.options import ListOf, options_of
+from splitserve_bench.serve.serve_options import (
+    ServeCommand,
+    ServeOptions,
+    dataset_options,
+    pace_options,
+    result_options,
+)
+
+if TYPE_CHECKING:
+    from splitserve_bench.simulate.fleet import FleetSize
+    from splitserve_bench.simulate.profile import Profile
+
+CLOCK_START: Final = datetime(1970, 1, 1, tzinfo=UTC)  # of every simulation, so that equal ones are told alike
+MOST_OF_A_ROLE: Final = 1024
+# What a simulation has no use for.
+NOWHERE: Final[dict[str, Any]] = {
+    "server": None, "host": None, "port": None, "endpoint": "", "model": "", "api_key": None, "extra_body": "{}",
+    "tokenizer": None, "vocab_size": None, "num_warmups": 0,
+}  # fmt: skip
+
+
+def parse_rate(text: str) -> float:
+    """Requests a second, or inf. Raises ValueError."""
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not rate > 0:
+        raise ValueError(f"{text!r} is not a number above 0, nor inf")
+    return rate
+
+
+def node_count(role: str, text: str) -> Any:
+    """How many nodes of a role."""
+    return click.option(f"--{role}", default=0, show_default=True, type=click.IntRange(0, MOST_OF_A_ROLE), help=text)
+
+
+fleet_options = options_of(
+    click.option(
+        "--profile",
+        "profile_path",
+        required=True,
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="What a node costs, as `splitserve doctor --save FILE` has measured it.",
+    ),
+    node_count("prefill", "Nodes that read prompts."),
+    node_count("decode", "Nodes that write answers."),
+    node_count("both", "Nodes that do both."),
+)
+
+
+@click.command("simulate", cls=ServeCommand)
+@fleet_options
+@dataset_options
+@click.option(
+    "--request-rate",
+    "request_rates",
+    default="inf",
+    show_default=True,
+    type=ListOf("R,R,...", parse_rate),
+    help="Requests a second, one simulation for each; inf sends all at once, and a trace at its own times.",
+)
+@pace_options
+@result_options
+def simulate_command(
+    profile_path: Path, prefill: int, decode: int, both: int, request_rates: tuple[float, ...], **flags: Any
+) -> None:
+    """Send a load to a simulated fleet: the real decisions of coordinator and nodes, with steps, transfers and messages
+    that take what they took where the profile was measured. Prints what `bench serve` prints; with --json, one object a
+    line for each rate. The same arguments give the same output."""
+    from splitserve_bench.simulate.fleet import FleetSize
+    from splitserve_bench.simulate.profile import read_profile
+
+    size = FleetSize(prefill, decode, both)
+    size.check()
+    if len(request_rates) > 1 and (flags["result_filename"] or flags["plots"]):
+        raise SettingsError("--result-filename and --plots are of one load: give one --request-rate with them")
+    profile = read_profile(profile_path)
+    for rate in request_rates:
+        _simulate(profile, size, ServeOptions(backend=f"simulated-{size}", request_rate=rate, **NOWHERE, **flags))
+
+
+def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions) -> None:
+    from splitserve_bench.serve.reporting import Reporting
+    from splitserve_bench.serve.workloads import workload_of
+    from splitserve_bench.simulate.fleet import simulate
+
+    options.check()
+    reporting = Reporting(options)
+    workload = workload_of(options, profile.node.max_model_len, profile.node.vocab_size)
+    run = replace(reporting.begin(profile.model, workload.num_clipped), started_at=CLOCK_START)
+    began_s = process_time()
+    outcomes = simulate(
+        profile,
+        size,
+        workload.planned,
+        max_concurrency=options.max_concurrency,
+        request_timeout_s=options.request_timeout_s,
+    )
+    num_tokens = sum(outcome.num_output_tokens for outcome in outcomes)
+    report(f"{num_tokens} tokens simulated in {process_time() - began_s:.1f} s")
+    reporting.show(outcomes, run)

@@ -1,0 +1,171 @@
+"""The coordinator of a simulation: the real registry and tracker, with messages that take time.
+
+It does with the tracker's instructions what coordinator/dispatcher.py does.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Generic, Protocol, TypeVar
+
+from coordinator.control import drains
+from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, Send
+from coordinator.control.ledger import Ledger
+from coordinator.control.metrics import Metrics
+from coordinator.control.prompts import Prompt
+from coordinator.control.registry import Node, Registry
+from coordinator.control.roles import Roles
+from coordinator.control.tracker import Tracker
+from coordinator.settings import CoordinatorSettings
+from protos import fleet_pb2, inference_pb2
+from serving_core.errors import RequestError
+from serving_core.requests import SamplingParams
+from serving_core.shapes import Shape
+from splitserve_bench.simulate.agenda import Agenda
+from splitserve_bench.simulate.node import SimulatedNode
+
+TICK_S: Final = 0.25
+FIRST_EPOCH: Final = 0
+
+Message = TypeVar("Message")
+
+
+class Clients(Protocol):
+    """Who asks."""
+
+    def arrived(self, request_id: str, tokens: list[fleet_pb2.SampledToken]) -> None: ...
+    def ended(self, request_id: str, outcome: inference_pb2.Complete | RequestError) -> None: ...
+
+
+class Line(Generic[Message]):
+    """One direction of a node's stream: messages arrive late, and in order."""
+
+    def __init__(self, agenda: Agenda, message_s: Callable[[], float], hear: Callable[[Message], None]) -> None:
+        self._agenda, self._message_s, self._hear = agenda, message_s, hear
+        self._last_s = 0.0  # arrival of the last one
+        self.is_cut = False
+
+    def send(self, message: Message) -> None:
+        self._last_s = max(self._last_s, self._agenda.now + self._message_s())
+        self._agenda.at(self._last_s, lambda: self._arrive(message))
+
+    def _arrive(self, message: Message) -> None:
+        if not self.is_cut:
+            self._hear(message)
+
+
+@dataclass(slots=True, eq=False)
+class Attachment:
+    """A node that the coordinator knows, and the lines to and from it."""
+
+    node: SimulatedNode
+    commands: Line[fleet_pb2.NodeCommand]
+    events: Line[fleet_pb2.NodeEvent]
+
+
+class SimulatedCoordinator:
+    """Takes nodes and requests in, and tells the clients what comes of them."""
+
+    def __init__(self, agenda: Agenda, clients: Clients, settings: CoordinatorSettings) -> None:
+        self._agenda, self._clients, self._settings = agenda, clients, settings
+        self.registry = Registry({}, node_timeout_s=settings.node_timeout_s, step_timeout_s=settings.step_timeout_s)
+        ledger, self.metrics = Ledger(), Metrics()
+        self.tracker = Tracker(
+            self.registry,
+            ledger,
+            self.metrics,
+            first_epoch=FIRST_EPOCH,
+            max_live=settings.max_num_queued_reqs,
+            max_restarts=settings.max_restarts,
+            keep_after_s=settings.keep_after_s,
+        )
+        self._roles = Roles(self.registry, ledger, policy=settings.roles)
+        self._attachments: dict[Node, Attachment] = {}
+        agenda.after(TICK_S, self._tick)
+
+    # ---- nodes ----
+
+    def attach(self, node: SimulatedNode) -> None:
+        """Takes a node in, whose messages go their ways from now on."""
+        known = self.registry.admit(node.hello(), self._agenda.now)
+        events = Line(self._agenda, node.costs.message_s, partial(self._receive, known))
+        commands = Line(self._agenda, node.costs.message_s, node.handle)
+        self._attachments[known] = Attachment(node, commands, events)
+        node.tell = events.send
+        self._beat(known)
+
+    def lose(self, node: SimulatedNode) -> None:
+        """The node's stream has ended."""
+        known = next(each for each, attachment in self._attachments.items() if attachment.node is node)
+        self._apply(self._lose(known))
+
+    def set_shape(self, name: str, to: str | Shape) -> None:
+        """Asks a node to take a role or a shape. Raises RequestError."""
+        _, _, instructions = self._roles.set_shape(name, to, self._agenda.now)
+        self._apply(instructions)
+
+    def drain(self, name: str) -> None:
+        """Takes the work from a node. Raises RequestError when there is no such node, or none that could take it."""
+        node = self.registry.named(name)
+        drains.check_target(node, self.registry.nodes)
+        self.registry.drain(node)
+        self._apply(self.tracker.tick(self._agenda.now))
+
+    def _beat(self, known: Node) -> None:
+        if attachment := self._attachments.get(known):
+            attachment.node.beat()
+            self._agenda.after(self._settings.heartbeat_s, lambda: self._beat(known))
+
+    def _receive(self, known: Node, event: fleet_pb2.NodeEvent) -> None:
+        kind = event.WhichOneof("event")
+        if kind == "heartbeat":
+            self.registry.heartbeat(known, event.heartbeat, self._agenda.now)
+        elif kind == "cache_changed":
+            self.registry.cache_changed(known, event.cache_changed)
+        else:
+            self._apply(self.tracker.handle(known, event, self._agenda.now))
+
+    def _lose(self, known: Node) -> list[Instruction]:
+        attachment = self._attachments.pop(known)
+        attachment.commands.is_cut = attachment.events.is_cut = True
+        self.registry.lose(known)
+        return self.tracker.lose(known, self._agenda.now)
+
+    # ---- clients ----
+
+    def submit(self, request_id: str, prompt: Prompt, sampling: SamplingParams, *, deadline_s: float) -> None:
+        """Begins an answer; what cannot begin ends at once."""
+        now = self._agenda.now
+        try:
+            instructions = self.tracker.submit(request_id, prompt, sampling, arrived_s=now, deadline_s=deadline_s)
+        except RequestError as refusal:
+            self._clients.ended(request_id, refusal)
+        else:
+            self._apply(instructions)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a live answer; another one is left alone."""
+        self._apply(self.tracker.finish(request_id, inference_pb2.FINISH_REASON_ABORT, self._agenda.now))
+
+    # ---- all ----
+
+    def _tick(self) -> None:
+        now = self._agenda.now
+        for known, _ in self.registry.expired(now):
+            self._apply(self._lose(known))
+        self._apply(self.tracker.tick(now))
+        self._apply(self._roles.tick(now))
+        self._agenda.after(TICK_S, self._tick)
+
+    def _apply(self, instructions: Iterable[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Emit():
+                    self._clients.arrived(instruction.request_id, instruction.tokens)
+                case Send(known, command):
+                    if attachment := self._attachments.get(known):
+                        attachment.commands.send(command)
+                case End(request_id, outcome):
+                    self._clients.ended(request_id, outcome)
+                case MoveEnded():
+                    pass  # the metrics know

@@ -1,0 +1,167 @@
+"""The corridor of a simulation: KV blocks between nodes, with the words that both ends hear about a transfer.
+
+The blocks of one sender leave one after the other, in the order in which they become ready. What a step makes ready may
+leave layer by layer while the step runs; its last layer cannot.
+"""
+
+import itertools
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final, Protocol
+
+from kv_transfer.results import Received, Sent, TransferFailed
+from kv_transfer.ticket import TRANSFER_ID_BYTES, LaneEnd, Ticket
+from serving_core import reasons
+from serving_core.layout import KVLayout
+from splitserve_bench.simulate.agenda import Agenda
+from splitserve_bench.simulate.costs import Costs
+
+TTL_S: Final = 600.0
+ADDRESS: Final = "simulated"
+
+
+class End(Protocol):
+    """A node, as the corridor knows it."""
+
+    costs: Costs
+
+    def received(self, epoch: int, result: Received | TransferFailed) -> None: ...
+    def caught_up(self, epoch: int) -> None: ...
+    def sent(self, epoch: int, result: Sent | TransferFailed) -> None: ...
+
+
+class State(Enum):
+    """Where a transfer stands."""
+
+    OPEN = auto()
+    COMMITTED = auto()
+    REVOKED = auto()  # by the receiver
+    ABORTED = auto()  # by the sender
+    LOST = auto()  # with one of its ends
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """One transfer, from granted blocks to the last word about it."""
+
+    receiver: End
+    epoch: int  # of the receiver's attempt
+    num_blocks: int
+    num_ready: int  # blocks that have left, or wait for those before them; the cached ones need not
+    sender: End | None = None
+    sent_epoch: int = -1  # of the sender's attempt, another one where an answer moves
+    num_sent: int = 0  # blocks that travelled
+    left_s: float = 0.0  # when those that are ready have left
+    is_finished: bool = False
+    state: State = State.OPEN
+    tail: bytes = b""
+
+
+class Corridor:
+    """All transfers between the nodes of a fleet."""
+
+    def __init__(self, agenda: Agenda, layout: KVLayout, *, block_bytes: int) -> None:
+        """`layout` stands in the tickets; `block_bytes` are those that really travel for a block."""
+        self._agenda = agenda
+        self._layout = layout
+        self._block_bytes = block_bytes
+        self._ids = itertools.count()
+        self._by_ticket: dict[bytes, Transfer] = {}
+        self._receiving: dict[tuple[End, int], Transfer] = {}
+        self._sending: dict[tuple[End, int], Transfer] = {}
+        self._free_s: dict[End, float] = {}  # when a sender's blocks have left
+
+    def open(self, receiver: End, epoch: int, *, num_blocks: int, num_cached: int, num_tokens: int) -> bytes:
+        """Lets these blocks be written by the ticket that is returned."""
+        end = LaneEnd(next(self._ids).to_bytes(TRANSFER_ID_BYTES, "big"), ADDRESS)
+        ticket = Ticket(epoch, self._layout, 1, 1, num_blocks, num_cached, num_tokens, TTL_S, (end,)).encode()
+        transfer = Transfer(receiver, epoch, num_blocks, num_cached)
+        self._by_ticket[ticket] = self._receiving[receiver, epoch] = transfer
+        return ticket
+
+    def send(self, sender: End, epoch: int, ticket: bytes, num_blocks: int) -> None:
+        """Begins a transfer, of which so many leading blocks are final."""
+        transfer = self._by_ticket.pop(ticket)
+        transfer.sender, transfer.sent_epoch = sender, epoch
+        self._sending[sender, epoch] = transfer
+        if transfer.state is not State.OPEN:
+            self._agenda.after(sender.costs.latency_s(), lambda: self._tell_sender(transfer))
+        else:
+            self.ready(sender, epoch, num_blocks, since_s=self._agenda.now)
+            self._agenda.at(transfer.left_s, lambda: self._watch(transfer))
+
+    def ready(self, sender: End, epoch: int, num_blocks: int, *, since_s: float) -> None:
+        """So many leading blocks are final now; the new ones became so layer by layer from since_s on."""
+        transfer = self._sending.get((sender, epoch))
+        if transfer is None or transfer.state is not State.OPEN:
+            return
+        num_new = max(0, min(num_blocks, transfer.num_blocks) - transfer.num_ready)
+        transfer.num_ready += num_new
+        transfer.num_sent += num_new
+        now, bytes_s = self._agenda.now, sender.costs.bytes_s(num_new * self._block_bytes)
+        start_s = max(since_s, self._free_s.get(sender, 0.0))
+        left_s = max(start_s + bytes_s, now + (bytes_s / self._layout.num_layers if since_s < now else 0.0))
+        self._free_s[sender] = transfer.left_s = left_s
+
+    def finish(self, sender: End, epoch: int, num_blocks: int, tail: bytes) -> None:
+        """All blocks are final; the tail follows the last one."""
+        self.ready(sender, epoch, num_blocks, since_s=self._agenda.now)
+        if (transfer := self._sending.get((sender, epoch))) and transfer.state is State.OPEN:
+            transfer.tail, transfer.is_finished = tail, True
+            arrived_s = transfer.left_s + sender.costs.latency_s()
+            self._agenda.at(arrived_s, lambda: self._end(transfer, State.COMMITTED, by=transfer.receiver))
+
+    def cancel(self, node: End, epoch: int) -> None:
+        """Ends what the node receives or sends, if it has not ended."""
+        if transfer := self._receiving.get((node, epoch)):
+            self._end(transfer, State.REVOKED, by=node)
+        if transfer := self._sending.get((node, epoch)):
+            self._end(transfer, State.ABORTED, by=node)
+
+    def lose(self, node: End) -> None:
+        """The node is gone; whom it sent to or received from finds out."""
+        for transfer in [*self._receiving.values(), *self._sending.values()]:
+            if node in (transfer.receiver, transfer.sender):
+                self._end(transfer, State.LOST, by=node)
+
+    def _watch(self, transfer: Transfer) -> None:
+        """Tells the sender once when all that was ready has left, unless that is the whole by then."""
+        assert transfer.sender is not None
+        if transfer.state is not State.OPEN or transfer.is_finished:
+            return
+        if transfer.left_s <= self._agenda.now:
+            transfer.sender.caught_up(transfer.sent_epoch)
+        else:
+            self._agenda.at(transfer.left_s, lambda: self._watch(transfer))
+
+    def _end(self, transfer: Transfer, state: State, *, by: End) -> None:
+        """Whoever ends it hears of it at once, the other one later."""
+        if transfer.state is not State.OPEN:
+            return
+        transfer.state = state
+        latency_s = transfer.receiver.costs.latency_s()
+        self._agenda.after(0.0 if by is transfer.receiver else latency_s, lambda: self._tell_receiver(transfer))
+        if transfer.sender is not None:
+            self._agenda.after(0.0 if by is transfer.sender else latency_s, lambda: self._tell_sender(transfer))
+
+    def _tell_receiver(self, transfer: Transfer) -> None:
+        del self._receiving[transfer.receiver, transfer.epoch]
+        num_bytes = transfer.num_sent * self._block_bytes
+        if transfer.state is State.COMMITTED:
+            transfer.receiver.received(transfer.epoch, Received(transfer.tail, num_bytes))
+        else:
+            reason = reasons.TRANSFER_ABORTED if transfer.state is State.ABORTED else reasons.TRANSFER_FAILED
+            transfer.receiver.received(transfer.epoch, _failed(transfer, reason))
+
+    def _tell_sender(self, transfer: Transfer) -> None:
+        assert transfer.sender is not None
+        del self._sending[transfer.sender, transfer.sent_epoch]
+        if transfer.state is State.COMMITTED:
+            transfer.sender.sent(transfer.sent_epoch, Sent(transfer.num_sent * self._block_bytes))
+        else:
+            reason = reasons.TRANSFER_REVOKED if transfer.state is State.REVOKED else reasons.TRANSFER_FAILED
+            transfer.sender.sent(transfer.sent_epoch, _failed(transfer, reason))
+
+
+def _failed(transfer: Transfer, reason: str) -> TransferFailed:
+    return TransferFailed(reason, f"the transfer was {transfer.state.name.lower()}")

@@ -1,0 +1,86 @@
+"""What things take in a simulation. Pure."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from serving_core.requests import Work
+from splitserve_bench.simulate.profile import Profile
+
+LEAST_STEP_S: Final = 1e-6  # a clock that stood still would never end
+START_TOKENS: Final = 256  # of the prompt whose speed a node knows when it starts
+
+
+@dataclass(slots=True)
+class StepLoad:
+    """What a step computes: a token of each of so many answers with num_cached tokens before them in all, and chunks of
+    prompts; num_before are the tokens before each of their tokens' chunk, summed."""
+
+    num_answers: int = 0
+    num_cached: int = 0
+    num_prompt_tokens: int = 0
+    num_before: int = 0
+
+
+def load_of(works: Iterable[Work]) -> StepLoad:
+    """Of a step; a chunk of one token costs what a token of an answer does."""
+    load = StepLoad()
+    for work in works:
+        if work.num_tokens == 1:
+            load.num_answers += 1
+            load.num_cached += work.start
+        else:
+            load.num_prompt_tokens += work.num_tokens
+            load.num_before += work.start * work.num_tokens
+    return load
+
+
+class Costs(Protocol):
+    """What one node's work takes, in seconds."""
+
+    def step_s(self, load: StepLoad) -> float: ...
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """What a node knows of itself at start; 0: nothing."""
+        ...
+
+    def message_s(self) -> float:
+        """From the coordinator to a node, or back."""
+        ...
+
+    def latency_s(self) -> float:
+        """Of a transfer, beside its bytes."""
+        ...
+
+    def bytes_s(self, num_bytes: int) -> float:
+        """Of so many bytes of KV on their way."""
+        ...
+
+
+class ProfileCosts:
+    """As a profile says."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._steps, self._corridor, self._control = profile.steps, profile.corridor, profile.control
+        self.prefill_tokens_per_s = START_TOKENS / profile.steps.prompts.at(START_TOKENS, 0)
+
+    def step_s(self, load: StepLoad) -> float:
+        """Answers and prompts are computed one after the other; what that saves or costs is the mixed factor."""
+        steps, seconds = self._steps, 0.0
+        if load.num_answers:
+            seconds += steps.answers.at(load.num_answers, load.num_cached / load.num_answers)
+        if load.num_prompt_tokens:
+            seconds += steps.prompts.at(load.num_prompt_tokens, load.num_before / load.num_prompt_tokens)
+        if load.num_answers and load.num_prompt_tokens:
+            seconds *= steps.mixed_factor
+        return max(LEAST_STEP_S, seconds + steps.overhead_s)
+
+    def message_s(self) -> float:
+        return self._control.message_s
+
+    def latency_s(self) -> float:
+        return self._corridor.latency_s
+
+    def bytes_s(self, num_bytes: int) -> float:
+        return num_bytes / self._corridor.bytes_per_s

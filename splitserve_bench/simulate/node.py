@@ -1,0 +1,266 @@
+"""One node of a simulation: the real logic of a node, with steps, blocks and messages that only take time.
+
+It does with the logic's decisions what serving_node/runner.py does, and tells the logic no less.
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from kv_transfer.results import Received, Sent, TransferFailed
+from protos import fleet_pb2, inference_pb2
+from protos.convert import PROTOCOL_VERSION, shape_to_wire
+from serving_core.blocks import BlockAllocator
+from serving_core.prefix import origin_of
+from serving_core.rates import NUM_RECENT, StepRates
+from serving_core.requests import Request, SampledToken, Work
+from serving_core.residents import Resident
+from serving_core.shapes import preset, role_of
+from serving_node.decisions import Beat, CancelTransfer, Decision, FinishSend, Receive, Send, SendMore, Tell
+from serving_node.logic import Limits, NodeLogic
+from serving_node.settings import NodeSettings
+from serving_node.streak import Streak
+from splitserve_bench.simulate.agenda import Agenda
+from splitserve_bench.simulate.corridor import Corridor
+from splitserve_bench.simulate.costs import Costs, StepLoad, load_of
+from splitserve_bench.simulate.profile import NodeSizes
+from splitserve_bench.simulate.toy_model import ToyModel
+
+TIMES: Final = NodeSettings()
+LEAST_TIMEOUT_S: Final = min(TIMES.credit_timeout_s, TIMES.ticket_timeout_s)
+FINGERPRINT: Final = {"protocol_version": PROTOCOL_VERSION}
+
+
+def _nobody_hears(event: fleet_pb2.NodeEvent) -> None:
+    """Before it is attached, a node has nobody to tell."""
+
+
+class SimulatedNode:
+    """A node process, from its start until it is lost."""
+
+    def __init__(
+        self,
+        name: str,
+        role: str,
+        sizes: NodeSizes,
+        model: ToyModel,
+        costs: Costs,
+        agenda: Agenda,
+        corridor: Corridor,
+        *,
+        takes_streaks: bool = True,
+    ) -> None:
+        """`takes_streaks`: whether steps that allow it are taken in for less, which changes nothing else."""
+        self.name, self.costs = name, costs
+        self.tell: Callable[[fleet_pb2.NodeEvent], None] = _nobody_hears  # takes what the coordinator is to hear
+        self.is_lost = False
+        self._sizes, self._model, self._agenda, self._corridor = sizes, model, agenda, corridor
+        self._takes_streaks = takes_streaks
+        self.allocator = BlockAllocator(sizes.num_blocks)
+        self.logic = _logic(self.allocator, sizes, role, costs)
+        self._is_carrying_out = self._is_to_plan = False
+        self._works: Sequence[Work] = ()  # of the running step, or of the first of its streak
+        self._streak: Streak | None = None  # that the running step is of
+        self._load = StepLoad()  # of the running step
+        self._started_s = 0.0  # the running step
+        self._alarm_s: float | None = None  # when the logic's next tick is planned
+        self._recent_s: deque[float] = deque(maxlen=NUM_RECENT)
+        self.num_steps = 0
+
+    # ---- what the coordinator asks and hears ----
+
+    def hello(self) -> fleet_pb2.Hello:
+        """What the node says of itself first."""
+        self.logic.attached()
+        sizes, shape = self._sizes, self.logic.shape
+        return fleet_pb2.Hello(
+            node=inference_pb2.NodeInfo(name=self.name, role=role_of(shape), fingerprint=FINGERPRINT),
+            num_blocks=sizes.num_blocks,
+            block_size=sizes.block_size,
+            max_model_len=sizes.max_model_len,
+            max_num_seqs=sizes.max_answers,
+            max_num_queued=sizes.max_num_queued,
+            tp_size=1,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            shape=shape_to_wire(shape),
+        )
+
+    def beat(self) -> None:
+        """Tells how it does."""
+        if self.is_lost:
+            return
+        step_s = statistics.median(self._recent_s) if self._recent_s else 0.0
+        load = inference_pb2.NodeLoad(name=self.name, num_steps=self.num_steps, step_s=step_s)
+        self.logic.describe(load)
+        self._carry_out()
+        step_age_s = self._agenda.now - self._started_s if self._works else 0.0
+        self.tell(fleet_pb2.NodeEvent(heartbeat=fleet_pb2.Heartbeat(load=load, step_age_s=step_age_s)))
+
+    def handle(self, command: fleet_pb2.NodeCommand) -> None:
+        """A command has come."""
+        if not self.is_lost:
+            self.logic.handle(command, self._agenda.now)
+            self._carry_out()
+
+    # ---- steps ----
+
+    def _wake(self) -> None:
+        """Plans a step after all that happens at this moment, unless one is running."""
+        if not self._works and not self._is_to_plan:
+            self._is_to_plan = True
+            self._agenda.after(0.0, self._plan)
+
+    def _plan(self) -> None:
+        self._is_to_plan = False
+        if self.is_lost or self._works:
+            return
+        self._works = self.logic.plan(self._agenda.now)
+        self._carry_out(wakes=False)
+        if self._works:
+            self._load = load_of(self._works)
+            streak = self.logic.streak(self._works)
+            self._streak = streak if streak.num_steps and self._takes_streaks else None
+            self._start_step()
+
+    def _start_step(self) -> None:
+        self._started_s = self._agenda.now
+        self._agenda.after(self.costs.step_s(self._load), self._stepped)
+
+    def _stepped(self) -> None:
+        if self.is_lost:
+            return
+        step_s = self._agenda.now - self._started_s
+        self._recent_s.append(step_s)
+        self.num_steps += 1
+        if self._streak is not None and self._streak.goes_on:
+            self._advance(self._streak, step_s)
+            return
+        works = self._works if self._streak is None else self._streak.works
+        self._works, self._streak = (), None
+        self._send_layers(works)
+        requests = [work.request for work in works if work.samples]
+        self.logic.step_done(works, self._next_tokens(requests), step_s, self._agenda.now)
+        self._carry_out(wakes=False)
+        self._plan()
+
+    def _advance(self, streak: Streak, step_s: float) -> None:
+        """A step of a streak ends, and the next one begins."""
+        goes_on = self.logic.advance(streak, self._next_tokens(streak.requests), step_s)
+        if goes_on:
+            self._do_all()
+            self._load.num_cached += self._load.num_answers
+            self._start_step()
+        else:
+            self._works, self._streak = (), None
+            self._carry_out(wakes=False)
+            self._plan()
+
+    def _next_tokens(self, requests: Iterable[Request]) -> list[SampledToken]:
+        return [self._model.next_token(request.token_ids) for request in requests]
+
+    def _send_layers(self, works: Sequence[Work]) -> None:
+        """Blocks of the step that has just ended left while it ran, unless it was all of a short prompt."""
+        for work in self.logic.sends_while(works):
+            end, block_size = work.start + work.num_tokens, self._sizes.block_size
+            is_short = work.num_tokens == 1 or (work.samples and end < self._sizes.overlap_min_tokens)
+            if not is_short:
+                num_blocks = -(-end // block_size) if work.samples else end // block_size
+                self._corridor.ready(self, work.request.epoch, num_blocks, since_s=self._started_s)
+
+    # ---- transfers ----
+
+    def received(self, epoch: int, result: Received | TransferFailed) -> None:
+        """Blocks have come, or will not."""
+        if not self.is_lost:
+            self.logic.received(epoch, result, self._agenda.now)
+            self._carry_out()
+
+    def caught_up(self, epoch: int) -> None:
+        """All blocks that were ready have left."""
+        if not self.is_lost:
+            self.logic.caught_up(epoch)
+            self._carry_out()
+
+    def sent(self, epoch: int, result: Sent | TransferFailed) -> None:
+        """Blocks have arrived, or will not."""
+        if not self.is_lost:
+            self.logic.sent(epoch, result, self._agenda.now)
+            self._carry_out()
+
+    # ---- decisions ----
+
+    def _carry_out(self, *, wakes: bool = True) -> None:
+        """Does what has been decided, and what that leads to, in order."""
+        if self._is_carrying_out:
+            return
+        self._do_all()
+        if wakes:
+            self._wake()
+        self._set_alarm()
+
+    def _do_all(self) -> None:
+        self._is_carrying_out = True
+        while decisions := self.logic.take_decisions():
+            for decision in decisions:
+                self._do(decision)
+        self._is_carrying_out = False
+
+    def _do(self, decision: Decision) -> None:
+        match decision:
+            case Tell(event=event):
+                self.tell(fleet_pb2.NodeEvent(**event))
+            case Beat():
+                self.beat()
+            case Receive(resident=resident, num_blocks=num_blocks):
+                self._receive(resident, num_blocks)
+            case Send(resident=resident, block_ids=block_ids):
+                self._corridor.send(self, resident.request.epoch, resident.ticket, len(block_ids))
+            case SendMore(resident=resident, block_ids=block_ids):
+                self._corridor.ready(self, resident.request.epoch, len(block_ids), since_s=self._agenda.now)
+            case FinishSend(resident=resident, block_ids=block_ids, tail=tail):
+                self._corridor.finish(self, resident.request.epoch, len(block_ids), tail)
+            case CancelTransfer(epoch=epoch):
+                self._corridor.cancel(self, epoch)
+
+    def _receive(self, resident: Resident, num_blocks: int) -> None:
+        epoch, num_cached = resident.request.epoch, resident.num_cached_blocks
+        num_tokens = len(resident.request.token_ids)
+        ticket = self._corridor.open(self, epoch, num_blocks=num_blocks, num_cached=num_cached, num_tokens=num_tokens)
+        self.logic.granted(epoch, ticket)
+
+    def _set_alarm(self) -> None:
+        if self._alarm_s is not None and self._alarm_s <= self._agenda.now + LEAST_TIMEOUT_S:
+            return  # nobody can have come since who is to wake it before
+        wake_at_s = self.logic.wake_at_s
+        if wake_at_s is not None and (self._alarm_s is None or wake_at_s < self._alarm_s):
+            self._alarm_s = wake_at_s
+            self._agenda.at(wake_at_s, lambda: self._tick(wake_at_s))
+
+    def _tick(self, alarm_s: float) -> None:
+        """An alarm that another one came before does nothing."""
+        if self._alarm_s == alarm_s and not self.is_lost:
+            self._alarm_s = None
+            self.logic.tick(self._agenda.now)
+            self._carry_out()
+
+
+def _logic(allocator: BlockAllocator, sizes: NodeSizes, role: str, costs: Costs) -> NodeLogic:
+    limits = Limits(
+        sizes.max_num_batched_tokens,
+        sizes.max_answers,
+        sizes.max_num_queued,
+        TIMES.credit_timeout_s,
+        TIMES.ticket_timeout_s,
+    )
+    return NodeLogic(
+        allocator,
+        sizes.layout,
+        limits,
+        preset(role, max_num_batched_tokens=sizes.max_num_batched_tokens, max_num_seqs=sizes.max_answers),
+        block_bytes=sizes.block_bytes,
+        fingerprint=FINGERPRINT,
+        origin=origin_of(FINGERPRINT),
+        eos_token_ids=(),
+        rates=StepRates(costs.prefill_tokens_per_s),
+    )

@@ -1,0 +1,156 @@
+"""What one node, the corridor and the control plane cost on a machine, as `splitserve doctor --save` measured it."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from serving_core.errors import ModelError, SettingsError
+from serving_core.json_fields import JsonFields, read_json_object
+from serving_core.layout import KVLayout
+from splitserve_bench.simulate.grid import Grid
+
+FORMAT: Final = 1
+MOST_PLACES: Final = 1000  # of a grid, in either direction
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSizes:
+    """What a node holds and takes in."""
+
+    num_blocks: int
+    block_size: int  # tokens
+    block_bytes: int  # over all layers and ranks
+    num_layers: int
+    max_model_len: int
+    vocab_size: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_num_queued: int
+    overlap_min_tokens: int
+
+    @property
+    def max_answers(self) -> int:
+        """At a time: each takes a token of a step."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
+    def layout(self) -> KVLayout:
+        """As far as blocks and layers go, which is all that a simulation knows of KV."""
+        return KVLayout(self.num_layers, 1, 1, self.block_size, "int8")
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """Seconds of steps: answers by batch and mean context, prompts by chunk and the context before it, in tokens.
+
+    A step of both takes mixed_factor times the sum. overhead_s is what a node takes for a step beyond its engine.
+    """
+
+    answers: Grid
+    prompts: Grid
+    mixed_factor: float
+    overhead_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CorridorProfile:
+    """A transfer takes latency_s, and its bytes one after the other with the sender's other ones."""
+
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ControlProfile:
+    """Seconds of a message between coordinator and node; and from client to coordinator and back together."""
+
+    message_s: float
+    door_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One model on one machine."""
+
+    model: str
+    cores: int  # of a node
+    node: NodeSizes
+    steps: StepProfile
+    corridor: CorridorProfile
+    control: ControlProfile
+
+    def save(self, path: Path) -> None:
+        """Raises SettingsError."""
+        text = json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=2)
+        try:
+            path.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise SettingsError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def read_profile(path: Path) -> Profile:
+    """Raises SettingsError, which names what is missing or cannot be."""
+    try:
+        fields = read_json_object(path)
+        if (found := fields.integer("format")) != FORMAT:
+            raise fields.error("format", f"{FORMAT}, as of this version's `splitserve doctor --save`: {found} is not")
+        steps = _nested(fields, "steps")
+        corridor, control = _nested(fields, "corridor"), _nested(fields, "control")
+        return Profile(
+            model=fields.text("model"),
+            cores=fields.integer("cores"),
+            node=_sizes(_nested(fields, "node")),
+            steps=StepProfile(
+                answers=_grid(_nested(steps, "answers")),
+                prompts=_grid(_nested(steps, "prompts")),
+                mixed_factor=steps.positive("mixed_factor"),
+                overhead_s=steps.number("overhead_s"),
+            ),
+            corridor=CorridorProfile(corridor.number("latency_s"), corridor.positive("bytes_per_s")),
+            control=ControlProfile(control.number("message_s"), control.number("door_s")),
+        )
+    except ModelError as error:
+        raise SettingsError(f"--profile: {error}") from error
+
+
+def _sizes(fields: JsonFields) -> NodeSizes:
+    may_be_0 = ("overlap_min_tokens",)
+    names = [each.name for each in dataclasses.fields(NodeSizes)]
+    return NodeSizes(**{name: fields.integer(name, minimum=0 if name in may_be_0 else 1) for name in names})
+
+
+def _grid(fields: JsonFields) -> Grid:
+    rows, columns = (_places(fields, name) for name in ("rows", "columns"))
+    seconds = fields.raw("seconds")
+    if not isinstance(seconds, list) or len(seconds) != len(rows):
+        raise fields.error("seconds", f"{len(rows)} lists, one for each row")
+    return Grid(rows, columns, tuple(_numbers(fields, "seconds", row, len(columns)) for row in seconds))
+
+
+def _places(fields: JsonFields, name: str) -> tuple[float, ...]:
+    given = fields.raw(name)
+    places = _numbers(fields, name, given, len(given) if isinstance(given, list) else 0)
+    if not 0 < len(places) <= MOST_PLACES or list(places) != sorted(set(places)):
+        raise fields.error(name, f"1 to {MOST_PLACES} ascending numbers")
+    return places
+
+
+def _numbers(fields: JsonFields, name: str, values: Any, count: int) -> tuple[float, ...]:
+    if not isinstance(values, list) or len(values) != count:
+        raise fields.error(name, f"a list of {count} numbers" if count else "a list of numbers")
+    wrapped = JsonFields({str(index): value for index, value in enumerate(values)}, f"{name}")
+    return tuple(wrapped.number(str(index)) for index in range(count))
+
+
+def _nested(fields: JsonFields, name: str) -> JsonFields:
+    if (found := fields.nested(name)) is None:
+        raise fields.error(name, "an object")
+    return found
+
+
+def flat_grid(rows: Sequence[float], seconds: Sequence[float]) -> Grid:
+    """Seconds that depend on the row alone."""
+    return Grid(tuple(rows), (0.0,), tuple((each,) for each in seconds))

@@ -1,0 +1,189 @@
+"""Simulated fleets: what requests take that are alone can be added up on paper; and the command."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from serving_core.errors import SettingsError
+from splitserve.cli import main
+from splitserve_bench.simulate.fleet import FleetSize, simulate
+from tests.unit.splitserve_bench.simulate_kit import (
+    BLOCK_BYTES,
+    BLOCK_SIZE,
+    BYTES_PER_S,
+    DOOR_S,
+    LATENCY_S,
+    MESSAGE_S,
+    NUM_LAYERS,
+    PROFILE,
+    chunk_s,
+    request,
+    step_s,
+)
+
+SPLIT, COLOCATED = FleetSize(1, 1), FleetSize(0, 0, 1)
+BLOCK_S = BLOCK_BYTES / BYTES_PER_S
+
+
+def outcomes_of(size, *planned, **options):
+    return simulate(PROFILE, size, planned, **{"max_concurrency": None, "request_timeout_s": 100.0, **options})
+
+
+def check_phases(outcome):
+    """They are those of the coordinator, which sees the request between the two ways through the door."""
+    seconds = outcome.timeline
+    phases = [seconds[name] for name in seconds if name not in ("e2e_s", "ttft_s", "move_pause_s")]
+    assert sum(phases) == pytest.approx(seconds["e2e_s"]) == pytest.approx(outcome.ended_s - outcome.sent_s - DOOR_S)
+
+
+def test_a_lone_request_where_both_is_done():
+    (outcome,) = outcomes_of(COLOCATED, request(0, 100, 4))
+    first_s = DOOR_S + 2 * MESSAGE_S + chunk_s(100)
+    assert outcome.arrivals_s == pytest.approx([first_s + index * step_s(1) for index in range(4)])
+    assert outcome.ended_s == pytest.approx(outcome.arrivals_s[-1])
+    assert (outcome.num_prompt_tokens, outcome.num_output_tokens, outcome.error) == (100, 4, "")
+    check_phases(outcome)
+
+
+def test_a_long_prompt_takes_several_steps():
+    (outcome,) = outcomes_of(COLOCATED, request(0, 1030, 1))
+    assert outcome.arrivals_s == pytest.approx([DOOR_S + 2 * MESSAGE_S + 2 * chunk_s(512) + chunk_s(6)])
+
+
+def test_a_lone_request_of_two_nodes():
+    """The ticket is there before the prompt is read, so all but the last layer of its blocks has left by then."""
+    (outcome,) = outcomes_of(SPLIT, request(0, 100, 3))
+    first_s = DOOR_S + 2 * MESSAGE_S + chunk_s(100)
+    hand_over_s = 7 * BLOCK_S / NUM_LAYERS + LATENCY_S
+    second_s = first_s + hand_over_s + step_s(1)
+    assert outcome.arrivals_s == pytest.approx([first_s, second_s, second_s + step_s(1)])
+    assert outcome.timeline["transfer_s"] == pytest.approx(hand_over_s)
+    check_phases(outcome)
+
+
+def test_blocks_of_a_short_prompt_leave_at_its_end():
+    (outcome,) = outcomes_of(SPLIT, request(0, BLOCK_SIZE - 1, 2))
+    assert outcome.arrivals_s[1] - outcome.arrivals_s[0] == pytest.approx(BLOCK_S + LATENCY_S + step_s(1))
+
+
+def test_prompts_that_are_read_together_leave_one_after_the_other():
+    planned = [request(0, BLOCK_SIZE - 1, 2), request(1, BLOCK_SIZE - 1, 2)]
+    first, second = outcomes_of(SPLIT, *planned)
+    assert first.arrivals_s[0] == second.arrivals_s[0]
+    assert first.timeline["transfer_s"] == pytest.approx(BLOCK_S + LATENCY_S)
+    assert second.timeline["transfer_s"] == pytest.approx(2 * BLOCK_S + LATENCY_S)
+
+
+def test_what_was_read_before_is_not_read_again():
+    again = request(0, 101, 2)
+    later = type(again)(1, 10.0, again.prompt, 2)
+    first, second = outcomes_of(SPLIT, again, later)
+    assert first.timeline["prefill_s"] == pytest.approx(chunk_s(101))
+    assert second.timeline["prefill_s"] == pytest.approx(chunk_s(101 - 6 * BLOCK_SIZE))
+
+
+def test_answers_beside_each_other_share_their_steps():
+    outcomes = outcomes_of(COLOCATED, *(request(index, 20, 30) for index in range(4)))
+    for outcome in outcomes:
+        assert outcome.arrivals_s[-1] - outcome.arrivals_s[-2] == pytest.approx(step_s(4))
+
+
+def test_a_limit_on_what_runs_at_once():
+    first, second = outcomes_of(COLOCATED, request(0, 20, 3), request(1, 20, 3), max_concurrency=1)
+    assert second.sent_s == first.ended_s
+
+
+def test_an_answer_that_takes_too_long_is_a_miss():
+    (outcome,) = outcomes_of(COLOCATED, request(0, 20, 3000), request_timeout_s=1.0)
+    assert outcome.error
+    assert not outcome.is_refused
+    assert 0 < outcome.num_output_tokens < 3000
+
+
+def test_what_no_node_can_hold_is_refused():
+    small = FleetSize(1, 1)
+    outcome, other = outcomes_of(small, request(0, 4000, 200), request(1, 20, 2))
+    assert (outcome.is_refused, other.error) == (True, "")
+
+
+def test_each_node_has_its_part_in_a_large_fleet():
+    planned = [request(index, 64, 20, index * 0.001) for index in range(256)]
+    outcomes = outcomes_of(FleetSize(32, 32), *planned)
+    assert all(not outcome.error for outcome in outcomes)
+    assert max(outcome.ended_s - outcome.sent_s for outcome in outcomes) < 2 * min(
+        outcome.ended_s - outcome.sent_s for outcome in outcomes
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [((0, 0, 0), "not 0"), ((1, 0, 0), "1P cannot"), ((0, 2, 0), "2D cannot"), ((9, 0, 1024), "1033")],
+)
+def test_fleets_that_could_not_answer(size, words):
+    with pytest.raises(SettingsError, match=words):
+        FleetSize(*size).check()
+
+
+# ---- the command ----
+
+
+@pytest.fixture
+def profile(tmp_path):
+    PROFILE.save(tmp_path / "profile.json")
+    return str(tmp_path / "profile.json")
+
+
+def run(profile, *words):
+    return CliRunner().invoke(main, ["simulate", "--profile", profile, *map(str, words)])
+
+
+LOAD = ("--num-prompts", 20, "--random-input-len", 50, "--random-output-len", 10, "--goodput", "ttft:200 tpot:30")
+
+
+def test_the_same_seed_gives_the_same_bytes(profile):
+    words = (
+        "--prefill",
+        2,
+        "--decode",
+        2,
+        *LOAD,
+        "--request-rate",
+        "5,50",
+        "--json",
+        "--save-detailed",
+        "--result-dir",
+    )
+    first, second = run(profile, *words, profile + ".a"), run(profile, *words, profile + ".b")
+    assert first.exit_code == 0, first.output
+    assert first.stdout == second.stdout
+    other = run(profile, *words, profile + ".c", "--seed", 1)
+    assert other.stdout != first.stdout
+
+
+def test_it_says_what_bench_serve_says(profile):
+    done = run(profile, "--both", 1, *LOAD, "--request-rate", "5,500", "--json")
+    assert done.exit_code == 0, done.output
+    slow, fast = map(json.loads, done.stdout.splitlines())
+    assert (slow["request_rate"], fast["request_rate"]) == (5, 500)
+    assert slow["completed"] == fast["completed"] == 20
+    assert slow["total_output_tokens"] == 200
+    assert slow["slo_attainment"] >= fast["slo_attainment"]
+    assert slow["median_ttft_ms"] < fast["median_ttft_ms"]
+    text = run(profile, "--both", 1, *LOAD, "--request-rate", 5)
+    assert "attainment" in text.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--prefill", 1), "cannot answer"),
+        (("--both", 1, "--request-rate", "0"), "above 0"),
+        (("--both", 1, "--request-rate", "1,2", "--plots", "there"), "one --request-rate"),
+        (("--both", 1, "--dataset-name", "azure"), "--dataset-path"),
+    ],
+)
+def test_what_cannot_be_simulated(profile, words, said):
+    done = run(profile, *words)
+    assert done.exit_code == 2
+    assert said in done.output

@@ -1,0 +1,79 @@
+"""What a profile's file says and refuses, and seconds between the places that were measured."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving_core.errors import SettingsError
+from splitserve_bench.simulate.grid import Grid
+from splitserve_bench.simulate.profile import read_profile
+from tests.unit.splitserve_bench.simulate_kit import PROFILE
+
+PLANE = Grid((1, 2, 4), (10, 30), tuple(tuple(row + column / 10 for column in (10, 30)) for row in (1, 2, 4)))
+
+
+@given(row=st.floats(1, 20), column=st.floats(10, 200))
+def test_a_plane_is_a_plane_between_its_places_and_beyond(row, column):
+    assert PLANE.at(row, column) == pytest.approx(row + column / 10)
+
+
+def test_before_the_first_place_it_is_as_at_the_first():
+    assert PLANE.at(0.1, 20) == PLANE.at(1, 20) == 3
+    assert PLANE.at(2, 1) == PLANE.at(2, 10) == 3
+
+
+def test_what_falls_towards_the_end_falls_no_further():
+    falling = Grid((1, 2), (0, 1), ((3.0, 3.0), (2.0, 1.0)))
+    assert falling.at(9, 0) == 2
+    assert falling.at(9, 9) == 1
+    assert falling.at(1.5, 0) == 2.5
+
+
+def test_one_place_is_everywhere():
+    assert Grid((8,), (100,), ((0.5,),)).at(3, 1000) == 0.5
+
+
+def test_a_profile_is_read_as_it_was_saved(tmp_path):
+    PROFILE.save(tmp_path / "profile.json")
+    assert read_profile(tmp_path / "profile.json") == PROFILE
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (("format",), 2, "format"),
+        (("model",), None, "model"),
+        (("node",), [], "node"),
+        (("node", "num_blocks"), 0, "num_blocks"),
+        (("node", "overlap_min_tokens"), -1, "overlap_min_tokens"),
+        (("steps", "mixed_factor"), 0, "mixed_factor"),
+        (("steps", "overhead_s"), "1", "overhead_s"),
+        (("steps", "answers", "rows"), [2, 1], "ascending"),
+        (("steps", "answers", "columns"), [], "columns"),
+        (("steps", "answers", "seconds"), [[0.1], [0.1, 0.2]], "a list of 1 numbers"),
+        (("steps", "prompts", "seconds"), [[0.1]], "2 lists"),
+        (("corridor", "bytes_per_s"), 0, "bytes_per_s"),
+        (("control", "message_s"), -0.1, "message_s"),
+    ],
+)
+def test_a_profile_that_cannot_be_used_is_refused_by_name(tmp_path, place, value, words):
+    path = tmp_path / "profile.json"
+    PROFILE.save(path)
+    fields = json.loads(path.read_text())
+    within = fields
+    for name in place[:-1]:
+        within = within[name]
+    within[place[-1]] = value
+    path.write_text(json.dumps(fields))
+    with pytest.raises(SettingsError, match=words):
+        read_profile(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 1}'])
+def test_what_is_no_profile_at_all(tmp_path, text):
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match="--profile"):
+        read_profile(path)
