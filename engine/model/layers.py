@@ -64,12 +64,12 @@ class OneDNNMatrix:
 
 
 def _packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> DenseMatrix | OneDNNMatrix | None:
-    """bfloat16 weights on a CPU in the form that is fastest there; None for others."""
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+    """Weights on a CPU in the form that is fastest there; None where that is their own."""
+    if weight.device.type != "cpu":
         return None
-    if best_dense_variant() is not None:
+    if best_dense_variant(weight.dtype) is not None:
         return DenseMatrix(weight, bias)
-    return OneDNNMatrix(weight, bias) if _HAS_ONEDNN else None
+    return OneDNNMatrix(weight, bias) if weight.dtype == torch.bfloat16 and _HAS_ONEDNN else None
 
 
 Packed: TypeAlias = DenseMatrix | OneDNNMatrix | QuantizedMatrix  # what takes the place of a plain weight

@@ -126,7 +126,7 @@ def test_neighbours_change_no_bit(folder, kind, native, monkeypatch):
 def test_weights_stored_in_bfloat16_by_the_best_kernels_stay_there(folder):
     plain, invariant = (load(folder, dtype="bfloat16", batch_invariant=flag) for flag in (False, True))
     assert invariant.weight_bytes == plain.weight_bytes
-    if dense_library() is not None and dense_library().kernel("avx512_bf16") is not None:
+    if dense_library() is not None and dense_library().kernel("avx512_bf16", torch.bfloat16) is not None:
         assert answer(invariant, 3) == answer(plain, 3)
     assert {**plain.description, "batch_invariant": "yes"} == invariant.description
 
