@@ -17,6 +17,7 @@ from splitserve.signals import run_to_end
 from splitserve_bench.compare.compare_command import compare_command
 from splitserve_bench.engine.command import engine_command
 from splitserve_bench.serve.serve_command import serve_command
+from splitserve_bench.simulate.reality_command import reality_command
 
 TRANSPORTS: Final = ("zmq-ipc", "zmq-tcp", "torch_dist-gloo", "loopback")
 PROMPT_TOKENS: Final = (16, 128, 512, 2048, 8192)
@@ -34,6 +35,7 @@ def bench() -> None:
 bench.add_command(engine_command)
 bench.add_command(serve_command)
 bench.add_command(compare_command)
+bench.add_command(reality_command)
 
 
 def as_json_option(command: Command) -> Command:

@@ -190,12 +190,14 @@ load_options = options_of(dataset_options, rate_option, pace_options, warm_up_op
 
 
 # What is made of it.
+goodput_option = click.option(
+    "--goodput",
+    multiple=True,
+    help="Limits of a good request in ms, such as ttft:500 tpot:30 e2el:9000.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 result_options = options_of(
-    click.option(
-        "--goodput",
-        multiple=True,
-        help="Limits of a good request in ms, such as ttft:500 tpot:30 e2el:9000.",
-    ),
+    goodput_option,
     click.option("--percentile-metrics", default="ttft,tpot,itl", show_default=True, help="Also e2el, ttst."),
     click.option("--metric-percentiles", default="99", show_default=True, help="Several with commas."),
     click.option("--label", help="Begins the result's name; default: the backend."),
@@ -214,7 +216,7 @@ result_options = options_of(
     ),
     click.option("--result-filename", help="Instead of LABEL-RATEqps-MODEL-TIME.json."),
     click.option("--plots", type=click.Path(file_okay=False, path_type=Path), help="Folder for pictures (PNG)."),
-    click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables."),
+    json_option,
 )
 
 

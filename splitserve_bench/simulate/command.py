@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 
 CLOCK_START: Final = datetime(1970, 1, 1, tzinfo=UTC)  # of every simulation, so that equal ones are told alike
 MOST_OF_A_ROLE: Final = 1024
-# What a simulation has no use for.
-NOWHERE: Final[dict[str, Any]] = {
+# Of a load that goes to no server, and of which nothing is written.
+NO_SERVER: Final[dict[str, Any]] = {
     "server": None, "host": None, "port": None, "endpoint": "", "model": "", "api_key": None, "extra_body": "{}",
-    "tokenizer": None, "vocab_size": None, "num_warmups": 0,
+    "tokenizer": None, "vocab_size": None, "num_warmups": 0, "percentile_metrics": "", "metric_percentiles": "",
+    "label": None, "num_gpus": None, "metadata": (), "save_result": False, "save_detailed": False,
+    "result_dir": Path(), "result_filename": None, "plots": None, "as_json": False,
 }  # fmt: skip
 
 
@@ -49,14 +51,27 @@ def node_count(role: str, text: str) -> Any:
     return click.option(f"--{role}", default=0, show_default=True, type=click.IntRange(0, MOST_OF_A_ROLE), help=text)
 
 
+def simulated_options(backend: str, request_rate: float, **flags: Any) -> ServeOptions:
+    """Those of a load at one rate; flags that are not given are NO_SERVER's."""
+    return ServeOptions(backend=backend, request_rate=request_rate, **{**NO_SERVER, **flags})
+
+
+profile_option = click.option(
+    "--profile",
+    "profile_path",
+    required=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="What a node costs, as `splitserve doctor --save FILE` has measured it.",
+)
+rates_option = click.option(
+    "--request-rate",
+    "request_rates",
+    default="inf",
+    show_default=True,
+    type=ListOf("R,R,...", parse_rate),
+    help="Requests a second, a load for each; inf sends all at once, and a trace at its own times.",
+)
 fleet_options = options_of(
-    click.option(
-        "--profile",
-        "profile_path",
-        required=True,
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="What a node costs, as `splitserve doctor --save FILE` has measured it.",
-    ),
     node_count("prefill", "Nodes that read prompts."),
     node_count("decode", "Nodes that write answers."),
     node_count("both", "Nodes that do both."),
@@ -64,16 +79,10 @@ fleet_options = options_of(
 
 
 @click.command("simulate", cls=ServeCommand)
+@profile_option
 @fleet_options
 @dataset_options
-@click.option(
-    "--request-rate",
-    "request_rates",
-    default="inf",
-    show_default=True,
-    type=ListOf("R,R,...", parse_rate),
-    help="Requests a second, one simulation for each; inf sends all at once, and a trace at its own times.",
-)
+@rates_option
 @pace_options
 @result_options
 def simulate_command(
@@ -91,7 +100,7 @@ def simulate_command(
         raise SettingsError("--result-filename and --plots are of one load: give one --request-rate with them")
     profile = read_profile(profile_path)
     for rate in request_rates:
-        _simulate(profile, size, ServeOptions(backend=f"simulated-{size}", request_rate=rate, **NOWHERE, **flags))
+        _simulate(profile, size, simulated_options(f"simulated-{size}", rate, **flags))
 
 
 def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions) -> None:

@@ -104,6 +104,10 @@ class SimulatedCoordinator:
         _, _, instructions = self._roles.set_shape(name, to, self._agenda.now)
         self._apply(instructions)
 
+    def num_left(self, name: str) -> int:
+        """Answers that a node still has a part in."""
+        return self.tracker.num_left(self.registry.named(name))
+
     def drain(self, name: str) -> None:
         """Takes the work from a node. Raises RequestError when there is no such node, or none that could take it."""
         node = self.registry.named(name)
@@ -167,5 +171,5 @@ class SimulatedCoordinator:
                         attachment.commands.send(command)
                 case End(request_id, outcome):
                     self._clients.ended(request_id, outcome)
-                case MoveEnded():
-                    pass  # the metrics know
+                case MoveEnded(outcome=outcome):
+                    self.metrics.moves[outcome.value] += 1

@@ -15,7 +15,7 @@ from coordinator.control.registry import Registry
 from serving_core.errors import RequestError
 from serving_core.shapes import Shape
 from tests import fleet_events as events
-from tests.unit.coordinator.fleet_simulation import Fleet
+from tests.unit.coordinator.fleet_simulation import mean_request_s
 
 TOKENS = list(range(1, 101))
 HINTS = events.block_hints(TOKENS)  # six full blocks of 16
@@ -339,7 +339,7 @@ def mean_s(rates, requests, max_num_seqs=64):
         "alone": {name: rate for name, rate in together.items() if name[0] == "b"},
         "mixed": together,
     }
-    return {name: Fleet(rates, max_num_seqs).mean_request_s(requests) for name, rates in fleets.items()}
+    return {name: mean_request_s(rates, requests, max_num_seqs) for name, rates in fleets.items()}
 
 
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
@@ -367,5 +367,5 @@ def test_two_share_the_work_where_neither_keeps_up_alone():
 def test_the_simulation_takes_the_time_that_a_lone_request_must():
     """1000 tokens at 4000 a second, and 3 steps of 21 ms after the first token; KV travels for 30 ms."""
     requests = [(0.0, 1000, 4)]
-    assert Fleet({"b0": 4000.0}).mean_request_s(requests) == pytest.approx(0.25 + 3 * 0.021)
-    assert Fleet({"p0": 4000.0, "d0": 4000.0}).mean_request_s(requests) == pytest.approx(0.25 + 0.03 + 3 * 0.021)
+    assert mean_request_s({"b0": 4000.0}, requests) == pytest.approx(0.25 + 3 * 0.021)
+    assert mean_request_s({"p0": 4000.0, "d0": 4000.0}, requests) == pytest.approx(0.25 + 0.03 + 3 * 0.021)

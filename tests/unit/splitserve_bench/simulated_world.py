@@ -1,0 +1,165 @@
+"""Small simulated fleets of any make, where everything takes as long as it likes, and what may befall them."""
+
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+from random import Random
+
+from coordinator.settings import CoordinatorSettings
+from protos import inference_pb2
+from serving_core.errors import RequestError
+from splitserve_bench.serve.records import PlannedRequest
+from splitserve_bench.simulate.agenda import Agenda
+from splitserve_bench.simulate.clients import LoadClients
+from splitserve_bench.simulate.fleet import Fleet
+from splitserve_bench.simulate.toy_model import ToyModel
+from tests.unit.splitserve_bench.simulate_kit import SIZES
+
+BLOCK_SIZE = 4
+VOCAB_SIZE = 97
+TIMEOUT_S = 200.0
+SETTLE_S = 60.0
+ROLES = ("prefill", "decode", "both")
+FLEETS = (
+    ("prefill", "decode"), ("both",), ("both", "both"), ("prefill", "both"), ("decode", "both"),
+    ("prefill", "decode", "decode"), ("prefill", "decode", "both", "both"),
+)  # fmt: skip
+
+
+class WildCosts:
+    """Everything takes any time, also none."""
+
+    prefill_tokens_per_s = 0.0
+
+    def __init__(self, random):
+        self._random = random
+        self._most_message_s = random.choice([0.0, 0.002, 0.02])
+        self._most_latency_s = random.choice([0.0, 0.005, 0.05])
+
+    def step_s(self, load):
+        tokens = load.num_answers + load.num_prompt_tokens
+        return 5e-4 * tokens + self._random.random() * 0.01 + 1e-6
+
+    def message_s(self):
+        return self._random.random() * self._most_message_s
+
+    def latency_s(self):
+        return self._random.random() * self._most_latency_s
+
+    def bytes_s(self, num_bytes):
+        return num_bytes * 1e-7
+
+
+class World:
+    """One fleet under one load. `troubles` are names of methods, each of which befalls it a few times."""
+
+    def __init__(self, seed, *, troubles=(), num_requests=20, takes_streaks=True, fleet=None, num_blocks=None):
+        self.random = Random(seed)
+        self.seen = Counter()
+        self.num_blocks = num_blocks or self.random.choice([8, 12, 30, 150])
+        self.span_s = self.random.choice([0.02, 0.5])  # in which all requests come
+        self.sizes = replace(
+            SIZES,
+            num_blocks=self.num_blocks,
+            block_size=BLOCK_SIZE,
+            vocab_size=VOCAB_SIZE,
+            max_num_batched_tokens=self.random.randint(6, 40),
+            max_num_seqs=self.random.randint(1, 9),
+        )
+        self.planned = [self._request(index) for index in range(num_requests)]
+        self.agenda, model = Agenda(), ToyModel(VOCAB_SIZE)
+        limits = {"max_concurrency": None, "request_timeout_s": TIMEOUT_S, "door_s": 0.001}
+        self.clients = LoadClients(self.agenda, self.planned, model=model, **limits)
+        settings = CoordinatorSettings(
+            max_restarts=self.random.choice([0, 2, 20]),
+            keep_after_s=self.random.choice([0.1, 2.0]),
+            roles=self.random.choice(["fixed", "auto"]),
+        )
+        self.fleet = Fleet(self.agenda, self.clients, self.sizes, model, settings, takes_streaks=takes_streaks)
+        self.costs = WildCosts(self.random)
+        self.roles = {f"{role}{index}": role for index, role in enumerate(fleet or self.random.choice(FLEETS))}
+        for name, role in self.roles.items():
+            self.fleet.start(name, role, self.costs)
+        for trouble in troubles:
+            for _ in range(self.random.randint(1, 4)):
+                self.agenda.at(self.random.random() * 1.2, getattr(self, trouble))
+
+    def _request(self, index):
+        """Of any size that fits; many begin alike."""
+        room = self.num_blocks * BLOCK_SIZE
+        turn = [self.random.randrange(2) for _ in range(self.random.choice([1, 9]))] * 40
+        num_common = self.random.randint(0, min(20, room - 10))
+        prompt = turn[:num_common] + [self.random.randrange(VOCAB_SIZE) for _ in range(self.random.randint(1, 6))]
+        num_output_tokens = self.random.randint(1, min(room - len(prompt), self.random.choice([3, 30, 150])))
+        return PlannedRequest(index, self.random.random() * self.span_s, tuple(prompt), num_output_tokens)
+
+    def run(self):
+        """What becomes of the load, when nothing of it is left in the fleet."""
+        self.clients.start(self.fleet.coordinator)
+        self.agenda.run(lambda: self.clients.is_over)
+        last_s = self.agenda.now + SETTLE_S
+        self.agenda.run(lambda: self.is_quiet or self.agenda.now > last_s)
+        self._check_end()
+        return self.clients.outcomes
+
+    @property
+    def is_quiet(self):
+        nodes = self.fleet.nodes.values()
+        return self.fleet.coordinator.tracker.num_open == 0 and all(node.logic.is_idle for node in nodes)
+
+    def _check_end(self):
+        assert self.is_quiet, "something is held that nobody needs"
+        for node in self.fleet.nodes.values():
+            node.allocator.check_integrity()
+            assert node.allocator.num_free == self.num_blocks, "a block is not back"
+            assert node.logic.wake_at_s is None
+        metrics = self.fleet.coordinator.metrics
+        self.seen["kept"] += metrics.num_kept
+        self.seen["restarted"] += metrics.num_restarts
+        for node in self.fleet.nodes.values():
+            load = inference_pb2.NodeLoad()
+            node.logic.describe(load)
+            self.seen["preempted"] += load.num_preemptions
+            self.seen["handed over"] += load.num_kv_bytes > 0
+        for outcome, planned in zip(self.clients.outcomes, self.planned, strict=True):
+            if not outcome.error:
+                is_whole = outcome.num_output_tokens == planned.output_tokens
+                self.seen["whole" if is_whole else "cut"] += 1
+            self.seen["failed"] += bool(outcome.error)
+        self.seen["moved"] += metrics.moves["moved"]
+
+    # ---- troubles ----
+
+    def cancel(self):
+        index = self.random.randrange(len(self.planned))
+        self.fleet.coordinator.abort(f"{index}/0")
+
+    def lose(self):
+        """A node is gone, and comes back later with nothing."""
+        name = self.random.choice(sorted(self.roles))
+        if name in self.fleet.nodes:
+            self.fleet.lose(name)
+            self.seen["lost"] += 1
+            self.agenda.after(self.random.random() * 0.5, lambda: self.fleet.start(name, self.roles[name], self.costs))
+
+    def flip(self):
+        with suppress(RequestError):  # the last reader and the last writer stay
+            self.fleet.coordinator.set_shape(self.random.choice(sorted(self.roles)), self.random.choice(ROLES))
+            self.seen["flipped"] += 1
+
+    def drain(self):
+        """A node is drained, and begins anew when it is idle."""
+        name = self.random.choice(sorted(self.roles))
+        with suppress(RequestError):
+            self.fleet.coordinator.drain(name)
+            self.seen["drained"] += 1
+            self._restart_when_idle(self.fleet.nodes[name])
+
+    def _restart_when_idle(self, node):
+        if self.fleet.nodes.get(node.name) is not node:
+            return
+        if node.logic.is_idle and not self.fleet.coordinator.num_left(node.name):
+            self.fleet.lose(node.name)
+            self.fleet.start(node.name, self.roles[node.name], self.costs)
+        else:
+            self.agenda.after(0.05, lambda: self._restart_when_idle(node))
