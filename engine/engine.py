@@ -8,13 +8,14 @@ from typing import Final, Protocol
 
 import torch
 
-from engine.attention.backends import choose_attention
+from engine.attention.backends import choose_attention, invariant_attention
+from engine.attention.native import NativeAttention
 from engine.attention.paged import Attention
+from engine.attention.tiled import TiledAttention
 from engine.cache.kv_pool import PagedKVPool
 from engine.decode_program import DecodeProgram, choose_program, num_scratch_blocks
 from engine.fake import FakeModel
 from engine.forward_batch import ForwardBatch, build_batch
-from engine.invariant import invariant_attention
 from engine.model.llama import LlamaDecoder
 from engine.model.weights import load_weights
 from engine.native.steps import choose_steps
@@ -24,7 +25,7 @@ from engine.sampler import sample
 from serving_core.errors import SettingsError
 from serving_core.fingerprint import fingerprint
 from serving_core.model_config import FAKE_ARCHITECTURE, ModelConfig, read_model_config
-from serving_core.needs import check_settings, compute_dtype, model_layout, num_blocks_for
+from serving_core.needs import MOST_INVARIANT_RANKS, check_settings, compute_dtype, model_layout, num_blocks_for
 from serving_core.requests import OnLayer, Request, SampledToken, SamplingParams, Share, Work
 from serving_core.settings import EngineSettings
 from serving_core.sharding import Shard, shard_of
@@ -85,7 +86,10 @@ class Engine:
         self.attention = choose_attention(self.pool, len(shard.query_heads.held))
         if settings.batch_invariant and isinstance(self.model, LlamaDecoder):
             self.model.make_invariant(torch_dtype, device)
-            self.attention = invariant_attention(self.attention)
+            self.attention = invariant_attention(self.attention, len(shard.query_heads.held))
+        self.is_history_free: Final = self._is_history_free()
+        """Whether the bits of a token's logits and KV depend on the tokens before it alone, however these were cut into
+        chunks and steps, and whatever was computed beside them."""
         self.program: DecodeProgram | None = choose_program(
             self.model, self.attention, self.num_blocks, self.max_model_len
         )
@@ -125,6 +129,14 @@ class Engine:
             else:
                 self.follow([work.share])
         return num_tokens / max(time.perf_counter() - started_at, MIN_MEASURED_S)
+
+    def _is_history_free(self) -> bool:
+        if isinstance(self.model, FakeModel):
+            return True
+        if self.layout.is_quantized or self.group.size > MOST_INVARIANT_RANKS:
+            return False
+        assert isinstance(self.model, LlamaDecoder)
+        return isinstance(self.attention, NativeAttention | TiledAttention) and self.model.is_invariant
 
     @torch.inference_mode()
     def _step(

@@ -1,4 +1,4 @@
-"""What --batch-invariant changes: the bits of a request's logits no longer depend on the other requests of its steps.
+"""What --batch-invariant changes: the bits of a token's logits depend on the tokens before it alone.
 
 The compiled kernels keep that by themselves. A product of torch's does not: how it adds depends on the number of rows,
 and at some numbers on the place of a row among them. Here every product, norm and activation that torch computes runs
@@ -6,11 +6,11 @@ in tiles of a few fixed numbers of rows, the last one filled up with zeros. Whic
 the device itself: those at which a row has the same bits at every place, and the same at one number as at the other.
 (A product's way depends on shapes alone, not on values, so that a few rows tell if their results are small beside what
 is added up: rounding would hide another order else. One row at a time always agrees.)
-Attention that is not native runs request by request, and the sums over more than two ranks are refused, as their order
-depends on where a number lies.
+On a CPU attention that is not native runs in tiles too (engine/attention/tiled.py), elsewhere request by request: there
+equal chunks are presumed. The sums over more than two ranks are refused, as their order depends on where a number lies.
 
-Equal chunks are presumed: a prompt that is cut elsewhere, whose beginning was cached, or that is computed again after a
-preemption may differ in its last bits.
+Keys and values in 8 bits are rounded by what else has come to their block. So with these, too, a prompt that is cut
+elsewhere, whose beginning was cached, or that is computed again after a preemption may differ in its last bits.
 """
 
 import dataclasses
@@ -21,7 +21,6 @@ from typing import Any, Final, Protocol
 import torch
 from torch.nn import functional
 
-from engine.attention.native import NativeAttention
 from engine.attention.paged import Attention
 from engine.forward_batch import ForwardBatch
 from engine.model.rope import Rotation
@@ -218,11 +217,11 @@ class AttentionByRequest:
         return torch.cat([self._backend.attend(query[rows].clone(), layer, each) for rows, each in plan])
 
 
-def invariant_attention(attention: Attention) -> Attention:
-    """This backend where it is native, else one around it."""
-    return attention if isinstance(attention, NativeAttention) else AttentionByRequest(attention)
-
-
 def invariant_steps(steps: Steps, dtype: torch.dtype) -> Steps:
-    """These steps where they are native for the dtype, else tiled ones."""
-    return steps if isinstance(steps, NativeSteps) and dtype in ELEMENTS else TiledSteps()
+    """These steps where they are invariant, else tiled ones."""
+    return steps if are_invariant(steps, dtype) else TiledSteps()
+
+
+def are_invariant(steps: Steps, dtype: torch.dtype) -> bool:
+    """Whether the bits of a row of this dtype depend on that row alone."""
+    return isinstance(steps, TiledSteps) or (isinstance(steps, NativeSteps) and dtype in ELEMENTS)

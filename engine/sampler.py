@@ -105,7 +105,7 @@ def _least_weight(weights: torch.Tensor, request: Request) -> float:
 
 def _nucleus_edge(weights: torch.Tensor, top_p: float) -> float:
     """The smallest weight in the smallest set of likeliest tokens that holds top_p of the mass."""
-    target = top_p * weights.sum(dtype=torch.float64)
+    target = top_p * weights.cumsum(0, dtype=torch.float64)[-1]  # unlike sum, in one order with any number of threads
     highest = weights.topk(min(NUCLEUS_GUESS, len(weights))).values
     masses = highest.cumsum(0, dtype=torch.float64)
     if masses[-1] < target:

@@ -28,7 +28,7 @@ class EngineSettings:
     kv_cache_memory_bytes: int = flag(512 * 2**20, "Size of the KV pool, such as 2GiB or a number of bytes.", minimum=1)
     max_model_len: int = flag(0, "Most tokens of prompt and answer; 0 takes the model's own.", minimum=0)
     batch_invariant: bool = flag(
-        False, "Bits of an answer do not depend on what is computed beside it, at equal chunks."
+        False, "Bits of an answer depend on the tokens before it alone, where torch computes too."
     )
     enforce_eager: bool = flag(False, "On CUDA, compute decode steps without CUDA graphs.")
     enable_prefix_caching: bool = flag(True, "Keep the KV of ended requests for prompts that begin alike.")

@@ -6,8 +6,10 @@ import torch
 
 from engine.attention.native import NativeAttention
 from engine.attention.paged import Attention, PortableAttention
+from engine.attention.tiled import TiledAttention
 from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import build_batch
+from engine.invariant import AttentionByRequest
 from serving_core.requests import Share
 
 logger = logging.getLogger(__name__)
@@ -24,6 +26,15 @@ def choose_attention(pool: PagedKVPool, num_heads: int) -> Attention:
     if pool.device.type != "cuda":
         return portable
     return _varlen_or(portable, num_heads)
+
+
+def invariant_attention(attention: Attention, num_heads: int) -> Attention:
+    """This backend where it is native; else one in its place, or around it, of which the bits of a row depend on no
+    other request."""
+    if isinstance(attention, NativeAttention):
+        return attention
+    on_cpu = attention.pool.device.type == "cpu"
+    return TiledAttention(attention.pool, num_heads) if on_cpu else AttentionByRequest(attention)
 
 
 def _native_or(portable: PortableAttention, num_heads: int) -> Attention:

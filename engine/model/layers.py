@@ -45,6 +45,11 @@ class Layer(nn.Module):
         so anyway."""
 
     @property
+    def is_invariant(self) -> bool:
+        """Whether they do; to be asked after `pack`."""
+        return True
+
+    @property
     def num_bytes(self) -> int:
         """Memory that the filled layer takes."""
         return sum(parameter.nbytes for parameter in self.parameters(recurse=False))
@@ -64,12 +69,12 @@ class OneDNNMatrix:
 
 
 def _packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> DenseMatrix | OneDNNMatrix | None:
-    """bfloat16 weights on a CPU in the form that is fastest there; None for others."""
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+    """Weights on a CPU in the form that is fastest there; None where that is their own."""
+    if weight.device.type != "cpu":
         return None
-    if best_dense_variant() is not None:
+    if best_dense_variant(weight.dtype) is not None:
         return DenseMatrix(weight, bias)
-    return OneDNNMatrix(weight, bias) if _HAS_ONEDNN else None
+    return OneDNNMatrix(weight, bias) if weight.dtype == torch.bfloat16 and _HAS_ONEDNN else None
 
 
 Packed: TypeAlias = DenseMatrix | OneDNNMatrix | QuantizedMatrix  # what takes the place of a plain weight
@@ -114,9 +119,12 @@ class Embedding(Layer):
             self._packed = _packed(self.weight)
 
     def make_invariant(self, tiling: Tiling) -> None:
-        head = self.matrix
-        if self._is_head and not _is_native(head):
-            self._tiled = tiling.tiled(self._product, self._size, (type(head), len(self._vocabulary.held)))
+        if not self.is_invariant:
+            self._tiled = tiling.tiled(self._product, self._size, (type(self.matrix), len(self._vocabulary.held)))
+
+    @property
+    def is_invariant(self) -> bool:
+        return not self._is_head or self._tiled is not None or _is_native(self.matrix)
 
     @property
     def num_bytes(self) -> int:
@@ -213,11 +221,15 @@ class Linear(Layer):
             del self.weight
 
     def make_invariant(self, tiling: Tiling) -> None:
-        if _is_native(self._matrix):
+        if self.is_invariant:
             return
         bits = self._matrix.bits if isinstance(self._matrix, QuantizedMatrix) else None
         kind = (type(self._matrix), bits, sum(len(part.held) for part in self._parts.values()), self.bias is None)
         self._tiled = tiling.tiled(self._product, len(self._inputs.held), kind)
+
+    @property
+    def is_invariant(self) -> bool:
+        return self._tiled is not None or _is_native(self._matrix)
 
     @property
     def num_bytes(self) -> int:

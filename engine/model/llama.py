@@ -13,7 +13,7 @@ from torch import nn
 
 from engine.attention.paged import Attention
 from engine.forward_batch import ForwardBatch
-from engine.invariant import Rotary, TiledRotary, Tiling, invariant_steps
+from engine.invariant import Rotary, TiledRotary, Tiling, are_invariant, invariant_steps
 from engine.model.layers import Embedding, Layer, Linear, Packed, RMSNorm, RowParallel, SwiGLU
 from engine.model.rope import RotaryEmbedding, Rotation
 from engine.model.steps import HeadNorms, Steps
@@ -106,14 +106,20 @@ class LlamaDecoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def make_invariant(self, dtype: torch.dtype, device: torch.device) -> None:
-        """To be called once filled: from then on the bits of a row depend on no other request, if its attention's do
-        not either."""
+        """To be called once filled: from then on the bits of a row depend on no other, if its attention's do not
+        either."""
         tiling = Tiling(device, dtype)
         for module in self.modules():
             if isinstance(module, Layer):
                 module.make_invariant(tiling)
         self.steps = invariant_steps(self.steps, dtype)
         self.rotary = TiledRotary(self.rotary, device)
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether the bits of a row depend on no other, if its attention's do not either."""
+        layers = (module for module in self.modules() if isinstance(module, Layer))
+        return are_invariant(self.steps, self.norm.weight.dtype) and all(layer.is_invariant for layer in layers)
 
     @property
     def is_whole(self) -> bool:

@@ -1,44 +1,10 @@
 /* Many query rows of one request: tiles of keys and values are packed once for all rows and heads that see them. */
 
-/* a [BLOCK_ROWS, depth] times b [depth, vectors], in words. Without `shrinks` it is put into c, otherwise added to c
- * times the shrink of the row. */
-INLINE void multiply(const uint32_t *a, int64_t a_stride, const uint32_t *b, int64_t b_stride, int64_t vector_stride,
-                     int32_t depth, float *c, int64_t c_stride, const float *shrinks, const int vectors) {
-    vec sums[BLOCK_ROWS][BLOCK_VECTORS];
-    for (int row = 0; row < BLOCK_ROWS; ++row)
-        for (int i = 0; i < vectors; ++i)
-            sums[row][i] =
-                shrinks ? vec_mul(vec_load(c + row * c_stride + i * LANES), vec_all(shrinks[row])) : vec_zero();
-    for (int32_t at = 0; at < depth; ++at, b += b_stride) {
-        vec right[BLOCK_VECTORS];
-        for (int i = 0; i < vectors; ++i) right[i] = vec_load(b + i * vector_stride);
-        for (int row = 0; row < BLOCK_ROWS; ++row) {
-            vec left = vec_all_words(a + row * a_stride + at);
-            for (int i = 0; i < vectors; ++i) sums[row][i] = vec_dot(sums[row][i], left, right[i]);
-        }
-    }
-    for (int row = 0; row < BLOCK_ROWS; ++row)
-        for (int i = 0; i < vectors; ++i) vec_store(c + row * c_stride + i * LANES, sums[row][i]);
-}
-
-static void multiply_some(const uint32_t *a, int64_t a_stride, const uint32_t *b, int64_t b_stride,
-                          int64_t vector_stride, int32_t depth, float *c, int64_t c_stride, const float *shrinks,
-                          int32_t vectors) {
-    switch (vectors) {
-    case 1: multiply(a, a_stride, b, b_stride, vector_stride, depth, c, c_stride, shrinks, 1); break;
-    case 2: multiply(a, a_stride, b, b_stride, vector_stride, depth, c, c_stride, shrinks, 2); break;
-#if BLOCK_VECTORS > 2
-    case 3: multiply(a, a_stride, b, b_stride, vector_stride, depth, c, c_stride, shrinks, 3); break;
-    case 4: multiply(a, a_stride, b, b_stride, vector_stride, depth, c, c_stride, shrinks, 4); break;
-#endif
-    }
-}
-
-static void pack_keys(const Shape *shape, const Scratch *scratch, int32_t first, int32_t end) {
-    for (int32_t key = first; key < end; key += LANES)
-        for (int32_t at = 0; at < shape->words; at += LANES)
-            transpose_words(scratch->rows + key, at,
-                            scratch->packed_keys + (int64_t)key * shape->words + at * LANES);
+static void multiply_block(const uint32_t *a, int64_t a_stride, const uint32_t *b, int64_t b_stride,
+                           int64_t vector_stride, int32_t depth, float *c, int64_t c_stride, const float *kept,
+                           const float *added, int32_t vectors) {
+    if (kept) multiply_some(a, a_stride, b, b_stride, vector_stride, depth, c, c_stride, kept, added, BLOCK_ROWS, vectors);
+    else multiply_some(a, a_stride, b, b_stride, vector_stride, depth, c, c_stride, NULL, NULL, BLOCK_ROWS, vectors);
 }
 
 static void pack_values(const Shape *shape, const Scratch *scratch, int32_t first, int32_t end) {
@@ -88,25 +54,21 @@ static void hide(const Plan *plan, const Unit *unit, const Shape *shape, int32_t
 }
 
 /* Weights of BLOCK_ROWS rows from their scores in columns first .. end of a tile that starts at key `tile`. Gives what
- * the outputs until now are to be multiplied with. */
+ * the outputs until now, and those of the tile, are to be multiplied with. */
 static void weigh_block(const Plan *plan, const Unit *unit, const Shape *shape, const Scratch *scratch, int32_t block,
-                        int32_t tile, int32_t first, int32_t end, float *shrinks) {
+                        int32_t tile, int32_t first, int32_t end, float *kept, float *added) {
     const float *value_scales = plan->plane_bytes > plan->data_bytes ? scratch->value_scales : NULL;
-    float tops[LANES], *largest = scratch->largest + block;
+    float largest[LANES], sums[LANES] = {0};
     if (value_scales) scale_columns(scratch->scores, BLOCK_ROWS, first, end, scratch->key_scales);
-    for (int32_t row = 0; row < LANES; ++row) tops[row] = LOWEST;
+    for (int32_t row = BLOCK_ROWS; row < LANES; ++row) largest[row] = LOWEST;
     for (int32_t row = 0; row < BLOCK_ROWS; ++row) {
-        hide(plan, unit, shape, block + row, tile, first, end, scratch->scores + row * TILE_KEYS);
-        tops[row] = top_of(scratch->scores + row * TILE_KEYS, first, end) * shape->scale;
+        float *scores = scratch->scores + row * TILE_KEYS;
+        hide(plan, unit, shape, block + row, tile, first, end, scores);
+        largest[row] = larger_of(LOWEST, top_of(scores, first, end) * shape->scale);
+        sums[row] = weigh(scores, scratch->weights + row * TILE_KEYS, first, end, shape->scale, largest[row],
+                          value_scales);
     }
-    vec before = vec_load(largest), now = vec_max(vec_load(tops), before); /* in this order a NaN goes */
-    vec_store(largest, now);
-    vec_store(shrinks, vec_exp2(vec_add(before, vec_mul(now, vec_all(-1.0f)))));
-    for (int32_t row = 0; row < BLOCK_ROWS; ++row) {
-        float sum = weigh(scratch->scores + row * TILE_KEYS, scratch->weights + row * TILE_KEYS, first, end,
-                          shape->scale, largest[row], value_scales);
-        scratch->sums[block + row] = scratch->sums[block + row] * shrinks[row] + sum;
-    }
+    merge_sums(largest, sums, scratch->largest + block, scratch->sums + block, kept, added);
 }
 
 /* One block of rows over the packed tile: only the columns that some of the rows see. */
@@ -119,17 +81,17 @@ static void attend_block(const Plan *plan, const Unit *unit, const Shape *shape,
     int32_t end = (int32_t)ceil_to(smaller(TILE_KEYS, last_position + 1 - tile), LANES);
     if (first >= end) return;
     for (int32_t key = first; key < end; key += BLOCK_VECTORS * LANES)
-        multiply_some(scratch->queries + (int64_t)block * shape->words, shape->words,
-                      scratch->packed_keys + (int64_t)key * shape->words, LANES, (int64_t)shape->words * LANES,
-                      shape->words, scratch->scores + key, TILE_KEYS, NULL,
-                      smaller(BLOCK_VECTORS, (end - key) / LANES));
-    float shrinks[LANES];
-    weigh_block(plan, unit, shape, scratch, block, tile, first, end, shrinks);
+        multiply_block(scratch->queries + (int64_t)block * shape->words, shape->words,
+                       scratch->packed_keys + (int64_t)key * shape->words, LANES, (int64_t)shape->words * LANES,
+                       shape->words, scratch->scores + key, TILE_KEYS, NULL, NULL,
+                       smaller(BLOCK_VECTORS, (end - key) / LANES));
+    float kept[LANES], added[LANES];
+    weigh_block(plan, unit, shape, scratch, block, tile, first, end, kept, added);
     for (int32_t at = 0; at < shape->dim; at += BLOCK_VECTORS * LANES)
-        multiply_some((const uint32_t *)(scratch->weights + first), TILE_KEYS / NUMBERS_PER_WORD,
-                      scratch->packed_values + (int64_t)first * shape->words + at, shape->dim, LANES,
-                      (end - first) / NUMBERS_PER_WORD, scratch->outputs + (int64_t)block * shape->dim + at, shape->dim,
-                      shrinks, smaller(BLOCK_VECTORS, (shape->dim - at) / LANES));
+        multiply_block((const uint32_t *)(scratch->weights + first), TILE_KEYS / NUMBERS_PER_WORD,
+                       scratch->packed_values + (int64_t)first * shape->words + at, shape->dim, LANES,
+                       (end - first) / NUMBERS_PER_WORD, scratch->outputs + (int64_t)block * shape->dim + at,
+                       shape->dim, kept, added, smaller(BLOCK_VECTORS, (shape->dim - at) / LANES));
 }
 
 static void attend_rows(const Call *call, const Unit *unit, uint8_t *memory) {
@@ -143,7 +105,7 @@ static void attend_rows(const Call *call, const Unit *unit, uint8_t *memory) {
     memset(scratch.queries + (int64_t)num_rows * shape.words, 0, (size_t)(padded - num_rows) * (size_t)shape.words * 4);
     memset(scratch.outputs, 0, (size_t)padded * (size_t)shape.dim * 4);
     for (int32_t row = 0; row < padded + LANES; ++row) scratch.largest[row] = LOWEST;
-    memset(scratch.sums, 0, (size_t)padded * 4);
+    memset(scratch.sums, 0, (size_t)(padded + LANES) * 4);
     for (int32_t tile = unit->first_key / TILE_KEYS * TILE_KEYS; tile < unit->end_key; tile += TILE_KEYS) {
         pack_tile(call, unit, &shape, &scratch, tile);
         for (int32_t block = 0; block < padded; block += BLOCK_ROWS)

@@ -42,6 +42,9 @@ INLINE vec vec_dot(vec sum, vec a, vec b) { return vec_fma(a, b, sum); }
 INLINE void vec_store_numbers(Number *to, vec a) { vec_store(to, a); }
 #endif
 
+/* a * of_a + b * of_b, rounded in this order */
+INLINE vec vec_merge(vec a, vec of_a, vec b, vec of_b) { return vec_fma(b, of_b, vec_mul(a, of_a)); }
+
 #define LOG2_E 1.44269504088896340736f
 #define LOWEST -1e30f /* less than any scaled score; unlike with -INFINITY, differences from it are numbers */
 
@@ -71,7 +74,7 @@ typedef struct {
     const uint8_t **key_rows;        /* [TILE_KEYS] in the pool */
     const uint8_t **value_rows;
     const uint32_t **rows;           /* [TILE_KEYS + LANES] of numbers */
-    float *key_scales;               /* [num_kv_heads, TILE_KEYS + LANES] of a quantized pool */
+    float *key_scales;               /* [TILE_KEYS + LANES] of a quantized pool */
     float *value_scales;
     uint32_t *converted;             /* [TILE_KEYS, words] */
     uint32_t *packed_keys;           /* [TILE_KEYS / LANES, words, LANES] */
@@ -80,7 +83,7 @@ typedef struct {
     float *scores;                   /* [num_heads or BLOCK_ROWS, TILE_KEYS] */
     Number *weights;                 /* the same, exponentials of scores */
     float *largest;                  /* [tile_rows + LANES], scaled score, or LOWEST */
-    float *sums;                     /* [tile_rows] of weights */
+    float *sums;                     /* [tile_rows + LANES] of weights */
     float *outputs;                  /* [tile_rows, dim] */
 } Scratch;
 
@@ -94,7 +97,7 @@ INLINE void *carve(uint8_t *memory, int64_t *used, int64_t num_bytes) {
 static int64_t lay_out(Scratch *scratch, const Shape *shape, uint8_t *memory) {
     int64_t used = 0, row_bytes = 4 * (int64_t)shape->words, rows = shape->tile_rows;
     int64_t score_rows = larger(shape->num_heads, BLOCK_ROWS);
-    int64_t scales_bytes = 4 * (TILE_KEYS + LANES) * (int64_t)(shape->num_heads / shape->group);
+    int64_t scales_bytes = 4 * (TILE_KEYS + LANES);
     scratch->zeros = carve(memory, &used, row_bytes);
     scratch->key_rows = carve(memory, &used, TILE_KEYS * sizeof(void *));
     scratch->value_rows = carve(memory, &used, TILE_KEYS * sizeof(void *));
@@ -108,7 +111,7 @@ static int64_t lay_out(Scratch *scratch, const Shape *shape, uint8_t *memory) {
     scratch->scores = carve(memory, &used, score_rows * TILE_KEYS * 4);
     scratch->weights = carve(memory, &used, score_rows * TILE_KEYS * (int64_t)sizeof(Number));
     scratch->largest = carve(memory, &used, (rows + LANES) * 4);
-    scratch->sums = carve(memory, &used, rows * 4);
+    scratch->sums = carve(memory, &used, (rows + LANES) * 4);
     scratch->outputs = carve(memory, &used, rows * shape->dim * 4);
     return used;
 }
@@ -126,6 +129,8 @@ static int64_t partial_floats(const Plan *plan) {
 }
 
 #include "attention_rows.h"
+
+#include "attention_products.h"
 
 #include "attention_splits.h"
 

@@ -135,12 +135,6 @@ static void scale_columns(float *scores, int32_t num_rows, int32_t first, int32_
 
 INLINE float larger_of(float a, float b) { return b > a ? b : a; } /* a, if b is not a number */
 
-INLINE float exp2_of(float x) {
-    float powers[LANES];
-    vec_store(powers, vec_exp2(vec_all(x)));
-    return powers[0];
-}
-
 /* The largest score in [first, end), multiples of LANES. */
 INLINE float top_of(const float *scores, int32_t first, int32_t end) {
     vec top = vec_load(scores + first);

@@ -1,42 +1,32 @@
 /* A single query row over the keys of one tile: each key and value is read once, from where it lies in the pool. All
  * key heads of a unit are taken for some keys before the next keys, since that is the order of memory. */
 
-#define STEP_KEYS 32  /* so many keys are taken of one head before those of the next */
+#define STEP_KEYS 64  /* so many keys are taken of one head before those of the next; a multiple of LANES */
 #define AHEAD_KEYS 32 /* what is asked of memory is needed so many keys later */
 
-/* Scores of GROUP_KEYS keys for `heads` queries. */
-INLINE void score_group(const uint32_t *queries, const uint32_t *const *rows, int32_t words, float *scores,
+/* Scores of `count` packed keys, from column `first` on, for the queries of `heads` heads. */
+INLINE void score_heads(const Shape *shape, const Scratch *scratch, int32_t head, int32_t first, int32_t count,
                         const int heads) {
-    vec sums[GROUP_HEADS][GROUP_KEYS];
-    for (int head = 0; head < heads; ++head)
-        for (int i = 0; i < GROUP_KEYS; ++i) sums[head][i] = vec_zero();
-    for (int32_t at = 0; at < words; at += LANES) {
-        vec query[GROUP_HEADS];
-        for (int head = 0; head < heads; ++head) query[head] = vec_load(queries + head * words + at);
-        for (int i = 0; i < GROUP_KEYS; ++i) {
-            vec key = vec_load(rows[i] + at);
-            for (int head = 0; head < heads; ++head) sums[head][i] = vec_dot(sums[head][i], query[head], key);
-        }
-    }
-    for (int head = 0; head < heads; ++head) store_sums(scores + head * TILE_KEYS, sums[head]);
+    for (int32_t key = 0; key < count; key += BLOCK_VECTORS * LANES)
+        multiply_some(scratch->queries + (int64_t)head * shape->words, shape->words,
+                      scratch->packed_keys + (int64_t)key * shape->words, LANES, (int64_t)shape->words * LANES,
+                      shape->words, scratch->scores + head * TILE_KEYS + first + key, TILE_KEYS, NULL, NULL, heads,
+                      smaller(BLOCK_VECTORS, (int32_t)ceil_to(count - key, LANES) / LANES));
 }
 
 /* Scores of `count` keys, whose numbers are in scratch->rows, for the queries of one key head. */
 static void score_keys(const Shape *shape, const Scratch *scratch, int32_t kv_head, int32_t first, int32_t count) {
-    const uint32_t *queries = scratch->queries + (int64_t)kv_head * shape->group * shape->words;
-    float *scores = scratch->scores + kv_head * shape->group * TILE_KEYS + first;
-    for (int32_t key = 0; key < count; key += GROUP_KEYS)
-        for (int32_t head = 0; head < shape->group; head += GROUP_HEADS) {
-            const uint32_t *some = queries + (int64_t)head * shape->words;
-            const uint32_t *const *rows = scratch->rows + key;
-            float *to = scores + head * TILE_KEYS + key;
-            switch (smaller(GROUP_HEADS, shape->group - head)) {
-            case 1: score_group(some, rows, shape->words, to, 1); break;
-            case 2: score_group(some, rows, shape->words, to, 2); break;
-#if GROUP_HEADS > 2
-            case 3: score_group(some, rows, shape->words, to, 3); break;
+    pack_keys(shape, scratch, 0, (int32_t)ceil_to(count, LANES));
+    for (int32_t head = kv_head * shape->group, rest = shape->group; rest > 0; head += BLOCK_ROWS, rest -= BLOCK_ROWS)
+        switch (smaller(BLOCK_ROWS, rest)) {
+        case 1: score_heads(shape, scratch, head, first, count, 1); break;
+        case 2: score_heads(shape, scratch, head, first, count, 2); break;
+        case 3: score_heads(shape, scratch, head, first, count, 3); break;
+        case 4: score_heads(shape, scratch, head, first, count, 4); break;
+#if BLOCK_ROWS > 4
+        case 5: score_heads(shape, scratch, head, first, count, 5); break;
+        case 6: score_heads(shape, scratch, head, first, count, 6); break;
 #endif
-            }
         }
 }
 
@@ -93,9 +83,9 @@ static void fetch_rows(const Scratch *scratch, int32_t count, int32_t first, int
         fetch(i < count ? scratch->key_rows[i] : scratch->value_rows[i - count], num_bytes);
 }
 
-/* The scores of a tile's keys, and after that (is_value) the sums of its values: in the order of memory. */
-static void attend_keys(const Plan *plan, const Unit *unit, const Shape *shape, const Scratch *scratch, int is_value) {
-    int32_t count = unit->end_key - unit->first_key;
+/* The scores of `count` keys, and after that (is_value) the sums of their values: in the order of memory. */
+static void attend_keys(const Plan *plan, const Unit *unit, const Shape *shape, const Scratch *scratch, int32_t count,
+                        int is_value) {
     int64_t row_bytes = (int64_t)plan->head_dim * element_bytes(plan->pool_element);
     const uint8_t *const *from = is_value ? scratch->value_rows : scratch->key_rows;
     for (int32_t key = 0; key < count; key += STEP_KEYS) {
@@ -108,27 +98,22 @@ static void attend_keys(const Plan *plan, const Unit *unit, const Shape *shape, 
     }
 }
 
-/* The outputs of a row from its splits, always in the same order. */
-static void combine(const Call *call, const Unit *unit, const Shape *shape, float *outputs) {
-    int32_t num_heads = unit->num_kv_heads * shape->group, largest_at = num_heads * shape->dim;
-    int64_t stride = call->plan->partial_floats;
-    const float *partials = call->plan->partials + unit->first_partial * stride;
-    for (int32_t head = 0; head < num_heads; ++head) {
-        float largest = LOWEST, sum = 0.0f;
-        for (int32_t i = 0; i < unit->num_splits; ++i)
-            largest = larger_of(largest, partials[i * stride + largest_at + head]);
-        memset(outputs, 0, (size_t)shape->dim * sizeof(float));
-        for (int32_t i = 0; i < unit->num_splits; ++i) {
-            const float *partial = partials + i * stride;
-            float shrink = exp2_of(partial[largest_at + head] - largest);
-            sum += shrink * partial[largest_at + num_heads + head];
-            for (int32_t at = 0; at < shape->dim; at += LANES) {
-                vec values = vec_load(partial + head * shape->dim + at);
-                vec_store(outputs + at, vec_fma(vec_all(shrink), values, vec_load(outputs + at)));
-            }
-        }
-        write_output(call, unit->first_row, unit->kv_head * shape->group + head, outputs, sum);
+/* One head's output from the splits of a row, in the order of the tiles. */
+static void combine_head(const Call *call, const Unit *unit, const Shape *shape, int32_t head, float *outputs) {
+    int32_t num_heads = unit->num_kv_heads * shape->group;
+    int64_t stride = call->plan->partial_floats, largest_at = num_heads * (int64_t)shape->dim;
+    const float *partial = call->plan->partials + unit->first_partial * stride;
+    float largest[LANES] = {LOWEST}, sums[LANES] = {0}, kept[LANES], added[LANES];
+    memset(outputs, 0, (size_t)shape->dim * sizeof(float));
+    for (int32_t i = 0; i < unit->num_splits; ++i, partial += stride) {
+        float tile_largest[LANES] = {partial[largest_at + head]};
+        float tile_sums[LANES] = {partial[largest_at + num_heads + head]};
+        merge_sums(tile_largest, tile_sums, largest, sums, kept, added);
+        for (int32_t at = 0; at < shape->dim; at += LANES)
+            vec_store(outputs + at, vec_merge(vec_load(outputs + at), vec_all(kept[0]),
+                                              vec_load(partial + head * shape->dim + at), vec_all(added[0])));
     }
+    write_output(call, unit->first_row, unit->kv_head * shape->group + head, outputs, sums[0]);
 }
 
 /* Puts a split's result aside; whoever finishes the last split of a row makes its output. */
@@ -148,45 +133,50 @@ static void finish_split(const Call *call, const Unit *unit, const Shape *shape,
     atomic_int *num_finished = (atomic_int *)call->plan->num_finished + unit->first_partial;
     if (atomic_fetch_add(num_finished, 1) + 1 < unit->num_splits) return;
     atomic_store(num_finished, 0);
-    combine(call, unit, shape, scratch->outputs);
+    for (int32_t head = 0; head < num_heads; ++head) combine_head(call, unit, shape, head, scratch->outputs);
 }
 
-/* Weights of the scores of one key head. */
-static void weigh_head(const Call *call, const Unit *unit, const Shape *shape, const Scratch *scratch,
-                       int32_t kv_head) {
-    int32_t count = unit->end_key - unit->first_key, padded = (int32_t)ceil_to(count, LANES);
-    int32_t first = kv_head * shape->group, at = kv_head * (TILE_KEYS + LANES);
-    int is_quantized = call->plan->plane_bytes > call->plan->data_bytes;
-    if (is_quantized) {
-        find_scales(call->plan, unit->request, unit->kv_head + kv_head, unit->first_key, unit->end_key, call->keys,
-                    scratch->key_scales + at);
-        find_scales(call->plan, unit->request, unit->kv_head + kv_head, unit->first_key, unit->end_key, call->values,
-                    scratch->value_scales + at);
-        scale_columns(scratch->scores + first * TILE_KEYS, shape->group, 0, padded, scratch->key_scales + at);
+/* Weights of the scores of one key head, of which the row sees the columns first .. end. */
+static void weigh_head(const Call *call, const Unit *unit, const Shape *shape, const Scratch *scratch, int32_t kv_head,
+                       int32_t first, int32_t end) {
+    const Plan *plan = call->plan;
+    int32_t padded = (int32_t)ceil_to(end, LANES), head = kv_head * shape->group;
+    float *scales = plan->plane_bytes > plan->data_bytes ? scratch->value_scales : NULL;
+    if (scales) {
+        for (int32_t i = 0; i < first; ++i) scratch->key_scales[i] = scales[i] = 0.0f;
+        find_scales(plan, unit->request, unit->kv_head + kv_head, unit->first_key, unit->end_key, call->keys,
+                    scratch->key_scales + first);
+        find_scales(plan, unit->request, unit->kv_head + kv_head, unit->first_key, unit->end_key, call->values,
+                    scales + first);
+        scale_columns(scratch->scores + head * TILE_KEYS, shape->group, 0, padded, scratch->key_scales);
     }
-    for (int32_t head = first; head < first + shape->group; ++head) {
+    for (int32_t last = head + shape->group; head < last; ++head) {
         float *scores = scratch->scores + head * TILE_KEYS;
-        for (int32_t i = count; i < padded; ++i) scores[i] = -INFINITY;
+        for (int32_t i = 0; i < first; ++i) scores[i] = -INFINITY;
+        for (int32_t i = end; i < padded; ++i) scores[i] = -INFINITY;
         scratch->largest[head] = larger_of(LOWEST, top_of(scores, 0, padded) * shape->scale);
         scratch->sums[head] = weigh(scores, scratch->weights + head * TILE_KEYS, 0, padded, shape->scale,
-                                    scratch->largest[head], is_quantized ? scratch->value_scales + at : NULL);
+                                    scratch->largest[head], scales);
     }
 }
 
+/* Columns start at a multiple of LANES in the tile, as those of a chunk do: so each key has its place in the sums. */
 static void attend_split(const Call *call, const Unit *unit, uint8_t *memory) {
-    Shape shape = shape_of(call->plan);
+    const Plan *plan = call->plan;
+    Shape shape = shape_of(plan);
     Scratch scratch;
     lay_out(&scratch, &shape, memory);
+    int32_t first = unit->first_key % TILE_KEYS % LANES, end = first + unit->end_key - unit->first_key;
     size_t num_heads = (size_t)unit->num_kv_heads * (size_t)shape.group;
     memset(scratch.zeros, 0, (size_t)shape.words * 4);
     memset(scratch.outputs, 0, num_heads * (size_t)shape.dim * 4);
     read_queries(call, unit, &shape, scratch.queries);
-    find_rows(call->plan, unit->request, unit->kv_head, unit->first_key, unit->end_key, call->keys, scratch.key_rows);
-    for (int32_t i = 0; i < unit->end_key - unit->first_key; ++i)
-        scratch.value_rows[i] = scratch.key_rows[i] + (call->values - call->keys);
-    attend_keys(call->plan, unit, &shape, &scratch, 0);
+    find_rows(plan, unit->request, unit->kv_head, unit->first_key, unit->end_key, call->keys, scratch.key_rows + first);
+    for (int32_t i = 0; i < first; ++i) scratch.key_rows[i] = scratch.key_rows[first]; /* of weight 0 */
+    for (int32_t i = 0; i < end; ++i) scratch.value_rows[i] = scratch.key_rows[i] + (call->values - call->keys);
+    attend_keys(plan, unit, &shape, &scratch, end, 0);
     for (int32_t kv_head = 0; kv_head < unit->num_kv_heads; ++kv_head)
-        weigh_head(call, unit, &shape, &scratch, kv_head);
-    attend_keys(call->plan, unit, &shape, &scratch, 1);
+        weigh_head(call, unit, &shape, &scratch, kv_head, first, end);
+    attend_keys(plan, unit, &shape, &scratch, end, 1);
     finish_split(call, unit, &shape, &scratch);
 }

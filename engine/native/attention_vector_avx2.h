@@ -39,6 +39,12 @@ INLINE vec vec_from_bfloat16(const void *from) {
     return vec_bits(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(from)), 16));
 }
 
+/* Of words that are pairs of bfloat16. */
+INLINE vec vec_first_of_pairs(vec a) { return vec_bits(_mm256_slli_epi32(_mm256_castps_si256(a), 16)); }
+INLINE vec vec_second_of_pairs(vec a) {
+    return vec_bits(_mm256_and_si256(_mm256_castps_si256(a), _mm256_set1_epi32((int)0xffff0000)));
+}
+
 INLINE void vec_to_bfloat16(void *to, vec a) {
     __m256i bits = _mm256_castps_si256(a);
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));

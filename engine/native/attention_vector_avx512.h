@@ -34,6 +34,12 @@ INLINE vec vec_from_bfloat16(const void *from) {
     return vec_bits(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(from)), 16));
 }
 
+/* Of words that are pairs of bfloat16. */
+INLINE vec vec_first_of_pairs(vec a) { return vec_bits(_mm512_slli_epi32(_mm512_castps_si512(a), 16)); }
+INLINE vec vec_second_of_pairs(vec a) {
+    return vec_bits(_mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32((int)0xffff0000)));
+}
+
 INLINE void vec_to_bfloat16(void *to, vec a) {
 #ifdef HAS_BF16
     _mm256_storeu_si256(to, (__m256i)_mm512_cvtneps_pbh(a));

@@ -15,9 +15,19 @@ INLINE vec vec_all(float x) { return (vec){x, x, x, x}; }
 INLINE vec vec_zero(void) { return vec_all(0.0f); }
 INLINE vec vec_add(vec a, vec b) { return a + b; }
 INLINE vec vec_mul(vec a, vec b) { return a * b; }
-INLINE vec vec_fma(vec a, vec b, vec c) { return a * b + c; }
 INLINE vec vec_choose(ints is_first, vec a, vec b) { return (vec)((is_first & (ints)a) | (~is_first & (ints)b)); }
 INLINE vec vec_max(vec a, vec b) { return vec_choose(a > b, a, b); }
+
+/* a * b + c, rounded once where the machine can */
+INLINE vec vec_fma(vec a, vec b, vec c) {
+#if defined(__FP_FAST_FMAF)
+    for (int i = 0; i < LANES; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+
 INLINE float vec_sum_of(vec a) { return (a[0] + a[2]) + (a[1] + a[3]); }
 
 INLINE float vec_max_of(vec a) {

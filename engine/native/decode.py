@@ -15,7 +15,7 @@ from engine.model.layers import Linear, Packed, RMSNorm
 from engine.model.llama import DecoderLayer, LlamaDecoder
 from engine.native.dense_linear import DenseMatrix
 from engine.native.program import NativeProgram
-from engine.native.steps import NativeSteps
+from engine.native.steps import ELEMENTS, NativeSteps
 from engine.quantization.quantized_linear import QuantizedMatrix
 
 MOST_ROWS: Final = 64
@@ -26,11 +26,11 @@ Recordable: TypeAlias = DenseMatrix | QuantizedMatrix
 
 
 def is_recordable(decoder: LlamaDecoder, attention: NativeAttention) -> bool:
-    """Whether a decoder's parts are native kernels for bfloat16, all on one rank, over a pool of bfloat16."""
+    """Whether a decoder's parts are native kernels for the pool's own dtype, all on one rank."""
     pool = attention.pool
     if not decoder.is_whole or not isinstance(decoder.steps, NativeSteps):
         return False
-    if pool.layout.is_quantized or pool.compute_dtype != torch.bfloat16:
+    if pool.layout.is_quantized or pool.compute_dtype not in ELEMENTS:
         return False
     modules = (module for layer in decoder.layers for module in layer.modules())
     matrices = [module.matrix for module in modules if isinstance(module, Linear)]
@@ -113,7 +113,7 @@ class _Buffers:
         assert isinstance(head, Recordable)
         assert isinstance(down, Recordable)
         neurons, num_heads = down.num_inputs, attention.num_heads
-        rows = functools.partial(torch.empty, MOST_ROWS, dtype=torch.bfloat16)
+        rows = functools.partial(torch.empty, MOST_ROWS, dtype=attention.pool.compute_dtype)
         self.x, self.normed, self.delta = (rows(len(decoder.norm.weight)) for _ in range(3))
         self.heads = rows(num_heads + 2 * layout.num_kv_heads, layout.head_dim)
         self.attended = rows(num_heads, layout.head_dim)

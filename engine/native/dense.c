@@ -1,4 +1,4 @@
-/* The functions that Python calls for products with bfloat16 weights. */
+/* The functions that Python calls for products with float32 and bfloat16 weights. */
 #include "dense.h"
 #include "work.h"
 
@@ -6,8 +6,8 @@
 #include <string.h>
 
 #define HALVES 2 /* of a panel */
-#define PAIR_BYTES 4
-#define LINE_PAIRS 16
+#define WORD_BYTES 4
+#define LINE_WORDS 16
 
 /* Its units are halves of panels, for each range of rows. */
 typedef struct {
@@ -22,44 +22,50 @@ EXPORTED int32_t dense_version(void) { return DENSE_VERSION; }
 
 EXPORTED int64_t dense_matrix_bytes(void) { return sizeof(DenseMatrix); }
 
-/* The kernel of a variant; NULL when this CPU does not have one. */
-EXPORTED const DenseKernel *dense_kernel(const char *variant) {
+/* The kernel of a variant for these elements; NULL when this CPU does not have one. */
+EXPORTED const DenseKernel *dense_kernel(const char *variant, int32_t element) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (!strcmp(variant, "avx512_bf16"))
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16")
-                   ? &dense_avx512_bf16
-                   : NULL;
+    int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    int has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (!strcmp(variant, "avx2")) return has_avx2 ? &dense_avx2 : NULL;
+    if (!strcmp(variant, "avx512")) return has_avx512 ? &dense_avx512 : NULL;
+    if (!strcmp(variant, "avx512_bf16")) {
+        if (!has_avx512 || !__builtin_cpu_supports("avx512bf16")) return NULL;
+        return element == DENSE_BFLOAT16 ? &dense_avx512_bf16 : &dense_avx512;
+    }
 #endif
     (void)variant;
+    (void)element;
     return NULL;
 }
 
-/* Some pairs of inputs of one panel. They are read a line of the cache at a time. */
-static void pack_pairs(const uint8_t *rows, int64_t row_bytes, int32_t num_rows, int32_t num_pairs, int32_t width,
+/* Some words of inputs of one panel. They are read a line of the cache at a time. */
+static void pack_words(const uint8_t *rows, int64_t row_bytes, int32_t num_rows, int32_t num_words, int32_t width,
                        uint8_t *packed) {
     for (int32_t i = 0; i < num_rows; ++i)
-        for (int32_t pair = 0; pair < num_pairs; ++pair)
-            memcpy(packed + (pair * width + i) * PAIR_BYTES, rows + i * row_bytes + pair * PAIR_BYTES, PAIR_BYTES);
+        for (int32_t word = 0; word < num_words; ++word)
+            memcpy(packed + (word * width + i) * WORD_BYTES, rows + i * row_bytes + word * WORD_BYTES, WORD_BYTES);
 }
 
 /* The weights of a matrix [num_outputs, num_inputs], whose rows are row_bytes apart, as a DenseMatrix has them. */
 EXPORTED void dense_pack(const uint8_t *weights, int64_t row_bytes, int32_t num_outputs, int32_t num_inputs,
-                         uint8_t *packed) {
-    const int32_t whole_pairs = num_inputs / 2;
+                         int32_t element, uint8_t *packed) {
+    const int32_t input_bytes = num_inputs * element_bytes(element), words = input_bytes / WORD_BYTES;
+    const int32_t rest = input_bytes % WORD_BYTES;
     for (int32_t output = 0; output < num_outputs; output += PANEL_VECTORS * OUTPUTS) {
         int32_t held = smaller(num_outputs - output, PANEL_VECTORS * OUTPUTS);
         int32_t width = (held + OUTPUTS - 1) / OUTPUTS * OUTPUTS;
-        int64_t panel_bytes = (int64_t)((num_inputs + 1) / 2) * width * PAIR_BYTES;
+        int64_t panel_bytes = (int64_t)(words + (rest > 0)) * width * WORD_BYTES;
         const uint8_t *rows = weights + output * row_bytes;
-        if (held < width || num_inputs % 2) memset(packed, 0, (size_t)panel_bytes);
-        for (int32_t pair = 0; pair < whole_pairs; pair += LINE_PAIRS)
-            pack_pairs(rows + pair * PAIR_BYTES, row_bytes, held, smaller(LINE_PAIRS, whole_pairs - pair), width,
-                       packed + (int64_t)pair * width * PAIR_BYTES);
-        for (int32_t i = 0; num_inputs % 2 && i < held; ++i)
-            memcpy(packed + ((int64_t)whole_pairs * width + i) * PAIR_BYTES,
-                   rows + i * row_bytes + whole_pairs * PAIR_BYTES, PAIR_BYTES / 2);
+        if (held < width || rest) memset(packed, 0, (size_t)panel_bytes);
+        for (int32_t word = 0; word < words; word += LINE_WORDS)
+            pack_words(rows + word * WORD_BYTES, row_bytes, held, smaller(LINE_WORDS, words - word), width,
+                       packed + (int64_t)word * width * WORD_BYTES);
+        for (int32_t i = 0; rest && i < held; ++i)
+            memcpy(packed + ((int64_t)words * width + i) * WORD_BYTES, rows + i * row_bytes + words * WORD_BYTES,
+                   (size_t)rest);
         packed += panel_bytes;
     }
 }
@@ -97,7 +103,7 @@ static const uint8_t *line(const Operation *operation, int32_t unit, int32_t lin
     const DenseMatrix *matrix = data->product.matrix;
     DenseUnit first = unit_of(data, unit, 1);
     int32_t lines = smaller(first.num_vectors, HALF_VECTORS);
-    if (lines < 1 || line >= lines * num_pairs(matrix)) return NULL;
+    if (lines < 1 || line >= lines * num_words(matrix)) return NULL;
     return dense_weights_of(matrix, first.vector) + line / lines * dense_stride_of(matrix, first.vector) +
            line % lines * VECTOR_BYTES;
 }
@@ -111,7 +117,7 @@ static void describe(Operation *operation, const DenseMatrix *matrix, const uint
 }
 
 /* outputs = inputs times the transposed matrix plus bias, by num_threads threads of `parallel` (GOMP_parallel), or by
- * this one alone. Inputs and outputs are bfloat16. */
+ * this one alone. Inputs and outputs are of the matrix's element. */
 EXPORTED void dense_multiply(const DenseMatrix *matrix, Parallel *parallel, int32_t num_threads, const uint8_t *inputs,
                              int64_t input_stride, int32_t num_rows, uint8_t *outputs) {
     if (num_rows < 1) return;

@@ -1,28 +1,32 @@
-/* Products with a matrix of bfloat16 weights on CPUs: what Python sees and what the dense*.c files share.
+/* Products with a matrix of float32 or bfloat16 weights on CPUs: what Python sees and what the dense*.c files share.
  *
- * Sums are of float32, over pairs of inputs in their order. What a row gives depends on itself alone: it has the same
- * bits whatever the other rows are and however many threads run.
+ * Sums are of float32, over the inputs in their order. What a row gives depends on itself alone: it has the same bits
+ * whatever the other rows are and however many threads run.
  */
 #ifndef SPLITSERVE_DENSE_H
 #define SPLITSERVE_DENSE_H
 
 #include <stdint.h>
 
-#define DENSE_VERSION 1 /* of everything below; engine/native/dense_linear.py expects the same */
+#define DENSE_VERSION 2 /* of everything below; engine/native/dense_linear.py expects the same */
 
-#define OUTPUTS 16          /* of a vector of weights, each with a pair of inputs */
+#define OUTPUTS 16          /* of a vector of weights, each with a word of inputs */
 #define VECTOR_BYTES 64
 #define PANEL_VECTORS 4     /* the last panel may have fewer */
 #define HALF_VECTORS 2
-#define BLOCK_ROWS 6        /* times PANEL_VECTORS sums stay in registers */
+#define BLOCK_ROWS 6        /* a multiple of the rows whose sums stay in registers */
 #define UNIT_ROWS 192       /* that one thread takes at a time; a multiple of BLOCK_ROWS */
-#define BLOCK_PAIRS 1024    /* whose weights in a panel, 256 KiB, stay in the cache for all rows of a unit */
+#define BLOCK_WORDS 1024    /* whose weights in a panel, 256 KiB, stay in the cache for all rows of a unit */
 #define SHARED_WORK 262144  /* products; what is less is done sooner than other threads are woken */
 
+enum DenseElement { DENSE_FLOAT32, DENSE_BFLOAT16 };
+
+/* A word of inputs is one of float32, or a pair of bfloat16. */
 typedef struct {
     int32_t num_inputs;
     int32_t num_outputs;    /* of which the last vector may have fewer than OUTPUTS */
-    const uint8_t *weights; /* [panels, pairs of inputs, PANEL_VECTORS, OUTPUTS, 2], zeros after the last of either */
+    int32_t element;        /* of weights, inputs and outputs */
+    const uint8_t *weights; /* [panels, words of inputs, PANEL_VECTORS, OUTPUTS], zeros after the last of either */
     const float *bias;      /* [num_outputs] or NULL */
     const struct DenseKernel *kernel;
 } DenseMatrix;
@@ -49,23 +53,28 @@ typedef struct DenseKernel {
 } DenseKernel;
 
 #if defined(__x86_64__)
+extern const DenseKernel dense_avx2;
+extern const DenseKernel dense_avx512;
 extern const DenseKernel dense_avx512_bf16;
 #endif
 
-static inline int32_t num_pairs(const DenseMatrix *matrix) { return (matrix->num_inputs + 1) / 2; }
+static inline int32_t element_bytes(int32_t element) { return element == DENSE_BFLOAT16 ? 2 : 4; }
+static inline int32_t num_words(const DenseMatrix *matrix) {
+    return (matrix->num_inputs * element_bytes(matrix->element) + 3) / 4;
+}
 static inline int32_t num_vectors(const DenseMatrix *matrix) { return (matrix->num_outputs + OUTPUTS - 1) / OUTPUTS; }
 static inline int32_t smaller(int32_t a, int32_t b) { return a < b ? a : b; }
 
-/* Bytes between pairs of inputs in the panel of a vector. */
+/* Bytes between words of inputs in the panel of a vector. */
 static inline int64_t dense_stride_of(const DenseMatrix *matrix, int32_t vector) {
     int32_t panel = vector / PANEL_VECTORS * PANEL_VECTORS;
     return smaller(PANEL_VECTORS, num_vectors(matrix) - panel) * VECTOR_BYTES;
 }
 
-/* Of its first pair of inputs. */
+/* Of its first word of inputs. */
 static inline const uint8_t *dense_weights_of(const DenseMatrix *matrix, int32_t vector) {
     int64_t panel = vector / PANEL_VECTORS * PANEL_VECTORS;
-    return matrix->weights + (panel * num_pairs(matrix) + vector % PANEL_VECTORS) * VECTOR_BYTES;
+    return matrix->weights + (panel * num_words(matrix) + vector % PANEL_VECTORS) * VECTOR_BYTES;
 }
 
 #endif

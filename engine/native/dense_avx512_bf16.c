@@ -1,10 +1,16 @@
 #if defined(__x86_64__)
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512bf16"))), \
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"))), \
                              apply_to = function)
 #else
-#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512vl,avx512bf16")
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
 #endif
+#define HAS_BF16
+#define DENSE_KERNEL dense_avx512_bf16
+#define PAIRS 1
+#define TILE_ROWS 6
+#define TILE_VECTORS 4
+#define VECTOR_HEADER "attention_vector_avx512.h"
 #include "dense_kernel.h"
 #if defined(__clang__)
 #pragma clang attribute pop

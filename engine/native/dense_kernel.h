@@ -1,174 +1,253 @@
-/* Products with bfloat16 weights by AVX512_BF16, which multiplies a pair of inputs at a time. */
+/* One kernel, for one kind of vector; included by each variant, which names it DENSE_KERNEL.
+ *
+ * A vector of weights has a word of 32 bits for each of OUTPUTS outputs: a float32, or two neighbouring bfloat16. With
+ * PAIRS these are multiplied and summed at once; otherwise they are made float32, and so are a block's inputs before.
+ */
 #include "dense.h"
 
-#include <immintrin.h>
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
-#define MIDDLE (BLOCK_ROWS / 2)
-#define AHEAD_PAIRS 24 /* of the one in work, the weights that are fetched when all rows are read together */
+#define FP8_UNIT 1.0f /* of conversions that are not used here, as are powers */
+#define exp2_fraction(f) (f)
+#include VECTOR_HEADER
 
-/* Where a row's sums come from and go to between blocks of inputs; NULL where all inputs are in one. */
+#define PARTS (OUTPUTS / LANES)           /* vectors of the machine in one of weights */
+#define SUMS (TILE_VECTORS * PARTS)       /* of a row that stay in registers */
+#define MIDDLE (TILE_ROWS / 2)
+#define AHEAD_WORDS 24                    /* of the one in work, the weights that are fetched when all rows are read together */
+#define WORDS_READ(element) (!PAIRS && (element) == DENSE_BFLOAT16 ? 2 : 1) /* of inputs, for one of weights */
+
+/* Where a row's sums come from and go to between blocks of inputs. */
 typedef struct {
     float *sums; /* [UNIT_ROWS, PANEL_VECTORS * OUTPUTS] */
     int is_first, is_last;
 } Tile;
 
-/* Pairs of inputs of one panel, and some rows of inputs. */
+/* Words of inputs of one panel, and some rows of inputs. */
 typedef struct {
     const uint8_t *weights;
-    int64_t weight_stride; /* of a pair of inputs */
+    int64_t weight_stride; /* of a word of inputs */
     const uint8_t *inputs;
     int64_t input_stride;
-    int32_t num_inputs;
+    int32_t num_words;
+    int32_t has_rest;      /* of the last word there are two bytes */
     const uint8_t *ahead;  /* weights to fetch, or NULL */
     int64_t ahead_stride;
 } Block;
 
-INLINE __m512 add_pairs(__m512 sums, __m512i weights, __m512i inputs) {
-    return _mm512_dpbf16_ps(sums, (__m512bh)weights, (__m512bh)inputs);
+INLINE vec word_of(const uint8_t *from, const size_t num_bytes) {
+    uint32_t word = 0;
+    if (num_bytes == 4) return vec_all_words(from);
+    memcpy(&word, from, num_bytes);
+    return vec_all_words(&word);
 }
 
-/* `later` is the row in the middle of BLOCK_ROWS, so that all rows are addressed with few registers. */
-INLINE void step(__m512 sums[BLOCK_ROWS][PANEL_VECTORS], const uint8_t *weights, const uint8_t *inputs,
-                 const uint8_t *later, int64_t input_stride, const int rows, const int vectors,
-                 const size_t input_bytes) {
-    __m512i some[PANEL_VECTORS];
-    for (int i = 0; i < vectors; ++i) some[i] = _mm512_loadu_si512(weights + i * VECTOR_BYTES);
+/* `later` is the row in the middle of TILE_ROWS, so that all rows are addressed with few registers. */
+INLINE void step(vec sums[TILE_ROWS][SUMS], const uint8_t *weights, const uint8_t *inputs, const uint8_t *later,
+                 int64_t input_stride, const int element, const int rows, const int vectors, const size_t num_bytes) {
+    vec some[SUMS];
+    for (int i = 0; i < vectors * PARTS; ++i) some[i] = vec_load(weights + i * LANES * 4);
     for (int row = 0; row < rows; ++row) {
-        int32_t pair = 0;
-        memcpy(&pair, row < MIDDLE ? inputs + row * input_stride : later + (row - MIDDLE) * input_stride, input_bytes);
-        for (int i = 0; i < vectors; ++i) sums[row][i] = add_pairs(sums[row][i], some[i], _mm512_set1_epi32(pair));
+        const uint8_t *from = row < MIDDLE ? inputs + row * input_stride : later + (row - MIDDLE) * input_stride;
+        vec input = word_of(from, num_bytes);
+#if PAIRS
+        for (int i = 0; i < vectors * PARTS; ++i) sums[row][i] = vec_dot_pairs(sums[row][i], some[i], input);
+#else
+        if (element == DENSE_FLOAT32) {
+            for (int i = 0; i < vectors * PARTS; ++i) sums[row][i] = vec_fma(some[i], input, sums[row][i]);
+            continue;
+        }
+        vec second = word_of(from + 4, num_bytes);
+        for (int i = 0; i < vectors * PARTS; ++i) {
+            sums[row][i] = vec_fma(vec_first_of_pairs(some[i]), input, sums[row][i]);
+            sums[row][i] = vec_fma(vec_second_of_pairs(some[i]), second, sums[row][i]);
+        }
+#endif
     }
 }
 
-INLINE void multiply(__m512 sums[BLOCK_ROWS][PANEL_VECTORS], const Block *block, int32_t from, int32_t end,
-                     const uint8_t *ahead, const int rows, const int vectors, const int lines) {
+INLINE void multiply(vec sums[TILE_ROWS][SUMS], const Block *block, int32_t from, int32_t end, const uint8_t *ahead,
+                     const int element, const int rows, const int vectors, const int lines) {
     const uint8_t *weights = block->weights + from * block->weight_stride;
-    const uint8_t *inputs = block->inputs + 4 * (int64_t)from, *later = inputs + MIDDLE * block->input_stride;
+    const uint8_t *inputs = block->inputs + 4 * WORDS_READ(element) * (int64_t)from;
+    const uint8_t *later = inputs + MIDDLE * block->input_stride;
     __asm__("" : "+r"(later)); /* or the compiler addresses all rows from the first after all */
     for (; from < end; ++from) {
-        for (int i = 0; i < lines; ++i) _mm_prefetch((const char *)ahead + i * VECTOR_BYTES, _MM_HINT_T1);
-        step(sums, weights, inputs, later, block->input_stride, rows, vectors, 4);
+        for (int i = 0; i < lines; ++i) __builtin_prefetch(ahead + i * VECTOR_BYTES, 0, 2);
+        step(sums, weights, inputs, later, block->input_stride, element, rows, vectors, 4);
         weights += block->weight_stride;
-        inputs += 4;
-        later += 4;
+        inputs += 4 * WORDS_READ(element);
+        later += 4 * WORDS_READ(element);
         ahead += block->ahead_stride;
     }
 }
 
-INLINE void load_sums(__m512 sums[BLOCK_ROWS][PANEL_VECTORS], const Tile *tile, int32_t row, const int rows,
-                      const int vectors) {
-    for (int r = 0; r < rows; ++r)
-        for (int i = 0; i < vectors; ++i)
-            sums[r][i] = tile->is_first ? _mm512_setzero_ps()
-                                        : _mm512_loadu_ps(tile->sums + ((row + r) * PANEL_VECTORS + i) * OUTPUTS);
+INLINE float *sums_of(const Tile *tile, int32_t row, int32_t vector) {
+    return tile->sums + (row * PANEL_VECTORS + vector) * OUTPUTS;
 }
 
-INLINE void store_sums(__m512 sums[BLOCK_ROWS][PANEL_VECTORS], const Tile *tile, int32_t row, const int rows,
-                       const int vectors) {
-    for (int r = 0; r < rows; ++r)
-        for (int i = 0; i < vectors; ++i)
-            _mm512_storeu_ps(tile->sums + ((row + r) * PANEL_VECTORS + i) * OUTPUTS, sums[r][i]);
-}
-
-INLINE uint16_t *output_of(const DenseProduct *product, int32_t vector, int32_t row) {
-    return (uint16_t *)product->outputs + (int64_t)row * product->matrix->num_outputs + vector * OUTPUTS;
+INLINE uint8_t *output_of(const DenseProduct *product, int32_t vector, int32_t row, const int element) {
+    return product->outputs +
+           ((int64_t)row * product->matrix->num_outputs + vector * OUTPUTS) * element_bytes(element);
 }
 
 /* Else stores of rows that are far apart would wait for memory, and what follows for them. */
-INLINE void fetch_outputs(const DenseProduct *product, int32_t vector, int32_t row, const int rows, const int vectors) {
+INLINE void fetch_outputs(const DenseProduct *product, int32_t vector, int32_t row, const int element, const int rows,
+                          const int vectors) {
     for (int r = 0; r < rows; ++r)
-        for (int i = 0; i < vectors; i += HALF_VECTORS) __builtin_prefetch(output_of(product, vector + i, row + r), 1);
+        for (int i = 0; i < vectors; i += VECTOR_BYTES / OUTPUTS / element_bytes(element))
+            __builtin_prefetch(output_of(product, vector + i, row + r, element), 1);
 }
 
-INLINE void store_outputs(__m512 sums[BLOCK_ROWS][PANEL_VECTORS], const DenseProduct *product, int32_t vector,
-                          int32_t row, const int rows, const int vectors) {
+INLINE void put(const vec *sums, uint8_t *to, const int element) {
+    for (int part = 0; part < PARTS; ++part, to += LANES * element_bytes(element)) {
+        if (element == DENSE_BFLOAT16) vec_to_bfloat16(to, sums[part]);
+        else vec_store(to, sums[part]);
+    }
+}
+
+INLINE void store_outputs(vec sums[TILE_ROWS][SUMS], const DenseProduct *product, int32_t vector, int32_t row,
+                          const int element, const int rows, const int vectors) {
     const DenseMatrix *matrix = product->matrix;
     for (int i = 0; i < vectors; ++i) {
         int32_t output = (vector + i) * OUTPUTS, count = smaller(matrix->num_outputs - output, OUTPUTS);
-        __mmask16 mask = (__mmask16)((1u << count) - 1);
-        __m512 bias = matrix->bias ? _mm512_maskz_loadu_ps(mask, matrix->bias + output) : _mm512_setzero_ps();
-        uint16_t *to = output_of(product, vector + i, row);
-        for (int r = 0; r < rows; ++r, to += matrix->num_outputs) {
-            __m512 sum = matrix->bias ? _mm512_add_ps(sums[r][i], bias) : sums[r][i];
-            __m256i rounded = (__m256i)_mm512_cvtneps_pbh(sum);
-            if (count == OUTPUTS) _mm256_storeu_si256((__m256i *)to, rounded);
-            else _mm256_mask_storeu_epi16(to, mask, rounded); /* far slower */
+        float bias[OUTPUTS] = {0};
+        if (matrix->bias) memcpy(bias, matrix->bias + output, (size_t)count * 4);
+        uint8_t *to = output_of(product, vector + i, row, element), rest[OUTPUTS * 4];
+        for (int r = 0; r < rows; ++r, to += (int64_t)matrix->num_outputs * element_bytes(element)) {
+            vec *sum = sums[r] + i * PARTS;
+            for (int part = 0; matrix->bias && part < PARTS; ++part)
+                sum[part] = vec_add(sum[part], vec_load(bias + part * LANES));
+            if (count == OUTPUTS) {
+                put(sum, to, element);
+            } else {
+                put(sum, rest, element);
+                memcpy(to, rest, (size_t)(count * element_bytes(element)));
+            }
         }
     }
 }
 
+/* TILE_VECTORS vectors of the unit at most, from number `first` on. */
 INLINE void compute_block(const DenseProduct *product, const DenseUnit *unit, const Tile *tile, const Block *block,
-                          const uint8_t *next, int32_t row, const int rows, const int vectors) {
-    __m512 sums[BLOCK_ROWS][PANEL_VECTORS];
-    int32_t pairs = block->num_inputs / 2;
-    load_sums(sums, tile, row, rows, vectors);
-    if (tile->is_last) fetch_outputs(product, unit->vector, unit->row + row, rows, vectors);
-    if (unit->num_rows <= BLOCK_ROWS) { /* each weight is used once: it comes from memory right now */
-        int32_t ahead_pairs = smaller(AHEAD_PAIRS, pairs), turn = pairs - ahead_pairs;
-        multiply(sums, block, 0, turn, block->weights + ahead_pairs * block->weight_stride, rows, vectors, vectors);
-        multiply(sums, block, turn, pairs, next, rows, vectors, vectors);
+                          const uint8_t *next, int32_t row, int32_t first, const int element, const int rows,
+                          const int vectors) {
+    vec sums[TILE_ROWS][SUMS];
+    int32_t words = block->num_words;
+    for (int r = 0; r < rows; ++r)
+        for (int i = 0; i < vectors * PARTS; ++i)
+            sums[r][i] = tile->is_first ? vec_zero() : vec_load(sums_of(tile, row + r, first) + i * LANES);
+    if (tile->is_last) fetch_outputs(product, unit->vector + first, unit->row + row, element, rows, vectors);
+    if (unit->num_rows <= TILE_ROWS) { /* each weight is used once: it comes from memory right now */
+        int32_t ahead_words = smaller(AHEAD_WORDS, words), turn = words - ahead_words;
+        multiply(sums, block, 0, turn, block->weights + ahead_words * block->weight_stride, element, rows, vectors,
+                 vectors);
+        multiply(sums, block, turn, words, next, element, rows, vectors, vectors);
     } else if (block->ahead == NULL)
-        multiply(sums, block, 0, pairs, NULL, rows, vectors, 0);
-    else if (unit->num_rows <= 3 * BLOCK_ROWS)
-        multiply(sums, block, 0, pairs, block->ahead, rows, vectors, vectors < 2 ? 1 : 2);
+        multiply(sums, block, 0, words, NULL, element, rows, vectors, 0);
+    else if (unit->num_rows <= 3 * TILE_ROWS)
+        multiply(sums, block, 0, words, block->ahead, element, rows, vectors, vectors < 2 ? 1 : 2);
     else
-        multiply(sums, block, 0, pairs, block->ahead, rows, vectors, 1);
-    if (block->num_inputs % 2) {
-        const uint8_t *inputs = block->inputs + 4 * (int64_t)pairs, *later = inputs + MIDDLE * block->input_stride;
-        step(sums, block->weights + pairs * block->weight_stride, inputs, later, block->input_stride, rows, vectors, 2);
+        multiply(sums, block, 0, words, block->ahead, element, rows, vectors, 1);
+    if (block->has_rest) {
+        const uint8_t *inputs = block->inputs + 4 * (int64_t)words;
+        step(sums, block->weights + words * block->weight_stride, inputs, inputs + MIDDLE * block->input_stride,
+             block->input_stride, element, rows, vectors, 2);
     }
-    if (tile->is_last) store_outputs(sums, product, unit->vector, unit->row + row, rows, vectors);
-    else store_sums(sums, tile, row, rows, vectors);
+    if (tile->is_last) store_outputs(sums, product, unit->vector + first, unit->row + row, element, rows, vectors);
+    for (int r = 0; !tile->is_last && r < rows; ++r)
+        for (int i = 0; i < vectors * PARTS; ++i) vec_store(sums_of(tile, row + r, first) + i * LANES, sums[r][i]);
 }
 
 INLINE void compute_rows(const DenseProduct *product, const DenseUnit *unit, const Tile *tile, const Block *block,
-                         const uint8_t *next, int32_t row, const int vectors) {
-    switch (unit->num_rows - row) {
-    case 1: compute_block(product, unit, tile, block, next, row, 1, vectors); break;
-    case 2: compute_block(product, unit, tile, block, next, row, 2, vectors); break;
-    case 3: compute_block(product, unit, tile, block, next, row, 3, vectors); break;
-    case 4: compute_block(product, unit, tile, block, next, row, 4, vectors); break;
-    case 5: compute_block(product, unit, tile, block, next, row, 5, vectors); break;
-    default: compute_block(product, unit, tile, block, next, row, 6, vectors); break;
+                         const uint8_t *next, int32_t row, int32_t first, const int element, const int vectors) {
+    switch (smaller(TILE_ROWS, unit->num_rows - row)) {
+    case 1: compute_block(product, unit, tile, block, next, row, first, element, 1, vectors); break;
+    case 2: compute_block(product, unit, tile, block, next, row, first, element, 2, vectors); break;
+    case 3: compute_block(product, unit, tile, block, next, row, first, element, 3, vectors); break;
+    case 4: compute_block(product, unit, tile, block, next, row, first, element, 4, vectors); break;
+    case 5: compute_block(product, unit, tile, block, next, row, first, element, 5, vectors); break;
+    case 6: compute_block(product, unit, tile, block, next, row, first, element, 6, vectors); break;
     }
 }
 
-static void compute_some(const DenseProduct *product, const DenseUnit *unit, const Tile *tile, const Block *block,
-                         const uint8_t *next, int32_t row) {
-    switch (unit->num_vectors) {
-    case 1: compute_rows(product, unit, tile, block, next, row, 1); break;
-    case 2: compute_rows(product, unit, tile, block, next, row, 2); break;
-    case 3: compute_rows(product, unit, tile, block, next, row, 3); break;
-    default: compute_rows(product, unit, tile, block, next, row, 4); break;
+INLINE void compute_some(const DenseProduct *product, const DenseUnit *unit, const Tile *tile, const Block *whole,
+                         const uint8_t *next, int32_t row, const int element) {
+    Block block = *whole;
+    for (int32_t first = 0; first < unit->num_vectors; first += TILE_VECTORS) {
+        switch (smaller(TILE_VECTORS, unit->num_vectors - first)) {
+        case 1: compute_rows(product, unit, tile, &block, next, row, first, element, 1); break;
+#if TILE_VECTORS > 1
+        case 2: compute_rows(product, unit, tile, &block, next, row, first, element, 2); break;
+        case 3: compute_rows(product, unit, tile, &block, next, row, first, element, 3); break;
+        case 4: compute_rows(product, unit, tile, &block, next, row, first, element, 4); break;
+#endif
+        }
+        block.weights += TILE_VECTORS * VECTOR_BYTES;
+        next += TILE_VECTORS * VECTOR_BYTES;
     }
 }
 
-static void compute(const DenseProduct *product, const DenseUnit *unit, const DenseUnit *next) {
+#if !PAIRS
+/* Inputs of a block of rows as float32, with a zero behind the last of an odd number. */
+static void widen(Block *block, int32_t num_rows, int32_t count, float *wide) {
+    for (int32_t row = 0; row < num_rows; ++row) {
+        const uint8_t *from = block->inputs + row * block->input_stride;
+        float *to = wide + row * 2 * BLOCK_WORDS;
+        for (int32_t at = 0; at < count; at += LANES) {
+            uint16_t some[LANES] = {0};
+            memcpy(some, from + 2 * at, (size_t)smaller(LANES, count - at) * 2);
+            vec_store(to + at, vec_from_bfloat16(some));
+        }
+    }
+    block->inputs = (const uint8_t *)wide;
+    block->input_stride = 2 * BLOCK_WORDS * (int64_t)sizeof(float);
+}
+#endif
+
+INLINE void compute_as(const DenseProduct *product, const DenseUnit *unit, const DenseUnit *next, const int element) {
     const DenseMatrix *matrix = product->matrix;
     const uint8_t *weights = dense_weights_of(matrix, unit->vector);
     const int64_t stride = dense_stride_of(matrix, unit->vector);
-    const int32_t lines = unit->num_rows <= 3 * BLOCK_ROWS ? 2 : 1, pairs = num_pairs(matrix);
+    const int32_t lines = unit->num_rows <= 3 * TILE_ROWS ? 2 : 1, words = num_words(matrix);
     float sums[UNIT_ROWS * PANEL_VECTORS * OUTPUTS];
-    for (int32_t first = 0; first < pairs; first += BLOCK_PAIRS) {
-        Tile tile = {sums, first == 0, first + BLOCK_PAIRS >= pairs};
+#if !PAIRS
+    float wide[TILE_ROWS * 2 * BLOCK_WORDS];
+#endif
+    for (int32_t first = 0; first < words; first += BLOCK_WORDS) {
+        Tile tile = {sums, first == 0, first + BLOCK_WORDS >= words};
         Block block = {.weights = weights + first * stride, .weight_stride = stride};
-        block.input_stride = product->input_stride;
-        block.num_inputs = smaller(2 * BLOCK_PAIRS, matrix->num_inputs - 2 * first);
-        const uint8_t *following = block.weights + BLOCK_PAIRS * stride;
+        int32_t count = smaller(BLOCK_WORDS * 4 / element_bytes(element),
+                                matrix->num_inputs - first * 4 / element_bytes(element));
+        block.has_rest = PAIRS && count % 2;
+        block.num_words = smaller(BLOCK_WORDS, words - first) - block.has_rest;
+        const uint8_t *following = block.weights + BLOCK_WORDS * stride;
         block.ahead_stride = stride;
         if (tile.is_last) {
             following = next->num_vectors > 0 ? dense_weights_of(matrix, next->vector) : block.weights;
             block.ahead_stride = dense_stride_of(matrix, next->vector);
         }
-        for (int32_t row = 0; row < unit->num_rows; row += BLOCK_ROWS) {
-            int32_t line = row / BLOCK_ROWS * lines;
+        for (int32_t row = 0; row < unit->num_rows; row += TILE_ROWS) {
+            int32_t line = row / TILE_ROWS * lines;
             block.inputs = product->inputs + (unit->row + row) * product->input_stride + 4 * (int64_t)first;
+            block.input_stride = product->input_stride;
             block.ahead = line < PANEL_VECTORS ? following + line * VECTOR_BYTES : NULL;
-            compute_some(product, unit, &tile, &block, following, row);
+#if !PAIRS
+            if (element == DENSE_BFLOAT16) widen(&block, smaller(TILE_ROWS, unit->num_rows - row), count, wide);
+#endif
+            compute_some(product, unit, &tile, &block, following, row, element);
         }
     }
 }
 
-const DenseKernel dense_avx512_bf16 = {compute};
+static void compute(const DenseProduct *product, const DenseUnit *unit, const DenseUnit *next) {
+#if PAIRS
+    compute_as(product, unit, next, DENSE_BFLOAT16);
+#else
+    if (product->matrix->element == DENSE_BFLOAT16) compute_as(product, unit, next, DENSE_BFLOAT16);
+    else compute_as(product, unit, next, DENSE_FLOAT32);
+#endif
+}
+
+const DenseKernel DENSE_KERNEL = {compute};

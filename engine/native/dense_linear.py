@@ -1,4 +1,4 @@
-"""Products with bfloat16 weights on a CPU, by the compiled kernels of engine/native/dense*.c if they are there.
+"""Products with float32 and bfloat16 weights on a CPU, by the compiled kernels of engine/native/dense*.c if any.
 
 As with the attention kernels, SPLITSERVE_NATIVE names the variant that runs; without it the best of this CPU does.
 """
@@ -14,12 +14,16 @@ from engine.native.huge_memory import HugeMemory
 from engine.native.library import parallel_function
 from engine.native.program import NativeProgram
 
-VERSION: Final = 1  # DENSE_VERSION in native/dense.h
-VARIANTS: Final = ("avx512_bf16",)
+VERSION: Final = 2  # DENSE_VERSION in native/dense.h
+ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1}
+VARIANTS: Final = {  # that are faster than torch where they run
+    torch.float32: ("avx512_bf16", "avx512"),
+    torch.bfloat16: ("avx512_bf16", "avx512", "avx2"),
+}
 OUTPUTS: Final = 16  # of a vector of weights, as in native/dense.h
+WORD_BYTES: Final = 4
 
 _MEMORY: Final = HugeMemory()
-_VARIANT_OF: Final = {name: name for name in native_library.VARIANTS}  # of which most have no kernel
 
 
 class Matrix(ctypes.Structure):
@@ -28,6 +32,7 @@ class Matrix(ctypes.Structure):
     _fields_ = [
         ("num_inputs", ctypes.c_int32),
         ("num_outputs", ctypes.c_int32),
+        ("element", ctypes.c_int32),
         ("weights", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("kernel", ctypes.c_void_p),
@@ -43,7 +48,7 @@ class DenseLibrary:
         pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
         self._kernel = library.dense_kernel
         self._kernel.restype = pointer
-        self._kernel.argtypes = [ctypes.c_char_p]
+        self._kernel.argtypes = [ctypes.c_char_p, int32]
         self.multiply = library.dense_multiply
         self.multiply.restype = None
         self.multiply.argtypes = [pointer, pointer, int32, pointer, int64, int32, pointer]
@@ -52,14 +57,14 @@ class DenseLibrary:
         self.add.argtypes = [pointer, pointer, pointer, int64, pointer]
         self.pack = library.dense_pack
         self.pack.restype = None
-        self.pack.argtypes = [pointer, int64, int32, int32, pointer]
+        self.pack.argtypes = [pointer, int64, int32, int32, int32, pointer]
         library.dense_matrix_bytes.restype = int64
         if library.dense_version() != VERSION or library.dense_matrix_bytes() != ctypes.sizeof(Matrix):
             raise OSError(f"{path.name} is of another version: install the package again")
 
-    def kernel(self, variant: str) -> int | None:
-        """The address of a variant of VARIANTS; None where the CPU does not have it, and for other names."""
-        address: int | None = self._kernel(variant.encode())
+    def kernel(self, variant: str, dtype: torch.dtype) -> int | None:
+        """The address of a variant for a dtype of ELEMENTS; None where the CPU does not have it."""
+        address: int | None = self._kernel(variant.encode(), ELEMENTS[dtype])
         return address
 
 
@@ -68,13 +73,17 @@ def dense_library() -> DenseLibrary | None:
     return native_library.load(DenseLibrary)
 
 
-def best_variant() -> str | None:
-    """What computes products here; None where nothing native does. Raises UnknownVariant."""
-    return native_library.best_variant(dense_library(), _VARIANT_OF)
+def best_variant(dtype: torch.dtype) -> str | None:
+    """What computes products with weights of a dtype here; None where nothing native does. Raises UnknownVariant."""
+    library = dense_library()
+    for name in native_library.wanted_variants():
+        if library is not None and name in VARIANTS.get(dtype, ()) and library.kernel(name, dtype) is not None:
+            return name
+    return None
 
 
 class DenseMatrix:
-    """bfloat16 weights [num_outputs, num_inputs] on a CPU, packed as native/dense.h says.
+    """float32 or bfloat16 weights [num_outputs, num_inputs] on a CPU, packed as native/dense.h says.
 
     Sums are of float32. A row's outputs depend on that row alone, to the bit, whatever rows are with it and however
     many threads compute.
@@ -82,19 +91,21 @@ class DenseMatrix:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """Copies the weights. Raises ValueError where `best_variant` is None."""
-        library, variant = dense_library(), best_variant()
+        library, variant = dense_library(), best_variant(weight.dtype)
         if library is None or variant is None:
-            raise ValueError("there is no kernel for bfloat16 weights here")
+            raise ValueError(f"there is no kernel for {weight.dtype} weights here")
         self.num_outputs, self.num_inputs = weight.shape
+        self.dtype: Final = weight.dtype
         self._library = library
         self._weights = _packed(library, weight.detach())
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self._matrix = Matrix(
             num_inputs=self.num_inputs,
             num_outputs=self.num_outputs,
+            element=ELEMENTS[self.dtype],
             weights=self._weights.data_ptr(),
             bias=None if self._bias is None else self._bias.data_ptr(),
-            kernel=library.kernel(variant),
+            kernel=library.kernel(variant, self.dtype),
         )
         self._address = ctypes.addressof(self._matrix)
 
@@ -103,8 +114,8 @@ class DenseMatrix:
         return self._weights.nbytes + (0 if self._bias is None else self._bias.nbytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, num_inputs] -> [T, num_outputs], both bfloat16"""
-        assert (x.dtype, x.shape[1]) == (torch.bfloat16, self.num_inputs)
+        """x [T, num_inputs] -> [T, num_outputs], both of the weights' dtype"""
+        assert (x.dtype, x.shape[1]) == (self.dtype, self.num_inputs)
         if x.stride(1) != 1:
             x = x.contiguous()
         outputs = x.new_empty((x.shape[0], self.num_outputs))
@@ -121,18 +132,19 @@ class DenseMatrix:
         return outputs
 
     def record(self, program: NativeProgram, x: torch.Tensor, outputs: torch.Tensor) -> None:
-        """Adds the product of the rows of x to a program; both are bfloat16, and contiguous."""
+        """Adds the product of the rows of x to a program; both are of the weights' dtype, and contiguous."""
         row_bytes = self.num_inputs * x.itemsize
         program.add(self._library.add, self._address, x.data_ptr(), row_bytes, outputs.data_ptr())
 
 
 def _packed(library: DenseLibrary, weight: torch.Tensor) -> torch.Tensor:
-    """[panels, pairs of inputs, outputs of the panel, 2] in bytes, zeros where there is no weight."""
+    """[panels, words of inputs, outputs of the panel] in bytes, zeros where there is no weight."""
     if weight.stride(1) != 1:
         weight = weight.contiguous()
     num_outputs, num_inputs = weight.shape
-    padded_outputs, padded_inputs = -(-num_outputs // OUTPUTS) * OUTPUTS, -(-num_inputs // 2) * 2
-    packed = _MEMORY.empty(padded_outputs * padded_inputs * weight.itemsize)
+    padded_outputs = -(-num_outputs // OUTPUTS) * OUTPUTS
+    num_words = -(-num_inputs * weight.itemsize // WORD_BYTES)
+    packed = _MEMORY.empty(padded_outputs * num_words * WORD_BYTES)
     row_bytes = weight.stride(0) * weight.itemsize
-    library.pack(weight.data_ptr(), row_bytes, num_outputs, num_inputs, packed.data_ptr())
+    library.pack(weight.data_ptr(), row_bytes, num_outputs, num_inputs, ELEMENTS[weight.dtype], packed.data_ptr())
     return packed

@@ -127,8 +127,9 @@ class SendingTransfer:
     After `cancel` the caller may write to blocks already, though not give them away. From then on nothing is read from
     them but what the transport holds, whose checksums were taken before: bytes that change on their way fail at the
     receiver, are never asked for again, since the sessions have ended, and the Abort ends the receiver's part. What
-    arrives unchanged is what it was said to be. on_caught_up is called at most once, from the loop and before on_done:
-    everything that was ready has left on all lanes, and `finish` has not been called."""
+    arrives unchanged is what it was said to be.
+
+    on_caught_up is called at most once, from the loop and before on_done: all lanes have sent what was ready."""
 
     def __init__(self, sender: KVSender, ticket: Ticket, on_done: OnSent, on_caught_up: OnCaughtUp | None) -> None:
         self._sender = sender

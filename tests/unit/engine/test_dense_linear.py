@@ -9,15 +9,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.model.layers import Linear, OneDNNMatrix
-from engine.native.dense_linear import DenseMatrix, best_variant, dense_library
+from engine.native.dense_linear import VARIANTS, DenseMatrix, best_variant, dense_library
 from engine.native.huge_memory import ALIGNMENT, CHUNK_BYTES, HugeMemory
 from engine.native.library import ENVIRONMENT, OFF
 from serving_core.sharding import whole
 
-HAS_KERNEL = dense_library() is not None and dense_library().kernel("avx512_bf16") is not None
-needs_kernel = pytest.mark.skipif(not HAS_KERNEL, reason="no avx512_bf16 kernel here")
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 
-ROUNDING = 2.0**-8  # of an output, to the nearest bfloat16
+
+def has_kernel(variant, dtype):
+    return dense_library() is not None and dense_library().kernel(variant, dtype) is not None
+
+
+KINDS = [
+    pytest.param(
+        (variant, dtype),
+        id=f"{variant}-{str(dtype).removeprefix('torch.')}",
+        marks=pytest.mark.skipif(not has_kernel(variant, dtype), reason=f"no {variant} kernel here"),
+    )
+    for dtype, variants in VARIANTS.items()
+    for variant in variants
+    if (variant, dtype) != ("avx512_bf16", FLOAT32)  # the same as avx512
+]
+RUNNABLE = [param.values[0] for param in KINDS if has_kernel(*param.values[0])]
+needs_pairs = pytest.mark.skipif(not has_kernel("avx512_bf16", BFLOAT16), reason="no avx512_bf16 kernel here")
+
+ROUNDING = {BFLOAT16: 2.0**-8, torch.float16: 2.0**-11, FLOAT32: 2.0**-23}  # of an output, to the nearest
 SUMMING = 2.0**-22  # of the sizes of the terms, for each pair of inputs: what sums of float32 lose
 SHAPES = [(1, 1), (7, 5), (16, 2), (54, 54), (65, 33), (131, 77), (113, 576), (96, 1001), (33, 2049), (70, 4100)]
 NUM_ROWS = [1, 2, 3, 4, 5, 6, 7, 12, 13, 18, 19, 47, 200]  # of one block of rows, several, and several units
@@ -28,56 +45,68 @@ def _no_variant_is_named(monkeypatch):
     monkeypatch.delenv(ENVIRONMENT, raising=False)
 
 
-def random(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+@pytest.fixture(params=KINDS)
+def dtype(request, monkeypatch):
+    """Of each kernel, which is the one that computes."""
+    variant, dtype = request.param
+    monkeypatch.setenv(ENVIRONMENT, variant)
+    return dtype
+
+
+def random(*shape, seed=0, dtype=BFLOAT16):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def assert_product(outputs, x, weight, bias=None):
     """Against float64, by numpy."""
+    rounding, dtype = ROUNDING[x.dtype], x.dtype
     x, weight = x.double().numpy(), weight.double().numpy()
     expected, sizes = x @ weight.T, np.abs(x) @ np.abs(weight.T)
     if bias is not None:
         expected, sizes = expected + bias.double().numpy(), sizes + np.abs(bias.double().numpy())
-    assert (outputs.dtype, outputs.shape) == (torch.bfloat16, expected.shape)
-    most = ROUNDING * np.abs(expected) + SUMMING * (2 + x.shape[1]) * sizes + 1e-37
+    assert (outputs.dtype, outputs.shape) == (dtype, expected.shape)
+    most = rounding * np.abs(expected) + SUMMING * (2 + x.shape[1]) * sizes + 1e-37
     assert (np.abs(outputs.double().numpy() - expected) <= most).all()
 
 
-@needs_kernel
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products(shape):
-    weight, bias = random(*shape), random(shape[0], seed=1)
+def test_products(dtype, shape):
+    weight, bias = random(*shape, dtype=dtype), random(shape[0], seed=1, dtype=dtype)
     plain, with_bias = DenseMatrix(weight), DenseMatrix(weight, bias)
     for num_rows in NUM_ROWS:
-        x = random(num_rows, shape[1], seed=num_rows)
+        x = random(num_rows, shape[1], seed=num_rows, dtype=dtype)
         assert_product(plain(x), x, weight)
         assert_product(with_bias(x), x, weight, bias)
-    assert plain(random(0, shape[1])).shape == (0, shape[0])
+    assert plain(random(0, shape[1], dtype=dtype)).shape == (0, shape[0])
 
 
-@needs_kernel
+@pytest.mark.skipif(not RUNNABLE, reason="no kernel here")
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 200), st.integers(1, 300), st.integers(1, 40), st.integers(0, 9))
-def test_products_of_any_shape(num_outputs, num_inputs, num_rows, seed):
-    weight, x = random(num_outputs, num_inputs, seed=seed), random(num_rows, num_inputs, seed=seed + 1)
+@given(
+    st.sampled_from(RUNNABLE or [None]), st.integers(1, 200), st.integers(1, 300), st.integers(1, 40), st.integers(0, 9)
+)
+def test_products_of_any_shape(kind, num_outputs, num_inputs, num_rows, seed):
+    variant, dtype = kind
+    weight = random(num_outputs, num_inputs, seed=seed, dtype=dtype)
+    x = random(num_rows, num_inputs, seed=seed + 1, dtype=dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ENVIRONMENT, variant)
+        assert_product(DenseMatrix(weight)(x), x, weight)
+
+
+def test_a_large_head(dtype):
+    weight, x = random(49152, 64, dtype=dtype), random(7, 64, seed=1, dtype=dtype)
     assert_product(DenseMatrix(weight)(x), x, weight)
 
 
-@needs_kernel
-def test_a_large_head():
-    weight, x = random(49152, 64), random(7, 64, seed=1)
-    assert_product(DenseMatrix(weight)(x), x, weight)
-
-
-@needs_kernel
-def test_weights_that_are_not_contiguous():
-    wide, x = random(300, 90), random(5, 71, seed=1)
+def test_weights_that_are_not_contiguous(dtype):
+    wide, x = random(300, 90, dtype=dtype), random(5, 71, seed=1, dtype=dtype)
     expected = DenseMatrix(wide[::2, 3:74].contiguous())(x)
     assert torch.equal(DenseMatrix(wide[::2, 3:74])(x), expected)
     assert torch.equal(DenseMatrix(wide[::2, 3:74].t().contiguous().t())(x), expected)
 
 
-@needs_kernel
+@needs_pairs
 def test_sums_are_rounded_once_to_the_nearest_and_to_even_between_two():
     weight = torch.tensor([[1, 2**-8], [1, 3 * 2**-8], [1, 2**-7 + 2**-8], [1, -(2**-9)]]).bfloat16()
     bias = torch.tensor([0, 0, 2**-7, -(2**-9) - 2**-10], dtype=torch.bfloat16)
@@ -85,9 +114,8 @@ def test_sums_are_rounded_once_to_the_nearest_and_to_even_between_two():
     assert outputs.tolist() == [[1.0, 1 + 2**-6, 1 + 2**-6, 1 - 2**-8]]
 
 
-@needs_kernel
-def test_what_is_no_number_stays_in_its_row():
-    weight, x = random(40, 9), random(9, 9, seed=1)
+def test_what_is_no_number_stays_in_its_row(dtype):
+    weight, x = random(40, 9, dtype=dtype), random(9, 9, seed=1, dtype=dtype)
     expected = DenseMatrix(weight)(x)
     x[3, 8], x[5, 0] = float("nan"), float("inf")
     outputs = DenseMatrix(weight)(x)
@@ -97,23 +125,24 @@ def test_what_is_no_number_stays_in_its_row():
     assert torch.equal(outputs[others], expected[others])
 
 
-@needs_kernel
-def test_rows_that_are_not_contiguous():
-    matrix, wide = DenseMatrix(random(20, 33)), random(8, 80, seed=1)
+def test_rows_that_are_not_contiguous(dtype):
+    matrix, wide = DenseMatrix(random(20, 33, dtype=dtype)), random(8, 80, seed=1, dtype=dtype)
     for x in (
         wide[:, 8:41],
         wide[::2, 1:34],
         wide.t()[:33].t(),
-        random(33, 6, seed=2).t(),
+        random(33, 6, seed=2, dtype=dtype).t(),
         wide[:1, :33].expand(9, 33),
     ):
         assert torch.equal(matrix(x), matrix(x.clone(memory_format=torch.contiguous_format)))
 
 
-@needs_kernel
 @pytest.mark.parametrize("shape", [(208, 101), (33, 4100)])  # the inputs of the second are more than one block
-def test_a_row_has_the_same_bits_in_any_batch_and_with_any_number_of_threads(shape):
-    matrix, x = DenseMatrix(random(*shape), random(shape[0], seed=5)), random(400, shape[1], seed=3)
+def test_a_row_has_the_same_bits_in_any_batch_and_with_any_number_of_threads(dtype, shape):
+    matrix, x = (
+        DenseMatrix(random(*shape, dtype=dtype), random(shape[0], seed=5, dtype=dtype)),
+        random(400, shape[1], seed=3, dtype=dtype),
+    )
     alone = torch.cat([matrix(row) for row in x.split(1)])
     before = torch.get_num_threads()
     try:
@@ -125,48 +154,61 @@ def test_a_row_has_the_same_bits_in_any_batch_and_with_any_number_of_threads(sha
         torch.set_num_threads(before)
 
 
-@needs_kernel
-def test_nothing_is_read_behind_the_last_input():
+def test_nothing_is_read_behind_the_last_input(dtype):
     page, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
     memory = mmap.mmap(-1, 2 * page)
-    whole_memory = torch.frombuffer(memory, dtype=torch.bfloat16)
+    end = page // dtype.itemsize
+    whole_memory = torch.frombuffer(memory, dtype=dtype)
     assert libc.mprotect(ctypes.c_void_p(whole_memory.data_ptr() + page), ctypes.c_size_t(page), 0) == 0
     for num_rows, num_inputs in ((1, 1), (1, 77), (7, 31), (20, 33)):
-        x = whole_memory[page // 2 - num_rows * num_inputs : page // 2].view(num_rows, num_inputs)
-        x.copy_(random(num_rows, num_inputs))
-        weight = random(17, num_inputs, seed=1)
+        x = whole_memory[end - num_rows * num_inputs : end].view(num_rows, num_inputs)
+        x.copy_(random(num_rows, num_inputs, dtype=dtype))
+        weight = random(17, num_inputs, seed=1, dtype=dtype)
         assert_product(DenseMatrix(weight)(x), x, weight)
 
 
-@needs_kernel
 @pytest.mark.parametrize("num_outputs", [1, 17, 33, 63, 100])
-def test_nothing_is_written_around_the_outputs(num_outputs):
-    matrix, x = DenseMatrix(random(num_outputs, 12)), random(8, 12, seed=1)
-    written = torch.full((10 * num_outputs,), 7.0, dtype=torch.bfloat16)
-    start = written.data_ptr() + 2 * num_outputs
-    dense_library().multiply(matrix._address, None, 1, x.data_ptr(), 24, 8, start)
+def test_nothing_is_written_around_the_outputs(dtype, num_outputs):
+    matrix, x = DenseMatrix(random(num_outputs, 12, dtype=dtype)), random(8, 12, seed=1, dtype=dtype)
+    written = torch.full((10 * num_outputs,), 7.0, dtype=dtype)
+    start = written.data_ptr() + dtype.itemsize * num_outputs
+    dense_library().multiply(matrix._address, None, 1, x.data_ptr(), 12 * dtype.itemsize, 8, start)
     assert torch.equal(written[num_outputs:-num_outputs].view(8, num_outputs), matrix(x))
     assert (written[:num_outputs] == 7).all()
     assert (written[-num_outputs:] == 7).all()
 
 
-@needs_kernel
-def test_bytes_are_those_of_the_weights():
-    assert DenseMatrix(random(64, 32)).num_bytes == 2 * 64 * 32
-    assert DenseMatrix(random(33, 31), random(33)).num_bytes == 2 * 48 * 32 + 4 * 33
+def test_bytes_are_those_of_the_weights(dtype):
+    assert DenseMatrix(random(64, 32, dtype=dtype)).num_bytes == dtype.itemsize * 64 * 32
+    assert (
+        DenseMatrix(random(33, 31, dtype=dtype), random(33, dtype=dtype)).num_bytes
+        == 48 * (-(-31 * dtype.itemsize // 4) * 4) + 4 * 33
+    )
 
 
-@needs_kernel
-@pytest.mark.parametrize(("named", "matrix"), [("", DenseMatrix), ("avx2", OneDNNMatrix), (OFF, OneDNNMatrix)])
-def test_the_environment_can_leave_products_to_onednn(monkeypatch, named, matrix):
+@needs_pairs
+@pytest.mark.parametrize(
+    ("named", "dtype", "variant"),
+    [
+        ("", BFLOAT16, "avx512_bf16"),
+        ("avx2", BFLOAT16, "avx2"),
+        (OFF, BFLOAT16, None),
+        ("plain", BFLOAT16, None),
+        ("", FLOAT32, "avx512_bf16"),
+        ("avx2", FLOAT32, None),
+        ("", torch.float16, None),
+    ],
+)
+def test_the_environment_can_leave_products_to_torch(monkeypatch, named, dtype, variant):
     monkeypatch.setenv(ENVIRONMENT, named)
-    assert best_variant() == ("avx512_bf16" if matrix is DenseMatrix else None)
+    assert best_variant(dtype) == variant
     layer = Linear(whole(40), {"a": whole(33)}, bias=True)
-    weight, bias = random(33, 40), random(33, seed=1)
+    weight, bias = random(33, 40, dtype=dtype), random(33, seed=1, dtype=dtype)
     layer.weight, layer.bias = (torch.nn.Parameter(each, requires_grad=False) for each in (weight, bias))
     layer.pack(None)
-    assert isinstance(layer.matrix, matrix)
-    x = random(5, 40, seed=2)
+    torch_has = OneDNNMatrix if dtype == BFLOAT16 else type(None)
+    assert isinstance(layer.matrix, DenseMatrix if variant else torch_has)
+    x = random(5, 40, seed=2, dtype=dtype)
     assert_product(layer(x), x, weight, bias)
 
 

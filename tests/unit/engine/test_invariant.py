@@ -8,22 +8,18 @@ import torch
 from engine.engine import Engine
 from engine.invariant import TILE_ROWS, agreeing_sizes, in_tiles
 from engine.native.dense_linear import dense_library
-from engine.native.library import ENVIRONMENT, OFF, native_library
-from engine.native.linear_library import linear_library
-from engine.native.steps import step_library
+from engine.native.library import ENVIRONMENT, OFF
 from serving_core.errors import SettingsError
-from serving_core.requests import Request, SamplingParams, Work
+from serving_core.requests import Request, Work
 from serving_core.settings import EngineSettings
 from tests.tiny_models import VOCAB_SIZE, write_fake_model, write_tiny_model
+from tests.unit.engine.company import BLOCK_SIZE, BLOCKS_OF_ONE, EVERY_LOGPROB, Neighbour, has_variant
 
 pytestmark = pytest.mark.long
 
-BLOCK_SIZE = 4
 PROMPT = [(7 * i + 3) % 250 for i in range(43)]
 CHUNKS = (26, 17)
 NUM_STEPS = 3
-EVERY_LOGPROB = SamplingParams(max_tokens=100, temperature=0, logprobs=VOCAB_SIZE, ignore_eos=True)
-BLOCKS_OF_ONE = 16  # blocks of each request
 MOST_NEIGHBOURS = 40
 
 NATIVE = ("", "avx2", "plain", OFF)
@@ -43,27 +39,6 @@ FAMILIES = {
     "qwen2": {"hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 333},
     "qwen3": {"tie_word_embeddings": True, "head_dim": 20},
 }
-
-
-class Neighbour:
-    """Another request: a chunk of a prompt of some length, then a few decode steps, then another prompt."""
-
-    def __init__(self, index, rng):
-        self._rng = rng
-        self._blocks = range(index * BLOCKS_OF_ONE, (index + 1) * BLOCKS_OF_ONE)
-        self._request = None
-        self._num_computed = self._end = 0
-
-    def work(self):
-        if self._request is None or self._num_computed >= self._end:
-            token_ids = self._rng.choices(range(VOCAB_SIZE), k=BLOCKS_OF_ONE * BLOCK_SIZE)
-            self._request = Request("other", 0, token_ids, len(token_ids), EVERY_LOGPROB)
-            start, num_tokens = 0, self._rng.randint(1, 50)
-            self._end = num_tokens + self._rng.randint(0, 10)
-        else:
-            start, num_tokens = self._num_computed, 1
-        self._num_computed = start + num_tokens
-        return Work(self._request, start, num_tokens, self._blocks)
 
 
 def answer(engine, num_neighbours, seed=0):
@@ -90,19 +65,6 @@ def load(folder, group=None, **settings):
     return Engine(EngineSettings(model=str(folder), block_size=BLOCK_SIZE, num_kv_blocks=num_blocks, **settings), group)
 
 
-def has_variant(variant):
-    """Whether this CPU and installation have all kernels of it."""
-    if variant in ("", OFF):
-        return True
-    library, steps, linear = native_library(), step_library(), linear_library()
-    return (
-        library is not None
-        and library.kernel(variant, "float32", "float32") is not None
-        and steps.kernel(variant) is not None
-        and linear.kernel(variant) is not None
-    )
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request, tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp(request.param), request.param, seed=3, **FAMILIES[request.param])
@@ -126,7 +88,7 @@ def test_neighbours_change_no_bit(folder, kind, native, monkeypatch):
 def test_weights_stored_in_bfloat16_by_the_best_kernels_stay_there(folder):
     plain, invariant = (load(folder, dtype="bfloat16", batch_invariant=flag) for flag in (False, True))
     assert invariant.weight_bytes == plain.weight_bytes
-    if dense_library() is not None and dense_library().kernel("avx512_bf16") is not None:
+    if dense_library() is not None and dense_library().kernel("avx512_bf16", torch.bfloat16) is not None:
         assert answer(invariant, 3) == answer(plain, 3)
     assert {**plain.description, "batch_invariant": "yes"} == invariant.description
 

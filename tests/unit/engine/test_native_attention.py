@@ -1,3 +1,6 @@
+import random
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -6,7 +9,9 @@ from hypothesis import strategies as st
 from engine.attention.native import NativeAttention
 from engine.attention.paged import PortableAttention
 from engine.cache.kv_pool import PagedKVPool
+from engine.native.library import native_library
 from serving_core.layout import KVLayout
+from serving_core.requests import Share
 from tests.unit.engine.native_kit import CPU, LAYER, Scene, needs_library, runnable_variants
 
 pytestmark = needs_library
@@ -139,16 +144,42 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(dtype):
     assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_bits_of_a_prompt_do_not_depend_on_its_chunks(dtype):
-    scene = Scene([(0, 600)], 9, 3, 64, 16, dtype)
-    whole = attend(scene)
-    attention = NativeAttention(scene.pool, scene.num_heads)
-    for start, end in [(0, 2), (2, 255), (255, 300), (300, 600)]:
-        share = scene.shares[0]
-        chunk = type(share)([0] * (end - start), start, share.block_ids[: -(-end // 16)], samples=False)
-        plan = attention.plan(scene.batch_of([chunk]), None)
-        assert torch.equal(attention.attend(scene.query[start:end], LAYER, plan), whole[start:end])
+@pytest.mark.parametrize("shape", [*SHAPES, (8, 1, 64, 16, 300), (3, 3, 40, 16, 300)])
+@pytest.mark.parametrize(
+    ("dtype", "compute_dtype"),
+    [
+        ("float32", None),
+        ("bfloat16", None),
+        ("float16", None),
+        ("int8", torch.bfloat16),
+        ("fp8_e4m3", torch.float32),
+        ("int8", torch.float16),
+    ],
+)
+@pytest.mark.parametrize("variant", runnable_variants())
+def test_the_bits_of_a_prompt_do_not_depend_on_how_it_is_cut(variant, dtype, compute_dtype, shape):
+    """Into chunks and single rows; the single rows of one batch are those of a decode step."""
+    num_heads, num_kv_heads, head_dim, block_size, window = shape
+    if native_library().kernel(variant, dtype, str(compute_dtype or dtype).removeprefix("torch.")) is None:
+        pytest.skip(f"{variant} does not compute {dtype}")
+    if compute_dtype is not None:
+        block_size = 16  # quantized planes are multiples of 4 bytes
+    scene = Scene([(0, 600)], num_heads, num_kv_heads, head_dim, block_size, dtype, compute_dtype)
+    whole = attend(scene, window, variant)
+    attention = NativeAttention(scene.pool, num_heads, variant)
+    (share,) = scene.shares
+    draw = random.Random(0)
+    bounds = [0, *sorted(draw.sample(range(1, 600), 12)), 600]
+    singles = [(at, at + 1) for at in (0, 1, 31, 254, 255, 256, 257, *draw.sample(range(600), 12), 511, 512, 599)]
+    for batch in ([each] for each in pairwise(bounds)), [singles]:
+        for cuts in batch:
+            chunks = [
+                Share([0] * (end - start), start, share.block_ids[: -(-end // block_size)], samples=False)
+                for start, end in cuts
+            ]
+            rows = torch.cat([torch.arange(start, end) for start, end in cuts])
+            plan = attention.plan(scene.batch_of(chunks), window)
+            assert torch.equal(attention.attend(scene.query[rows], LAYER, plan), whole[rows]), cuts
 
 
 def test_a_plan_serves_many_calls():

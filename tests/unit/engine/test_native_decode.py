@@ -40,7 +40,7 @@ MODELS = {
 }
 BLOCK_SIZE, NUM_BLOCKS = 16, 350
 
-pytestmark = pytest.mark.skipif(best_variant() is None, reason="bfloat16 products are not native here")
+pytestmark = pytest.mark.skipif(best_variant(torch.bfloat16) is None, reason="bfloat16 products are not native here")
 
 
 @pytest.fixture(autouse=True)
@@ -103,9 +103,12 @@ def restore(engine, planes):
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", MODELS)
-def test_it_gives_the_bits_of_the_modules(name, quantization, tmp_path, threads):
-    engine = engine_of(tmp_path, name, quantization)
+def test_it_gives_the_bits_of_the_modules(name, dtype, quantization, tmp_path, threads):
+    if quantization == "none" and best_variant(getattr(torch, dtype)) is None:
+        pytest.skip(f"{dtype} products are not native here")
+    engine = engine_of(tmp_path, name, quantization, dtype=dtype)
     assert isinstance(engine.program, NativeDecode)
     for seed, batch_size in enumerate((1, 2, 3, 5, 7, 13, 16, 33)):
         check_equal(engine, random_decode(engine, batch_size, seed), threads)
@@ -150,17 +153,17 @@ def test_other_batches_are_left_to_the_modules(tmp_path):
         assert not engine.program.matches(build_batch(shares, BLOCK_SIZE, device))
 
 
-@pytest.mark.parametrize(
-    "fields", [{"dtype": "float32"}, {"dtype": "float16"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8_e4m3"}]
-)
+@pytest.mark.parametrize("fields", [{"dtype": "float16"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8_e4m3"}])
 def test_other_dtypes_have_no_program(fields, tmp_path):
     assert engine_of(tmp_path, "llama", **fields).program is None
 
 
 @pytest.mark.parametrize("variant", [OFF, "plain", "avx2", "avx512"])
-def test_lesser_variants_have_no_program_of_bfloat16_weights(variant, tmp_path, monkeypatch):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_variants_without_such_products_have_no_program(dtype, variant, tmp_path, monkeypatch):
     monkeypatch.setenv(ENVIRONMENT, variant)
-    assert engine_of(tmp_path, "llama").program is None
+    has_program = engine_of(tmp_path, "llama", dtype=dtype).program is not None
+    assert has_program == (best_variant(getattr(torch, dtype)) is not None)
 
 
 def test_a_slot_outside_the_pool_is_refused_and_nothing_written(tmp_path):

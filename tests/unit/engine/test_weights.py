@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from engine.engine import Engine
 from engine.model.llama import LlamaDecoder
 from engine.model.weights import load_weights
+from engine.native.library import ENVIRONMENT, OFF
 from engine.parallel import alone
 from serving_core.errors import ModelError
 from serving_core.model_config import read_model_config
@@ -173,7 +174,8 @@ def part_of(name, rank):
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_rank_takes_its_own_parts_of_the_tensors_and_nothing_else(rank, tied, edit):
+def test_a_rank_takes_its_own_parts_of_the_tensors_and_nothing_else(rank, tied, edit, monkeypatch):
+    monkeypatch.setenv(ENVIRONMENT, OFF)  # or weights would be packed
     wanted = {}
 
     def spoil_the_rest(tensors):

@@ -90,7 +90,8 @@ def test_ranks_take_their_parts(name, tmp_path):
             for ours_layer, theirs_layer in zip(ours.layers, theirs.layers, strict=True):
                 for path in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
                     layer, plain = ours_layer.get_submodule(path), theirs_layer.get_submodule(path)
-                    x = torch.randn(5, plain.weight.shape[1], generator=torch.Generator().manual_seed(1))
+                    num_inputs = plain.weight.shape[1] if plain.matrix is None else plain.matrix.num_inputs
+                    x = torch.randn(5, num_inputs, generator=torch.Generator().manual_seed(1))
                     torch.testing.assert_close(layer(x), plain(x), rtol=1e-3, atol=1e-3)
 
 

@@ -1,0 +1,175 @@
+"""One prompt cut into chunks and steps in many ways, alone and in company, by one thread and by two: the bits of its KV
+and of its logits are the same."""
+
+import random
+from itertools import accumulate
+
+import pytest
+import torch
+
+import engine.engine
+from engine.engine import Engine
+from engine.native.decode import NativeDecode
+from engine.native.dense_linear import VARIANTS as DENSE_VARIANTS
+from engine.native.dense_linear import best_variant
+from engine.native.library import ENVIRONMENT, OFF
+from serving_core.requests import Request, SamplingParams, Work
+from serving_core.settings import EngineSettings
+from tests.tiny_models import VOCAB_SIZE, write_fake_model, write_tiny_model
+from tests.unit.engine.company import BLOCK_SIZE, BLOCKS_OF_ONE, Neighbour, has_variant
+
+NUM_TOKENS = 290  # of more than one tile of keys
+MOST_NEIGHBOURS = 9
+PROMPT = random.Random(7).choices(range(VOCAB_SIZE), k=NUM_TOKENS)
+FIRST_BLOCK = (1 + MOST_NEIGHBOURS) * BLOCKS_OF_ONE  # the prompt's own; the neighbours have those before
+NUM_BLOCKS = FIRST_BLOCK + -(-NUM_TOKENS // BLOCK_SIZE)
+GREEDY = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+
+NATIVE = ("", "avx512", "avx2", "plain", OFF)
+FAMILIES = {  # grouped and single heads, odd sizes, biases, windows beyond a tile and within, one key head
+    "llama": {},
+    "mistral": {"sliding_window": 261},
+    "qwen2": {
+        "hidden_size": 72,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "intermediate_size": 333,
+        "use_sliding_window": True,
+        "sliding_window": 37,
+        "max_window_layers": 1,
+    },
+    "qwen3": {"tie_word_embeddings": True, "head_dim": 20, "num_attention_heads": 7, "num_key_value_heads": 1},
+}
+KINDS = [
+    {"dtype": "float32"},
+    {"dtype": "bfloat16"},
+    {"dtype": "float16"},
+    {"dtype": "bfloat16", "quantization": "int8"},
+    {"dtype": "bfloat16", "quantization": "int4"},
+    {"dtype": "float32", "quantization": "int4"},
+    {"dtype": "float16", "quantization": "int8"},
+]
+
+
+@pytest.fixture(autouse=True)
+def restore_threads():
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """Tiny models by their family."""
+    folders = {}
+
+    def folder(family):
+        if family not in folders:
+            path = tmp_path_factory.mktemp(family)
+            folders[family] = write_tiny_model(path, family, seed=3, **FAMILIES[family])
+        return folders[family]
+
+    return folder
+
+
+def load(folder, **settings):
+    return Engine(EngineSettings(model=str(folder), block_size=BLOCK_SIZE, num_kv_blocks=NUM_BLOCKS, **settings))
+
+
+def cuts_of(seed):
+    """Chunks and steps in a random order."""
+    draw, cuts = random.Random(seed), []
+    while sum(cuts) < NUM_TOKENS:
+        largest = draw.choice((1, 1, 3, 17, 150))
+        cuts += [draw.randint(1, largest) for _ in range(draw.randint(1, 8))]
+    return [end - start for start, end in zip([0, *ends_of(cuts)], ends_of(cuts), strict=False)]
+
+
+def ends_of(cuts):
+    ends = [end for end in accumulate(cuts) if end < NUM_TOKENS]
+    return [*ends, NUM_TOKENS]
+
+
+def bits(engine_, cuts, monkeypatch, num_neighbours=0, seed=0):
+    """The bytes of the prompt's KV, and of the logits of its last token."""
+    rng, last = random.Random(seed), []
+    neighbours = [Neighbour(index, rng) for index in range(num_neighbours)]
+    request, start = Request("watched", 0, list(PROMPT), NUM_TOKENS, GREEDY), 0
+    sample = engine.engine.sample
+
+    def keep(logits, requests, *rest):
+        last.extend(row.clone() for row, other in zip(logits, requests, strict=True) if other is request)
+        return sample(logits, requests, *rest)
+
+    blocks = range(FIRST_BLOCK, NUM_BLOCKS)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.engine, "sample", keep)
+        for num_tokens in cuts:
+            works = [neighbour.work() for neighbour in neighbours]
+            works.insert(rng.randint(0, num_neighbours), Work(request, start, num_tokens, blocks))
+            engine_.step(works)
+            start += num_tokens
+    (logits,) = last
+    assert start == NUM_TOKENS
+    kv = [tuple(map(bytes, engine_.pool.read(layer, blocks))) for layer in range(engine_.layout.num_layers)]
+    return kv, logits.view(torch.uint8).tolist()
+
+
+def check(engine_, monkeypatch, seeds):
+    torch.set_num_threads(1)
+    whole = bits(engine_, [NUM_TOKENS], monkeypatch)
+    assert bits(engine_, [NUM_TOKENS - 1, 1], monkeypatch) == whole
+    for seed in seeds:
+        torch.set_num_threads(1 + seed % 2)
+        assert bits(engine_, cuts_of(seed), monkeypatch, seed % (MOST_NEIGHBOURS + 1), seed) == whole, seed
+
+
+def products_are_native(kind):
+    return kind.get("quantization") is not None or best_variant(getattr(torch, kind["dtype"])) is not None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [str(dtype).removeprefix("torch.") for dtype in DENSE_VARIANTS])
+def test_the_cut_of_a_prompt_changes_no_bit(family, dtype, folder_of, monkeypatch):
+    """By the best kernels, as they are without any flag."""
+    if not products_are_native({"dtype": dtype}):
+        pytest.skip(f"{dtype} products are not native here")
+    loaded = load(folder_of(family), dtype=dtype)
+    assert loaded.is_history_free
+    assert isinstance(loaded._program, NativeDecode)
+    check(loaded, monkeypatch, range(1, 5))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nor_does_it_without_kernels_with_the_flag(dtype, folder_of, monkeypatch):
+    monkeypatch.setenv(ENVIRONMENT, OFF)
+    loaded = load(folder_of("mistral"), dtype=dtype, batch_invariant=True)
+    assert loaded.is_history_free
+    check(loaded, monkeypatch, (3,))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flag", [False, True])
+@pytest.mark.parametrize("native", NATIVE)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_path(family, kind, native, flag, folder_of, monkeypatch):
+    if not has_variant(native):
+        pytest.skip(f"this CPU or installation has no {native} kernels")
+    monkeypatch.setenv(ENVIRONMENT, native)
+    loaded = load(folder_of(family), batch_invariant=flag, **kind)
+    by_default = native != OFF and kind["dtype"] != "float16" and products_are_native(kind)
+    assert loaded.is_history_free == (flag or by_default)
+    if loaded.is_history_free:
+        check(loaded, monkeypatch, (2, 3))
+
+
+@pytest.mark.parametrize("flag", [False, True])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8_e4m3"])
+def test_keys_and_values_in_8_bits_are_not_promised(kv_cache_dtype, flag, folder_of):
+    """The scale of a block grows with its tokens, and a row of a chunk sees the scale that later ones made."""
+    assert not load(folder_of("llama"), kv_cache_dtype=kv_cache_dtype, batch_invariant=flag).is_history_free
+
+
+def test_the_fake_model_counts_tokens(tmp_path):
+    assert load(write_fake_model(tmp_path)).is_history_free
