@@ -58,8 +58,9 @@ class StepRates:
 
     def _rate(self, steps: Sequence[_Prefilled]) -> float:
         weighted: list[tuple[float, int]] = []
+        usual_s = {number: self._usual_decode_s(number) for number in {step.num_decoding for step in steps}}
         for step in steps:
-            prefill_s = step.step_s - self._usual_decode_s(step.num_decoding)
+            prefill_s = step.step_s - usual_s[step.num_decoding]
             if prefill_s > 0:  # otherwise noise is larger than what it is to be told from
                 weighted.append((step.num_tokens / prefill_s, step.num_tokens))
         return _weighted_median(weighted)

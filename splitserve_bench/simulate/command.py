@@ -75,6 +75,13 @@ fleet_options = options_of(
     node_count("prefill", "Nodes that read prompts."),
     node_count("decode", "Nodes that write answers."),
     node_count("both", "Nodes that do both."),
+    click.option(
+        "--roles",
+        default="fixed",
+        show_default=True,
+        type=click.Choice(("fixed", "auto")),
+        help="Whether the coordinator lends nodes to the part that lacks hands.",
+    ),
 )
 
 
@@ -86,7 +93,13 @@ fleet_options = options_of(
 @pace_options
 @result_options
 def simulate_command(
-    profile_path: Path, prefill: int, decode: int, both: int, request_rates: tuple[float, ...], **flags: Any
+    profile_path: Path,
+    prefill: int,
+    decode: int,
+    both: int,
+    roles: str,
+    request_rates: tuple[float, ...],
+    **flags: Any,
 ) -> None:
     """Send a load to a simulated fleet: the real decisions of coordinator and nodes, with steps, transfers and messages
     that take what they took where the profile was measured. Prints what `bench serve` prints; with --json, one object a
@@ -94,7 +107,7 @@ def simulate_command(
     from splitserve_bench.simulate.fleet import FleetSize
     from splitserve_bench.simulate.profile import read_profile
 
-    size = FleetSize(prefill, decode, both)
+    size = FleetSize(prefill, decode, both, roles)
     size.check()
     if len(request_rates) > 1 and (flags["result_filename"] or flags["plots"]):
         raise SettingsError("--result-filename and --plots are of one load: give one --request-rate with them")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from coordinator.control.roles import FIXED
 from coordinator.settings import CoordinatorSettings
 from serving_core.errors import SettingsError
 from serving_core.shapes import BOTH, DECODE, PREFILL
@@ -22,15 +23,17 @@ MOST_NODES: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class FleetSize:
-    """How many nodes of each role."""
+    """How many nodes begin in each role, and whether the coordinator changes that."""
 
     prefill: int
     decode: int
     both: int = 0
+    roles: str = FIXED
 
     def __str__(self) -> str:
         counts = {"P": self.prefill, "D": self.decode, "B": self.both}
-        return "+".join(f"{count}{letter}" for letter, count in counts.items() if count)
+        name = "+".join(f"{count}{letter}" for letter, count in counts.items() if count)
+        return name if self.roles == FIXED else f"{name}-{self.roles}"
 
     def check(self) -> None:
         """Raises SettingsError for a fleet that could not answer."""
@@ -39,7 +42,7 @@ class FleetSize:
         if not (self.prefill + self.both and self.decode + self.both):
             raise SettingsError(f"{self} cannot answer: some node has to read prompts and some to write answers")
 
-    def roles(self) -> list[tuple[str, str]]:
+    def nodes(self) -> list[tuple[str, str]]:
         """The name of each node, and the role that it begins in."""
         counts = {PREFILL: self.prefill, DECODE: self.decode, BOTH: self.both}
         return [(f"{role}-{index}", role) for role, count in counts.items() for index in range(count)]
@@ -98,9 +101,9 @@ def simulate(
         max_concurrency=max_concurrency,
         request_timeout_s=request_timeout_s,
     )
-    fleet = Fleet(agenda, clients, profile.node, model)
+    fleet = Fleet(agenda, clients, profile.node, model, CoordinatorSettings(roles=size.roles))
     costs = ProfileCosts(profile)
-    for name, role in size.roles():
+    for name, role in size.nodes():
         fleet.start(name, role, costs)
     clients.start(fleet.coordinator)
     agenda.run(lambda: clients.is_over)

@@ -6,16 +6,24 @@ from collections.abc import Sequence
 from serving_core.requests import SampledToken
 
 
+class _Tokens(dict[int, SampledToken]):
+    """By id, each made once: there are many in a step."""
+
+    def __missing__(self, token_id: int) -> SampledToken:
+        token = self[token_id] = SampledToken(token_id)
+        return token
+
+
 class ToyModel:
     """Knows nothing but the size of its vocabulary."""
 
     def __init__(self, vocab_size: int) -> None:
-        self._tokens = [SampledToken(token_id) for token_id in range(vocab_size)]  # made once: a step samples many
+        self._vocab_size = vocab_size
+        self._tokens = _Tokens()
 
     def next_token(self, token_ids: Sequence[int]) -> SampledToken:
         """What follows these, one at least."""
-        tokens = self._tokens
-        return tokens[(31 * token_ids[-1] + 17 * len(token_ids) + 7) % len(tokens)]
+        return self._tokens[(31 * token_ids[-1] + 17 * len(token_ids) + 7) % self._vocab_size]
 
     def check_answer(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Fails unless this is what the model says to the prompt, as far as it goes."""

@@ -1,0 +1,89 @@
+"""`splitserve doctor --save`: what of a cluster's timelines becomes of a profile, and the steps of a tiny model."""
+
+import dataclasses
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from serving_core.settings import EngineSettings
+from splitserve.cli import main
+from splitserve_bench.doctor.grids import ANSWERS, PROMPTS, GridTask, measure_grid
+from splitserve_bench.doctor.saving import LONE_OUTPUT_TOKENS, node_sizes, profile_of
+from splitserve_bench.engine.random_models import Shape, write_random_model
+from splitserve_bench.serve.records import Outcome
+from splitserve_bench.simulate.fleet import FleetSize, simulate
+from splitserve_bench.simulate.profile import read_profile
+from tests.tiny_models import write_tokenizer
+from tests.unit.splitserve_bench.simulate_kit import PROFILE, SIZES, request, step_s
+
+TINY = Shape("LlamaForCausalLM", "llama", 48, 3, 4, 2, 12, 80, 260, 1024)
+BLOCK_BYTES = 16 * 2 * 3 * 2 * 12 * 2  # tokens, K and V, layers, heads, head size, bytes of a bfloat16
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    write_random_model(folder, TINY)
+    return folder
+
+
+def lone(first_s, tpot_s, *, queue_s, server_first_s, transfer_s):
+    """One that was alone, with so many seconds at its client and in its timeline."""
+    arrivals_s = tuple(first_s + index * tpot_s for index in range(LONE_OUTPUT_TOKENS))
+    timeline = {"prefill_queue_s": queue_s, "ttft_s": server_first_s, "transfer_s": transfer_s}
+    counts = (1,) * LONE_OUTPUT_TOKENS
+    return Outcome(0, 0.0, 0.0, 64, len(counts), arrivals_s, counts, arrivals_s[-1], timeline=timeline)
+
+
+def test_what_is_left_of_a_lone_request_is_control_and_overhead():
+    outcomes = [
+        lone(
+            0.1 + odd, step_s(1) + 0.002 + odd, queue_s=0.006 + odd, server_first_s=0.093 + odd, transfer_s=0.004 + odd
+        )
+        for odd in (0.0, -0.001, 0.5)
+    ]
+    profile = profile_of("paper", 1, SIZES, PROFILE.steps, 5e8, outcomes)
+    assert profile.steps.overhead_s == pytest.approx(0.002)
+    assert profile.control.message_s == pytest.approx(0.003)
+    assert profile.control.door_s == pytest.approx(0.007)
+    assert (profile.corridor.latency_s, profile.corridor.bytes_per_s) == (pytest.approx(0.004), 5e8)
+
+
+def test_noise_makes_no_time_negative():
+    outcome = lone(0.1, step_s(1) - 0.01, queue_s=0.0, server_first_s=0.2, transfer_s=0.0)
+    profile = profile_of("paper", 1, SIZES, PROFILE.steps, 5e8, [outcome])
+    assert (profile.steps.overhead_s, profile.control.door_s) == (0, 0)
+
+
+def test_the_sizes_of_a_node(tiny):
+    sizes = node_sizes(tiny, EngineSettings(kv_cache_memory_bytes=10 * BLOCK_BYTES + 1, max_model_len=500))
+    assert (sizes.num_blocks, sizes.block_size, sizes.block_bytes) == (10, 16, BLOCK_BYTES)
+    assert (sizes.num_layers, sizes.vocab_size, sizes.max_model_len) == (3, 260, 500)
+    assert node_sizes(tiny, EngineSettings()).max_model_len == 1024
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_steps_of_a_tiny_model(tiny, kv_cache_dtype):
+    settings = dataclasses.asdict(EngineSettings(model=str(tiny), device="cpu", kv_cache_dtype=kv_cache_dtype))
+    answers = measure_grid(GridTask(settings, "", ANSWERS, (1, 3), (8, 40), 1))
+    prompts = measure_grid(GridTask(settings, "", PROMPTS, (1, 5, 64), (0, 33), 1))
+    assert [len(row) for row in answers.seconds] == [2, 2]
+    assert [len(row) for row in prompts.seconds] == [2, 2, 2]
+    assert all(seconds > 0 for row in (*answers.seconds, *prompts.seconds) for seconds in row)
+    assert answers.mixed_factor > 0
+
+
+@pytest.mark.long
+def test_the_command_saves_what_a_simulation_reads(tiny, tmp_path):
+    write_tokenizer(tiny)
+    path = tmp_path / "profile.json"
+    words = ("--running", 2, "--prompt-tokens", 16, "--output-tokens", 8, "--repeats", 1, "--save", path, "--json")
+    done = CliRunner().invoke(main, ["doctor", str(tiny), *map(str, words)])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout.splitlines()[-1])["model"] == "tiny"
+    profile = read_profile(path)
+    assert (profile.model, profile.cores, profile.node.vocab_size) == ("tiny", 1, 260)
+    planned = [request(0, 40, 5)]
+    (outcome,) = simulate(profile, FleetSize(1, 1), planned, max_concurrency=None, request_timeout_s=60.0)
+    assert outcome.num_output_tokens == 5
