@@ -24,8 +24,9 @@ class NativePlan:
 
 
 class NativeAttention:
-    """Takes pools on the CPU of every dtype. The bits of a request's output depend neither on the rest of the batch nor
-    on the number of threads, which is torch's. Not to be called by two threads at a time."""
+    """Takes pools on the CPU of every dtype. The bits of a row's output depend on that row and its keys alone, neither
+    on the rest of its chunk or batch nor on the number of threads, which is torch's. Not to be called by two threads at
+    a time."""
 
     name = "native"
 

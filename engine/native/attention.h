@@ -1,14 +1,15 @@
 /* Attention over a paged KV pool on CPUs: what Python sees and what the files of this folder share.
  *
- * A plan divides a batch into units that any thread may compute in any order. What a unit computes depends on its own
- * request alone, so a request's output has the same bits whatever else is in the batch and however many threads run.
+ * A plan divides a batch into units that any thread may compute in any order. What it gives for a row depends on that row
+ * and its keys alone: it has the same bits in a chunk and by itself, whatever else is in the batch and however many
+ * threads run.
  */
 #ifndef SPLITSERVE_ATTENTION_H
 #define SPLITSERVE_ATTENTION_H
 
 #include <stdint.h>
 
-#define ATTENTION_VERSION 1 /* of everything below; engine/native/library.py expects the same */
+#define ATTENTION_VERSION 2 /* of everything below; engine/native/library.py expects the same */
 
 #define TILE_KEYS 256   /* keys that are scored at a time; tiles start at multiples of it */
 #define TILE_ROWS 192   /* query rows, times heads that share a key, that see one packed tile of keys */

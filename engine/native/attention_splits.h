@@ -1,7 +1,7 @@
 /* A single query row over the keys of one tile: each key and value is read once, from where it lies in the pool. All
  * key heads of a unit are taken for some keys before the next keys, since that is the order of memory. */
 
-#define STEP_KEYS 64  /* so many keys are taken of one head before those of the next; a multiple of LANES */
+#define STEP_KEYS 32  /* so many keys are taken of one head before those of the next; a multiple of LANES */
 #define AHEAD_KEYS 32 /* what is asked of memory is needed so many keys later */
 
 /* Scores of `count` packed keys, from column `first` on, for the queries of `heads` heads. */

@@ -16,7 +16,7 @@ from tests.system.cluster import Child, free_port, wait_until
 from tests.tiny_models import write_fake_model
 
 DEADLINE_S = 60.0
-IN_BASE = {"coordinator", "generate", "chat", "status", "plan-transfer", "bench serve"}
+IN_BASE = {"coordinator", "generate", "chat", "status", "role", "drain", "plan-transfer", "simulate", "bench serve"}
 FEW = ("--num-prompts", "6", "--random-input-len", "20", "--random-output-len", "4", "--vocab-size", "250")
 
 

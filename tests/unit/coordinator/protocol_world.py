@@ -92,7 +92,7 @@ class SimulatedNode:
         if held is None:
             self.events.append(events.failed(attempt, "TRANSFER_FAILED"))
             return
-        writers = [node for node in self.world.nodes if node.writes(attempt.request_id) and node is not self]
+        writers = [node for node in self.world.nodes if node is not self and node.writes(attempt)]
         assert not writers, "two nodes write the same answer"
         if held.stage in ("read", "stopped"):
             held.position = max(held.position, held.first_index)
@@ -103,8 +103,12 @@ class SimulatedNode:
         self.held.pop(key_of(attempt), None)
         self.events.append(events.cancelled(attempt))
 
-    def writes(self, request_id):
-        return any(key[0] == request_id and held.stage == "writing" for key, held in self.held.items())
+    def writes(self, attempt):
+        """This attempt or a later one: an earlier one's Cancel may still be on its way, and nobody listens to it."""
+        return any(
+            key[0] == attempt.request_id and (key[1] - attempt.epoch) % 2**32 < 2**31 and held.stage == "writing"
+            for key, held in self.held.items()
+        )
 
     # ---- work ----
 

@@ -136,7 +136,7 @@ def test_the_cut_of_a_prompt_changes_no_bit(family, dtype, folder_of, monkeypatc
         pytest.skip(f"{dtype} products are not native here")
     loaded = load(folder_of(family), dtype=dtype)
     assert loaded.is_history_free
-    assert isinstance(loaded._program, NativeDecode)
+    assert isinstance(loaded.program, NativeDecode)
     check(loaded, monkeypatch, range(1, 5))
 
 
