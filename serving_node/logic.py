@@ -289,17 +289,12 @@ class NodeLogic:
         take_in(streak, tokens, self._leases, told)
         self._endings.tell(step_tokens=told)
         self._grant()
-        if not self._has_prompts_to_plan and is_all(streak, self._residents) and grow(streak, self._leases):
+        has_prompts = bool(self._residents.count(Stage.READING)) or self._room.may_start_any
+        if not has_prompts and is_all(streak, self._residents) and grow(streak, self._leases):
             return True
         for resident in streak.residents:
             resident.in_step = False
         return False
-
-    @property
-    def _has_prompts_to_plan(self) -> bool:
-        """Whether a prompt may be in the next step."""
-        prompts = self._residents.in_stage(Stage.QUEUED, Stage.READING)
-        return any(each.stage is Stage.READING or self._room.has_seat(each) for each in prompts)
 
     def step_failed(self, works: Sequence[Work], error: Exception, now: float) -> None:
         """The step gave nothing."""

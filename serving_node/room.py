@@ -88,22 +88,32 @@ class Room:
 
     def has_seat(self, resident: Resident) -> bool:
         """Whether there is a seat for it, if it needs one that it does not have."""
-        needs_seat = not resident.hands_over or (resident.is_kept and resident.stage is Stage.READ)
-        return not needs_seat or self._num_seated() < self.num_seats
+        return not _needs_seat(resident) or self._has_free_seat
 
     def gate(self) -> Callable[[Resident], bool]:
         """Tells of prompts, of the oldest first, whether they may start in this step. What goes to another node waits
         for the older ones that do."""
-        is_capped = False
+        is_capped = is_full = False
 
         def may_start(resident: Resident) -> bool:
-            nonlocal is_capped
+            nonlocal is_capped, is_full
             if not resident.is_outgoing:
-                return self.has_seat(resident)
+                is_full = is_full or not self._has_free_seat  # none comes free while a step is planned
+                return not (is_full and _needs_seat(resident))
             is_capped = is_capped or self._is_capped(resident)
             return not is_capped
 
         return may_start
+
+    @property
+    def may_start_any(self) -> bool:
+        """Whether a prompt that waits might start if it had blocks."""
+        queued = self._residents.in_stage(Stage.QUEUED)
+        return bool(queued) and (self._has_free_seat or not all(map(_needs_seat, queued)))
+
+    @property
+    def _has_free_seat(self) -> bool:
+        return self._num_seated() < self.num_seats
 
     def start(self, resident: Resident) -> bool:
         """Gives a prompt its blocks, unless there are too few or an older request waits for them."""
@@ -183,6 +193,11 @@ class Room:
     def _num_seated(self) -> int:
         """Answers that are written here, or will be as soon as their KV is there: they will need more blocks."""
         return sum(each.stage in SEATED and not each.hands_over for each in self._residents)
+
+
+def _needs_seat(resident: Resident) -> bool:
+    """Whether it needs a seat that it does not have, to start or to go on."""
+    return not resident.hands_over or (resident.is_kept and resident.stage is Stage.READ)
 
 
 def _num_blocks(resident: Resident) -> int:

@@ -156,7 +156,10 @@ class SimulatedCoordinator:
     def _tick(self) -> None:
         now = self._agenda.now
         for known, _ in self.registry.expired(now):
+            node = self._attachments[known].node
             self._apply(self._lose(known))
+            node.detached()
+            self.attach(node)
         self._apply(self.tracker.tick(now))
         self._apply(self._roles.tick(now))
         self._agenda.after(TICK_S, self._tick)

@@ -103,6 +103,11 @@ class SimulatedNode:
             self.logic.handle(command, self._agenda.now)
             self._carry_out()
 
+    def detached(self) -> None:
+        """The coordinator has given the node up, which attaches again."""
+        self.logic.detached()
+        self._carry_out()
+
     # ---- steps ----
 
     def _wake(self) -> None:

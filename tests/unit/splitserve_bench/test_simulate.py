@@ -5,9 +5,14 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from coordinator.settings import CoordinatorSettings
 from serving_core.errors import SettingsError
 from splitserve.cli import main
-from splitserve_bench.simulate.fleet import FleetSize, simulate
+from splitserve_bench.simulate.agenda import Agenda
+from splitserve_bench.simulate.clients import LoadClients
+from splitserve_bench.simulate.costs import ProfileCosts
+from splitserve_bench.simulate.fleet import Fleet, FleetSize, simulate
+from splitserve_bench.simulate.toy_model import ToyModel
 from tests.unit.splitserve_bench.simulate_kit import (
     BLOCK_BYTES,
     BLOCK_SIZE,
@@ -17,6 +22,7 @@ from tests.unit.splitserve_bench.simulate_kit import (
     MESSAGE_S,
     NUM_LAYERS,
     PROFILE,
+    VOCAB_SIZE,
     chunk_s,
     request,
     step_s,
@@ -123,6 +129,33 @@ def test_each_node_has_its_part_in_a_large_fleet():
 def test_fleets_that_could_not_answer(size, words):
     with pytest.raises(SettingsError, match=words):
         FleetSize(*size).check()
+
+
+class StuckOnce(ProfileCosts):
+    """Its first step takes longer than the coordinator waits."""
+
+    is_stuck = True
+
+    def step_s(self, load):
+        self.is_stuck, was_stuck = False, self.is_stuck
+        return 500.0 if was_stuck else super().step_s(load)
+
+
+def test_a_node_that_is_stuck_is_given_up_and_comes_back():
+    agenda, model = Agenda(), ToyModel(VOCAB_SIZE)
+    planned = [request(0, 20, 3), request(1, 20, 3, at_s=600.0)]
+    limits = {"max_concurrency": None, "request_timeout_s": 1000.0, "door_s": 0.0}
+    clients = LoadClients(agenda, planned, model=model, **limits)
+    fleet = Fleet(agenda, clients, PROFILE.node, model)
+    fleet.start("a", "both", StuckOnce(PROFILE))
+    fleet.start("b", "both", ProfileCosts(PROFILE))
+    clients.start(fleet.coordinator)
+    agenda.run(lambda: clients.is_over)
+    first, second = clients.outcomes
+    assert (first.error, second.error) == ("", "")
+    assert CoordinatorSettings().step_timeout_s < first.ended_s < CoordinatorSettings().step_timeout_s + 5
+    assert second.ended_s < 601
+    assert sorted(node.name for node in fleet.coordinator.registry.nodes) == ["a", "b"]
 
 
 # ---- the command ----
