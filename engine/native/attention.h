@@ -1,7 +1,7 @@
 /* Attention over a paged KV pool on CPUs: what Python sees and what the files of this folder share.
  *
- * A plan divides a batch into units that any thread may compute in any order. What it gives for a row depends on that row
- * and its keys alone: it has the same bits in a chunk and by itself, whatever else is in the batch and however many
+ * A plan divides a batch into units that any thread may compute in any order. What it gives for a row depends on that
+ * row and its keys alone: it has the same bits in a chunk and by itself, whatever else is in the batch and however many
  * threads run.
  */
 #ifndef SPLITSERVE_ATTENTION_H

@@ -3,8 +3,9 @@
 static void multiply_block(const uint32_t *a, int64_t a_stride, const uint32_t *b, int64_t b_stride,
                            int64_t vector_stride, int32_t depth, float *c, int64_t c_stride, const float *kept,
                            const float *added, int32_t vectors) {
-    if (kept) multiply_some(a, a_stride, b, b_stride, vector_stride, depth, c, c_stride, kept, added, BLOCK_ROWS, vectors);
-    else multiply_some(a, a_stride, b, b_stride, vector_stride, depth, c, c_stride, NULL, NULL, BLOCK_ROWS, vectors);
+    const int rows = BLOCK_ROWS;
+    if (kept) multiply_some(a, a_stride, b, b_stride, vector_stride, depth, c, c_stride, kept, added, rows, vectors);
+    else multiply_some(a, a_stride, b, b_stride, vector_stride, depth, c, c_stride, NULL, NULL, rows, vectors);
 }
 
 static void pack_values(const Shape *shape, const Scratch *scratch, int32_t first, int32_t end) {

@@ -1,12 +1,12 @@
 /* Products of packed rows, and how the results of tiles of keys become one.
  *
  * The scores of a tile, its largest, the weights relative to that and the sums of weighted values depend on a row and
- * the tile's keys alone: each sum goes over the depth, or the keys, in their order. The results of tiles are merged in the
- * order of the tiles. So a row has the same bits in a chunk, however long, and alone, in splits.
+ * the tile's keys alone: each sum goes over the depth, or the keys, in their order. The results of tiles are merged in
+ * the order of the tiles. So a row has the same bits in a chunk, however long, and alone, in splits.
  */
 
-/* a [rows, depth] times b [depth, vectors], in words. Without `kept` it is put into c; otherwise c becomes c * kept plus
- * the product * added, of each row. */
+/* a [rows, depth] times b [depth, vectors], in words. Without `kept` it is put into c; otherwise c becomes c * kept
+ * plus the product * added, of each row. */
 INLINE void multiply(const uint32_t *a, int64_t a_stride, const uint32_t *b, int64_t b_stride, int64_t vector_stride,
                      int32_t depth, float *c, int64_t c_stride, const float *kept, const float *added, const int rows,
                      const int vectors) {

@@ -4,8 +4,6 @@
 #define LANES 8
 #define BLOCK_ROWS 6
 #define BLOCK_VECTORS 2
-#define GROUP_KEYS 4
-#define GROUP_HEADS 2
 #define VALUE_HEADS 2
 #define HAS_FLOAT16 1
 
@@ -72,12 +70,6 @@ INLINE vec vec_exp2(vec x) {
     vec whole = _mm256_floor_ps(x);
     __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
     return vec_mul(exp2_fraction(_mm256_sub_ps(x, whole)), vec_bits(_mm256_slli_epi32(exponent, 23)));
-}
-
-/* The sum of each of GROUP_KEYS vectors. */
-INLINE void store_sums(float *to, const vec *a) {
-    vec sums = _mm256_hadd_ps(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]));
-    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
 }
 
 /* words[i * LANES + j] = word `from + i` of rows[j] */

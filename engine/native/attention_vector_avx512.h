@@ -4,8 +4,6 @@
 #define LANES 16
 #define BLOCK_ROWS 6    /* rows and vectors of a product that stays in registers */
 #define BLOCK_VECTORS 4
-#define GROUP_KEYS 8    /* keys and heads whose scores stay in registers */
-#define GROUP_HEADS 3
 #define VALUE_HEADS 4   /* heads whose sums of values stay in registers */
 #define HAS_FLOAT16 1
 
@@ -68,22 +66,6 @@ INLINE vec vec_from_fp8(const void *from) {
 INLINE vec vec_exp2(vec x) {
     vec f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     return _mm512_scalef_ps(exp2_fraction(f), x);
-}
-
-/* The sum of each of GROUP_KEYS vectors. */
-INLINE void store_sums(float *to, const vec *a) {
-    vec four[2];
-    for (int i = 0; i < 2; ++i) {
-        vec first = vec_add(_mm512_unpacklo_ps(a[4 * i], a[4 * i + 1]), _mm512_unpackhi_ps(a[4 * i], a[4 * i + 1]));
-        vec second = vec_add(_mm512_unpacklo_ps(a[4 * i + 2], a[4 * i + 3]),
-                             _mm512_unpackhi_ps(a[4 * i + 2], a[4 * i + 3]));
-        four[i] = vec_add(_mm512_shuffle_ps(first, second, 0x44), _mm512_shuffle_ps(first, second, 0xee));
-    }
-    vec half = vec_add(_mm512_shuffle_f32x4(four[0], four[1], 0x44), _mm512_shuffle_f32x4(four[0], four[1], 0xee));
-    /* half: [first four of a[0..3], others of a[0..3], the same of a[4..7]] in quarters */
-    __m256 low = _mm512_castps512_ps256(half), high = _mm512_extractf32x8_ps(half, 1);
-    low = _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
-    _mm256_storeu_ps(to, low);
 }
 
 /* words[i * LANES + j] = word `from + i` of rows[j] */

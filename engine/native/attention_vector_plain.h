@@ -3,8 +3,6 @@
 #define LANES 4
 #define BLOCK_ROWS 4
 #define BLOCK_VECTORS 2
-#define GROUP_KEYS 4
-#define GROUP_HEADS 2
 #define VALUE_HEADS 2
 #define HAS_FLOAT16 0
 
@@ -82,11 +80,6 @@ INLINE vec vec_exp2(vec x) {
     ints whole = __builtin_convertvector(vec_choose(is_number, clamped, vec_zero()), ints);
     whole += (__builtin_convertvector(whole, vec) > clamped); /* truncated to floor: true is -1 */
     return exp2_fraction(clamped - __builtin_convertvector(whole, vec)) * (vec)((whole + 127) << 23);
-}
-
-/* The sum of each of GROUP_KEYS vectors. */
-INLINE void store_sums(float *to, const vec *a) {
-    for (int i = 0; i < GROUP_KEYS; ++i) to[i] = vec_sum_of(a[i]);
 }
 
 /* words[i * LANES + j] = word `from + i` of rows[j] */

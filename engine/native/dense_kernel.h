@@ -12,10 +12,10 @@
 #define exp2_fraction(f) (f)
 #include VECTOR_HEADER
 
-#define PARTS (OUTPUTS / LANES)           /* vectors of the machine in one of weights */
-#define SUMS (TILE_VECTORS * PARTS)       /* of a row that stay in registers */
+#define PARTS (OUTPUTS / LANES)     /* vectors of the machine in one of weights */
+#define SUMS (TILE_VECTORS * PARTS) /* of a row that stay in registers */
 #define MIDDLE (TILE_ROWS / 2)
-#define AHEAD_WORDS 24                    /* of the one in work, the weights that are fetched when all rows are read together */
+#define AHEAD_WORDS 24 /* of the one in work, the weights that are fetched when all rows are read together */
 #define WORDS_READ(element) (!PAIRS && (element) == DENSE_BFLOAT16 ? 2 : 1) /* of inputs, for one of weights */
 
 /* Where a row's sums come from and go to between blocks of inputs. */
