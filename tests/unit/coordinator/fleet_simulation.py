@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+from coordinator.control.roles import FIXED
 from coordinator.settings import CoordinatorSettings
+from serving_core.shapes import role_of
 from splitserve_bench.serve.records import PlannedRequest
 from splitserve_bench.simulate.agenda import Agenda
 from splitserve_bench.simulate.clients import LoadClients
@@ -37,9 +39,33 @@ class Rated:
         return 0.0
 
 
+class RolesSeen:
+    """The changes of role in a fleet, as they are seen ten times a second: (node, role)."""
+
+    def __init__(self, agenda, fleet):
+        self._agenda, self._fleet = agenda, fleet
+        self._last = self._now()
+        self.changes = []
+        self._look()
+
+    def _now(self):
+        return {name: role_of(node.logic.shape) for name, node in self._fleet.nodes.items()}
+
+    def _look(self):
+        now = self._now()
+        self.changes += [(name, role) for name, role in now.items() if role != self._last[name]]
+        self._last = now
+        self._agenda.after(0.1, self._look)
+
+
 def mean_request_s(rates, requests, max_num_seqs=64):
-    """The mean time from arrival to end of requests: (arrival, prompt tokens, answer tokens). `rates` are prompt tokens
-    a second by node; p0 begins as a prefill node, d0 as a decode node, b0 as both."""
+    """The mean time from arrival to end of requests: (arrival, prompt tokens, answer tokens)."""
+    return serve(rates, requests, max_num_seqs)[0]
+
+
+def serve(rates, requests, max_num_seqs=64, roles=FIXED):
+    """The mean time, and the changes of role. `rates` are prompt tokens a second by node; p0 begins as a prefill node,
+    d0 as a decode node, b0 as both."""
     sizes = NodeSizes(
         num_blocks=10_000,
         block_size=16,
@@ -59,10 +85,12 @@ def mean_request_s(rates, requests, max_num_seqs=64):
     agenda, model = Agenda(), ToyModel(VOCAB_SIZE)
     limits = {"max_concurrency": None, "request_timeout_s": NEVER_S, "door_s": 0.0}
     clients = LoadClients(agenda, planned, model=model, **limits)
-    fleet = Fleet(agenda, clients, sizes, model, CoordinatorSettings(max_restarts=0, keep_after_s=NEVER_S))
+    fleet = Fleet(agenda, clients, sizes, model, CoordinatorSettings(roles=roles, max_restarts=0, keep_after_s=NEVER_S))
     for name, rate in rates.items():
         fleet.start(name, ROLES[name[0]], Rated(rate))
+    seen = RolesSeen(agenda, fleet)
     clients.start(fleet.coordinator)
     agenda.run(lambda: clients.is_over)
     assert not [outcome.error for outcome in clients.outcomes if outcome.error]
-    return sum(outcome.ended_s - outcome.scheduled_s for outcome in clients.outcomes) / len(planned)
+    mean_s = sum(outcome.ended_s - outcome.scheduled_s for outcome in clients.outcomes) / len(planned)
+    return mean_s, seen.changes

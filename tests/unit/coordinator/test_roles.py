@@ -14,7 +14,7 @@ from protos.convert import shape_from_wire, shape_to_wire
 from serving_core.errors import RequestError
 from serving_core.shapes import Shape
 from tests import fleet_events as events
-from tests.unit.coordinator.fleet_simulation import Fleet
+from tests.unit.coordinator.fleet_simulation import serve
 
 PREFILL, DECODE, BOTH = Shape(512, 0, False), Shape(0, 8, True), Shape(512, 8, True)
 TICK_S = 0.25
@@ -254,10 +254,8 @@ def test_a_node_does_not_go_home_while_it_is_the_last_that_reads():
 # ---- a fleet under virtual time ----
 
 
-def times(policy, requests):
-    fleet = Fleet({"p0": 2000.0, "d0": 2000.0, "d1": 2000.0}, policy=policy)
-    mean_s = fleet.mean_request_s(requests)
-    return mean_s, fleet.flips
+def times(roles, requests):
+    return serve({"p0": 2000.0, "d0": 2000.0, "d1": 2000.0}, requests, roles=roles)
 
 
 def test_auto_helps_where_prompts_pile_up_and_leaves_alone_what_does_well():
@@ -267,6 +265,6 @@ def test_auto_helps_where_prompts_pile_up_and_leaves_alone_what_does_well():
     fixed_s, no_flips = times(FIXED, heavy)
     auto_s, flips = times(AUTO, heavy)
     assert no_flips == []
-    assert [shape.reads and shape.writes for _, shape in flips[:2]] == [True, True]
+    assert [role for _, role in flips[:2]] == ["both", "both"]
     assert auto_s < 0.5 * fixed_s
     assert times(AUTO, light) == (times(FIXED, light)[0], [])
