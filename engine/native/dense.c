@@ -31,10 +31,11 @@ EXPORTED const DenseKernel *dense_kernel(const char *variant, int32_t element) {
                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (!strcmp(variant, "avx2")) return has_avx2 ? &dense_avx2 : NULL;
     if (!strcmp(variant, "avx512")) return has_avx512 ? &dense_avx512 : NULL;
-    if (!strcmp(variant, "avx512_bf16")) {
-        if (!has_avx512 || !__builtin_cpu_supports("avx512bf16")) return NULL;
+    int has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16");
+    if (!strcmp(variant, "avx512_bf16") && has_bf16)
         return element == DENSE_BFLOAT16 ? &dense_avx512_bf16 : &dense_avx512;
-    }
+    if (!strcmp(variant, "amx") && has_bf16 && dense_amx_is_there())
+        return element == DENSE_BFLOAT16 ? &dense_amx : &dense_avx512;
 #endif
     (void)variant;
     (void)element;

@@ -17,8 +17,8 @@ from engine.native.program import NativeProgram
 VERSION: Final = 2  # DENSE_VERSION in native/dense.h
 ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1}
 VARIANTS: Final = {  # that are faster than torch where they run
-    torch.float32: ("avx512_bf16", "avx512"),
-    torch.bfloat16: ("avx512_bf16", "avx512", "avx2"),
+    torch.float32: ("amx", "avx512_bf16", "avx512"),
+    torch.bfloat16: ("amx", "avx512_bf16", "avx512", "avx2"),
 }
 OUTPUTS: Final = 16  # of a vector of weights, as in native/dense.h
 WORD_BYTES: Final = 4

@@ -21,7 +21,7 @@ from serving_core.errors import SettingsError
 logger = logging.getLogger(__name__)
 
 VERSION: Final = 2  # ATTENTION_VERSION in native/attention.h
-VARIANTS: Final = ("avx512_bf16", "avx512", "avx2", "plain")  # the fastest first
+VARIANTS: Final = ("amx", "avx512_bf16", "avx512", "avx2", "plain")  # the fastest first
 ENVIRONMENT: Final = "SPLITSERVE_NATIVE"
 OFF: Final = "off"
 ELEMENTS: Final = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "fp8_e4m3": 4}

@@ -19,7 +19,7 @@ VERSION: Final = 1  # STEPS_VERSION in native/steps.h
 ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1}
 VARIANTS: Final = ("avx512", "avx2", "plain")  # the fastest first
 
-_VARIANT_OF: Final = {"avx512_bf16": "avx512", "avx512": "avx512", "avx2": "avx2", "plain": "plain"}
+_VARIANT_OF: Final = {"amx": "avx512", "avx512_bf16": "avx512", "avx512": "avx512", "avx2": "avx2", "plain": "plain"}
 _SHARED_ELEMENTS: Final = 2**14  # fewer are done sooner than another thread is woken
 
 

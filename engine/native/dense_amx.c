@@ -1,0 +1,197 @@
+/* Products with bfloat16 weights by AMX: tiles of 16 rows, 16 words of inputs and 16 outputs.
+ *
+ * A tile of weights is 16 words of one vector as they are packed. The sums of a block stay in tiles over all inputs, a
+ * word after the other, whatever the number of rows.
+ */
+#include "dense.h"
+
+#if defined(__x86_64__) && defined(__linux__) && KNOWS_AMX
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16," \
+                                                   "amx-tile,amx-bf16"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")
+#endif
+#include <cpuid.h>
+#include <immintrin.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define FP8_UNIT 1.0f /* of conversions that are not used here, as are powers */
+#define exp2_fraction(f) (f)
+#define HAS_BF16
+#include "attention_vector_avx512.h"
+
+#define TILE_ROWS 16
+#define TILE_WORDS 16
+#define TILE_BYTES (TILE_WORDS * 4) /* of a row */
+#define AHEAD_TILES 2               /* of the one in work, the weights that are fetched */
+#define PERMISSION_REQUEST 0x1023   /* ARCH_REQ_XCOMP_PERM */
+#define TILE_DATA 18                /* the part of a thread's state that tiles are */
+
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} TileShapes;
+
+/* Some rows of inputs against some vectors of a panel. */
+typedef struct {
+    const uint8_t *inputs;
+    int64_t input_stride;
+    const uint8_t *weights;
+    int64_t weight_stride; /* of a word of inputs */
+    int32_t num_tiles;     /* of whole words, in the direction of inputs */
+    int32_t rest_bytes;    /* of a row of inputs behind them */
+    const uint8_t *ahead;  /* weights to fetch after these, or NULL: these have been fetched before */
+    int64_t ahead_stride;
+} Block;
+
+int dense_amx_is_there(void) {
+    uint32_t a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return 0;
+    return syscall(SYS_arch_prctl, PERMISSION_REQUEST, TILE_DATA) == 0;
+}
+
+/* Sums are in tiles 0 to 3: of the first row tile in 0 and 2 (and then 1 and 3), of the second one in 1 and 3. */
+INLINE void configure(int32_t first_rows, int32_t second_rows) {
+    TileShapes shapes = {.palette = 1};
+    for (int i = 0; i < 8; ++i) {
+        int is_second = second_rows && (i == 1 || i == 3 || i == 5);
+        shapes.row_bytes[i] = TILE_BYTES;
+        shapes.rows[i] = (uint8_t)(i > 5 ? TILE_WORDS : is_second ? second_rows : first_rows);
+    }
+    _tile_loadconfig(&shapes);
+}
+
+INLINE void multiply_tile(const uint8_t *inputs, int64_t input_stride, const uint8_t *weights, int64_t weight_stride,
+                          const int row_tiles, const int vectors) {
+    _tile_loadd(4, inputs, input_stride);
+    if (row_tiles == 2) _tile_loadd(5, inputs + TILE_ROWS * input_stride, input_stride);
+    _tile_loadd(6, weights, weight_stride);
+    _tile_dpbf16ps(0, 4, 6);
+    if (row_tiles == 2) _tile_dpbf16ps(1, 5, 6);
+    if (vectors > 1) {
+        _tile_loadd(7, weights + VECTOR_BYTES, weight_stride);
+        _tile_dpbf16ps(2, 4, 7);
+        if (row_tiles == 2) _tile_dpbf16ps(3, 5, 7);
+    }
+    if (vectors > 2) {
+        _tile_loadd(6, weights + 2 * VECTOR_BYTES, weight_stride);
+        _tile_dpbf16ps(1, 4, 6);
+    }
+    if (vectors > 3) {
+        _tile_loadd(7, weights + 3 * VECTOR_BYTES, weight_stride);
+        _tile_dpbf16ps(3, 4, 7);
+    }
+}
+
+INLINE void fetch(const uint8_t *weights, int64_t stride, const int vectors) {
+    for (int word = 0; word < TILE_WORDS; ++word)
+        for (int i = 0; i < vectors; ++i)
+            __builtin_prefetch(weights + word * stride + i * VECTOR_BYTES, 0, 2);
+}
+
+/* The last words, which fill no tile, with zeros behind them. */
+INLINE void multiply_rest(const Block *block, const int32_t num_rows, const int row_tiles, const int vectors) {
+    uint8_t inputs[2 * TILE_ROWS * TILE_BYTES] = {0}, weights[TILE_WORDS * PANEL_VECTORS * VECTOR_BYTES] = {0};
+    const int64_t at = (int64_t)block->num_tiles * TILE_WORDS;
+    const int32_t words = (block->rest_bytes + 3) / 4;
+    for (int32_t row = 0; row < num_rows; ++row)
+        memcpy(inputs + row * TILE_BYTES, block->inputs + row * block->input_stride + at * 4, (size_t)block->rest_bytes);
+    for (int32_t word = 0; word < words; ++word)
+        memcpy(weights + word * PANEL_VECTORS * VECTOR_BYTES, block->weights + (at + word) * block->weight_stride,
+               (size_t)vectors * VECTOR_BYTES);
+    multiply_tile(inputs, TILE_BYTES, weights, PANEL_VECTORS * VECTOR_BYTES, row_tiles, vectors);
+}
+
+INLINE void store_outputs(const float *sums, const DenseProduct *product, int32_t row, int32_t vector,
+                          int32_t num_rows) {
+    const DenseMatrix *matrix = product->matrix;
+    const int32_t output = vector * OUTPUTS, count = smaller(matrix->num_outputs - output, OUTPUTS);
+    float bias[OUTPUTS] = {0};
+    if (matrix->bias) memcpy(bias, matrix->bias + output, (size_t)count * 4);
+    uint8_t *to = product->outputs + ((int64_t)row * matrix->num_outputs + output) * 2, rest[OUTPUTS * 2];
+    for (int32_t r = 0; r < num_rows; ++r, to += (int64_t)matrix->num_outputs * 2) {
+        vec sum = vec_load(sums + r * OUTPUTS);
+        if (matrix->bias) sum = vec_add(sum, vec_load(bias));
+        vec_to_bfloat16(count == OUTPUTS ? to : rest, sum);
+        if (count < OUTPUTS) memcpy(to, rest, (size_t)count * 2);
+    }
+}
+
+INLINE void compute_block(const DenseProduct *product, const Block *block, int32_t row, int32_t num_rows,
+                          int32_t vector, const int row_tiles, const int vectors) {
+    float sums[4][TILE_ROWS * OUTPUTS] __attribute__((aligned(64)));
+    const int64_t step = TILE_WORDS * block->weight_stride;
+    const int32_t own_tiles = block->ahead ? block->num_tiles - AHEAD_TILES : 0;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int32_t tile = 0; tile < block->num_tiles; ++tile) {
+        const uint8_t *weights = block->weights + tile * step;
+        if (tile < own_tiles)
+            fetch(weights + AHEAD_TILES * step, block->weight_stride, vectors);
+        else if (block->ahead)
+            fetch(block->ahead + (tile - own_tiles) * TILE_WORDS * block->ahead_stride, block->ahead_stride, vectors);
+        multiply_tile(block->inputs + tile * TILE_BYTES, block->input_stride, weights, block->weight_stride, row_tiles,
+                      vectors);
+    }
+    if (block->rest_bytes) multiply_rest(block, num_rows, row_tiles, vectors);
+    _tile_stored(0, sums[0], TILE_BYTES);
+    _tile_stored(1, sums[1], TILE_BYTES);
+    _tile_stored(2, sums[2], TILE_BYTES);
+    _tile_stored(3, sums[3], TILE_BYTES);
+    for (int i = 0; i < vectors; ++i) {
+        store_outputs(sums[row_tiles == 2 ? 2 * i : (i % 2 * 2 + i / 2)], product, row, vector + i,
+                      smaller(num_rows, TILE_ROWS));
+        if (row_tiles == 2)
+            store_outputs(sums[2 * i + 1], product, row + TILE_ROWS, vector + i, num_rows - TILE_ROWS);
+    }
+}
+
+static void compute(const DenseProduct *product, const DenseUnit *unit, const DenseUnit *next) {
+    const DenseMatrix *matrix = product->matrix;
+    const int32_t row_bytes = matrix->num_inputs * 2, num_tiles = row_bytes / TILE_BYTES;
+    Block block = {.input_stride = product->input_stride,
+                   .weight_stride = dense_stride_of(matrix, unit->vector),
+                   .num_tiles = num_tiles,
+                   .rest_bytes = row_bytes - num_tiles * TILE_BYTES};
+    for (int32_t done = 0; done < unit->num_rows; done += 2 * TILE_ROWS) {
+        const int32_t row = unit->row + done, num_rows = smaller(unit->num_rows - done, 2 * TILE_ROWS);
+        const int row_tiles = num_rows > TILE_ROWS ? 2 : 1, together = row_tiles == 2 ? 2 : 4;
+        configure(smaller(num_rows, TILE_ROWS), num_rows - TILE_ROWS > 0 ? num_rows - TILE_ROWS : 0);
+        block.inputs = product->inputs + row * product->input_stride;
+        for (int32_t first = 0; first < unit->num_vectors; first += together) {
+            const int32_t vector = unit->vector + first, vectors = smaller(unit->num_vectors - first, together);
+            block.weights = dense_weights_of(matrix, vector);
+            block.ahead = NULL;
+            if (done == 0 && num_tiles > AHEAD_TILES) {
+                const int is_last = first + vectors >= unit->num_vectors && next->num_vectors > 0;
+                block.ahead = is_last ? dense_weights_of(matrix, next->vector) : block.weights + vectors * VECTOR_BYTES;
+                block.ahead_stride = is_last ? dense_stride_of(matrix, next->vector) : block.weight_stride;
+            }
+            switch (row_tiles * 4 + vectors) {
+            case 5: compute_block(product, &block, row, num_rows, vector, 1, 1); break;
+            case 6: compute_block(product, &block, row, num_rows, vector, 1, 2); break;
+            case 7: compute_block(product, &block, row, num_rows, vector, 1, 3); break;
+            case 8: compute_block(product, &block, row, num_rows, vector, 1, 4); break;
+            case 9: compute_block(product, &block, row, num_rows, vector, 2, 1); break;
+            case 10: compute_block(product, &block, row, num_rows, vector, 2, 2); break;
+            }
+        }
+    }
+    _tile_release();
+}
+
+const DenseKernel dense_amx = {compute};
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#elif defined(__x86_64__)
+const DenseKernel dense_amx;
+int dense_amx_is_there(void) { return 0; }
+#endif
