@@ -21,7 +21,7 @@ from splitserve_bench.errors import BenchError
 from splitserve_bench.report import transfer_view
 from tests.tiny_models import write_fake_model
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="bfloat16")
+LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="bfloat16")
 SECONDS = {COPY: 0.001, XXH3: 0.01, TCP: 0.04, UNIX: 0.02, CHECKED: 0.08}
 PLAIN = {name: Spread(seconds, 9.0, 9.0, 9.0) for name, seconds in SECONDS.items()}
 
@@ -99,7 +99,7 @@ def test_a_pool_is_filled_with_different_bytes_in_every_layer_and_emptied():
     pool = PagedKVPool(LAYOUT, 6, torch.device("cpu"))
     fill(pool, range(6), is_random=True)
     layers = [b"".join(map(bytes, pool.read(layer, range(6)))) for layer in range(2)]
-    assert layers[0] == Random(0).randbytes(6 * 2 * LAYOUT.plane_bytes)
+    assert layers[0] == Random(0).randbytes(6 * 2 * LAYOUT.plane.num_bytes)
     assert layers[0] != layers[1]
     fill(pool, [1, 2], is_random=False)
     assert not any(b"".join(map(bytes, pool.read(1, [1, 2]))))
