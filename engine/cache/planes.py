@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import torch
@@ -79,8 +80,7 @@ class _StackSlice:
         self.plane: Final = stack.plane._replace(num_heads=len(heads))
         self.height: Final = len(stack.storage)
         self._device = stack.storage.device
-        sizes = (stack.plane.num_bytes, self.plane.num_bytes, self.plane.head_bytes)
-        self._word = _WORDS[math.gcd(*sizes, SCALE_BYTES if self.plane.scale_bytes else 8)]  # large ones copy faster
+        self._word = _word_of(stack.plane, self.plane)
         self._parts = [part[..., heads.start : heads.stop, :] for part in self._split(stack.plane, stack.storage)]
 
     def read(self, index: slice | list[int], num_blocks: int) -> torch.Tensor:
@@ -109,6 +109,13 @@ class _StackSlice:
             scales = planes[..., plane.data_bytes :].view(self._word)
             parts.append(scales.view(*planes.shape[:2], plane.num_heads, SCALE_BYTES // self._word.itemsize))
         return parts
+
+
+@lru_cache(maxsize=256)  # asked for every layer of a slice
+def _word_of(whole: Plane, part: Plane) -> torch.dtype:
+    """The largest element that heads and planes of both are made of: copying is faster in large ones."""
+    sizes = (whole.num_bytes, part.num_bytes, part.head_bytes)
+    return _WORDS[math.gcd(*sizes, SCALE_BYTES if part.scale_bytes else 8)]
 
 
 def index_of(block_ids: Sequence[int]) -> slice | list[int]:
