@@ -133,7 +133,7 @@ def test_json(tmp_path):
         "token_bytes": 64,
         "prompt_bytes": 2048,
     }
-    assert plan["layout"]["block_size"] == 16
+    assert plan["layout"] == {"num_layers": 1, "num_kv_heads": 2, "head_dim": 8, "block_size": 16, "dtype": "float32"}
     assert plan["prompt_tokens"] == 32
     assert json.loads(run("--kv-heads", "2", "--json")[1])["lanes"][0]["prompt_bytes"] is None
 

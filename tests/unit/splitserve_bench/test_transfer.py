@@ -155,9 +155,10 @@ async def test_a_receiving_process_that_cannot_obey_says_so_and_goes_on(tmp_path
     async with peer_process(str(tmp_path)) as (peer, _):
         with pytest.raises(BenchError, match="a command"):
             await peer.ask(unknown=True)
+        large, small = (KVLayout.uniform(1, *sizes, "float32") for sizes in ((1024,) * 3, (1, 4, 4)))
         with pytest.raises(BenchError, match="of memory are free"):
-            await peer.ask(open=[1, 1024, 1024, 1024, "float32"], pool_blocks=2**20, transports=[])
-        await peer.ask(open=[1, 1, 4, 4, "float32"], pool_blocks=1, transports=["zmq-tcp"])
+            await peer.ask(open=large.uniform_fields(), pool_blocks=2**20, transports=[])
+        await peer.ask(open=small.uniform_fields(), pool_blocks=1, transports=["zmq-tcp"])
         await peer.ask(close=True)
 
 
@@ -169,6 +170,7 @@ def test_the_command(tmp_path):
     assert result.exit_code == 0, result.output
     reports = json.loads(result.stdout)
     assert [each["layout"]["block_size"] for each in reports] == [4, 8]
+    assert all(each["layout"].keys() == LAYOUT.uniform_fields().keys() for each in reports)
     # 2 layers x K and V x 2 heads x 4 float32: 128 bytes a token; 5 tokens take two blocks of 4, or one of 8.
     assert [(each["transport"], each["num_bytes"]) for each in reports[0]["transfers"]] == [
         ("zmq-ipc", 16 * 128),
