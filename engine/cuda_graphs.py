@@ -176,11 +176,7 @@ def _largest_difference(program: StaticDecode, decoder: LlamaDecoder, attention:
     num_blocks = min(pool.num_blocks - 1, max(program.sizes[-1], pool.layout.num_blocks_for(most_tokens)))
     most_tokens = min(most_tokens, num_blocks * pool.layout.block_size)
     differences = [0.0]
-    planes = [
-        plane[:num_blocks]
-        for layer in range(pool.layout.num_layers)
-        for plane in (pool.keys(layer), pool.values(layer))
-    ]
+    planes = [plane[:num_blocks] for layer in pool.layout.layers for plane in (pool.keys(layer), pool.values(layer))]
     try:
         for plane in planes:
             plane.normal_()

@@ -42,7 +42,6 @@ class FakeModel:
         self._token_s = fields.number("token_s", 0.0)
         self._group = group
         self._vocab_size = config.vocab_size
-        self._num_layers = config.num_layers
 
     def __call__(
         self, batch: ForwardBatch, attention: Attention, on_layer: OnLayer | None = None
@@ -52,7 +51,7 @@ class FakeModel:
         time.sleep(self._step_s + self._token_s * len(batch.token_ids))
         self._store(batch, attention)
         if on_layer is not None:
-            on_layer(self._num_layers)
+            on_layer(attention.pool.layout.num_layers)
         requests = torch.searchsorted(batch.query_starts, batch.logit_rows, right=True) - 1
         next_tokens = self._next_tokens(batch, attention, requests.tolist())
         if self._group.rank != 0:
@@ -68,15 +67,15 @@ class FakeModel:
         shape = (len(batch.token_ids), layout.num_kv_heads, layout.head_dim)
         keys = batch.token_ids.float().view(-1, 1, 1).expand(shape)
         values = batch.positions.float().view(-1, 1, 1).expand(shape)
-        for layer in range(self._num_layers):
+        for layer in layout.layers:
             attention.pool.store(layer, batch.slots, keys, values)
 
     def _next_tokens(self, batch: ForwardBatch, attention: Attention, requests: list[int]) -> list[int]:
         if not requests:
             return []
         layout = attention.pool.layout
-        num_copies = self._num_layers * layout.num_kv_heads * layout.head_dim
-        totals = [_total(batch, attention, request, self._num_layers) for request in requests]
+        num_copies = layout.num_layers * layout.num_kv_heads * layout.head_dim
+        totals = [_total(batch, attention, request) for request in requests]
         sums = torch.tensor([*totals, num_copies], device=batch.token_ids.device)  # int64
         self._group.all_reduce(sums)
         *totals, num_copies = sums.tolist()
@@ -86,13 +85,13 @@ class FakeModel:
         ]
 
 
-def _total(batch: ForwardBatch, attention: Attention, request: int, num_layers: int) -> int:
+def _total(batch: ForwardBatch, attention: Attention, request: int) -> int:
     """The sum over the context and over all copies on this rank."""
     pool = attention.pool
     length = int(batch.kv_lengths[request])
     table = batch.block_tables[request, : pool.layout.num_blocks_for(length)]
     total = 0
-    for layer in range(num_layers):
+    for layer in pool.layout.layers:
         token_ids = pool.keys(layer)[table].flatten(0, 1)[:length].long()
         positions = pool.values(layer)[table].flatten(0, 1)[:length].long()
         total += int((token_ids * (positions + 1)).sum())

@@ -22,11 +22,11 @@ Buffer = Any
 
 
 def blocks_per_message(layout: KVLayout) -> int:
-    """Blocks of one layer that make a message. Raises TransferError when not even one fits."""
-    pair_bytes = 2 * layout.plane_bytes
-    if pair_bytes > MAX_PAYLOAD_BYTES:
-        raise TransferError(f"a KV block takes {pair_bytes} bytes in a layer; at most {MAX_PAYLOAD_BYTES} can be sent")
-    return min(MAX_DATA_BLOCKS, max(1, MESSAGE_BYTES // pair_bytes))
+    """Blocks of one layer, whichever it is, that make a message. Raises TransferError when not even one fits."""
+    layer_bytes = layout.largest_layer_bytes
+    if layer_bytes > MAX_PAYLOAD_BYTES:
+        raise TransferError(f"a KV block takes {layer_bytes} bytes in a layer; at most {MAX_PAYLOAD_BYTES} can be sent")
+    return min(MAX_DATA_BLOCKS, max(1, MESSAGE_BYTES // layer_bytes))
 
 
 class Payload(ABC):
@@ -34,17 +34,17 @@ class Payload(ABC):
 
     @abstractmethod
     def checksum(self, keys: Buffer, values: Buffer) -> int:
-        """Of the K planes and the V planes of some blocks, at least one; at most 64 bits."""
+        """Of the K planes and the V planes of some blocks, at least one; at most 64 bits. The latter may be empty."""
 
     @abstractmethod
     def joined(self, views: Sequence[Buffer]) -> Buffer:
         """A copy of them all in one buffer."""
 
     def gather(self, views: Sequence[Buffer]) -> list[Buffer]:
-        """The same bytes in frames: long views as they are, short neighbours copied together."""
+        """The same bytes in frames, none of them empty: long views as they are, short neighbours copied together."""
         frames: list[Buffer] = []
         short: list[Buffer] = []
-        for view in views:
+        for view in filter(len, views):
             if len(view) < MIN_FRAME_BYTES:
                 short.append(view)
             else:
@@ -53,8 +53,8 @@ class Payload(ABC):
         return frames + self._one(short)
 
     def cut(self, frames: Sequence[Buffer], sizes: Sequence[int]) -> list[Buffer] | None:
-        """The concatenated frames cut into pieces of these sizes, none of them 0; None when they do not add up. A piece
-        is a view where it lies within one frame and a copy where it spans several."""
+        """The concatenated frames cut into pieces of these sizes, the first of which is not 0; None when they do not
+        add up. A piece is a view where it lies within one frame and a copy where it spans several."""
         if sum(map(len, frames)) != sum(sizes):
             return None
         remaining = (frame for frame in frames if len(frame))
@@ -67,7 +67,7 @@ class Payload(ABC):
                 parts.append(frame[:size])
                 frame = frame[size:]
                 size -= len(parts[-1])
-            pieces += self._one(parts)
+            pieces += self._one(parts) or [frame[:0]]
         return pieces
 
     def _one(self, views: list[Buffer]) -> list[Buffer]:

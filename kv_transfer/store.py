@@ -12,7 +12,7 @@ class KVStore(Protocol):
 
     @property
     def layout(self) -> KVLayout:
-        """Of the heads in this store."""
+        """Of the heads and layers in this store."""
         ...
 
     def heads(self, heads: range) -> "KVStore":
@@ -20,7 +20,7 @@ class KVStore(Protocol):
         ...
 
     def read(self, layer: int, block_ids: Sequence[int]) -> tuple[Buffer, Buffer]:
-        """The K planes of these blocks in order, and their V planes."""
+        """The K planes of these blocks in order, and their V planes, in one layer of the model that the store holds."""
         ...
 
     def write(self, layer: int, block_ids: Sequence[int], keys: Buffer, values: Buffer) -> None:

@@ -3,23 +3,24 @@
 import secrets
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 from kv_transfer.errors import TransferError
 from kv_transfer.packing import check_bytes, check_int, check_seconds, check_text, pack, unpack
-from kv_transfer.plan import HeadCopy, plan_copies
-from serving_core.layout import DTYPE_BYTES, KVLayout
+from kv_transfer.plan import KVCopy, plan_tp
+from serving_core.layout import DTYPE_BYTES, KVLayout, Widths
 
-VERSION = 4  # also of what goes through the lanes: both ends of a transfer know the same one
+VERSION = 5  # also of what goes through the lanes: both ends of a transfer know the same one
 TRANSFER_ID_BYTES = 16
 MAX_EPOCH = 2**32 - 1
 MAX_TP = 64
-MAX_LAYERS = 1024
+MAX_LAYERS = 1024  # of a model
 MAX_BLOCKS = 2**20  # of one transfer
 MAX_TOKENS = 2**32 - 1
 MAX_TTL_S = 86400.0
 MAX_ADDRESS_BYTES = 256
 MAX_TICKET_BYTES = 64 * 1024  # two sizes of MAX_TP make 127 lanes at most
-MAX_DIMENSION = 2**16  # heads, head_dim and block_size, each
+MAX_DIMENSION = 2**16  # heads, widths and block_size, each
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Lane:
     transfer_id: bytes
     epoch: int
     address: str
-    layout: KVLayout  # of the lane's heads
+    layout: KVLayout  # of the heads and layers that go through the lane
     num_blocks: int
     num_cached_blocks: int
     ttl_s: float
@@ -59,7 +60,7 @@ class Ticket:
     num_cached_blocks: int  # leading blocks that the receivers hold already and that are not to be sent
     num_tokens: int  # of the request, that the receivers' node knows: those behind them come in the tail
     ttl_s: float  # from the grant; afterwards the receivers refuse everything
-    ends: tuple[LaneEnd, ...]  # in the order of plan_copies
+    ends: tuple[LaneEnd, ...]  # in the order of plan_tp
 
     def __post_init__(self) -> None:
         check_int("epoch", self.epoch, 0, MAX_EPOCH)
@@ -97,37 +98,40 @@ class Ticket:
             raise TransferError(f"{len(addresses)} addresses for {decode_tp} decode ranks")
         ends = tuple(
             LaneEnd(secrets.token_bytes(TRANSFER_ID_BYTES), addresses[copy.destination_rank])
-            for copy in plan_copies(prefill_tp, decode_tp, layout.num_kv_heads)
+            for copy in plan_tp(prefill_tp, decode_tp, layout.num_kv_heads)
         )
         sizes = (prefill_tp, decode_tp, num_blocks, num_cached_blocks, num_tokens)
         return cls(epoch, layout, *sizes, float(ttl_s), ends)
 
-    def lanes_from(self, prefill_rank: int) -> list[tuple[HeadCopy, Lane]]:
+    def lanes_from(self, prefill_rank: int) -> list[tuple[KVCopy, Lane]]:
         """The lanes that begin at this prefill rank, perhaps none."""
         return [(copy, lane) for copy, lane in self._lanes() if copy.source_rank == prefill_rank]
 
-    def lanes_to(self, decode_rank: int) -> list[tuple[HeadCopy, Lane]]:
+    def lanes_to(self, decode_rank: int) -> list[tuple[KVCopy, Lane]]:
         """The lanes that end at this decode rank, at least one."""
         return [(copy, lane) for copy, lane in self._lanes() if copy.destination_rank == decode_rank]
 
     def encode(self) -> bytes:
         """The ticket as bytes, at most MAX_TICKET_BYTES."""
-        return pack([VERSION, *astuple(self)])
+        sizes = (self.prefill_tp, self.decode_tp, self.num_blocks, self.num_cached_blocks, self.num_tokens)
+        ends = [astuple(end) for end in self.ends]
+        return pack([VERSION, self.epoch, _packed_layout(self.layout), *sizes, self.ttl_s, ends])
 
     @classmethod
     def decode(cls, packed: bytes) -> "Ticket":
         """The inverse of encode. Raises TransferError on anything else."""
         match unpack(packed, MAX_TICKET_BYTES):
-            case [4, epoch, [_, _, _, _, _] as layout, p_tp, d_tp, num_blocks, num_cached, num_tokens, ttl_s, [*ends]]:
+            case [5, epoch, [*layout], p_tp, d_tp, num_blocks, num_cached, num_tokens, ttl_s, [*ends]]:
                 sizes = (p_tp, d_tp, num_blocks, num_cached, num_tokens)
-                return cls(epoch, KVLayout(*layout), *sizes, ttl_s, tuple(map(_lane_end, ends)))
+                return cls(epoch, _layout(layout), *sizes, ttl_s, tuple(map(_lane_end, ends)))
             case _:
                 raise TransferError(f"not a transfer ticket of version {VERSION}")
 
-    def _copies(self) -> list[HeadCopy]:
-        return plan_copies(self.prefill_tp, self.decode_tp, self.layout.num_kv_heads)
+    def _copies(self) -> list[KVCopy]:
+        layout = self.layout
+        return plan_tp(self.prefill_tp, self.decode_tp, layout.num_kv_heads, layout.layers)
 
-    def _lanes(self) -> list[tuple[HeadCopy, Lane]]:
+    def _lanes(self) -> list[tuple[KVCopy, Lane]]:
         return [
             (
                 copy,
@@ -135,7 +139,7 @@ class Ticket:
                     transfer_id=end.transfer_id,
                     epoch=self.epoch,
                     address=end.address,
-                    layout=self.layout.with_heads(len(copy.source_heads)),
+                    layout=self.layout.with_layers(copy.layers).with_heads(len(copy.source_heads)),
                     num_blocks=self.num_blocks,
                     num_cached_blocks=self.num_cached_blocks,
                     ttl_s=self.ttl_s,
@@ -153,10 +157,41 @@ def _lane_end(fields: object) -> LaneEnd:
             raise TransferError("a lane end of unknown shape")
 
 
+def _packed_layout(layout: KVLayout) -> list[Any]:
+    """A layout as a ticket has it: neighbouring layers of equal widths together."""
+    runs = [[count, *widths] for count, widths in layout.runs]
+    return [layout.first_layer, runs, layout.num_kv_heads, layout.block_size, layout.dtype]
+
+
+def _layout(fields: list[Any]) -> KVLayout:
+    """The inverse of _packed_layout."""
+    match fields:
+        case [first_layer, [*runs], num_kv_heads, block_size, dtype]:
+            return KVLayout(first_layer, _widths(runs), num_kv_heads, block_size, dtype)
+        case _:
+            raise TransferError("a KV layout of unknown shape")
+
+
+def _widths(runs: list[Any]) -> tuple[Widths, ...]:
+    widths: list[Widths] = []
+    for run in runs:
+        match run:
+            case [count, keys, values]:
+                check_int("number of neighbouring layers", count, 1, MAX_LAYERS)
+                widths += [Widths(keys, values)] * count
+                check_int("num_layers", len(widths), 1, MAX_LAYERS)
+            case _:
+                raise TransferError("widths of layers of unknown shape")
+    return tuple(widths)
+
+
 def _check_layout(layout: KVLayout) -> None:
     check_int("num_layers", layout.num_layers, 1, MAX_LAYERS)
+    check_int("first_layer", layout.first_layer, 0, MAX_LAYERS - layout.num_layers)
+    for widths in layout.widths:
+        check_int("width of K", widths.keys, 1, MAX_DIMENSION)
+        check_int("width of V", widths.values, 0, MAX_DIMENSION)
     check_int("num_kv_heads", layout.num_kv_heads, 1, MAX_DIMENSION)
-    check_int("head_dim", layout.head_dim, 1, MAX_DIMENSION)
     check_int("block_size", layout.block_size, 1, MAX_DIMENSION)
     if type(layout.dtype) is not str or layout.dtype not in DTYPE_BYTES:
         raise TransferError(f"the KV dtype must be one of {', '.join(DTYPE_BYTES)}")

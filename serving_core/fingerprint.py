@@ -29,6 +29,7 @@ def fingerprint(
     facts["quantization"] = quantization
     facts["kv_cache_dtype"] = layout.dtype
     facts["block_size"] = str(layout.block_size)
+    facts["kv_widths"] = layout.layers_text
     facts["weights"] = "none" if config.architecture == FAKE_ARCHITECTURE else _weights_digest(folder)
     return facts
 

@@ -52,7 +52,7 @@ class ModelConfig:
 
     def kv_layout(self, block_size: int, dtype: str) -> KVLayout:
         """How the whole model's KV cache lies in memory."""
-        return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_size, dtype)
+        return KVLayout.uniform(self.num_layers, self.num_kv_heads, self.head_dim, block_size, dtype)
 
 
 def read_model_config(folder: Path) -> ModelConfig:

@@ -124,7 +124,10 @@ def transfer(
     async def measure() -> list[TransferReport]:
         return [await measure_transfer(layout, sizes, report) for layout in layouts]
 
-    _run(measure(), _records, transfer_views, as_json)
+    def to_json(reports: list[TransferReport]) -> list[dict[str, Any]]:
+        return [{**dataclasses.asdict(each), "layout": each.layout.uniform_fields()} for each in reports]
+
+    _run(measure(), to_json, transfer_views, as_json)
 
 
 @bench.command()

@@ -19,7 +19,9 @@ TOLERANCE = 0.05  # 16-bit outputs of two kernels on values of order 1
 
 def choose_attention(pool: PagedKVPool, num_heads: int) -> Attention:
     """On a CPU the compiled kernels, on CUDA varlen_attn if it works with this pool and agrees with the portable
-    backend, which serves otherwise. To be called before the pool holds anything."""
+    backend, which serves otherwise. To be called before the pool holds anything. Raises SettingsError for a pool whose
+    K and V are not of one width in all layers, which no backend takes."""
+    pool.layout.check_uniform()
     portable = PortableAttention(pool, num_heads)
     if pool.device.type == "cpu":
         return _native_or(portable, num_heads)
@@ -74,11 +76,12 @@ def _largest_difference(candidate: Attention, reference: Attention, num_heads: i
     start = num_tokens // 2
     chunk = Share([0] * (num_tokens - start), start, blocks, samples=False)
     batch = build_batch([chunk, Share([0], num_tokens - 1, blocks, samples=False)], layout.block_size, device)
-    planes = (pool.keys(0)[: len(blocks)], pool.values(0)[: len(blocks)])
+    layer = layout.first_layer
+    planes = (pool.keys(layer)[: len(blocks)], pool.values(layer)[: len(blocks)])
     for plane in planes:
         plane.normal_()
     query = torch.randn(len(batch.token_ids), num_heads, layout.head_dim, device=device).to(planes[0].dtype)
-    outputs = [backend.attend(query, 0, backend.plan(batch, None)) for backend in (candidate, reference)]
+    outputs = [backend.attend(query, layer, backend.plan(batch, None)) for backend in (candidate, reference)]
     for plane in planes:
         plane.zero_()
     return float((outputs[0] - outputs[1]).abs().max())

@@ -32,13 +32,14 @@ class NativeAttention:
     name = "native"
 
     def __init__(self, pool: PagedKVPool, num_heads: int, variant: str | None = None) -> None:
-        """Takes the best variant of the CPU unless one is named. Raises ValueError when there is none."""
-        layout = pool.layout
+        """Takes the best variant of the CPU unless one is named. Raises ValueError when there is none, SettingsError
+        for a pool whose K and V are not of one width in all layers."""
         self.pool = pool
+        self._plane = pool.layout.plane
         self.variant, self._library, self._kernel = _find_kernel(pool, variant)
         self.num_heads: Final = num_heads
         self._query_dtype = pool.compute_dtype
-        self._planes = [_plane_addresses(pool, layer) for layer in range(layout.num_layers)]
+        self._planes = {layer: _plane_addresses(pool, layer) for layer in pool.layout.layers}
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def plan(self, batch: ForwardBatch, window: int | None) -> NativePlan:
@@ -96,17 +97,17 @@ class NativeAttention:
         )
 
     def _empty_plan(self, batch: ForwardBatch, window: int | None) -> Plan:
-        layout = self.pool.layout
+        plane = self._plane
         return Plan(
             num_heads=self.num_heads,
-            num_kv_heads=layout.num_kv_heads,
-            head_dim=layout.head_dim,
-            block_size=layout.block_size,
-            pool_element=ELEMENTS[layout.dtype],
+            num_kv_heads=plane.num_heads,
+            head_dim=plane.width,
+            block_size=plane.block_size,
+            pool_element=ELEMENTS[plane.dtype],
             query_element=ELEMENTS[str(self._query_dtype).removeprefix("torch.")],
-            plane_bytes=layout.plane_bytes,
-            data_bytes=layout.data_bytes,
-            score_scale=layout.head_dim**-0.5,
+            plane_bytes=plane.num_bytes,
+            data_bytes=plane.data_bytes,
+            score_scale=plane.width**-0.5,
             window=window or 0,
             num_threads=torch.get_num_threads(),
             block_tables=batch.block_tables.data_ptr(),

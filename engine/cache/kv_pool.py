@@ -1,13 +1,23 @@
 """Where the keys and values of all tokens of one rank lie."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.cache.planes import HeadSlice, bytes_of, check_heads, check_lengths, copied, index_of
+from engine.cache.planes import (
+    HeadSlice,
+    Stack,
+    bytes_of,
+    check_heads,
+    check_lengths,
+    copied,
+    empty_stacks,
+    index_of,
+)
 from engine.cache.quantization import QuantizedPlanes, Touched
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
@@ -16,7 +26,7 @@ from serving_core.units import size_of
 
 
 class PagedKVPool:
-    """For each layer K and V as num_blocks planes (see KVLayout), zero at first."""
+    """K and V of each layer of a layout as num_blocks planes, zero at first."""
 
     def __init__(
         self, layout: KVLayout, num_blocks: int, device: torch.device, compute_dtype: torch.dtype | None = None
@@ -33,34 +43,33 @@ class PagedKVPool:
         self.compute_dtype: Final[torch.dtype] = own_dtype
         self._touched: Touched | None = None
         _check_memory(layout.block_bytes * num_blocks, device)
-        shape = (2, num_blocks, layout.plane_bytes)
-        self._storage = [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(layout.num_layers)]
-        self._elements = [] if layout.is_quantized else [self._elements_of(planes) for planes in self._storage]
+        self._stacks = {layer: empty_stacks(layout, layer, num_blocks, device) for layer in layout.layers}
+        self._elements = {} if layout.is_quantized else {layer: self._views(layer) for layer in layout.layers}
 
     def keys(self, layer: int) -> torch.Tensor:
-        """[num_blocks, block_size, num_kv_heads, head_dim], a view. Not of a quantized pool, which has none."""
+        """[num_blocks, block_size, num_kv_heads, width], a view. Not of a quantized pool, which has none."""
         return self._elements[layer][0]
 
     def values(self, layer: int) -> torch.Tensor:
-        """[num_blocks, block_size, num_kv_heads, head_dim], a view. Not of a quantized pool, which has none."""
+        """[num_blocks, block_size, num_kv_heads, width], a view. Not of a quantized pool, which has none."""
         return self._elements[layer][1]
 
     def gather(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of blocks [N] int64, each a copy [N, block_size, num_kv_heads, head_dim] in compute_dtype."""
+        """Keys and values of blocks [N] int64, each a copy [N, block_size, num_kv_heads, width] in compute_dtype."""
         if self._quantized is not None:
-            return self._quantized.gather(self._storage[layer].flatten(0, 1), blocks, self.compute_dtype)
+            return self._quantized.gather(self._stacks[layer], blocks, self.compute_dtype)
         keys, values = self._elements[layer]
         return keys.index_select(0, blocks), values.index_select(0, blocks)
 
     def store(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes keys and values [T, num_kv_heads, head_dim] at slots [T] (block id * block_size + offset).
+        """Writes keys and values [T, num_kv_heads, width] at slots [T] (block id * block_size + offset).
 
         A quantized block must be filled from offset 0 upward, and `slots` not be changed in place afterwards.
         """
         if self._quantized is not None:
             if self._touched is None or self._touched.slots is not slots:  # a step stores all layers with one tensor
                 self._touched = self._quantized.touch(slots)
-            self._quantized.store(self._storage[layer].flatten(0, 1), self._touched, keys, values)
+            self._quantized.store(self._stacks[layer], self._touched, keys, values)
             return
         for plane, tokens in zip(self._elements[layer], (keys, values), strict=True):
             plane.flatten(0, 1).index_copy_(0, slots, tokens)
@@ -68,28 +77,30 @@ class PagedKVPool:
     def heads(self, heads: range) -> "PagedKVPool | HeadSlice":
         """The same blocks, but only these heads; all of them give the pool itself. Raises ValueError for others."""
         check_heads(heads, self.layout)
-        return self if len(heads) == self.layout.num_kv_heads else HeadSlice(self.layout, self._storage, heads)
+        return self if len(heads) == self.layout.num_kv_heads else HeadSlice(self.layout, self._stacks, heads)
 
     def read_tensors(self, layer: int, block_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """The K planes of these blocks in order, and their V planes, as 1-D uint8 tensors on the pool's device: views
         of the pool when the ids are consecutive, else copies."""
         index = index_of(block_ids)
-        storage = self._storage[layer]
+        stacks = [stack.storage for stack in self._stacks[layer]]
         if isinstance(index, slice):
-            keys, values = storage[:, index]
+            keys, values = chain.from_iterable(stack[:, index] for stack in stacks)
         else:
-            keys, values = storage.index_select(1, torch.tensor(index, device=self.device))
+            places = torch.tensor(index, device=self.device)
+            keys, values = chain.from_iterable(stack.index_select(1, places) for stack in stacks)
         return keys.flatten(), values.flatten()
 
     def write_tensors(self, layer: int, block_ids: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
         """The inverse of read_tensors, from 1-D uint8 tensors on any device. Raises ValueError when they are not of
         the right length."""
-        check_lengths(len(keys), len(values), block_ids, self.layout)
+        check_lengths(len(keys), len(values), block_ids, self.layout.plane_bytes(layer))
         if self.device.type == "cpu":
             self._put(layer, block_ids, keys.cpu().numpy(), values.cpu().numpy())
             return
-        for target, planes in zip(self._storage[layer], (keys, values), strict=True):
-            target[index_of(block_ids)] = planes.to(self.device).view(len(block_ids), self.layout.plane_bytes)
+        targets = chain.from_iterable(stack.storage for stack in self._stacks[layer])
+        for target, planes in zip(targets, (keys, values), strict=True):
+            target[index_of(block_ids)] = planes.to(self.device).view(len(block_ids), target.shape[1])
 
     def read(self, layer: int, block_ids: Sequence[int]) -> tuple[memoryview, memoryview]:
         """The bytes of read_tensors, read-only. On a CPU they are views where those are, elsewhere copies."""
@@ -98,7 +109,7 @@ class PagedKVPool:
 
     def write(self, layer: int, block_ids: Sequence[int], keys: memoryview, values: memoryview) -> None:
         """The inverse of read. Raises ValueError when they are not of the right length."""
-        check_lengths(keys.nbytes, values.nbytes, block_ids, self.layout)
+        check_lengths(keys.nbytes, values.nbytes, block_ids, self.layout.plane_bytes(layer))
         if self.device.type == "cpu":
             self._put(layer, block_ids, np.frombuffer(keys, np.uint8), np.frombuffer(values, np.uint8))
         else:
@@ -109,14 +120,19 @@ class PagedKVPool:
     ) -> None:
         """Into host memory, where numpy scatters planes five times as fast as torch."""
         index = index_of(block_ids)
-        for target, planes in zip(self._storage[layer].numpy(), (keys, values), strict=True):
-            target[index] = planes.reshape(len(block_ids), self.layout.plane_bytes)
+        targets = chain.from_iterable(stack.storage.numpy() for stack in self._stacks[layer])
+        for target, planes in zip(targets, (keys, values), strict=True):
+            target[index] = planes.reshape(len(block_ids), target.shape[1])
 
-    def _elements_of(self, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        layout = self.layout
-        shape = (-1, layout.block_size, layout.num_kv_heads, layout.head_dim)
-        keys, values = storage.view(self.compute_dtype)
-        return keys.view(shape), values.view(shape)
+    def _views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The elements of K and of V."""
+        keys, values = chain.from_iterable(map(self._view, self._stacks[layer]))
+        return keys, values
+
+    def _view(self, stack: Stack) -> torch.Tensor:
+        block_size, num_heads, width, _ = stack.plane
+        elements = stack.storage.flatten().view(self.compute_dtype)
+        return elements.view(len(stack.storage), self.num_blocks, block_size, num_heads, width)
 
 
 def _check_memory(num_bytes: int, device: torch.device) -> None:

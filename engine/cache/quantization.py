@@ -5,13 +5,16 @@ is larger, the scale grows and the tokens before it are rounded anew; so the dat
 was filled, but never on other blocks. A token at offset 0 starts a block anew, whatever lay there before.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 import torch
 
+from engine.cache.planes import Stack
 from serving_core.errors import SettingsError
-from serving_core.layout import SCALE_BYTES, KVLayout
+from serving_core.layout import SCALE_BYTES, KVLayout, Plane
 
 LARGEST: Final = {"int8": 127.0, "fp8_e4m3": 448.0}
 _SMALLEST: Final = torch.finfo(torch.float32).tiny  # the reciprocals of smaller scales overflow; they count as 0
@@ -24,44 +27,62 @@ class Touched:
     """The U blocks that T new tokens go to; first those that hold earlier tokens, which must be kept."""
 
     slots: torch.Tensor  # [T], what it was made from
-    planes: torch.Tensor  # [2 * U] int64, numbers of K planes, then of V planes
+    planes: tuple[torch.Tensor, torch.Tensor]  # int64, numbers of planes in a stack of one [U] and of two [2 * U]
     num_held: int  # how many of the U hold earlier tokens
     blocks: torch.Tensor  # [T] int64, which of the U a token goes to
     offsets: torch.Tensor  # [T] int64, where in that block
 
 
 class QuantizedPlanes:
-    """The planes of a layer; `storage` [2 * num_blocks, plane_bytes] uint8 has those of K, then those of V."""
+    """What is done with the planes of a layer, one stack after the other."""
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
         """Raises SettingsError when the scales would not lie on multiples of 4 bytes."""
-        if layout.data_bytes % SCALE_BYTES:
-            raise SettingsError(
-                f"a {layout.dtype} block of {layout.block_size} tokens, {layout.num_kv_heads} heads and head size "
-                f"{layout.head_dim} takes {layout.data_bytes} bytes, which must be a multiple of {SCALE_BYTES}"
-            )
-        self._layout = layout
+        for plane in (plane for layer in layout.layers for plane in layout.planes(layer)):
+            if plane.data_bytes % SCALE_BYTES:
+                raise SettingsError(
+                    f"a {layout.dtype} block of {plane.block_size} tokens, {plane.num_heads} heads and head size "
+                    f"{plane.width} takes {plane.data_bytes} bytes, which must be a multiple of {SCALE_BYTES}"
+                )
+        self._dtype = layout.dtype
+        self._block_size = layout.block_size
         self._num_blocks = num_blocks
-        self._shape = (layout.block_size, layout.num_kv_heads, layout.head_dim)
         self._largest, self._unit = LARGEST[layout.dtype], _UNITS[layout.dtype]
 
     def touch(self, slots: torch.Tensor) -> Touched:
         """What `store` needs to know of slots [T]; the same for all layers."""
-        block_size = self._layout.block_size
-        offsets = slots % block_size
-        ids, blocks = torch.unique(slots // block_size, return_inverse=True)
+        offsets = slots % self._block_size
+        ids, blocks = torch.unique(slots // self._block_size, return_inverse=True)
         is_new = torch.zeros(len(ids), dtype=torch.bool, device=slots.device)
         is_new.index_fill_(0, blocks[offsets == 0], True)
         order = is_new.int().argsort(stable=True)
         ids = ids[order]
-        planes = torch.cat((ids, ids + self._num_blocks))
+        planes = ids, torch.cat((ids, ids + self._num_blocks))
         return Touched(slots, planes, len(ids) - int(is_new.sum()), order.argsort()[blocks], offsets)
 
-    def store(self, storage: torch.Tensor, touched: Touched, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes keys and values [T, num_kv_heads, head_dim] of the touched tokens."""
-        tokens = torch.stack((keys, values)).float()  # [2, T, H, D]
-        planes = storage.index_select(0, touched.planes)
-        data, scales = self._parts(planes.view(2, -1, self._layout.plane_bytes))
+    def store(self, stacks: Sequence[Stack], touched: Touched, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes keys and values [T, num_kv_heads, width] of the touched tokens."""
+        if len(stacks) == 1:
+            self._store(stacks[0], touched, torch.stack((keys, values)))
+            return
+        for stack, tokens in zip(stacks, (keys, values), strict=True):
+            if stack.plane.width:
+                self._store(stack, touched, tokens.unsqueeze(0))
+
+    def gather(
+        self, stacks: Sequence[Stack], blocks: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [len(blocks), block_size, num_kv_heads, width] of these blocks."""
+        keys, values = chain.from_iterable(self._gather(stack, blocks, dtype) for stack in stacks)
+        return keys, values
+
+    def _store(self, stack: Stack, touched: Touched, tokens: torch.Tensor) -> None:
+        """Tokens [1 or 2, T, H, D]."""
+        tokens = tokens.float()
+        numbers = touched.planes[len(tokens) - 1]
+        storage = stack.storage.flatten(0, 1)
+        planes = storage.index_select(0, numbers)
+        data, scales = _parts(stack.plane, planes.view(len(tokens), -1, stack.plane.num_bytes))
 
         largest = tokens.abs().amax(-1)
         index = touched.blocks.view(1, -1, 1).expand_as(largest)
@@ -76,34 +97,38 @@ class QuantizedPlanes:
             earlier.copy_(self._encode(self._decode(earlier).mul_(shrink[:, :, None, :, None])))
         scales.copy_(grown)
         data[:, touched.blocks, touched.offsets] = self._encode(tokens * inverse[:, touched.blocks].unsqueeze(-1))
-        storage.view(torch.int32).index_copy_(0, touched.planes, planes.view(torch.int32))  # faster than by bytes
+        storage.view(torch.int32).index_copy_(0, numbers, planes.view(torch.int32))  # faster than by bytes
 
-    def gather(
-        self, storage: torch.Tensor, blocks: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [len(blocks), block_size, num_kv_heads, head_dim] of these blocks."""
-        gathered = torch.empty((2, len(blocks), *self._shape), dtype=dtype, device=storage.device)
+    def _gather(self, stack: Stack, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[1 or 2, N, block_size, heads, width]"""
+        plane, storage = stack.plane, stack.storage
+        shape = (len(storage), len(blocks), plane.block_size, plane.num_heads, plane.width)
+        gathered = torch.empty(shape, dtype=dtype, device=storage.device)
+        if not plane.width:
+            return gathered
         num_tiles = 1 + gathered.numel() // _TILE_ELEMENTS if storage.device.type == "cpu" else 1
-        planes = torch.cat((blocks, blocks + self._num_blocks))
+        planes = torch.cat((blocks, blocks + self._num_blocks)) if len(storage) == 2 else blocks
         for tile, target in zip(planes.chunk(num_tiles), gathered.flatten(0, 1).chunk(num_tiles), strict=True):
-            data, scales = self._parts(storage.index_select(0, tile))
+            data, scales = _parts(plane, storage.flatten(0, 1).index_select(0, tile))
             target.copy_(self._decode(data).mul_((scales * self._unit)[:, None, :, None]))
-        return gathered[0], gathered[1]
-
-    def _parts(self, planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of planes [..., plane_bytes] data [..., block_size, num_kv_heads, head_dim] and scales [..., heads]."""
-        data, scales = planes[..., : self._layout.data_bytes], planes[..., self._layout.data_bytes :]
-        return data.view(torch.int8).view(*planes.shape[:-1], *self._shape), scales.view(torch.float32)
+        return gathered
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
         """Numbers up to LARGEST in magnitude, rounded to the nearest; as int8, which for fp8_e4m3 are the bits."""
-        if self._layout.dtype == "int8":
+        if self._dtype == "int8":
             return values.round().to(torch.int8)
         return values.to(torch.float8_e4m3fn).view(torch.int8)
 
     def _decode(self, data: torch.Tensor) -> torch.Tensor:
         """The inverse of _encode, in float32 and in units of 1 / unit."""
-        if self._layout.dtype == "int8":
+        if self._dtype == "int8":
             return data.float()
         # The bits of a float16 that is 1/256 of the number; torch's own conversion takes many times as long on a CPU.
         return data.short().bitwise_left_shift_(7).bitwise_and_(-0x4001).view(torch.float16).float()
+
+
+def _parts(plane: Plane, planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of planes [..., num_bytes] data [..., block_size, heads, width] and scales [..., heads]."""
+    data, scales = planes[..., : plane.data_bytes], planes[..., plane.data_bytes :]
+    shape = (*planes.shape[:-1], plane.block_size, plane.num_heads, plane.width)
+    return data.view(torch.int8).view(shape), scales.view(torch.float32)

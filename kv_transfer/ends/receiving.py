@@ -44,7 +44,8 @@ class LaneOwner(Protocol):
 
 
 class ReceivingLane:
-    """Blocks of one store, which holds the lane's heads alone, that may be written until the session ends."""
+    """Blocks of one store, which holds the lane's heads alone and its layers at least, that may be written until the
+    session ends."""
 
     def __init__(
         self, lane: Lane, payload: Payload, store: KVStore, block_ids: Sequence[int], owner: LaneOwner
@@ -85,8 +86,8 @@ class ReceivingLane:
                     self._owner.lane_ended(self, result)
 
     def _verify(self, segments: Sequence[Segment], frames: Sequence[Buffer]) -> None:
-        plane_bytes, payload = self._store.layout.plane_bytes, self._payload
-        sizes = [plane_bytes * segment.num_blocks for segment in segments for _ in "KV"]
+        layout, payload = self.session.lane.layout, self._payload
+        sizes = [segment.num_blocks * size for segment in segments for size in layout.plane_bytes(segment.layer)]
         pieces = payload.cut(frames, sizes)
         if pieces is None:  # truncated, or padded: no byte can be trusted to be where it should
             intact = [False] * len(segments)
@@ -102,10 +103,11 @@ class ReceivingLane:
         self._handle(Verified(segments, intact), pieces or ())
 
     def _write(self, blocks: BlockRange, part: range, keys: Buffer, values: Buffer) -> None:
-        plane_bytes = self._store.layout.plane_bytes
-        wanted = slice(part.start * plane_bytes, part.stop * plane_bytes)
-        self._store.write(blocks.layer, self._block_ids[blocks.first : blocks.stop], keys[wanted], values[wanted])
-        self._owner.lane_wrote(2 * plane_bytes * len(part))
+        key_bytes, value_bytes = self.session.lane.layout.plane_bytes(blocks.layer)
+        keys = keys[part.start * key_bytes : part.stop * key_bytes]
+        values = values[part.start * value_bytes : part.stop * value_bytes]
+        self._store.write(blocks.layer, self._block_ids[blocks.first : blocks.stop], keys, values)
+        self._owner.lane_wrote(len(keys) + len(values))
 
 
 class EndedLanes:

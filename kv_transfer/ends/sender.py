@@ -133,7 +133,7 @@ class SendingTransfer:
 
     def __init__(self, sender: KVSender, ticket: Ticket, on_done: OnSent, on_caught_up: OnCaughtUp | None) -> None:
         self._sender = sender
-        self._num_layers = ticket.layout.num_layers
+        self._layers = sender.store.layout.layers
         self._on_done = on_done
         self._on_caught_up = on_caught_up
         self._results: list[Sent | TransferFailed] = []  # of lanes, in the order of their ends
@@ -148,9 +148,9 @@ class SendingTransfer:
         self._num_behind = len(self._parts)  # that have not caught up
 
     def blocks_ready(self, block_ids: Sequence[int], num_layers: int | None = None) -> None:
-        """The request's leading blocks that are final in the leading num_layers layers, by default in all of them.
-        The list may grow only when what it held is final in all layers."""
-        ids, layers = tuple(block_ids), self._num_layers if num_layers is None else num_layers
+        """The request's leading blocks that are final in the leading num_layers layers of this rank, by default in all
+        of them. The list may grow only when what it held is final in all layers."""
+        ids, layers = tuple(block_ids), self._layers[:num_layers]
         for lane in self._parts:
             lane.blocks_ready(ids, layers)
 

@@ -47,7 +47,7 @@ class LaneOwner(Protocol):
 
 
 class SendingLane:
-    """Sends the blocks of one store, which holds the lane's heads alone."""
+    """Sends the blocks of one store, which holds the lane's heads alone and its layers at least."""
 
     def __init__(self, lane: Lane, transport: Dialer, store: KVStore, deadline_s: float, owner: LaneOwner) -> None:
         self.address = lane.address
@@ -69,10 +69,11 @@ class SendingLane:
         """Whether it has ended and the transport reads none of its blocks any more."""
         return self._has_ended and not self._held
 
-    def blocks_ready(self, block_ids: Sequence[int], num_layers: int) -> None:
-        """As SendingTransfer.blocks_ready. The ids stay as they are."""
+    def blocks_ready(self, block_ids: Sequence[int], layers: range) -> None:
+        """As SendingTransfer.blocks_ready: the blocks are final in these layers. The ids stay as they are."""
         self._block_ids = block_ids
-        self.handle(BlocksReady(len(block_ids), num_layers))
+        ours = self._lane.layout.layers
+        self.handle(BlocksReady(len(block_ids), len(range(ours.start, min(ours.stop, layers.stop)))))
 
     def finish(self, block_ids: Sequence[int], tail: bytes) -> None:
         """As SendingTransfer.finish. The ids stay as they are."""
@@ -143,7 +144,7 @@ class NoLane:
         self._alarm = Alarm(self._tick)
         self._alarm.set(self._expires_at)
 
-    def blocks_ready(self, block_ids: Sequence[int], num_layers: int) -> None:
+    def blocks_ready(self, block_ids: Sequence[int], layers: range) -> None:
         """Nobody waits for them."""
         if not self._has_begun:
             self._has_begun = True

@@ -106,7 +106,7 @@ class ReceiverSession:
         self.lane = lane
         self._refusal = Refusal.MALFORMED  # why, once FAILED
         self._finish: Finish | None = None
-        self._verified = [bytearray(lane.num_blocks) for _ in range(lane.layout.num_layers)]
+        self._verified = {layer: bytearray(lane.num_blocks) for layer in lane.layout.layers}
 
     @property
     def is_open(self) -> bool:
@@ -125,7 +125,7 @@ class ReceiverSession:
     def _data(self, event: Data, now: float) -> list[Action]:
         lane = self.lane
         for segment in event.segments:
-            is_layer = segment.layer < lane.layout.num_layers
+            is_layer = segment.layer in lane.layout.layers
             if not is_layer or segment.first < lane.num_cached_blocks or segment.stop > lane.num_blocks:
                 return [self._refuse(Refusal.MALFORMED)]
         return [Verify(event.segments)]
@@ -190,7 +190,7 @@ class ReceiverSession:
 
     def _end(self, state: State) -> None:
         self.state = state
-        self._verified = []
+        self._verified = {}
 
     def _is_plausible(self, finish: Finish) -> bool:
         known = self._finish
@@ -199,7 +199,7 @@ class ReceiverSession:
         return self.lane.num_cached_blocks <= finish.num_blocks <= self.lane.num_blocks
 
     def _lacking(self, finish: Finish) -> Iterator[BlockRange]:
-        for layer, verified in enumerate(self._verified):
+        for layer, verified in self._verified.items():
             for blocks in _runs(verified, 0, self.lane.num_cached_blocks, finish.num_blocks):
                 yield BlockRange(layer, blocks.start, len(blocks))
 

@@ -45,8 +45,8 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlocksReady:
-    """The leading num_blocks blocks are final in the leading num_layers layers. Of new blocks all layers become ready
-    before any further block does."""
+    """The leading num_blocks blocks are final in the leading num_layers layers of the lane. Of new blocks all layers
+    become ready before any further block does."""
 
     num_blocks: int
     num_layers: int
@@ -234,7 +234,7 @@ class SenderSession:
         num_new = num_blocks - self._num_ready
         if num_new > 0:
             assert self._num_growing in (0, num_blocks), "blocks became ready before earlier ones in all layers"
-            layers = range(self._num_layers, num_layers)
+            layers = lane.layout.layers[self._num_layers : num_layers]
             self._queue.extend(BlockRange(layer, self._num_ready, num_new) for layer in layers)
             self._num_growing, self._num_layers = num_blocks, max(self._num_layers, num_layers)
         if self._num_layers == lane.layout.num_layers:
@@ -276,7 +276,7 @@ class SenderSession:
         return [SendMessage(Finish(lane.transfer_id, lane.epoch, self._round, self._num_ready, self._tail))]
 
     def _was_sent(self, range_: BlockRange) -> bool:
-        is_layer = range_.layer < self._lane.layout.num_layers
+        is_layer = range_.layer in self._lane.layout.layers
         return is_layer and self._lane.num_cached_blocks <= range_.first and range_.stop <= self._num_ready
 
     def _fail(self, message: str, reason: str = reasons.TRANSFER_FAILED) -> list[Action]:

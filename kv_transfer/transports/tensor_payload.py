@@ -13,35 +13,34 @@ _GOLDEN, _FIRST, _SECOND = (value - (value >> 31 << 32) for value in (0x9E3779B9
 
 
 class TensorPayload(Payload):
-    """Tensors of any device. The checksum is that of HOST in host memory, and device_checksums elsewhere, where a
+    """Tensors of any device. The checksum is that of HOST in host memory, and device_checksum elsewhere, where a
     change passes once in 2**32 times: both ends of a transfer are of one kind."""
 
     def checksum(self, keys: torch.Tensor, values: torch.Tensor) -> int:
         if keys.device.type == "cpu":
             return HOST.checksum(keys.numpy().data, values.numpy().data)
-        (checksum,) = device_checksums([keys, values], len(keys))  # as if they were one block
-        return checksum
+        return device_checksum(keys, values)
 
     def joined(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(views))
 
 
-def device_checksums(views: Sequence[torch.Tensor], plane_bytes: int) -> tuple[int, ...]:
-    """A 32-bit checksum of each block, over its K plane, then its V plane, computed where the views are.
+def device_checksum(keys: torch.Tensor, values: torch.Tensor) -> int:
+    """A checksum of 32 bits, computed where the tensors are.
 
-    Every word of four bytes, little-endian, the last of a plane filled up with zeros, is mixed with its place in the
-    block as MurmurHash3 finishes; the sum of them is mixed once more. A block with one changed word always has another
-    checksum.
+    Every word of four bytes, little-endian, the last of K and of V filled up with zeros, is mixed with its place as
+    MurmurHash3 finishes; the sum of them is mixed once more. One changed word always gives another checksum.
     """
-    if not views:
-        return ()
-    planes = torch.cat(list(views)).view(2, -1, plane_bytes)
-    if plane_bytes % 4:
-        planes = torch.nn.functional.pad(planes, (0, -plane_bytes % 4))
-    words = planes.view(torch.int32).transpose(0, 1).flatten(1)
-    places = torch.arange(words.shape[1], dtype=torch.int32, device=words.device)
-    sums = _mix(words + places * _GOLDEN).sum(1, dtype=torch.int32)
-    return tuple(checksum & 0xFFFFFFFF for checksum in _mix(sums).tolist())
+    words = torch.cat((_filled_up(keys), _filled_up(values))).view(torch.int32)
+    places = torch.arange(len(words), dtype=torch.int32, device=words.device)
+    total = _mix(words + places * _GOLDEN).sum(dtype=torch.int32)
+    return int(_mix(total)) & 0xFFFFFFFF
+
+
+def _filled_up(planes: torch.Tensor) -> torch.Tensor:
+    """To whole words."""
+    odd = -len(planes) % 4
+    return torch.nn.functional.pad(planes, (0, odd)) if odd else planes
 
 
 def _mix(words: torch.Tensor) -> torch.Tensor:

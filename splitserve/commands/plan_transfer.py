@@ -9,7 +9,7 @@ from typing import Any, Final
 import click
 from rich.markup import escape
 
-from kv_transfer.plan import describe, plan_copies
+from kv_transfer.plan import describe, plan_tp
 from kv_transfer.ticket import MAX_TP
 from serving_core.layout import KVLayout
 from serving_core.model_config import read_model_config
@@ -73,7 +73,7 @@ def plan_transfer(
         return [PlannedRank(rank, each.start, len(each), *sizes(len(each))) for rank, each in enumerate(held)]
 
     prefill_ranks, lanes = ranks(prefill_tp), []
-    for copy in plan_copies(prefill_tp, decode_tp, num_kv_heads):
+    for copy in plan_tp(prefill_tp, decode_tp, num_kv_heads):
         first = prefill_ranks[copy.source_rank].first_head + copy.source_heads.start
         num_heads = len(copy.source_heads)
         lanes.append(PlannedLane(copy.source_rank, copy.destination_rank, first, num_heads, *sizes(num_heads)))
@@ -155,7 +155,7 @@ def plan_transfer_command(
     assert num_kv_heads is not None
     plan = plan_transfer(prefill_tp, decode_tp, num_kv_heads, layout, prompt_tokens)
     if as_json:
-        sizes: dict[str, Any] = {"layout": dataclasses.asdict(layout), "prompt_tokens": prompt_tokens} if layout else {}
+        sizes: dict[str, Any] = {"layout": layout.uniform_fields(), "prompt_tokens": prompt_tokens} if layout else {}
         click.echo(json.dumps({**dataclasses.asdict(plan), **sizes}))
         return
     for paragraph in (picture(plan), plan.lines, size_lines(plan, layout, prompt_tokens) if layout else ()):

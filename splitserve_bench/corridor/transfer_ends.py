@@ -27,7 +27,6 @@ from splitserve_bench.corridor.transfer_peer import (
     dialer_of,
     digest_of,
     fill,
-    layout_fields,
     store_of,
 )
 from splitserve_bench.corridor.yardsticks import Plain
@@ -150,7 +149,7 @@ async def open_ends(
     pool = PagedKVPool(layout, pool_blocks, CPU)
     fill(pool, range(pool_blocks), is_random=True)
     remote = [name for name in transports if name != LOOPBACK]
-    await peer.ask(open=layout_fields(layout), pool_blocks=pool_blocks, transports=remote)
+    await peer.ask(open=layout.uniform_fields(), pool_blocks=pool_blocks, transports=remote)
     receiving: dict[str, Receiving] = dict.fromkeys(remote, peer)
     network, here = LoopbackNetwork(), None
     if LOOPBACK in transports:

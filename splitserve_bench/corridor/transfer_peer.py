@@ -12,7 +12,7 @@ import sys
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -125,9 +125,9 @@ def block_ids_of(num_blocks: int, pool_blocks: int, is_scattered: bool) -> list[
 
 def fill(pool: PagedKVPool, block_ids: Sequence[int], *, is_random: bool) -> None:
     """Writes random bytes, the same ones for every layer, or zeros."""
-    num_bytes = 2 * len(block_ids) * pool.layout.plane_bytes
+    num_bytes = 2 * len(block_ids) * pool.layout.plane.num_bytes
     planes = random.Random(SEED).randbytes(num_bytes) if is_random else bytes(num_bytes)
-    for layer in range(pool.layout.num_layers):
+    for layer in pool.layout.layers:
         shift = 64 * layer % num_bytes if is_random else 0  # so that no two layers are alike
         shifted = memoryview(planes[shift:] + planes[:shift])
         pool.write(layer, block_ids, shifted[: num_bytes // 2], shifted[num_bytes // 2 :])
@@ -137,7 +137,7 @@ def digest_of(store: KVStore, payload: Payload, block_ids: Sequence[int]) -> tup
     """A digest of all blocks, made of checksums as in a transfer, and the CPU seconds of these checksums."""
     digest, checksum_s = 0, 0.0
     part_blocks = blocks_per_message(store.layout)
-    for layer in range(store.layout.num_layers):
+    for layer in store.layout.layers:
         for first in range(0, len(block_ids), part_blocks):
             keys, values = store.read(layer, block_ids[first : first + part_blocks])
             start_s = time.process_time()
@@ -158,8 +158,8 @@ class _Peer:
     async def answer(self, command: dict[str, Any]) -> dict[str, Any]:
         """What a command gives. Raises BenchError."""
         match command:
-            case {"open": [*layout], "pool_blocks": pool_blocks, "transports": [*transports]}:
-                pool = PagedKVPool(KVLayout(*layout), pool_blocks, CPU)
+            case {"open": dict(layout), "pool_blocks": pool_blocks, "transports": [*transports]}:
+                pool = PagedKVPool(KVLayout.uniform(**layout), pool_blocks, CPU)
                 self._target = Target(pool, {name: listener_of(name, self._folder) for name in transports})
                 return {}
             case {"grant": transport, "num_blocks": num_blocks, "is_scattered": is_scattered}:
@@ -230,11 +230,6 @@ async def _obey(folder: str) -> None:
         except SplitServeError as error:
             write_line({"error": str(error)})
     pipe.close()
-
-
-def layout_fields(layout: KVLayout) -> list[Any]:
-    """A layout as the receiving process takes it."""
-    return [*astuple(layout)]
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def decode_flops(config: ModelConfig, contexts: Sequence[float]) -> float:
 
 def decode_kv_bytes(config: ModelConfig, layout: KVLayout, contexts: Sequence[float]) -> float:
     """Bytes of KV that one decode step reads."""
-    return 2 * layout.plane_bytes / layout.block_size * _seen(config, contexts)
+    return 2 * layout.plane.num_bytes / layout.block_size * _seen(config, contexts)
 
 
 def _seen(config: ModelConfig, contexts: Sequence[float]) -> float:

@@ -39,7 +39,7 @@ class NodeSizes:
     @property
     def layout(self) -> KVLayout:
         """As far as blocks and layers go, which is all that a simulation knows of KV."""
-        return KVLayout(self.num_layers, 1, 1, self.block_size, "int8")
+        return KVLayout.uniform(self.num_layers, 1, 1, self.block_size, "int8")
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ def test_greedy_tokens_equal_those_of_the_cpu(tmp_path, family):
 @pytest.mark.parametrize("block_size", [16, 64, 256])
 def test_the_cuda_backend_agrees_with_the_portable_one(window, block_size):
     device = torch.device("cuda")
-    pool = PagedKVPool(KVLayout(1, 2, 64, block_size, "bfloat16"), 64, device)
+    pool = PagedKVPool(KVLayout.uniform(1, 2, 64, block_size, "bfloat16"), 64, device)
     chosen = choose_attention(pool, num_heads=8)
     generator = torch.Generator(device).manual_seed(0)
     for plane in (pool.keys(0), pool.values(0)):
@@ -59,12 +59,12 @@ def test_the_cuda_backend_agrees_with_the_portable_one(window, block_size):
 
 
 def test_blocks_go_out_and_come_back_byte_for_byte():
-    pool = PagedKVPool(KVLayout(2, 3, 64, 16, "bfloat16"), 12, torch.device("cuda"))
+    pool = PagedKVPool(KVLayout.uniform(2, 3, 64, 16, "bfloat16"), 12, torch.device("cuda"))
     for layer in range(2):
         pool.keys(layer).normal_()
         pool.values(layer).normal_()
     planes = pool.read(1, [2, 3, 7])
-    assert planes[0][: pool.layout.plane_bytes] == pool.keys(1)[2].cpu().view(torch.uint8).numpy().tobytes()
+    assert planes[0][: pool.layout.plane.num_bytes] == pool.keys(1)[2].cpu().view(torch.uint8).numpy().tobytes()
     pool.write(1, [9, 4, 5], *planes)
     for source, target in ((2, 9), (3, 4), (7, 5)):
         assert torch.equal(pool.keys(1)[source], pool.keys(1)[target])

@@ -14,7 +14,7 @@ DTYPES = ["int8", "fp8_e4m3"]
 
 def pools(dtype):
     """The same tokens, stored in the same three steps, on both devices."""
-    layout = KVLayout(1, 3, 64, 16, dtype)
+    layout = KVLayout.uniform(1, 3, 64, 16, dtype)
     both = [PagedKVPool(layout, 8, torch.device(device), torch.bfloat16) for device in ("cpu", "cuda")]
     tokens = torch.randn(2, 100, 3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     for first, last in ((0, 40), (40, 41), (41, 100)):
@@ -51,7 +51,7 @@ def test_blocks_and_shares_of_heads_travel_byte_for_byte(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_over_a_quantized_pool_is_portable(dtype, caplog):
-    pool = PagedKVPool(KVLayout(1, 2, 64, 256, dtype), 4, torch.device("cuda"), torch.bfloat16)
+    pool = PagedKVPool(KVLayout.uniform(1, 2, 64, 256, dtype), 4, torch.device("cuda"), torch.bfloat16)
     with caplog.at_level(logging.WARNING, logger="engine.attention.backends"):
         assert choose_attention(pool, num_heads=8).name == "portable"
     assert dtype in caplog.text

@@ -8,12 +8,12 @@ import torch
 from engine.cache.kv_pool import PagedKVPool
 from kv_transfer.ends.receiver import KVReceiver, Received
 from kv_transfer.ends.sender import KVSender, Sent
-from kv_transfer.transports.tensor_payload import TensorPayload, TensorStore, device_checksums
+from kv_transfer.transports.tensor_payload import TensorPayload, TensorStore, device_checksum
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
 from serving_core.layout import KVLayout
 from tests.unit.kv_transfer.transfer_kit import Once, grant, run, transfer
 
-LAYOUT = KVLayout(num_layers=4, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
+LAYOUT = KVLayout.uniform(num_layers=4, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
 NUM_BLOCKS = 80
 
 needs_two_devices = pytest.mark.skipif(
@@ -42,8 +42,7 @@ def test_a_device_computes_the_checksums_of_the_host():
     """tests/unit compares those with numpy."""
     pool = random_pool("cuda")
     views = pool.read_tensors(1, [3, 4, 5, 40, 7])
-    expected = device_checksums([view.cpu() for view in views], len(views[0]))
-    assert (TensorPayload().checksum(*views),) == expected
+    assert TensorPayload().checksum(*views) == device_checksum(*(view.cpu() for view in views))
 
 
 def test_frames_are_gathered_and_cut_on_the_device():
@@ -53,7 +52,7 @@ def test_frames_are_gathered_and_cut_on_the_device():
     whole = torch.cat(views)
     assert all(frame.is_cuda for frame in frames)
     assert torch.equal(torch.cat(frames), whole)
-    pieces = payload.cut(frames, [4 * LAYOUT.plane_bytes, 6 * LAYOUT.plane_bytes])
+    pieces = payload.cut(frames, [4 * LAYOUT.plane.num_bytes, 6 * LAYOUT.plane.num_bytes])
     assert torch.equal(torch.cat(pieces), whole)
 
 

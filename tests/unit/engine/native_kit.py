@@ -40,7 +40,7 @@ class Scene:
         generator = torch.Generator().manual_seed(0)
         counts = [-(-(start + num_tokens) // block_size) for start, num_tokens in sizes]
         order = torch.randperm(sum(counts) + 1, generator=generator).tolist()
-        layout = KVLayout(2, num_kv_heads, head_dim, block_size, dtype)
+        layout = KVLayout.uniform(2, num_kv_heads, head_dim, block_size, dtype)
         self.num_heads, self.sizes = num_heads, sizes
         self.pool = PagedKVPool(layout, sum(counts) + 1, CPU, compute_dtype)
         self.shares = [

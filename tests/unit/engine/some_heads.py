@@ -7,46 +7,51 @@ class SomeHeads:
     def __init__(self, whole, heads: range):
         self.layout = whole.layout.with_heads(len(heads))
         self._whole = whole
-        self._spans = list(spans_of(whole.layout, heads))  # of a plane of the whole, in the order of one of ours
+        self._heads = heads
 
     def heads(self, heads):
         return SomeHeads(self, heads)
 
     def read(self, layer, block_ids):
         keys, values = (
-            memoryview(b"".join(plane[start:stop] for plane in planes for start, stop in self._spans))
-            for planes in planes_of(self._whole, layer, block_ids)
+            memoryview(b"".join(plane[start:stop] for plane in planes for start, stop in spans))
+            for planes, spans in zip(planes_of(self._whole, layer, block_ids), self._spans(layer), strict=True)
         )
         return keys, values
 
     def write(self, layer, block_ids, keys, values):
-        assert len(keys) == len(values) == len(block_ids) * self.layout.plane_bytes
         merged = []
-        for planes, ours in zip(planes_of(self._whole, layer, block_ids), (keys, values), strict=True):
+        kinds = zip(planes_of(self._whole, layer, block_ids), self._spans(layer), (keys, values), strict=True)
+        for planes, spans, ours in kinds:
             changed, offset = [bytearray(plane) for plane in planes], 0
             for plane in changed:
-                for start, stop in self._spans:
+                for start, stop in spans:
                     plane[start:stop] = ours[offset : offset + stop - start]
                     offset += stop - start
+            assert offset == len(ours)
             merged.append(memoryview(b"".join(changed)))
         self._whole.write(layer, block_ids, *merged)
 
+    def _spans(self, layer):
+        """Of a plane of the whole, in the order of one of ours: for K and for V."""
+        return [list(spans_of(plane, self._heads)) for plane in self._whole.layout.planes(layer)]
 
-def spans_of(layout, heads):
+
+def spans_of(plane, heads):
     """Where in a plane these heads lie: for each token the data, then the scales if there are any."""
-    width = layout.head_bytes
-    for token in range(layout.block_size):
-        start = (token * layout.num_kv_heads + heads.start) * width
+    width = plane.width * {"float32": 4, "bfloat16": 2}.get(plane.dtype, 1)
+    for token in range(plane.block_size):
+        start = (token * plane.num_heads + heads.start) * width
         yield start, start + len(heads) * width
-    if layout.is_quantized:
-        scales = layout.block_size * layout.num_kv_heads * width
+    if width and plane.dtype in ("int8", "fp8_e4m3"):
+        scales = plane.block_size * plane.num_heads * width
         yield scales + 4 * heads.start, scales + 4 * heads.stop
 
 
 def planes_of(store, layer, block_ids):
     """The K plane of each block, and the V planes."""
-    size = store.layout.plane_bytes
+    kinds = zip(store.read(layer, block_ids), store.layout.planes(layer), strict=True)
     return [
-        [bytes(planes[start : start + size]) for start in range(0, len(planes), size)]
-        for planes in store.read(layer, block_ids)
+        [bytes(planes[place * plane.num_bytes :][: plane.num_bytes]) for place in range(len(block_ids))]
+        for planes, plane in kinds
     ]

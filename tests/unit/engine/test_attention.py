@@ -43,7 +43,7 @@ def shares_of(sizes, block_size, generator):
 def check(sizes, block_size, num_heads, num_kv_heads, window, dtype="float32"):
     generator = torch.Generator().manual_seed(0)
     shares, num_blocks = shares_of(sizes, block_size, generator)
-    pool = PagedKVPool(KVLayout(2, num_kv_heads, HEAD_DIM, block_size, dtype), num_blocks, CPU)
+    pool = PagedKVPool(KVLayout.uniform(2, num_kv_heads, HEAD_DIM, block_size, dtype), num_blocks, CPU)
     slots = torch.arange(num_blocks * block_size)
     tokens = torch.randn(2, len(slots), num_kv_heads, HEAD_DIM, generator=generator)
     pool.store(1, slots, *tokens)

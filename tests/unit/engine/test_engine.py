@@ -25,7 +25,7 @@ def settings(folder, **fields):
 
 def test_what_an_engine_says_of_itself(folder):
     engine = Engine(settings(folder, block_size=8, max_model_len=100, device="cpu"))
-    assert engine.layout == KVLayout(3, 2, 12, 8, "float32")
+    assert engine.layout == KVLayout.uniform(3, 2, 12, 8, "float32")
     assert engine.num_blocks == engine.pool.num_blocks == 64
     assert engine.max_model_len == 100
     assert engine.eos_token_ids == (EOS,)
@@ -72,7 +72,7 @@ def test_more_ranks_than_heads_are_refused_before_anything_is_loaded(folder):
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8_e4m3"])
 def test_the_kv_cache_may_have_a_dtype_of_its_own(folder, kv_cache_dtype):
     engine = Engine(settings(folder, kv_cache_dtype=kv_cache_dtype))
-    assert engine.layout == engine.model_layout == KVLayout(3, 2, 12, 16, kv_cache_dtype)
+    assert engine.layout == engine.model_layout == KVLayout.uniform(3, 2, 12, 16, kv_cache_dtype)
     assert engine.fingerprint["dtype"] == "float32"
     assert engine.fingerprint["kv_cache_dtype"] == kv_cache_dtype
     assert engine.kv_pool_bytes == 64 * engine.layout.block_bytes

@@ -18,9 +18,9 @@ NUM_BLOCKS = 9
 
 def random_pool(dtype, num_kv_heads, seed=0, num_layers=2):
     """A pool of random bytes, and the same bytes as [layers, 2, num_blocks, plane_bytes]."""
-    layout = KVLayout(num_layers, num_kv_heads, 4, 3, dtype)
+    layout = KVLayout.uniform(num_layers, num_kv_heads, 4, 3, dtype)
     pool = PagedKVPool(layout, NUM_BLOCKS, CPU)
-    shape = (num_layers, 2, NUM_BLOCKS, layout.plane_bytes)
+    shape = (num_layers, 2, NUM_BLOCKS, layout.plane.num_bytes)
     raw = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
     for layer in range(num_layers):
         pool.write(layer, range(NUM_BLOCKS), *(memoryview(planes.tobytes()) for planes in raw[layer]))
@@ -60,7 +60,7 @@ def test_any_slices_read_their_heads_and_put_together_the_whole(dtype, sizes, bl
         planes = mine.read(1, block_ids)
         expected = [some_heads(raw[1, kind, block], source.layout, heads) for kind in (0, 1) for block in block_ids]
         assert b"".join(planes) == b"".join(expected)
-        assert [len(kind) for kind in planes] == [len(block_ids) * mine.layout.plane_bytes] * 2
+        assert [len(kind) for kind in planes] == [len(block_ids) * mine.layout.plane.num_bytes] * 2
         target.heads(heads).write(1, block_ids, *planes)
     after = np.frombuffer(b"".join(target.read(1, range(NUM_BLOCKS))), np.uint8).reshape(before[1].shape)
     others = [block for block in range(NUM_BLOCKS) if block not in block_ids]
@@ -71,9 +71,9 @@ def test_any_slices_read_their_heads_and_put_together_the_whole(dtype, sizes, bl
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_heads_whose_scales_together_are_as_wide_as_a_word(dtype):
-    layout = KVLayout(1, 4, 64, 16, dtype)
+    layout = KVLayout.uniform(1, 4, 64, 16, dtype)
     pool = PagedKVPool(layout, 3, CPU)
-    raw = np.random.default_rng(0).integers(0, 256, (2, 3, layout.plane_bytes), np.uint8)
+    raw = np.random.default_rng(0).integers(0, 256, (2, 3, layout.plane.num_bytes), np.uint8)
     pool.write(0, range(3), *(memoryview(planes.tobytes()) for planes in raw))
     for heads in (range(2), range(2, 4), range(1, 3)):
         some = pool.heads(heads).read(0, [2, 0])
@@ -88,7 +88,7 @@ def test_writing_a_slice_leaves_the_other_heads_alone(dtype):
     pool, raw = random_pool(dtype, 5)
     layout = pool.layout
     mine = pool.heads(range(1, 3))
-    mine.write(0, [4, 2], *[memoryview(bytes(2 * mine.layout.plane_bytes))] * 2)
+    mine.write(0, [4, 2], *[memoryview(bytes(2 * mine.layout.plane.num_bytes))] * 2)
     after = np.frombuffer(b"".join(pool.read(0, range(NUM_BLOCKS))), np.uint8).reshape(raw[0].shape)
     for kind in (0, 1):
         for block in range(NUM_BLOCKS):
@@ -100,8 +100,8 @@ def test_writing_a_slice_leaves_the_other_heads_alone(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tokens_of_a_slice_read_back_on_a_rank_that_holds_its_heads_alone(dtype):
-    whole = PagedKVPool(KVLayout(1, 4, 4, 3, dtype), 4, CPU)
-    rank = PagedKVPool(KVLayout(1, 2, 4, 3, dtype), 6, CPU)
+    whole = PagedKVPool(KVLayout.uniform(1, 4, 4, 3, dtype), 4, CPU)
+    rank = PagedKVPool(KVLayout.uniform(1, 2, 4, 3, dtype), 6, CPU)
     whole.store(
         0,
         torch.arange(12),
@@ -164,8 +164,8 @@ def test_tensors_of_a_pool_are_views_of_it():
 def test_bytes_of_another_length_are_refused(extra):
     pool, raw = random_pool("int8", 3)
     for store in (pool, pool.heads(range(2))):
-        expected = 2 * store.layout.plane_bytes
-        refusal = f"{expected} and {expected + extra} bytes for 2 planes of K and V, not {expected} each"
+        expected = 2 * store.layout.plane.num_bytes
+        refusal = f"{expected} and {expected + extra} bytes for 2 planes of K and V, not {expected} and {expected}"
         buffers = [memoryview(bytes(length)) for length in (expected, expected + extra)]
         with pytest.raises(ValueError, match=refusal):
             store.write(0, [1, 2], *buffers)

@@ -9,7 +9,7 @@ CPU = torch.device("cpu")
 
 
 def filled_pool(dtype="bfloat16", num_blocks=10):
-    pool = PagedKVPool(KVLayout(2, 3, 4, 5, dtype), num_blocks, CPU)
+    pool = PagedKVPool(KVLayout.uniform(2, 3, 4, 5, dtype), num_blocks, CPU)
     generator = torch.Generator().manual_seed(0)
     for layer in range(2):
         pool.keys(layer).normal_(generator=generator)
@@ -40,7 +40,7 @@ def test_neighbours_are_read_as_views():
 
 @pytest.mark.parametrize("block_ids", [[0], [5, 6, 7], [9, 1, 2, 0]])
 def test_write_is_the_inverse_of_read(block_ids):
-    source, target = filled_pool(), PagedKVPool(KVLayout(2, 3, 4, 5, "bfloat16"), 12, CPU)
+    source, target = filled_pool(), PagedKVPool(KVLayout.uniform(2, 3, 4, 5, "bfloat16"), 12, CPU)
     target.write(1, block_ids, *source.read(1, [3, 7, 8, 2][: len(block_ids)]))
     for block, origin in zip(block_ids, [3, 7, 8, 2], strict=False):
         assert torch.equal(target.keys(1)[block], source.keys(1)[origin])
@@ -55,15 +55,16 @@ def test_write_is_the_inverse_of_read(block_ids):
 def test_write_of_another_length_is_refused(lengths):
     pool = filled_pool()
     before = pool.keys(0).clone()
-    expected = 2 * pool.layout.plane_bytes
+    expected = 2 * pool.layout.plane.num_bytes
     keys, values = (expected + extra for extra in lengths)
-    with pytest.raises(ValueError, match=f"{keys} and {values} bytes for 2 planes of K and V, not {expected} each"):
+    refusal = f"{keys} and {values} bytes for 2 planes of K and V, not {expected} and {expected}"
+    with pytest.raises(ValueError, match=refusal):
         pool.write(0, [1, 2], memoryview(bytes(keys)), memoryview(bytes(values)))
     assert torch.equal(pool.keys(0), before)
 
 
 def test_store_writes_tokens_at_their_slots():
-    pool = PagedKVPool(KVLayout(2, 3, 4, 5, "float32"), 4, CPU)
+    pool = PagedKVPool(KVLayout.uniform(2, 3, 4, 5, "float32"), 4, CPU)
     keys, values = torch.randn(3, 3, 4), torch.randn(3, 3, 4)
     pool.store(1, torch.tensor([0, 7, 19]), keys, values)
     assert torch.equal(pool.keys(1)[[0, 1, 3], [0, 2, 4]], keys)
@@ -72,7 +73,7 @@ def test_store_writes_tokens_at_their_slots():
 
 
 def test_a_pool_larger_than_memory_is_refused_with_both_values():
-    layout = KVLayout(100, 100, 128, 1024, "float32")
+    layout = KVLayout.uniform(100, 100, 128, 1024, "float32")
     gib = layout.block_bytes * 10**6 / 2**30
     with pytest.raises(SettingsError, match=rf"needs {gib:.1f} GiB, and [\d.]+ [KMG]iB of memory are free"):
         PagedKVPool(layout, 10**6, CPU)

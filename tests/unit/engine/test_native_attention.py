@@ -225,6 +225,6 @@ def test_large_scores(variant):
 
 
 def test_a_pool_without_a_kernel_is_refused():
-    pool = PagedKVPool(KVLayout(1, 1, 16, 16, "float16"), 1, CPU)
+    pool = PagedKVPool(KVLayout.uniform(1, 1, 16, 16, "float16"), 1, CPU)
     with pytest.raises(ValueError, match="no native kernel for a pool of float16"):
         NativeAttention(pool, 1, "plain")

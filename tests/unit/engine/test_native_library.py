@@ -19,7 +19,7 @@ import torch
 from engine.cache.kv_pool import PagedKVPool
 from serving_core.layout import KVLayout
 from engine.attention.native import NativeAttention
-print(NativeAttention(PagedKVPool(KVLayout(1, 1, 16, 16, "float32"), 1, torch.device("cpu")), 1).variant)
+print(NativeAttention(PagedKVPool(KVLayout.uniform(1, 1, 16, 16, "float32"), 1, torch.device("cpu")), 1).variant)
 """
 
 

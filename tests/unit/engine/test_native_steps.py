@@ -132,7 +132,7 @@ class Placing:
         positions = torch.randint(0, 5000, (num_tokens,), generator=generator)
         self.rotation = RotaryEmbedding(DefaultRope(1e4), head_dim, CPU).tables(positions, dtype)
         kv_dtype = kv_dtype or str(dtype).removeprefix("torch.")
-        self._layout = KVLayout(2, self.num_kv_heads, head_dim, block_size, kv_dtype)
+        self._layout = KVLayout.uniform(2, self.num_kv_heads, head_dim, block_size, kv_dtype)
         self._num_blocks = num_tokens // block_size + 3
         self.slots = torch.randperm(self._num_blocks * block_size, generator=generator)[:num_tokens]
         weights = (random(head_dim, dtype=dtype, seed=seed) for seed in (3, 4))
@@ -194,7 +194,7 @@ def test_place_in_a_quantized_pool(variant, kv_dtype):
 def test_a_slot_outside_the_pool_is_refused_before_anything_is_written(slot):
     placing = Placing(8, (2, 1, 8), torch.float32)
     placing.slots[7] = slot
-    pool = PagedKVPool(KVLayout(1, 1, 8, 4, "float32"), 5, CPU)
+    pool = PagedKVPool(KVLayout.uniform(1, 1, 8, 4, "float32"), 5, CPU)
     with pytest.raises(IndexError, match="5 blocks"):
         NativeSteps("plain").place(placing.heads, placing.rotation, pool, 0, placing.slots)
     assert not pool.keys(0).any()

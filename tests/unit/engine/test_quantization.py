@@ -39,7 +39,7 @@ def step(dtype, magnitude, scale):
 def planes_of(pool, block, layer=0):
     """Data [2, block_size, heads, head_dim] uint8 and scales [2, heads] of a block, cut out of its bytes."""
     layout = pool.layout
-    raw = np.frombuffer(b"".join(pool.read(layer, [block])), np.uint8).reshape(2, layout.plane_bytes)
+    raw = np.frombuffer(b"".join(pool.read(layer, [block])), np.uint8).reshape(2, layout.plane.num_bytes)
     num_data = layout.block_size * layout.num_kv_heads * layout.head_dim
     data = raw[:, :num_data].reshape(2, layout.block_size, layout.num_kv_heads, layout.head_dim)
     return data, raw[:, num_data:].copy().view(np.float32)
@@ -63,7 +63,7 @@ def store(pool, slots, tokens, layer=0):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_byte_reads_as_the_number_it_stands_for(dtype):
-    layout = KVLayout(1, 2, 32, 8, dtype)
+    layout = KVLayout.uniform(1, 2, 32, 8, dtype)
     pool = PagedKVPool(layout, 1, CPU)
     every_byte = bytes(range(256))
     scales = np.array([0.5, 3.0, 0.25, 7.0], np.float32).tobytes()
@@ -83,7 +83,7 @@ def test_every_byte_reads_as_the_number_it_stands_for(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
 def test_a_prompt_is_rounded_to_the_nearest_number_of_its_block_and_head(dtype, compute_dtype):
-    layout = KVLayout(2, 3, 8, 4, dtype)
+    layout = KVLayout.uniform(2, 3, 8, 4, dtype)
     pool = PagedKVPool(layout, 6, CPU, compute_dtype)
     tokens = random_tokens(10, layout)
     blocks = [5, 0, 3]
@@ -110,7 +110,7 @@ def test_a_prompt_is_rounded_to_the_nearest_number_of_its_block_and_head(dtype, 
     seed=st.integers(0, 1000),
 )
 def test_any_chunks_lose_at_most_half_a_step_for_each_growth(cuts, dtype, seed):
-    layout = KVLayout(1, 2, 4, 4, dtype)
+    layout = KVLayout.uniform(1, 2, 4, 4, dtype)
     num_tokens = sum(cuts)
     num_blocks = layout.num_blocks_for(num_tokens)
     pool = PagedKVPool(layout, num_blocks, CPU)
@@ -139,7 +139,7 @@ def test_any_chunks_lose_at_most_half_a_step_for_each_growth(cuts, dtype, seed):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_chunks_of_whole_blocks_give_the_bytes_of_one_prompt(dtype):
-    layout = KVLayout(1, 2, 4, 4, dtype)
+    layout = KVLayout.uniform(1, 2, 4, 4, dtype)
     at_once, in_chunks = PagedKVPool(layout, 3, CPU), PagedKVPool(layout, 3, CPU)
     tokens = random_tokens(12, layout)
     store(at_once, list(range(12)), tokens)
@@ -150,7 +150,7 @@ def test_chunks_of_whole_blocks_give_the_bytes_of_one_prompt(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_smaller_tokens_leave_the_bytes_of_earlier_ones_alone(dtype):
-    layout = KVLayout(1, 2, 4, 8, dtype)
+    layout = KVLayout.uniform(1, 2, 4, 8, dtype)
     pool = PagedKVPool(layout, 1, CPU)
     tokens = random_tokens(8, layout)
     tokens[:, 0] *= 100
@@ -165,7 +165,7 @@ def test_smaller_tokens_leave_the_bytes_of_earlier_ones_alone(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_block_in_its_second_life_is_as_good_as_new(dtype):
-    layout = KVLayout(1, 2, 4, 4, dtype)
+    layout = KVLayout.uniform(1, 2, 4, 4, dtype)
     used, fresh = PagedKVPool(layout, 2, CPU), PagedKVPool(layout, 2, CPU)
     store(used, list(range(8)), random_tokens(8, layout, seed=1) * 1000)
     small = random_tokens(3, layout, seed=2)
@@ -184,7 +184,7 @@ def test_a_block_in_its_second_life_is_as_good_as_new(dtype):
     seed=st.integers(0, 1000),
 )
 def test_a_request_gets_the_same_bytes_whoever_else_is_in_the_step(steps, dtype, seed):
-    layout = KVLayout(1, 2, 4, 4, dtype)
+    layout = KVLayout.uniform(1, 2, 4, 4, dtype)
     blocks = np.random.default_rng(seed).permutation(4 * 9).reshape(4, 9)
     alone, together = PagedKVPool(layout, 4 * 9, CPU), PagedKVPool(layout, 4 * 9, CPU)
     tokens = [random_tokens(6 * len(steps), layout, seed=seed + request, spread=2.0) for request in range(4)]
@@ -207,7 +207,7 @@ def test_a_request_gets_the_same_bytes_whoever_else_is_in_the_step(steps, dtype,
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tiny", [0.0, 1e-44, 1e-38])
 def test_nothing_or_almost_nothing_is_stored_as_zero_and_grows_later(dtype, tiny):
-    layout = KVLayout(1, 2, 4, 4, dtype)
+    layout = KVLayout.uniform(1, 2, 4, 4, dtype)
     pool = PagedKVPool(layout, 1, CPU)
     tokens = random_tokens(4, layout)
     tokens[:, :2] = tiny
@@ -222,7 +222,7 @@ def test_nothing_or_almost_nothing_is_stored_as_zero_and_grows_later(dtype, tiny
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 def test_what_is_not_a_number_shows_in_its_own_block_and_head_alone(dtype, broken):
-    layout = KVLayout(1, 2, 4, 4, dtype)
+    layout = KVLayout.uniform(1, 2, 4, 4, dtype)
     pool = PagedKVPool(layout, 2, CPU)
     tokens = random_tokens(8, layout)
     tokens[0, 1, 1, 2] = broken
@@ -237,7 +237,7 @@ def test_what_is_not_a_number_shows_in_its_own_block_and_head_alone(dtype, broke
 
 
 def test_slots_that_come_again_in_another_tensor_are_looked_at_anew():
-    layout = KVLayout(2, 1, 4, 4, "int8")
+    layout = KVLayout.uniform(2, 1, 4, 4, "int8")
     pool = PagedKVPool(layout, 2, CPU)
     tokens = random_tokens(4, layout)
     for slots in ([0, 1, 2, 3], [4, 5, 6, 7]):
@@ -251,5 +251,5 @@ def test_slots_that_come_again_in_another_tensor_are_looked_at_anew():
 
 def test_blocks_whose_scales_would_not_be_aligned_are_refused_with_their_sizes():
     with pytest.raises(SettingsError, match=r"int8 block of 3 tokens, 1 heads and head size 5 takes 15 bytes, .* of 4"):
-        PagedKVPool(KVLayout(1, 1, 5, 3, "int8"), 1, CPU)
-    PagedKVPool(KVLayout(1, 1, 5, 3, "float32"), 1, CPU)
+        PagedKVPool(KVLayout.uniform(1, 1, 5, 3, "int8"), 1, CPU)
+    PagedKVPool(KVLayout.uniform(1, 1, 5, 3, "float32"), 1, CPU)

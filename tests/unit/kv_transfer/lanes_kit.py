@@ -4,7 +4,7 @@ from contextlib import asynccontextmanager
 
 from kv_transfer.ends.receiver import KVReceiver, Received, TransferFailed
 from kv_transfer.ends.sender import KVSender, Sent
-from kv_transfer.plan import plan_copies
+from kv_transfer.plan import plan_tp
 from kv_transfer.ticket import Ticket
 from serving_core import reasons
 from serving_core.layout import KVLayout
@@ -12,7 +12,7 @@ from serving_core.sharding import head_range
 from tests.unit.engine.some_heads import planes_of
 from tests.unit.kv_transfer.transfer_kit import ByteStore, Once, epochs
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=4, head_dim=4, block_size=2, dtype="float32")
+LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=4, head_dim=4, block_size=2, dtype="float32")
 IDS = range(4)
 TAIL = b"tail"
 CANCELLED_BY_SENDER = TransferFailed(reasons.TRANSFER_FAILED, "the sender's node cancelled the transfer")
@@ -21,11 +21,12 @@ CANCELLED_BY_SENDER = TransferFailed(reasons.TRANSFER_FAILED, "the sender's node
 def cut_planes(store, layer, block_id, heads):
     """The K and V plane of a block, these heads alone: worked out token by token, apart from the stores' own code."""
     layout = store.layout
-    data_bytes = layout.block_size * layout.num_kv_heads * layout.head_bytes
     cut = []
-    for (plane,) in planes_of(store, layer, [block_id]):
-        columns = [plane[start : start + layout.head_bytes] for start in range(0, data_bytes, layout.head_bytes)]
-        scales = [plane[start : start + 4] for start in range(data_bytes, len(plane), 4)]
+    for (data,), plane in zip(planes_of(store, layer, [block_id]), layout.planes(layer), strict=True):
+        num_columns = layout.block_size * layout.num_kv_heads
+        size = plane.width * {"float32": 4, "bfloat16": 2}.get(layout.dtype, 1)
+        columns = [data[place * size :][:size] for place in range(num_columns)]
+        scales = [data[start : start + 4] for start in range(num_columns * size, len(data), 4)]
         parts = [column for place, column in enumerate(columns) if place % layout.num_kv_heads in heads]
         parts += [scale for head, scale in enumerate(scales) if head in heads]
         cut.append(memoryview(b"".join(parts)))
@@ -38,7 +39,7 @@ def sliced(whole, tp_size):
     for rank in range(tp_size):
         heads = head_range(rank, tp_size, whole.layout.num_kv_heads)
         store = ByteStore(whole.layout.with_heads(len(heads)), whole.num_blocks)
-        for layer in range(whole.layout.num_layers):
+        for layer in whole.layout.layers:
             for block_id in range(whole.num_blocks):
                 store.write(layer, [block_id], *cut_planes(whole, layer, block_id, heads))
         stores.append(store)
@@ -60,7 +61,7 @@ class Nodes:
 
     @property
     def copies(self):
-        return plan_copies(len(self.sources), len(self.targets), self.layout.num_kv_heads)
+        return plan_tp(len(self.sources), len(self.targets), self.layout.num_kv_heads)
 
     def ticket(self, num_blocks, *, num_cached_blocks=0, ttl_s=20.0):
         return Ticket.draw(

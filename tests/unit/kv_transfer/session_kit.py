@@ -1,5 +1,7 @@
 """What the tests of the two session machines share."""
 
+from dataclasses import replace
+
 from kv_transfer.results import Received, TransferFailed
 from kv_transfer.sessions import receiver_session as receiving
 from kv_transfer.sessions import sender_session as sending
@@ -10,8 +12,9 @@ from kv_transfer.wire import Abort, BlockRange, Committed, Data, Finish, Missing
 from serving_core import reasons
 from serving_core.layout import KVLayout
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
+LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
 LANE = Lane(bytes(range(16)), 7, "nowhere", LAYOUT, num_blocks=5, num_cached_blocks=0, ttl_s=100.0)
+LATER_LAYERS = Lane(LANE.transfer_id, LANE.epoch, "nowhere", replace(LAYOUT, first_layer=5), 5, 0, ttl_s=100.0)
 NAMES = (LANE.transfer_id, LANE.epoch)
 
 

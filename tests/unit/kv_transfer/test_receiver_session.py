@@ -12,6 +12,7 @@ from serving_core import reasons
 from tests.unit.kv_transfer.session_kit import (
     COMMIT,
     LANE,
+    LATER_LAYERS,
     LAYOUT,
     NAMES,
     data,
@@ -27,6 +28,15 @@ def test_everything_and_then_finish_commits():
     assert deliver(session, (0, 0, 5)) == [Write(BlockRange(0, 0, 5), 0, range(5))]
     assert deliver(session, (1, 0, 5)) == [Write(BlockRange(1, 0, 5), 0, range(5))]
     assert session.handle(Finish(*NAMES, 0, 5, b"t"), 0.0) == COMMIT
+
+
+def test_layers_are_counted_over_the_whole_model():
+    session = make_receiver(LATER_LAYERS)
+    assert deliver(session, (6, 0, 5)) == [Write(BlockRange(6, 0, 5), 0, range(5))]
+    assert session.handle(Finish(*NAMES, 0, 5, b"t"), 0.0) == missing(0, 0, (5, 0, 5))
+    for layer in (0, 1, 4, 7):
+        assert session.handle(data((layer, 0, 5)), 0.0) == refused(Refusal.MALFORMED)
+    assert deliver(session, (5, 0, 5)) == [Write(BlockRange(5, 0, 5), 0, range(5)), *COMMIT]
 
 
 def test_finish_and_then_the_rest_commits():

@@ -11,6 +11,7 @@ from kv_transfer.wire import Committed, Missing, Refusal, Refused
 from serving_core import reasons
 from tests.unit.kv_transfer.session_kit import (
     LANE,
+    LATER_LAYERS,
     LAYOUT,
     NAMES,
     drain,
@@ -49,6 +50,27 @@ def test_blocks_leave_layer_by_layer():
     assert drain(session) == [SendBlocks(ranges((0, 2, 3)))]
     session.handle(AllReady(5, b"t"), 0.0)
     assert drain(session) == [SendBlocks(ranges((1, 2, 3))), finish()]
+
+
+def test_layers_are_counted_over_the_whole_model():
+    session = make_sender(LATER_LAYERS)
+    session.handle(BlocksReady(2, 0), 0.0)
+    assert drain(session) == []
+    session.handle(BlocksReady(2, 1), 0.0)
+    assert drain(session) == [SendBlocks(ranges((5, 0, 2)))]
+    session.handle(AllReady(5, b"t"), 0.0)
+    assert drain(session) == [SendBlocks(ranges((6, 0, 2), (5, 2, 3), (6, 2, 3))), finish()]
+    assert session.handle(Missing(*NAMES, 0, 0, ranges((6, 0, 5))), 0.0) == []
+    assert drain(session) == [SendBlocks(ranges((6, 0, 5))), finish(1)]
+
+
+@pytest.mark.parametrize("layer", [0, 4, 7])
+def test_a_receiver_cannot_miss_layers_that_are_not_the_lanes(layer):
+    session = make_sender(LATER_LAYERS)
+    session.handle(AllReady(5, b"t"), 0.0)
+    drain(session)
+    message = "the receiver misses blocks that are not part of the transfer"
+    assert session.handle(Missing(*NAMES, 0, 0, ranges((layer, 0, 1))), 0.0) == failed(message)
 
 
 def test_finish_with_nothing_left_to_send_goes_out_at_once():

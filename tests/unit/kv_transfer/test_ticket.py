@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.errors import TransferError
-from kv_transfer.plan import HeadCopy
+from kv_transfer.plan import KVCopy
 from kv_transfer.ticket import MAX_EPOCH, MAX_TOKENS, MAX_TP, Lane, LaneEnd, Ticket
-from serving_core.layout import DTYPE_BYTES, KVLayout
+from serving_core.layout import DTYPE_BYTES, KVLayout, Widths
 
-LAYOUT = KVLayout(30, 3, 64, 16, "bfloat16")
+LAYOUT = KVLayout.uniform(30, 3, 64, 16, "bfloat16")
 ADDRESS = "tcp://127.0.0.1:5600"
 ENDS = tuple(LaneEnd(bytes([number] * 16), ADDRESS) for number in range(2))
 FIELDS = {
@@ -29,7 +29,12 @@ FIELDS = {
 
 sizes = st.integers(1, 1000)
 tp_sizes = st.integers(1, 5)
-layouts = st.builds(KVLayout, sizes, st.integers(1, 20), sizes, sizes, st.sampled_from(sorted(DTYPE_BYTES)))
+num_heads, dtypes = st.integers(1, 20), st.sampled_from(sorted(DTYPE_BYTES))
+uneven_widths = st.lists(st.builds(Widths, st.integers(1, 3), st.integers(0, 2)), min_size=1, max_size=24).map(tuple)
+layouts = st.one_of(
+    st.builds(KVLayout.uniform, sizes, num_heads, sizes, sizes, dtypes),
+    st.builds(KVLayout, sizes, uneven_widths, num_heads, sizes, dtypes),
+)
 addresses = st.text("abcdefgh:/.*0123456789é", min_size=1, max_size=128)
 
 
@@ -87,12 +92,21 @@ def test_a_ticket_survives_the_journey(ticket):
         ("ttl_s", math.nan),
         ("ttl_s", math.inf),
         ("ttl_s", 30),
-        ("layout", KVLayout(0, 3, 64, 16, "bfloat16")),
-        ("layout", KVLayout(30, 2**17, 64, 16, "bfloat16")),
-        ("layout", KVLayout(30, 3, -64, 16, "bfloat16")),
-        ("layout", KVLayout(30, 3, 64, None, "bfloat16")),
-        ("layout", KVLayout(30, 3, 64, 16, "int3")),
-        ("layout", KVLayout(30, 3, 64, 16, [])),
+        ("layout", KVLayout.uniform(0, 3, 64, 16, "bfloat16")),
+        ("layout", KVLayout.uniform(30, 2**17, 64, 16, "bfloat16")),
+        ("layout", KVLayout.uniform(30, 3, -64, 16, "bfloat16")),
+        ("layout", KVLayout.uniform(30, 3, 64, None, "bfloat16")),
+        ("layout", KVLayout.uniform(30, 3, 64, 16, "int3")),
+        ("layout", KVLayout.uniform(30, 3, 64, 16, [])),
+        ("layout", KVLayout.uniform(1025, 3, 64, 16, "bfloat16")),
+        ("layout", KVLayout(-1, (Widths(64, 64),), 3, 16, "bfloat16")),
+        ("layout", KVLayout(True, (Widths(64, 64),), 3, 16, "bfloat16")),
+        ("layout", KVLayout(1024, (Widths(64, 64),), 3, 16, "bfloat16")),
+        ("layout", KVLayout(1023, (Widths(64, 64),) * 2, 3, 16, "bfloat16")),
+        ("layout", KVLayout(0, (Widths(0, 64),), 3, 16, "bfloat16")),
+        ("layout", KVLayout(0, (Widths(64, -1),), 3, 16, "bfloat16")),
+        ("layout", KVLayout(0, (Widths(64, 2**16 + 1),), 3, 16, "bfloat16")),
+        ("layout", KVLayout(0, (Widths(1, 1), Widths(True, 1.0)), 3, 16, "bfloat16")),
     ],
 )
 def test_an_odd_field_is_refused(name, value):
@@ -123,11 +137,65 @@ def packed(*fields):
 
 
 GOOD_ENDS = [[bytes(16), ADDRESS], [b"1" * 16, ADDRESS]]
-GOOD = [4, 7, [30, 3, 64, 16, "bfloat16"], 1, 2, 32, 0, 500, 30.0, GOOD_ENDS]
+GOOD = [5, 7, [0, [[30, 64, 64]], 3, 16, "bfloat16"], 1, 2, 32, 0, 500, 30.0, GOOD_ENDS]
 
 
 def test_the_form_that_the_odd_ones_below_depart_from():
     assert Ticket.decode(packed(*GOOD)).layout == LAYOUT
+    assert msgpack.unpackb(Ticket(**FIELDS).encode())[:-1] == GOOD[:-1]
+
+
+def with_layout(*fields):
+    return packed(*GOOD[:2], [*fields], *GOOD[3:])
+
+
+def test_neighbouring_layers_of_equal_widths_travel_together():
+    layout = KVLayout(5, (Widths(64, 64), Widths(64, 64), Widths(576, 0)), 1, 16, "int8")
+    ticket = Ticket(**{**FIELDS, "layout": layout})
+    assert msgpack.unpackb(ticket.encode())[2] == [5, [[2, 64, 64], [1, 576, 0]], 1, 16, "int8"]
+    assert Ticket.decode(ticket.encode()).layout == layout
+
+
+def test_a_ticket_of_as_many_unlike_layers_as_there_can_be_is_read():
+    layout = KVLayout(0, (Widths(2**16, 0), Widths(2**16, 2**16)) * 512, 3, 16, "bfloat16")
+    ticket = Ticket(**{**FIELDS, "layout": layout})
+    assert Ticket.decode(ticket.encode()) == ticket
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        with_layout(0, [[30, 64, 64]], 3, 16),
+        with_layout(0, [[30, 64, 64]], 3, 16, "bfloat16", 0),
+        with_layout(0, [], 3, 16, "bfloat16"),
+        with_layout(0, 30, 3, 16, "bfloat16"),
+        with_layout(0, [30, 64, 64], 3, 16, "bfloat16"),
+        with_layout(0, [[30, 64]], 3, 16, "bfloat16"),
+        with_layout(0, [[30, 64, 64, 64]], 3, 16, "bfloat16"),
+        with_layout(0, [[0, 64, 64]], 3, 16, "bfloat16"),
+        with_layout(0, [[-1, 64, 64]], 3, 16, "bfloat16"),
+        with_layout(0, [[1025, 64, 64]], 3, 16, "bfloat16"),
+        with_layout(0, [[2**60, 64, 64]], 3, 16, "bfloat16"),
+        with_layout(0, [[600, 64, 64], [600, 64, 0]], 3, 16, "bfloat16"),
+        with_layout(0, [[1024, 64, 64]] * 1024, 3, 16, "bfloat16"),
+        with_layout(995, [[30, 64, 64]], 3, 16, "bfloat16"),
+        with_layout(-1, [[30, 64, 64]], 3, 16, "bfloat16"),
+        with_layout(0.0, [[30, 64, 64]], 3, 16, "bfloat16"),
+        with_layout(None, [[30, 64, 64]], 3, 16, "bfloat16"),
+        with_layout(0, [["30", 64, 64]], 3, 16, "bfloat16"),
+        with_layout(0, [[1.0, 64, 64]], 3, 16, "bfloat16"),
+        with_layout(0, [[True, 64, 64]], 3, 16, "bfloat16"),
+        with_layout(0, [[30, 0, 64]], 3, 16, "bfloat16"),
+        with_layout(0, [[30, 64, -1]], 3, 16, "bfloat16"),
+        with_layout(0, [[30, 64, 2**16 + 1]], 3, 16, "bfloat16"),
+        with_layout(0, [[30, 64, []]], 3, 16, "bfloat16"),
+        with_layout(0, [[29, 64, 64], [1, 64.0, 64]], 3, 16, "bfloat16"),
+        with_layout(0, [[29, 64, 1], [1, 64, True]], 3, 16, "bfloat16"),
+    ],
+)
+def test_an_odd_layout_is_refused(odd):
+    with pytest.raises(TransferError):
+        Ticket.decode(odd)
 
 
 @pytest.mark.parametrize(
@@ -139,15 +207,16 @@ def test_the_form_that_the_odd_ones_below_depart_from():
         packed(*GOOD[:-1]),
         packed(*GOOD, 0),
         packed(1, *GOOD[1:]),
-        packed(3, *GOOD[1:]),
-        packed(5, *GOOD[1:]),
+        packed(4, *GOOD[1:]),
+        packed(6, *GOOD[1:]),
+        packed(4, 7, [30, 3, 64, 16, "bfloat16"], *GOOD[3:]),
         packed(*GOOD) + b"\x00",
         packed(*GOOD)[:-1],
         msgpack.packb({"epoch": 7}),
         msgpack.packb("a ticket"),
         packed(*GOOD[:2], [30, 3, 64, 16], *GOOD[3:]),
         packed(*GOOD[:2], {"num_layers": 30}, *GOOD[3:]),
-        packed(*GOOD[:2], [30, 3, 64, 16, msgpack.Timestamp(1)], *GOOD[3:]),
+        with_layout(0, [[30, 64, 64]], 3, 16, msgpack.Timestamp(1)),
         packed(*GOOD[:3], 1.0, *GOOD[4:]),
         packed(*GOOD[:-1], GOOD_ENDS[:1]),
         packed(*GOOD[:-1], [GOOD_ENDS[0], GOOD_ENDS[0]]),
@@ -179,10 +248,10 @@ def test_lanes_of_each_rank():
         Lane(end.transfer_id, 7, address, LAYOUT.with_heads(1), 9, 4, 5.0)
         for end, address in zip(ticket.ends, addresses, strict=True)
     )
-    assert ticket.lanes_from(0) == [(HeadCopy(0, 0, range(1), range(1)), first)]
+    assert ticket.lanes_from(0) == [(KVCopy(0, 0, range(30), range(1), range(1)), first)]
     assert ticket.lanes_from(1) == [
-        (HeadCopy(1, 1, range(1), range(1)), second),
-        (HeadCopy(1, 2, range(1, 2), range(1)), third),
+        (KVCopy(1, 1, range(30), range(1), range(1)), second),
+        (KVCopy(1, 2, range(30), range(1, 2), range(1)), third),
     ]
     assert [ticket.lanes_to(rank) for rank in range(3)] == [
         ticket.lanes_from(0),
@@ -192,7 +261,7 @@ def test_lanes_of_each_rank():
 
 
 def test_a_lane_carries_the_heads_of_its_copy():
-    layout = KVLayout(2, 8, 64, 16, "int8")
+    layout = KVLayout.uniform(2, 8, 64, 16, "int8")
     sizes = {"num_blocks": 1, "num_cached_blocks": 0, "ttl_s": 1.0}
     ticket = Ticket.draw(epoch=0, layout=layout, prefill_tp=2, decode_tp=1, addresses=[ADDRESS], **sizes)
     assert [lane.layout.num_kv_heads for _, lane in ticket.lanes_to(0)] == [4, 4]
@@ -222,7 +291,7 @@ def test_a_ticket_needs_an_address_for_each_decode_rank(decode_tp, addresses):
 
 
 def test_the_largest_ticket_of_all_can_be_read():
-    layout = KVLayout(1024, 2**16, 2**16, 2**16, "bfloat16")
+    layout = KVLayout.uniform(1024, 2**16, 2**16, 2**16, "bfloat16")
     fields = {"epoch": MAX_EPOCH, "layout": layout, "prefill_tp": MAX_TP, "decode_tp": MAX_TP - 1}
     addresses = ["é" * 128] * (MAX_TP - 1)
     ticket = Ticket.draw(**fields, addresses=addresses, num_blocks=2**20, num_cached_blocks=2**20, ttl_s=86400.0)

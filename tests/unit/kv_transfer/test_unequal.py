@@ -34,7 +34,7 @@ SOURCE_IDS, TARGET_IDS = [4, 0, 1, 5, 3], [6, 2, 3, 1, 0]  # of pools of 6 and 8
 
 
 def layout_of(num_heads, dtype="bfloat16"):
-    return KVLayout(num_layers=3, num_kv_heads=num_heads, head_dim=4, block_size=2, dtype=dtype)
+    return KVLayout.uniform(num_layers=3, num_kv_heads=num_heads, head_dim=4, block_size=2, dtype=dtype)
 
 
 async def arrived_at_one_rank(fabric, whole, num_cached_blocks):
@@ -121,7 +121,7 @@ def test_the_pools_of_the_engine(fabric, prefill_tp, decode_tp, dtype):
     def pools(stores):
         for store in stores:
             pool = PagedKVPool(store.layout, store.num_blocks, torch.device("cpu"))
-            for layer in range(layout.num_layers):
+            for layer in layout.layers:
                 pool.write(layer, range(store.num_blocks), *store.read(layer, range(store.num_blocks)))
             yield pool
 

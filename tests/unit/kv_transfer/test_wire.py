@@ -25,7 +25,7 @@ from kv_transfer.wire import (
     decode,
     encode,
 )
-from serving_core.layout import KVLayout
+from serving_core.layout import KVLayout, Widths
 from tests.unit.kv_transfer.transfer_kit import LAYOUT, ByteStore
 
 ID = bytes(range(16))
@@ -146,8 +146,9 @@ def test_an_over_long_header_is_refused_before_it_is_unpacked():
 # ---- payloads ----
 
 
-@given(st.lists(st.integers(1, 30), max_size=8), st.randoms(use_true_random=False))
+@given(st.lists(st.integers(0, 30), max_size=8), st.randoms(use_true_random=False))
 def test_cut_gives_the_bytes_back_whatever_the_frames(sizes, rng):
+    sizes = [3, *sizes]
     data = rng.randbytes(sum(sizes))
     places = sorted(rng.choices(range(len(data) + 1), k=4))
     frames = [memoryview(data)[start:stop] for start, stop in zip([0, *places], [*places, len(data)], strict=True)]
@@ -163,7 +164,7 @@ def test_cut_wants_every_byte_accounted_for(sizes):
 
 def test_gather_copies_short_views_and_leaves_long_ones(monkeypatch):
     monkeypatch.setattr(payload, "MIN_FRAME_BYTES", 4)
-    views = [memoryview(text) for text in (b"a", b"bcd", b"efgh", b"i", b"jklmn", b"opqr", b"s")]
+    views = [memoryview(text) for text in (b"a", b"bcd", b"efgh", b"", b"i", b"jklmn", b"", b"opqr", b"s", b"")]
     frames = HOST.gather(views)
     assert [bytes(frame) for frame in frames] == [b"abcd", b"efgh", b"i", b"jklmn", b"opqr", b"s"]
     assert all(any(frame is view for view in views) for frame in frames if len(frame) > 4)
@@ -185,7 +186,20 @@ def test_a_changed_bit_and_swapped_planes_change_the_checksum(keys, values, data
     assert keys == values or HOST.checksum(memoryview(values), memoryview(keys)) != checksum
 
 
+def test_empty_views_make_no_frames():
+    assert HOST.gather([memoryview(b"")] * 2) == []
+    assert [bytes(frame) for frame in HOST.gather([memoryview(b"keys"), memoryview(b"")])] == [b"keys"]
+
+
+def test_messages_are_as_long_as_the_largest_layer_allows():
+    small, large = Widths(1, 0), Widths(512, 512)
+    of_large = payload.blocks_per_message(KVLayout.uniform(1, 8, 512, 16, "bfloat16"))
+    assert payload.blocks_per_message(KVLayout(3, (small, large, small), 8, 16, "bfloat16")) == of_large == 12
+
+
 def test_a_layout_whose_blocks_are_too_large_to_send_is_refused():
-    assert payload.blocks_per_message(KVLayout(1, 32, 128, 1024, "bfloat16")) == 1
+    assert payload.blocks_per_message(KVLayout.uniform(1, 32, 128, 1024, "bfloat16")) == 1
     with pytest.raises(TransferError, match="at most 16777216 can be sent"):
-        payload.blocks_per_message(KVLayout(1, 32, 128, 1024, "float32"))
+        payload.blocks_per_message(KVLayout.uniform(1, 32, 128, 1024, "float32"))
+    with pytest.raises(TransferError, match="takes 16908288 bytes in a layer; at most 16777216 can be sent"):
+        payload.blocks_per_message(KVLayout(0, (Widths(1, 1), Widths(129, 129)), 32, 1024, "bfloat16"))

@@ -45,14 +45,13 @@ def tensor_store(layout, num_blocks, seed=None):
     pool = PagedKVPool(layout, num_blocks, CPU)
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
-        for layer in range(layout.num_layers):
-            size = (2, num_blocks * layout.plane_bytes)
-            planes = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
+        for layer in layout.layers:
+            sizes = [num_blocks * plane.num_bytes for plane in layout.planes(layer)]
+            planes = (torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in sizes)
             pool.write_tensors(layer, range(num_blocks), *planes)
     return TensorStore(pool)
 
 
 def bytes_of(store, block_ids):
     """Every byte of these blocks."""
-    layers = range(store.layout.num_layers)
-    return b"".join(view.numpy().tobytes() for layer in layers for view in store.read(layer, block_ids))
+    return b"".join(view.numpy().tobytes() for layer in store.layout.layers for view in store.read(layer, block_ids))

@@ -19,9 +19,9 @@ from serving_core.layout import KVLayout
 from tests.unit.engine.some_heads import SomeHeads
 from tests.unit.kv_transfer.torch_dist_kit import HostDialer, HostListener
 
-LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
-BIG_LAYOUT = KVLayout(num_layers=20, num_kv_heads=8, head_dim=64, block_size=16, dtype="bfloat16")
-SMOLLM2 = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
+LAYOUT = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
+BIG_LAYOUT = KVLayout.uniform(num_layers=20, num_kv_heads=8, head_dim=64, block_size=16, dtype="bfloat16")
+SMOLLM2 = KVLayout.uniform(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
 BIG_NUM_BLOCKS = 64  # 42 MB
 TEST_TIMEOUT_S = 60.0
 
@@ -48,26 +48,28 @@ class ByteStore:
     def __init__(self, layout: KVLayout, num_blocks: int, seed: int | None = None):
         self.layout = layout
         self.num_blocks = num_blocks
-        num_bytes = num_blocks * layout.plane_bytes
         fill = bytes if seed is None else random.Random(seed).randbytes
-        self._planes = [[bytearray(fill(num_bytes)) for _ in range(layout.num_layers)] for _ in "KV"]
+        self._planes = {
+            layer: [bytearray(fill(num_blocks * plane.num_bytes)) for plane in layout.planes(layer)]
+            for layer in layout.layers
+        }
 
     def read(self, layer, block_ids):
         """Views of neighbours, copies of others."""
         keys, values = (
-            [memoryview(kind[layer])[start:stop].toreadonly() for start, stop in self._spans(block_ids)]
-            for kind in self._planes
+            [memoryview(ours)[start:stop].toreadonly() for start, stop in spans]
+            for ours, spans in self._kinds(layer, block_ids)
         )
         if len(keys) == 1:
             return keys[0], values[0]
         return memoryview(b"".join(keys)), memoryview(b"".join(values))
 
     def write(self, layer, block_ids, keys, values):
-        assert len(keys) == len(values) == len(block_ids) * self.layout.plane_bytes
-        for kind, planes in zip(self._planes, (keys, values), strict=True):
+        for (ours, spans), planes in zip(self._kinds(layer, block_ids), (keys, values), strict=True):
+            assert len(planes) == sum(stop - start for start, stop in spans)
             offset = 0
-            for start, stop in self._spans(block_ids):
-                kind[layer][start:stop] = planes[offset : offset + stop - start]
+            for start, stop in spans:
+                ours[start:stop] = planes[offset : offset + stop - start]
                 offset += stop - start
 
     def heads(self, heads):
@@ -75,14 +77,13 @@ class ByteStore:
 
     def bytes_of(self, block_ids):
         """Every byte of these blocks."""
-        layers = range(self.layout.num_layers)
-        return b"".join(bytes(view) for layer in layers for view in self.read(layer, block_ids))
+        return b"".join(bytes(view) for layer in self.layout.layers for view in self.read(layer, block_ids))
 
     @property
     def is_held(self):
         """Whether anybody holds a view of its bytes."""
         try:
-            for plane in itertools.chain(*self._planes):
+            for plane in itertools.chain(*self._planes.values()):
                 plane.append(0)
                 plane.pop()
         except BufferError:
@@ -91,13 +92,16 @@ class ByteStore:
 
     def flip(self, layer, block_id):
         """Flips a bit of a block."""
-        self._planes[0][layer][block_id * self.layout.plane_bytes] ^= 1
+        self._planes[layer][0][block_id * self.layout.planes(layer)[0].num_bytes] ^= 1
 
-    def _spans(self, block_ids):
-        size = self.layout.plane_bytes
+    def _kinds(self, layer, block_ids):
+        """All planes of K, and where in them these blocks lie; the same of V."""
+        runs = []
         for _, members in itertools.groupby(enumerate(block_ids), key=lambda pair: pair[1] - pair[0]):
             first, *rest = [block_id for _, block_id in members]
-            yield first * size, (first + len(rest) + 1) * size
+            runs.append((first, first + len(rest) + 1))
+        for ours, plane in zip(self._planes[layer], self.layout.planes(layer), strict=True):
+            yield ours, [(start * plane.num_bytes, stop * plane.num_bytes) for start, stop in runs]
 
 
 @dataclass

@@ -1,12 +1,15 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from serving_core.errors import ModelError
 from serving_core.fingerprint import EDGE_BYTES, fingerprint
+from serving_core.layout import Widths
 from serving_core.model_config import read_model_config
+from serving_core.prefix import root_name
 from tests.tiny_models import write_fake_model, write_tiny_model
 
 
@@ -39,6 +42,18 @@ def test_each_difference_shows_under_its_name(tmp_path):
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
     assert differences(facts, fingerprint_of(base)) == {"rms_norm_eps"}
+
+
+def test_how_the_kv_lies_shows_and_names_blocks(tmp_path):
+    folder = write_fake_model(tmp_path, num_layers=3, head_dim=8)
+    config = read_model_config(folder)
+    layout = config.kv_layout(16, "float32")
+    facts = fingerprint(folder, config, layout, "float32")
+    assert facts["kv_widths"] == "8 + 8 in layers 0-2"
+    for other in (layout.with_layers(range(2)), replace(layout, widths=(Widths(8, 0),) * 3)):
+        other_facts = fingerprint(folder, config, other, "float32")
+        assert differences(facts, other_facts) == {"kv_widths"}
+        assert root_name(facts, "") != root_name(other_facts, "")
 
 
 def test_large_files_are_told_apart_by_size_header_start_and_end(tmp_path):

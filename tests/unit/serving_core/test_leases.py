@@ -9,7 +9,7 @@ from serving_core.prefix import CHUNK, GRAFT, MAX_MAKERS, STEP, BlockNames, chil
 from serving_core.requests import Request, SamplingParams
 from serving_core.residents import Resident, Stage
 
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
+LAYOUT = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
 ROOT = bytes(32)
 HERE, THERE = b"-origin-", b"another-"
 READ_HERE, WRITTEN_HERE = HERE + CHUNK, HERE + STEP

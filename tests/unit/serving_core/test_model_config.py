@@ -46,7 +46,7 @@ def test_plain_llama(read):
     assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == (False, False, False, False)
     assert config.sliding_windows == (None, None, None)
     assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
-    assert config.kv_layout(16, "float32") == KVLayout(3, 2, 12, 16, "float32")
+    assert config.kv_layout(16, "float32") == KVLayout.uniform(3, 2, 12, 16, "float32")
 
 
 def test_defaults_are_those_of_transformers(read):

@@ -61,7 +61,7 @@ def test_the_pools_of_all_ranks_count(folder, tp_size, num_heads):
 @pytest.mark.parametrize(("tp_size", "num_blocks"), [(1, 7), (2, 12), (3, 18), (5, 36), (8, 36)])
 def test_every_rank_has_as_many_blocks_as_fit_where_the_most_heads_are(tp_size, num_blocks):
     # 36 heads of a block fit; at most 5, 3, 2, 1 and 1 of the 5 heads are on a rank.
-    layout = KVLayout(num_layers=1, num_kv_heads=5, head_dim=4, block_size=2, dtype="float32")
+    layout = KVLayout.uniform(num_layers=1, num_kv_heads=5, head_dim=4, block_size=2, dtype="float32")
     head_bytes = 2 * 2 * 4 * 4  # K and V, tokens, elements, bytes
     fields = EngineSettings(kv_cache_memory_bytes=36 * head_bytes)
     assert num_blocks_for(fields, layout, tp_size) == num_blocks

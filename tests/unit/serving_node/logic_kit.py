@@ -22,7 +22,7 @@ from tests.toy_kv import FINGERPRINT, HERE, NUM_TOKEN_IDS, ToyKV, answer_of
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 100
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=BLOCK_SIZE, dtype="float32")
+LAYOUT = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=4, block_size=BLOCK_SIZE, dtype="float32")
 STEP_S = 0.5
 NEVER = NUM_TOKEN_IDS  # a token that the toy never says
 

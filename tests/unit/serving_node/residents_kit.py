@@ -9,7 +9,7 @@ from serving_core.prefix import BlockNames
 from serving_core.requests import Request, SamplingParams
 from serving_core.residents import Resident, Residents, Stage
 
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
+LAYOUT = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
 
 
 class House:

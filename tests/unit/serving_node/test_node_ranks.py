@@ -21,7 +21,7 @@ from serving_node.ranks.transfers import FollowerTransfers, NodeTransfers
 from tests.unit.kv_transfer.transfer_kit import ByteStore
 from tests.unit.serving_node.rank_kit import crew
 
-LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=8, block_size=4, dtype="float32")
+LAYOUT = KVLayout.uniform(num_layers=3, num_kv_heads=4, head_dim=8, block_size=4, dtype="float32")
 NUM_BLOCKS = 12
 IDS = list(range(NUM_BLOCKS))
 DEADLINE_S = 30.0

@@ -76,7 +76,7 @@ def test_every_decode_rank_gets_each_of_its_heads_once_from_a_rank_that_holds_it
 
 
 def test_the_bytes_of_ranks_and_lanes():
-    layout = KVLayout(num_layers=2, num_kv_heads=3, head_dim=8, block_size=16, dtype="bfloat16")
+    layout = KVLayout.uniform(num_layers=2, num_kv_heads=3, head_dim=8, block_size=16, dtype="bfloat16")
     plan = plan_transfer(2, 1, 3, layout, 33)
     # One head of a token: 2 layers, K and V, 8 values of 2 bytes. 33 tokens are three blocks of 16.
     head_bytes = 2 * 2 * 8 * 2
@@ -133,7 +133,7 @@ def test_json(tmp_path):
         "token_bytes": 64,
         "prompt_bytes": 2048,
     }
-    assert plan["layout"]["block_size"] == 16
+    assert plan["layout"] == {"num_layers": 1, "num_kv_heads": 2, "head_dim": 8, "block_size": 16, "dtype": "float32"}
     assert plan["prompt_tokens"] == 32
     assert json.loads(run("--kv-heads", "2", "--json")[1])["lanes"][0]["prompt_bytes"] is None
 

@@ -21,7 +21,7 @@ from splitserve_bench.errors import BenchError
 from splitserve_bench.report import transfer_view
 from tests.tiny_models import write_fake_model
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="bfloat16")
+LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="bfloat16")
 SECONDS = {COPY: 0.001, XXH3: 0.01, TCP: 0.04, UNIX: 0.02, CHECKED: 0.08}
 PLAIN = {name: Spread(seconds, 9.0, 9.0, 9.0) for name, seconds in SECONDS.items()}
 
@@ -99,7 +99,7 @@ def test_a_pool_is_filled_with_different_bytes_in_every_layer_and_emptied():
     pool = PagedKVPool(LAYOUT, 6, torch.device("cpu"))
     fill(pool, range(6), is_random=True)
     layers = [b"".join(map(bytes, pool.read(layer, range(6)))) for layer in range(2)]
-    assert layers[0] == Random(0).randbytes(6 * 2 * LAYOUT.plane_bytes)
+    assert layers[0] == Random(0).randbytes(6 * 2 * LAYOUT.plane.num_bytes)
     assert layers[0] != layers[1]
     fill(pool, [1, 2], is_random=False)
     assert not any(b"".join(map(bytes, pool.read(1, [1, 2]))))
@@ -155,9 +155,10 @@ async def test_a_receiving_process_that_cannot_obey_says_so_and_goes_on(tmp_path
     async with peer_process(str(tmp_path)) as (peer, _):
         with pytest.raises(BenchError, match="a command"):
             await peer.ask(unknown=True)
+        large, small = (KVLayout.uniform(1, *sizes, "float32") for sizes in ((1024,) * 3, (1, 4, 4)))
         with pytest.raises(BenchError, match="of memory are free"):
-            await peer.ask(open=[1, 1024, 1024, 1024, "float32"], pool_blocks=2**20, transports=[])
-        await peer.ask(open=[1, 1, 4, 4, "float32"], pool_blocks=1, transports=["zmq-tcp"])
+            await peer.ask(open=large.uniform_fields(), pool_blocks=2**20, transports=[])
+        await peer.ask(open=small.uniform_fields(), pool_blocks=1, transports=["zmq-tcp"])
         await peer.ask(close=True)
 
 
@@ -169,6 +170,7 @@ def test_the_command(tmp_path):
     assert result.exit_code == 0, result.output
     reports = json.loads(result.stdout)
     assert [each["layout"]["block_size"] for each in reports] == [4, 8]
+    assert all(each["layout"].keys() == LAYOUT.uniform_fields().keys() for each in reports)
     # 2 layers x K and V x 2 heads x 4 float32: 128 bytes a token; 5 tokens take two blocks of 4, or one of 8.
     assert [(each["transport"], each["num_bytes"]) for each in reports[0]["transfers"]] == [
         ("zmq-ipc", 16 * 128),

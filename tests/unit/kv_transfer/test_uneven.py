@@ -1,0 +1,252 @@
+"""Layers of unlike widths, some without V, from the middle of a model: they travel as uniform ones do."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.cache.kv_pool import PagedKVPool
+from kv_transfer.ends.receiver import KVReceiver, Received
+from kv_transfer.ends.receiving import ReceivingLane
+from kv_transfer.ends.sender import KVSender, Sent
+from kv_transfer.ends.sending import SendingLane
+from kv_transfer.errors import TransferError
+from kv_transfer.ticket import Lane
+from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
+from kv_transfer.wire import decode, encode
+from serving_core.layout import KVLayout, Widths
+from tests.unit.kv_transfer.lanes_kit import Nodes, nodes_of, sliced
+from tests.unit.kv_transfer.torch_dist_kit import CPU, bytes_of, tensor_store
+from tests.unit.kv_transfer.transfer_kit import (
+    ByteStore,
+    Fabric,
+    Once,
+    check_arrived,
+    grant,
+    pair,
+    run,
+    transfer,
+)
+
+WIDTHS = (Widths(4, 4), Widths(12, 8), Widths(20, 0), Widths(4, 12), Widths(4, 4))
+LATENT = (Widths(20, 0),) * 4
+LARGE = (Widths(640, 512), Widths(576, 0), Widths(64, 64))  # planes that are frames of their own
+SOURCE_IDS, TARGET_IDS = [4, 0, 1, 5, 3], [6, 2, 3, 1, 0]  # of pools of 6 and 8 blocks
+FIRST = 5
+
+
+def layout_of(widths=WIDTHS, dtype="bfloat16", num_heads=2, block_size=2):
+    return KVLayout(FIRST, widths, num_heads, block_size, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize(("widths", "block_size"), [(WIDTHS, 2), (LATENT, 2), (LARGE, 128)])
+def test_every_byte_arrives_in_its_layer(fabric, widths, block_size, dtype):
+    layout = layout_of(widths, dtype, block_size=block_size)
+    source, target = ByteStore(layout, 6, seed=1), ByteStore(layout, 8)
+
+    async def scenario():
+        async with pair(fabric, source, target) as (sender, receiver):
+            results = await transfer(sender, receiver, SOURCE_IDS, TARGET_IDS)
+            check_arrived(source, SOURCE_IDS, target, TARGET_IDS, results)
+            assert sender.num_bytes == receiver.num_bytes == 5 * layout.block_bytes, "something was sent twice"
+            assert not any(target.bytes_of([4, 5, 7])), "a neighbour was written"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "fp8_e4m3"])
+@pytest.mark.parametrize("widths", [WIDTHS, LATENT])
+def test_tensors_arrive_over_torch_distributed(widths, dtype):
+    layout = layout_of(widths, dtype)
+    source, target = tensor_store(layout, 6, seed=2), tensor_store(layout, 8)
+
+    async def scenario():
+        sender = KVSender(TorchDistDialer(CPU), source, deadline_s=20.0)
+        receiver = KVReceiver(TorchDistListener("dist://127.0.0.1:*", CPU), target)
+        sent, received = await transfer(sender, receiver, SOURCE_IDS, TARGET_IDS)
+        assert (sent.num_bytes, received.num_bytes) == (5 * layout.block_bytes,) * 2
+        await sender.close()
+        await receiver.close()
+
+    run(scenario())
+    assert bytes_of(target, TARGET_IDS) == bytes_of(source, SOURCE_IDS)
+    assert not any(bytes_of(target, [4, 5, 7]))
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (4, 2), (2, 3)])
+def test_nodes_of_unlike_sizes_layer_by_layer(fabric, prefill_tp, decode_tp):
+    layout = layout_of(dtype="int8", num_heads=4)
+    whole = ByteStore(layout, 6, seed=3)
+
+    async def scenario():
+        async with nodes_of(fabric, whole, prefill_tp, decode_tp, 8) as nodes:
+            attempt = nodes.begin(TARGET_IDS, num_cached_blocks=1)
+            for ids, num_layers in itertools.product((SOURCE_IDS[:2], SOURCE_IDS[:4]), range(1, len(WIDTHS) + 1)):
+                attempt.blocks_ready(ids, num_layers)
+            attempt.finish(SOURCE_IDS)
+            assert await attempt.results() == nodes.expected(4)
+            expected = [store.bytes_of(SOURCE_IDS[1:]) for store in sliced(whole, decode_tp)]
+            assert nodes.bytes_of(TARGET_IDS[1:]) == expected
+            assert not any(map(any, nodes.bytes_of([TARGET_IDS[0], 4, 5, 7])))
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2)])
+def test_the_pools_of_the_engine(fabric, prefill_tp, decode_tp):
+    layout = layout_of(dtype="fp8_e4m3")
+    whole = ByteStore(layout, 6, seed=4)
+
+    def pools(stores):
+        for store in stores:
+            pool = PagedKVPool(store.layout, store.num_blocks, torch.device("cpu"))
+            for layer in layout.layers:
+                pool.write(layer, range(store.num_blocks), *store.read(layer, range(store.num_blocks)))
+            yield pool
+
+    async def scenario():
+        sources, blank = list(pools(sliced(whole, prefill_tp))), sliced(ByteStore(layout, 8), decode_tp)
+        nodes = Nodes(fabric, layout, sources, list(pools(blank)))
+        attempt = nodes.begin(TARGET_IDS)
+        attempt.finish(SOURCE_IDS)
+        assert await attempt.results() == nodes.expected(len(SOURCE_IDS))
+        await nodes.close()
+        for target, expected in zip(nodes.targets, sliced(whole, decode_tp), strict=True):
+            for layer in layout.layers:
+                assert b"".join(target.read(layer, TARGET_IDS)) == b"".join(expected.read(layer, SOURCE_IDS))
+                assert not any(b"".join(target.read(layer, [4, 5, 7])))
+
+    run(scenario())
+
+
+# ---- layouts that differ ----
+
+OTHERS = [
+    replace(layout_of(), first_layer=0),
+    replace(layout_of(), widths=WIDTHS[:-1]),
+    replace(layout_of(), widths=(*WIDTHS[:-1], Widths(4, 8))),
+    replace(layout_of(), widths=(*WIDTHS[:-1], Widths(4, 0))),
+    replace(layout_of(), widths=(WIDTHS[1], WIDTHS[0], *WIDTHS[2:])),
+    layout_of(dtype="float16"),
+    layout_of(num_heads=3),
+    layout_of(block_size=4),
+]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+def test_a_ticket_for_another_layout_is_refused_at_both_ends_with_both(tmp_path, other):
+    source, target = ByteStore(layout_of(), 6, seed=5), ByteStore(other, 8)
+
+    async def scenario():
+        async with pair(Fabric("loopback", tmp_path), source, target) as (sender, receiver):
+            ticket = grant(receiver, TARGET_IDS, Once())
+            with pytest.raises(TransferError) as refusal:
+                sender.start(ticket.encode(), Once())
+            assert str(refusal.value) == f"the ticket asks this rank for blocks of {other}; it has {source.layout}"
+            with pytest.raises(TransferError) as refusal:
+                receiver.expect(replace(ticket, layout=source.layout), TARGET_IDS, Once())
+            assert str(refusal.value) == f"the ticket gives this rank blocks of {source.layout}; it has {other}"
+
+    run(scenario())
+
+
+# ---- lanes of some layers ----
+
+
+class Owner:
+    """Of one lane at both ends."""
+
+    def __init__(self, listener):
+        self._listener = listener
+        self.sent, self.received, self.num_bytes = Once(), Once(), 0
+
+    def reply(self, peer, message):
+        self._listener.reply(peer, encode(message))
+
+    def lane_sent(self, num_bytes):
+        self.num_bytes += num_bytes
+
+    def lane_wrote(self, num_bytes):
+        self.num_bytes -= num_bytes
+
+    def lane_found_corrupt(self, num_blocks):
+        assert num_blocks == 0
+
+    def lane_ended(self, *lane_and_result):
+        once = self.sent if len(lane_and_result) == 1 else self.received
+        once(lane_and_result[-1])
+
+    def lane_caught_up(self):
+        pass
+
+    def lane_released(self):
+        pass
+
+
+class Stages:
+    """A lane for each of these ranges of layers, from one store to another."""
+
+    def __init__(self, fabric, ends):
+        self._listener, self._dialer = fabric.listener(), fabric.dialer()
+        self._listener.start(self._take)
+        self._dialer.start(self._take_reply, lambda address: None)
+        self.owners, self.sending, self._receiving = [], [], {}
+        for number, (layers, source, target) in enumerate(ends):
+            layout = source.layout.with_layers(layers)
+            assert layout == target.layout.with_layers(layers)
+            lane = Lane(bytes([number] * 16), 1, self._listener.address, layout, len(TARGET_IDS), 0, 20.0)
+            self.owners.append(Owner(self._listener))
+            receiving = ReceivingLane(lane, self._listener.payload, target, TARGET_IDS, self.owners[-1])
+            self._receiving[lane.transfer_id] = receiving
+            self.sending.append(SendingLane(lane, self._dialer, source, 20.0, self.owners[-1]))
+
+    def _take(self, peer, header, frames):
+        message = decode(header)
+        self._receiving[message.transfer_id].take(peer, message, frames)
+
+    def _take_reply(self, header):
+        message = decode(header)
+        self.sending[message.transfer_id[0]].handle(message)
+
+    async def close(self):
+        await self._dialer.close()
+        await self._listener.close()
+
+
+def stage_of(whole, layers):
+    """A store of some layers of another."""
+    stage = ByteStore(whole.layout.with_layers(layers), whole.num_blocks)
+    for layer in layers:
+        stage.write(layer, range(whole.num_blocks), *whole.read(layer, range(whole.num_blocks)))
+    return stage
+
+
+@pytest.mark.parametrize("stages_send", [False, True])
+def test_a_lane_carries_the_layers_that_its_layout_says(fabric, stages_send):
+    """From a rank that holds all layers to the ranks of two stages, or the other way round, as layers become ready."""
+    layout, ranges = layout_of(dtype="int8"), (range(5, 7), range(7, 10))
+    source, target = ByteStore(layout, 6, seed=6), ByteStore(layout, 8)
+    if stages_send:
+        ends = [(layers, stage_of(source, layers), target) for layers in ranges]
+    else:
+        ends = [(layers, source, stage_of(target, layers)) for layers in ranges]
+
+    async def scenario():
+        stages = Stages(fabric, ends)
+        for ids, stop in itertools.product((SOURCE_IDS[:2], SOURCE_IDS[:4]), range(6, 11)):
+            for lane in stages.sending:
+                lane.blocks_ready(ids, range(5, stop))
+        for lane in stages.sending:
+            lane.finish(SOURCE_IDS, b"tail")
+        for (layers, _, part), owner in zip(ends, stages.owners, strict=True):
+            num_bytes = 5 * layout.with_layers(layers).block_bytes
+            assert await owner.sent.result() == Sent(num_bytes)
+            assert await owner.received.result() == Received(b"tail", num_bytes)
+            assert owner.num_bytes == 0, "something was sent that was not written"
+            for layer in layers:
+                assert b"".join(part.read(layer, TARGET_IDS)) == b"".join(source.read(layer, SOURCE_IDS))
+        await stages.close()
+
+    run(scenario())
