@@ -55,11 +55,12 @@ class NodeLogic:
         block_bytes: int,
         fingerprint: Mapping[str, str],
         origin: bytes,
+        is_history_free: bool,
         eos_token_ids: Sequence[int],
         rates: StepRates,
     ) -> None:
-        """`shape` is the one to begin with; `block_bytes` are those of one block over all ranks and layers; `origin` is
-        what serving_core/prefix.py calls so."""
+        """`shape` is the one to begin with; `block_bytes` are those of one block over all ranks and layers; Leases has
+        `origin` and `is_history_free`."""
         self._allocator = allocator
         self._layout = layout
         self._limits = limits
@@ -67,7 +68,7 @@ class NodeLogic:
         self._eos_token_ids = eos_token_ids
         self._rates = rates
         self._residents = residents = Residents()
-        self._leases = leases = Leases(allocator, layout, origin)
+        self._leases = leases = Leases(allocator, layout, origin, is_history_free=is_history_free)
         self._endings = Endings(residents, leases)
         self._cache_report = CacheReport(allocator, leases.makers, self._endings.tell)
         self._reading = Reading(residents, leases, max_num_queued=limits.max_num_queued)

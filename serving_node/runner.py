@@ -82,6 +82,7 @@ class NodeRunner:
             block_bytes=engine.model_layout.block_bytes,
             fingerprint=self._fingerprint,
             origin=engine.origin,
+            is_history_free=engine.is_history_free,
             eos_token_ids=engine.eos_token_ids,
             rates=rates,
         )

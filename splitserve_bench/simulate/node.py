@@ -266,6 +266,7 @@ def _logic(allocator: BlockAllocator, sizes: NodeSizes, role: str, costs: Costs)
         block_bytes=sizes.block_bytes,
         fingerprint=FINGERPRINT,
         origin=origin_of(FINGERPRINT),
+        is_history_free=True,
         eos_token_ids=(),
         rates=StepRates(costs.prefill_tokens_per_s),
     )

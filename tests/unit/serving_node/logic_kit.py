@@ -68,12 +68,13 @@ class Node:
         ticket_timeout_s=60.0,
         name="",
         origin=HERE,
+        is_history_free=False,
     ):
         self.name = name
         self.origin = origin
         self.allocator = BlockAllocator(num_blocks, caching=caching)
         self.rates = StepRates()
-        self.kv = ToyKV(num_blocks, BLOCK_SIZE, origin)
+        self.kv = ToyKV(num_blocks, BLOCK_SIZE, origin, is_history_free=is_history_free)
         self.budget = budget
         self.logic = NodeLogic(
             self.allocator,
@@ -83,6 +84,7 @@ class Node:
             block_bytes=BLOCK_BYTES,
             fingerprint=FINGERPRINT,
             origin=origin,
+            is_history_free=is_history_free,
             eos_token_ids=(NEVER,),
             rates=self.rates,
         )
