@@ -42,14 +42,14 @@ class ToyKV:
 
     def receive(self, request, block_ids, num_cached_blocks):
         """What a transfer brings: all but the leading blocks, which must be there, from a node that has read it all in
-        chunks. Gives the makers of all blocks."""
+        chunks. Gives the makers of all blocks that it fills or begins to."""
         num_tokens, num_blocks = len(request.token_ids), len(block_ids)
         start = num_cached_blocks * self._block_size
         self._check(request, block_ids, start)
         source = ToyKV(num_blocks, self._block_size, ELSEWHERE)
         source._write(request, range(num_blocks), range(num_tokens), ELSEWHERE + CHUNK)
         self.copy_from(source, range(num_cached_blocks, num_blocks), block_ids[num_cached_blocks:])
-        return [ELSEWHERE + CHUNK] * num_blocks
+        return [ELSEWHERE + CHUNK] * -(-num_tokens // self._block_size)
 
     def spoil(self, block_ids, positions):
         """What a step or a transfer that fails leaves behind."""
