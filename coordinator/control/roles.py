@@ -3,6 +3,10 @@
 A change takes nothing from a node: it goes on with what it has. It counts when the node has confirmed it, and for
 what it takes away from the moment that it is asked for (`Node.usable`). Nobody can take the last reader or the last
 writer away, nor the last way from the one to the other.
+
+A node that the coordinator lends does both parts until it has been calm for a while; one after the other goes home
+then. A load near the limits may need a node that has just gone, and would make it go to and fro for ever; so whoever is
+lent soon after one went home stays several times as long at least, up to a bound.
 """
 
 from typing import Final
@@ -20,7 +24,12 @@ from serving_core.shapes import BOTH, DECODE, PREFILL, Shape, check_shape, commo
 
 FIXED, AUTO = "fixed", "auto"
 CONFIRM_S: Final = 10.0  # for a node to confirm; then it counts as what it was
-REST_S: Final = 10.0  # of the coordinator, between two flips
+LASTS_S: Final = 3.0  # a pressure, before it counts
+CALM_S: Final = 15.0  # no pressure, before a node goes home
+REST_S: Final = 10.0  # of the coordinator, between a flip and the next one that lends a node
+MIN_STAY_S: Final = 15.0  # between a flip and the next one that sends a node home; at first
+MAX_STAY_S: Final = 600.0  # that time at most; and whoever is lent later than that after one went home, is not soon
+STAY_GROWTH: Final = 4.0
 
 
 class Roles:
@@ -35,6 +44,8 @@ class Roles:
         self._asked_s: dict[Node, float] = {}  # nodes that have not confirmed yet, and when they were asked
         self._homes: dict[str, Shape] = {}  # of nodes by name: what an operator has made of them
         self._flipped_s: float | None = None  # when the coordinator itself has asked last
+        self._stay_s = MIN_STAY_S
+        self._went_home_s: float | None = None  # when a node last did, unless one was lent since
 
     def set_shape(self, name: str, to: str | Shape, now: float) -> tuple[Node, Shape, list[Send]]:
         """An operator's word: a role or a shape. The node confirms it, or `asked` of it is None again after CONFIRM_S.
@@ -57,14 +68,13 @@ class Roles:
                 del self._asked_s[node]
         if self._gauge is None:
             return []
-        pressure = self._gauge.measure(self._registry.nodes, now)
-        is_resting = self._flipped_s is not None and now - self._flipped_s < REST_S
-        if pressure is None or is_resting or self._asked_s:
+        pressure, lasted_s = self._gauge.measure(self._registry.nodes, now)
+        if pressure is None or self._asked_s or not self._is_due(pressure, lasted_s, now):
             return []
         flip = self._flip(pressure)
         if flip is None:
             return []
-        self._flipped_s = now
+        self._note_flip(pressure, now)
         return self._ask(*flip, now)
 
     def _ask(self, node: Node, shape: Shape, now: float) -> list[Send]:
@@ -89,6 +99,20 @@ class Roles:
             raise RequestError(NO_OTHER_NODE, message)
 
     # ---- the coordinator's own policy ----
+
+    def _is_due(self, pressure: Pressure, lasted_s: float, now: float) -> bool:
+        """Whether it has lasted, and the flip before was long enough ago."""
+        lasts_s, rests_s = (CALM_S, self._stay_s) if pressure is Pressure.NONE else (LASTS_S, REST_S)
+        return lasted_s >= lasts_s and (self._flipped_s is None or now - self._flipped_s >= rests_s)
+
+    def _note_flip(self, pressure: Pressure, now: float) -> None:
+        self._flipped_s = now
+        if pressure is Pressure.NONE:
+            self._went_home_s = now
+        elif self._went_home_s is not None:
+            is_soon = now - self._went_home_s < MAX_STAY_S
+            self._stay_s = min(STAY_GROWTH * self._stay_s, MAX_STAY_S) if is_soon else MIN_STAY_S
+            self._went_home_s = None
 
     def _flip(self, pressure: Pressure) -> tuple[Node, Shape] | None:
         """The node that is to change for this, and what it is to become."""

@@ -7,9 +7,8 @@ import random
 import pytest
 
 from coordinator.control.ledger import Ledger
-from coordinator.control.pressure import CALM_S, LASTS_S
 from coordinator.control.registry import Registry
-from coordinator.control.roles import AUTO, CONFIRM_S, FIXED, REST_S, Roles
+from coordinator.control.roles import AUTO, CALM_S, CONFIRM_S, FIXED, LASTS_S, MAX_STAY_S, MIN_STAY_S, REST_S, Roles
 from protos.convert import shape_from_wire, shape_to_wire
 from serving_core.errors import RequestError
 from serving_core.shapes import Shape
@@ -228,6 +227,33 @@ def test_one_flip_at_a_time_and_none_while_one_is_not_confirmed():
     assert all(later - earlier >= REST_S for earlier, later in itertools.pairwise(times))
 
 
+def test_who_is_needed_again_soon_stays_longer_up_to_a_bound_and_later_not():
+    world = World("p0", "d0", policy=AUTO)
+    stays = []
+    for rests_s in (0.0, 0.0, 0.0, 0.0, MAX_STAY_S, 0.0):
+        waiting = world.queue("p0", 5000)
+        assert world.wait(REST_S + TICK_S) == [("d0", BOTH)]
+        lent_s = world.told[-1][0]
+        world.ledger.end(waiting)
+        while not world.wait(TICK_S):
+            assert world.now - lent_s <= MAX_STAY_S + CALM_S
+        assert world.told[-1][1:] == ("d0", DECODE)
+        stays.append(world.told[-1][0] - lent_s)
+        world.wait(rests_s)
+    assert stays[0] == stays[5] <= CALM_S + REST_S
+    assert stays[1:5] == [4 * MIN_STAY_S, 16 * MIN_STAY_S, MAX_STAY_S, MAX_STAY_S]
+
+
+def test_those_who_were_lent_go_home_one_by_one():
+    world = World("p0", "d0", "d1", "d2", policy=AUTO)
+    waiting = world.queue("p0", 1e6)
+    assert len(world.wait(LASTS_S + 2 * REST_S + TICK_S)) == 3
+    world.ledger.end(waiting)
+    assert world.wait(100.0) == [("d0", DECODE), ("d1", DECODE), ("d2", DECODE)]
+    times = [now for now, _, _ in world.told[3:]]
+    assert [later - earlier for earlier, later in itertools.pairwise(times)] == [MIN_STAY_S, MIN_STAY_S]
+
+
 def test_home_is_what_an_operator_has_made_of_a_node():
     world = World("p0", "d0", "d1", policy=AUTO)
     home = Shape(64, 4, takes_handovers=True)
@@ -268,3 +294,38 @@ def test_auto_helps_where_prompts_pile_up_and_leaves_alone_what_does_well():
     assert [role for _, role in flips[:2]] == ["both", "both"]
     assert auto_s < 0.5 * fixed_s
     assert times(AUTO, light) == (times(FIXED, light)[0], [])
+
+
+def steady(rate, from_s, until_s, num_prompt_tokens, num_answer_tokens):
+    """Arrivals at random, so many a second."""
+    rng, requests, at_s = random.Random(3), [], from_s
+    while (at_s := at_s + rng.expovariate(rate)) < until_s:
+        requests.append((at_s, num_prompt_tokens, num_answer_tokens))
+    return requests
+
+
+TEN_MINUTES_S = 600.0
+READS = {"p0": 2000.0, "d0": 2000.0, "d1": 2000.0}  # a prefill node reads two prompts of 1000 tokens a second
+WRITES = {"p0": 1e5, "p1": 1e5, "d0": 1e5}  # 8 answers of 150 tokens, a step of 28 ms: 1.9 a second on a decode node
+
+
+@pytest.mark.parametrize("rate", [0.8, 1.2, 1.6, 1.8, 2.0, 2.4, 3.0])
+def test_any_steady_load_of_prompts_comes_to_have_few_flips(rate):
+    _, flips = serve(READS, steady(rate, 0.0, TEN_MINUTES_S, 1000, 8), roles=AUTO)
+    assert len(flips) <= 8
+
+
+@pytest.mark.parametrize("rate", [1.4, 1.7, 1.9, 2.2])
+def test_any_steady_load_of_answers_comes_to_have_few_flips(rate):
+    _, flips = serve(WRITES, steady(rate, 0.0, TEN_MINUTES_S, 10, 150), max_num_seqs=8, roles=AUTO)
+    assert len(flips) <= 8
+
+
+def test_after_any_load_a_fleet_is_what_it_was_within_the_bound():
+    """One that makes nodes go to and fro, then too many prompts, then few."""
+    flapping = steady(1.8, 0.0, TEN_MINUTES_S, 1000, 8)
+    heavy_s, light_s = TEN_MINUTES_S + 60.0, TEN_MINUTES_S + 60.0 + 2 * (MAX_STAY_S + 2 * CALM_S)
+    heavy = steady(5.0, TEN_MINUTES_S, heavy_s, 1000, 8)
+    light = steady(0.1, heavy_s, light_s, 100, 8)
+    _, flips = serve(READS, [*flapping, *heavy, *light], roles=AUTO)
+    assert dict(flips) == {"d0": "decode", "d1": "decode"}
