@@ -89,6 +89,7 @@ class NodeLogic:
         self._room = Room(residents, leases, self._reading, self._credit, self._writing, limits.max_num_seqs)
         self.is_draining = False
         self._take(shape)
+        self._home = shape
 
     # ---- what comes out ----
 
@@ -96,6 +97,11 @@ class NodeLogic:
     def shape(self) -> Shape:
         """What the coordinator has made of the node; what it is sent it serves in any shape."""
         return self._shape
+
+    @property
+    def home(self) -> Shape:
+        """Its shape when the coordinator does not lend it: what an operator has made of it, or what it began as."""
+        return self._home
 
     def take_decisions(self) -> list[Decision]:
         """What has been decided since the last call, in order."""
@@ -177,6 +183,8 @@ class NodeLogic:
             self._refuse(command.attempt, error)
         else:
             self._take(shape)
+            if not command.reshape.is_loan:
+                self._home = shape
         self._endings.decide(Beat())
 
     def _take(self, shape: Shape) -> None:

@@ -32,6 +32,7 @@ class Node:
     last_seen_s: float
     load: inference_pb2.NodeLoad
     shape: Shape  # that the node has confirmed
+    home: Shape  # that it has unless the coordinator lends it: what an operator has made of it, or what it has begun as
     asked: Shape | None = None  # of the node, which has not confirmed it yet
     step_age_s: float = 0.0
     is_drained: bool = False  # by an operator, whatever the node says of itself
@@ -132,9 +133,9 @@ class Registry:
             raise RequestError(QUEUE_FULL, f"the fleet has {MAX_NODES} nodes, its limit")
         self._check_fingerprint(hello.node, others)
         self._check_name(hello)
-        shape = _shape_of(hello)
+        shape, home = _checked(hello.shape, hello), _checked(hello.home, hello)
         load = inference_pb2.NodeLoad(state=READY, num_blocks=hello.num_blocks, num_blocks_free=hello.num_blocks)
-        node = self._nodes[hello.node.name] = Node(hello, next(self._sessions), now, load, shape)
+        node = self._nodes[hello.node.name] = Node(hello, next(self._sessions), now, load, shape, home)
         _complete(node)
         return node
 
@@ -212,9 +213,9 @@ def _complete(node: Node) -> None:
         node.load.state = DRAINING
 
 
-def _shape_of(hello: fleet_pb2.Hello) -> Shape:
-    """The shape that a node begins with. Raises RequestError for one that it could not take."""
-    shape = shape_from_wire(hello.shape)
+def _checked(wire: inference_pb2.Shape, hello: fleet_pb2.Hello) -> Shape:
+    """A shape that a node says to have. Raises RequestError for one that it could not take."""
+    shape = shape_from_wire(wire)
     try:
         check_shape(shape, max_num_batched_tokens=hello.max_num_batched_tokens, max_num_seqs=hello.max_num_seqs)
     except RequestError as error:

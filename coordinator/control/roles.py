@@ -14,7 +14,7 @@ from typing import Final
 from coordinator.control.instructions import Send
 from coordinator.control.ledger import Ledger
 from coordinator.control.pressure import Pressure, PressureGauge
-from coordinator.control.registry import MAX_NODES, Node, Registry
+from coordinator.control.registry import Node, Registry
 from coordinator.control.router import does, has_path
 from protos import fleet_pb2
 from protos.convert import shape_to_wire
@@ -37,12 +37,11 @@ class Roles:
 
     def __init__(self, registry: Registry, ledger: Ledger, *, policy: str) -> None:
         """With the policy AUTO a node is lent to the part that lacks hands: it does both until they are not needed any
-        more, and then what it did before."""
+        more, and then what it did before. The nodes keep that, so another coordinator knows it too."""
         self._registry = registry
         self._gauge = PressureGauge(ledger) if policy == AUTO else None
         self._ledger = ledger
         self._asked_s: dict[Node, float] = {}  # nodes that have not confirmed yet, and when they were asked
-        self._homes: dict[str, Shape] = {}  # of nodes by name: what an operator has made of them
         self._flipped_s: float | None = None  # when the coordinator itself has asked last
         self._stay_s = MIN_STAY_S
         self._went_home_s: float | None = None  # when a node last did, unless one was lent since
@@ -54,10 +53,9 @@ class Roles:
         shape = preset(to, **_limits(node)) if isinstance(to, str) else to
         check_shape(shape, **_limits(node))
         self._check_others(node, shape)
-        if len(self._homes) >= MAX_NODES:
-            self._homes = {known: home for known, home in self._homes.items() if self._registry.find(known)}
-        self._homes[name] = shape
-        return node, shape, self._ask(node, shape, now)
+        is_so = node.shape == node.home == shape and node.asked is None
+        node.home = shape
+        return node, shape, [] if is_so else [self._ask(node, shape, now)]
 
     def tick(self, now: float) -> list[Send]:
         """What the mere passing of time asks for."""
@@ -75,15 +73,13 @@ class Roles:
         if flip is None:
             return []
         self._note_flip(pressure, now)
-        return self._ask(*flip, now)
+        return [self._ask(*flip, now)]
 
-    def _ask(self, node: Node, shape: Shape, now: float) -> list[Send]:
-        if shape == node.shape and node.asked is None:
-            return []
+    def _ask(self, node: Node, shape: Shape, now: float) -> Send:
         node.asked = shape
         self._asked_s[node] = now
-        reshape = fleet_pb2.Reshape(shape=shape_to_wire(shape))
-        return [Send(node, fleet_pb2.NodeCommand(reshape=reshape))]
+        reshape = fleet_pb2.Reshape(shape=shape_to_wire(shape), is_loan=shape != node.home)
+        return Send(node, fleet_pb2.NodeCommand(reshape=reshape))
 
     def _check_others(self, node: Node, shape: Shape) -> None:
         """Raises RequestError unless requests can be served as far as before, also until the node has confirmed."""
@@ -118,8 +114,8 @@ class Roles:
         """The node that is to change for this, and what it is to become."""
         ready = [node for node in self._registry.nodes if node.is_ready]
         if pressure is Pressure.NONE:
-            away = [node for node in ready if node.shape != self._home(node)]
-            return (away[0], self._home(away[0])) if away and self._may_go_home(away[0]) else None
+            away = [node for node in ready if node.shape != node.home]
+            return (away[0], away[0].home) if away and self._may_go_home(away[0]) else None
         lent, least = (DECODE, self._num_held) if pressure is Pressure.READING else (PREFILL, self._num_to_compute)
         able = [node for node in ready if node.role == lent]
         if not able:
@@ -129,14 +125,10 @@ class Roles:
 
     def _may_go_home(self, node: Node) -> bool:
         try:
-            self._check_others(node, self._home(node))
+            self._check_others(node, node.home)
         except RequestError:
             return False
         return True
-
-    def _home(self, node: Node) -> Shape:
-        """What the node is when nothing presses: what an operator has made of it, or what it has begun as."""
-        return self._homes.get(node.name) or preset(node.hello.node.role, **_limits(node))
 
     def _num_held(self, node: Node) -> float:
         return self._ledger.of(node).tokens_held / node.pool_tokens

@@ -84,6 +84,7 @@ class SimulatedNode:
             tp_size=1,
             max_num_batched_tokens=sizes.max_num_batched_tokens,
             shape=shape_to_wire(shape),
+            home=shape_to_wire(self.logic.home),
         )
 
     def beat(self) -> None:

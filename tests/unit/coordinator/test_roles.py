@@ -30,6 +30,7 @@ class World:
         self.now = 0.0
         self.deaf = set()
         self.told = []
+        self.loans = []  # of what was told, whether it was for a while
         for name in names:
             self.attach(name)
 
@@ -53,6 +54,7 @@ class World:
         for send in sends:
             shape = shape_from_wire(send.command.reshape.shape)
             self.told.append((self.now, send.node.name, shape))
+            self.loans.append(send.command.reshape.is_loan)
             if send.node.name not in self.deaf:
                 self.beat(send.node, shape=shape_to_wire(shape))
         return shape
@@ -264,6 +266,24 @@ def test_home_is_what_an_operator_has_made_of_a_node():
     world.ledger.end(waiting)
     assert world.wait(100.0) == [("d1", DECODE)]
     assert world.node("d0").shape == home
+
+
+def test_what_an_operator_makes_of_a_node_that_is_lent_is_its_home_though_it_is_that_already():
+    world = World("p0", "d0", policy=AUTO)
+    waiting = world.queue("p0", 5000)
+    assert world.wait(LASTS_S + TICK_S) == [("d0", BOTH)]
+    assert world.ask("d0", "both") == BOTH
+    assert world.loans == [True, False]
+    world.ledger.end(waiting)
+    assert world.wait(100.0) == []
+
+
+def test_a_coordinator_that_has_begun_anew_sends_home_whom_the_one_before_it_has_lent():
+    world = World("p0", "d0", policy=AUTO)
+    home = Shape(0, 4, takes_handovers=True)
+    world.attach("d1", shape=BOTH, home=home)
+    assert world.wait(100.0) == [("d1", home)]
+    assert world.loans == [False]
 
 
 def test_a_node_does_not_go_home_while_it_is_the_last_that_reads():

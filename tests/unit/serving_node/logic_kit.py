@@ -142,9 +142,9 @@ class Node:
         self.logic.handle(fleet_pb2.NodeCommand(**command), self.now)
         self._settle()
 
-    def reshape(self, prompt_tokens, seats, takes_handovers=False):
+    def reshape(self, prompt_tokens, seats, takes_handovers=False, is_loan=False):
         shape = inference_pb2.Shape(prompt_tokens=prompt_tokens, seats=seats, takes_handovers=takes_handovers)
-        self.handle(reshape=fleet_pb2.Reshape(shape=shape))
+        self.handle(reshape=fleet_pb2.Reshape(shape=shape, is_loan=is_loan))
 
     def detached(self):
         self.logic.detached()
