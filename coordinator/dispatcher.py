@@ -128,8 +128,12 @@ class Dispatcher:
         return node
 
     def set_shape(self, name: str, to: str | Shape) -> tuple[Node, Shape]:
-        """Asks a node to take a role or a shape. Raises RequestError, and then nothing is asked."""
+        """Asks a node to take a role or a shape; a drain of it ends. Raises RequestError, and then nothing is asked."""
+        was_drained = self._registry.named(name).is_drained
         node, shape, instructions = self._roles.set_shape(name, to, time.monotonic())
+        if was_drained:
+            logger.info("%s %s drains no more", node.kind, node.name)
+            self.nodes_changed.set()
         self._reshape(instructions)
         return node, shape
 

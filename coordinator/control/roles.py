@@ -19,7 +19,7 @@ from coordinator.control.router import does, has_path
 from protos import fleet_pb2
 from protos.convert import shape_to_wire
 from serving_core.errors import RequestError
-from serving_core.reasons import NO_OTHER_NODE
+from serving_core.reasons import DRAINING, NO_OTHER_NODE
 from serving_core.shapes import BOTH, DECODE, PREFILL, Shape, check_shape, common, preset
 
 FIXED, AUTO = "fixed", "auto"
@@ -47,12 +47,15 @@ class Roles:
         self._went_home_s: float | None = None  # when a node last did, unless one was lent since
 
     def set_shape(self, name: str, to: str | Shape, now: float) -> tuple[Node, Shape, list[Send]]:
-        """An operator's word: a role or a shape. The node confirms it, or `asked` of it is None again after CONFIRM_S.
-        Raises RequestError, and then nothing is asked."""
+        """An operator's word: a role or a shape; a node that was drained is given work again. The node confirms it, or
+        `asked` of it is None again after CONFIRM_S. Raises RequestError, and then nothing is asked."""
         node = self._registry.named(name)
         shape = preset(to, **_limits(node)) if isinstance(to, str) else to
         check_shape(shape, **_limits(node))
+        if node.is_stopping:
+            raise RequestError(DRAINING, f"node {name} is stopping, and takes no role any more")
         self._check_others(node, shape)
+        self._registry.drain(node, is_drained=False)
         is_so = node.shape == node.home == shape and node.asked is None
         node.home = shape
         return node, shape, [] if is_so else [self._ask(node, shape, now)]
@@ -82,7 +85,10 @@ class Roles:
         return Send(node, fleet_pb2.NodeCommand(reshape=reshape))
 
     def _check_others(self, node: Node, shape: Shape) -> None:
-        """Raises RequestError unless requests can be served as far as before, also until the node has confirmed."""
+        """Raises RequestError unless requests can be served as far as before, also until the node has confirmed. A node
+        that was drained serves none."""
+        if not node.is_ready:
+            return
         others = [other for other in self._registry.nodes if other is not node and other.is_ready]
         for role, does_it, did_it, part in (
             (PREFILL, shape.reads, node.usable.reads, "reads prompts"),

@@ -144,6 +144,31 @@ def test_what_cannot_be_is_one_sentence_and_nothing_is_asked(names, name, to, re
     assert all(node.asked is None for node in world.registry.nodes)
 
 
+def test_a_node_that_was_drained_is_given_work_again_with_its_role_though_others_serve_nobody():
+    world = World("p0", "p1", "d0")
+    world.registry.drain(world.node("p0"))
+    assert not world.node("p0").is_ready
+    with pytest.raises(RequestError):
+        world.ask("p0", "writer")
+    assert not world.node("p0").is_ready
+    world.registry.lose(world.node("p1"))
+    assert world.ask("p0", "decode").writes  # it read nothing any more
+    assert world.node("p0").is_ready
+    world.registry.drain(world.node("p0"))
+    assert world.ask("p0", "decode") is None
+    assert (world.node("p0").is_ready, world.node("p0").load.state) == (True, "ready")
+
+
+def test_a_node_that_stops_takes_no_role():
+    world = World("p0", "d0", "d1")
+    world.beat(world.node("d1"), state="draining")
+    world.registry.drain(world.node("d1"))
+    with pytest.raises(RequestError, match="node d1 is stopping, and takes no role any more"):
+        world.ask("d1", "both")
+    assert world.told == []
+    assert not world.node("d1").is_ready
+
+
 def test_nodes_that_drain_or_are_about_to_change_are_no_others():
     world = World("p0", "p1", "d0")
     world.deaf = {"p1"}
