@@ -36,8 +36,8 @@ class AdminService(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
             node, shape = self._dispatcher.set_shape(request.node, to)
             await self._dispatcher.settled(node)
         if node.shape != shape:
-            message = f"node {node.name} has not confirmed its new shape within {CONFIRM_S:g} s, or was lost"
-            raise RequestError(DEADLINE_EXCEEDED, message)
+            what = f"has not confirmed its new shape within {CONFIRM_S:g} s, has refused it or was lost"
+            raise RequestError(DEADLINE_EXCEEDED, f"node {node.name} {what}")
         return inference_pb2.SetRoleResponse(node=node.load)
 
     async def Drain(self, request: inference_pb2.DrainRequest, context: Any) -> None:
