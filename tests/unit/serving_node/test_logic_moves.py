@@ -473,6 +473,19 @@ def test_it_comes_whole_though_some_blocks_of_its_tokens_are_here():
     node.check_empty()
 
 
+def test_it_is_no_prompt_of_the_node_that_it_comes_to_nor_if_it_gives_way_there():
+    node = Node(num_blocks=10)
+    request = node.reserve("a", prompt_of(PROMPT) + ANSWER[:2], num_prompt_tokens=PROMPT, max_tokens=20, ahead=6)
+    node.arrive(request, num_tokens=5)
+    assert node.load.num_prompt_tokens == 0
+    node.local("old", 13, age=0, max_tokens=8)
+    node.steps()
+    assert node.load.num_preemptions > 0
+    assert node.tokens("a") == ANSWER[7:20]
+    assert node.load.num_prompt_tokens == 13
+    node.check_empty()
+
+
 @pytest.mark.parametrize("num_known", [0, 3, 4])
 def test_nothing_new_may_have_come_with_it(num_known):
     """Its last known token's KV is computed here, be it the first of a block or the last of one."""
