@@ -2,12 +2,13 @@
 
     reading   the prompts that wait would take the readers LONG_QUEUE_S, and running answers leave the writers room
     writing   running answers fill the writers, and readers have next to nothing to do
-    none      the queue is short, and writers have room
+    none      the queue is short, and writers would have room without those that are lent to them
 
 Prompts and answers are counted by the ledger, readers' rates as they have measured them. Between the limits nothing is
 the matter, one way or the other.
 """
 
+import math
 from collections.abc import Collection
 from enum import Enum, auto
 from typing import Final
@@ -56,11 +57,14 @@ class PressureGauge:
             return Pressure.READING
         if taken >= FULL and queue_s <= SHORT_QUEUE_S:
             return Pressure.WRITING
-        return Pressure.NONE if queue_s <= SHORT_QUEUE_S and taken <= ROOMY else None
+        is_calm = queue_s <= SHORT_QUEUE_S and self._taken([node for node in writers if node.home.writes]) <= ROOMY
+        return Pressure.NONE if is_calm else None
 
     def _taken(self, writers: Collection[Node]) -> float:
-        """The part of the writers' seats or pools that running answers have taken, whichever is larger. Those whose
+        """The part that all running answers take of these writers' seats or pools, whichever is larger. Those whose
         prompts wait to be read hold some too, but would not if there were more readers."""
+        if not writers:
+            return math.inf
         num_answers, num_tokens = self._ledger.running()
         return max(
             num_answers / sum(node.usable.seats for node in writers),
