@@ -17,11 +17,11 @@ from serving_core.blocks import BlockAllocator
 from serving_core.errors import RequestError
 from serving_core.layout import KVLayout
 from serving_core.leases import Leases
-from serving_core.prefix import BlockNames, root_name
 from serving_core.rates import StepRates
 from serving_core.requests import SampledToken, Work, finish_reason
 from serving_core.residents import Resident, Residents, Stage
 from serving_core.shapes import Shape, check_shape, role_of
+from serving_node.arrivals import Arrivals
 from serving_node.cache_report import CacheReport
 from serving_node.decisions import Beat, Decision
 from serving_node.endings import Endings
@@ -62,9 +62,7 @@ class NodeLogic:
         """`shape` is the one to begin with; `block_bytes` are those of one block over all ranks and layers; Leases has
         `origin` and `is_history_free`."""
         self._allocator = allocator
-        self._layout = layout
         self._limits = limits
-        self._fingerprint = fingerprint
         self._eos_token_ids = eos_token_ids
         self._rates = rates
         self._residents = residents = Residents()
@@ -73,6 +71,7 @@ class NodeLogic:
         self._cache_report = CacheReport(allocator, leases.makers, self._endings.tell)
         self._reading = Reading(residents, leases, max_num_queued=limits.max_num_queued)
         self._credit = Credit(residents, leases, max_num_queued=limits.max_num_queued)
+        self._arrivals = Arrivals(residents, self._reading, self._credit, fingerprint, layout.block_size)
         self._hand_overs = HandOvers(
             residents,
             leases,
@@ -157,9 +156,9 @@ class NodeLogic:
         """Does what the coordinator wants. What is not known is answered as failed."""
         match command.WhichOneof("command"):
             case "prefill":
-                self._bring(command.prefill.job, now)
+                self._take_in(command.prefill.job, now)
             case "reserve":
-                self._bring(command.reserve.job, now, command.reserve)
+                self._take_in(command.reserve.job, now, command.reserve)
             case "deliver":
                 self._hand_overs.deliver(command.deliver)
             case "migrate":
@@ -192,40 +191,11 @@ class NodeLogic:
         self._shape = shape
         self._room.num_seats = shape.seats or self._limits.max_num_seqs
 
-    def _bring(self, job: fleet_pb2.Job, now: float, reserve: fleet_pb2.Reserve | None = None) -> None:
-        """A new request: to be read for another node, or to be written here."""
+    def _take_in(self, job: fleet_pb2.Job, now: float, reserve: fleet_pb2.Reserve | None = None) -> None:
         try:
-            resident = self._resident(job, now, reserve)
+            self._arrivals.take_in(job, now, reserve)
         except RequestError as error:
             self._refuse(job.attempt, error)
-        else:
-            self._residents.add(resident)
-
-    def _resident(self, job: fleet_pb2.Job, now: float, reserve: fleet_pb2.Reserve | None) -> Resident:
-        request = convert.request_from_wire(job)
-        is_read_here = reserve is None or reserve.local_prefill
-        if self._residents.find(request) is not None:
-            message = f"attempt {request.epoch} of the request was announced twice"
-            raise RequestError(reasons.DUPLICATE_REQUEST_ID, message)
-        num_ahead = 0
-        if reserve is None:
-            self._reading.check(len(request.token_ids))
-        else:
-            num_to_come = request.sampling.max_tokens - request.num_output_tokens
-            self._credit.check(len(request.token_ids) + num_to_come)
-            if is_read_here:
-                self._reading.check(len(request.token_ids))
-            num_ahead = min(reserve.num_tokens_ahead, num_to_come)
-        return Resident(
-            request,
-            job.age,
-            BlockNames(root_name(self._fingerprint, request.cache_salt), self._layout.block_size),
-            Stage.QUEUED if is_read_here else Stage.AWAITING,
-            now,
-            hands_over=reserve is None,
-            source_tp=0 if is_read_here or reserve is None else max(1, reserve.prefill_tp_size),
-            num_ahead=num_ahead,
-        )
 
     def _cancel(self, attempt: fleet_pb2.Attempt) -> None:
         """Every cancel is answered, that of an unknown attempt at once."""
