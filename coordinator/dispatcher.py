@@ -13,6 +13,7 @@ from typing import Final
 from coordinator.control import drains
 from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, Send
 from coordinator.control.journal import Journal
+from coordinator.control.outcomes import MAX_MESSAGE_CHARS
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node, Registry
 from coordinator.control.roles import Roles
@@ -112,6 +113,9 @@ class Dispatcher:
             self._cache_changed(node, event.cache_changed)
             return
         if event.HasField("failed"):
+            if not event.failed.attempt.request_id:
+                self._shape_refused(node, event.failed)
+                return
             self._journal.attempt_failed(node, event.failed)
         self._apply(self._tracker.handle(node, event, now))
 
@@ -128,8 +132,12 @@ class Dispatcher:
         return node
 
     def set_shape(self, name: str, to: str | Shape) -> tuple[Node, Shape]:
-        """Asks a node to take a role or a shape. Raises RequestError, and then nothing is asked."""
+        """Asks a node to take a role or a shape; a drain of it ends. Raises RequestError, and then nothing is asked."""
+        was_drained = self._registry.named(name).is_drained
         node, shape, instructions = self._roles.set_shape(name, to, time.monotonic())
+        if was_drained:
+            logger.info("%s %s drains no more", node.kind, node.name)
+            self.nodes_changed.set()
         self._reshape(instructions)
         return node, shape
 
@@ -152,6 +160,12 @@ class Dispatcher:
             logger.info("%s %s has taken the shape %s", node.kind, node.name, node.shape)
         if (node.is_ready, node.shape) != before:
             self.nodes_changed.set()
+        self._shapes_changed.set()
+
+    def _shape_refused(self, node: Node, failed: fleet_pb2.Failed) -> None:
+        """What is about no attempt answers the one command that is about none."""
+        logger.warning("%s %s refuses a shape: %s", node.kind, node.name, failed.message[:MAX_MESSAGE_CHARS])
+        node.asked = None
         self._shapes_changed.set()
 
     def _cache_changed(self, node: Node, event: fleet_pb2.CacheChanged) -> None:

@@ -3,8 +3,9 @@ other nodes have begun to write. No I/O, no clock.
 
 Credit is blocks for the prompt and the first token to come, or for an answer and what it grows by meanwhile; it is
 granted in order of age while there are seats and blocks, and leaves every request that grows one block to grow into.
-Leading blocks that the pool holds already need no transfer: they are leased with the rest, so nobody can have them for
-other tokens.
+Leading blocks of a prompt that the pool holds already need no transfer: they are leased with the rest, so nobody can
+have them for other tokens. A running answer comes whole: blocks of its tokens that are here may be another maker's, and
+it is to go on in the bits that it would have had where it was.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ class Credit:
     def grant(self, resident: Resident, *, num_spare: int) -> bool:
         """Gives one that waits its blocks, if that leaves num_spare free. Tells whether it did."""
         num_tokens, num_ahead = len(resident.request.token_ids), resident.num_ahead
-        num_cacheable = num_tokens - (num_ahead > 0)  # the last token of an answer may be the one to compute next
+        num_cacheable = 0 if num_ahead else num_tokens
         num_to_hold = num_tokens + max(1, num_ahead)
         if not self._leases.take(resident, num_to_hold, num_cacheable=num_cacheable, num_spare=num_spare):
             return False

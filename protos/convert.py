@@ -11,7 +11,7 @@ from serving_core.prefix import MAKER_BYTES
 from serving_core.requests import FinishReason, Request, SampledToken, SamplingParams
 from serving_core.shapes import Shape
 
-PROTOCOL_VERSION = "5"
+PROTOCOL_VERSION = "6"
 MAX_MADE: Final = 64  # runs of blocks of one maker that a tail tells: of a chat, some 32 answers
 
 _FINISH_REASONS = {

@@ -11,12 +11,15 @@ from serving_core.residents import Resident, Stage
 class Leases:
     """Takes, grows, publishes and gives back what residents hold of one pool."""
 
-    def __init__(self, allocator: BlockAllocator, layout: KVLayout, origin: bytes) -> None:
-        """`origin` is the node's, as serving_core/prefix.py has it."""
+    def __init__(self, allocator: BlockAllocator, layout: KVLayout, origin: bytes, *, is_history_free: bool) -> None:
+        """`origin` is the node's, as serving_core/prefix.py has it; `is_history_free`: whether the bits of what it
+        computes are the same in a chunk and in decode steps."""
         self._allocator = allocator
         self._layout = layout
         self._origin = origin
-        self._makers = [origin + CHUNK, origin + STEP, GRAFT]
+        self._of_chunk = origin + CHUNK
+        self._of_step = self._of_chunk if is_history_free else origin + STEP
+        self._makers = [*dict.fromkeys((self._of_chunk, self._of_step)), GRAFT]
 
     @property
     def makers(self) -> list[bytes]:
@@ -112,7 +115,7 @@ class Leases:
         begun_by = resident.names.begun_by
         if begun_by and begun_by[:ORIGIN_BYTES] != self._origin:
             return GRAFT
-        return self._origin + (CHUNK if resident.stage in (Stage.READING, Stage.READ) else STEP)
+        return self._of_chunk if resident.stage in (Stage.READING, Stage.READ) else self._of_step
 
     def _know(self, makers: Sequence[bytes]) -> bool:
         """Whether blocks of these makers are looked for from now on."""

@@ -2,10 +2,10 @@
 
 A full block's name is SHA-256 over the name of the block before it, its maker and its own token ids. Before the first
 block stands the root, which tells models and salts apart. A maker is the origin of the node that computed the block, 8
-bytes for its kernels and ranks, and whether it did so in a chunk or, the last of its tokens at least, in decode steps.
-So the name stands for what the bits of the block's KV depend on, and copies in other pools have it too. (It leaves out
-where chunks end and where in a block an answer begins; and, where bits depend on it, what else was in a step: see
-engine/invariant.py.)
+bytes for its kernels and ranks, and whether it did so in a chunk or, the last of its tokens at least, in decode steps;
+where bits do not depend on that (Engine.is_history_free), all its blocks are called like those of chunks. So the name
+stands for what the bits of the block's KV depend on, and copies in other pools have it too. (Where bits depend on more,
+it leaves that out: where chunks end, where in a block an answer begins, what else was in a step.)
 
 There are blocks without one maker and one history: copies behind blocks that the node held already, which are others
 than those that they were computed behind; and what a node of another origin began and this one filled. Their values are

@@ -6,6 +6,7 @@ MALFORMED_REQUEST = "MALFORMED_REQUEST"
 MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
 NODE_NOT_FOUND = "NODE_NOT_FOUND"
 NO_OTHER_NODE = "NO_OTHER_NODE"  # what is asked of a node would leave the fleet without a reader or a writer
+DRAIN_ENDED = "DRAIN_ENDED"  # who waited for a node to be empty waits in vain: it is given work again
 DUPLICATE_REQUEST_ID = "DUPLICATE_REQUEST_ID"
 QUEUE_FULL = "QUEUE_FULL"  # a queue has reached its limit, or no decode credit came in time
 NO_PREFILL_WORKER = "NO_PREFILL_WORKER"

@@ -83,7 +83,7 @@ class Resident:
     lease: BlockLease | None = None
     num_computed: int = 0  # tokens whose KV is in the pool
     num_cached_blocks: int = 0  # leading ones that were there when it got its blocks
-    has_begun: bool = False  # its prompt has been counted
+    has_begun: bool = False  # its prompt has been counted, here or where the answer began
     has_first_token: bool = False
     reading_since_s: float | None = None  # when the first step began that computed some of the prompt
     in_step: bool = False
@@ -99,6 +99,7 @@ class Resident:
 
     def __post_init__(self) -> None:
         self.num_given = len(self.request.token_ids)
+        self.has_begun = self.num_ahead > 0
 
     @property
     def key(self) -> Key:

@@ -17,11 +17,11 @@ from serving_core.blocks import BlockAllocator
 from serving_core.errors import RequestError
 from serving_core.layout import KVLayout
 from serving_core.leases import Leases
-from serving_core.prefix import BlockNames, root_name
 from serving_core.rates import StepRates
 from serving_core.requests import SampledToken, Work, finish_reason
 from serving_core.residents import Resident, Residents, Stage
 from serving_core.shapes import Shape, check_shape, role_of
+from serving_node.arrivals import Arrivals
 from serving_node.cache_report import CacheReport
 from serving_node.decisions import Beat, Decision
 from serving_node.endings import Endings
@@ -55,23 +55,23 @@ class NodeLogic:
         block_bytes: int,
         fingerprint: Mapping[str, str],
         origin: bytes,
+        is_history_free: bool,
         eos_token_ids: Sequence[int],
         rates: StepRates,
     ) -> None:
-        """`shape` is the one to begin with; `block_bytes` are those of one block over all ranks and layers; `origin` is
-        what serving_core/prefix.py calls so."""
+        """`shape` is the one to begin with; `block_bytes` are those of one block over all ranks and layers; Leases has
+        `origin` and `is_history_free`."""
         self._allocator = allocator
-        self._layout = layout
         self._limits = limits
-        self._fingerprint = fingerprint
         self._eos_token_ids = eos_token_ids
         self._rates = rates
         self._residents = residents = Residents()
-        self._leases = leases = Leases(allocator, layout, origin)
+        self._leases = leases = Leases(allocator, layout, origin, is_history_free=is_history_free)
         self._endings = Endings(residents, leases)
         self._cache_report = CacheReport(allocator, leases.makers, self._endings.tell)
         self._reading = Reading(residents, leases, max_num_queued=limits.max_num_queued)
         self._credit = Credit(residents, leases, max_num_queued=limits.max_num_queued)
+        self._arrivals = Arrivals(residents, self._reading, self._credit, fingerprint, layout.block_size)
         self._hand_overs = HandOvers(
             residents,
             leases,
@@ -88,6 +88,7 @@ class NodeLogic:
         self._room = Room(residents, leases, self._reading, self._credit, self._writing, limits.max_num_seqs)
         self.is_draining = False
         self._take(shape)
+        self._home = shape
 
     # ---- what comes out ----
 
@@ -95,6 +96,11 @@ class NodeLogic:
     def shape(self) -> Shape:
         """What the coordinator has made of the node; what it is sent it serves in any shape."""
         return self._shape
+
+    @property
+    def home(self) -> Shape:
+        """Its shape when the coordinator does not lend it: what an operator has made of it, or what it began as."""
+        return self._home
 
     def take_decisions(self) -> list[Decision]:
         """What has been decided since the last call, in order."""
@@ -150,9 +156,9 @@ class NodeLogic:
         """Does what the coordinator wants. What is not known is answered as failed."""
         match command.WhichOneof("command"):
             case "prefill":
-                self._bring(command.prefill.job, now)
+                self._take_in(command.prefill.job, now)
             case "reserve":
-                self._bring(command.reserve.job, now, command.reserve)
+                self._take_in(command.reserve.job, now, command.reserve)
             case "deliver":
                 self._hand_overs.deliver(command.deliver)
             case "migrate":
@@ -176,6 +182,8 @@ class NodeLogic:
             self._refuse(command.attempt, error)
         else:
             self._take(shape)
+            if not command.reshape.is_loan:
+                self._home = shape
         self._endings.decide(Beat())
 
     def _take(self, shape: Shape) -> None:
@@ -183,40 +191,11 @@ class NodeLogic:
         self._shape = shape
         self._room.num_seats = shape.seats or self._limits.max_num_seqs
 
-    def _bring(self, job: fleet_pb2.Job, now: float, reserve: fleet_pb2.Reserve | None = None) -> None:
-        """A new request: to be read for another node, or to be written here."""
+    def _take_in(self, job: fleet_pb2.Job, now: float, reserve: fleet_pb2.Reserve | None = None) -> None:
         try:
-            resident = self._resident(job, now, reserve)
+            self._arrivals.take_in(job, now, reserve)
         except RequestError as error:
             self._refuse(job.attempt, error)
-        else:
-            self._residents.add(resident)
-
-    def _resident(self, job: fleet_pb2.Job, now: float, reserve: fleet_pb2.Reserve | None) -> Resident:
-        request = convert.request_from_wire(job)
-        is_read_here = reserve is None or reserve.local_prefill
-        if self._residents.find(request) is not None:
-            message = f"attempt {request.epoch} of the request was announced twice"
-            raise RequestError(reasons.DUPLICATE_REQUEST_ID, message)
-        num_ahead = 0
-        if reserve is None:
-            self._reading.check(len(request.token_ids))
-        else:
-            num_to_come = request.sampling.max_tokens - request.num_output_tokens
-            self._credit.check(len(request.token_ids) + num_to_come)
-            if is_read_here:
-                self._reading.check(len(request.token_ids))
-            num_ahead = min(reserve.num_tokens_ahead, num_to_come)
-        return Resident(
-            request,
-            job.age,
-            BlockNames(root_name(self._fingerprint, request.cache_salt), self._layout.block_size),
-            Stage.QUEUED if is_read_here else Stage.AWAITING,
-            now,
-            hands_over=reserve is None,
-            source_tp=0 if is_read_here or reserve is None else max(1, reserve.prefill_tp_size),
-            num_ahead=num_ahead,
-        )
 
     def _cancel(self, attempt: fleet_pb2.Attempt) -> None:
         """Every cancel is answered, that of an unknown attempt at once."""

@@ -82,6 +82,7 @@ class NodeRunner:
             block_bytes=engine.model_layout.block_bytes,
             fingerprint=self._fingerprint,
             origin=engine.origin,
+            is_history_free=engine.is_history_free,
             eos_token_ids=engine.eos_token_ids,
             rates=rates,
         )
@@ -117,6 +118,7 @@ class NodeRunner:
             tp_size=self._transfers.num_ranks,
             max_num_batched_tokens=self._limits.max_num_batched_tokens,
             shape=convert.shape_to_wire(self._logic.shape),
+            home=convert.shape_to_wire(self._logic.home),
         )
 
     def heartbeat(self) -> fleet_pb2.Heartbeat:

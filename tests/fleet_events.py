@@ -29,11 +29,13 @@ def hello(
     max_num_batched_tokens=512,
     max_num_seqs=64,
     shape=None,
+    home=None,
     tp_size=0,
     **fingerprint,
 ):
     role = role or ROLES[name[0]]
     limits = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
+    shape = shape or preset(role, **limits)
     info = inference_pb2.NodeInfo(
         name=name,
         role=role,
@@ -50,7 +52,8 @@ def hello(
             tp_size=tp_size,
             session=session,
             max_num_batched_tokens=max_num_batched_tokens,
-            shape=shape_to_wire(shape or preset(role, **limits)),
+            shape=shape_to_wire(shape),
+            home=shape_to_wire(home or shape),
         )
     )
 

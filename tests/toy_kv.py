@@ -21,9 +21,9 @@ ORIGINS = (b"origin-0", b"origin-1")  # of a fleet's nodes
 class ToyKV:
     """The slots of all blocks, and the model that writes and reads them."""
 
-    def __init__(self, num_blocks, block_size, origin=HERE):
+    def __init__(self, num_blocks, block_size, origin=HERE, *, is_history_free=False):
         self._block_size = block_size
-        self._origin = origin
+        self._of_chunk, self._of_step = origin + CHUNK, origin + (CHUNK if is_history_free else STEP)
         self._meant = {}  # what each name that was ever seen stands for
         self._slots = [[SPOILT] * block_size for _ in range(num_blocks)]
 
@@ -31,7 +31,7 @@ class ToyKV:
         """Writes all works, then reads all back; gives the token that each work samples, if it does. The requests of
         `writing` do a decode step."""
         for work in works:
-            maker = self._origin + (STEP if work.request in writing else CHUNK)
+            maker = self._of_step if work.request in writing else self._of_chunk
             self._write(work.request, work.block_ids, range(work.start, work.start + work.num_tokens), maker)
         return [next_token(self._read(work)) for work in works if work.samples]
 
@@ -42,14 +42,14 @@ class ToyKV:
 
     def receive(self, request, block_ids, num_cached_blocks):
         """What a transfer brings: all but the leading blocks, which must be there, from a node that has read it all in
-        chunks. Gives the makers of all blocks."""
+        chunks. Gives the makers of all blocks that it fills or begins to."""
         num_tokens, num_blocks = len(request.token_ids), len(block_ids)
         start = num_cached_blocks * self._block_size
         self._check(request, block_ids, start)
         source = ToyKV(num_blocks, self._block_size, ELSEWHERE)
         source._write(request, range(num_blocks), range(num_tokens), ELSEWHERE + CHUNK)
         self.copy_from(source, range(num_cached_blocks, num_blocks), block_ids[num_cached_blocks:])
-        return [ELSEWHERE + CHUNK] * num_blocks
+        return [ELSEWHERE + CHUNK] * -(-num_tokens // self._block_size)
 
     def spoil(self, block_ids, positions):
         """What a step or a transfer that fails leaves behind."""

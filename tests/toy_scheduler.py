@@ -86,6 +86,7 @@ def _work(run: Run, engine: Engine, allocator: BlockAllocator, chunk_tokens: int
 
 
 def _publish(run: Run, engine: Engine) -> None:
+    is_step = bool(run.request.num_output_tokens) and not engine.is_history_free
     while len(run.names.names) < run.num_computed // engine.layout.block_size:
-        run.names.add(run.request.token_ids, engine.origin + (STEP if run.request.num_output_tokens else CHUNK))
+        run.names.add(run.request.token_ids, engine.origin + (STEP if is_step else CHUNK))
     run.lease.publish(run.names.names)

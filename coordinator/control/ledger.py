@@ -17,6 +17,7 @@ class Account:
     tokens_held: int = 0  # by answers that it writes or is to write: of their prompts, and those that have come since
     num_answers: int = 0  # that it writes or is to write
     num_to_come: int = 0  # of them, those without a token whose prompts other nodes read
+    tokens_outgoing: int = 0  # of prompts that it has read for other nodes, which these do not have yet
 
 
 @dataclass(slots=True)
@@ -27,6 +28,7 @@ class _Part:
     tokens_held: int = 0
     is_written: bool = False
     is_to_come: bool = False
+    tokens_outgoing: int = 0
 
 
 @dataclass(slots=True)
@@ -48,9 +50,16 @@ class Ledger:
         """What a node has. To be read at once, and only read: it goes on changing."""
         return self._accounts.get(node) or Account()
 
+    def tokens_taken(self, node: Node) -> int:
+        """Of the node's pool: by answers, and by prompts for other nodes, which hold half of it at most where there are
+        answers (serving_node/room.py)."""
+        account = self.of(node)
+        return account.tokens_held + min(account.tokens_outgoing, node.pool_tokens // 2)
+
     def running(self) -> tuple[int, int]:
         """Answers that have a token, and the tokens that they hold, over all nodes. Counted anew each time."""
-        parts = [part for each in self._requests.values() if each.has_first_token for part in each.parts.values()]
+        begun = [part for each in self._requests.values() if each.has_first_token for part in each.parts.values()]
+        parts = [part for part in begun if part.is_written]
         return len(parts), sum(part.tokens_held for part in parts)
 
     # ---- what the tracker tells ----
@@ -65,17 +74,19 @@ class Ledger:
         """The node is to write the answer, which has so many tokens when it begins there."""
         part = self._take(request_id, node)
         has_first_token = self._requests[request_id].has_first_token
-        part.tokens_held, part.is_written = num_tokens, True
+        part.tokens_held, part.tokens_outgoing, part.is_written = num_tokens, 0, True
         part.is_to_come = not part.tokens_to_compute and not has_first_token
         self._put(request_id, node, part)
 
     def first_token(self, request_id: str) -> None:
-        """The prompt is read: a node that was to do nothing else has nothing left of the request."""
+        """The prompt is read. A node that was to do nothing else holds it until it lets go."""
         request = self._requests[request_id]
         request.has_first_token = True
+        num_tokens = sum(part.tokens_held for part in request.parts.values())  # one is to write
         for node in list(request.parts):
             part = self._take(request_id, node)
             part.tokens_to_compute, part.is_to_come = 0, False
+            part.tokens_outgoing = 0 if part.is_written else num_tokens
             self._put(request_id, node, part)
 
     def tokens_came(self, request_id: str, node: Node, num_tokens: int) -> None:
@@ -115,7 +126,7 @@ class Ledger:
 
     def _put(self, request_id: str, node: Node, part: _Part) -> None:
         account = self._accounts[node]
-        if part.tokens_to_compute or part.is_written:
+        if part.tokens_to_compute or part.is_written or part.tokens_outgoing:
             self._requests[request_id].parts[node] = part
             _count(account, part, 1)
         if account == Account():
@@ -127,3 +138,4 @@ def _count(account: Account, part: _Part, sign: int) -> None:
     account.tokens_held += sign * part.tokens_held
     account.num_answers += sign * part.is_written
     account.num_to_come += sign * part.is_to_come
+    account.tokens_outgoing += sign * part.tokens_outgoing

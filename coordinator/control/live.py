@@ -87,6 +87,7 @@ class LiveAnswers:
         """The node has dropped its part: nothing to do if that was over, else a new attempt."""
         request.attempt.let_go(node)
         if node is request.attempt.prefill and request.attempt.is_handed_over:
+            self.ledger.let_go(request.request_id, node)
             return []
         return self.restart(request, node, error, now)
 

@@ -159,6 +159,7 @@ class Moves:
         )
         move.stage, move.next_index = MoveStage.MOVED, event.next_index
         live.ledger.let_go(request.request_id, move.source)
+        live.ledger.let_go(request.request_id, request.attempt.prefill)
         live.ledger.write(request.request_id, move.target, len(request.known))
         request.num_moves += 1
         request.num_kv_bytes += event.num_bytes

@@ -158,13 +158,13 @@ class Costs:
         return _Reading(own_s, num_others * num_own_tokens / self._rate(node))
 
     def _write(self, node: Node) -> _Writing:
-        account, num_tokens = self._ledger.of(node), len(self._prompt)
-        is_full = node.usable.seats <= account.num_answers or account.tokens_held + num_tokens > node.pool_tokens
+        account, num_taken = self._ledger.of(node), self._ledger.tokens_taken(node) + len(self._prompt)
+        is_full = node.usable.seats <= account.num_answers or num_taken > node.pool_tokens
         return _Writing(
             is_full,
             self._handover.credit_s if is_full else 0.0,
             account.tokens_to_compute / self._rate(node),
-            (account.tokens_held + num_tokens - self._prompt.tokens_held(node)) / node.pool_tokens,
+            (num_taken - self._prompt.tokens_held(node)) / node.pool_tokens,
         )
 
     def _num_writing_within(self, node: Node, seconds: float) -> float:

@@ -2,12 +2,13 @@
 
     reading   the prompts that wait would take the readers LONG_QUEUE_S, and running answers leave the writers room
     writing   running answers fill the writers, and readers have next to nothing to do
-    none      the queue is short, and writers have room
+    none      the queue is short, and writers would have room without those that are lent to them
 
-Prompts and answers are counted by the ledger, readers' rates as they have measured them. A pressure counts once it has
-lasted, and its end only once that has lasted longer: between the limits things stay as they are.
+Prompts and answers are counted by the ledger, readers' rates as they have measured them. Between the limits nothing is
+the matter, one way or the other.
 """
 
+import math
 from collections.abc import Collection
 from enum import Enum, auto
 from typing import Final
@@ -19,8 +20,6 @@ LONG_QUEUE_S: Final = 1.0
 SHORT_QUEUE_S: Final = 0.2
 FULL: Final = 0.9  # part of the seats, or of the KV pools, that is taken
 ROOMY: Final = 0.6
-LASTS_S: Final = 3.0
-CALM_S: Final = 15.0
 
 
 class Pressure(Enum):
@@ -32,20 +31,19 @@ class Pressure(Enum):
 
 
 class PressureGauge:
-    """Measures again and again."""
+    """Measures again and again, and tells for how long it has been so."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._seen: Pressure | None = None
         self._since_s = 0.0
 
-    def measure(self, nodes: Collection[Node], now: float) -> Pressure | None:
-        """What has lasted long enough, None while nothing has. To be called some times a second."""
+    def measure(self, nodes: Collection[Node], now: float) -> tuple[Pressure | None, float]:
+        """What presses, None between the limits, and the seconds since it does. To be called some times a second."""
         seen = self._look([node for node in nodes if node.is_ready])
         if seen is not self._seen:
             self._seen, self._since_s = seen, now
-        lasts_s = CALM_S if seen is Pressure.NONE else LASTS_S
-        return seen if now - self._since_s >= lasts_s else None
+        return seen, now - self._since_s
 
     def _look(self, nodes: Collection[Node]) -> Pressure | None:
         readers = [node for node in nodes if node.usable.reads]
@@ -59,11 +57,14 @@ class PressureGauge:
             return Pressure.READING
         if taken >= FULL and queue_s <= SHORT_QUEUE_S:
             return Pressure.WRITING
-        return Pressure.NONE if queue_s <= SHORT_QUEUE_S and taken <= ROOMY else None
+        is_calm = queue_s <= SHORT_QUEUE_S and self._taken([node for node in writers if node.home.writes]) <= ROOMY
+        return Pressure.NONE if is_calm else None
 
     def _taken(self, writers: Collection[Node]) -> float:
-        """The part of the writers' seats or pools that running answers have taken, whichever is larger. Those whose
+        """The part that all running answers take of these writers' seats or pools, whichever is larger. Those whose
         prompts wait to be read hold some too, but would not if there were more readers."""
+        if not writers:
+            return math.inf
         num_answers, num_tokens = self._ledger.running()
         return max(
             num_answers / sum(node.usable.seats for node in writers),

@@ -32,9 +32,11 @@ class Node:
     last_seen_s: float
     load: inference_pb2.NodeLoad
     shape: Shape  # that the node has confirmed
+    home: Shape  # that it has unless the coordinator lends it: what an operator has made of it, or what it has begun as
     asked: Shape | None = None  # of the node, which has not confirmed it yet
     step_age_s: float = 0.0
-    is_drained: bool = False  # by an operator, whatever the node says of itself
+    is_stopping: bool = False  # as the node says of itself
+    is_drained: bool = False  # by an operator
     # Of the full blocks that the node says to hold, `serving_core.prefix.hint_of` their names; at most num_blocks.
     hints: set[int] = field(default_factory=set)
     # Who may have made those blocks, in the order in which the node looks for them.
@@ -132,9 +134,9 @@ class Registry:
             raise RequestError(QUEUE_FULL, f"the fleet has {MAX_NODES} nodes, its limit")
         self._check_fingerprint(hello.node, others)
         self._check_name(hello)
-        shape = _shape_of(hello)
+        shape, home = _checked(hello.shape, hello), _checked(hello.home, hello)
         load = inference_pb2.NodeLoad(state=READY, num_blocks=hello.num_blocks, num_blocks_free=hello.num_blocks)
-        node = self._nodes[hello.node.name] = Node(hello, next(self._sessions), now, load, shape)
+        node = self._nodes[hello.node.name] = Node(hello, next(self._sessions), now, load, shape, home)
         _complete(node)
         return node
 
@@ -142,15 +144,16 @@ class Registry:
         node.last_seen_s = now
         node.step_age_s = heartbeat.step_age_s
         node.load = heartbeat.load
+        node.is_stopping = heartbeat.load.state != READY
         if heartbeat.load.HasField("shape"):
             node.shape = shape_from_wire(heartbeat.load.shape)
         if node.shape == node.asked:
             node.asked = None
         _complete(node)
 
-    def drain(self, node: Node) -> None:
-        """The node is to be given nothing more, as long as it is attached."""
-        node.is_drained = True
+    def drain(self, node: Node, *, is_drained: bool = True) -> None:
+        """The node is to be given nothing more, as long as it is attached; or is given work again, unless it stops."""
+        node.is_drained = is_drained
         _complete(node)
 
     def cache_changed(self, node: Node, event: fleet_pb2.CacheChanged) -> int:
@@ -208,13 +211,12 @@ def _complete(node: Node) -> None:
     """Puts what is known of the node into its load, whether it has told it itself or not."""
     node.load.name, node.load.role = node.name, node.role
     node.load.shape.CopyFrom(shape_to_wire(node.shape))
-    if node.is_drained:
-        node.load.state = DRAINING
+    node.load.state = DRAINING if node.is_drained or node.is_stopping else READY
 
 
-def _shape_of(hello: fleet_pb2.Hello) -> Shape:
-    """The shape that a node begins with. Raises RequestError for one that it could not take."""
-    shape = shape_from_wire(hello.shape)
+def _checked(wire: inference_pb2.Shape, hello: fleet_pb2.Hello) -> Shape:
+    """A shape that a node says to have. Raises RequestError for one that it could not take."""
+    shape = shape_from_wire(wire)
     try:
         check_shape(shape, max_num_batched_tokens=hello.max_num_batched_tokens, max_num_seqs=hello.max_num_seqs)
     except RequestError as error:

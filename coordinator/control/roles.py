@@ -3,6 +3,10 @@
 A change takes nothing from a node: it goes on with what it has. It counts when the node has confirmed it, and for
 what it takes away from the moment that it is asked for (`Node.usable`). Nobody can take the last reader or the last
 writer away, nor the last way from the one to the other.
+
+A node that the coordinator lends does both parts until it has been calm for a while; one after the other goes home
+then. A load near the limits may need a node that has just gone, and would make it go to and fro for ever; so whoever is
+lent soon after one went home stays several times as long at least, up to a bound.
 """
 
 from typing import Final
@@ -10,17 +14,22 @@ from typing import Final
 from coordinator.control.instructions import Send
 from coordinator.control.ledger import Ledger
 from coordinator.control.pressure import Pressure, PressureGauge
-from coordinator.control.registry import MAX_NODES, Node, Registry
+from coordinator.control.registry import Node, Registry
 from coordinator.control.router import does, has_path
 from protos import fleet_pb2
 from protos.convert import shape_to_wire
 from serving_core.errors import RequestError
-from serving_core.reasons import NO_OTHER_NODE
+from serving_core.reasons import DRAINING, NO_OTHER_NODE
 from serving_core.shapes import BOTH, DECODE, PREFILL, Shape, check_shape, common, preset
 
 FIXED, AUTO = "fixed", "auto"
 CONFIRM_S: Final = 10.0  # for a node to confirm; then it counts as what it was
-REST_S: Final = 10.0  # of the coordinator, between two flips
+LASTS_S: Final = 3.0  # a pressure, before it counts
+CALM_S: Final = 15.0  # no pressure, before a node goes home
+REST_S: Final = 10.0  # of the coordinator, between a flip and the next one that lends a node
+MIN_STAY_S: Final = 15.0  # between a flip and the next one that sends a node home; at first
+MAX_STAY_S: Final = 600.0  # that time at most; and whoever is lent later than that after one went home, is not soon
+STAY_GROWTH: Final = 4.0
 
 
 class Roles:
@@ -28,25 +37,28 @@ class Roles:
 
     def __init__(self, registry: Registry, ledger: Ledger, *, policy: str) -> None:
         """With the policy AUTO a node is lent to the part that lacks hands: it does both until they are not needed any
-        more, and then what it did before."""
+        more, and then what it did before. The nodes keep that, so another coordinator knows it too."""
         self._registry = registry
         self._gauge = PressureGauge(ledger) if policy == AUTO else None
         self._ledger = ledger
         self._asked_s: dict[Node, float] = {}  # nodes that have not confirmed yet, and when they were asked
-        self._homes: dict[str, Shape] = {}  # of nodes by name: what an operator has made of them
         self._flipped_s: float | None = None  # when the coordinator itself has asked last
+        self._stay_s = MIN_STAY_S
+        self._went_home_s: float | None = None  # when a node last did, unless one was lent since
 
     def set_shape(self, name: str, to: str | Shape, now: float) -> tuple[Node, Shape, list[Send]]:
-        """An operator's word: a role or a shape. The node confirms it, or `asked` of it is None again after CONFIRM_S.
-        Raises RequestError, and then nothing is asked."""
+        """An operator's word: a role or a shape; a node that was drained is given work again. The node confirms it, or
+        `asked` of it is None again after CONFIRM_S. Raises RequestError, and then nothing is asked."""
         node = self._registry.named(name)
         shape = preset(to, **_limits(node)) if isinstance(to, str) else to
         check_shape(shape, **_limits(node))
+        if node.is_stopping:
+            raise RequestError(DRAINING, f"node {name} is stopping, and takes no role any more")
         self._check_others(node, shape)
-        if len(self._homes) >= MAX_NODES:
-            self._homes = {known: home for known, home in self._homes.items() if self._registry.find(known)}
-        self._homes[name] = shape
-        return node, shape, self._ask(node, shape, now)
+        self._registry.drain(node, is_drained=False)
+        is_so = node.shape == node.home == shape and node.asked is None
+        node.home = shape
+        return node, shape, [] if is_so else [self._ask(node, shape, now)]
 
     def tick(self, now: float) -> list[Send]:
         """What the mere passing of time asks for."""
@@ -57,26 +69,26 @@ class Roles:
                 del self._asked_s[node]
         if self._gauge is None:
             return []
-        pressure = self._gauge.measure(self._registry.nodes, now)
-        is_resting = self._flipped_s is not None and now - self._flipped_s < REST_S
-        if pressure is None or is_resting or self._asked_s:
+        pressure, lasted_s = self._gauge.measure(self._registry.nodes, now)
+        if pressure is None or self._asked_s or not self._is_due(pressure, lasted_s, now):
             return []
         flip = self._flip(pressure)
         if flip is None:
             return []
-        self._flipped_s = now
-        return self._ask(*flip, now)
+        self._note_flip(pressure, now)
+        return [self._ask(*flip, now)]
 
-    def _ask(self, node: Node, shape: Shape, now: float) -> list[Send]:
-        if shape == node.shape and node.asked is None:
-            return []
+    def _ask(self, node: Node, shape: Shape, now: float) -> Send:
         node.asked = shape
         self._asked_s[node] = now
-        reshape = fleet_pb2.Reshape(shape=shape_to_wire(shape))
-        return [Send(node, fleet_pb2.NodeCommand(reshape=reshape))]
+        reshape = fleet_pb2.Reshape(shape=shape_to_wire(shape), is_loan=shape != node.home)
+        return Send(node, fleet_pb2.NodeCommand(reshape=reshape))
 
     def _check_others(self, node: Node, shape: Shape) -> None:
-        """Raises RequestError unless requests can be served as far as before, also until the node has confirmed."""
+        """Raises RequestError unless requests can be served as far as before, also until the node has confirmed. A node
+        that was drained serves none."""
+        if not node.is_ready:
+            return
         others = [other for other in self._registry.nodes if other is not node and other.is_ready]
         for role, does_it, did_it, part in (
             (PREFILL, shape.reads, node.usable.reads, "reads prompts"),
@@ -90,12 +102,26 @@ class Roles:
 
     # ---- the coordinator's own policy ----
 
+    def _is_due(self, pressure: Pressure, lasted_s: float, now: float) -> bool:
+        """Whether it has lasted, and the flip before was long enough ago."""
+        lasts_s, rests_s = (CALM_S, self._stay_s) if pressure is Pressure.NONE else (LASTS_S, REST_S)
+        return lasted_s >= lasts_s and (self._flipped_s is None or now - self._flipped_s >= rests_s)
+
+    def _note_flip(self, pressure: Pressure, now: float) -> None:
+        self._flipped_s = now
+        if pressure is Pressure.NONE:
+            self._went_home_s = now
+        elif self._went_home_s is not None:
+            is_soon = now - self._went_home_s < MAX_STAY_S
+            self._stay_s = min(STAY_GROWTH * self._stay_s, MAX_STAY_S) if is_soon else MIN_STAY_S
+            self._went_home_s = None
+
     def _flip(self, pressure: Pressure) -> tuple[Node, Shape] | None:
         """The node that is to change for this, and what it is to become."""
         ready = [node for node in self._registry.nodes if node.is_ready]
         if pressure is Pressure.NONE:
-            away = [node for node in ready if node.shape != self._home(node)]
-            return (away[0], self._home(away[0])) if away and self._may_go_home(away[0]) else None
+            away = [node for node in ready if node.shape != node.home]
+            return (away[0], away[0].home) if away and self._may_go_home(away[0]) else None
         lent, least = (DECODE, self._num_held) if pressure is Pressure.READING else (PREFILL, self._num_to_compute)
         able = [node for node in ready if node.role == lent]
         if not able:
@@ -105,14 +131,10 @@ class Roles:
 
     def _may_go_home(self, node: Node) -> bool:
         try:
-            self._check_others(node, self._home(node))
+            self._check_others(node, node.home)
         except RequestError:
             return False
         return True
-
-    def _home(self, node: Node) -> Shape:
-        """What the node is when nothing presses: what an operator has made of it, or what it has begun as."""
-        return self._homes.get(node.name) or preset(node.hello.node.role, **_limits(node))
 
     def _num_held(self, node: Node) -> float:
         return self._ledger.of(node).tokens_held / node.pool_tokens

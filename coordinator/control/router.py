@@ -52,7 +52,7 @@ def roomiest(nodes: Iterable[Node], ledger: Ledger, num_tokens: int, max_tokens:
     now and can hold max_tokens, the one with most room, the first by name of equals. None when there is none."""
 
     def free(node: Node) -> int:
-        return node.pool_tokens - ledger.of(node).tokens_held
+        return node.pool_tokens - ledger.tokens_taken(node)
 
     def has_room(node: Node) -> bool:
         has_seat = ledger.of(node).num_answers < node.usable.seats

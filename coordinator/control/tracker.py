@@ -211,6 +211,7 @@ class Tracker:
             return []
         if node is request.attempt.prefill:
             request.attempt.let_go(node)
+            self._ledger.let_go(request.request_id, node)
         elif isinstance(event, fleet_pb2.Committed) and request.count_kv(event):
             self._metrics.kv_moved(event.num_bytes, event.num_bytes_saved)
         request.attempt.is_committed = True

@@ -10,7 +10,7 @@ from coordinator.doors.inference_service import write
 from protos import inference_pb2, inference_pb2_grpc
 from protos.convert import shape_from_wire
 from serving_core.errors import RequestError
-from serving_core.reasons import BAD_PARAM, DEADLINE_EXCEEDED
+from serving_core.reasons import BAD_PARAM, DEADLINE_EXCEEDED, DRAIN_ENDED
 
 LOOK_S: Final = 0.1  # between two looks at what a node that drains has left
 
@@ -36,16 +36,18 @@ class AdminService(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
             node, shape = self._dispatcher.set_shape(request.node, to)
             await self._dispatcher.settled(node)
         if node.shape != shape:
-            message = f"node {node.name} has not confirmed its new shape within {CONFIRM_S:g} s, or was lost"
-            raise RequestError(DEADLINE_EXCEEDED, message)
+            what = f"has not confirmed its new shape within {CONFIRM_S:g} s, has refused it or was lost"
+            raise RequestError(DEADLINE_EXCEEDED, f"node {node.name} {what}")
         return inference_pb2.SetRoleResponse(node=node.load)
 
     async def Drain(self, request: inference_pb2.DrainRequest, context: Any) -> None:
         """Tells what is left, each time that it has changed, until nothing is. The node drains on without a listener:
-        every answer has its deadline."""
+        every answer has its deadline. A role ends the drain."""
         node = self._dispatcher.drain_node(request.node)
         told: int | None = None
         while told != 0:
+            if not node.is_drained:
+                raise RequestError(DRAIN_ENDED, f"node {node.name} drains no more: it was given a role")
             if (num_left := self._tracker.num_left(node)) != told:
                 told = num_left
                 await write(context, inference_pb2.DrainProgress(num_left=num_left))

@@ -12,15 +12,15 @@ While FILLING, the caller hears once that everything which was ready has left: C
 writes on until then, and the rest that it stops for is short.
 """
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
 from kv_transfer.results import Sent, TransferFailed
+from kv_transfer.sessions.backlog import Backlog
 from kv_transfer.ticket import Lane
-from kv_transfer.wire import MAX_SEGMENTS, Abort, BlockRange, Committed, Finish, Missing, Refusal, Refused
+from kv_transfer.wire import Abort, BlockRange, Committed, Finish, Missing, Refusal, Refused
 from serving_core import reasons
 
 WINDOW = 2  # messages that the transport holds: one on its way, one behind it
@@ -123,16 +123,12 @@ class SenderSession:
         """`deadline_s` runs from AllReady; before that, and over all, the ticket's time to live is the limit."""
         self.state = State.FILLING
         self._lane = lane
-        self._blocks_per_message = blocks_per_message
+        self._backlog = Backlog(lane, blocks_per_message)
         self._deadline_s = deadline_s
         self._give_up_at = now + lane.ttl_s
         self._repeat_at: float | None = None
         self._repeat_s = FIRST_REPEAT_S
-        self._num_ready = lane.num_cached_blocks  # in all layers
-        self._num_growing = 0  # blocks that are ready in some layers; 0 when there are none
-        self._num_layers = 0  # in which they are
         self._tail = b""
-        self._queue: deque[BlockRange] = deque()
         self._num_held = 0  # messages that the transport holds
         self._has_caught_up = False
         self._round = 0
@@ -141,7 +137,7 @@ class SenderSession:
     @property
     def wants_turn(self) -> bool:
         """Whether a Turn would send something."""
-        return self.state is not State.ENDED and bool(self._queue) and self._num_held < WINDOW
+        return self.state is not State.ENDED and bool(self._backlog) and self._num_held < WINDOW
 
     @property
     def wake_at(self) -> float | None:
@@ -164,8 +160,9 @@ class SenderSession:
         return self._grow(event.num_blocks, event.num_layers) + self._caught_up()
 
     def _all_ready(self, event: AllReady, now: float) -> list[Action]:
-        if event.num_blocks < self._num_ready:
-            return self._fail(f"the request has {event.num_blocks} blocks, and {self._num_ready} are sent or cached")
+        num_ready = self._backlog.num_ready
+        if event.num_blocks < num_ready:
+            return self._fail(f"the request has {event.num_blocks} blocks, and {num_ready} are sent or cached")
         actions = self._grow(event.num_blocks, self._lane.layout.num_layers)
         if self.state is State.ENDED:
             return actions
@@ -178,7 +175,7 @@ class SenderSession:
         if not self.wants_turn:
             return []
         self._num_held += 1
-        return [SendBlocks(self._next_ranges()), *self._finish_when_sent(now)]
+        return [SendBlocks(self._backlog.take_message()), *self._finish_when_sent(now)]
 
     def _released(self, event: Released, now: float) -> list[Action]:
         self._num_held -= 1
@@ -186,7 +183,7 @@ class SenderSession:
 
     def _committed(self, event: Committed, now: float) -> list[Action]:
         self.state = State.ENDED
-        num_sent = self._num_ready - self._lane.num_cached_blocks
+        num_sent = self._backlog.num_ready - self._lane.num_cached_blocks
         return [Conclude(Sent(num_sent * self._lane.layout.block_bytes))]
 
     def _missing(self, event: Missing, now: float) -> list[Action]:
@@ -195,11 +192,11 @@ class SenderSession:
         if self._round == MAX_ROUNDS:
             reason = reasons.KV_CHECKSUM_MISMATCH if event.num_corrupt else reasons.TRANSFER_FAILED
             return self._fail(f"blocks are still missing after {MAX_ROUNDS} repeats", reason)
-        if not all(self._was_sent(range_) for range_ in event.ranges):
+        if not all(self._backlog.has_had(blocks) for blocks in event.ranges):
             return self._fail("the receiver misses blocks that are not part of the transfer")
         self._round += 1
         self._repeat_at = None
-        self._queue.extend(event.ranges)
+        self._backlog.add_again(event.ranges)
         self.state = State.FLUSHING
         return []
 
@@ -227,44 +224,19 @@ class SenderSession:
     # ---- helpers ----
 
     def _grow(self, num_blocks: int, num_layers: int) -> list[Action]:
-        """Queues what has become ready."""
-        lane = self._lane
-        if num_blocks > lane.num_blocks:
-            return self._fail(f"the request has {num_blocks} blocks and {lane.num_blocks} were granted")
-        num_new = num_blocks - self._num_ready
-        if num_new > 0:
-            assert self._num_growing in (0, num_blocks), "blocks became ready before earlier ones in all layers"
-            layers = lane.layout.layers[self._num_layers : num_layers]
-            self._queue.extend(BlockRange(layer, self._num_ready, num_new) for layer in layers)
-            self._num_growing, self._num_layers = num_blocks, max(self._num_layers, num_layers)
-        if self._num_layers == lane.layout.num_layers:
-            self._num_ready, self._num_growing, self._num_layers = num_blocks, 0, 0
+        if num_blocks > self._lane.num_blocks:
+            return self._fail(f"the request has {num_blocks} blocks and {self._lane.num_blocks} were granted")
+        self._backlog.grow(num_blocks, num_layers)
         return []
 
     def _caught_up(self) -> list[Action]:
-        if self._has_caught_up or self.state is not State.FILLING or self._queue or self._num_held:
+        if self._has_caught_up or self.state is not State.FILLING or self._backlog or self._num_held:
             return []
         self._has_caught_up = True
         return [CaughtUp()]
 
-    def _next_ranges(self) -> tuple[BlockRange, ...]:
-        """Takes the blocks of one message from the queue. Only a range that is too long for any message is cut, into
-        parts of about equal length."""
-        room = self._blocks_per_message
-        first = self._queue[0]
-        if first.num_blocks > room:
-            num_parts = -(-first.num_blocks // room)
-            part = -(-first.num_blocks // num_parts)
-            self._queue[0] = BlockRange(first.layer, first.first + part, first.num_blocks - part)
-            return (BlockRange(first.layer, first.first, part),)
-        ranges: list[BlockRange] = []
-        while self._queue and self._queue[0].num_blocks <= room and len(ranges) < MAX_SEGMENTS:
-            ranges.append(self._queue.popleft())
-            room -= ranges[-1].num_blocks
-        return tuple(ranges)
-
     def _finish_when_sent(self, now: float) -> list[Action]:
-        if self.state is not State.FLUSHING or self._queue:
+        if self.state is not State.FLUSHING or self._backlog:
             return []
         self.state = State.AWAITING
         self._repeat_s = FIRST_REPEAT_S
@@ -273,15 +245,11 @@ class SenderSession:
     def _send_finish(self, now: float) -> list[Action]:
         self._repeat_at = now + self._repeat_s
         lane = self._lane
-        return [SendMessage(Finish(lane.transfer_id, lane.epoch, self._round, self._num_ready, self._tail))]
-
-    def _was_sent(self, range_: BlockRange) -> bool:
-        is_layer = range_.layer in self._lane.layout.layers
-        return is_layer and self._lane.num_cached_blocks <= range_.first and range_.stop <= self._num_ready
+        return [SendMessage(Finish(lane.transfer_id, lane.epoch, self._round, self._backlog.num_ready, self._tail))]
 
     def _fail(self, message: str, reason: str = reasons.TRANSFER_FAILED) -> list[Action]:
         self.state = State.ENDED
-        self._queue.clear()
+        self._backlog.clear()
         abort = Abort(self._lane.transfer_id, self._lane.epoch)
         return [SendMessage(abort), Conclude(TransferFailed(reason, message))]
 

@@ -216,7 +216,9 @@ class _Inbox:
         self._socket.close()
 
     def _take_one(self) -> None:
-        self._turn = None
+        if self._turn is not None:
+            self._turn.cancel()  # of another turn, where the descriptor was faster; else this is it
+            self._turn = None
         if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             self.nudge()

@@ -84,6 +84,7 @@ class SimulatedNode:
             tp_size=1,
             max_num_batched_tokens=sizes.max_num_batched_tokens,
             shape=shape_to_wire(shape),
+            home=shape_to_wire(self.logic.home),
         )
 
     def beat(self) -> None:
@@ -266,6 +267,7 @@ def _logic(allocator: BlockAllocator, sizes: NodeSizes, role: str, costs: Costs)
         block_bytes=sizes.block_bytes,
         fingerprint=FINGERPRINT,
         origin=origin_of(FINGERPRINT),
+        is_history_free=True,
         eos_token_ids=(),
         rates=StepRates(costs.prefill_tokens_per_s),
     )

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from coordinator.control import roles
-from protos import inference_pb2, inference_pb2_grpc
+from protos import fleet_pb2, inference_pb2, inference_pb2_grpc
 from tests import fleet_events as events
 from tests.scripted_nodes import DEADLINE_S, cluster, refusal_of, run
 from tests.unit.coordinator.test_server import health_changes
@@ -113,9 +113,25 @@ def test_a_node_that_does_not_confirm_ends_the_call(tmp_path, monkeypatch, how):
                 await c.nodes["d0"].hang_up()
             code, _, details = await refusal_of(call)
             assert code is grpc.StatusCode.DEADLINE_EXCEEDED
-            assert details == "node d0 has not confirmed its new shape within 10 s, or was lost"
+            assert details == "node d0 has not confirmed its new shape within 10 s, has refused it or was lost"
 
     run(scenario())
+
+
+def test_a_node_that_refuses_a_shape_ends_the_call_and_has_its_line(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(roles, "CONFIRM_S", 1e9)
+
+    async def scenario():
+        async with cluster(tmp_path, nodes=("p0", "d0")) as c:
+            call = set_role(c, "d0", role="both")
+            await c.nodes["d0"].command("reshape")
+            await c.nodes["d0"].send(events.failed(fleet_pb2.Attempt(), "BAD_PARAM", "seats of a shape is 64"))
+            assert (await refusal_of(call))[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+
+    run(scenario())
+    [line] = [record for record in caplog.records if "seats of a shape" in record.getMessage()]
+    assert line.getMessage() == "decode node d0 refuses a shape: seats of a shape is 64"
+    assert "coordinator.control.journal" not in {record.name for record in caplog.records}
 
 
 def test_changes_that_are_asked_for_at_once_are_made_one_after_the_other(tmp_path):

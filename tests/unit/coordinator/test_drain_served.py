@@ -99,6 +99,29 @@ def test_a_second_drain_waits_for_the_same_end(tmp_path):
     run(scenario())
 
 
+def test_a_role_ends_a_drain_and_tells_who_waits_for_it(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, nodes=("p0", "d0", "d1")) as c:
+            call = c.generate("hi", max_tokens=4)
+            attempt, _ = await begin(c)
+            await hand_over(c, attempt)
+            draining = drain(c, "d0")
+            assert await next_left(draining) == 1
+            role = await inference_pb2_grpc.AdminStub(c.channel).SetRole(
+                inference_pb2.SetRoleRequest(node="d0", role="decode"), timeout=DEADLINE_S
+            )
+            assert (role.node.state, role.node.role) == ("ready", "decode")
+            code, info, sentence = await refusal_of(draining)
+            assert (code, info.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "DRAIN_ENDED")
+            assert sentence == "node d0 drains no more: it was given a role"
+            await step(c.nodes["d0"], attempt, 1, "bcd", events.LENGTH)
+            assert (await read_all(call))[0] == "abcd"
+            c.generate("hi", request_id="again")
+            await c.nodes["d0"].command("reserve")
+
+    run(scenario())
+
+
 def test_a_node_that_drains_itself_is_emptied_in_the_same_way(tmp_path):
     async def scenario():
         async with cluster(tmp_path) as c:

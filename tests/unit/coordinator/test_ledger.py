@@ -36,6 +36,9 @@ def test_a_prompt_is_the_readers_until_its_first_token_and_the_answer_grows_wher
     assert accounts(ledger, nodes) == [Account(70, 0, 0, 0), Account(0, 100, 1, 1), Account()]
     ledger.first_token("r")
     ledger.tokens_came("r", writer, 3)
+    assert accounts(ledger, nodes) == [Account(tokens_outgoing=100), Account(0, 103, 1, 0), Account()]
+    assert ledger.running() == (1, 103)
+    ledger.let_go("r", reader)
     assert accounts(ledger, nodes) == [Account(), Account(0, 103, 1, 0), Account()]
     ledger.end("r")
     assert accounts(ledger, nodes) == [Account()] * 3
@@ -65,6 +68,28 @@ def test_an_answer_that_is_to_be_written_elsewhere_counts_on_both_nodes_until_on
     assert accounts(ledger, nodes) == [Account(), Account(0, 13, 1, 0), Account()]
 
 
+def test_a_prompt_that_is_answered_where_it_was_read_is_not_held_for_another_node(ledger, nodes):
+    reader, writer, _ = nodes
+    ledger.read("r", reader, 70)
+    ledger.write("r", writer, 100)
+    ledger.first_token("r")
+    ledger.let_go("r", writer)
+    ledger.write("r", reader, 101)
+    assert accounts(ledger, nodes) == [Account(0, 101, 1, 0), Account(), Account()]
+
+
+def test_of_a_pool_what_goes_to_other_nodes_takes_half_at_most(ledger, nodes):
+    node, writer, _ = nodes
+    assert node.pool_tokens == 1600
+    for request_id, num_tokens, num_taken in (("r", 500, 500), ("s", 290, 790), ("t", 100, 800)):
+        ledger.read(request_id, node, num_tokens)
+        ledger.write(request_id, writer, num_tokens)
+        ledger.first_token(request_id)
+        assert ledger.tokens_taken(node) == num_taken
+    ledger.write("own", node, 10)
+    assert ledger.tokens_taken(node) == 810
+
+
 def test_what_is_unknown_is_over_already(ledger, nodes):
     ledger.let_go("r", nodes[0])
     ledger.end("r")
@@ -75,16 +100,22 @@ class Plain:
     """What was told, as two tables by request and node."""
 
     def __init__(self):
-        self.reads, self.writes, self.begun = {}, {}, set()
+        self.reads, self.writes, self.outgoing, self.begun = {}, {}, {}, set()
+
+    def has(self, request_id):
+        return any(key[0] == request_id for key in (*self.reads, *self.writes, *self.outgoing))
 
     def begin(self, ledger, request_id, node, other, number):
-        if not any(key[0] == request_id for key in (*self.reads, *self.writes)):
+        if not self.has(request_id):
             self.reads[request_id, node], self.writes[request_id, other] = number, number + 1
             ledger.read(request_id, node, number)
             ledger.write(request_id, other, number + 1)
 
     def first_token(self, ledger, request_id, *_):
-        if any(key[0] == request_id for key in (*self.reads, *self.writes)):
+        if self.has(request_id):
+            written = sum(number for key, number in self.writes.items() if key[0] == request_id)
+            for key in [key for key in (*self.reads, *self.outgoing) if key[0] == request_id]:
+                self.outgoing[key] = 0 if key in self.writes else written
             self.reads = {key: number for key, number in self.reads.items() if key[0] != request_id}
             self.begun.add(request_id)
             ledger.first_token(request_id)
@@ -97,12 +128,13 @@ class Plain:
     def let_go(self, ledger, request_id, node, *_):
         self.reads.pop((request_id, node), None)
         self.writes.pop((request_id, node), None)
+        self.outgoing.pop((request_id, node), None)
         ledger.let_go(request_id, node)
-        if not any(key[0] == request_id for key in (*self.reads, *self.writes)):
+        if not self.has(request_id):
             self.end(ledger, request_id)
 
     def end(self, ledger, request_id, *_):
-        for table in (self.reads, self.writes):
+        for table in (self.reads, self.writes, self.outgoing):
             for key in [key for key in table if key[0] == request_id]:
                 del table[key]
         self.begun.discard(request_id)
@@ -112,7 +144,8 @@ class Plain:
         reads = [number for (_, reader), number in self.reads.items() if reader is node]
         writes = {key: number for key, number in self.writes.items() if key[1] is node}
         num_to_come = sum(key[0] not in self.begun and key not in self.reads for key in writes)
-        return Account(sum(reads), sum(writes.values()), len(writes), num_to_come)
+        outgoing = sum(number for (_, reader), number in self.outgoing.items() if reader is node)
+        return Account(sum(reads), sum(writes.values()), len(writes), num_to_come, outgoing)
 
 
 ACTIONS = st.tuples(

@@ -216,6 +216,23 @@ def test_a_prompt_of_another_node_is_read_while_it_waits_for_credit(registry, le
     assert placed(registry, ledger, handover=HandoverCosts(credit_s=0.5)) == chosen
 
 
+def test_prompts_that_wait_for_other_nodes_fill_a_pool_too(registry, ledger):
+    """Of 1600 tokens, answers hold 750 and this prompt needs 100."""
+    b0, d0 = admit(registry, "b0"), admit(registry, "d0")
+
+    def is_full():
+        return Costs(registry.nodes, ledger, Prompt(TOKENS), FREE).writing(b0).is_full
+
+    assign(ledger, b0, 0, 750)
+    ledger.read("other", b0, 751)
+    ledger.write("other", d0, 751)
+    assert not is_full()
+    ledger.first_token("other")
+    assert is_full()
+    ledger.let_go("other", b0)
+    assert not is_full()
+
+
 def test_a_full_node_is_the_last_choice(registry, ledger):
     b0, _ = admit(registry, "b0"), admit(registry, "b1", rate=1.0)
     slow = HandoverCosts(move_s=1000.0)

@@ -79,7 +79,7 @@ def test_a_different_fingerprint_is_refused_with_both_values_and_names(registry)
 
 @pytest.mark.parametrize(
     ("fact", "difference"),
-    [("protocol_version", "protocol_version is 0 and 5"), ("vocab_size", "vocab_size is 0 and 260")],
+    [("protocol_version", "protocol_version is 0 and 6"), ("vocab_size", "vocab_size is 0 and 260")],
 )
 def test_the_first_node_must_fit_the_coordinator(registry, fact, difference):
     with pytest.raises(RequestError, match=f"node d0 and the coordinator differ: {difference}") as error:
@@ -180,6 +180,7 @@ def test_nobody_takes_a_name_from_a_live_process(happenings):
         hello("d0", num_blocks=0),
         hello("d0", shape=Shape(0, 0, takes_handovers=False)),
         hello("d0", shape=Shape(0, 65, takes_handovers=True)),
+        hello("d0", home=Shape(0, 65, takes_handovers=True)),
         hello("d0", max_num_batched_tokens=32, shape=Shape(33, 0, takes_handovers=False)),
     ],
 )

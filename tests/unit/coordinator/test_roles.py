@@ -7,9 +7,8 @@ import random
 import pytest
 
 from coordinator.control.ledger import Ledger
-from coordinator.control.pressure import CALM_S, LASTS_S
 from coordinator.control.registry import Registry
-from coordinator.control.roles import AUTO, CONFIRM_S, FIXED, REST_S, Roles
+from coordinator.control.roles import AUTO, CALM_S, CONFIRM_S, FIXED, LASTS_S, MAX_STAY_S, MIN_STAY_S, REST_S, Roles
 from protos.convert import shape_from_wire, shape_to_wire
 from serving_core.errors import RequestError
 from serving_core.shapes import Shape
@@ -31,6 +30,7 @@ class World:
         self.now = 0.0
         self.deaf = set()
         self.told = []
+        self.loans = []  # of what was told, whether it was for a while
         for name in names:
             self.attach(name)
 
@@ -54,6 +54,7 @@ class World:
         for send in sends:
             shape = shape_from_wire(send.command.reshape.shape)
             self.told.append((self.now, send.node.name, shape))
+            self.loans.append(send.command.reshape.is_loan)
             if send.node.name not in self.deaf:
                 self.beat(send.node, shape=shape_to_wire(shape))
         return shape
@@ -143,6 +144,31 @@ def test_what_cannot_be_is_one_sentence_and_nothing_is_asked(names, name, to, re
     assert all(node.asked is None for node in world.registry.nodes)
 
 
+def test_a_node_that_was_drained_is_given_work_again_with_its_role_though_others_serve_nobody():
+    world = World("p0", "p1", "d0")
+    world.registry.drain(world.node("p0"))
+    assert not world.node("p0").is_ready
+    with pytest.raises(RequestError):
+        world.ask("p0", "writer")
+    assert not world.node("p0").is_ready
+    world.registry.lose(world.node("p1"))
+    assert world.ask("p0", "decode").writes  # it read nothing any more
+    assert world.node("p0").is_ready
+    world.registry.drain(world.node("p0"))
+    assert world.ask("p0", "decode") is None
+    assert (world.node("p0").is_ready, world.node("p0").load.state) == (True, "ready")
+
+
+def test_a_node_that_stops_takes_no_role():
+    world = World("p0", "d0", "d1")
+    world.beat(world.node("d1"), state="draining")
+    world.registry.drain(world.node("d1"))
+    with pytest.raises(RequestError, match="node d1 is stopping, and takes no role any more"):
+        world.ask("d1", "both")
+    assert world.told == []
+    assert not world.node("d1").is_ready
+
+
 def test_nodes_that_drain_or_are_about_to_change_are_no_others():
     world = World("p0", "p1", "d0")
     world.deaf = {"p1"}
@@ -198,6 +224,17 @@ def test_a_prefill_node_helps_to_write_and_goes_home():
     assert world.wait(CALM_S + 2 * TICK_S) == [("p1", PREFILL)]
 
 
+def test_a_prefill_node_does_not_go_home_while_the_others_would_be_nearly_full_without_it():
+    world = World("p0", "p1", "d0", policy=AUTO)
+    running = list(world.write("d0", 8))
+    assert world.wait(LASTS_S + TICK_S) == [("p0", BOTH)]
+    for request_id in running[5:]:
+        world.ledger.end(request_id)
+    assert world.wait(100.0) == []
+    world.ledger.end(running[4])
+    assert world.wait(100.0) == [("p0", PREFILL)]
+
+
 def test_answers_whose_prompts_wait_do_not_make_writers_full():
     world = World("p0", "d0", policy=AUTO)
     for number in range(20):
@@ -228,6 +265,33 @@ def test_one_flip_at_a_time_and_none_while_one_is_not_confirmed():
     assert all(later - earlier >= REST_S for earlier, later in itertools.pairwise(times))
 
 
+def test_who_is_needed_again_soon_stays_longer_up_to_a_bound_and_later_not():
+    world = World("p0", "d0", policy=AUTO)
+    stays = []
+    for rests_s in (0.0, 0.0, 0.0, 0.0, MAX_STAY_S, 0.0):
+        waiting = world.queue("p0", 5000)
+        assert world.wait(REST_S + TICK_S) == [("d0", BOTH)]
+        lent_s = world.told[-1][0]
+        world.ledger.end(waiting)
+        while not world.wait(TICK_S):
+            assert world.now - lent_s <= MAX_STAY_S + CALM_S
+        assert world.told[-1][1:] == ("d0", DECODE)
+        stays.append(world.told[-1][0] - lent_s)
+        world.wait(rests_s)
+    assert stays[0] == stays[5] <= CALM_S + REST_S
+    assert stays[1:5] == [4 * MIN_STAY_S, 16 * MIN_STAY_S, MAX_STAY_S, MAX_STAY_S]
+
+
+def test_those_who_were_lent_go_home_one_by_one():
+    world = World("p0", "d0", "d1", "d2", policy=AUTO)
+    waiting = world.queue("p0", 1e6)
+    assert len(world.wait(LASTS_S + 2 * REST_S + TICK_S)) == 3
+    world.ledger.end(waiting)
+    assert world.wait(100.0) == [("d0", DECODE), ("d1", DECODE), ("d2", DECODE)]
+    times = [now for now, _, _ in world.told[3:]]
+    assert [later - earlier for earlier, later in itertools.pairwise(times)] == [MIN_STAY_S, MIN_STAY_S]
+
+
 def test_home_is_what_an_operator_has_made_of_a_node():
     world = World("p0", "d0", "d1", policy=AUTO)
     home = Shape(64, 4, takes_handovers=True)
@@ -238,6 +302,24 @@ def test_home_is_what_an_operator_has_made_of_a_node():
     world.ledger.end(waiting)
     assert world.wait(100.0) == [("d1", DECODE)]
     assert world.node("d0").shape == home
+
+
+def test_what_an_operator_makes_of_a_node_that_is_lent_is_its_home_though_it_is_that_already():
+    world = World("p0", "d0", policy=AUTO)
+    waiting = world.queue("p0", 5000)
+    assert world.wait(LASTS_S + TICK_S) == [("d0", BOTH)]
+    assert world.ask("d0", "both") == BOTH
+    assert world.loans == [True, False]
+    world.ledger.end(waiting)
+    assert world.wait(100.0) == []
+
+
+def test_a_coordinator_that_has_begun_anew_sends_home_whom_the_one_before_it_has_lent():
+    world = World("p0", "d0", policy=AUTO)
+    home = Shape(0, 4, takes_handovers=True)
+    world.attach("d1", shape=BOTH, home=home)
+    assert world.wait(100.0) == [("d1", home)]
+    assert world.loans == [False]
 
 
 def test_a_node_does_not_go_home_while_it_is_the_last_that_reads():
@@ -268,3 +350,50 @@ def test_auto_helps_where_prompts_pile_up_and_leaves_alone_what_does_well():
     assert [role for _, role in flips[:2]] == ["both", "both"]
     assert auto_s < 0.5 * fixed_s
     assert times(AUTO, light) == (times(FIXED, light)[0], [])
+
+
+def steady(rate, from_s, until_s, num_prompt_tokens, num_answer_tokens):
+    """Arrivals at random, so many a second."""
+    rng, requests, at_s = random.Random(3), [], from_s
+    while (at_s := at_s + rng.expovariate(rate)) < until_s:
+        requests.append((at_s, num_prompt_tokens, num_answer_tokens))
+    return requests
+
+
+TEN_MINUTES_S = 600.0
+FEW = 8
+READS = {"p0": 2000.0, "d0": 2000.0, "d1": 2000.0}  # a prefill node reads two prompts of 1000 tokens a second
+WRITES = {"p0": 1e5, "p1": 1e5, "d0": 1e5}  # 8 answers of 150 tokens, a step of 28 ms: 1.9 a second on a decode node
+
+
+@pytest.mark.parametrize(
+    ("rate", "num_tokens"),
+    [
+        (0.2, 4000),
+        (1.8, 1000),
+        *[
+            pytest.param(tokens_per_s / num_tokens, num_tokens, marks=pytest.mark.long)
+            for num_tokens in (250, 4000)
+            for tokens_per_s in (400.0, 1200.0, 1800.0, 2400.0)
+        ],
+    ],
+)
+def test_any_steady_load_of_prompts_comes_to_have_few_flips(rate, num_tokens):
+    _, flips = serve(READS, steady(rate, 0.0, TEN_MINUTES_S, num_tokens, 8), roles=AUTO)
+    assert len(flips) <= FEW
+
+
+@pytest.mark.parametrize("rate", [1.5, *[pytest.param(rate, marks=pytest.mark.long) for rate in (0.9, 1.2, 1.9, 2.2)]])
+def test_any_steady_load_of_answers_comes_to_have_few_flips(rate):
+    _, flips = serve(WRITES, steady(rate, 0.0, TEN_MINUTES_S, 10, 150), max_num_seqs=8, roles=AUTO)
+    assert len(flips) <= FEW
+
+
+def test_after_any_load_a_fleet_is_what_it_was_within_the_bound():
+    """One that makes nodes go to and fro, then too many prompts, then few."""
+    flapping = steady(0.2, 0.0, TEN_MINUTES_S, 4000, 8)
+    heavy_s, light_s = TEN_MINUTES_S + 60.0, TEN_MINUTES_S + 60.0 + 2 * (MAX_STAY_S + 2 * CALM_S)
+    heavy = steady(5.0, TEN_MINUTES_S, heavy_s, 1000, 8)
+    light = steady(0.1, heavy_s, light_s, 100, 8)
+    _, flips = serve(READS, [*flapping, *heavy, *light], roles=AUTO)
+    assert dict(flips) == {"d0": "decode", "d1": "decode"}

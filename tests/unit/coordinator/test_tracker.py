@@ -39,6 +39,26 @@ def test_the_life_of_a_request_and_its_timeline(world):
     assert world.tracker.num_open == 0
 
 
+@pytest.mark.parametrize("how", ["sent", "lost", "failed"])
+def test_a_prompt_that_is_read_is_held_until_its_node_has_let_go(world, how):
+    world.submit()
+    attempt = world.attempt
+    world.tell("d0", events.reserved(attempt))
+    assert world.outgoing("p0") == 0
+    world.first(attempt)
+    world.tell("d0", events.committed(attempt))
+    assert world.outgoing("p0") == 3
+    reader = world.registry.find("p0")
+    match how:
+        case "sent":
+            assert world.tell("p0", events.transferred(attempt)) == []
+        case "lost":
+            assert world.lose("p0") == []
+        case "failed":
+            assert world.tell("p0", events.failed(attempt, "TRANSFER_FAILED")) == []
+    assert world.ledger.of(reader).tokens_outgoing == 0
+
+
 def test_a_ticket_that_is_there_before_the_first_token_leaves_no_credit_wait(world):
     world.submit()
     attempt = world.attempt

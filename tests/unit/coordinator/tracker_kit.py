@@ -40,7 +40,11 @@ class World:
 
     def account(self, name):
         """What is assigned to the node: tokens to compute and held, answers, and those of them still to come."""
-        return dataclasses.astuple(self.ledger.of(self.registry.find(name)))
+        return dataclasses.astuple(self.ledger.of(self.registry.find(name)))[:4]
+
+    def outgoing(self, name):
+        """Tokens of what the node has read for other nodes and has to hold still."""
+        return self.ledger.of(self.registry.find(name)).tokens_outgoing
 
     def submit(self, request_id="r/0", token_ids=PROMPT, cache_salt="", now=0.0, max_tokens=5):
         prompt, sampling = Prompt(token_ids, cache_salt), SamplingParams(max_tokens=max_tokens)

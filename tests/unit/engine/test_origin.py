@@ -29,9 +29,9 @@ def blocks(engine, prompts, max_tokens=20):
     answers = run_all(engine, prompts, greedy(max_tokens, ignore_eos=True), allocator=allocator)
     turn = [*prompts[0], *(token.token_id for token in answers[0]), *range(9)]
     run_all(engine, [turn], greedy(max_tokens, ignore_eos=True), allocator=allocator)
-    pool, layers = engine.pool, range(engine.layout.num_layers)
+    layers = range(engine.layout.num_layers)
     return {
-        name: torch.stack([planes(layer)[block].float() for layer in layers for planes in (pool.keys, pool.values)])
+        name: torch.cat([planes for layer in layers for planes in engine.pool.read_tensors(layer, [block])])
         for name, block in allocator.blocks_by_name.items()
     }
 
@@ -44,12 +44,18 @@ def test_blocks_of_one_name_have_equal_bits_whatever_they_were_computed_beside(f
     assert all(torch.equal(bits, beside[name]) for name, bits in alone.items())
 
 
-def test_an_answer_and_the_same_tokens_read_as_a_prompt_have_other_names(folder):
-    engine = load(folder)
+@pytest.mark.parametrize(("kv_cache_dtype", "num_alike"), [("auto", len(PROMPT) + 20), ("int8", len(PROMPT))])
+def test_an_answer_and_the_same_tokens_read_as_a_prompt_have_one_name_where_they_have_the_same_bits(
+    folder, kv_cache_dtype, num_alike
+):
+    engine = load(folder, batch_invariant=True, kv_cache_dtype=kv_cache_dtype)
+    assert engine.is_history_free == (kv_cache_dtype == "auto")
     [answer] = run_all(engine, [PROMPT], greedy(20, ignore_eos=True))
     written = blocks(engine, [PROMPT])
     read = blocks(engine, [[*PROMPT, *(token.token_id for token in answer)]])
-    assert len(set(written) & set(read)) == len(PROMPT) // 8
+    shared = set(written) & set(read)
+    assert len(shared) == num_alike // 8
+    assert all(torch.equal(written[name], read[name]) for name in shared)
 
 
 @pytest.mark.skipif(native_library() is None, reason="the native kernels are not built")

@@ -20,9 +20,9 @@ TOKENS = list(range(40))
 class House:
     """One pool."""
 
-    def __init__(self, caching=True):
+    def __init__(self, caching=True, is_history_free=False):
         self.allocator = BlockAllocator(400, caching=caching)
-        self.leases = Leases(self.allocator, LAYOUT, HERE)
+        self.leases = Leases(self.allocator, LAYOUT, HERE, is_history_free=is_history_free)
 
     def take(self, num_tokens, stage=Stage.READING):
         request = Request("r", 1, TOKENS[:num_tokens], num_tokens, SamplingParams(max_tokens=40))
@@ -68,6 +68,17 @@ def test_a_block_is_of_steps_if_only_its_last_token_is(house):
     for index, maker in enumerate(expected):
         name = child_name(name, maker, TOKENS[4 * index : 4 * index + 4])
         assert name in house.allocator.blocks_by_name
+
+
+def test_where_bits_have_no_history_blocks_of_steps_are_called_like_those_of_chunks():
+    house = House(is_history_free=True)
+    assert house.leases.makers == [READ_HERE, GRAFT]
+    read = house.take(20)
+    house.compute(read, Stage.READING, 20)
+    written = house.take(4)
+    house.compute(written, Stage.WRITING, 21)
+    assert written.names.names == read.names.names
+    assert house.leases.makers_of(written) == [READ_HERE] * 6
 
 
 def test_what_reads_on_behind_an_answer_is_called_after_it(house):

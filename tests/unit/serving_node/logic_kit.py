@@ -68,12 +68,13 @@ class Node:
         ticket_timeout_s=60.0,
         name="",
         origin=HERE,
+        is_history_free=False,
     ):
         self.name = name
         self.origin = origin
         self.allocator = BlockAllocator(num_blocks, caching=caching)
         self.rates = StepRates()
-        self.kv = ToyKV(num_blocks, BLOCK_SIZE, origin)
+        self.kv = ToyKV(num_blocks, BLOCK_SIZE, origin, is_history_free=is_history_free)
         self.budget = budget
         self.logic = NodeLogic(
             self.allocator,
@@ -83,6 +84,7 @@ class Node:
             block_bytes=BLOCK_BYTES,
             fingerprint=FINGERPRINT,
             origin=origin,
+            is_history_free=is_history_free,
             eos_token_ids=(NEVER,),
             rates=self.rates,
         )
@@ -140,9 +142,9 @@ class Node:
         self.logic.handle(fleet_pb2.NodeCommand(**command), self.now)
         self._settle()
 
-    def reshape(self, prompt_tokens, seats, takes_handovers=False):
+    def reshape(self, prompt_tokens, seats, takes_handovers=False, is_loan=False):
         shape = inference_pb2.Shape(prompt_tokens=prompt_tokens, seats=seats, takes_handovers=takes_handovers)
-        self.handle(reshape=fleet_pb2.Reshape(shape=shape))
+        self.handle(reshape=fleet_pb2.Reshape(shape=shape, is_loan=is_loan))
 
     def detached(self):
         self.logic.detached()

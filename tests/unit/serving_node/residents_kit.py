@@ -17,7 +17,7 @@ class House:
 
     def __init__(self, num_blocks):
         self.allocator = BlockAllocator(num_blocks)
-        self.leases = Leases(self.allocator, LAYOUT, b"-origin-")
+        self.leases = Leases(self.allocator, LAYOUT, b"-origin-", is_history_free=False)
         self.residents = Residents()
         self._epochs = count(1)
 

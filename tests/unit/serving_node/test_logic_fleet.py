@@ -39,7 +39,8 @@ def load(fleet, num_requests, seed, order="random"):
 def make_fleet(seed, **options):
     random = Random(seed)
     limits = {"budget": random.randint(4, 24), "seats": random.randint(1, 4), "caching": random.random() < 0.7}
-    return Fleet(seed, random.randint(2, 3), num_blocks=random.randint(NUM_BLOCKS, 12), **limits, **options)
+    sizes = {"num_nodes": random.randint(2, 3), "num_blocks": random.randint(NUM_BLOCKS, 12)}
+    return Fleet(seed, **sizes, is_history_free=random.random() < 0.5, **limits, **options)
 
 
 def seen(fleet):

@@ -4,9 +4,10 @@ import pytest
 
 from protos import convert
 from serving_core import reasons
+from serving_core.prefix import CHUNK
 from serving_core.residents import Stage
 from serving_node import moves
-from tests.toy_kv import answer_of
+from tests.toy_kv import ELSEWHERE, answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, prompt_of
 
 PROMPT = 9  # tokens: three blocks, of which the last holds one
@@ -456,15 +457,41 @@ def test_it_goes_on_behind_the_tokens_that_came_with_it():
     node.check_empty()
 
 
-@pytest.mark.parametrize("num_known", [0, 3, 4])
-def test_nothing_new_may_have_come_with_it(num_known):
-    """Its last known token's KV is computed here, be it the first of a block or the last of one that is held."""
+def test_it_comes_whole_though_some_blocks_of_its_tokens_are_here():
+    """They may have other bits than those that it was written behind."""
     node = Node()
     node.local("before", PROMPT, salt="s", max_tokens=30)
     node.steps()
-    known = prompt_of(PROMPT) + ANSWER[:num_known]
+    known = prompt_of(PROMPT) + ANSWER[:2]
     request = node.reserve("a", known, num_prompt_tokens=PROMPT, max_tokens=30, ahead=6, salt="s")
-    assert node.opened[request.epoch].num_cached == (len(known) - 1) // 4
+    assert node.opened[request.epoch].num_cached == 0
+    node.arrive(request, num_tokens=5)
+    assert node.event("a", "committed").num_bytes_saved == 0
+    assert resident(node).names.makers == [ELSEWHERE + CHUNK] * 3
+    node.steps()
+    assert node.tokens("a") == ANSWER[7:]
+    node.check_empty()
+
+
+def test_it_is_no_prompt_of_the_node_that_it_comes_to_nor_if_it_gives_way_there():
+    node = Node(num_blocks=10)
+    request = node.reserve("a", prompt_of(PROMPT) + ANSWER[:2], num_prompt_tokens=PROMPT, max_tokens=20, ahead=6)
+    node.arrive(request, num_tokens=5)
+    assert node.load.num_prompt_tokens == 0
+    node.local("old", 13, age=0, max_tokens=8)
+    node.steps()
+    assert node.load.num_preemptions > 0
+    assert node.tokens("a") == ANSWER[7:20]
+    assert node.load.num_prompt_tokens == 13
+    node.check_empty()
+
+
+@pytest.mark.parametrize("num_known", [0, 3, 4])
+def test_nothing_new_may_have_come_with_it(num_known):
+    """Its last known token's KV is computed here, be it the first of a block or the last of one."""
+    node = Node()
+    known = prompt_of(PROMPT) + ANSWER[:num_known]
+    request = node.reserve("a", known, num_prompt_tokens=PROMPT, max_tokens=30, ahead=6)
     node.arrive(request, num_tokens=0, tail=b"")
     assert node.event("a", "committed").next_index == num_known
     assert node.step() == [("a", len(known) - 1, 1)]

@@ -14,8 +14,8 @@ READ_THERE, WRITTEN_THERE = (ORIGINS[1] + kind for kind in (CHUNK, STEP))
 class Chat(Fleet):
     """One turn after the other on two nodes of one origin (seed 0) or of two (seed 1); the test says who does what."""
 
-    def __init__(self, seed):
-        super().__init__(seed, num_blocks=40, budget=64, seats=4)
+    def __init__(self, seed, **options):
+        super().__init__(seed, num_blocks=40, budget=64, seats=4, **options)
         self.first, self.second = self.nodes
         self.tokens = []
         self.age = 0
@@ -60,6 +60,17 @@ def test_each_turn_of_a_chat_ships_its_new_blocks_alone(seed):
     assert chat.turn(chat.first, chat.second, 10, 12) == (40, 4)  # 62 tokens in 16 blocks, of which 12 were there
     assert GRAFT in chat.second.makers
     assert GRAFT not in chat.first.makers
+
+
+def test_where_bits_have_no_history_what_was_written_is_called_like_what_was_read():
+    """As above; but what the one node has written and the other one reads again is the same block."""
+    chat = Chat(0, is_history_free=True)
+    assert chat.turn(chat.first, chat.second, 18, 12) == (0, 5)
+    assert chat.turn(chat.first, chat.second, 10, 12) == (16, 3)
+    assert chat.turn(chat.first, chat.second, 10, 12) == (40, 4)
+    assert chat.first.makers == chat.second.makers == {READ}
+    assert chat.first.allocator.blocks_by_name.keys() <= chat.second.allocator.blocks_by_name.keys()
+    assert len(chat.second.allocator.blocks_by_name) == (18 + 12 + 10 + 12 + 10 + 12 - 1) // BLOCK_SIZE
 
 
 def test_an_answer_is_handed_on_with_the_names_that_its_blocks_got():

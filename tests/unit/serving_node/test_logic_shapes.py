@@ -5,6 +5,7 @@ from random import Random
 import pytest
 
 from protos import inference_pb2
+from serving_core.shapes import Shape
 from tests.toy_kv import answer_of
 from tests.unit.serving_node.logic_kit import Node, prompt_of
 
@@ -26,6 +27,16 @@ def test_a_new_shape_is_told_at_once():
     node.reshape(0, 2, takes_handovers=True)
     assert node.num_beats == 1
     assert (node.load.role, node.load.shape) == ("decode", shape_of(0, 2, True))
+
+
+def test_its_home_is_what_it_was_before_it_was_lent():
+    node = Node(budget=8, seats=3, role="decode")
+    node.reshape(8, 3, takes_handovers=True, is_loan=True)
+    assert (node.logic.shape, node.logic.home) == (Shape(8, 3, True), Shape(0, 3, True))
+    node.reshape(8, 2, takes_handovers=True)
+    assert (node.logic.shape, node.logic.home) == (Shape(8, 2, True), Shape(8, 2, True))
+    node.reshape(9, 2, takes_handovers=True)  # which it refuses
+    assert (node.logic.shape, node.logic.home) == (Shape(8, 2, True), Shape(8, 2, True))
 
 
 @pytest.mark.parametrize(("prompt_tokens", "seats"), [(9, 0), (0, 4), (0, 0)])

@@ -281,7 +281,11 @@ async def test_a_new_shape_is_confirmed_at_once_and_kept_for_the_next_hello(tmp_
         (beat,) = [event.heartbeat for event in node.events]
         assert (beat.load.shape, beat.load.role) == (shape, "both")
         hello = node.node.hello()
-        assert (hello.shape, hello.node.role) == (shape, "decode")  # what it has begun with
+        assert (hello.shape, hello.home, hello.node.role) == (shape, shape, "decode")  # what it has begun with
+        loan = inference_pb2.Shape(prompt_tokens=16, seats=5)
+        node.handle(reshape=fleet_pb2.Reshape(shape=loan, is_loan=True))
+        hello = node.node.hello()
+        assert (hello.shape, hello.home) == (loan, shape)
 
 
 async def test_a_shape_that_the_node_cannot_take_is_refused_and_the_node_goes_on(tmp_path):

@@ -1,0 +1,56 @@
+"""What commands bring to a node: a job becomes a resident, if this node can do its part of it. Pure."""
+
+from collections.abc import Mapping
+
+from decode_node.credit import Credit
+from prefill_node.reading import Reading
+from protos import convert, fleet_pb2
+from serving_core import reasons
+from serving_core.errors import RequestError
+from serving_core.prefix import BlockNames, root_name
+from serving_core.residents import Resident, Residents, Stage
+
+
+class Arrivals:
+    """Takes requests in."""
+
+    def __init__(
+        self,
+        residents: Residents,
+        reading: Reading,
+        credit: Credit,
+        fingerprint: Mapping[str, str],
+        block_size: int,
+    ) -> None:
+        self._residents = residents
+        self._reading = reading
+        self._credit = credit
+        self._fingerprint = fingerprint
+        self._block_size = block_size
+
+    def take_in(self, job: fleet_pb2.Job, now: float, reserve: fleet_pb2.Reserve | None = None) -> None:
+        """A new request: to be read for another node or, with `reserve`, to be written here. Raises RequestError, and
+        then it is not here."""
+        request = convert.request_from_wire(job)
+        is_read_here = reserve is None or reserve.local_prefill
+        if self._residents.find(request) is not None:
+            message = f"attempt {request.epoch} of the request was announced twice"
+            raise RequestError(reasons.DUPLICATE_REQUEST_ID, message)
+        num_ahead = 0
+        if reserve is not None:
+            num_to_come = request.sampling.max_tokens - request.num_output_tokens
+            self._credit.check(len(request.token_ids) + num_to_come)
+            num_ahead = min(reserve.num_tokens_ahead, num_to_come)
+        if is_read_here:
+            self._reading.check(len(request.token_ids))
+        resident = Resident(
+            request,
+            job.age,
+            BlockNames(root_name(self._fingerprint, request.cache_salt), self._block_size),
+            Stage.QUEUED if is_read_here else Stage.AWAITING,
+            now,
+            hands_over=reserve is None,
+            source_tp=0 if is_read_here or reserve is None else max(1, reserve.prefill_tp_size),
+            num_ahead=num_ahead,
+        )
+        self._residents.add(resident)
