@@ -30,6 +30,7 @@ def hello(
     max_num_seqs=64,
     shape=None,
     tp_size=0,
+    traits=None,
     **fingerprint,
 ):
     role = role or ROLES[name[0]]
@@ -39,6 +40,7 @@ def hello(
         role=role,
         incarnation=incarnation,
         fingerprint={"protocol_version": PROTOCOL_VERSION, **MODEL, **fingerprint},
+        traits=traits,
     )
     return fleet_pb2.NodeEvent(
         hello=fleet_pb2.Hello(
