@@ -19,7 +19,7 @@ from splitserve.launch.models import Report
 from splitserve_bench.bits.questions import Answer, Difference, Question, first_difference, second_turns, short_ones
 
 CHUNKS: Final = (16, 100, 512)
-TRIES: Final = 4  # to have a running answer move
+TRIES: Final = 8  # to have a running answer move
 BEGUN_ANSWERS, BEGUN_TOKENS = 3, 3  # so many answers have so many tokens when their node is disturbed
 ANSWER_S: Final = 900.0  # for one answer, beside all others
 SETTLE_S: Final = 10.0  # until nodes have told what they did

@@ -34,8 +34,9 @@ HISTORIES = [
     "other threads",
     "preempted",
 ]
-FEW = BitsBench(10, (3, 40, 17, 150, 600), (50, 90))
-FIFTY = BitsBench(50, (1, 3, 16, 17, 40, 64, 100, 150, 257, 330, 600, 700), (20, 140))
+# Some answers are so long that they are still being written when their node is told to stop, or killed.
+FEW = BitsBench(8, (3, 40, 17, 150, 600), (20, 220))
+FIFTY = BitsBench(50, (1, 3, 16, 17, 40, 64, 100, 150, 257, 330, 600, 700), (8, 250))
 OF_A_REAL_MODEL = BitsBench(6, (5, 130, 40, 600, 17), (16, 40))
 CPUS = sorted(os.sched_getaffinity(0))
 OTHER_FAMILIES = {
@@ -53,6 +54,10 @@ pytestmark = [
 ]
 
 
+def write_model(folder, family="llama", **config):
+    return write_tiny_model(folder, family, **config, max_position_embeddings=2048)
+
+
 async def check(model, sizes, except_for=(), **flags):
     """Plays all histories; they all take place, and none but those excepted changes a bit."""
     lines = []
@@ -65,28 +70,29 @@ async def check(model, sizes, except_for=(), **flags):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 async def test_nothing_that_happens_to_an_answer_changes_a_bit(dtype, tmp_path):
-    model = write_tiny_model(tmp_path / "model", dtype=dtype)
+    model = write_model(tmp_path / "model", dtype=dtype)
     figures = await check(model, FEW)
     assert figures.promise == "promised: the same bits whatever happened to an answer"
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 async def test_nor_any_of_fifty(dtype, tmp_path):
-    await check(write_tiny_model(tmp_path / "model", dtype=dtype, seed=5), FIFTY)
+    await check(write_model(tmp_path / "model", dtype=dtype, seed=5), FIFTY)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
 async def test_nor_of_other_families(family, dtype, tmp_path):
-    await check(write_tiny_model(tmp_path / "model", family, dtype=dtype, **OTHER_FAMILIES[family]), FEW)
+    await check(write_model(tmp_path / "model", family, dtype=dtype, **OTHER_FAMILIES[family]), FEW)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 async def test_nor_of_quantized_weights(quantization, tmp_path):
-    model = write_tiny_model(tmp_path / "model", hidden_size=64, intermediate_size=128)
+    model = write_model(tmp_path / "model", hidden_size=64, intermediate_size=128)
     await check(model, FEW, dtype="bfloat16", quantization=quantization)
 
 
@@ -94,7 +100,7 @@ async def test_nor_of_quantized_weights(quantization, tmp_path):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 async def test_nor_of_two_ranks(dtype, tmp_path):
     """Each of one thread, unless there are CPUs for more."""
-    model = write_tiny_model(tmp_path / "model", dtype=dtype)
+    model = write_model(tmp_path / "model", dtype=dtype)
     await check(model, dataclasses.replace(FEW, tp_size=2), except_for=() if len(CPUS) >= 4 else ("other threads",))
 
 
@@ -104,7 +110,7 @@ async def test_nor_without_kernels_with_the_flag(dtype, tmp_path, monkeypatch):
     """At equal numbers of threads: with others torch may add in another order."""
     if dtype != "float16":
         monkeypatch.setenv(ENVIRONMENT, OFF)
-    model = write_tiny_model(tmp_path / "model", dtype=dtype)
+    model = write_model(tmp_path / "model", dtype=dtype)
     figures = await check(model, FEW, except_for=("other threads", "preempted"), batch_invariant=True)
     assert figures.promise.endswith("(with equal numbers of threads)")
 
@@ -121,7 +127,7 @@ async def test_nor_of_the_demo_model(dtype):
 
 @pytest.mark.long
 def test_doctor_finds_the_bits_that_keys_and_values_of_8_bits_change(tmp_path):
-    model = write_tiny_model(tmp_path / "model", dtype="bfloat16")
+    model = write_model(tmp_path / "model", dtype="bfloat16")
     result = CliRunner().invoke(main, ["doctor", str(model), "--check-bits", "--kv-cache-dtype", "int8", "--json"])
     assert result.exit_code == 1, result.output
     figures = json.loads(result.stdout)
@@ -134,7 +140,7 @@ def test_doctor_finds_the_bits_that_keys_and_values_of_8_bits_change(tmp_path):
 
 @pytest.mark.long
 def test_doctor_shows_a_line_for_each_history(tmp_path):
-    model = write_tiny_model(tmp_path / "model", dtype="bfloat16")
+    model = write_model(tmp_path / "model", dtype="bfloat16")
     result = CliRunner().invoke(main, ["doctor", str(model), "--check-bits"])
     assert result.exit_code == 0, result.output
     assert all(any(line.startswith(history) for line in result.stdout.splitlines()) for history in HISTORIES)
