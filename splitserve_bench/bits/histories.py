@@ -188,7 +188,8 @@ class Histories:
         crowd = _Crowd()
 
         async def once_begun() -> None:
-            await crowd.has_begun.wait()
+            async with asyncio.timeout(ANSWER_S):
+                await crowd.has_begun.wait()
             await disturb()
 
         answers, _ = await asyncio.gather(self._at_once(client, salt, crowd), once_begun())
