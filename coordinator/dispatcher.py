@@ -13,6 +13,7 @@ from typing import Final
 from coordinator.control import drains
 from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, Send
 from coordinator.control.journal import Journal
+from coordinator.control.kinds import Kinds
 from coordinator.control.outcomes import MAX_MESSAGE_CHARS
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node, Registry
@@ -70,6 +71,7 @@ class Dispatcher:
         self._roles = roles
         self._journal = journal
         self._tokenizer = tokenizer
+        self._kinds = Kinds()
         self._links: dict[Node, NodeLink] = {}
         self._generations: dict[str, Generation] = {}
         self._answers: dict[str, Answer] = {}
@@ -92,6 +94,8 @@ class Dispatcher:
             raise
         link = self._links[node] = NodeLink(node)
         logger.info("%s %s attached, session %d", node.kind, node.name, node.session)
+        for sentence in self._kinds.meet(node, self._registry.nodes):
+            logger.warning(sentence)
         self.nodes_changed.set()
         if namesake is not None:
             self._apply(self._lose(namesake, RequestError(WORKER_LOST, "its process has attached again")))

@@ -19,13 +19,14 @@ from engine.forward_batch import ForwardBatch, build_batch
 from engine.model.llama import LlamaDecoder
 from engine.model.weights import load_weights
 from engine.native.steps import choose_steps
-from engine.origin import engine_origin
+from engine.origin import engine_traits
 from engine.parallel import LEADER, RankGroup, alone, choose_device
 from engine.sampler import sample
 from serving_core.errors import SettingsError
 from serving_core.fingerprint import fingerprint
 from serving_core.model_config import FAKE_ARCHITECTURE, ModelConfig, read_model_config
 from serving_core.needs import MOST_INVARIANT_RANKS, check_settings, compute_dtype, model_layout, num_blocks_for
+from serving_core.prefix import origin_of
 from serving_core.requests import OnLayer, Request, SampledToken, SamplingParams, Share, Work
 from serving_core.settings import EngineSettings
 from serving_core.sharding import Shard, shard_of
@@ -84,6 +85,7 @@ class Engine:
         num_allocated = self.num_blocks + num_scratch_blocks(settings, device, self.group.size)
         self.pool: Final = PagedKVPool(self.layout, num_allocated, device, torch_dtype)
         self.attention = choose_attention(self.pool, len(shard.query_heads.held))
+        kernels_alone = self._is_history_free()  # as only they are by themselves
         if settings.batch_invariant and isinstance(self.model, LlamaDecoder):
             self.model.make_invariant(torch_dtype, device)
             self.attention = invariant_attention(self.attention, len(shard.query_heads.held))
@@ -102,7 +104,11 @@ class Engine:
             "tp_size": str(self.group.size),
             "batch_invariant": "yes" if settings.batch_invariant else "no",
         }
-        self.origin: Final = engine_origin({**self.description, "program": type(self.program).__name__}, device)
+        facts = {**self.description, "program": type(self.program).__name__}
+        facts["history_free"] = "yes" if self.is_history_free else "no"
+        self.traits: Final = engine_traits(facts, device, kernels_alone=kernels_alone)
+        """What the bits of answers depend on beside the fingerprint."""
+        self.origin: Final = origin_of(self.traits)
 
     def step(self, works: Sequence[Work], on_layer: OnLayer | None = None) -> list[SampledToken]:
         """Computes these shares on rank 0; gives one token for each that samples, in order. Changes no request."""

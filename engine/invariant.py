@@ -31,6 +31,7 @@ TILE_ROWS: Final = (1, 4, 8, 16, 32, 64, 128, 256)  # that are tried
 CALL_ROWS: Final = 32  # what one more product costs beside its rows, in rows
 PROBE_SEED: Final = 0
 NUM_PROBES: Final = 8  # rows
+NUM_CANDIDATES: Final = 512  # rows, of which the most telling become probes
 MAX_CANCELLED: Final = 16  # outputs of a product that are about 0 for the probes
 PROBE_POSITION: Final = 1013
 ALIGNMENT: Final = 64  # bytes; what lies at odd addresses may be computed in another way
@@ -63,7 +64,8 @@ def random_rows(num_columns: int, dtype: torch.dtype, device: torch.device) -> t
 @torch.inference_mode()
 def telling_rows(product: Rows, num_inputs: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Rows [NUM_PROBES, num_inputs], the same each time, at which some outputs of a product are about 0, though what is
-    added up to them is not: there the order of the sums shows."""
+    added up to them is not: there the order of the sums shows. In few bits a row comes near to that by chance alone, so
+    that the nearest of many are taken: else the output's own rounding would hide the order."""
     unit_rows = torch.split(torch.eye(num_inputs, dtype=dtype, device=device), max(TILE_ROWS))
     num_cancelled = min(MAX_CANCELLED, num_inputs // 2)
 
@@ -72,14 +74,15 @@ def telling_rows(product: Rows, num_inputs: int, dtype: torch.dtype, device: tor
 
     bias = outputs(torch.zeros(1, num_inputs, dtype=dtype, device=device))
     weights = torch.cat([outputs(rows) for rows in unit_rows]) - bias
-    rows = _random(num_inputs)
-    telling: torch.Tensor = rows - (rows @ weights + bias) @ torch.linalg.pinv(weights)
-    return telling.to(device, dtype)
+    rows = _random(num_inputs, NUM_CANDIDATES)
+    candidates = (rows - (rows @ weights + bias) @ torch.linalg.pinv(weights)).to(device, dtype)
+    smallest = torch.cat([outputs(part) for part in torch.split(candidates, max(TILE_ROWS))]).abs().amin(-1)
+    return candidates[smallest.argsort()[:NUM_PROBES].to(device)]
 
 
-def _random(num_columns: int) -> torch.Tensor:
+def _random(num_columns: int, num_rows: int = NUM_PROBES) -> torch.Tensor:
     generator = torch.Generator().manual_seed(PROBE_SEED)
-    return torch.randn(NUM_PROBES, num_columns, generator=generator, dtype=torch.float64, device="cpu")
+    return torch.randn(num_rows, num_columns, generator=generator, dtype=torch.float64, device="cpu")
 
 
 @torch.inference_mode()

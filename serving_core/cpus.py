@@ -1,10 +1,11 @@
 """Which CPUs a node computes on. Torch-free: the number of threads must be known before torch is imported."""
 
+import contextlib
 import itertools
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from serving_core.errors import SettingsError
 
@@ -48,6 +49,20 @@ def _share(number: int, num_shares: int) -> list[int]:
     if not hasattr(os, "sched_getaffinity"):
         raise SettingsError("--cpus needs Linux")
     return parse_cpus(divide_cpus(sorted(os.sched_getaffinity(0)), num_shares)[number - 1])
+
+
+@contextlib.contextmanager
+def confined(cpus: Collection[int]) -> Iterator[None]:
+    """Within it this thread may use these CPUs alone, where the system can tell."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def pin(cpus: str) -> None:

@@ -17,15 +17,16 @@ def new_incarnation() -> str:
 
 
 def node_info(
-    name: str, role: str, incarnation: str, fingerprint: Mapping[str, str], engine: Mapping[str, str]
+    name: str, role: str, incarnation: str, fingerprint: Mapping[str, str], engine: Engine
 ) -> inference_pb2.NodeInfo:
-    """`fingerprint` must be equal on all nodes of a fleet; `engine` describes what may differ."""
+    """`fingerprint` must be equal on all nodes of a fleet; what the engine says of itself may differ."""
     return inference_pb2.NodeInfo(
         name=name,
         role=role,
         incarnation=incarnation,
         fingerprint={"protocol_version": PROTOCOL_VERSION, **fingerprint},
-        engine=engine,
+        engine=engine.description,
+        traits=engine.traits,
     )
 
 

@@ -109,7 +109,7 @@ class NodeRunner:
     def hello(self) -> fleet_pb2.Hello:
         self._logic.attached()
         return fleet_pb2.Hello(
-            node=node_info(self._name, self._role, self._incarnation, self._fingerprint, self._engine.description),
+            node=node_info(self._name, self._role, self._incarnation, self._fingerprint, self._engine),
             num_blocks=self._engine.num_blocks,
             block_size=self._engine.layout.block_size,
             max_model_len=self._engine.max_model_len,

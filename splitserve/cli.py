@@ -29,7 +29,7 @@ COMMANDS: Final = {
         "splitserve.commands.plan_transfer:plan_transfer_command",
         "Show which KV heads go from which prefill rank to which decode rank.",
     ),
-    "doctor": ("", "Measure this machine; say from which lengths on it pays to split."),
+    "doctor": ("", "Measure this machine: from which lengths on it pays to split; or check bits."),
     "simulate": ("", "Play a load through the real decisions of a fleet, on a clock that only counts."),
     "bench": ("", "Measure the engine, a cluster, or any server."),
 }

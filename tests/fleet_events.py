@@ -31,6 +31,7 @@ def hello(
     shape=None,
     home=None,
     tp_size=0,
+    traits=None,
     **fingerprint,
 ):
     role = role or ROLES[name[0]]
@@ -41,6 +42,7 @@ def hello(
         role=role,
         incarnation=incarnation,
         fingerprint={"protocol_version": PROTOCOL_VERSION, **MODEL, **fingerprint},
+        traits=traits,
     )
     return fleet_pb2.NodeEvent(
         hello=fleet_pb2.Hello(

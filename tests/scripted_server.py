@@ -56,6 +56,15 @@ class Script(inference_pb2_grpc.InferenceServicer, inference_pb2_grpc.AdminServi
         self.failures = []
         self.endless = False
         self.cancelled = threading.Event()
+        self.nodes = [
+            inference_pb2.NodeInfo(
+                name="p0",
+                role="prefill",
+                fingerprint={"dtype": "bfloat16"},
+                engine={"tp_size": "2"},
+                traits={"cpu": "avx2"},
+            )
+        ]
 
     def _note(self, request, context):
         self.requests.append(request)
@@ -95,10 +104,7 @@ class Script(inference_pb2_grpc.InferenceServicer, inference_pb2_grpc.AdminServi
         )  # fmt: skip
 
     def GetServerInfo(self, request, context):
-        node = inference_pb2.NodeInfo(
-            name="p0", role="prefill", fingerprint={"dtype": "bfloat16"}, engine={"tp_size": "2"}
-        )
-        return inference_pb2.GetServerInfoResponse(version="1", uptime_s=2.5, nodes=[node])
+        return inference_pb2.GetServerInfoResponse(version="1", uptime_s=2.5, nodes=self.nodes)
 
     def GetLoads(self, request, context):
         rank = inference_pb2.RankLoad

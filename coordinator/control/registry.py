@@ -73,6 +73,11 @@ class Node:
         return {key: value for key, value in self.hello.node.fingerprint.items() if key != VERSION_KEY}
 
     @property
+    def traits(self) -> Mapping[str, str]:
+        """What the bits of the node's answers depend on beside the fingerprint; empty where it does not tell."""
+        return self.hello.node.traits
+
+    @property
     def pool_tokens(self) -> int:
         """Tokens that the node's KV pool holds."""
         return self.hello.num_blocks * self.hello.block_size

@@ -14,6 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 
 from coordinator.control.instructions import MoveOutcome
+from coordinator.control.kinds import num_kinds
 from coordinator.control.metrics import BOUNDS_S, Histogram, Metrics
 from coordinator.control.outcomes import FINISH_REASONS
 from coordinator.control.registry import Node, Registry
@@ -141,6 +142,8 @@ def _nodes(nodes: Sequence[Node]) -> Iterator[Figure]:
         "Attached nodes.",
         [({"role": role}, sum(node.role == role for node in nodes)) for role in ROLES],
     )
+    help = "Kinds of attached nodes: with more than one, answers may differ in bits between nodes."
+    yield Figure(GaugeMetricFamily, "node_kinds", help, [({}, num_kinds(nodes))])
     yield gauge("ready", "1 while the node takes requests, 0 while it drains.", lambda node: node.is_ready)
     yield gauge("requests_running", "Requests in the node's steps.", lambda node: node.load.num_running)
     yield gauge("requests_waiting", "Requests that wait on the node.", lambda node: node.load.num_waiting)

@@ -13,7 +13,13 @@ VERSION: Final = 1  # LINEAR_VERSION in native/linear.h
 ELEMENTS: Final = {"float32": 0, "bfloat16": 1}
 VARIANTS: Final = ("avx512_vnni", "avx2", "plain")  # the fastest first
 
-_VARIANT_OF: Final = {"amx": "avx512_vnni", "avx512_bf16": "avx512_vnni", "avx512": "avx512_vnni", "avx2": "avx2", "plain": "plain"}
+_VARIANT_OF: Final = {
+    "amx": "avx512_vnni",
+    "avx512_bf16": "avx512_vnni",
+    "avx512": "avx512_vnni",
+    "avx2": "avx2",
+    "plain": "plain",
+}
 
 
 class Matrix(ctypes.Structure):

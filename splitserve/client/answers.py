@@ -117,13 +117,15 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """A node that is attached: its role, what must be equal on all nodes, what may differ."""
+    """A node that is attached: its role, what must be equal on all nodes, what may differ, and what may differ and the
+    bits of answers with it."""
 
     name: str
     role: str
     incarnation: str
     fingerprint: Mapping[str, str]
     engine: Mapping[str, str]
+    traits: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +213,7 @@ def to_model_info(message: inference_pb2.GetModelInfoResponse) -> ModelInfo:
 
 
 def to_server_info(message: inference_pb2.GetServerInfoResponse) -> ServerInfo:
-    nodes = (
-        _copy(NodeInfo, node, fingerprint=dict(node.fingerprint), engine=dict(node.engine)) for node in message.nodes
-    )
-    return _copy(ServerInfo, message, nodes=tuple(nodes))
+    return _copy(ServerInfo, message, nodes=tuple(_node_info(node) for node in message.nodes))
 
 
 def to_loads(message: inference_pb2.GetLoadsResponse) -> Loads:
@@ -224,6 +223,11 @@ def to_loads(message: inference_pb2.GetLoadsResponse) -> Loads:
 def to_node_load(message: inference_pb2.NodeLoad) -> NodeLoad:
     ranks = tuple(_copy(RankLoad, rank) for rank in message.ranks)
     return _copy(NodeLoad, message, shape=shape_from_wire(message.shape), ranks=ranks)
+
+
+def _node_info(message: inference_pb2.NodeInfo) -> NodeInfo:
+    maps = {name: dict(getattr(message, name)) for name in ("fingerprint", "engine", "traits")}
+    return _copy(NodeInfo, message, **maps)
 
 
 def _token_logprob(item: inference_pb2.TokenLogprobs) -> TokenLogprob:

@@ -85,7 +85,19 @@ def status_view(model: ModelInfo, server: ServerInfo, loads: Loads) -> Group:
     nodes = sorted(loads.nodes, key=lambda load: (load.role != "prefill", load.name))
     if not nodes:
         return Group(*lines, "no node is attached")
-    return Group(*lines, _node_table(nodes, server), "", _cache_table(nodes))
+    return Group(*lines, _node_table(nodes, server), *_kinds(server), "", _cache_table(nodes))
+
+
+def _kinds(server: ServerInfo) -> list[Text]:
+    """Which nodes are of which kind, if answers may differ in bits between them; else nothing."""
+    kinds: dict[frozenset[tuple[str, str]], list[str]] = {}
+    for node in server.nodes:
+        if node.traits:
+            kinds.setdefault(frozenset(node.traits.items()), []).append(node.name)
+    if len(kinds) < 2:
+        return []
+    names = " | ".join(", ".join(names) for names in kinds.values())
+    return [Text(f"unlike nodes, whose answers may differ in bits: {names}", style="yellow")]
 
 
 def _node_table(nodes: list[NodeLoad], server: ServerInfo) -> Table:

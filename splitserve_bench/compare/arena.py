@@ -7,12 +7,12 @@ contender for the whole comparison. This way it is drawn anew for each load, and
 Nodes are pinned to the given cores, evenly. The coordinator and the load generator may use every core of the machine.
 """
 
-import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from serving_core.cpus import confined
 from serving_core.flags import build
 from splitserve.launch.cluster import ClusterSettings
 from splitserve.launch.launcher import Cluster, free_port
@@ -98,7 +98,7 @@ class Arena:
             "log_dir": str(log_dir),
         }
         values = {**self._flags, **own}
-        with _confined(self._cores):  # a cluster shares out the CPUs that this process may use
+        with confined(self._cores):  # a cluster shares out the CPUs that this process may use
             return Cluster(build(ClusterSettings, values), values, self._model, report=self._report)
 
 
@@ -136,17 +136,3 @@ async def _check_nodes(cluster: Cluster) -> None:
 
 async def _nothing() -> None:
     """A peer's nodes are its own affair."""
-
-
-@contextmanager
-def _confined(cores: Sequence[int]) -> Iterator[None]:
-    """Within it this thread may use these CPUs alone, where the system can tell."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)

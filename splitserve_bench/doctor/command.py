@@ -2,17 +2,23 @@
 
 import dataclasses
 import json
+import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from serving_core.errors import SettingsError
 from serving_core.extras import needs
 from serving_core.settings import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineSettings
 from splitserve.commands.terminal import report, stdout
-from splitserve.launch.models import resolve
+from splitserve.launch.models import LocalModel, resolve
 from splitserve.signals import run_to_end
 from splitserve_bench.engine.command import COUNTS
+
+if TYPE_CHECKING:
+    from splitserve_bench.doctor.doctor import DoctorBench
 
 MOST_RUNNING: Final = 256
 
@@ -39,6 +45,16 @@ MOST_RUNNING: Final = 256
     type=click.Path(dir_okay=False, path_type=Path),
     help="Measure more, and write to this file what `splitserve simulate --profile` needs.",
 )
+@click.option(
+    "--check-bits",
+    is_flag=True,
+    help="Instead, ask the same alone, in a crowd, in chunks, through moves, kills and more: exit code 1 unless all "
+    "answers have the same bits.",
+)
+@click.option("--batch-invariant", is_flag=True, help="As of nodes.")
+@click.option(
+    "--tp", default=1, show_default=True, type=click.IntRange(1), help="Ranks of each node, with --check-bits."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 @needs("node")
 def doctor(
@@ -52,23 +68,46 @@ def doctor(
     kv_cache_dtype: str,
     repeats: int,
     save_path: Path | None,
+    check_bits: bool,
+    batch_invariant: bool,
+    tp: int,
     as_json: bool,
 ) -> None:
     """Measure what a node of MODEL does on cores of this machine: prompts, decode steps, hand-over of KV; and say from
-    which prompt and output lengths on a prefill node and a decode node beat two nodes that do both."""
-    from splitserve_bench.doctor.doctor import DoctorBench, measure_doctor
-    from splitserve_bench.doctor.report import doctor_view, pays_lines
+    which prompt and output lengths on a prefill node and a decode node beat two nodes that do both. Or, with
+    --check-bits, whether answers have the same bits whatever happened to them."""
+    flags: dict[str, Any] = {
+        "dtype": dtype,
+        "quantization": quantization,
+        "kv_cache_dtype": kv_cache_dtype,
+        "batch_invariant": batch_invariant,
+    }
+    if check_bits and save_path is not None:
+        raise SettingsError("--check-bits measures nothing that --save could write")
+    if tp != 1 and not check_bits:
+        raise SettingsError("--tp is for --check-bits: what is measured is a node of one rank")
+    local = resolve(model, report)
+    if check_bits:
+        _check_bits(local, flags, cores, tp, as_json)
+        return
+    from splitserve_bench.doctor.doctor import DoctorBench
 
     sizes = DoctorBench(cores, running, tuple(sorted(prompt_tokens)), tuple(sorted(output_tokens)), repeats)
-    settings = EngineSettings(dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
-    local = resolve(model, report)
+    _measure(local, EngineSettings(**flags), sizes, save_path, as_json)
+
+
+def _measure(
+    model: LocalModel, settings: EngineSettings, sizes: "DoctorBench", save_path: Path | None, as_json: bool
+) -> None:
+    from splitserve_bench.doctor.doctor import measure_doctor
+    from splitserve_bench.doctor.report import doctor_view, pays_lines
 
     async def main() -> None:
-        figures = await measure_doctor(local.folder, settings, sizes, report)
+        figures = await measure_doctor(model.folder, settings, sizes, report)
         if save_path is not None:
             from splitserve_bench.doctor.saving import measure_profile
 
-            profile = await measure_profile(local, settings, sizes, figures.costs.corridor.bytes_per_s, report)
+            profile = await measure_profile(model, settings, sizes, figures.costs.corridor.bytes_per_s, report)
             profile.save(save_path)
             report(f"written: {save_path}")
         if as_json:
@@ -77,3 +116,24 @@ def doctor(
             stdout.print(doctor_view(figures))
 
     run_to_end(main())
+
+
+def _check_bits(model: LocalModel, flags: Mapping[str, Any], cores: int, tp_size: int, as_json: bool) -> None:
+    from splitserve_bench.bits.check import BitsFigures, check_bits
+    from splitserve_bench.bits.questions import BitsBench
+    from splitserve_bench.bits.report import bits_view, conclusion
+    from splitserve_bench.doctor.doctor import all_cpus
+
+    found: list[BitsFigures] = []
+
+    async def main() -> None:
+        found.append(await check_bits(model, flags, BitsBench(cores=cores, tp_size=tp_size), all_cpus(), report))
+
+    run_to_end(main())
+    [figures] = found
+    if as_json:
+        click.echo(json.dumps({**dataclasses.asdict(figures), "conclusion": conclusion(figures)}))
+    else:
+        stdout.print(bits_view(figures))
+    if figures.differs:
+        sys.exit(1)

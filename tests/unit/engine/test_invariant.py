@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.engine import Engine
-from engine.invariant import TILE_ROWS, agreeing_sizes, in_tiles
+from engine.invariant import TILE_ROWS, agreeing_sizes, in_tiles, telling_rows
 from engine.native.dense_linear import dense_library
 from engine.native.library import ENVIRONMENT, OFF
 from serving_core.errors import SettingsError
@@ -170,3 +170,20 @@ def test_a_product_of_torch_is_invariant_in_tiles_that_agree():
         for num_rows in (1, 2, 3, 5, 17):
             end = first + num_rows
             assert torch.equal(in_tiles(product, x[first:end], sizes), together[first:end])
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_of_rows_that_are_found_to_agree_do_so_at_thousands_of_rows(dtype, seed):
+    """In bfloat16 another order of the sums shows in few of them."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = (torch.randn(96, 48, generator=generator) / 4).to(dtype)
+    rows = torch.randn(4096, 48, generator=generator).to(dtype)
+
+    def product(x):
+        return torch.nn.functional.linear(x, weight)
+
+    sizes = agreeing_sizes(product, telling_rows(product, 48, dtype, torch.device("cpu")))
+    expected = torch.cat([product(tile.clone()) for tile in rows.split(max(sizes))])
+    for size in sizes:
+        assert torch.equal(torch.cat([product(tile.clone()) for tile in rows.split(size)]), expected), size

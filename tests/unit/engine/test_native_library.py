@@ -34,7 +34,9 @@ def test_every_variant_may_be_used_unless_one_is_named(monkeypatch):
 
 def test_an_unknown_variant_is_refused(monkeypatch):
     monkeypatch.setenv(ENVIRONMENT, "sse9")
-    with pytest.raises(ValueError, match="SPLITSERVE_NATIVE=sse9 is none of amx, avx512_bf16, avx512, avx2, plain, off"):
+    with pytest.raises(
+        ValueError, match="SPLITSERVE_NATIVE=sse9 is none of amx, avx512_bf16, avx512, avx2, plain, off"
+    ):
         wanted_variants()
 
 

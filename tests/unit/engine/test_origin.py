@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from engine.engine import Engine
+from engine.native.dense_linear import best_variant
 from engine.native.library import native_library
+from engine.origin import engine_traits
 from serving_core.blocks import BlockAllocator
 from serving_core.settings import EngineSettings
 from tests.tiny_models import write_tiny_model
@@ -69,16 +71,44 @@ def test_engines_without_the_compiled_kernels_have_other_names(folder, monkeypat
     assert load(folder).origin not in (native.origin, portable.origin)
 
 
+@pytest.fixture
+def more_threads():
+    """Has torch compute with one thread more, for as long as the test likes."""
+    before = torch.get_num_threads()
+    yield lambda: torch.set_num_threads(before + 1)
+    torch.set_num_threads(before)
+
+
 def test_an_origin_is_the_same_for_the_same_engine_and_another_for_other_ways_to_compute(folder, monkeypatch):
     origins = [load(folder).origin, load(folder, batch_invariant=True).origin]
     assert origins[0] == load(folder).origin
     assert len(origins[0]) == 8
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads + 1)
-        origins.append(load(folder).origin)
-    finally:
-        torch.set_num_threads(threads)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": False})
     origins.append(load(folder).origin)
     assert len(set(origins)) == len(origins)
+
+
+def test_the_number_of_threads_counts_where_torch_computes_alone(folder, monkeypatch, more_threads):
+    monkeypatch.setenv("SPLITSERVE_NATIVE", "off")
+    portable = load(folder)
+    more_threads()
+    assert load(folder).origin != portable.origin
+    assert portable.traits["history_free"] == "no"
+
+
+@pytest.mark.skipif(best_variant(torch.bfloat16) is None, reason="bfloat16 products are not native here")
+def test_engines_of_unlike_threads_are_of_one_kind_where_kernels_compute_everything(folder, more_threads):
+    native = load(folder)
+    more_threads()
+    assert load(folder).traits == native.traits
+    assert native.traits["history_free"] == "yes"
+
+
+def test_traits_tell_of_the_cpu_its_instructions_and_where_torch_computes_its_caches_too(monkeypatch):
+    cpu = {"avx2": True, "avx512_f": False, "cpu_name": "Some CPU", "num_sockets": 2, "l2_cache_size": 4096}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu)
+    description = {"attention": "native", "threads": "3"}
+    native, portable = (engine_traits(description, torch.device("cpu"), kernels_alone=alone) for alone in (True, False))
+    assert (native["cpu"], portable["cpu"]) == ("avx2", "avx2 cpu_name=Some-CPU l2_cache_size=4096")
+    assert ("threads" in native, portable["threads"]) == (False, "3")
+    assert native["kernels"] == portable["kernels"]

@@ -1,3 +1,4 @@
+import contextlib
 import os
 import subprocess
 import sys
@@ -6,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving_core.cpus import divide_cpus, parse_cpus, pin
+from serving_core.cpus import confined, divide_cpus, parse_cpus, pin
 from serving_core.errors import SettingsError
 
 
@@ -90,6 +91,16 @@ def test_empty_text_leaves_everything(monkeypatch):
     pin("")
     assert os.sched_getaffinity(0) == before
     assert "OMP_NUM_THREADS" not in os.environ
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_thread_is_confined_for_as_long_as_it_is_told(fails):
+    before = os.sched_getaffinity(0)
+    with contextlib.suppress(ZeroDivisionError), confined([max(before)]):
+        assert os.sched_getaffinity(0) == {max(before)}
+        if fails:
+            _ = 1 / 0
+    assert os.sched_getaffinity(0) == before
 
 
 def test_pin_after_torch_is_a_bug():

@@ -1,0 +1,129 @@
+"""`splitserve doctor --check-bits`: what is asked, what counts as a difference, and what is said of it."""
+
+import io
+import struct
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from splitserve.cli import main
+from splitserve.client.answers import Completion, NodeInfo, Timeline, TokenLogprob, TopLogprob
+from splitserve_bench.bits.check import BitsFigures, promise_of
+from splitserve_bench.bits.histories import Played
+from splitserve_bench.bits.questions import Answer, BitsBench, Difference, draw_questions, first_difference
+from splitserve_bench.bits.report import bits_view, conclusion
+from splitserve_bench.errors import BenchError
+from tests.tiny_models import write_fake_model
+
+SIZES = BitsBench(8, (5, 100, 30), (8, 20))
+COMPLETION = Completion("length", None, 5, 2, 0, Timeline(*[0.0] * 8, "p", "d", 0, 0, 0.0), 0, 0, 0)
+
+
+def answer(*tokens, logprob=-1.0, top=-2.0):
+    logprobs = tuple(TokenLogprob(token, logprob, (TopLogprob(7, top),)) for token in tokens)
+    return Answer(tokens, logprobs, COMPLETION)
+
+
+def next_float(number):
+    """The next float of 32 bits away from 0."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", number))
+    return struct.unpack("<f", struct.pack("<I", bits + 1))[0]
+
+
+def test_equal_answers_do_not_differ():
+    assert first_difference([answer(1, 2), answer(3)], [answer(1, 2), answer(3)]) is None
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ([answer(1, 2), answer(3, 9)], Difference(1, 1, is_token=True)),
+        ([answer(1, 2), answer(3, 4, logprob=next_float(-1.0))], Difference(1, 0, is_token=False)),
+        ([answer(1, 2, top=next_float(-2.0)), answer(3, 9)], Difference(0, 0, is_token=False)),
+        ([answer(1, 2), answer(3)], Difference(1, 1, is_token=True)),
+        ([answer(1, 2, 5), answer(3, 4)], Difference(0, 2, is_token=True)),
+    ],
+)
+def test_the_first_difference_is_found_down_to_the_last_bit(found, expected):
+    assert first_difference([answer(1, 2), answer(3, 4)], found) == expected
+
+
+def test_questions_are_the_same_each_time_half_greedy_and_half_sampled():
+    questions = draw_questions(SIZES, 260, 1024)
+    assert questions == draw_questions(SIZES, 260, 1024)
+    assert [len(question.prompt) for question in questions] == [5, 100, 30, 5, 100, 30, 5, 100]
+    assert sum(question.sampling["temperature"] == 0 for question in questions) == 4
+    assert len({question.seed for question in questions}) == 1 + 4
+    assert all(8 <= question.max_tokens <= 20 for question in questions)
+    assert all(0 <= token < 260 for question in questions for token in question.prompt)
+
+
+def test_prompts_that_the_context_does_not_hold_are_left_out():
+    assert {len(question.prompt) for question in draw_questions(SIZES, 260, 100)} == {5, 30}
+    with pytest.raises(BenchError, match="a context of 60 tokens is too short"):
+        draw_questions(SIZES, 260, 60)
+
+
+WHATEVER = "whatever happened to an answer"
+
+
+def node(*, history_free="no", device="cpu", tp_size="1", dtype="bfloat16", **traits):
+    engine = {"device": device, "tp_size": tp_size}
+    return NodeInfo("n", "both", "1", {"dtype": dtype}, engine, {"history_free": history_free, **traits})
+
+
+@pytest.mark.parametrize(
+    ("described", "promise"),
+    [
+        (node(history_free="yes"), "promised: the same bits whatever happened to an answer"),
+        (node(history_free="yes", threads="2"), f"promised: the same bits {WHATEVER} (with equal numbers of threads)"),
+        (node(dtype="int8"), "not promised: keys and values in 8 bits"),
+        (node(tp_size="4"), "not promised: the order in which 4 ranks"),
+        (node(device="NVIDIA H100"), "not promised: on a GPU"),
+        (node(), "not promised without --batch-invariant"),
+    ],
+)
+def test_what_is_promised(described, promise):
+    assert promise_of(described).startswith(promise)
+
+
+GOOD = Played("crowd", "7 answers at the same time", True, None)
+MISSED = Played("moved", "0 moves", False, None)
+BAD = Played("chunks of 16", "3 prompts cut", True, Difference(2, 17, is_token=False))
+
+
+@pytest.mark.parametrize(
+    ("histories", "said", "differs"),
+    [
+        ((GOOD,), "none of 1 histories changed a bit of a token or a log-probability", False),
+        ((GOOD, MISSED), "no history changed a bit, but of 2 some could not be played: moved", False),
+        ((GOOD, MISSED, BAD), "1 of 3 histories changed bits of answers: chunks of 16", True),
+    ],
+)
+def test_the_conclusion(histories, said, differs):
+    figures = BitsFigures("m", {}, "promised", histories)
+    assert (conclusion(figures), figures.differs) == (said, differs)
+
+
+def test_the_view_has_a_line_for_each_history():
+    console = Console(file=io.StringIO(), width=160, record=True)
+    console.print(bits_view(BitsFigures("m", {"device": "cpu"}, "promised: bits", (GOOD, MISSED, BAD))))
+    lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
+    assert lines[:2] == ["m: device cpu", "promised: bits"]
+    assert "crowd ok 7 answers at the same time" in lines
+    assert "moved not played 0 moves" in lines
+    assert "chunks of 16 differ: request 2, log-probabilities 17 3 prompts cut" in lines
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--check-bits", "--save", "profile.json"], "--check-bits measures nothing that --save could write"),
+        (["--tp", "2"], "--tp is for --check-bits"),
+    ],
+)
+def test_what_does_not_go_together(tmp_path, flags, message):
+    result = CliRunner().invoke(main, ["doctor", str(write_fake_model(tmp_path)), *flags])
+    assert result.exit_code == 2
+    assert message in result.stderr
