@@ -133,6 +133,7 @@ class NodeLogic:
         load.num_kv_bytes = self._hand_overs.num_kv_bytes + self._moves.num_kv_bytes
         load.num_transfers_failed = self._hand_overs.num_failed + self._moves.num_failed
         load.prefill_tokens_per_s = self._rates.prefill_tokens_per_s
+        load.lone_step_s = self._rates.lone_step_s
         load.step_s = self._rates.decode_step_s or load.step_s
 
     # ---- commands ----
@@ -159,6 +160,8 @@ class NodeLogic:
                 self._moves.migrate(command.migrate)
             case "keep":
                 self._moves.keep(command.keep)
+            case "begun":
+                self._begun(command.begun.attempt, now)
             case "cancel":
                 self._cancel(command.cancel.attempt)
             case "reshape":
@@ -213,10 +216,17 @@ class NodeLogic:
             BlockNames(root_name(self._fingerprint, request.cache_salt), self._layout.block_size),
             Stage.QUEUED if is_read_here else Stage.AWAITING,
             now,
+            due=convert.due_from_wire(job.due, now) if job.HasField("due") else None,
             hands_over=reserve is None,
             source_tp=0 if is_read_here or reserve is None else max(1, reserve.prefill_tp_size),
             num_ahead=num_ahead,
         )
+
+    def _begun(self, attempt: fleet_pb2.Attempt, now: float) -> None:
+        """Another node has given the first token of what this one writes, or wrote."""
+        resident = self._residents.find(attempt)
+        if resident is not None and resident.due is not None:
+            resident.due.began_s = now
 
     def _cancel(self, attempt: fleet_pb2.Attempt) -> None:
         """Every cancel is answered, that of an unknown attempt at once."""
@@ -319,6 +329,8 @@ class NodeLogic:
         reason = finish_reason(request, self._eos_token_ids)
         if is_first or reason is not None:
             self._cache_report.tell()  # before the client can ask again
+        if is_first and resident.due is not None and resident.due.began_s is None:
+            resident.due.began_s = now
         if not resident.is_ending and is_first:
             first_token = self._first_token(resident, now)
             convert.tell_token(first_token.token, request, token, reason)

@@ -148,7 +148,19 @@ class Node:
         self.logic.detached()
         self._settle()
 
-    def _job(self, name, prompt, *, salt=None, age=None, epoch=None, num_prompt_tokens=None, max_tokens=4, **sampling):
+    def _job(
+        self,
+        name,
+        prompt,
+        *,
+        salt=None,
+        age=None,
+        epoch=None,
+        num_prompt_tokens=None,
+        max_tokens=4,
+        due=None,
+        **sampling,
+    ):
         """All begin alike, and have nothing to share unless they are given the same salt."""
         prompt = prompt_of(prompt) if isinstance(prompt, int) else list(prompt)
         self._num_requests += 1
@@ -160,7 +172,7 @@ class Node:
             SamplingParams(max_tokens=max_tokens, **{"ignore_eos": True, **sampling}),
             name if salt is None else salt,
         )
-        return request, convert.job_to_wire(request, self._num_requests if age is None else age)
+        return request, convert.job_to_wire(request, self._num_requests if age is None else age, due)
 
     # ---- steps ----
 
