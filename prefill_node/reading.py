@@ -1,17 +1,20 @@
 """The half that turns prompts into KV: which tokens of which prompt the next step computes. No I/O, no clock.
 
 Oldest first, by token budget: a step takes tokens of the prompts that are being read until the budget is spent, so a
-long prompt goes through in chunks and several short ones share a step. A prompt starts only when the pool has blocks
-for all of it, so whatever is being read can always finish.
+long prompt goes through in chunks and several short ones share a step; beside answers with limits time is a budget too
+(prefill_node/slack.py). A prompt starts only when the pool has blocks for all of it, so whatever is being read can
+always finish.
 
 A prompt starts with the leading blocks that an earlier one left in the pool, or one that is being read has published,
 and computes the rest; always its last token where its logits choose the next one. It publishes its own full blocks step
 by step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from prefill_node.slack import Slack
 from serving_core import reasons
+from serving_core.costs import StepCosts, StepLoad
 from serving_core.errors import RequestError
 from serving_core.leases import Leases
 from serving_core.requests import Work
@@ -21,9 +24,10 @@ from serving_core.residents import Resident, Residents, Stage
 class Reading:
     """The prompts of one node."""
 
-    def __init__(self, residents: Residents, leases: Leases, *, max_num_queued: int) -> None:
+    def __init__(self, residents: Residents, leases: Leases, costs: StepCosts, *, max_num_queued: int) -> None:
         self._residents = residents
         self._leases = leases
+        self._slack = Slack(costs)
         self._max_num_queued = max_num_queued
         self.num_prompt_tokens = 0  # of all prompts that ever started
         self.num_cached_tokens = 0  # of them, those that were not to be computed
@@ -39,9 +43,18 @@ class Reading:
         if self.num_queued >= self._max_num_queued:
             raise RequestError(reasons.QUEUE_FULL, f"the prefill queue holds its {self._max_num_queued} requests")
 
-    def plan(self, budget: int, may_start: Callable[[Resident], bool], start: Callable[[Resident], bool]) -> list[Work]:
-        """Chunks of at most `budget` tokens in all, oldest prompt first. `start` gives a prompt its blocks if there are
-        enough; if not, it holds up those behind it that have none either. One that may not start is passed over."""
+    def plan(
+        self,
+        budget: int,
+        may_start: Callable[[Resident], bool],
+        start: Callable[[Resident], bool],
+        answers: Sequence[Resident],
+        now: float,
+    ) -> list[Work]:
+        """Chunks of at most `budget` tokens in all, and no more than the answers of the step leave time for; oldest
+        prompt first. `start` gives a prompt its blocks if there are enough; if not, it holds up those behind it that
+        have none either. One that may not start is passed over. `took` is to follow when the step is done."""
+        self._slack.begin(answers, now)
         works: list[Work] = []
         is_held_up = False
         for resident in self._residents.in_stage(Stage.QUEUED, Stage.READING):
@@ -56,11 +69,16 @@ class Reading:
                     is_held_up = True
                     continue
                 self._begin(resident)
-            num_tokens = min(budget, resident.num_to_compute)
+            num_asked = min(budget, resident.num_to_compute)
+            num_tokens = self._slack.afford(resident.num_computed, num_asked) if num_asked else 0
             if num_tokens:
-                budget -= num_tokens
                 works.append(resident.work(num_tokens))
+            budget = budget - num_tokens if num_tokens == num_asked else 0
         return works
+
+    def took(self, load: StepLoad, step_s: float) -> None:
+        """What a step has taken, whatever it was of."""
+        self._slack.took(load, step_s)
 
     def start(self, resident: Resident, *, num_spare: int) -> bool:
         """Gives a prompt the blocks for all of it, if that leaves num_spare free. Tells whether it did."""

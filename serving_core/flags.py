@@ -158,7 +158,10 @@ def _click_type(field: "dataclasses.Field[Any]", hint: Any) -> "click.ParamType[
 def _config_option(names: set[str]) -> click.Option:
     def load(context: click.Context, _: click.Parameter, path: Path | None) -> Path | None:
         if path is not None:
-            context.default_map = read_yaml(path, names)
+            context.default_map = values = read_yaml(path, names)
+            for option in context.command.params:
+                if isinstance(option, click.Option) and option.multiple and isinstance(values.get(option.name), str):
+                    values[str(option.name)] = [values[str(option.name)]]
         return path
 
     return click.Option(

@@ -14,6 +14,7 @@ from prefill_node.reading import Reading
 from protos import convert, fleet_pb2, inference_pb2
 from serving_core import reasons
 from serving_core.blocks import BlockAllocator
+from serving_core.costs import StepCosts, StepLoad
 from serving_core.errors import RequestError
 from serving_core.layout import KVLayout
 from serving_core.leases import Leases
@@ -57,6 +58,7 @@ class NodeLogic:
         origin: bytes,
         eos_token_ids: Sequence[int],
         rates: StepRates,
+        costs: StepCosts,
     ) -> None:
         """`shape` is the one to begin with; `block_bytes` are those of one block over all ranks and layers; `origin` is
         what serving_core/prefix.py calls so."""
@@ -70,7 +72,7 @@ class NodeLogic:
         self._leases = leases = Leases(allocator, layout, origin)
         self._endings = Endings(residents, leases)
         self._cache_report = CacheReport(allocator, leases.makers, self._endings.tell)
-        self._reading = Reading(residents, leases, max_num_queued=limits.max_num_queued)
+        self._reading = Reading(residents, leases, costs, max_num_queued=limits.max_num_queued)
         self._credit = Credit(residents, leases, max_num_queued=limits.max_num_queued)
         self._hand_overs = HandOvers(
             residents,
@@ -259,7 +261,8 @@ class NodeLogic:
         works = self._writing.plan()
         max_tokens = self._limits.max_num_batched_tokens
         budget = min(self._shape.prompt_tokens or max_tokens, max_tokens - sum(work.num_tokens for work in works))
-        works += self._reading.plan(budget, self._room.gate(), self._room.start)
+        answers = [self._residents.of(work.request) for work in works]
+        works += self._reading.plan(budget, self._room.gate(), self._room.start, answers, now)
         self._hand_overs.note_read(self._residents.in_stage(Stage.READING), now)
         return works
 
@@ -272,6 +275,7 @@ class NodeLogic:
         residents = [self._residents.of(work.request) for work in works]
         num_decoding = sum(resident.stage is Stage.WRITING for resident in residents)
         self._rates.add(sum(work.num_tokens for work in works) - num_decoding, num_decoding, step_s)
+        self._reading.took(_load_of(residents, works), step_s)
         sampled = iter(tokens)
         advanced = zip(residents, works, strict=True)
         answered = [(resident, next(sampled)) for resident, work in advanced if self._advance(resident, work)]
@@ -295,6 +299,7 @@ class NodeLogic:
         the streak is over, and `plan` is to follow."""
         assert streak.goes_on, "a step of another kind"
         self._rates.add(0, len(tokens), step_s)
+        self._reading.took(StepLoad(len(tokens), sum(each.num_computed for each in streak.residents)), step_s)
         told = fleet_pb2.StepTokens(step_s=step_s)
         take_in(streak, tokens, self._leases, told)
         self._endings.tell(step_tokens=told)
@@ -391,3 +396,15 @@ class NodeLogic:
     def _refuse(self, attempt: fleet_pb2.Attempt, error: RequestError) -> None:
         """Answers what is not taken in."""
         self._endings.tell(failed=fleet_pb2.Failed(attempt=attempt, reason=error.reason, message=str(error)))
+
+
+def _load_of(residents: Sequence[Resident], works: Sequence[Work]) -> StepLoad:
+    """Of a step in which these have these shares."""
+    load = StepLoad()
+    for resident, work in zip(residents, works, strict=True):
+        if resident.stage is Stage.WRITING:
+            load.num_answers += 1
+            load.num_cached += work.start
+        else:
+            load.add_chunk(work.start, work.num_tokens)
+    return load

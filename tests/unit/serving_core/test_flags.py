@@ -85,6 +85,12 @@ def test_a_flag_that_may_be_repeated_keeps_its_values_in_order(tmp_path):
         assert parse(*to_argv(settings)) == settings
 
 
+def test_one_value_of_such_a_flag_needs_no_list_in_a_file(tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("kind: b=1\n")
+    assert parse("--config", str(file)) == Outer(kind=("b=1",))
+
+
 def test_help_shows_a_size_with_its_unit():
     assert "[default: (512.0 MiB)" in " ".join(invoke("--help")[0].output.split())
 

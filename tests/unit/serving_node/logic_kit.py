@@ -10,6 +10,7 @@ from kv_transfer.results import Received, Sent, TransferFailed
 from kv_transfer.ticket import Ticket
 from protos import convert, fleet_pb2, inference_pb2
 from serving_core.blocks import BlockAllocator
+from serving_core.costs import StepCosts
 from serving_core.layout import KVLayout
 from serving_core.prefix import hint_of
 from serving_core.rates import StepRates
@@ -68,6 +69,7 @@ class Node:
         ticket_timeout_s=60.0,
         name="",
         origin=HERE,
+        costs=None,
     ):
         self.name = name
         self.origin = origin
@@ -85,6 +87,7 @@ class Node:
             origin=origin,
             eos_token_ids=(NEVER,),
             rates=self.rates,
+            costs=costs or StepCosts(),
         )
         self.now = 0.0
         self.events = []
