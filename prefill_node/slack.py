@@ -4,8 +4,8 @@ An answer that is ahead of its limit has time in the bank: until its next token 
 chunks is not to be spent, nor a part for what the costs get wrong; the rest may be, of the answer that has the least.
 An answer that is late, and would be for its next tokens without any chunks, is lost, and holds nobody up; one that
 would catch up is let. Prompts that are held back so have a floor: they earn a share of the time, and what they have
-earned they get, whoever is late for it. Few tokens at a time would pay again and again for what every chunk costs:
-they wait for more.
+earned they get, whoever is late for it. Few tokens at a time would pay again and again for what every chunk costs
+whatever its length: they wait until at least half of its time is theirs.
 
 Where no answer has a limit nothing is held back.
 """
@@ -65,7 +65,8 @@ class Slack:
         most = self._costs.num_tokens_within(step.left_s, start, is_first=is_first)
         num_afforded = num_tokens if most >= num_tokens else int(most)
         step.is_short |= num_afforded < num_tokens
-        if num_afforded < min(num_tokens, LEAST_TOKENS):
+        least = max(LEAST_TOKENS, self._costs.num_tokens_worth_it if is_first else 0)
+        if num_afforded < min(num_tokens, least):
             return 0
         chunk_s = self._costs.chunk_s(start, num_afforded, is_first=is_first)
         step.left_s -= chunk_s

@@ -88,6 +88,12 @@ class StepCosts:
         root = sqrt(each_s * each_s + 2 * pair_s * left_s)
         return 2 * left_s / (each_s + root) if root > 0 else inf
 
+    @property
+    def num_tokens_worth_it(self) -> float:
+        """Of a first chunk whose tokens take as long as the chunk would without them; inf where tokens cost nothing."""
+        *_, once_s, token_s, _ = self.weights
+        return once_s / token_s if token_s > 0 else inf
+
     def _take_in(self, figures: tuple[float, ...], step_s: float) -> None:
         shares = [figure / step_s for figure in figures]
         for row, share in zip(self._products, shares, strict=True):

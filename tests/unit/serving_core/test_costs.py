@@ -107,6 +107,14 @@ def test_the_longest_chunk_within_a_time_takes_just_that(start, is_first, second
     assert costs.chunk_s(start, whole + 1, is_first=is_first) > seconds
 
 
+def test_a_chunk_is_worth_it_when_half_of_its_time_is_that_of_its_tokens():
+    costs = learnt(Random(4), 200)
+    num_tokens = costs.num_tokens_worth_it
+    _, _, _, once_s, token_s, _ = costs.weights
+    assert num_tokens * token_s == pytest.approx(once_s)
+    assert StepCosts().num_tokens_worth_it == float("inf")
+
+
 def test_where_tokens_cost_nothing_any_chunk_is_within_any_time():
     costs = StepCosts()
     assert costs.num_tokens_within(0.01, 5, is_first=True) == float("inf")

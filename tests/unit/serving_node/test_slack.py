@@ -62,6 +62,17 @@ def test_a_tight_limit_makes_chunks_as_long_as_what_is_in_the_bank():
     assert found[0] == pytest.approx(slack.SPENT * banked_s / 0.00105, rel=0.15)
 
 
+def test_where_every_chunk_costs_much_chunks_are_long():
+    """A device that takes as long for one token as for hundreds."""
+    weights = (0.02, 0.001, 0.0, 0.048, 0.0001, 0.0)
+    node = Clocked(weights, ExactCosts(weights))
+    answer, prompt = Asked(0.0, 10, 300, 0.04), Asked(0.2, 1500, 1)
+    found = [each for each in chunks(node.run([answer, prompt])) if each][1:]
+    assert answer.spent_s <= answer.allowed_s
+    assert sum(found) == 1500
+    assert min(found[:-1]) >= 480
+
+
 def test_an_answer_that_is_lost_holds_nobody_up():
     found, answer, _ = one_beside(0.004)  # half of what a step takes
     assert found == [BUDGET - 1, 1000 - BUDGET + 1]
