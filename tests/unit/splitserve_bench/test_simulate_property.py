@@ -23,6 +23,12 @@ def test_without_trouble_everyone_gets_the_whole_answer():
     assert min(seen[each] for each in ("preempted", "kept", "moved", "handed over")) > 5, seen
 
 
+def test_limits_let_nobody_wait_for_ever():
+    for seed in range(100):
+        outcomes = World(seed, limits=True).run()
+        assert not [outcome.error for outcome in outcomes if outcome.error], f"seed {seed}"
+
+
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_one_kind_of_trouble(trouble):
     seen = Counter()
