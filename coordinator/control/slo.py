@@ -6,7 +6,7 @@ the rate of the fastest node that reads, and a step with one answer of the faste
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -64,9 +64,6 @@ class SloClasses:
 
     def __init__(self, classes: Sequence[SloClass] = ()) -> None:
         self._classes = {each.name: each for each in classes}
-
-    def __iter__(self) -> Iterator[SloClass]:
-        return iter(self._classes.values())
 
     def slo_of(self, request: GenerateRequest, num_prompt_tokens: int, nodes: Iterable[Node]) -> Slo | None:
         """The limits of a request, which win over those of its class; None without both. Raises RequestError."""
