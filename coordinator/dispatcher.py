@@ -18,6 +18,7 @@ from coordinator.control.outcomes import MAX_MESSAGE_CHARS
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node, Registry
 from coordinator.control.roles import Roles
+from coordinator.control.slo import Slo
 from coordinator.control.tracker import Tracker
 from coordinator.doors.generation import Generation
 from coordinator.doors.validation import AnswerPlan
@@ -197,7 +198,7 @@ class Dispatcher:
 
     # ---- clients ----
 
-    def submit(self, plan: AnswerPlan, *, arrived_s: float, deadline_s: float) -> Generation:
+    def submit(self, plan: AnswerPlan, slo: Slo | None, *, arrived_s: float, deadline_s: float) -> Generation:
         """Begins the answers of one call; `close` must follow. Raises RequestError, and then nothing has begun."""
         if self.is_draining:
             raise RequestError(DRAINING, "the server is draining")
@@ -210,7 +211,7 @@ class Dispatcher:
             for index, sampling in enumerate(plan.samplings):
                 answer_id = generation.answer_ids[index]
                 instructions = self._tracker.submit(
-                    answer_id, prompt, sampling, arrived_s=arrived_s, deadline_s=deadline_s
+                    answer_id, prompt, sampling, arrived_s=arrived_s, deadline_s=deadline_s, slo=slo
                 )
                 detokenizer = self._tokenizer.detokenizer(skip_special_tokens=plan.text.skip_special_tokens)
                 self._answers[answer_id] = Answer(generation, index, detokenizer, plan.text)

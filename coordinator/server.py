@@ -17,6 +17,7 @@ from coordinator.control.metrics import Metrics
 from coordinator.control.registry import MAX_FIRST_SESSION, Registry
 from coordinator.control.roles import Roles
 from coordinator.control.router import has_path
+from coordinator.control.slo import SloClasses, parse_slo_classes
 from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher
 from coordinator.doors.admin_service import AdminService
@@ -63,7 +64,8 @@ class CoordinatorServer:
             first_session=1 + secrets.randbelow(MAX_FIRST_SESSION),
         )
         ledger = Ledger()
-        metrics = Metrics()
+        slo_classes = parse_slo_classes(settings.slo_class)
+        metrics = self._metrics = Metrics(slo_classes)
         journal = Journal(metrics)
         self._tracker = Tracker(
             self._registry,
@@ -85,6 +87,7 @@ class CoordinatorServer:
             max_logprobs=settings.max_logprobs,
             request_timeout_s=settings.request_timeout_s,
             strict_fields=settings.strict_fields,
+            slo_classes=SloClasses(slo_classes),
         )
         self._health = health.aio.HealthServicer()
         self._public, self._fleet = self._public_server(), self._fleet_server()
@@ -154,7 +157,12 @@ class CoordinatorServer:
             maximum_concurrent_rpcs=self._settings.max_num_queued_reqs + SPARE_CALLS,
         )
         service = InferenceService(
-            self._front, self._registry, self._tracker, self._dispatcher, instance_id=self._settings.instance_id
+            self._front,
+            self._registry,
+            self._tracker,
+            self._dispatcher,
+            self._metrics,
+            instance_id=self._settings.instance_id,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
         inference_pb2_grpc.add_AdminServicer_to_server(AdminService(self._dispatcher, self._tracker), server)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from coordinator.control.roles import AUTO, FIXED
+from coordinator.control.slo import parse_slo_classes
 from serving_core.errors import SettingsError
 from serving_core.exposure import check_exposure
 from serving_core.flags import flag
@@ -44,6 +45,11 @@ class CoordinatorSettings:
         "Whether nodes keep the roles that they begin with or get (fixed), or help where more is to do (auto).",
         choices=(FIXED, AUTO),
     )
+    slo_class: tuple[str, ...] = flag(
+        (),
+        "Limits of requests that name this class, in ms or as multiples of what they take alone: "
+        "NAME=ttft:500,tpot:40 or NAME=ttft:5x,tpot:1.5x. May be repeated.",
+    )
     max_restarts: int = flag(2, "Most times one answer begins again on other nodes after a failure.", minimum=0)
     keep_after_s: float = flag(
         2.0, "Seconds a prompt that is read waits for room elsewhere before its own node answers it.", minimum=0.1
@@ -63,6 +69,7 @@ def check_settings(settings: CoordinatorSettings) -> None:
             f"node_timeout_s ({settings.node_timeout_s:g}) must be above heartbeat_s ({settings.heartbeat_s:g})"
         )
     origins(settings.allowed_origins)
+    parse_slo_classes(settings.slo_class)
     check_exposure(settings.host, "api_key", settings.api_key)
     check_exposure(settings.http_host, "api_key", settings.api_key)
     check_exposure(settings.fleet_host, "fleet_secret", settings.fleet_secret)

@@ -1,7 +1,8 @@
 """The half that turns prompts into KV: which tokens of which prompt the next step computes. No I/O, no clock.
 
-Oldest first, by token budget: a step takes tokens of the prompts that are being read until the budget is spent, so a
-long prompt goes through in chunks and several short ones share a step. A prompt starts only when the pool has blocks
+Oldest first, or as limits ask for it (prefill_node/order.py), by token budget: a step takes tokens of the prompts that
+are being read until the budget is spent, so a long prompt goes through in chunks and several short ones share a step;
+beside answers with limits time is a budget too (prefill_node/slack.py). A prompt starts only when the pool has blocks
 for all of it, so whatever is being read can always finish.
 
 A prompt starts with the leading blocks that an earlier one left in the pool, or one that is being read has published,
@@ -9,9 +10,13 @@ and computes the rest; always its last token where its logits choose the next on
 by step.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
+from prefill_node.order import Order
+from prefill_node.slack import Slack
 from serving_core import reasons
+from serving_core.costs import StepCosts, StepLoad
 from serving_core.errors import RequestError
 from serving_core.leases import Leases
 from serving_core.requests import Work
@@ -21,9 +26,10 @@ from serving_core.residents import Resident, Residents, Stage
 class Reading:
     """The prompts of one node."""
 
-    def __init__(self, residents: Residents, leases: Leases, *, max_num_queued: int) -> None:
+    def __init__(self, residents: Residents, leases: Leases, costs: StepCosts, *, max_num_queued: int) -> None:
         self._residents = residents
         self._leases = leases
+        self._slack, self._order = Slack(costs), Order(costs)
         self._max_num_queued = max_num_queued
         self.num_prompt_tokens = 0  # of all prompts that ever started
         self.num_cached_tokens = 0  # of them, those that were not to be computed
@@ -39,28 +45,42 @@ class Reading:
         if self.num_queued >= self._max_num_queued:
             raise RequestError(reasons.QUEUE_FULL, f"the prefill queue holds its {self._max_num_queued} requests")
 
-    def plan(self, budget: int, may_start: Callable[[Resident], bool], start: Callable[[Resident], bool]) -> list[Work]:
-        """Chunks of at most `budget` tokens in all, oldest prompt first. `start` gives a prompt its blocks if there are
-        enough; if not, it holds up those behind it that have none either. One that may not start is passed over."""
+    def plan(
+        self,
+        budget: int,
+        may_start: Callable[[Resident], bool],
+        start: Callable[[Resident], bool],
+        answers: Sequence[Resident],
+        now: float,
+    ) -> list[Work]:
+        """Chunks of at most `budget` tokens in all, and no more than the answers of the step leave time for. `start`
+        gives a prompt its blocks if there are enough; if not, it holds up the younger ones that have none either. One
+        that may not start is passed over. `took` is to follow when the step is done."""
+        self._slack.begin(answers, now)
         works: list[Work] = []
-        is_held_up = False
-        for resident in self._residents.in_stage(Stage.QUEUED, Stage.READING):
+        prompts = [each for each in self._residents.in_stage(Stage.QUEUED, Stage.READING) if not each.is_ending]
+        held_up = math.inf  # the age from which on
+        for resident in self._order.of(prompts, now):
             if budget == 0:
                 break
-            if resident.is_ending:
-                continue
             if resident.stage is Stage.QUEUED:
-                if is_held_up or not may_start(resident):
+                if resident.age > held_up or not may_start(resident):
                     continue
                 if not start(resident):
-                    is_held_up = True
+                    held_up = min(held_up, resident.age)
                     continue
                 self._begin(resident)
-            num_tokens = min(budget, resident.num_to_compute)
+            num_asked = min(budget, resident.num_to_compute)
+            num_tokens = self._slack.afford(resident.num_computed, num_asked) if num_asked else 0
             if num_tokens:
-                budget -= num_tokens
                 works.append(resident.work(num_tokens))
+            budget = budget - num_tokens if num_tokens == num_asked else 0
+        self._order.took(works)
         return works
+
+    def took(self, load: StepLoad, step_s: float) -> None:
+        """What a step has taken, whatever it was of."""
+        self._slack.took(load, step_s)
 
     def start(self, resident: Resident, *, num_spare: int) -> bool:
         """Gives a prompt the blocks for all of it, if that leaves num_spare free. Tells whether it did."""

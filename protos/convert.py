@@ -1,5 +1,6 @@
 """Between wire messages and the engine's own types."""
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Final
@@ -7,6 +8,7 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from protos import fleet_pb2, inference_pb2
+from serving_core.due import Due
 from serving_core.prefix import MAKER_BYTES
 from serving_core.requests import FinishReason, Request, SampledToken, SamplingParams
 from serving_core.shapes import Shape
@@ -60,7 +62,7 @@ def sampling_from_wire(wire: inference_pb2.SamplingParams) -> SamplingParams:
     )
 
 
-def job_to_wire(request: Request, age: int = 0) -> fleet_pb2.Job:
+def job_to_wire(request: Request, age: int = 0, due: fleet_pb2.Due | None = None) -> fleet_pb2.Job:
     """What both nodes need to know of an attempt."""
     return fleet_pb2.Job(
         attempt=attempt_of(request),
@@ -69,6 +71,7 @@ def job_to_wire(request: Request, age: int = 0) -> fleet_pb2.Job:
         sampling_params=sampling_to_wire(request.sampling),
         cache_salt=request.cache_salt,
         age=age,
+        due=due,
     )
 
 
@@ -81,6 +84,24 @@ def request_from_wire(job: fleet_pb2.Job) -> Request:
         num_prompt_tokens=job.num_prompt_tokens,
         sampling=sampling_from_wire(job.sampling_params),
         cache_salt=job.cache_salt,
+    )
+
+
+def due_to_wire(due: Due, now: float) -> fleet_pb2.Due:
+    """What is left now."""
+    return fleet_pb2.Due(
+        ttft_left_s=due.first_s - now if due.began_s is None and math.isfinite(due.first_s) else None,
+        tpot_s=due.tpot_s if math.isfinite(due.tpot_s) else None,
+        since_first_s=None if due.began_s is None else now - due.began_s,
+    )
+
+
+def due_from_wire(wire: fleet_pb2.Due, now: float) -> Due:
+    """The inverse of due_to_wire, by another clock: later by the time that the message took, and never earlier."""
+    return Due(
+        now + wire.ttft_left_s if wire.HasField("ttft_left_s") else math.inf,
+        wire.tpot_s if wire.HasField("tpot_s") else math.inf,
+        now - wire.since_first_s if wire.HasField("since_first_s") else None,
     )
 
 

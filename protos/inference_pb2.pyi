@@ -47,7 +47,7 @@ class DrainProgress(_message.Message):
     def __init__(self, num_left: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "tokenized", "chat", "sampling_params", "model", "cache_salt")
+    __slots__ = ("request_id", "text", "tokenized", "chat", "sampling_params", "model", "cache_salt", "ttft_ms", "tpot_ms", "slo_class")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENIZED_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,9 @@ class GenerateRequest(_message.Message):
     SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TTFT_MS_FIELD_NUMBER: _ClassVar[int]
+    TPOT_MS_FIELD_NUMBER: _ClassVar[int]
+    SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     tokenized: TokenizedInput
@@ -62,7 +65,10 @@ class GenerateRequest(_message.Message):
     sampling_params: SamplingParams
     model: str
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., tokenized: _Optional[_Union[TokenizedInput, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., model: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    ttft_ms: float
+    tpot_ms: float
+    slo_class: str
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., tokenized: _Optional[_Union[TokenizedInput, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., model: _Optional[str] = ..., cache_salt: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., slo_class: _Optional[str] = ...) -> None: ...
 
 class TokenizedInput(_message.Message):
     __slots__ = ("input_ids",)
@@ -174,7 +180,7 @@ class TopLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Complete(_message.Message):
-    __slots__ = ("finish_reason", "matched_token_id", "matched_stop_str", "prompt_tokens", "completion_tokens", "cached_tokens", "timeline", "kv_bytes", "kv_bytes_saved", "moved_kv_bytes")
+    __slots__ = ("finish_reason", "matched_token_id", "matched_stop_str", "prompt_tokens", "completion_tokens", "cached_tokens", "timeline", "kv_bytes", "kv_bytes_saved", "moved_kv_bytes", "attainment")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     MATCHED_STOP_STR_FIELD_NUMBER: _ClassVar[int]
@@ -185,6 +191,7 @@ class Complete(_message.Message):
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_SAVED_FIELD_NUMBER: _ClassVar[int]
     MOVED_KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ATTAINMENT_FIELD_NUMBER: _ClassVar[int]
     finish_reason: FinishReason
     matched_token_id: int
     matched_stop_str: str
@@ -195,7 +202,22 @@ class Complete(_message.Message):
     kv_bytes: int
     kv_bytes_saved: int
     moved_kv_bytes: int
-    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ..., kv_bytes: _Optional[int] = ..., kv_bytes_saved: _Optional[int] = ..., moved_kv_bytes: _Optional[int] = ...) -> None: ...
+    attainment: Attainment
+    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ..., kv_bytes: _Optional[int] = ..., kv_bytes_saved: _Optional[int] = ..., moved_kv_bytes: _Optional[int] = ..., attainment: _Optional[_Union[Attainment, _Mapping]] = ...) -> None: ...
+
+class Attainment(_message.Message):
+    __slots__ = ("slo_class", "ttft_ms", "tpot_ms", "ttft_met", "tpot_met")
+    SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_MS_FIELD_NUMBER: _ClassVar[int]
+    TPOT_MS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_MET_FIELD_NUMBER: _ClassVar[int]
+    TPOT_MET_FIELD_NUMBER: _ClassVar[int]
+    slo_class: str
+    ttft_ms: float
+    tpot_ms: float
+    ttft_met: bool
+    tpot_met: bool
+    def __init__(self, slo_class: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., ttft_met: _Optional[bool] = ..., tpot_met: _Optional[bool] = ...) -> None: ...
 
 class Timeline(_message.Message):
     __slots__ = ("prefill_queue_s", "prefill_s", "credit_wait_s", "transfer_s", "decode_queue_s", "decode_s", "e2e_s", "ttft_s", "prefill_node", "decode_node", "num_restarts", "num_moves", "move_pause_s")
@@ -323,12 +345,30 @@ class GetLoadsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadsResponse(_message.Message):
-    __slots__ = ("nodes", "num_live_requests")
+    __slots__ = ("nodes", "num_live_requests", "slo_classes")
     NODES_FIELD_NUMBER: _ClassVar[int]
     NUM_LIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SLO_CLASSES_FIELD_NUMBER: _ClassVar[int]
     nodes: _containers.RepeatedCompositeFieldContainer[NodeLoad]
     num_live_requests: int
-    def __init__(self, nodes: _Optional[_Iterable[_Union[NodeLoad, _Mapping]]] = ..., num_live_requests: _Optional[int] = ...) -> None: ...
+    slo_classes: _containers.RepeatedCompositeFieldContainer[SloClassLoad]
+    def __init__(self, nodes: _Optional[_Iterable[_Union[NodeLoad, _Mapping]]] = ..., num_live_requests: _Optional[int] = ..., slo_classes: _Optional[_Iterable[_Union[SloClassLoad, _Mapping]]] = ...) -> None: ...
+
+class SloClassLoad(_message.Message):
+    __slots__ = ("slo_class", "limits", "num_answers", "num_ttft_met", "num_tpot_met", "num_met")
+    SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TTFT_MET_FIELD_NUMBER: _ClassVar[int]
+    NUM_TPOT_MET_FIELD_NUMBER: _ClassVar[int]
+    NUM_MET_FIELD_NUMBER: _ClassVar[int]
+    slo_class: str
+    limits: str
+    num_answers: int
+    num_ttft_met: int
+    num_tpot_met: int
+    num_met: int
+    def __init__(self, slo_class: _Optional[str] = ..., limits: _Optional[str] = ..., num_answers: _Optional[int] = ..., num_ttft_met: _Optional[int] = ..., num_tpot_met: _Optional[int] = ..., num_met: _Optional[int] = ...) -> None: ...
 
 class Shape(_message.Message):
     __slots__ = ("prompt_tokens", "seats", "takes_handovers")
@@ -341,7 +381,7 @@ class Shape(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., seats: _Optional[int] = ..., takes_handovers: _Optional[bool] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
-    __slots__ = ("name", "role", "state", "num_running", "num_waiting", "num_waiting_tokens", "num_blocks", "num_blocks_free", "num_steps", "step_s", "rss_bytes", "num_preemptions", "num_blocks_cached", "num_prompt_tokens", "num_cached_tokens", "num_kv_bytes", "num_transfers_failed", "ranks", "prefill_tokens_per_s", "shape")
+    __slots__ = ("name", "role", "state", "num_running", "num_waiting", "num_waiting_tokens", "num_blocks", "num_blocks_free", "num_steps", "step_s", "rss_bytes", "num_preemptions", "num_blocks_cached", "num_prompt_tokens", "num_cached_tokens", "num_kv_bytes", "num_transfers_failed", "ranks", "prefill_tokens_per_s", "shape", "lone_step_s")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -362,6 +402,7 @@ class NodeLoad(_message.Message):
     RANKS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
+    LONE_STEP_S_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     state: str
@@ -382,7 +423,8 @@ class NodeLoad(_message.Message):
     ranks: _containers.RepeatedCompositeFieldContainer[RankLoad]
     prefill_tokens_per_s: float
     shape: Shape
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_steps: _Optional[int] = ..., step_s: _Optional[float] = ..., rss_bytes: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_kv_bytes: _Optional[int] = ..., num_transfers_failed: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., prefill_tokens_per_s: _Optional[float] = ..., shape: _Optional[_Union[Shape, _Mapping]] = ...) -> None: ...
+    lone_step_s: float
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_steps: _Optional[int] = ..., step_s: _Optional[float] = ..., rss_bytes: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_kv_bytes: _Optional[int] = ..., num_transfers_failed: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., prefill_tokens_per_s: _Optional[float] = ..., shape: _Optional[_Union[Shape, _Mapping]] = ..., lone_step_s: _Optional[float] = ...) -> None: ...
 
 class RankLoad(_message.Message):
     __slots__ = ("rank", "rss_bytes", "kv_pool_bytes", "weight_bytes")

@@ -79,7 +79,8 @@ def fields_of(settings_class: type[Any]) -> Iterator[tuple["dataclasses.Field[An
 
 
 def to_argv(settings: Any) -> list[str]:
-    """The flags that rebuild these settings in another process; defaults and secrets are left out."""
+    """The flags that rebuild these settings in another process; defaults and secrets are left out. One that may be
+    repeated is, for each of its values."""
     argv: list[str] = []
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -89,6 +90,8 @@ def to_argv(settings: Any) -> list[str]:
             continue
         elif field.metadata["positional"]:
             argv.append(str(value))
+        elif isinstance(value, tuple):
+            argv += [part for each in value for part in (f"--{_kebab(field.name)}", each)]
         elif isinstance(value, bool):
             argv.append(f"--{'' if value else 'no-'}{_kebab(field.name)}")
         else:
@@ -109,6 +112,7 @@ def _parameter(field: "dataclasses.Field[Any]", hint: Any) -> click.Parameter:
         [spelling, field.name],
         type=kind,
         default=default,
+        multiple=isinstance(default, tuple),
         envvar=envvar,
         show_default=_shown_default(field, default),
         show_envvar=field.metadata["secret"],
@@ -118,7 +122,7 @@ def _parameter(field: "dataclasses.Field[Any]", hint: Any) -> click.Parameter:
 
 def _shown_default(field: "dataclasses.Field[Any]", default: Any) -> bool | str:
     """What help says of a default: click's own words for it, nothing, or a size with its unit."""
-    if default in (None, "") or field.metadata["secret"]:
+    if default in (None, "", ()) or field.metadata["secret"]:
         return False
     return size_of(default) if field.name.endswith(BYTES) else True
 
@@ -137,6 +141,8 @@ class SizeRange(click.IntRange):
 
 
 def _click_type(field: "dataclasses.Field[Any]", hint: Any) -> "click.ParamType[Any]":
+    if typing.get_origin(hint) is tuple:  # of strings, one for each time that the flag is given
+        return click.STRING
     if isinstance(hint, types.UnionType):  # X | None
         hint = next(part for part in typing.get_args(hint) if part is not type(None))
     low, high = field.metadata["minimum"], field.metadata["maximum"]
@@ -152,7 +158,10 @@ def _click_type(field: "dataclasses.Field[Any]", hint: Any) -> "click.ParamType[
 def _config_option(names: set[str]) -> click.Option:
     def load(context: click.Context, _: click.Parameter, path: Path | None) -> Path | None:
         if path is not None:
-            context.default_map = read_yaml(path, names)
+            context.default_map = values = read_yaml(path, names)
+            for option in context.command.params:
+                if isinstance(option, click.Option) and option.multiple and isinstance(values.get(option.name), str):
+                    values[str(option.name)] = [values[str(option.name)]]
         return path
 
     return click.Option(

@@ -32,6 +32,7 @@ class StepRates:
         """`start_tokens_per_s`: prompt tokens a second as measured before the first step; 0: not known."""
         self._decoded: deque[_Decoded] = deque(maxlen=NUM_RECENT)
         self._prefilled: deque[_Prefilled] = deque(maxlen=NUM_RECENT)
+        self._lone_s: deque[float] = deque(maxlen=NUM_RECENT)  # of steps that decoded one request
         self._small: deque[_Prefilled] = deque(maxlen=NUM_RECENT)  # prefilled too, but too few tokens to tell much
         if start_tokens_per_s > 0:
             self._prefilled.append(_Prefilled(START_TOKENS, 0, START_TOKENS / start_tokens_per_s))
@@ -44,11 +45,19 @@ class StepRates:
             self._small.append(_Prefilled(num_prompt_tokens, num_decoding, step_s))
         elif num_decoding:
             self._decoded.append(_Decoded(num_decoding, step_s))
+            if num_decoding == 1:
+                self._lone_s.append(step_s)
 
     @property
     def decode_step_s(self) -> float:
         """Median seconds of the recent steps that only decoded; 0 before the first."""
         return statistics.median(each.step_s for each in self._decoded) if self._decoded else 0.0
+
+    @property
+    def lone_step_s(self) -> float:
+        """Median seconds of the last steps that decoded one request, however long ago; before the first, those of as
+        few as there were lately. 0 before the first step."""
+        return statistics.median(self._lone_s) if self._lone_s else self._usual_decode_s(1)
 
     @property
     def prefill_tokens_per_s(self) -> float:

@@ -29,6 +29,7 @@ from enum import Enum, auto
 from typing import Any, Protocol
 
 from serving_core.blocks import BlockLease
+from serving_core.due import Due
 from serving_core.prefix import BlockNames
 from serving_core.requests import Request, Work
 
@@ -78,6 +79,7 @@ class Resident:
     hands_over: bool = False  # it is read for another node, which writes the answer
     is_kept: bool = False  # it was read so, and this node is to write the answer after all
     source_tp: int = 0  # ranks of the node that reads the prompt; 0: this one does
+    due: Due | None = None  # when its tokens are; None without limits
     num_ahead: int = 0  # tokens that a running answer may grow by until it is here; 0: it is a prompt that comes
     move: Move | None = None
     lease: BlockLease | None = None

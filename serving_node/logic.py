@@ -14,6 +14,7 @@ from prefill_node.reading import Reading
 from protos import convert, fleet_pb2, inference_pb2
 from serving_core import reasons
 from serving_core.blocks import BlockAllocator
+from serving_core.costs import StepCosts, StepLoad
 from serving_core.errors import RequestError
 from serving_core.layout import KVLayout
 from serving_core.leases import Leases
@@ -58,6 +59,7 @@ class NodeLogic:
         is_history_free: bool,
         eos_token_ids: Sequence[int],
         rates: StepRates,
+        costs: StepCosts,
     ) -> None:
         """`shape` is the one to begin with; `block_bytes` are those of one block over all ranks and layers; Leases has
         `origin` and `is_history_free`."""
@@ -69,7 +71,7 @@ class NodeLogic:
         self._leases = leases = Leases(allocator, layout, origin, is_history_free=is_history_free)
         self._endings = Endings(residents, leases)
         self._cache_report = CacheReport(allocator, leases.makers, self._endings.tell)
-        self._reading = Reading(residents, leases, max_num_queued=limits.max_num_queued)
+        self._reading = Reading(residents, leases, costs, max_num_queued=limits.max_num_queued)
         self._credit = Credit(residents, leases, max_num_queued=limits.max_num_queued)
         self._arrivals = Arrivals(residents, self._reading, self._credit, fingerprint, layout.block_size)
         self._hand_overs = HandOvers(
@@ -139,6 +141,7 @@ class NodeLogic:
         load.num_kv_bytes = self._hand_overs.num_kv_bytes + self._moves.num_kv_bytes
         load.num_transfers_failed = self._hand_overs.num_failed + self._moves.num_failed
         load.prefill_tokens_per_s = self._rates.prefill_tokens_per_s
+        load.lone_step_s = self._rates.lone_step_s
         load.step_s = self._rates.decode_step_s or load.step_s
 
     # ---- commands ----
@@ -165,6 +168,8 @@ class NodeLogic:
                 self._moves.migrate(command.migrate)
             case "keep":
                 self._moves.keep(command.keep)
+            case "begun":
+                self._begun(command.begun.attempt, now)
             case "cancel":
                 self._cancel(command.cancel.attempt)
             case "reshape":
@@ -197,6 +202,12 @@ class NodeLogic:
         except RequestError as error:
             self._refuse(job.attempt, error)
 
+    def _begun(self, attempt: fleet_pb2.Attempt, now: float) -> None:
+        """Another node has given the first token of what this one writes, or wrote."""
+        resident = self._residents.find(attempt)
+        if resident is not None and resident.due is not None:
+            resident.due.began_s = now
+
     def _cancel(self, attempt: fleet_pb2.Attempt) -> None:
         """Every cancel is answered, that of an unknown attempt at once."""
         cancelled = fleet_pb2.Cancelled(attempt=attempt)
@@ -228,7 +239,8 @@ class NodeLogic:
         works = self._writing.plan()
         max_tokens = self._limits.max_num_batched_tokens
         budget = min(self._shape.prompt_tokens or max_tokens, max_tokens - sum(work.num_tokens for work in works))
-        works += self._reading.plan(budget, self._room.gate(), self._room.start)
+        answers = [self._residents.of(work.request) for work in works]
+        works += self._reading.plan(budget, self._room.gate(), self._room.start, answers, now)
         self._hand_overs.note_read(self._residents.in_stage(Stage.READING), now)
         return works
 
@@ -241,6 +253,7 @@ class NodeLogic:
         residents = [self._residents.of(work.request) for work in works]
         num_decoding = sum(resident.stage is Stage.WRITING for resident in residents)
         self._rates.add(sum(work.num_tokens for work in works) - num_decoding, num_decoding, step_s)
+        self._reading.took(_load_of(residents, works), step_s)
         sampled = iter(tokens)
         advanced = zip(residents, works, strict=True)
         answered = [(resident, next(sampled)) for resident, work in advanced if self._advance(resident, work)]
@@ -264,6 +277,7 @@ class NodeLogic:
         the streak is over, and `plan` is to follow."""
         assert streak.goes_on, "a step of another kind"
         self._rates.add(0, len(tokens), step_s)
+        self._reading.took(StepLoad(len(tokens), sum(each.num_computed for each in streak.residents)), step_s)
         told = fleet_pb2.StepTokens(step_s=step_s)
         take_in(streak, tokens, self._leases, told)
         self._endings.tell(step_tokens=told)
@@ -298,6 +312,8 @@ class NodeLogic:
         reason = finish_reason(request, self._eos_token_ids)
         if is_first or reason is not None:
             self._cache_report.tell()  # before the client can ask again
+        if is_first and resident.due is not None and resident.due.began_s is None:
+            resident.due.began_s = now
         if not resident.is_ending and is_first:
             first_token = self._first_token(resident, now)
             convert.tell_token(first_token.token, request, token, reason)
@@ -358,3 +374,15 @@ class NodeLogic:
     def _refuse(self, attempt: fleet_pb2.Attempt, error: RequestError) -> None:
         """Answers what is not taken in."""
         self._endings.tell(failed=fleet_pb2.Failed(attempt=attempt, reason=error.reason, message=str(error)))
+
+
+def _load_of(residents: Sequence[Resident], works: Sequence[Work]) -> StepLoad:
+    """Of a step in which these have these shares."""
+    load = StepLoad()
+    for resident, work in zip(residents, works, strict=True):
+        if resident.stage is Stage.WRITING:
+            load.num_answers += 1
+            load.num_cached += work.start
+        else:
+            load.add_chunk(work.start, work.num_tokens)
+    return load

@@ -10,6 +10,7 @@ are answers of the node's own, or as much as one of them needs. An older one nev
 read: those are evicted, and the few that were evicted often enough do not count against it.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -91,17 +92,18 @@ class Room:
         return not _needs_seat(resident) or self._has_free_seat
 
     def gate(self) -> Callable[[Resident], bool]:
-        """Tells of prompts, of the oldest first, whether they may start in this step. What goes to another node waits
+        """Tells of prompts, one after the other, whether they may start in this step. What goes to another node waits
         for the older ones that do."""
-        is_capped = is_full = False
+        is_full, capped = False, math.inf  # the age from which on what goes to other nodes has to wait
 
         def may_start(resident: Resident) -> bool:
-            nonlocal is_capped, is_full
+            nonlocal is_full, capped
             if not resident.is_outgoing:
                 is_full = is_full or not self._has_free_seat  # none comes free while a step is planned
                 return not (is_full and _needs_seat(resident))
-            is_capped = is_capped or self._is_capped(resident)
-            return not is_capped
+            if resident.age < capped and self._is_capped(resident):
+                capped = resident.age
+            return resident.age < capped
 
         return may_start
 

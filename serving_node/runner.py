@@ -18,6 +18,7 @@ from kv_transfer.ticket import Ticket
 from protos import convert, fleet_pb2, inference_pb2
 from serving_core import reasons
 from serving_core.blocks import BlockAllocator
+from serving_core.costs import StepCosts
 from serving_core.errors import SettingsError
 from serving_core.rates import StepRates
 from serving_core.requests import SampledToken, Work
@@ -85,6 +86,7 @@ class NodeRunner:
             is_history_free=engine.is_history_free,
             eos_token_ids=engine.eos_token_ids,
             rates=rates,
+            costs=StepCosts(rates.prefill_tokens_per_s),
         )
         self._transfers = NodeTransfers(
             engine.layout,

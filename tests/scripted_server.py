@@ -126,7 +126,10 @@ class Script(inference_pb2_grpc.InferenceServicer, inference_pb2_grpc.AdminServi
             ranks=[rank()],
             shape=inference_pb2.Shape(seats=64, takes_handovers=True),
         )
-        return inference_pb2.GetLoadsResponse(nodes=[p0, d0], num_live_requests=1)
+        chat = inference_pb2.SloClassLoad(
+            slo_class="chat", limits="ttft:500", num_answers=8, num_ttft_met=7, num_tpot_met=6, num_met=5
+        )
+        return inference_pb2.GetLoadsResponse(nodes=[p0, d0], num_live_requests=1, slo_classes=[chat])
 
 
 @contextmanager

@@ -1,14 +1,17 @@
 """A request as the tracker sees it, its current attempt, and its move to another node. Pure state."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node
+from coordinator.control.slo import Slo
 from coordinator.control.timeline import Phase, Timeline
 from protos import fleet_pb2
-from protos.convert import job_to_wire
+from protos.convert import due_to_wire, job_to_wire
+from serving_core.due import Due
 from serving_core.requests import Request, SamplingParams
 
 
@@ -119,6 +122,7 @@ class TrackedRequest:
     sampling: SamplingParams
     deadline_s: float
     timeline: Timeline
+    slo: Slo | None = None
     output: list[int] = field(default_factory=list)  # token ids emitted so far, over all attempts
     num_restarts: int = 0
     num_cached_tokens: int = 0  # of the prompt, on the node that gave the first token; later attempts read more
@@ -147,6 +151,16 @@ class TrackedRequest:
         """Of prompt and answer."""
         return len(self.prompt) + self.sampling.max_tokens
 
+    @property
+    def due(self) -> Due | None:
+        """When its tokens are due; None without limits."""
+        slo = self.slo
+        if slo is None or not slo.has_limits:
+            return None
+        first_s = math.inf if slo.ttft_s is None else self.timeline.start_s + slo.ttft_s
+        tpot_s = math.inf if slo.tpot_s is None else slo.tpot_s
+        return Due(first_s, tpot_s, self.timeline.first_token_s)
+
     def end_move(self, now: float) -> None:
         """Nothing is left to be heard of the move, however it ended."""
         self.move, self.moved_s = None, now
@@ -156,8 +170,8 @@ class TrackedRequest:
         if self.move is not None and self.move.has_resumed and not self.move.source_holds:
             self.end_move(now)
 
-    def job(self, epoch: int, prompt: Prompt) -> fleet_pb2.Job:
-        """What a node is to know of an attempt that begins with this prompt."""
+    def job(self, epoch: int, prompt: Prompt, now: float) -> fleet_pb2.Job:
+        """What a node is to know of an attempt that begins with this prompt, told now."""
         request = Request(
             request_id=self.request_id,
             epoch=epoch,
@@ -166,12 +180,13 @@ class TrackedRequest:
             sampling=self.sampling,
             cache_salt=prompt.cache_salt,
         )
-        return job_to_wire(request, self.age)
+        due = self.due
+        return job_to_wire(request, self.age, due_to_wire(due, now) if due else None)
 
-    def commands(self, prompt: Prompt) -> Iterator[tuple[Node, fleet_pb2.NodeCommand]]:
-        """What the nodes of the current attempt, which reads this prompt, are to be told."""
+    def commands(self, prompt: Prompt, now: float) -> Iterator[tuple[Node, fleet_pb2.NodeCommand]]:
+        """What the nodes of the current attempt, which reads this prompt, are to be told now."""
         attempt = self.attempt
-        job = self.job(attempt.epoch, prompt)
+        job = self.job(attempt.epoch, prompt, now)
         about = job.attempt
         if attempt.is_local:
             reserve = fleet_pb2.Reserve(job=job, local_prefill=True)

@@ -124,7 +124,7 @@ class LiveAnswers:
         request.attempt = Attempt(self.next_epoch(), prefill, decode, first_index=len(request.output), started_s=now)
         self.ledger.read(request.request_id, prefill, prompt.tokens_to_compute(prefill))
         self.ledger.write(request.request_id, decode, len(prompt))
-        return [Send(node, command) for node, command in request.commands(prompt)]
+        return [Send(node, command) for node, command in request.commands(prompt, now)]
 
     # ---- tokens and ends ----
 
@@ -171,6 +171,8 @@ class LiveAnswers:
     ) -> list[Instruction]:
         """The one end of the answer; whoever may hold something of it is told."""
         del self._requests[request.request_id]
+        if request.slo is not None and request.slo.has_limits:
+            self.metrics.attainment.ended(request.slo, outcome)
         return [*self._let_go(request, now), End(request.request_id, outcome)]
 
     # ---- letting go ----

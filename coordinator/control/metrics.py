@@ -5,8 +5,11 @@ The names under which all this is shown stand in coordinator/doors/exposition.py
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
+from coordinator.control.attainment import AttainmentCounts
+from coordinator.control.slo import SloClass
 from coordinator.control.timeline import Phase
 from protos import inference_pb2
 
@@ -34,7 +37,8 @@ class Histogram:
 class Metrics:
     """All counters. A request here is one answer: a call for n answers counts n times, like its prompt."""
 
-    def __init__(self) -> None:
+    def __init__(self, slo_classes: Sequence[SloClass] = ()) -> None:
+        self.attainment = AttainmentCounts(slo_classes)
         self.ttft = Histogram()
         self.itl = Histogram()
         self.tpot = Histogram()

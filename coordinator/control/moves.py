@@ -52,7 +52,7 @@ class Moves:
         request.move = move
         self._live.ledger.write(request.request_id, target, num_tokens_needed(request))
         reserve = fleet_pb2.Reserve(
-            job=request.job(move.epoch, request.known),
+            job=request.job(move.epoch, request.known, now),
             prefill_tp_size=move.source.tp_size,
             num_tokens_ahead=_num_tokens_ahead(request),
         )

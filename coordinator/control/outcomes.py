@@ -4,6 +4,7 @@ from typing import Final
 
 from coordinator.control.attempts import TrackedRequest
 from coordinator.control.registry import Node
+from coordinator.control.slo import MS
 from protos import fleet_pb2, inference_pb2
 from serving_core import reasons
 from serving_core.errors import RequestError
@@ -41,7 +42,23 @@ def completion(
         kv_bytes=min(request.num_kv_bytes, MAX_BYTES),
         kv_bytes_saved=min(request.num_kv_bytes_saved, MAX_BYTES),
         moved_kv_bytes=min(request.num_moved_kv_bytes, MAX_BYTES),
+        attainment=attainment(request),
     )
+
+
+def attainment(request: TrackedRequest) -> inference_pb2.Attainment | None:
+    """Which limits the answer has, and which it has kept so far; None where it has neither limits nor a class."""
+    slo, timeline = request.slo, request.timeline
+    if slo is None:
+        return None
+    told = inference_pb2.Attainment(slo_class=slo.slo_class)
+    if slo.ttft_s is not None:
+        told.ttft_ms = slo.ttft_s * MS
+        told.ttft_met = timeline.first_token_s is not None and timeline.ttft_s <= slo.ttft_s
+    if slo.tpot_s is not None:
+        told.tpot_ms = slo.tpot_s * MS
+        told.tpot_met = timeline.first_token_s is not None and timeline.tpot_s(len(request.output)) <= slo.tpot_s
+    return told
 
 
 def end_error(node: Node, event: fleet_pb2.Failed) -> RequestError:

@@ -37,6 +37,25 @@ class Timeline:
         self._seconds[self.phase] += at_s - self._entered_s
         self.phase, self._entered_s = phase, at_s
 
+    @property
+    def start_s(self) -> float:
+        return self._start_s
+
+    @property
+    def first_token_s(self) -> float | None:
+        """When the first token came; None before."""
+        return self._first_token_s
+
+    @property
+    def ttft_s(self) -> float:
+        """0 before the first token."""
+        return 0.0 if self._first_token_s is None else self._first_token_s - self._start_s
+
+    def tpot_s(self, num_tokens: int) -> float:
+        """The mean from each of so many tokens to the next; 0 without two."""
+        first_s = self._first_token_s
+        return (self._last_token_s - first_s) / (num_tokens - 1) if first_s is not None and num_tokens > 1 else 0.0
+
     def tokens(self, now: float) -> float:
         """Marks tokens of the answer that came now. Returns the seconds since those before, or since the start."""
         if self._first_token_s is None:
@@ -51,6 +70,6 @@ class Timeline:
         return inference_pb2.Timeline(
             **seconds,
             e2e_s=sum(self._seconds.values()),
-            ttft_s=0.0 if self._first_token_s is None else self._first_token_s - self._start_s,
+            ttft_s=self.ttft_s,
             **others,
         )

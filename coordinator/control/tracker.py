@@ -2,7 +2,7 @@
 
     submit       Reserve to a decode node and Prefill to a prefill node, at the same time
     Reserved     Deliver, with the ticket, to the prefill node
-    FirstToken   to the client at once
+    FirstToken   to the client at once; of an answer with limits, Begun to the decode node
     Revoked      the decode node has taken its blocks back; another Reserved will come
     Committed    the decode node has all KV (Transferred is the prefill node's word for the same)
     StepTokens   to the client, strictly by index: they may come before FirstToken, over the other stream
@@ -28,6 +28,7 @@ from coordinator.control.moves import Moves, keep
 from coordinator.control.outcomes import completion, end_error, restart_error, with_progress
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node, Registry
+from coordinator.control.slo import Slo
 from coordinator.control.timeline import Phase, Timeline
 from protos import fleet_pb2, inference_pb2
 from serving_core import reasons
@@ -83,7 +84,14 @@ class Tracker:
         return drains.num_left(node, self._live, self._live.releases)
 
     def submit(
-        self, request_id: str, prompt: Prompt, sampling: SamplingParams, *, arrived_s: float, deadline_s: float
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        arrived_s: float,
+        deadline_s: float,
+        slo: Slo | None = None,
     ) -> list[Instruction]:
         """Begins an answer. Raises RequestError, and then nothing has begun."""
         if self._live.find(request_id) is not None:
@@ -93,7 +101,7 @@ class Tracker:
                 reasons.QUEUE_FULL, f"{self.num_open} answers are in flight, the limit is {self._max_live}"
             )
         self._age += 1
-        request = TrackedRequest(request_id, self._age, prompt, sampling, deadline_s, Timeline(arrived_s))
+        request = TrackedRequest(request_id, self._age, prompt, sampling, deadline_s, Timeline(arrived_s), slo)
         return self._live.begin(request, arrived_s)
 
     def handle(self, node: Node, event: fleet_pb2.NodeEvent, now: float) -> list[Instruction]:
@@ -198,7 +206,16 @@ class Tracker:
         request.timeline.enter(Phase.PREFILL, now, ago_s=event.prefill_s)
         request.timeline.enter(attempt.phase_after_prefill, now)
         attempt.early[attempt.first_index] = event.token
-        return self._live.emit(request, now)
+        return self._live.emit(request, now) + self._tell_begun(request)
+
+    def _tell_begun(self, request: TrackedRequest) -> list[Instruction]:
+        """Where deadlines count from the first token, the node that writes the answer hears of it."""
+        attempt, slo = request.attempt, request.slo
+        knows = attempt.first_index > 0 or attempt.is_local  # from the job, or by itself
+        if slo is None or slo.tpot_s is None or knows or request not in self._live:
+            return []
+        about = fleet_pb2.Attempt(request_id=request.request_id, epoch=attempt.epoch)
+        return [Send(attempt.decode, fleet_pb2.NodeCommand(begun=fleet_pb2.Begun(attempt=about), attempt=about))]
 
     def _on_committed(
         self,

@@ -117,6 +117,15 @@ def _totals(metrics: Metrics) -> Iterator[Figure]:
     outcomes = [outcome.value for outcome in MoveOutcome]
     yield totals("moves", "Moves of running answers to other nodes.", "outcome", outcomes, metrics.moves)
     yield totals("requests_failed", "Answers that ended with an error.", "reason", CODES, metrics.failed)
+    attained = metrics.attainment.by_class
+    answers = {name: counts.num_answers for name, counts in attained.items()}
+    yield totals("slo_answers", "Answers with limits that have ended, by class.", "slo_class", attained, answers)
+    kept = [
+        ({"slo_class": name, "limit": limit}, value)
+        for name, counts in attained.items()
+        for limit, value in (("ttft", counts.num_ttft_met), ("tpot", counts.num_tpot_met), ("both", counts.num_met))
+    ]
+    yield Figure(CounterMetricFamily, "slo_attained", "Of those, the ones that kept a limit, or both.", kept)
     yield totals("requests_refused", "Requests that did not begin.", "reason", CODES, metrics.refused)
     yield totals("transfers_failed", "Transfers of KV that failed.", "reason", RESTART_REASONS, failures)
 

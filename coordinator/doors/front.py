@@ -9,6 +9,7 @@ from typing import Final
 from coordinator.control.journal import Journal
 from coordinator.control.registry import Registry
 from coordinator.control.router import does
+from coordinator.control.slo import SloClasses
 from coordinator.dispatcher import Dispatcher
 from coordinator.doors.generation import Generation
 from coordinator.doors.unknown_fields import UnknownFields
@@ -54,6 +55,7 @@ class Front:
         max_logprobs: int,
         request_timeout_s: float,
         strict_fields: bool,
+        slo_classes: SloClasses,
     ) -> None:
         self.model = model
         self.unknown_fields = UnknownFields(strict=strict_fields)
@@ -62,6 +64,7 @@ class Front:
         self._journal = journal
         self._max_logprobs = max_logprobs
         self._request_timeout_s = request_timeout_s
+        self._slo_classes = slo_classes
 
     @asynccontextmanager
     async def answer(
@@ -75,7 +78,8 @@ class Front:
             check_input(request, self.limits())
             prompt = await self.tokenize(request)
             plan = plan_answers(request, prompt, self.limits(), self.model.sampling_defaults)
-            generation = self._dispatcher.submit(plan, arrived_s=arrived_s, deadline_s=arrived_s + timeout_s)
+            slo = self._slo_classes.slo_of(request, len(prompt), self._registry.nodes)
+            generation = self._dispatcher.submit(plan, slo, arrived_s=arrived_s, deadline_s=arrived_s + timeout_s)
         try:
             yield Call(prompt, generation)
         finally:

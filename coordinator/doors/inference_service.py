@@ -6,6 +6,7 @@ import secrets
 import time
 from typing import Any
 
+from coordinator.control.metrics import Metrics
 from coordinator.control.registry import Registry
 from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher
@@ -21,12 +22,20 @@ class InferenceService:
     """Serves Inference. Its methods raise RequestError; the interceptor turns it into a status."""
 
     def __init__(
-        self, front: Front, registry: Registry, tracker: Tracker, dispatcher: Dispatcher, *, instance_id: str
+        self,
+        front: Front,
+        registry: Registry,
+        tracker: Tracker,
+        dispatcher: Dispatcher,
+        metrics: Metrics,
+        *,
+        instance_id: str,
     ) -> None:
         self._front = front
         self._registry = registry
         self._tracker = tracker
         self._dispatcher = dispatcher
+        self._metrics = metrics
         self._instance_id = instance_id or secrets.token_hex(16)
         self._start_s = time.monotonic()
 
@@ -70,7 +79,9 @@ class InferenceService:
     async def GetLoads(self, _request: Any, _context: Any) -> inference_pb2.GetLoadsResponse:
         # Live are also answers that have ended but that nodes have yet to let go of: at 0 the fleet holds nothing.
         loads = [node.load for node in self._registry.nodes]
-        return inference_pb2.GetLoadsResponse(nodes=loads, num_live_requests=self._tracker.num_open)
+        return inference_pb2.GetLoadsResponse(
+            nodes=loads, num_live_requests=self._tracker.num_open, slo_classes=self._metrics.attainment.to_wire()
+        )
 
 
 async def write(context: Any, response: Any) -> None:

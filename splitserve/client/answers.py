@@ -17,6 +17,9 @@ _FINISH_REASONS = {
 }
 
 
+_LIMITS = ("ttft_ms", "tpot_ms", "ttft_met", "tpot_met")
+
+
 @dataclass(frozen=True, slots=True)
 class TopLogprob:
     """One of the most likely tokens at a position."""
@@ -58,13 +61,29 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True)
+class Attainment:
+    """The limits of an answer in milliseconds, and whether it kept them; None where there was no limit. slo_class is
+    that of the request, "" for none.
+
+    TTFT is from the server's door to the first token, TPOT the mean from each token to the next.
+    """
+
+    slo_class: str
+    ttft_ms: float | None
+    tpot_ms: float | None
+    ttft_met: bool | None
+    tpot_met: bool | None
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """How one answer ended. finish_reason is stop, length or abort; matched_stop the stop string or token id.
 
     cached_tokens are those of the prompt that did not have to be computed, kv_bytes the KV that travelled to the
     decode node, kv_bytes_saved the KV that it held already. An answer that was moved to other nodes, or began again
     there, counts the bytes of all its transfers, but the cached tokens of its first prefill alone. moved_kv_bytes are
-    those of kv_bytes that travelled because it moved.
+    those of kv_bytes that travelled because it moved. attainment is None where the request had neither limits nor a
+    class.
     """
 
     finish_reason: str
@@ -76,6 +95,7 @@ class Completion:
     kv_bytes: int
     kv_bytes_saved: int
     moved_kv_bytes: int
+    attainment: Attainment | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +176,8 @@ class NodeLoad:
     num_blocks_cached are free blocks that still hold the KV of an earlier request. num_prompt_tokens and what follows
     count from the start of the node: num_cached_tokens of the prompt tokens had their KV there already, num_kv_bytes
     were sent or received. prefill_tokens_per_s is what the node computes when it does nothing else, 0 while that is not
-    known. role is what its shape amounts to.
+    known. role is what its shape amounts to. lone_step_s is what an answer's token takes when it is the only one, 0
+    while that is not known.
     """
 
     name: str
@@ -178,15 +199,30 @@ class NodeLoad:
     num_transfers_failed: int
     prefill_tokens_per_s: float
     shape: Shape
+    lone_step_s: float
     ranks: tuple[RankLoad, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class SloClassLoad:
+    """A class of the server's configuration, or "none", and how many of its answers with limits that have ended kept
+    them; where there is no limit, it is kept."""
+
+    slo_class: str
+    limits: str
+    num_answers: int
+    num_ttft_met: int
+    num_tpot_met: int
+    num_met: int
+
+
+@dataclass(frozen=True, slots=True)
 class Loads:
-    """The load of every attached node."""
+    """The load of every attached node, and how limits are kept by class."""
 
     nodes: tuple[NodeLoad, ...]
     num_live_requests: int
+    slo_classes: tuple[SloClassLoad, ...] = ()
 
 
 def to_chunk(response: inference_pb2.GenerateResponse) -> Chunk:
@@ -217,7 +253,8 @@ def to_server_info(message: inference_pb2.GetServerInfoResponse) -> ServerInfo:
 
 
 def to_loads(message: inference_pb2.GetLoadsResponse) -> Loads:
-    return Loads(tuple(to_node_load(node) for node in message.nodes), message.num_live_requests)
+    nodes = tuple(to_node_load(node) for node in message.nodes)
+    return Loads(nodes, message.num_live_requests, tuple(_copy(SloClassLoad, each) for each in message.slo_classes))
 
 
 def to_node_load(message: inference_pb2.NodeLoad) -> NodeLoad:
@@ -242,7 +279,13 @@ def _completion(complete: inference_pb2.Complete) -> Completion:
         finish_reason=_FINISH_REASONS.get(complete.finish_reason, "unspecified"),
         matched_stop=getattr(complete, matched) if matched else None,
         timeline=_copy(Timeline, complete.timeline),
+        attainment=_attainment(complete.attainment) if complete.HasField("attainment") else None,
     )
+
+
+def _attainment(message: inference_pb2.Attainment) -> Attainment:
+    limits = {name: getattr(message, name) if message.HasField(name) else None for name in _LIMITS}
+    return Attainment(message.slo_class, **limits)
 
 
 def _copy(record_class: type[Record], message: Any, **others: Any) -> Record:

@@ -75,14 +75,28 @@ class Client:
         model: str = "",
         request_id: str = "",
         cache_salt: str = "",
+        ttft_ms: float | None = None,
+        tpot_ms: float | None = None,
+        slo_class: str = "",
         deadline_s: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Iterator[Chunk]:
         """Streams the answer to text, token ids or a conversation; the call starts with the first step of the loop.
 
-        Requests share the KV cache of a common beginning only with requests of the same cache_salt.
+        Requests share the KV cache of a common beginning only with requests of the same cache_salt. ttft_ms and tpot_ms
+        are limits that the server is to keep, slo_class one of its classes, which has some; the last chunk's completion
+        tells which were kept.
         """
-        request = generate_request(prompt, model=model, request_id=request_id, cache_salt=cache_salt, sampling=sampling)
+        request = generate_request(
+            prompt,
+            model=model,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            sampling=sampling,
+            ttft_ms=ttft_ms,
+            tpot_ms=tpot_ms,
+            slo_class=slo_class,
+        )
         return self._stream(self._inference.Generate, request, answers.to_chunk, deadline_s)
 
     def abort(self, request_ids: Sequence[str]) -> Aborted:
@@ -161,14 +175,28 @@ class AsyncClient:
         model: str = "",
         request_id: str = "",
         cache_salt: str = "",
+        ttft_ms: float | None = None,
+        tpot_ms: float | None = None,
+        slo_class: str = "",
         deadline_s: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> AsyncIterator[Chunk]:
         """Streams the answer to text, token ids or a conversation; the call starts with the first step of the loop.
 
-        Requests share the KV cache of a common beginning only with requests of the same cache_salt.
+        Requests share the KV cache of a common beginning only with requests of the same cache_salt. ttft_ms and tpot_ms
+        are limits that the server is to keep, slo_class one of its classes, which has some; the last chunk's completion
+        tells which were kept.
         """
-        request = generate_request(prompt, model=model, request_id=request_id, cache_salt=cache_salt, sampling=sampling)
+        request = generate_request(
+            prompt,
+            model=model,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            sampling=sampling,
+            ttft_ms=ttft_ms,
+            tpot_ms=tpot_ms,
+            slo_class=slo_class,
+        )
         return self._stream(self._inference.Generate, request, answers.to_chunk, deadline_s)
 
     async def abort(self, request_ids: Sequence[str]) -> Aborted:

@@ -46,7 +46,15 @@ class Sampling(TypedDict, total=False):
 
 
 def generate_request(
-    prompt: Prompt, *, model: str, request_id: str, cache_salt: str, sampling: Mapping[str, Any]
+    prompt: Prompt,
+    *,
+    model: str,
+    request_id: str,
+    cache_salt: str,
+    sampling: Mapping[str, Any],
+    ttft_ms: float | None = None,
+    tpot_ms: float | None = None,
+    slo_class: str = "",
 ) -> inference_pb2.GenerateRequest:
     """Raises TypeError for an unknown sampling field, and Refused for a value that the wire cannot carry."""
     given = {name: value for name, value in sampling.items() if value is not None}
@@ -60,6 +68,9 @@ def generate_request(
             model=model,
             cache_salt=cache_salt,
             sampling_params=inference_pb2.SamplingParams(**given),
+            ttft_ms=ttft_ms,
+            tpot_ms=tpot_ms,
+            slo_class=slo_class,
             **_input(prompt),
         )
     except (TypeError, ValueError) as error:

@@ -36,6 +36,9 @@ Ask = Callable[..., Iterator[Chunk]]
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line for each chunk; usage and timeline last.")
 @click.option("--timeline", "with_timeline", is_flag=True, help="Show where the time went.")
 @click.option("--cache-salt", default="", help="Share cached KV only with requests of the same salt.")
+@click.option("--ttft-ms", type=float, help="Limit that the server is to keep: ms to the first token.")
+@click.option("--tpot-ms", type=float, help="Limit that the server is to keep: mean ms from each token to the next.")
+@click.option("--slo-class", default="", help="Class of the server's configuration, whose limits hold.")
 @click.option("--deadline", "deadline_s", type=click.FloatRange(min=0, min_open=True), help="Seconds for the answer.")
 @sampling_options(GENERATE_TOKENS)
 def generate(
@@ -46,6 +49,9 @@ def generate(
     as_json: bool,
     with_timeline: bool,
     cache_salt: str,
+    ttft_ms: float | None,
+    tpot_ms: float | None,
+    slo_class: str,
     deadline_s: float | None,
     **sampling: Any,
 ) -> None:
@@ -57,7 +63,9 @@ def generate(
             as_chat = model.has_chat_template
         prompt: Prompt = [{"role": "user", "content": text}] if as_chat else text
         asking = Asking(model, _given(sampling), GENERATE_TOKENS)
-        chunks = asking.answer(partial(client.generate, prompt, cache_salt=cache_salt, deadline_s=deadline_s))
+        limits: dict[str, Any] = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "slo_class": slo_class}
+        ask = partial(client.generate, prompt, cache_salt=cache_salt, deadline_s=deadline_s, **limits)
+        chunks = asking.answer(ask)
         if as_json:
             _print_json(chunks)
             return

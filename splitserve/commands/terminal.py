@@ -1,7 +1,7 @@
 """What the commands show: answers on stdout, everything around them on stderr."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -12,7 +12,16 @@ from rich.text import Text
 
 from serving_core.shapes import Shape
 from serving_core.units import MIB, size_of
-from splitserve.client.answers import Completion, Loads, ModelInfo, NodeInfo, NodeLoad, ServerInfo, Timeline
+from splitserve.client.answers import (
+    Completion,
+    Loads,
+    ModelInfo,
+    NodeInfo,
+    NodeLoad,
+    ServerInfo,
+    SloClassLoad,
+    Timeline,
+)
 
 BAR_WIDTH: Final = 60
 FILE_WIDTH: Final = 160
@@ -70,11 +79,11 @@ def timeline_view(completion: Completion) -> Group:
         share = seconds / timeline.e2e_s if timeline.e2e_s else 0.0
         table.add_row(f"[{style}]{mark}[/] {name}", f"{seconds * 1e3:.1f}", f"{share:.0%}", _where(timeline, field))
     table.add_row("  [bold]end to end[/]", f"[bold]{timeline.e2e_s * 1e3:.1f}[/]", "", _summary(completion))
-    return Group(table, *_savings(completion), _bar(timeline))
+    return Group(table, *_savings(completion), *_limits(completion), _bar(timeline))
 
 
 def status_view(model: ModelInfo, server: ServerInfo, loads: Loads) -> Group:
-    """A line about the cluster, a table of its nodes and one of their KV caches."""
+    """A line about the cluster, a table of its nodes, one of their KV caches, and one of how limits are kept."""
     line = (
         f"[bold]{escape(model.served_model_name)}[/] ({escape(model.architecture)}, context of {model.max_model_len} "
         f"tokens), {loads.num_live_requests} live requests, up {duration_of(server.uptime_s)}"
@@ -85,7 +94,8 @@ def status_view(model: ModelInfo, server: ServerInfo, loads: Loads) -> Group:
     nodes = sorted(loads.nodes, key=lambda load: (load.role != "prefill", load.name))
     if not nodes:
         return Group(*lines, "no node is attached")
-    return Group(*lines, _node_table(nodes, server), *_kinds(server), "", _cache_table(nodes))
+    classes: list[str | Table] = ["", _class_table(loads.slo_classes)] if loads.slo_classes else []
+    return Group(*lines, _node_table(nodes, server), *_kinds(server), "", _cache_table(nodes), *classes)
 
 
 def _kinds(server: ServerInfo) -> list[Text]:
@@ -150,6 +160,18 @@ def _cache_table(nodes: list[NodeLoad]) -> Table:
     return table
 
 
+def _class_table(classes: Sequence[SloClassLoad]) -> Table:
+    """How many answers kept their limits, by the class of their requests."""
+    table = plain_table("class", "limits", numbers=("answers", "in time", "TTFT kept", "TPOT kept"), gap=1)
+    for each in classes:
+        shares = [
+            f"{number / each.num_answers:.1%}" if each.num_answers else "-"
+            for number in (each.num_met, each.num_ttft_met, each.num_tpot_met)
+        ]
+        table.add_row(escape(each.slo_class), escape(each.limits), str(each.num_answers), *shares)
+    return table
+
+
 def shape_text(shape: Shape) -> str:
     """What a node does: most prompt tokens in a step, and most answers at a time."""
     parts = [f"{shape.prompt_tokens} tokens"] if shape.reads else []
@@ -188,6 +210,22 @@ def _savings(completion: Completion) -> list[str]:
         times = "once" if timeline.num_moves == 1 else f"{timeline.num_moves} times"
         pause = f"paused for {timeline.move_pause_s * 1e3:.1f} ms"
         parts.append(f"moved {times} ({size_of(completion.moved_kv_bytes)} of it, {pause})")
+    return [f"  {' · '.join(parts)}"] if parts else []
+
+
+def _limits(completion: Completion) -> list[str]:
+    """A line about the limits, or nothing where there was none."""
+    attainment = completion.attainment
+    if attainment is None:
+        return []
+    parts = [
+        f"{name} within {limit_ms:g} ms: {'kept' if is_met else 'missed'}"
+        for name, limit_ms, is_met in (
+            ("TTFT", attainment.ttft_ms, attainment.ttft_met),
+            ("TPOT", attainment.tpot_ms, attainment.tpot_met),
+        )
+        if limit_ms is not None
+    ]
     return [f"  {' · '.join(parts)}"] if parts else []
 
 

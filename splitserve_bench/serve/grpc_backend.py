@@ -46,6 +46,7 @@ class GrpcBackend:
             request_id="",
             cache_salt="",
             sampling={**GREEDY, "max_tokens": request.output_tokens},
+            **self._target.extra_body,
         )
         return message.SerializeToString()
 

@@ -12,7 +12,7 @@ import click
 from serving_core.errors import SettingsError
 from splitserve.commands.server_options import SERVER_VARIABLE, api_key_option
 from splitserve_bench.options import RepeatingCommand, options_of
-from splitserve_bench.serve.target import BACKENDS, COMPLETIONS, OPENAI, SPLITSERVE, Target
+from splitserve_bench.serve.target import BACKENDS, COMPLETIONS, LIMITS, OPENAI, SPLITSERVE, Target
 
 RANDOM, AZURE, MOONCAKE = "random", "azure", "mooncake"
 DATASETS: Final = (RANDOM, AZURE, MOONCAKE)
@@ -91,7 +91,10 @@ class ServeOptions:
             if self.server and SCHEME not in address:
                 raise SettingsError(f"--server {address} is no URL: --backend {OPENAI} takes http://HOST:PORT")
             address = (address if self.server else f"http://{address}").rstrip("/")
-        return Target(backend, address, self.endpoint, self.model, self.api_key, _object(self.extra_body))
+        extra_body = _object(self.extra_body)
+        if backend == SPLITSERVE and (unknown := sorted(extra_body.keys() - set(LIMITS))):
+            raise SettingsError(f"--extra-body may have {', '.join(LIMITS)} for SplitServe's gRPC, not {unknown[0]!r}")
+        return Target(backend, address, self.endpoint, self.model, self.api_key, extra_body)
 
     def metadata_pairs(self) -> dict[str, str]:
         """Raises SettingsError for one that is not KEY=VALUE."""
@@ -126,7 +129,9 @@ where_options = options_of(
     click.option("--endpoint", default=COMPLETIONS, show_default=True, help="Of an OpenAI-compatible server."),
     click.option("--model", default="", help="Served model; by default what is served."),
     api_key_option,
-    click.option("--extra-body", default="{}", help="JSON object of more fields for an OpenAI-compatible server."),
+    click.option(
+        "--extra-body", default="{}", help="JSON object of more fields: of an OpenAI-compatible server, or limits."
+    ),
     click.option(
         "--tokenizer",
         type=click.Path(exists=True, file_okay=False, path_type=Path),

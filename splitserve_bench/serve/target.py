@@ -7,6 +7,7 @@ from typing import Any, Final
 SPLITSERVE, OPENAI = "splitserve", "openai"
 BACKENDS: Final = (SPLITSERVE, OPENAI)
 COMPLETIONS: Final = "/v1/completions"
+LIMITS: Final = ("ttft_ms", "tpot_ms", "slo_class")  # of every request, the same for both backends
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,9 @@ class Target:
     endpoint: str = COMPLETIONS  # of openai
     model: str = ""  # "": whatever is served
     api_key: str | None = None
-    extra_body: Mapping[str, Any] = field(default_factory=dict)  # of openai: more fields of every request
+    extra_body: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # more fields of every request; of splitserve LIMITS alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from kv_transfer.results import Received, Sent, TransferFailed
 from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION, shape_to_wire
 from serving_core.blocks import BlockAllocator
+from serving_core.costs import StepCosts
 from serving_core.prefix import origin_of
 from serving_core.rates import NUM_RECENT, StepRates
 from serving_core.requests import Request, SampledToken, Work
@@ -270,4 +271,5 @@ def _logic(allocator: BlockAllocator, sizes: NodeSizes, role: str, costs: Costs)
         is_history_free=True,
         eos_token_ids=(),
         rates=StepRates(costs.prefill_tokens_per_s),
+        costs=StepCosts(costs.prefill_tokens_per_s),
     )

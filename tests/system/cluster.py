@@ -76,7 +76,8 @@ class Child:
         self.log = log
         argv = [python, "-m", module, *positional]
         for flag, value in flags.items():
-            argv += [f"--{flag.replace('_', '-')}", str(value)]
+            for each in value if isinstance(value, tuple) else (value,):  # a flag that is repeated
+                argv += [f"--{flag.replace('_', '-')}", str(each)]
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("SPLITSERVE_")}
         fixed = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with log.open("ab") as output:

@@ -30,6 +30,7 @@ from coordinator.doors.http.requests import (
     parse_messages,
 )
 from coordinator.doors.http.responses import ChatForm, CompletionForm, Form
+from coordinator.doors.http.slo import set_limits
 from protos.inference_pb2 import ChatInput, GenerateRequest
 from serving_core.errors import RequestError
 from serving_core.reasons import MODEL_NOT_FOUND
@@ -121,6 +122,7 @@ class Endpoints:
         with self._front.noting_refusal(request_id):
             fields = await read_json(request)
             asked = parse(fields, request_id)
+            set_limits(asked.requests, fields, request.headers)
             self._check_unread(request, fields)
         form = form_class(asked, self._front.model.tokenizer)
         return Answering(self._front, form, request_id, names)

@@ -13,7 +13,7 @@ from coordinator.control.outcomes import FINISH_REASONS
 from coordinator.doors.http.logprobs import TextOffsets, chat_logprobs, completion_logprobs
 from coordinator.doors.http.requests import Asked
 from coordinator.text.tokenizer import Tokenizer
-from protos.inference_pb2 import Chunk, Complete, Timeline, TokenLogprobs
+from protos.inference_pb2 import Attainment, Chunk, Complete, Timeline, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -60,12 +60,15 @@ class Form(ABC):
         """The choice that is a whole answer."""
 
     def end_of(self, complete: Complete) -> dict[str, Any]:
-        """How an answer ended; stop_reason is the stop string or the token id, as vLLM has it."""
+        """How an answer ended, and which limits it kept if there were any; stop_reason is the stop string or the token
+        id, as vLLM has it."""
         matched = complete.WhichOneof("matched_stop")
-        end = {
+        end: dict[str, Any] = {
             "finish_reason": FINISH_REASONS[complete.finish_reason],
             "stop_reason": getattr(complete, matched) if matched else None,
         }
+        if complete.HasField("attainment"):
+            end["attainment"] = attainment_object(complete.attainment)
         return {**end, "timeline": timeline_object(complete.timeline)} if self.asked.include_timeline else end
 
     def token_ids(self, token_ids: list[int]) -> dict[str, Any]:
@@ -197,6 +200,12 @@ class Envelope:
     def whole(self, choices: list[dict[str, Any]], usage: Usage, **others: Any) -> dict[str, Any]:
         response = {**self._same, "object": self._form.whole_object, "choices": choices}
         return {**response, "usage": usage.to_json(), **others}
+
+
+def attainment_object(attainment: Attainment) -> dict[str, Any]:
+    """Every field by its name on the wire; null for what is not set."""
+    names = [field.name for field in Attainment.DESCRIPTOR.fields]
+    return dict.fromkeys(names) | {field.name: value for field, value in attainment.ListFields()}
 
 
 def timeline_object(timeline: Timeline) -> dict[str, Any]:

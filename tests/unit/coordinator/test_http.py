@@ -29,10 +29,10 @@ async def http_cluster(folder, nodes=("p0", "d0"), **settings):
         yield c, await stack.enter_async_context(client)
 
 
-def post(client, path="/v1/completions", **fields):
+def post(client, path="/v1/completions", headers=(), **fields):
     """A call under way."""
     body = {"prompt": "hello", "max_tokens": 5} if path == "/v1/completions" else {"messages": [HI]}
-    return asyncio.create_task(client.post(path, json=body | fields, headers={"x-request-id": "r"}))
+    return asyncio.create_task(client.post(path, json=body | fields, headers={"x-request-id": "r", **dict(headers)}))
 
 
 HI = {"role": "user", "content": "hi"}
@@ -81,6 +81,46 @@ def test_the_events_of_a_completion(tmp_path):
             else:
                 assert first == event("ab")
             assert rest == [event("", "length", stop_reason=None), "[DONE]"]
+
+    run(scenario())
+
+
+def test_limits_come_in_the_body_or_in_headers_and_the_answer_tells_what_became_of_them(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path, slo_class=("chat=ttft:60000,tpot:50000",)) as (c, client):
+            headers = {"x-slo-class": "chat", "x-slo-tpot-ms": "0.001"}
+            call = post(client, headers=headers, ttft_ms=70000)
+            attempt, job = await begin(c)
+            assert (0 < job.due.ttft_left_s <= 70, job.due.tpot_s) == (True, 1e-6)
+            await hand_over(c, attempt, "a", begun=True)
+            await asyncio.sleep(0.01)  # longer than the limit
+            await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
+            [choice] = (await call).json()["choices"]
+            limits = {"slo_class": "chat", "ttft_ms": 70000.0, "tpot_ms": 0.001}
+            assert choice["attainment"] == {**limits, "ttft_met": True, "tpot_met": False}
+            text = (await client.get("/metrics")).text
+            for limit, number in (("ttft", 1), ("tpot", 0), ("both", 0)):
+                assert f'splitserve_slo_attained_total{{limit="{limit}",slo_class="chat"}} {number}.0' in text
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "field", "message"),
+    [
+        ({"x-slo-ttft-ms": "soon"}, {}, "x-slo-ttft-ms", "x-slo-ttft-ms must be a finite number, not 'soon'"),
+        ({"x-slo-tpot-ms": "inf"}, {}, "x-slo-tpot-ms", "x-slo-tpot-ms must be a finite number, not 'inf'"),
+        ({"x-slo-tpot-ms": "-1"}, {}, "tpot_ms", "tpot_ms must be above 0 and at most 3.6e+06, not -1"),
+        ({}, {"ttft_ms": "fast"}, "ttft_ms", 'ttft_ms must be a finite number, not "fast"'),
+        ({}, {"slo_class": "chat"}, "slo_class", "slo_class 'chat' is none of the server's: there are none"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused_by_name(tmp_path, headers, fields, field, message):
+    async def scenario():
+        async with http_cluster(tmp_path) as (_, client):
+            reply = await post(client, headers=headers, **fields)
+            error = reply.json()["error"]
+            assert (reply.status_code, error["param"], error["message"]) == (400, field, message)
 
     run(scenario())
 

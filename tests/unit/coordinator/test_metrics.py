@@ -32,6 +32,8 @@ COUNTERS = {
     "splitserve_moves_total": None,
     "splitserve_answers_kept_total": None,
     "splitserve_requests_finished_total": "vllm:request_success_total",
+    "splitserve_slo_answers_total": None,
+    "splitserve_slo_attained_total": None,
     "splitserve_requests_failed_total": None,
     "splitserve_requests_refused_total": None,
     "splitserve_transfers_failed_total": None,

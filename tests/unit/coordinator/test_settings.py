@@ -39,6 +39,12 @@ def test_origins_are_written_as_browsers_send_them(value):
         check_settings(CoordinatorSettings(allowed_origins=f"http://localhost:3000, {value}"))
 
 
+def test_classes_are_read_at_start():
+    check_settings(CoordinatorSettings(slo_class=("chat=ttft:500,tpot:40", "tight=ttft:5x")))
+    with pytest.raises(SettingsError, match="slo_class 'a' is given twice"):
+        check_settings(CoordinatorSettings(slo_class=("a=ttft:1", "a=ttft:2")))
+
+
 def details_of(error):
     status = to_status(error)
     [(key, value)] = status.trailing_metadata

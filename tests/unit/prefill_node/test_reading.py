@@ -1,13 +1,14 @@
 """Which tokens of which prompt a step computes."""
 
 from prefill_node.reading import Reading, num_cacheable
+from serving_core.costs import StepCosts
 from serving_core.residents import Stage
 from tests.unit.serving_node.residents_kit import House
 
 
 def make(num_blocks=32):
     house = House(num_blocks)
-    return house, Reading(house.residents, house.leases, max_num_queued=100)
+    return house, Reading(house.residents, house.leases, StepCosts(), max_num_queued=100)
 
 
 def plan(house, reading, budget, *, seats=(), start=None):
@@ -21,7 +22,7 @@ def plan(house, reading, budget, *, seats=(), start=None):
         asked.append(resident.request.request_id)
         return (start is None or resident.request.request_id in start) and reading.start(resident, num_spare=0)
 
-    works = reading.plan(budget, has_seat, begin)
+    works = reading.plan(budget, has_seat, begin, (), 0.0)
     return [(work.request.request_id, work.start, work.num_tokens) for work in works], asked
 
 

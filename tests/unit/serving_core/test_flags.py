@@ -22,6 +22,7 @@ class Outer:
     verbose: bool = flag(False, "Say more.")
     limit: int | None = flag(None, "A limit.", minimum=1)
     token: str = flag("", "A secret.", secret=True)
+    kind: tuple[str, ...] = flag((), "A kind.")
     pool_bytes: int = flag(512 * 2**20, "A size.", minimum=1, maximum=2**33)
 
 
@@ -70,6 +71,24 @@ def test_a_size_may_have_a_unit_wherever_it_is_given(tmp_path, given, num_bytes)
     ):
         assert settings == Outer(pool_bytes=num_bytes)
         assert parse(*to_argv(settings)) == settings
+
+
+def test_a_flag_that_may_be_repeated_keeps_its_values_in_order(tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("kind: [b=1, 'a=2,c']\n")
+    for settings in (
+        parse("--kind", "b=1", "--kind", "a=2,c"),
+        parse(env={"SPLITSERVE_KIND": "b=1 a=2,c"}),
+        parse("--config", str(file)),
+    ):
+        assert settings == Outer(kind=("b=1", "a=2,c"))
+        assert parse(*to_argv(settings)) == settings
+
+
+def test_one_value_of_such_a_flag_needs_no_list_in_a_file(tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("kind: b=1\n")
+    assert parse("--config", str(file)) == Outer(kind=("b=1",))
 
 
 def test_help_shows_a_size_with_its_unit():

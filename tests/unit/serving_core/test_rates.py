@@ -81,6 +81,20 @@ def test_old_steps_are_forgotten():
     assert rates.decode_step_s == pytest.approx(0.3)
 
 
+def test_the_step_of_one_request_alone_is_remembered_however_busy_the_node_is():
+    rates = StepRates()
+    assert rates.lone_step_s == 0.0
+    rates.add(0, 3, 0.05)
+    rates.add(0, 5, 0.07)
+    assert rates.lone_step_s == 0.05  # the nearest to 1 that there was
+    for step_s in (0.01, 0.03, 0.02):
+        rates.add(0, 1, step_s)
+    rates.add(100, 1, 1.0)
+    for _ in range(200):
+        rates.add(0, 8, 0.09)
+    assert rates.lone_step_s == pytest.approx(0.02)
+
+
 def test_the_decode_step_is_the_median_of_those_that_only_decode():
     rates = StepRates()
     for step_s in (0.01, 0.03, 0.02):

@@ -10,6 +10,7 @@ from kv_transfer.results import Received, Sent, TransferFailed
 from kv_transfer.ticket import Ticket
 from protos import convert, fleet_pb2, inference_pb2
 from serving_core.blocks import BlockAllocator
+from serving_core.costs import StepCosts
 from serving_core.layout import KVLayout
 from serving_core.prefix import hint_of
 from serving_core.rates import StepRates
@@ -69,6 +70,7 @@ class Node:
         name="",
         origin=HERE,
         is_history_free=False,
+        costs=None,
     ):
         self.name = name
         self.origin = origin
@@ -87,6 +89,7 @@ class Node:
             is_history_free=is_history_free,
             eos_token_ids=(NEVER,),
             rates=self.rates,
+            costs=costs or StepCosts(),
         )
         self.now = 0.0
         self.events = []
@@ -150,7 +153,19 @@ class Node:
         self.logic.detached()
         self._settle()
 
-    def _job(self, name, prompt, *, salt=None, age=None, epoch=None, num_prompt_tokens=None, max_tokens=4, **sampling):
+    def _job(
+        self,
+        name,
+        prompt,
+        *,
+        salt=None,
+        age=None,
+        epoch=None,
+        num_prompt_tokens=None,
+        max_tokens=4,
+        due=None,
+        **sampling,
+    ):
         """All begin alike, and have nothing to share unless they are given the same salt."""
         prompt = prompt_of(prompt) if isinstance(prompt, int) else list(prompt)
         self._num_requests += 1
@@ -162,7 +177,7 @@ class Node:
             SamplingParams(max_tokens=max_tokens, **{"ignore_eos": True, **sampling}),
             name if salt is None else salt,
         )
-        return request, convert.job_to_wire(request, self._num_requests if age is None else age)
+        return request, convert.job_to_wire(request, self._num_requests if age is None else age, due)
 
     # ---- steps ----
 

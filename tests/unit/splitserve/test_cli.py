@@ -318,6 +318,20 @@ def test_status_shows_nodes_and_load(run):
     ]
 
 
+def test_status_shows_how_limits_are_kept(run):
+    rows = [line.split() for line in run("status").stdout.splitlines()]
+    assert [row for row in rows if row[:1] == ["chat"]] == [["chat", "ttft:500", "8", "62.5%", "87.5%", "75.0%"]]
+
+
+def test_limits_reach_the_server_and_the_timeline_tells_what_became_of_them(run, script):
+    attainment = inference_pb2.Attainment(ttft_ms=500, tpot_ms=7.5, ttft_met=True, tpot_met=False)
+    script.replies = [complete(timeline=TIMELINE, attainment=attainment)]
+    result = run("generate", "hi", "--ttft-ms", "500", "--tpot-ms", "7.5", "--slo-class", "chat", "--timeline")
+    (request,) = script.requests
+    assert (request.ttft_ms, request.tpot_ms, request.slo_class) == (500.0, 7.5, "chat")
+    assert "  TTFT within 500 ms: kept · TPOT within 7.5 ms: missed\n" in result.stderr
+
+
 def test_status_shows_the_memory_of_each_rank_where_there_are_several(run):
     ranks = [line.split() for line in run("status").stdout.splitlines() if "rank" in line]
     assert [" ".join(words) for words in ranks] == [

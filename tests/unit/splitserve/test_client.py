@@ -135,6 +135,19 @@ def test_a_salt_is_sent_when_it_is_given(script, target, asked):
     assert [request.cache_salt for request in script.requests] == ["tenant-é", ""]
 
 
+def test_limits_are_sent_when_they_are_given_and_what_became_of_them_comes_back(script, target, asked):
+    attainment = inference_pb2.Attainment(slo_class="chat", ttft_ms=500.0, ttft_met=False)
+    script.replies = [complete(attainment=attainment)]
+    (end,) = asked(target, ttft_ms=500, slo_class="chat")
+    assert end.completion.attainment == answers.Attainment("chat", 500.0, None, False, None)
+    script.replies = [complete()]
+    (end,) = asked(target)
+    assert end.completion.attainment is None
+    first, second = script.requests
+    assert (first.ttft_ms, first.HasField("tpot_ms"), first.slo_class) == (500.0, False, "chat")
+    assert (second.HasField("ttft_ms"), second.HasField("tpot_ms"), second.slo_class) == (False, False, "")
+
+
 @pytest.mark.parametrize("salt", ["\ud800", 5])
 def test_a_salt_that_the_wire_cannot_carry_is_refused_at_once(salt):
     with pytest.raises(Refused) as caught:

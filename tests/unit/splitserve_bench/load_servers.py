@@ -225,6 +225,8 @@ class _Service(inference_pb2_grpc.InferenceServicer):
             "temperature": params.temperature,
             "repetition_penalty": params.repetition_penalty,
             "model": request.model,
+            "slo_class": request.slo_class,
+            "tpot_ms": request.tpot_ms if request.HasField("tpot_ms") else None,
         }
         num_tokens = 0
         try:

@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from random import Random
 
+from coordinator.control.slo import Slo
 from coordinator.settings import CoordinatorSettings
 from protos import inference_pb2
 from serving_core.errors import RequestError
@@ -33,7 +34,7 @@ class WildCosts:
 
     def __init__(self, random):
         self._random = random
-        self._most_message_s = random.choice([0.0, 0.002, 0.02])
+        self.most_message_s = random.choice([0.0, 0.002, 0.02])
         self._most_latency_s = random.choice([0.0, 0.005, 0.05])
 
     def step_s(self, load):
@@ -41,7 +42,7 @@ class WildCosts:
         return 5e-4 * tokens + self._random.random() * 0.01 + 1e-6
 
     def message_s(self):
-        return self._random.random() * self._most_message_s
+        return self._random.random() * self.most_message_s
 
     def latency_s(self):
         return self._random.random() * self._most_latency_s
@@ -51,9 +52,12 @@ class WildCosts:
 
 
 class World:
-    """One fleet under one load. `troubles` are names of methods, each of which befalls it a few times."""
+    """One fleet under one load. `troubles` are names of methods, each of which befalls it a few times; with `limits`
+    most requests have some."""
 
-    def __init__(self, seed, *, troubles=(), num_requests=20, takes_streaks=True, fleet=None, num_blocks=None):
+    def __init__(
+        self, seed, *, troubles=(), num_requests=20, takes_streaks=True, fleet=None, num_blocks=None, limits=False
+    ):
         self.random = Random(seed)
         self.seen = Counter()
         self.num_blocks = num_blocks or self.random.choice([8, 12, 30, 150])
@@ -76,6 +80,8 @@ class World:
             roles=self.random.choice(["fixed", "auto"]),
         )
         self.fleet = Fleet(self.agenda, self.clients, self.sizes, model, settings, takes_streaks=takes_streaks)
+        if limits:
+            self._limit(self.fleet.coordinator.tracker)
         self.costs = WildCosts(self.random)
         self.roles = {f"{role}{index}": role for index, role in enumerate(fleet or self.random.choice(FLEETS))}
         for name, role in self.roles.items():
@@ -93,6 +99,15 @@ class World:
         num_output_tokens = self.random.randint(1, min(room - len(prompt), self.random.choice([3, 30, 150])))
         return PlannedRequest(index, self.random.random() * self.span_s, tuple(prompt), num_output_tokens)
 
+    def _limit(self, tracker):
+        submit, random = tracker.submit, Random(f"{self.random.random()} limits")
+
+        def submit_with_limits(*arguments, **options):
+            ttft_s, tpot_s = (random.choice([None, random.uniform(*span)]) for span in ((0.01, 1.0), (0.002, 0.03)))
+            return submit(*arguments, **options, slo=Slo("", ttft_s, tpot_s))
+
+        tracker.submit = submit_with_limits
+
     def run(self):
         """What becomes of the load, when nothing of it is left in the fleet."""
         self.clients.start(self.fleet.coordinator)
@@ -101,6 +116,17 @@ class World:
         self.agenda.run(lambda: self.is_quiet or self.agenda.now > last_s)
         self._check_end()
         return self.clients.outcomes
+
+    def watch(self, look, every_s=0.003):
+        """Looks again and again, while the load runs."""
+        look()
+        if not (self.clients.is_over and self.is_quiet):
+            self.agenda.after(every_s, lambda: self.watch(look, every_s))
+
+    @property
+    def tracked(self):
+        """The live answers, as the coordinator has them."""
+        return list(self.fleet.coordinator.tracker._live)
 
     @property
     def is_quiet(self):

@@ -23,6 +23,12 @@ def test_without_trouble_everyone_gets_the_whole_answer():
     assert min(seen[each] for each in ("preempted", "kept", "moved", "handed over")) > 5, seen
 
 
+def test_limits_let_nobody_wait_for_ever():
+    for seed in range(100):
+        outcomes = World(seed, limits=True).run()
+        assert not [outcome.error for outcome in outcomes if outcome.error], f"seed {seed}"
+
+
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_one_kind_of_trouble(trouble):
     seen = Counter()
@@ -46,11 +52,45 @@ def test_all_kinds_of_trouble_together():
     assert min(seen[each] for each in names) > 10, seen
 
 
+def test_nodes_and_coordinator_have_the_same_deadlines():
+    """Later or, of what a node begins itself, earlier by a message at most; over attempts and moves too."""
+    seen = Counter()
+    for seed in range(60):
+        world = World(seed, troubles=TROUBLES, limits=True)
+        world.watch(lambda world=world: seen.update(compare_deadlines(world)))
+        world.run()
+    assert min(seen[each] for each in ("begun", "to begin", "again", "after a move")) > 20, seen
+
+
+def compare_deadlines(world):
+    """What has been seen, by kind."""
+    known = {(request.request_id, request.attempt.epoch): request for request in world.tracked}
+    for node in world.fleet.nodes.values():
+        for resident in node.logic.residents:
+            request = known.get(resident.key)
+            if request is None or request.due is None:
+                assert request is None or resident.due is None
+                continue
+            here, there = request.due, resident.due
+            assert here.tpot_s == there.tpot_s
+            if here.began_s is None and there.began_s is None:
+                assert here.first_s == there.first_s or 0 <= there.first_s - here.first_s <= world.costs.most_message_s
+                yield "to begin"
+            elif here.began_s is not None and there.began_s is not None:
+                assert abs(there.began_s - here.began_s) <= world.costs.most_message_s + 1e-9
+                yield "begun"
+                if request.attempt.first_index:
+                    yield "again"
+                if request.num_moves:
+                    yield "after a move"
+
+
+@pytest.mark.parametrize("limits", [False, True], ids=["no limits", "limits"])
 @pytest.mark.parametrize("troubles", [(), TROUBLES], ids=["calm", "trouble"])
-def test_streaks_change_nothing(troubles):
+def test_streaks_change_nothing(troubles, limits):
     """Steps that are taken in for less give what single steps give, to the last bit of every time."""
     for seed in range(60):
-        one, other = (World(seed, troubles=troubles, takes_streaks=takes) for takes in (True, False))
+        one, other = (World(seed, troubles=troubles, takes_streaks=takes, limits=limits) for takes in (True, False))
         assert one.run() == other.run(), f"seed {seed}"
         assert one.agenda.now == other.agenda.now
         loads = [[node.load for node in world.fleet.coordinator.registry.nodes] for world in (one, other)]

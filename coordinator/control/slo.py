@@ -1,0 +1,130 @@
+"""What answers are to keep: limits on TTFT and TPOT, of single requests or of classes in the configuration. Pure.
+
+A limit of a class may be a multiple of what the request takes alone, as far as nodes have measured that: its prompt at
+the rate of the fastest node that reads, and a step with one answer of the fastest that writes. Until then it is none.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from coordinator.control.registry import Node
+from protos.inference_pb2 import GenerateRequest
+from serving_core.errors import RequestError, SettingsError
+from serving_core.reasons import BAD_PARAM
+
+MS: Final = 1e3
+MAX_MS: Final = 3_600_000.0
+MAX_MULTIPLE: Final = 1000.0
+MAX_CLASSES: Final = 32  # each is a label of some metrics
+UNNAMED: Final = "none"  # in counts: of requests that name no class
+_CLASS: Final = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})=(.+)")
+_LIMIT: Final = re.compile(r"(ttft|tpot):([0-9]+(?:\.[0-9]+)?)(x?)")
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Milliseconds, or a multiple of what the request takes alone."""
+
+    value: float
+    is_multiple: bool = False
+
+    def seconds(self, alone_s: float) -> float | None:
+        """None while it is not known what the request takes alone, which is 0 then."""
+        return (self.value * alone_s or None) if self.is_multiple else self.value / MS
+
+
+@dataclass(frozen=True, slots=True)
+class SloClass:
+    """A class of requests; None is no limit."""
+
+    name: str
+    limits: str  # as the configuration has them
+    ttft: Limit | None = None
+    tpot: Limit | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """The limits of one request; None is no limit."""
+
+    slo_class: str = ""  # that it has named
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    @property
+    def has_limits(self) -> bool:
+        return self.ttft_s is not None or self.tpot_s is not None
+
+
+class SloClasses:
+    """The classes of the configuration."""
+
+    def __init__(self, classes: Sequence[SloClass] = ()) -> None:
+        self._classes = {each.name: each for each in classes}
+
+    def slo_of(self, request: GenerateRequest, num_prompt_tokens: int, nodes: Iterable[Node]) -> Slo | None:
+        """The limits of a request, which win over those of its class; None without both. Raises RequestError."""
+        own = [_own_limit(request, name) for name in ("ttft_ms", "tpot_ms")]
+        if not request.slo_class and own == [None, None]:
+            return None
+        named = self._named(request.slo_class)
+        ttft, tpot = own[0] or named.ttft, own[1] or named.tpot
+        ttft_s, tpot_s = alone(nodes, num_prompt_tokens)
+        return Slo(named.name, ttft.seconds(ttft_s) if ttft else None, tpot.seconds(tpot_s) if tpot else None)
+
+    def _named(self, name: str) -> SloClass:
+        if not name:
+            return SloClass("", "")
+        if name not in self._classes:
+            known = f"there are {', '.join(self._classes)}" if self._classes else "there are none"
+            message = f"slo_class {name[:80]!r} is none of the server's: {known}"
+            raise RequestError(BAD_PARAM, message, field="slo_class")
+        return self._classes[name]
+
+
+def alone(nodes: Iterable[Node], num_prompt_tokens: int) -> tuple[float, float]:
+    """Seconds to the first token of a request that has all nodes for itself, and from each token to the next; 0: not
+    known."""
+    nodes = list(nodes)
+    rates = [node.load.prefill_tokens_per_s for node in nodes if node.usable.reads]
+    steps_s = [node.load.lone_step_s for node in nodes if node.usable.writes and node.load.lone_step_s > 0]
+    rate = max(rates, default=0.0)
+    return num_prompt_tokens / rate if rate > 0 else 0.0, min(steps_s, default=0.0)
+
+
+def parse_slo_classes(texts: Iterable[str]) -> list[SloClass]:
+    """The values of slo_class. Raises SettingsError."""
+    classes = [_parse(text) for text in texts]
+    names = [each.name for each in classes]
+    if len(classes) > MAX_CLASSES:
+        raise SettingsError(f"slo_class is given {len(classes)} times, the limit is {MAX_CLASSES}")
+    if twice := [name for name in names if names.count(name) > 1 or name == UNNAMED]:
+        why = "stands for requests without a class" if twice[0] == UNNAMED else "is given twice"
+        raise SettingsError(f"slo_class {twice[0]!r} {why}")
+    return classes
+
+
+def _parse(text: str) -> SloClass:
+    match = _CLASS.fullmatch(text.strip())
+    pairs = [_LIMIT.fullmatch(part.strip()) for part in match[2].split(",")] if match else []
+    limits = {pair[1]: Limit(float(pair[2]), bool(pair[3])) for pair in pairs if pair}
+    if match is None or len(limits) != len(pairs):
+        message = f"slo_class must be such as chat=ttft:500,tpot:40 (ms) or tight=ttft:5x,tpot:1.5x, not {text[:80]!r}"
+        raise SettingsError(message)
+    for name, limit in limits.items():
+        most, unit = (MAX_MULTIPLE, "x") if limit.is_multiple else (MAX_MS, " ms")
+        if not 0 < limit.value <= most:
+            raise SettingsError(f"{name} of slo_class {match[1]!r} must be above 0{unit} and at most {most:g}{unit}")
+    return SloClass(match[1], match[2].strip(), **limits)
+
+
+def _own_limit(request: GenerateRequest, name: str) -> Limit | None:
+    if not request.HasField(name):
+        return None
+    value: float = getattr(request, name)
+    if not (math.isfinite(value) and 0 < value <= MAX_MS):
+        raise RequestError(BAD_PARAM, f"{name} must be above 0 and at most {MAX_MS:g}, not {value:g}", field=name)
+    return Limit(value)

@@ -1,0 +1,124 @@
+"""What a node's next step takes, as its recent steps tell. Torch-free; no I/O, no clock.
+
+A step takes so much, more for each answer in it and for each token before those; chunks of prompts cost it so much
+once, more for each token, and more for each pair of a token and one before it: a chunk of n tokens after p takes
+a + b·n + c·(p·n + n²/2). The six weights are a least-squares fit of relative errors, in which what is old counts ever
+less.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, sqrt
+from typing import Final
+
+MEMORY: Final = 256  # steps, after which one counts for a third
+KEPT: Final = 1 - 1 / MEMORY
+TRUST: Final = 1e-4  # in what was believed before the first step, against one that is sure
+NUM_WEIGHTS: Final = 6
+
+
+@dataclass(slots=True)
+class StepLoad:
+    """What a step computes: a token of each of so many answers, with num_cached tokens before them in all, and chunks
+    of prompts with so many pairs of a token and one before it."""
+
+    num_answers: int = 0
+    num_cached: int = 0
+    num_prompt_tokens: int = 0
+    num_pairs: float = 0.0
+
+    def add_chunk(self, start: int, num_tokens: int) -> None:
+        """A chunk of a prompt, after `start` tokens of it."""
+        self.num_prompt_tokens += num_tokens
+        self.num_pairs += num_pairs(start, num_tokens)
+
+    @property
+    def figures(self) -> tuple[float, ...]:
+        """What the weights are of."""
+        has_chunks = self.num_prompt_tokens > 0
+        return 1, self.num_answers, self.num_cached, has_chunks, self.num_prompt_tokens, self.num_pairs
+
+
+def num_pairs(start: int, num_tokens: int) -> float:
+    return num_tokens * (start + num_tokens / 2)
+
+
+class StepCosts:
+    """Learns from steps. What is not asked costs next to nothing: steps are taken in when somebody wants to know."""
+
+    def __init__(self, start_tokens_per_s: float = 0.0) -> None:
+        """`start_tokens_per_s`: prompt tokens a second as measured before the first step; 0: not known."""
+        self._believed = [0.0] * NUM_WEIGHTS
+        self._believed[4] = 1 / start_tokens_per_s if start_tokens_per_s > 0 else 0.0
+        self._new: deque[tuple[tuple[float, ...], float]] = deque(maxlen=MEMORY)
+        self._products = [[0.0] * NUM_WEIGHTS for _ in range(NUM_WEIGHTS)]  # of figures over seconds, summed
+        self._sums = [0.0] * NUM_WEIGHTS
+        self._weights: Sequence[float] = self._believed
+
+    def add(self, load: StepLoad, step_s: float) -> None:
+        """Takes in what a step has taken."""
+        if step_s > 0:
+            self._new.append((load.figures, step_s))
+
+    @property
+    def weights(self) -> Sequence[float]:
+        """Seconds of each of StepLoad.figures, none below 0."""
+        if self._new:
+            while self._new:
+                self._take_in(*self._new.popleft())
+            self._weights = [max(0.0, each) for each in self._fit()]
+        return self._weights
+
+    def step_s(self, load: StepLoad) -> float:
+        """Seconds of such a step."""
+        return sum(weight * figure for weight, figure in zip(self.weights, load.figures, strict=True))
+
+    def chunk_s(self, start: int, num_tokens: int, *, is_first: bool) -> float:
+        """What a chunk adds to a step, which has others already unless it is the first."""
+        *_, once_s, token_s, pair_s = self.weights
+        return is_first * once_s + num_tokens * token_s + num_pairs(start, num_tokens) * pair_s
+
+    def num_tokens_within(self, seconds: float, start: int, *, is_first: bool) -> float:
+        """The longest chunk that adds no more than this to a step; inf where any would do."""
+        *_, once_s, token_s, pair_s = self.weights
+        left_s, each_s = seconds - is_first * once_s, token_s + start * pair_s
+        if not 0 < left_s < inf:
+            return max(0.0, left_s)
+        root = sqrt(each_s * each_s + 2 * pair_s * left_s)
+        return 2 * left_s / (each_s + root) if root > 0 else inf
+
+    @property
+    def num_tokens_worth_it(self) -> float:
+        """Of a first chunk whose tokens take as long as the chunk would without them; inf where tokens cost nothing."""
+        *_, once_s, token_s, _ = self.weights
+        return once_s / token_s if token_s > 0 else inf
+
+    def _take_in(self, figures: tuple[float, ...], step_s: float) -> None:
+        shares = [figure / step_s for figure in figures]
+        for row, share in zip(self._products, shares, strict=True):
+            row[:] = [KEPT * old + share * other for old, other in zip(row, shares, strict=True)]
+        self._sums = [KEPT * old + share for old, share in zip(self._sums, shares, strict=True)]
+
+    def _fit(self) -> list[float]:
+        """The weights, each as it was believed to be as far as steps tell nothing of it."""
+        sizes = [sqrt(row[i]) or 1.0 for i, row in enumerate(self._products)]
+        matrix, right = [], []
+        for i, (row, size) in enumerate(zip(self._products, sizes, strict=True)):
+            matrix.append([each / (size * other) for each, other in zip(row, sizes, strict=True)])
+            matrix[i][i] += TRUST
+            right.append(self._sums[i] / size + TRUST * self._believed[i] * size)
+        return [each / size for each, size in zip(_solve(matrix, right), sizes, strict=True)]
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Of linear equations with a positive definite matrix, both of which are used up."""
+    size = len(right)
+    for i in range(size):
+        for j in range(i + 1, size):
+            factor = matrix[j][i] / matrix[i][i]
+            matrix[j] = [a - factor * b for a, b in zip(matrix[j], matrix[i], strict=True)]
+            right[j] -= factor * right[i]
+    for i in reversed(range(size)):
+        right[i] = (right[i] - sum(matrix[i][j] * right[j] for j in range(i + 1, size))) / matrix[i][i]
+    return right

@@ -1,0 +1,60 @@
+"""Limits of requests on a real cluster, from the client to what the end of an answer, loads and metrics tell."""
+
+import pytest
+
+from splitserve import Client
+from splitserve.client.errors import Refused
+from tests.system.cluster import wait_until
+from tests.tiny_models import write_fake_model
+
+DEADLINE_S = 30.0
+PROMPT = list(range(40))
+CLASSES = ("loose=ttft:600000,tpot:600000", "hasty=tpot:0.001", "tight=ttft:1000x,tpot:1000x")
+
+
+@pytest.fixture(scope="module", params=["split", "both"])
+def client(request, start_cluster, tmp_path_factory):
+    model = write_fake_model(tmp_path_factory.mktemp("fake"), step_s=0.005)
+    roles = {"num_prefill": 0, "num_decode": 0, "num_both": 1} if request.param == "both" else {}
+    cluster = start_cluster(model, coordinator={"slo_class": CLASSES}, **roles)
+    with Client(cluster.target, timeout_s=DEADLINE_S) as client:
+        yield client
+
+
+def end_of(client, **limits):
+    *_, last = client.generate(PROMPT, max_tokens=8, ignore_eos=True, **limits)
+    return last.completion.attainment
+
+
+def counts(client, name):
+    (found,) = [each for each in client.loads().slo_classes if each.slo_class == name]
+    return found.num_answers, found.num_ttft_met, found.num_tpot_met, found.num_met
+
+
+def test_the_end_of_an_answer_tells_what_was_kept(client):
+    assert end_of(client) is None
+    loose, hasty = end_of(client, slo_class="loose"), end_of(client, slo_class="hasty")
+    assert (loose.slo_class, loose.ttft_ms, loose.ttft_met, loose.tpot_met) == ("loose", 600000.0, True, True)
+    assert (hasty.ttft_ms, hasty.ttft_met, hasty.tpot_ms, hasty.tpot_met) == (None, None, 0.001, False)
+    own = end_of(client, ttft_ms=0.001)
+    assert (own.slo_class, own.ttft_ms, own.ttft_met) == ("", 0.001, False)
+    assert [counts(client, name) for name in ("loose", "hasty", "none")] == [(1, 1, 1, 1), (1, 1, 0, 0), (1, 0, 1, 0)]
+
+
+def test_multiples_are_of_what_the_nodes_have_measured(client):
+    def measured():
+        found = end_of(client, slo_class="tight")
+        return found.ttft_ms is not None and found.tpot_ms is not None
+
+    wait_until(measured, "nodes have told what a request takes alone", DEADLINE_S)
+    found = end_of(client, slo_class="tight")
+    assert found.tpot_ms >= 5000.0  # a thousand steps, of 5 ms at least each
+    assert (found.ttft_met, found.tpot_met) == (True, True)
+
+
+def test_a_class_that_there_is_not_is_refused_by_name(client):
+    with pytest.raises(
+        Refused, match="slo_class 'batch' is none of the server's: there are loose, hasty, tight"
+    ) as error:
+        end_of(client, slo_class="batch")
+    assert error.value.field == "slo_class"

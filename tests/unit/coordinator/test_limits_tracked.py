@@ -1,0 +1,133 @@
+"""Limits on their way to the nodes, over retries and moves, and what the end of an answer tells of them."""
+
+import pytest
+
+from coordinator.control.slo import Slo
+from tests import fleet_events as events
+from tests.unit.coordinator.tracker_kit import World
+
+SLO = Slo("", 5.0, 2.0)
+LENGTH = events.LENGTH
+
+
+@pytest.fixture
+def world():
+    return World(max_restarts=2)
+
+
+def due(job):
+    """What a job tells, by name."""
+    return {field.name: value for field, value in job.due.ListFields()}
+
+
+def end_of(world):
+    told = world.outcome.attainment
+    return {field.name: value for field, value in told.ListFields()}
+
+
+def counts(world, slo_class="none"):
+    attained = world.metrics.attainment.by_class[slo_class]
+    return attained.num_answers, attained.num_ttft_met, attained.num_tpot_met, attained.num_met
+
+
+def test_without_limits_nothing_is_told(world):
+    assert world.submit() == ["reserve d0", "prefill p0"]
+    assert not any(job.HasField("due") for job in world.jobs)
+    assert world.first(world.attempt, finish_reason=LENGTH)[:2] == ["emit 0:100", "cancel d0"]
+    assert not world.outcome.HasField("attainment")
+    assert counts(world) == (0, 0, 0, 0)
+
+
+def test_both_nodes_get_what_is_left_and_the_writer_hears_of_the_first_token(world):
+    world.submit(now=10.0, slo=SLO)
+    assert [due(job) for job in world.jobs] == [{"ttft_left_s": 5.0, "tpot_s": 2.0}] * 2
+    assert world.first(world.attempt, now=12.0) == ["emit 0:100", "begun d0"]
+    assert world.attempt.epoch == world.jobs[0].attempt.epoch
+
+
+@pytest.mark.parametrize(("slo", "told"), [(Slo("", None, 2.0), ["begun d0"]), (Slo("", 5.0, None), [])])
+def test_the_first_token_matters_to_a_limit_on_the_others_alone(world, slo, told):
+    world.submit(slo=slo)
+    assert world.first(world.attempt)[1:] == told
+
+
+def test_a_node_that_reads_and_writes_needs_no_word():
+    world = World(("b0",))
+    assert world.submit(slo=SLO) == ["reserve b0"]
+    assert due(world.jobs[0]) == {"ttft_left_s": 5.0, "tpot_s": 2.0}
+    token = events.sampled(world.attempt, 0, 100)
+    assert world.tell("b0", events.first_token(token)) == ["emit 0:100"]
+
+
+def test_an_answer_that_has_ended_needs_no_word(world):
+    world.submit(slo=SLO)
+    assert not any(said.startswith("begun") for said in world.first(world.attempt, finish_reason=LENGTH))
+
+
+def test_another_attempt_has_the_same_deadlines(world):
+    world.submit(now=10.0, slo=SLO)
+    world.lose("p0", now=16.0)  # late already
+    assert [due(job) for job in world.jobs[2:]] == [{"ttft_left_s": -1.0, "tpot_s": 2.0}] * 2
+    token = events.sampled(world.attempt, 0, 100)
+    assert world.tell("p1", events.first_token(token), 17.0)[0] == "emit 0:100"
+    world.lose(world.reader, now=20.0)
+    assert [due(job) for job in world.jobs[4:]] == [{"tpot_s": 2.0, "since_first_s": 3.0}] * len(world.jobs[4:])
+
+
+def test_a_move_keeps_the_deadlines(world):
+    world.submit(now=0.0, max_tokens=200, slo=SLO)
+    attempt = world.attempt
+    world.first(attempt, now=1.0)
+    world.tell("d0", events.reserved(attempt), 1.0)
+    world.tell("d0", events.committed(attempt), 1.0)
+    world.tell("p0", events.transferred(attempt), 1.0)
+    world.step(attempt, 1, now=2.0)
+    assert world.drain("d0", 9.0) == ["reserve d1"]
+    assert due(world.jobs[-1]) == {"tpot_s": 2.0, "since_first_s": 8.0}
+
+
+def write(world, *token_times, slo, now=0.0, name="r/0"):
+    """An answer whose tokens come at these times; the last one ends it."""
+    world.submit(name, now=now, slo=slo)
+    attempt = world.attempt
+    last = len(token_times) - 1
+    world.first(attempt, finish_reason=LENGTH if last == 0 else 0, now=token_times[0])
+    for index, at_s in enumerate(token_times[1:], start=1):
+        world.step(attempt, index, LENGTH if index == last else 0, now=at_s)
+
+
+@pytest.mark.parametrize(
+    ("token_times", "ttft_met", "tpot_met"),
+    [
+        ((5.0, 9.0, 9.0), True, True),  # a gap of twice the limit, and a mean of the limit
+        ((5.1, 9.0, 9.2), False, False),
+        ((5.0, 6.0, 9.1), True, False),
+        ((4.0,), True, True),  # no token follows
+    ],
+)
+def test_the_end_tells_which_limits_were_kept(world, token_times, ttft_met, tpot_met):
+    write(world, *token_times, slo=SLO)
+    limits = {"ttft_ms": 5000.0, "tpot_ms": 2000.0}
+    assert end_of(world) == {**limits, "ttft_met": ttft_met, "tpot_met": tpot_met}
+    assert counts(world) == (1, ttft_met, tpot_met, ttft_met and tpot_met)
+
+
+def test_of_a_limit_that_there_is_not_nothing_is_told_and_it_counts_as_kept(world):
+    write(world, 5.0, 99.0, slo=Slo("", 5.0, None))
+    assert end_of(world) == {"ttft_ms": 5000.0, "ttft_met": True}
+    assert counts(world) == (1, 1, 1, 1)
+
+
+def test_a_class_whose_limits_nobody_can_work_out_does_not_count(world):
+    write(world, 5.0, slo=Slo("tight"))
+    assert end_of(world) == {"slo_class": "tight"}
+    assert counts(world) == (0, 0, 0, 0)
+
+
+def test_what_failed_kept_nothing_and_what_its_client_left_does_not_count(world):
+    world.submit("fails/0", slo=SLO)
+    world.tell("p0", events.failed(world.attempt, "ENGINE_ERROR"))
+    assert counts(world) == (1, 0, 0, 0)
+    world.submit("left/0", slo=SLO)
+    world.short(world.tracker.finish("left/0", events.ABORT, 1.0))
+    assert counts(world) == (1, 0, 0, 0)
