@@ -70,7 +70,8 @@ def telling_rows(product: Rows, num_inputs: int, dtype: torch.dtype, device: tor
     num_cancelled = min(MAX_CANCELLED, num_inputs // 2)
 
     def outputs(rows: torch.Tensor) -> torch.Tensor:
-        return product(rows)[:, :num_cancelled].cpu().double()
+        some: torch.Tensor = product(rows)[:, :num_cancelled].cpu().double()
+        return some
 
     bias = outputs(torch.zeros(1, num_inputs, dtype=dtype, device=device))
     weights = torch.cat([outputs(rows) for rows in unit_rows]) - bias

@@ -75,6 +75,7 @@ class Clocked:
             block_bytes=BLOCK_BYTES,
             fingerprint=FINGERPRINT,
             origin=HERE,
+            is_history_free=True,
             eos_token_ids=(),
             rates=StepRates(),
             costs=costs,
