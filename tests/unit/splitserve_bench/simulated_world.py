@@ -52,11 +52,11 @@ class WildCosts:
 
 
 class World:
-    """One fleet under one load. `troubles` are names of methods, each of which befalls it a few times; with `limits`
-    most requests have some."""
+    """One fleet under one load. `troubles` are names of methods, each of which befalls it a few times; with
+    `has_limits` most requests have some."""
 
     def __init__(
-        self, seed, *, troubles=(), num_requests=20, takes_streaks=True, fleet=None, num_blocks=None, limits=False
+        self, seed, *, troubles=(), num_requests=20, takes_streaks=True, fleet=None, num_blocks=None, has_limits=False
     ):
         self.random = Random(seed)
         self.seen = Counter()
@@ -80,7 +80,7 @@ class World:
             roles=self.random.choice(["fixed", "auto"]),
         )
         self.fleet = Fleet(self.agenda, self.clients, self.sizes, model, settings, takes_streaks=takes_streaks)
-        if limits:
+        if has_limits:
             self._limit(self.fleet.coordinator.tracker)
         self.costs = WildCosts(self.random)
         self.roles = {f"{role}{index}": role for index, role in enumerate(fleet or self.random.choice(FLEETS))}

@@ -25,7 +25,7 @@ def test_without_trouble_everyone_gets_the_whole_answer():
 
 def test_limits_let_nobody_wait_for_ever():
     for seed in range(100):
-        outcomes = World(seed, limits=True).run()
+        outcomes = World(seed, has_limits=True).run()
         assert not [outcome.error for outcome in outcomes if outcome.error], f"seed {seed}"
 
 
@@ -56,7 +56,7 @@ def test_nodes_and_coordinator_have_the_same_deadlines():
     """Later or, of what a node begins itself, earlier by a message at most; over attempts and moves too."""
     seen = Counter()
     for seed in range(60):
-        world = World(seed, troubles=TROUBLES, limits=True)
+        world = World(seed, troubles=TROUBLES, has_limits=True)
         world.watch(lambda world=world: seen.update(compare_deadlines(world)))
         world.run()
     assert min(seen[each] for each in ("begun", "to begin", "again", "after a move")) > 20, seen
@@ -90,7 +90,7 @@ def compare_deadlines(world):
 def test_streaks_change_nothing(troubles, limits):
     """Steps that are taken in for less give what single steps give, to the last bit of every time."""
     for seed in range(60):
-        one, other = (World(seed, troubles=troubles, takes_streaks=takes, limits=limits) for takes in (True, False))
+        one, other = (World(seed, troubles=troubles, takes_streaks=takes, has_limits=limits) for takes in (True, False))
         assert one.run() == other.run(), f"seed {seed}"
         assert one.agenda.now == other.agenda.now
         loads = [[node.load for node in world.fleet.coordinator.registry.nodes] for world in (one, other)]
