@@ -76,7 +76,7 @@ def telling_rows(product: Rows, num_inputs: int, dtype: torch.dtype, device: tor
     bias = outputs(torch.zeros(1, num_inputs, dtype=dtype, device=device))
     weights = torch.cat([outputs(rows) for rows in unit_rows]) - bias
     rows = _random(num_inputs, NUM_CANDIDATES)
-    candidates = (rows - (rows @ weights + bias) @ torch.linalg.pinv(weights)).to(device, dtype)
+    candidates: torch.Tensor = (rows - (rows @ weights + bias) @ torch.linalg.pinv(weights)).to(device, dtype)
     smallest = torch.cat([outputs(part) for part in torch.split(candidates, max(TILE_ROWS))]).abs().amin(-1)
     return candidates[smallest.argsort()[:NUM_PROBES].to(device)]
 

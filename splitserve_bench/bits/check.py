@@ -67,7 +67,7 @@ def promise_of(node: NodeInfo) -> str:
     if node.traits["history_free"] == "yes":
         threads = " (with equal numbers of threads)" if "threads" in node.traits else ""
         return f"promised: the same bits whatever happened to an answer{threads}"
-    if node.fingerprint["dtype"] in QUANTIZED_DTYPES:
+    if node.fingerprint["kv_cache_dtype"] in QUANTIZED_DTYPES:
         return "not promised: keys and values in 8 bits are rounded by what else comes to their block"
     if int(node.engine["tp_size"]) > MOST_INVARIANT_RANKS:
         return f"not promised: the order in which {node.engine['tp_size']} ranks are added up depends on the batch"

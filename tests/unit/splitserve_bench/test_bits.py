@@ -68,9 +68,11 @@ def test_prompts_that_the_context_does_not_hold_are_left_out():
 WHATEVER = "whatever happened to an answer"
 
 
-def node(*, history_free="no", device="cpu", tp_size="1", dtype="bfloat16", **traits):
+def node(*, history_free="no", device="cpu", tp_size="1", kv_cache_dtype="bfloat16", **traits):
     engine = {"device": device, "tp_size": tp_size}
-    return NodeInfo("n", "both", "1", {"dtype": dtype}, engine, {"history_free": history_free, **traits})
+    return NodeInfo(
+        "n", "both", "1", {"kv_cache_dtype": kv_cache_dtype}, engine, {"history_free": history_free, **traits}
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def node(*, history_free="no", device="cpu", tp_size="1", dtype="bfloat16", **tr
     [
         (node(history_free="yes"), "promised: the same bits whatever happened to an answer"),
         (node(history_free="yes", threads="2"), f"promised: the same bits {WHATEVER} (with equal numbers of threads)"),
-        (node(dtype="int8"), "not promised: keys and values in 8 bits"),
+        (node(kv_cache_dtype="int8"), "not promised: keys and values in 8 bits"),
         (node(tp_size="4"), "not promised: the order in which 4 ranks"),
         (node(device="NVIDIA H100"), "not promised: on a GPU"),
         (node(), "not promised without --batch-invariant"),
