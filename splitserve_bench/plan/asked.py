@@ -62,6 +62,7 @@ class Asked:
     max_probes: int
     num_prompts: int
     seconds: float
+    all_plans: bool  # are searched to the end, not only the best two
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

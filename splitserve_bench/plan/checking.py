@@ -28,6 +28,9 @@ CHUNKS: Final = (128, 512, 1024, 2048)  # without tokens before them
 ANSWERS: Final = ((1, 512), (8, 512), (32, 512), (64, 512))  # with the tokens before each
 MOST_REQUESTS: Final = 100_000
 
+Times = Sequence[float | None]
+Pair = tuple[Times, Times]  # of the same requests, as served and as simulated
+
 
 @dataclass(frozen=True, slots=True)
 class Served:
@@ -81,8 +84,8 @@ def replayed(kind: NodeKind, served: Sequence[Served], door_s: float) -> list[Be
     run_clients(Plan((Pool(BOTH, kind, 1),), kind.tp, kind.tp), clients)
     if clients.num_missed:
         raise BenchError(f"{clients.num_missed} of the {len(planned)} requests cannot be served by such a node")
-    ttfts = ([each.ttft_s for each in served], [judged.ttft_s for judged in clients.judged])
-    tpots = ([each.tpot_s for each in served], [judged.tpot_s for judged in clients.judged])
+    ttfts: Pair = ([each.ttft_s for each in served], [judged.ttft_s for judged in clients.judged])
+    tpots: Pair = ([each.tpot_s for each in served], [judged.tpot_s for judged in clients.judged])
     return [
         Beside(f"{name}, {figure}", figure_of(real), figure_of(simulated))
         for name, (real, simulated) in {"TTFT": ttfts, "TPOT": tpots}.items()
@@ -90,18 +93,18 @@ def replayed(kind: NodeKind, served: Sequence[Served], door_s: float) -> list[Be
     ]
 
 
-def _mean(values: Sequence[float | None]) -> float:
+def _mean(values: Times) -> float:
     return statistics.fmean(value for value in values if value is not None)
 
 
-def _percentile(percent: float) -> Callable[[Sequence[float | None]], float]:
-    def of(values: Sequence[float | None]) -> float:
+def _percentile(percent: float) -> Callable[[Times], float]:
+    def of(values: Times) -> float:
         return Distribution(tuple(value for value in values if value is not None)).percentile(percent) or 0.0
 
     return of
 
 
-FIGURES: Final[dict[str, Callable[[Sequence[float | None]], float]]] = {
+FIGURES: Final[dict[str, Callable[[Times], float]]] = {
     "mean": _mean,
     "median": _percentile(50),
     "P90": _percentile(90),

@@ -44,7 +44,8 @@ class JudgingClients:
     """The requests from num_before on count, num_counted of them; those before fill the fleet, those after keep it
     full.
 
-    It is over when all that count are decided, or so many are missed that no more need be known.
+    It is over when all but most_open of those that count are decided, or more than most_missed are missed. Who is not
+    decided by then is judged as if it went on like that.
     """
 
     agenda: Agenda
@@ -54,6 +55,7 @@ class JudgingClients:
     num_before: int
     num_counted: int
     most_missed: int
+    most_open: int = 0
     is_over: bool = False
     num_decided: int = 0
     num_missed: int = 0
@@ -134,4 +136,15 @@ class JudgingClients:
 
     def _decided(self) -> None:
         self.num_decided += 1
-        self.is_over = self.num_decided == self.num_counted or self.num_missed > self.most_missed
+        num_open = self.num_counted - self.num_decided
+        self.is_over = num_open <= self.most_open or self.num_missed > self.most_missed
+
+    def close(self) -> None:
+        """Judges the rest, by the tokens that have come."""
+        now, limit_s = self.agenda.now + self.door_s / 2, self.limits.tpot_s
+        for judged in self.judged:
+            if judged.last_s == math.inf and judged.num_tokens > 1:
+                more = (judged.planned.output_tokens - 1) / (judged.num_tokens - 1)
+                judged.last_s = judged.first_s + (now - judged.first_s) * more
+            if judged.is_good is None and limit_s is not None and (judged.tpot_s or 0.0) > limit_s:
+                self._late(judged, "TPOT" if judged.num_tokens else "TTFT")

@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -27,6 +27,8 @@ from splitserve_bench.plan.profile_command import profile_command
 if TYPE_CHECKING:
     from splitserve_bench.plan.race import Race
     from splitserve_bench.plan.study import Study
+
+EVERY: Final = 10  # simulations, a line of progress where there is no terminal
 
 
 @click.group("plan", cls=PlanGroup, invoke_without_command=True)
@@ -80,7 +82,7 @@ def _run(study: "Study", asked: Asked, jobs: int) -> "Race":
             num_played += 1
             runner = race.runners[index]
             line = f"{num_played} simulations, {study.plans[index]}: {_told(runner.played[-1])}"
-            if stderr.is_terminal:
+            if stderr.is_terminal or num_played % EVERY == 0:
                 show(line)
 
         run_to_end(run_race(race, asked, min(jobs, len(study.plans)), tell))

@@ -22,6 +22,7 @@ from splitserve_bench.simulate.toy_model import ToyModel
 
 MOST_IN_FLIGHT: Final = 65_536  # answers at once, as far as the coordinator goes
 HOPELESS: Final = 0.7  # attainment that is out of reach when a simulation ends early
+OPEN: Final = 0.2  # of the requests, those with the longest answers, are not waited for
 PERCENTILE: Final = 0.9
 
 
@@ -89,9 +90,13 @@ def play(
 ) -> Played:
     """The same arguments give the same figures. It ends early when HOPELESS is out of reach."""
     most_missed = math.floor((1 - HOPELESS) * num_counted)
-    clients = JudgingClients(Agenda(), planned, limits, door_s, num_before, num_counted, most_missed)
+    most_open = math.floor(OPEN * num_counted)
+    clients = JudgingClients(Agenda(), planned, limits, door_s, num_before, num_counted, most_missed, most_open)
     run_clients(plan, clients)
-    return _played(clients, rate)
+    is_early = clients.num_missed > most_missed
+    if not is_early:
+        clients.close()
+    return _played(clients, rate, is_early=is_early)
 
 
 def run_clients(plan: Plan, clients: JudgingClients) -> None:
@@ -107,7 +112,7 @@ def run_clients(plan: Plan, clients: JudgingClients) -> None:
     agenda.run(lambda: clients.is_over)
 
 
-def _played(clients: JudgingClients, rate: float) -> Played:
+def _played(clients: JudgingClients, rate: float, *, is_early: bool) -> Played:
     are_good = [judged.is_good is not False for judged in clients.judged]
     tpots_s = [tpot_s for judged in clients.judged if (tpot_s := judged.tpot_s) is not None]
     return Played(
@@ -118,7 +123,7 @@ def _played(clients: JudgingClients, rate: float) -> Played:
         ttft_p90_s=_percentile([judged.ttft_s for judged in clients.judged]),
         tpot_p90_s=_percentile(tpots_s),
         missed=dict(Counter(judged.missed for judged in clients.judged if judged.missed)),
-        is_early=clients.num_decided < clients.num_counted,
+        is_early=is_early,
     )
 
 

@@ -26,7 +26,16 @@ LOAD_FLAGS: Final = (
     *("dataset_name", "length_scale", "random_input_len", "random_output_len", "random_range_ratio"),
     *("burstiness", "seed"),
 )
-SEARCH_FLAGS: Final = ("candidates", "goodput", "attainment", "tolerance", "max_probes", "num_prompts", "seconds")
+SEARCH_FLAGS: Final = (
+    "candidates",
+    "goodput",
+    "attainment",
+    "tolerance",
+    "max_probes",
+    "num_prompts",
+    "seconds",
+    "all_plans",
+)
 
 
 class PlanGroup(click.Group):
@@ -142,9 +151,10 @@ search_options = options_of(
     click.option("--attainment", default=0.9, show_default=True, type=click.FloatRange(0, 1, min_open=True)),
     click.option("--tolerance", default=0.05, show_default=True, type=POSITIVE, help="Of the goodput."),
     click.option("--candidates", default=20, show_default=True, type=COUNT, help="Most plans that are simulated."),
+    click.option("--all", "all_plans", is_flag=True, help="Find every plan's knee, not only those of the best two."),
     click.option("--max-probes", default=12, show_default=True, type=COUNT, help="Of a plan."),
-    click.option("--num-prompts", default=300, show_default=True, type=COUNT, help="Requests that count, at least."),
-    click.option("--seconds", default=5.0, show_default=True, type=POSITIVE, help="For which they come, at least."),
+    click.option("--num-prompts", default=200, show_default=True, type=COUNT, help="Requests that count, at least."),
+    click.option("--seconds", default=2.0, show_default=True, type=POSITIVE, help="For which they come, at least."),
     click.option("--seed", default=0, show_default=True, type=click.IntRange(0)),
     click.option("--jobs", default=0, type=click.IntRange(0, 256), help="Processes; default: one for each CPU."),
 )

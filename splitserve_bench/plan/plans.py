@@ -21,6 +21,9 @@ from splitserve_bench.serve.metrics import Limits
 
 RATIOS: Final = 3  # of nodes that read to nodes that write, for each pair of kinds
 HALVINGS: Final = 40
+ROUNDS: Final = 20
+FILL: Final = 1.5
+USUAL_TPOT_S: Final = 0.05  # where no limit says how long an answer may take
 LETTERS: Final = {PREFILL: "P", DECODE: "D", BOTH: "B"}
 
 
@@ -140,6 +143,24 @@ class Estimates:
         for pool in pools:
             of_role[pool.role] += pool.count * rate_of[pool.role](pool.kind)
         return min(of_role[PREFILL], of_role[DECODE]) + of_role[BOTH]
+
+    def fill_s(self, pools: Sequence[Pool], rate: float) -> float:
+        """How long it takes at this rate until as many answers run as will: longer than a mean answer, as the long ones
+        are what piles up."""
+        writers = [pool for pool in pools if pool.role != PREFILL]
+        of_each = rate / sum(pool.count for pool in writers)
+        is_alone = all(pool.role == BOTH for pool in pools)
+        return FILL * max(self._answer_s(pool, of_each, is_alone) for pool in writers)
+
+    def _answer_s(self, pool: Pool, rate: float, is_alone: bool) -> float:
+        """At its limit, unless the node reaches a lower pace. is_alone: it reads all its prompts itself."""
+        kind, limit_s = pool.kind, self._tpot_s or USUAL_TPOT_S
+        free = 1 - rate * self._prompt_s(kind) if is_alone else 1.0
+        tpot_s, context = 0.0, self._input + self._output / 2
+        for _ in range(ROUNDS if free > 0 else 0):
+            num_answers = min(kind.sizes.max_answers, max(1.0, rate * self._output * tpot_s))
+            tpot_s = kind.steps.answers_s(num_answers, context) / free
+        return self._output * min(limit_s, tpot_s or limit_s)
 
     def _prompt_s(self, kind: NodeKind) -> float:
         chunk = kind.sizes.max_num_batched_tokens

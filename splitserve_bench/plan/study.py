@@ -9,12 +9,13 @@ from splitserve_bench.plan.fleets import Played, play
 from splitserve_bench.plan.loads import Loads
 from splitserve_bench.plan.nodes import Machines, machines_of
 from splitserve_bench.plan.plans import Estimates, Plan, candidates, weight_of
-from splitserve_bench.plan.race import Race
+from splitserve_bench.plan.race import LEADERS, Race
 from splitserve_bench.serve.metrics import Limits, parse_goodput
 
 FIRST_SHARE = 0.7  # of its estimate, the rate at which a plan is probed first
 MOST_REQUESTS = 20_000  # of a probe
-USUAL_TPOT_S = 0.05  # of answers, where no limit says how long they may take
+LEAST_RATE = 1e-3
+STEP = 1.3  # between rates until one passes and one fails: estimates are not that far off
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,31 +26,31 @@ class Study:
     machines: Machines
     limits: Limits
     loads: Loads
-    mean_output_tokens: float
+    estimates: Estimates
     plans: tuple[Plan, ...]
-    estimates: tuple[float, ...]  # of each plan, requests a second of a cell
 
     def race(self) -> Race:
         asked = self.asked
         goals = []
-        for plan, estimate in zip(self.plans, self.estimates, strict=True):
-            goal = Goal(FIRST_SHARE * estimate, asked.attainment, asked.tolerance, asked.max_probes)
+        for plan in self.plans:
+            estimate = max(LEAST_RATE, self.estimates.of(plan.pools))
+            goal = Goal(FIRST_SHARE * estimate, asked.attainment, asked.tolerance, asked.max_probes, STEP)
             weight = weight_of(plan, asked.objective)
             goals.append((goal, weight, estimate / weight))
-        return Race(goals)
+        return Race(goals, leaders=len(goals) if asked.all_plans else LEADERS)
 
     def probe(self, index: int, rate: float, seed: int) -> Played:
-        """Simulates one plan at one rate. Before the requests that count come those of the time that an answer takes at
-        its limit, and after them as many again, so that the fleet is as full as it will be."""
-        asked, limits = self.asked, self.limits
-        fill_s = self.mean_output_tokens * (limits.tpot_s or USUAL_TPOT_S) + (limits.ttft_s or 0.0)
+        """Simulates one plan at one rate. Before the requests that count come those that fill the fleet, and after them
+        enough to keep it full."""
+        asked, plan = self.asked, self.plans[index]
+        fill_s = self.estimates.fill_s(plan.pools, rate) + (self.limits.ttft_s or 0.0)
         num_counted = min(MOST_REQUESTS // 2, max(asked.num_prompts, round(rate * asked.seconds)))
         num_before = min(MOST_REQUESTS // 4, round(rate * fill_s))
-        planned = self.loads.load(rate, num_counted + 2 * num_before, seed)
+        planned = self.loads.load(rate, num_counted + 3 * num_before, seed)
         return play(
-            self.plans[index],
+            plan,
             planned,
-            limits,
+            self.limits,
             rate=rate,
             num_before=num_before,
             num_counted=num_counted,
@@ -73,5 +74,4 @@ def study_of(asked: Asked) -> Study:
         )
     if not all(weight_of(plan, asked.objective) > 0 for plan in plans):
         raise SettingsError(f"--{asked.objective} needs a figure above 0 for all hardware: --price, --watts")
-    expected = tuple(max(estimates.of(plan.pools), 1e-3) for plan in plans)
-    return Study(asked, machines, limits, loads, lengths.mean_output_tokens, plans, expected)
+    return Study(asked, machines, limits, loads, estimates, plans)

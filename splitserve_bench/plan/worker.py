@@ -5,6 +5,7 @@ is told {"played": figures}; or {"error": text}, its last one.
 """
 
 import dataclasses
+import gc
 import json
 import sys
 from typing import Any
@@ -18,6 +19,7 @@ def main() -> None:
     """Until its input ends."""
     try:
         study = study_of(asked_from_json(sys.argv[1]))
+        gc.freeze()  # what a search knows stays, and is much to look through
         _say(plans=len(study.plans))
         for line in sys.stdin:
             told = json.loads(line)
