@@ -44,8 +44,8 @@ class JudgingClients:
     """The requests from num_before on count, num_counted of them; those before fill the fleet, those after keep it
     full.
 
-    It is over when all but most_open of those that count are decided, or more than most_missed are missed. Who is not
-    decided by then is judged as if it went on like that.
+    It is over when all that count have begun to be answered and all but most_open are decided, or more than most_missed
+    are missed. Who is not decided by then is judged as if it went on like that.
     """
 
     agenda: Agenda
@@ -106,6 +106,7 @@ class JudgingClients:
 
     def _first(self, judged: Judged, now: float) -> None:
         judged.first_s = now
+        self._see()
         limits, more = self.limits, judged.planned.output_tokens - 1
         if limits.ttft_s is not None and judged.ttft_s > limits.ttft_s:
             self._late(judged, "TTFT")
@@ -136,15 +137,22 @@ class JudgingClients:
 
     def _decided(self) -> None:
         self.num_decided += 1
+        self._see()
+
+    def _see(self) -> None:
+        """Whether it is over."""
         num_open = self.num_counted - self.num_decided
-        self.is_over = num_open <= self.most_open or self.num_missed > self.most_missed
+        is_known = num_open <= self.most_open and all(
+            judged.num_tokens or judged.is_good is not None for judged in self.judged
+        )
+        self.is_over = is_known or self.num_missed > self.most_missed
 
     def close(self) -> None:
         """Judges the rest, by the tokens that have come."""
         now, limit_s = self.agenda.now + self.door_s / 2, self.limits.tpot_s
         for judged in self.judged:
-            if judged.last_s == math.inf and judged.num_tokens > 1:
-                more = (judged.planned.output_tokens - 1) / (judged.num_tokens - 1)
+            if judged.last_s == math.inf and judged.num_tokens:
+                more = (judged.planned.output_tokens - 1) / max(1, judged.num_tokens - 1)
                 judged.last_s = judged.first_s + (now - judged.first_s) * more
             if judged.is_good is None and limit_s is not None and (judged.tpot_s or 0.0) > limit_s:
-                self._late(judged, "TPOT" if judged.num_tokens else "TTFT")
+                self._late(judged, "TPOT")
