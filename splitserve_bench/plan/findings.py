@@ -33,9 +33,9 @@ class Finding:
         low, high = self.result.knee_low, self.result.knee_high
         return low and low * self.scale, high and high * self.scale
 
-    def at(self, rate: float | None) -> Played | None:
-        """The first probe of that rate."""
-        return next((played for played in self.played if played.rate == rate), None)
+    def at(self, rate: float | None) -> list[Played]:
+        """The probes of that rate."""
+        return [played for played in self.played if played.rate == rate]
 
 
 def findings_of(study: Study, race: Race) -> list[Finding]:

@@ -132,6 +132,8 @@ def _is_measured(path: Path) -> bool:
 
 def _measured(profile: Profile, asked: AskedNodes) -> Machines:
     """One kind, of as many devices as a node had, which counts as one."""
+    if asked.both_hardware:
+        raise SettingsError("--hardware is for data sheets and tables: this profile was measured on what it is of")
     speed, control = profile.corridor.bytes_per_s, profile.control
     kind = NodeKind(
         MEASURED,

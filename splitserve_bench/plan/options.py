@@ -7,11 +7,10 @@ from typing import Any, Final
 import click
 
 from serving_core.units import parse_size
-from splitserve_bench.compare.compare_options import PAIR, POSITIVE
-from splitserve_bench.options import ListOf, options_of, repeat_flags
+from splitserve_bench.options import PAIR, ListOf, options_of, repeat_flags
 from splitserve_bench.plan.asked import Asked, AskedLoad, AskedNodes
 from splitserve_bench.plan.devices import DEVICES, INFINIBAND, LINK_NAMES
-from splitserve_bench.serve.serve_options import DATASETS, RANDOM
+from splitserve_bench.serve.serve_options import ABOVE_0, DATASETS, RANDOM
 
 COUNT: Final = click.IntRange(1)
 MOST_GPUS: Final = 1024
@@ -140,21 +139,21 @@ objective_options = options_of(
 load_options = options_of(
     click.option("--dataset-name", "--dataset", default=RANDOM, show_default=True, type=click.Choice(DATASETS)),
     click.option("--dataset-path", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Of a trace."),
-    click.option("--length-scale", default=1.0, show_default=True, type=POSITIVE, help="Times a trace's lengths."),
+    click.option("--length-scale", default=1.0, show_default=True, type=ABOVE_0, help="Times a trace's lengths."),
     click.option("--random-input-len", default=1024, show_default=True, type=COUNT),
     click.option("--random-output-len", default=128, show_default=True, type=COUNT),
     click.option("--random-range-ratio", default=0.0, show_default=True, type=click.FloatRange(0, 1, max_open=True)),
-    click.option("--burstiness", default=1.0, show_default=True, type=POSITIVE, help="1 is Poisson; random only."),
+    click.option("--burstiness", default=1.0, show_default=True, type=ABOVE_0, help="1 is Poisson; random only."),
 )
 search_options = options_of(
     click.option(*SLO, multiple=True, metavar="ttft:MS tpot:MS", help="Limits that a good request meets, in ms."),
     click.option("--attainment", default=0.9, show_default=True, type=click.FloatRange(0, 1, min_open=True)),
-    click.option("--tolerance", default=0.05, show_default=True, type=POSITIVE, help="Of the goodput."),
+    click.option("--tolerance", default=0.05, show_default=True, type=ABOVE_0, help="Of the goodput."),
     click.option("--candidates", default=20, show_default=True, type=COUNT, help="Most plans that are simulated."),
     click.option("--all", "all_plans", is_flag=True, help="Find every plan's knee, not only those of the best two."),
     click.option("--max-probes", default=12, show_default=True, type=COUNT, help="Of a plan."),
     click.option("--num-prompts", default=200, show_default=True, type=COUNT, help="Requests that count, at least."),
-    click.option("--seconds", default=2.0, show_default=True, type=POSITIVE, help="For which they come, at least."),
+    click.option("--seconds", default=2.0, show_default=True, type=ABOVE_0, help="For which they come, at least."),
     click.option("--seed", default=0, show_default=True, type=click.IntRange(0)),
     click.option("--jobs", default=0, type=click.IntRange(0, 256), help="Processes; default: one for each CPU."),
 )

@@ -2,6 +2,8 @@
 
 import json
 import math
+import statistics
+from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,7 +46,7 @@ def _table(found: list[Finding], cells: int, objective: str) -> Table:
         low, high = each.knee
         table.add_row(
             str(each.plan),
-            plain(each.result.best_rate * cells) if each.result.best_rate else "-",
+            _goodput(each, cells),
             plain(each.value) if each.value else "-",
             f"{plain(low) if low else '0'} to {plain(high) if high else '?'}",
             f"{each.result.attainment:.1%}" if each.result.attainment is not None else "-",
@@ -89,10 +91,20 @@ def draw(study: Study, found: list[Finding], path: Path) -> None:
         raise SettingsError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def _milliseconds(played: Played | None, name: str) -> str:
-    seconds = getattr(played, name) if played is not None else math.inf
-    return f"{seconds * MS:.1f} ms" if math.isfinite(seconds) else "-"
+def _goodput(finding: Finding, cells: int) -> str:
+    """Of all cells; of a plan of which only failures are known, below what."""
+    best, failing = finding.result.best_rate, finding.result.failing_rate
+    if best is not None:
+        return plain(best * cells)
+    return f"< {plain(failing * cells)}" if failing is not None else "-"
 
 
-def _causes(played: Played | None) -> list[tuple[str, int]]:
-    return sorted(played.missed.items(), key=lambda cause: -cause[1]) if played is not None else []
+def _milliseconds(played: list[Played], name: str) -> str:
+    """The mean of the probes."""
+    seconds = [getattr(each, name) for each in played]
+    return f"{statistics.fmean(seconds) * MS:.1f} ms" if seconds and math.isfinite(sum(seconds)) else "-"
+
+
+def _causes(played: list[Played]) -> list[tuple[str, int]]:
+    """The most frequent first."""
+    return sum((Counter(each.missed) for each in played), Counter[str]()).most_common()

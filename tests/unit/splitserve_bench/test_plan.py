@@ -36,6 +36,12 @@ def folder(tmp_path):
     return model_folder(tmp_path / "model")
 
 
+def paper_nodes(tmp_path):
+    return asked_nodes(
+        profile=str(tmp_path / "profile.json"), prefill_hardware=(), decode_hardware=(), both_hardware=()
+    )
+
+
 @pytest.fixture
 def nodes(folder):
     return asked_nodes(model=str(folder))
@@ -113,7 +119,7 @@ def test_a_table_says_what_hardware_it_has(nodes, tmp_path):
 
 def test_a_measured_profile_is_one_kind_of_node(tmp_path):
     PROFILE.save(tmp_path / "profile.json")
-    (kind,) = machines_of(asked_nodes(profile=str(tmp_path / "profile.json"))).kinds
+    (kind,) = machines_of(paper_nodes(tmp_path)).kinds
     assert kind.sizes == PROFILE.node
     assert kind.steps.answers_s(2, 100) == PROFILE.steps.answers.at(2, 100)
 
@@ -171,7 +177,7 @@ def test_a_shared_link_between_hosts_is_divided(nodes):
 def test_a_probe_counts_what_one_can_work_out(tmp_path):
     """On the machine of paper a lone request takes 4 + 2 + 22 ms to its first token, and 21 ms for each after it."""
     PROFILE.save(tmp_path / "profile.json")
-    (kind,) = machines_of(asked_nodes(profile=str(tmp_path / "profile.json"))).kinds
+    (kind,) = machines_of(paper_nodes(tmp_path)).kinds
     plan = Plan((Pool(BOTH, kind, 1),), 1, 1)
     planned = [request(index, 20, 5, 10.0 * index) for index in range(10)]
 
@@ -256,7 +262,7 @@ def invoke(*words):
     return CliRunner().invoke(plan_command, words)
 
 
-SMALL = ("--tp", "1", "--random-input-len", "200", "--random-output-len", "8", "--candidates", "2", "--max-probes", "3",
+SMALL = ("--tp", "1", "--random-input-len", "200", "--random-output-len", "8", "--candidates", "2", "--max-probes", "6",
          "--num-prompts", "30", "--seconds", "0.01", "--jobs", "1", "--slo", "ttft:3000", "tpot:200")  # fmt: skip
 
 
