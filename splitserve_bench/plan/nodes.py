@@ -192,9 +192,9 @@ def _entry(table: Table, asked: AskedNodes, hardware: str, tp: int) -> Entry:
     if wanted not in models:
         raise SettingsError(f"--table-model must be one of the table's: {', '.join(models)}")
     for entry in entries:
-        if (entry.model, entry.tp) == (wanted, tp) and entry.hardware in ("", hardware):
+        if (entry.model, entry.tp) == (wanted, tp) and entry.hardware.lower() in ("", hardware):
             return entry
-    known = sorted({each.hardware for each in entries if each.model == wanted and each.hardware})
+    known = sorted({each.hardware.lower() for each in entries if each.model == wanted and each.hardware})
     if known and hardware not in known:
         raise SettingsError(f"the table has {wanted} on {', '.join(known)}, not on {hardware}")
     raise _Unfit("the table has no such size")

@@ -90,7 +90,7 @@ def _checks(asked: "AskedNodes") -> dict[str, list["Check"]]:
     found: dict[str, list[Check]] = {}
     for entry in table.entries():
         is_wanted = asked.table_model in ("", entry.model) and entry.tp in asked.tp_sizes
-        if not is_wanted or (entry.hardware and asked.both_hardware and entry.hardware not in asked.both_hardware):
+        if not is_wanted or (entry.hardware and asked.both_hardware and entry.hardware.lower() not in asked.both_hardware):
             continue
         found[str(entry)] = table.checks(entry, model)
         name = entry.hardware or next(iter(asked.both_hardware), "")

@@ -78,11 +78,11 @@ def save(text: str, path: Path) -> None:
 
 
 def draw(study: Study, found: list[Finding], path: Path) -> None:
-    """The knees of the best plans. Raises SettingsError."""
+    """The knees of the best plans, of those with more than one rate. Raises SettingsError."""
     what, _ = OBJECTIVES[study.asked.objective]
     points = [
         AttainmentPoint(str(each.plan), counted.rate * each.scale, counted.attainment, counted.interval)
-        for each in found[:MOST_CURVES]
+        for each in [each for each in found if len(each.curve) > 1][:MOST_CURVES]
         for counted in each.curve
     ]
     try:
