@@ -87,10 +87,11 @@ def _checks(asked: "AskedNodes") -> dict[str, list["Check"]]:
         raise SettingsError("--check is of a table: give its file or folder")
     table = read_table(Path(asked.profile))
     model = read_model_sizes(Path(asked.model)) if asked.model else None
+    all_hardware = {entry.hardware.lower() for entry in table.entries()}
     found: dict[str, list[Check]] = {}
     for entry in table.entries():
-        is_wanted = asked.table_model in ("", entry.model) and entry.tp in asked.tp_sizes
-        if not is_wanted or (entry.hardware and asked.both_hardware and entry.hardware.lower() not in asked.both_hardware):
+        is_asked = asked.table_model in ("", entry.model) and entry.tp in asked.tp_sizes
+        if not is_asked or (entry.hardware and entry.hardware.lower() not in (asked.both_hardware or all_hardware)):
             continue
         found[str(entry)] = table.checks(entry, model)
         name = entry.hardware or next(iter(asked.both_hardware), "")

@@ -2,16 +2,19 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from serving_core.errors import SettingsError
 from serving_core.shapes import BOTH, DECODE, PREFILL
+from splitserve.commands import roles
 from splitserve.commands.serve import up
 from splitserve_bench.compare.search import Goal
 from splitserve_bench.plan.asked import AskedLoad, asked_from_json
 from splitserve_bench.plan.command import plan_command
+from splitserve_bench.plan.commands import commands_of
 from splitserve_bench.plan.devices import DEVICES, LINKS, link_of
 from splitserve_bench.plan.fleets import LinkedCorridor, PlannedCosts, Played, play
 from splitserve_bench.plan.loads import Loads
@@ -25,7 +28,7 @@ from splitserve_bench.serve.metrics import Limits
 from splitserve_bench.simulate.agenda import Agenda
 from splitserve_bench.simulate.costs import StepLoad
 from splitserve_bench.simulate.profile import read_profile
-from tests.unit.splitserve_bench.plan_kit import asked, asked_nodes, distserve_file, model_folder, splitwise_file
+from tests.unit.splitserve_bench.plan_kit import OPT, asked, asked_nodes, distserve_file, model_folder, splitwise_file
 from tests.unit.splitserve_bench.simulate_kit import PROFILE, request
 
 H100 = DEVICES["h100"]
@@ -87,8 +90,6 @@ def test_a_node_has_the_memory_that_weights_leave(nodes):
 
 
 def nodes_folder(nodes):
-    from pathlib import Path
-
     return Path(nodes.model)
 
 
@@ -283,6 +284,34 @@ def test_the_command_finds_a_plan_and_says_how_to_run_it(tmp_path):
     assert f"--{'both' if best['plan'] == '2B TP1' else 'prefill'}" in command
     again = invoke(*words, "--json")
     assert json.loads(again.stdout.splitlines()[-1])["plans"] == found["plans"]
+
+
+def test_what_is_printed_has_the_table_and_the_words(tmp_path):
+    PROFILE.save(tmp_path / "profile.json")
+    result = invoke("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *SMALL)
+    assert result.exit_code == 0, result.output
+    assert "paper: 2 devices; 90% of requests with TTFT ≤ 3000 ms, TPOT ≤ 200 ms" in result.stdout
+    assert "req/s a device" in result.stdout
+    assert "Best: " in result.stdout
+
+
+def test_nodes_on_several_hosts_are_started_one_by_one(nodes):
+    study = study_of(asked(nodes, gpus=8))
+    lines = commands_of(study, plan_of(nodes, 2, -3))
+    assert lines[0] == "Run it on 2 hosts:"
+    coordinator_words, *node_words = (line.split("#")[0].split()[1:] for line in lines[1:])
+    assert coordinator_words[0] == "coordinator"
+    roles.coordinator.make_context("coordinator", coordinator_words[1:])
+    for words in node_words:
+        {"prefill": roles.prefill, "decode": roles.decode}[words[0]].make_context(words[0], words[1:])
+    hosts = [line.split("# host ")[1] for line in lines[2:]]
+    assert {each[0] for each in hosts} == {"0", "1"}
+
+
+def test_a_model_that_is_not_served_gets_no_command(tmp_path):
+    nodes = asked_nodes(model=str(model_folder(tmp_path / "opt-13b", OPT)))
+    study = study_of(asked(nodes))
+    assert "does not serve it" in commands_of(study, study.plans[0])[0]
 
 
 @pytest.mark.parametrize(
