@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from coordinator.control.prompts import Prompt
 from protos import fleet_pb2, inference_pb2
@@ -13,7 +14,7 @@ from splitserve_bench.serve.records import PlannedRequest
 from splitserve_bench.simulate.agenda import Agenda
 from splitserve_bench.simulate.clients import Server
 
-TIMEOUT_S = 600.0
+TIMEOUT_S: Final = 600.0
 
 
 @dataclass(slots=True, eq=False)
@@ -149,10 +150,12 @@ class JudgingClients:
 
     def close(self) -> None:
         """Judges the rest, by the tokens that have come."""
-        now, limit_s = self.agenda.now + self.door_s / 2, self.limits.tpot_s
+        now, limit_s, whole_s = self.agenda.now + self.door_s / 2, self.limits.tpot_s, self.limits.e2el_s
         for judged in self.judged:
             if judged.last_s == math.inf and judged.num_tokens:
                 more = (judged.planned.output_tokens - 1) / max(1, judged.num_tokens - 1)
                 judged.last_s = judged.first_s + (now - judged.first_s) * more
-            if judged.is_good is None and limit_s is not None and (judged.tpot_s or 0.0) > limit_s:
+            if limit_s is not None and (judged.tpot_s or 0.0) > limit_s:
                 self._late(judged, "TPOT")
+            elif whole_s is not None and judged.last_s - judged.planned.send_at_s > whole_s:
+                self._late(judged, "E2EL")

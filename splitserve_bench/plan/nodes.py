@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from serving_core.errors import SettingsError
+from serving_core.json_fields import read_json_object
 from serving_core.settings import EngineSettings
 from serving_node.settings import NodeSettings
 from splitserve_bench.plan.asked import AskedNodes
@@ -54,7 +55,7 @@ class NodeKind:
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """What there is to plan with. model is None for a measured profile, which is of one model anyway."""
+    """What there is to plan with."""
 
     name: str
     vocab_size: int
@@ -63,14 +64,11 @@ class Machines:
     kinds: tuple[NodeKind, ...]
     unfit: tuple[str, ...]  # why others are none, in words
 
-    def of(self, hardware: str, tp: int) -> NodeKind:
-        return next(each for each in self.kinds if (each.hardware, each.tp) == (hardware, tp))
-
 
 def machines_of(asked: AskedNodes) -> Machines:
     """Raises SettingsError, ModelError and BenchError."""
     path = Path(asked.profile) if asked.profile else None
-    if path is not None and path.is_file() and path.suffix == ".json" and _is_measured(path):
+    if path is not None and path.is_file() and path.suffix == ".json" and "format" in read_json_object(path):
         return _measured(read_profile(path), asked)
     if not asked.model:
         raise SettingsError("--model FOLDER is needed: how large the model is decides what fits and what steps take")
@@ -124,10 +122,6 @@ def _grid(rows: Sequence[float], columns: Sequence[float], seconds_of: Callable[
 
 class _Unfit(Exception):
     """Such a node cannot be had."""
-
-
-def _is_measured(path: Path) -> bool:
-    return '"format"' in path.read_text(encoding="utf-8", errors="replace")[:4096]
 
 
 def _measured(profile: Profile, asked: AskedNodes) -> Machines:

@@ -169,7 +169,7 @@ def asked_of(flags: dict[str, Any]) -> Asked:
     gpus, per_host = flags["gpus"], flags["gpus_per_host"]
     if gpus is None:
         raise click.UsageError("--gpus N is needed: how many devices there are")
-    cells = flags["cells"] or max(1, gpus // per_host)
+    cells = flags["cells"] or (gpus // per_host if gpus % per_host == 0 else 1)
     if gpus % cells:
         raise click.UsageError(f"--cells {cells}: {gpus} devices cannot be divided evenly into so many")
     if flags["dataset_name"] != RANDOM and flags["dataset_path"] is None:

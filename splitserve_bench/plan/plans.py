@@ -137,12 +137,16 @@ class Estimates:
         return self._rate(kind, self._prompt_s(kind))
 
     def of(self, pools: Iterable[Pool]) -> float:
-        """Requests a second of all."""
+        """Requests a second of all; at least those of one that comes when the one before has ended."""
+        pools = tuple(pools)
         of_role: dict[str, float] = {PREFILL: 0.0, DECODE: 0.0, BOTH: 0.0}
         rate_of = {PREFILL: self.reads_per_s, DECODE: self.writes_per_s, BOTH: self.does_per_s}
         for pool in pools:
             of_role[pool.role] += pool.count * rate_of[pool.role](pool.kind)
-        return min(of_role[PREFILL], of_role[DECODE]) + of_role[BOTH]
+        lone_s = max(
+            self._prompt_s(pool.kind) + self._output * pool.kind.steps.answers_s(1, self._input) for pool in pools
+        )
+        return max(1 / lone_s, min(of_role[PREFILL], of_role[DECODE]) + of_role[BOTH])
 
     def fill_s(self, pools: Sequence[Pool], rate: float) -> float:
         """How long it takes at this rate until as many answers run as will: longer than a mean answer, as the long ones

@@ -1,6 +1,7 @@
 """One search, made alike in the process that leads it and in those that simulate: plans, loads and probes."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from serving_core.errors import SettingsError
 from splitserve_bench.compare.search import Goal
@@ -12,10 +13,9 @@ from splitserve_bench.plan.plans import Estimates, Plan, candidates, weight_of
 from splitserve_bench.plan.race import LEADERS, Race
 from splitserve_bench.serve.metrics import Limits, parse_goodput
 
-FIRST_SHARE = 0.7  # of its estimate, the rate at which a plan is probed first
-MOST_REQUESTS = 20_000  # of a probe
-LEAST_RATE = 1e-3
-STEP = 1.3  # between rates until one passes and one fails: estimates are not that far off
+FIRST_SHARE: Final = 0.7  # of its estimate, the rate at which a plan is probed first
+MOST_REQUESTS: Final = 20_000  # of a probe
+STEP: Final = 1.3  # between rates until one passes and one fails: estimates are not that far off
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Study:
         asked = self.asked
         goals = []
         for plan in self.plans:
-            estimate = max(LEAST_RATE, self.estimates.of(plan.pools))
+            estimate = self.estimates.of(plan.pools)
             goal = Goal(FIRST_SHARE * estimate, asked.attainment, asked.tolerance, asked.max_probes, STEP)
             weight = weight_of(plan, asked.objective)
             goals.append((goal, weight, estimate / weight))

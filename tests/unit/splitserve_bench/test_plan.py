@@ -139,9 +139,9 @@ def test_a_profile_that_is_made_says_what_its_source_says(nodes, tmp_path):
 
 def plan_of(nodes, *counts, devices=8):
     """Counts of readers, writers and others of TP 1; TP 2 for negative ones."""
-    machines = machines_of(nodes)
+    kinds = machines_of(nodes).kinds
     pools = [
-        Pool(role, machines.of("h100", 2 if count < 0 else 1), abs(count))
+        Pool(role, kinds[count < 0], abs(count))
         for role, count in zip((PREFILL, DECODE, BOTH), counts, strict=False)
         if count
     ]
@@ -293,6 +293,14 @@ def test_what_is_printed_has_the_table_and_the_words(tmp_path):
     assert "paper: 2 devices; 90% of requests with TTFT ≤ 3000 ms, TPOT ≤ 200 ms" in result.stdout
     assert "req/s a device" in result.stdout
     assert "Best: " in result.stdout
+
+
+def test_limits_that_nobody_meets_are_told_so(tmp_path):
+    PROFILE.save(tmp_path / "profile.json")
+    words = [word for word in SMALL if not word.startswith("ttft:") and word != "tpot:200"]
+    result = invoke("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *words, "ttft:1")
+    assert result.exit_code == 0, result.output
+    assert "No plan reaches the goal" in result.stdout
 
 
 def test_nodes_on_several_hosts_are_started_one_by_one(nodes):
