@@ -155,6 +155,17 @@ def test_every_host_gets_some_of_each_role_and_no_node_is_on_two(nodes):
     assert all({each.role for each in uneven if each.host == host} == {PREFILL, DECODE} for host in (0, 1))
 
 
+def test_unlike_hardware_is_on_hosts_of_its_own(nodes):
+    names = dict.fromkeys(("prefill_hardware", "decode_hardware", "both_hardware"), ("h100", "a100"))
+    kinds = machines_of(replace(nodes, **names)).kinds
+    fast, slow = (next(kind for kind in kinds if kind.hardware == name) for name in ("h100", "a100"))
+    plan = Plan((Pool(PREFILL, fast, 2), Pool(DECODE, slow, 2)), 4, 4)
+    assert str(plan) == "2P h100 TP1 + 2D a100 TP1"
+    assert plan.fits()
+    assert {(each.kind.hardware, each.host) for each in plan.placed()} == {("h100", 0), ("a100", 1)}
+    assert plan.dollars_per_h == pytest.approx(2 * 4.75 + 2 * 2.2)
+
+
 def test_bytes_go_by_the_narrower_end_and_the_link_between(nodes):
     machines = machines_of(nodes)
     one, two = machines.kinds
