@@ -34,6 +34,10 @@ class JsonFields:
     def __contains__(self, name: str) -> bool:
         return name in self._values
 
+    @property
+    def names(self) -> list[str]:
+        return list(self._values)
+
     def raw(self, name: str) -> Any:
         """The value as it stands, None when it is missing."""
         return self._values.get(name)

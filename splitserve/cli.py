@@ -31,6 +31,7 @@ COMMANDS: Final = {
     ),
     "doctor": ("", "Measure this machine: from which lengths on it pays to split; or check bits."),
     "simulate": ("", "Play a load through the real decisions of a fleet, on a clock that only counts."),
+    "plan": ("", "Find the nodes that serve the most requests within limits, by simulation."),
     "bench": ("", "Measure the engine, a cluster, or any server."),
 }
 ENTRY_POINTS: Final = "splitserve.commands"

@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import click
 
 Command = Callable[..., Any]
+
+PAIR: Final = re.compile(r"(ttft|tpot|e2el):\S*", re.ASCII)  # one limit of several after one flag
 
 
 class RepeatingCommand(click.Command):

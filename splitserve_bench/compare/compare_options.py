@@ -1,7 +1,6 @@
 """The flags of `splitserve bench compare`; those of a load are named as in `bench serve`."""
 
 import math
-import re
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -9,13 +8,12 @@ import click
 
 from serving_core.errors import SettingsError
 from splitserve_bench.compare.contenders import KINDS, parse_split
-from splitserve_bench.options import ListOf, RepeatingCommand, options_of
+from splitserve_bench.options import PAIR, ListOf, RepeatingCommand, options_of
 from splitserve_bench.serve.serve_options import DATASETS, RANDOM
 
 POSITIVE: Final = click.FloatRange(min=0, min_open=True)
 NOT_NEGATIVE: Final = click.FloatRange(min=0)
 COUNT: Final = click.IntRange(1)
-PAIR: Final = re.compile(r"(ttft|tpot|e2el):\S*", re.ASCII)
 LOWEST_RATE, HIGHEST_RATE = 1e-4, 1e5
 
 

@@ -1,6 +1,6 @@
 """The highest request rate that a system serves well: a bisection over log rate that reckons with noise.
 
-1. Bracket: from a first rate, doubled while probes pass or halved while they fail.
+1. Bracket: from a first rate, doubled (or times another step) while probes pass, divided while they fail.
 2. Bisect: the geometric mean of the highest passing and the lowest failing rate, until they are close enough.
 3. Confirm: an end of the bracket that may have passed or failed by chance is probed again with another seed, and its
    counts are pooled. When that turns it, the bracket opens again. A rate that fails below one that passes is probed
@@ -22,7 +22,7 @@ from typing import Final
 
 from splitserve_bench.serve.spread import interval
 
-STEP: Final = 2.0  # factor between rates while there is no bracket
+STEP: Final = 2.0
 MOST_SEEDS: Final = 3  # probes of one rate
 
 
@@ -34,6 +34,7 @@ class Goal:
     attainment: float = 0.9  # share of requests that must be good
     tolerance: float = 0.1  # the lowest failing rate may be so much above the highest passing one
     max_probes: int = 12
+    step: float = STEP  # factor between rates while there is no bracket
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +119,9 @@ class RateSearch:
             return self._goal.first_rate
         best, failing = bracket(curve, self._goal.attainment)
         if best is None:
-            return self._doubtful(curve[:1]) or curve[0].rate / STEP
+            return self._doubtful(curve[:1]) or curve[0].rate / self._goal.step
         if failing is None:
-            return best.rate * STEP
+            return best.rate * self._goal.step
         if hidden := self._hidden(curve, best):
             return hidden
         if failing.rate > best.rate * (1 + self._goal.tolerance):

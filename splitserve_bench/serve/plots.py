@@ -46,7 +46,9 @@ class AttainmentPoint:
     interval: tuple[float, float]
 
 
-def plot_attainment(points: Sequence[AttainmentPoint], goal: float, path: Path) -> None:
+def plot_attainment(
+    points: Sequence[AttainmentPoint], goal: float, path: Path, *, rate: str = "request rate, requests/s"
+) -> None:
     """Attainment over the request rate: a line with intervals for each contender, in the order in which they come, and
     the share that is wanted."""
     figure = _figure(7.5, 4.5)
@@ -78,7 +80,7 @@ def plot_attainment(points: Sequence[AttainmentPoint], goal: float, path: Path) 
         textcoords="offset points",
         va="center",
     )
-    axes.set(ylim=(0, 102), xlabel="request rate, requests/s", ylabel="attainment, % of offered requests")
+    axes.set(ylim=(0, 102), xlabel=rate, ylabel="attainment, % of offered requests")
     axes.set_xlim(left=0)
     axes.set_title("Requests within their limits, with 95 % intervals", loc="left")
     if contenders:

@@ -98,10 +98,14 @@ class Corridor:
         num_new = max(0, min(num_blocks, transfer.num_blocks) - transfer.num_ready)
         transfer.num_ready += num_new
         transfer.num_sent += num_new
-        now, bytes_s = self._agenda.now, sender.costs.bytes_s(num_new * self._block_bytes)
+        now, bytes_s = self._agenda.now, self.bytes_s(sender, transfer.receiver, num_new * self._block_bytes)
         start_s = max(since_s, self._free_s.get(sender, 0.0))
         left_s = max(start_s + bytes_s, now + (bytes_s / self._layout.num_layers if since_s < now else 0.0))
         self._free_s[sender] = transfer.left_s = left_s
+
+    def bytes_s(self, sender: End, receiver: End, num_bytes: int) -> float:
+        """Of so many bytes on their way from one to the other."""
+        return sender.costs.bytes_s(num_bytes)
 
     def finish(self, sender: End, epoch: int, num_blocks: int, tail: bytes) -> None:
         """All blocks are final; the tail follows the last one."""

@@ -66,10 +66,17 @@ class Fleet:
         self.coordinator = SimulatedCoordinator(agenda, clients, settings or CoordinatorSettings())
         self.nodes: dict[str, SimulatedNode] = {}
 
-    def start(self, name: str, role: str, costs: Costs) -> SimulatedNode:
-        """One more node, or one in the place of a lost one."""
+    def start(self, name: str, role: str, costs: Costs, sizes: NodeSizes | None = None) -> SimulatedNode:
+        """One more node, or one in the place of a lost one; of the fleet's sizes unless it has others."""
         node = SimulatedNode(
-            name, role, self._sizes, self._model, costs, self._agenda, self.corridor, takes_streaks=self._takes_streaks
+            name,
+            role,
+            sizes or self._sizes,
+            self._model,
+            costs,
+            self._agenda,
+            self.corridor,
+            takes_streaks=self._takes_streaks,
         )
         self.nodes[name] = node
         self.coordinator.attach(node)

@@ -16,7 +16,18 @@ from tests.system.cluster import Child, free_port, wait_until
 from tests.tiny_models import write_fake_model
 
 DEADLINE_S = 60.0
-IN_BASE = {"coordinator", "generate", "chat", "status", "role", "drain", "plan-transfer", "simulate", "bench serve"}
+IN_BASE = {
+    "coordinator",
+    "generate",
+    "chat",
+    "status",
+    "role",
+    "drain",
+    "plan-transfer",
+    "simulate",
+    "bench serve",
+    "plan profile",
+}
 REQUIRED = {"bench simulate": ("--profile", __file__)}  # options without which a command says nothing else
 FEW = ("--num-prompts", "6", "--random-input-len", "20", "--random-output-len", "4", "--vocab-size", "250")
 

@@ -1,0 +1,102 @@
+"""`splitserve plan`. What it searches with is imported when it runs, so that help is quick."""
+
+import json
+import os
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from serving_core.extras import require
+from splitserve.commands.terminal import report, stderr, stdout, waiting
+from splitserve.signals import run_to_end
+from splitserve_bench.plan.asked import Asked
+from splitserve_bench.plan.options import (
+    PlanGroup,
+    asked_of,
+    fleet_options,
+    hardware_options,
+    load_options,
+    objective_options,
+    output_options,
+    search_options,
+)
+from splitserve_bench.plan.profile_command import profile_command
+
+if TYPE_CHECKING:
+    from splitserve_bench.plan.race import Race
+    from splitserve_bench.plan.study import Study
+
+EVERY: Final = 10  # simulations, a line of progress where there is no terminal
+
+
+@click.group("plan", cls=PlanGroup, invoke_without_command=True)
+@hardware_options
+@fleet_options
+@objective_options
+@load_options
+@search_options
+@output_options
+@click.pass_context
+def plan_command(
+    context: click.Context, /, jobs: int, plot: Path | None, save_path: Path | None, as_json: bool, **flags: Any
+) -> None:
+    """Find how to divide --gpus devices into nodes that read, that write or that do both, and with how many ranks each,
+    for the most good requests a second: by simulation, with the decisions of the real coordinator and the real
+    nodes."""
+    if context.invoked_subcommand is not None:
+        return
+    from splitserve_bench.plan.findings import findings_of
+    from splitserve_bench.plan.report import draw, plan_json, plan_view, save
+    from splitserve_bench.plan.study import study_of
+
+    if plot is not None:
+        require("bench")
+    asked = asked_of(flags)
+    study = study_of(asked)
+    for line in study.machines.unfit:
+        report(f"left out: {line}")
+    report(f"{len(study.plans)} plans: {', '.join(map(str, study.plans))}")
+    found = findings_of(study, _run(study, asked, jobs or _num_cpus()))
+    if save_path is not None:
+        save(json.dumps(plan_json(study, found), indent=2), save_path)
+        report(f"written: {save_path}")
+    if plot is not None:
+        draw(study, found, plot)
+        report(f"picture: {plot}")
+    if as_json:
+        click.echo(json.dumps(plan_json(study, found)))
+    else:
+        stdout.print(plan_view(study, found))
+
+
+def _run(study: "Study", asked: Asked, jobs: int) -> "Race":
+    from splitserve_bench.plan.crew import run_race
+
+    race, began_s, num_played = study.race(), perf_counter(), 0
+    with waiting("Planning") as show:
+
+        def tell(index: int) -> None:
+            nonlocal num_played
+            num_played += 1
+            runner = race.runners[index]
+            line = f"{num_played} simulations, {study.plans[index]}: {_told(runner.played[-1])}"
+            if stderr.is_terminal or num_played % EVERY == 0:
+                show(line)
+
+        run_to_end(run_race(race, asked, min(jobs, len(study.plans)), tell))
+    report(f"{num_played} simulations of {len(study.plans)} plans in {perf_counter() - began_s:.0f} s")
+    return race
+
+
+def _told(played: Any) -> str:
+    words = "at most " if played.is_early else ""
+    return f"{words}{played.num_good / played.num_counted:.0%} good at {played.rate:.3g} requests/s"
+
+
+def _num_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+plan_command.add_command(profile_command)

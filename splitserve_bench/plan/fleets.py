@@ -1,0 +1,132 @@
+"""A plan under a load: the simulator's fleet, with nodes that differ, hosts, and links within and between them."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from coordinator.settings import CoordinatorSettings
+from splitserve_bench.plan.clients import JudgingClients
+from splitserve_bench.plan.nodes import NodeKind
+from splitserve_bench.plan.plans import Plan
+from splitserve_bench.plan.steps import answers_part_s, chunk_part_s
+from splitserve_bench.serve.metrics import Limits
+from splitserve_bench.serve.records import PlannedRequest
+from splitserve_bench.serve.spread import effective_size
+from splitserve_bench.simulate.agenda import Agenda
+from splitserve_bench.simulate.corridor import Corridor, End
+from splitserve_bench.simulate.costs import LEAST_STEP_S, START_TOKENS, StepLoad
+from splitserve_bench.simulate.fleet import Fleet
+from splitserve_bench.simulate.toy_model import ToyModel
+
+MOST_IN_FLIGHT: Final = 65_536  # answers at once, as far as the coordinator goes
+HOPELESS: Final = 0.7  # attainment that is out of reach when a simulation ends early
+OPEN: Final = 0.2  # of the requests, those with the longest answers, are not waited for
+PERCENTILE: Final = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What became of the requests that count. num_good are the most that can be, when the simulation ended early:
+    is_early. P90s are infinite where less than nine in ten have such a time."""
+
+    rate: float
+    num_good: int
+    num_counted: int
+    num_effective: float
+    ttft_p90_s: float
+    tpot_p90_s: float
+    missed: dict[str, int]  # by limit
+    is_early: bool
+
+
+class PlannedCosts:
+    """What one node of a plan costs, on its host."""
+
+    def __init__(self, kind: NodeKind, host: int) -> None:
+        self.kind, self.host = kind, host
+        self.prefill_tokens_per_s = START_TOKENS / kind.steps.chunk_s(START_TOKENS, 0)
+
+    def step_s(self, load: StepLoad) -> float:
+        steps = self.kind.steps
+        if load.num_answers and load.num_prompt_tokens:
+            seconds = steps.both_s(load)
+        elif load.num_answers:
+            seconds = answers_part_s(steps, load)
+        else:
+            seconds = chunk_part_s(steps, load) if load.num_prompt_tokens else 0.0
+        return max(LEAST_STEP_S, seconds)
+
+    def message_s(self) -> float:
+        return self.kind.message_s
+
+    def latency_s(self) -> float:
+        return self.kind.transfer_s
+
+    def bytes_s(self, num_bytes: int) -> float:
+        return num_bytes / (self.kind.bytes_per_s * self.kind.num_sending)
+
+
+class LinkedCorridor(Corridor):
+    """Whose bytes go by the link between two nodes: each rank sends its part, as many at once as both ends have."""
+
+    def bytes_s(self, sender: End, receiver: End, num_bytes: int) -> float:
+        ends = [end.costs for end in (sender, receiver) if isinstance(end.costs, PlannedCosts)]
+        is_near = len({end.host for end in ends}) == 1
+        rank_bytes_per_s = min(end.kind.bytes_per_s if is_near else end.kind.host_bytes_per_s for end in ends)
+        return num_bytes / (rank_bytes_per_s * min(end.kind.num_sending for end in ends))
+
+
+def play(
+    plan: Plan,
+    planned: Sequence[PlannedRequest],
+    limits: Limits,
+    *,
+    rate: float,
+    num_before: int,
+    num_counted: int,
+    door_s: float,
+) -> Played:
+    """The same arguments give the same figures. It ends early when HOPELESS is out of reach."""
+    most_missed = math.floor((1 - HOPELESS) * num_counted)
+    most_open = math.floor(OPEN * num_counted)
+    clients = JudgingClients(Agenda(), planned, limits, door_s, num_before, num_counted, most_missed, most_open)
+    run_clients(plan, clients)
+    is_early = clients.num_missed > most_missed
+    if not is_early:
+        clients.close()
+    return _played(clients, rate, is_early=is_early)
+
+
+def run_clients(plan: Plan, clients: JudgingClients) -> None:
+    """Until they have what they want."""
+    agenda = clients.agenda
+    sizes = plan.pools[0].kind.sizes
+    settings = CoordinatorSettings(max_num_queued_reqs=MOST_IN_FLIGHT)
+    fleet = Fleet(agenda, clients, sizes, ToyModel(sizes.vocab_size), settings)
+    fleet.corridor = LinkedCorridor(agenda, sizes.layout, block_bytes=sizes.block_bytes)
+    for placed in plan.placed():
+        fleet.start(placed.name, placed.role, PlannedCosts(placed.kind, placed.host), sizes=placed.kind.sizes)
+    clients.start(fleet.coordinator)
+    agenda.run(lambda: clients.is_over)
+
+
+def _played(clients: JudgingClients, rate: float, *, is_early: bool) -> Played:
+    are_good = [judged.is_good is not False for judged in clients.judged]
+    tpots_s = [tpot_s for judged in clients.judged if (tpot_s := judged.tpot_s) is not None]
+    return Played(
+        rate=rate,
+        num_good=sum(are_good),
+        num_counted=len(are_good),
+        num_effective=effective_size(are_good),
+        ttft_p90_s=_percentile([judged.ttft_s for judged in clients.judged]),
+        tpot_p90_s=_percentile(tpots_s),
+        missed=dict(Counter(judged.missed for judged in clients.judged if judged.missed)),
+        is_early=is_early,
+    )
+
+
+def _percentile(values: Sequence[float]) -> float:
+    """The least value that nine in ten do not exceed."""
+    return sorted(values)[math.ceil(PERCENTILE * len(values)) - 1] if values else 0.0

@@ -1,0 +1,86 @@
+"""The loads of a search: the same requests for every plan, at whatever rate. A trace begins again when it ends."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Final
+
+from splitserve_bench.plan.asked import AskedLoad
+from splitserve_bench.serve.arrivals import send_times_s
+from splitserve_bench.serve.datasets import Shape, fit, plan, random_load
+from splitserve_bench.serve.records import PlannedRequest
+from splitserve_bench.serve.serve_options import AZURE, RANDOM
+from splitserve_bench.serve.traces import TracedRequest, at_rate, read_azure_trace, read_mooncake_trace, trace_load
+
+MOST_TRACED: Final = 100_000  # requests that are read of a trace
+SAMPLE: Final = 500  # requests from which mean lengths are told
+OTHER_PROMPT: Final = 2**40  # added to a trace's hash ids each time that it begins again
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Of a data set."""
+
+    mean_input_tokens: float
+    mean_output_tokens: float
+    longest_tokens: int  # prompt and answer together
+
+
+class Loads:
+    """What is drawn for one seed is kept: all rates and plans have the same requests."""
+
+    def __init__(self, asked: AskedLoad, vocab_size: int, max_model_len: int) -> None:
+        """Raises BenchError for a trace that cannot be used."""
+        self._asked, self._vocab_size, self._max_model_len = asked, vocab_size, max_model_len
+        self._traced = _traced(asked)
+        self._shapes: dict[int, list[Shape]] = {}
+
+    def load(self, rate: float, num_requests: int, seed: int) -> list[PlannedRequest]:
+        """So many requests at that mean rate a second."""
+        shapes = self._shapes.setdefault(seed, [])
+        if len(shapes) < num_requests:
+            shapes[:] = self._drawn(2 * num_requests, seed)
+        return plan(shapes[:num_requests], self._times_s(rate, num_requests, seed))
+
+    def lengths(self) -> Lengths:
+        shapes = self._drawn(SAMPLE, 0)
+        longest = max(len(each.prompt) + each.output_tokens for each in shapes)
+        inputs, outputs = sum(len(each.prompt) for each in shapes), sum(each.output_tokens for each in shapes)
+        return Lengths(inputs / len(shapes), outputs / len(shapes), longest)
+
+    def _drawn(self, num_requests: int, seed: int) -> list[Shape]:
+        asked, own = self._asked, f"{self._asked.seed} {seed}"
+        if self._traced:
+            shapes = trace_load(self._stretch(num_requests, seed), self._vocab_size, asked.seed + seed)
+        else:
+            lengths = (asked.random_input_len, asked.random_output_len, asked.random_range_ratio)
+            shapes = random_load(num_requests, *lengths, self._vocab_size, Random(f"{own} shapes"))
+        return list(fit(shapes, self._max_model_len).shapes)
+
+    def _times_s(self, rate: float, num_requests: int, seed: int) -> list[float]:
+        if self._traced:
+            return [each.at_s for each in at_rate(self._stretch(num_requests, seed), rate)]
+        rng = Random(f"{self._asked.seed} {seed} arrivals")
+        return send_times_s(num_requests, rate, self._asked.burstiness, rng)
+
+    def _stretch(self, num_requests: int, seed: int) -> Sequence[TracedRequest]:
+        """From a place that the seed chooses on; after the last request comes the first, a mean gap later."""
+        traced = self._traced
+        start = Random(f"{self._asked.seed} {seed} stretch").randrange(len(traced))
+        span_s = traced[-1].at_s - traced[0].at_s
+        round_s = span_s * len(traced) / max(1, len(traced) - 1)
+        requests = []
+        for place in range(start, start + num_requests):
+            turn, index = divmod(place, len(traced))
+            each = traced[index]
+            ids = tuple(hash_id + turn * OTHER_PROMPT for hash_id in each.hash_ids)
+            requests.append(replace(each, at_s=each.at_s + turn * round_s, hash_ids=ids))
+        return requests
+
+
+def _traced(asked: AskedLoad) -> list[TracedRequest]:
+    if asked.dataset_name == RANDOM:
+        return []
+    read = read_azure_trace if asked.dataset_name == AZURE else read_mooncake_trace
+    return read(Path(asked.dataset_path), length_scale=asked.length_scale, limit=MOST_TRACED)

@@ -1,0 +1,125 @@
+"""The sizes of a model that decide what it costs, as the config.json of its folder has them.
+
+Of models that SplitServe serves, and of OPT and BLOOM, which published tables are about: these can be planned, not
+served.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from serving_core.json_fields import JsonFields, read_json_object
+from serving_core.layout import DTYPE_BYTES, KVLayout
+from serving_core.model_config import read_model_config
+from serving_core.sharding import most_kv_heads
+
+GATED, PLAIN = 3, 2  # products of a feed-forward layer
+BLOOM_MODEL_LEN: Final = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """One decoder. Norms and biases, less than a thousandth of the weights, are left out."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    mlp_products: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_model_len: int
+    is_tied: bool  # one matrix for the embedding and the head
+    dtype: str
+
+    @property
+    def dtype_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def body_weights(self) -> int:
+        """Of all layers."""
+        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return self.num_layers * self.hidden_size * (heads + self.mlp_products * self.intermediate_size)
+
+    @property
+    def head_weights(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all weights together."""
+        embeddings = 1 if self.is_tied else 2
+        return (self.body_weights + embeddings * self.head_weights) * self.dtype_bytes
+
+    def layout(self, block_size: int) -> KVLayout:
+        """The whole model's KV cache."""
+        return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_size, self.dtype)
+
+    def rank_token_bytes(self, tp: int) -> int:
+        """KV of a token on the rank of tp that holds most of it."""
+        return self.layout(1).with_heads(most_kv_heads(tp, self.num_kv_heads)).block_bytes
+
+
+def read_model_sizes(folder: Path) -> ModelSizes:
+    """Raises ModelError."""
+    name = folder.resolve().name
+    if folder.is_dir():
+        fields = read_json_object(folder / "config.json")
+        if fields.raw("model_type") == "opt":
+            return _opt(fields, name)
+        if fields.raw("model_type") == "bloom":
+            return _bloom(fields, name)
+    config = read_model_config(folder)
+    return ModelSizes(
+        name=name,
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        mlp_products=GATED,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        max_model_len=config.max_position_embeddings,
+        is_tied=config.tie_word_embeddings,
+        dtype=config.dtype,
+    )
+
+
+def _opt(fields: JsonFields, name: str) -> ModelSizes:
+    num_layers, num_heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
+    max_model_len = fields.integer("max_position_embeddings")
+    return _plain(fields, name, num_layers, num_heads, fields.integer("ffn_dim"), max_model_len)
+
+
+def _bloom(fields: JsonFields, name: str) -> ModelSizes:
+    """Older files have the names of GPT-2."""
+    num_layers = fields.integer("num_hidden_layers" if "num_hidden_layers" in fields else "n_layer")
+    num_heads = fields.integer("num_attention_heads" if "num_attention_heads" in fields else "n_head")
+    return _plain(fields, name, num_layers, num_heads, 4 * fields.integer("hidden_size"), BLOOM_MODEL_LEN)
+
+
+def _plain(
+    fields: JsonFields, name: str, num_layers: int, num_heads: int, intermediate_size: int, max_model_len: int
+) -> ModelSizes:
+    """Every head has keys and values of its own, and embedding and head are one matrix."""
+    hidden_size = fields.integer("hidden_size")
+    if hidden_size % num_heads:
+        raise fields.error("hidden_size", f"a multiple of the {num_heads} heads")
+    return ModelSizes(
+        name=name,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        mlp_products=PLAIN,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        vocab_size=fields.integer("vocab_size"),
+        max_model_len=max_model_len,
+        is_tied=True,
+        dtype="float16",
+    )

@@ -1,0 +1,216 @@
+"""The kinds of node that a plan can have: devices of one hardware, joined as ranks, that hold the model."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from serving_core.errors import SettingsError
+from serving_core.json_fields import read_json_object
+from serving_core.settings import EngineSettings
+from serving_node.settings import NodeSettings
+from splitserve_bench.plan.asked import AskedNodes
+from splitserve_bench.plan.devices import DEVICES, device_of, link_of
+from splitserve_bench.plan.model_sizes import ModelSizes, read_model_sizes
+from splitserve_bench.plan.roofline import LINK, Roofline
+from splitserve_bench.plan.steps import MeasuredSteps, Steps, answers_part_s, chunk_part_s
+from splitserve_bench.plan.tables import Entry, Table, read_table
+from splitserve_bench.simulate.costs import StepLoad
+from splitserve_bench.simulate.grid import Grid
+from splitserve_bench.simulate.profile import (
+    ControlProfile,
+    CorridorProfile,
+    NodeSizes,
+    Profile,
+    StepProfile,
+    read_profile,
+)
+
+MEMORY: Final = 0.9  # of a device's, for weights and KV; vLLM's default too
+MESSAGE_S: Final = 0.5e-3  # between coordinator and node, within a data centre
+TRANSFER_S: Final = 1e-3  # of a hand-over, beside its bytes
+DOOR_S: Final = 1e-3  # from a client to the coordinator and back
+PLACES: Final = (1, 2, 4, 8, *range(16, 128, 16), *range(128, 512, 32), *range(512, 16384, 128))
+CONTEXTS: Final = (0, 128, 512, 2048, 8192, 32768, 131072)
+MEASURED: Final = "measured"  # the hardware of a profile of `splitserve doctor --save`
+
+
+@dataclass(frozen=True, slots=True)
+class NodeKind:
+    """Nodes that are alike. Bytes a second are those of one rank's link, in a host and between two."""
+
+    hardware: str
+    tp: int
+    sizes: NodeSizes
+    steps: Steps
+    num_sending: int  # ranks with KV that no other one has
+    bytes_per_s: float
+    host_bytes_per_s: float
+    message_s: float
+    transfer_s: float
+    dollars_per_h: float
+    watts: float
+    kv_cache_memory_bytes: int  # of each rank
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """What there is to plan with."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    door_s: float
+    kinds: tuple[NodeKind, ...]
+    unfit: tuple[str, ...]  # why others are none, in words
+
+
+def machines_of(asked: AskedNodes) -> Machines:
+    """Raises SettingsError, ModelError and BenchError."""
+    path = Path(asked.profile) if asked.profile else None
+    if path is not None and path.is_file() and path.suffix == ".json" and "format" in read_json_object(path):
+        return _measured(read_profile(path), asked)
+    if not asked.model:
+        raise SettingsError("--model FOLDER is needed: how large the model is decides what fits and what steps take")
+    model = read_model_sizes(Path(asked.model))
+    table = read_table(path) if path is not None else None
+    names = dict.fromkeys((*asked.prefill_hardware, *asked.decode_hardware, *asked.both_hardware))
+    if not names:
+        raise SettingsError("--hardware NAME is needed, or a --profile that splitserve doctor --save has written")
+    kinds: list[NodeKind] = []
+    unfit: list[str] = []
+    for hardware in names:
+        for tp in (tp for tp in asked.tp_sizes if tp <= asked.gpus_per_host):
+            try:
+                kinds.append(_kind(asked, model, table, hardware, tp))
+            except _Unfit as why:
+                unfit.append(f"{hardware}, TP {tp}: {why}")
+    if not kinds:
+        raise SettingsError(f"{model.name} fits nowhere: {'; '.join(unfit)}")
+    max_model_len = min(asked.max_model_len or model.max_model_len, model.max_model_len)
+    return Machines(model.name, model.vocab_size, max_model_len, DOOR_S, tuple(kinds), tuple(unfit))
+
+
+def profile_of(machines: Machines, kind: NodeKind) -> Profile:
+    """For `splitserve simulate`: steps at places close enough to go straight between them, and one factor for steps of
+    both, that of half a step of prompts beside 32 answers."""
+    sizes, steps = kind.sizes, kind.steps
+    columns = [place for place in CONTEXTS if place <= sizes.max_model_len]
+    answers = [place for place in PLACES if place < sizes.max_num_seqs] + [sizes.max_num_seqs]
+    chunks = [place for place in PLACES if place < sizes.max_num_batched_tokens] + [sizes.max_num_batched_tokens]
+    load = StepLoad(32, 32 * columns[-1] // 2, sizes.max_num_batched_tokens // 2 + 1, 0)
+    apart_s = answers_part_s(steps, load) + chunk_part_s(steps, load)
+    return Profile(
+        model=machines.name,
+        cores=kind.tp,
+        node=sizes,
+        steps=StepProfile(
+            answers=_grid(answers, columns, steps.answers_s),
+            prompts=_grid(chunks, columns, steps.chunk_s),
+            mixed_factor=steps.both_s(load) / apart_s,
+            overhead_s=0.0,
+        ),
+        corridor=CorridorProfile(kind.transfer_s, kind.bytes_per_s * kind.num_sending),
+        control=ControlProfile(kind.message_s, machines.door_s),
+    )
+
+
+def _grid(rows: Sequence[float], columns: Sequence[float], seconds_of: Callable[[float, float], float]) -> Grid:
+    seconds = tuple(tuple(seconds_of(row, column) for column in columns) for row in rows)
+    return Grid(tuple(rows), tuple(columns), seconds)
+
+
+class _Unfit(Exception):
+    """Such a node cannot be had."""
+
+
+def _measured(profile: Profile, asked: AskedNodes) -> Machines:
+    """One kind, of as many devices as a node had, which counts as one."""
+    if asked.both_hardware:
+        raise SettingsError("--hardware is for data sheets and tables: this profile was measured on what it is of")
+    speed, control = profile.corridor.bytes_per_s, profile.control
+    kind = NodeKind(
+        MEASURED,
+        1,
+        profile.node,
+        MeasuredSteps(profile),
+        num_sending=1,
+        bytes_per_s=speed,
+        host_bytes_per_s=speed,
+        message_s=control.message_s,
+        transfer_s=profile.corridor.latency_s,
+        dollars_per_h=dict(asked.dollars_per_h).get(MEASURED, 0.0),
+        watts=dict(asked.watts).get(MEASURED, 0.0),
+        kv_cache_memory_bytes=profile.node.num_blocks * profile.node.block_bytes,
+    )
+    node = profile.node
+    return Machines(profile.model, node.vocab_size, node.max_model_len, control.door_s, (kind,), ())
+
+
+def _kind(asked: AskedNodes, model: ModelSizes, table: Table | None, hardware: str, tp: int) -> NodeKind:
+    device = device_of(hardware)
+    if device is None and not (table is not None and asked.device_memory_bytes):
+        raise SettingsError(f"{hardware} is none of {', '.join(DEVICES)}: a table of it needs --device-memory too")
+    if tp > model.num_heads:
+        raise _Unfit(f"the model has {model.num_heads} heads")
+    within = link_of(asked.link or (device.link if device else "pcie"), device or DEVICES["l4"])
+    between = link_of(asked.host_link, device or DEVICES["l4"])
+    steps: Steps
+    if table is None:
+        assert device is not None
+        steps = Roofline(model, device, within, tp)
+    else:
+        steps = table.steps(_entry(table, asked, hardware, tp), model, within)
+    sizes = _sizes(asked, model, asked.device_memory_bytes or (device.memory_bytes if device else 0), tp)
+    share = asked.gpus_per_host if between.is_shared else 1
+    return NodeKind(
+        hardware,
+        tp,
+        sizes,
+        steps,
+        num_sending=min(tp, model.num_kv_heads),
+        bytes_per_s=within.bytes_per_s * LINK,
+        host_bytes_per_s=between.bytes_per_s * LINK / share,
+        message_s=MESSAGE_S,
+        transfer_s=TRANSFER_S,
+        dollars_per_h=tp * dict(asked.dollars_per_h).get(hardware, device.dollars_per_h if device else 0.0),
+        watts=tp * dict(asked.watts).get(hardware, device.watts if device else 0.0),
+        kv_cache_memory_bytes=sizes.num_blocks * sizes.block_size * model.rank_token_bytes(tp),
+    )
+
+
+def _entry(table: Table, asked: AskedNodes, hardware: str, tp: int) -> Entry:
+    entries = table.entries()
+    models = sorted({each.model for each in entries})
+    wanted = asked.table_model or (models[0] if len(models) == 1 else "")
+    if wanted not in models:
+        raise SettingsError(f"--table-model must be one of the table's: {', '.join(models)}")
+    for entry in entries:
+        if (entry.model, entry.tp) == (wanted, tp) and entry.hardware.lower() in ("", hardware):
+            return entry
+    known = sorted({each.hardware.lower() for each in entries if each.model == wanted and each.hardware})
+    if known and hardware not in known:
+        raise SettingsError(f"the table has {wanted} on {', '.join(known)}, not on {hardware}")
+    raise _Unfit("the table has no such size")
+
+
+def _sizes(asked: AskedNodes, model: ModelSizes, memory_bytes: int, tp: int) -> NodeSizes:
+    engine, node = EngineSettings(), NodeSettings()
+    block_size = engine.block_size
+    room_bytes = int(memory_bytes * MEMORY) - model.weight_bytes // tp
+    num_blocks = room_bytes // (block_size * model.rank_token_bytes(tp))
+    if num_blocks < 1:
+        raise _Unfit(f"{model.weight_bytes / tp / 1e9:.0f} GB of weights a device leave no room for KV")
+    max_model_len = min(asked.max_model_len or model.max_model_len, model.max_model_len, num_blocks * block_size)
+    return NodeSizes(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        block_bytes=model.layout(block_size).block_bytes,
+        num_layers=model.num_layers,
+        max_model_len=max_model_len,
+        vocab_size=model.vocab_size,
+        max_num_batched_tokens=asked.max_num_batched_tokens,
+        max_num_seqs=asked.max_num_seqs,
+        max_num_queued=node.max_num_queued,
+        overlap_min_tokens=node.overlap_min_tokens,
+    )

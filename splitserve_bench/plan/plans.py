@@ -1,0 +1,243 @@
+"""Plans, and which of them are worth a simulation. Pure.
+
+A plan is what one cell runs: nodes that read, that write, that do both, behind one coordinator. Cells are equal and
+know nothing of each other: a load that is dealt to them at random leaves each the same kind of load, at its share of
+the rate. (Of Poisson arrivals exactly; of a trace as far as its shape does not depend on the rate.)
+
+What a node does in a second is estimated from its steps: prompts in whole chunks, answers in the largest batch within
+the limit on TPOT and the pool, both where their seconds and those of the steps fill up the limit. An estimate says in
+which order plans are looked at, and which of very many at all. It decides nothing else.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from serving_core.shapes import BOTH, DECODE, PREFILL
+from splitserve_bench.plan.asked import COST, DEVICE, Asked
+from splitserve_bench.plan.loads import Lengths
+from splitserve_bench.plan.nodes import Machines, NodeKind
+from splitserve_bench.serve.metrics import Limits
+
+RATIOS: Final = 3  # of nodes that read to nodes that write, for each pair of kinds
+HALVINGS: Final = 40
+ROUNDS: Final = 20
+FILL: Final = 1.5
+USUAL_TPOT_S: Final = 0.05  # where no limit says how long an answer may take
+LETTERS: Final = {PREFILL: "P", DECODE: "D", BOTH: "B"}
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Nodes that are alike, and begin in the same role."""
+
+    role: str
+    kind: NodeKind
+    count: int
+
+    @property
+    def num_devices(self) -> int:
+        return self.count * self.kind.tp
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A node on its host."""
+
+    name: str
+    role: str
+    kind: NodeKind
+    host: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a cell of so many devices runs. A host's devices are of one hardware, and a node's on one host."""
+
+    pools: tuple[Pool, ...]
+    cell_devices: int
+    gpus_per_host: int
+
+    @property
+    def num_devices(self) -> int:
+        return sum(pool.num_devices for pool in self.pools)
+
+    @property
+    def dollars_per_h(self) -> float:
+        return sum(pool.count * pool.kind.dollars_per_h for pool in self.pools)
+
+    @property
+    def kilowatts(self) -> float:
+        return sum(pool.count * pool.kind.watts for pool in self.pools) / 1e3
+
+    def __str__(self) -> str:
+        names_hardware = len({pool.kind.hardware for pool in self.pools}) > 1
+        return " + ".join(
+            f"{pool.count}{LETTERS[pool.role]} {f'{pool.kind.hardware} ' if names_hardware else ''}TP{pool.kind.tp}"
+            for pool in self.pools
+        )
+
+    def count_of(self, role: str) -> int:
+        return sum(pool.count for pool in self.pools if pool.role == role)
+
+    def placed(self) -> list[Placed]:
+        """Every node on the first host that has room, the roles in turn, so that hosts get some of each."""
+        free: list[tuple[str, int]] = []  # hardware and free devices of each host
+        placed = []
+        for name, pool in self._in_turn():
+            kind = pool.kind
+            fits = (at for at, host in enumerate(free) if host[0] == kind.hardware and host[1] >= kind.tp)
+            host = next(fits, len(free))
+            if host == len(free):
+                free.append((kind.hardware, self.gpus_per_host))
+            free[host] = (kind.hardware, free[host][1] - kind.tp)
+            placed.append(Placed(name, pool.role, kind, host))
+        return placed
+
+    def _in_turn(self) -> list[tuple[str, Pool]]:
+        """Wide nodes first, which fit less easily; then evenly."""
+        nodes = [
+            (-pool.kind.tp, (index + 0.5) / pool.count, f"{pool.role}-{index}", pool)
+            for pool in self.pools
+            for index in range(pool.count)
+        ]
+        return [(name, pool) for _, _, name, pool in sorted(nodes, key=lambda node: node[:3])]
+
+    def fits(self) -> bool:
+        """Whether the cell has the hosts that this takes."""
+        hosts = {(placed.kind.hardware, placed.host) for placed in self.placed()}
+        num_kinds = len({hardware for hardware, _ in hosts})
+        return len(hosts) <= -(-self.cell_devices // self.gpus_per_host) + num_kinds - 1
+
+
+def weight_of(plan: Plan, objective: str) -> float:
+    """What goodput is divided by. Devices that a plan leaves idle count too: they are there."""
+    if objective == DEVICE:
+        return plan.cell_devices
+    return plan.dollars_per_h if objective == COST else plan.kilowatts
+
+
+class Estimates:
+    """What nodes do in a second, roughly."""
+
+    def __init__(self, lengths: Lengths, limits: Limits) -> None:
+        self._input, self._output = lengths.mean_input_tokens, lengths.mean_output_tokens
+        self._tpot_s = limits.tpot_s
+
+    def reads_per_s(self, kind: NodeKind) -> float:
+        """Prompts."""
+        return 1 / self._prompt_s(kind)
+
+    def writes_per_s(self, kind: NodeKind) -> float:
+        """Answers, from a node that does nothing else."""
+        return self._rate(kind, 0.0)
+
+    def does_per_s(self, kind: NodeKind) -> float:
+        """Requests, from a node that does both."""
+        return self._rate(kind, self._prompt_s(kind))
+
+    def of(self, pools: Iterable[Pool]) -> float:
+        """Requests a second of all; at least those of one that comes when the one before has ended."""
+        pools = tuple(pools)
+        of_role: dict[str, float] = {PREFILL: 0.0, DECODE: 0.0, BOTH: 0.0}
+        rate_of = {PREFILL: self.reads_per_s, DECODE: self.writes_per_s, BOTH: self.does_per_s}
+        for pool in pools:
+            of_role[pool.role] += pool.count * rate_of[pool.role](pool.kind)
+        lone_s = max(
+            self._prompt_s(pool.kind) + self._output * pool.kind.steps.answers_s(1, self._input) for pool in pools
+        )
+        return max(1 / lone_s, min(of_role[PREFILL], of_role[DECODE]) + of_role[BOTH])
+
+    def fill_s(self, pools: Sequence[Pool], rate: float) -> float:
+        """How long it takes at this rate until as many answers run as will: longer than a mean answer, as the long ones
+        are what piles up."""
+        writers = [pool for pool in pools if pool.role != PREFILL]
+        of_each = rate / sum(pool.count for pool in writers)
+        is_alone = all(pool.role == BOTH for pool in pools)
+        return FILL * max(self._answer_s(pool, of_each, is_alone) for pool in writers)
+
+    def _answer_s(self, pool: Pool, rate: float, is_alone: bool) -> float:
+        """At its limit, unless the node reaches a lower pace. is_alone: it reads all its prompts itself."""
+        kind, limit_s = pool.kind, self._tpot_s or USUAL_TPOT_S
+        free = 1 - rate * self._prompt_s(kind) if is_alone else 1.0
+        tpot_s, context = 0.0, self._input + self._output / 2
+        for _ in range(ROUNDS if free > 0 else 0):
+            num_answers = min(kind.sizes.max_answers, max(1.0, rate * self._output * tpot_s))
+            tpot_s = kind.steps.answers_s(num_answers, context) / free
+        return self._output * min(limit_s, tpot_s or limit_s)
+
+    def _prompt_s(self, kind: NodeKind) -> float:
+        chunk = kind.sizes.max_num_batched_tokens
+        return kind.steps.chunk_s(chunk, self._input / 2) * self._input / chunk
+
+    def _rate(self, kind: NodeKind, prompt_s: float) -> float:
+        """The highest rate at which steps, with what prompts take between them, are within the limit."""
+        context = self._input + self._output / 2
+        most = min(kind.sizes.max_answers, kind.sizes.num_blocks * kind.sizes.block_size / context)
+        if self._tpot_s is None:
+            return 1 / (prompt_s + self._output * kind.steps.answers_s(most, context) / most)
+        low, high = 0.0, most / (self._output * self._tpot_s)
+        for _ in range(HALVINGS):
+            rate = (low + high) / 2
+            step_s = kind.steps.answers_s(max(1.0, rate * self._output * self._tpot_s), context)
+            if step_s <= self._tpot_s * (1 - rate * prompt_s):
+                low = rate
+            else:
+                high = rate
+        return low
+
+
+def candidates(asked: Asked, machines: Machines, estimates: Estimates, longest_tokens: int) -> list[Plan]:
+    """The plans that promise most, the best colocated one among them; best first. Only kinds whose pool can hold the
+    longest request."""
+    kinds = [each for each in machines.kinds if each.sizes.num_blocks * each.sizes.block_size >= longest_tokens]
+    devices = asked.gpus // asked.cells
+    readers, writers, all_round = (
+        [kind for kind in kinds if kind.hardware in names or not names]
+        for names in (asked.nodes.prefill_hardware, asked.nodes.decode_hardware, asked.nodes.both_hardware)
+    )
+    colocated = [(Pool(BOTH, kind, devices // kind.tp),) for kind in all_round if kind.tp <= devices]
+    promising = [*colocated, *_splits(readers, writers, all_round, devices, estimates)]
+
+    def promise(pools: tuple[Pool, ...]) -> float:
+        return estimates.of(pools) / (
+            weight_of(Plan(pools, devices, asked.nodes.gpus_per_host), asked.objective) or 1.0
+        )
+
+    ranked = sorted(dict.fromkeys(promising), key=promise, reverse=True)
+    plans = [Plan(pools, devices, asked.nodes.gpus_per_host) for pools in ranked]
+    plans = [plan for plan in plans if plan.fits()]
+    chosen = plans[: asked.candidates]
+    if best := next((plan for plan in plans if plan.count_of(BOTH) and len(plan.pools) == 1), None):
+        chosen = chosen if best in chosen else [*chosen[:-1], best]
+    return chosen
+
+
+def _splits(
+    readers: Sequence[NodeKind],
+    writers: Sequence[NodeKind],
+    all_round: Sequence[NodeKind],
+    devices: int,
+    estimates: Estimates,
+) -> Iterator[tuple[Pool, ...]]:
+    """For each pair of kinds the numbers of nodes that promise most; and the best with one node that does both
+    instead."""
+    for reader in readers:
+        for writer in writers:
+            pairs = [
+                (Pool(PREFILL, reader, count), Pool(DECODE, writer, (devices - count * reader.tp) // writer.tp))
+                for count in range(1, devices // reader.tp + 1)
+                if devices - count * reader.tp >= writer.tp
+            ]
+            ranked = sorted(pairs, key=estimates.of, reverse=True)[:RATIOS]
+            yield from ranked
+            for pools in ranked[:1]:
+                yield from _with_one_of_both(pools, all_round)
+
+
+def _with_one_of_both(pools: tuple[Pool, Pool], all_round: Sequence[NodeKind]) -> Iterator[tuple[Pool, ...]]:
+    """In the place of a node of either kind, where another one of it is left."""
+    for at, pool in enumerate(pools):
+        if pool.count > 1 and pool.kind in all_round:
+            fewer = Pool(pool.role, pool.kind, pool.count - 1)
+            yield (*pools[:at], fewer, *pools[at + 1 :], Pool(BOTH, pool.kind, 1))

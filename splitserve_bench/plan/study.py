@@ -1,0 +1,77 @@
+"""One search, made alike in the process that leads it and in those that simulate: plans, loads and probes."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from serving_core.errors import SettingsError
+from splitserve_bench.compare.search import Goal
+from splitserve_bench.plan.asked import Asked
+from splitserve_bench.plan.fleets import Played, play
+from splitserve_bench.plan.loads import Loads
+from splitserve_bench.plan.nodes import Machines, machines_of
+from splitserve_bench.plan.plans import Estimates, Plan, candidates, weight_of
+from splitserve_bench.plan.race import LEADERS, Race
+from splitserve_bench.serve.metrics import Limits, parse_goodput
+
+FIRST_SHARE: Final = 0.7  # of its estimate, the rate at which a plan is probed first
+MOST_REQUESTS: Final = 20_000  # of a probe
+STEP: Final = 1.3  # between rates until one passes and one fails: estimates are not that far off
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """Everything that a search knows before its first probe."""
+
+    asked: Asked
+    machines: Machines
+    limits: Limits
+    loads: Loads
+    estimates: Estimates
+    plans: tuple[Plan, ...]
+
+    def race(self) -> Race:
+        asked = self.asked
+        goals = []
+        for plan in self.plans:
+            estimate = self.estimates.of(plan.pools)
+            goal = Goal(FIRST_SHARE * estimate, asked.attainment, asked.tolerance, asked.max_probes, STEP)
+            weight = weight_of(plan, asked.objective)
+            goals.append((goal, weight, estimate / weight))
+        return Race(goals, leaders=len(goals) if asked.all_plans else LEADERS)
+
+    def probe(self, index: int, rate: float, seed: int) -> Played:
+        """Simulates one plan at one rate. Before the requests that count come those that fill the fleet, and after them
+        enough to keep it full."""
+        asked, plan = self.asked, self.plans[index]
+        fill_s = self.estimates.fill_s(plan.pools, rate) + (self.limits.ttft_s or 0.0)
+        num_counted = min(MOST_REQUESTS // 2, max(asked.num_prompts, round(rate * asked.seconds)))
+        num_before = min(MOST_REQUESTS // 4, round(rate * fill_s))
+        planned = self.loads.load(rate, num_counted + 3 * num_before, seed)
+        return play(
+            plan,
+            planned,
+            self.limits,
+            rate=rate,
+            num_before=num_before,
+            num_counted=num_counted,
+            door_s=self.machines.door_s,
+        )
+
+
+def study_of(asked: Asked) -> Study:
+    """Raises SettingsError, ModelError and BenchError for what cannot be searched."""
+    if not asked.goodput:
+        raise SettingsError("--goodput is needed: without limits every rate is good")
+    limits = parse_goodput(asked.goodput)
+    machines = machines_of(asked.nodes)
+    loads = Loads(asked.load, machines.vocab_size, machines.max_model_len)
+    lengths = loads.lengths()
+    estimates = Estimates(lengths, limits)
+    plans = tuple(candidates(asked, machines, estimates, lengths.longest_tokens))
+    if not plans:
+        raise SettingsError(
+            f"no node holds requests of {lengths.longest_tokens} tokens on {asked.gpus // asked.cells} devices"
+        )
+    if not all(weight_of(plan, asked.objective) > 0 for plan in plans):
+        raise SettingsError(f"--{asked.objective} needs a figure above 0 for all hardware: --price, --watts")
+    return Study(asked, machines, limits, loads, estimates, plans)

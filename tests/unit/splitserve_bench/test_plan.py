@@ -1,0 +1,390 @@
+"""Planning: rooflines worked out on paper, plans and where their nodes are, loads, probes, and the command."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from serving_core.errors import SettingsError
+from serving_core.shapes import BOTH, DECODE, PREFILL
+from splitserve.commands import roles
+from splitserve.commands.serve import up
+from splitserve_bench.compare.search import Goal
+from splitserve_bench.plan.asked import AskedLoad, asked_from_json
+from splitserve_bench.plan.command import plan_command
+from splitserve_bench.plan.commands import commands_of
+from splitserve_bench.plan.devices import DEVICES, LINKS, link_of
+from splitserve_bench.plan.fleets import LinkedCorridor, PlannedCosts, Played, play
+from splitserve_bench.plan.loads import Loads
+from splitserve_bench.plan.model_sizes import read_model_sizes
+from splitserve_bench.plan.nodes import machines_of, profile_of
+from splitserve_bench.plan.plans import Plan, Pool
+from splitserve_bench.plan.race import Race
+from splitserve_bench.plan.roofline import ATTENTION, LAYER_S, LINK, MEMORY, PRODUCTS, Roofline, collectives_s
+from splitserve_bench.plan.study import study_of
+from splitserve_bench.serve.metrics import Limits
+from splitserve_bench.simulate.agenda import Agenda
+from splitserve_bench.simulate.costs import StepLoad
+from splitserve_bench.simulate.profile import read_profile
+from tests.unit.splitserve_bench.plan_kit import OPT, asked, asked_nodes, distserve_file, model_folder, splitwise_file
+from tests.unit.splitserve_bench.simulate_kit import PROFILE, request
+
+H100 = DEVICES["h100"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return model_folder(tmp_path / "model")
+
+
+def paper_nodes(tmp_path):
+    return asked_nodes(
+        profile=str(tmp_path / "profile.json"), prefill_hardware=(), decode_hardware=(), both_hardware=()
+    )
+
+
+@pytest.fixture
+def nodes(folder):
+    return asked_nodes(model=str(folder))
+
+
+def test_a_lone_answer_reads_all_weights_once(folder):
+    model = read_model_sizes(folder)
+    steps = Roofline(model, H100, link_of("nvlink", H100), 1)
+    read_bytes = (model.body_weights + model.head_weights) * 2 + 1000 * model.rank_token_bytes(1)
+    assert steps.answers_s(1, 1000) == pytest.approx(read_bytes / (H100.bytes_per_s * MEMORY) + 8 * LAYER_S)
+
+
+def test_a_long_prompt_is_bound_by_its_products(folder):
+    model, num = read_model_sizes(folder), 4096
+    steps = Roofline(model, H100, link_of("nvlink", H100), 1)
+    products_s = 2 * model.body_weights * num / (H100.flops * PRODUCTS)
+    attention_s = 4 * 16 * 64 * 8 * num * (num + 1) / 2 / (H100.flops * ATTENTION)
+    head_s = model.head_weights * 2 / (H100.bytes_per_s * MEMORY)
+    assert steps.chunk_s(num, 0) == pytest.approx(products_s + attention_s + head_s + 8 * LAYER_S)
+
+
+def test_two_ranks_halve_the_work_and_pay_two_rings_a_layer(folder):
+    model, link = read_model_sizes(folder), link_of("nvlink", H100)
+    one, two = (Roofline(model, H100, link, tp) for tp in (1, 2))
+    work_s = one.answers_s(8, 500) - 8 * LAYER_S
+    rings_s = 16 * (2 * link.latency_s + 8 * 1024 * 2 / (link.bytes_per_s * LINK))
+    assert collectives_s(model, link, 2, 8) == pytest.approx(rings_s)
+    assert two.answers_s(8, 500) == pytest.approx(work_s / 2 + 8 * LAYER_S + rings_s)
+
+
+def test_a_step_of_both_reads_the_weights_once(folder):
+    steps = Roofline(read_model_sizes(folder), H100, link_of("nvlink", H100), 1)
+    load = StepLoad(8, 4000, 64, 0)
+    assert steps.answers_s(8, 500) < steps.both_s(load) < steps.answers_s(8, 500) + steps.chunk_s(64, 0)
+
+
+def test_a_node_has_the_memory_that_weights_leave(nodes):
+    one, two = machines_of(nodes).kinds
+    model = read_model_sizes(nodes_folder(nodes))
+    assert one.sizes.num_blocks == (int(80 * 2**30 * 0.9) - model.weight_bytes) // (16 * model.rank_token_bytes(1))
+    assert two.sizes.num_blocks > 2 * one.sizes.num_blocks * 0.99
+    assert (two.num_sending, two.dollars_per_h, two.watts) == (2, 9.5, 1400)
+
+
+def nodes_folder(nodes):
+    return Path(nodes.model)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"model": ""}, "--model FOLDER is needed"),
+        ({"prefill_hardware": (), "decode_hardware": (), "both_hardware": ()}, "--hardware NAME is needed"),
+        ({"both_hardware": ("tpu",)}, "tpu is none of h100, h200, a100, l4, cpu"),
+        ({"both_hardware": ("l4",), "prefill_hardware": (), "decode_hardware": (), "link": "nvlink"}, "no NVLink"),
+        ({"device_memory_bytes": 1000}, "fits nowhere"),
+    ],
+)
+def test_nodes_that_cannot_be_had(nodes, values, words):
+    with pytest.raises(SettingsError, match=words):
+        machines_of(replace(nodes, **values))
+
+
+def test_a_table_says_what_hardware_it_has(nodes, tmp_path):
+    table = str(splitwise_file(tmp_path / "perf_model.csv"))
+    names = dict.fromkeys(("prefill_hardware", "decode_hardware", "both_hardware"), ("h100-80gb",))
+    machines = machines_of(replace(nodes, profile=table, tp_sizes=(1, 2, 4), **names))
+    assert [kind.tp for kind in machines.kinds] == [1, 2]
+    assert machines.unfit == ("h100-80gb, TP 4: the table has no such size",)
+    with pytest.raises(SettingsError, match="on a100-80gb, h100-80gb, not on h200"):
+        machines_of(replace(nodes, profile=table, **dict.fromkeys(names, ("h200",))))
+
+
+def test_a_measured_profile_is_one_kind_of_node(tmp_path):
+    PROFILE.save(tmp_path / "profile.json")
+    (kind,) = machines_of(paper_nodes(tmp_path)).kinds
+    assert kind.sizes == PROFILE.node
+    assert kind.steps.answers_s(2, 100) == PROFILE.steps.answers.at(2, 100)
+
+
+def test_a_profile_that_is_made_says_what_its_source_says(nodes, tmp_path):
+    machines = machines_of(nodes)
+    profile_of(machines, machines.kinds[0]).save(tmp_path / "made.json")
+    made, steps = read_profile(tmp_path / "made.json"), machines.kinds[0].steps
+    for num, context in ((1, 0), (7, 300), (32, 2000)):
+        assert made.steps.answers.at(num, context) == pytest.approx(steps.answers_s(num, context), rel=0.02)
+        assert made.steps.prompts.at(10 * num, context) == pytest.approx(steps.chunk_s(10 * num, context), rel=0.03)
+
+
+# ---- plans ----
+
+
+def plan_of(nodes, *counts, devices=8):
+    """Counts of readers, writers and others of TP 1; TP 2 for negative ones."""
+    kinds = machines_of(nodes).kinds
+    pools = [
+        Pool(role, kinds[count < 0], abs(count))
+        for role, count in zip((PREFILL, DECODE, BOTH), counts, strict=False)
+        if count
+    ]
+    return Plan(tuple(pools), devices, nodes.gpus_per_host)
+
+
+def test_every_host_gets_some_of_each_role_and_no_node_is_on_two(nodes):
+    placed = plan_of(nodes, 2, -3).placed()
+    assert {host: sum(each.kind.tp for each in placed if each.host == host) for host in (0, 1)} == {0: 4, 1: 4}
+    uneven = plan_of(nodes, 4, 4).placed()
+    assert all({each.role for each in uneven if each.host == host} == {PREFILL, DECODE} for host in (0, 1))
+
+
+def test_unlike_hardware_is_on_hosts_of_its_own(nodes):
+    names = dict.fromkeys(("prefill_hardware", "decode_hardware", "both_hardware"), ("h100", "a100"))
+    kinds = machines_of(replace(nodes, **names)).kinds
+    fast, slow = (next(kind for kind in kinds if kind.hardware == name) for name in ("h100", "a100"))
+    plan = Plan((Pool(PREFILL, fast, 2), Pool(DECODE, slow, 2)), 4, 4)
+    assert str(plan) == "2P h100 TP1 + 2D a100 TP1"
+    assert plan.fits()
+    assert sorted({(each.host, each.role) for each in plan.placed()}) == [(0, DECODE), (1, PREFILL)]
+    assert plan.dollars_per_h == pytest.approx(2 * 4.75 + 2 * 2.2)
+
+
+def test_bytes_go_by_the_narrower_end_and_the_link_between(nodes):
+    machines = machines_of(nodes)
+    one, two = machines.kinds
+    corridor = LinkedCorridor(Agenda(), one.sizes.layout, block_bytes=one.sizes.block_bytes)
+
+    class End:
+        def __init__(self, kind, host):
+            self.costs = PlannedCosts(kind, host)
+
+    near_s = corridor.bytes_s(End(two, 0), End(one, 0), 10**9)
+    assert near_s == pytest.approx(1e9 / (450e9 * LINK))
+    assert corridor.bytes_s(End(two, 0), End(two, 0), 10**9) == pytest.approx(near_s / 2)
+    assert corridor.bytes_s(End(one, 0), End(one, 1), 10**9) == pytest.approx(1e9 / (LINKS["ib"].bytes_per_s * LINK))
+
+
+def test_a_shared_link_between_hosts_is_divided(nodes):
+    one, _ = machines_of(replace(nodes, host_link="100g")).kinds
+    assert one.host_bytes_per_s == pytest.approx(12.5e9 * LINK / nodes.gpus_per_host)
+
+
+def test_a_probe_counts_what_one_can_work_out(tmp_path):
+    """On the machine of paper a lone request takes 4 + 2 + 22 ms to its first token, and 21 ms for each after it."""
+    PROFILE.save(tmp_path / "profile.json")
+    (kind,) = machines_of(paper_nodes(tmp_path)).kinds
+    plan = Plan((Pool(BOTH, kind, 1),), 1, 1)
+    planned = [request(index, 20, 5, 10.0 * index) for index in range(10)]
+
+    def played(ttft_ms, tpot_ms):
+        limits = Limits(ttft_s=ttft_ms / 1e3, tpot_s=tpot_ms / 1e3)
+        return play(plan, planned, limits, rate=0.1, num_before=2, num_counted=6, door_s=PROFILE.control.door_s)
+
+    good = played(28.1, 21.1)
+    assert (good.num_good, good.num_counted, good.is_early) == (6, 6, False)
+    assert (good.ttft_p90_s, good.tpot_p90_s) == (pytest.approx(0.028), pytest.approx(0.021))
+    assert played(27.9, 21.1).missed == {"TTFT": 2}  # of six: then seven in ten are out of reach
+    slow = played(28.1, 20.9)
+    assert (slow.missed, slow.is_early, slow.num_good) == ({"TPOT": 2}, True, 4)
+
+
+def test_all_rates_have_the_same_requests(tmp_path):
+    trace = tmp_path / "trace.csv"
+    rows = [f"2023-11-16 18:15:{second:02},{100 + second},{5 + second}" for second in (0, 3, 4, 9)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    loads = Loads(AskedLoad("azure", str(trace), 1.0, 1, 1, 0.0, 1.0, 0), 5000, 4096)
+    slow, fast = loads.load(1.0, 10, 0), loads.load(4.0, 10, 0)
+    assert [(each.prompt, each.output_tokens) for each in slow] == [(each.prompt, each.output_tokens) for each in fast]
+    assert [each.send_at_s for each in slow] == pytest.approx([4 * each.send_at_s for each in fast])
+    assert slow[-1].send_at_s == pytest.approx(9.0)
+    assert len({each.prompt for each in slow}) == 10
+    assert [len(each.prompt) for each in slow[4:8]] == [len(each.prompt) for each in slow[:4]]
+
+
+# ---- the race ----
+
+
+def run(knees, promises, **options):
+    """A race of plans that pass up to their knees, with probes that tell all: how often each was probed, its best."""
+    race = Race([(Goal(0.7 * each, tolerance=0.05, step=1.3), 1.0, each) for each in promises], **options)
+    while chosen := race.next():
+        index, probe = chosen
+        share = 0.99 if probe.rate <= knees[index] else 0.5
+        race.record(index, Played(probe.rate, round(share * 1000), 1000, 1000.0, 0.1, 0.1, {}, False))
+    return [len(runner.played) for runner in race.runners], [runner.reached for runner in race.runners]
+
+
+def test_the_best_two_are_found_and_the_others_cost_little():
+    probes, reached = run([10.0, 8.0, 3.0, 2.0, 1.0], [10.0, 9.0, 8.0, 4.0, 3.0])
+    assert reached[0] == pytest.approx(10, rel=0.06)
+    assert reached[1] == pytest.approx(8, rel=0.06)
+    assert probes[2:] == [1, 1, 1]
+
+
+def test_wrong_promises_do_not_decide():
+    _, reached = run([1.0, 2.0, 9.0, 10.0], [10.0, 9.0, 2.0, 1.0])
+    assert sorted(range(4), key=lambda index: -reached[index])[:2] == [3, 2]
+    assert reached[3] == pytest.approx(10, rel=0.06)
+
+
+def test_all_knees_are_found_when_asked_for():
+    _, reached = run([10.0, 8.0, 3.0], [10.0, 9.0, 8.0], leaders=3)
+    assert reached == [pytest.approx(10, rel=0.06), pytest.approx(8, rel=0.06), pytest.approx(3, rel=0.06)]
+
+
+# ---- a search ----
+
+
+def test_what_is_asked_goes_to_other_processes_and_back(nodes):
+    question = asked(replace(nodes, dollars_per_h=(("h100", 4.0),)))
+    assert asked_from_json(question.to_json()) == question
+
+
+def test_a_colocated_plan_is_always_tried(nodes):
+    study = study_of(asked(nodes, gpus=4, candidates=2))
+    assert any(plan.count_of(BOTH) == sum(pool.count for pool in plan.pools) for plan in study.plans)
+    assert all(plan.num_devices <= 4 for plan in study.plans)
+
+
+def test_the_cheaper_hardware_wins_by_cost(nodes):
+    names = dict.fromkeys(("prefill_hardware", "decode_hardware", "both_hardware"), ("h100", "a100"))
+    free = {"dollars_per_h": (("h100", 1000.0), ("a100", 1.0))}
+    study = study_of(asked(replace(nodes, **names, **free), objective="cost"))
+    assert {pool.kind.hardware for pool in study.plans[0].pools} == {"a100"}
+
+
+def invoke(*words):
+    return CliRunner().invoke(plan_command, words)
+
+
+SMALL = ("--tp", "1", "--random-input-len", "200", "--random-output-len", "8", "--candidates", "2", "--max-probes", "6",
+         "--num-prompts", "30", "--seconds", "0.01", "--jobs", "1", "--slo", "ttft:3000", "tpot:200")  # fmt: skip
+
+
+def test_the_command_finds_a_plan_and_says_how_to_run_it(tmp_path):
+    PROFILE.save(tmp_path / "profile.json")
+    saved, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    words = ("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *SMALL)
+    result = invoke(*words, "--save", str(saved), "--plot", str(picture))
+    assert result.exit_code == 0, result.output
+    found = json.loads(saved.read_text())
+    assert {each["plan"] for each in found["plans"]} == {"2B TP1", "1P TP1 + 1D TP1"}
+    best = found["plans"][0]
+    assert best["objective"] == pytest.approx(best["goodput_per_s"] / 2)
+    assert found["words"][0].startswith(f"Best: {best['plan']}")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    command = next(line for line in found["commands"] if "splitserve up" in line).split()
+    up.make_context("up", command[2:])  # its flags are those of `up`
+    assert f"--{'both' if best['plan'] == '2B TP1' else 'prefill'}" in command
+    again = invoke(*words, "--json")
+    assert json.loads(again.stdout.splitlines()[-1])["plans"] == found["plans"]
+
+
+def test_what_is_printed_has_the_table_and_the_words(tmp_path):
+    PROFILE.save(tmp_path / "profile.json")
+    result = invoke("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *SMALL)
+    assert result.exit_code == 0, result.output
+    assert "paper: 2 devices; 90% of requests with TTFT ≤ 3000 ms, TPOT ≤ 200 ms" in result.stdout
+    assert "req/s a device" in result.stdout
+    assert "Best: " in result.stdout
+
+
+def test_limits_that_nobody_meets_are_told_so(tmp_path):
+    PROFILE.save(tmp_path / "profile.json")
+    words = [word for word in SMALL if not word.startswith("ttft:") and word != "tpot:200"]
+    result = invoke("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *words, "ttft:1")
+    assert result.exit_code == 0, result.output
+    assert "No plan reaches the goal" in result.stdout
+
+
+def test_nodes_on_several_hosts_are_started_one_by_one(nodes):
+    study = study_of(asked(nodes, gpus=8))
+    lines = commands_of(study, plan_of(nodes, 2, -3))
+    assert lines[0] == "Run it on 2 hosts:"
+    coordinator_words, *node_words = (line.split("#")[0].split()[1:] for line in lines[1:])
+    assert coordinator_words[0] == "coordinator"
+    roles.coordinator.make_context("coordinator", coordinator_words[1:])
+    for words in node_words:
+        {"prefill": roles.prefill, "decode": roles.decode}[words[0]].make_context(words[0], words[1:])
+    hosts = [line.split("# host ")[1] for line in lines[2:]]
+    assert {each[0] for each in hosts} == {"0", "1"}
+
+
+def test_a_model_that_is_not_served_gets_no_command(tmp_path):
+    nodes = asked_nodes(model=str(model_folder(tmp_path / "opt-13b", OPT)))
+    study = study_of(asked(nodes))
+    assert "does not serve it" in commands_of(study, study.plans[0])[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--profile", "{profile}"), "--gpus N is needed"),
+        (("--profile", "{profile}", "--gpus", "3", "--cells", "2"), "3 devices cannot be divided evenly"),
+        (("--profile", "{profile}", "--gpus", "2", "--dataset", "azure"), "needs --dataset-path"),
+        (("--profile", "{profile}", "--gpus", "2", "--tp", "0"), "no tensor parallel size"),
+        (("--profile", "{profile}", "--gpus", "2", "--price", "h100"), "not HARDWARE=NUMBER"),
+    ],
+)
+def test_flags_that_contradict_are_refused(tmp_path, words, said):
+    PROFILE.save(tmp_path / "profile.json")
+    result = invoke(*(word.format(profile=tmp_path / "profile.json") for word in words))
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_without_limits_nothing_is_searched(tmp_path):
+    PROFILE.save(tmp_path / "profile.json")
+    result = invoke("--profile", str(tmp_path / "profile.json"), "--gpus", "2")
+    assert isinstance(result.exception, SettingsError)
+    assert "--goodput is needed" in str(result.exception)
+
+
+def test_a_table_is_checked_and_made_a_profile(tmp_path, folder):
+    table = str(distserve_file(tmp_path / "table.json"))
+    checked = invoke("profile", table, "--check", "--model", str(folder), "--hardware", "a100", "--json")
+    assert checked.exit_code == 0, checked.output
+    checks = json.loads(checked.stdout.splitlines()[-1])["checks"]
+    assert {each["what"] for each in checks["a/model, TP 1"]} == {
+        "prompts, the roofline by the table",
+        "answers, the roofline by it",
+    }
+    made = str(tmp_path / "made.json")
+    saved = invoke("profile", table, "--model", str(folder), "--hardware", "a100", "--tp", "2", "--save", made)
+    assert saved.exit_code == 0, saved.output
+    assert read_profile(tmp_path / "made.json").steps.prompts.at(2048, 0) == pytest.approx(
+        (6 + 0.05 * 2048 + 5e-6 * 2048**2) / 1e3
+    )
+
+
+def test_what_vllm_served_is_simulated_beside_it(tmp_path, folder):
+    table, requests = str(distserve_file(tmp_path / "table.json")), tmp_path / "requests.jsonl"
+    names = ("input_toks", "output_toks", "queued_ts", "first_token_ts", "last_token_ts")
+    rows = [dict(zip(names, (300, 11, start, start + 0.05, start + 0.15), strict=True)) for start in (7.0, 8.0, 9.0)]
+    requests.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    words = ("--model", str(folder), "--hardware", "a100", "--tp", "1", "--requests", str(requests), "--json")
+    result = invoke("profile", table, *words)
+    assert result.exit_code == 0, result.output
+    figures = {each["what"]: each for each in json.loads(result.stdout.splitlines()[-1])["requests"]}
+    assert figures["TPOT, mean"]["served_s"] == pytest.approx(0.01)
+    step_s = (8 + 1e-4 * 306 + 0.05) / 1e3
+    assert figures["TPOT, mean"]["simulated_s"] == pytest.approx(step_s, rel=0.01)
+    chunk_s = (10 + 0.1 * 300 + 1e-5 * 300**2) / 1e3
+    assert figures["TTFT, mean"]["simulated_s"] == pytest.approx(chunk_s + 0.002, rel=0.01)
