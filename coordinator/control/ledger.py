@@ -5,6 +5,7 @@ keeps the account; placement asks it.
 """
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from coordinator.control.registry import Node
 
@@ -17,6 +18,9 @@ class Account:
     tokens_held: int = 0  # by answers that it writes or is to write: of their prompts, and those that have come since
     num_answers: int = 0  # that it writes or is to write
     num_to_come: int = 0  # of them, those without a token whose prompts other nodes read
+
+
+NOTHING: Final = Account()
 
 
 @dataclass(slots=True)
@@ -46,7 +50,7 @@ class Ledger:
 
     def of(self, node: Node) -> Account:
         """What a node has. To be read at once, and only read: it goes on changing."""
-        return self._accounts.get(node) or Account()
+        return self._accounts.get(node, NOTHING)
 
     def running(self) -> tuple[int, int]:
         """Answers that have a token, and the tokens that they hold, over all nodes. Counted anew each time."""
@@ -118,7 +122,7 @@ class Ledger:
         if part.tokens_to_compute or part.is_written:
             self._requests[request_id].parts[node] = part
             _count(account, part, 1)
-        if account == Account():
+        if account == NOTHING:
             del self._accounts[node]
 
 
