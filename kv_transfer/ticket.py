@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from kv_transfer.errors import TransferError
 from kv_transfer.packing import check_bytes, check_int, check_seconds, check_text, pack, unpack
@@ -112,7 +112,10 @@ class Ticket:
 
     def encode(self) -> bytes:
         """The ticket as bytes, at most MAX_TICKET_BYTES."""
-        return pack([VERSION, *astuple(self)])
+        layout, ends = self.layout, [(end.transfer_id, end.address) for end in self.ends]
+        shape = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size, layout.dtype)
+        sizes = (self.prefill_tp, self.decode_tp, self.num_blocks, self.num_cached_blocks, self.num_tokens)
+        return pack([VERSION, self.epoch, shape, *sizes, self.ttl_s, ends])
 
     @classmethod
     def decode(cls, packed: bytes) -> "Ticket":
