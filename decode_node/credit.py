@@ -43,7 +43,7 @@ class Credit:
         num_to_hold = num_tokens + max(1, num_ahead)
         if not self._leases.take(resident, num_to_hold, num_cacheable=num_cacheable, num_spare=num_spare):
             return False
-        resident.stage = Stage.GRANTED
+        self._residents.enter(resident, Stage.GRANTED)
         return True
 
     def num_blocks(self, resident: Resident) -> int:
@@ -64,7 +64,7 @@ class Credit:
         """The KV is all there but for that of the last of these tokens, which follow those that were known: the next
         step computes it. `made`: as Leases.copied has it."""
         assert resident.stage is Stage.GRANTED
-        resident.stage = Stage.WRITING
+        self._residents.enter(resident, Stage.WRITING)
         resident.request.token_ids += token_ids
         resident.num_computed = len(resident.request.token_ids) - 1
         self._leases.copied(resident, made)
@@ -75,5 +75,5 @@ class Credit:
         """The grant is over and nothing has come of it: it waits again."""
         self._leases.give_back(resident)
         resident.is_revoked = False
-        resident.stage = Stage.AWAITING
+        self._residents.enter(resident, Stage.AWAITING)
         resident.waiting_since_s = now

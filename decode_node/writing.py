@@ -84,13 +84,13 @@ class Writing:
         else:
             self.num_preemptions += 1
         self._leases.give_back(resident)
-        resident.stage = Stage.QUEUED
+        self._residents.enter(resident, Stage.QUEUED)
 
     def take_over(self, resident: Resident) -> None:
         """A prompt that was read for another node is answered here."""
         assert resident.stage is Stage.READ
         resident.hands_over = resident.is_kept = False
-        resident.stage = Stage.WRITING
+        self._residents.enter(resident, Stage.WRITING)
 
 
 def _may_finish(resident: Resident) -> bool:

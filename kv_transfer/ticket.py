@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from kv_transfer.errors import TransferError
@@ -114,7 +114,7 @@ class Ticket:
     def encode(self) -> bytes:
         """The ticket as bytes, at most MAX_TICKET_BYTES."""
         sizes = (self.prefill_tp, self.decode_tp, self.num_blocks, self.num_cached_blocks, self.num_tokens)
-        ends = [astuple(end) for end in self.ends]
+        ends = [(end.transfer_id, end.address) for end in self.ends]
         return pack([VERSION, self.epoch, _packed_layout(self.layout), *sizes, self.ttl_s, ends])
 
     @classmethod

@@ -113,7 +113,7 @@ class Reading:
         return self._leases.num_held_tokens(resident, num_cacheable(resident))
 
     def _begin(self, resident: Resident) -> None:
-        resident.stage = Stage.READING
+        self._residents.enter(resident, Stage.READING)
         self.count(resident)
 
     def count(self, resident: Resident) -> None:

@@ -49,9 +49,10 @@ class BlockLease:
         """
         assert not self._released, "a released lease was used"
         assert len(names) <= len(self._block_ids), "more names than blocks"
-        for index in range(self.num_published, len(names)):
-            self._allocator._name(self._block_ids[index], names[index])
-            self.num_published = index + 1
+        if len(names) > self.num_published:
+            new = slice(self.num_published, len(names))
+            self._allocator._name(self._block_ids[new], names[new])
+            self.num_published = len(names)
 
     def release(self) -> None:
         """Gives every block back."""
@@ -144,11 +145,12 @@ class BlockAllocator:
 
     def _give_back(self, lease: BlockLease) -> None:
         del self._leases[id(lease)]
+        num_leases, name_of = self._num_leases, self._name_of
         for block in reversed(lease._block_ids):  # a prefix loses its tail before its head: without that, nothing
-            self._num_leases[block] -= 1  # behind it can be found
-            if self._num_leases[block]:
+            num_leases[block] = num_left = num_leases[block] - 1  # behind it can be found
+            if num_left:
                 continue
-            if block in self._name_of:
+            if block in name_of:
                 self._cached[block] = None
             else:
                 heapq.heappush(self._free, block)
@@ -158,11 +160,15 @@ class BlockAllocator:
 
     # ---- names ----
 
-    def _name(self, block: int, name: bytes) -> None:
-        if self.caching and name not in self._block_of:
-            self._block_of[name] = block
-            self._name_of[block] = name
-            self._changes.stored(name)
+    def _name(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+        if not self.caching:
+            return
+        block_of = self._block_of
+        for block, name in zip(blocks, names, strict=True):
+            if name not in block_of:
+                block_of[name] = block
+                self._name_of[block] = name
+                self._changes.stored(name)
 
     def take_names(self) -> list[bytes]:
         """All names held, for one who knows none of them yet. Changes count from here."""
@@ -198,22 +204,27 @@ class _Changes:
     """What happened to names since somebody last asked, netted out."""
 
     def __init__(self) -> None:
-        self._is_stored: dict[bytes, bool] = {}
+        self._stored: dict[bytes, None] = {}  # in order
+        self._removed: dict[bytes, None] = {}
 
     def stored(self, name: bytes) -> None:
-        if self._is_stored.pop(name, None) is None:
-            self._is_stored[name] = True
+        if name in self._removed:
+            del self._removed[name]
+        else:
+            self._stored[name] = None
 
     def removed(self, name: bytes) -> None:
-        if self._is_stored.pop(name, None) is None:
-            self._is_stored[name] = False
+        if name in self._stored:
+            del self._stored[name]
+        else:
+            self._removed[name] = None
 
     def take(self) -> tuple[list[bytes], list[bytes]]:
-        stored = [name for name, is_stored in self._is_stored.items() if is_stored]
-        removed = [name for name, is_stored in self._is_stored.items() if not is_stored]
-        self._is_stored.clear()
+        stored, removed = list(self._stored), list(self._removed)
+        self._stored.clear()
+        self._removed.clear()
         return stored, removed
 
     def check_integrity(self, block_of: dict[bytes, int]) -> None:
-        for name, is_stored in self._is_stored.items():
-            assert is_stored == (name in block_of), "a change of names is not so"
+        assert self._stored.keys() <= block_of.keys(), "a name is not there that is said to be"
+        assert not self._removed.keys() & block_of.keys(), "a name is there that is said to be gone"

@@ -82,8 +82,9 @@ class Leases:
         if not self._allocator.caching or num_full <= resident.lease.num_published:
             return
         names = resident.names
-        while len(names.names) < num_full:
-            names.add(resident.request.token_ids, self._maker(resident))
+        if (num_new := num_full - len(names.names)) > 0:
+            others = [self._own_maker(resident)] * (num_new - 1)
+            names.add(resident.request.token_ids, self._maker(resident), *others)
         resident.lease.publish(names.names)
 
     def copied(self, resident: Resident, made: Sequence[tuple[bytes, int]]) -> None:
@@ -99,8 +100,7 @@ class Leases:
         num_found = len(names.makers)
         if not is_told or makers[:num_found] != names.makers or not self._know(makers):
             makers = [GRAFT] * self.blocks_for(num_tokens)
-        for maker in makers[num_found:num_full]:
-            names.add(resident.request.token_ids, maker)
+        names.add(resident.request.token_ids, *makers[num_found:num_full])
         names.begun_by = b"".join(makers[num_full:])
 
     def makers_of(self, resident: Resident) -> list[bytes]:
@@ -115,6 +115,10 @@ class Leases:
         begun_by = resident.names.begun_by
         if begun_by and begun_by[:ORIGIN_BYTES] != self._origin:
             return GRAFT
+        return self._own_maker(resident)
+
+    def _own_maker(self, resident: Resident) -> bytes:
+        """Of what this node computes for it now."""
         return self._of_chunk if resident.stage in (Stage.READING, Stage.READ) else self._of_step
 
     def _know(self, makers: Sequence[bytes]) -> bool:

@@ -17,6 +17,7 @@ KV of any maker is KV of its tokens, so a node takes what it finds, and what it 
 import hashlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Final
 
 NAME_BYTES: Final = 32
@@ -46,7 +47,12 @@ def origin_of(facts: Mapping[str, str]) -> bytes:
 
 def child_name(parent: bytes, maker: bytes, token_ids: Sequence[int]) -> bytes:
     """The name, 32 bytes, of a block of these tokens that follows the block (or the root) called `parent`."""
-    return hashlib.sha256(parent + maker + struct.pack(f"<{len(token_ids)}I", *token_ids)).digest()
+    return hashlib.sha256(parent + maker + _packed(len(token_ids)).pack(*token_ids)).digest()
+
+
+@lru_cache(maxsize=16)
+def _packed(num_tokens: int) -> struct.Struct:
+    return struct.Struct(f"<{num_tokens}I")
 
 
 def hint_of(name: bytes) -> int:
@@ -102,15 +108,21 @@ class BlockNames:
         self.names, self.makers, self.begun_by = names, makers, b""
         self._tried, self._found = {}, ([], [])
 
-    def add(self, token_ids: Sequence[int], maker: bytes) -> None:
-        """Its next full block is there."""
-        parent = self.names[-1] if self.names else self._root
-        self.names.append(child_name(parent, maker, self._tokens(len(self.names), token_ids)))
-        self.makers.append(maker)
+    def add(self, token_ids: Sequence[int], *makers: bytes) -> None:
+        """Its next full blocks are there, of these makers."""
+        names, size = self.names, self._block_size
+        name, start = names[-1] if names else self._root, len(names) * size
+        for maker in makers:
+            name = child_name(name, maker, token_ids[start : start + size])
+            names.append(name)
+            start += size
+        self.makers += makers
         self.begun_by = b""
 
     def _found_before(self, num_blocks: int, is_held: Callable[[bytes], bool]) -> tuple[list[bytes], list[bytes]]:
         names, makers = self._found
+        if not names:
+            return [], []
         most = min(num_blocks, len(names))
         num_held = next((index for index in range(most) if not is_held(names[index])), most)
         return names[:num_held], makers[:num_held]

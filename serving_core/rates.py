@@ -5,8 +5,8 @@ of a step that only decodes as many requests is not the prompt's.
 """
 
 import statistics
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
 NUM_RECENT: Final = 64  # steps of each kind
@@ -57,7 +57,7 @@ class StepRates:
     def lone_step_s(self) -> float:
         """Median seconds of the last steps that decoded one request, however long ago; before the first, those of as
         few as there were lately. 0 before the first step."""
-        return statistics.median(self._lone_s) if self._lone_s else self._usual_decode_s(1)
+        return statistics.median(self._lone_s) if self._lone_s else self._usual_decode_s({1})[1]
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -67,21 +67,29 @@ class StepRates:
 
     def _rate(self, steps: Sequence[_Prefilled]) -> float:
         weighted: list[tuple[float, int]] = []
-        usual_s = {number: self._usual_decode_s(number) for number in {step.num_decoding for step in steps}}
+        usual_s = self._usual_decode_s({step.num_decoding for step in steps})
         for step in steps:
             prefill_s = step.step_s - usual_s[step.num_decoding]
             if prefill_s > 0:  # otherwise noise is larger than what it is to be told from
                 weighted.append((step.num_tokens / prefill_s, step.num_tokens))
         return _weighted_median(weighted)
 
-    def _usual_decode_s(self, num_decoding: int) -> float:
-        """Median seconds of the steps that decoded the number of requests nearest to this; 0 when unknown."""
-        if not num_decoding or not self._decoded:
-            return 0.0
-        nearest = min(abs(each.num_requests - num_decoding) for each in self._decoded)
-        return statistics.median(
-            each.step_s for each in self._decoded if abs(each.num_requests - num_decoding) == nearest
-        )
+    def _usual_decode_s(self, numbers: Collection[int]) -> dict[int, float]:
+        """For each of these numbers of requests, median seconds of the steps that decoded the number nearest to it; 0
+        when unknown."""
+        seconds = defaultdict[int, list[float]](list)
+        for each in self._decoded:
+            seconds[each.num_requests].append(each.step_s)
+
+        def usual_s(number: int) -> float:
+            if not number or not seconds:
+                return 0.0
+            nearest = min(abs(other - number) for other in seconds)
+            return statistics.median(
+                step_s for other in {number - nearest, number + nearest} for step_s in seconds.get(other, ())
+            )
+
+        return {number: usual_s(number) for number in numbers}
 
 
 def _weighted_median(weighted: Sequence[tuple[float, int]]) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +72,12 @@ class Share:
         return len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """One request's share of a step: compute token_ids[start : start + num_tokens].
 
     The KV of token_ids[:start] is in the pool already; block_ids covers start + num_tokens tokens.
-    A token is sampled when the share reaches the last known token.
+    A token is sampled when the share reaches the last known token. A tuple, which is made quickly: there is one for
+    each answer in each step.
     """
 
     request: Request

@@ -25,7 +25,8 @@ and kept is written here as soon as there is a seat for it.
 from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import IntEnum, auto
+from heapq import merge
 from typing import Any, Protocol
 
 from serving_core.blocks import BlockLease
@@ -46,8 +47,8 @@ class Attempt(Protocol):
     def epoch(self) -> int: ...
 
 
-class Stage(Enum):
-    """Where a request stands on its node."""
+class Stage(IntEnum):
+    """Where a request stands on its node. A number, since lists are indexed by it."""
 
     QUEUED = auto()  # to be read here; it has no blocks
     READING = auto()  # is computed, in chunks
@@ -74,7 +75,7 @@ class Resident:
     request: Request
     age: int  # the coordinator's number of the request: of two, the lower one goes first on every node
     names: BlockNames  # of the full blocks of the lease, once there is one
-    stage: Stage
+    stage: Stage  # `Residents.enter` changes it
     waiting_since_s: float  # for credit, or for a ticket
     hands_over: bool = False  # it is read for another node, which writes the answer
     is_kept: bool = False  # it was read so, and this node is to write the answer after all
@@ -145,6 +146,7 @@ class Residents:
     def __init__(self) -> None:
         self._by_key: dict[Key, Resident] = {}
         self._by_age: list[Resident] = []
+        self._by_stage: list[list[Resident]] = [[] for _ in range(max(Stage) + 1)]  # by age too
 
     def __len__(self) -> int:
         return len(self._by_age)
@@ -159,10 +161,18 @@ class Residents:
         assert resident.key not in self._by_key
         self._by_key[resident.key] = resident
         insort(self._by_age, resident, key=_order)
+        insort(self._by_stage[resident.stage], resident, key=_order)
 
     def remove(self, resident: Resident) -> None:
         del self._by_key[resident.key]
         self._by_age.remove(resident)
+        self._by_stage[resident.stage].remove(resident)
+
+    def enter(self, resident: Resident, stage: Stage) -> None:
+        """It stands there from now on."""
+        self._by_stage[resident.stage].remove(resident)
+        resident.stage = stage
+        insort(self._by_stage[stage], resident, key=_order)
 
     def find(self, attempt: Attempt) -> Resident | None:
         return self._by_key.get((attempt.request_id, attempt.epoch))
@@ -170,12 +180,20 @@ class Residents:
     def of(self, request: Request) -> Resident:
         return self._by_key[request.request_id, request.epoch]
 
-    def in_stage(self, *stages: Stage) -> list[Resident]:
-        """Those that stand there, oldest first."""
-        return [each for each in self._by_age if each.stage in stages]
+    def in_stage(self, *stages: Stage) -> Iterator[Resident]:
+        """Those that stand there now, oldest first, wherever they go meanwhile."""
+        there = list(filter(None, map(self._by_stage.__getitem__, stages)))
+        if len(there) > 1:
+            return merge(*map(list, there), key=_order)
+        return iter(list(there[0]) if there else ())
 
     def count(self, *stages: Stage) -> int:
-        return sum(each.stage in stages for each in self._by_age)
+        return sum(map(len, map(self._by_stage.__getitem__, stages)))
+
+    def check_integrity(self) -> None:
+        """Everyone stands where it says."""
+        for stage in Stage:
+            assert self._by_stage[stage] == [each for each in self._by_age if each.stage is stage], stage
 
 
 def _order(resident: Resident) -> tuple[int, int]:

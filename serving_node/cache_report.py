@@ -7,7 +7,7 @@ from protos import fleet_pb2
 from serving_core.blocks import BlockAllocator
 from serving_core.prefix import hint_of
 
-MAX_HINTS: Final = 2**16  # in one message
+MAX_HINTS: Final = 2**16  # of either kind in one message
 
 
 class CacheReport:
@@ -28,10 +28,10 @@ class CacheReport:
         """Tells what has changed, or everything to one who knows nothing."""
         stored, removed = self._allocator.take_changes() if self._is_known else (self._allocator.take_names(), [])
         self._is_known = True
-        for part in _parts(removed):
-            self._tell(cache_changed=fleet_pb2.CacheChanged(removed=part, makers=self._makers))
-        for part in _parts(stored):
-            self._tell(cache_changed=fleet_pb2.CacheChanged(stored=part, makers=self._makers))
+        removals, additions = list(_parts(removed)), list(_parts(stored))
+        together = [(removals.pop(), additions.pop(0))] if removals and additions else []
+        for gone, new in (*((part, []) for part in removals), *together, *(([], part) for part in additions)):
+            self._tell(cache_changed=fleet_pb2.CacheChanged(removed=gone, stored=new, makers=self._makers))
 
 
 def _parts(names: list[bytes]) -> Iterator[list[int]]:

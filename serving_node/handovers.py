@@ -9,6 +9,7 @@ the other side.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Final
 
 from decode_node.credit import Credit
 from kv_transfer.results import Received, Sent, TransferFailed
@@ -20,6 +21,8 @@ from serving_core.leases import Leases
 from serving_core.residents import Resident, Residents, Stage
 from serving_node.decisions import CancelTransfer, FinishSend, Receive, Send
 from serving_node.endings import Endings
+
+MAY_WAIT: Final = (Stage.AWAITING, Stage.READ, Stage.STOPPED)
 
 
 class HandOvers:
@@ -144,7 +147,7 @@ class HandOvers:
         for resident in residents:
             if resident.stage is not Stage.READING or not resident.tail or resident.num_to_compute:
                 continue
-            resident.stage = Stage.READ
+            self._residents.enter(resident, Stage.READ)
             resident.waiting_since_s = now
             if resident.is_sending and resident.is_outgoing and not resident.is_ending:
                 self._finish_send(resident)
@@ -184,8 +187,8 @@ class HandOvers:
         self._endings.decide(CancelTransfer(resident.request.epoch))
 
     def _waiting(self) -> list[Resident]:
-        """Those that wait for another node. What writes, as most do in most steps, needs no second look."""
-        return [each for each in self._residents if each.stage is not Stage.WRITING and _is_waiting(each)]
+        """Those that wait for another node."""
+        return [each for each in self._residents.in_stage(*MAY_WAIT) if _is_waiting(each)]
 
     def _deadline_s(self, resident: Resident) -> float:
         is_awaiting = resident.stage is Stage.AWAITING
@@ -194,9 +197,9 @@ class HandOvers:
 
 
 def _is_waiting(resident: Resident) -> bool:
-    """Whether it waits for another node, which may take too long."""
+    """Whether one that may wait for another node does, which may take too long."""
     if resident.is_ending:
         return False
     if resident.stage is Stage.READ:
         return resident.is_outgoing and not resident.is_sending
-    return resident.stage is Stage.AWAITING or (resident.stage is Stage.STOPPED and not resident.is_sending)
+    return resident.stage is Stage.AWAITING or not resident.is_sending

@@ -4,7 +4,7 @@ It puts the two halves together over one pool: `prefill_node` reads prompts, `de
 hold both: a token of each answer that is being written, then chunks of prompts.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from decode_node.credit import Credit
@@ -29,7 +29,7 @@ from serving_node.endings import Endings
 from serving_node.handovers import HandOvers
 from serving_node.moves import Moves
 from serving_node.room import Room
-from serving_node.streak import Streak, begin_streak, grow, is_all, take_in
+from serving_node.streak import Streak, StreakTokens, begin_streak, grow, is_all, is_calm, take_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,7 @@ class NodeLogic:
         self._writing = Writing(residents, leases, self._hand_overs.revoke)
         self._room = Room(residents, leases, self._reading, self._credit, self._writing, limits.max_num_seqs)
         self.is_draining = False
+        self._is_calm = False  # whether all that can happen to a streak is its own steps
         self._take(shape)
         self._home = shape
 
@@ -109,7 +110,7 @@ class NodeLogic:
         return self._endings.take()
 
     @property
-    def residents(self) -> Iterable[Resident]:
+    def residents(self) -> Residents:
         """The requests that are here, oldest first: to be looked at."""
         return self._residents
 
@@ -152,6 +153,7 @@ class NodeLogic:
 
     def detached(self) -> None:
         """The coordinator is gone and has given every attempt up."""
+        self._is_calm = False
         for resident in list(self._residents):
             self._endings.end(resident)
 
@@ -270,24 +272,37 @@ class NodeLogic:
     def streak(self, works: Sequence[Work]) -> Streak:
         """The steps, from this planned one on, that `advance` may take in for less, as long as the streak goes on.
         Where it does not, `step_done` takes the running step in, with the streak's works."""
+        self._is_calm = is_calm(self._residents)
         return begin_streak(works, self._residents, self._eos_token_ids)
 
-    def advance(self, streak: Streak, tokens: Sequence[SampledToken], step_s: float) -> bool:
+    def goes_on(self, streak: Streak) -> bool:
+        """Whether the running step may end as one of the streak."""
+        return streak.num_steps > 0 and (self._is_calm or streak.is_staying)
+
+    def advance(
+        self, streak: Streak, token_ids: Sequence[int], step_s: float, tell: Callable[[StreakTokens], None]
+    ) -> bool:
         """Takes in a finished step of a streak that goes on, and tells whether the next one is planned by that. If not,
-        the streak is over, and `plan` is to follow."""
-        assert streak.goes_on, "a step of another kind"
-        self._rates.add(0, len(tokens), step_s)
-        self._reading.took(StepLoad(len(tokens), sum(each.num_computed for each in streak.residents)), step_s)
-        told = fleet_pb2.StepTokens(step_s=step_s)
-        take_in(streak, tokens, self._leases, told)
-        self._endings.tell(step_tokens=told)
-        self._grant()
-        has_prompts = bool(self._residents.count(Stage.READING)) or self._room.may_start_any
-        if not has_prompts and is_all(streak, self._residents) and grow(streak, self._leases):
+        the streak is over, and `plan` is to follow. The coordinator is told by `tell`, before all that is decided."""
+        self._rates.add(0, len(token_ids), step_s)
+        num_cached = sum(each.num_computed for each in streak.residents)
+        self._reading.took(StepLoad(len(token_ids), num_cached), step_s)
+        told, full = take_in(streak, token_ids, self._leases)
+        tell(StreakTokens(told, step_s))
+        if not self._is_disturbed(streak) and grow(full, self._leases):
             return True
         for resident in streak.residents:
             resident.in_step = False
         return False
+
+    def _is_disturbed(self, streak: Streak) -> bool:
+        """Whether somebody else may have a part in the next step."""
+        if self._is_calm:
+            return False
+        self._grant()
+        self._is_calm = is_calm(self._residents)
+        has_prompts = bool(self._residents.count(Stage.READING)) or self._room.may_start_any
+        return has_prompts or not is_all(streak, self._residents)
 
     def step_failed(self, works: Sequence[Work], error: Exception, now: float) -> None:
         """The step gave nothing."""
@@ -320,9 +335,9 @@ class NodeLogic:
             self._endings.tell(first_token=first_token)
         elif not resident.is_ending:
             convert.tell_token(step_tokens.tokens.add(), request, token, reason)
-        if not resident.hands_over:
-            resident.stage = Stage.WRITING
-        elif reason is None:
+        if resident.stage is not Stage.WRITING and not resident.hands_over:
+            self._residents.enter(resident, Stage.WRITING)
+        elif resident.hands_over and reason is None:
             resident.tail = [token.token_id]
         return reason is not None
 
@@ -367,6 +382,7 @@ class NodeLogic:
         self._grant()
 
     def _grant(self) -> None:
+        self._is_calm = False  # as far as is known: something has happened
         self._room.seat()
         for resident in self._room.grant():
             self._hand_overs.receive(resident)

@@ -133,7 +133,7 @@ class Moves:
             return
         if not move.has_caught_up and not self._is_at_limit(resident, move):
             return
-        resident.stage = Stage.STOPPED
+        self._residents.enter(resident, Stage.STOPPED)
         resident.tail = resident.request.token_ids[move.num_tokens :]
         tail = to_tail(resident.tail, self._leases.makers_of(resident))
         self._endings.decide(FinishSend(resident, self._leases.filled_blocks(resident), tail))
@@ -143,7 +143,7 @@ class Moves:
             self._endings.decide(CancelTransfer(resident.request.epoch))
         resident.move = None
         if resident.stage is Stage.STOPPED:
-            resident.stage = Stage.WRITING
+            self._residents.enter(resident, Stage.WRITING)
 
     def _is_at_limit(self, resident: Resident, move: Move) -> bool:
         """Whether the other node could not take one more token."""

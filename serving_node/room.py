@@ -21,7 +21,7 @@ from serving_core.leases import Leases
 from serving_core.residents import Resident, Residents, Stage
 
 HOLDING: Final = (Stage.WRITING, Stage.GRANTED, Stage.READING)
-SEATED: Final = (*HOLDING, Stage.STOPPED)
+SEATED: Final = (Stage.WRITING, Stage.GRANTED, Stage.STOPPED)
 WITHOUT: Final = (Stage.QUEUED, Stage.AWAITING)
 
 
@@ -73,7 +73,7 @@ class Room:
         """Lets what is read and kept write here as seats come free, unless older ones need them; tells whether any
         does."""
         num_older, has_seated = 0, False
-        if not any(each.is_kept for each in self._residents):
+        if not any(each.is_kept for each in self._residents.in_stage(Stage.READ)):
             return False
         for resident in self._residents.in_stage(*WITHOUT, Stage.READ):
             if resident.is_ending or resident.is_outgoing:
@@ -110,8 +110,9 @@ class Room:
     @property
     def may_start_any(self) -> bool:
         """Whether a prompt that waits might start if it had blocks."""
-        queued = self._residents.in_stage(Stage.QUEUED)
-        return bool(queued) and (self._has_free_seat or not all(map(_needs_seat, queued)))
+        if not self._residents.count(Stage.QUEUED):
+            return False
+        return self._has_free_seat or not all(map(_needs_seat, self._residents.in_stage(Stage.QUEUED)))
 
     @property
     def _has_free_seat(self) -> bool:
@@ -194,7 +195,8 @@ class Room:
 
     def _num_seated(self) -> int:
         """Answers that are written here, or will be as soon as their KV is there: they will need more blocks."""
-        return sum(each.stage in SEATED and not each.hands_over for each in self._residents)
+        being_read = self._residents.in_stage(Stage.READING)
+        return self._residents.count(*SEATED) + sum([not each.hands_over for each in being_read])
 
 
 def _needs_seat(resident: Resident) -> bool:

@@ -5,12 +5,30 @@ and compute nothing in them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
-from protos import convert, fleet_pb2
 from serving_core.leases import Leases
-from serving_core.requests import Request, SampledToken, Work
+from serving_core.requests import Request, Work
 from serving_core.residents import Resident, Residents, Stage
+
+WAITING: Final = (Stage.QUEUED, Stage.AWAITING, Stage.READING)
+
+
+class StreakToken(NamedTuple):
+    """What fleet_pb2.SampledToken says of a token that does not end its answer."""
+
+    attempt: Request
+    index: int  # type: ignore[assignment]  # there is a tuple.index too
+    token_id: int
+    finish_reason: int = 0
+
+
+class StreakTokens(NamedTuple):
+    """What fleet_pb2.StepTokens says of a step, made for less: it crosses no wire."""
+
+    tokens: list[StreakToken]
+    step_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -19,15 +37,15 @@ class Streak:
 
     residents: Sequence[Resident]  # as they are in each step: oldest first
     num_steps: int
+    requests: Sequence[Request] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.requests = [resident.request for resident in self.residents]
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the running step may end as one of the streak: nobody has an end or a way to another node to go."""
-        return self.num_steps > 0 and not any(each.is_ending or each.is_sending for each in self.residents)
-
-    @property
-    def requests(self) -> list[Request]:
-        return [resident.request for resident in self.residents]
+    def is_staying(self) -> bool:
+        """Whether nobody has an end or a way to another node to go."""
+        return not any(each.ending is not None or each.is_sending for each in self.residents)
 
     @property
     def works(self) -> list[Work]:
@@ -47,26 +65,39 @@ def is_all(streak: Streak, residents: Residents) -> bool:
     return residents.count(Stage.WRITING) == len(streak.residents)
 
 
-def take_in(streak: Streak, tokens: Sequence[SampledToken], leases: Leases, told: fleet_pb2.StepTokens) -> None:
-    """A step of the streak is done: adds its tokens to what is told of it."""
+def is_calm(residents: Residents) -> bool:
+    """Whether nobody waits for what a step may bring, blocks or a seat, and nobody has an end or a way to another node
+    to go. Then steps that end no answer decide nothing until something else happens."""
+    if residents.count(*WAITING):
+        return False
+    return not any(each.is_kept or each.ending is not None or each.is_sending for each in residents)
+
+
+def take_in(streak: Streak, token_ids: Sequence[int], leases: Leases) -> tuple[list[StreakToken], list[Resident]]:
+    """A step of the streak is done: what is to be told of it, and those of the answers that have filled a block."""
     streak.num_steps -= 1
     block_size = leases.block_size
-    for resident, token in zip(streak.residents, tokens, strict=True):
+    told: list[StreakToken] = []
+    full: list[Resident] = []
+    for resident, token_id in zip(streak.residents, token_ids, strict=True):
+        request = resident.request
+        known = request.token_ids
+        known.append(token_id)
         resident.num_computed += 1
         if resident.num_computed % block_size == 0:
             leases.publish(resident)
-        resident.request.token_ids.append(token.token_id)
-        convert.tell_token(told.tokens.add(), resident.request, token, None)
+            full.append(resident)
+        told.append(StreakToken(request, len(known) - request.num_prompt_tokens - 1, token_id))
+    return told, full
 
 
-def grow(streak: Streak, leases: Leases) -> bool:
-    """Gives those blocks for their next token that need some. Tells whether there were enough; else nobody got any."""
-    block_size = leases.block_size
-    needy = [each for each in streak.residents if each.num_computed % block_size == 0]
-    missing = [leases.num_missing(each, each.num_computed + 1) for each in needy]
+def grow(full: Sequence[Resident], leases: Leases) -> bool:
+    """Gives those that have filled a block one for their next token, if they have none. Tells whether there were
+    enough; else nobody got any."""
+    missing = [leases.num_missing(each, each.num_computed + 1) for each in full]
     if sum(missing) > leases.num_free:
         return False
-    for resident, num_missing in zip(needy, missing, strict=True):
+    for resident, num_missing in zip(full, missing, strict=True):
         if num_missing:
             leases.grow(resident, num_missing)
     return True

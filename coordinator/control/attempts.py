@@ -187,14 +187,17 @@ class TrackedRequest:
         """What the nodes of the current attempt, which reads this prompt, are to be told now."""
         attempt = self.attempt
         job = self.job(attempt.epoch, prompt, now)
-        about = job.attempt
+        to_decode = fleet_pb2.NodeCommand(attempt=job.attempt)
+        to_decode.reserve.job.CopyFrom(job)  # in its place: each copy is one of the whole prompt
         if attempt.is_local:
-            reserve = fleet_pb2.Reserve(job=job, local_prefill=True)
-            yield attempt.decode, fleet_pb2.NodeCommand(reserve=reserve, attempt=about)
+            to_decode.reserve.local_prefill = True
+            yield attempt.decode, to_decode
             return
-        reserve = fleet_pb2.Reserve(job=job, prefill_tp_size=attempt.prefill.tp_size)
-        yield attempt.decode, fleet_pb2.NodeCommand(reserve=reserve, attempt=about)
-        yield attempt.prefill, fleet_pb2.NodeCommand(prefill=fleet_pb2.Prefill(job=job), attempt=about)
+        to_decode.reserve.prefill_tp_size = attempt.prefill.tp_size
+        yield attempt.decode, to_decode
+        to_prefill = fleet_pb2.NodeCommand(attempt=job.attempt)
+        to_prefill.prefill.job.CopyFrom(job)
+        yield attempt.prefill, to_prefill
 
     def count_kv(self, event: fleet_pb2.Committed) -> bool:
         """Adds what the current attempt's transfer has moved and saved. False for a repeated report, which changes

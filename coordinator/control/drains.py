@@ -37,8 +37,10 @@ def num_left(node: Node, requests: Iterable[TrackedRequest], releases: Releases)
     return sum(_has_part(node, request) for request in requests) + releases.count(node)
 
 
-def prompts(requests: Iterable[TrackedRequest]) -> Iterator[TrackedRequest]:
+def prompts(requests: Iterable[TrackedRequest], nodes: Collection[Node]) -> Iterator[TrackedRequest]:
     """Those without a token that have a part on a node that drains."""
+    if all(node.is_ready for node in nodes):
+        return
     for request in requests:
         attempt = request.attempt
         is_begun = attempt.has_first_token or attempt.early or (attempt.is_committed and not attempt.is_local)
@@ -50,11 +52,12 @@ def departures(
     requests: Iterable[TrackedRequest], nodes: Collection[Node], ledger: Ledger, now: float
 ) -> Iterator[tuple[TrackedRequest, Node]]:
     """Answers that are to move now, and where to. Each must have begun to move when the next one is asked for."""
-    requests = list(requests)
+    leaves = {node for node in nodes if not (node.is_ready and does(node, DECODE))}
+    requests = list(requests) if leaves else []
     under_way = Counter((request.move.source, request.move.target) for request in requests if request.move)
     for request in requests:
         source = request.attempt.decode
-        if (source.is_ready and does(source, DECODE)) or not may_move(request, now, rest_s=RETRY_S):
+        if source not in leaves or not may_move(request, now, rest_s=RETRY_S):
             continue
         free = [node for node in nodes if node is not source and under_way[source, node] < MAX_MOVES]
         target = roomiest(free, ledger, num_tokens_needed(request), request.max_tokens)

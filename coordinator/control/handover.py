@@ -60,4 +60,4 @@ class _Samples:
     def median_s(self, now: float) -> float:
         while self._samples and now - self._samples[0][0] > MAX_AGE_S:
             self._samples.popleft()
-        return median(seconds for _, seconds in self._samples) if len(self._samples) >= MIN_SAMPLES else 0.0
+        return median([seconds for _, seconds in self._samples]) if len(self._samples) >= MIN_SAMPLES else 0.0

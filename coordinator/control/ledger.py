@@ -5,6 +5,7 @@ keeps the account; placement asks it.
 """
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from coordinator.control.registry import Node
 
@@ -18,6 +19,9 @@ class Account:
     num_answers: int = 0  # that it writes or is to write
     num_to_come: int = 0  # of them, those without a token whose prompts other nodes read
     tokens_outgoing: int = 0  # of prompts that it has read for other nodes, which these do not have yet
+
+
+NOTHING: Final = Account()
 
 
 @dataclass(slots=True)
@@ -48,7 +52,7 @@ class Ledger:
 
     def of(self, node: Node) -> Account:
         """What a node has. To be read at once, and only read: it goes on changing."""
-        return self._accounts.get(node) or Account()
+        return self._accounts.get(node, NOTHING)
 
     def tokens_taken(self, node: Node) -> int:
         """Of the node's pool: by answers, and by prompts for other nodes, which hold half of it at most where there are
@@ -129,7 +133,7 @@ class Ledger:
         if part.tokens_to_compute or part.is_written or part.tokens_outgoing:
             self._requests[request_id].parts[node] = part
             _count(account, part, 1)
-        if account == Account():
+        if account == NOTHING:
             del self._accounts[node]
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Final
 
-from coordinator.control.attempts import Attempt, MoveStage, TrackedRequest
+from coordinator.control.attempts import Attempt, Move, MoveStage, TrackedRequest
 from coordinator.control.handover import Handover
 from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, MoveOutcome, Send
 from coordinator.control.ledger import Ledger
@@ -131,33 +131,35 @@ class LiveAnswers:
     def emit(self, request: TrackedRequest, now: float) -> list[Instruction]:
         """Whatever is next by index goes out; the last token of the answer ends it."""
         attempt, output = request.attempt, request.output
-        tokens: list[fleet_pb2.SampledToken] = []
-        while len(output) in attempt.early and not (tokens and tokens[-1].finish_reason):
-            tokens.append(attempt.early.pop(len(output)))
-            output.append(tokens[-1].token_id)
+        early, tokens = attempt.early, list[fleet_pb2.SampledToken]()
+        finish_reason: inference_pb2.FinishReason = inference_pb2.FINISH_REASON_UNSPECIFIED
+        while early and not finish_reason and (token := early.pop(len(output), None)) is not None:
+            tokens.append(token)
+            output.append(token.token_id)
+            finish_reason = token.finish_reason
         if not tokens:
             return []
         gap_s = request.timeline.tokens(now)
         self.metrics.tokens_came(len(tokens), gap_s, is_first=len(output) == len(tokens))
-        self._note_pause(request, tokens, gap_s, now)
+        if request.move is not None:
+            self._note_pause(request, request.move, tokens, gap_s, now)
         self.ledger.tokens_came(request.request_id, attempt.decode, len(tokens))
         emit = Emit(request.request_id, tokens)
-        if not tokens[-1].finish_reason:
+        if not finish_reason:
             return [emit]
         # The node of the last token has let go by itself; so has the prefill node, whichever of the two it was.
         attempt.prefill_holds = False
         attempt.decode_holds = tokens[-1].index == attempt.first_index and not attempt.is_local
-        complete = completion(request, tokens[-1].finish_reason, now)
+        complete = completion(request, finish_reason, now)
         if complete.finish_reason == inference_pb2.FINISH_REASON_STOP:
             complete.matched_token_id = output[-1]
         return [emit, *self.end(request, complete, now)]
 
     def _note_pause(
-        self, request: TrackedRequest, tokens: list[fleet_pb2.SampledToken], gap_s: float, now: float
+        self, request: TrackedRequest, move: Move, tokens: list[fleet_pb2.SampledToken], gap_s: float, now: float
     ) -> None:
         """Of a move, once: the gap before the first token of the node that goes on."""
-        move = request.move
-        if move is None or move.stage is not MoveStage.MOVED or move.has_resumed:
+        if move.stage is not MoveStage.MOVED or move.has_resumed:
             return
         if tokens[-1].index >= move.next_index:
             move.has_resumed = True

@@ -118,11 +118,8 @@ class Moves:
         other = move.source if move.stage is MoveStage.MOVED else move.target
         return self._let_go(request, now) if node is other else []
 
-    def tick(self, request: TrackedRequest, now: float) -> list[Instruction]:
+    def tick(self, request: TrackedRequest, move: Move, now: float) -> list[Instruction]:
         """What the mere passing of time asks for."""
-        move = request.move
-        if move is None:
-            return []
         is_late = move.stage is MoveStage.RESERVING and now - move.started_s >= RESERVE_TIMEOUT_S
         return self._give_up(request, now) if is_late else []
 

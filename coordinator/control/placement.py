@@ -23,9 +23,9 @@ of its pool left; blocks that it holds already count as left.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from math import ceil
 from statistics import median
+from typing import NamedTuple
 
 from coordinator.control.handover import HandoverCosts
 from coordinator.control.ledger import Ledger
@@ -75,37 +75,40 @@ def _best_pairs(
 ) -> Iterator[Pair]:
     """The two best readers, each with its best writer, and the node that is best alone: one of these is best of all, or
     next to it. Two readers, since the best one may be the only one that writes."""
-    credit_s = min(costs.writing(node).credit_s for node in writers)
+    writings = [(node, costs.writing(node)) for node in writers]
+    credit_s = min(writing.credit_s for _, writing in writings)
 
     def reader_order(node: Node) -> tuple[bool, bool, float, str]:
         reading = costs.reading(node)
         is_second_choice = node.usable.writes and not costs.are_known
         return node in avoid, is_second_choice, max(reading.own_s, credit_s) + reading.others_s, node.name
 
-    def writer_order(reader: Node, node: Node) -> tuple[bool, bool, float, float, str]:
-        writing = costs.writing(node)
-        return node in avoid, writing.is_full, costs.seconds(reader, node), writing.part, node.name
+    def best(reader: Node | None, able: Collection[Node]) -> Node:
+        """Of the able writers, beside this reader or, without one, alone."""
+        orders = [
+            (node in avoid, writing.is_full, costs.seconds(reader or node, node), writing.part, node.name, node)
+            for node, writing in writings
+            if node in able
+        ]
+        return min(orders)[-1]  # no two have one name
 
+    takers = {node for node in writers if node.usable.takes_handovers}
     for reader in sorted(readers, key=reader_order)[:2]:
-        others = [node for node in writers if node is not reader and node.usable.takes_handovers]
-        if others:
-            yield reader, min(others, key=lambda node: writer_order(reader, node))
-    able = set(readers)
-    if both := [node for node in writers if node in able]:
-        alone = min(both, key=lambda node: writer_order(node, node))
+        if others := takers - {reader}:
+            yield reader, best(reader, others)
+    if both := set(readers).intersection(writers):
+        alone = best(None, both)
         yield alone, alone
 
 
-@dataclass(frozen=True, slots=True)
-class _Reading:
+class _Reading(NamedTuple):
     """Seconds until a node has read the prompt, and those that its answers wait for that."""
 
     own_s: float
     others_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Writing:
+class _Writing(NamedTuple):
     """What the answer would find on a node: whether it has to wait for blocks and how long, seconds until the prompts
     are read that the node has already, and the part of its pool that would be taken."""
 
@@ -120,12 +123,14 @@ class Costs:
 
     def __init__(self, nodes: Sequence[Node], ledger: Ledger, prompt: Prompt, handover: HandoverCosts) -> None:
         self._ledger, self._prompt, self._handover = ledger, prompt, handover
-        rates = [node.load.prefill_tokens_per_s for node in nodes if node.load.prefill_tokens_per_s > 0]
-        self.are_known = bool(rates)
-        self._other_rate = median(rates) if rates else 1.0  # without any, costs compare tokens
+        rates = {node: node.load.prefill_tokens_per_s for node in nodes}
+        known = [rate for rate in rates.values() if rate > 0]
+        self.are_known = bool(known)
+        other_rate = median(known) if known else 1.0  # without any, costs compare tokens
+        self._rate = {node: rate or other_rate for node, rate in rates.items()}
         readers = [node for node in nodes if node.usable.reads]
         self._num_queued = sum(ledger.of(node).tokens_to_compute for node in readers)
-        self._rates = sum(map(self._rate, readers))
+        self._rates = sum(self._rate[node] for node in readers)
         self._readings: dict[Node, _Reading] = {}
         self._writings: dict[Node, _Writing] = {}
 
@@ -151,11 +156,11 @@ class Costs:
     def _read(self, node: Node) -> _Reading:
         num_own_tokens = self._prompt.tokens_to_compute(node)
         num_tokens = self._ledger.of(node).tokens_to_compute + num_own_tokens
-        own_s = num_tokens / self._rate(node)
+        own_s = num_tokens / self._rate[node]
         num_others = self._num_writing_within(node, own_s)
         if num_others:
             own_s += ceil(num_tokens / node.usable.prompt_tokens) * node.load.step_s
-        return _Reading(own_s, num_others * num_own_tokens / self._rate(node))
+        return _Reading(own_s, num_others * num_own_tokens / self._rate[node])
 
     def _write(self, node: Node) -> _Writing:
         account, num_taken = self._ledger.of(node), self._ledger.tokens_taken(node) + len(self._prompt)
@@ -163,16 +168,15 @@ class Costs:
         return _Writing(
             is_full,
             self._handover.credit_s if is_full else 0.0,
-            account.tokens_to_compute / self._rate(node),
+            account.tokens_to_compute / self._rate[node],
             (num_taken - self._prompt.tokens_held(node)) / node.pool_tokens,
         )
 
     def _num_writing_within(self, node: Node, seconds: float) -> float:
         """Answers that the node goes on with by then, of those that it has."""
         account = self._ledger.of(node)
+        if not account.num_answers:
+            return 0.0
         num_queued = self._num_queued - account.tokens_to_compute  # on the nodes that read for this one
-        part = min(1.0, seconds * (self._rates - self._rate(node)) / num_queued) if num_queued else 1.0
+        part = min(1.0, seconds * (self._rates - self._rate[node]) / num_queued) if num_queued else 1.0
         return account.num_answers - account.num_to_come * (1.0 - part)
-
-    def _rate(self, node: Node) -> float:
-        return node.load.prefill_tokens_per_s or self._other_rate

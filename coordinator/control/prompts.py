@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from coordinator.control.registry import Node
-from serving_core.prefix import BlockNames, hint_of, root_name
+from serving_core.prefix import BlockNames, child_name, hint_of, root_name
 
 
 class Prompt:
@@ -17,6 +17,8 @@ class Prompt:
         self.token_ids = list(token_ids)
         self.cache_salt = cache_salt
         self._names: BlockNames | None = None
+        self._root = b""
+        self._first: dict[bytes, int] = {}  # hints of what the first block may be called, by maker
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -29,9 +31,14 @@ class Prompt:
         """Leading tokens, in whole blocks, whose KV the node has said to hold. It may have dropped them since."""
         if not node.hints:
             return 0
-        block_size = node.hello.block_size
+        block_size = node.block_size
+        if len(self) < block_size:
+            return 0
         if self._names is None:
-            self._names = BlockNames(root_name(node.root_fingerprint, self.cache_salt), block_size)
+            self._root = root_name(node.root_fingerprint, self.cache_salt)
+            self._names = BlockNames(self._root, block_size)
+        if not self._begins_on(node):
+            return 0
 
         def is_held(name: bytes) -> bool:
             return hint_of(name) in node.hints
@@ -39,8 +46,19 @@ class Prompt:
         held, _ = self._names.find(self.token_ids, len(self) // block_size, node.makers, is_held)
         return len(held) * block_size
 
+    def _begins_on(self, node: Node) -> bool:
+        """Whether the node says to hold the first block; of many nodes, most do not."""
+        for maker in node.makers:
+            hint = self._first.get(maker)
+            if hint is None:
+                name = child_name(self._root, maker, self.token_ids[: node.block_size])
+                hint = self._first[maker] = hint_of(name)
+            if hint in node.hints:
+                return True
+        return False
+
     def tokens_to_compute(self, node: Node) -> int:
         """Tokens that a node would have to compute: at least the last one, which gives the first token of the
         answer, and with it the rest of its block, since blocks are reused as a whole."""
-        block_size = node.hello.block_size
+        block_size = node.block_size
         return len(self) - min(self.tokens_held(node), (len(self) - 1) // block_size * block_size)

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -41,10 +41,18 @@ class Node:
     hints: set[int] = field(default_factory=set)
     # Who may have made those blocks, in the order in which the node looks for them.
     makers: list[bytes] = field(default_factory=list)
+    # What the hello says for good, read once: placement asks every node for every request.
+    name: str = field(init=False)
+    tp_size: int = field(init=False)  # ranks that compute the node; one that does not say has 1
+    block_size: int = field(init=False)
+    pool_tokens: int = field(init=False)  # that the node's KV pool holds
+    max_request_tokens: int = field(init=False)  # of the longest request that the node can serve
 
-    @property
-    def name(self) -> str:
-        return self.hello.node.name
+    def __post_init__(self) -> None:
+        hello = self.hello
+        self.name, self.tp_size, self.block_size = hello.node.name, max(1, hello.tp_size), hello.block_size
+        self.pool_tokens = hello.num_blocks * hello.block_size
+        self.max_request_tokens = min(self.pool_tokens, hello.max_model_len)
 
     @property
     def role(self) -> str:
@@ -63,11 +71,6 @@ class Node:
         return common(self.shape, self.asked) if self.asked else self.shape
 
     @property
-    def tp_size(self) -> int:
-        """Ranks that compute the node; a node that does not say has one."""
-        return max(1, self.hello.tp_size)
-
-    @property
     def root_fingerprint(self) -> dict[str, str]:
         """What names of blocks are rooted in: the node's fingerprint without the version, which the wire alone adds."""
         return {key: value for key, value in self.hello.node.fingerprint.items() if key != VERSION_KEY}
@@ -76,16 +79,6 @@ class Node:
     def traits(self) -> Mapping[str, str]:
         """What the bits of the node's answers depend on beside the fingerprint; empty where it does not tell."""
         return self.hello.node.traits
-
-    @property
-    def pool_tokens(self) -> int:
-        """Tokens that the node's KV pool holds."""
-        return self.hello.num_blocks * self.hello.block_size
-
-    @property
-    def max_request_tokens(self) -> int:
-        """Tokens of the longest request that the node can serve."""
-        return min(self.pool_tokens, self.hello.max_model_len)
 
     @property
     def is_ready(self) -> bool:
@@ -106,6 +99,7 @@ class Registry:
         self._node_timeout_s = node_timeout_s
         self._step_timeout_s = step_timeout_s
         self._nodes: dict[str, Node] = {}
+        self._by_name: list[Node] = []
         self._sessions = itertools.count(first_session)
         self._last_expiry_s: float | None = None
 
@@ -113,9 +107,9 @@ class Registry:
         return self._nodes.get(node.name) is node
 
     @property
-    def nodes(self) -> list[Node]:
-        """All attached nodes by name."""
-        return [self._nodes[name] for name in sorted(self._nodes)]
+    def nodes(self) -> Sequence[Node]:
+        """All attached nodes by name; another sequence when one comes or goes."""
+        return self._by_name
 
     def find(self, name: str) -> Node | None:
         return self._nodes.get(name)
@@ -142,6 +136,7 @@ class Registry:
         shape, home = _checked(hello.shape, hello), _checked(hello.home, hello)
         load = inference_pb2.NodeLoad(state=READY, num_blocks=hello.num_blocks, num_blocks_free=hello.num_blocks)
         node = self._nodes[hello.node.name] = Node(hello, next(self._sessions), now, load, shape, home)
+        self._sort()
         _complete(node)
         return node
 
@@ -168,17 +163,18 @@ class Registry:
         node has miscounted, but hints are advice: a wrong one costs a detour and never a wrong token, whereas losing
         the node would cost its requests.
         """
-        node.makers = list(event.makers[:MAX_MAKERS])
-        node.hints.difference_update(event.removed)
-        new = [hint for hint in dict.fromkeys(event.stored) if hint not in node.hints]
-        room = node.hello.num_blocks - len(node.hints)
-        node.hints.update(new[:room])
+        node.makers, hints = list(event.makers[:MAX_MAKERS]), node.hints
+        hints.difference_update(event.removed)
+        new = [hint for hint in dict.fromkeys(event.stored) if hint not in hints]
+        room = node.hello.num_blocks - len(hints)
+        hints.update(new[:room])
         return len(new[room:])
 
     def lose(self, node: Node) -> None:
         """Forgets a node; one that is not attached any more is left alone."""
         if node in self:
             del self._nodes[node.name]
+            self._sort()
 
     def expired(self, now: float) -> list[tuple[Node, str]]:
         """Nodes that must count as lost, with the reason in words. Call it several times per node_timeout_s: after
@@ -188,6 +184,9 @@ class Registry:
                 node.last_seen_s = now
         self._last_expiry_s = now
         return [(node, why) for node in self.nodes if (why := self._why_expired(node, now))]
+
+    def _sort(self) -> None:
+        self._by_name = [self._nodes[name] for name in sorted(self._nodes)]
 
     def _check_name(self, hello: fleet_pb2.Hello) -> None:
         name = hello.node.name

@@ -20,7 +20,7 @@ def candidates(nodes: Iterable[Node], role: str, num_tokens: int) -> list[Node]:
     """The ready nodes that do this part and that num_tokens tokens of one request fit on: one at least. Raises
     RequestError when there is none."""
     ready = fitting(nodes, role, 0)
-    able = fitting(ready, role, num_tokens)
+    able = [node for node in ready if num_tokens <= node.max_request_tokens]
     if not able:
         part, reason = PARTS[role]
         raise RequestError(reason, f"no node that {part} {f'can hold {num_tokens} tokens' if ready else 'is ready'}")

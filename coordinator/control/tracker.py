@@ -109,12 +109,24 @@ class Tracker:
         kind = event.WhichOneof("event")
         body: Any = getattr(event, kind)
         if kind == "step_tokens":
-            return self._on_step_tokens(node, body, now)
+            return self.step_tokens(node, body, now)
         was_asked = kind in ("failed", "cancelled") and self._live.releases.settle(node, body.attempt.epoch)
         if (moving := self._moves.find(node, body.attempt)) is not None:
             return [*self._moves.handle(moving, kind, body, now), *self._relocate(now)]
         request = self._live.on(node, body.attempt)
         return [] if request is None or was_asked else self._on_event(request, node, kind, body, now)
+
+    def step_tokens(self, node: Node, event: fleet_pb2.StepTokens, now: float) -> list[Instruction]:
+        """What `handle` does with the tokens of a step, which are most of what nodes tell."""
+        live, step_s = self._live, event.step_s
+        instructions: list[Instruction] = []
+        for token in event.tokens:
+            request = live.on(node, token.attempt)
+            if request is None or node is not request.attempt.decode:
+                request = self._moves.find_told_before(node, token)
+            if request is not None:
+                instructions += self._on_step_token(request, token, step_s, now)
+        return instructions
 
     def lose(self, node: Node, now: float) -> list[Instruction]:
         """The node is gone, from the registry too, with all it held."""
@@ -144,8 +156,11 @@ class Tracker:
             if now >= request.deadline_s:
                 error = with_progress(RequestError(reasons.DEADLINE_EXCEEDED, "the answer took too long"), request)
                 instructions += self._live.end(request, error, now)
-            else:
-                instructions += self._moves.tick(request, now) + self._keep_if_due(request, now)
+                continue
+            if request.move is not None:
+                instructions += self._moves.tick(request, request.move, now)
+            if (since_s := request.attempt.waits_since_s) is not None and now - since_s >= self._keep_after_s:
+                instructions += self._keep(request, now)
         return instructions + self._relocate(now)
 
     # ---- events ----
@@ -236,27 +251,17 @@ class Tracker:
             request.timeline.enter(Phase.DECODE_QUEUE, now)
         return []
 
-    def _on_step_tokens(self, node: Node, event: fleet_pb2.StepTokens, now: float) -> list[Instruction]:
-        instructions: list[Instruction] = []
-        for token in event.tokens:
-            request = self._live.on(node, token.attempt)
-            if request is None or node is not request.attempt.decode:
-                request = self._moves.find_told_before(node, token)
-            if request is not None:
-                instructions += self._on_step_token(request, token, event.step_s, now)
-        return instructions
-
     def _on_step_token(
         self, request: TrackedRequest, token: fleet_pb2.SampledToken, step_s: float, now: float
     ) -> list[Instruction]:
-        attempt = request.attempt
-        if token.index < len(request.output):
+        attempt, index = request.attempt, token.index
+        if index < len(request.output):
             return []
-        attempt.early[token.index] = token
+        attempt.early[index] = token
         if len(attempt.early) > MAX_EARLY_TOKENS:
             error = RequestError(reasons.WORKER_LOST, f"{MAX_EARLY_TOKENS} tokens came out of order")
             return self._live.restart(request, attempt.prefill, error, now)
-        if not attempt.has_first_token:
+        if attempt.first_token_s is None:
             return []
         if request.timeline.phase is not Phase.DECODE:
             request.timeline.enter(Phase.DECODE, now, ago_s=step_s)
@@ -275,12 +280,9 @@ class Tracker:
 
     # ---- what goes elsewhere ----
 
-    def _keep_if_due(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """Answers a prompt where it was read, when the decode node has had no room for it for too long."""
+    def _keep(self, request: TrackedRequest, now: float) -> list[Instruction]:
+        """Answers a prompt where it was read, if that can be: the decode node has had no room for it for too long."""
         attempt, reader = request.attempt, request.attempt.prefill
-        since_s = attempt.waits_since_s
-        if since_s is None or now - since_s < self._keep_after_s:
-            return []
         if not reader.is_ready or request.max_tokens > reader.max_request_tokens:
             return []
         cancel = self._live.cancel(request, attempt.decode, attempt.epoch, now)
@@ -295,7 +297,7 @@ class Tracker:
     def _relocate(self, now: float) -> list[Instruction]:
         """What is to leave its node: see coordinator/control/drains.py and balance.py."""
         live, nodes, instructions = self._live, self._registry.nodes, list[Instruction]()
-        for request in drains.prompts(live):
+        for request in drains.prompts(live, nodes):
             instructions += live.elsewhere(request, now)
         for policy in (drains, balance):
             for request, target in policy.departures(live, nodes, self._ledger, now):

@@ -56,7 +56,7 @@ class ModelSizes:
 
     def layout(self, block_size: int) -> KVLayout:
         """The whole model's KV cache."""
-        return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_size, self.dtype)
+        return KVLayout.uniform(self.num_layers, self.num_kv_heads, self.head_dim, block_size, self.dtype)
 
     def rank_token_bytes(self, tp: int) -> int:
         """KV of a token on the rank of tp that holds most of it."""

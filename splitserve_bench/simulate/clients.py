@@ -84,9 +84,8 @@ class LoadClients:
     def arrived(self, request_id: str, tokens: list[fleet_pb2.SampledToken]) -> None:
         """The next tokens of an answer have left the coordinator."""
         answer = self._answers[request_id]
-        for token in tokens:
-            assert token.index == len(answer.token_ids), "a token came twice, or out of order"
-            answer.token_ids.append(token.token_id)
+        answer.token_ids += [token.token_id for token in tokens]
+        assert tokens[-1].index == len(answer.token_ids) - 1, "a token came twice, or out of order"
         answer.reply.arrived(self._agenda.now + self._half_s, len(tokens))
 
     def ended(self, request_id: str, outcome: inference_pb2.Complete | RequestError) -> None:

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from time import process_time
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -125,7 +125,7 @@ def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions) -> N
     reporting = Reporting(options)
     workload = workload_of(options, profile.node.max_model_len, profile.node.vocab_size)
     run = replace(reporting.begin(profile.model, workload.num_clipped), started_at=CLOCK_START)
-    began_s = process_time()
+    began_s = perf_counter()
     outcomes = simulate(
         profile,
         size,
@@ -133,6 +133,6 @@ def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions) -> N
         max_concurrency=options.max_concurrency,
         request_timeout_s=options.request_timeout_s,
     )
-    num_tokens = sum(outcome.num_output_tokens for outcome in outcomes)
-    report(f"{num_tokens} tokens simulated in {process_time() - began_s:.1f} s")
+    seconds, num_tokens = perf_counter() - began_s, sum(outcome.num_output_tokens for outcome in outcomes)
+    report(f"{num_tokens} answer tokens simulated in {seconds:.1f} s, {num_tokens / seconds:.0f} a second")
     reporting.show(outcomes, run)

@@ -6,7 +6,7 @@ It does with the tracker's instructions what coordinator/dispatcher.py does.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar, cast
 
 from coordinator.control import drains
 from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, Send
@@ -21,8 +21,9 @@ from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.requests import SamplingParams
 from serving_core.shapes import Shape
+from serving_node.streak import StreakTokens
 from splitserve_bench.simulate.agenda import Agenda
-from splitserve_bench.simulate.node import SimulatedNode
+from splitserve_bench.simulate.node import Event, SimulatedNode
 
 TICK_S: Final = 0.25
 FIRST_EPOCH: Final = 0
@@ -60,7 +61,7 @@ class Attachment:
 
     node: SimulatedNode
     commands: Line[fleet_pb2.NodeCommand]
-    events: Line[fleet_pb2.NodeEvent]
+    events: Line[Event]
 
 
 class SimulatedCoordinator:
@@ -120,7 +121,10 @@ class SimulatedCoordinator:
             attachment.node.beat()
             self._agenda.after(self._settings.heartbeat_s, lambda: self._beat(known))
 
-    def _receive(self, known: Node, event: fleet_pb2.NodeEvent) -> None:
+    def _receive(self, known: Node, event: Event) -> None:
+        if isinstance(event, StreakTokens):  # has the fields of the message that it stands for
+            self._apply(self.tracker.step_tokens(known, cast("fleet_pb2.StepTokens", event), self._agenda.now))
+            return
         kind = event.WhichOneof("event")
         if kind == "heartbeat":
             self.registry.heartbeat(known, event.heartbeat, self._agenda.now)

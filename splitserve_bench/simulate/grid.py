@@ -28,7 +28,7 @@ def _between(places: Sequence[float], at: float) -> tuple[int, int, float]:
     """The places on either side, and how far it is from the one to the other: more than 1 beyond the last."""
     if at <= places[0] or len(places) == 1:
         return 0, 0, 0.0
-    right = min(bisect_left(places, at), len(places) - 1)
+    right = bisect_left(places, at, 1, len(places) - 1)
     return right - 1, right, (at - places[right - 1]) / (places[right] - places[right - 1])
 
 

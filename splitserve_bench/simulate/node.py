@@ -5,7 +5,7 @@ It does with the logic's decisions what serving_node/runner.py does, and tells t
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from kv_transfer.results import Received, Sent, TransferFailed
@@ -15,13 +15,13 @@ from serving_core.blocks import BlockAllocator
 from serving_core.costs import StepCosts
 from serving_core.prefix import origin_of
 from serving_core.rates import NUM_RECENT, StepRates
-from serving_core.requests import Request, SampledToken, Work
+from serving_core.requests import SampledToken, Work
 from serving_core.residents import Resident
 from serving_core.shapes import preset, role_of
 from serving_node.decisions import Beat, CancelTransfer, Decision, FinishSend, Receive, Send, SendMore, Tell
 from serving_node.logic import Limits, NodeLogic
 from serving_node.settings import NodeSettings
-from serving_node.streak import Streak
+from serving_node.streak import Streak, StreakTokens
 from splitserve_bench.simulate.agenda import Agenda
 from splitserve_bench.simulate.corridor import Corridor
 from splitserve_bench.simulate.costs import Costs, StepLoad, load_of
@@ -33,7 +33,11 @@ LEAST_TIMEOUT_S: Final = min(TIMES.credit_timeout_s, TIMES.ticket_timeout_s)
 FINGERPRINT: Final = {"protocol_version": PROTOCOL_VERSION}
 
 
-def _nobody_hears(event: fleet_pb2.NodeEvent) -> None:
+Event = fleet_pb2.NodeEvent | StreakTokens
+"""What a node tells the coordinator; the tokens of most steps as what stands for fleet_pb2.StepTokens."""
+
+
+def _nobody_hears(event: Event) -> None:
     """Before it is attached, a node has nobody to tell."""
 
 
@@ -54,7 +58,7 @@ class SimulatedNode:
     ) -> None:
         """`takes_streaks`: whether steps that allow it are taken in for less, which changes nothing else."""
         self.name, self.costs = name, costs
-        self.tell: Callable[[fleet_pb2.NodeEvent], None] = _nobody_hears  # takes what the coordinator is to hear
+        self.tell: Callable[[Event], None] = _nobody_hears  # takes what the coordinator is to hear
         self.is_lost = False
         self._sizes, self._model, self._agenda, self._corridor = sizes, model, agenda, corridor
         self._takes_streaks = takes_streaks
@@ -140,31 +144,28 @@ class SimulatedNode:
         step_s = self._agenda.now - self._started_s
         self._recent_s.append(step_s)
         self.num_steps += 1
-        if self._streak is not None and self._streak.goes_on:
+        if self._streak is not None and self.logic.goes_on(self._streak):
             self._advance(self._streak, step_s)
             return
         works = self._works if self._streak is None else self._streak.works
         self._works, self._streak = (), None
         self._send_layers(works)
-        requests = [work.request for work in works if work.samples]
-        self.logic.step_done(works, self._next_tokens(requests), step_s, self._agenda.now)
-        self._carry_out(wakes=False)
+        sampled = self._model.next_ids([work.request for work in works if work.samples])
+        self.logic.step_done(works, [SampledToken(token_id) for token_id in sampled], step_s, self._agenda.now)
+        self._do_all()
         self._plan()
 
     def _advance(self, streak: Streak, step_s: float) -> None:
         """A step of a streak ends, and the next one begins."""
-        goes_on = self.logic.advance(streak, self._next_tokens(streak.requests), step_s)
-        if goes_on:
+        token_ids = self._model.next_ids(streak.requests)
+        if self.logic.advance(streak, token_ids, step_s, self.tell):
             self._do_all()
             self._load.num_cached += self._load.num_answers
             self._start_step()
         else:
             self._works, self._streak = (), None
-            self._carry_out(wakes=False)
+            self._do_all()
             self._plan()
-
-    def _next_tokens(self, requests: Iterable[Request]) -> list[SampledToken]:
-        return [self._model.next_token(request.token_ids) for request in requests]
 
     def _send_layers(self, works: Sequence[Work]) -> None:
         """Blocks of the step that has just ended left while it ran, unless it was all of a short prompt."""

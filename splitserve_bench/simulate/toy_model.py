@@ -1,17 +1,9 @@
 """The model of a simulation: its next token follows from the one before and its place, so that whoever sees an answer
 can tell whether each token is there once, in order, and of the right request."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from serving_core.requests import SampledToken
-
-
-class _Tokens(dict[int, SampledToken]):
-    """By id, each made once: there are many in a step."""
-
-    def __missing__(self, token_id: int) -> SampledToken:
-        token = self[token_id] = SampledToken(token_id)
-        return token
+from serving_core.requests import Request
 
 
 class ToyModel:
@@ -19,15 +11,19 @@ class ToyModel:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._tokens = _Tokens()
 
-    def next_token(self, token_ids: Sequence[int]) -> SampledToken:
-        """What follows these, one at least."""
-        return self._tokens[(31 * token_ids[-1] + 17 * len(token_ids) + 7) % self._vocab_size]
+    def next_ids(self, requests: Iterable[Request]) -> list[int]:
+        """What follows the tokens of each."""
+        known = [request.token_ids for request in requests]
+        return self._next([each[-1] for each in known], map(len, known))
 
-    def check_answer(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+    def check_answer(self, prompt: Sequence[int], answer: list[int]) -> None:
         """Fails unless this is what the model says to the prompt, as far as it goes."""
-        known = list(prompt)
-        for token_id in answer:
-            assert token_id == self.next_token(known).token_id, "an answer has a token of another one"
-            known.append(token_id)
+        places = range(len(prompt), len(prompt) + len(answer))
+        expected = self._next([prompt[-1], *answer], places)
+        assert answer == expected, "an answer has a token of another one"
+
+    def _next(self, last_ids: Iterable[int], places: Iterable[int]) -> list[int]:
+        """The tokens at these places, behind those."""
+        size = self._vocab_size
+        return [(31 * last + 17 * place + 7) % size for last, place in zip(last_ids, places, strict=False)]

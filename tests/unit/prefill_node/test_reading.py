@@ -88,6 +88,6 @@ def test_a_prompt_counts_once_however_often_it_begins():
     resident = house.add("a", 1, Stage.QUEUED, 5, hands_over=True)
     plan(house, reading, 64)
     house.leases.give_back(resident)
-    resident.stage = Stage.QUEUED
+    house.residents.enter(resident, Stage.QUEUED)
     plan(house, reading, 64)
     assert reading.num_prompt_tokens == 5

@@ -71,8 +71,7 @@ def test_names_follow_what_a_request_gets_block_by_block(makers, tokens):
     assert (names.names, names.makers) == (expected, makers)
     names = BlockNames(root, 2)
     names.begin(expected[:3], makers[:3])
-    for maker in makers[3:]:
-        names.add(tokens, maker)
+    names.add(tokens, *makers[3:])
     assert (names.names, names.makers) == (expected, makers)
 
 

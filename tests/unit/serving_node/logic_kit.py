@@ -388,6 +388,7 @@ class Node:
 
     def check(self):
         self.allocator.check_integrity()
+        self.logic.residents.check_integrity()
         self.kv.check_names(self.allocator)
         for resident in self.logic.residents:
             if resident.lease is not None:

@@ -1,6 +1,7 @@
 """Simulated fleets: what requests take that are alone can be added up on paper; and the command."""
 
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
@@ -205,6 +206,12 @@ def test_it_says_what_bench_serve_says(profile):
     assert slow["median_ttft_ms"] < fast["median_ttft_ms"]
     text = run(profile, "--both", 1, *LOAD, "--request-rate", 5)
     assert "attainment" in text.stdout
+
+
+def test_how_fast_it_was_is_told_beside_the_result(profile):
+    done = run(profile, "--both", 1, *LOAD, "--request-rate", 5)
+    assert re.search(r"^200 answer tokens simulated in [0-9.]+ s, [0-9]+ a second$", done.stderr, re.MULTILINE)
+    assert "simulated in" not in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,48 @@
+"""What the coordinator is told of the blocks that a node holds, in how many messages."""
+
+from serving_core.blocks import BlockAllocator
+from serving_core.prefix import hint_of
+from serving_node.cache_report import MAX_HINTS, CacheReport
+
+
+class Coordinator:
+    """Hears a report, and looks after every message whether the node could hold so much."""
+
+    def __init__(self, num_blocks):
+        self.allocator = BlockAllocator(num_blocks)
+        self.report = CacheReport(self.allocator, [b"maker"], self.hear)
+        self.hints = set()
+        self.messages = []
+
+    def hear(self, cache_changed):
+        removed, stored = set(cache_changed.removed), set(cache_changed.stored)
+        assert max(len(removed), len(stored)) <= MAX_HINTS
+        self.hints = (self.hints - removed) | stored
+        assert len(self.hints) <= self.allocator.num_blocks
+        self.messages.append((len(removed), len(stored)))
+
+    def fill(self, first):
+        """The whole pool, with names of this number and the next ones."""
+        num_blocks = self.allocator.num_blocks
+        names = [number.to_bytes(8, "little").ljust(32) for number in range(first, first + num_blocks)]
+        lease = self.allocator.allocate(num_blocks)
+        lease.publish(names)
+        lease.release()
+        self.report.tell()
+        assert self.hints == set(map(hint_of, names))
+
+
+def test_what_has_gone_and_what_is_new_is_one_message():
+    coordinator = Coordinator(3)
+    coordinator.fill(0)
+    coordinator.fill(3)
+    assert coordinator.messages == [(0, 3), (3, 3)]
+    coordinator.report.tell()
+    assert len(coordinator.messages) == 2
+
+
+def test_what_is_too_much_for_one_message_goes_before_more_comes():
+    coordinator = Coordinator(MAX_HINTS + 1)
+    coordinator.fill(0)
+    coordinator.fill(MAX_HINTS + 1)
+    assert coordinator.messages == [(0, MAX_HINTS), (0, 1), (MAX_HINTS, 0), (1, MAX_HINTS), (0, 1)]
