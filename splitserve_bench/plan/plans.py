@@ -57,6 +57,7 @@ class Plan:
     pools: tuple[Pool, ...]
     cell_devices: int
     gpus_per_host: int
+    names_hardware: bool = False  # where there is more than one to choose from
 
     @property
     def num_devices(self) -> int:
@@ -71,10 +72,10 @@ class Plan:
         return sum(pool.count * pool.kind.watts for pool in self.pools) / 1e3
 
     def __str__(self) -> str:
-        names_hardware = len({pool.kind.hardware for pool in self.pools}) > 1
+        names = [f" {pool.kind.hardware}" if self.names_hardware else "" for pool in self.pools]
         return " + ".join(
-            f"{pool.count}{LETTERS[pool.role]} {f'{pool.kind.hardware} ' if names_hardware else ''}TP{pool.kind.tp}"
-            for pool in self.pools
+            f"{pool.count}{LETTERS[pool.role]}{name} TP{pool.kind.tp}"
+            for pool, name in zip(self.pools, names, strict=True)
         )
 
     def count_of(self, role: str) -> int:
@@ -205,7 +206,8 @@ def candidates(asked: Asked, machines: Machines, estimates: Estimates, longest_t
         )
 
     ranked = sorted(dict.fromkeys(promising), key=promise, reverse=True)
-    plans = [Plan(pools, devices, asked.nodes.gpus_per_host) for pools in ranked]
+    names_hardware = len({kind.hardware for kind in machines.kinds}) > 1
+    plans = [Plan(pools, devices, asked.nodes.gpus_per_host, names_hardware) for pools in ranked]
     plans = [plan for plan in plans if plan.fits()]
     chosen = plans[: asked.candidates]
     if best := next((plan for plan in plans if plan.count_of(BOTH) and len(plan.pools) == 1), None):

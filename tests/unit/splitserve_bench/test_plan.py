@@ -159,7 +159,7 @@ def test_unlike_hardware_is_on_hosts_of_its_own(nodes):
     names = dict.fromkeys(("prefill_hardware", "decode_hardware", "both_hardware"), ("h100", "a100"))
     kinds = machines_of(replace(nodes, **names)).kinds
     fast, slow = (next(kind for kind in kinds if kind.hardware == name) for name in ("h100", "a100"))
-    plan = Plan((Pool(PREFILL, fast, 2), Pool(DECODE, slow, 2)), 4, 4)
+    plan = Plan((Pool(PREFILL, fast, 2), Pool(DECODE, slow, 2)), 4, 4, names_hardware=True)
     assert str(plan) == "2P h100 TP1 + 2D a100 TP1"
     assert plan.fits()
     assert sorted({(each.host, each.role) for each in plan.placed()}) == [(0, DECODE), (1, PREFILL)]
@@ -268,6 +268,7 @@ def test_the_cheaper_hardware_wins_by_cost(nodes):
     free = {"dollars_per_h": (("h100", 1000.0), ("a100", 1.0))}
     study = study_of(asked(replace(nodes, **names, **free), objective="cost"))
     assert {pool.kind.hardware for pool in study.plans[0].pools} == {"a100"}
+    assert "a100" in str(study.plans[0])
 
 
 def invoke(*words):
