@@ -116,6 +116,7 @@ async def test_nor_without_kernels_with_the_flag(dtype, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 async def test_nor_of_the_demo_model(dtype):
     try:
