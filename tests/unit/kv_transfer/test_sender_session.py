@@ -58,6 +58,7 @@ def test_layers_are_counted_over_the_whole_model():
     assert drain(session) == []
     session.handle(BlocksReady(2, 1), 0.0)
     assert drain(session) == [SendBlocks(ranges((5, 0, 2)))]
+    session.handle(BlocksReady(2, 2), 0.0)
     session.handle(AllReady(5, b"t"), 0.0)
     assert drain(session) == [SendBlocks(ranges((6, 0, 2), (5, 2, 3), (6, 2, 3))), finish()]
     assert session.handle(Missing(*NAMES, 0, 0, ranges((6, 0, 5))), 0.0) == []
