@@ -66,32 +66,36 @@ INLINE void configure(int32_t first_rows, int32_t second_rows) {
     _tile_loadconfig(&shapes);
 }
 
+/* A tile of weights, before it is needed. */
+INLINE void fetch(const uint8_t *weights, int64_t stride) {
+    for (int word = 0; word < TILE_WORDS; ++word) __builtin_prefetch(weights + word * stride);
+}
+
+/* Meanwhile the tiles at `ahead` are fetched, if it is not NULL. */
 INLINE void multiply_tile(const uint8_t *inputs, int64_t input_stride, const uint8_t *weights, int64_t weight_stride,
-                          const int row_tiles, const int vectors) {
+                          const uint8_t *ahead, int64_t ahead_stride, const int row_tiles, const int vectors) {
     _tile_loadd(4, inputs, input_stride);
     if (row_tiles == 2) _tile_loadd(5, inputs + TILE_ROWS * input_stride, input_stride);
     _tile_loadd(6, weights, weight_stride);
+    if (ahead) fetch(ahead, ahead_stride);
     _tile_dpbf16ps(0, 4, 6);
     if (row_tiles == 2) _tile_dpbf16ps(1, 5, 6);
     if (vectors > 1) {
         _tile_loadd(7, weights + VECTOR_BYTES, weight_stride);
+        if (ahead) fetch(ahead + VECTOR_BYTES, ahead_stride);
         _tile_dpbf16ps(2, 4, 7);
         if (row_tiles == 2) _tile_dpbf16ps(3, 5, 7);
     }
     if (vectors > 2) {
         _tile_loadd(6, weights + 2 * VECTOR_BYTES, weight_stride);
+        if (ahead) fetch(ahead + 2 * VECTOR_BYTES, ahead_stride);
         _tile_dpbf16ps(1, 4, 6);
     }
     if (vectors > 3) {
         _tile_loadd(7, weights + 3 * VECTOR_BYTES, weight_stride);
+        if (ahead) fetch(ahead + 3 * VECTOR_BYTES, ahead_stride);
         _tile_dpbf16ps(3, 4, 7);
     }
-}
-
-INLINE void fetch(const uint8_t *weights, int64_t stride, const int vectors) {
-    for (int word = 0; word < TILE_WORDS; ++word)
-        for (int i = 0; i < vectors; ++i)
-            __builtin_prefetch(weights + word * stride + i * VECTOR_BYTES, 0, 2);
 }
 
 /* The last words, which fill no tile, with zeros behind them. */
@@ -104,7 +108,7 @@ INLINE void multiply_rest(const Block *block, const int32_t num_rows, const int 
     for (int32_t word = 0; word < words; ++word)
         memcpy(weights + word * PANEL_VECTORS * VECTOR_BYTES, block->weights + (at + word) * block->weight_stride,
                (size_t)vectors * VECTOR_BYTES);
-    multiply_tile(inputs, TILE_BYTES, weights, PANEL_VECTORS * VECTOR_BYTES, row_tiles, vectors);
+    multiply_tile(inputs, TILE_BYTES, weights, PANEL_VECTORS * VECTOR_BYTES, NULL, 0, row_tiles, vectors);
 }
 
 INLINE void store_outputs(const float *sums, const DenseProduct *product, int32_t row, int32_t vector,
@@ -132,13 +136,14 @@ INLINE void compute_block(const DenseProduct *product, const Block *block, int32
     _tile_zero(2);
     _tile_zero(3);
     for (int32_t tile = 0; tile < block->num_tiles; ++tile) {
-        const uint8_t *weights = block->weights + tile * step;
-        if (tile < own_tiles)
-            fetch(weights + AHEAD_TILES * step, block->weight_stride, vectors);
-        else if (block->ahead)
-            fetch(block->ahead + (tile - own_tiles) * TILE_WORDS * block->ahead_stride, block->ahead_stride, vectors);
-        multiply_tile(block->inputs + tile * TILE_BYTES, block->input_stride, weights, block->weight_stride, row_tiles,
-                      vectors);
+        const uint8_t *weights = block->weights + tile * step, *ahead = weights + AHEAD_TILES * step;
+        int64_t ahead_stride = block->weight_stride;
+        if (tile >= own_tiles) {
+            ahead_stride = block->ahead_stride;
+            ahead = block->ahead ? block->ahead + (tile - own_tiles) * TILE_WORDS * ahead_stride : NULL;
+        }
+        multiply_tile(block->inputs + tile * TILE_BYTES, block->input_stride, weights, block->weight_stride, ahead,
+                      ahead_stride, row_tiles, vectors);
     }
     if (block->rest_bytes) multiply_rest(block, num_rows, row_tiles, vectors);
     _tile_stored(0, sums[0], TILE_BYTES);
