@@ -16,7 +16,7 @@ from tests.unit.serving_node.runner_kit import Mover, by_name, job, make_request
 pytestmark = pytest.mark.long
 
 ANSWER_DEADLINE_S = 60.0
-NUM_TOKENS = 150
+NUM_TOKENS = 400
 
 
 class RemoteNode:
@@ -119,7 +119,7 @@ async def test_answers_swap_their_nodes_again_and_again(transport, x_size, y_siz
                 "name": name,
                 "tensor_parallel_size": size,
                 "block_size": 8,
-                "num_kv_blocks": 100,
+                "num_kv_blocks": 150,
                 "kv_transport": transport,
                 "max_num_seqs": 4,
             },
@@ -156,7 +156,7 @@ async def swap(fleet, children):
     movers = {}
     for name, first, second in (("a", x, y), ("b", y, x)):
         request = make_request(name, range(len(movers), 41), max_tokens=NUM_TOKENS)
-        movers[name] = Mover(first, second, request, num_moves=4)
+        movers[name] = Mover(first, second, request, num_moves=4, num_ahead=NUM_TOKENS)
     for node in nodes:
         node.on_event = by_name(node, movers, {})
     x.local(movers["a"].request)
