@@ -253,9 +253,9 @@ class NodeLogic:
     def step_done(self, works: Sequence[Work], tokens: Sequence[SampledToken], step_s: float, now: float) -> None:
         """Takes in a finished step, whose full blocks others may use from now on."""
         residents = [self._residents.of(work.request) for work in works]
-        num_decoding = sum(resident.stage is Stage.WRITING for resident in residents)
-        self._rates.add(sum(work.num_tokens for work in works) - num_decoding, num_decoding, step_s)
-        self._reading.took(_load_of(residents, works), step_s)
+        load = _load_of(residents, works)
+        self._rates.add(load.num_prompt_tokens, load.num_answers, step_s)
+        self._reading.took(load, step_s)
         sampled = iter(tokens)
         advanced = zip(residents, works, strict=True)
         answered = [(resident, next(sampled)) for resident, work in advanced if self._advance(resident, work)]

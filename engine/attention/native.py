@@ -11,7 +11,7 @@ from engine.forward_batch import ForwardBatch
 from engine.native.library import ELEMENTS, NativeLibrary, Plan, native_library, parallel_function, wanted_variants
 from engine.native.program import NativeProgram
 
-_VARIANT_OF: Final = {"amx": "avx512_bf16"}  # for the rest of what runs beside it
+_VARIANT_OF: Final = {"amx": "avx512_bf16"}  # tiles are for products alone
 _SHARED_WORK: Final = 8192  # scores; less is done sooner than other threads are woken
 
 

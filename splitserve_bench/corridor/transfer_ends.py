@@ -15,6 +15,7 @@ import torch
 from engine.cache.kv_pool import PagedKVPool
 from kv_transfer.ends.sender import KVSender, Sent, TransferFailed
 from kv_transfer.transports.loopback import LoopbackNetwork
+from serving_core.cpus import confined
 from serving_core.layout import KVLayout
 from splitserve_bench.corridor.transfer_peer import (
     CPU,
@@ -172,7 +173,7 @@ async def peer_process(folder: str) -> AsyncIterator[tuple[PeerProcess, int]]:
     """The receiving process, and how many CPUs the two have: one each where there are two. This process stays on its
     own CPU until the end."""
     cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    with _on_cpus(cpus[1:2]):  # the child inherits it
+    with confined(cpus[1:2] or cpus):  # the child inherits it
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "serving_core.child", str(os.getpid())),
             *(sys.executable, "-m", "splitserve_bench.corridor.transfer_peer", folder),
@@ -183,7 +184,7 @@ async def peer_process(folder: str) -> AsyncIterator[tuple[PeerProcess, int]]:
             process_group=0,  # Ctrl-C is for this process, which ends the child
         )
     try:
-        with _on_cpus(cpus[:1]), _one_thread():
+        with confined(cpus[:1]), _one_thread():
             yield PeerProcess(process), min(2, len(cpus))
     finally:
         assert process.stdin is not None
@@ -194,20 +195,6 @@ async def peer_process(folder: str) -> AsyncIterator[tuple[PeerProcess, int]]:
         except TimeoutError:
             process.kill()
             await process.wait()
-
-
-@contextmanager
-def _on_cpus(cpus: list[int]) -> Iterator[None]:
-    """Restricts this thread, and what it starts, to these CPUs; none of them changes nothing."""
-    if not cpus:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 @contextmanager

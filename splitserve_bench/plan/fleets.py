@@ -104,8 +104,8 @@ def run_clients(plan: Plan, clients: JudgingClients) -> None:
     agenda = clients.agenda
     sizes = plan.pools[0].kind.sizes
     settings = CoordinatorSettings(max_num_queued_reqs=MOST_IN_FLIGHT)
-    fleet = Fleet(agenda, clients, sizes, ToyModel(sizes.vocab_size), settings)
-    fleet.corridor = LinkedCorridor(agenda, sizes.layout, block_bytes=sizes.block_bytes)
+    corridor = LinkedCorridor(agenda, sizes.layout, block_bytes=sizes.block_bytes)
+    fleet = Fleet(agenda, clients, sizes, ToyModel(sizes.vocab_size), settings, corridor=corridor)
     for placed in plan.placed():
         fleet.start(placed.name, placed.role, PlannedCosts(placed.kind, placed.host), sizes=placed.kind.sizes)
     clients.start(fleet.coordinator)

@@ -1,10 +1,11 @@
 """What steps take on a device by its data sheet: the roofline of Williams et al., with efficiencies that are written
 here.
 
-    products     max(2 · weights · tokens / FLOP/s, bytes of the weights / bandwidth)      (the head: sampled tokens
-    only) attention    max(4 · heads · head size · layers · pairs of query and key / FLOP/s, bytes of the keys and
-    values / bandwidth) collectives  2 for each layer of tokens · hidden size values: a ring's 2 (n-1) latencies and 2
-    (n-1)/n of the bytes kernels      so many seconds for each layer, whatever is in the step
+    products     max(2 · weights · tokens / FLOP/s, bytes of the weights / bandwidth); the head: sampled tokens only
+    attention    max(4 · heads · head size · layers · pairs of query and key / FLOP/s,
+                     bytes of the keys and values / bandwidth)
+    collectives  2 a layer, of tokens · hidden size values: a ring's 2 (n-1) latencies and 2 (n-1)/n of the bytes
+    kernels      so many seconds for each layer, whatever is in the step
 
 With n ranks, each has an nth of the weights and of the query heads, and the KV heads that belong to them. A step of
 prompts and answers has the products of all its tokens together, and both attentions. No figure here was fitted to a

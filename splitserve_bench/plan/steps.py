@@ -1,6 +1,5 @@
 """What the steps of a node take, wherever that is known from. Pure."""
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from splitserve_bench.simulate.costs import ProfileCosts, StepLoad
@@ -40,17 +39,17 @@ def chunk_part_s(steps: Steps, load: StepLoad) -> float:
     return steps.chunk_s(load.num_prompt_tokens, load.num_before / load.num_prompt_tokens)
 
 
-@dataclass(frozen=True, slots=True)
 class MeasuredSteps:
     """Of a profile that `splitserve doctor --save` has written."""
 
-    profile: Profile
+    def __init__(self, profile: Profile) -> None:
+        self._steps, self._costs = profile.steps, ProfileCosts(profile)
 
     def answers_s(self, num_answers: float, context_tokens: float) -> float:
-        return self.profile.steps.answers.at(num_answers, context_tokens) + self.profile.steps.overhead_s
+        return self._steps.answers.at(num_answers, context_tokens) + self._steps.overhead_s
 
     def chunk_s(self, num_tokens: float, before_tokens: float) -> float:
-        return self.profile.steps.prompts.at(num_tokens, before_tokens) + self.profile.steps.overhead_s
+        return self._steps.prompts.at(num_tokens, before_tokens) + self._steps.overhead_s
 
     def both_s(self, load: StepLoad) -> float:
-        return ProfileCosts(self.profile).step_s(load)
+        return self._costs.step_s(load)

@@ -59,10 +59,11 @@ class Fleet:
         model: ToyModel,
         settings: CoordinatorSettings | None = None,
         *,
+        corridor: Corridor | None = None,
         takes_streaks: bool = True,
     ) -> None:
         self._agenda, self._sizes, self._model, self._takes_streaks = agenda, sizes, model, takes_streaks
-        self.corridor = Corridor(agenda, sizes.layout, block_bytes=sizes.block_bytes)
+        self.corridor = corridor or Corridor(agenda, sizes.layout, block_bytes=sizes.block_bytes)
         self.coordinator = SimulatedCoordinator(agenda, clients, settings or CoordinatorSettings())
         self.nodes: dict[str, SimulatedNode] = {}
 

@@ -2,6 +2,9 @@
 
 from contextlib import asynccontextmanager
 
+import torch
+
+from engine.cache.kv_pool import PagedKVPool
 from kv_transfer.ends.receiver import KVReceiver, Received, TransferFailed
 from kv_transfer.ends.sender import KVSender, Sent
 from kv_transfer.plan import plan_tp
@@ -15,6 +18,7 @@ from tests.unit.kv_transfer.transfer_kit import ByteStore, Once, epochs
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=4, head_dim=4, block_size=2, dtype="float32")
 IDS = range(4)
 TAIL = b"tail"
+SOURCE_IDS, TARGET_IDS = [4, 0, 1, 5, 3], [6, 2, 3, 1, 0]  # of pools of 6 and 8 blocks
 CANCELLED_BY_SENDER = TransferFailed(reasons.TRANSFER_FAILED, "the sender's node cancelled the transfer")
 
 
@@ -131,3 +135,28 @@ async def nodes_of(fabric, whole, prefill_tp, decode_tp, num_target_blocks, **kw
         yield nodes
     finally:
         await nodes.close()
+
+
+async def check_pools(fabric, whole, prefill_tp, decode_tp):
+    """A transfer between pools of the engine, whose bytes lie where the plain bytes of the tests have them."""
+    sources = _pools(sliced(whole, prefill_tp))
+    targets = _pools(sliced(ByteStore(whole.layout, 8), decode_tp))
+    nodes = Nodes(fabric, whole.layout, sources, targets)
+    attempt = nodes.begin(TARGET_IDS)
+    attempt.finish(SOURCE_IDS)
+    assert await attempt.results() == nodes.expected(len(SOURCE_IDS))
+    await nodes.close()
+    for target, expected in zip(targets, sliced(whole, decode_tp), strict=True):
+        for layer in whole.layout.layers:
+            assert b"".join(target.read(layer, TARGET_IDS)) == b"".join(expected.read(layer, SOURCE_IDS))
+            assert not any(b"".join(target.read(layer, [4, 5, 7])))
+
+
+def _pools(stores):
+    pools = []
+    for store in stores:
+        pool = PagedKVPool(store.layout, store.num_blocks, torch.device("cpu"))
+        for layer in store.layout.layers:
+            pool.write(layer, range(store.num_blocks), *store.read(layer, range(store.num_blocks)))
+        pools.append(pool)
+    return pools

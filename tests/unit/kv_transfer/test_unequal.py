@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.cache.kv_pool import PagedKVPool
 from kv_transfer.sessions.sender_session import MAX_ROUNDS
 from serving_core.layout import KVLayout
 from serving_core.sharding import head_range
-from tests.unit.kv_transfer.lanes_kit import TAIL, Nodes, nodes_of, sliced
+from tests.unit.kv_transfer.lanes_kit import SOURCE_IDS, TAIL, TARGET_IDS, check_pools, nodes_of, sliced
 from tests.unit.kv_transfer.transfer_kit import (
     ByteStore,
     Fabric,
@@ -30,7 +29,6 @@ pytestmark = pytest.mark.long
 TP_SIZES = [1, 2, 4]
 PAIRS = list(itertools.product(TP_SIZES, TP_SIZES))
 HEADS = [1, 2, 3, 4, 8]
-SOURCE_IDS, TARGET_IDS = [4, 0, 1, 5, 3], [6, 2, 3, 1, 0]  # of pools of 6 and 8 blocks
 
 
 def layout_of(num_heads, dtype="bfloat16"):
@@ -113,32 +111,8 @@ def test_nothing_is_sent_when_everything_is_cached(fabric):
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (2, 1), (4, 2), (2, 4)])
 def test_the_pools_of_the_engine(fabric, prefill_tp, decode_tp, dtype):
-    """Their heads lie where the plain bytes of the tests have them."""
-    torch = pytest.importorskip("torch")
-    layout = layout_of(4, dtype)
-    whole = ByteStore(layout, 6, seed=5)
-
-    def pools(stores):
-        for store in stores:
-            pool = PagedKVPool(store.layout, store.num_blocks, torch.device("cpu"))
-            for layer in layout.layers:
-                pool.write(layer, range(store.num_blocks), *store.read(layer, range(store.num_blocks)))
-            yield pool
-
-    async def scenario():
-        sources = list(pools(sliced(whole, prefill_tp)))
-        targets = list(pools(sliced(ByteStore(layout, 8), decode_tp)))
-        nodes = Nodes(fabric, layout, sources, targets)
-        attempt = nodes.begin(TARGET_IDS)
-        attempt.finish(SOURCE_IDS)
-        assert await attempt.results() == nodes.expected(len(SOURCE_IDS))
-        await nodes.close()
-        for target, expected in zip(targets, sliced(whole, decode_tp), strict=True):
-            for layer in range(layout.num_layers):
-                assert b"".join(target.read(layer, TARGET_IDS)) == b"".join(expected.read(layer, SOURCE_IDS))
-                assert not any(b"".join(target.read(layer, [4, 5, 7])))
-
-    run(scenario())
+    whole = ByteStore(layout_of(4, dtype), 6, seed=5)
+    run(check_pools(fabric, whole, prefill_tp, decode_tp))
 
 
 @settings(max_examples=40, deadline=None)

@@ -4,9 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-import torch
 
-from engine.cache.kv_pool import PagedKVPool
 from kv_transfer.ends.receiver import KVReceiver, Received
 from kv_transfer.ends.receiving import ReceivingLane
 from kv_transfer.ends.sender import KVSender, Sent
@@ -16,7 +14,7 @@ from kv_transfer.ticket import Lane
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
 from kv_transfer.wire import decode, encode
 from serving_core.layout import KVLayout, Widths
-from tests.unit.kv_transfer.lanes_kit import Nodes, nodes_of, sliced
+from tests.unit.kv_transfer.lanes_kit import SOURCE_IDS, TARGET_IDS, check_pools, nodes_of, sliced
 from tests.unit.kv_transfer.torch_dist_kit import CPU, bytes_of, tensor_store
 from tests.unit.kv_transfer.transfer_kit import (
     ByteStore,
@@ -32,7 +30,6 @@ from tests.unit.kv_transfer.transfer_kit import (
 WIDTHS = (Widths(4, 4), Widths(12, 8), Widths(20, 0), Widths(4, 12), Widths(4, 4))
 LATENT = (Widths(20, 0),) * 4
 LARGE = (Widths(640, 512), Widths(576, 0), Widths(64, 64))  # planes that are frames of their own
-SOURCE_IDS, TARGET_IDS = [4, 0, 1, 5, 3], [6, 2, 3, 1, 0]  # of pools of 6 and 8 blocks
 FIRST = 5
 
 
@@ -96,29 +93,8 @@ def test_nodes_of_unlike_sizes_layer_by_layer(fabric, prefill_tp, decode_tp):
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2)])
 def test_the_pools_of_the_engine(fabric, prefill_tp, decode_tp):
-    layout = layout_of(dtype="fp8_e4m3")
-    whole = ByteStore(layout, 6, seed=4)
-
-    def pools(stores):
-        for store in stores:
-            pool = PagedKVPool(store.layout, store.num_blocks, torch.device("cpu"))
-            for layer in layout.layers:
-                pool.write(layer, range(store.num_blocks), *store.read(layer, range(store.num_blocks)))
-            yield pool
-
-    async def scenario():
-        sources, blank = list(pools(sliced(whole, prefill_tp))), sliced(ByteStore(layout, 8), decode_tp)
-        nodes = Nodes(fabric, layout, sources, list(pools(blank)))
-        attempt = nodes.begin(TARGET_IDS)
-        attempt.finish(SOURCE_IDS)
-        assert await attempt.results() == nodes.expected(len(SOURCE_IDS))
-        await nodes.close()
-        for target, expected in zip(nodes.targets, sliced(whole, decode_tp), strict=True):
-            for layer in layout.layers:
-                assert b"".join(target.read(layer, TARGET_IDS)) == b"".join(expected.read(layer, SOURCE_IDS))
-                assert not any(b"".join(target.read(layer, [4, 5, 7])))
-
-    run(scenario())
+    whole = ByteStore(layout_of(dtype="fp8_e4m3"), 6, seed=4)
+    run(check_pools(fabric, whole, prefill_tp, decode_tp))
 
 
 # ---- layouts that differ ----
