@@ -14,6 +14,7 @@ from coordinator.control.journal import Journal
 from coordinator.control.ledger import Ledger
 from coordinator.control.live import NUM_EPOCHS
 from coordinator.control.metrics import Metrics
+from coordinator.control.placement.policies import POLICIES
 from coordinator.control.registry import MAX_FIRST_SESSION, Registry
 from coordinator.control.roles import Roles
 from coordinator.control.router import has_path
@@ -30,7 +31,7 @@ from coordinator.doors.inference_service import InferenceService
 from coordinator.doors.sampling_defaults import neutral_defaults, read_sampling_defaults
 from coordinator.doors.statuses import StatusInterceptor
 from coordinator.fleet_service import FleetService
-from coordinator.settings import CoordinatorSettings, check_settings, origins
+from coordinator.settings import ADMIT_ALL, CoordinatorSettings, check_settings, origins
 from coordinator.text.tokenizer import read_tokenizer
 from protos import inference_pb2, inference_pb2_grpc
 from serving_core.channels import FLEET_OPTIONS, SERVER_OPTIONS
@@ -75,6 +76,8 @@ class CoordinatorServer:
             max_live=settings.max_num_queued_reqs,
             max_restarts=settings.max_restarts,
             keep_after_s=settings.keep_after_s,
+            policy=POLICIES[settings.policy],
+            admits_late=settings.admission == ADMIT_ALL,
         )
         roles = Roles(self._registry, ledger, policy=settings.roles)
         self._dispatcher = Dispatcher(self._registry, self._tracker, roles, journal, self._model.tokenizer)

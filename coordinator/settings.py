@@ -4,12 +4,15 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from coordinator.control.placement.policies import AUTO as AUTO_POLICY
+from coordinator.control.placement.policies import POLICIES
 from coordinator.control.roles import AUTO, FIXED
 from coordinator.control.slo import parse_slo_classes
 from serving_core.errors import SettingsError
 from serving_core.exposure import check_exposure
 from serving_core.flags import flag
 
+ADMIT_ALL, ADMIT_TIMELY = "all", "timely"
 _ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+")  # as browsers send it, without a path
 
 
@@ -44,6 +47,18 @@ class CoordinatorSettings:
         FIXED,
         "Whether nodes keep the roles that they begin with or get (fixed), or help where more is to do (auto).",
         choices=(FIXED, AUTO),
+    )
+    policy: str = flag(
+        AUTO_POLICY,
+        "Which nodes a request goes to: those where the fewest miss their limits, then those that cost the fewest "
+        "seconds (auto); the latter alone (sum); never or always two nodes; or by another rule, to compare with.",
+        choices=tuple(POLICIES),
+    )
+    admission: str = flag(
+        ADMIT_ALL,
+        "Which requests with limits are taken: all, the late ones behind the others; or those that make nobody late "
+        "(timely), and the others are refused with the wait that is expected.",
+        choices=(ADMIT_ALL, ADMIT_TIMELY),
     )
     slo_class: tuple[str, ...] = flag(
         (),

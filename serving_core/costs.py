@@ -7,10 +7,9 @@ less.
 """
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
-from typing import Final
+from typing import Final, NamedTuple
 
 MEMORY: Final = 256  # steps, after which one counts for a third
 KEPT: Final = 1 - 1 / MEMORY
@@ -44,6 +43,25 @@ def num_pairs(start: int, num_tokens: int) -> float:
     return num_tokens * (start + num_tokens / 2)
 
 
+class StepWeights(NamedTuple):
+    """Seconds of each of StepLoad.figures, none below 0."""
+
+    step_s: float = 0.0
+    answer_s: float = 0.0
+    cached_s: float = 0.0
+    chunks_s: float = 0.0
+    token_s: float = 0.0
+    pair_s: float = 0.0
+
+    def of_step(self, load: StepLoad) -> float:
+        """Seconds of such a step."""
+        return sum(weight * figure for weight, figure in zip(self, load.figures, strict=True))
+
+    def of_chunk(self, start: int, num_tokens: int, *, is_first: bool) -> float:
+        """What a chunk adds to a step, which has others already unless it is the first."""
+        return is_first * self.chunks_s + num_tokens * self.token_s + num_pairs(start, num_tokens) * self.pair_s
+
+
 class StepCosts:
     """Learns from steps. What is not asked costs next to nothing: steps are taken in when somebody wants to know."""
 
@@ -54,7 +72,8 @@ class StepCosts:
         self._new: deque[tuple[tuple[float, ...], float]] = deque(maxlen=MEMORY)
         self._products = [[0.0] * NUM_WEIGHTS for _ in range(NUM_WEIGHTS)]  # of figures over seconds, summed
         self._sums = [0.0] * NUM_WEIGHTS
-        self._weights: Sequence[float] = self._believed
+        self._weights = StepWeights(*self._believed)
+        self.was_asked = False  # whether anybody has wanted to know
 
     def add(self, load: StepLoad, step_s: float) -> None:
         """Takes in what a step has taken."""
@@ -62,22 +81,22 @@ class StepCosts:
             self._new.append((load.figures, step_s))
 
     @property
-    def weights(self) -> Sequence[float]:
-        """Seconds of each of StepLoad.figures, none below 0."""
+    def weights(self) -> StepWeights:
+        """As of now."""
+        self.was_asked = True
         if self._new:
             while self._new:
                 self._take_in(*self._new.popleft())
-            self._weights = [max(0.0, each) for each in self._fit()]
+            self._weights = StepWeights(*(max(0.0, each) for each in self._fit()))
         return self._weights
 
     def step_s(self, load: StepLoad) -> float:
         """Seconds of such a step."""
-        return sum(weight * figure for weight, figure in zip(self.weights, load.figures, strict=True))
+        return self.weights.of_step(load)
 
     def chunk_s(self, start: int, num_tokens: int, *, is_first: bool) -> float:
         """What a chunk adds to a step, which has others already unless it is the first."""
-        *_, once_s, token_s, pair_s = self.weights
-        return is_first * once_s + num_tokens * token_s + num_pairs(start, num_tokens) * pair_s
+        return self.weights.of_chunk(start, num_tokens, is_first=is_first)
 
     def num_tokens_within(self, seconds: float, start: int, *, is_first: bool) -> float:
         """The longest chunk that adds no more than this to a step; inf where any would do."""

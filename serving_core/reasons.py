@@ -9,6 +9,7 @@ NO_OTHER_NODE = "NO_OTHER_NODE"  # what is asked of a node would leave the fleet
 DRAIN_ENDED = "DRAIN_ENDED"  # who waited for a node to be empty waits in vain: it is given work again
 DUPLICATE_REQUEST_ID = "DUPLICATE_REQUEST_ID"
 QUEUE_FULL = "QUEUE_FULL"  # a queue has reached its limit, or no decode credit came in time
+WOULD_BE_LATE = "WOULD_BE_LATE"  # limits on time could not be kept; retry_after_s in the metadata says when they could
 NO_PREFILL_WORKER = "NO_PREFILL_WORKER"
 NO_DECODE_WORKER = "NO_DECODE_WORKER"
 DRAINING = "DRAINING"

@@ -66,7 +66,7 @@ class NodeLogic:
         self._allocator = allocator
         self._limits = limits
         self._eos_token_ids = eos_token_ids
-        self._rates = rates
+        self._rates, self._costs = rates, costs
         self._residents = residents = Residents()
         self._leases = leases = Leases(allocator, layout, origin, is_history_free=is_history_free)
         self._endings = Endings(residents, leases)
@@ -144,6 +144,8 @@ class NodeLogic:
         load.prefill_tokens_per_s = self._rates.prefill_tokens_per_s
         load.lone_step_s = self._rates.lone_step_s
         load.step_s = self._rates.decode_step_s or load.step_s
+        if self._costs.was_asked:
+            load.step_weights.extend(self._costs.weights)
 
     # ---- commands ----
 

@@ -4,10 +4,12 @@ Heartbeats are up to a second old, so whoever decides where work goes counts wha
 keeps the account; placement asks it.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from coordinator.control.registry import Node
+from serving_core.due import Due
 
 
 @dataclass(slots=True)
@@ -35,11 +37,23 @@ class _Part:
     tokens_outgoing: int = 0
 
 
+class Owed(NamedTuple):
+    """What a node is to do of an answer with limits: to compute so many tokens of its prompt, or to write it, or both.
+    So many tokens of it have come."""
+
+    num_to_compute: int
+    is_written: bool
+    due: Due
+    num_output: int
+
+
 @dataclass(slots=True)
 class _Request:
     """The current attempt at one answer."""
 
     has_first_token: bool = False
+    due: Due | None = None  # of one with limits
+    num_output: int = 0  # tokens that have come
     parts: dict[Node, _Part] = field(default_factory=dict)
 
 
@@ -49,6 +63,7 @@ class Ledger:
     def __init__(self) -> None:
         self._requests: dict[str, _Request] = {}
         self._accounts: dict[Node, Account] = {}
+        self._limited: dict[Node, dict[str, _Request]] = {}  # those with limits that have a part on the node
 
     def of(self, node: Node) -> Account:
         """What a node has. To be read at once, and only read: it goes on changing."""
@@ -66,7 +81,24 @@ class Ledger:
         parts = [part for part in begun if part.is_written]
         return len(parts), sum(part.tokens_held for part in parts)
 
+    @property
+    def has_limits(self) -> bool:
+        """Whether any answer has."""
+        return bool(self._limited)
+
+    def owed(self, node: Node) -> Iterator[Owed]:
+        """What a node is to do of each answer with limits. To be read at once."""
+        for request in self._limited.get(node, {}).values():
+            part = request.parts[node]
+            assert request.due is not None
+            yield Owed(part.tokens_to_compute, part.is_written, request.due, request.num_output)
+
     # ---- what the tracker tells ----
+
+    def owe(self, request_id: str, due: Due, num_output: int) -> None:
+        """The attempt that begins has limits, and so many tokens of the answer have come before."""
+        request = self._requests.setdefault(request_id, _Request())
+        request.due, request.num_output = due, num_output
 
     def read(self, request_id: str, node: Node, num_tokens: int) -> None:
         """The node is to compute so many tokens of the prompt."""
@@ -82,10 +114,12 @@ class Ledger:
         part.is_to_come = not part.tokens_to_compute and not has_first_token
         self._put(request_id, node, part)
 
-    def first_token(self, request_id: str) -> None:
+    def first_token(self, request_id: str, now: float) -> None:
         """The prompt is read. A node that was to do nothing else holds it until it lets go."""
         request = self._requests[request_id]
         request.has_first_token = True
+        if request.due is not None and request.due.began_s is None:
+            request.due.began_s = now
         num_tokens = sum(part.tokens_held for part in request.parts.values())  # one is to write
         for node in list(request.parts):
             part = self._take(request_id, node)
@@ -95,7 +129,9 @@ class Ledger:
 
     def tokens_came(self, request_id: str, node: Node, num_tokens: int) -> None:
         """The answer has grown on the node that writes it."""
-        self._requests[request_id].parts[node].tokens_held += num_tokens
+        request = self._requests[request_id]
+        request.num_output += num_tokens
+        request.parts[node].tokens_held += num_tokens
         self._accounts[node].tokens_held += num_tokens
 
     def let_go(self, request_id: str, node: Node) -> None:
@@ -119,12 +155,18 @@ class Ledger:
             for node, part in request.parts.items():
                 _count(sums.setdefault(node, Account()), part, 1)
         assert sums == self._accounts, (sums, self._accounts)
+        limited = {key: request for key, request in self._requests.items() if request.due is not None}
+        assert self._limited == {
+            node: {key: request for key, request in limited.items() if node in request.parts}
+            for node in {node for request in limited.values() for node in request.parts}
+        }
 
     # ---- parts and their sums ----
 
     def _take(self, request_id: str, node: Node) -> _Part:
         """The part, taken out of the account: `_put` is to follow."""
         part = self._requests.setdefault(request_id, _Request()).parts.pop(node, _Part())
+        self._note_limited(node, request_id)
         _count(self._accounts.setdefault(node, Account()), part, -1)
         return part
 
@@ -132,9 +174,22 @@ class Ledger:
         account = self._accounts[node]
         if part.tokens_to_compute or part.is_written or part.tokens_outgoing:
             self._requests[request_id].parts[node] = part
+            self._note_limited(node, request_id)
             _count(account, part, 1)
         if account == NOTHING:
             del self._accounts[node]
+
+    def _note_limited(self, node: Node, request_id: str) -> None:
+        """After a part has come or gone."""
+        request, limited = self._requests[request_id], self._limited
+        if request.due is None:
+            return
+        if node in request.parts:
+            limited.setdefault(node, {})[request_id] = request
+        elif node in limited:
+            limited[node].pop(request_id, None)
+            if not limited[node]:
+                del limited[node]
 
 
 def _count(account: Account, part: _Part, sign: int) -> None:

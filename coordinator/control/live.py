@@ -1,7 +1,7 @@
 """The live answers, and what can be done with one: try it on nodes, emit tokens, begin again elsewhere, end. Pure."""
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, NoReturn
 
 from coordinator.control.attempts import Attempt, Move, MoveStage, TrackedRequest
 from coordinator.control.handover import Handover
@@ -9,11 +9,12 @@ from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, 
 from coordinator.control.ledger import Ledger
 from coordinator.control.metrics import Metrics
 from coordinator.control.outcomes import completion, with_progress
-from coordinator.control.placement import Pair, place
+from coordinator.control.placement.policy import Placed, Policy, Wanted
 from coordinator.control.registry import Node, Registry
 from coordinator.control.releases import Releases
 from coordinator.control.timeline import Phase
 from protos import fleet_pb2, inference_pb2
+from serving_core import reasons
 from serving_core.errors import RequestError
 
 NUM_EPOCHS: Final = 2**32
@@ -30,6 +31,8 @@ class LiveAnswers:
         *,
         first_epoch: int,
         max_restarts: int,
+        policy: Policy,
+        admits_late: bool,
     ) -> None:
         self.registry = registry
         self.ledger = ledger
@@ -38,6 +41,7 @@ class LiveAnswers:
         self.releases = Releases()
         self._epoch = first_epoch
         self._max_restarts = max_restarts
+        self._policy, self._admits_late = policy, admits_late
         self._requests: dict[str, TrackedRequest] = {}
 
     def __len__(self) -> int:
@@ -68,10 +72,19 @@ class LiveAnswers:
     # ---- attempts ----
 
     def begin(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """The first attempt. Raises RequestError when there are no nodes for it, and then nothing has begun."""
-        instructions = self._try_on(request, now)
+        """The first attempt. Raises RequestError when there are no nodes for it, or it would be late and such requests
+        are not admitted; then nothing has begun."""
+        placed = self._place(request, now)
+        if not self._admits_late and placed.num_late and request.due is not None:
+            self._refuse_late(request, placed)
+        instructions = self._try_on(request, placed, now)
         self._requests[request.request_id] = request
         return instructions
+
+    def _refuse_late(self, request: TrackedRequest, placed: Placed) -> NoReturn:
+        wait_s = max(1.0, placed.wait_s)
+        message = f"the limits of the request cannot be kept beside those of others: try again in {wait_s:.1f} s"
+        raise RequestError(reasons.WOULD_BE_LATE, message, retry_after_s=f"{wait_s:.3f}")
 
     def elsewhere(self, request: TrackedRequest, now: float) -> list[Instruction]:
         """A new attempt on nodes that are ready, through no fault of those that had it; without any it stays."""
@@ -81,7 +94,8 @@ class LiveAnswers:
             return []
         instructions = self._let_go(request, now)
         request.timeline.enter(Phase.PREFILL_QUEUE, now)
-        return instructions + self._try_on(request, now)  # its own load is out of its way now
+        placed = self._place(request, now)  # its own load is out of its way now
+        return instructions + self._try_on(request, placed, now)
 
     def carry_on(self, request: TrackedRequest, node: Node, error: RequestError, now: float) -> list[Instruction]:
         """The node has dropped its part: nothing to do if that was over, else a new attempt."""
@@ -102,26 +116,22 @@ class LiveAnswers:
         request.avoid.append(node)
         request.timeline.enter(Phase.PREFILL_QUEUE, now)
         try:
-            return instructions + self._try_on(request, now)
+            return instructions + self._try_on(request, self._place(request, now), now)
         except RequestError as no_node:
             final = RequestError(no_node.reason, str(no_node), **error.metadata)
             return instructions + self.end(request, final, now)
 
-    def _place(self, request: TrackedRequest, now: float) -> Pair:
-        return place(
-            self.registry.nodes,
-            self.ledger,
-            request.known,
-            request.max_tokens,
-            request.avoid,
-            handover=self.handover.costs(now),
-        )
+    def _place(self, request: TrackedRequest, now: float) -> Placed:
+        """Raises RequestError when there are no nodes for it."""
+        wanted = Wanted(request.known, request.max_tokens, request.avoid, request.due, len(request.output))
+        return self._policy.place(self.registry.nodes, self.ledger, wanted, self.handover.costs(now), now)
 
-    def _try_on(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """Gives the request to a pair of nodes. Raises RequestError when there is none, and then changes nothing."""
-        prefill, decode = self._place(request, now)
-        prompt = request.known
+    def _try_on(self, request: TrackedRequest, placed: Placed, now: float) -> list[Instruction]:
+        """Gives the request to these nodes."""
+        prefill, decode, prompt = placed.reader, placed.writer, request.known
         request.attempt = Attempt(self.next_epoch(), prefill, decode, first_index=len(request.output), started_s=now)
+        if (due := request.due) is not None:
+            self.ledger.owe(request.request_id, due, len(request.output))
         self.ledger.read(request.request_id, prefill, prompt.tokens_to_compute(prefill))
         self.ledger.write(request.request_id, decode, len(prompt))
         return [Send(node, command) for node, command in request.commands(prompt, now)]

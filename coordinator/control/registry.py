@@ -1,6 +1,7 @@
 """Which nodes there are, and how they do. Pure: no I/O, no clock."""
 
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from typing import Final
 
 from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION, shape_from_wire, shape_to_wire
+from serving_core.costs import StepWeights
 from serving_core.errors import RequestError
 from serving_core.prefix import MAX_MAKERS
 from serving_core.reasons import BAD_PARAM, NAME_TAKEN, NODE_NOT_FOUND, PAIRING_MISMATCH, QUEUE_FULL
@@ -34,6 +36,7 @@ class Node:
     shape: Shape  # that the node has confirmed
     home: Shape  # that it has unless the coordinator lends it: what an operator has made of it, or what it has begun as
     asked: Shape | None = None  # of the node, which has not confirmed it yet
+    step_weights: StepWeights = field(default_factory=StepWeights)  # as far as they are known
     step_age_s: float = 0.0
     is_stopping: bool = False  # as the node says of itself
     is_drained: bool = False  # by an operator
@@ -144,6 +147,7 @@ class Registry:
         node.last_seen_s = now
         node.step_age_s = heartbeat.step_age_s
         node.load = heartbeat.load
+        node.step_weights = _weights(heartbeat.load)
         node.is_stopping = heartbeat.load.state != READY
         if heartbeat.load.HasField("shape"):
             node.shape = shape_from_wire(heartbeat.load.shape)
@@ -216,6 +220,15 @@ def _complete(node: Node) -> None:
     node.load.name, node.load.role = node.name, node.role
     node.load.shape.CopyFrom(shape_to_wire(node.shape))
     node.load.state = DRAINING if node.is_drained or node.is_stopping else READY
+
+
+def _weights(load: inference_pb2.NodeLoad) -> StepWeights:
+    """What the node has learnt of its steps; before it has, what it tells in other figures."""
+    told = load.step_weights
+    if len(told) == len(StepWeights._fields) and all(0 <= each < math.inf for each in told):
+        return StepWeights(*told)
+    rate = load.prefill_tokens_per_s
+    return StepWeights(step_s=load.lone_step_s, token_s=1 / rate if rate > 0 else 0.0)
 
 
 def _checked(wire: inference_pb2.Shape, hello: fleet_pb2.Hello) -> Shape:

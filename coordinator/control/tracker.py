@@ -26,6 +26,8 @@ from coordinator.control.live import LiveAnswers
 from coordinator.control.metrics import Metrics
 from coordinator.control.moves import Moves, keep
 from coordinator.control.outcomes import completion, end_error, restart_error, with_progress
+from coordinator.control.placement.policies import AUTO, POLICIES
+from coordinator.control.placement.policy import Policy
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node, Registry
 from coordinator.control.slo import Slo
@@ -53,12 +55,23 @@ class Tracker:
         max_live: int,
         max_restarts: int,
         keep_after_s: float,
+        policy: Policy = POLICIES[AUTO],
+        admits_late: bool = True,
     ) -> None:
-        """`first_epoch` is to be random: nodes may still be at attempts of a coordinator that ran before this one."""
+        """`first_epoch` is to be random: nodes may still be at attempts of a coordinator that ran before this one.
+        `admits_late`: whether requests are taken whose limits, or those of others, would be missed."""
         self._registry = registry
         self._ledger = ledger
         self._metrics = metrics
-        self._live = LiveAnswers(registry, ledger, metrics, first_epoch=first_epoch, max_restarts=max_restarts)
+        self._live = LiveAnswers(
+            registry,
+            ledger,
+            metrics,
+            first_epoch=first_epoch,
+            max_restarts=max_restarts,
+            policy=policy,
+            admits_late=admits_late,
+        )
         self._moves = Moves(self._live)
         self._max_live = max_live
         self._keep_after_s = keep_after_s
@@ -217,7 +230,7 @@ class Tracker:
         if attempt.first_index == 0:
             request.num_cached_tokens = min(event.num_cached_tokens, len(request.prompt))
             self._metrics.prompt_read(len(request.prompt), request.num_cached_tokens)
-        self._ledger.first_token(request.request_id)
+        self._ledger.first_token(request.request_id, now)
         request.timeline.enter(Phase.PREFILL, now, ago_s=event.prefill_s)
         request.timeline.enter(attempt.phase_after_prefill, now)
         attempt.early[attempt.first_index] = event.token

@@ -5,6 +5,7 @@ wrong, RetryInfo where trying again can help. Anything else becomes INTERNAL wit
 """
 
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeAlias, cast
@@ -37,6 +38,7 @@ CODES: Final = {
     reasons.DRAIN_ENDED: Code.FAILED_PRECONDITION,
     reasons.DUPLICATE_REQUEST_ID: Code.ALREADY_EXISTS,
     reasons.QUEUE_FULL: Code.RESOURCE_EXHAUSTED,
+    reasons.WOULD_BE_LATE: Code.RESOURCE_EXHAUSTED,
     reasons.SLOW_READER: Code.RESOURCE_EXHAUSTED,
     reasons.NO_PREFILL_WORKER: Code.UNAVAILABLE,
     reasons.NO_DECODE_WORKER: Code.UNAVAILABLE,
@@ -57,11 +59,17 @@ def to_status(error: RequestError) -> grpc.Status:
     if field := error.metadata.get("field"):
         violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=str(error))
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if code is Code.UNAVAILABLE or error.reason == reasons.QUEUE_FULL:
-        details.append(error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=RETRY_DELAY_S)))
+    if code is Code.UNAVAILABLE or error.reason in (reasons.QUEUE_FULL, reasons.WOULD_BE_LATE):
+        delay = duration_pb2.Duration(seconds=retry_after_s(error))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     rich = status_pb2.Status(code=code.value[0], message=str(error), details=[_packed(part) for part in details])
     status: grpc.Status = rpc_status.to_status(rich)
     return status
+
+
+def retry_after_s(error: RequestError) -> int:
+    """Whole seconds after which trying again can help."""
+    return math.ceil(float(error.metadata.get("retry_after_s", RETRY_DELAY_S)))
 
 
 async def abort(context: Any, error: RequestError) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from coordinator.control.prompts import Prompt
+from coordinator.control.slo import Slo
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.requests import SamplingParams
@@ -79,9 +80,11 @@ class JudgingClients:
         planned = judged.planned
         sampling = SamplingParams(max_tokens=planned.output_tokens, temperature=0.0, ignore_eos=True)
         arrives_s = planned.send_at_s + self.door_s / 2
+        slo = Slo("", self.limits.ttft_s, self.limits.tpot_s)
 
         def submit() -> None:
-            server.submit(request_id, Prompt(planned.prompt), sampling, deadline_s=arrives_s + TIMEOUT_S)
+            deadline_s = arrives_s + TIMEOUT_S
+            server.submit(request_id, Prompt(planned.prompt), sampling, deadline_s=deadline_s, slo=slo)
 
         self.agenda.at(arrives_s, submit)
 

@@ -24,7 +24,15 @@ GENERATE: Final = "/splitserve.v1.Inference/Generate"
 RETRIES: Final = "grpc.enable_retries"
 OPTIONS: Final = [*(option for option in CHANNEL_OPTIONS if option[0] != RETRIES), (RETRIES, 0)]
 # Why a request is turned away before it is begun.
-REFUSALS: Final = frozenset([reasons.QUEUE_FULL, reasons.NO_PREFILL_WORKER, reasons.NO_DECODE_WORKER, reasons.DRAINING])
+REFUSALS: Final = frozenset(
+    [
+        reasons.QUEUE_FULL,
+        reasons.WOULD_BE_LATE,
+        reasons.NO_PREFILL_WORKER,
+        reasons.NO_DECODE_WORKER,
+        reasons.DRAINING,
+    ]
+)
 
 
 class GrpcBackend:

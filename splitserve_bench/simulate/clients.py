@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from coordinator.control.prompts import Prompt
+from coordinator.control.slo import Slo
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.requests import SamplingParams
@@ -19,7 +20,9 @@ from splitserve_bench.simulate.toy_model import ToyModel
 class Server(Protocol):
     """Who is asked."""
 
-    def submit(self, request_id: str, prompt: Prompt, sampling: SamplingParams, *, deadline_s: float) -> None: ...
+    def submit(
+        self, request_id: str, prompt: Prompt, sampling: SamplingParams, *, deadline_s: float, slo: Slo | None = None
+    ) -> None: ...
 
 
 class LoadClients:
@@ -34,13 +37,15 @@ class LoadClients:
         door_s: float,
         max_concurrency: int | None,
         request_timeout_s: float,
+        slo: Slo | None = None,
     ) -> None:
-        """`door_s`: from a client to the coordinator and back. Every answer is checked."""
+        """`door_s`: from a client to the coordinator and back; `slo`: what each request asks for. Every answer is
+        checked."""
         self._agenda, self._planned = agenda, planned
         self._model = model
         self._half_s = door_s / 2
         self._num_free = max_concurrency or len(planned)
-        self._timeout_s = request_timeout_s
+        self._timeout_s, self._slo = request_timeout_s, slo
         self._waiting: deque[PlannedRequest] = deque()
         self._answers: dict[str, _Answer] = {}
         self._outcomes: dict[int, Outcome] = {}
@@ -73,10 +78,10 @@ class LoadClients:
         request_id = f"{planned.index}/0"
         self._answers[request_id] = _Answer(planned, Reply(planned, lambda: self._agenda.now))
         sampling = SamplingParams(max_tokens=planned.output_tokens, temperature=0.0, ignore_eos=True)
-        deadline_s = self._agenda.now + self._timeout_s
+        prompt, deadline_s = Prompt(planned.prompt), self._agenda.now + self._timeout_s
         self._agenda.after(
             self._half_s,
-            lambda: self._server.submit(request_id, Prompt(planned.prompt), sampling, deadline_s=deadline_s),
+            lambda: self._server.submit(request_id, prompt, sampling, deadline_s=deadline_s, slo=self._slo),
         )
 
     # ---- what comes ----

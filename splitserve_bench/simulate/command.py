@@ -82,6 +82,26 @@ fleet_options = options_of(
         type=click.Choice(("fixed", "auto")),
         help="Whether the coordinator lends nodes to the part that lacks hands.",
     ),
+    click.option(
+        "--policy",
+        default="auto",
+        show_default=True,
+        type=click.Choice(("auto", "sum", "never", "always", "least-loaded", "lmetric", "arrow")),
+        help="Which nodes a request goes to, as the coordinator's.",
+    ),
+    click.option(
+        "--admission",
+        default="all",
+        show_default=True,
+        type=click.Choice(("all", "timely")),
+        help="Which requests with limits are taken, as the coordinator's.",
+    ),
+    click.option(
+        "--limits/--no-limits",
+        default=True,
+        show_default=True,
+        help="Whether the limits of --goodput go with each request.",
+    ),
 )
 
 
@@ -98,6 +118,9 @@ def simulate_command(
     decode: int,
     both: int,
     roles: str,
+    policy: str,
+    admission: str,
+    limits: bool,
     request_rates: tuple[float, ...],
     **flags: Any,
 ) -> None:
@@ -107,16 +130,18 @@ def simulate_command(
     from splitserve_bench.simulate.fleet import FleetSize
     from splitserve_bench.simulate.profile import read_profile
 
-    size = FleetSize(prefill, decode, both, roles)
+    size = FleetSize(prefill, decode, both, roles, policy, admission)
     size.check()
     if len(request_rates) > 1 and (flags["result_filename"] or flags["plots"]):
         raise SettingsError("--result-filename and --plots are of one load: give one --request-rate with them")
     profile = read_profile(profile_path)
     for rate in request_rates:
-        _simulate(profile, size, simulated_options(f"simulated-{size}", rate, **flags))
+        _simulate(profile, size, simulated_options(f"simulated-{size}", rate, **flags), tells_limits=limits)
 
 
-def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions) -> None:
+def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions, *, tells_limits: bool) -> None:
+    from coordinator.control.slo import Slo
+    from splitserve_bench.serve.metrics import parse_goodput
     from splitserve_bench.serve.reporting import Reporting
     from splitserve_bench.serve.workloads import workload_of
     from splitserve_bench.simulate.fleet import simulate
@@ -125,6 +150,8 @@ def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions) -> N
     reporting = Reporting(options)
     workload = workload_of(options, profile.node.max_model_len, profile.node.vocab_size)
     run = replace(reporting.begin(profile.model, workload.num_clipped), started_at=CLOCK_START)
+    limits = parse_goodput(options.goodput)
+    slo = Slo("", limits.ttft_s, limits.tpot_s)
     began_s = perf_counter()
     outcomes = simulate(
         profile,
@@ -132,6 +159,7 @@ def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions) -> N
         workload.planned,
         max_concurrency=options.max_concurrency,
         request_timeout_s=options.request_timeout_s,
+        slo=slo if tells_limits and slo.has_limits else None,
     )
     seconds, num_tokens = perf_counter() - began_s, sum(outcome.num_output_tokens for outcome in outcomes)
     report(f"{num_tokens} answer tokens simulated in {seconds:.1f} s, {num_tokens / seconds:.0f} a second")

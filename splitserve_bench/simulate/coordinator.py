@@ -12,11 +12,13 @@ from coordinator.control import drains
 from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, Send
 from coordinator.control.ledger import Ledger
 from coordinator.control.metrics import Metrics
+from coordinator.control.placement.policies import POLICIES
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node, Registry
 from coordinator.control.roles import Roles
+from coordinator.control.slo import Slo
 from coordinator.control.tracker import Tracker
-from coordinator.settings import CoordinatorSettings
+from coordinator.settings import ADMIT_ALL, CoordinatorSettings
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.requests import SamplingParams
@@ -79,6 +81,8 @@ class SimulatedCoordinator:
             max_live=settings.max_num_queued_reqs,
             max_restarts=settings.max_restarts,
             keep_after_s=settings.keep_after_s,
+            policy=POLICIES[settings.policy],
+            admits_late=settings.admission == ADMIT_ALL,
         )
         self._roles = Roles(self.registry, ledger, policy=settings.roles)
         self._attachments: dict[Node, Attachment] = {}
@@ -141,11 +145,15 @@ class SimulatedCoordinator:
 
     # ---- clients ----
 
-    def submit(self, request_id: str, prompt: Prompt, sampling: SamplingParams, *, deadline_s: float) -> None:
+    def submit(
+        self, request_id: str, prompt: Prompt, sampling: SamplingParams, *, deadline_s: float, slo: Slo | None = None
+    ) -> None:
         """Begins an answer; what cannot begin ends at once."""
         now = self._agenda.now
         try:
-            instructions = self.tracker.submit(request_id, prompt, sampling, arrived_s=now, deadline_s=deadline_s)
+            instructions = self.tracker.submit(
+                request_id, prompt, sampling, arrived_s=now, deadline_s=deadline_s, slo=slo
+            )
         except RequestError as refusal:
             self._clients.ended(request_id, refusal)
         else:

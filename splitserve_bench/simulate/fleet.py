@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from coordinator.control.placement.policies import AUTO
 from coordinator.control.roles import FIXED
-from coordinator.settings import CoordinatorSettings
+from coordinator.control.slo import Slo
+from coordinator.settings import ADMIT_ALL, CoordinatorSettings
 from serving_core.errors import SettingsError
 from serving_core.shapes import BOTH, DECODE, PREFILL
 from splitserve_bench.serve.records import Outcome, PlannedRequest
@@ -23,17 +25,25 @@ MOST_NODES: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class FleetSize:
-    """How many nodes begin in each role, and whether the coordinator changes that."""
+    """How many nodes begin in each role, whether the coordinator changes that, and how it places requests."""
 
     prefill: int
     decode: int
     both: int = 0
     roles: str = FIXED
+    policy: str = AUTO
+    admission: str = ADMIT_ALL
 
     def __str__(self) -> str:
         counts = {"P": self.prefill, "D": self.decode, "B": self.both}
         name = "+".join(f"{count}{letter}" for letter, count in counts.items() if count)
-        return name if self.roles == FIXED else f"{name}-{self.roles}"
+        others = ((self.roles, FIXED), (self.policy, AUTO), (self.admission, ADMIT_ALL))
+        return "-".join([name, *(value for value, usual in others if value != usual)])
+
+    @property
+    def settings(self) -> CoordinatorSettings:
+        """Of the fleet's coordinator."""
+        return CoordinatorSettings(roles=self.roles, policy=self.policy, admission=self.admission)
 
     def check(self) -> None:
         """Raises SettingsError for a fleet that could not answer."""
@@ -98,8 +108,10 @@ def simulate(
     *,
     max_concurrency: int | None,
     request_timeout_s: float,
+    slo: Slo | None = None,
 ) -> list[Outcome]:
-    """What becomes of a load on such a fleet. The same arguments give the same outcomes."""
+    """What becomes of a load on such a fleet, each request with these limits. The same arguments give the same
+    outcomes."""
     agenda, model = Agenda(), ToyModel(profile.node.vocab_size)
     clients = LoadClients(
         agenda,
@@ -108,8 +120,9 @@ def simulate(
         door_s=profile.control.door_s,
         max_concurrency=max_concurrency,
         request_timeout_s=request_timeout_s,
+        slo=slo,
     )
-    fleet = Fleet(agenda, clients, profile.node, model, CoordinatorSettings(roles=size.roles))
+    fleet = Fleet(agenda, clients, profile.node, model, size.settings)
     costs = ProfileCosts(profile)
     for name, role in size.nodes():
         fleet.start(name, role, costs)

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from coordinator.doors.statuses import CODES, RETRY_DELAY_S
+from coordinator.doors.statuses import CODES, retry_after_s
 from serving_core import reasons
 from serving_core.errors import RequestError
 
@@ -34,6 +34,7 @@ _CODES: Final = {
     reasons.MODEL_NOT_FOUND: "model_not_found",
     reasons.UNAUTHENTICATED: "invalid_api_key",
     reasons.QUEUE_FULL: "rate_limit_exceeded",
+    reasons.WOULD_BE_LATE: "rate_limit_exceeded",
 }
 # Libraries around OpenAI's API know an overflow, and take a model with a longer context, by these words alone.
 _OVERFLOW: Final = "This model's maximum context length is exceeded: "
@@ -54,7 +55,7 @@ def error_object(error: RequestError) -> dict[str, Any]:
 def error_response(error: RequestError) -> JSONResponse:
     """The answer to a call that has failed before its answer began."""
     status = status_of(error)
-    headers = {"retry-after": str(RETRY_DELAY_S)} if status in RETRIED else {}
+    headers = {"retry-after": str(retry_after_s(error))} if status in RETRIED else {}
     if status is HTTPStatus.UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"
     return JSONResponse(error_object(error), status, headers)

@@ -157,6 +157,7 @@ STATUSES = {
     "NODE_NOT_FOUND": 404,
     "DUPLICATE_REQUEST_ID": 409,
     "QUEUE_FULL": 429,
+    "WOULD_BE_LATE": 429,
     "SLOW_READER": 429,
     "KV_CHECKSUM_MISMATCH": 500,
     "PAIRING_MISMATCH": 500,
@@ -174,6 +175,7 @@ OPENAI_CODES = {
     "MODEL_NOT_FOUND": "model_not_found",
     "UNAUTHENTICATED": "invalid_api_key",
     "QUEUE_FULL": "rate_limit_exceeded",
+    "WOULD_BE_LATE": "rate_limit_exceeded",
 }
 
 

@@ -34,7 +34,7 @@ def test_a_prompt_is_the_readers_until_its_first_token_and_the_answer_grows_wher
     ledger.read("r", reader, 70)
     ledger.write("r", writer, 100)
     assert accounts(ledger, nodes) == [Account(70, 0, 0, 0), Account(0, 100, 1, 1), Account()]
-    ledger.first_token("r")
+    ledger.first_token("r", 0.0)
     ledger.tokens_came("r", writer, 3)
     assert accounts(ledger, nodes) == [Account(tokens_outgoing=100), Account(0, 103, 1, 0), Account()]
     assert ledger.running() == (1, 103)
@@ -50,7 +50,7 @@ def test_a_node_that_reads_and_writes_the_same_request_counts_both(ledger, nodes
     ledger.write("r", node, 100)
     ledger.read("s", node, 5)  # for another node
     assert ledger.of(node) == Account(75, 100, 1, 0)
-    ledger.first_token("r")
+    ledger.first_token("r", 0.0)
     assert ledger.of(node) == Account(5, 100, 1, 0)
     ledger.check_integrity()
 
@@ -59,7 +59,7 @@ def test_an_answer_that_is_to_be_written_elsewhere_counts_on_both_nodes_until_on
     source, target, _ = nodes
     ledger.read("r", source, 10)
     ledger.write("r", source, 10)
-    ledger.first_token("r")
+    ledger.first_token("r", 0.0)
     ledger.write("r", target, 12)
     assert accounts(ledger, nodes) == [Account(0, 10, 1, 0), Account(0, 12, 1, 0), Account()]
     ledger.let_go("r", source)
@@ -72,7 +72,7 @@ def test_a_prompt_that_is_answered_where_it_was_read_is_not_held_for_another_nod
     reader, writer, _ = nodes
     ledger.read("r", reader, 70)
     ledger.write("r", writer, 100)
-    ledger.first_token("r")
+    ledger.first_token("r", 0.0)
     ledger.let_go("r", writer)
     ledger.write("r", reader, 101)
     assert accounts(ledger, nodes) == [Account(0, 101, 1, 0), Account(), Account()]
@@ -84,7 +84,7 @@ def test_of_a_pool_what_goes_to_other_nodes_takes_half_at_most(ledger, nodes):
     for request_id, num_tokens, num_taken in (("r", 500, 500), ("s", 290, 790), ("t", 100, 800)):
         ledger.read(request_id, node, num_tokens)
         ledger.write(request_id, writer, num_tokens)
-        ledger.first_token(request_id)
+        ledger.first_token(request_id, 0.0)
         assert ledger.tokens_taken(node) == num_taken
     ledger.write("own", node, 10)
     assert ledger.tokens_taken(node) == 810
@@ -118,7 +118,7 @@ class Plain:
                 self.outgoing[key] = 0 if key in self.writes else written
             self.reads = {key: number for key, number in self.reads.items() if key[0] != request_id}
             self.begun.add(request_id)
-            ledger.first_token(request_id)
+            ledger.first_token(request_id, 0.0)
 
     def tokens_came(self, ledger, request_id, node, _, number):
         if (request_id, node) in self.writes:

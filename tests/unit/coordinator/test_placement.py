@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from coordinator.control.handover import HandoverCosts
 from coordinator.control.ledger import Ledger
-from coordinator.control.placement import Costs, place
+from coordinator.control.placement.costs import Costs
+from coordinator.control.placement.policies import POLICIES
+from coordinator.control.placement.policy import Wanted
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
 from serving_core.errors import RequestError
@@ -45,12 +47,16 @@ def assign(ledger, node, num_to_compute, num_held=0):
     if num_held:
         ledger.write(request_id, node, num_held)
     if not num_to_compute:
-        ledger.first_token(request_id)
+        ledger.first_token(request_id, 0.0)
 
 
 def placed(registry, ledger, handover=FREE, avoid=(), num_tokens=110):
-    pair = place(registry.nodes, ledger, Prompt(TOKENS), num_tokens, avoid, handover=handover)
-    return " ".join(node.name for node in pair)
+    placed = place(registry, ledger, Wanted(Prompt(TOKENS), num_tokens, avoid), handover)
+    return f"{placed.reader.name} {placed.writer.name}"
+
+
+def place(registry, ledger, wanted, handover=FREE):
+    return POLICIES["auto"].place(registry.nodes, ledger, wanted, handover, now=0.0)
 
 
 # ---- who may ----
@@ -227,7 +233,7 @@ def test_prompts_that_wait_for_other_nodes_fill_a_pool_too(registry, ledger):
     ledger.read("other", b0, 751)
     ledger.write("other", d0, 751)
     assert not is_full()
-    ledger.first_token("other")
+    ledger.first_token("other", 0.0)
     assert is_full()
     ledger.let_go("other", b0)
     assert not is_full()
@@ -295,12 +301,13 @@ def test_the_choice_is_as_good_as_the_best_of_all_pairs(described, num_tokens, m
         if reader.shape.reads and writer.shape.writes
         if len(TOKENS) <= reader.max_request_tokens and num_tokens <= writer.max_request_tokens
     ]
-    handover = HandoverCosts(credit_s, move_s)
+    handover, wanted = HandoverCosts(credit_s, move_s), Wanted(Prompt(TOKENS), num_tokens, avoid)
     if not pairs:
         with pytest.raises(RequestError):
-            place(registry.nodes, ledger, Prompt(TOKENS), num_tokens, avoid, handover=handover)
+            place(registry, ledger, wanted, handover)
         return
-    chosen = place(registry.nodes, ledger, Prompt(TOKENS), num_tokens, avoid, handover=handover)
+    placed = place(registry, ledger, wanted, handover)
+    chosen = placed.reader, placed.writer
     assert chosen in pairs
     costs = Costs(registry.nodes, ledger, Prompt(TOKENS), handover)
 

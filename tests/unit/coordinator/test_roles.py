@@ -76,7 +76,7 @@ class World:
         for _ in range(count):
             request_id = f"{random.random()}"
             self.ledger.write(request_id, self.node(name), 10)
-            self.ledger.first_token(request_id)
+            self.ledger.first_token(request_id, 0.0)
             yield request_id
 
 

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from coordinator.control.handover import HandoverCosts
 from coordinator.control.ledger import Ledger
-from coordinator.control.placement import place
+from coordinator.control.placement.policies import POLICIES
+from coordinator.control.placement.policy import Wanted
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
 from coordinator.control.router import does, has_path
@@ -29,8 +30,9 @@ def choose(nodes, ledger, role, prompt, num_tokens, avoid=()):
     """The node for this part, where another one that anything fits on does the other part."""
     others = Registry({}, node_timeout_s=1.0, step_timeout_s=1.0)
     other = admit(others, "d" if role == "prefill" else "p", num_blocks=1000)
-    pair = place([*nodes, other], ledger, prompt, num_tokens, avoid, handover=HandoverCosts())
-    return pair[0] if role == "prefill" else pair[1]
+    wanted = Wanted(prompt, num_tokens, avoid)
+    placed = POLICIES["auto"].place([*nodes, other], ledger, wanted, HandoverCosts(), now=0.0)
+    return placed.reader if role == "prefill" else placed.writer
 
 
 def report(registry, node, hints):

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from protos import convert, fleet_pb2
 from serving_core.blocks import BlockAllocator
-from serving_core.costs import StepCosts, StepLoad
+from serving_core.costs import StepCosts, StepLoad, StepWeights
 from serving_core.rates import StepRates
 from serving_core.requests import Request, SampledToken, SamplingParams
 from serving_core.residents import Stage
@@ -22,7 +22,7 @@ class ExactCosts(StepCosts):
 
     def __init__(self, weights):
         super().__init__()
-        self._weights = weights
+        self._weights = StepWeights(*weights)
 
     def add(self, load, step_s):
         pass

@@ -104,7 +104,7 @@ class World:
 
         def submit_with_limits(*arguments, **options):
             ttft_s, tpot_s = (random.choice([None, random.uniform(*span)]) for span in ((0.01, 1.0), (0.002, 0.03)))
-            return submit(*arguments, **options, slo=Slo("", ttft_s, tpot_s))
+            return submit(*arguments, **{**options, "slo": Slo("", ttft_s, tpot_s)})
 
         tracker.submit = submit_with_limits
 

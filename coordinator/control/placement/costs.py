@@ -1,6 +1,4 @@
-"""Decides which node reads a prompt and which one writes its answer: the same one, or two with a hand-over. Pure.
-
-Of all pairs it takes what adds the fewest seconds over all requests:
+"""What a request would cost on each node, in seconds of all requests. Pure.
 
     read     (prompt tokens given to the reader before + tokens to compute there) / its rate
              + its step time for each chunk of them, when it writes answers meanwhile
@@ -18,11 +16,10 @@ prompt wins, unless its queue is longer than the others' by more than what that 
 
 Load is counted from what the coordinator has assigned itself, since heartbeats are up to a second old; rates and step
 times come from heartbeats. A node whose rate is not known counts as the median of the others. While none is known,
-tokens are compared, and nodes that only read come first. Of writers that cost the same the one is taken that has most
-of its pool left; blocks that it holds already count as left.
+tokens are compared.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from math import ceil
 from statistics import median
 from typing import NamedTuple
@@ -31,74 +28,6 @@ from coordinator.control.handover import HandoverCosts
 from coordinator.control.ledger import Ledger
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node
-from coordinator.control.router import candidates
-from serving_core.errors import RequestError
-from serving_core.reasons import NO_DECODE_WORKER
-from serving_core.shapes import DECODE, PREFILL
-
-Pair = tuple[Node, Node]
-
-
-def place(
-    nodes: Sequence[Node],
-    ledger: Ledger,
-    prompt: Prompt,
-    num_tokens: int,
-    avoid: Collection[Node] = (),
-    *,
-    handover: HandoverCosts,
-) -> Pair:
-    """The node that reads the prompt and the node that writes the answer.
-
-    num_tokens are those of prompt and answer together. Nodes of `avoid` come last. Raises RequestError when there is
-    no pair of nodes that could serve the request.
-    """
-    readers, writers = candidates(nodes, PREFILL, len(prompt)), candidates(nodes, DECODE, num_tokens)
-    costs = Costs(nodes, ledger, prompt, handover)
-
-    def order(pair: Pair) -> tuple[int, bool, bool, float, int]:
-        reader, writer = pair
-        is_second_choice = reader.usable.writes and not costs.are_known
-        by_kind = 0 if not reader.usable.writes else 1 if reader is writer else 2  # of pairs that cost the same
-        num_avoided = len({reader, writer} & set(avoid))
-        return num_avoided, is_second_choice, costs.writing(writer).is_full, costs.seconds(reader, writer), by_kind
-
-    best = min(_best_pairs(readers, writers, costs, avoid), key=order, default=None)
-    if best is None:
-        message = "no node that writes answers takes those of prompts that other nodes read"
-        raise RequestError(NO_DECODE_WORKER, message)
-    return best
-
-
-def _best_pairs(
-    readers: Sequence[Node], writers: Sequence[Node], costs: "Costs", avoid: Collection[Node]
-) -> Iterator[Pair]:
-    """The two best readers, each with its best writer, and the node that is best alone: one of these is best of all, or
-    next to it. Two readers, since the best one may be the only one that writes."""
-    writings = [(node, costs.writing(node)) for node in writers]
-    credit_s = min(writing.credit_s for _, writing in writings)
-
-    def reader_order(node: Node) -> tuple[bool, bool, float, str]:
-        reading = costs.reading(node)
-        is_second_choice = node.usable.writes and not costs.are_known
-        return node in avoid, is_second_choice, max(reading.own_s, credit_s) + reading.others_s, node.name
-
-    def best(reader: Node | None, able: Collection[Node]) -> Node:
-        """Of the able writers, beside this reader or, without one, alone."""
-        orders = [
-            (node in avoid, writing.is_full, costs.seconds(reader or node, node), writing.part, node.name, node)
-            for node, writing in writings
-            if node in able
-        ]
-        return min(orders)[-1]  # no two have one name
-
-    takers = {node for node in writers if node.usable.takes_handovers}
-    for reader in sorted(readers, key=reader_order)[:2]:
-        if others := takers - {reader}:
-            yield reader, best(reader, others)
-    if both := set(readers).intersection(writers):
-        alone = best(None, both)
-        yield alone, alone
 
 
 class _Reading(NamedTuple):

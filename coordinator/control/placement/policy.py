@@ -1,0 +1,46 @@
+"""What decides on which nodes a request is served. Pure."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from coordinator.control.handover import HandoverCosts
+from coordinator.control.ledger import Ledger
+from coordinator.control.prompts import Prompt
+from coordinator.control.registry import Node
+from serving_core.due import Due
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What an attempt asks for: the prompt that it begins with, and room for num_tokens, those of prompt and answer
+    together. Nodes of `avoid` come last. num_output tokens of the answer are there already."""
+
+    prompt: Prompt
+    num_tokens: int
+    avoid: Collection[Node] = ()
+    due: Due | None = None
+    num_output: int = 0
+
+
+class Placed(NamedTuple):
+    """The node that reads the prompt and the node that writes the answer: the same one, or two with a hand-over.
+
+    num_late: how many of all answers with limits are expected to miss one because of it, itself among them; wait_s:
+    seconds after which it would have its first token in time, as far as that is what is late.
+    """
+
+    reader: Node
+    writer: Node
+    num_late: int = 0
+    wait_s: float = 0.0
+
+
+class Policy(Protocol):
+    """Places requests."""
+
+    def place(
+        self, nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, handover: HandoverCosts, now: float
+    ) -> Placed:
+        """Raises RequestError when no pair of these nodes could serve the request."""
+        ...
