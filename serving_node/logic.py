@@ -87,7 +87,7 @@ class NodeLogic:
         )
         self._moves = Moves(residents, leases, self._hand_overs, self._endings)
         self._writing = Writing(residents, leases, self._hand_overs.revoke)
-        self._room = Room(residents, leases, self._reading, self._credit, self._writing, limits.max_num_seqs)
+        self._room = Room(residents, leases, self._reading, self._credit, self._writing, costs, limits.max_num_seqs)
         self.is_draining = False
         self._is_calm = False  # whether all that can happen to a streak is its own steps
         self._take(shape)

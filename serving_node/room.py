@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from decode_node.credit import Credit
+from decode_node.seats import seats_in_time
 from decode_node.writing import Writing, can_give_way
 from prefill_node.reading import Reading
+from serving_core.costs import StepCosts
 from serving_core.leases import Leases
 from serving_core.residents import Resident, Residents, Stage
 
@@ -35,6 +37,7 @@ class Room:
         reading: Reading,
         credit: Credit,
         writing: Writing,
+        costs: StepCosts,
         num_seats: int,
     ) -> None:
         self._residents = residents
@@ -42,6 +45,7 @@ class Room:
         self._reading = reading
         self._credit = credit
         self._writing = writing
+        self._costs = costs
         self.num_seats = num_seats  # may change; who has one keeps it
         self._oldest_without: Resident | None = None  # of those that wait for credit
         self._preferred: Resident | None = None  # others gave way to it
@@ -93,13 +97,13 @@ class Room:
 
     def gate(self) -> Callable[[Resident], bool]:
         """Tells of prompts, one after the other, whether they may start in this step. What goes to another node waits
-        for the older ones that do."""
+        for the older ones that do; what is to be answered here, for answers that would miss their limits beside it."""
         is_full, capped = False, math.inf  # the age from which on what goes to other nodes has to wait
 
         def may_start(resident: Resident) -> bool:
             nonlocal is_full, capped
             if not resident.is_outgoing:
-                is_full = is_full or not self._has_free_seat  # none comes free while a step is planned
+                is_full = is_full or not self._has_seat_in_time  # none comes free while a step is planned
                 return not (is_full and _needs_seat(resident))
             if resident.age < capped and self._is_capped(resident):
                 capped = resident.age
@@ -117,6 +121,11 @@ class Room:
     @property
     def _has_free_seat(self) -> bool:
         return self._num_seated() < self.num_seats
+
+    @property
+    def _has_seat_in_time(self) -> bool:
+        seated = self._seated()
+        return len(seated) < self.num_seats and len(seated) < seats_in_time(seated, self._costs)
 
     def start(self, resident: Resident) -> bool:
         """Gives a prompt its blocks, unless there are too few or an older request waits for them."""
@@ -197,6 +206,10 @@ class Room:
         """Answers that are written here, or will be as soon as their KV is there: they will need more blocks."""
         being_read = self._residents.in_stage(Stage.READING)
         return self._residents.count(*SEATED) + sum([not each.hands_over for each in being_read])
+
+    def _seated(self) -> list[Resident]:
+        being_read = [each for each in self._residents.in_stage(Stage.READING) if not each.hands_over]
+        return [*self._residents.in_stage(*SEATED), *being_read]
 
 
 def _needs_seat(resident: Resident) -> bool:

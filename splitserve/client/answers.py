@@ -177,7 +177,9 @@ class NodeLoad:
     count from the start of the node: num_cached_tokens of the prompt tokens had their KV there already, num_kv_bytes
     were sent or received. prefill_tokens_per_s is what the node computes when it does nothing else, 0 while that is not
     known. role is what its shape amounts to. lone_step_s is what an answer's token takes when it is the only one, 0
-    while that is not known.
+    while that is not known. step_weights are what a step takes, as the node has learnt it, in seconds: of a step, of
+    each answer in it, of each token before those; of chunks of prompts, of each of their tokens, of each pair of a
+    token and one before it. They are empty while no request has had limits.
     """
 
     name: str
@@ -200,6 +202,7 @@ class NodeLoad:
     prefill_tokens_per_s: float
     shape: Shape
     lone_step_s: float
+    step_weights: tuple[float, ...]
     ranks: tuple[RankLoad, ...]
 
 

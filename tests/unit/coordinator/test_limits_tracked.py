@@ -3,6 +3,7 @@
 import pytest
 
 from coordinator.control.slo import Slo
+from serving_core.errors import RequestError
 from tests import fleet_events as events
 from tests.unit.coordinator.tracker_kit import World
 
@@ -131,3 +132,28 @@ def test_what_failed_kept_nothing_and_what_its_client_left_does_not_count(world)
     world.submit("left/0", slo=SLO)
     world.short(world.tracker.finish("left/0", events.ABORT, 1.0))
     assert counts(world) == (1, 0, 0, 0)
+
+
+# ---- admission ----
+
+
+def test_what_would_be_late_is_refused_with_the_wait_where_the_configuration_says_so():
+    """A prompt of 3 tokens takes 3 s, and another one waits already."""
+    world = World(("p0", "d0"), admits_late=False)
+    told = events.heartbeat(prefill_tokens_per_s=1.0).heartbeat
+    world.registry.heartbeat(world.registry.find("p0"), told, 0.0)
+    assert world.submit("first", slo=Slo("", 4.0, None)) == ["reserve d0", "prefill p0"]
+    with pytest.raises(RequestError, match=r"cannot be kept .*: try again in 2\.0 s") as refusal:
+        world.submit("second", slo=Slo("", 4.0, None))
+    assert refusal.value.reason == "WOULD_BE_LATE"
+    assert float(refusal.value.metadata["retry_after_s"]) == pytest.approx(2.0)
+    assert world.tracker.num_open == 1
+    assert world.submit("third") == ["reserve d0", "prefill p0"]  # without limits it waits
+    assert world.submit("fourth", slo=Slo("", 40.0, None)) == ["reserve d0", "prefill p0"]
+
+
+def test_what_would_be_late_is_served_else():
+    world = World(("p0", "d0"))
+    told = events.heartbeat(prefill_tokens_per_s=1.0).heartbeat
+    world.registry.heartbeat(world.registry.find("p0"), told, 0.0)
+    assert world.submit("hopeless", slo=Slo("", 1.0, None)) == ["reserve d0", "prefill p0"]

@@ -1,0 +1,213 @@
+"""Which nodes a request goes to where answers have limits: by hand, and against one count over all pairs."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.control.handover import HandoverCosts
+from coordinator.control.ledger import Ledger
+from coordinator.control.placement.lateness import Lateness, Pace
+from coordinator.control.placement.policies import POLICIES
+from coordinator.control.placement.policy import Wanted
+from coordinator.control.prompts import Prompt
+from coordinator.control.registry import Registry
+from serving_core.due import Due
+from tests import fleet_events as events
+
+TOKENS = list(range(1, 101))
+# A step takes 10 ms, 2 ms for each answer, nothing for the tokens before; a token of a prompt takes 1 ms.
+WEIGHTS = [0.010, 0.002, 0.0, 0.0, 0.001, 0.0]
+NOW = 50.0
+
+
+class Fleet:
+    def __init__(self):
+        self.registry, self.ledger = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9), Ledger()
+        self.num_requests = 0
+
+    def add(self, name, weights=WEIGHTS, **hello):
+        node = self.registry.admit(events.hello(name, num_blocks=1000, **hello).hello, 0.0)
+        told = events.heartbeat(prefill_tokens_per_s=1000.0, lone_step_s=0.012, step_weights=weights)
+        self.registry.heartbeat(node, told.heartbeat, 0.0)
+        return node
+
+    def reads(self, node, num_tokens, due_in_s=math.inf, writer=None):
+        """One more prompt on the node, whose answer another one writes, or itself."""
+        request_id = self._next()
+        if due_in_s < math.inf:
+            self.ledger.owe(request_id, Due(NOW + due_in_s), 0)
+        self.ledger.read(request_id, node, num_tokens)
+        if writer is not None:
+            self.ledger.write(request_id, writer, num_tokens)
+
+    def writes(self, node, tpot_s=math.inf, num_output=1, ago_s=0.0):
+        """One more answer, which has had its first token so long ago and has so many now."""
+        request_id = self._next()
+        if tpot_s < math.inf:
+            self.ledger.owe(request_id, Due(tpot_s=tpot_s, began_s=NOW - ago_s), num_output)
+        self.ledger.read(request_id, node, 0)
+        self.ledger.write(request_id, node, 50)
+        self.ledger.first_token(request_id, NOW - ago_s)
+
+    def _next(self):
+        self.num_requests += 1
+        return str(self.num_requests)
+
+    def late(self, node, due=None):
+        wanted = Wanted(Prompt(TOKENS), 110, due=due)
+        return Lateness(self.ledger, wanted, NOW).on(node)
+
+    def place(self, due=None, policy="auto", move_s=0.001):
+        wanted = Wanted(Prompt(TOKENS), 110, due=due)
+        return POLICIES[policy].place(self.registry.nodes, self.ledger, wanted, HandoverCosts(0.0, move_s), NOW)
+
+
+@pytest.fixture
+def fleet():
+    return Fleet()
+
+
+def names(placed):
+    return f"{placed.reader.name} {placed.writer.name}"
+
+
+def test_a_prompt_is_late_behind_others_that_are_due_before(fleet):
+    p0 = fleet.add("p0")
+    fleet.reads(p0, 300, due_in_s=0.35)
+    assert fleet.late(p0, Due(NOW + 0.41)).reading() == 0  # 300 ms, then its own 100 ms
+    assert fleet.late(p0, Due(NOW + 0.39)).reading() == 1
+    assert fleet.late(p0, Due(NOW + 0.39)).wait_s() == pytest.approx(0.01)
+    assert fleet.late(p0, Due(NOW + 0.09)).reading() == 1  # it could not be in time alone
+    assert fleet.late(p0).reading() == 0  # without limits it comes behind them
+
+
+def test_a_prompt_that_is_due_first_makes_another_one_late(fleet):
+    p0 = fleet.add("p0")
+    fleet.reads(p0, 300, due_in_s=0.35)
+    assert fleet.late(p0, Due(NOW + 0.11)).reading() == 1
+
+
+def test_who_is_late_already_is_not_counted_again(fleet):
+    p0 = fleet.add("p0")
+    fleet.reads(p0, 300, due_in_s=0.1)
+    assert fleet.late(p0, Due(NOW + 0.11)).reading() == 0
+
+
+def test_answers_are_late_where_a_step_with_one_more_takes_longer_than_their_limit(fleet):
+    d0 = fleet.add("d0")
+    for tpot_s in (0.013, 0.015, 0.1):
+        fleet.writes(d0, tpot_s)
+    # 16 ms now: two are late. 18 ms with one more.
+    assert fleet.late(d0).writing(0.0) == 0
+    assert fleet.late(d0, Due(tpot_s=0.017)).writing(0.0) == 1
+    fleet.writes(d0, 0.0185)  # 18 ms, and 20 ms with one more
+    assert fleet.late(d0).writing(0.0) == 1
+    assert fleet.late(d0, Due(tpot_s=0.05)).writing(0.5) == 2  # and the answer itself, which waits for blocks
+
+
+def test_beside_answers_a_prompt_gets_what_they_are_ahead_and_then_a_share(fleet):
+    """An answer of 24 ms, in steps of 12 ms: half of the time, of which 0.9 are spent."""
+    b0 = fleet.add("b0")
+    fleet.writes(b0, 0.024, num_output=11, ago_s=0.1)  # its next token is due in 164 ms
+    bank_s = 0.9 * (11 * 0.024 - 0.1 - 0.012)
+    in_time_s = bank_s + (0.1 - bank_s) / 0.45 if bank_s < 0.1 else 0.1
+    assert fleet.late(b0, Due(NOW + in_time_s + 1e-6)).reading() == 0
+    assert fleet.late(b0, Due(NOW + in_time_s - 1e-3)).reading() == 1
+    fleet.writes(b0, 0.028)  # it has just begun: nothing is ahead, and steps of 14 ms leave 10 of 24
+    share = 0.9 * (1 - 0.014 / 0.024)
+    bank_s = 0.9 * (0.028 - 0.014)
+    assert fleet.late(b0, Due(NOW + bank_s + (0.1 - bank_s) / share + 1e-6)).reading() == 0
+    assert fleet.late(b0, Due(NOW + bank_s + (0.1 - bank_s) / share - 1e-3)).reading() == 1
+
+
+@given(st.floats(0, 10), st.floats(0.01, 1), st.floats(0, 100))
+def test_work_and_time_are_two_sides_of_a_pace(bank_s, share, seconds):
+    pace = Pace(bank_s, share)
+    assert pace.seconds(pace.work_s(seconds)) == pytest.approx(seconds, abs=1e-9)
+
+
+def test_the_fewest_late_come_before_the_fewest_seconds(fleet):
+    p0 = fleet.add("p0")
+    fleet.add("p1", [0.01, 0.002, 0, 0, 0.004, 0])  # which is slower than its rate says
+    fleet.add("d0")
+    fleet.reads(p0, 50)
+    assert names(fleet.place()) == "p1 d0"
+    assert names(fleet.place(Due(NOW + 0.2))) == "p0 d0"
+    assert names(fleet.place(Due(NOW + 0.2), policy="sum")) == "p1 d0"
+
+
+def test_an_answer_goes_where_the_others_keep_their_limits(fleet):
+    fleet.add("p0")
+    d0, d1 = fleet.add("d0"), fleet.add("d1")
+    fleet.writes(d0, 0.013)
+    for _ in range(5):
+        fleet.writes(d1)
+    assert names(fleet.place(policy="sum")) == "p0 d0"  # with most room
+    assert names(fleet.place()) == "p0 d1"
+    assert fleet.place().num_late == 0
+
+
+def test_a_place_where_somebody_will_be_late_says_so_and_for_how_long(fleet):
+    p0 = fleet.add("p0")
+    fleet.add("d0")
+    fleet.reads(p0, 400, due_in_s=0.45)
+    placed = fleet.place(Due(NOW + 0.3))
+    assert (placed.num_late, placed.wait_s) == (1, pytest.approx(0.2))
+
+
+@pytest.mark.parametrize(
+    ("policy", "pair"),
+    [("never", "b0 b0"), ("always", "b0 b1"), ("least-loaded", "b1 b1"), ("lmetric", "b0 b0"), ("arrow", "b0 b1")],
+)
+def test_other_rules_by_hand(fleet, policy, pair):
+    """b0 is to read 300 tokens and writes nothing; b1 is to read 250 and writes two answers."""
+    b0, b1 = fleet.add("b0"), fleet.add("b1")
+    fleet.reads(b0, 300)
+    fleet.reads(b1, 250)
+    fleet.writes(b1)
+    fleet.writes(b1)
+    assert names(fleet.place(policy=policy)) == pair
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_rule_serves_what_can_be_served(fleet, policy):
+    fleet.add("p0")
+    fleet.add("d0")
+    assert names(fleet.place(policy=policy)) == "p0 d0"
+    fleet = Fleet()
+    fleet.add("b0")
+    assert names(fleet.place(policy=policy)) == "b0 b0"
+
+
+JOBS = st.lists(st.tuples(st.integers(1, 400), st.floats(0.01, 1.0)), max_size=4)
+ANSWERS = st.lists(st.tuples(st.sampled_from([0.013, 0.017, 0.03, 0.1]), st.integers(1, 5)), max_size=4)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    nodes=st.lists(st.tuples(st.sampled_from("pdb"), JOBS, ANSWERS), min_size=1, max_size=4),
+    due=st.none() | st.tuples(st.floats(0.01, 1.0), st.sampled_from([0.013, 0.02, 0.1])),
+)
+def test_nobody_has_fewer_late_than_the_chosen_pair(nodes, due):
+    fleet = Fleet()
+    for index, (role, jobs, answers) in enumerate(nodes):
+        node = fleet.add(f"{role}{index}")
+        for num_tokens, due_in_s in jobs if node.shape.reads else []:
+            fleet.reads(node, num_tokens, due_in_s)
+        for tpot_s, num_output in answers if node.shape.writes else []:
+            fleet.writes(node, tpot_s, num_output)
+    able = list(fleet.registry.nodes)
+    pairs = [(a, b) for a, b in itertools.product(able, able) if a.shape.reads and b.shape.writes]
+    if not pairs:
+        return
+    own = Due(NOW + due[0], due[1]) if due else None
+
+    def num_late(reader, writer):
+        on = Lateness(fleet.ledger, Wanted(Prompt(TOKENS), 110, due=own), NOW).on
+        return on(reader).alone(0.0) if reader is writer else on(reader).reading() + on(writer).writing(0.0)
+
+    placed = fleet.place(own)
+    assert placed.num_late == num_late(placed.reader, placed.writer) == min(num_late(*pair) for pair in pairs)
