@@ -62,8 +62,8 @@ class CoordinatorSettings:
     )
     slo_class: tuple[str, ...] = flag(
         (),
-        "Limits of requests that name this class, in ms or as multiples of what they take alone: "
-        "NAME=ttft:500,tpot:40 or NAME=ttft:5x,tpot:1.5x. May be repeated.",
+        "Limits of requests that name this class, in ms or as multiples of what they take alone, and their priority, "
+        "the lower the earlier: NAME=ttft:500,tpot:40,priority:-1 or NAME=ttft:5x,tpot:1.5x. May be repeated.",
     )
     max_restarts: int = flag(2, "Most times one answer begins again on other nodes after a failure.", minimum=0)
     keep_after_s: float = flag(

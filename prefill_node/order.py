@@ -1,11 +1,15 @@
-"""Which prompt is read first, where some have a limit on their first token. No I/O, no clock.
+"""Which prompt is read first, where some have a limit on their first token, or another priority. No I/O, no clock.
 
 Of those with a limit, as many as can be in time come first, the most urgent one before the others: where one would be
-late, the longest so far steps back (Moore and Hodgson: no order has more in time). Behind them come, oldest first,
-those without a limit and those that would be late. These have a floor: of all that the first ones get they earn a
-share, and while they have something in hand, the oldest of them comes before all. So nobody waits for ever.
+late, the longest so far steps back (Moore and Hodgson: no order has more in time). Nobody steps back for a less
+important one: as many of the most important ones are in time as ever can be, then as many of the next as there is time
+for beside those, and so on. Behind them come, by priority and of equal ones the oldest first, those without a limit and
+those that would be late.
 
-Without limits the oldest comes first.
+These have a floor: of all that is read before the oldest of them it earns a share, and when that is as much as it
+lacks, it comes before all, whatever its priority. So nobody waits for ever, and few that come at once keep their order.
+
+Without limits and priorities the oldest comes first.
 """
 
 import math
@@ -17,7 +21,7 @@ from serving_core.costs import StepCosts
 from serving_core.requests import Request, Work
 from serving_core.residents import Resident
 
-FLOOR: Final = 0.05  # of the prompt tokens that are computed, for those that have stepped back
+FLOOR: Final = 0.05  # of the prompt tokens that are computed, for those that others are read before
 
 
 class Order:
@@ -25,48 +29,61 @@ class Order:
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
-        self._num_owed = 0.0  # tokens, to those that have stepped back
-        self._advanced: Request | None = None  # that comes first for it
-        self._first: frozenset[Request] = frozenset()  # that others have stepped back for
+        self._num_owed = 0.0  # tokens, to the oldest of those that others are read before; at most what it lacks
+        self._oldest: Request | None = None
+        self._first: frozenset[Request] = frozenset()  # that are read before it
 
     def of(self, prompts: list[Resident], now: float) -> list[Resident]:
         """These prompts, which come oldest first, in the order in which they are to be read."""
-        self._advanced, self._first = None, frozenset()
-        limited = [(each, due_s) for each in prompts if (due_s := _due_s(each)) < math.inf]
-        if not limited:
-            return prompts
-        seconds = [self._costs.chunk_s(each.num_computed, each.num_to_compute, is_first=True) for each, _ in limited]
-        found = timely(seconds, [due_s - now for _, due_s in limited])
-        first = [limited[index][0] for index in found]
+        first = self._timely(prompts, now)
         chosen = set(first)
         back = [each for each in prompts if each not in chosen]
-        if not (first and back):
-            return first + back
-        self._first = frozenset(each.request for each in first)
-        if self._num_owed <= 0:
-            return first + back
-        self._advanced = back[0].request
-        return [back[0], *first, *back[1:]]
+        if not back:
+            self._num_owed, self._oldest, self._first = 0.0, None, frozenset()
+            return first
+        ordered = first + sorted(back, key=lambda each: each.priority)
+        oldest, num_lacking = back[0], back[0].num_to_compute
+        place = ordered.index(oldest)
+        self._num_owed = min(self._num_owed, num_lacking)
+        self._oldest, self._first = oldest.request, frozenset(each.request for each in ordered[:place])
+        if self._num_owed == num_lacking:
+            ordered.insert(0, ordered.pop(place))
+        return ordered
 
     def took(self, works: Sequence[Work]) -> None:
         """What the planned step computes of prompts."""
         for work in works:
-            if work.request is self._advanced:
-                self._num_owed -= work.num_tokens
+            if work.request is self._oldest:
+                self._num_owed = max(0.0, self._num_owed - work.num_tokens)
             elif work.request in self._first:
                 self._num_owed += FLOOR * work.num_tokens
 
+    def _timely(self, prompts: list[Resident], now: float) -> list[Resident]:
+        limited = [(each, due_s) for each in prompts if (due_s := _due_s(each)) < math.inf]
+        seconds = [self._costs.chunk_s(each.num_computed, each.num_to_compute, is_first=True) for each, _ in limited]
+        found = timely(seconds, [due_s - now for _, due_s in limited], [each.priority for each, _ in limited])
+        return [limited[index][0] for index in found]
 
-def timely(seconds: Sequence[float], dues_s: Sequence[float]) -> list[int]:
+
+def timely(seconds: Sequence[float], dues_s: Sequence[float], priorities: Sequence[int] = ()) -> list[int]:
     """Of jobs that take so long and are due so much later, the places of the most that can be done in time one after
-    the other, in the order of doing. Of those that are due at once the first comes first."""
-    passed_s, longest = 0.0, list[tuple[float, int]]()
-    for index in sorted(range(len(dues_s)), key=lambda index: dues_s[index]):
-        passed_s += seconds[index]
-        heappush(longest, (-seconds[index], -index))
-        if passed_s > dues_s[index]:
-            passed_s += heappop(longest)[0]
-    return sorted((-index for _, index in longest), key=lambda index: (dues_s[index], index))
+    the other, in the order of doing. Of those that are due at once the first comes first. With `priorities` they are
+    the most of the lowest value, then the most of the next beside those, and so on."""
+    priorities = priorities or [0] * len(dues_s)
+    by_due = sorted(range(len(dues_s)), key=lambda index: dues_s[index])
+    chosen: set[int] = set()
+    for priority in sorted(set(priorities)):
+        passed_s, longest = 0.0, list[tuple[float, int]]()
+        for index in by_due:
+            if index not in chosen and priorities[index] != priority:
+                continue
+            passed_s += seconds[index]
+            if index not in chosen:
+                heappush(longest, (-seconds[index], -index))
+            while longest and passed_s > dues_s[index]:
+                passed_s += heappop(longest)[0]
+        chosen.update(-index for _, index in longest)
+    return [index for index in by_due if index in chosen]
 
 
 def _due_s(prompt: Resident) -> float:

@@ -1,9 +1,9 @@
 """The half that turns prompts into KV: which tokens of which prompt the next step computes. No I/O, no clock.
 
-Oldest first, or as limits ask for it (prefill_node/order.py), by token budget: a step takes tokens of the prompts that
-are being read until the budget is spent, so a long prompt goes through in chunks and several short ones share a step;
-beside answers with limits time is a budget too (prefill_node/slack.py). A prompt starts only when the pool has blocks
-for all of it, so whatever is being read can always finish.
+Oldest first, or as limits and priorities ask for it (prefill_node/order.py), by token budget: a step takes tokens of
+the prompts that are being read until the budget is spent, so a long prompt goes through in chunks and several short
+ones share a step; beside answers with limits time is a budget too (prefill_node/slack.py). A prompt starts only when
+the pool has blocks for all of it, so whatever is being read can always finish.
 
 A prompt starts with the leading blocks that an earlier one left in the pool, or one that is being read has published,
 and computes the rest; always its last token where its logits choose the next one. It publishes its own full blocks step

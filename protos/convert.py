@@ -13,7 +13,7 @@ from serving_core.prefix import MAKER_BYTES
 from serving_core.requests import FinishReason, Request, SampledToken, SamplingParams
 from serving_core.shapes import Shape
 
-PROTOCOL_VERSION = "6"
+PROTOCOL_VERSION = "7"
 MAX_MADE: Final = 64  # runs of blocks of one maker that a tail tells: of a chat, some 32 answers
 
 _FINISH_REASONS = {
@@ -62,7 +62,7 @@ def sampling_from_wire(wire: inference_pb2.SamplingParams) -> SamplingParams:
     )
 
 
-def job_to_wire(request: Request, age: int = 0, due: fleet_pb2.Due | None = None) -> fleet_pb2.Job:
+def job_to_wire(request: Request, age: int = 0, due: fleet_pb2.Due | None = None, priority: int = 0) -> fleet_pb2.Job:
     """What both nodes need to know of an attempt."""
     return fleet_pb2.Job(
         attempt=attempt_of(request),
@@ -72,6 +72,7 @@ def job_to_wire(request: Request, age: int = 0, due: fleet_pb2.Due | None = None
         cache_salt=request.cache_salt,
         age=age,
         due=due,
+        priority=priority,
     )
 
 

@@ -226,7 +226,7 @@ class Refusal(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("attempt", "token_ids", "num_prompt_tokens", "sampling_params", "cache_salt", "age", "due")
+    __slots__ = ("attempt", "token_ids", "num_prompt_tokens", "sampling_params", "cache_salt", "age", "due", "priority")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -234,6 +234,7 @@ class Job(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     AGE_FIELD_NUMBER: _ClassVar[int]
     DUE_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
@@ -241,7 +242,8 @@ class Job(_message.Message):
     cache_salt: str
     age: int
     due: Due
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., age: _Optional[int] = ..., due: _Optional[_Union[Due, _Mapping]] = ...) -> None: ...
+    priority: int
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., age: _Optional[int] = ..., due: _Optional[_Union[Due, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class Due(_message.Message):
     __slots__ = ("ttft_left_s", "tpot_s", "since_first_s")

@@ -81,6 +81,7 @@ class Resident:
     is_kept: bool = False  # it was read so, and this node is to write the answer after all
     source_tp: int = 0  # ranks of the node that reads the prompt; 0: this one does
     due: Due | None = None  # when its tokens are; None without limits
+    priority: int = 0  # among prompts: the lower, the earlier it is read
     num_ahead: int = 0  # tokens that a running answer may grow by until it is here; 0: it is a prompt that comes
     move: Move | None = None
     lease: BlockLease | None = None

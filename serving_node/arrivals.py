@@ -50,6 +50,7 @@ class Arrivals:
             Stage.QUEUED if is_read_here else Stage.AWAITING,
             now,
             due=convert.due_from_wire(job.due, now) if job.HasField("due") else None,
+            priority=job.priority,
             hands_over=reserve is None,
             source_tp=0 if is_read_here or reserve is None else max(1, reserve.prefill_tp_size),
             num_ahead=num_ahead,

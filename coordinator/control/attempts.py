@@ -161,6 +161,11 @@ class TrackedRequest:
         tpot_s = math.inf if slo.tpot_s is None else slo.tpot_s
         return Due(first_s, tpot_s, self.timeline.first_token_s)
 
+    @property
+    def priority(self) -> int:
+        """Its place among prompts that wait: the lower, the earlier."""
+        return 0 if self.slo is None else self.slo.priority
+
     def end_move(self, now: float) -> None:
         """Nothing is left to be heard of the move, however it ended."""
         self.move, self.moved_s = None, now
@@ -181,7 +186,7 @@ class TrackedRequest:
             cache_salt=prompt.cache_salt,
         )
         due = self.due
-        return job_to_wire(request, self.age, due_to_wire(due, now) if due else None)
+        return job_to_wire(request, self.age, due_to_wire(due, now) if due else None, self.priority)
 
     def commands(self, prompt: Prompt, now: float) -> Iterator[tuple[Node, fleet_pb2.NodeCommand]]:
         """What the nodes of the current attempt, which reads this prompt, are to be told now."""

@@ -49,7 +49,7 @@ def completion(
 def attainment(request: TrackedRequest) -> inference_pb2.Attainment | None:
     """Which limits the answer has, and which it has kept so far; None where it has neither limits nor a class."""
     slo, timeline = request.slo, request.timeline
-    if slo is None:
+    if slo is None or not (slo.has_limits or slo.slo_class):
         return None
     told = inference_pb2.Attainment(slo_class=slo.slo_class)
     if slo.ttft_s is not None:

@@ -1,4 +1,5 @@
-"""What answers are to keep: limits on TTFT and TPOT, of single requests or of classes in the configuration. Pure.
+"""What answers are to keep, limits on TTFT and TPOT, and how important they are: of single requests, or of classes in
+the configuration. Pure.
 
 A limit of a class may be a multiple of what the request takes alone, as far as nodes have measured that: its prompt at
 the rate of the fastest node that reads, and a step with one answer of the fastest that writes. Until then it is none.
@@ -18,10 +19,12 @@ from serving_core.reasons import BAD_PARAM
 MS: Final = 1e3
 MAX_MS: Final = 3_600_000.0
 MAX_MULTIPLE: Final = 1000.0
+MAX_PRIORITY: Final = 100  # and as far below 0
 MAX_CLASSES: Final = 32  # each is a label of some metrics
 UNNAMED: Final = "none"  # in counts: of requests that name no class
 _CLASS: Final = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})=(.+)")
 _LIMIT: Final = re.compile(r"(ttft|tpot):([0-9]+(?:\.[0-9]+)?)(x?)")
+_PRIORITY: Final = re.compile(r"priority:(-?[0-9]{1,9})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +47,17 @@ class SloClass:
     limits: str  # as the configuration has them
     ttft: Limit | None = None
     tpot: Limit | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """The limits of one request; None is no limit."""
+    """The limits of one request, where None is no limit, and its priority: the lower, the more important."""
 
     slo_class: str = ""  # that it has named
     ttft_s: float | None = None
     tpot_s: float | None = None
+    priority: int = 0
 
     @property
     def has_limits(self) -> bool:
@@ -66,14 +71,18 @@ class SloClasses:
         self._classes = {each.name: each for each in classes}
 
     def slo_of(self, request: GenerateRequest, num_prompt_tokens: int, nodes: Iterable[Node]) -> Slo | None:
-        """The limits of a request, which win over those of its class; None without both. Raises RequestError."""
+        """What a request asks for itself, and where it does not, what its class has; None without both. Raises
+        RequestError."""
         own = [_own_limit(request, name) for name in ("ttft_ms", "tpot_ms")]
-        if not request.slo_class and own == [None, None]:
+        own_priority = _own_priority(request)
+        if not request.slo_class and own == [None, None] and not own_priority:
             return None
         named = self._named(request.slo_class)
+        priority = named.priority if own_priority is None else own_priority
         ttft, tpot = own[0] or named.ttft, own[1] or named.tpot
         ttft_s, tpot_s = alone(nodes, num_prompt_tokens)
-        return Slo(named.name, ttft.seconds(ttft_s) if ttft else None, tpot.seconds(tpot_s) if tpot else None)
+        limits = (ttft.seconds(ttft_s) if ttft else None, tpot.seconds(tpot_s) if tpot else None)
+        return Slo(named.name, *limits, priority)
 
     def _named(self, name: str) -> SloClass:
         if not name:
@@ -109,16 +118,20 @@ def parse_slo_classes(texts: Iterable[str]) -> list[SloClass]:
 
 def _parse(text: str) -> SloClass:
     match = _CLASS.fullmatch(text.strip())
-    pairs = [_LIMIT.fullmatch(part.strip()) for part in match[2].split(",")] if match else []
-    limits = {pair[1]: Limit(float(pair[2]), bool(pair[3])) for pair in pairs if pair}
-    if match is None or len(limits) != len(pairs):
-        message = f"slo_class must be such as chat=ttft:500,tpot:40 (ms) or tight=ttft:5x,tpot:1.5x, not {text[:80]!r}"
-        raise SettingsError(message)
+    parts = [part.strip() for part in match[2].split(",")] if match else []
+    limits = {pair[1]: Limit(float(pair[2]), bool(pair[3])) for pair in map(_LIMIT.fullmatch, parts) if pair}
+    priorities = [int(pair[1]) for pair in map(_PRIORITY.fullmatch, parts) if pair]
+    if match is None or len(limits) + len(priorities[:1]) != len(parts):
+        examples = "chat=ttft:500,tpot:40 (ms), tight=ttft:5x,tpot:1.5x or batch=priority:10"
+        raise SettingsError(f"slo_class must be such as {examples}, not {text[:80]!r}")
     for name, limit in limits.items():
         most, unit = (MAX_MULTIPLE, "x") if limit.is_multiple else (MAX_MS, " ms")
         if not 0 < limit.value <= most:
             raise SettingsError(f"{name} of slo_class {match[1]!r} must be above 0{unit} and at most {most:g}{unit}")
-    return SloClass(match[1], match[2].strip(), **limits)
+    for priority in priorities:
+        if abs(priority) > MAX_PRIORITY:
+            raise SettingsError(f"priority of slo_class {match[1]!r} {_within(priority)}")
+    return SloClass(match[1], match[2].strip(), limits.get("ttft"), limits.get("tpot"), *priorities)
 
 
 def _own_limit(request: GenerateRequest, name: str) -> Limit | None:
@@ -128,3 +141,15 @@ def _own_limit(request: GenerateRequest, name: str) -> Limit | None:
     if not (math.isfinite(value) and 0 < value <= MAX_MS):
         raise RequestError(BAD_PARAM, f"{name} must be above 0 and at most {MAX_MS:g}, not {value:g}", field=name)
     return Limit(value)
+
+
+def _own_priority(request: GenerateRequest) -> int | None:
+    if not request.HasField("priority"):
+        return None
+    if abs(request.priority) > MAX_PRIORITY:
+        raise RequestError(BAD_PARAM, f"priority {_within(request.priority)}", field="priority")
+    return request.priority
+
+
+def _within(priority: int) -> str:
+    return f"must be within [{-MAX_PRIORITY}, {MAX_PRIORITY}], not {priority}"

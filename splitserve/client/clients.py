@@ -78,6 +78,7 @@ class Client:
         ttft_ms: float | None = None,
         tpot_ms: float | None = None,
         slo_class: str = "",
+        priority: int | None = None,
         deadline_s: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Iterator[Chunk]:
@@ -85,7 +86,7 @@ class Client:
 
         Requests share the KV cache of a common beginning only with requests of the same cache_salt. ttft_ms and tpot_ms
         are limits that the server is to keep, slo_class one of its classes, which has some; the last chunk's completion
-        tells which were kept.
+        tells which were kept. Of prompts that wait, those of a lower priority value are read first.
         """
         request = generate_request(
             prompt,
@@ -96,6 +97,7 @@ class Client:
             ttft_ms=ttft_ms,
             tpot_ms=tpot_ms,
             slo_class=slo_class,
+            priority=priority,
         )
         return self._stream(self._inference.Generate, request, answers.to_chunk, deadline_s)
 
@@ -178,6 +180,7 @@ class AsyncClient:
         ttft_ms: float | None = None,
         tpot_ms: float | None = None,
         slo_class: str = "",
+        priority: int | None = None,
         deadline_s: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> AsyncIterator[Chunk]:
@@ -185,7 +188,7 @@ class AsyncClient:
 
         Requests share the KV cache of a common beginning only with requests of the same cache_salt. ttft_ms and tpot_ms
         are limits that the server is to keep, slo_class one of its classes, which has some; the last chunk's completion
-        tells which were kept.
+        tells which were kept. Of prompts that wait, those of a lower priority value are read first.
         """
         request = generate_request(
             prompt,
@@ -196,6 +199,7 @@ class AsyncClient:
             ttft_ms=ttft_ms,
             tpot_ms=tpot_ms,
             slo_class=slo_class,
+            priority=priority,
         )
         return self._stream(self._inference.Generate, request, answers.to_chunk, deadline_s)
 

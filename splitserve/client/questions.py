@@ -55,6 +55,7 @@ def generate_request(
     ttft_ms: float | None = None,
     tpot_ms: float | None = None,
     slo_class: str = "",
+    priority: int | None = None,
 ) -> inference_pb2.GenerateRequest:
     """Raises TypeError for an unknown sampling field, and Refused for a value that the wire cannot carry."""
     given = {name: value for name, value in sampling.items() if value is not None}
@@ -71,6 +72,7 @@ def generate_request(
             ttft_ms=ttft_ms,
             tpot_ms=tpot_ms,
             slo_class=slo_class,
+            priority=priority,
             **_input(prompt),
         )
     except (TypeError, ValueError) as error:

@@ -39,6 +39,9 @@ Ask = Callable[..., Iterator[Chunk]]
 @click.option("--ttft-ms", type=float, help="Limit that the server is to keep: ms to the first token.")
 @click.option("--tpot-ms", type=float, help="Limit that the server is to keep: mean ms from each token to the next.")
 @click.option("--slo-class", default="", help="Class of the server's configuration, whose limits hold.")
+@click.option(
+    "--priority", type=int, help="The lower, the earlier it is read, -100 to 100; default: the class's, else 0."
+)
 @click.option("--deadline", "deadline_s", type=click.FloatRange(min=0, min_open=True), help="Seconds for the answer.")
 @sampling_options(GENERATE_TOKENS)
 def generate(
@@ -52,6 +55,7 @@ def generate(
     ttft_ms: float | None,
     tpot_ms: float | None,
     slo_class: str,
+    priority: int | None,
     deadline_s: float | None,
     **sampling: Any,
 ) -> None:
@@ -63,7 +67,7 @@ def generate(
             as_chat = model.has_chat_template
         prompt: Prompt = [{"role": "user", "content": text}] if as_chat else text
         asking = Asking(model, _given(sampling), GENERATE_TOKENS)
-        limits: dict[str, Any] = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "slo_class": slo_class}
+        limits: dict[str, Any] = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "slo_class": slo_class, "priority": priority}
         ask = partial(client.generate, prompt, cache_salt=cache_salt, deadline_s=deadline_s, **limits)
         chunks = asking.answer(ask)
         if as_json:

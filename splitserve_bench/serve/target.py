@@ -7,7 +7,7 @@ from typing import Any, Final
 SPLITSERVE, OPENAI = "splitserve", "openai"
 BACKENDS: Final = (SPLITSERVE, OPENAI)
 COMPLETIONS: Final = "/v1/completions"
-LIMITS: Final = ("ttft_ms", "tpot_ms", "slo_class")  # of every request, the same for both backends
+LIMITS: Final = ("ttft_ms", "tpot_ms", "slo_class", "priority")  # of every request, the same for both backends
 
 
 @dataclass(frozen=True, slots=True)

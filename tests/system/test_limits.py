@@ -1,4 +1,7 @@
-"""Limits of requests on a real cluster, from the client to what the end of an answer, loads and metrics tell."""
+"""Limits and priorities of requests on a real cluster, from the client to what the end of an answer, loads and metrics
+tell."""
+
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -58,3 +61,41 @@ def test_a_class_that_there_is_not_is_refused_by_name(client):
     ) as error:
         end_of(client, slo_class="batch")
     assert error.value.field == "slo_class"
+
+
+def test_a_priority_that_cannot_be_is_refused_with_the_limit(client):
+    with pytest.raises(Refused, match=r"priority must be within \[-100, 100\], not 101") as error:
+        end_of(client, priority=101)
+    assert error.value.field == "priority"
+
+
+def test_a_more_important_prompt_is_read_before_one_that_came_earlier(start_cluster, tmp_path):
+    """Both wait behind a third, until it is aborted. The one takes a step, the other 50."""
+    model = write_fake_model(tmp_path / "fake", step_s=0.01, max_position_embeddings=30_000)
+    sizes = {
+        "num_prefill": 0,
+        "num_decode": 0,
+        "num_both": 1,
+        "node": {"max_num_batched_tokens": 16, "max_num_seqs": 8},
+    }
+    cluster = start_cluster(model, coordinator={"slo_class": ("first=priority:-1",)}, **sizes)
+    ended = []
+
+    def ask(name, num_tokens, **priority):
+        for _ in client.generate([7] * num_tokens, max_tokens=1, request_id=name, cache_salt=name, **priority):
+            pass
+        ended.append(name)
+
+    with Client(cluster.target, timeout_s=DEADLINE_S) as client, ThreadPoolExecutor() as threads:
+        asked = []
+        for name, num_tokens, priority in (
+            ("ahead", 29_000, {"priority": -100}),
+            ("earlier", 800, {}),
+            ("important", 16, {"slo_class": "first"}),
+        ):
+            asked.append(threads.submit(ask, name, num_tokens, **priority))
+            wait_until(lambda: client.loads().num_live_requests == len(asked), f"{name} is there", DEADLINE_S)
+        client.abort(["ahead"])
+        for each in asked:
+            each.result(DEADLINE_S)
+    assert ended.index("important") < ended.index("earlier")

@@ -85,6 +85,32 @@ def test_the_events_of_a_completion(tmp_path):
     run(scenario())
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("headers", "fields", "priority"),
+    [
+        ({}, {}, 0),
+        ({}, {"priority": -3}, -3),
+        ({"x-slo-priority": "-3"}, {}, -3),
+        ({"x-slo-priority": "-3"}, {"priority": 0}, 0),
+        ({"x-slo-class": "batch"}, {}, 10),
+        ({"x-slo-class": "batch"}, {"priority": 0}, 0),
+    ],
+)
+def test_a_priority_comes_in_the_body_in_a_header_or_with_the_class(tmp_path, path, headers, fields, priority):
+    async def scenario():
+        async with http_cluster(tmp_path, slo_class=("batch=priority:10",)) as (c, client):
+            call = post(client, path, headers=headers, **fields)
+            attempt, job = await begin(c)
+            assert job.priority == priority
+            await hand_over(c, attempt, "a")
+            await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
+            reply = await call
+            assert (reply.status_code, reply.headers.get("x-splitserve-warning")) == (200, None)
+
+    run(scenario())
+
+
 def test_limits_come_in_the_body_or_in_headers_and_the_answer_tells_what_became_of_them(tmp_path):
     async def scenario():
         async with http_cluster(tmp_path, slo_class=("chat=ttft:60000,tpot:50000",)) as (c, client):
@@ -112,6 +138,21 @@ def test_limits_come_in_the_body_or_in_headers_and_the_answer_tells_what_became_
         ({"x-slo-tpot-ms": "inf"}, {}, "x-slo-tpot-ms", "x-slo-tpot-ms must be a finite number, not 'inf'"),
         ({"x-slo-tpot-ms": "-1"}, {}, "tpot_ms", "tpot_ms must be above 0 and at most 3.6e+06, not -1"),
         ({}, {"ttft_ms": "fast"}, "ttft_ms", 'ttft_ms must be a finite number, not "fast"'),
+        ({}, {"priority": 101}, "priority", "priority must be an integer within [-100, 100], not 101"),
+        ({}, {"priority": 1.5}, "priority", "priority must be an integer within [-100, 100], not 1.5"),
+        ({}, {"priority": "high"}, "priority", 'priority must be an integer within [-100, 100], not "high"'),
+        (
+            {"x-slo-priority": "-101"},
+            {},
+            "x-slo-priority",
+            "x-slo-priority must be an integer within [-100, 100], not '-101'",
+        ),
+        (
+            {"x-slo-priority": "9" * 5000},
+            {},
+            "x-slo-priority",
+            f"x-slo-priority must be an integer within [-100, 100], not '{'9' * 80}'",
+        ),
         ({}, {"slo_class": "chat"}, "slo_class", "slo_class 'chat' is none of the server's: there are none"),
     ],
 )

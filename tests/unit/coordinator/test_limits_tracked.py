@@ -1,4 +1,5 @@
-"""Limits on their way to the nodes, over retries and moves, and what the end of an answer tells of them."""
+"""Limits and priorities on their way to the nodes, over retries and moves, and what the end of an answer tells of
+them."""
 
 import pytest
 
@@ -85,6 +86,31 @@ def test_a_move_keeps_the_deadlines(world):
     world.step(attempt, 1, now=2.0)
     assert world.drain("d0", 9.0) == ["reserve d1"]
     assert due(world.jobs[-1]) == {"tpot_s": 2.0, "since_first_s": 8.0}
+
+
+def test_both_nodes_of_every_attempt_get_the_priority(world):
+    world.submit(slo=Slo("", priority=-7))
+    world.lose("p0")
+    assert [job.priority for job in world.jobs] == [-7] * 4
+    assert not any(job.HasField("due") for job in world.jobs)
+
+
+def test_a_move_keeps_the_priority(world):
+    world.submit(max_tokens=200, slo=Slo("", priority=-7))
+    attempt = world.attempt
+    world.first(attempt)
+    world.tell("d0", events.reserved(attempt))
+    world.tell("d0", events.committed(attempt))
+    world.tell("p0", events.transferred(attempt))
+    world.step(attempt, 1)
+    assert world.drain("d0", 9.0) == ["reserve d1"]
+    assert world.jobs[-1].priority == -7
+
+
+def test_of_a_priority_alone_the_end_tells_nothing(world):
+    write(world, 5.0, slo=Slo("", priority=-7))
+    assert not world.outcome.HasField("attainment")
+    assert counts(world) == (0, 0, 0, 0)
 
 
 def write(world, *token_times, slo, now=0.0, name="r/0"):

@@ -79,7 +79,7 @@ def test_a_different_fingerprint_is_refused_with_both_values_and_names(registry)
 
 @pytest.mark.parametrize(
     ("fact", "difference"),
-    [("protocol_version", "protocol_version is 0 and 6"), ("vocab_size", "vocab_size is 0 and 260")],
+    [("protocol_version", "protocol_version is 0 and 7"), ("vocab_size", "vocab_size is 0 and 260")],
 )
 def test_the_first_node_must_fit_the_coordinator(registry, fact, difference):
     with pytest.raises(RequestError, match=f"node d0 and the coordinator differ: {difference}") as error:

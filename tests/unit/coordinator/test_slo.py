@@ -1,16 +1,21 @@
-"""Limits of requests and of classes: what is refused, which of them hold, and what a request takes alone."""
+"""Limits and priorities of requests and of classes: what is refused, which of them hold, and what a request takes
+alone."""
 
 import math
 
 import pytest
 
 from coordinator.control.registry import Registry
-from coordinator.control.slo import MAX_CLASSES, Limit, Slo, SloClass, SloClasses, parse_slo_classes
+from coordinator.control.slo import MAX_CLASSES, MAX_PRIORITY, Limit, Slo, SloClass, SloClasses, parse_slo_classes
 from protos.inference_pb2 import GenerateRequest
 from serving_core.errors import RequestError, SettingsError
 from tests import fleet_events as events
 
-CLASSES = SloClasses(parse_slo_classes(["chat=ttft:500,tpot:40", "tight=ttft:5x,tpot:1.5x", "first=ttft:200"]))
+CLASSES = SloClasses(
+    parse_slo_classes(
+        ["chat=ttft:500,tpot:40", "tight=ttft:5x,tpot:1.5x", "first=ttft:200,priority:-5", "night=priority:10"]
+    )
+)
 
 
 def nodes(**loads):
@@ -25,10 +30,13 @@ def slo_of(num_prompt_tokens=100, fleet=(), **fields):
     return CLASSES.slo_of(GenerateRequest(**fields), num_prompt_tokens, fleet)
 
 
-def test_a_class_is_a_name_with_limits_in_ms_or_multiples():
-    assert parse_slo_classes(["chat=ttft:500,tpot:40.5", " tight=tpot:1.5x "]) == [
+def test_a_class_is_a_name_with_limits_in_ms_or_multiples_and_a_priority():
+    texts = ["chat=ttft:500,tpot:40.5", " tight=tpot:1.5x ", "first=priority:-1, ttft:5", "batch=priority:100"]
+    assert parse_slo_classes(texts) == [
         SloClass("chat", "ttft:500,tpot:40.5", Limit(500.0), Limit(40.5)),
         SloClass("tight", "tpot:1.5x", None, Limit(1.5, is_multiple=True)),
+        SloClass("first", "priority:-1, ttft:5", Limit(5.0), None, -1),
+        SloClass("batch", "priority:100", None, None, 100),
     ]
     assert parse_slo_classes([]) == []
 
@@ -48,13 +56,19 @@ def test_a_class_is_a_name_with_limits_in_ms_or_multiples():
         "chat=ttft:nan",
         "chat=ttft:5,",
         "chat=ttft:5,ttft:6",
+        "chat=priority:1,priority:2",
+        "chat=priority:",
+        "chat=priority:1x",
+        "chat=priority:0.5",
+        "chat=priority:high",
+        "chat=ttft:5,priority:1000000000",
         "a chat=ttft:5",
         "-x=ttft:5",
         "x" * 65 + "=ttft:5",
     ],
 )
 def test_what_is_no_class_is_refused(text):
-    with pytest.raises(SettingsError, match=r"slo_class must be such as chat=ttft:500,tpot:40 \(ms\) or"):
+    with pytest.raises(SettingsError, match=r"slo_class must be such as chat=ttft:500,tpot:40 \(ms\), "):
         parse_slo_classes([text])
 
 
@@ -64,6 +78,8 @@ def test_what_is_no_class_is_refused(text):
         (["a=ttft:0"], "ttft of slo_class 'a' must be above 0 ms and at most 3.6e+06 ms"),
         (["a=tpot:3600001"], "tpot of slo_class 'a' must be above 0 ms and at most 3.6e+06 ms"),
         (["a=tpot:1001x"], "tpot of slo_class 'a' must be above 0x and at most 1000x"),
+        (["a=priority:101"], "priority of slo_class 'a' must be within [-100, 100], not 101"),
+        (["a=ttft:5,priority:-101"], "priority of slo_class 'a' must be within [-100, 100], not -101"),
         (["a=ttft:1", "b=ttft:1", "a=tpot:1"], "slo_class 'a' is given twice"),
         (["none=ttft:1"], "slo_class 'none' stands for requests without a class"),
         ([f"c{number}=ttft:1" for number in range(MAX_CLASSES + 1)], "slo_class is given 33 times, the limit is 32"),
@@ -75,21 +91,38 @@ def test_classes_that_cannot_be_are_refused_with_the_limit(texts, message):
     assert str(caught.value) == message
 
 
-def test_without_limits_and_class_there_is_nothing_to_keep():
+def test_without_limits_class_and_priority_there_is_nothing_to_keep():
     assert slo_of() is None
+    assert slo_of(priority=0) is None
 
 
 def test_limits_of_a_request_win_over_those_of_its_class():
     assert slo_of(ttft_ms=250) == Slo("", 0.25, None)
     assert slo_of(slo_class="chat") == Slo("chat", 0.5, 0.04)
     assert slo_of(slo_class="chat", tpot_ms=20) == Slo("chat", 0.5, 0.02)
-    assert slo_of(slo_class="first", tpot_ms=20) == Slo("first", 0.2, 0.02)
+    assert slo_of(slo_class="first", tpot_ms=20) == Slo("first", 0.2, 0.02, -5)
+
+
+def test_the_priority_of_a_request_wins_over_that_of_its_class():
+    assert slo_of(priority=-3) == Slo("", None, None, -3)
+    assert slo_of(slo_class="night") == Slo("night", None, None, 10)
+    assert slo_of(slo_class="night", priority=-MAX_PRIORITY) == Slo("night", None, None, -100)
+    assert slo_of(slo_class="first", priority=0) == Slo("first", 0.2, None, 0)
+    assert slo_of(slo_class="chat", priority=MAX_PRIORITY) == Slo("chat", 0.5, 0.04, 100)
+
+
+@pytest.mark.parametrize("value", [-101, 101, 2**31 - 1, -(2**31)])
+def test_a_priority_that_cannot_be_is_refused_by_name(value):
+    with pytest.raises(RequestError) as caught:
+        slo_of(priority=value)
+    assert str(caught.value) == f"priority must be within [-100, 100], not {value}"
+    assert (caught.value.reason, caught.value.metadata) == ("BAD_PARAM", {"field": "priority"})
 
 
 def test_an_unknown_class_is_refused_with_those_that_there_are():
     with pytest.raises(RequestError) as caught:
         slo_of(slo_class="batch")
-    assert str(caught.value) == "slo_class 'batch' is none of the server's: there are chat, tight, first"
+    assert str(caught.value) == "slo_class 'batch' is none of the server's: there are chat, tight, first, night"
     assert (caught.value.reason, caught.value.metadata) == ("BAD_PARAM", {"field": "slo_class"})
 
 

@@ -133,6 +133,7 @@ class Ask:
     prompt: list[int]
     salt: str
     max_tokens: int
+    priority: int = 0
     output: list[int] = field(default_factory=list)
     epoch: int = 0  # of the attempt that counts; 0: none
     reader: FleetNode | None = None
@@ -186,8 +187,8 @@ class Fleet:
 
     # ---- what the user does ----
 
-    def ask(self, prompt, max_tokens, age, salt=""):
-        ask = Ask(f"r{len(self.all)}", age, list(prompt), salt, max_tokens)
+    def ask(self, prompt, max_tokens, age, salt="", priority=0):
+        ask = Ask(f"r{len(self.all)}", age, list(prompt), salt, max_tokens, priority)
         self.all.append(ask)
         self.to_come.append(ask)
         return ask
@@ -290,7 +291,7 @@ class Fleet:
     def _job(self, ask, epoch):
         sampling = SamplingParams(max_tokens=ask.max_tokens, ignore_eos=True)
         request = Request(ask.name, epoch, ask.prompt + ask.output, len(ask.prompt), sampling, ask.salt)
-        return convert.job_to_wire(request, ask.age)
+        return convert.job_to_wire(request, ask.age, priority=ask.priority)
 
     def _tell(self, node, epoch, **command):
         node.commands.append(command)

@@ -164,6 +164,7 @@ class Node:
         num_prompt_tokens=None,
         max_tokens=4,
         due=None,
+        priority=0,
         **sampling,
     ):
         """All begin alike, and have nothing to share unless they are given the same salt."""
@@ -177,7 +178,7 @@ class Node:
             SamplingParams(max_tokens=max_tokens, **{"ignore_eos": True, **sampling}),
             name if salt is None else salt,
         )
-        return request, convert.job_to_wire(request, self._num_requests if age is None else age, due)
+        return request, convert.job_to_wire(request, self._num_requests if age is None else age, due, priority)
 
     # ---- steps ----
 

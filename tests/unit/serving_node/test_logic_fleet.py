@@ -13,27 +13,28 @@ from tests.unit.serving_node.fleet_kit import Fleet
 
 NUM_BLOCKS = 9
 MOST_TOKENS = NUM_BLOCKS * 4
+PRIORITIES = [(0,), (-1, 0, 1)]
 ORDERS = ["random", "as they come", "backwards"]
 
 
-def ask(fleet, random, age):
+def ask(fleet, random, age, priorities):
     """Of any size that fits at all; many begin alike."""
     turn = [random.randrange(2) for _ in range(2)] * 20
     prompt = turn[: random.randint(0, 20)] + [random.randrange(3) for _ in range(random.randint(1, 6))]
     max_tokens = random.randint(1, min(MOST_TOKENS - len(prompt), random.choice([3, 30])))
-    return fleet.ask(prompt, max_tokens, age, random.choice(["", "salt"]))
+    return fleet.ask(prompt, max_tokens, age, random.choice(["", "salt"]), random.choice(priorities))
 
 
 def load(fleet, num_requests, seed, order="random"):
-    """Requests whose ages go by `order` of arrival."""
-    random = Random(seed)
+    """Requests whose ages go by `order` of arrival; half of the loads have unlike priorities."""
+    random, priorities = Random(seed), PRIORITIES[seed // 2 % 2]
     ages = list(range(1, num_requests + 1))
     if order == "random":
         random.shuffle(ages)
     elif order == "backwards":
         ages.reverse()
     for age in ages:
-        ask(fleet, random, age)
+        ask(fleet, random, age, priorities)
 
 
 def make_fleet(seed, **options):
@@ -119,19 +120,21 @@ def test_whoever_reads_and_whoever_writes(kind):
         fleet.check_end()
 
 
+@pytest.mark.parametrize("priorities", PRIORITIES, ids=["equal", "it is the least important"])
 @pytest.mark.parametrize("first_seed", [0, 8])
-def test_the_oldest_finishes_though_younger_ones_come_without_end(first_seed):
+def test_the_oldest_finishes_though_younger_ones_come_without_end(first_seed, priorities):
     for seed in range(first_seed, first_seed + 8):
         chances = {"moves": 0.1, "keeps": 0.05} if seed % 2 else {}
         fleet, random, ages = make_fleet(seed, **chances), Random(seed), count(2)
         for _ in range(8):
-            ask(fleet, random, next(ages))
+            ask(fleet, random, next(ages), priorities)
         fleet.run(until=lambda fleet=fleet: not fleet.to_come)
-        oldest = fleet.ask([0, 1] * 9, MOST_TOKENS - 18, age=1)  # needs the least pool whole
+        least = max(priorities)
+        oldest = fleet.ask([0, 1] * 9, MOST_TOKENS - 18, age=1, priority=least)  # needs the least pool whole
 
         def is_answered(fleet=fleet, random=random, ages=ages, oldest=oldest):
             while len(fleet.asks) + len(fleet.to_come) < 10:
-                ask(fleet, random, next(ages))
+                ask(fleet, random, next(ages), priorities)
             return oldest.is_over
 
         fleet.run(until=is_answered)

@@ -332,6 +332,13 @@ def test_limits_reach_the_server_and_the_timeline_tells_what_became_of_them(run,
     assert "  TTFT within 500 ms: kept · TPOT within 7.5 ms: missed\n" in result.stderr
 
 
+def test_a_priority_reaches_the_server(run, script):
+    for words in (["--priority", "-3"], ["--priority=0"], []):
+        assert run("generate", "hi", *words).exit_code == 0
+    found = [(request.priority, request.HasField("priority")) for request in script.requests]
+    assert found == [(-3, True), (0, True), (0, False)]
+
+
 def test_status_shows_the_memory_of_each_rank_where_there_are_several(run):
     ranks = [line.split() for line in run("status").stdout.splitlines() if "rank" in line]
     assert [" ".join(words) for words in ranks] == [

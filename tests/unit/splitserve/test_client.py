@@ -148,6 +148,20 @@ def test_limits_are_sent_when_they_are_given_and_what_became_of_them_comes_back(
     assert (second.HasField("ttft_ms"), second.HasField("tpot_ms"), second.slo_class) == (False, False, "")
 
 
+def test_a_priority_is_sent_when_it_is_given_be_it_0(script, target, asked):
+    for priority in (-3, 0, None):
+        asked(target, priority=priority)
+    found = [(request.priority, request.HasField("priority")) for request in script.requests]
+    assert found == [(-3, True), (0, True), (0, False)]
+
+
+@pytest.mark.parametrize("priority", [2**31, 0.5, "high"])
+def test_a_priority_that_the_wire_cannot_carry_is_refused_at_once(priority):
+    with pytest.raises(Refused) as caught:
+        generate_request("hi", model="", request_id="", cache_salt="", sampling={}, priority=priority)
+    assert caught.value.reason == "BAD_PARAM"
+
+
 @pytest.mark.parametrize("salt", ["\ud800", 5])
 def test_a_salt_that_the_wire_cannot_carry_is_refused_at_once(salt):
     with pytest.raises(Refused) as caught:

@@ -227,6 +227,7 @@ class _Service(inference_pb2_grpc.InferenceServicer):
             "model": request.model,
             "slo_class": request.slo_class,
             "tpot_ms": request.tpot_ms if request.HasField("tpot_ms") else None,
+            "priority": request.priority,
         }
         num_tokens = 0
         try:

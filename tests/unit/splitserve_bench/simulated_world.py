@@ -53,10 +53,19 @@ class WildCosts:
 
 class World:
     """One fleet under one load. `troubles` are names of methods, each of which befalls it a few times; with
-    `has_limits` most requests have some."""
+    `has_limits` most requests have some. Their priorities are any of these, and the first one's is the last."""
 
     def __init__(
-        self, seed, *, troubles=(), num_requests=20, takes_streaks=True, fleet=None, num_blocks=None, has_limits=False
+        self,
+        seed,
+        *,
+        troubles=(),
+        num_requests=20,
+        takes_streaks=True,
+        fleet=None,
+        num_blocks=None,
+        has_limits=False,
+        priorities=(0,),
     ):
         self.random = Random(seed)
         self.seen = Counter()
@@ -80,8 +89,8 @@ class World:
             roles=self.random.choice(["fixed", "auto"]),
         )
         self.fleet = Fleet(self.agenda, self.clients, self.sizes, model, settings, takes_streaks=takes_streaks)
-        if has_limits:
-            self._limit(self.fleet.coordinator.tracker)
+        if has_limits or len(priorities) > 1:
+            self._ask_for_more(self.fleet.coordinator.tracker, has_limits, priorities)
         self.costs = WildCosts(self.random)
         self.roles = {f"{role}{index}": role for index, role in enumerate(fleet or self.random.choice(FLEETS))}
         for name, role in self.roles.items():
@@ -99,14 +108,16 @@ class World:
         num_output_tokens = self.random.randint(1, min(room - len(prompt), self.random.choice([3, 30, 150])))
         return PlannedRequest(index, self.random.random() * self.span_s, tuple(prompt), num_output_tokens)
 
-    def _limit(self, tracker):
+    def _ask_for_more(self, tracker, has_limits, priorities):
         submit, random = tracker.submit, Random(f"{self.random.random()} limits")
 
-        def submit_with_limits(*arguments, **options):
-            ttft_s, tpot_s = (random.choice([None, random.uniform(*span)]) for span in ((0.01, 1.0), (0.002, 0.03)))
-            return submit(*arguments, **{**options, "slo": Slo("", ttft_s, tpot_s)})
+        def submit_with_more(request_id, *arguments, **options):
+            spans = ((0.01, 1.0), (0.002, 0.03)) if has_limits else ()
+            limits = [random.choice([None, random.uniform(*span)]) for span in spans] or [None, None]
+            priority = priorities[-1] if request_id == "0/0" else random.choice(priorities)
+            return submit(request_id, *arguments, **{**options, "slo": Slo("", *limits, priority)})
 
-        tracker.submit = submit_with_limits
+        tracker.submit = submit_with_more
 
     def run(self):
         """What becomes of the load, when nothing of it is left in the fleet."""

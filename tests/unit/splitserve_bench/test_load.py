@@ -255,9 +255,9 @@ async def test_more_fields_in_the_body():
 async def test_limits_go_with_every_request_of_either_backend(server):
     script = Script()
     async with server(script) as target:
-        limits = {"slo_class": "chat", "tpot_ms": 40}
+        limits = {"slo_class": "chat", "tpot_ms": 40, "priority": -1}
         await send(Target(target.backend, target.address, extra_body=limits), plan(2))
-        assert [(seen.asked["slo_class"], seen.asked["tpot_ms"]) for seen in script.seen.values()] == [("chat", 40)] * 2
+        assert [{name: seen.asked[name] for name in limits} for seen in script.seen.values()] == [limits] * 2
 
 
 async def test_the_key_is_sent(serving):

@@ -207,7 +207,7 @@ REFUSED = {
     "a body that is no object": (["--extra-body", "[1]"], "--extra-body"),
     "a field that gRPC lacks": (
         ["--extra-body", '{"top_k": 3}'],
-        "--extra-body may have ttft_ms, tpot_ms, slo_class for SplitServe's gRPC, not 'top_k'",
+        "--extra-body may have ttft_ms, tpot_ms, slo_class, priority for SplitServe's gRPC, not 'top_k'",
     ),
     "a folder that cannot be": (["--save-result", "--result-dir", f"{__file__}/x"], "cannot be made"),
 }

@@ -10,6 +10,7 @@ from splitserve_bench.serve.records import PlannedRequest
 from tests.unit.splitserve_bench.simulated_world import BLOCK_SIZE, FLEETS, World
 
 TROUBLES = ("cancel", "lose", "flip", "drain")
+PRIORITIES = (-1, 0, 1)
 
 
 def test_without_trouble_everyone_gets_the_whole_answer():
@@ -23,9 +24,12 @@ def test_without_trouble_everyone_gets_the_whole_answer():
     assert min(seen[each] for each in ("preempted", "kept", "moved", "handed over")) > 5, seen
 
 
-def test_limits_let_nobody_wait_for_ever():
+@pytest.mark.parametrize(
+    ("has_limits", "priorities"), [(True, (0,)), (False, PRIORITIES), (True, PRIORITIES)], ids=["l", "p", "l+p"]
+)
+def test_limits_and_priorities_let_nobody_wait_for_ever(has_limits, priorities):
     for seed in range(100):
-        outcomes = World(seed, has_limits=True).run()
+        outcomes = World(seed, has_limits=has_limits, priorities=priorities).run()
         assert not [outcome.error for outcome in outcomes if outcome.error], f"seed {seed}"
 
 
@@ -52,11 +56,11 @@ def test_all_kinds_of_trouble_together():
     assert min(seen[each] for each in names) > 10, seen
 
 
-def test_nodes_and_coordinator_have_the_same_deadlines():
+def test_nodes_and_coordinator_have_the_same_deadlines_and_priorities():
     """Later or, of what a node begins itself, earlier by a message at most; over attempts and moves too."""
     seen = Counter()
     for seed in range(60):
-        world = World(seed, troubles=TROUBLES, has_limits=True)
+        world = World(seed, troubles=TROUBLES, has_limits=True, priorities=PRIORITIES)
         world.watch(lambda world=world: seen.update(compare_deadlines(world)))
         world.run()
     assert min(seen[each] for each in ("begun", "to begin", "again", "after a move")) > 20, seen
@@ -68,6 +72,7 @@ def compare_deadlines(world):
     for node in world.fleet.nodes.values():
         for resident in node.logic.residents:
             request = known.get(resident.key)
+            assert request is None or resident.priority == request.priority
             if request is None or request.due is None:
                 assert request is None or resident.due is None
                 continue
@@ -85,23 +90,25 @@ def compare_deadlines(world):
                     yield "after a move"
 
 
-@pytest.mark.parametrize("limits", [False, True], ids=["no limits", "limits"])
+@pytest.mark.parametrize("limits", [False, True], ids=["no limits", "limits and priorities"])
 @pytest.mark.parametrize("troubles", [(), TROUBLES], ids=["calm", "trouble"])
 def test_streaks_change_nothing(troubles, limits):
     """Steps that are taken in for less give what single steps give, to the last bit of every time."""
+    asked = {"has_limits": True, "priorities": PRIORITIES} if limits else {}
     for seed in range(60):
-        one, other = (World(seed, troubles=troubles, takes_streaks=takes, has_limits=limits) for takes in (True, False))
+        one, other = (World(seed, troubles=troubles, takes_streaks=takes, **asked) for takes in (True, False))
         assert one.run() == other.run(), f"seed {seed}"
         assert one.agenda.now == other.agenda.now
         loads = [[node.load for node in world.fleet.coordinator.registry.nodes] for world in (one, other)]
         assert loads[0] == loads[1]
 
 
+@pytest.mark.parametrize("priorities", [(0,), PRIORITIES], ids=["equal", "it is the least important"])
 @pytest.mark.parametrize("fleet", FLEETS, ids="+".join)
-def test_the_oldest_finishes_though_younger_ones_come_without_end(fleet):
+def test_the_oldest_finishes_though_younger_ones_come_without_end(fleet, priorities):
     """It needs the whole pool of each node."""
     for seed in range(6):
-        world = World(seed, fleet=fleet, num_blocks=10, num_requests=80)
+        world = World(seed, fleet=fleet, num_blocks=10, num_requests=80, priorities=priorities)
         room = 10 * BLOCK_SIZE
         oldest = PlannedRequest(0, 0.0, tuple(range(room // 2)), room // 2)
         world.planned[0] = oldest
