@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -11,7 +12,7 @@ import click
 
 from serving_core.errors import SettingsError
 from splitserve.commands.server_options import SERVER_VARIABLE, api_key_option
-from splitserve_bench.options import RepeatingCommand, options_of
+from splitserve_bench.options import Command, RepeatingCommand, options_of
 from splitserve_bench.serve.target import BACKENDS, COMPLETIONS, LIMITS, OPENAI, SPLITSERVE, Target
 
 RANDOM, AZURE, MOONCAKE = "random", "azure", "mooncake"
@@ -55,6 +56,7 @@ class ServeOptions:
     request_timeout_s: float
     seed: int
     goodput: tuple[str, ...]
+    send_limits: bool
     percentile_metrics: str
     metric_percentiles: str
     label: str | None
@@ -68,11 +70,14 @@ class ServeOptions:
     as_json: bool
 
     def check(self) -> None:
-        """Raises SettingsError for a data set without its file, or a file without its data set."""
+        """Raises SettingsError for a data set without its file, a file without its data set, or limits to be told
+        that are not there."""
         if self.dataset_name == RANDOM and self.dataset_path is not None:
             raise SettingsError(f"--dataset-path is for the data sets {AZURE} and {MOONCAKE}")
         if self.dataset_name != RANDOM and self.dataset_path is None:
             raise SettingsError(f"--dataset-name {self.dataset_name} needs a trace: --dataset-path")
+        if self.send_limits and not self.goodput:
+            raise SettingsError("--send-limits tells the limits of --goodput, and there are none")
 
     @property
     def backend_name(self) -> str:
@@ -112,6 +117,16 @@ class ServeCommand(RepeatingCommand):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, [OTHER_NAME.sub("--server", word) for word in args])
+
+
+def send_limits_option(*, default: bool) -> Callable[[Command], Command]:
+    """--send-limits and --no-send-limits."""
+    return click.option(
+        "--send-limits/--no-send-limits",
+        default=default,
+        show_default=True,
+        help="Tell SplitServe which TTFT and TPOT each request is judged by; other servers are never told.",
+    )
 
 
 # The server.

@@ -30,7 +30,7 @@ MOST_OF_A_ROLE: Final = 1024
 NO_SERVER: Final[dict[str, Any]] = {
     "server": None, "host": None, "port": None, "endpoint": "", "model": "", "api_key": None, "extra_body": "{}",
     "tokenizer": None, "vocab_size": None, "num_warmups": 0, "percentile_metrics": "", "metric_percentiles": "",
-    "label": None, "num_gpus": None, "metadata": (), "save_result": False, "save_detailed": False,
+    "send_limits": False, "label": None, "num_gpus": None, "metadata": (), "save_result": False, "save_detailed": False,
     "result_dir": Path(), "result_filename": None, "plots": None, "as_json": False,
 }  # fmt: skip
 
