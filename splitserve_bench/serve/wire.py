@@ -96,11 +96,12 @@ def read_line(line: bytes) -> Outcome | Progress | str:
     """What a line says; a failure is its message."""
     ((kind, value),) = json.loads(line).items()
     if kind == OUTCOME:
-        return _outcome(value)
+        return to_outcome(value)
     return Progress(**value) if kind == PROGRESS else str(value)
 
 
-def _outcome(fields: Mapping[str, Any]) -> Outcome:
+def to_outcome(fields: Mapping[str, Any]) -> Outcome:
+    """From its fields, as JSON has them."""
     sequences = {name: tuple(fields[name]) for name in ("arrivals_s", "arrival_tokens")}
     return Outcome(**{**fields, **sequences})
 
