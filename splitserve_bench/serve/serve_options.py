@@ -157,7 +157,7 @@ where_options = options_of(
 
 
 # What is sent when.
-dataset_options = options_of(
+shape_options = options_of(
     click.option("--dataset-name", default=RANDOM, show_default=True, type=click.Choice(DATASETS)),
     click.option(
         "--dataset-path",
@@ -173,6 +173,9 @@ dataset_options = options_of(
         type=click.FloatRange(0, 1, max_open=True),
         help="Lengths differ by up to this share of them.",
     ),
+)
+dataset_options = options_of(
+    shape_options,
     click.option("--num-prompts", type=LENGTH, help=f"Requests; default {NUM_PROMPTS}, of a trace all."),
 )
 rate_option = click.option(
@@ -182,17 +185,17 @@ rate_option = click.option(
     type=ABOVE_0,
     help="Requests a second; inf sends all at once, and a trace at its own times.",
 )
-pace_options = options_of(
-    click.option(
-        "--burstiness",
-        default=1.0,
-        show_default=True,
-        type=ABOVE_0,
-        help="1 is a Poisson process, less comes in bursts, more evenly.",
-    ),
-    click.option("--time-scale", default=1.0, show_default=True, type=ABOVE_0, help="Times a trace's gaps."),
-    click.option("--length-scale", default=1.0, show_default=True, type=ABOVE_0, help="Times a trace's lengths."),
-    click.option("--max-concurrency", type=LENGTH, help="Requests at the same time; the rest wait."),
+burstiness_option = click.option(
+    "--burstiness",
+    default=1.0,
+    show_default=True,
+    type=ABOVE_0,
+    help="1 is a Poisson process, less comes in bursts, more evenly.",
+)
+length_scale_option = click.option(
+    "--length-scale", default=1.0, show_default=True, type=ABOVE_0, help="Times a trace's lengths."
+)
+client_options = options_of(
     click.option(
         "--request-timeout-s", default=600.0, show_default=True, type=ABOVE_0, help="A later answer is a miss."
     ),
@@ -202,6 +205,13 @@ pace_options = options_of(
         show_default=True,
         help="Of prompts, lengths and arrivals; take another one when the server keeps the KV of an earlier run.",
     ),
+)
+pace_options = options_of(
+    burstiness_option,
+    click.option("--time-scale", default=1.0, show_default=True, type=ABOVE_0, help="Times a trace's gaps."),
+    length_scale_option,
+    click.option("--max-concurrency", type=LENGTH, help="Requests at the same time; the rest wait."),
+    client_options,
 )
 warm_up_option = click.option(
     "--num-warmups", default=0, show_default=True, type=COUNT, help="Requests before, which do not count."

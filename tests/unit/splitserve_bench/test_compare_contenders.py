@@ -1,6 +1,11 @@
+import os
+
 import pytest
 
 from serving_core.errors import SettingsError
+from splitserve.launch.models import LocalModel
+from splitserve_bench.compare.arena import Arena
+from splitserve_bench.compare.compare_options import parse_engine_flag
 from splitserve_bench.compare.contenders import (
     MOST_SPLITS,
     PeerContender,
@@ -11,6 +16,7 @@ from splitserve_bench.compare.contenders import (
     parse_split,
     splits_of,
 )
+from tests.tiny_models import write_fake_model
 
 PEER = PeerContender("peer vllm", "http://127.0.0.1:8000")
 
@@ -95,6 +101,15 @@ def test_further_clusters_have_flags_of_their_own():
     assert parse_custom("three=3B", flag).num_nodes == 3
     with pytest.raises(SettingsError, match="--contender three has more nodes than there are cores: 2"):
         contenders(2, [], [], [parse_custom("three=3B", flag)])
+
+
+async def test_its_own_flags_reach_the_processes_of_a_cluster(tmp_path):
+    """The coordinator refuses a heartbeat that is longer than what it waits for one, before anything is started."""
+    model = LocalModel(write_fake_model(tmp_path / "model"), "fake")
+    arena = Arena(model, sorted(os.sched_getaffinity(0)), {"heartbeat_s": 1.0, "node_timeout_s": 4.0}, tmp_path, print)
+    custom = parse_custom("slow=1B heartbeat-s=5", parse_engine_flag)
+    with pytest.raises(SettingsError, match=r"node_timeout_s \(4\) must be above heartbeat_s \(5\)"):
+        await arena.run(custom, [], [], max_concurrency=None, request_timeout_s=1.0, on_progress=print)
 
 
 @pytest.mark.parametrize("text", ["", "a", "a=", "=1B", "a=0B", "a=1X", "a=1B+", "a/b=1B", "a=1P", "a=2D"])
