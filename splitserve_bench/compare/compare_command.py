@@ -115,7 +115,7 @@ async def _prepare(asked: Asked, show: Callable[[str], None]) -> "Compare":
     folder = asked.save_dir or Path(tempfile.mkdtemp(prefix="splitserve-compare-"))
     cells = Cells(folder, asked.arguments())
     if num_saved := len(cells):
-        report(f"{num_saved} loads are saved: only what is missing is measured")
+        report(f"saved loads: {num_saved}; only what is missing is measured")
     peers = await describe_peers(asked.contenders)
     served = served_by_all(asked.model, asked.flags.get("max_model_len") or None, list(peers.values()))
     workload = Workload(asked.dataset, served)

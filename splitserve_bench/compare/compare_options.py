@@ -89,7 +89,7 @@ contender_options = options_of(
         "customs",
         multiple=True,
         metavar="'NAME=NODES FLAG=VALUE ...'",
-        help="One more cluster, such as 'two=1P+1B roles=auto', with flags of `splitserve up`; give it again for more.",
+        help="One more cluster with flags of `splitserve up`, such as 'sum=1P+1B policy=sum'; give it again for more.",
     ),
 )
 

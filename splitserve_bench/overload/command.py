@@ -26,7 +26,7 @@ from splitserve_bench.serve.serve_options import (
     warm_up_option,
     where_options,
 )
-from splitserve_bench.simulate.command import NO_SERVER, fleet_options
+from splitserve_bench.simulate.command import NO_SERVER, size_options
 
 if TYPE_CHECKING:
     from splitserve_bench.overload.stages import Stage
@@ -69,7 +69,7 @@ class Asked:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Simulate a fleet of the nodes that `splitserve doctor --save FILE` has measured, instead of asking a server.",
 )
-@fleet_options
+@size_options
 @click.option(
     "--stages",
     default=STAGES,
@@ -115,6 +115,8 @@ def overload_command(
     decode: int,
     both: int,
     roles: str,
+    policy: str,
+    admission: str,
     **flags: Any,
 ) -> None:
     """Send a server more than it can take for a while, then less: goodput by 5-second window, who was turned away and
@@ -130,11 +132,9 @@ def overload_command(
     if not limits.by_name():
         raise SettingsError("without limits nothing is late: give --goodput, such as ttft:500 tpot:40")
     options.check()
-    size = FleetSize(prefill, decode, both, roles)
+    size = FleetSize(prefill, decode, both, roles, policy, admission)
     if profile_path is None and size != FleetSize(0, 0):
-        raise SettingsError(
-            f"--prefill, --decode, --both and --roles are of a simulated fleet ({size}): give --profile"
-        )
+        raise SettingsError("--prefill, --decode, --both and what their coordinator does are simulated: give --profile")
     asked = Asked(options, parse_stages(stages, request_rate), limits, attainment, Output(plot, save_path, as_json))
     if profile_path is not None:
         _simulate(asked, profile_path, size)
@@ -157,6 +157,7 @@ async def _measure(asked: Asked) -> None:
 
 
 def _simulate(asked: Asked, profile_path: Path, size: "FleetSize") -> None:
+    from coordinator.control.slo import Slo
     from splitserve_bench.overload.stages import staged_load
     from splitserve_bench.simulate.fleet import simulate
     from splitserve_bench.simulate.profile import read_profile
@@ -165,7 +166,12 @@ def _simulate(asked: Asked, profile_path: Path, size: "FleetSize") -> None:
     profile, options = read_profile(profile_path), asked.options
     workload = staged_load(asked.stages, options, profile.node.max_model_len, profile.node.vocab_size)
     outcomes = simulate(
-        profile, size, workload.planned, max_concurrency=None, request_timeout_s=options.request_timeout_s
+        profile,
+        size,
+        workload.planned,
+        max_concurrency=None,
+        request_timeout_s=options.request_timeout_s,
+        slo=Slo("", asked.limits.ttft_s, asked.limits.tpot_s) if options.send_limits else None,
     )
     _show(asked, outcomes, {"model": profile.model, "backend": f"simulated-{size}"})
 

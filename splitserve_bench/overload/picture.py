@@ -46,6 +46,7 @@ def plot_overload(findings: Findings, path: Path) -> None:
         axes.axvline(findings.overload_s[1] + findings.back_s, color="#d55e00", linestyle="--", linewidth=1.4)
     axes.set(xlabel="seconds after the start of the load, when the request was due", ylabel="requests/s")
     axes.set_xlim(edges[0], edges[-1])
+    axes.set_ylim(0, 1.05 * max(*below, *(stage.rate for stage in findings.stages)))
     axes.set_title(back_sentence(findings), loc="left", fontsize="medium")
     figure.legend(frameon=False, ncols=3, loc="outside lower center")
     save_figure(figure, path)

@@ -117,7 +117,6 @@ def _end(completion: Completion, reply: Reply) -> None:
 
 
 def _is_refusal(failure: ClientError) -> bool:
-    if failure.reason in REFUSALS:
-        return True
-    is_exhausted = failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    return is_exhausted and (not failure.reason or failure.retry_after_s is not None)
+    if failure.reason:
+        return failure.reason in REFUSALS
+    return failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED

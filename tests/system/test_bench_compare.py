@@ -74,6 +74,6 @@ def test_each_contender_answers_the_same_requests(model, peer_url, tmp_path):
     assert logs == ["001-colocated-1x2", "002-colocated-2x1", "003-split-1P+1D", "004-small"]
 
     again = CliRunner().invoke(compare_command, arguments)
-    assert "5 loads are saved" in again.output
+    assert "saved loads: 5;" in again.output
     assert json.loads(again.stdout) == compared
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == logs  # nothing was started

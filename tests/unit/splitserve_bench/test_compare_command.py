@@ -46,6 +46,7 @@ def test_flags_of_the_clusters_are_read_as_up_reads_them():
     assert parse_engine_flag("dtype=float32") == ("dtype", "float32")
     assert parse_engine_flag("--max-model-len=128") == ("max_model_len", 128)
     assert parse_engine_flag("enable-prefix-caching=false") == ("enable_prefix_caching", False)
+    assert parse_engine_flag("policy=lmetric") == ("policy", "lmetric")
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ async def test_a_comparison_that_was_killed_goes_on_with_what_is_missing(tmp_pat
         resumed = await compare(model, folder, a, b, c, words=["--json"])
         output, errors = await resumed.communicate()
         assert resumed.returncode == 0, errors.decode()
-        assert "2 loads are saved: only what is missing is measured" in errors.decode()
+        assert "saved loads: 2; only what is missing is measured" in errors.decode()
         assert [len(each.order) for each in (first, second)] == [number + 8 + 5 for number in asked]  # the other rate
         assert "peer 2, 50 req/s" in errors.decode()
         everything = [len(each.order) for each in (first, second, third)]

@@ -269,6 +269,18 @@ def test_a_simulated_fleet_takes_as_long_to_recover_as_its_queue_is_long(tmp_pat
     assert told["backend"] == "simulated-1P+1D"
 
 
+def test_a_simulated_fleet_that_refuses_says_when_to_come_back_and_recovers_sooner(tmp_path):
+    PROFILE.save(tmp_path / "profile.json")
+    words = ["--profile", str(tmp_path / "profile.json"), "--prefill", "1", "--decode", "1", "--goodput", "ttft:1000"]
+    words += ["--random-input-len", "100", "--random-output-len", "2", "--stages", "1x10,4x10,0.5x30", "--json"]
+    result = CliRunner().invoke(main, ["bench", "overload", *words, "--request-rate", "5", "--admission", "timely"])
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["stages"][1]["num_refused_until"] > 50
+    assert [stage["num_refused"] for stage in told["stages"]] == [0, 0, 0]
+    assert told["back_s"] <= 5
+
+
 REFUSED = {
     "no limits": ([], "without limits nothing is late"),
     "no stages": (["--goodput", "ttft:1", "--stages", "3"], "--stages 3: a stage is TIMESxSECONDS"),
