@@ -1,7 +1,7 @@
 """What the flags of the load commands have in common."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import click
@@ -14,13 +14,14 @@ PAIR: Final = re.compile(r"(ttft|tpot|e2el):\S*", re.ASCII)  # one limit of seve
 class RepeatingCommand(click.Command):
     """Takes several words after one flag, as vLLM's command does: `--goodput ttft:500 tpot:30`.
 
-    `lists` are such flags, each with what its further words look like.
+    `lists` are such flags, each with what its further words look like; the words of one of `joined` are one value.
     """
 
     lists: ClassVar[Mapping[str, re.Pattern[str]]] = {}
+    joined: ClassVar[frozenset[str]] = frozenset()
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, repeat_flags(args, self.lists))
+        return super().parse_args(ctx, repeat_flags(args, self.lists, self.joined))
 
 
 class ListOf(click.ParamType[tuple[Any, ...]]):
@@ -42,8 +43,9 @@ class ListOf(click.ParamType[tuple[Any, ...]]):
         return values
 
 
-def repeat_flags(words: Sequence[str], lists: Mapping[str, re.Pattern[str]]) -> list[str]:
-    """`--goodput a:1 b:2 model` becomes `--goodput a:1 --goodput b:2 model`."""
+def repeat_flags(words: Sequence[str], lists: Mapping[str, re.Pattern[str]], joined: Collection[str] = ()) -> list[str]:
+    """`--goodput a:1 b:2 model` becomes `--goodput a:1 --goodput b:2 model`, or `--goodput "a:1 b:2" model` where it is
+    one of `joined`."""
     repeated: list[str] = []
     flag, is_first = "", False
     for word in words:
@@ -52,6 +54,9 @@ def repeat_flags(words: Sequence[str], lists: Mapping[str, re.Pattern[str]]) -> 
         elif is_first:
             is_first = False
         elif flag and lists[flag].fullmatch(word):
+            if flag in joined:
+                repeated[-1] += f" {word}"
+                continue
             repeated.append(flag)
         else:
             flag = ""

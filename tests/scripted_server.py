@@ -36,7 +36,7 @@ def complete(index=0, **fields):
 def refusal(code, message, reason, retry_after_s=None, **metadata):
     details = [error_details_pb2.ErrorInfo(reason=reason, domain="splitserve", metadata=metadata)]
     if retry_after_s is not None:
-        delay = duration_pb2.Duration(nanos=int(retry_after_s * 1e9))
+        delay = duration_pb2.Duration(seconds=int(retry_after_s), nanos=int(retry_after_s % 1 * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     packed = []
     for detail in details:

@@ -262,7 +262,8 @@ def to_loads(message: inference_pb2.GetLoadsResponse) -> Loads:
 
 def to_node_load(message: inference_pb2.NodeLoad) -> NodeLoad:
     ranks = tuple(_copy(RankLoad, rank) for rank in message.ranks)
-    return _copy(NodeLoad, message, shape=shape_from_wire(message.shape), ranks=ranks)
+    weights = tuple(message.step_weights)
+    return _copy(NodeLoad, message, shape=shape_from_wire(message.shape), step_weights=weights, ranks=ranks)
 
 
 def _node_info(message: inference_pb2.NodeInfo) -> NodeInfo:

@@ -39,13 +39,14 @@ class Arena:
     def __init__(
         self, model: LocalModel, cores: Sequence[int], flags: Mapping[str, Any], log_dir: Path, report: Report
     ) -> None:
-        """`flags` go to every cluster of ours, but for OWN_FLAGS. Logs of each cluster get a folder in log_dir."""
+        """`flags` go to every cluster of ours, but for OWN_FLAGS. Logs of each cluster get a folder in log_dir, beside
+        those that are there."""
         self._model = model
         self._cores = cores
         self._flags = flags
         self._log_dir = log_dir
         self._report = report
-        self._num_started = 0
+        self._num_started = sum(1 for _ in log_dir.glob("*"))
 
     async def run(
         self,
@@ -97,7 +98,7 @@ class Arena:
             "http_port": -1,
             "log_dir": str(log_dir),
         }
-        values = {**self._flags, **own}
+        values = {**self._flags, **dict(contender.flags), **own}
         with confined(self._cores):  # a cluster shares out the CPUs that this process may use
             return Cluster(build(ClusterSettings, values), values, self._model, report=self._report)
 

@@ -24,13 +24,12 @@ from splitserve_bench.compare.compare_options import (
     output_options,
     parse_engine_flag,
 )
-from splitserve_bench.compare.contenders import Contender, contenders, parse_peer
+from splitserve_bench.compare.contenders import ClusterContender, Contender, contenders, parse_custom, parse_peer
 from splitserve_bench.serve.serve_options import RANDOM
 
 if TYPE_CHECKING:
     from splitserve_bench.compare.entry import Comparison
     from splitserve_bench.compare.run import Compare, CompareBench
-    from splitserve_bench.compare.slo import Scales
     from splitserve_bench.compare.workload import Dataset
 
 
@@ -45,7 +44,6 @@ class Asked:
     reference: Contender
     dataset: "Dataset"
     bench: "CompareBench"
-    also: Sequence["Scales"]  # that the same requests are judged by
     save_dir: Path | None
     as_json: bool
 
@@ -59,6 +57,10 @@ class Asked:
             "bench": asdict(self.bench),
         }
 
+    def arguments(self) -> dict[str, Any]:
+        """What a saved comparison must have in common with one that goes on with it."""
+        return {**self.about(), "contenders": [asdict(each) for each in self.contenders]}
+
 
 @click.command("compare", cls=CompareCommand)
 @click.argument("model", default="")
@@ -71,18 +73,20 @@ def compare_command(model: str, save_dir: Path | None, as_json: bool, **values: 
     """Find the highest request rate of MODEL at which enough requests are good: with prefill and decode on the same
     nodes, with every split of the cores, with each prompt where it is faster, and with other servers.
 
-    Without --goodput and --slo-scale, limits are those of --slo-scale ttft:6 tpot:1.5.
+    Without --goodput and --slo-scale, limits are those of --slo-scale ttft:6 tpot:1.5. Clusters are told the limits of
+    each request (--no-send-limits: not), and so have a load of their own for each --slo-scale.
     """
     cores = cores_of(values["cores"])
     peers = [_parsed("--peer", parse_peer, text) for text in values["peers"]]
     flags = dict(parse_engine_flag(text) for text in values["engine_flags"])
-    everyone = contenders(len(cores), values["splits"] or (), peers)
+    customs = [_parsed("--contender", _parse_contender, text) for text in values["customs"]]
+    everyone = contenders(len(cores), values["splits"] or (), peers, customs)
     chosen = [each for each in everyone if each.kind in values["kinds"]]
     if not chosen:
         raise SettingsError(f"nobody takes part: no contender of {', '.join(values['kinds'])} on {len(cores)} cores")
     bench, dataset = _bench(values), _dataset(values)
     local = resolve(model, report)
-    asked = Asked(local, cores, flags, chosen, everyone[0], dataset, bench, _also(values), save_dir, as_json)
+    asked = Asked(local, cores, flags, chosen, everyone[0], dataset, bench, save_dir, as_json)
     run_to_end(_compare(asked))
 
 
@@ -92,54 +96,45 @@ async def _compare(asked: Asked) -> None:
         # Without a terminal, lines of finished probes are enough.
         comparing = await _prepare(asked, show if stderr.is_terminal else lambda text: None)
         try:
-            await comparing.run(asked.contenders, asked.reference)
+            found = await comparing.run(asked.contenders, asked.reference)
         except asyncio.CancelledError:
-            if comparing.found is not None and not asked.as_json:
+            if comparing.found and not asked.as_json:
                 stdout.print("Stopped: these searches are not over.")
                 _show(comparing.found, asked)
             raise
-    assert comparing.found is not None
-    _show(comparing.found, asked)
+    _show(found, asked)
 
 
 async def _prepare(asked: Asked, show: Callable[[str], None]) -> "Compare":
-    """Makes sure that peers answer and that folders can be made. Raises BenchError and SettingsError."""
+    """Makes sure that peers answer and that folders can be used. Raises BenchError and SettingsError."""
     from splitserve_bench.compare.arena import Arena, describe_peers
-    from splitserve_bench.compare.compare_report import save_probe
+    from splitserve_bench.compare.cells import Cells
     from splitserve_bench.compare.run import Compare
     from splitserve_bench.compare.workload import Workload, served_by_all
 
+    folder = asked.save_dir or Path(tempfile.mkdtemp(prefix="splitserve-compare-"))
+    cells = Cells(folder, asked.arguments())
+    if num_saved := len(cells):
+        report(f"saved loads: {num_saved}; only what is missing is measured")
     peers = await describe_peers(asked.contenders)
     served = served_by_all(asked.model, asked.flags.get("max_model_len") or None, list(peers.values()))
     workload = Workload(asked.dataset, served)
     if share := workload.clipped_share():
         report(f"{share:.1%} of the requests are longer than {served.max_model_len} tokens, and are clipped to that")
-    folder = asked.save_dir or Path(tempfile.mkdtemp(prefix="splitserve-compare-"))
-    probes, logs = folder / "probes", folder / "logs"
-    try:
-        for each in (probes, logs):
-            each.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingsError(f"--save-dir {folder} cannot be made: {error.strerror}") from error
     report(f"{', '.join(each.name for each in asked.contenders)}; probes and logs: {folder}")
-    arena = Arena(asked.model, asked.cores, asked.flags, logs, report)
-    return Compare(asked.bench, workload, arena, report=report, show=show, on_probe=lambda run: save_probe(run, probes))
+    arena = Arena(asked.model, asked.cores, asked.flags, folder / "logs", report)
+    return Compare(asked.bench, workload, arena, cells, report=report, show=show)
 
 
-def _show(comparison: "Comparison", asked: Asked) -> None:
+def _show(found: "Sequence[Comparison]", asked: Asked) -> None:
     from splitserve_bench.compare.compare_report import comparison_json, comparison_view, save_comparison
-    from splitserve_bench.compare.entry import judged_by
-    from splitserve_bench.compare.slo import RelativeSlo
 
-    also: list[Comparison] = []
-    if comparison.unloaded is not None:
-        also = [judged_by(RelativeSlo(scales, comparison.unloaded), comparison) for scales in asked.also]
     if asked.save_dir is not None:
-        save_comparison(comparison, also, asked.about(), asked.save_dir)
+        save_comparison(found, asked.about(), asked.save_dir)
     if asked.as_json:
-        click.echo(json.dumps(comparison_json(comparison, also, asked.about())))
+        click.echo(json.dumps(comparison_json(found, asked.about())))
         return
-    for each in (comparison, *also):
+    for each in found:
         stdout.print(comparison_view(each))
 
 
@@ -160,22 +155,16 @@ def _bench(values: Mapping[str, Any]) -> "CompareBench":
 
     if values["goodput"] and values["slo_scale"]:
         raise click.UsageError("give --goodput or --slo-scale, not both")
-    scales = parse_scales(values["slo_scale"]) if values["slo_scale"] else DEFAULT_SCALES
-    names = {"attainment", "tolerance", "max_probes", "first_rate"}
+    if values["own_unloaded"] and (values["goodput"] or not values["at_rates"]):
+        raise click.UsageError("--own-unloaded needs --at-rates, and limits that are multiples")
+    scales = tuple(dict.fromkeys(parse_scales([text]) for text in values["slo_scale"]))
+    names = {"send_limits", "own_unloaded", "attainment", "tolerance", "max_probes", "first_rate"}
     names |= {"num_prompts", "seconds", "request_timeout_s", "seed"}
     return CompareBench(
-        criterion=parse_goodput(values["goodput"]) if values["goodput"] else scales,
+        criteria=(parse_goodput(values["goodput"]),) if values["goodput"] else scales or (DEFAULT_SCALES,),
         at_rates=values["at_rates"] or (),
         **{name: values[name] for name in names},
     )
-
-
-def _also(values: Mapping[str, Any]) -> list["Scales"]:
-    from splitserve_bench.compare.slo import parse_scales
-
-    if values["also_slo_scale"] and (values["goodput"] or not values["at_rates"]):
-        raise click.UsageError("--also-slo-scale needs --at-rates, and limits that are multiples")
-    return [parse_scales([text]) for text in values["also_slo_scale"]]
 
 
 def _dataset(values: Mapping[str, Any]) -> "Dataset":
@@ -191,6 +180,10 @@ def _dataset(values: Mapping[str, Any]) -> "Dataset":
             for name in ("length_scale", "random_input_len", "random_output_len", "random_range_ratio", "burstiness")
         },
     )
+
+
+def _parse_contender(text: str) -> ClusterContender:
+    return parse_custom(text, lambda flag: parse_engine_flag(flag, "--contender"))
 
 
 def _parsed(flag: str, parse: Callable[[str], Any], text: str) -> Any:

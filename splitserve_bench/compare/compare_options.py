@@ -9,7 +9,7 @@ import click
 from serving_core.errors import SettingsError
 from splitserve_bench.compare.contenders import KINDS, parse_split
 from splitserve_bench.options import PAIR, ListOf, RepeatingCommand, options_of
-from splitserve_bench.serve.serve_options import DATASETS, RANDOM
+from splitserve_bench.serve.serve_options import DATASETS, RANDOM, send_limits_option
 
 POSITIVE: Final = click.FloatRange(min=0, min_open=True)
 NOT_NEGATIVE: Final = click.FloatRange(min=0)
@@ -35,7 +35,7 @@ def parse_kind(text: str) -> str:
     return text
 
 
-def parse_engine_flag(text: str) -> tuple[str, Any]:
+def parse_engine_flag(text: str, option: str = "--engine-flag") -> tuple[str, Any]:
     """NAME=VALUE of a flag of `splitserve up`, its value as that flag takes it. Raises SettingsError."""
     from splitserve.commands.serve import up
     from splitserve_bench.compare.arena import OWN_FLAGS
@@ -44,17 +44,18 @@ def parse_engine_flag(text: str) -> tuple[str, Any]:
     name = name.strip().removeprefix("--").replace("-", "_")
     flags = {parameter.name: parameter for parameter in up.params if parameter.name not in OWN_FLAGS}
     if not separator or name not in flags:
-        raise SettingsError(f"--engine-flag {text}: not NAME=VALUE with a flag of `splitserve up` that may be set here")
+        raise SettingsError(f"{option} {text}: not NAME=VALUE with a flag of `splitserve up` that may be set here")
     try:
         return name, flags[name].type.convert(value, None, None)
     except click.BadParameter as error:
-        raise SettingsError(f"--engine-flag {text}: {error.message}") from error
+        raise SettingsError(f"{option} {text}: {error.message}") from error
 
 
 class CompareCommand(RepeatingCommand):
-    """Takes several pairs after one flag."""
+    """Takes several pairs after one flag. Each --slo-scale has scales of its own."""
 
     lists: ClassVar = {"--goodput": PAIR, "--slo-scale": PAIR}
+    joined: ClassVar = frozenset({"--slo-scale"})
 
 
 contender_options = options_of(
@@ -82,6 +83,13 @@ contender_options = options_of(
         multiple=True,
         metavar="NAME=VALUE",
         help="A flag of `splitserve up` for all clusters; give it again for more.",
+    ),
+    click.option(
+        "--contender",
+        "customs",
+        multiple=True,
+        metavar="'NAME=NODES FLAG=VALUE ...'",
+        help="One more cluster with flags of `splitserve up`, such as 'sum=1P+1B policy=sum'; give it again for more.",
     ),
 )
 
@@ -122,13 +130,14 @@ goal_options = options_of(
         "--slo-scale",
         multiple=True,
         metavar="ttft:X tpot:X",
-        help="Limits as multiples of what the request takes alone on the colocated cluster of all cores.",
+        help="Limits as multiples of what the request takes alone on the colocated cluster of all cores; give it again "
+        "for others.",
     ),
+    send_limits_option(default=True),
     click.option(
-        "--also-slo-scale",
-        multiple=True,
-        metavar="'ttft:X tpot:X'",
-        help="With --at-rates: judge the same requests by these multiples too; give it again for more.",
+        "--own-unloaded",
+        is_flag=True,
+        help="With --at-rates: judge the same answers by multiples of what each contender takes alone itself, too.",
     ),
     click.option(
         "--attainment",
@@ -145,7 +154,10 @@ goal_options = options_of(
 
 output_options = options_of(
     click.option(
-        "--save-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for every probe, logs, a plot."
+        "--save-dir",
+        type=click.Path(file_okay=False, path_type=Path),
+        help="Folder for every probe as soon as it is over, logs, and pictures. What is there already, by the same "
+        "arguments, is not measured again.",
     ),
     click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables."),
 )

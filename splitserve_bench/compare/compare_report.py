@@ -11,14 +11,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from splitserve.commands.terminal import plain_table
+from splitserve_bench.compare.cells import write_whole
 from splitserve_bench.compare.contenders import PEER
 from splitserve_bench.compare.entry import Comparison, Entry, ProbeRun, standing
 from splitserve_bench.compare.search import FixedRates, RateSearch, SearchResult
-from splitserve_bench.compare.slo import MS, Slo, judge
+from splitserve_bench.compare.slo import MS, judge
 from splitserve_bench.compare.verdict import main_cause, plain
 from splitserve_bench.serve.metrics import Distribution, Limits, Summary, summarize
 from splitserve_bench.serve.plots import AttainmentPoint, plot_attainment
-from splitserve_bench.serve.results import request_lines
 from splitserve_bench.serve.serve_report import MAX_SEND_LAG_S
 
 PERCENTILES: Final = (50, 90, 99)
@@ -33,10 +33,15 @@ UNKNOWN_OF_PEERS: Final = (
     "clusters over gRPC"
 )
 
+REPEATED: Final = (
+    "part of these requests had been sent when the comparison was stopped; a server that keeps KV, and was not started "
+    "again, answers them sooner"
+)
+
 
 def comparison_view(comparison: Comparison) -> Group:
     """The table, what it means, and the verdict."""
-    goal = f"{comparison.goal.attainment:.0%} of the offered requests good: {comparison.slo}"
+    goal = f"{comparison.goal.attainment:.0%} of the offered requests good: {comparison.objective}"
     is_fixed = any(isinstance(entry.search, FixedRates) for entry in comparison.entries)
     table = rates_table(comparison) if is_fixed else search_table(comparison)
     lines = [f"[bold]{escape(sentence)}[/]" for sentence in comparison.verdict[:1]]
@@ -53,7 +58,7 @@ def search_table(comparison: Comparison) -> Table:
         rate = result.failing_rate if result.best_rate is None else result.best_rate
         goodput = "none" if result.best_rate is None else plain(result.best_rate)
         cells = ["out" if entry.failure else goodput, _interval(result), _rate(result.failing_rate)]
-        cells += _figures(comparison.slo, entry, rate, result.failing_rate) if rate is not None else []
+        cells += _figures(entry, rate, result.failing_rate) if rate is not None else []
         table.add_row(escape(entry.contender.name), *cells)
     return table
 
@@ -63,7 +68,7 @@ def rates_table(comparison: Comparison) -> Table:
     table = _table(("rate, req/s",))
     for entry in comparison.entries:
         for counted in entry.search.curve():
-            figures = _figures(comparison.slo, entry, counted.rate, counted.rate)
+            figures = _figures(entry, counted.rate, counted.rate)
             table.add_row(escape(entry.contender.name), plain(counted.rate), *figures)
         if entry.failure:
             table.add_row(escape(entry.contender.name), "out")
@@ -79,6 +84,8 @@ def warnings(comparison: Comparison) -> list[str]:
             lines.append(f"{entry.contender.name}: the search ended before the knee was found as closely as wanted")
         if entry.contender.kind == PEER:
             lines.append(f"{entry.contender.name}: {UNKNOWN_OF_PEERS}")
+        if repeated := [plain(run.probe.rate) for run in entry.runs if run.is_repeated]:
+            lines.append(f"{entry.contender.name}, {', '.join(repeated)} req/s: {REPEATED}")
         lags_s = [lag for run in entry.runs if (lag := _summary(run).send_lag_s.percentile(99)) is not None]
         if lags_s and max(lags_s) > MAX_SEND_LAG_S:
             lines.append(
@@ -88,38 +95,29 @@ def warnings(comparison: Comparison) -> list[str]:
     return lines
 
 
-def comparison_json(comparison: Comparison, also: Sequence[Comparison], about: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything but the single requests. `about` tells what was compared, `also` are the same requests judged by other
+def comparison_json(found: Sequence[Comparison], about: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything but the single requests. `about` tells what was compared, `also` has what was found by further
     objectives."""
-    return {
-        **about,
-        **_judged_json(comparison),
-        "also": [_judged_json(each) for each in also],
-    }
+    first, *others = map(_found_json, found)
+    return {**about, **first, "also": others}
 
 
-def _judged_json(comparison: Comparison) -> dict[str, Any]:
+def _found_json(comparison: Comparison) -> dict[str, Any]:
     return {
         "goal": asdict(comparison.goal),
-        "slo": str(comparison.slo),
+        "slo": comparison.objective,
         "unloaded": asdict(comparison.unloaded) if comparison.unloaded is not None else None,
-        "contenders": [_entry_json(entry, comparison.slo) for entry in comparison.entries],
+        "contenders": [_entry_json(entry) for entry in comparison.entries],
+        "paired": [pair.to_json() for pair in comparison.paired],
         "verdict": list(comparison.verdict),
     }
 
 
-def save_probe(run: ProbeRun, folder: Path) -> None:
-    """One file with everything about a probe, its single requests too."""
-    name = f"{run.number:03d}-{run.contender.replace(' ', '-')}-{run.probe.rate:.4g}qps.json"
-    requests = list(request_lines([outcome for _, outcome in run.pairs]))
-    (folder / name).write_text(json.dumps({"contender": run.contender, **_run_json(run), "requests": requests}))
-
-
-def save_comparison(comparison: Comparison, also: Sequence[Comparison], about: Mapping[str, Any], folder: Path) -> None:
+def save_comparison(found: Sequence[Comparison], about: Mapping[str, Any], folder: Path) -> None:
     """The JSON object, and pictures of attainment over the rate: attainment.png, and attainment-2.png and so on by the
     other objectives."""
-    (folder / "comparison.json").write_text(json.dumps(comparison_json(comparison, also, about), indent=2))
-    for number, judged in enumerate((comparison, *also), 1):
+    write_whole(folder / "comparison.json", json.dumps(comparison_json(found, about), indent=2))
+    for number, judged in enumerate(found, 1):
         points = [
             AttainmentPoint(entry.contender.name, each.rate, each.attainment, each.interval)
             for entry in judged.entries
@@ -129,11 +127,12 @@ def save_comparison(comparison: Comparison, also: Sequence[Comparison], about: M
         plot_attainment(points, judged.goal.attainment, folder / name)
 
 
-def _entry_json(entry: Entry, slo: Slo) -> dict[str, Any]:
-    found = standing(entry, slo)
+def _entry_json(entry: Entry) -> dict[str, Any]:
+    found = standing(entry)
     return {
         "name": found.name,
         "kind": found.kind,
+        "slo": str(entry.slo),
         "failure": entry.failure,
         "result": asdict(found.result),
         "loses_by": main_cause(found.misses) if found.misses is not None else "",
@@ -152,6 +151,7 @@ def _run_json(run: ProbeRun) -> dict[str, Any]:
         "num_effective": counted.num_effective,
         "attainment": counted.attainment,
         "attainment_interval": list(counted.interval),
+        "is_repeated": run.is_repeated,
         "misses": asdict(run.judgement.misses),
         "duration_s": summary.duration_s,
         "output_tokens_per_s": summary.per_s(summary.total_output_tokens),
@@ -164,13 +164,13 @@ def _summary(run: ProbeRun) -> Summary:
     return summarize([outcome for _, outcome in run.pairs], Limits())
 
 
-def _figures(slo: Slo, entry: Entry, rate: float, losing_rate: float | None) -> list[str]:
+def _figures(entry: Entry, rate: float, losing_rate: float | None) -> list[str]:
     """Attainment and latencies at a rate, and what requests were lost to at another."""
     counted = next(each for each in entry.search.curve() if each.rate == rate)
     low, high = counted.interval
     summary = summarize([outcome for _, outcome in entry.pairs_at(rate)], Limits())
     latencies = [_percentiles(summary.latencies_s[name]) for name in LATENCIES]
-    misses = judge(slo, entry.pairs_at(losing_rate)).misses if losing_rate is not None else None
+    misses = judge(entry.slo, entry.pairs_at(losing_rate)).misses if losing_rate is not None else None
     return [
         f"{counted.attainment:.1%} ({low:.0%} to {high:.0%})",
         *latencies,

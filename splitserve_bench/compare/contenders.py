@@ -1,16 +1,18 @@
 """Who takes part: every way to use the given cores, and other servers by URL."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from serving_core.errors import SettingsError
 
-COLOCATED, SPLIT, AUTO, PEER = "colocated", "split", "auto", "peer"
-KINDS: Final = (COLOCATED, SPLIT, AUTO, PEER)
+COLOCATED, SPLIT, AUTO, CUSTOM, PEER = "colocated", "split", "auto", "custom", "peer"
+KINDS: Final = (COLOCATED, SPLIT, AUTO, CUSTOM, PEER)
 MOST_SPLITS: Final = 7
 _SPLIT: Final = re.compile(r"([1-9]\d{0,2})P\+([1-9]\d{0,2})D", re.ASCII | re.IGNORECASE)
+_NODES: Final = re.compile(r"([1-9]\d{0,2})([PDB])", re.ASCII | re.IGNORECASE)
+_NAME: Final = re.compile(r"[\w.+-]+", re.ASCII)
 _PEER: Final = re.compile(r"([\w.+-]+)=(https?://\S+)", re.ASCII)
 
 
@@ -27,13 +29,18 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class ClusterContender:
-    """A cluster of ours. Its nodes share the cores evenly."""
+    """A cluster of ours. Its nodes share the cores evenly. `flags` of `splitserve up` are its own."""
 
     name: str
     kind: str
     prefill: int
     decode: int
     both: int
+    flags: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def num_nodes(self) -> int:
+        return self.prefill + self.decode + self.both
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +55,20 @@ class PeerContender:
 Contender = ClusterContender | PeerContender
 
 
-def contenders(num_cores: int, splits: Sequence[Split], peers: Sequence[PeerContender]) -> list[Contender]:
+def contenders(
+    num_cores: int,
+    splits: Sequence[Split],
+    peers: Sequence[PeerContender],
+    customs: Sequence[ClusterContender] = (),
+) -> list[Contender]:
     """Colocated clusters, these splits or else `splits_of(num_cores)`, the same with decode nodes that read too (auto),
-    then the peers.
+    then the custom ones and the peers.
 
-    Raises SettingsError when a split has more nodes than there are cores, or two contenders have one name.
+    Raises SettingsError when one has more nodes than there are cores, or two contenders have one name.
     """
+    for custom in customs:
+        if custom.num_nodes > num_cores:
+            raise SettingsError(f"--contender {custom.name} has more nodes than there are cores: {num_cores}")
     for split in splits:
         if split.prefill + split.decode > num_cores:
             raise SettingsError(f"--splits {split} has more nodes than there are cores: {num_cores}")
@@ -63,9 +78,10 @@ def contenders(num_cores: int, splits: Sequence[Split], peers: Sequence[PeerCont
         everyone.append(colocated(num_cores, 1))
     everyone += [ClusterContender(f"split {split}", SPLIT, split.prefill, split.decode, 0) for split in chosen]
     everyone += [ClusterContender(f"auto {split}", AUTO, split.prefill, 0, split.decode) for split in chosen]
-    everyone += peers
-    if len({each.name for each in everyone}) < len(everyone):
-        raise SettingsError("two peers have the same name")
+    everyone += [*customs, *peers]
+    names = [each.name for each in everyone]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise SettingsError(f"two contenders have the name {twice}")
     return everyone
 
 
@@ -89,6 +105,23 @@ def parse_split(text: str) -> Split:
     if match is None:
         raise ValueError(f"{text!r} is not of the form 1P+1D")
     return Split(int(match[1]), int(match[2]))
+
+
+def parse_custom(text: str, parse_flag: Callable[[str], tuple[str, Any]]) -> ClusterContender:
+    """`NAME=NODES FLAG=VALUE ...`, with nodes such as 1P+1B, and any number of flags. Raises ValueError, and whatever
+    parse_flag raises."""
+    first, *flags = text.split() or [""]
+    name, _, nodes = first.partition("=")
+    matches = [_NODES.fullmatch(part) for part in nodes.split("+")]
+    counts = dict.fromkeys("PDB", 0)
+    for match in matches:
+        if match is not None:
+            counts[match[2].upper()] += int(match[1])
+    if not _NAME.fullmatch(name) or None in matches:
+        raise ValueError(f"{text!r} is not of the form NAME=NODES FLAG=VALUE ..., such as sum=1P+1B policy=sum")
+    if not (counts["P"] + counts["B"] and counts["D"] + counts["B"]):
+        raise ValueError(f"{text!r} has nobody to read prompts, or nobody to write answers")
+    return ClusterContender(name, CUSTOM, counts["P"], counts["D"], counts["B"], tuple(map(parse_flag, flags)))
 
 
 def parse_peer(text: str) -> PeerContender:

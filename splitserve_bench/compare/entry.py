@@ -1,10 +1,11 @@
 """What the comparison knows of each contender, and what it found in the end. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from splitserve_bench.compare.contenders import Contender
+from splitserve_bench.compare.paired import Kept, Paired, paired_sentences, pairs_of
 from splitserve_bench.compare.search import Counted, FixedRates, Goal, Probe, RateSearch
 from splitserve_bench.compare.slo import Judgement, Slo, judge
 from splitserve_bench.compare.unloaded import Unloaded
@@ -23,6 +24,7 @@ class ProbeRun:
     probe: Probe
     pairs: tuple[tuple[PlannedRequest, Outcome], ...]
     judgement: Judgement
+    is_repeated: bool = False  # part of it was sent before, to a server that may have kept its KV
 
     @property
     def counted(self) -> Counted:
@@ -32,9 +34,11 @@ class ProbeRun:
 
 @dataclass(slots=True)
 class Entry:
-    """One contender with its search and its probes. A failure ends the search: one sentence, "" without one."""
+    """One contender with what it is judged by, its search and its probes. A failure ends the search: one sentence, ""
+    without one."""
 
     contender: Contender
+    slo: Slo
     search: Search
     runs: list[ProbeRun] = field(default_factory=list)
     failure: str = ""
@@ -46,6 +50,11 @@ class Entry:
         self.runs.append(run)
         self.search.record(run.counted)
 
+    @property
+    def kept(self) -> Kept:
+        """Which requests were good."""
+        return {run.probe: run.judgement.are_good for run in self.runs}
+
     def pairs_at(self, rate: float) -> list[tuple[PlannedRequest, Outcome]]:
         """The requests of all probes of that rate."""
         return [pair for run in self.runs if run.probe.rate == rate for pair in run.pairs]
@@ -53,37 +62,52 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What was found. `verdict` are sentences."""
+    """What was found by one objective, in words. `paired` are the same requests at every two contenders; `verdict`
+    are sentences."""
 
     goal: Goal
-    slo: Slo
+    objective: str
     unloaded: Unloaded | None
     entries: tuple[Entry, ...]
+    paired: tuple[Paired, ...] = ()
     verdict: tuple[str, ...] = ()
 
+    @property
+    def is_probed(self) -> bool:
+        return any(entry.runs for entry in self.entries)
 
-def standing(entry: Entry, slo: Slo) -> Standing:
+
+def standing(entry: Entry) -> Standing:
     """What the verdict needs to know."""
     result = entry.search.result()
     failing = result.failing_rate
-    misses = None if failing is None else judge(slo, entry.pairs_at(failing)).misses
+    misses = None if failing is None else judge(entry.slo, entry.pairs_at(failing)).misses
     return Standing(entry.contender.name, entry.contender.kind, result, misses)
 
 
-def standings(entries: Sequence[Entry], slo: Slo) -> list[Standing]:
-    """Of those that were probed, and did not drop out."""
-    return [standing(entry, slo) for entry in entries if entry.runs and not entry.failure]
+def concluded(comparison: Comparison) -> Comparison:
+    """With what follows from the probes of those that did not drop out."""
+    entries = [entry for entry in comparison.entries if entry.runs and not entry.failure]
+    paired = pairs_of({each.contender.name: each.kept for each in entries})
+    sentences = verdict([standing(entry) for entry in entries])
+    if all(isinstance(entry.search, FixedRates) for entry in entries):
+        sentences += paired_sentences(paired)
+    return replace(comparison, paired=tuple(paired), verdict=tuple(sentences))
 
 
-def judged_by(slo: Slo, comparison: Comparison) -> Comparison:
-    """The same probes of fixed rates, judged by another objective."""
-    entries = tuple(_judged_by(slo, entry, comparison.goal) for entry in comparison.entries)
-    return replace(comparison, slo=slo, entries=entries, verdict=tuple(verdict(standings(entries, slo))))
+def judged_by(slos: Mapping[str, Slo], objective: str, comparison: Comparison) -> Comparison:
+    """The same probes of fixed rates, judged by another objective: each contender that is named by its own."""
+    entries = tuple(
+        _judged_by(slos[entry.contender.name], entry, comparison.goal)
+        for entry in comparison.entries
+        if entry.contender.name in slos
+    )
+    return replace(comparison, objective=objective, entries=entries)
 
 
 def _judged_by(slo: Slo, entry: Entry, goal: Goal) -> Entry:
     search = FixedRates(goal, [run.probe.rate for run in entry.runs])
-    judged = Entry(entry.contender, search, failure=entry.failure)
+    judged = Entry(entry.contender, slo, search, failure=entry.failure)
     for run in entry.runs:
         judged.record(replace(run, judgement=judge(slo, run.pairs)))
     return judged

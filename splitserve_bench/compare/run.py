@@ -3,28 +3,33 @@
 All searches advance together, one probe of each contender in a round, so that whatever disturbs the machine for a
 while disturbs everybody; each round begins with another contender. Probes of one rate and number send the same requests
 at the same moments to everybody.
+
+Every objective has searches of its own. Where servers are told the limits, what they did under one objective says
+nothing of another; where they are not, the same cell is judged by all. A cell that is saved is not measured again.
 """
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from serving_core.errors import SplitServeError
 from splitserve.launch.models import Report
 from splitserve_bench.compare.arena import Arena
-from splitserve_bench.compare.contenders import Contender
-from splitserve_bench.compare.entry import Comparison, Entry, ProbeRun, standings
+from splitserve_bench.compare.cells import Cell, Cells, Measured
+from splitserve_bench.compare.contenders import ClusterContender, Contender
+from splitserve_bench.compare.entry import Comparison, Entry, ProbeRun, concluded, judged_by
 from splitserve_bench.compare.search import FixedRates, Goal, Probe, RateSearch
 from splitserve_bench.compare.slo import FixedSlo, RelativeSlo, Scales, Slo, judge
 from splitserve_bench.compare.unloaded import Unloaded, fit_unloaded, sample
-from splitserve_bench.compare.verdict import plain, verdict
+from splitserve_bench.compare.verdict import plain
 from splitserve_bench.compare.workload import Workload, seed_of
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.metrics import Limits, tpot_s, ttft_s
-from splitserve_bench.serve.records import Outcome, PlannedRequest
+from splitserve_bench.serve.records import PlannedRequest
 from splitserve_bench.serve.target import Progress
+from splitserve_bench.serve.told import told
 
 WARM_UP_REQUESTS: Final = 8
 MOST_REQUESTS: Final = 5000  # of one probe
@@ -35,7 +40,9 @@ WARM_UP, UNLOADED = 0.0, -1.0  # rates that no probe has, for the seeds of loads
 class CompareBench:
     """How much is measured, and what counts: limits, or scales of the unloaded reference."""
 
-    criterion: Limits | Scales
+    criteria: tuple[Limits | Scales, ...]  # each judged for itself
+    send_limits: bool  # whether clusters of ours are told what each request is judged by
+    own_unloaded: bool  # whether scales also count from what each contender itself takes; for at_rates
     attainment: float
     tolerance: float
     max_probes: int
@@ -47,100 +54,160 @@ class CompareBench:
     seed: int
 
 
+class ContenderError(BenchError):
+    """A contender cannot go on."""
+
+
 class Compare:
-    """One comparison. `show` is told what happens right now, `on_probe` each finished probe."""
+    """One comparison. `show` is told what happens right now."""
 
     def __init__(
         self,
         bench: CompareBench,
         workload: Workload,
         arena: Arena,
+        cells: Cells,
         *,
         report: Report,
         show: Callable[[str], None],
-        on_probe: Callable[[ProbeRun], None],
     ) -> None:
         self._bench = bench
         self._workload = workload
         self._arena = arena
+        self._cells = cells
         self._report = report
         self._show = show
-        self._on_probe = on_probe
+        self._num_loads = 0
         self._num_probes = 0
-        self._found: Comparison | None = None
+        self._comparisons: tuple[Comparison, ...] = ()
+        self._own: dict[str, Unloaded] = {}
 
     @property
-    def found(self) -> Comparison | None:
-        """What is known now; None before anybody is probed."""
-        found = self._found
-        if found is None or not any(entry.runs for entry in found.entries):
-            return None
-        return replace(found, verdict=tuple(verdict(standings(found.entries, found.slo))))
+    def found(self) -> tuple[Comparison, ...]:
+        """What is known now: by each objective, then by each contender's own unloaded values. Empty before anybody is
+        probed."""
+        found = list(self._comparisons)
+        if self._bench.own_unloaded:
+            found += map(self._by_own, self._bench.criteria, self._comparisons)
+        return tuple(concluded(each) for each in found if each.is_probed)
 
-    async def run(self, contenders: Sequence[Contender], reference: Contender) -> Comparison:
+    async def run(self, contenders: Sequence[Contender], reference: Contender) -> tuple[Comparison, ...]:
         """Advances all searches to their ends. A contender that cannot go on is left out from then on, and named.
 
         Raises BenchError when the unloaded reference cannot be measured, or when nobody is left.
         """
         unloaded = await self._measure_unloaded(reference) if self._needs_unloaded() else None
-        slo, goal = self._slo(unloaded), self._goal(unloaded)
-        self._report(f"A good request: {slo}.")
-        entries = tuple(Entry(each, self._search(goal)) for each in contenders)
-        self._found = Comparison(goal, slo, unloaded, entries)
+        failures = await self._measure_own(contenders) if self._bench.own_unloaded else {}
+        goal = self._goal(unloaded)
+        self._comparisons = tuple(
+            self._comparison(goal, _slo(criterion, unloaded), unloaded, contenders, failures)
+            for criterion in self._bench.criteria
+        )
         number = 0
-        while pending := [(entry, probe) for entry in entries if (probe := entry.next_probe())]:
-            first = number % len(pending)
-            for entry, probe in pending[first:] + pending[:first]:
-                await self._probe(entry, probe, slo)
+        while any([await self._round(each, number) for each in self._comparisons]):
             number += 1
-        if all(entry.failure for entry in entries) or self.found is None:
-            raise BenchError("; ".join(f"{entry.contender.name}: {entry.failure}" for entry in entries))
+        entries = [entry for each in self._comparisons for entry in each.entries]
+        if all(entry.failure for entry in entries) or not self.found:
+            failed = dict.fromkeys(f"{entry.contender.name}: {entry.failure}" for entry in entries)
+            raise BenchError("; ".join(failed))
         return self.found
 
-    async def _probe(self, entry: Entry, probe: Probe, slo: Slo) -> None:
-        name, bench = entry.contender.name, self._bench
+    def _comparison(
+        self,
+        goal: Goal,
+        slo: Slo,
+        unloaded: Unloaded | None,
+        contenders: Sequence[Contender],
+        failures: Mapping[str, str],
+    ) -> Comparison:
+        self._report(f"A good request: {slo}.")
+        entries = [Entry(each, slo, self._search(goal), failure=failures.get(each.name, "")) for each in contenders]
+        return Comparison(goal, str(slo), unloaded, tuple(entries))
+
+    async def _round(self, comparison: Comparison, number: int) -> bool:
+        """One probe of each contender. Whether there was anything left to do."""
+        pending = [(entry, probe) for entry in comparison.entries if (probe := entry.next_probe())]
+        first = number % len(pending) if pending else 0
+        for entry, probe in pending[first:] + pending[:first]:
+            await self._probe(entry, probe)
+        return bool(pending)
+
+    async def _probe(self, entry: Entry, probe: Probe) -> None:
+        planned = self._planned(entry, probe)
+        what = f"{entry.contender.name}, {plain(probe.rate)} req/s"
+        cell = Cell(entry.contender, f"{probe.rate:.4g}qps-{probe.seed}", planned)
+        is_saved = cell in self._cells
+        try:
+            measured = await self._measured(cell, what)
+        except ContenderError as error:
+            entry.failure = str(error)
+            self._report(f"{entry.contender.name} is out: {error}")
+            return
+        self._num_probes += 1
+        pairs = tuple(zip(planned, measured.outcomes, strict=True))
+        judgement = judge(entry.slo, pairs)
+        run = ProbeRun(self._num_probes, entry.contender.name, probe, pairs, judgement, measured.is_repeated)
+        entry.record(run)
+        self._report(probe_line(run) + (", as saved" if is_saved else ""))
+
+    def _planned(self, entry: Entry, probe: Probe) -> list[PlannedRequest]:
+        """What a probe sends."""
+        bench = self._bench
         num_requests = max(bench.num_prompts, min(MOST_REQUESTS, math.ceil(probe.rate * bench.seconds)))
         planned = self._workload.load(probe.rate, num_requests, seed_of(bench.seed, probe.rate, probe.seed))
         if len(planned) < num_requests:
             self._report(
-                f"{name}, {plain(probe.rate)} req/s: the trace has {len(planned)} requests, not the {num_requests} of "
-                f"{bench.seconds:g} s; a short run may not show a queue that grows slowly"
+                f"{entry.contender.name}, {plain(probe.rate)} req/s: the trace has {len(planned)} requests, not the "
+                f"{num_requests} of {bench.seconds:g} s; a short run may not show a queue that grows slowly"
             )
-        try:
-            outcomes = await self._run(entry.contender, planned, f"{name}, {plain(probe.rate)} req/s")
-        except SplitServeError as error:
-            entry.failure = str(error)
-            self._report(f"{name} is out: {error}")
-            return
-        self._num_probes += 1
-        pairs = tuple(zip(planned, outcomes, strict=True))
-        run = ProbeRun(self._num_probes, name, probe, pairs, judge(slo, pairs))
-        entry.record(run)
-        self._report(probe_line(run))
-        self._on_probe(run)
+        is_told = bench.send_limits and isinstance(entry.contender, ClusterContender)
+        return told(planned, entry.slo.limits_of) if is_told else planned
 
-    async def _run(
-        self, contender: Contender, planned: Sequence[PlannedRequest], what: str, max_concurrency: int | None = None
-    ) -> list[Outcome]:
+    async def _measured(self, cell: Cell, what: str, *, is_alone: bool = False) -> Measured:
+        """As saved, or measured now and saved: is_alone is one request after the other, all of which must be answered.
+        Raises ContenderError, and BenchError for files that cannot be used."""
+        number, self._num_loads = self._num_loads, self._num_loads + 1
+        if (saved := self._cells.find(cell)) is not None:
+            return saved
+
         def show(progress: Progress) -> None:
             ended = progress.num_completed + progress.num_failed
             self._show(f"{what}: {progress.num_sent} sent, {ended} of {progress.num_planned} ended")
 
         self._show(f"{what}: starting")
-        return await self._arena.run(
-            contender,
-            self._workload.load(math.inf, WARM_UP_REQUESTS, seed_of(self._bench.seed, WARM_UP, self._num_probes)),
-            planned,
-            max_concurrency=max_concurrency,
-            request_timeout_s=self._bench.request_timeout_s,
-            on_progress=show,
-        )
+        was_begun = self._cells.begin(cell)
+        try:
+            outcomes = await self._arena.run(
+                cell.contender,
+                self._workload.load(math.inf, WARM_UP_REQUESTS, seed_of(self._bench.seed, WARM_UP, number)),
+                cell.planned,
+                max_concurrency=1 if is_alone else None,
+                request_timeout_s=self._bench.request_timeout_s,
+                on_progress=show,
+            )
+        except SplitServeError as error:
+            raise ContenderError(str(error)) from error
+        if is_alone and (errors := [outcome.error for outcome in outcomes if outcome.error]):
+            raise ContenderError(f"{cell.contender.name} cannot answer: {errors[0]}")
+        measured = Measured(tuple(outcomes), was_begun and not isinstance(cell.contender, ClusterContender))
+        self._cells.save(cell, measured)
+        return measured
 
-    async def _measure_unloaded(self, reference: Contender) -> Unloaded:
+    async def _measure_own(self, contenders: Sequence[Contender]) -> dict[str, str]:
+        """What each contender takes alone; the failures of those that cannot answer."""
+        failures = {}
+        for each in contenders:
+            try:
+                self._own[each.name] = await self._measure_unloaded(each)
+            except ContenderError as error:
+                failures[each.name] = str(error)
+                self._report(f"{each.name} is out: {error}")
+        return failures
+
+    async def _measure_unloaded(self, contender: Contender) -> Unloaded:
         planned = sample(self._workload.load(math.inf, self._bench.num_prompts, seed_of(self._bench.seed, UNLOADED, 0)))
-        outcomes = await self._run(reference, planned, f"{reference.name}, unloaded", max_concurrency=1)
-        if errors := [outcome.error for outcome in outcomes if outcome.error]:
-            raise BenchError(f"{reference.name} cannot answer: {errors[0]}")
+        cell = Cell(contender, "unloaded", planned)
+        outcomes = (await self._measured(cell, f"{contender.name}, unloaded", is_alone=True)).outcomes
         ttfts = [(len(each.prompt), ttft_s(outcome)) for each, outcome in zip(planned, outcomes, strict=True)]
         tpots = [tpot_s(outcome) for outcome in outcomes]
         return fit_unloaded(
@@ -148,15 +215,14 @@ class Compare:
             [seconds for seconds in tpots if seconds is not None],
         )
 
+    def _by_own(self, criterion: Limits | Scales, comparison: Comparison) -> Comparison:
+        assert isinstance(criterion, Scales)
+        slos = {name: RelativeSlo(criterion, unloaded) for name, unloaded in self._own.items()}
+        return judged_by(slos, f"{criterion} what the request takes alone on the same contender", comparison)
+
     def _needs_unloaded(self) -> bool:
         is_rate_known = bool(self._bench.at_rates) or self._bench.first_rate is not None
-        return isinstance(self._bench.criterion, Scales) or not is_rate_known
-
-    def _slo(self, unloaded: Unloaded | None) -> Slo:
-        if isinstance(self._bench.criterion, Limits):
-            return FixedSlo(self._bench.criterion)
-        assert unloaded is not None
-        return RelativeSlo(self._bench.criterion, unloaded)
+        return any(isinstance(each, Scales) for each in self._bench.criteria) or not is_rate_known
 
     def _goal(self, unloaded: Unloaded | None) -> Goal:
         bench = self._bench
@@ -169,6 +235,13 @@ class Compare:
 
     def _search(self, goal: Goal) -> RateSearch | FixedRates:
         return FixedRates(goal, self._bench.at_rates) if self._bench.at_rates else RateSearch(goal)
+
+
+def _slo(criterion: Limits | Scales, unloaded: Unloaded | None) -> Slo:
+    if isinstance(criterion, Limits):
+        return FixedSlo(criterion)
+    assert unloaded is not None
+    return RelativeSlo(criterion, unloaded)
 
 
 def first_rate_of(unloaded: Unloaded, planned: Sequence[PlannedRequest]) -> float:

@@ -41,6 +41,10 @@ class Scales:
     tpot: float | None = None
     e2el: float | None = None
 
+    def __str__(self) -> str:
+        scales = {"TTFT": self.ttft, "TPOT": self.tpot, "E2EL": self.e2el}
+        return ", ".join(f"{name} ≤ {scale:g} x" for name, scale in scales.items() if scale is not None)
+
 
 DEFAULT_SCALES: Final = Scales(ttft=6.0, tpot=1.5)  # Splitwise's for the 99th and the 90th percentile
 
@@ -85,20 +89,27 @@ class RelativeSlo:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """How many of the offered requests were good, and why the others were not. num_effective independent requests
-    would say as much (spread.py)."""
+    """Which of the offered requests were good, in the order of sending, and why the others were not. num_effective
+    independent requests would say as much (spread.py)."""
 
-    num_good: int
-    num_total: int
+    are_good: tuple[bool, ...]
     num_effective: float
     misses: Misses
+
+    @property
+    def num_good(self) -> int:
+        return sum(self.are_good)
+
+    @property
+    def num_total(self) -> int:
+        return len(self.are_good)
 
 
 def judge(slo: Slo, pairs: Sequence[tuple[PlannedRequest, Outcome]]) -> Judgement:
     """Every offered request with what became of it, in the order of sending, each by limits of its own."""
     judged = [(outcome, missed(outcome, slo.limits_of(planned))) for planned, outcome in pairs]
-    are_good = [is_complete(outcome) and not names for outcome, names in judged]
-    return Judgement(sum(are_good), len(judged), effective_size(are_good), count_misses(judged))
+    are_good = tuple(is_complete(outcome) and not names for outcome, names in judged)
+    return Judgement(are_good, effective_size(are_good), count_misses(judged))
 
 
 def parse_scales(words: Sequence[str]) -> Scales:

@@ -74,14 +74,15 @@ class Load:
             self._num_sent += 1
             reply = Reply(request, self._now_s)
             timeout_s = self._order.request_timeout_s
-            error, is_refused = "", False
+            error, is_refused, retry_after_s = "", False, None
             try:
                 await self._backend.answer(body, reply, timeout_s)
             except RequestFailed as failure:
                 error, is_refused = str(failure) or "failed", failure.is_refused
+                retry_after_s = failure.retry_after_s
             except TimeoutError:
                 error = f"no complete answer within {timeout_s:g} s"
-            outcome = reply.outcome(error, is_refused=is_refused)
+            outcome = reply.outcome(error, is_refused=is_refused, retry_after_s=retry_after_s)
         self._num_completed += not error
         self._num_failed += bool(error)
         self._num_output_tokens += outcome.num_output_tokens

@@ -54,7 +54,7 @@ class GrpcBackend:
             request_id="",
             cache_salt="",
             sampling={**GREEDY, "max_tokens": request.output_tokens},
-            **self._target.extra_body,
+            **{"ttft_ms": request.ttft_ms, "tpot_ms": request.tpot_ms, **self._target.extra_body},
         )
         return message.SerializeToString()
 
@@ -72,7 +72,8 @@ class GrpcBackend:
                 _take(response, reply)
         except grpc.RpcError as error:
             failure = from_rpc_error(error, self._target.address)
-            raise RequestFailed(str(failure), is_refused=_is_refusal(failure)) from error
+            is_refused = _is_refusal(failure)
+            raise RequestFailed(str(failure), is_refused=is_refused, retry_after_s=failure.retry_after_s) from error
         finally:
             call.cancel()
         reply.check_complete()

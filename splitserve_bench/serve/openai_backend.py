@@ -51,6 +51,8 @@ class OpenAIBackend:
         if self._is_own:
             fields["include_timeline"] = True
             fields["stream_options"]["continuous_usage_stats"] = True
+            limits = {"ttft_ms": request.ttft_ms, "tpot_ms": request.tpot_ms}
+            fields |= {name: limit for name, limit in limits.items() if limit is not None}
         return json.dumps({**fields, **self._target.extra_body}, separators=(",", ":")).encode()
 
     async def warm_up(self, num_connections: int, deadline_s: float) -> None:
@@ -148,7 +150,13 @@ async def _refusal(response: httpx2.Response) -> RequestFailed:
     body = await _body(response, MOST_BODY_BYTES)
     message, code = _words(body)
     is_refused = response.status_code in REFUSALS and code != reasons.WORKER_LOST
-    return RequestFailed(f"HTTP {response.status_code}: {message}", is_refused=is_refused)
+    retry_after_s = _seconds(response.headers.get("retry-after", ""))
+    return RequestFailed(f"HTTP {response.status_code}: {message}", is_refused=is_refused, retry_after_s=retry_after_s)
+
+
+def _seconds(retry_after: str) -> float | None:
+    """Of the header; None for none, and for a date."""
+    return float(retry_after) if retry_after.isascii() and retry_after.isdecimal() else None
 
 
 async def _body(response: httpx2.Response, most_bytes: int) -> bytes:

@@ -51,7 +51,7 @@ def plot_attainment(
 ) -> None:
     """Attainment over the request rate: a line with intervals for each contender, in the order in which they come, and
     the share that is wanted."""
-    figure = _figure(7.5, 4.5)
+    figure = new_figure(7.5, 4.5)
     axes = figure.add_subplot()
     contenders = list(dict.fromkeys(point.contender for point in points))
     for number, contender in enumerate(contenders):
@@ -85,7 +85,7 @@ def plot_attainment(
     axes.set_title("Requests within their limits, with 95 % intervals", loc="left")
     if contenders:
         axes.legend(frameon=False, loc="lower left")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_latencies(outcomes: Sequence[Outcome], limits: Limits, path: Path) -> None:
@@ -94,7 +94,7 @@ def plot_latencies(outcomes: Sequence[Outcome], limits: Limits, path: Path) -> N
     What failed or was refused never comes, so a curve ends below 100 %; an answer of one token has no TPOT, and counts
     from the left edge on. So the curve's height at a limit is the attainment of that limit alone.
     """
-    figure = _figure(10, 4.2)
+    figure = new_figure(10, 4.2)
     ttft_axes, tpot_axes = figure.subplots(1, 2, sharey=True, gridspec_kw={"wspace": 0.06})
     complete = [outcome for outcome in outcomes if is_complete(outcome)]
     offered = len(outcomes)
@@ -107,7 +107,7 @@ def plot_latencies(outcomes: Sequence[Outcome], limits: Limits, path: Path) -> N
     tpot_axes.set_xlabel("TPOT, ms")
     ttft_axes.set_title(f"Time to first token{_met(first_s, limits.ttft_s, 0, offered)}", loc="left")
     tpot_axes.set_title(f"Time per token after the first{_met(timed, limits.tpot_s, num_below, offered)}", loc="left")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_timeline(outcomes: Sequence[Outcome], path: Path) -> None:
@@ -120,7 +120,7 @@ def plot_timeline(outcomes: Sequence[Outcome], path: Path) -> None:
     drawn = _busiest(sorted(outcomes, key=lambda outcome: (outcome.sent_s, outcome.index)))
     rows = _rows(drawn)
     num_rows = max(rows, default=0) + 1
-    figure = _figure(12, min(10.0, max(3.0, 1.8 + 0.16 * num_rows)))
+    figure = new_figure(12, min(10.0, max(3.0, 1.8 + 0.16 * num_rows)))
     axes = figure.add_subplot()
     handles = _draw_bars(axes, drawn, rows)
     which = "all" if len(drawn) == len(outcomes) else f"the busiest {len(drawn)} of"
@@ -132,7 +132,7 @@ def plot_timeline(outcomes: Sequence[Outcome], path: Path) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     if handles:
         figure.legend(handles=handles, frameon=False, ncols=len(handles), loc="outside lower center")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _busiest(ordered: Sequence[Outcome]) -> Sequence[Outcome]:
@@ -240,14 +240,15 @@ def _met(values_s: Sequence[float], limit_s: float | None, num_below: int, offer
     return f": {met:.1%} within {limit_s * 1e3:g} ms"
 
 
-def _figure(width: float, height: float) -> "Figure":
+def new_figure(width: float, height: float) -> "Figure":
     """Inches. Not of pyplot, which keeps its figures and may want a display."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
 
 
-def _save(figure: "Figure", path: Path) -> None:
+def save_figure(figure: "Figure", path: Path) -> None:
+    """As a PNG file, in the style of all of them."""
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(visible=True, alpha=0.25)

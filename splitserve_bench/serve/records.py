@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request of a load. Its answer has exactly output_tokens tokens: the end-of-sequence token does not end it."""
+    """One request of a load. Its answer has exactly output_tokens tokens: the end-of-sequence token does not end it.
+    The limits are those that the server is told, None where it is told none."""
 
     index: int
     send_at_s: float
     prompt: tuple[int, ...]  # token ids
     output_tokens: int
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,5 +35,6 @@ class Outcome:
     ended_s: float
     error: str = ""  # "" for a complete answer
     is_refused: bool = False  # the server turned it away: a full queue, a limit, no node
+    retry_after_s: float | None = None  # when it may be sent again, where the server that turned it away says so
     # Seconds by phase as the server tells them, by the field names of answers.Timeline; None when it tells none.
     timeline: Mapping[str, float] | None = None

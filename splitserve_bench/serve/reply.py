@@ -11,11 +11,12 @@ MOST_ERROR_CHARACTERS: Final = 300
 
 
 class RequestFailed(SplitServeError):
-    """A request without a complete answer. is_refused: the server turned it away."""
+    """A request without a complete answer. is_refused: the server turned it away; it may say when to come back."""
 
-    def __init__(self, message: str, *, is_refused: bool = False) -> None:
+    def __init__(self, message: str, *, is_refused: bool = False, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.is_refused = is_refused
+        self.retry_after_s = retry_after_s
 
 
 class Reply:
@@ -54,7 +55,7 @@ class Reply:
         if self.num_output_tokens is None and self.is_stopped:
             raise RequestFailed(f"the answer stopped before it had {wanted} tokens, and nobody counted them")
 
-    def outcome(self, error: str = "", *, is_refused: bool = False) -> Outcome:
+    def outcome(self, error: str = "", *, is_refused: bool = False, retry_after_s: float | None = None) -> Outcome:
         """What became of the request, which ends now."""
         counted = self.num_output_tokens
         return Outcome(
@@ -68,6 +69,7 @@ class Reply:
             ended_s=self._now_s(),
             error=bounded(error),
             is_refused=is_refused,
+            retry_after_s=retry_after_s,
             timeline=self.timeline,
         )
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -11,7 +12,7 @@ import click
 
 from serving_core.errors import SettingsError
 from splitserve.commands.server_options import SERVER_VARIABLE, api_key_option
-from splitserve_bench.options import RepeatingCommand, options_of
+from splitserve_bench.options import Command, RepeatingCommand, options_of
 from splitserve_bench.serve.target import BACKENDS, COMPLETIONS, LIMITS, OPENAI, SPLITSERVE, Target
 
 RANDOM, AZURE, MOONCAKE = "random", "azure", "mooncake"
@@ -55,6 +56,7 @@ class ServeOptions:
     request_timeout_s: float
     seed: int
     goodput: tuple[str, ...]
+    send_limits: bool
     percentile_metrics: str
     metric_percentiles: str
     label: str | None
@@ -68,11 +70,14 @@ class ServeOptions:
     as_json: bool
 
     def check(self) -> None:
-        """Raises SettingsError for a data set without its file, or a file without its data set."""
+        """Raises SettingsError for a data set without its file, a file without its data set, or limits to be told
+        that are not there."""
         if self.dataset_name == RANDOM and self.dataset_path is not None:
             raise SettingsError(f"--dataset-path is for the data sets {AZURE} and {MOONCAKE}")
         if self.dataset_name != RANDOM and self.dataset_path is None:
             raise SettingsError(f"--dataset-name {self.dataset_name} needs a trace: --dataset-path")
+        if self.send_limits and not self.goodput:
+            raise SettingsError("--send-limits tells the limits of --goodput, and there are none")
 
     @property
     def backend_name(self) -> str:
@@ -114,6 +119,16 @@ class ServeCommand(RepeatingCommand):
         return super().parse_args(ctx, [OTHER_NAME.sub("--server", word) for word in args])
 
 
+def send_limits_option(*, default: bool) -> Callable[[Command], Command]:
+    """--send-limits and --no-send-limits."""
+    return click.option(
+        "--send-limits/--no-send-limits",
+        default=default,
+        show_default=True,
+        help="Tell SplitServe which TTFT and TPOT each request is judged by; other servers are never told.",
+    )
+
+
 # The server.
 where_options = options_of(
     click.option(
@@ -142,7 +157,7 @@ where_options = options_of(
 
 
 # What is sent when.
-dataset_options = options_of(
+shape_options = options_of(
     click.option("--dataset-name", default=RANDOM, show_default=True, type=click.Choice(DATASETS)),
     click.option(
         "--dataset-path",
@@ -158,6 +173,9 @@ dataset_options = options_of(
         type=click.FloatRange(0, 1, max_open=True),
         help="Lengths differ by up to this share of them.",
     ),
+)
+dataset_options = options_of(
+    shape_options,
     click.option("--num-prompts", type=LENGTH, help=f"Requests; default {NUM_PROMPTS}, of a trace all."),
 )
 rate_option = click.option(
@@ -167,17 +185,17 @@ rate_option = click.option(
     type=ABOVE_0,
     help="Requests a second; inf sends all at once, and a trace at its own times.",
 )
-pace_options = options_of(
-    click.option(
-        "--burstiness",
-        default=1.0,
-        show_default=True,
-        type=ABOVE_0,
-        help="1 is a Poisson process, less comes in bursts, more evenly.",
-    ),
-    click.option("--time-scale", default=1.0, show_default=True, type=ABOVE_0, help="Times a trace's gaps."),
-    click.option("--length-scale", default=1.0, show_default=True, type=ABOVE_0, help="Times a trace's lengths."),
-    click.option("--max-concurrency", type=LENGTH, help="Requests at the same time; the rest wait."),
+burstiness_option = click.option(
+    "--burstiness",
+    default=1.0,
+    show_default=True,
+    type=ABOVE_0,
+    help="1 is a Poisson process, less comes in bursts, more evenly.",
+)
+length_scale_option = click.option(
+    "--length-scale", default=1.0, show_default=True, type=ABOVE_0, help="Times a trace's lengths."
+)
+client_options = options_of(
     click.option(
         "--request-timeout-s", default=600.0, show_default=True, type=ABOVE_0, help="A later answer is a miss."
     ),
@@ -187,6 +205,13 @@ pace_options = options_of(
         show_default=True,
         help="Of prompts, lengths and arrivals; take another one when the server keeps the KV of an earlier run.",
     ),
+)
+pace_options = options_of(
+    burstiness_option,
+    click.option("--time-scale", default=1.0, show_default=True, type=ABOVE_0, help="Times a trace's gaps."),
+    length_scale_option,
+    click.option("--max-concurrency", type=LENGTH, help="Requests at the same time; the rest wait."),
+    client_options,
 )
 warm_up_option = click.option(
     "--num-warmups", default=0, show_default=True, type=COUNT, help="Requests before, which do not count."

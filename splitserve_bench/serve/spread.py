@@ -16,14 +16,15 @@ CONFIDENCE: Final = 0.95
 Z: Final = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 
 
-def effective_size(are_good: Sequence[bool]) -> float:
-    """How many independent requests say as much about the share of good ones as these, in the order of sending. At
-    least 2 of 2 or more; all of them when they are all alike, as nothing tells how they cluster."""
-    num = len(are_good)
-    if num < 3 or len(set(are_good)) == 1:
+def effective_size(series: Sequence[int]) -> float:
+    """How many independent requests say as much about the mean as these, in the order of sending: 1 for a good one and
+    0 for another, or the differences of two contenders. At least 2 of 2 or more; all of them when they are all alike,
+    as nothing tells how they cluster."""
+    num = len(series)
+    if num < 3 or len(set(series)) == 1:
         return float(num)
-    mean = sum(are_good) / num
-    values = [is_good - mean for is_good in are_good]
+    mean = sum(series) / num
+    values = [each - mean for each in series]
     variance = _product(values, 0)
     total = -variance
     for lag in range(0, num - 1, 2):
@@ -49,3 +50,20 @@ def interval(share: float, size: float) -> tuple[float, float]:
     half = Z * math.sqrt(share * (1 - share) / size + spread / (4 * size))
     middle = share + spread / 2
     return min(share, max(0.0, (middle - half) / (1 + spread))), max(share, min(1.0, (middle + half) / (1 + spread)))
+
+
+def paired_interval(share_one: float, share_other: float, size: float) -> tuple[float, float]:
+    """95 % interval of the difference of two shares that were found in the same so many independent requests, of which
+    these shares were good with the one alone and with the other alone; (-1, 1) of none. share_one - share_other is
+    always in it.
+
+    That of Bonett and Price (2012), "Adjusted Wald confidence interval for a difference of binomial proportions based
+    on paired data", J. Educ. Behav. Stat. 37: Wald's for paired data after one more request of either kind was added.
+    What is the same with both says nothing about the difference, as in McNemar's test.
+    """
+    if size == 0:
+        return -1.0, 1.0
+    difference = share_one - share_other
+    one, other = ((share * size + 1) / (size + 2) for share in (share_one, share_other))
+    half = Z * math.sqrt((one + other - (one - other) ** 2) / (size + 2))
+    return min(difference, max(-1.0, one - other - half)), max(difference, min(1.0, one - other + half))

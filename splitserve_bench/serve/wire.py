@@ -41,6 +41,8 @@ class OrderedRequest:
     send_at_s: float
     prompt: "array[int]"
     output_tokens: int
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
 
 
 def pack_order(order: Order) -> bytes:
@@ -58,18 +60,19 @@ def pack_request(request: PlannedRequest) -> bytes:
     prompt = array(TOKEN_TYPE, request.prompt)
     if sys.byteorder == "big":
         prompt.byteswap()
-    packed = msgpack.packb([request.index, request.send_at_s, prompt.tobytes(), request.output_tokens])
+    limits = (request.ttft_ms, request.tpot_ms)
+    packed = msgpack.packb([request.index, request.send_at_s, prompt.tobytes(), request.output_tokens, *limits])
     assert isinstance(packed, bytes)
     return packed
 
 
 def unpack_request(message: Any) -> OrderedRequest:
-    index, send_at_s, tokens, output_tokens = message
+    index, send_at_s, tokens, *others = message
     prompt = array(TOKEN_TYPE)
     prompt.frombytes(tokens)
     if sys.byteorder == "big":
         prompt.byteswap()
-    return OrderedRequest(index, send_at_s, prompt, output_tokens)
+    return OrderedRequest(index, send_at_s, prompt, *others)
 
 
 def outcome_line(outcome: Outcome) -> bytes:
@@ -93,11 +96,12 @@ def read_line(line: bytes) -> Outcome | Progress | str:
     """What a line says; a failure is its message."""
     ((kind, value),) = json.loads(line).items()
     if kind == OUTCOME:
-        return _outcome(value)
+        return to_outcome(value)
     return Progress(**value) if kind == PROGRESS else str(value)
 
 
-def _outcome(fields: Mapping[str, Any]) -> Outcome:
+def to_outcome(fields: Mapping[str, Any]) -> Outcome:
+    """From its fields, as JSON has them."""
     sequences = {name: tuple(fields[name]) for name in ("arrivals_s", "arrival_tokens")}
     return Outcome(**{**fields, **sequences})
 

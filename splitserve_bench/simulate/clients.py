@@ -7,6 +7,7 @@ from typing import Protocol
 
 from coordinator.control.prompts import Prompt
 from coordinator.control.slo import Slo
+from coordinator.doors.statuses import retry_after_s
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.requests import SamplingParams
@@ -101,7 +102,9 @@ class LoadClients:
         answer = self._answers.pop(request_id)
         self._model.check_answer(answer.planned.prompt, answer.token_ids)
         if isinstance(outcome, RequestError):
-            result = answer.reply.outcome(str(outcome), is_refused=outcome.reason in REFUSALS)
+            is_refused = outcome.reason in REFUSALS
+            again_s = retry_after_s(outcome) if is_refused else None
+            result = answer.reply.outcome(str(outcome), is_refused=is_refused, retry_after_s=again_s)
         else:
             answer.reply.num_output_tokens = outcome.completion_tokens
             answer.reply.timeline = _seconds_of(outcome.timeline)

@@ -30,7 +30,7 @@ MOST_OF_A_ROLE: Final = 1024
 NO_SERVER: Final[dict[str, Any]] = {
     "server": None, "host": None, "port": None, "endpoint": "", "model": "", "api_key": None, "extra_body": "{}",
     "tokenizer": None, "vocab_size": None, "num_warmups": 0, "percentile_metrics": "", "metric_percentiles": "",
-    "label": None, "num_gpus": None, "metadata": (), "save_result": False, "save_detailed": False,
+    "send_limits": False, "label": None, "num_gpus": None, "metadata": (), "save_result": False, "save_detailed": False,
     "result_dir": Path(), "result_filename": None, "plots": None, "as_json": False,
 }  # fmt: skip
 
@@ -71,7 +71,7 @@ rates_option = click.option(
     type=ListOf("R,R,...", parse_rate),
     help="Requests a second, a load for each; inf sends all at once, and a trace at its own times.",
 )
-fleet_options = options_of(
+size_options = options_of(
     node_count("prefill", "Nodes that read prompts."),
     node_count("decode", "Nodes that write answers."),
     node_count("both", "Nodes that do both."),
@@ -96,6 +96,9 @@ fleet_options = options_of(
         type=click.Choice(("all", "timely")),
         help="Which requests with limits are taken, as the coordinator's.",
     ),
+)
+fleet_options = options_of(
+    size_options,
     click.option(
         "--limits/--no-limits",
         default=True,

@@ -11,7 +11,13 @@ from tests.tiny_models import write_fake_model
 
 HANDOVER = ("credit_wait_s", "transfer_s", "decode_queue_s")
 NUM_PROMPTS, OUTPUT_TOKENS = 6, 5
-CONTENDERS = {"colocated 1x2": "colocated", "colocated 2x1": "colocated", "split 1P+1D": "split", "peer own": "peer"}
+CONTENDERS = {
+    "colocated 1x2": "colocated",
+    "colocated 2x1": "colocated",
+    "split 1P+1D": "split",
+    "small": "custom",
+    "peer own": "peer",
+}
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a split needs two CPUs")
 
@@ -27,7 +33,8 @@ def peer_url(start_cluster, model):
 
 
 def test_each_contender_answers_the_same_requests(model, peer_url, tmp_path):
-    arguments = [str(model), "--cores", "2", "--kinds", "colocated,split,peer", "--splits", "1P+1D"]
+    arguments = [str(model), "--cores", "2", "--kinds", "colocated,split,custom,peer", "--splits", "1P+1D"]
+    arguments += ["--contender", "small=1P+1B max-num-seqs=1"]
     arguments += ["--peer", f"own={peer_url}", "--engine-flag", "block-size=8"]
     arguments += ["--at-rates", "20", "--num-prompts", str(NUM_PROMPTS), "--seconds", "0"]
     arguments += ["--random-input-len", "40", "--random-output-len", str(OUTPUT_TOKENS), "--random-range-ratio", "0.5"]
@@ -46,7 +53,9 @@ def test_each_contender_answers_the_same_requests(model, peer_url, tmp_path):
     assert (tmp_path / "attainment.png").stat().st_size > 0
 
     probes = [json.loads(path.read_text()) for path in sorted((tmp_path / "probes").iterdir())]
-    assert [probe["contender"] for probe in probes] == list(CONTENDERS)
+    assert [probe["contender"] for probe in probes] == sorted(CONTENDERS)
+    told = {(probe["contender"], each["told_ttft_ms"]) for probe in probes for each in probe["requests"]}
+    assert told == {(name, None if kind == "peer" else 20000) for name, kind in CONTENDERS.items()}
     asked = {
         tuple((each["scheduled_s"], each["num_prompt_tokens"], each["num_output_tokens"]) for each in probe["requests"])
         for probe in probes
@@ -62,4 +71,9 @@ def test_each_contender_answers_the_same_requests(model, peer_url, tmp_path):
     colocated = [each for probe in probes if "colocated" in probe["contender"] for each in probe["requests"]]
     assert not any(each["timeline"]["transfer_s"] for each in colocated)
     logs = sorted(path.name for path in (tmp_path / "logs").iterdir())
-    assert logs == ["001-colocated-1x2", "002-colocated-2x1", "003-split-1P+1D"]
+    assert logs == ["001-colocated-1x2", "002-colocated-2x1", "003-split-1P+1D", "004-small"]
+
+    again = CliRunner().invoke(compare_command, arguments)
+    assert "saved loads: 5;" in again.output
+    assert json.loads(again.stdout) == compared
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == logs  # nothing was started

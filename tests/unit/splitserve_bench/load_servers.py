@@ -23,6 +23,7 @@ VOCAB_SIZE = 777
 MAX_MODEL_LEN = 4096
 ANSWER, SHORT, DROP, REFUSE, FAIL, BREAK, HANG = "answer", "short", "drop", "refuse", "fail", "break", "hang"
 NO_NODE, LOST = "no node", "lost"  # before the first token
+RETRY_AFTER_S = 3  # of a full queue
 TIMELINE = {"prefill_queue_s": 0.25, "prefill_s": 0.5, "decode_s": 1.0, "e2e_s": 1.75, "ttft_s": 0.75}
 
 
@@ -178,7 +179,7 @@ async def _stream(script, asked, writer, is_own, with_token_ids, tells_usage):
 
 def _write_fault(writer, kind):
     if kind == REFUSE:
-        _write_json(writer, 429, {"error": {"message": "the queue is full", "code": 429}})
+        _write_json(writer, 429, {"error": {"message": "the queue is full", "code": 429}}, retry_after=RETRY_AFTER_S)
     elif kind in (NO_NODE, LOST):
         _write_json(writer, 503, {"error": {"message": kind, "code": REASONS[kind]}})
     elif kind == FAIL:
@@ -189,9 +190,10 @@ def _write_fault(writer, kind):
     return kind != DROP
 
 
-def _write_json(writer, status, value):
+def _write_json(writer, status, value, retry_after=None):
     body = json.dumps(value).encode()
-    writer.write(f"HTTP/1.1 {status} X\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+    header = "" if retry_after is None else f"retry-after: {retry_after}\r\n"
+    writer.write(f"HTTP/1.1 {status} X\r\n{header}content-length: {len(body)}\r\n\r\n".encode() + body)
 
 
 def _write_event(writer, value):
@@ -226,8 +228,8 @@ class _Service(inference_pb2_grpc.InferenceServicer):
             "repetition_penalty": params.repetition_penalty,
             "model": request.model,
             "slo_class": request.slo_class,
-            "tpot_ms": request.tpot_ms if request.HasField("tpot_ms") else None,
             "priority": request.priority,
+            **{name: getattr(request, name) for name in ("ttft_ms", "tpot_ms") if request.HasField(name)},
         }
         num_tokens = 0
         try:
@@ -250,7 +252,9 @@ REASONS = {NO_NODE: reasons.NO_DECODE_WORKER, LOST: reasons.WORKER_LOST}
 STATUSES = {
     NO_NODE: refusal(grpc.StatusCode.UNAVAILABLE, NO_NODE, REASONS[NO_NODE]),
     LOST: refusal(grpc.StatusCode.UNAVAILABLE, LOST, REASONS[LOST]),
-    REFUSE: refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full", reasons.QUEUE_FULL),
+    REFUSE: refusal(
+        grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full", reasons.QUEUE_FULL, retry_after_s=RETRY_AFTER_S
+    ),
     FAIL: refusal(grpc.StatusCode.INTERNAL, "it broke " * 200, reasons.ENGINE_ERROR),
     DROP: refusal(grpc.StatusCode.UNAVAILABLE, "a node was lost", reasons.WORKER_LOST),
     BREAK: refusal(grpc.StatusCode.UNAVAILABLE, "a node was lost", reasons.WORKER_LOST),

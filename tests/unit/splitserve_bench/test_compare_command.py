@@ -1,4 +1,7 @@
+import asyncio
+import json
 import os
+import sys
 
 import click
 import pytest
@@ -13,6 +16,7 @@ from splitserve_bench.errors import BenchError
 from splitserve_bench.options import repeat_flags
 from splitserve_bench.serve.target import ServedModel
 from tests.tiny_models import VOCAB_SIZE, write_fake_model
+from tests.unit.splitserve_bench.load_servers import Script, http_server
 
 AZURE_ROWS = [f"2023-11-16 18:17:0{i}.0000000,{100 + i},{10 + i}" for i in range(8)]
 
@@ -20,24 +24,29 @@ AZURE_ROWS = [f"2023-11-16 18:17:0{i}.0000000,{100 + i},{10 + i}" for i in range
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("--slo-scale ttft:6 tpot:1.5", "--slo-scale ttft:6 --slo-scale tpot:1.5"),
+        ("--slo-scale ttft:6 tpot:1.5 --json", ["--slo-scale", "ttft:6 tpot:1.5", "--json"]),
         (
             "--goodput ttft:6 tpot:1 e2el:3 model --json",
             "--goodput ttft:6 --goodput tpot:1 --goodput e2el:3 model --json",
         ),
         ("--goodput ttft:6 model ttft:1", "--goodput ttft:6 model ttft:1"),
-        ("--goodput ttft:6 --slo-scale ttft:1 tpot:2", "--goodput ttft:6 --slo-scale ttft:1 --slo-scale tpot:2"),
+        (
+            "--slo-scale ttft:1 --slo-scale ttft:2 tpot:3 m",
+            ["--slo-scale", "ttft:1", "--slo-scale", "ttft:2 tpot:3", "m"],
+        ),
         ("model --seed 3", "model --seed 3"),
     ],
 )
 def test_several_pairs_may_follow_one_flag(words, expected):
-    assert repeat_flags(words.split(), CompareCommand.lists) == expected.split()
+    expected = expected.split() if isinstance(expected, str) else expected
+    assert repeat_flags(words.split(), CompareCommand.lists, CompareCommand.joined) == expected
 
 
 def test_flags_of_the_clusters_are_read_as_up_reads_them():
     assert parse_engine_flag("dtype=float32") == ("dtype", "float32")
     assert parse_engine_flag("--max-model-len=128") == ("max_model_len", 128)
     assert parse_engine_flag("enable-prefix-caching=false") == ("enable_prefix_caching", False)
+    assert parse_engine_flag("policy=lmetric") == ("policy", "lmetric")
 
 
 @pytest.mark.parametrize(
@@ -66,9 +75,10 @@ def test_cores_are_those_that_the_process_may_use():
     ("arguments", "message"),
     [
         (["--goodput", "ttft:1", "--slo-scale", "ttft:2"], "not both"),
-        (["--also-slo-scale", "ttft:2"], "needs --at-rates"),
+        (["--own-unloaded"], "needs --at-rates"),
+        (["--own-unloaded", "--at-rates", "1", "--goodput", "ttft:2"], "limits that are multiples"),
         (["--dataset-name", "azure"], "needs --dataset-path"),
-        (["--kinds", "colocated,pie"], "'pie' is none of colocated, split, auto, peer"),
+        (["--kinds", "colocated,pie"], "'pie' is none of colocated, split, auto, custom, peer"),
         (["--splits", "1P"], "not of the form"),
     ],
 )
@@ -136,6 +146,56 @@ def test_seeds_differ_by_rate_and_number_and_are_the_same_every_time():
     seeds = {seed_of(base, rate, number) for base in (0, 1) for rate in (0.0, 1.0, 1.5) for number in range(3)}
     assert len(seeds) == 18
     assert seed_of(0, 1.5, 2) == seed_of(0, 1.5, 2)
+
+
+async def compare(model, folder, *targets, words=()):
+    """A comparison of these servers as peers, in a process of its own."""
+    peers = [word for number, target in enumerate(targets) for word in ("--peer", f"{number}={target.address}")]
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "splitserve", "bench", "compare", str(model), "--kinds", "peer", *peers),
+        *("--goodput", "ttft:60000", "--at-rates", "50,100", "--num-prompts", "5", "--seconds", "0"),
+        *("--random-input-len", "9", "--random-output-len", "2", "--save-dir", str(folder), *words),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+async def test_a_comparison_that_was_killed_goes_on_with_what_is_missing(tmp_path):
+    model, folder = write_fake_model(tmp_path / "model"), tmp_path / "saved"
+    is_held, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def hold(key):
+        if len(third.order) > 8 + 2:  # within its first load, after the warm-up
+            is_held.set()
+            await goes_on.wait()
+
+    first, second, third = Script(), Script(), Script(hold=hold)
+    async with http_server(first) as a, http_server(second) as b, http_server(third) as c:
+        killed = await compare(model, folder, a, b, c)
+        await is_held.wait()
+        killed.kill()
+        await killed.communicate()
+        assert len(list((folder / "probes").glob("*.json"))) == 2
+        goes_on.set()
+        asked = [len(each.order) for each in (first, second)]
+        resumed = await compare(model, folder, a, b, c, words=["--json"])
+        output, errors = await resumed.communicate()
+        assert resumed.returncode == 0, errors.decode()
+        assert "saved loads: 2; only what is missing is measured" in errors.decode()
+        assert [len(each.order) for each in (first, second)] == [number + 8 + 5 for number in asked]  # the other rate
+        assert "peer 2, 50 req/s" in errors.decode()
+        everything = [len(each.order) for each in (first, second, third)]
+        again = await compare(model, folder, a, b, c, words=["--json"])
+        assert (await again.communicate())[0] == output
+        assert [len(each.order) for each in (first, second, third)] == everything
+        other = await compare(model, folder, a, b, c, words=["--seed", "1"])
+        _, errors = await other.communicate()
+    assert other.returncode == 2
+    assert "holds a comparison of other arguments: its bench.seed is 0, not 1; give another folder" in errors.decode()
+    probes = json.loads(output)["contenders"][2]["probes"]
+    assert [(probe["num_good"], probe["is_repeated"]) for probe in probes] == [(5, True), (5, False)]
+    assert not any("ttft_ms" in seen.asked for script in (first, second, third) for seen in script.seen.values())
 
 
 def test_it_has_a_help_text():

@@ -1,15 +1,22 @@
+import os
+
 import pytest
 
 from serving_core.errors import SettingsError
+from splitserve.launch.models import LocalModel
+from splitserve_bench.compare.arena import Arena
+from splitserve_bench.compare.compare_options import parse_engine_flag
 from splitserve_bench.compare.contenders import (
     MOST_SPLITS,
     PeerContender,
     Split,
     contenders,
+    parse_custom,
     parse_peer,
     parse_split,
     splits_of,
 )
+from tests.tiny_models import write_fake_model
 
 PEER = PeerContender("peer vllm", "http://127.0.0.1:8000")
 
@@ -63,7 +70,7 @@ def test_splits_can_be_chosen():
 
 
 def test_two_peers_of_one_name_are_refused():
-    with pytest.raises(SettingsError, match="two peers"):
+    with pytest.raises(SettingsError, match="two contenders have the name peer vllm"):
         contenders(2, [], [PEER, PEER])
 
 
@@ -78,6 +85,37 @@ def test_splits_and_peers_are_read_from_text():
 def test_what_is_no_split_is_refused(text):
     with pytest.raises(ValueError, match="not of the form"):
         parse_split(text)
+
+
+def flag(text):
+    name, _, value = text.partition("=")
+    return name, value
+
+
+def test_further_clusters_have_flags_of_their_own():
+    custom = parse_custom("least=1P+1b policy=least-loaded x=1", flag)
+    assert (custom.kind, custom.prefill, custom.decode, custom.both) == ("custom", 1, 0, 1)
+    assert custom.flags == (("policy", "least-loaded"), ("x", "1"))
+    assert names(2, [], [PEER])[-1] == "peer vllm"
+    assert [each.name for each in contenders(2, [], [PEER], [custom])][-2:] == ["least", "peer vllm"]
+    assert parse_custom("three=3B", flag).num_nodes == 3
+    with pytest.raises(SettingsError, match="--contender three has more nodes than there are cores: 2"):
+        contenders(2, [], [], [parse_custom("three=3B", flag)])
+
+
+async def test_its_own_flags_reach_the_processes_of_a_cluster(tmp_path):
+    """The coordinator refuses a heartbeat that is longer than what it waits for one, before anything is started."""
+    model = LocalModel(write_fake_model(tmp_path / "model"), "fake")
+    arena = Arena(model, sorted(os.sched_getaffinity(0)), {"heartbeat_s": 1.0, "node_timeout_s": 4.0}, tmp_path, print)
+    custom = parse_custom("slow=1B heartbeat-s=5", parse_engine_flag)
+    with pytest.raises(SettingsError, match=r"node_timeout_s \(4\) must be above heartbeat_s \(5\)"):
+        await arena.run(custom, [], [], max_concurrency=None, request_timeout_s=1.0, on_progress=print)
+
+
+@pytest.mark.parametrize("text", ["", "a", "a=", "=1B", "a=0B", "a=1X", "a=1B+", "a/b=1B", "a=1P", "a=2D"])
+def test_what_is_no_cluster_is_refused(text):
+    with pytest.raises(ValueError, match=r"not of the form|has nobody"):
+        parse_custom(text, flag)
 
 
 @pytest.mark.parametrize("text", ["", "vllm", "vllm=", "=http://x", "vllm=127.0.0.1:8000", "a b=http://x"])

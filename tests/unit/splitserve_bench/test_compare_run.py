@@ -9,17 +9,16 @@ import pytest
 from matplotlib.figure import Figure
 
 from splitserve.commands.terminal import stdout
+from splitserve_bench.compare.cells import Cells
 from splitserve_bench.compare.compare_report import (
     comparison_json,
     comparison_view,
     save_comparison,
-    save_probe,
     warnings,
 )
 from splitserve_bench.compare.contenders import PeerContender, contenders
-from splitserve_bench.compare.entry import judged_by
 from splitserve_bench.compare.run import Compare, CompareBench, first_rate_of
-from splitserve_bench.compare.slo import RelativeSlo, Scales
+from splitserve_bench.compare.slo import Scales
 from splitserve_bench.compare.unloaded import Unloaded
 from splitserve_bench.compare.workload import Dataset, Workload
 from splitserve_bench.errors import BenchError
@@ -29,7 +28,9 @@ from splitserve_bench.serve.target import Progress, ServedModel
 
 PROMPT_TOKENS, OUTPUT_TOKENS, TPOT_S = 10, 5, 0.01
 BENCH = CompareBench(
-    criterion=Limits(ttft_s=0.5),
+    criteria=(Limits(ttft_s=0.5),),
+    send_limits=False,
+    own_unloaded=False,
     attainment=0.9,
     tolerance=0.1,
     max_probes=16,
@@ -51,8 +52,11 @@ class QueueArena:
         self.prefill_s = prefill_s
         self.failures = dict(failures)
         self.loads = []
+        self.stop_at = None
 
     async def run(self, contender, warm_up, planned, *, max_concurrency, request_timeout_s, on_progress):
+        if len(self.loads) == self.stop_at:
+            raise asyncio.CancelledError
         self.loads.append((contender.name, [*planned], [*warm_up]))
         self.failures[contender.name] = self.failures.get(contender.name, 10**9) - 1
         if self.failures[contender.name] < 0:
@@ -84,11 +88,18 @@ def answered(planned, sent_s, start_s, first_s):
     )
 
 
-def comparing(arena, bench=BENCH, lines=None, on_probe=lambda run: None):
-    dataset = Dataset(random_input_len=PROMPT_TOKENS, random_output_len=OUTPUT_TOKENS)
-    workload = Workload(dataset, ServedModel("queue", 100, 1000))
-    report = [].append if lines is None else lines.append
-    return Compare(bench, workload, arena, report=report, show=lambda text: None, on_probe=on_probe)
+@pytest.fixture
+def comparing(tmp_path):
+    """Makes comparisons that are all saved in one folder."""
+
+    def compare(arena, bench=BENCH, lines=None):
+        dataset = Dataset(random_input_len=PROMPT_TOKENS, random_output_len=OUTPUT_TOKENS)
+        workload = Workload(dataset, ServedModel("queue", 100, 1000))
+        report = [].append if lines is None else lines.append
+        cells = Cells(tmp_path / "saved", {})
+        return Compare(bench, workload, arena, cells, report=report, show=lambda text: None)
+
+    return compare
 
 
 def knee_of(prefill_s, limit_s):
@@ -108,9 +119,9 @@ def knee_of(prefill_s, limit_s):
     return low
 
 
-async def test_the_faster_queue_wins_and_the_slower_one_loses_to_its_prefill_queue():
+async def test_the_faster_queue_wins_and_the_slower_one_loses_to_its_prefill_queue(comparing):
     arena = QueueArena({COLOCATED.name: 0.2, SPLIT.name: 0.1})
-    comparison = await comparing(arena).run([COLOCATED, SPLIT], COLOCATED)
+    (comparison,) = await comparing(arena).run([COLOCATED, SPLIT], COLOCATED)
     colocated, split = (entry.search.result() for entry in comparison.entries)
     for result, prefill_s in ((colocated, 0.2), (split, 0.1)):
         assert result.best_rate == pytest.approx(knee_of(prefill_s, 0.5), rel=0.1)
@@ -126,7 +137,7 @@ async def test_the_faster_queue_wins_and_the_slower_one_loses_to_its_prefill_que
     assert comparison.unloaded is None  # fixed limits and a first rate: nothing to be measured before
 
 
-async def test_contenders_take_turns_with_the_same_requests_and_nobody_always_begins():
+async def test_contenders_take_turns_with_the_same_requests_and_nobody_always_begins(comparing):
     arena = QueueArena({COLOCATED.name: 0.2, SPLIT.name: 0.1})
     await comparing(arena).run([COLOCATED, SPLIT], COLOCATED)
     by_contender = {
@@ -141,7 +152,7 @@ async def test_contenders_take_turns_with_the_same_requests_and_nobody_always_be
     assert first_of_each[0] == first_of_each[1]
 
 
-async def test_no_two_probes_of_a_contender_share_a_prompt():
+async def test_no_two_probes_of_a_contender_share_a_prompt(comparing):
     arena = QueueArena({FAST.name: 0.1})
     await comparing(arena).run([FAST], COLOCATED)
     prompts = [each.prompt for _, load, warm_up in arena.loads for each in [*load, *warm_up]]
@@ -149,23 +160,23 @@ async def test_no_two_probes_of_a_contender_share_a_prompt():
     assert len(set(prompts)) == len(prompts)
 
 
-async def test_relative_limits_are_multiples_of_what_the_reference_takes_alone():
+async def test_relative_limits_are_multiples_of_what_the_reference_takes_alone(comparing):
     arena = QueueArena({COLOCATED.name: 0.2, SPLIT.name: 0.1})
-    bench = dataclasses.replace(BENCH, criterion=Scales(ttft=6.0, tpot=1.5), first_rate=None)
-    comparison = await comparing(arena, bench).run([SPLIT], COLOCATED)
+    bench = dataclasses.replace(BENCH, criteria=(Scales(ttft=6.0, tpot=1.5),), first_rate=None)
+    (comparison,) = await comparing(arena, bench).run([SPLIT], COLOCATED)
     assert arena.loads[0][0] == COLOCATED.name
     assert comparison.unloaded.ttft_s(PROMPT_TOKENS) == pytest.approx(0.2)
     assert comparison.unloaded.tpot_s == pytest.approx(TPOT_S)
     assert comparison.goal.first_rate == 4.2  # 1 / (0.2 s + 4 * 0.01 s), to two digits
-    limits = comparison.slo.limits_of(arena.loads[0][1][0])
+    limits = comparison.entries[0].slo.limits_of(arena.loads[0][1][0])
     assert limits.ttft_s == pytest.approx(1.2)
     assert limits.tpot_s == pytest.approx(0.015)
 
 
-async def test_who_cannot_go_on_is_left_out_and_named():
+async def test_who_cannot_go_on_is_left_out_and_named(comparing):
     lines = []
     arena = QueueArena({COLOCATED.name: 0.2, SPLIT.name: 0.1}, failures={SPLIT.name: 2})
-    comparison = await comparing(arena, lines=lines).run([COLOCATED, SPLIT], COLOCATED)
+    (comparison,) = await comparing(arena, lines=lines).run([COLOCATED, SPLIT], COLOCATED)
     assert sum(name == SPLIT.name for name, _, _ in arena.loads) == 3
     assert "split 1P+1D is out: lost during the load: decode-0" in lines
     assert comparison.entries[0].search.result().is_settled
@@ -173,32 +184,28 @@ async def test_who_cannot_go_on_is_left_out_and_named():
     assert "split 1P+1D is out: lost during the load: decode-0" in warnings(comparison)
 
 
-async def test_when_nobody_can_be_probed_that_is_an_error():
+async def test_when_nobody_can_be_probed_that_is_an_error(comparing):
     arena = QueueArena({SPLIT.name: 0.1}, failures={SPLIT.name: 0})
     with pytest.raises(BenchError, match=r"split 1P\+1D: lost during the load"):
         await comparing(arena).run([SPLIT], COLOCATED)
 
 
-async def test_what_is_known_stays_known_when_it_is_stopped():
-    arena, runs = QueueArena({COLOCATED.name: 0.2, SPLIT.name: 0.1}), []
-
-    def stop_at_third(run):
-        runs.append(run)
-        if len(runs) == 3:
-            raise asyncio.CancelledError
-
-    stopped = comparing(arena, on_probe=stop_at_third)
-    assert stopped.found is None
+async def test_what_is_known_stays_known_when_it_is_stopped(comparing):
+    arena = QueueArena({COLOCATED.name: 0.2, SPLIT.name: 0.1})
+    arena.stop_at = 3
+    stopped = comparing(arena)
+    assert stopped.found == ()
     with pytest.raises(asyncio.CancelledError):
         await stopped.run([COLOCATED, SPLIT], COLOCATED)
-    assert [run for entry in stopped.found.entries for run in entry.runs] == runs
-    assert "split 1P+1D" in shown(stopped.found)
+    (found,) = stopped.found
+    assert [len(entry.runs) for entry in found.entries] == [1, 2]  # the second round begins with the other one
+    assert "split 1P+1D" in shown(found)
 
 
-async def test_given_rates_are_run_once_for_everybody():
+async def test_given_rates_are_run_once_for_everybody(comparing):
     arena = QueueArena({COLOCATED.name: 0.2, SPLIT.name: 0.1})
     bench = dataclasses.replace(BENCH, at_rates=(2.0, 8.0), first_rate=None)
-    comparison = await comparing(arena, bench).run([COLOCATED, SPLIT], COLOCATED)
+    (comparison,) = await comparing(arena, bench).run([COLOCATED, SPLIT], COLOCATED)
     assert len(arena.loads) == 4
     assert [len(load) for _, load, _ in arena.loads] == [100, 100, 160, 160]  # 100 requests and 20 s at least
     colocated, split = (entry.search.result() for entry in comparison.entries)
@@ -209,11 +216,15 @@ async def test_given_rates_are_run_once_for_everybody():
     assert "prefill queue" in text
 
 
-async def test_the_same_probes_can_be_judged_by_another_objective(tmp_path):
+TWO_SCALES = dataclasses.replace(
+    BENCH, criteria=(Scales(ttft=2.0), Scales(ttft=1e6)), at_rates=(2.0, 8.0), first_rate=None
+)
+
+
+async def test_the_same_cells_are_judged_by_several_objectives(comparing, tmp_path):
     arena = QueueArena({COLOCATED.name: 0.2, SPLIT.name: 0.1})
-    bench = dataclasses.replace(BENCH, criterion=Scales(ttft=2.0), at_rates=(2.0, 8.0), first_rate=None)
-    strict = await comparing(arena, bench).run([COLOCATED, SPLIT], COLOCATED)
-    loose = judged_by(RelativeSlo(Scales(ttft=1e6), strict.unloaded), strict)
+    strict, loose = await comparing(arena, TWO_SCALES).run([COLOCATED, SPLIT], COLOCATED)
+    assert len(arena.loads) == 1 + 4  # the unloaded reference, two contenders at two rates
     assert [[run.pairs for run in entry.runs] for entry in loose.entries] == [
         [run.pairs for run in entry.runs] for entry in strict.entries
     ]
@@ -221,51 +232,149 @@ async def test_the_same_probes_can_be_judged_by_another_objective(tmp_path):
     assert [[counted.num_good for counted in entry.search.curve()] for entry in loose.entries] == [[100, 160]] * 2
     assert good[0][1] < 160
     assert "TTFT ≤ 1e+06 x unloaded" in shown(loose)
-    save_comparison(strict, [loose], {"model": "queue"}, tmp_path)
+    save_comparison((strict, loose), {"model": "queue"}, tmp_path)
     pictures = [(tmp_path / name).read_bytes() for name in ("attainment.png", "attainment-2.png")]
     assert pictures[0] != pictures[1]
     (also,) = json.loads((tmp_path / "comparison.json").read_text())["also"]
     assert also["slo"].startswith("TTFT ≤ 1e+06 x unloaded")
     assert [[probe["num_good"] for probe in each["probes"]] for each in also["contenders"]] == [[100, 160]] * 2
-    assert [[counted.num_good for counted in entry.search.curve()] for entry in strict.entries] == good
 
 
-async def test_it_is_shown_saved_and_drawn(tmp_path):
+async def test_who_is_told_the_limits_has_a_cell_for_each_objective(comparing):
+    arena = QueueArena({COLOCATED.name: 0.2, SPLIT.name: 0.1, FAST.name: 0.05})
+    bench = dataclasses.replace(TWO_SCALES, criteria=(Scales(ttft=2.0, tpot=3.0), Scales(ttft=5.0)), send_limits=True)
+    await comparing(arena, bench).run([SPLIT, FAST], COLOCATED)
+    (reference, unloaded, warm_up), *loads = arena.loads
+    assert reference == COLOCATED.name
+    assert {(each.ttft_ms, each.tpot_ms) for each in [*unloaded, *warm_up]} == {(None, None)}
+    told = {(name, each.ttft_ms, each.tpot_ms) for name, load, _ in loads for each in load}
+    strict, loose = (pytest.approx((ttft_ms, tpot_ms)) for ttft_ms, tpot_ms in ((400.0, 30.0), (1000.0, 0.0)))
+    assert sorted((ttft_ms, tpot_ms or 0.0) for name, ttft_ms, tpot_ms in told if name == SPLIT.name) == [strict, loose]
+    assert {each[1:] for each in told if each[0] == FAST.name} == {(None, None)}  # a peer is told nothing
+    assert [name for name, _, _ in loads].count(SPLIT.name) == 2 * [name for name, _, _ in loads].count(FAST.name) == 4
+    asked = {(load[0].send_at_s, load[-1].send_at_s, *(each.prompt for each in load)) for _, load, _ in loads}
+    assert len(asked) == 2  # the same requests for everybody: one load a rate
+
+
+async def test_each_can_be_judged_by_what_it_takes_alone_itself(comparing):
+    arena = QueueArena({COLOCATED.name: 0.2, SPLIT.name: 0.1})
+    bench = dataclasses.replace(TWO_SCALES, criteria=(Scales(ttft=1.9),), own_unloaded=True)
+    by_ours, by_own = await comparing(arena, bench).run([COLOCATED, SPLIT], COLOCATED)
+    assert len(arena.loads) == 2 + 4
+    assert by_own.objective == "TTFT ≤ 1.9 x what the request takes alone on the same contender"
+    limits_s = [
+        [entry.slo.limits_of(arena.loads[0][1][0]).ttft_s for entry in each.entries] for each in (by_ours, by_own)
+    ]
+    assert limits_s == [pytest.approx([0.38, 0.38]), pytest.approx([0.38, 0.19])]
+    ours, own = ([entry.search.curve() for entry in each.entries] for each in (by_ours, by_own))
+    assert ours[0] == own[0]
+    assert own[1][1].num_good < ours[1][1].num_good  # the faster one has to be faster
+
+
+async def test_a_comparison_that_was_stopped_goes_on_where_it_was(comparing):
+    times = {COLOCATED.name: 0.2, SPLIT.name: 0.1}
+    bench = dataclasses.replace(
+        BENCH, criteria=(Scales(ttft=3.0),), send_limits=True, own_unloaded=True, at_rates=(2.0, 8.0)
+    )
+    stopped, lines = QueueArena(times), []
+    stopped.stop_at = 4
+    with pytest.raises(asyncio.CancelledError):
+        await comparing(stopped, bench).run([COLOCATED, SPLIT], COLOCATED)
+    rest = QueueArena(times)
+    found = await comparing(rest, bench, lines).run([COLOCATED, SPLIT], COLOCATED)
+    assert len(rest.loads) == 2 + 4 - 4
+    assert sum(line.endswith(", as saved") for line in lines) == 2
+    nothing = QueueArena(times)
+    again = await comparing(nothing, bench).run([COLOCATED, SPLIT], COLOCATED)
+    assert nothing.loads == []
+    assert comparison_json(again, {}) == comparison_json(found, {})
+    assert [[run.pairs for run in entry.runs] for entry in again[0].entries] == [
+        [run.pairs for run in entry.runs] for entry in found[0].entries
+    ]
+
+
+async def test_a_search_goes_on_too(comparing):
+    arena = QueueArena({COLOCATED.name: 0.2})
+    arena.stop_at = 4
+    with pytest.raises(asyncio.CancelledError):
+        await comparing(arena).run([COLOCATED], COLOCATED)
+    arena.stop_at = None
+    (comparison,) = await comparing(arena).run([COLOCATED], COLOCATED)
+    assert comparison.entries[0].search.result().is_settled
+    first_prompts = [load[0].prompt for _, load, _ in arena.loads]
+    assert len(set(first_prompts)) == len(first_prompts) == len(comparison.entries[0].runs)
+
+
+async def test_what_a_contender_that_failed_lacks_is_measured_the_next_time(comparing):
+    arena = QueueArena({COLOCATED.name: 0.2, SPLIT.name: 0.1}, failures={SPLIT.name: 1})
+    bench = dataclasses.replace(BENCH, at_rates=(2.0, 8.0))
+    await comparing(arena, bench).run([COLOCATED, SPLIT], COLOCATED)
+    well = QueueArena({SPLIT.name: 0.1})
+    (comparison,) = await comparing(well, bench).run([COLOCATED, SPLIT], COLOCATED)
+    assert [name for name, _, _ in well.loads] == [SPLIT.name]
+    assert not any(entry.failure for entry in comparison.entries)
+
+
+async def test_what_a_peer_was_asked_twice_is_said(comparing):
+    arena, bench = QueueArena({FAST.name: 0.1, SPLIT.name: 0.1}), dataclasses.replace(BENCH, at_rates=(2.0,))
+    for stop_at in (0, 1):  # within the peer's load, then within the cluster's, which is a new one each time
+        arena.stop_at = stop_at
+        with pytest.raises(asyncio.CancelledError):
+            await comparing(arena, bench).run([FAST, SPLIT], COLOCATED)
+    arena.stop_at = None
+    (comparison,) = await comparing(arena, bench).run([FAST, SPLIT], COLOCATED)
+    (line,) = (line for line in warnings(comparison) if "had been sent" in line)
+    assert line.startswith("peer fast, 2 req/s: ")
+
+
+async def test_the_same_requests_are_compared_one_by_one(comparing):
+    arena = QueueArena({COLOCATED.name: 0.2, SPLIT.name: 0.1})
+    bench = dataclasses.replace(BENCH, at_rates=(4.0,), num_prompts=300)
+    (comparison,) = await comparing(arena, bench).run([COLOCATED, SPLIT], COLOCATED)
+    (pair,) = comparison.paired
+    goods = [entry.runs[0].judgement.are_good for entry in comparison.entries]
+    assert pair.num_total == 300
+    assert pair.num_one_alone == sum(one and not other for one, other in zip(*goods, strict=True)) == 0
+    assert pair.num_other_alone == sum(other and not one for one, other in zip(*goods, strict=True)) > 50
+    assert -1 <= pair.interval[0] < pair.difference < pair.interval[1] < 0
+    (sentence,) = (each for each in comparison.verdict if "of the same" in each)
+    assert sentence.startswith("At 4 req/s, of the same 300 requests, split 1P+1D keeps more than colocated 1x2 by ")
+    (saved,) = comparison_json((comparison,), {})["paired"]
+    assert (saved["one"], saved["other"], saved["difference"]) == (COLOCATED.name, SPLIT.name, pair.difference)
+
+
+async def test_it_is_shown_saved_and_drawn(comparing, tmp_path):
     arena = QueueArena({COLOCATED.name: 0.2, FAST.name: 0.05})
-    runs = []
-    comparison = await comparing(arena, on_probe=runs.append).run([COLOCATED, FAST], COLOCATED)
+    (comparison,) = await comparing(arena).run([COLOCATED, FAST], COLOCATED)
     text = shown(comparison)
     assert "90% of the offered requests good: TTFT ≤ 500 ms" in text
     assert "peer fast wins: " in text
-    for run in runs:
-        save_probe(run, tmp_path)
-    save_comparison(comparison, [], {"model": "queue"}, tmp_path)
+    save_comparison((comparison,), {"model": "queue"}, tmp_path)
     assert (tmp_path / "attainment.png").read_bytes().startswith(b"\x89PNG")
     saved = json.loads((tmp_path / "comparison.json").read_text())
-    assert saved == json.loads(json.dumps(comparison_json(comparison, [], {"model": "queue"})))
+    assert saved == json.loads(json.dumps(comparison_json((comparison,), {"model": "queue"})))
     first = saved["contenders"][0]
     assert first["result"]["best_rate"] == comparison.entries[0].search.result().best_rate
     assert first["loses_by"] == "TTFT: prefill queue"
     assert first["probes"][0]["p50_tpot_ms"] == pytest.approx(1e3 * TPOT_S)
-    files = sorted(tmp_path.glob("0*.json"))
-    assert len(files) == len(runs) == sum(len(each["probes"]) for each in saved["contenders"])
-    probe = json.loads(files[0].read_text())
-    assert len(probe["requests"]) == probe["num_total"] == 100
+    files = sorted((tmp_path / "saved" / "probes").iterdir())
+    assert len(files) == len(arena.loads) == sum(len(each["probes"]) for each in saved["contenders"])
+    assert len(json.loads(files[0].read_text())["requests"]) == 100
 
 
-async def test_the_picture_shows_the_share_that_was_wanted(tmp_path, monkeypatch):
+async def test_the_picture_shows_the_share_that_was_wanted(comparing, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     arena = QueueArena({COLOCATED.name: 0.2})
-    comparison = await comparing(arena, dataclasses.replace(BENCH, attainment=0.95)).run([COLOCATED], COLOCATED)
-    save_comparison(comparison, [], {}, tmp_path)
+    (comparison,) = await comparing(arena, dataclasses.replace(BENCH, attainment=0.95)).run([COLOCATED], COLOCATED)
+    save_comparison((comparison,), {}, tmp_path)
     ((axes,),) = (figure.axes for figure in drawn)
     assert [text.get_text() for text in axes.texts] == ["95%"]
     assert [95.0, 95.0] in [list(line.get_ydata()) for line in axes.lines]
 
 
-async def test_what_is_not_known_of_a_peer_is_said():
-    comparison = await comparing(QueueArena({FAST.name: 0.1, SPLIT.name: 0.1})).run([FAST, SPLIT], COLOCATED)
+async def test_what_is_not_known_of_a_peer_is_said(comparing):
+    (comparison,) = await comparing(QueueArena({FAST.name: 0.1, SPLIT.name: 0.1})).run([FAST, SPLIT], COLOCATED)
     assert [line.partition(":")[0] for line in warnings(comparison) if "not known here" in line] == ["peer fast"]
 
 
@@ -275,14 +384,15 @@ async def test_a_probe_that_a_trace_makes_short_is_said(tmp_path):
     path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
     workload = Workload(Dataset("azure", str(path)), ServedModel("queue", 100, 1000))
     arena, bench = QueueArena({COLOCATED.name: 0.2}), dataclasses.replace(BENCH, at_rates=(1.0,))
-    compare = Compare(bench, workload, arena, report=lines.append, show=lambda text: None, on_probe=lambda run: None)
+    cells = Cells(tmp_path / "saved", {})
+    compare = Compare(bench, workload, arena, cells, report=lines.append, show=lambda text: None)
     await compare.run([COLOCATED], COLOCATED)
     assert any("the trace has 50 requests, not the 100 of 20 s" in line for line in lines)
 
 
-async def test_a_search_that_ran_out_of_probes_is_marked():
+async def test_a_search_that_ran_out_of_probes_is_marked(comparing):
     arena = QueueArena({COLOCATED.name: 0.2})
-    comparison = await comparing(arena, dataclasses.replace(BENCH, max_probes=2)).run([COLOCATED], COLOCATED)
+    (comparison,) = await comparing(arena, dataclasses.replace(BENCH, max_probes=2)).run([COLOCATED], COLOCATED)
     assert any("the search ended before" in line for line in warnings(comparison))
 
 

@@ -58,7 +58,7 @@ def test_with_noise_the_search_ends_in_its_budget_with_a_result_that_holds_toget
         assert result.failing_rate is None or result.best_rate < result.failing_rate
         assert result.knee_high is None or result.knee_low is None or result.knee_low < result.knee_high
         # Far off only when very unlucky: at half the knee attainment is 0.9999, at twice it is 0.034.
-        assert knee / 2 < result.best_rate < knee * 2
+        assert knee / 2 <= result.best_rate <= knee * 2
 
 
 @pytest.mark.parametrize("steepness", [3.0, 8.0, 30.0])

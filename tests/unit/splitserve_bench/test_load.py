@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -10,6 +11,7 @@ from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.load import Target, describe, run_load
 from splitserve_bench.serve.metrics import Limits, summarize
 from splitserve_bench.serve.records import PlannedRequest
+from splitserve_bench.serve.told import told
 from tests.unit.splitserve_bench.load_servers import (
     BREAK,
     DROP,
@@ -20,6 +22,7 @@ from tests.unit.splitserve_bench.load_servers import (
     MODEL,
     NO_NODE,
     REFUSE,
+    RETRY_AFTER_S,
     SERVERS,
     SHORT,
     TIMELINE,
@@ -140,6 +143,31 @@ async def test_events_without_a_count_are_one_token_each():
     assert outcome.error == ""
 
 
+LIMITED = {
+    "gRPC": (grpc_server, {}, [{"ttft_ms": 500.0, "tpot_ms": 40.0}, {"tpot_ms": 30.0}, {}]),
+    "our HTTP": (http_server, {"is_own": True}, [{"ttft_ms": 500.0, "tpot_ms": 40.0}, {"tpot_ms": 30.0}, {}]),
+    "another server": (http_server, {}, [{}, {}, {}]),
+}
+
+
+@pytest.mark.parametrize(("serving", "more", "expected"), LIMITED.values(), ids=LIMITED.keys())
+async def test_each_request_tells_its_limits_to_our_servers_alone(serving, more, expected):
+    limits = [(500.0, 40.0), (None, 30.0), (None, None)]
+    planned = [PlannedRequest(i, 0.0, (i, 1), 2, *each) for i, each in enumerate(limits)]
+    script = Script()
+    async with serving(script, **more) as target:
+        await send(target, planned)
+    asked = [script.seen[i].asked for i in range(3)]
+    assert [{name: each[name] for name in each if name in ("ttft_ms", "tpot_ms")} for each in asked] == expected
+
+
+def test_what_a_server_would_not_take_for_a_limit_is_not_told():
+    limits = [Limits(0.5, 0.04, 9.0), Limits(0.0, None), Limits(3600.1, 3600.0)]
+    sent = told(plan(3), lambda each: limits[each.index])
+    assert [(each.ttft_ms, each.tpot_ms) for each in sent] == [(500, 40), (None, None), (None, 3_600_000)]
+    assert [replace(each, ttft_ms=None, tpot_ms=None) for each in sent] == plan(3)
+
+
 FAULTS = {
     REFUSE: "the queue is full",
     FAIL: "it broke",
@@ -161,6 +189,7 @@ async def test_whatever_is_not_complete_is_a_miss(serving):
         assert FAULTS[kind] in outcome.error
         assert len(outcome.error) <= 300
         assert outcome.is_refused == (kind in (REFUSE, NO_NODE))
+        assert outcome.retry_after_s == (RETRY_AFTER_S if kind == REFUSE else None)
         assert outcome.num_output_tokens == {DROP: 1, BREAK: 1, SHORT: 5}.get(kind, 0)
     assert outcomes[-1].error == ""
     summary = summarize(outcomes, Limits())

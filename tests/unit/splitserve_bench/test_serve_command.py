@@ -129,6 +129,14 @@ async def test_warm_ups_do_not_count_and_share_no_prompt():
     assert len({tuple(seen.asked["prompt"]) for seen in script.seen.values()}) == len(script.seen)
 
 
+@pytest.mark.parametrize(("words", "limits"), [(["--send-limits"], (500.0, 40.0)), ([], (None, None))])
+async def test_limits_are_told_when_that_is_wanted(words, limits):
+    script = Script()
+    async with SERVERS["splitserve"](script) as target:
+        await run(target, *FEW, "--goodput", "ttft:500", "tpot:40", *words)
+    assert {(seen.asked.get("ttft_ms"), seen.asked.get("tpot_ms")) for seen in script.seen.values()} == {limits}
+
+
 async def test_more_fields_in_the_body():
     script = Script()
     async with http_server(script) as target:
@@ -209,6 +217,7 @@ REFUSED = {
         ["--extra-body", '{"top_k": 3}'],
         "--extra-body may have ttft_ms, tpot_ms, slo_class, priority for SplitServe's gRPC, not 'top_k'",
     ),
+    "no limits to be told": (["--send-limits"], "--send-limits tells the limits of --goodput, and there are none"),
     "a folder that cannot be": (["--save-result", "--result-dir", f"{__file__}/x"], "cannot be made"),
 }
 

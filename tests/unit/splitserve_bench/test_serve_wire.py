@@ -1,6 +1,7 @@
 """What the load generator is told and tells, and the events of HTTP answers, in any pieces."""
 
 import io
+from dataclasses import asdict
 from itertools import pairwise
 
 import pytest
@@ -18,7 +19,7 @@ seconds = st.floats(0, 1e6, allow_nan=False)
 counts = st.integers(0, 2**31)
 requests = st.builds(
     PlannedRequest, index=counts, send_at_s=seconds, prompt=st.lists(st.integers(0, 2**32 - 1)).map(tuple),
-    output_tokens=counts,
+    output_tokens=counts, ttft_ms=st.none() | seconds, tpot_ms=st.none() | seconds,
 )  # fmt: skip
 targets = st.builds(
     Target,
@@ -35,7 +36,7 @@ def test_a_plan_arrives_as_it_was(target, max_concurrency, timeout_s, planned):
     sent = wire.pack_order(order) + b"".join(map(wire.pack_request, planned))
     arrived, ordered = read_plan(io.BytesIO(sent))
     assert arrived == order
-    back = [PlannedRequest(each.index, each.send_at_s, tuple(each.prompt), each.output_tokens) for each in ordered]
+    back = [PlannedRequest(**(asdict(each) | {"prompt": tuple(each.prompt)})) for each in ordered]
     assert back == planned
 
 
@@ -60,6 +61,7 @@ outcomes = st.builds(
     ended_s=seconds,
     error=st.text(),
     is_refused=st.booleans(),
+    retry_after_s=st.none() | seconds,
     timeline=st.none() | st.dictionaries(st.text(), seconds),
 )
 

@@ -1,0 +1,198 @@
+"""`splitserve bench overload`. What it measures with is imported when it runs, so that help is quick."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from serving_core.errors import SettingsError
+from serving_core.extras import require
+from splitserve.commands.terminal import report, stdout
+from splitserve.signals import run_to_end
+from splitserve_bench.serve.serve_options import (
+    ServeCommand,
+    ServeOptions,
+    burstiness_option,
+    client_options,
+    goodput_option,
+    json_option,
+    length_scale_option,
+    send_limits_option,
+    shape_options,
+    warm_up_option,
+    where_options,
+)
+from splitserve_bench.simulate.command import NO_SERVER, size_options
+
+if TYPE_CHECKING:
+    from splitserve_bench.overload.stages import Stage
+    from splitserve_bench.serve.metrics import Limits
+    from splitserve_bench.serve.records import Outcome
+    from splitserve_bench.simulate.fleet import FleetSize
+
+STAGES: Final = "0.8x20,3x60,0.5x45"
+# The stages say when requests are sent, and how many.
+STAGED: Final[dict[str, Any]] = {
+    "request_rate": math.inf, "num_prompts": None, "time_scale": 1.0, "max_concurrency": None
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where the findings go, beside stdout."""
+
+    plot: Path | None
+    save_path: Path | None
+    as_json: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is to be sent, and what counts."""
+
+    options: ServeOptions
+    stages: "Sequence[Stage]"
+    limits: "Limits"
+    attainment: float
+    output: Output
+
+
+@click.command("overload", cls=ServeCommand)
+@where_options
+@click.option(
+    "--profile",
+    "profile_path",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Simulate a fleet of the nodes that `splitserve doctor --save FILE` has measured, instead of asking a server.",
+)
+@size_options
+@click.option(
+    "--stages",
+    default=STAGES,
+    show_default=True,
+    metavar="TIMESxSECONDS,...",
+    help="Multiples of --request-rate, and for how long.",
+)
+@click.option(
+    "--request-rate",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(0, 1e5, min_open=True),
+    help="Requests a second that stages are multiples of, such as the knee that `bench compare` has found.",
+)
+@shape_options
+@burstiness_option
+@length_scale_option
+@client_options
+@warm_up_option
+@goodput_option
+@send_limits_option(default=True)
+@click.option(
+    "--attainment",
+    default=0.9,
+    show_default=True,
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Share of good requests from which goodput is back.",
+)
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Picture of it (PNG).")
+@click.option(
+    "--save", "save_path", type=click.Path(dir_okay=False, path_type=Path), help="The JSON object, with every request."
+)
+@json_option
+def overload_command(
+    stages: str,
+    request_rate: float,
+    attainment: float,
+    profile_path: Path | None,
+    plot: Path | None,
+    save_path: Path | None,
+    as_json: bool,
+    prefill: int,
+    decode: int,
+    both: int,
+    roles: str,
+    policy: str,
+    admission: str,
+    **flags: Any,
+) -> None:
+    """Send a server more than it can take for a while, then less: goodput by 5-second window, who was turned away and
+    told when to come back, and how long it takes until goodput is back. Needs limits (--goodput)."""
+    from splitserve_bench.overload.stages import parse_stages
+    from splitserve_bench.serve.metrics import parse_goodput
+    from splitserve_bench.simulate.fleet import FleetSize
+
+    if plot is not None:
+        require("bench")
+    options = ServeOptions(**{**NO_SERVER, **STAGED, **flags})
+    limits = parse_goodput(options.goodput)
+    if not limits.by_name():
+        raise SettingsError("without limits nothing is late: give --goodput, such as ttft:500 tpot:40")
+    options.check()
+    size = FleetSize(prefill, decode, both, roles, policy, admission)
+    if profile_path is None and size != FleetSize(0, 0):
+        raise SettingsError("--prefill, --decode, --both and what their coordinator does are simulated: give --profile")
+    asked = Asked(options, parse_stages(stages, request_rate), limits, attainment, Output(plot, save_path, as_json))
+    if profile_path is not None:
+        _simulate(asked, profile_path, size)
+    else:
+        run_to_end(_measure(asked))
+
+
+async def _measure(asked: Asked) -> None:
+    from splitserve_bench.overload.stages import staged_load
+    from splitserve_bench.serve.session import connect
+    from splitserve_bench.serve.told import told
+
+    options = asked.options
+    session = await connect(options)
+    workload = staged_load(asked.stages, options, session.max_model_len, session.vocab_size)
+    await session.warm_up(workload)
+    planned = told(workload.planned, lambda each: asked.limits) if options.send_limits else workload.planned
+    outcomes = await session.send(planned, lambda outcome: None)
+    _show(asked, outcomes, {"model": session.model, "backend": session.target.backend})
+
+
+def _simulate(asked: Asked, profile_path: Path, size: "FleetSize") -> None:
+    from coordinator.control.slo import Slo
+    from splitserve_bench.overload.stages import staged_load
+    from splitserve_bench.simulate.fleet import simulate
+    from splitserve_bench.simulate.profile import read_profile
+
+    size.check()
+    profile, options = read_profile(profile_path), asked.options
+    workload = staged_load(asked.stages, options, profile.node.max_model_len, profile.node.vocab_size)
+    outcomes = simulate(
+        profile,
+        size,
+        workload.planned,
+        max_concurrency=None,
+        request_timeout_s=options.request_timeout_s,
+        slo=Slo("", asked.limits.ttft_s, asked.limits.tpot_s) if options.send_limits else None,
+    )
+    _show(asked, outcomes, {"model": profile.model, "backend": f"simulated-{size}"})
+
+
+def _show(asked: Asked, outcomes: "Sequence[Outcome]", about: dict[str, str]) -> None:
+    """On stdout, and wherever it is asked for. Raises SettingsError for a file that cannot be written."""
+    from splitserve_bench.overload.findings import findings_json, findings_of
+    from splitserve_bench.overload.overload_report import overload_view
+    from splitserve_bench.overload.picture import plot_overload
+
+    findings, output = findings_of(outcomes, asked.stages, asked.limits, asked.attainment), asked.output
+    if output.as_json:
+        click.echo(json.dumps(findings_json(findings, about)))
+    else:
+        stdout.print(overload_view(findings))
+    try:
+        if output.save_path is not None:
+            output.save_path.write_text(json.dumps(findings_json(findings, about, detailed=True)), encoding="utf-8")
+            report(f"written: {output.save_path}")
+        if output.plot is not None:
+            plot_overload(findings, output.plot)
+            report(f"picture: {output.plot}")
+    except OSError as error:
+        raise SettingsError(f"{error.filename} cannot be written: {error.strerror}") from error

@@ -1,0 +1,61 @@
+"""A server that a command sends loads to, as its flags say."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from splitserve.commands.terminal import report
+from splitserve_bench.serve.load import describe, run_load
+from splitserve_bench.serve.progress import shown_progress
+from splitserve_bench.serve.records import Outcome, PlannedRequest
+from splitserve_bench.serve.serve_options import ServeOptions
+from splitserve_bench.serve.target import Target
+from splitserve_bench.serve.workloads import Workload, vocab_size_of, warm_up_of
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A server that has answered once, and what it serves."""
+
+    options: ServeOptions
+    target: Target
+    max_model_len: int | None
+    vocab_size: int
+
+    @property
+    def model(self) -> str:
+        return self.target.model
+
+    async def warm_up(self, workload: Workload) -> None:
+        """Sends as many requests as are asked for, which do not count."""
+        options = self.options
+        planned = warm_up_of(workload, options.num_warmups, self.vocab_size, options.seed)
+        if not planned:
+            return
+        outcomes = await self._send(planned, "warm-up")
+        if num_failed := sum(bool(outcome.error) for outcome in outcomes):
+            report(f"{num_failed} of {len(planned)} requests of the warm-up failed")
+
+    async def send(self, planned: Sequence[PlannedRequest], on_outcome: Callable[[Outcome], None]) -> list[Outcome]:
+        """What becomes of a load; `on_outcome` is told each as it comes. Raises BenchError when it breaks off."""
+        return await self._send(planned, self.model, on_outcome)
+
+    async def _send(
+        self, planned: Sequence[PlannedRequest], label: str, on_outcome: Callable[[Outcome], None] | None = None
+    ) -> list[Outcome]:
+        with shown_progress(label) as on_progress:
+            return await run_load(
+                self.target,
+                planned,
+                max_concurrency=self.options.max_concurrency,
+                request_timeout_s=self.options.request_timeout_s,
+                on_progress=on_progress,
+                on_outcome=on_outcome,
+            )
+
+
+async def connect(options: ServeOptions) -> Session:
+    """Raises BenchError when nobody answers, and SettingsError for flags that contradict one another."""
+    target = options.where()
+    served = await describe(target)
+    vocab_size = vocab_size_of(options, served, report)
+    return Session(options, replace(target, model=served.model), served.max_model_len, vocab_size)
