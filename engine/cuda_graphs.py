@@ -5,7 +5,8 @@ there is a graph for. A padding row is a request of one token in a scratch block
 owns: what it writes is never read for another row.
 
 Other numbers of rows make other products of matrices, and the longest context, which the attention kernel is told on
-the host, is a bound here. So logits may differ in their last bits from those of the decoder without graphs.
+the host, is a bound here. So logits may differ in their last bits from those of the decoder without graphs, unless the
+bits of a row depend on no other: then they must not.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ import torch
 from torch.nn import functional
 
 from engine.attention.paged import Attention, PortableAttention
+from engine.attention.tiled import TiledAttention
 from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import ForwardBatch, build_batch
 from engine.model.llama import LlamaDecoder
@@ -151,7 +153,12 @@ class CudaCapture:
 
 
 def checked_decode(
-    decoder: LlamaDecoder, attention: Attention, num_blocks: int, max_model_len: int, capture: Capture
+    decoder: LlamaDecoder,
+    attention: Attention,
+    num_blocks: int,
+    max_model_len: int,
+    capture: Capture,
+    tolerance: float = TOLERANCE,
 ) -> StaticDecode | None:
     """As StaticDecode, if all sizes agree with the decoder itself; else None, and a line in the log says why. To be
     called before the pool holds anything."""
@@ -161,7 +168,7 @@ def checked_decode(
     except RuntimeError as error:
         logger.warning("decode steps are computed without CUDA graphs: %s", error)
         return None
-    if difference > TOLERANCE:
+    if difference > tolerance:
         logger.warning("decode steps are computed without CUDA graphs, whose logits are off by %f here", difference)
         return None
     logger.info("CUDA graphs for decode of up to %d requests, logits within %.2g", program.sizes[-1], difference)
@@ -204,9 +211,10 @@ def _decode_batch(lengths: list[int], num_blocks: int, vocab_size: int, pool: Pa
 
 
 def cuda_graphs(
-    decoder: LlamaDecoder, attention: Attention, num_blocks: int, max_model_len: int
+    decoder: LlamaDecoder, attention: Attention, num_blocks: int, max_model_len: int, tolerance: float
 ) -> StaticDecode | None:
     """As checked_decode, by graphs of the pool's CUDA device; None also for a backend that plans on the host."""
-    if attention.pool.device.type != "cuda" or isinstance(attention, PortableAttention):
+    device = attention.pool.device
+    if device.type != "cuda" or isinstance(attention, PortableAttention | TiledAttention):
         return None
-    return checked_decode(decoder, attention, num_blocks, max_model_len, CudaCapture(attention.pool.device))
+    return checked_decode(decoder, attention, num_blocks, max_model_len, CudaCapture(device), tolerance)

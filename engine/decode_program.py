@@ -6,7 +6,7 @@ import torch
 
 from engine.attention.native import NativeAttention
 from engine.attention.paged import Attention
-from engine.cuda_graphs import cuda_graphs
+from engine.cuda_graphs import TOLERANCE, cuda_graphs
 from engine.forward_batch import ForwardBatch
 from engine.model.llama import LlamaDecoder
 from engine.native.decode import NativeDecode, is_recordable
@@ -15,7 +15,7 @@ from serving_core.settings import EngineSettings
 
 class DecodeProgram(Protocol):
     """One decoder over one pool. Its logits are the decoder's own: of native kernels to the bit, of CUDA graphs as far
-    as kernels for other numbers of rows agree."""
+    as kernels for other numbers of rows agree, unless they are to be exact."""
 
     def matches(self, batch: ForwardBatch) -> bool:
         """Whether it computes such batches."""
@@ -27,18 +27,21 @@ class DecodeProgram(Protocol):
 
 def num_scratch_blocks(settings: EngineSettings, device: torch.device, tp_size: int) -> int:
     """Blocks that a program needs in the pool behind those that requests own. CUDA graphs take one; there are none of
-    several ranks, nor where the bits of a row may depend on that row alone."""
-    has_graphs = device.type == "cuda" and tp_size == 1 and not settings.enforce_eager and not settings.batch_invariant
+    several ranks."""
+    has_graphs = device.type == "cuda" and tp_size == 1 and not settings.enforce_eager
     return int(has_graphs)
 
 
-def choose_program(model: object, attention: Attention, num_blocks: int, max_model_len: int) -> DecodeProgram | None:
-    """The fastest one for these; None where module after module is all there is. Requests own the first num_blocks
-    blocks of the pool, the others are scratch. To be called before the pool holds anything."""
+def choose_program(
+    model: object, attention: Attention, num_blocks: int, max_model_len: int, *, exact: bool
+) -> DecodeProgram | None:
+    """The fastest one for these; None where module after module is all there is. `exact`: its logits must be the
+    model's to the bit. Requests own the first num_blocks blocks of the pool, the others are scratch. To be called
+    before the pool holds anything."""
     if not isinstance(model, LlamaDecoder):
         return None
     if isinstance(attention, NativeAttention):
         return NativeDecode(model, attention) if is_recordable(model, attention) else None
     if attention.pool.num_blocks > num_blocks:
-        return cuda_graphs(model, attention, num_blocks, max_model_len)
+        return cuda_graphs(model, attention, num_blocks, max_model_len, 0.0 if exact else TOLERANCE)
     return None

@@ -1,6 +1,7 @@
 """What one rank of a node computes: a model, its KV pool and the choice of the next tokens. Knows no network and no
 role."""
 
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,14 +9,14 @@ from typing import Final, Protocol
 
 import torch
 
-from engine.attention.backends import choose_attention, invariant_attention
+from engine.attention.backends import choose_attention, invariant_attentions
 from engine.attention.native import NativeAttention
 from engine.attention.paged import Attention
-from engine.attention.tiled import TiledAttention
 from engine.cache.kv_pool import PagedKVPool
 from engine.decode_program import DecodeProgram, choose_program, num_scratch_blocks
 from engine.fake import FakeModel
 from engine.forward_batch import ForwardBatch, build_batch
+from engine.histories import differing_histories
 from engine.model.llama import LlamaDecoder
 from engine.model.weights import load_weights
 from engine.native.steps import choose_steps
@@ -31,6 +32,8 @@ from serving_core.requests import OnLayer, Request, SampledToken, SamplingParams
 from serving_core.settings import EngineSettings
 from serving_core.sharding import Shard, shard_of
 from serving_core.stored_quantization import quantization_name
+
+logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS: Final = 256
 MIN_MEASURED_S: Final = 1e-6
@@ -85,15 +88,14 @@ class Engine:
         num_allocated = self.num_blocks + num_scratch_blocks(settings, device, self.group.size)
         self.pool: Final = PagedKVPool(self.layout, num_allocated, device, torch_dtype)
         self.attention = choose_attention(self.pool, len(shard.query_heads.held))
-        kernels_alone = self._is_history_free()  # as only they are by themselves
-        if settings.batch_invariant and isinstance(self.model, LlamaDecoder):
-            self.model.make_invariant(torch_dtype, device)
-            self.attention = invariant_attention(self.attention, len(shard.query_heads.held))
-        self.is_history_free: Final = self._is_history_free()
+        kernels_alone = self._is_by_kernels()
+        self.is_history_free: Final = kernels_alone or (
+            settings.batch_invariant and self._make_invariant(torch_dtype, len(shard.query_heads.held))
+        )
         """Whether the bits of a token's logits and KV depend on the tokens before it alone, however these were cut into
         chunks and steps, and whatever was computed beside them."""
         self.program: DecodeProgram | None = choose_program(
-            self.model, self.attention, self.num_blocks, self.max_model_len
+            self.model, self.attention, self.num_blocks, self.max_model_len, exact=self.is_history_free
         )
         self.description: Final = {
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -136,13 +138,30 @@ class Engine:
                 self.follow([work.share])
         return num_tokens / max(time.perf_counter() - started_at, MIN_MEASURED_S)
 
-    def _is_history_free(self) -> bool:
+    def _is_by_kernels(self) -> bool:
+        """Whether compiled kernels, whose bits have no history, compute all of it that adds anything up."""
         if isinstance(self.model, FakeModel):
             return True
         if self.layout.is_quantized or self.group.size > MOST_INVARIANT_RANKS:
             return False
         assert isinstance(self.model, LlamaDecoder)
-        return isinstance(self.attention, NativeAttention | TiledAttention) and self.model.is_invariant
+        return isinstance(self.attention, NativeAttention) and self.model.is_invariant
+
+    def _make_invariant(self, dtype: torch.dtype, num_heads: int) -> bool:
+        """Takes the fastest attention with which the bits have no history, as far as that shows; whether there is
+        one."""
+        assert isinstance(self.model, LlamaDecoder)
+        self.model.make_invariant(dtype, self._device)
+        for attention in invariant_attentions(self.attention, num_heads):
+            self.attention = attention
+            if self.layout.is_quantized:
+                return False
+            differing = differing_histories(self.model, attention, self.config.vocab_size, self.max_model_len)
+            told = {data.decode() for data in self.group.exchange(" and ".join(differing).encode()) if data}
+            if not told:
+                return True
+            logger.warning("--batch-invariant: with %s attention, bits differ %s", attention.name, " and ".join(told))
+        return False
 
     @torch.inference_mode()
     def _step(

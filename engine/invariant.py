@@ -6,23 +6,21 @@ in tiles of a few fixed numbers of rows, the last one filled up with zeros. Whic
 the device itself: those at which a row has the same bits at every place, and the same at one number as at the other.
 (A product's way depends on shapes alone, not on values, so that a few rows tell if their results are small beside what
 is added up: rounding would hide another order else. One row at a time always agrees.)
-On a CPU attention that is not native runs in tiles too (engine/attention/tiled.py), elsewhere request by request: there
-equal chunks are presumed. The sums over more than two ranks are refused, as their order depends on where a number lies.
+So does attention where no kernel keeps that (engine/attention/tiled.py). Whether all of it does so together is not
+presumed but tried out (engine/histories.py). The sums over more than two ranks are refused, as their order depends on
+where a number lies.
 
 Keys and values in 8 bits are rounded by what else has come to their block. So with these, too, a prompt that is cut
 elsewhere, whose beginning was cached, or that is computed again after a preemption may differ in its last bits.
 """
 
-import dataclasses
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 from torch.nn import functional
 
-from engine.attention.paged import Attention
-from engine.forward_batch import ForwardBatch
 from engine.model.rope import Rotation
 from engine.model.steps import Steps, TorchSteps
 from engine.native.steps import ELEMENTS, NativeSteps
@@ -187,38 +185,6 @@ class TiledRotary:
             self._sizes[dtype] = agreeing_sizes(both, self._probe)
         cosines, signed_sines = in_tiles(both, positions.unsqueeze(1), self._sizes[dtype]).chunk(2, -1)
         return cosines.contiguous().unsqueeze(1), signed_sines.contiguous().unsqueeze(1)
-
-
-class AttentionByRequest:
-    """Another backend, which sees one request at a time."""
-
-    def __init__(self, backend: Attention) -> None:
-        self.name = backend.name
-        self.pool = backend.pool
-        self._backend = backend
-
-    def plan(self, batch: ForwardBatch, window: int | None) -> list[tuple[slice, Any]]:
-        layout, starts, lengths = self.pool.layout, batch.query_starts.tolist(), batch.kv_lengths.tolist()
-        plans = []
-        for request, length in enumerate(lengths):
-            rows = slice(starts[request], starts[request + 1])
-            only = dataclasses.replace(
-                batch,
-                token_ids=batch.token_ids[rows],
-                positions=batch.positions[rows],
-                slots=batch.slots[rows],
-                query_starts=batch.query_starts[request : request + 2] - rows.start,
-                kv_lengths=batch.kv_lengths[request : request + 1],
-                block_tables=batch.block_tables[request : request + 1, : layout.num_blocks_for(length)].contiguous(),
-                logit_rows=batch.logit_rows[:0],
-                longest_query=rows.stop - rows.start,
-                longest_context=length,
-            )
-            plans.append((rows, self._backend.plan(only, window)))
-        return plans
-
-    def attend(self, query: torch.Tensor, layer: int, plan: list[tuple[slice, Any]]) -> torch.Tensor:
-        return torch.cat([self._backend.attend(query[rows].clone(), layer, each) for rows, each in plan])
 
 
 def invariant_steps(steps: Steps, dtype: torch.dtype) -> Steps:

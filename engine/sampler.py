@@ -123,7 +123,7 @@ def _draw(weights: torch.Tensor, number: float) -> int:
 
 
 def _with_logprobs(token: int, logits: torch.Tensor, num_top: int) -> SampledToken:
-    logprobs = logits.log_softmax(-1)
+    logprobs = logits.clone().log_softmax(-1)  # on CUDA the order of its sum depends on where a row begins
     top = logprobs.topk(min(num_top, len(logprobs)))
     return SampledToken(
         token,

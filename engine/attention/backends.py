@@ -1,6 +1,7 @@
 """Which attention backend an engine takes."""
 
 import logging
+from collections.abc import Iterator
 
 import torch
 
@@ -9,7 +10,6 @@ from engine.attention.paged import Attention, PortableAttention
 from engine.attention.tiled import TiledAttention
 from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import build_batch
-from engine.invariant import AttentionByRequest
 from serving_core.requests import Share
 
 logger = logging.getLogger(__name__)
@@ -30,13 +30,13 @@ def choose_attention(pool: PagedKVPool, num_heads: int) -> Attention:
     return _varlen_or(portable, num_heads)
 
 
-def invariant_attention(attention: Attention, num_heads: int) -> Attention:
-    """This backend where it is native; else one in its place, or around it, of which the bits of a row depend on no
-    other request."""
-    if isinstance(attention, NativeAttention):
-        return attention
-    on_cpu = attention.pool.device.type == "cpu"
-    return TiledAttention(attention.pool, num_heads) if on_cpu else AttentionByRequest(attention)
+def invariant_attentions(attention: Attention, num_heads: int) -> Iterator[Attention]:
+    """Those in place of this one of which the bits of a row may depend on that row and its keys alone, the fastest
+    first. Of varlen_attn, which is told never to split keys, the device decides that: it is to be tried out."""
+    if not isinstance(attention, PortableAttention):
+        yield attention
+    if not isinstance(attention, NativeAttention):
+        yield TiledAttention(attention.pool, num_heads)
 
 
 def _native_or(portable: PortableAttention, num_heads: int) -> Attention:

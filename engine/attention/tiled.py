@@ -1,31 +1,53 @@
-"""Attention by torch of which the bits of a row depend on that row and its keys alone: what --batch-invariant takes on
-a CPU where the native kernels are not.
+"""Attention by torch of which the bits of a row depend on that row and its keys alone: what --batch-invariant takes
+where no kernel keeps that.
 
-As these do, it takes keys in tiles that start at multiples of TILE_KEYS, weighs each tile relative to its own largest
-score, and merges the tiles in their order. All is float32.
+As the native kernels do, it takes keys in tiles that start at multiples of TILE_KEYS, weighs each tile relative to its
+own largest score, and merges the tiles in their order. All is float32. Single rows of several requests go together, in
+numbers that were found to agree with one alone: to a device a call costs more than what it computes.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from itertools import groupby
+from typing import Final, NamedTuple
 
 import torch
-from torch.nn import functional
 
 from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import ForwardBatch
-from engine.invariant import PROBE_SEED, Rows, Tiling
+from engine.invariant import PROBE_SEED, Rows, agreeing_sizes, in_tiles, telling_rows
 
 TILE_KEYS: Final = 256
 LOWEST: Final = -1e30  # less than any score; unlike with -inf, differences from it are numbers
+SUMS: Final = 4  # columns of ones beside the values, for the sum of the weights: one would do, four keep rows aligned
+COUNTS: Final = (1, 2, 4, 8, 16, 32, 64)  # of requests that may go together
+
+
+class _Span(NamedTuple):
+    """Rows of one request."""
+
+    request: int
+    first_row: int
+    num_rows: int
+    start: int  # position of the first row
+    first_tile: int  # the first key of the first tile that they see
+
+    @property
+    def num_tiles(self) -> int:
+        return -(-(self.start + self.num_rows - self.first_tile) // TILE_KEYS)
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
-    rows: slice  # of the query
-    start: int  # position of the first row
-    blocks: torch.Tensor  # int64, from the one that holds first_key
-    first_key: int  # the first of a block
+class _Group:
+    """N requests with T rows each: one request, or single rows of several. Positions count from a request's own first
+    tile."""
+
+    rows: slice | torch.Tensor  # of the query, T * N
+    positions: torch.Tensor  # [T * heads of a key, N]
+    blocks: torch.Tensor  # [N, those of all tiles] int64
+    offset: int  # of the first tile in its block
+    start: int  # the largest position in the first row
+    num_tiles: int
     window: int | None
 
 
@@ -36,100 +58,181 @@ class _Merged:
         self.largest = rows.new_full((*rows.shape[:2], 1), LOWEST)
         self.sums, self.outputs = torch.zeros_like(self.largest), torch.zeros_like(rows)
 
-    def add(self, rows: slice, largest: torch.Tensor, sums: torch.Tensor, outputs: torch.Tensor) -> None:
-        """One more tile, as these rows see it; changes the outputs given."""
+    def add(self, rows: slice, largest: torch.Tensor, outputs: torch.Tensor, sums: torch.Tensor) -> None:
+        """One more tile, as these rows see it."""
         before = self.largest[rows]
         now = torch.maximum(before, largest)
         kept, added = (before - now).exp_(), (largest - now).exp_()
         self.sums[rows] = (self.sums[rows] * kept).add_(sums * added)
-        self.outputs[rows] = (self.outputs[rows] * kept).add_(outputs.mul_(added))
+        self.outputs[rows] = (self.outputs[rows] * kept).add_(outputs * added)
         self.largest[rows] = now
 
 
+class _Products:
+    """Products of each head's columns with a matrix of its own, in numbers of rows and of requests that agree."""
+
+    def __init__(self, matrices: torch.Tensor, num_single: int) -> None:
+        """Takes matrices [K, I, O] of one request to try that with, full of numbers that tell; and the rows that a
+        single row makes."""
+        num_heads, num_inputs, _ = matrices.shape
+        alone = _product(matrices)
+        probes = telling_rows(alone, num_heads * num_inputs, matrices.dtype, matrices.device)
+        self._sizes = agreeing_sizes(alone, probes)
+        expected = in_tiles(alone, probes, self._sizes)
+
+        def agrees(count: int) -> bool:
+            many = _product(matrices.repeat(count, 1, 1))
+            return all(
+                torch.equal(in_tiles(many, probe.repeat(num_single, count), self._sizes), row.repeat(num_single, count))
+                for probe, row in zip(probes, expected, strict=True)
+            )
+
+        self.counts: Final = [count for count in COUNTS if agrees(count)]
+
+    def __call__(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        """Rows [R, N * K, I] and matrices [N * K, I, O] -> [R, N * K, O]"""
+        outputs = in_tiles(_product(matrices), rows.flatten(1), self._sizes)
+        return outputs.view(*rows.shape[:2], matrices.shape[2])
+
+
 class TiledAttention:
-    """One request and tile of keys after the other, for all heads at once."""
+    """One group of rows and tile of keys after the other, for all heads at once."""
 
-    name = "portable"
+    name = "tiled"
 
+    @torch.inference_mode()
     def __init__(self, pool: PagedKVPool, num_heads: int) -> None:
         self.pool = pool
-        self._num_kv_heads = pool.layout.num_kv_heads
-        self._heads_per_key = num_heads // pool.layout.num_kv_heads
-        self._tiling = Tiling(pool.device, torch.float32)
-        # Sizes are tried with numbers that tell: of a first request there may be few keys.
-        shape = (2, TILE_KEYS, pool.layout.num_kv_heads, pool.layout.head_dim)
-        keys, values = torch.randn(shape, generator=torch.Generator().manual_seed(PROBE_SEED))
-        self._score(keys)
-        self._sum(values)
+        self._num_kv_heads, self._head_dim = pool.layout.num_kv_heads, pool.layout.head_dim
+        self._heads_per_key = num_heads // self._num_kv_heads
+        shape = (2, TILE_KEYS, self._num_kv_heads, self._head_dim)
+        planes = torch.randn(shape, generator=torch.Generator().manual_seed(PROBE_SEED)).to(pool.device)
+        keys, values = planes.unsqueeze(1)
+        self._score = _Products(_by_key(keys), self._heads_per_key)
+        self._sum = _Products(_by_value(values), self._heads_per_key)
+        self._counts = sorted({1} | (set(self._score.counts) & set(self._sum.counts)), reverse=True)
 
-    def plan(self, batch: ForwardBatch, window: int | None) -> list[_Request]:
-        starts, layout, requests = batch.query_starts.tolist(), self.pool.layout, []
-        for index, length in enumerate(batch.kv_lengths.tolist()):
-            rows = slice(starts[index], starts[index + 1])
-            start = length - (rows.stop - rows.start)
-            first_block = 0 if window is None else max(0, start + 1 - window) // layout.block_size
-            blocks = batch.block_tables[index, first_block : layout.num_blocks_for(length)].long()
-            requests.append(_Request(rows, start, blocks, first_block * layout.block_size, window))
-        return requests
+    def plan(self, batch: ForwardBatch, window: int | None) -> list[_Group]:
+        groups, singles = [], []
+        for span in _spans(batch, window):
+            if span.num_rows == 1:
+                singles.append(span)
+            else:
+                groups.append(self._group(batch, [span], window))
+        return groups + [self._group(batch, spans, window) for spans in self._together(singles)]
 
-    def attend(self, query: torch.Tensor, layer: int, plan: list[_Request]) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, layer: int, plan: list[_Group]) -> torch.Tensor:
         output = torch.empty_like(query)
-        for request in plan:
-            keys, values = (plane.flatten(0, 1).float() for plane in self.pool.gather(layer, request.blocks))
-            output[request.rows] = self._attend(query[request.rows], keys, values, request)
+        for group in plan:
+            output[group.rows] = self._attend(query[group.rows], layer, group)
         return output
 
-    def _attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, request: _Request) -> torch.Tensor:
-        """query [T, H, D]; heads that share a key become rows of their own"""
-        num_tokens, _, head_dim = query.shape
-        shape = (num_tokens, self._num_kv_heads, self._heads_per_key, head_dim)
-        rows = query.reshape(shape).transpose(1, 2).flatten(0, 1).float().mul_(head_dim**-0.5)
-        positions = torch.arange(request.start, request.start + num_tokens).repeat_interleave(self._heads_per_key)
+    def _together(self, singles: list[_Span]) -> Iterator[list[_Span]]:
+        """Spans of one row, as many at a time as may go together; of these none has twice another's tiles."""
+
+        def kind(span: _Span) -> tuple[int, int]:
+            return span.first_tile % self.pool.layout.block_size, span.num_tiles.bit_length()
+
+        for _, alike in groupby(sorted(singles, key=kind), kind):
+            left = list(alike)
+            while left:
+                count = next(count for count in self._counts if count <= len(left))
+                yield left[:count]
+                left = left[count:]
+
+    def _group(self, batch: ForwardBatch, spans: list[_Span], window: int | None) -> _Group:
+        block_size, tables, first = self.pool.layout.block_size, batch.block_tables, spans[0]
+        num_tiles = max(span.num_tiles for span in spans)
+        offset = first.first_tile % block_size
+        numbers = [(span.request, span.first_row, span.start, span.first_tile) for span in spans]
+        requests, first_rows, starts, first_tiles = torch.tensor(numbers, device=tables.device).unbind(1)
+        columns = torch.arange(-(-(offset + num_tiles * TILE_KEYS) // block_size), device=tables.device)
+        columns = (first_tiles.unsqueeze(1) // block_size + columns).clamp_(max=tables.shape[1] - 1)
+        positions = (starts - first_tiles) + torch.arange(first.num_rows, device=tables.device).unsqueeze(1)
+        return _Group(
+            rows=slice(first.first_row, first.first_row + first.num_rows) if len(spans) == 1 else first_rows,
+            positions=positions.repeat_interleave(self._heads_per_key, 0),
+            blocks=tables[requests.unsqueeze(1), columns].long(),
+            offset=offset,
+            start=max(span.start - span.first_tile for span in spans),
+            num_tiles=num_tiles,
+            window=window,
+        )
+
+    def _attend(self, query: torch.Tensor, layer: int, group: _Group) -> torch.Tensor:
+        """query [T * N, H, D]; heads that share a key become rows of their own"""
+        num_requests = len(group.blocks)
+        shape = (-1, num_requests, self._num_kv_heads, self._heads_per_key, self._head_dim)
+        folded = query.reshape(shape).permute(0, 3, 1, 2, 4)  # [T, H / K, N, K, D]
+        rows = folded.flatten(0, 1).flatten(1, 2).float() * self._head_dim**-0.5
         merged = _Merged(rows)
-        num_keys = request.start + num_tokens - request.first_key
-        for tile, tile_keys, tile_values in _tiles(keys[:num_keys], values, request.first_key):
-            seeing = slice(max(0, tile - request.start) * self._heads_per_key, None)  # those before see none of it
-            scores = self._score(tile_keys)(rows[seeing].flatten(1)).view(-1, self._num_kv_heads, TILE_KEYS)
-            scores.masked_fill_(_hidden(positions[seeing], tile, request.window), -torch.inf)
+        for tile in range(0, group.num_tiles * TILE_KEYS, TILE_KEYS):
+            seeing = slice(max(0, tile - group.start) * self._heads_per_key, None)  # those before see none of it
+            keys, values = self._tile(layer, group, tile)
+            scores = self._score(rows[seeing], keys)
+            hidden = _hidden(group.positions[seeing], tile, group.window)
+            scores.view(-1, num_requests, self._num_kv_heads, TILE_KEYS).masked_fill_(hidden, -torch.inf)
             largest = scores.amax(-1, keepdim=True).clamp_min_(LOWEST)
-            weights = scores.sub_(largest).exp_()
-            outputs = self._sum(tile_values)(weights.flatten(1)).view(-1, self._num_kv_heads, head_dim)
-            merged.add(seeing, largest, weights.sum(-1, keepdim=True), outputs)
-        attended = merged.outputs.div_(merged.sums).to(query.dtype)
-        return attended.view(num_tokens, self._heads_per_key, -1, head_dim).transpose(1, 2).reshape(query.shape)
+            outputs = self._sum(scores.sub_(largest).exp_(), values)
+            merged.add(seeing, largest, outputs[..., : self._head_dim], outputs[..., self._head_dim :][..., :1])
+        attended = merged.outputs.div_(merged.sums).to(query.dtype).view(folded.shape)
+        return attended.permute(0, 2, 3, 1, 4).reshape(query.shape)
 
-    def _score(self, keys: torch.Tensor) -> Rows:
-        """Rows of queries [R, K * D] -> [R, K * TILE_KEYS]"""
-        return self._tiled("score", keys.permute(1, 2, 0).contiguous())
-
-    def _sum(self, values: torch.Tensor) -> Rows:
-        """Rows of weights [R, K * TILE_KEYS] -> [R, K * D]"""
-        return self._tiled("sum", values.transpose(0, 1).contiguous())
-
-    def _tiled(self, name: str, matrices: torch.Tensor) -> Rows:
-        """A product of each key head's columns with a matrix of its own."""
-        num_heads, num_inputs, num_outputs = matrices.shape
-
-        def product(rows: torch.Tensor) -> torch.Tensor:
-            heads = rows.view(-1, num_heads, num_inputs).transpose(0, 1).contiguous()
-            return torch.bmm(heads, matrices).transpose(0, 1).reshape(-1, num_heads * num_outputs)
-
-        return self._tiling.tiled(product, num_heads * num_inputs, name)
+    def _tile(self, layer: int, group: _Group, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The matrices of one tile's keys and values, for all requests. What a request does not have is in no block of
+        its own, and may be anything: its scores will be hidden, its values are 0 here."""
+        first = group.offset + tile
+        in_blocks, block_size = slice(first, first + TILE_KEYS), self.pool.layout.block_size
+        columns = slice(in_blocks.start // block_size, -(-in_blocks.stop // block_size))
+        blocks = group.blocks[:, columns]
+        at = first - columns.start * block_size
+        keys, values = (
+            plane.view(len(blocks), -1, *plane.shape[2:])[:, at : at + TILE_KEYS]
+            for plane in self.pool.gather(layer, blocks.flatten())
+        )
+        lacking = group.positions[-1:].T - _places(group.positions, tile) < 0  # [N, TILE_KEYS]
+        return _by_key(keys), _by_value(values.masked_fill(lacking[..., None, None], 0))
 
 
-def _tiles(
-    keys: torch.Tensor, values: torch.Tensor, first_key: int
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """The first key of each tile, its keys and its values [TILE_KEYS, K, D], zeros where it has none."""
-    end = first_key + len(keys)
-    for tile in range(first_key // TILE_KEYS * TILE_KEYS, end, TILE_KEYS):
-        first, last = max(tile, first_key), min(tile + TILE_KEYS, end)
-        held, padding = slice(first - first_key, last - first_key), (0, 0, 0, 0, first - tile, tile + TILE_KEYS - last)
-        yield tile, functional.pad(keys[held], padding), functional.pad(values[held], padding)
+def _spans(batch: ForwardBatch, window: int | None) -> Iterator[_Span]:
+    starts = batch.query_starts.tolist()
+    for request, length in enumerate(batch.kv_lengths.tolist()):
+        num_rows = starts[request + 1] - starts[request]
+        start = length - num_rows
+        first_seen = 0 if window is None else max(0, start + 1 - window)
+        yield _Span(request, starts[request], num_rows, start, first_seen // TILE_KEYS * TILE_KEYS)
+
+
+def _product(matrices: torch.Tensor) -> Rows:
+    """Rows [R, K * I] -> [R, K * O], each head's columns by its matrix [I, O]."""
+    num_heads, num_inputs, num_outputs = matrices.shape
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        heads = rows.view(-1, num_heads, num_inputs).transpose(0, 1).contiguous()
+        return torch.bmm(heads, matrices).transpose(0, 1).reshape(-1, num_heads * num_outputs)
+
+    return product
+
+
+def _by_key(keys: torch.Tensor) -> torch.Tensor:
+    """Keys [N, TILE_KEYS, K, D] as matrices [N * K, D, TILE_KEYS]."""
+    return keys.permute(0, 2, 3, 1).flatten(0, 1).float().contiguous()
+
+
+def _by_value(values: torch.Tensor) -> torch.Tensor:
+    """Values [N, TILE_KEYS, K, D] as matrices [N * K, TILE_KEYS, D + SUMS]: the last columns sum up the weights."""
+    num_requests, num_keys, num_heads, head_dim = values.shape
+    matrices = values.new_ones((num_requests, num_heads, num_keys, head_dim + SUMS), dtype=torch.float32)
+    matrices[..., :head_dim] = values.transpose(1, 2)
+    return matrices.flatten(0, 1)
+
+
+def _places(positions: torch.Tensor, tile: int) -> torch.Tensor:
+    return torch.arange(tile, tile + TILE_KEYS, device=positions.device)
 
 
 def _hidden(positions: torch.Tensor, tile: int, window: int | None) -> torch.Tensor:
-    """Which keys of a tile the rows do not see: [R, 1, TILE_KEYS]"""
-    distances = positions.unsqueeze(1) - torch.arange(tile, tile + TILE_KEYS)
+    """Which keys of a tile the rows do not see: [R, N, 1, TILE_KEYS]"""
+    distances = positions.unsqueeze(-1) - _places(positions, tile)
     hidden = distances < 0 if window is None else (distances < 0) | (distances >= window)
-    return hidden.unsqueeze(1)
+    return hidden.unsqueeze(2)

@@ -5,6 +5,7 @@ this rank; of what several ranks compute in part, two sums over them a layer mak
 Every module's parameters carry the names of the Hugging Face checkpoint, less the leading "model.".
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -43,7 +44,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, shard: Shard, group: RankGroup) -> None:
         super().__init__()
-        self._layer = layer
+        self.layer: Final = layer
         self.window: Final = config.sliding_windows[layer]
         self._head_dim = config.head_dim
         queries, keys = shard.query_heads.times(config.head_dim), shard.kv_heads.times(config.head_dim)
@@ -64,8 +65,8 @@ class SelfAttention(nn.Module):
         """x [T, E] -> [T, E]"""
         heads = self.qkv_proj(x).view(x.shape[0], -1, self._head_dim)  # [T, H + 2 K, D]
         attention = now.attention
-        queries = now.steps.place(heads, now.rotation, attention.pool, self._layer, now.batch.slots, self.head_norms)
-        attended = attention.attend(queries, self._layer, now.plans[self.window])
+        queries = now.steps.place(heads, now.rotation, attention.pool, self.layer, now.batch.slots, self.head_norms)
+        attended = attention.attend(queries, self.layer, now.plans[self.window])
         projected: torch.Tensor = self.o_proj(attended.flatten(1))
         return projected
 
@@ -131,11 +132,22 @@ class LlamaDecoder(nn.Module):
         """What computes the logits; None: a plain weight does."""
         return self.embed_tokens.matrix if self.lm_head is None else self.lm_head.matrix
 
+    @property
+    def some_layers(self) -> list[DecoderLayer]:
+        """One of each window and the last, in their order."""
+        layers: list[DecoderLayer] = list(self.layers)  # type: ignore[arg-type]
+        first = {layer.self_attn.window: place for place, layer in reversed(list(enumerate(layers)))}
+        return [layers[place] for place in sorted({*first.values(), len(layers) - 1})]
+
     def forward(
-        self, batch: ForwardBatch, attention: Attention, on_layer: OnLayer | None = None
+        self,
+        batch: ForwardBatch,
+        attention: Attention,
+        on_layer: OnLayer | None = None,
+        layers: Sequence[DecoderLayer] | None = None,
     ) -> torch.Tensor | None:
         """Writes the batch's keys and values into the pool. Gives the logits [S, vocab_size] of the wanted rows on
-        rank 0, None on the others."""
+        rank 0, None on the others. Goes through all layers, unless some are given to try things out."""
         x = self.embed_tokens(batch.token_ids)
         delta = None
         now = Pass(
@@ -145,7 +157,7 @@ class LlamaDecoder(nn.Module):
             {window: attention.plan(batch, window) for window in self.windows},
             self.steps,
         )
-        for num_done, layer in enumerate(self.layers, 1):
+        for num_done, layer in enumerate(layers or self.layers, 1):
             delta = layer(x, delta, now)
             if on_layer is not None and (num_done % LAYERS_PER_REPORT == 0 or num_done == len(self.layers)):
                 on_layer(num_done)

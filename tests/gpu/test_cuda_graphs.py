@@ -83,10 +83,9 @@ def test_answers_repeat(tmp_path):
 
 
 def test_eager_where_it_is_asked_for(tmp_path):
-    for name in ("enforce_eager", "batch_invariant"):
-        engine = load(tmp_path / name, **{name: True})
-        assert engine.program is None
-        assert engine.pool.num_blocks == engine.num_blocks
+    engine = load(tmp_path, enforce_eager=True)
+    assert engine.program is None
+    assert engine.pool.num_blocks == engine.num_blocks
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])

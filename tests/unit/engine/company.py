@@ -1,5 +1,7 @@
 """Other requests for an engine's steps, and which kernels this machine has."""
 
+from dataclasses import replace
+
 from engine.native.library import OFF, native_library
 from engine.native.linear_library import linear_library
 from engine.native.steps import step_library
@@ -30,6 +32,10 @@ class Neighbour:
             start, num_tokens = self._num_computed, 1
         self._num_computed = start + num_tokens
         return Work(self._request, start, num_tokens, self._blocks)
+
+    def share(self):
+        """The same, with the logits of its last token."""
+        return replace(self.work().share, samples=True)
 
 
 def has_variant(variant):

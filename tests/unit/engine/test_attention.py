@@ -1,15 +1,19 @@
+import random
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention.paged import PortableAttention
+from engine.attention.tiled import TiledAttention
 from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import build_batch
 from serving_core.layout import KVLayout
 from serving_core.requests import Share
 
 CPU = torch.device("cpu")
+BACKENDS = [PortableAttention, TiledAttention]
 HEAD_DIM = 6
 # Prompts (also longer than one query chunk), chunks that start within a block, and decodes near and far.
 SIZES = [(0, 1), (0, 150), (37, 70), (15, 1), (16, 1), (400, 1), (3, 13), (0, 64), (200, 1)]
@@ -40,7 +44,7 @@ def shares_of(sizes, block_size, generator):
     return shares, sum(counts)
 
 
-def check(sizes, block_size, num_heads, num_kv_heads, window, dtype="float32"):
+def check(backend, sizes, block_size, num_heads, num_kv_heads, window, dtype="float32"):
     generator = torch.Generator().manual_seed(0)
     shares, num_blocks = shares_of(sizes, block_size, generator)
     pool = PagedKVPool(KVLayout.uniform(2, num_kv_heads, HEAD_DIM, block_size, dtype), num_blocks, CPU)
@@ -50,7 +54,7 @@ def check(sizes, block_size, num_heads, num_kv_heads, window, dtype="float32"):
     batch = build_batch(shares, block_size, CPU)
     query = torch.randn(len(batch.token_ids), num_heads, HEAD_DIM, generator=generator)
 
-    attention = PortableAttention(pool, num_heads)
+    attention = backend(pool, num_heads)
     output = attention.attend(query, 1, attention.plan(batch, window))
 
     starts = batch.query_starts.tolist()
@@ -61,23 +65,60 @@ def check(sizes, block_size, num_heads, num_kv_heads, window, dtype="float32"):
         torch.testing.assert_close(output[rows].double(), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("window", [None, 1, 5, 64, 1000])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (3, 1)])
-def test_mixed_batch(num_heads, num_kv_heads, window):
-    check(SIZES, 16, num_heads, num_kv_heads, window)
+def test_mixed_batch(num_heads, num_kv_heads, window, backend):
+    check(backend, SIZES, 16, num_heads, num_kv_heads, window)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("window", [None, 64])
 @pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3"])
-def test_mixed_batch_over_a_quantized_pool(dtype, window):
-    check(SIZES, 16, 6, 2, window, dtype)
+def test_mixed_batch_over_a_quantized_pool(dtype, window, backend):
+    check(backend, SIZES, 16, 6, 2, window, dtype)
 
 
 @settings(max_examples=40, deadline=None)
 @given(
+    backend=st.sampled_from(BACKENDS),
     sizes=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 80) | st.just(1)), min_size=1, max_size=6),
-    block_size=st.sampled_from([1, 3, 16]),
+    block_size=st.sampled_from([1, 3, 16, 300]),
     window=st.none() | st.integers(1, 100),
 )
-def test_any_batch(sizes, block_size, window):
-    check(sizes, block_size, 4, 2, window)
+def test_any_batch(backend, sizes, block_size, window):
+    check(backend, sizes, block_size, 4, 2, window)
+
+
+@pytest.mark.parametrize("window", [None, 40, 300])
+@pytest.mark.parametrize("block_size", [16, 24, 1024])
+def test_in_tiles_the_bits_of_a_row_depend_on_no_other(block_size, window):
+    """Among single rows of other lengths, at the end of a chunk, and whatever blocks of others hold."""
+    draw = random.Random(0)
+    sizes = [(draw.randrange(900), 1) for _ in range(21)] + [(300, 150)]
+    generator = torch.Generator().manual_seed(0)
+    shares, num_blocks = shares_of(sizes, block_size, generator)
+    pool = PagedKVPool(KVLayout.uniform(1, 2, HEAD_DIM, block_size, "bfloat16"), num_blocks + 1, CPU)
+    planes = pool.keys(0), pool.values(0)
+    for plane in planes:
+        plane.copy_(torch.randn(plane.shape, generator=generator))
+    attention = TiledAttention(pool, 6)
+    batch = build_batch(shares, block_size, CPU)
+    query = torch.randn(len(batch.token_ids), 6, HEAD_DIM, generator=generator).bfloat16()
+    together = attention.attend(query, 0, attention.plan(batch, window))
+    assert any(isinstance(group.rows, torch.Tensor) for group in attention.plan(batch, window))
+
+    for row in (*range(21), len(query) - 1):
+        share = shares[min(row, 21)]
+        position = share.start + share.num_tokens - 1
+        kept = [plane.clone() for plane in planes]
+        for plane in planes:
+            others = torch.ones(num_blocks + 1, dtype=torch.bool)
+            others[share.block_ids] = False
+            plane[others] = torch.nan
+            plane[share.block_ids[position // block_size], position % block_size + 1 :] = torch.nan
+        only = build_batch([Share([0], position, share.block_ids, samples=True)], block_size, CPU)
+        alone = attention.attend(query[row : row + 1], 0, attention.plan(only, window))
+        assert torch.equal(alone[0], together[row])
+        for plane, before in zip(planes, kept, strict=True):
+            plane.copy_(before)

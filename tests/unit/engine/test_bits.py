@@ -2,28 +2,29 @@
 and of its logits are the same."""
 
 import random
-from itertools import accumulate
 
 import pytest
 import torch
 
-import engine.engine
 from engine.engine import Engine
 from engine.native.decode import NativeDecode
 from engine.native.dense_linear import VARIANTS as DENSE_VARIANTS
 from engine.native.dense_linear import best_variant
 from engine.native.library import ENVIRONMENT, OFF
-from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
-from tests.tiny_models import VOCAB_SIZE, write_fake_model, write_tiny_model
-from tests.unit.engine.company import BLOCK_SIZE, BLOCKS_OF_ONE, Neighbour, has_variant
+from tests.tiny_models import write_fake_model, write_tiny_model
+from tests.unit.engine.company import BLOCK_SIZE, Neighbour, has_variant
+from tests.unit.engine.histories_kit import (
+    MOST_NEIGHBOURS,
+    check_histories,
+    num_blocks_for,
+    play,
+    prompt_of,
+    random_cuts,
+)
 
 NUM_TOKENS = 290  # of more than one tile of keys
-MOST_NEIGHBOURS = 9
-PROMPT = random.Random(7).choices(range(VOCAB_SIZE), k=NUM_TOKENS)
-FIRST_BLOCK = (1 + MOST_NEIGHBOURS) * BLOCKS_OF_ONE  # the prompt's own; the neighbours have those before
-NUM_BLOCKS = FIRST_BLOCK + -(-NUM_TOKENS // BLOCK_SIZE)
-GREEDY = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+PROMPT = prompt_of(NUM_TOKENS)
 
 NATIVE = ("", "avx512", "avx2", "plain", OFF)
 FAMILIES = {  # grouped and single heads, odd sizes, biases, windows beyond a tile and within, one key head
@@ -73,55 +74,21 @@ def folder_of(tmp_path_factory):
 
 
 def load(folder, **settings):
-    return Engine(EngineSettings(model=str(folder), block_size=BLOCK_SIZE, num_kv_blocks=NUM_BLOCKS, **settings))
+    sizes = {"block_size": BLOCK_SIZE, "num_kv_blocks": num_blocks_for(NUM_TOKENS, BLOCK_SIZE)}
+    return Engine(EngineSettings(model=str(folder), **{**sizes, **settings}))
 
 
-def cuts_of(seed):
-    """Chunks and steps in a random order."""
-    draw, cuts = random.Random(seed), []
-    while sum(cuts) < NUM_TOKENS:
-        largest = draw.choice((1, 1, 3, 17, 150))
-        cuts += [draw.randint(1, largest) for _ in range(draw.randint(1, 8))]
-    return [end - start for start, end in zip([0, *ends_of(cuts)], ends_of(cuts), strict=False)]
-
-
-def ends_of(cuts):
-    ends = [end for end in accumulate(cuts) if end < NUM_TOKENS]
-    return [*ends, NUM_TOKENS]
-
-
-def bits(engine_, cuts, monkeypatch, num_neighbours=0, seed=0):
-    """The bytes of the prompt's KV, and of the logits of its last token."""
-    rng, last = random.Random(seed), []
-    neighbours = [Neighbour(index, rng) for index in range(num_neighbours)]
-    request, start = Request("watched", 0, list(PROMPT), NUM_TOKENS, GREEDY), 0
-    sample = engine.engine.sample
-
-    def keep(logits, requests, *rest):
-        last.extend(row.clone() for row, other in zip(logits, requests, strict=True) if other is request)
-        return sample(logits, requests, *rest)
-
-    blocks = range(FIRST_BLOCK, NUM_BLOCKS)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.engine, "sample", keep)
-        for num_tokens in cuts:
-            works = [neighbour.work() for neighbour in neighbours]
-            works.insert(rng.randint(0, num_neighbours), Work(request, start, num_tokens, blocks))
-            engine_.step(works)
-            start += num_tokens
-    (logits,) = last
-    assert start == NUM_TOKENS
-    kv = [tuple(map(bytes, engine_.pool.read(layer, blocks))) for layer in range(engine_.layout.num_layers)]
-    return kv, logits.view(torch.uint8).tolist()
-
-
-def check(engine_, monkeypatch, seeds):
+def check(engine, seeds):
     torch.set_num_threads(1)
-    whole = bits(engine_, [NUM_TOKENS], monkeypatch)
-    assert bits(engine_, [NUM_TOKENS - 1, 1], monkeypatch) == whole
-    for seed in seeds:
+    kv, logits = play(engine, PROMPT, [NUM_TOKENS])
+    for seed in (0, *seeds):
         torch.set_num_threads(1 + seed % 2)
-        assert bits(engine_, cuts_of(seed), monkeypatch, seed % (MOST_NEIGHBOURS + 1), seed) == whole, seed
+        rng = random.Random(seed)
+        neighbours = [Neighbour(index, rng) for index in range(seed % (MOST_NEIGHBOURS + 1))]
+        cuts = random_cuts(NUM_TOKENS, seed) if seed else [NUM_TOKENS - 1, 1]
+        again, others = play(engine, PROMPT, cuts, neighbours, seed)
+        assert again == kv, seed
+        assert others[NUM_TOKENS] == logits[NUM_TOKENS], seed
 
 
 def products_are_native(kind):
@@ -130,14 +97,14 @@ def products_are_native(kind):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [str(dtype).removeprefix("torch.") for dtype in DENSE_VARIANTS])
-def test_the_cut_of_a_prompt_changes_no_bit(family, dtype, folder_of, monkeypatch):
+def test_the_cut_of_a_prompt_changes_no_bit(family, dtype, folder_of):
     """By the best kernels, as they are without any flag."""
     if not products_are_native({"dtype": dtype}):
         pytest.skip(f"{dtype} products are not native here")
     loaded = load(folder_of(family), dtype=dtype)
     assert loaded.is_history_free
     assert isinstance(loaded.program, NativeDecode)
-    check(loaded, monkeypatch, range(1, 5))
+    check(loaded, range(1, 5))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -145,7 +112,20 @@ def test_nor_does_it_without_kernels_with_the_flag(dtype, folder_of, monkeypatch
     monkeypatch.setenv(ENVIRONMENT, OFF)
     loaded = load(folder_of("mistral"), dtype=dtype, batch_invariant=True)
     assert loaded.is_history_free
-    check(loaded, monkeypatch, (3,))
+    check(loaded, (3,))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_tests_of_a_device_check_holds_without_kernels_here(family, dtype, folder_of, monkeypatch):
+    monkeypatch.setenv(ENVIRONMENT, OFF)
+    torch.set_num_threads(1)
+    num_tokens = 530
+    num_blocks = num_blocks_for(num_tokens, 16)
+    loaded = load(folder_of(family), dtype=dtype, batch_invariant=True, block_size=16, num_kv_blocks=num_blocks)
+    assert loaded.is_history_free
+    check_histories(loaded, num_tokens)
 
 
 @pytest.mark.long
@@ -161,7 +141,7 @@ def test_every_path(family, kind, native, flag, folder_of, monkeypatch):
     by_default = native != OFF and kind["dtype"] != "float16" and products_are_native(kind)
     assert loaded.is_history_free == (flag or by_default)
     if loaded.is_history_free:
-        check(loaded, monkeypatch, (2, 3))
+        check(loaded, (2, 3))
 
 
 @pytest.mark.parametrize("flag", [False, True])

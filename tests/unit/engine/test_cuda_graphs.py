@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from engine.attention.paged import PortableAttention
+from engine.attention.tiled import TiledAttention
 from engine.cuda_graphs import SIZES, StaticDecode, checked_decode, sizes_for
 from engine.decode_program import num_scratch_blocks
 from engine.engine import Engine
 from engine.forward_batch import build_batch
-from engine.invariant import AttentionByRequest
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
 from tests.tiny_models import VOCAB_SIZE, write_tiny_model
@@ -46,9 +46,9 @@ def portable(engine):
     return PortableAttention(engine.pool, engine.config.num_heads)
 
 
-def by_request(engine):
+def tiled(engine):
     """Together with an engine that is batch-invariant, the bits of a row depend on no other."""
-    return AttentionByRequest(portable(engine))
+    return TiledAttention(engine.pool, engine.config.num_heads)
 
 
 def static(engine, attention, capture=itself):
@@ -104,7 +104,7 @@ def check(engine, attention, program, shares, seed, tolerance):
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_blocks_have_the_bits_of_the_modules(name, tmp_path):
     engine = load(tmp_path, name, batch_invariant=True)
-    attention = by_request(engine)
+    attention = tiled(engine)
     program = static(engine, attention)
     for seed, num_requests in enumerate((1, 3, 2, 5, 9, 1, 17, 4)):  # padding where a batch before had requests
         check(engine, attention, program, random_shares(num_requests, seed), seed, tolerance=0)
@@ -225,23 +225,9 @@ def test_no_number_is_a_disagreement(tmp_path):
     assert checked_decode(engine.model, portable(engine), NUM_BLOCKS, MAX_MODEL_LEN, itself) is None
 
 
-class Longest:
-    """A backend that plans nothing."""
-
-    name = "longest"
-
-    def __init__(self, pool):
-        self.pool = pool
-
-    def plan(self, batch, window):
-        return batch.longest_query, batch.longest_context
-
-
-def test_a_batch_tells_its_longest_query_and_context_as_numbers(tmp_path):
+def test_a_batch_tells_its_longest_query_and_context_as_numbers():
     batch = batch_of([Share([1, 2, 3], 4, [0, 1], samples=True), Share([5], 11, [2, 3, 4], samples=True)])
     assert (batch.longest_query, batch.longest_context) == (3, 12)
-    alone = AttentionByRequest(Longest(load(tmp_path).pool)).plan(batch, None)
-    assert alone == [(slice(0, 3), (3, 7)), (slice(3, 4), (1, 12))]
 
 
 def test_a_scratch_block_is_there_for_graphs_alone():
@@ -250,4 +236,4 @@ def test_a_scratch_block_is_there_for_graphs_alone():
     assert num_scratch_blocks(EngineSettings(), CPU, 1) == 0
     assert num_scratch_blocks(EngineSettings(), cuda, 2) == 0
     assert num_scratch_blocks(replace(EngineSettings(), enforce_eager=True), cuda, 1) == 0
-    assert num_scratch_blocks(replace(EngineSettings(), batch_invariant=True), cuda, 1) == 0
+    assert num_scratch_blocks(replace(EngineSettings(), batch_invariant=True), cuda, 1) == 1

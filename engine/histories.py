@@ -1,0 +1,101 @@
+"""The promise of --batch-invariant tried out, on the device and with the very layers that will compute: one prompt at
+once, in chunks and steps, and beside others, to the bit."""
+
+from dataclasses import replace
+from itertools import accumulate
+from typing import Final
+
+import torch
+
+from engine.attention.paged import Attention
+from engine.attention.tiled import TILE_KEYS
+from engine.forward_batch import build_batch
+from engine.model.llama import LlamaDecoder
+from serving_core.requests import Share
+
+PROMPTS: Final = ((0, TILE_KEYS + 34), (1100, 40))  # tokens before and tokens: the second sees many keys
+CUT_AT: Final = (16, 116)
+STEPS_BEFORE_END: Final = range(32, 36)  # in the first prompt on both sides of the second tile's first key
+NUM_WANTED: Final = 40  # rows at the end, of which there are logits
+MOST_OTHERS: Final = 6
+IN_PARTS: Final = "in chunks and steps"
+BESIDE_OTHERS: Final = "beside others"
+
+
+@torch.inference_mode()
+def differing_histories(decoder: LlamaDecoder, attention: Attention, vocab_size: int, max_model_len: int) -> list[str]:
+    """Those in which a prompt's keys, values or logits have other bits than alone and at once. To be called on all
+    ranks, whose keys and values are their own, and before the pool holds anything; afterwards it is empty again."""
+    layout, num_blocks = attention.pool.layout, attention.pool.num_blocks
+    most_tokens = min(max_model_len, -(-num_blocks // 2) * layout.block_size)
+    found = set()
+    for start, num_tokens in PROMPTS:
+        start, num_tokens = min(start, max(0, most_tokens - num_tokens)), min(num_tokens, most_tokens)
+        trial = _Trial(decoder, attention, vocab_size, start, num_tokens)
+        try:
+            alone = trial.bits(in_parts=False, beside_others=False)
+            tried = {IN_PARTS: trial.bits(in_parts=True, beside_others=False)}
+            tried[BESIDE_OTHERS] = trial.bits(in_parts=False, beside_others=True)
+        finally:
+            trial.clear()
+        found |= {name for name, bits in tried.items() if not all(map(torch.equal, bits, alone))}
+    return sorted(found, reverse=True)
+
+
+class _Trial:
+    """The end of a prompt, behind random keys and values, and others, in a pool of their own for now."""
+
+    def __init__(
+        self, decoder: LlamaDecoder, attention: Attention, vocab_size: int, start: int, num_tokens: int
+    ) -> None:
+        layout = attention.pool.layout
+        self._decoder, self._attention = decoder, attention
+        self._layers = decoder.some_layers
+        self._vocab_size = vocab_size
+        self._start, self._token_ids = start, self._ids(num_tokens, seed=1)
+        self._blocks = range(layout.num_blocks_for(start + num_tokens))
+        self._others = self._make_others(range(self._blocks.stop, attention.pool.num_blocks), num_tokens)
+        if start:
+            for plane in self._planes():
+                plane[: self._blocks.stop].normal_()
+
+    def bits(self, *, in_parts: bool, beside_others: bool) -> list[torch.Tensor]:
+        """Keys and values of the prompt, and on rank 0 the logits of its last tokens."""
+        length, pool, logits = len(self._token_ids), self._attention.pool, []
+        cuts = {*CUT_AT, *(length - before for before in STEPS_BEFORE_END)} if in_parts else set()
+        ends = [*sorted(at for at in cuts if 0 < at < length), length]
+        for first, end in zip([0, *ends], ends, strict=False):
+            ours = Share(self._token_ids[first:end], self._start + first, self._blocks, samples=True)
+            shares = [*self._others, ours] if beside_others else [ours]
+            batch = build_batch(shares, pool.layout.block_size, pool.device)
+            num_wanted = end - max(first, min(end, length - NUM_WANTED))
+            wanted = torch.arange(len(batch.token_ids) - num_wanted, len(batch.token_ids), device=pool.device)
+            logits.append(self._decoder(replace(batch, logit_rows=wanted), self._attention, layers=self._layers))
+        planes = [plane[: self._blocks.stop].clone() for plane in self._planes()]
+        return [*planes, torch.cat([rows for rows in logits if rows is not None] or planes[:1])]
+
+    def clear(self) -> None:
+        """Makes what was written 0 again."""
+        last = max((share.block_ids[-1] for share in self._others), default=self._blocks[-1])
+        for plane in self._planes():
+            plane[: last + 1] = 0
+
+    def _planes(self) -> list[torch.Tensor]:
+        pool, layers = self._attention.pool, [layer.self_attn.layer for layer in self._layers]
+        return [plane for layer in layers for plane in (pool.keys(layer), pool.values(layer))]
+
+    def _make_others(self, blocks: range, most_tokens: int) -> list[Share]:
+        """Prompts and, in between, steps of these blocks, each with some of its own; none where there are none."""
+        block_size, others = self._attention.pool.layout.block_size, []
+        counts = [1 + 23 * index // block_size for index in range(MOST_OTHERS)]
+        for index, end in enumerate(accumulate(counts)):
+            if end > len(blocks):
+                break
+            length = min(1 + 23 * index, most_tokens)
+            first = 0 if index % 2 else length - 1
+            own = blocks[end - counts[index] : end]
+            others.append(Share(self._ids(length, seed=2 + index)[first:], first, own, samples=True))
+        return others
+
+    def _ids(self, count: int, seed: int) -> list[int]:
+        return [(seed * 31 + at * (at + seed)) % self._vocab_size for at in range(count)]

@@ -1,0 +1,116 @@
+"""What the promise of --batch-invariant is tried out with at the start, and what becomes of an engine that fails."""
+
+import logging
+
+import pytest
+import torch
+
+import engine.engine
+from engine.attention.tiled import TiledAttention
+from engine.engine import Engine
+from engine.histories import BESIDE_OTHERS, IN_PARTS, differing_histories
+from engine.native.library import ENVIRONMENT, OFF
+from serving_core.settings import EngineSettings
+from tests.tiny_models import VOCAB_SIZE, write_tiny_model
+
+
+@pytest.fixture(autouse=True)
+def portable(monkeypatch):
+    monkeypatch.setenv(ENVIRONMENT, OFF)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    config = {"use_sliding_window": True, "sliding_window": 37, "max_window_layers": 1}
+    return write_tiny_model(tmp_path_factory.mktemp("model"), "qwen2", seed=3, **config)
+
+
+def load(folder, **fields):
+    fields = {"num_kv_blocks": 64, "block_size": 16, "batch_invariant": True, **fields}
+    return Engine(EngineSettings(model=str(folder), device="cpu", dtype="float32", **fields))
+
+
+def differing(engine, attention):
+    return differing_histories(engine.model, attention, VOCAB_SIZE, engine.max_model_len)
+
+
+class Nudged(TiledAttention):
+    """Adds a last bit to the rows of some batches."""
+
+    def __init__(self, pool, num_heads, concerns):
+        super().__init__(pool, num_heads)
+        self._concerns = concerns
+
+    def plan(self, batch, window):
+        return self._concerns(batch), super().plan(batch, window)
+
+    def attend(self, query, layer, plan):
+        is_concerned, groups = plan
+        attended = super().attend(query, layer, groups)
+        return torch.nextafter(attended, torch.tensor(torch.inf)) if is_concerned else attended
+
+
+@pytest.mark.parametrize(
+    ("concerns", "found"),
+    [
+        (lambda batch: False, []),
+        (lambda batch: True, []),
+        (lambda batch: batch.longest_query == 1, [IN_PARTS]),
+        (lambda batch: batch.longest_query == 16, [IN_PARTS]),
+        (lambda batch: len(batch.kv_lengths) > 1, [BESIDE_OTHERS]),
+        (lambda batch: len(batch.token_ids) == 290, [IN_PARTS, BESIDE_OTHERS]),
+    ],
+)
+def test_a_last_bit_in_some_batches_is_noticed_and_the_pool_left_empty(folder, concerns, found):
+    engine = load(folder)
+    attention = Nudged(engine.pool, engine.config.num_heads, concerns)
+    assert differing(engine, attention) == found
+    assert not any(engine.pool.keys(layer).any() or engine.pool.values(layer).any() for layer in engine.layout.layers)
+
+
+@pytest.mark.parametrize("sizes", [(1, 16, 0), (2, 16, 0), (3, 1, 0), (64, 16, 20), (9, 256, 0)])
+def test_pools_and_models_of_all_sizes_are_tried(folder, sizes):
+    num_blocks, block_size, max_model_len = sizes
+    engine = load(folder, num_kv_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
+    assert engine.is_history_free
+    assert isinstance(engine.attention, TiledAttention)
+
+
+def test_a_model_of_one_layer_is_tried(tmp_path):
+    assert load(write_tiny_model(tmp_path, num_hidden_layers=1)).is_history_free
+
+
+def nudged_steps(attention, num_heads):
+    return Nudged(attention.pool, num_heads, lambda batch: batch.longest_query == 1)
+
+
+def test_the_first_backend_that_keeps_bits_is_taken_and_a_line_names_what_others_do_not(folder, monkeypatch, caplog):
+    def backends(attention, num_heads):
+        yield nudged_steps(attention, num_heads)
+        yield TiledAttention(attention.pool, num_heads)
+
+    monkeypatch.setattr(engine.engine, "invariant_attentions", backends)
+    with caplog.at_level(logging.WARNING, logger="engine.engine"):
+        loaded = load(folder)
+    assert type(loaded.attention) is TiledAttention
+    assert loaded.traits["history_free"] == "yes"
+    assert caplog.messages[-1] == f"--batch-invariant: with tiled attention, bits differ {IN_PARTS}"
+
+
+def test_where_none_keeps_bits_none_are_promised(folder, monkeypatch):
+    kept = load(folder)
+    monkeypatch.setattr(engine.engine, "invariant_attentions", lambda *given: [nudged_steps(*given)])
+    loaded = load(folder)
+    assert not loaded.is_history_free
+    assert loaded.traits["history_free"] == "no"
+    assert loaded.origin != kept.origin
+
+
+def test_a_backend_that_is_told_apart_by_long_contexts_alone_is_noticed(folder):
+    engine = load(folder, num_kv_blocks=200)
+
+    def is_far_step(batch):
+        return batch.longest_query == 1 and batch.longest_context > 900
+
+    far = Nudged(engine.pool, engine.config.num_heads, is_far_step)
+    assert differing(engine, far) == [IN_PARTS]
