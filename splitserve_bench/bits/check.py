@@ -71,8 +71,8 @@ def promise_of(node: NodeInfo) -> str:
         return "not promised: keys and values in 8 bits are rounded by what else comes to their block"
     if int(node.engine["tp_size"]) > MOST_INVARIANT_RANKS:
         return f"not promised: the order in which {node.engine['tp_size']} ranks are added up depends on the batch"
-    if node.engine["device"] != "cpu":
-        return "not promised: on a GPU a chunk and a step may differ"
+    if node.engine["batch_invariant"] == "yes":
+        return "not promised: histories that the node tried out at its start differ in bits; its log names them"
     return "not promised without --batch-invariant: PyTorch computes some of it, one row unlike many"
 
 

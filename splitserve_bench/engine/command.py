@@ -23,6 +23,7 @@ from splitserve_bench.engine.random_models import SHAPES, write_random_model
 from splitserve_bench.options import ListOf
 
 PROMPT_SIZE: Final = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,8})", re.ASCII)
+WITHOUT_FLAG: Final = "without --batch-invariant"
 COUNT: Final = re.compile(r"[1-9]\d{0,8}", re.ASCII)
 
 
@@ -52,7 +53,7 @@ PROMPTS: Final = ListOf("COUNTxLENGTH,...", parse_prompts)
 @click.option("--dtype", default="auto", show_default=True, type=click.Choice(DTYPES), help="Compute dtype.")
 @click.option("--quantization", default="none", show_default=True, type=click.Choice(QUANTIZATIONS))
 @click.option("--kv-cache-dtype", default="auto", show_default=True, type=click.Choice(KV_CACHE_DTYPES))
-@click.option("--batch-invariant", is_flag=True, help="Bits of a request do not depend on its batch; see the price.")
+@click.option("--batch-invariant", is_flag=True, help="As of nodes; measured without it too, for the price.")
 @click.option("--prompts", default="1x512,8x512,16x128", show_default=True, type=PROMPTS, help="Prompts to prefill.")
 @click.option("--batches", default="1,4,8,16,32", show_default=True, type=COUNTS, help="Requests in a decode step.")
 @click.option("--contexts", default="128,512", show_default=True, type=COUNTS, help="Tokens before a decode step.")
@@ -92,17 +93,22 @@ def engine_command(
     from splitserve_bench.engine.engine import measure_engine  # imports torch, which help can do without
 
     imports_s = process_age_s()
+    without = []
     with _model_folder(model, shape, report) as folder:
+        if batch_invariant:
+            plain = dataclasses.replace(settings, batch_invariant=False)
+            report(f"first {WITHOUT_FLAG}:")
+            without = [our_result(measure_engine(folder, plain, sizes, threads, imports_s, report), WITHOUT_FLAG)]
         figures = measure_engine(folder, settings, sizes, threads, imports_s, report)
-    compared = ratios(our_result(figures), peers)
+    compared, price = (ratios(our_result(figures), others) for others in (peers, without))
     if as_json:
-        click.echo(
-            json.dumps({**dataclasses.asdict(figures), "ratios": [dataclasses.asdict(ratio) for ratio in compared]})
-        )
+        rows = {"ratios": compared, "price": price}
+        listed = {name: [dataclasses.asdict(ratio) for ratio in each] for name, each in rows.items()}
+        click.echo(json.dumps({**dataclasses.asdict(figures), **listed}))
         return
     from splitserve_bench.engine.report import engine_view
 
-    stdout.print(engine_view(figures, compared))
+    stdout.print(engine_view(figures, compared, price))
 
 
 @contextmanager

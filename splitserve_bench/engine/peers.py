@@ -54,12 +54,12 @@ def read_peers(path: Path) -> list[PeerResult]:
     return [_parse(each, path) for each in marked or [text]]
 
 
-def our_result(figures: EngineFigures) -> PeerResult:
+def our_result(figures: EngineFigures, name: str = "splitserve") -> PeerResult:
     """Ours in the peers' terms: medians, and loading with the first steps but without imports."""
     ours = {(LOAD, ""): figures.start.load_s + figures.start.warm_up_s}
     ours |= {(PREFILL, str(each.prompts)): each.tokens_per_s for each in figures.prefill}
     ours |= {(DECODE, f"b{each.batch}_ctx{each.context_tokens}"): each.step_s * 1e3 for each in figures.decode}
-    return PeerResult("splitserve", ours)
+    return PeerResult(name, ours)
 
 
 def ratios(ours: PeerResult, peers: Sequence[PeerResult]) -> list[Ratio]:

@@ -18,7 +18,7 @@ from splitserve_bench.engine.figures import (
 from splitserve_bench.engine.peers import DECODE, LOAD, PREFILL, Ratio
 
 
-def engine_view(figures: EngineFigures, compared: Sequence[Ratio]) -> Group:
+def engine_view(figures: EngineFigures, compared: Sequence[Ratio], price: Sequence[Ratio] = ()) -> Group:
     """Everything, one below the other."""
     described = ", ".join(f"{name} {value}" for name, value in figures.engine.items())
     start = figures.start
@@ -40,6 +40,8 @@ def engine_view(figures: EngineFigures, compared: Sequence[Ratio]) -> Group:
         parts += ["", profile_line(profile), profile_table(profile)]
     if compared:
         parts += ["", "against the best of the peers, whose figures are read from files:", ratio_table(compared)]
+    if price:
+        parts += ["", "the price of --batch-invariant, in this process:", ratio_table(price, "without it")]
     return Group(*parts)  # type: ignore[arg-type]
 
 
@@ -94,10 +96,10 @@ def profile_table(profile: ProfileFigures) -> Table:
     return table
 
 
-def ratio_table(rows: Sequence[Ratio]) -> Table:
-    """Ours, the best peer's, and one divided by the other."""
+def ratio_table(rows: Sequence[Ratio], others: str = "best peer") -> Table:
+    """Ours, the others', and one divided by the other."""
     better = {LOAD: "less is better", PREFILL: "more is better", DECODE: "less is better"}
-    table = plain_table("figure", numbers=("ours", "best peer", "ours / peer"))
+    table = plain_table("figure", numbers=("ours", others, "ratio"))
     for title in ("peer", "", ""):
         table.add_column(title)
     for row in rows:

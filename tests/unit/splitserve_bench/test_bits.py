@@ -68,8 +68,8 @@ def test_prompts_that_the_context_does_not_hold_are_left_out():
 WHATEVER = "whatever happened to an answer"
 
 
-def node(*, history_free="no", device="cpu", tp_size="1", kv_cache_dtype="bfloat16", **traits):
-    engine = {"device": device, "tp_size": tp_size}
+def node(*, history_free="no", batch_invariant="no", tp_size="1", kv_cache_dtype="bfloat16", **traits):
+    engine = {"batch_invariant": batch_invariant, "tp_size": tp_size}
     return NodeInfo(
         "n", "both", "1", {"kv_cache_dtype": kv_cache_dtype}, engine, {"history_free": history_free, **traits}
     )
@@ -82,7 +82,7 @@ def node(*, history_free="no", device="cpu", tp_size="1", kv_cache_dtype="bfloat
         (node(history_free="yes", threads="2"), f"promised: the same bits {WHATEVER} (with equal numbers of threads)"),
         (node(kv_cache_dtype="int8"), "not promised: keys and values in 8 bits"),
         (node(tp_size="4"), "not promised: the order in which 4 ranks"),
-        (node(device="NVIDIA H100"), "not promised: on a GPU"),
+        (node(batch_invariant="yes"), "not promised: histories that the node tried out"),
         (node(), "not promised without --batch-invariant"),
     ],
 )

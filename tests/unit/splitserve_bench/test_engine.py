@@ -133,9 +133,22 @@ def test_a_shape_is_measured_without_a_model(run, monkeypatch):
 
 
 def test_the_price_of_batch_invariance_can_be_measured(tmp_path, run):
-    result = run(write_tiny_model(tmp_path / "model"), *SIZES, "--batch-invariant", "--json")
+    folder = write_tiny_model(tmp_path / "model")
+    result = run(folder, *SIZES, "--batch-invariant", "--json")
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["engine"]["batch_invariant"] == "yes"
+    figures = json.loads(result.stdout)
+    assert figures["engine"]["batch_invariant"] == "yes"
+    price = {(row["kind"], row["key"]): row for row in figures["price"]}
+    keys = {("prefill", "2x40"), ("prefill", "1x24")}
+    assert price.keys() == {("load", ""), *keys, *(("decode", f"b{b}_ctx{c}") for b in (1, 3) for c in (20, 36))}
+    row = price["prefill", "2x40"]
+    assert row["peer"] == "without --batch-invariant"
+    assert row["ours"] == figures["prefill"][0]["tokens_per_s"]
+    assert row["ratio"] == pytest.approx(row["ours"] / row["theirs"])
+
+    result = run(folder, *SIZES, "--batch-invariant")
+    assert "the price of --batch-invariant" in result.stdout
+    assert "the price of" not in run(folder, *SIZES).stdout
 
 
 def test_random_weights_do_not_stay_behind(run, tmp_path, monkeypatch):
