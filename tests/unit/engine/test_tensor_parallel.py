@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from engine.engine import Engine
+from engine.native.library import ENVIRONMENT, OFF
 from serving_core.settings import EngineSettings
 from tests.tiny_models import VOCAB_SIZE, write_fake_model, write_tiny_model
 from tests.toy_scheduler import greedy, run_all
@@ -149,3 +150,10 @@ def test_ranks_hold_their_part_of_the_weights(tp_size, models, ranks):
     held = [rank["unpacked"]["weight_bytes"] for rank in ranks[1]]
     assert sum(held) == whole_bytes + (tp_size - 1) * norm_bytes  # 8 heads over 3 ranks: no KV head is on two
     assert max(held) < whole_bytes / tp_size * 1.3  # 3 of 8 heads are on one of three ranks
+
+
+def test_with_the_flag_two_ranks_of_torch_change_no_bit_by_the_cut(models, tmp_path, monkeypatch):
+    monkeypatch.setenv(ENVIRONMENT, OFF)
+    model = case(models["gqa-3-of-9"], dtype="float32", batch_invariant=True)
+    sampled, _ = run_ranks(tmp_path, 2, {str(size): {**model, "chunk_tokens": size} for size in (7, 1000)})
+    assert sampled["7"] == sampled["1000"]
