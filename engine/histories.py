@@ -60,19 +60,21 @@ class _Trial:
                 plane[: self._blocks.stop].normal_()
 
     def bits(self, *, in_parts: bool, beside_others: bool) -> list[torch.Tensor]:
-        """Keys and values of the prompt, and on rank 0 the logits of its last tokens."""
+        """The bytes of the prompt's keys and values, and on rank 0 of the logits of its last tokens."""
         length, pool, logits = len(self._token_ids), self._attention.pool, []
         cuts = {*CUT_AT, *(length - before for before in STEPS_BEFORE_END)} if in_parts else set()
         ends = [*sorted(at for at in cuts if 0 < at < length), length]
         for first, end in zip([0, *ends], ends, strict=False):
-            ours = Share(self._token_ids[first:end], self._start + first, self._blocks, samples=True)
-            shares = [*self._others, ours] if beside_others else [ours]
+            share = Share(self._token_ids[first:end], self._start + first, self._blocks, samples=True)
+            shares = [*self._others, share] if beside_others else [share]
             batch = build_batch(shares, pool.layout.block_size, pool.device)
             num_wanted = end - max(first, min(end, length - NUM_WANTED))
             wanted = torch.arange(len(batch.token_ids) - num_wanted, len(batch.token_ids), device=pool.device)
             logits.append(self._decoder(replace(batch, logit_rows=wanted), self._attention, layers=self._layers))
-        planes = [plane[: self._blocks.stop].clone() for plane in self._planes()]
-        return [*planes, torch.cat([rows for rows in logits if rows is not None] or planes[:1])]
+        results = [plane[: self._blocks.stop].clone() for plane in self._planes()]
+        if ours := [rows for rows in logits if rows is not None]:
+            results.append(torch.cat(ours))
+        return [result.view(torch.uint8) for result in results]
 
     def clear(self) -> None:
         """Makes what was written 0 again."""
