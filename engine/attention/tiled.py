@@ -21,6 +21,7 @@ TILE_KEYS: Final = 256
 LOWEST: Final = -1e30  # less than any score; unlike with -inf, differences from it are numbers
 SUMS: Final = 4  # columns of ones beside the values, for the sum of the weights: one would do, four keep rows aligned
 COUNTS: Final = (1, 2, 4, 8, 16, 32, 64)  # of requests that may go together
+MOST_HEADS: Final = 128  # key heads of those: what a tile of theirs takes of memory is bounded
 
 
 class _Span(NamedTuple):
@@ -87,7 +88,7 @@ class _Products:
                 for probe, row in zip(probes, expected, strict=True)
             )
 
-        self.counts: Final = [count for count in COUNTS if agrees(count)]
+        self.counts: Final = [count for count in COUNTS if count * num_heads <= MOST_HEADS and agrees(count)]
 
     def __call__(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
         """Rows [R, N * K, I] and matrices [N * K, I, O] -> [R, N * K, O]"""
