@@ -107,8 +107,8 @@ class TiledAttention:
         self._num_kv_heads, self._head_dim = pool.layout.num_kv_heads, pool.layout.head_dim
         self._heads_per_key = num_heads // self._num_kv_heads
         shape = (2, TILE_KEYS, self._num_kv_heads, self._head_dim)
-        planes = torch.randn(shape, generator=torch.Generator().manual_seed(PROBE_SEED)).to(pool.device)
-        keys, values = planes.unsqueeze(1)
+        planes = torch.randn(shape, generator=torch.Generator().manual_seed(PROBE_SEED), device="cpu")
+        keys, values = planes.to(pool.device).unsqueeze(1)
         self._score = _Products(_by_key(keys), self._heads_per_key)
         self._sum = _Products(_by_value(values), self._heads_per_key)
         self._counts = sorted({1} | (set(self._score.counts) & set(self._sum.counts)), reverse=True)

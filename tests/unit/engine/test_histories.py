@@ -114,3 +114,11 @@ def test_a_backend_that_is_told_apart_by_long_contexts_alone_is_noticed(folder):
 
     far = Nudged(engine.pool, engine.config.num_heads, is_far_step)
     assert differing(engine, far) == [IN_PARTS]
+
+
+def test_all_that_a_step_makes_is_made_on_the_device_of_the_pool(folder):
+    """Else it would be on the default device, here one that computes nothing."""
+    engine = load(folder)
+    with torch.device("meta"):
+        engine.model.make_invariant(torch.float32, engine.pool.device)
+        assert differing(engine, TiledAttention(engine.pool, engine.config.num_heads)) == []
