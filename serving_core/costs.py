@@ -69,16 +69,16 @@ class StepCosts:
         """`start_tokens_per_s`: prompt tokens a second as measured before the first step; 0: not known."""
         self._believed = [0.0] * NUM_WEIGHTS
         self._believed[4] = 1 / start_tokens_per_s if start_tokens_per_s > 0 else 0.0
-        self._new: deque[tuple[tuple[float, ...], float]] = deque(maxlen=MEMORY)
+        self._new: deque[tuple[StepLoad, float]] = deque(maxlen=MEMORY)
         self._products = [[0.0] * NUM_WEIGHTS for _ in range(NUM_WEIGHTS)]  # of figures over seconds, summed
         self._sums = [0.0] * NUM_WEIGHTS
         self._weights = StepWeights(*self._believed)
         self.was_asked = False  # whether anybody has wanted to know
 
     def add(self, load: StepLoad, step_s: float) -> None:
-        """Takes in what a step has taken."""
+        """Takes in what a step has taken, whose load changes no more."""
         if step_s > 0:
-            self._new.append((load.figures, step_s))
+            self._new.append((load, step_s))
 
     @property
     def weights(self) -> StepWeights:
@@ -86,7 +86,8 @@ class StepCosts:
         self.was_asked = True
         if self._new:
             while self._new:
-                self._take_in(*self._new.popleft())
+                load, step_s = self._new.popleft()
+                self._take_in(load.figures, step_s)
             self._weights = StepWeights(*(max(0.0, each) for each in self._fit()))
         return self._weights
 

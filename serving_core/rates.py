@@ -14,11 +14,6 @@ MIN_TELLING_TOKENS: Final = 16  # with fewer prompt tokens, what every step cost
 START_TOKENS: Final = 256  # that the rate measured at start weighs
 
 
-class _Decoded(NamedTuple):
-    num_requests: int
-    step_s: float
-
-
 class _Prefilled(NamedTuple):
     num_tokens: int
     num_decoding: int
@@ -30,28 +25,28 @@ class StepRates:
 
     def __init__(self, start_tokens_per_s: float = 0.0) -> None:
         """`start_tokens_per_s`: prompt tokens a second as measured before the first step; 0: not known."""
-        self._decoded: deque[_Decoded] = deque(maxlen=NUM_RECENT)
+        self._decoded: deque[tuple[int, float]] = deque(maxlen=NUM_RECENT)  # requests, seconds
         self._prefilled: deque[_Prefilled] = deque(maxlen=NUM_RECENT)
         self._lone_s: deque[float] = deque(maxlen=NUM_RECENT)  # of steps that decoded one request
         self._small: deque[_Prefilled] = deque(maxlen=NUM_RECENT)  # prefilled too, but too few tokens to tell much
         if start_tokens_per_s > 0:
             self._prefilled.append(_Prefilled(START_TOKENS, 0, START_TOKENS / start_tokens_per_s))
 
-    def add(self, num_prompt_tokens: int, num_decoding: int, step_s: float) -> None:
-        """Takes in a step that computed so many tokens of prompts, and one token of each of num_decoding requests."""
-        if num_prompt_tokens >= MIN_TELLING_TOKENS:
-            self._prefilled.append(_Prefilled(num_prompt_tokens, num_decoding, step_s))
-        elif num_prompt_tokens:
-            self._small.append(_Prefilled(num_prompt_tokens, num_decoding, step_s))
+    def add(self, num_prompt_tokens: int, num_decoding: int, *steps_s: float) -> None:
+        """Takes in steps that each computed so many tokens of prompts, and one token of each of num_decoding
+        requests."""
+        if num_prompt_tokens:
+            prefilled = self._prefilled if num_prompt_tokens >= MIN_TELLING_TOKENS else self._small
+            prefilled += [_Prefilled(num_prompt_tokens, num_decoding, step_s) for step_s in steps_s]
         elif num_decoding:
-            self._decoded.append(_Decoded(num_decoding, step_s))
+            self._decoded += [(num_decoding, step_s) for step_s in steps_s]
             if num_decoding == 1:
-                self._lone_s.append(step_s)
+                self._lone_s += steps_s
 
     @property
     def decode_step_s(self) -> float:
         """Median seconds of the recent steps that only decoded; 0 before the first."""
-        return statistics.median(each.step_s for each in self._decoded) if self._decoded else 0.0
+        return statistics.median([step_s for _, step_s in self._decoded]) if self._decoded else 0.0
 
     @property
     def lone_step_s(self) -> float:
@@ -78,8 +73,8 @@ class StepRates:
         """For each of these numbers of requests, median seconds of the steps that decoded the number nearest to it; 0
         when unknown."""
         seconds = defaultdict[int, list[float]](list)
-        for each in self._decoded:
-            seconds[each.num_requests].append(each.step_s)
+        for num_requests, step_s in self._decoded:
+            seconds[num_requests].append(step_s)
 
         def usual_s(number: int) -> float:
             if not number or not seconds:

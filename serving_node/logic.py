@@ -4,7 +4,7 @@ It puts the two halves together over one pool: `prefill_node` reads prompts, `de
 hold both: a token of each answer that is being written, then chunks of prompts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from decode_node.credit import Credit
@@ -29,7 +29,7 @@ from serving_node.endings import Endings
 from serving_node.handovers import HandOvers
 from serving_node.moves import Moves
 from serving_node.room import Room
-from serving_node.streak import Streak, StreakTokens, begin_streak, grow, is_all, is_calm, take_in
+from serving_node.streak import Streak, begin_streak, grow, is_all, is_calm, take_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,16 +281,22 @@ class NodeLogic:
         """Whether the running step may end as one of the streak."""
         return streak.num_steps > 0 and (self._is_calm or streak.is_staying)
 
-    def advance(
-        self, streak: Streak, token_ids: Sequence[int], step_s: float, tell: Callable[[StreakTokens], None]
-    ) -> bool:
-        """Takes in a finished step of a streak that goes on, and tells whether the next one is planned by that. If not,
-        the streak is over, and `plan` is to follow. The coordinator is told by `tell`, before all that is decided."""
-        self._rates.add(0, len(token_ids), step_s)
-        num_cached = sum(each.num_computed for each in streak.residents)
-        self._reading.took(StepLoad(len(token_ids), num_cached), step_s)
-        told, full = take_in(streak, token_ids, self._leases)
-        tell(StreakTokens(told, step_s))
+    def num_steps_ahead(self, streak: Streak) -> int:
+        """So many steps of the streak, the running one too, `advance` may take in together, unless anything happens to
+        the node before the last of them ends."""
+        is_room = len(streak.residents) <= self._leases.num_free  # for one block each: so many steps fill no more
+        return min(streak.num_steps, self._leases.block_size) if self._is_calm and is_room else 0
+
+    def advance(self, streak: Streak, token_ids: Sequence[Sequence[int]], steps_s: Sequence[float]) -> bool:
+        """Takes in finished steps of a streak that goes on, in which each answer got these tokens, and tells whether
+        the next one is planned by that. If not, the streak is over, and `plan` is to follow."""
+        num_answers = len(token_ids)
+        num_cached = sum([each.num_computed for each in streak.residents])
+        self._rates.add(0, num_answers, *steps_s)
+        for step_s in steps_s:
+            self._reading.took(StepLoad(num_answers, num_cached), step_s)
+            num_cached += num_answers
+        full = take_in(streak, token_ids, self._leases)
         if not self._is_disturbed(streak) and grow(full, self._leases):
             return True
         for resident in streak.residents:

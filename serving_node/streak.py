@@ -6,7 +6,7 @@ and compute nothing in them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 from serving_core.leases import Leases
 from serving_core.requests import Request, Work
@@ -15,16 +15,18 @@ from serving_core.residents import Resident, Residents, Stage
 WAITING: Final = (Stage.QUEUED, Stage.AWAITING, Stage.READING)
 
 
-class StreakToken(NamedTuple):
+@dataclass(slots=True)
+class StreakToken:
     """What fleet_pb2.SampledToken says of a token that does not end its answer."""
 
     attempt: Request
-    index: int  # type: ignore[assignment]  # there is a tuple.index too
+    index: int
     token_id: int
     finish_reason: int = 0
 
 
-class StreakTokens(NamedTuple):
+@dataclass(slots=True)
+class StreakTokens:
     """What fleet_pb2.StepTokens says of a step, made for less: it crosses no wire."""
 
     tokens: list[StreakToken]
@@ -73,22 +75,24 @@ def is_calm(residents: Residents) -> bool:
     return not any(each.is_kept or each.ending is not None or each.is_sending for each in residents)
 
 
-def take_in(streak: Streak, token_ids: Sequence[int], leases: Leases) -> tuple[list[StreakToken], list[Resident]]:
-    """A step of the streak is done: what is to be told of it, and those of the answers that have filled a block."""
-    streak.num_steps -= 1
-    block_size = leases.block_size
-    told: list[StreakToken] = []
-    full: list[Resident] = []
-    for resident, token_id in zip(streak.residents, token_ids, strict=True):
-        request = resident.request
-        known = request.token_ids
-        known.append(token_id)
-        resident.num_computed += 1
-        if resident.num_computed % block_size == 0:
+def take_in(streak: Streak, token_ids: Sequence[Sequence[int]], leases: Leases) -> list[Resident]:
+    """Steps of the streak are done, which gave each answer these tokens: no more than a block holds, and there were
+    blocks for all. Tells those that have filled one with the last token."""
+    num_steps, block_size = len(token_ids[0]), leases.block_size
+    streak.num_steps -= num_steps
+    full: list[list[Resident]] = [[] for _ in range(num_steps)]
+    for resident, new in zip(streak.residents, token_ids, strict=True):
+        resident.request.token_ids += new
+        num_left = block_size - resident.num_computed % block_size
+        resident.num_computed += num_steps
+        if num_left <= num_steps:
+            full[num_left - 1].append(resident)
+    for index, residents in enumerate(full):
+        for resident in residents:
             leases.publish(resident)
-            full.append(resident)
-        told.append(StreakToken(request, len(known) - request.num_prompt_tokens - 1, token_id))
-    return told, full
+        if index < num_steps - 1:
+            grow(residents, leases)
+    return full[-1]
 
 
 def grow(full: Sequence[Resident], leases: Leases) -> bool:

@@ -1,7 +1,7 @@
 """The live answers, and what can be done with one: try it on nodes, emit tokens, begin again elsewhere, end. Pure."""
 
-from collections.abc import Iterator
-from typing import Final, NoReturn
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple, NoReturn
 
 from coordinator.control.attempts import Attempt, Move, MoveStage, TrackedRequest
 from coordinator.control.handover import Handover
@@ -14,10 +14,18 @@ from coordinator.control.registry import Node, Registry
 from coordinator.control.releases import Releases
 from coordinator.control.timeline import Phase
 from protos import fleet_pb2, inference_pb2
-from serving_core import reasons
+from serving_core import reasons, residents
 from serving_core.errors import RequestError
 
 NUM_EPOCHS: Final = 2**32
+
+
+class TokenRow(NamedTuple):
+    """Tokens of one answer that a node has told one by one, none of which ends it."""
+
+    attempt: residents.Attempt
+    first_index: int
+    token_ids: Sequence[int]
 
 
 class LiveAnswers:
@@ -57,7 +65,7 @@ class LiveAnswers:
     def find(self, request_id: str) -> TrackedRequest | None:
         return self._requests.get(request_id)
 
-    def on(self, node: Node, attempt: fleet_pb2.Attempt) -> TrackedRequest | None:
+    def on(self, node: Node, attempt: residents.Attempt) -> TrackedRequest | None:
         """The one whose current attempt this is, if the node has a part in it."""
         request = self._requests.get(attempt.request_id)
         if request is None or request.attempt.epoch != attempt.epoch:
@@ -138,17 +146,15 @@ class LiveAnswers:
 
     # ---- tokens and ends ----
 
-    def emit(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """Whatever is next by index goes out; the last token of the answer ends it."""
-        attempt, output = request.attempt, request.output
-        early, tokens = attempt.early, list[fleet_pb2.SampledToken]()
-        finish_reason: inference_pb2.FinishReason = inference_pb2.FINISH_REASON_UNSPECIFIED
-        while early and not finish_reason and (token := early.pop(len(output), None)) is not None:
-            tokens.append(token)
-            output.append(token.token_id)
-            finish_reason = token.finish_reason
-        if not tokens:
-            return []
+    def emit(self, request: TrackedRequest, token: fleet_pb2.SampledToken, now: float) -> list[Instruction]:
+        """The next token by index goes out, with those behind it that came early; the last of the answer ends it."""
+        attempt, output, tokens = request.attempt, request.output, [token]
+        output.append(token.token_id)
+        finish_reason = token.finish_reason
+        while attempt.early and not finish_reason and (early := attempt.early.pop(len(output), None)) is not None:
+            tokens.append(early)
+            output.append(early.token_id)
+            finish_reason = early.finish_reason
         gap_s = request.timeline.tokens(now)
         self.metrics.tokens_came(len(tokens), gap_s, is_first=len(output) == len(tokens))
         if request.move is not None:
@@ -164,6 +170,22 @@ class LiveAnswers:
         if complete.finish_reason == inference_pb2.FINISH_REASON_STOP:
             complete.matched_token_id = output[-1]
         return [emit, *self.end(request, complete, now)]
+
+    def takes_row(self, node: Node, row: TokenRow) -> TrackedRequest | None:
+        """The answer, if nothing comes of the row but that `emit_row` lets it out."""
+        request = self.on(node, row.attempt)
+        if request is None or request.move is not None or request.timeline.phase is not Phase.DECODE:
+            return None
+        attempt = request.attempt
+        is_next = row.first_index == len(request.output) and not attempt.early
+        return request if is_next and node is attempt.decode and attempt.has_first_token else None
+
+    def emit_row(self, request: TrackedRequest, token_ids: Sequence[int], moments_s: Sequence[float]) -> None:
+        """Does what `emit` does with each of these tokens, which came at these moments."""
+        request.output += token_ids
+        for now in moments_s:
+            self.metrics.tokens_came(1, request.timeline.tokens(now), is_first=False)
+        self.ledger.tokens_came(request.request_id, request.attempt.decode, len(token_ids))
 
     def _note_pause(
         self, request: TrackedRequest, move: Move, tokens: list[fleet_pb2.SampledToken], gap_s: float, now: float

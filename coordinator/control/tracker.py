@@ -16,13 +16,14 @@ A new attempt sends prompt and emitted tokens as one prompt, so the stream goes 
 all requests: what a node still says of an older attempt, even one of the same request id, cannot be mistaken.
 """
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from coordinator.control import balance, drains
 from coordinator.control.attempts import TrackedRequest
 from coordinator.control.instructions import Instruction, Send
 from coordinator.control.ledger import Ledger
-from coordinator.control.live import LiveAnswers
+from coordinator.control.live import LiveAnswers, TokenRow
 from coordinator.control.metrics import Metrics
 from coordinator.control.moves import Moves, keep
 from coordinator.control.outcomes import completion, end_error, restart_error, with_progress
@@ -141,6 +142,16 @@ class Tracker:
                 instructions += self._on_step_token(request, token, step_s, now)
         return instructions
 
+    def token_rows(self, node: Node, rows: Sequence[TokenRow], moments_s: Sequence[float]) -> bool:
+        """What `step_tokens` does with steps in a row that were told at these moments, for less, if the answers only go
+        on: tells whether they do, else nothing is done."""
+        requests = [request for row in rows if (request := self._live.takes_row(node, row)) is not None]
+        if len(requests) < len(rows):
+            return False
+        for request, row in zip(requests, rows, strict=True):
+            self._live.emit_row(request, row.token_ids, moments_s)
+        return True
+
     def lose(self, node: Node, now: float) -> list[Instruction]:
         """The node is gone, from the registry too, with all it held."""
         self._live.releases.lose(node)
@@ -233,8 +244,7 @@ class Tracker:
         self._ledger.first_token(request.request_id, now)
         request.timeline.enter(Phase.PREFILL, now, ago_s=event.prefill_s)
         request.timeline.enter(attempt.phase_after_prefill, now)
-        attempt.early[attempt.first_index] = event.token
-        return self._live.emit(request, now) + self._tell_begun(request)
+        return self._live.emit(request, event.token, now) + self._tell_begun(request)
 
     def _tell_begun(self, request: TrackedRequest) -> list[Instruction]:
         """Where deadlines count from the first token, the node that writes the answer hears of it."""
@@ -267,19 +277,20 @@ class Tracker:
     def _on_step_token(
         self, request: TrackedRequest, token: fleet_pb2.SampledToken, step_s: float, now: float
     ) -> list[Instruction]:
-        attempt, index = request.attempt, token.index
-        if index < len(request.output):
+        attempt, num_early = request.attempt, token.index - len(request.output)
+        if num_early < 0:
             return []
-        attempt.early[index] = token
-        if len(attempt.early) > MAX_EARLY_TOKENS:
-            error = RequestError(reasons.WORKER_LOST, f"{MAX_EARLY_TOKENS} tokens came out of order")
-            return self._live.restart(request, attempt.prefill, error, now)
-        if attempt.first_token_s is None:
-            return []
+        if num_early or attempt.first_token_s is None:
+            attempt.early[token.index] = token
+            if len(attempt.early) > MAX_EARLY_TOKENS:
+                error = RequestError(reasons.WORKER_LOST, f"{MAX_EARLY_TOKENS} tokens came out of order")
+                return self._live.restart(request, attempt.prefill, error, now)
+            if attempt.first_token_s is None:
+                return []
         if request.timeline.phase is not Phase.DECODE:
             request.timeline.enter(Phase.DECODE, now, ago_s=step_s)
             self._live.handover.moved(attempt, now - step_s, now)
-        return self._live.emit(request, now)
+        return [] if num_early else self._live.emit(request, token, now)
 
     def _on_failed(self, request: TrackedRequest, node: Node, event: fleet_pb2.Failed, now: float) -> list[Instruction]:
         attempt = request.attempt

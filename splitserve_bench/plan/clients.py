@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from coordinator.control.live import TokenRow
 from coordinator.control.prompts import Prompt
 from coordinator.control.slo import Slo
 from protos import fleet_pb2, inference_pb2
@@ -98,15 +99,19 @@ class JudgingClients:
 
     # ---- what comes ----
 
-    def arrived(self, request_id: str, tokens: Sequence[fleet_pb2.SampledToken]) -> None:
-        """The next tokens of an answer have left the coordinator."""
+    def arrived(self, request_id: str, tokens: Sequence[fleet_pb2.SampledToken], moment_s: float) -> None:
+        """The next tokens of an answer left the coordinator at this moment."""
         judged = self._live[request_id]
-        is_first, now = not judged.num_tokens, self.agenda.now + self.door_s / 2
+        is_first, now = not judged.num_tokens, moment_s + self.door_s / 2
         judged.num_tokens += len(tokens)
         if is_first:
             self._first(judged, now)
         if judged.num_tokens >= judged.planned.output_tokens:
             judged.last_s = now
+
+    def row_arrived(self, row: TokenRow, moments_s: Sequence[float]) -> None:
+        """The next tokens of an answer left the coordinator, of which none is its first or its last."""
+        self._live[row.attempt.request_id].num_tokens += len(moments_s)
 
     def _first(self, judged: Judged, now: float) -> None:
         judged.first_s = now

@@ -58,7 +58,7 @@ class PlannedCosts:
             seconds = chunk_part_s(steps, load) if load.num_prompt_tokens else 0.0
         return max(LEAST_STEP_S, seconds)
 
-    def message_s(self) -> float:
+    def message_s(self, sent_s: float) -> float:
         return self.kind.message_s
 
     def latency_s(self) -> float:
@@ -110,6 +110,7 @@ def run_clients(plan: Plan, clients: JudgingClients) -> None:
         fleet.start(placed.name, placed.role, PlannedCosts(placed.kind, placed.host), sizes=placed.kind.sizes)
     clients.start(fleet.coordinator)
     agenda.run(lambda: clients.is_over)
+    fleet.coordinator.catch_up()
 
 
 def _played(clients: JudgingClients, rate: float, *, is_early: bool) -> Played:

@@ -19,7 +19,7 @@ class Agenda:
 
     def at(self, moment_s: float, action: Action) -> None:
         """Plans an action; what is late already is due now."""
-        heapq.heappush(self._due, (max(moment_s, self.now), next(self._order), action))
+        heapq.heappush(self._due, (moment_s if moment_s > self.now else self.now, next(self._order), action))
 
     def after(self, seconds: float, action: Action) -> None:
         self.at(self.now + seconds, action)

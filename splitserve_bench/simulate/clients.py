@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from coordinator.control.live import TokenRow
 from coordinator.control.prompts import Prompt
 from coordinator.control.slo import Slo
 from coordinator.doors.statuses import retry_after_s
@@ -50,10 +51,7 @@ class LoadClients:
         self._waiting: deque[PlannedRequest] = deque()
         self._answers: dict[str, _Answer] = {}
         self._outcomes: dict[int, Outcome] = {}
-
-    @property
-    def is_over(self) -> bool:
-        return len(self._outcomes) == len(self._planned)
+        self.is_over = not planned
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -87,12 +85,21 @@ class LoadClients:
 
     # ---- what comes ----
 
-    def arrived(self, request_id: str, tokens: list[fleet_pb2.SampledToken]) -> None:
-        """The next tokens of an answer have left the coordinator."""
+    def arrived(self, request_id: str, tokens: list[fleet_pb2.SampledToken], moment_s: float) -> None:
+        """The next tokens of an answer left the coordinator at this moment."""
         answer = self._answers[request_id]
-        answer.token_ids += [token.token_id for token in tokens]
+        for token in tokens:
+            answer.token_ids.append(token.token_id)
         assert tokens[-1].index == len(answer.token_ids) - 1, "a token came twice, or out of order"
-        answer.reply.arrived(self._agenda.now + self._half_s, len(tokens))
+        answer.reply.arrived(moment_s + self._half_s, len(tokens))
+
+    def row_arrived(self, row: TokenRow, moments_s: Sequence[float]) -> None:
+        """The next tokens of an answer left the coordinator one by one, at these moments."""
+        answer = self._answers[row.attempt.request_id]
+        assert row.first_index == len(answer.token_ids), "a token came twice, or out of order"
+        answer.token_ids += row.token_ids
+        for moment_s in moments_s:
+            answer.reply.arrived(moment_s + self._half_s, 1)
 
     def ended(self, request_id: str, outcome: inference_pb2.Complete | RequestError) -> None:
         """The end of an answer has left the coordinator."""
@@ -110,6 +117,7 @@ class LoadClients:
             answer.reply.timeline = _seconds_of(outcome.timeline)
             result = answer.reply.outcome()
         self._outcomes[answer.planned.index] = result
+        self.is_over = len(self._outcomes) == len(self._planned)
         self._num_free += 1
         self._send_waiting()
 

@@ -3,14 +3,16 @@
 It does with the tracker's instructions what coordinator/dispatcher.py does.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Generic, Protocol, TypeVar, cast
+from operator import itemgetter
+from typing import Final, Protocol, cast
 
 from coordinator.control import drains
 from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, Send
 from coordinator.control.ledger import Ledger
+from coordinator.control.live import TokenRow
 from coordinator.control.metrics import Metrics
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.prompts import Prompt
@@ -25,36 +27,19 @@ from serving_core.requests import SamplingParams
 from serving_core.shapes import Shape
 from serving_node.streak import StreakTokens
 from splitserve_bench.simulate.agenda import Agenda
-from splitserve_bench.simulate.node import Event, SimulatedNode
+from splitserve_bench.simulate.line import Event, EventLine, Line
+from splitserve_bench.simulate.node import SimulatedNode
 
 TICK_S: Final = 0.25
 FIRST_EPOCH: Final = 0
-
-Message = TypeVar("Message")
 
 
 class Clients(Protocol):
     """Who asks."""
 
-    def arrived(self, request_id: str, tokens: list[fleet_pb2.SampledToken]) -> None: ...
+    def arrived(self, request_id: str, tokens: list[fleet_pb2.SampledToken], moment_s: float) -> None: ...
+    def row_arrived(self, row: TokenRow, moments_s: Sequence[float]) -> None: ...
     def ended(self, request_id: str, outcome: inference_pb2.Complete | RequestError) -> None: ...
-
-
-class Line(Generic[Message]):
-    """One direction of a node's stream: messages arrive late, and in order."""
-
-    def __init__(self, agenda: Agenda, message_s: Callable[[], float], hear: Callable[[Message], None]) -> None:
-        self._agenda, self._message_s, self._hear = agenda, message_s, hear
-        self._last_s = 0.0  # arrival of the last one
-        self.is_cut = False
-
-    def send(self, message: Message) -> None:
-        self._last_s = max(self._last_s, self._agenda.now + self._message_s())
-        self._agenda.at(self._last_s, lambda: self._arrive(message))
-
-    def _arrive(self, message: Message) -> None:
-        if not self.is_cut:
-            self._hear(message)
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +48,7 @@ class Attachment:
 
     node: SimulatedNode
     commands: Line[fleet_pb2.NodeCommand]
-    events: Line[Event]
+    events: EventLine
 
 
 class SimulatedCoordinator:
@@ -93,21 +78,23 @@ class SimulatedCoordinator:
     def attach(self, node: SimulatedNode) -> None:
         """Takes a node in, whose messages go their ways from now on."""
         known = self.registry.admit(node.hello(), self._agenda.now)
-        events = Line(self._agenda, node.costs.message_s, partial(self._receive, known))
+        events = EventLine(self._agenda, node.costs.message_s, partial(self._receive, known))
         commands = Line(self._agenda, node.costs.message_s, node.handle)
         self._attachments[known] = Attachment(node, commands, events)
-        node.tell = events.send
+        node.line = events
         self._beat(known)
 
     def lose(self, node: SimulatedNode) -> None:
         """The node's stream has ended."""
         known = next(each for each, attachment in self._attachments.items() if attachment.node is node)
-        self._apply(self._lose(known))
+        self.catch_up()
+        self._apply(self._lose(known), self._agenda.now)
 
     def set_shape(self, name: str, to: str | Shape) -> None:
         """Asks a node to take a role or a shape. Raises RequestError."""
+        self.catch_up()
         _, _, instructions = self._roles.set_shape(name, to, self._agenda.now)
-        self._apply(instructions)
+        self._apply(instructions, self._agenda.now)
 
     def num_left(self, name: str) -> int:
         """Answers that a node still has a part in."""
@@ -118,7 +105,8 @@ class SimulatedCoordinator:
         node = self.registry.named(name)
         drains.check_target(node, self.registry.nodes)
         self.registry.drain(node)
-        self._apply(self.tracker.tick(self._agenda.now))
+        self.catch_up()
+        self._apply(self.tracker.tick(self._agenda.now), self._agenda.now)
 
     def _beat(self, known: Node) -> None:
         if attachment := self._attachments.get(known):
@@ -126,16 +114,39 @@ class SimulatedCoordinator:
             self._agenda.after(self._settings.heartbeat_s, lambda: self._beat(known))
 
     def _receive(self, known: Node, event: Event) -> None:
-        if isinstance(event, StreakTokens):  # has the fields of the message that it stands for
-            self._apply(self.tracker.step_tokens(known, cast("fleet_pb2.StepTokens", event), self._agenda.now))
+        now = self._agenda.now
+        if isinstance(event, StreakTokens):
+            self.catch_up()
+            self._hear_step(known, event, now)
             return
         kind = event.WhichOneof("event")
         if kind == "heartbeat":
-            self.registry.heartbeat(known, event.heartbeat, self._agenda.now)
+            self.registry.heartbeat(known, event.heartbeat, now)
         elif kind == "cache_changed":
             self.registry.cache_changed(known, event.cache_changed)
         else:
-            self._apply(self.tracker.handle(known, event, self._agenda.now))
+            self.catch_up()
+            self._apply(self.tracker.handle(known, event, now), now)
+
+    def catch_up(self) -> None:
+        """Hears what has come from stretches by now; where answers only go on, the order between nodes is of no
+        importance."""
+        single: list[tuple[float, Node, StreakTokens]] = []
+        for known, attachment in self._attachments.items():
+            for stretch, first, arrivals_s in attachment.events.arrived(self._agenda.now):
+                rows = stretch.rows(first, len(arrivals_s))
+                if self.tracker.token_rows(known, rows, arrivals_s):
+                    for row in rows:
+                        self._clients.row_arrived(row, arrivals_s)
+                else:
+                    steps = enumerate(arrivals_s, first)
+                    single += [(arrived_s, known, stretch.tokens(step)) for step, arrived_s in steps]
+        for arrived_s, known, tokens in sorted(single, key=itemgetter(0)):
+            self._hear_step(known, tokens, arrived_s)
+
+    def _hear_step(self, known: Node, tokens: StreakTokens, now: float) -> None:
+        """They have the fields of the message that they stand for."""
+        self._apply(self.tracker.step_tokens(known, cast("fleet_pb2.StepTokens", tokens), now), now)
 
     def _lose(self, known: Node) -> list[Instruction]:
         attachment = self._attachments.pop(known)
@@ -150,6 +161,7 @@ class SimulatedCoordinator:
     ) -> None:
         """Begins an answer; what cannot begin ends at once."""
         now = self._agenda.now
+        self.catch_up()
         try:
             instructions = self.tracker.submit(
                 request_id, prompt, sampling, arrived_s=now, deadline_s=deadline_s, slo=slo
@@ -157,30 +169,33 @@ class SimulatedCoordinator:
         except RequestError as refusal:
             self._clients.ended(request_id, refusal)
         else:
-            self._apply(instructions)
+            self._apply(instructions, now)
 
     def abort(self, request_id: str) -> None:
         """Ends a live answer; another one is left alone."""
-        self._apply(self.tracker.finish(request_id, inference_pb2.FINISH_REASON_ABORT, self._agenda.now))
+        now = self._agenda.now
+        self.catch_up()
+        self._apply(self.tracker.finish(request_id, inference_pb2.FINISH_REASON_ABORT, now), now)
 
     # ---- all ----
 
     def _tick(self) -> None:
         now = self._agenda.now
+        self.catch_up()
         for known, _ in self.registry.expired(now):
             node = self._attachments[known].node
-            self._apply(self._lose(known))
+            self._apply(self._lose(known), now)
             node.detached()
             self.attach(node)
-        self._apply(self.tracker.tick(now))
-        self._apply(self._roles.tick(now))
+        self._apply(self.tracker.tick(now), now)
+        self._apply(self._roles.tick(now), now)
         self._agenda.after(TICK_S, self._tick)
 
-    def _apply(self, instructions: Iterable[Instruction]) -> None:
+    def _apply(self, instructions: Iterable[Instruction], now: float) -> None:
         for instruction in instructions:
             match instruction:
                 case Emit():
-                    self._clients.arrived(instruction.request_id, instruction.tokens)
+                    self._clients.arrived(instruction.request_id, instruction.tokens, now)
                 case Send(known, command):
                     if attachment := self._attachments.get(known):
                         attachment.commands.send(command)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from serving_core.requests import Work
+from splitserve_bench.simulate.grid import Row
 from splitserve_bench.simulate.profile import Profile
 
 LEAST_STEP_S: Final = 1e-6  # a clock that stood still would never end
@@ -45,8 +46,8 @@ class Costs(Protocol):
         """What a node knows of itself at start; 0: nothing."""
         ...
 
-    def message_s(self) -> float:
-        """From the coordinator to a node, or back."""
+    def message_s(self, sent_s: float) -> float:
+        """From the coordinator to a node, or back, of one that is sent at this moment."""
         ...
 
     def latency_s(self) -> float:
@@ -63,20 +64,26 @@ class ProfileCosts:
 
     def __init__(self, profile: Profile) -> None:
         self._steps, self._corridor, self._control = profile.steps, profile.corridor, profile.control
+        self._answers: dict[int, Row] = {}  # by how many there are, of those that were asked for
         self.prefill_tokens_per_s = START_TOKENS / profile.steps.prompts.at(START_TOKENS, 0)
 
     def step_s(self, load: StepLoad) -> float:
         """Answers and prompts are computed one after the other; what that saves or costs is the mixed factor."""
         steps, seconds = self._steps, 0.0
         if load.num_answers:
-            seconds += steps.answers.at(load.num_answers, load.num_cached / load.num_answers)
+            seconds += self._row(load.num_answers).at(load.num_cached / load.num_answers)
         if load.num_prompt_tokens:
             seconds += steps.prompts.at(load.num_prompt_tokens, load.num_before / load.num_prompt_tokens)
         if load.num_answers and load.num_prompt_tokens:
             seconds *= steps.mixed_factor
         return max(LEAST_STEP_S, seconds + steps.overhead_s)
 
-    def message_s(self) -> float:
+    def _row(self, num_answers: int) -> Row:
+        if num_answers not in self._answers:
+            self._answers[num_answers] = self._steps.answers.row(num_answers)
+        return self._answers[num_answers]
+
+    def message_s(self, sent_s: float) -> float:
         return self._control.message_s
 
     def latency_s(self) -> float:

@@ -16,9 +16,24 @@ class Grid:
     def at(self, row: float, column: float) -> float:
         """Straight between the places; before the first as at the first; beyond the last as between the last two, but
         never less than at the last."""
+        return self.row(row).at(column)
+
+    def row(self, row: float) -> "Row":
+        """All that is at one place of the first quantity."""
         lower, upper, share = _between(self.rows, row)
-        left, right, part = _between(self.columns, column)
-        below, above = self.seconds[lower], self.seconds[upper]
+        return Row(self.columns, self.seconds[lower], self.seconds[upper], share)
+
+
+class Row:
+    """A line between two rows of a grid, to be asked more than once."""
+
+    def __init__(self, columns: Sequence[float], below: Sequence[float], above: Sequence[float], share: float) -> None:
+        self._columns, self._below, self._above, self._share = columns, below, above, share
+
+    def at(self, column: float) -> float:
+        """As Grid.at has it."""
+        left, right, part = _between(self._columns, column)
+        below, above, share = self._below, self._above, self._share
         low = below[left] + part * _rise(below[left], below[right], part)
         high = above[left] + part * _rise(above[left], above[right], part)
         return low + share * _rise(low, high, share)

@@ -5,7 +5,9 @@ It does with the logic's decisions what serving_node/runner.py does, and tells t
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from kv_transfer.results import Received, Sent, TransferFailed
@@ -21,24 +23,18 @@ from serving_core.shapes import preset, role_of
 from serving_node.decisions import Beat, CancelTransfer, Decision, FinishSend, Receive, Send, SendMore, Tell
 from serving_node.logic import Limits, NodeLogic
 from serving_node.settings import NodeSettings
-from serving_node.streak import Streak, StreakTokens
+from serving_node.streak import Streak
 from splitserve_bench.simulate.agenda import Agenda
 from splitserve_bench.simulate.corridor import Corridor
 from splitserve_bench.simulate.costs import Costs, StepLoad, load_of
+from splitserve_bench.simulate.line import EventLine
 from splitserve_bench.simulate.profile import NodeSizes
+from splitserve_bench.simulate.stretch import Stretch
 from splitserve_bench.simulate.toy_model import ToyModel
 
 TIMES: Final = NodeSettings()
 LEAST_TIMEOUT_S: Final = min(TIMES.credit_timeout_s, TIMES.ticket_timeout_s)
 FINGERPRINT: Final = {"protocol_version": PROTOCOL_VERSION}
-
-
-Event = fleet_pb2.NodeEvent | StreakTokens
-"""What a node tells the coordinator; the tokens of most steps as what stands for fleet_pb2.StepTokens."""
-
-
-def _nobody_hears(event: Event) -> None:
-    """Before it is attached, a node has nobody to tell."""
 
 
 class SimulatedNode:
@@ -58,7 +54,7 @@ class SimulatedNode:
     ) -> None:
         """`takes_streaks`: whether steps that allow it are taken in for less, which changes nothing else."""
         self.name, self.costs = name, costs
-        self.tell: Callable[[Event], None] = _nobody_hears  # takes what the coordinator is to hear
+        self.line: EventLine  # to the coordinator, once it is attached
         self.is_lost = False
         self._sizes, self._model, self._agenda, self._corridor = sizes, model, agenda, corridor
         self._takes_streaks = takes_streaks
@@ -67,6 +63,7 @@ class SimulatedNode:
         self._is_carrying_out = self._is_to_plan = False
         self._works: Sequence[Work] = ()  # of the running step, or of the first of its streak
         self._streak: Streak | None = None  # that the running step is of
+        self._stretch: Stretch | None = None  # that it is of, unless it is one by itself
         self._load = StepLoad()  # of the running step
         self._started_s = 0.0  # the running step
         self._alarm_s: float | None = None  # when the logic's next tick is planned
@@ -96,21 +93,24 @@ class SimulatedNode:
         """Tells how it does."""
         if self.is_lost:
             return
+        self._settle()
         step_s = statistics.median(self._recent_s) if self._recent_s else 0.0
         load = inference_pb2.NodeLoad(name=self.name, num_steps=self.num_steps, step_s=step_s)
         self.logic.describe(load)
         self._carry_out()
         step_age_s = self._agenda.now - self._started_s if self._works else 0.0
-        self.tell(fleet_pb2.NodeEvent(heartbeat=fleet_pb2.Heartbeat(load=load, step_age_s=step_age_s)))
+        self.line.send(fleet_pb2.NodeEvent(heartbeat=fleet_pb2.Heartbeat(load=load, step_age_s=step_age_s)))
 
     def handle(self, command: fleet_pb2.NodeCommand) -> None:
         """A command has come."""
         if not self.is_lost:
+            self._settle()
             self.logic.handle(command, self._agenda.now)
             self._carry_out()
 
     def detached(self) -> None:
         """The coordinator has given the node up, which attaches again."""
+        self._settle()
         self.logic.detached()
         self._carry_out()
 
@@ -136,36 +136,78 @@ class SimulatedNode:
 
     def _start_step(self) -> None:
         self._started_s = self._agenda.now
-        self._agenda.after(self.costs.step_s(self._load), self._stepped)
+        streak = self._streak
+        num_ahead = 0 if streak is None else self.logic.num_steps_ahead(streak)
+        if streak is not None and num_ahead > 1:
+            self._start_stretch(streak, num_ahead)
+        else:
+            self._agenda.after(self.costs.step_s(self._load), self._stepped)
 
     def _stepped(self) -> None:
         if self.is_lost:
             return
-        step_s = self._agenda.now - self._started_s
+        streak, ended_s = self._streak, self._agenda.now
+        if streak is not None and self.logic.goes_on(streak):
+            stretch = Stretch(streak, self._model, self._started_s, [ended_s])
+            self.line.send(stretch.tokens(0))
+            self._go_on(stretch)
+            return
+        step_s = ended_s - self._started_s
         self._recent_s.append(step_s)
         self.num_steps += 1
-        if self._streak is not None and self.logic.goes_on(self._streak):
-            self._advance(self._streak, step_s)
-            return
-        works = self._works if self._streak is None else self._streak.works
+        works = self._works if streak is None else streak.works
         self._works, self._streak = (), None
         self._send_layers(works)
         sampled = self._model.next_ids([work.request for work in works if work.samples])
-        self.logic.step_done(works, [SampledToken(token_id) for token_id in sampled], step_s, self._agenda.now)
+        self.logic.step_done(works, [SampledToken(token_id) for token_id in sampled], step_s, ended_s)
         self._do_all()
         self._plan()
 
-    def _advance(self, streak: Streak, step_s: float) -> None:
-        """A step of a streak ends, and the next one begins."""
-        token_ids = self._model.next_ids(streak.requests)
-        if self.logic.advance(streak, token_ids, step_s, self.tell):
-            self._do_all()
-            self._load.num_cached += self._load.num_answers
-            self._start_step()
-        else:
+    def _start_stretch(self, streak: Streak, num_steps: int) -> None:
+        """All that comes of these steps is known, unless something else happens before they are over."""
+        ends_s, end_s, load = list[float](), self._started_s, replace(self._load)
+        for _ in range(num_steps):
+            end_s += self.costs.step_s(load)
+            ends_s.append(end_s)
+            load.num_cached += load.num_answers
+        self._stretch = stretch = Stretch(streak, self._model, self._started_s, ends_s)
+        self.line.begin(stretch)
+        self._agenda.at(end_s, partial(self._end_stretch, stretch))
+
+    def _end_stretch(self, stretch: Stretch) -> None:
+        if stretch is self._stretch and not self.is_lost:
+            self._stretch = None
+            self.line.end(stretch.num_steps)
+            self._go_on(stretch)
+
+    def _settle(self) -> None:
+        """Something else is about to happen: the steps that are over are taken in, and the running one is one by
+        itself."""
+        if (stretch := self._stretch) is None:
+            return
+        self._stretch = None
+        num_ended = stretch.num_ended(self._agenda.now)
+        self.line.end(num_ended)
+        self._agenda.at(stretch.ends_s[num_ended], self._stepped)
+        if num_ended:
+            stretch.cut(num_ended)
+            self._take_in(stretch)
+
+    def _go_on(self, stretch: Stretch) -> None:
+        """Steps of a streak are over, and the next one begins."""
+        is_planned = self._take_in(stretch)
+        if not is_planned:
             self._works, self._streak = (), None
-            self._do_all()
-            self._plan()
+        self._do_all()
+        (self._start_step if is_planned else self._plan)()
+
+    def _take_in(self, stretch: Stretch) -> bool:
+        """Tells whether the step after these is planned."""
+        self._recent_s += stretch.steps_s
+        self.num_steps += stretch.num_steps
+        self._started_s = stretch.ends_s[-1]
+        self._load.num_cached += self._load.num_answers * stretch.num_steps
+        return self.logic.advance(stretch.streak, stretch.token_ids, stretch.steps_s)
 
     def _send_layers(self, works: Sequence[Work]) -> None:
         """Blocks of the step that has just ended left while it ran, unless it was all of a short prompt."""
@@ -181,18 +223,21 @@ class SimulatedNode:
     def received(self, epoch: int, result: Received | TransferFailed) -> None:
         """Blocks have come, or will not."""
         if not self.is_lost:
+            self._settle()
             self.logic.received(epoch, result, self._agenda.now)
             self._carry_out()
 
     def caught_up(self, epoch: int) -> None:
         """All blocks that were ready have left."""
         if not self.is_lost:
+            self._settle()
             self.logic.caught_up(epoch)
             self._carry_out()
 
     def sent(self, epoch: int, result: Sent | TransferFailed) -> None:
         """Blocks have arrived, or will not."""
         if not self.is_lost:
+            self._settle()
             self.logic.sent(epoch, result, self._agenda.now)
             self._carry_out()
 
@@ -217,7 +262,7 @@ class SimulatedNode:
     def _do(self, decision: Decision) -> None:
         match decision:
             case Tell(event=event):
-                self.tell(fleet_pb2.NodeEvent(**event))
+                self.line.send(fleet_pb2.NodeEvent(**event))
             case Beat():
                 self.beat()
             case Receive(resident=resident, num_blocks=num_blocks):
@@ -249,6 +294,7 @@ class SimulatedNode:
         """An alarm that another one came before does nothing."""
         if self._alarm_s == alarm_s and not self.is_lost:
             self._alarm_s = None
+            self._settle()
             self.logic.tick(self._agenda.now)
             self._carry_out()
 

@@ -17,6 +17,14 @@ class ToyModel:
         known = [request.token_ids for request in requests]
         return self._next([each[-1] for each in known], map(len, known))
 
+    def following(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """So many tokens that follow these."""
+        last, size, following = token_ids[-1], self._vocab_size, list[int]()
+        for place in range(len(token_ids), len(token_ids) + num_tokens):
+            last = (31 * last + 17 * place + 7) % size
+            following.append(last)
+        return following
+
     def check_answer(self, prompt: Sequence[int], answer: list[int]) -> None:
         """Fails unless this is what the model says to the prompt, as far as it goes."""
         places = range(len(prompt), len(prompt) + len(answer))

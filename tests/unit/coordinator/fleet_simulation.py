@@ -29,7 +29,7 @@ class Rated:
         answers_s = STEP_S + STEP_PER_REQUEST_S * load.num_answers if load.num_answers else 0.0
         return answers_s + load.num_prompt_tokens / self.prefill_tokens_per_s
 
-    def message_s(self):
+    def message_s(self, sent_s):
         return 0.0
 
     def latency_s(self):

@@ -28,21 +28,26 @@ FLEETS = (
 
 
 class WildCosts:
-    """Everything takes any time, also none."""
+    """Everything takes any time, also none: the same whenever it is asked."""
 
     prefill_tokens_per_s = 0.0
 
     def __init__(self, random):
-        self._random = random
+        self._salt = random.random()
         self.most_message_s = random.choice([0.0, 0.002, 0.02])
         self._most_latency_s = random.choice([0.0, 0.005, 0.05])
+        self._random = Random(self._salt)
+
+    def _drawn(self, *of):
+        return Random(f"{self._salt} {of}").random()
 
     def step_s(self, load):
         tokens = load.num_answers + load.num_prompt_tokens
-        return 5e-4 * tokens + self._random.random() * 0.01 + 1e-6
+        figures = load.num_answers, load.num_cached, load.num_prompt_tokens, load.num_before
+        return 5e-4 * tokens + self._drawn(figures) * 0.01 + 1e-6
 
-    def message_s(self):
-        return self._random.random() * self.most_message_s
+    def message_s(self, sent_s):
+        return self._drawn(sent_s) * self.most_message_s
 
     def latency_s(self):
         return self._random.random() * self._most_latency_s

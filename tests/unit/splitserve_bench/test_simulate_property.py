@@ -79,7 +79,8 @@ def compare_deadlines(world):
             here, there = request.due, resident.due
             assert here.tpot_s == there.tpot_s
             if here.began_s is None and there.began_s is None:
-                assert here.first_s == there.first_s or 0 <= there.first_s - here.first_s <= world.costs.most_message_s
+                late_s = 0.0 if here.first_s == there.first_s else there.first_s - here.first_s
+                assert -1e-9 <= late_s <= world.costs.most_message_s + 1e-9
                 yield "to begin"
             elif here.began_s is not None and there.began_s is not None:
                 assert abs(there.began_s - here.began_s) <= world.costs.most_message_s + 1e-9
