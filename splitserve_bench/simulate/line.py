@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -85,15 +85,17 @@ class EventLine(Line[Event]):
         if arrivals_s:
             self._last_s = arrivals_s[-1]
 
-    def arrived(self, now: float) -> Iterator[tuple[Stretch, int, Sequence[float]]]:
+    def arrived(self, now: float) -> list[tuple[Stretch, int, Sequence[float]]]:
         """What has come before now and was not asked for yet: of each stretch from which step on, and when."""
         told = self._told
+        heard: list[tuple[Stretch, int, Sequence[float]]] = []
         while told:
             first = told[0]
             num_before, arrivals_s = first.num_heard, first.arrivals_s
             first.num_heard = len(arrivals_s) if first.is_past else bisect_left(arrivals_s, now, num_before)
             if first.num_heard > num_before:
-                yield first.stretch, num_before, arrivals_s[num_before : first.num_heard]
-            if first is self._under_way or first.num_heard < len(first.arrivals_s):
-                return
+                heard.append((first.stretch, num_before, arrivals_s[num_before : first.num_heard]))
+            if first is self._under_way or first.num_heard < len(arrivals_s):
+                break
             told.popleft()
+        return heard

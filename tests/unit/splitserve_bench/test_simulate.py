@@ -96,6 +96,34 @@ def test_answers_beside_each_other_share_their_steps():
         assert outcome.arrivals_s[-1] - outcome.arrivals_s[-2] == pytest.approx(step_s(4))
 
 
+class CountingAgenda(Agenda):
+    """Counts what is planned."""
+
+    num_planned = 0
+
+    def at(self, moment_s, action):
+        self.num_planned += 1
+        super().at(moment_s, action)
+
+
+def num_planned(*, takes_streaks):
+    """Of a lone answer of 1000 tokens, which takes some 21 s."""
+    agenda, model = CountingAgenda(), ToyModel(VOCAB_SIZE)
+    limits = {"max_concurrency": None, "request_timeout_s": 1000.0, "door_s": 0.0}
+    clients = LoadClients(agenda, [request(0, 20, 1000)], model=model, **limits)
+    fleet = Fleet(agenda, clients, PROFILE.node, model, takes_streaks=takes_streaks)
+    fleet.start("a", "both", ProfileCosts(PROFILE))
+    clients.start(fleet.coordinator)
+    agenda.run(lambda: clients.is_over)
+    return agenda.num_planned
+
+
+def test_steps_that_nothing_disturbs_are_not_planned_one_by_one():
+    """Each is two entries else: its end, and the message about it."""
+    assert num_planned(takes_streaks=False) > 2000
+    assert num_planned(takes_streaks=True) < 500
+
+
 def test_a_limit_on_what_runs_at_once():
     first, second = outcomes_of(COLOCATED, request(0, 20, 3), request(1, 20, 3), max_concurrency=1)
     assert second.sent_s == first.ended_s
