@@ -19,7 +19,7 @@ all requests: what a node still says of an older attempt, even one of the same r
 from collections.abc import Sequence
 from typing import Any, Final
 
-from coordinator.control import balance, drains
+from coordinator.control import balance, drains, relief
 from coordinator.control.attempts import TrackedRequest
 from coordinator.control.instructions import Instruction, Send
 from coordinator.control.ledger import Ledger
@@ -319,11 +319,11 @@ class Tracker:
         return [cancel, keep(request)]
 
     def _relocate(self, now: float) -> list[Instruction]:
-        """What is to leave its node: see coordinator/control/drains.py and balance.py."""
+        """What is to leave its node: see coordinator/control/drains.py, balance.py and relief.py."""
         live, nodes, instructions = self._live, self._registry.nodes, list[Instruction]()
         for request in drains.prompts(live, nodes):
             instructions += live.elsewhere(request, now)
-        for policy in (drains, balance):
+        for policy in (drains, balance, relief):
             for request, target in policy.departures(live, nodes, self._ledger, now):
                 instructions += self._moves.begin(request, target, now)
         return instructions

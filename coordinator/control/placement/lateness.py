@@ -46,6 +46,18 @@ class Pace:
         return work_s if work_s <= self.bank_s else self.bank_s + (work_s - self.bank_s) / self.share
 
 
+def step_s(node: Node, ledger: Ledger, num_more: int = 0, num_more_cached: int = 0) -> float:
+    """Seconds of a step of the node with all its answers, and so many more behind so many tokens; 0 where there are
+    none. An answer whose prompt the node has yet to read is in none."""
+    account, weights = ledger.of(node), node.step_weights
+    num_unread = sum(each.is_written and each.num_to_compute > 0 for each in ledger.owed(node))
+    num_answers = account.num_answers - num_unread + num_more
+    if not num_answers:
+        return 0.0
+    num_cached = account.tokens_held + num_more_cached
+    return weights.step_s + num_answers * weights.answer_s + num_cached * weights.cached_s
+
+
 class Lateness:
     """Of one request, on any node."""
 
@@ -70,12 +82,11 @@ class NodeLateness:
 
     def __init__(self, node: Node, ledger: Ledger, wanted: Wanted, now: float) -> None:
         self._weights, self._chunk_tokens, self._now = node.step_weights, node.usable.prompt_tokens, now
-        owed, account = list(ledger.owed(node)), ledger.of(node)
+        self._steps_s = step_s(node, ledger), step_s(node, ledger, 1, len(wanted.prompt))
+        owed = list(ledger.owed(node))
         self._written = [each for each in owed if each.is_written]
-        num_unread = sum(each.num_to_compute > 0 for each in self._written)
-        self._num_answers, self._num_cached = account.num_answers - num_unread, account.tokens_held
         self._jobs = [self._job(each.num_to_compute, each.due.token_s(each.num_output)) for each in owed]
-        self._own, self._num_own_tokens = wanted.due, len(wanted.prompt)
+        self._own = wanted.due
         own_due_s = math.inf if wanted.due is None else wanted.due.token_s(wanted.num_output)
         self._own_job = self._job(wanted.prompt.tokens_to_compute(node), own_due_s)
         self._num_late = self._late_answers() + self._late_prompts(self._jobs)
@@ -105,7 +116,7 @@ class NodeLateness:
 
     def _late_answers(self, num_more: int = 0) -> int:
         """Of those that it writes, and the request's own where it is one more."""
-        step_s = self._step_s(num_more)
+        step_s = self._steps_s[num_more]
         num_late = sum(each.due.tpot_s < step_s for each in self._written)
         return num_late + (num_more > 0 and self._own is not None and self._own.tpot_s < step_s)
 
@@ -119,7 +130,7 @@ class NodeLateness:
 
     def _pace(self, num_more: int) -> Pace:
         """Of prompts, beside the answers and so many more."""
-        step_s = self._step_s(num_more)
+        step_s = self._steps_s[num_more]
         if not step_s:
             return Pace(math.inf, 1.0)
         chunk_s = self._weights.of_chunk(0, self._chunk_tokens, is_first=True)
@@ -131,12 +142,3 @@ class NodeLateness:
         begun_s = [due_s for each in dues if (due_s := each.due.token_s(each.num_output)) < math.inf]
         bank_s = min(begun_s, default=self._now) - self._now - step_s
         return Pace(max(0.0, SPENT * bank_s), max(FLOOR, min(share, SPENT * (1 - step_s / tightest_s))))
-
-    def _step_s(self, num_more: int) -> float:
-        """Of a step with all its answers, and so many more; 0 where there are none."""
-        num_answers = self._num_answers + num_more
-        if not num_answers:
-            return 0.0
-        weights = self._weights
-        num_cached = self._num_cached + num_more * self._num_own_tokens
-        return weights.step_s + num_answers * weights.answer_s + num_cached * weights.cached_s

@@ -1,0 +1,96 @@
+"""Answers that leave a node on which they fall behind their limit, for one on which they do not."""
+
+import pytest
+
+from coordinator.control.relief import REST_S
+from coordinator.control.slo import Slo
+from serving_core.due import Due
+from tests import fleet_events as events
+from tests.unit.coordinator.tracker_kit import World
+
+MAX_TOKENS = 200
+# A step takes 10 ms and 5 ms for each answer.
+WEIGHTS = [0.010, 0.005, 0.0, 0.0, 0.001, 0.0]
+
+
+def learn(world, name, weights=WEIGHTS):
+    told = events.heartbeat(step_weights=weights, prefill_tokens_per_s=1000.0)
+    world.registry.heartbeat(world.registry.find(name), told.heartbeat, 0.0)
+
+
+def write(world, request_id, tpot_s):
+    """An answer that d0 writes, which has two tokens since 0.0 s; its attempt."""
+    slo = None if tpot_s is None else Slo("", None, tpot_s)
+    assert world.submit(request_id, max_tokens=MAX_TOKENS, slo=slo)[0] == "reserve d0"
+    attempt, reader = world.attempt, world.reader
+    world.tell(reader, events.first_token(events.sampled(attempt, 0, 100)))
+    world.tell("d0", events.reserved(attempt))
+    world.tell("d0", events.committed(attempt))
+    world.tell(reader, events.transferred(attempt))
+    assert world.step(attempt, 1) == ["emit 1:101"]
+    return attempt
+
+
+def written_on_d0(*tpots_s, weights=WEIGHTS):
+    """A World in which d0 writes these answers, and d1 has come since."""
+    world = World(("p0", "d0"))
+    for index, tpot_s in enumerate(tpots_s):
+        write(world, f"{index}/0", tpot_s)
+    world.attach("d1")
+    learn(world, "p0")
+    learn(world, "d0")
+    learn(world, "d1", weights)
+    return world
+
+
+def moved_id(world):
+    return world.attempt.request_id
+
+
+def test_an_answer_whose_limit_is_shorter_than_a_step_moves():
+    world = written_on_d0(0.024, 0.1, 0.1)  # 25 ms here, 15 ms there
+    assert world.tick(0.03) == ["reserve d1"]
+    assert moved_id(world) == "0/0"
+    assert world.tick(0.05) == []  # one at a time
+
+
+@pytest.mark.parametrize("tpots_s", [(0.026, 0.1, 0.1), (None, None, None), (0.024,)])
+def test_who_keeps_its_limit_stays(tpots_s):
+    assert written_on_d0(*tpots_s).tick(0.03) == []
+
+
+def test_nobody_moves_to_where_it_would_be_late_too():
+    slow = [0.020, 0.005, 0.0, 0.0, 0.001, 0.0]
+    assert written_on_d0(0.024, 0.1, 0.1, weights=slow).tick(0.03) == []
+
+
+def test_nobody_moves_to_where_it_makes_another_one_late():
+    world = written_on_d0(0.024, 0.1, 0.1)
+    d1 = world.registry.find("d1")
+    due = Due(tpot_s=0.016)
+    world.ledger.owe("there", due, 0)
+    world.ledger.write("there", d1, 10)
+    assert world.tick(0.03) == []
+    due.tpot_s = 0.021
+    assert world.tick(0.03) == ["reserve d1"]
+
+
+def test_the_one_that_is_least_behind_goes_first():
+    world = written_on_d0(0.020, 0.024, 0.1)
+    assert world.tick(0.03) == ["reserve d1"]
+    assert moved_id(world) == "1/0"
+
+
+def test_who_cannot_be_in_time_any_more_stays():
+    """198 more steps of 15 ms take 2.97 s, and the last token is due at 199 * 24 ms."""
+    late_s = 199 * 0.024 - 198 * 0.015
+    assert written_on_d0(0.024, 0.1, 0.1).tick(late_s + 0.01) == []
+    assert written_on_d0(0.024, 0.1, 0.1).tick(late_s - 0.01) == ["reserve d1"]
+
+
+def test_what_has_moved_rests():
+    world = written_on_d0(0.024, 0.1, 0.1)
+    world.tick(0.03)
+    assert world.tell("d1", events.failed(world.attempt, "QUEUE_FULL"), 0.04) == ["refused"]
+    assert world.tick(0.05) == []
+    assert REST_S > 199 * 0.024  # by then it is over, one way or the other
