@@ -17,9 +17,6 @@ def seats_in_time(seated: Sequence[Resident], costs: StepCosts) -> float:
     if not tpots_s:
         return math.inf
     weights = costs.weights
-    num_cached = sum(each.num_computed for each in seated if each.stage is Stage.WRITING)
-    each_s = weights.answer_s + weights.cached_s * num_cached / len(seated)
-    kept_s = [tpot_s for tpot_s in tpots_s if tpot_s >= weights.step_s + each_s]
-    if not kept_s or each_s <= 0:
-        return math.inf
-    return max(1, (STRETCH * min(kept_s) - weights.step_s) // each_s)
+    num_cached = sum(each.num_computed for each in seated if each.stage is Stage.WRITING) / len(seated)
+    kept_s = [tpot_s for tpot_s in tpots_s if weights.num_answers_within(tpot_s, num_cached)]
+    return weights.num_answers_within(STRETCH * min(kept_s), num_cached) if kept_s else math.inf

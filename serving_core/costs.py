@@ -57,6 +57,13 @@ class StepWeights(NamedTuple):
         """Seconds of such a step."""
         return sum(weight * figure for weight, figure in zip(self, load.figures, strict=True))
 
+    def num_answers_within(self, seconds: float, num_cached: float) -> float:
+        """The most, with so many tokens before each, whose step takes no longer; inf where any number would do."""
+        each_s, left_s = self.answer_s + num_cached * self.cached_s, seconds - self.step_s
+        if left_s < each_s:
+            return 0.0
+        return left_s // each_s if each_s > 0 and left_s < inf else inf
+
     def of_chunk(self, start: int, num_tokens: int, *, is_first: bool) -> float:
         """What a chunk adds to a step, which has others already unless it is the first."""
         return is_first * self.chunks_s + num_tokens * self.token_s + num_pairs(start, num_tokens) * self.pair_s
@@ -73,7 +80,6 @@ class StepCosts:
         self._products = [[0.0] * NUM_WEIGHTS for _ in range(NUM_WEIGHTS)]  # of figures over seconds, summed
         self._sums = [0.0] * NUM_WEIGHTS
         self._weights = StepWeights(*self._believed)
-        self.was_asked = False  # whether anybody has wanted to know
 
     def add(self, load: StepLoad, step_s: float) -> None:
         """Takes in what a step has taken, whose load changes no more."""
@@ -83,7 +89,6 @@ class StepCosts:
     @property
     def weights(self) -> StepWeights:
         """As of now."""
-        self.was_asked = True
         if self._new:
             while self._new:
                 load, step_s = self._new.popleft()

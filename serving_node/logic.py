@@ -89,6 +89,7 @@ class NodeLogic:
         self._writing = Writing(residents, leases, self._hand_overs.revoke)
         self._room = Room(residents, leases, self._reading, self._credit, self._writing, costs, limits.max_num_seqs)
         self.is_draining = False
+        self._knows_limits = False  # whether any request ever had some
         self._is_calm = False  # whether all that can happen to a streak is its own steps
         self._take(shape)
         self._home = shape
@@ -144,7 +145,7 @@ class NodeLogic:
         load.prefill_tokens_per_s = self._rates.prefill_tokens_per_s
         load.lone_step_s = self._rates.lone_step_s
         load.step_s = self._rates.decode_step_s or load.step_s
-        if self._costs.was_asked:
+        if self._knows_limits:
             load.step_weights.extend(self._costs.weights)
 
     # ---- commands ----
@@ -202,6 +203,7 @@ class NodeLogic:
 
     def _take_in(self, job: fleet_pb2.Job, now: float, reserve: fleet_pb2.Reserve | None = None) -> None:
         try:
+            self._knows_limits |= job.HasField("due")
             self._arrivals.take_in(job, now, reserve)
         except RequestError as error:
             self._refuse(job.attempt, error)

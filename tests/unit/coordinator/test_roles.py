@@ -10,6 +10,7 @@ from coordinator.control.ledger import Ledger
 from coordinator.control.registry import Registry
 from coordinator.control.roles import AUTO, CALM_S, CONFIRM_S, FIXED, LASTS_S, MAX_STAY_S, MIN_STAY_S, REST_S, Roles
 from protos.convert import shape_from_wire, shape_to_wire
+from serving_core.due import Due
 from serving_core.errors import RequestError
 from serving_core.shapes import Shape
 from tests import fleet_events as events
@@ -252,6 +253,29 @@ def test_between_the_limits_nothing_changes(queued, writing):
     for name in ("d0", "d1"):
         list(world.write(name, writing))
     assert world.wait(100.0) == []
+
+
+def test_half_of_the_time_until_first_tokens_are_due_is_a_long_queue():
+    """A prompt of 0.4 s waits."""
+    for due_in_s, flips in ((0.7, [("d0", BOTH)]), (LASTS_S + 4.0, [])):
+        world = World("p0", "d0", "d1", policy=AUTO)
+        world.ledger.owe("limited", Due(world.now + due_in_s), 0)
+        world.ledger.read("limited", world.node("p0"), 400)
+        world.ledger.write("limited", world.node("d1"), 400)
+        assert world.wait(LASTS_S + 0.5) == flips
+
+
+def test_writers_are_full_with_as_many_answers_as_keep_their_limits():
+    """Steps of 10 ms and 2 ms for each answer: of 31 ms ten keep their limit, and six of them come and go."""
+    for count, flips in ((5, []), (6, [("p0", BOTH)])):
+        world = World("p0", "p1", "d0", policy=AUTO)
+        for name in ("p0", "p1", "d0"):
+            world.beat(world.node(name), step_weights=[0.010, 0.002, 0.0, 0.0, 0.001, 0.0])
+        for number in range(count):
+            world.ledger.owe(f"{number}", Due(tpot_s=0.031), 0)
+            world.ledger.write(f"{number}", world.node("d0"), 10)
+            world.ledger.first_token(f"{number}", 0.0)
+        assert world.wait(LASTS_S + 0.5) == flips
 
 
 def test_one_flip_at_a_time_and_none_while_one_is_not_confirmed():

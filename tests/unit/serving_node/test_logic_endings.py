@@ -403,6 +403,15 @@ def test_describe_tells_the_rates_of_the_steps():
     assert load.step_s == STEP_S
 
 
+def test_what_steps_take_is_told_from_the_first_request_with_limits_on():
+    node = Node(budget=32)
+    node.local("without", 32, max_tokens=3)
+    node.steps()
+    assert not node.load.step_weights
+    node.reserve("with", 8, due=fleet_pb2.Due(tpot_s=0.1))
+    assert len(node.load.step_weights) == 6
+
+
 def test_tokens_that_are_computed_again_count_as_those_of_a_prompt(monkeypatch):
     node = Node(num_blocks=7, caching=False)
     steps = []
