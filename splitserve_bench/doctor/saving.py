@@ -33,7 +33,7 @@ GRIDS_MODULE: Final = "splitserve_bench.doctor.grids"
 CHUNKS: Final = (1, 16, 64, 128, 256, 512)
 CONTEXTS: Final = (0, 512, 1536)  # before a chunk
 ANSWER_CONTEXTS: Final = (32, 256, 1024)  # before a token of an answer
-LONE_PROMPT_TOKENS: Final = 64
+LONE_PROMPT_TOKENS: Final = 256  # one chunk, in a model of some context
 LONE_OUTPUT_TOKENS: Final = 32
 LONE_REQUESTS: Final = 12
 LONE_TIMEOUT_S: Final = 300.0
@@ -57,17 +57,20 @@ async def measure_profile(
     )
     report("a cluster, one request after the other ...")
     flags = {name: getattr(settings, name) for name in ("dtype", "quantization", "kv_cache_dtype")}
-    outcomes = await _lone_requests(model, cpus[: sizes.cores * (1 + at_once)], flags, node.vocab_size, report)
+    outcomes = await _lone_requests(model, cpus[: sizes.cores * (1 + at_once)], flags, node, report)
     return profile_of(model.name, sizes.cores, node, steps, bytes_per_s, outcomes)
 
 
 def profile_of(
     model: str, cores: int, node: NodeSizes, steps: StepProfile, bytes_per_s: float, outcomes: Sequence[Outcome]
 ) -> Profile:
-    """From steps without overhead, and what became of requests that were alone in a cluster of two nodes."""
-    context_tokens = LONE_PROMPT_TOKENS + LONE_OUTPUT_TOKENS / 2
-    answer_s = steps.answers.at(1, context_tokens)
+    """From steps without overhead, and what became of requests that were alone in a cluster of two nodes; all of one
+    length."""
+    num_prompt_tokens = outcomes[0].num_prompt_tokens
+    answer_s = steps.answers.at(1, num_prompt_tokens + LONE_OUTPUT_TOKENS / 2)
     overhead_s = _median(outcomes, lambda each: (tpot_s(each) or 0.0) - answer_s)
+    chunk_s = steps.prompts.at(num_prompt_tokens, 0) + overhead_s
+    prompt_overhead_s = _median(outcomes, lambda each: _phase(each, "prefill_s") - chunk_s)
     message_s = _median(outcomes, lambda each: _phase(each, "prefill_queue_s") / 2)
     door_s = _median(outcomes, lambda each: (ttft_s(each) or 0.0) - _phase(each, "ttft_s"))
     latency_s = _median(outcomes, lambda each: _phase(each, "transfer_s"))
@@ -75,7 +78,7 @@ def profile_of(
         model=model,
         cores=cores,
         node=node,
-        steps=dataclasses.replace(steps, overhead_s=overhead_s),
+        steps=dataclasses.replace(steps, overhead_s=overhead_s, prompt_overhead_s=prompt_overhead_s),
         corridor=CorridorProfile(latency_s, bytes_per_s),
         control=ControlProfile(message_s, door_s),
     )
@@ -119,9 +122,9 @@ async def _grid(task: GridTask, name: str, report: Report) -> GridFigures:
 
 
 async def _lone_requests(
-    model: LocalModel, cpus: Sequence[int], flags: dict[str, str], vocab_size: int, report: Report
+    model: LocalModel, cpus: Sequence[int], flags: dict[str, str], node: NodeSizes, report: Report
 ) -> list[Outcome]:
-    prompts = Prompts(vocab_size, LONE_PROMPT_TOKENS)
+    prompts = Prompts(node.vocab_size, min(LONE_PROMPT_TOKENS, node.max_model_len // 2))
     planned = [PlannedRequest(index, 0.0, tuple(prompts.draw()), LONE_OUTPUT_TOKENS) for index in range(LONE_REQUESTS)]
     warm_up = [PlannedRequest(index, 0.0, tuple(prompts.draw()), LONE_OUTPUT_TOKENS) for index in range(2)]
     with tempfile.TemporaryDirectory(prefix="splitserve-doctor-") as logs:

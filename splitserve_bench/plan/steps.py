@@ -49,7 +49,8 @@ class MeasuredSteps:
         return self._steps.answers.at(num_answers, context_tokens) + self._steps.overhead_s
 
     def chunk_s(self, num_tokens: float, before_tokens: float) -> float:
-        return self._steps.prompts.at(num_tokens, before_tokens) + self._steps.overhead_s
+        steps = self._steps
+        return steps.prompts.at(num_tokens, before_tokens) + steps.overhead_s + steps.prompt_overhead_s
 
     def both_s(self, load: StepLoad) -> float:
         return self._costs.step_s(load)

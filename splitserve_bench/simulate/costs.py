@@ -76,6 +76,8 @@ class ProfileCosts:
             seconds += steps.prompts.at(load.num_prompt_tokens, load.num_before / load.num_prompt_tokens)
         if load.num_answers and load.num_prompt_tokens:
             seconds *= steps.mixed_factor
+        if load.num_prompt_tokens:
+            seconds += steps.prompt_overhead_s
         return max(LEAST_STEP_S, seconds + steps.overhead_s)
 
     def _row(self, num_answers: int) -> Row:

@@ -46,13 +46,15 @@ class NodeSizes:
 class StepProfile:
     """Seconds of steps: answers by batch and mean context, prompts by chunk and the context before it, in tokens.
 
-    A step of both takes mixed_factor times the sum. overhead_s is what a node takes for a step beyond its engine.
+    A step of both takes mixed_factor times the sum. overhead_s is what a node takes for a step beyond its engine, and
+    prompt_overhead_s what it takes beyond that for one with prompts.
     """
 
     answers: Grid
     prompts: Grid
     mixed_factor: float
     overhead_s: float
+    prompt_overhead_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,7 @@ def read_profile(path: Path) -> Profile:
                 prompts=_grid(_nested(steps, "prompts")),
                 mixed_factor=steps.positive("mixed_factor"),
                 overhead_s=steps.number("overhead_s"),
+                prompt_overhead_s=steps.number("prompt_overhead_s", 0.0),
             ),
             corridor=CorridorProfile(corridor.number("latency_s"), corridor.positive("bytes_per_s")),
             control=ControlProfile(control.number("message_s"), control.number("door_s")),

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from serving_core.settings import EngineSettings
 from splitserve.cli import main
 from splitserve_bench.doctor.grids import ANSWERS, PROMPTS, GridTask, measure_grid
-from splitserve_bench.doctor.saving import LONE_OUTPUT_TOKENS, node_sizes, profile_of
+from splitserve_bench.doctor.saving import LONE_OUTPUT_TOKENS, LONE_PROMPT_TOKENS, node_sizes, profile_of
 from splitserve_bench.engine.random_models import Shape, write_random_model
 from splitserve_bench.serve.records import Outcome
 from splitserve_bench.simulate.fleet import FleetSize, simulate
@@ -28,23 +28,30 @@ def tiny(tmp_path_factory):
     return folder
 
 
-def lone(first_s, tpot_s, *, queue_s, server_first_s, transfer_s):
+def lone(first_s, tpot_s, *, queue_s, server_first_s, transfer_s, prefill_s=0.0):
     """One that was alone, with so many seconds at its client and in its timeline."""
     arrivals_s = tuple(first_s + index * tpot_s for index in range(LONE_OUTPUT_TOKENS))
-    timeline = {"prefill_queue_s": queue_s, "ttft_s": server_first_s, "transfer_s": transfer_s}
+    timeline = {"prefill_queue_s": queue_s, "prefill_s": prefill_s, "ttft_s": server_first_s, "transfer_s": transfer_s}
     counts = (1,) * LONE_OUTPUT_TOKENS
-    return Outcome(0, 0.0, 0.0, 64, len(counts), arrivals_s, counts, arrivals_s[-1], timeline=timeline)
+    return Outcome(0, 0.0, 0.0, LONE_PROMPT_TOKENS, len(counts), arrivals_s, counts, arrivals_s[-1], timeline=timeline)
 
 
 def test_what_is_left_of_a_lone_request_is_control_and_overhead():
+    chunk_s = PROFILE.steps.prompts.at(LONE_PROMPT_TOKENS, 0)
     outcomes = [
         lone(
-            0.1 + odd, step_s(1) + 0.002 + odd, queue_s=0.006 + odd, server_first_s=0.093 + odd, transfer_s=0.004 + odd
+            0.1 + odd,
+            step_s(1) + 0.002 + odd,
+            queue_s=0.006 + odd,
+            prefill_s=chunk_s + 0.012 + odd,
+            server_first_s=0.093 + odd,
+            transfer_s=0.004 + odd,
         )
         for odd in (0.0, -0.001, 0.5)
     ]
     profile = profile_of("paper", 1, SIZES, PROFILE.steps, 5e8, outcomes)
     assert profile.steps.overhead_s == pytest.approx(0.002)
+    assert profile.steps.prompt_overhead_s == pytest.approx(0.010)
     assert profile.control.message_s == pytest.approx(0.003)
     assert profile.control.door_s == pytest.approx(0.007)
     assert (profile.corridor.latency_s, profile.corridor.bytes_per_s) == (pytest.approx(0.004), 5e8)
@@ -53,7 +60,7 @@ def test_what_is_left_of_a_lone_request_is_control_and_overhead():
 def test_noise_makes_no_time_negative():
     outcome = lone(0.1, step_s(1) - 0.01, queue_s=0.0, server_first_s=0.2, transfer_s=0.0)
     profile = profile_of("paper", 1, SIZES, PROFILE.steps, 5e8, [outcome])
-    assert (profile.steps.overhead_s, profile.control.door_s) == (0, 0)
+    assert (profile.steps.overhead_s, profile.steps.prompt_overhead_s, profile.control.door_s) == (0, 0, 0)
 
 
 def test_the_sizes_of_a_node(tiny):
