@@ -4,7 +4,7 @@ SplitServeError
 └── ClientError          code, reason, message, field, retry_after_s
     ├── Refused          the request cannot be served as asked: change it
     ├── Unauthenticated  the API key is missing or wrong
-    ├── Overloaded       a queue is full: try again later
+    ├── Overloaded       a queue is full, or limits could not be kept: try again later
     ├── Unavailable      no server, no node, draining, or a node was lost: try again later
     ├── DeadlineExceeded the call's time is up
     ├── Cancelled        the call was cancelled
@@ -52,7 +52,7 @@ class Unauthenticated(ClientError):
 
 
 class Overloaded(ClientError):
-    """A queue is full; try again after retry_after_s."""
+    """A queue is full, or limits on time could not be kept; try again after retry_after_s."""
 
 
 class Unavailable(ClientError):

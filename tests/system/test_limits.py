@@ -3,10 +3,11 @@ tell."""
 
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx2
 import pytest
 
 from splitserve import Client
-from splitserve.client.errors import Refused
+from splitserve.client.errors import Overloaded, Refused
 from tests.system.cluster import wait_until
 from tests.tiny_models import write_fake_model
 
@@ -67,6 +68,32 @@ def test_a_priority_that_cannot_be_is_refused_with_the_limit(client):
     with pytest.raises(Refused, match=r"priority must be within \[-100, 100\], not 101") as error:
         end_of(client, priority=101)
     assert error.value.field == "priority"
+
+
+@pytest.mark.parametrize(("num_prefill", "num_both"), [(1, 1), (0, 1)])
+def test_what_would_be_late_is_refused_with_the_time_to_come_back(start_cluster, tmp_path, num_prefill, num_both):
+    """A prompt of at least 50 ms, of which the first token is due in one, as soon as nodes have told how fast they
+    read."""
+    model = write_fake_model(tmp_path / "fake", step_s=0.05)
+    roles = {"num_prefill": num_prefill, "num_decode": 0, "num_both": num_both}
+    cluster = start_cluster(model, coordinator={"admission": "timely"}, http=True, **roles)
+    with Client(cluster.target, timeout_s=DEADLINE_S) as client:
+
+        def refusal():
+            try:
+                end_of(client, ttft_ms=1)
+            except Overloaded as error:
+                return error
+            return None
+
+        wait_until(refusal, "nodes have told how fast they read", DEADLINE_S)
+        assert (refusal().reason, refusal().retry_after_s) == ("WOULD_BE_LATE", 1.0)
+        assert end_of(client, ttft_ms=60_000).ttft_met
+        assert end_of(client) is None  # without limits nothing is refused
+    body = {"prompt": PROMPT, "max_tokens": 8, "ttft_ms": 1}
+    response = httpx2.post(f"{cluster.url}/v1/completions", json=body, timeout=DEADLINE_S)
+    assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+    assert response.json()["error"]["reason"] == "WOULD_BE_LATE"
 
 
 def test_a_more_important_prompt_is_read_before_one_that_came_earlier(start_cluster, tmp_path):
