@@ -59,9 +59,9 @@ class Order:
                 self._num_owed += FLOOR * work.num_tokens
 
     def _timely(self, prompts: list[Resident], now: float) -> list[Resident]:
-        limited = [(each, due_s) for each in prompts if (due_s := _due_s(each)) < math.inf]
+        limited = [(each, at_s) for each in prompts if (at_s := due_s(each)) < math.inf]
         seconds = [self._costs.chunk_s(each.num_computed, each.num_to_compute, is_first=True) for each, _ in limited]
-        found = timely(seconds, [due_s - now for _, due_s in limited], [each.priority for each, _ in limited])
+        found = timely(seconds, [at_s - now for _, at_s in limited], [each.priority for each, _ in limited])
         return [limited[index][0] for index in found]
 
 
@@ -86,6 +86,6 @@ def timely(seconds: Sequence[float], dues_s: Sequence[float], priorities: Sequen
     return [index for index in by_due if index in chosen]
 
 
-def _due_s(prompt: Resident) -> float:
+def due_s(prompt: Resident) -> float:
     """Of the token that it is read for."""
     return math.inf if prompt.due is None else prompt.due.token_s(prompt.request.num_output_tokens)

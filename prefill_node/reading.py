@@ -56,9 +56,9 @@ class Reading:
         """Chunks of at most `budget` tokens in all, and no more than the answers of the step leave time for. `start`
         gives a prompt its blocks if there are enough; if not, it holds up the younger ones that have none either. One
         that may not start is passed over. `took` is to follow when the step is done."""
-        self._slack.begin(answers, now)
-        works: list[Work] = []
         prompts = [each for each in self._residents.in_stage(Stage.QUEUED, Stage.READING) if not each.is_ending]
+        self._slack.begin(answers, prompts, now)
+        works: list[Work] = []
         held_up = math.inf  # the age from which on
         for resident in self._order.of(prompts, now):
             if budget == 0:
@@ -71,7 +71,7 @@ class Reading:
                     continue
                 self._begin(resident)
             num_asked = min(budget, resident.num_to_compute)
-            num_tokens = self._slack.afford(resident.num_computed, num_asked) if num_asked else 0
+            num_tokens = self._slack.afford(resident, num_asked) if num_asked else 0
             if num_tokens:
                 works.append(resident.work(num_tokens))
             budget = budget - num_tokens if num_tokens == num_asked else 0

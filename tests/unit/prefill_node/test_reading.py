@@ -2,13 +2,14 @@
 
 from prefill_node.reading import Reading, num_cacheable
 from serving_core.costs import StepCosts
+from serving_core.due import Due
 from serving_core.residents import Stage
 from tests.unit.serving_node.residents_kit import House
 
 
-def make(num_blocks=32):
+def make(num_blocks=32, tokens_per_s=0.0):
     house = House(num_blocks)
-    return house, Reading(house.residents, house.leases, StepCosts(), max_num_queued=100)
+    return house, Reading(house.residents, house.leases, StepCosts(tokens_per_s), max_num_queued=100)
 
 
 def plan(house, reading, budget, *, seats=(), start=None):
@@ -55,6 +56,27 @@ def test_one_without_a_seat_is_passed_over():
     house.add("no seat", 1, Stage.QUEUED, 5)
     house.add("seat", 2, Stage.QUEUED, 5)
     assert plan(house, reading, 64, seats={"seat"}) == ([("seat", 0, 5)], ["seat"])
+
+
+def limited(*dues_s, num_tokens=20):
+    """What the first step computes of prompts that are due so, at one token a second."""
+    house, reading = make(100, tokens_per_s=1.0)
+    for age, due_s in enumerate(dues_s):
+        house.add("abcd"[age], age, Stage.QUEUED, num_tokens, hands_over=True).due = due_s and Due(due_s)
+    return plan(house, reading, 60)[0]
+
+
+def test_a_step_takes_on_nothing_that_makes_a_prompt_late_which_ends_in_it():
+    assert limited(25.0, 100.0) == [("a", 0, 20)]
+    assert limited(50.0, 100.0) == [("a", 0, 20), ("b", 0, 20)]  # at its end, both
+    assert limited(20.0, 40.0, 60.0) == [("a", 0, 20)]
+    assert limited(90.0, 25.0) == [("b", 0, 20)]  # the most urgent comes first
+    assert limited(42.0, None) == [("a", 0, 20), ("b", 0, 19)]  # nine tenths of what is left
+
+
+def test_who_has_no_limit_or_is_late_anyway_lets_others_share_its_step():
+    all_of_them = [("a", 0, 20), ("b", 0, 20), ("c", 0, 20)]
+    assert limited(None, None, None) == limited(19.0, None, None) == limited(19.0, 19.0, 19.0) == all_of_them
 
 
 def test_what_is_ending_or_has_all_it_needs_is_left_out():

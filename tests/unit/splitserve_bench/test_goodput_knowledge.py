@@ -1,0 +1,54 @@
+"""What the coordinator hears late and nodes learn from noise costs little, as own assignments count and costs are
+fitted to many steps."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from coordinator.settings import ADMIT_ALL, ADMIT_TIMELY
+from splitserve_bench.simulate.costs import ProfileCosts
+from tests.unit.splitserve_bench.goodput_kit import KNEES, attainment, fleet_of
+from tests.unit.splitserve_bench.simulate_kit import PROFILE
+
+MOST_LOST_TO_AGE = 0.03
+# Nodes reckon with steps as long as all but a few have been, so that answers keep their limits: where prompts are read
+# beside answers there is less time for them, which shows where time is short.
+MOST_LOST_TO_NOISE = {0.8: 0.02, 1.5: 0.1}
+SEEDS = 4
+cells = pytest.mark.parametrize(
+    ("counts", "admission", "times"),
+    [
+        (counts, admission, times)
+        for counts, admission in zip(KNEES, [ADMIT_ALL, ADMIT_TIMELY] * 2, strict=True)
+        for times in (0.8, 1.5)
+    ],
+    ids=str,
+)
+
+
+class Noisy(ProfileCosts):
+    """Steps take up to a fifth more or less than their profile says."""
+
+    def __init__(self, seed):
+        super().__init__(PROFILE)
+        self._random = Random(seed)
+
+    def step_s(self, load):
+        return super().step_s(load) * self._random.uniform(0.8, 1.2)
+
+
+@cells
+def test_heartbeats_that_are_a_second_old_cost_little(counts, admission, times):
+    size, rate = fleet_of(counts, admission), times * KNEES[counts]
+    often, seldom = (
+        attainment(size, rate, SEEDS, settings=replace(size.settings, heartbeat_s=seconds)) for seconds in (0.05, 1.0)
+    )
+    assert seldom >= often - MOST_LOST_TO_AGE
+
+
+@cells
+def test_learning_from_steps_that_vary_costs_little(counts, admission, times):
+    size, rate = fleet_of(counts, admission), times * KNEES[counts]
+    noisy, exact = attainment(size, rate, SEEDS, costs=Noisy), attainment(size, rate, SEEDS)
+    assert noisy >= exact - MOST_LOST_TO_NOISE[times]

@@ -1,0 +1,68 @@
+"""Whoever asks for less, or gives the fleet more, does not get less for it: on average over loads, within two
+points."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from coordinator.settings import ADMIT_ALL, ADMIT_TIMELY
+from splitserve_bench.serve.metrics import Limits
+from tests.unit.splitserve_bench.goodput_kit import KNEES, LIMITS, attainment, fleet_of
+from tests.unit.splitserve_bench.simulate_kit import SIZES
+
+MOST_LOST = 0.02
+SCARCE, MORE = (120, 240)  # blocks; the longest request needs 51
+
+CELLS = [
+    (counts, admission, times)
+    for counts in KNEES
+    for admission in (ADMIT_ALL, ADMIT_TIMELY)
+    for times in (0.7, 1.0, 1.8)
+]
+SAMPLE = [
+    ((1, 1, 0), ADMIT_TIMELY, 1.0),
+    ((0, 0, 2), ADMIT_ALL, 0.7),
+    ((0, 0, 2), ADMIT_TIMELY, 1.8),
+    ((1, 0, 1), ADMIT_ALL, 1.8),
+]
+
+
+_before = cache(attainment)
+
+
+def cells(function):
+    """A few of them for every day, and with more loads all of them now and then."""
+    rows = [pytest.param(*cell, 3, id=_name(cell)) for cell in SAMPLE]
+    rows += [pytest.param(*cell, 4, id=f"all-{_name(cell)}", marks=pytest.mark.long) for cell in CELLS]
+    return pytest.mark.parametrize(("counts", "admission", "times", "seeds"), rows)(function)
+
+
+def _name(cell):
+    counts, admission, times = cell
+    return f"{fleet_of(counts, admission)}-x{times:g}"
+
+
+@cells
+def test_looser_limits_cost_nothing(counts, admission, times, seeds):
+    size, rate = fleet_of(counts, admission), times * KNEES[counts]
+    before = _before(size, rate, seeds)
+    for ttft, tpot in ((1.25, 1.25), (2.0, 1.0), (1.0, 1.5)):
+        looser = Limits(LIMITS.ttft_s * ttft, LIMITS.tpot_s * tpot)
+        assert attainment(size, rate, seeds, limits=looser) >= before - MOST_LOST, looser
+
+
+@cells
+def test_one_more_node_costs_nothing(counts, admission, times, seeds):
+    rate = times * KNEES[counts]
+    before = _before(fleet_of(counts, admission), rate, seeds)
+    for kind in range(3):
+        more = fleet_of([count + (number == kind) for number, count in enumerate(counts)], admission)
+        assert attainment(more, rate, seeds) >= before - MOST_LOST, more
+
+
+@cells
+def test_more_blocks_cost_nothing(counts, admission, times, seeds):
+    size, rate = fleet_of(counts, admission), times * KNEES[counts]
+    few, more = (attainment(size, rate, seeds, sizes=replace(SIZES, num_blocks=num)) for num in (SCARCE, MORE))
+    assert more >= few - MOST_LOST

@@ -1,0 +1,129 @@
+"""More requests than a fleet can serve in time: goodput stays, comes back, refusals say when to come back, and what has
+no limits ends all the same."""
+
+import pytest
+
+from coordinator.doors.statuses import retry_after_s
+from coordinator.settings import ADMIT_ALL, ADMIT_TIMELY
+from prefill_node.order import FLOOR
+from serving_core.errors import RequestError
+from serving_core.reasons import WOULD_BE_LATE
+from splitserve_bench.overload.findings import findings_of
+from splitserve_bench.overload.stages import parse_stages
+from splitserve_bench.serve.metrics import ttft_s
+from tests.unit.splitserve_bench.goodput_kit import KNEES, LIMITS, Door, World, fleet_of, load, num_good
+from tests.unit.splitserve_bench.simulate_kit import TOKEN_S
+
+BACK_S = 10.0
+SEEDS = 2
+fleets = pytest.mark.parametrize("counts", KNEES, ids=lambda counts: str(fleet_of(counts, ADMIT_ALL)))
+
+
+def staged(text, counts, seed):
+    """Stages by multiples of the knee, and their requests."""
+    stages, planned = parse_stages(text, KNEES[counts]), []
+    for number, stage in enumerate(stages):
+        times = {"start_s": stage.start_s, "first_index": len(planned)}
+        planned += load(stage.rate, stage.num_requests, f"{seed} {number}", **times)
+    return stages, planned
+
+
+@fleets
+def test_at_three_times_the_knee_goodput_is_near_its_peak_where_only_the_timely_are_admitted(counts):
+    goodputs = {}
+    for times in (0.8, 1.0, 1.3, 3.0):
+        found = 0
+        for seed in range(SEEDS):
+            _, planned = staged(f"{times}x15", counts, seed)
+            found += num_good(World(fleet_of(counts, ADMIT_TIMELY), planned).run()[0])
+        goodputs[times] = found / (SEEDS * 15)
+    assert goodputs.pop(3.0) >= 0.8 * max(goodputs.values()), goodputs
+
+
+@fleets
+def test_goodput_is_back_soon_after_an_overload_where_only_the_timely_are_admitted(counts):
+    for seed in range(SEEDS):
+        stages, planned = staged("0.5x5,3x15,0.5x20", counts, seed)
+        findings = findings_of(World(fleet_of(counts, ADMIT_TIMELY), planned).run()[0], stages, LIMITS, 0.9)
+        assert findings.back_s is not None, findings.windows
+        assert findings.back_s <= BACK_S
+
+
+class Returning(Door):
+    """Whoever is told that it would be late comes back once, when it is told to."""
+
+    PART = 1.0  # of the wait
+
+    def __init__(self, agenda, clients):
+        super().__init__(agenda, clients)
+        self.asked = {}
+        self.back = {}  # seconds waited, by index
+
+    def submit(self, request_id, *arguments, **options):
+        self.asked[request_id] = (arguments, options)
+        super().submit(request_id, *arguments, **options)
+
+    def ended(self, request_id, outcome):
+        index = int(request_id.split("/")[0])
+        if index in self.back or not (isinstance(outcome, RequestError) and outcome.reason == WOULD_BE_LATE):
+            super().ended(request_id, outcome)
+            return
+        self.back[index] = wait_s = self.PART * retry_after_s(outcome)
+        arguments, options = self.asked[request_id]
+        self.agenda.after(wait_s, lambda: super(Returning, self).submit(request_id, *arguments, **options))
+
+
+class Hasty(Returning):
+    PART = 0.1
+
+
+def returned(counts, text, door):
+    """How many came back, and how many of these were served."""
+    num_back = num_served = 0
+    for seed in range(SEEDS):
+        _, planned = staged(text, counts, seed)
+        outcomes, clients = World(fleet_of(counts, ADMIT_TIMELY), planned, door=door).run()
+        num_back += len(clients.back)
+        num_served += sum(not outcomes[index].error for index in clients.back)
+    return num_back, num_served
+
+
+def share(found):
+    num_back, num_served = found
+    return num_served / num_back
+
+
+@pytest.mark.parametrize("text", ["3x4,0.5x12", "1.5x15"], ids=["a short overload", "a lasting one"])
+@fleets
+def test_who_comes_back_when_told_to_is_served_more_often_than_who_comes_back_before(counts, text):
+    """Not always: the wait is for what the fleet has now, and newcomers and others who were told the same come too."""
+    told = share(returned(counts, text, Returning))
+    assert told >= 0.4
+    assert told > share(returned(counts, text, Hasty))
+
+
+class Few(Door):
+    """Some of the requests have no limits."""
+
+    FREE = (5, 8, 11)
+
+    def submit(self, request_id, *arguments, **options):
+        if int(request_id.split("/")[0]) in self.FREE:
+            options["slo"] = None
+        super().submit(request_id, *arguments, **options)
+
+
+@pytest.mark.parametrize("admission", [ADMIT_ALL, ADMIT_TIMELY])
+@pytest.mark.parametrize(
+    "counts", [(1, 1, 0), (0, 0, 2), (1, 0, 1)], ids=lambda counts: str(fleet_of(counts, ADMIT_ALL))
+)
+def test_what_has_no_limits_ends_while_more_that_has_some_comes_than_can_be_served(counts, admission):
+    """A twentieth of what is read goes to the oldest of those that others are read before: so each waits for those
+    before it, at twenty times what they take, and for as long again where answers are written beside them."""
+    _, planned = staged("20x0.5,1.8x40", counts, 0)
+    outcomes, _ = World(fleet_of(counts, admission), planned, door=Few).run()
+    for index in Few.FREE:
+        assert not outcomes[index].error
+        assert outcomes[index].ended_s < planned[-1].send_at_s
+        num_before = sum(len(each.prompt) for each in planned[: index + 1])
+        assert ttft_s(outcomes[index]) <= 2 * TOKEN_S * num_before / FLOOR
