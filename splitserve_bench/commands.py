@@ -15,6 +15,7 @@ from splitserve.commands.terminal import report, stdout
 from splitserve.launch.models import resolve
 from splitserve.signals import run_to_end
 from splitserve_bench.compare.compare_command import compare_command
+from splitserve_bench.dominance.command import dominance_command
 from splitserve_bench.engine.command import engine_command
 from splitserve_bench.overload.command import overload_command
 from splitserve_bench.serve.serve_command import serve_command
@@ -37,6 +38,7 @@ bench.add_command(engine_command)
 bench.add_command(serve_command)
 bench.add_command(compare_command)
 bench.add_command(overload_command)
+bench.add_command(dominance_command)
 bench.add_command(reality_command)
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from itertools import islice
 from operator import mul
-from statistics import NormalDist
+from statistics import NormalDist, fmean, stdev
 from typing import Final
 
 CONFIDENCE: Final = 0.95
@@ -67,3 +67,12 @@ def paired_interval(share_one: float, share_other: float, size: float) -> tuple[
     one, other = ((share * size + 1) / (size + 2) for share in (share_one, share_other))
     half = Z * math.sqrt((one + other - (one - other) ** 2) / (size + 2))
     return min(difference, max(-1.0, one - other - half)), max(difference, min(1.0, one - other + half))
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the mean of which these are independent samples, differences of shares; (-1, 1) of less than
+    two. Their own mean is always in it."""
+    if len(values) < 2:
+        return -1.0, 1.0
+    half = Z * stdev(values) / math.sqrt(len(values))
+    return max(-1.0, fmean(values) - half), min(1.0, fmean(values) + half)

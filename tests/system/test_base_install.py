@@ -26,6 +26,8 @@ IN_BASE = {
     "plan-transfer",
     "simulate",
     "bench serve",
+    "bench dominance",
+    "bench overload",
     "plan profile",
 }
 REQUIRED = {"bench simulate": ("--profile", __file__)}  # options without which a command says nothing else
