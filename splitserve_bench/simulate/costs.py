@@ -68,17 +68,17 @@ class ProfileCosts:
         self.prefill_tokens_per_s = START_TOKENS / profile.steps.prompts.at(START_TOKENS, 0)
 
     def step_s(self, load: StepLoad) -> float:
-        """Answers and prompts are computed one after the other; what that saves or costs is the mixed factor."""
-        steps, seconds = self._steps, 0.0
+        """Answers and prompts together take the sum of both times the mixed factor, but no less than either alone: that
+        factor is one of short chunks, which share the reading of the weights."""
+        steps, answers_s, prompts_s = self._steps, 0.0, 0.0
         if load.num_answers:
-            seconds += self._row(load.num_answers).at(load.num_cached / load.num_answers)
+            answers_s = self._row(load.num_answers).at(load.num_cached / load.num_answers)
         if load.num_prompt_tokens:
-            seconds += steps.prompts.at(load.num_prompt_tokens, load.num_before / load.num_prompt_tokens)
-        if load.num_answers and load.num_prompt_tokens:
-            seconds *= steps.mixed_factor
-        if load.num_prompt_tokens:
-            seconds += steps.prompt_overhead_s
-        return max(LEAST_STEP_S, seconds + steps.overhead_s)
+            prompts_s = steps.prompts.at(load.num_prompt_tokens, load.num_before / load.num_prompt_tokens)
+        both = load.num_answers and load.num_prompt_tokens
+        together_s = (answers_s + prompts_s) * (steps.mixed_factor if both else 1.0)
+        overhead_s = steps.overhead_s + (steps.prompt_overhead_s if load.num_prompt_tokens else 0.0)
+        return max(LEAST_STEP_S, max(answers_s, prompts_s, together_s) + overhead_s)
 
     def _row(self, num_answers: int) -> Row:
         if num_answers not in self._answers:

@@ -46,8 +46,8 @@ class NodeSizes:
 class StepProfile:
     """Seconds of steps: answers by batch and mean context, prompts by chunk and the context before it, in tokens.
 
-    A step of both takes mixed_factor times the sum. overhead_s is what a node takes for a step beyond its engine, and
-    prompt_overhead_s what it takes beyond that for one with prompts.
+    A step of both takes mixed_factor times the sum, or the longer part where that is more. overhead_s is what a node
+    takes for a step beyond its engine, and prompt_overhead_s what it takes beyond that for one with prompts.
     """
 
     answers: Grid

@@ -1,12 +1,14 @@
 """What a profile's file says and refuses, and seconds between the places that were measured."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from serving_core.errors import SettingsError
+from splitserve_bench.simulate.costs import ProfileCosts, StepLoad
 from splitserve_bench.simulate.grid import Grid
 from splitserve_bench.simulate.profile import read_profile
 from tests.unit.splitserve_bench.simulate_kit import PROFILE
@@ -33,6 +35,15 @@ def test_what_falls_towards_the_end_falls_no_further():
 
 def test_one_place_is_everywhere():
     assert Grid((8,), (100,), ((0.5,),)).at(3, 1000) == 0.5
+
+
+@pytest.mark.parametrize(("num_answers", "num_tokens"), [(8, 16), (1, 512), (32, 2)])
+def test_answers_beside_a_prompt_save_no_time_of_it(num_answers, num_tokens):
+    """What both share is in the factor, of short chunks; a step is never shorter than one of its parts."""
+    costs = ProfileCosts(replace(PROFILE, steps=replace(PROFILE.steps, mixed_factor=0.7)))
+    parts_s = [costs.step_s(StepLoad(num_answers)), costs.step_s(StepLoad(0, 0, num_tokens))]
+    both_s = costs.step_s(StepLoad(num_answers, 0, num_tokens))
+    assert both_s == pytest.approx(max(*parts_s, 0.7 * sum(parts_s)))
 
 
 def test_a_profile_is_read_as_it_was_saved(tmp_path):
