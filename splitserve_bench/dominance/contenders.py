@@ -17,7 +17,7 @@ OTHERS: Final = (
     "1P+1B-sum", "1P+1B-always", "1P+1B-least-loaded", "1P+1B-lmetric", "1P+1B-arrow",
     "2B-sum", "2B-least-loaded", "2B-lmetric", "2B-arrow",
 )  # fmt: skip
-BESIDE: Final = ("1P+1B",)
+BESIDE: Final = ("1P+1B", "2B-timely")
 WHOLE: Final = "1B"  # one node on all cores
 _COUNTS: Final = re.compile(r"(?!\+)(?:([0-9]{1,4})P)?(?:(?:^|\+)([0-9]{1,4})D)?(?:(?:^|\+)([0-9]{1,4})B)?")
 

@@ -20,7 +20,7 @@ class CellLimits:
     tpot_s: float
 
     def __str__(self) -> str:
-        spoken = f"TTFT ≤ {self.ttft_s * MS:.3g} ms, TPOT ≤ {self.tpot_s * MS:.3g} ms"
+        spoken = f"TTFT ≤ {self.ttft_s * MS:.4g} ms, TPOT ≤ {self.tpot_s * MS:.4g} ms"
         return f"{self.label} ({spoken})" if "x" in self.label else spoken
 
 

@@ -49,7 +49,9 @@ contender_options = options_of(
         "policies, on two nodes]",
     ),
     click.option(
-        "--beside", multiple=True, help="Fleet that is shown, not counted; give it again for more.  [default: 1P+1B]"
+        "--beside",
+        multiple=True,
+        help="Fleet that is shown, not counted; give it again for more.  [default: 1P+1B and 2B-timely]",
     ),
     click.option(
         "--whole-profile",
