@@ -88,8 +88,8 @@ def sentences(grid: Grid, findings: Sequence[Finding]) -> Iterator[str]:
     worst, name = worst_of(findings), findings[0].first.name
     below = sorted((each for each in findings if each.is_below), key=lambda each: each.difference)
     yield (
-        f"{grid.num_seeds} seeds of {grid.num_prompts} requests; {name} is held against the best other one of a cell, "
-        "with the same requests, and the interval of the difference is that of 95 % over the seeds."
+        f"Seeds: {grid.num_seeds}, of {grid.num_prompts} requests each; {name} is held against the best other fleet of "
+        "a cell, with the same requests; the interval of the difference is that of 95 % over the seeds."
     )
     yield (
         f"{name} is {100 * mean_difference(findings):+.1f} points from the best other fleet in the mean of the "
