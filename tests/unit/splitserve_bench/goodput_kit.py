@@ -52,8 +52,11 @@ class Door:
     def submit(self, request_id, prompt, sampling, *, deadline_s, slo=None):
         self.coordinator.submit(request_id, prompt, sampling, deadline_s=deadline_s, slo=slo)
 
-    def arrived(self, request_id, tokens):
-        self.clients.arrived(request_id, tokens)
+    def arrived(self, request_id, tokens, moment_s):
+        self.clients.arrived(request_id, tokens, moment_s)
+
+    def row_arrived(self, row, moments_s):
+        self.clients.row_arrived(row, moments_s)
 
     def ended(self, request_id, outcome):
         self.clients.ended(request_id, outcome)

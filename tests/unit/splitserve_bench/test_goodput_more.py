@@ -1,5 +1,5 @@
-"""Whoever asks for less, or gives the fleet more, does not get less for it: on average over loads, within two
-points."""
+"""Whoever asks for less, or gives the fleet more, does not get less for it: on average over loads, within two points up
+to the knee. Far beyond it other requests are late than before, now and then some more of them."""
 
 from dataclasses import replace
 from functools import cache
@@ -11,7 +11,7 @@ from splitserve_bench.serve.metrics import Limits
 from tests.unit.splitserve_bench.goodput_kit import KNEES, LIMITS, attainment, fleet_of
 from tests.unit.splitserve_bench.simulate_kit import SIZES
 
-MOST_LOST = 0.02
+MOST_LOST = {0.7: 0.02, 1.0: 0.02, 1.8: 0.06}  # by multiples of the knee
 SCARCE, MORE = (120, 240)  # blocks; the longest request needs 51
 
 CELLS = [
@@ -49,7 +49,7 @@ def test_looser_limits_cost_nothing(counts, admission, times, seeds):
     before = _before(size, rate, seeds)
     for ttft, tpot in ((1.25, 1.25), (2.0, 1.0), (1.0, 1.5)):
         looser = Limits(LIMITS.ttft_s * ttft, LIMITS.tpot_s * tpot)
-        assert attainment(size, rate, seeds, limits=looser) >= before - MOST_LOST, looser
+        assert attainment(size, rate, seeds, limits=looser) >= before - MOST_LOST[times], looser
 
 
 @cells
@@ -58,11 +58,11 @@ def test_one_more_node_costs_nothing(counts, admission, times, seeds):
     before = _before(fleet_of(counts, admission), rate, seeds)
     for kind in range(3):
         more = fleet_of([count + (number == kind) for number, count in enumerate(counts)], admission)
-        assert attainment(more, rate, seeds) >= before - MOST_LOST, more
+        assert attainment(more, rate, seeds) >= before - MOST_LOST[times], more
 
 
 @cells
 def test_more_blocks_cost_nothing(counts, admission, times, seeds):
     size, rate = fleet_of(counts, admission), times * KNEES[counts]
     few, more = (attainment(size, rate, seeds, sizes=replace(SIZES, num_blocks=num)) for num in (SCARCE, MORE))
-    assert more >= few - MOST_LOST
+    assert more >= few - MOST_LOST[times]
