@@ -17,6 +17,8 @@ from splitserve_bench.simulate.profile import (
 )
 from tests.tiny_models import write_fake_model
 
+pytestmark = pytest.mark.long
+
 DEADLINE_S = 240.0
 STEP_S, TOKEN_S = 0.05, 0.002
 

@@ -11,6 +11,8 @@ from splitserve_bench.simulate.costs import ProfileCosts
 from tests.unit.splitserve_bench.goodput_kit import KNEES, attainment, fleet_of
 from tests.unit.splitserve_bench.simulate_kit import PROFILE
 
+pytestmark = pytest.mark.long
+
 MOST_LOST_TO_AGE = 0.03
 # Nodes reckon with steps as long as all but a few have been, so that answers keep their limits: where prompts are read
 # beside answers there is less time for them, which shows where time is short.

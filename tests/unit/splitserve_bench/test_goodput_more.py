@@ -11,6 +11,8 @@ from splitserve_bench.serve.metrics import Limits
 from tests.unit.splitserve_bench.goodput_kit import KNEES, LIMITS, attainment, fleet_of
 from tests.unit.splitserve_bench.simulate_kit import SIZES
 
+pytestmark = pytest.mark.long
+
 MOST_LOST = {0.7: 0.02, 1.0: 0.02, 1.8: 0.06}  # by multiples of the knee
 SCARCE, MORE = (120, 240)  # blocks; the longest request needs 51
 
@@ -20,21 +22,12 @@ CELLS = [
     for admission in (ADMIT_ALL, ADMIT_TIMELY)
     for times in (0.7, 1.0, 1.8)
 ]
-SAMPLE = [
-    ((1, 1, 0), ADMIT_TIMELY, 1.0),
-    ((0, 0, 2), ADMIT_ALL, 0.7),
-    ((0, 0, 2), ADMIT_TIMELY, 1.8),
-    ((1, 0, 1), ADMIT_ALL, 1.8),
-]
-
-
 _before = cache(attainment)
 
 
 def cells(function):
-    """A few of them for every day, and with more loads all of them now and then."""
-    rows = [pytest.param(*cell, 3, id=_name(cell)) for cell in SAMPLE]
-    rows += [pytest.param(*cell, 4, id=f"all-{_name(cell)}", marks=pytest.mark.long) for cell in CELLS]
+    """All of them, over so many loads."""
+    rows = [pytest.param(*cell, 4, id=_name(cell)) for cell in CELLS]
     return pytest.mark.parametrize(("counts", "admission", "times", "seeds"), rows)(function)
 
 

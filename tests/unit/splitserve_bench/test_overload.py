@@ -255,18 +255,22 @@ async def test_other_servers_are_not_told_the_limits():
 
 
 def test_a_simulated_fleet_takes_as_long_to_recover_as_its_queue_is_long(tmp_path):
-    """A prompt of 100 tokens takes 102 ms: of 20 a second for 10 s about 100 are left, which shrink by 7.3 a second."""
+    """A prompt of 100 tokens takes 102 ms: of 20 a second for 10 s about 100 are left, which shrink by 7.3 a second. A
+    fleet that is told the limits reads the others first, and is back as soon as they come at a rate that it serves."""
     PROFILE.save(tmp_path / "profile.json")
     words = ["--profile", str(tmp_path / "profile.json"), "--prefill", "1", "--decode", "1", "--goodput", "ttft:1000"]
     words += ["--random-input-len", "100", "--random-output-len", "2", "--stages", "1x10,4x10,0.5x30", "--json"]
-    result = CliRunner().invoke(main, ["bench", "overload", *words, "--request-rate", "5"])
-    assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
-    before, overload, _ = told["stages"]
-    assert before["attainment"] >= 0.9
-    assert overload["attainment"] < 0.5
-    assert 10 <= told["back_s"] <= 20
-    assert told["backend"] == "simulated-1P+1D"
+    words = ["bench", "overload", *words, "--request-rate", "5"]
+    results = [CliRunner().invoke(main, [*words, *flags]) for flags in (["--no-send-limits"], [])]
+    assert [result.exit_code for result in results] == [0, 0], [result.output for result in results]
+    untold, told = (json.loads(result.stdout) for result in results)
+    for found in (untold, told):
+        before, overload, _ = found["stages"]
+        assert before["attainment"] >= 0.9
+        assert overload["attainment"] < 0.6
+        assert found["backend"] == "simulated-1P+1D"
+    assert 10 <= untold["back_s"] <= 20
+    assert told["back_s"] <= 5
 
 
 def test_a_simulated_fleet_that_refuses_says_when_to_come_back_and_recovers_sooner(tmp_path):
