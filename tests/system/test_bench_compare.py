@@ -19,7 +19,10 @@ CONTENDERS = {
     "peer own": "peer",
 }
 
-pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a split needs two CPUs")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a split needs two CPUs"),
+]
 
 
 @pytest.fixture(scope="module")

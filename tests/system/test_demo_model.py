@@ -46,25 +46,30 @@ def demo():
         pytest.skip(f"no demo model here: {error}")
 
 
-async def test_answers_equal_transformers(demo, start_cluster):
+@pytest.mark.parametrize(
+    ("prompts", "chats"),
+    [(PROMPTS[::3], CHATS[:1]), pytest.param(PROMPTS, CHATS, marks=pytest.mark.long)],
+    ids=["some", "all"],
+)
+async def test_answers_equal_transformers(demo, start_cluster, prompts, chats):
     cluster = start_cluster(
         demo, node={"dtype": "float32", "max_model_len": 512, "num_kv_blocks": 96, "block_size": 16},
         prefill={"max_num_batched_tokens": 48}, decode={"max_num_seqs": 8},
     )  # fmt: skip
     async with cluster.connect() as stub:
-        texts = await ask_all(stub, [request(prompt, max_tokens=MAX_TOKENS, temperature=0) for prompt in PROMPTS])
-        turns = [[{"role": "user", "content": question}] for question in CHATS]
-        chats = await ask_all(stub, [request(turn, max_tokens=MAX_TOKENS, temperature=0) for turn in turns])
+        texts = await ask_all(stub, [request(prompt, max_tokens=MAX_TOKENS, temperature=0) for prompt in prompts])
+        turns = [[{"role": "user", "content": question}] for question in chats]
+        told = await ask_all(stub, [request(turn, max_tokens=MAX_TOKENS, temperature=0) for turn in turns])
     cluster.wait_all_free()
     cluster.stop()
 
     reference = Reference(demo)
     tokenizer = reference.tokenizer
-    questions = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    questions = [tokenizer(prompt)["input_ids"] for prompt in prompts]
     questions += [
         tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"] for turn in turns
     ]
-    for prompt, answer in zip(questions, texts + chats, strict=True):
+    for prompt, answer in zip(questions, texts + told, strict=True):
         expected = reference.greedy(prompt, MAX_TOKENS)
         assert answer.complete.prompt_tokens == len(prompt), tokenizer.decode(prompt)
         assert answer.token_ids == expected, tokenizer.decode(prompt)
