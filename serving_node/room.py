@@ -124,8 +124,7 @@ class Room:
 
     @property
     def _has_seat_in_time(self) -> bool:
-        seated = self._seated()
-        return len(seated) < self.num_seats and len(seated) < seats_in_time(seated, self._costs)
+        return self._has_free_seat and self._num_seated() < seats_in_time(self._seated(), self._costs)
 
     def start(self, resident: Resident) -> bool:
         """Gives a prompt its blocks, unless there are too few or an older request waits for them."""

@@ -25,7 +25,7 @@ def departures(
     full = {request.attempt.decode for request in requests if _waits(request, now)}
     if not full:
         return
-    busy = {node for request in requests if request.move for node in (request.move.source, request.move.target)}
+    busy = moving(requests)
     for source in [node for node in nodes if node in full and node not in busy]:
         running = [each for each in requests if each.attempt.decode is source and may_move(each, now, rest_s=REST_S)]
         youngest = max(running, key=lambda each: each.age, default=None)
@@ -36,6 +36,11 @@ def departures(
         if target is not None:
             busy |= {source, target}
             yield youngest, target
+
+
+def moving(requests: Iterable[TrackedRequest]) -> set[Node]:
+    """The nodes between which answers are on their way."""
+    return {node for request in requests if request.move for node in (request.move.source, request.move.target)}
 
 
 def _waits(request: TrackedRequest, now: float) -> bool:

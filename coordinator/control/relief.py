@@ -7,9 +7,9 @@ each node, and no answer twice within REST_S; so each look sees what the move be
 """
 
 from collections.abc import Collection, Iterable, Iterator
-from typing import Final
 
 from coordinator.control.attempts import TrackedRequest
+from coordinator.control.balance import REST_S, moving
 from coordinator.control.ledger import Ledger
 from coordinator.control.moves import may_move, num_tokens_needed
 from coordinator.control.placement.lateness import Lateness, step_s
@@ -17,8 +17,6 @@ from coordinator.control.placement.policy import Wanted
 from coordinator.control.registry import Node
 from coordinator.control.router import roomiest
 from serving_core.due import Due
-
-REST_S: Final = 10.0
 
 
 def departures(
@@ -28,7 +26,7 @@ def departures(
     if not ledger.has_limits or len(nodes) < 2:
         return
     requests = list(requests)
-    busy = {node for request in requests if request.move for node in (request.move.source, request.move.target)}
+    busy = moving(requests)
     for source in nodes:
         if source in busy:
             continue

@@ -73,6 +73,6 @@ def back_after_s(windows: Sequence[Window], attainment: float) -> float | None:
     for number, window in enumerate(windows):
         rest = windows[number:]
         num_good, num_offered = sum(each.num_good for each in rest), sum(each.num_offered for each in rest)
-        if window.num_offered and min(window.num_good / window.num_offered, num_good / num_offered) >= attainment:
+        if window.attainment is not None and min(window.attainment, num_good / num_offered) >= attainment:
             return window.start_s - windows[0].start_s
     return None

@@ -2,18 +2,15 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Final
 
+from coordinator.control.slo import MAX_MS, MS
 from splitserve_bench.serve.metrics import Limits
 from splitserve_bench.serve.records import PlannedRequest
-
-MS: Final = 1e3
-MOST_MS: Final = 3_600_000.0  # SplitServe takes no longer ones
 
 
 def told(planned: Iterable[PlannedRequest], limits_of: Callable[[PlannedRequest], Limits]) -> list[PlannedRequest]:
     """The same requests with their limits on TTFT and TPOT. What a server would not take for one, 0 or more than
-    MOST_MS, is not told; nor is a limit on E2EL, which no server knows."""
+    MAX_MS, is not told; nor is a limit on E2EL, which no server knows."""
     return [_told(each, limits_of(each)) for each in planned]
 
 
@@ -22,4 +19,4 @@ def _told(planned: PlannedRequest, limits: Limits) -> PlannedRequest:
 
 
 def _ms(limit_s: float | None) -> float | None:
-    return limit_s * MS if limit_s is not None and 0 < limit_s * MS <= MOST_MS else None
+    return limit_s * MS if limit_s is not None and 0 < limit_s * MS <= MAX_MS else None

@@ -21,6 +21,7 @@ from coordinator.control.placement.policy import Wanted
 from coordinator.control.registry import Node
 from prefill_node.order import timely
 from prefill_node.slack import FLOOR, SPENT
+from serving_core.costs import StepLoad
 
 
 class Job(NamedTuple):
@@ -49,13 +50,12 @@ class Pace:
 def step_s(node: Node, ledger: Ledger, num_more: int = 0, num_more_cached: int = 0) -> float:
     """Seconds of a step of the node with all its answers, and so many more behind so many tokens; 0 where there are
     none. An answer whose prompt the node has yet to read is in none."""
-    account, weights = ledger.of(node), node.step_weights
+    account = ledger.of(node)
     num_unread = sum(each.is_written and each.num_to_compute > 0 for each in ledger.owed(node))
     num_answers = account.num_answers - num_unread + num_more
     if not num_answers:
         return 0.0
-    num_cached = account.tokens_held + num_more_cached
-    return weights.step_s + num_answers * weights.answer_s + num_cached * weights.cached_s
+    return node.step_weights.of_step(StepLoad(num_answers, account.tokens_held + num_more_cached))
 
 
 class Lateness:

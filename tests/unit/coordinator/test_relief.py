@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.control.relief import REST_S
+from coordinator.control.balance import REST_S
 from coordinator.control.slo import Slo
 from serving_core.due import Due
 from tests import fleet_events as events
