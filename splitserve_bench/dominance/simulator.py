@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import median_high
 from typing import Final
 
-from coordinator.control.slo import Slo
 from splitserve_bench.dominance.runs import Figures, Run
 from splitserve_bench.errors import BenchError
 from splitserve_bench.plan.asked import AskedLoad
@@ -15,6 +14,7 @@ from splitserve_bench.plan.loads import Loads
 from splitserve_bench.serve.metrics import Limits, missed, tpot_s, ttft_s
 from splitserve_bench.serve.misses import Misses, count_misses, is_complete
 from splitserve_bench.serve.records import PlannedRequest
+from splitserve_bench.serve.told import told
 from splitserve_bench.simulate.fleet import FleetSize, simulate
 from splitserve_bench.simulate.profile import Profile, read_profile
 
@@ -34,15 +34,14 @@ class Simulator:
         """Raises SettingsError and BenchError."""
         profile = self._profile(run.profile)
         planned = self._loads(profile, run.load, run.seed).load(run.rate, run.num_prompts, run.seed)
+        limits = Limits(run.ttft_s, run.tpot_s)
         outcomes = simulate(
             profile,
             run.fleet,
-            planned,
+            told(planned, lambda each: limits),
             max_concurrency=None,
             request_timeout_s=run.request_timeout_s,
-            slo=Slo("", run.ttft_s, run.tpot_s),
         )
-        limits = Limits(run.ttft_s, run.tpot_s)
         judged = [(outcome, missed(outcome, limits)) for outcome in outcomes]
         num_good = sum(is_complete(outcome) and not names for outcome, names in judged)
         misses = count_misses(judged)

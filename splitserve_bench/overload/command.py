@@ -31,7 +31,7 @@ from splitserve_bench.simulate.command import NO_SERVER, size_options
 if TYPE_CHECKING:
     from splitserve_bench.overload.stages import Stage
     from splitserve_bench.serve.metrics import Limits
-    from splitserve_bench.serve.records import Outcome
+    from splitserve_bench.serve.records import Outcome, PlannedRequest
     from splitserve_bench.simulate.fleet import FleetSize
 
 STAGES: Final = "0.8x20,3x60,0.5x45"
@@ -145,19 +145,16 @@ def overload_command(
 async def _measure(asked: Asked) -> None:
     from splitserve_bench.overload.stages import staged_load
     from splitserve_bench.serve.session import connect
-    from splitserve_bench.serve.told import told
 
     options = asked.options
     session = await connect(options)
     workload = staged_load(asked.stages, options, session.max_model_len, session.vocab_size)
     await session.warm_up(workload)
-    planned = told(workload.planned, lambda each: asked.limits) if options.send_limits else workload.planned
-    outcomes = await session.send(planned, lambda outcome: None)
+    outcomes = await session.send(_told(asked, workload.planned), lambda outcome: None)
     _show(asked, outcomes, {"model": session.model, "backend": session.target.backend})
 
 
 def _simulate(asked: Asked, profile_path: Path, size: "FleetSize") -> None:
-    from coordinator.control.slo import Slo
     from splitserve_bench.overload.stages import staged_load
     from splitserve_bench.simulate.fleet import simulate
     from splitserve_bench.simulate.profile import read_profile
@@ -168,12 +165,18 @@ def _simulate(asked: Asked, profile_path: Path, size: "FleetSize") -> None:
     outcomes = simulate(
         profile,
         size,
-        workload.planned,
+        _told(asked, workload.planned),
         max_concurrency=None,
         request_timeout_s=options.request_timeout_s,
-        slo=Slo("", asked.limits.ttft_s, asked.limits.tpot_s) if options.send_limits else None,
     )
     _show(asked, outcomes, {"model": profile.model, "backend": f"simulated-{size}"})
+
+
+def _told(asked: Asked, planned: "Sequence[PlannedRequest]") -> "Sequence[PlannedRequest]":
+    """With their limits, unless the server is not to know them."""
+    from splitserve_bench.serve.told import told
+
+    return told(planned, lambda each: asked.limits) if asked.options.send_limits else planned
 
 
 def _show(asked: Asked, outcomes: "Sequence[Outcome]", about: dict[str, str]) -> None:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from coordinator.control.live import TokenRow
 from coordinator.control.prompts import Prompt
-from coordinator.control.slo import Slo
+from coordinator.control.slo import MS, Slo
 from coordinator.doors.statuses import retry_after_s
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
@@ -39,15 +39,13 @@ class LoadClients:
         door_s: float,
         max_concurrency: int | None,
         request_timeout_s: float,
-        slo: Slo | None = None,
     ) -> None:
-        """`door_s`: from a client to the coordinator and back; `slo`: what each request asks for. Every answer is
-        checked."""
+        """`door_s`: from a client to the coordinator and back. Every answer is checked."""
         self._agenda, self._planned = agenda, planned
         self._model = model
         self._half_s = door_s / 2
         self._num_free = max_concurrency or len(planned)
-        self._timeout_s, self._slo = request_timeout_s, slo
+        self._timeout_s = request_timeout_s
         self._waiting: deque[PlannedRequest] = deque()
         self._answers: dict[str, _Answer] = {}
         self._outcomes: dict[int, Outcome] = {}
@@ -77,10 +75,10 @@ class LoadClients:
         request_id = f"{planned.index}/0"
         self._answers[request_id] = _Answer(planned, Reply(planned, lambda: self._agenda.now))
         sampling = SamplingParams(max_tokens=planned.output_tokens, temperature=0.0, ignore_eos=True)
-        prompt, deadline_s = Prompt(planned.prompt), self._agenda.now + self._timeout_s
+        prompt, deadline_s, slo = Prompt(planned.prompt), self._agenda.now + self._timeout_s, _slo_of(planned)
         self._agenda.after(
             self._half_s,
-            lambda: self._server.submit(request_id, prompt, sampling, deadline_s=deadline_s, slo=self._slo),
+            lambda: self._server.submit(request_id, prompt, sampling, deadline_s=deadline_s, slo=slo),
         )
 
     # ---- what comes ----
@@ -129,6 +127,13 @@ class _Answer:
     planned: PlannedRequest
     reply: Reply
     token_ids: list[int] = field(default_factory=list)
+
+
+def _slo_of(planned: PlannedRequest) -> Slo | None:
+    """The limits that the server is told."""
+    ttft_s, tpot_s = (each_ms and each_ms / MS for each_ms in (planned.ttft_ms, planned.tpot_ms))
+    slo = Slo("", ttft_s, tpot_s)
+    return slo if slo.has_limits else None
 
 
 def _seconds_of(timeline: inference_pb2.Timeline) -> dict[str, float]:

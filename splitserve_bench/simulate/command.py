@@ -143,9 +143,9 @@ def simulate_command(
 
 
 def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions, *, tells_limits: bool) -> None:
-    from coordinator.control.slo import Slo
     from splitserve_bench.serve.metrics import parse_goodput
     from splitserve_bench.serve.reporting import Reporting
+    from splitserve_bench.serve.told import told
     from splitserve_bench.serve.workloads import workload_of
     from splitserve_bench.simulate.fleet import simulate
 
@@ -154,15 +154,14 @@ def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions, *, t
     workload = workload_of(options, profile.node.max_model_len, profile.node.vocab_size)
     run = replace(reporting.begin(profile.model, workload.num_clipped), started_at=CLOCK_START)
     limits = parse_goodput(options.goodput)
-    slo = Slo("", limits.ttft_s, limits.tpot_s)
+    planned = told(workload.planned, lambda each: limits) if tells_limits else workload.planned
     began_s = perf_counter()
     outcomes = simulate(
         profile,
         size,
-        workload.planned,
+        planned,
         max_concurrency=options.max_concurrency,
         request_timeout_s=options.request_timeout_s,
-        slo=slo if tells_limits and slo.has_limits else None,
     )
     seconds, num_tokens = perf_counter() - began_s, sum(outcome.num_output_tokens for outcome in outcomes)
     report(f"{num_tokens} answer tokens simulated in {seconds:.1f} s, {num_tokens / seconds:.0f} a second")

@@ -6,7 +6,6 @@ from typing import Final
 
 from coordinator.control.placement.policies import AUTO
 from coordinator.control.roles import FIXED
-from coordinator.control.slo import Slo
 from coordinator.settings import ADMIT_ALL, CoordinatorSettings
 from serving_core.errors import SettingsError
 from serving_core.shapes import BOTH, DECODE, PREFILL
@@ -108,10 +107,8 @@ def simulate(
     *,
     max_concurrency: int | None,
     request_timeout_s: float,
-    slo: Slo | None = None,
 ) -> list[Outcome]:
-    """What becomes of a load on such a fleet, each request with these limits. The same arguments give the same
-    outcomes."""
+    """What becomes of a load on such a fleet. The same arguments give the same outcomes."""
     agenda, model = Agenda(), ToyModel(profile.node.vocab_size)
     clients = LoadClients(
         agenda,
@@ -120,7 +117,6 @@ def simulate(
         door_s=profile.control.door_s,
         max_concurrency=max_concurrency,
         request_timeout_s=request_timeout_s,
-        slo=slo,
     )
     fleet = Fleet(agenda, clients, profile.node, model, size.settings)
     costs = ProfileCosts(profile)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
 
-from coordinator.control.slo import Slo
 from coordinator.settings import CoordinatorSettings
 from splitserve_bench.serve.metrics import Limits, is_good
 from splitserve_bench.serve.records import PlannedRequest
+from splitserve_bench.serve.told import told
 from splitserve_bench.simulate.agenda import Agenda
 from splitserve_bench.simulate.clients import LoadClients
 from splitserve_bench.simulate.costs import ProfileCosts
@@ -78,8 +78,7 @@ class World:
         """What becomes of it, and the door."""
         agenda, model = Agenda(), ToyModel(VOCAB_SIZE)
         options = {"max_concurrency": None, "request_timeout_s": TIMEOUT_S, "door_s": DOOR_S}
-        slo = Slo("", self.limits.ttft_s, self.limits.tpot_s)
-        clients = LoadClients(agenda, self.planned, model=model, slo=slo, **options)
+        clients = LoadClients(agenda, told(self.planned, lambda each: self.limits), model=model, **options)
         door = self.door(agenda, clients)
         fleet = Fleet(agenda, door, self.sizes, model, self.settings or self.size.settings)
         door.coordinator = fleet.coordinator

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.control.slo import Slo
 from serving_core.errors import SettingsError
 from splitserve_bench.dominance.contenders import AUTO, BESIDE, OTHERS, Contender, parse_fleet
 from splitserve_bench.dominance.dominance_report import markdown, sentences
@@ -19,7 +18,9 @@ from splitserve_bench.dominance.runs import Figures, Run, Runs
 from splitserve_bench.dominance.simulator import alone_s
 from splitserve_bench.errors import BenchError
 from splitserve_bench.plan.loads import Loads
+from splitserve_bench.serve.metrics import Limits
 from splitserve_bench.serve.spread import mean_interval
+from splitserve_bench.serve.told import told
 from splitserve_bench.simulate.fleet import FleetSize, simulate
 from tests.unit.splitserve_bench.dominance_kit import dominance, figures_of, load_of, write_trace
 from tests.unit.splitserve_bench.simulate_kit import PROFILE, step_s
@@ -83,9 +84,8 @@ def test_the_figures_are_those_of_the_simulator(words, trace, tmp_path):
 
 
 def attainment(size, planned, ttft_s, tpot_s):
-    outcomes = simulate(
-        PROFILE, size, planned, max_concurrency=None, request_timeout_s=600, slo=Slo("", ttft_s, tpot_s)
-    )
+    limited = told(planned, lambda each: Limits(ttft_s, tpot_s))
+    outcomes = simulate(PROFILE, size, limited, max_concurrency=None, request_timeout_s=600)
     num_good = 0
     for outcome in outcomes:
         times = outcome.arrivals_s
