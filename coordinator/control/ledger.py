@@ -39,12 +39,15 @@ class _Part:
 
 class Owed(NamedTuple):
     """What a node is to do of an answer with limits: to compute so many tokens of its prompt, or to write it, or both.
-    So many tokens of it have come."""
+    So many tokens of it have come, and so many may still; it is to come where it has none and another node reads its
+    prompt."""
 
     num_to_compute: int
     is_written: bool
     due: Due
     num_output: int
+    num_left: int
+    is_to_come: bool
 
 
 @dataclass(slots=True)
@@ -54,6 +57,7 @@ class _Request:
     has_first_token: bool = False
     due: Due | None = None  # of one with limits
     num_output: int = 0  # tokens that have come
+    most_output: int = 0  # that may come in all
     parts: dict[Node, _Part] = field(default_factory=dict)
 
 
@@ -91,14 +95,22 @@ class Ledger:
         for request in self._limited.get(node, {}).values():
             part = request.parts[node]
             assert request.due is not None
-            yield Owed(part.tokens_to_compute, part.is_written, request.due, request.num_output)
+            num_left = request.most_output - request.num_output
+            yield Owed(
+                part.tokens_to_compute, part.is_written, request.due, request.num_output, num_left, part.is_to_come
+            )
+
+    def most_left(self, node: Node) -> int:
+        """Tokens that may still come of one answer with limits that the node writes: the most."""
+        limited = self._limited.get(node, {}).values()
+        return max((each.most_output - each.num_output for each in limited if each.parts[node].is_written), default=0)
 
     # ---- what the tracker tells ----
 
-    def owe(self, request_id: str, due: Due, num_output: int) -> None:
-        """The attempt that begins has limits, and so many tokens of the answer have come before."""
+    def owe(self, request_id: str, due: Due, num_output: int, num_left: int) -> None:
+        """The attempt that begins has limits; so many tokens of the answer have come before, and so many may still."""
         request = self._requests.setdefault(request_id, _Request())
-        request.due, request.num_output = due, num_output
+        request.due, request.num_output, request.most_output = due, num_output, num_output + num_left
 
     def read(self, request_id: str, node: Node, num_tokens: int) -> None:
         """The node is to compute so many tokens of the prompt."""

@@ -139,7 +139,7 @@ class LiveAnswers:
         prefill, decode, prompt = placed.reader, placed.writer, request.known
         request.attempt = Attempt(self.next_epoch(), prefill, decode, first_index=len(request.output), started_s=now)
         if (due := request.due) is not None:
-            self.ledger.owe(request.request_id, due, len(request.output))
+            self.ledger.owe(request.request_id, due, len(request.output), request.num_tokens_left)
         self.ledger.read(request.request_id, prefill, prompt.tokens_to_compute(prefill))
         self.ledger.write(request.request_id, decode, len(prompt))
         return [Send(node, command) for node, command in request.commands(prompt, now)]

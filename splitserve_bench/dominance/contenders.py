@@ -10,14 +10,14 @@ from coordinator.settings import ADMIT_ALL, ADMIT_TIMELY
 from serving_core.errors import SettingsError
 from splitserve_bench.simulate.fleet import FleetSize
 
-AUTO: Final = "1P+1B-timely"
+AUTO: Final = "2B-timely"
 # Colocated, split, and the other policies on nodes of which one or both do both.
 OTHERS: Final = (
     "2B-never", "1P+1D",
     "1P+1B-sum", "1P+1B-always", "1P+1B-least-loaded", "1P+1B-lmetric", "1P+1B-arrow",
     "2B-sum", "2B-least-loaded", "2B-lmetric", "2B-arrow",
 )  # fmt: skip
-BESIDE: Final = ("1P+1B", "2B-timely")
+BESIDE: Final = ("2B", "1P+1B-timely")
 WHOLE: Final = "1B"  # one node on all cores
 _COUNTS: Final = re.compile(r"(?!\+)(?:([0-9]{1,4})P)?(?:(?:^|\+)([0-9]{1,4})D)?(?:(?:^|\+)([0-9]{1,4})B)?")
 

@@ -40,7 +40,7 @@ trace_options = options_of(
     ),
 )
 contender_options = options_of(
-    click.option("--contender", help="Fleet that is to be the best one.  [default: 1P+1B-timely]"),
+    click.option("--contender", help="Fleet that is to be the best one.  [default: 2B-timely]"),
     click.option(
         "--other",
         "others",
@@ -51,7 +51,7 @@ contender_options = options_of(
     click.option(
         "--beside",
         multiple=True,
-        help="Fleet that is shown, not counted; give it again for more.  [default: 1P+1B and 2B-timely]",
+        help="Fleet that is shown, not counted; give it again for more.  [default: 2B and 1P+1B-timely]",
     ),
     click.option(
         "--whole-profile",

@@ -1,6 +1,7 @@
 """The pair of nodes that makes the fewest answers late, and of those the one that costs the fewest seconds. Pure.
 
-Late are answers with limits (coordinator/control/placement/lateness.py), seconds are those of all requests
+Late are answers with limits, those among them that will be because a node was to be spared
+(coordinator/control/placement/lateness.py); seconds are those of all requests
 (coordinator/control/placement/costs.py). Without limits anywhere the seconds decide; while no rate is known, nodes that
 only read come first. Of writers that cost the same the one is taken that has most of its pool left; blocks that it
 holds already count as left.
@@ -12,7 +13,7 @@ from typing import Final, NamedTuple
 from coordinator.control.handover import HandoverCosts
 from coordinator.control.ledger import Ledger
 from coordinator.control.placement.costs import Costs
-from coordinator.control.placement.lateness import Lateness
+from coordinator.control.placement.lateness import Lateness, spared
 from coordinator.control.placement.policy import Placed, Wanted
 from coordinator.control.registry import Node
 from coordinator.control.router import candidates
@@ -41,7 +42,12 @@ class Cheapest:
         writers = candidates(nodes, DECODE, wanted.num_tokens)
         costs = Costs(nodes, ledger, wanted.prompt, handover)
         lateness = Lateness(ledger, wanted, now) if self._counts_late else None
-        weighing = _Weighing(costs, lateness if lateness is not None and lateness.is_at_stake else None, wanted.avoid)
+        if lateness is None or not lateness.is_at_stake:
+            weighing = _Weighing(costs, None, None, wanted.avoid)
+        else:
+            least = spared(readers, ledger)
+            has_other = any(node is not least and not costs.writing(node).is_full for node in writers)
+            weighing = _Weighing(costs, lateness, least if has_other else None, wanted.avoid)
         alone, two = list(weighing.alone(readers, writers)), list(weighing.two(readers, writers))
         allowed = [*(two if self._may_be_two else ()), *(alone if self._may_be_alone else ())]
         pairs = allowed or [*two, *alone]
@@ -57,7 +63,7 @@ class _Order(NamedTuple):
 
     num_avoided: int
     is_second_choice: bool
-    num_late: int
+    harm: int
     is_full: bool
     seconds: float
     by_kind: int  # of pairs that cost the same
@@ -66,8 +72,11 @@ class _Order(NamedTuple):
 class _Weighing:
     """One request on these nodes."""
 
-    def __init__(self, costs: Costs, lateness: Lateness | None, avoid: Collection[Node]) -> None:
-        self._costs, self._lateness, self._avoid = costs, lateness, avoid
+    def __init__(
+        self, costs: Costs, lateness: Lateness | None, spared_node: Node | None, avoid: Collection[Node]
+    ) -> None:
+        """`spared_node` is the one that is to be spared answers."""
+        self._costs, self._lateness, self._spared, self._avoid = costs, lateness, spared_node, avoid
 
     def placed(self, reader: Node, writer: Node) -> Placed:
         num_late = self._num_late(reader, writer)
@@ -79,7 +88,7 @@ class _Weighing:
         return _Order(
             len({reader, writer} & set(self._avoid)),
             self._is_second_choice(reader),
-            self._num_late(reader, writer),
+            self._harm(reader, writer),
             self._costs.writing(writer).is_full,
             self._costs.seconds(reader, writer),
             0 if not reader.usable.writes else 1 if reader is writer else 2,
@@ -126,7 +135,14 @@ class _Weighing:
         if self._lateness is None:
             return min(able, key=by_seconds)
         few = sorted(able, key=by_seconds)[:MOST_WEIGHED]
-        return min(few, key=lambda node: (node in self._avoid, self._num_late(reader or node, node)))
+        return min(few, key=lambda node: (node in self._avoid, self._harm(reader or node, node)))
+
+    def _harm(self, reader: Node, writer: Node) -> int:
+        """How many are late, those among them that are yet to come."""
+        num_late = self._num_late(reader, writer)
+        if self._lateness is None or writer is not self._spared:
+            return num_late
+        return num_late + self._lateness.on(writer).num_lost()
 
     def _num_late(self, reader: Node, writer: Node) -> int:
         if self._lateness is None:

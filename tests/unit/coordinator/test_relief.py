@@ -68,7 +68,7 @@ def test_nobody_moves_to_where_it_makes_another_one_late():
     world = written_on_d0(0.024, 0.1, 0.1)
     d1 = world.registry.find("d1")
     due = Due(tpot_s=0.016)
-    world.ledger.owe("there", due, 0)
+    world.ledger.owe("there", due, 0, 10)
     world.ledger.write("there", d1, 10)
     assert world.tick(0.03) == []
     due.tpot_s = 0.021

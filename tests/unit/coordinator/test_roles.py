@@ -259,7 +259,7 @@ def test_half_of_the_time_until_first_tokens_are_due_is_a_long_queue():
     """A prompt of 0.4 s waits."""
     for due_in_s, flips in ((0.7, [("d0", BOTH)]), (LASTS_S + 4.0, [])):
         world = World("p0", "d0", "d1", policy=AUTO)
-        world.ledger.owe("limited", Due(world.now + due_in_s), 0)
+        world.ledger.owe("limited", Due(world.now + due_in_s), 0, 10)
         world.ledger.read("limited", world.node("p0"), 400)
         world.ledger.write("limited", world.node("d1"), 400)
         assert world.wait(LASTS_S + 0.5) == flips
@@ -272,7 +272,7 @@ def test_writers_are_full_with_as_many_answers_as_keep_their_limits():
         for name in ("p0", "p1", "d0"):
             world.beat(world.node(name), step_weights=[0.010, 0.002, 0.0, 0.0, 0.001, 0.0])
         for number in range(count):
-            world.ledger.owe(f"{number}", Due(tpot_s=0.031), 0)
+            world.ledger.owe(f"{number}", Due(tpot_s=0.031), 0, 10)
             world.ledger.write(f"{number}", world.node("d0"), 10)
             world.ledger.first_token(f"{number}", 0.0)
         assert world.wait(LASTS_S + 0.5) == flips

@@ -185,18 +185,32 @@ async def the_public_port():
     await server.stop(None)
 
 
+class HangsUp(asyncio.Protocol):
+    """Answers whatever comes with these bytes, and hangs up."""
+
+    def __init__(self, answer, live):
+        self._answer, self._live = answer, live
+
+    def connection_made(self, transport):
+        self._transport = transport
+        self._live.add(transport)
+
+    def data_received(self, data):
+        self._transport.write(self._answer)
+        self._transport.close()
+
+    def connection_lost(self, error):
+        self._live.remove(self._transport)
+
+
 @asynccontextmanager
 async def a_port(answer=b"", **options):
-    """One that answers whatever comes with these bytes, and hangs up."""
-
-    async def on_connection(reader, writer):
-        await reader.read(1)
-        writer.write(answer)
-        await writer.drain()
-        writer.close()
-
-    async with await asyncio.start_server(on_connection, "127.0.0.1", 0, **options) as server:
+    live = set()
+    loop = asyncio.get_running_loop()
+    async with await loop.create_server(lambda: HangsUp(answer, live), "127.0.0.1", 0, **options) as server:
         yield server.sockets[0].getsockname()[1]
+    for transport in live:  # who has come and said nothing yet
+        transport.abort()
 
 
 @asynccontextmanager

@@ -93,11 +93,14 @@ async def http_server(script, *, is_own=False, with_token_ids=False, with_usage=
     how many have been made."""
     script.num_connections = 0
     script.headers = []
-    tasks = set()
+    tasks, writers = [], []
+
+    def connected(reader, writer):
+        script.num_connections += 1
+        writers.append(writer)
+        tasks.append(asyncio.create_task(serve(reader, writer)))
 
     async def serve(reader, writer):
-        script.num_connections += 1
-        tasks.add(asyncio.current_task())
         try:
             while await _serve_one(script, reader, writer, is_own, with_token_ids, with_usage):
                 pass
@@ -106,7 +109,7 @@ async def http_server(script, *, is_own=False, with_token_ids=False, with_usage=
         finally:
             writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     try:
         yield Target("openai", f"http://127.0.0.1:{port}", model=MODEL)
@@ -114,7 +117,11 @@ async def http_server(script, *, is_own=False, with_token_ids=False, with_usage=
         server.close()
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for writer in writers:  # of a task that was cancelled before it began, too
+            writer.transport.abort()
+        for task in tasks:
+            assert task.cancelled() or task.exception() is None
 
 
 async def _serve_one(script, reader, writer, is_own, with_token_ids, with_usage):

@@ -224,7 +224,7 @@ def test_the_best_other_is_that_of_the_cell_and_what_is_beside_is_none():
     assert "-2.0 points from the best other fleet in the mean of the 2 cells" in said
     assert "more than 2 points below it in 1 of them" in said
     assert "Worst: chat at 2 req/s, 6x:2.5x, -7.0" in said
-    assert "1P+1B-timely loses 55.0 % late in TTFT, late ones mostly by prefill queue; 2B-never loses 48.0 %" in said
+    assert f"{AUTO} loses 55.0 % late in TTFT, late ones mostly by prefill queue; 2B-never loses 48.0 %" in said
 
 
 def test_the_interval_is_that_of_the_mean_over_seeds():
@@ -236,9 +236,9 @@ def test_the_interval_is_that_of_the_mean_over_seeds():
 def test_the_document_has_a_table_for_each_trace_and_limits():
     lines = markdown(*grid_and_findings(((90, 80), (70, 80), (82, 82), (99, 99)))).splitlines()
     assert lines[0] == "**chat, 6x:2.5x (TTFT ≤ 400 ms, TPOT ≤ 30 ms): requests within both, %**"
-    assert "| 1P+1B-timely | 85.0 |" in lines
+    assert f"| {AUTO} | 85.0 |" in lines
     assert "| best other | 1P+1D |" in lines
-    assert any(line.startswith("| 1P+1B-timely beyond it | +3.0 (") for line in lines)
+    assert any(line.startswith(f"| {AUTO} beyond it | +3.0 (") for line in lines)
 
 
 def test_it_is_printed_and_drawn(words, tmp_path):
