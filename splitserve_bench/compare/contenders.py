@@ -10,6 +10,8 @@ from serving_core.errors import SettingsError
 COLOCATED, SPLIT, AUTO, CUSTOM, PEER = "colocated", "split", "auto", "custom", "peer"
 KINDS: Final = (COLOCATED, SPLIT, AUTO, CUSTOM, PEER)
 MOST_SPLITS: Final = 7
+ALONE: Final = (("policy", "never"),)
+TIMELY: Final = (("admission", "timely"),)
 _SPLIT: Final = re.compile(r"([1-9]\d{0,2})P\+([1-9]\d{0,2})D", re.ASCII | re.IGNORECASE)
 _NODES: Final = re.compile(r"([1-9]\d{0,2})([PDB])", re.ASCII | re.IGNORECASE)
 _NAME: Final = re.compile(r"[\w.+-]+", re.ASCII)
@@ -61,8 +63,8 @@ def contenders(
     peers: Sequence[PeerContender],
     customs: Sequence[ClusterContender] = (),
 ) -> list[Contender]:
-    """Colocated clusters, these splits or else `splits_of(num_cores)`, the same with decode nodes that read too (auto),
-    then the custom ones and the peers.
+    """Colocated clusters, these splits or else `splits_of(num_cores)`, nodes that all do both, of which the limits
+    decide who does what, and what is refused (auto), then the custom ones and the peers.
 
     Raises SettingsError when one has more nodes than there are cores, or two contenders have one name.
     """
@@ -77,7 +79,8 @@ def contenders(
     if num_cores > 1:
         everyone.append(colocated(num_cores, 1))
     everyone += [ClusterContender(f"split {split}", SPLIT, split.prefill, split.decode, 0) for split in chosen]
-    everyone += [ClusterContender(f"auto {split}", AUTO, split.prefill, 0, split.decode) for split in chosen]
+    if num_cores > 1:
+        everyone.append(ClusterContender(f"auto {num_cores}x1", AUTO, 0, 0, num_cores, TIMELY))
     everyone += [*customs, *peers]
     names = [each.name for each in everyone]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -86,8 +89,8 @@ def contenders(
 
 
 def colocated(num_nodes: int, cores_each: int) -> ClusterContender:
-    """Nodes that do both."""
-    return ClusterContender(f"colocated {num_nodes}x{cores_each}", COLOCATED, 0, 0, num_nodes)
+    """Nodes that do both, each for its own requests."""
+    return ClusterContender(f"colocated {num_nodes}x{cores_each}", COLOCATED, 0, 0, num_nodes, ALONE)
 
 
 def splits_of(num_cores: int) -> list[Split]:

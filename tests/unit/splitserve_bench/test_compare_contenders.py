@@ -31,14 +31,16 @@ def test_on_two_cores():
         "colocated 1x2",
         "colocated 2x1",
         "split 1P+1D",
-        "auto 1P+1D",
+        "auto 2x1",
         "peer vllm",
     ]
     one_node, two_nodes, split, auto, _ = everyone
     assert (one_node.prefill, one_node.decode, one_node.both) == (0, 0, 1)
     assert (two_nodes.prefill, two_nodes.decode, two_nodes.both) == (0, 0, 2)
     assert (split.prefill, split.decode, split.both) == (1, 1, 0)
-    assert (auto.prefill, auto.decode, auto.both) == (1, 0, 1)
+    assert (auto.prefill, auto.decode, auto.both) == (0, 0, 2)
+    assert dict(two_nodes.flags) == {"policy": "never"}
+    assert dict(auto.flags) == {"admission": "timely"}
 
 
 def test_one_core_cannot_be_split():
@@ -47,7 +49,7 @@ def test_one_core_cannot_be_split():
 
 def test_four_cores_have_every_split():
     assert [str(each) for each in splits_of(4)] == ["1P+3D", "2P+2D", "3P+1D"]
-    assert names(4, [], [])[2:] == [f"{kind} {each}" for kind in ("split", "auto") for each in splits_of(4)]
+    assert names(4, [], [])[2:] == [*(f"split {each}" for each in splits_of(4)), "auto 4x1"]
 
 
 @pytest.mark.parametrize("num_cores", [8, 9, 64, 200])
@@ -62,8 +64,7 @@ def test_splits_can_be_chosen():
     assert names(4, [Split(1, 1), Split(1, 1), Split(2, 1)], [])[2:] == [
         "split 1P+1D",
         "split 2P+1D",
-        "auto 1P+1D",
-        "auto 2P+1D",
+        "auto 4x1",
     ]
     with pytest.raises(SettingsError, match=r"2P\+3D has more nodes than there are cores: 4"):
         contenders(4, [Split(2, 3)], [])
