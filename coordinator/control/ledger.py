@@ -39,8 +39,8 @@ class _Part:
 
 class Owed(NamedTuple):
     """What a node is to do of an answer with limits: to compute so many tokens of its prompt, or to write it, or both.
-    So many tokens of it have come, and so many may still; it is to come where it has none and another node reads its
-    prompt."""
+    So many tokens of it have come, and so many are expected, one at least; it is to come where it has none and another
+    node reads its prompt."""
 
     num_to_compute: int
     is_written: bool
@@ -57,7 +57,7 @@ class _Request:
     has_first_token: bool = False
     due: Due | None = None  # of one with limits
     num_output: int = 0  # tokens that have come
-    most_output: int = 0  # that may come in all
+    most_output: int = 0  # that are expected in all, at most
     parts: dict[Node, _Part] = field(default_factory=dict)
 
 
@@ -95,20 +95,20 @@ class Ledger:
         for request in self._limited.get(node, {}).values():
             part = request.parts[node]
             assert request.due is not None
-            num_left = request.most_output - request.num_output
+            num_left = max(1, request.most_output - request.num_output)
             yield Owed(
                 part.tokens_to_compute, part.is_written, request.due, request.num_output, num_left, part.is_to_come
             )
 
     def most_left(self, node: Node) -> int:
-        """Tokens that may still come of one answer with limits that the node writes: the most."""
-        limited = self._limited.get(node, {}).values()
-        return max((each.most_output - each.num_output for each in limited if each.parts[node].is_written), default=0)
+        """Tokens that are expected of one answer with limits that the node writes: the most."""
+        return max((each.num_left for each in self.owed(node) if each.is_written), default=0)
 
     # ---- what the tracker tells ----
 
     def owe(self, request_id: str, due: Due, num_output: int, num_left: int) -> None:
-        """The attempt that begins has limits; so many tokens of the answer have come before, and so many may still."""
+        """The attempt that begins has limits; so many tokens of the answer have come before, and so many are expected
+        at most."""
         request = self._requests.setdefault(request_id, _Request())
         request.due, request.num_output, request.most_output = due, num_output, num_output + num_left
 

@@ -7,6 +7,7 @@ from coordinator.control.attempts import Attempt, Move, MoveStage, TrackedReques
 from coordinator.control.handover import Handover
 from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, MoveOutcome, Send
 from coordinator.control.ledger import Ledger
+from coordinator.control.lengths import Lengths
 from coordinator.control.metrics import Metrics
 from coordinator.control.outcomes import completion, with_progress
 from coordinator.control.placement.policy import Placed, Policy, Wanted
@@ -46,6 +47,7 @@ class LiveAnswers:
         self.ledger = ledger
         self.metrics = metrics
         self.handover = Handover()
+        self.lengths = Lengths()
         self.releases = Releases()
         self._epoch = first_epoch
         self._max_restarts = max_restarts
@@ -131,15 +133,25 @@ class LiveAnswers:
 
     def _place(self, request: TrackedRequest, now: float) -> Placed:
         """Raises RequestError when there are no nodes for it."""
-        wanted = Wanted(request.known, request.max_tokens, request.avoid, request.due, len(request.output))
+        wanted = Wanted(
+            request.known,
+            request.max_tokens,
+            request.avoid,
+            request.due,
+            len(request.output),
+            self._num_left(request),
+        )
         return self._policy.place(self.registry.nodes, self.ledger, wanted, self.handover.costs(now), now)
+
+    def _num_left(self, request: TrackedRequest) -> int:
+        return self.lengths.left(len(request.output), request.num_tokens_left)
 
     def _try_on(self, request: TrackedRequest, placed: Placed, now: float) -> list[Instruction]:
         """Gives the request to these nodes."""
         prefill, decode, prompt = placed.reader, placed.writer, request.known
         request.attempt = Attempt(self.next_epoch(), prefill, decode, first_index=len(request.output), started_s=now)
         if (due := request.due) is not None:
-            self.ledger.owe(request.request_id, due, len(request.output), request.num_tokens_left)
+            self.ledger.owe(request.request_id, due, len(request.output), self._num_left(request))
         self.ledger.read(request.request_id, prefill, prompt.tokens_to_compute(prefill))
         self.ledger.write(request.request_id, decode, len(prompt))
         return [Send(node, command) for node, command in request.commands(prompt, now)]
@@ -166,6 +178,7 @@ class LiveAnswers:
         # The node of the last token has let go by itself; so has the prefill node, whichever of the two it was.
         attempt.prefill_holds = False
         attempt.decode_holds = tokens[-1].index == attempt.first_index and not attempt.is_local
+        self.lengths.ended(len(request.output))
         complete = completion(request, finish_reason, now)
         if complete.finish_reason == inference_pb2.FINISH_REASON_STOP:
             complete.matched_token_id = output[-1]

@@ -22,6 +22,7 @@ MAX_MULTIPLE: Final = 1000.0
 MAX_PRIORITY: Final = 100  # and as far below 0
 MAX_CLASSES: Final = 32  # each is a label of some metrics
 UNNAMED: Final = "none"  # in counts: of requests that name no class
+DEFAULT: Final = "default"  # the class of those that name none, where there is one
 _CLASS: Final = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})=(.+)")
 _LIMIT: Final = re.compile(r"(ttft|tpot):([0-9]+(?:\.[0-9]+)?)(x?)")
 _PRIORITY: Final = re.compile(r"priority:(-?[0-9]{1,9})")
@@ -75,9 +76,9 @@ class SloClasses:
         RequestError."""
         own = [_own_limit(request, name) for name in ("ttft_ms", "tpot_ms")]
         own_priority = _own_priority(request)
-        if not request.slo_class and own == [None, None] and not own_priority:
-            return None
         named = self._named(request.slo_class)
+        if not named.name and own == [None, None] and not own_priority:
+            return None
         priority = named.priority if own_priority is None else own_priority
         ttft, tpot = own[0] or named.ttft, own[1] or named.tpot
         ttft_s, tpot_s = alone(nodes, num_prompt_tokens)
@@ -86,7 +87,7 @@ class SloClasses:
 
     def _named(self, name: str) -> SloClass:
         if not name:
-            return SloClass("", "")
+            return self._classes.get(DEFAULT, SloClass("", ""))
         if name not in self._classes:
             known = f"there are {', '.join(self._classes)}" if self._classes else "there are none"
             message = f"slo_class {name[:80]!r} is none of the server's: {known}"

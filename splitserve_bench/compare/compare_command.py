@@ -44,6 +44,7 @@ class Asked:
     reference: Contender
     dataset: "Dataset"
     bench: "CompareBench"
+    profiles: Sequence[Path]
     save_dir: Path | None
     as_json: bool
 
@@ -69,7 +70,9 @@ class Asked:
 @goal_options
 @output_options
 @needs("node")
-def compare_command(model: str, save_dir: Path | None, as_json: bool, **values: Any) -> None:
+def compare_command(
+    model: str, save_dir: Path | None, profiles: tuple[Path, ...], as_json: bool, **values: Any
+) -> None:
     """Find the highest request rate of MODEL at which enough requests are good: with prefill and decode on the same
     nodes, with every split of the cores, with each prompt where it is faster, and with other servers.
 
@@ -86,7 +89,7 @@ def compare_command(model: str, save_dir: Path | None, as_json: bool, **values: 
         raise SettingsError(f"nobody takes part: no contender of {', '.join(values['kinds'])} on {len(cores)} cores")
     bench, dataset = _bench(values), _dataset(values)
     local = resolve(model, report)
-    asked = Asked(local, cores, flags, chosen, everyone[0], dataset, bench, save_dir, as_json)
+    asked = Asked(local, cores, flags, chosen, everyone[0], dataset, bench, profiles, save_dir, as_json)
     run_to_end(_compare(asked))
 
 
@@ -109,9 +112,12 @@ async def _prepare(asked: Asked, show: Callable[[str], None]) -> "Compare":
     """Makes sure that peers answer and that folders can be used. Raises BenchError and SettingsError."""
     from splitserve_bench.compare.arena import Arena, describe_peers
     from splitserve_bench.compare.cells import Cells
+    from splitserve_bench.compare.forecast import Forecaster, by_cores
     from splitserve_bench.compare.run import Compare
     from splitserve_bench.compare.workload import Workload, served_by_all
+    from splitserve_bench.simulate.profile import read_profile
 
+    forecaster = Forecaster(by_cores(list(map(read_profile, asked.profiles))), len(asked.cores), asked.flags)
     folder = asked.save_dir or Path(tempfile.mkdtemp(prefix="splitserve-compare-"))
     cells = Cells(folder, asked.arguments())
     if num_saved := len(cells):
@@ -123,7 +129,7 @@ async def _prepare(asked: Asked, show: Callable[[str], None]) -> "Compare":
         report(f"{share:.1%} of the requests are longer than {served.max_model_len} tokens, and are clipped to that")
     report(f"{', '.join(each.name for each in asked.contenders)}; probes and logs: {folder}")
     arena = Arena(asked.model, asked.cores, asked.flags, folder / "logs", report)
-    return Compare(asked.bench, workload, arena, cells, report=report, show=show)
+    return Compare(asked.bench, workload, arena, cells, forecaster, report=report, show=show)
 
 
 def _show(found: "Sequence[Comparison]", asked: Asked) -> None:

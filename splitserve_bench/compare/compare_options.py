@@ -154,6 +154,14 @@ goal_options = options_of(
 
 output_options = options_of(
     click.option(
+        "--profile",
+        "profiles",
+        multiple=True,
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="Of `doctor --save`: simulate the loads of clusters with such nodes, too, and show how close that comes; "
+        "give it again for nodes of another size.",
+    ),
+    click.option(
         "--save-dir",
         type=click.Path(file_okay=False, path_type=Path),
         help="Folder for every probe as soon as it is over, logs, and pictures. What is there already, by the same "

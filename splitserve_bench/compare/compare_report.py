@@ -14,6 +14,7 @@ from splitserve.commands.terminal import plain_table
 from splitserve_bench.compare.cells import write_whole
 from splitserve_bench.compare.contenders import PEER
 from splitserve_bench.compare.entry import Comparison, Entry, ProbeRun, standing
+from splitserve_bench.compare.forecast import forecast_sentences
 from splitserve_bench.compare.search import FixedRates, RateSearch, SearchResult
 from splitserve_bench.compare.slo import MS, judge
 from splitserve_bench.compare.verdict import main_cause, plain
@@ -46,6 +47,7 @@ def comparison_view(comparison: Comparison) -> Group:
     table = rates_table(comparison) if is_fixed else search_table(comparison)
     lines = [f"[bold]{escape(sentence)}[/]" for sentence in comparison.verdict[:1]]
     lines += [escape(sentence) for sentence in comparison.verdict[1:]]
+    lines += ["", *map(escape, forecast_sentences(comparison))]
     doubts = [f"[yellow]{escape(line)}[/]" for line in warnings(comparison)]
     return Group(escape(goal), "", table, "", NOTE, "", *lines, *doubts)
 
@@ -110,6 +112,7 @@ def _found_json(comparison: Comparison) -> dict[str, Any]:
         "contenders": [_entry_json(entry) for entry in comparison.entries],
         "paired": [pair.to_json() for pair in comparison.paired],
         "verdict": list(comparison.verdict),
+        "forecast": list(forecast_sentences(comparison)),
     }
 
 
@@ -153,6 +156,7 @@ def _run_json(run: ProbeRun) -> dict[str, Any]:
         "attainment_interval": list(counted.interval),
         "is_repeated": run.is_repeated,
         "misses": asdict(run.judgement.misses),
+        "simulated_attainment": None if run.simulated is None else run.simulated.attainment,
         "duration_s": summary.duration_s,
         "output_tokens_per_s": summary.per_s(summary.total_output_tokens),
         "send_lag_p99_ms": _ms(summary.send_lag_s, 99),

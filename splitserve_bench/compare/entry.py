@@ -25,6 +25,7 @@ class ProbeRun:
     pairs: tuple[tuple[PlannedRequest, Outcome], ...]
     judgement: Judgement
     is_repeated: bool = False  # part of it was sent before, to a server that may have kept its KV
+    simulated: Judgement | None = None  # of the same requests in the simulator
 
     @property
     def counted(self) -> Counted:
@@ -109,5 +110,5 @@ def _judged_by(slo: Slo, entry: Entry, goal: Goal) -> Entry:
     search = FixedRates(goal, [run.probe.rate for run in entry.runs])
     judged = Entry(entry.contender, slo, search, failure=entry.failure)
     for run in entry.runs:
-        judged.record(replace(run, judgement=judge(slo, run.pairs)))
+        judged.record(replace(run, judgement=judge(slo, run.pairs), simulated=None))
     return judged

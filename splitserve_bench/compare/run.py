@@ -20,8 +20,9 @@ from splitserve_bench.compare.arena import Arena
 from splitserve_bench.compare.cells import Cell, Cells, Measured
 from splitserve_bench.compare.contenders import ClusterContender, Contender
 from splitserve_bench.compare.entry import Comparison, Entry, ProbeRun, concluded, judged_by
+from splitserve_bench.compare.forecast import Forecaster
 from splitserve_bench.compare.search import FixedRates, Goal, Probe, RateSearch
-from splitserve_bench.compare.slo import FixedSlo, RelativeSlo, Scales, Slo, judge
+from splitserve_bench.compare.slo import FixedSlo, Judgement, RelativeSlo, Scales, Slo, judge
 from splitserve_bench.compare.unloaded import Unloaded, fit_unloaded, sample
 from splitserve_bench.compare.verdict import plain
 from splitserve_bench.compare.workload import Workload, seed_of
@@ -67,6 +68,7 @@ class Compare:
         workload: Workload,
         arena: Arena,
         cells: Cells,
+        forecaster: Forecaster,
         *,
         report: Report,
         show: Callable[[str], None],
@@ -75,6 +77,7 @@ class Compare:
         self._workload = workload
         self._arena = arena
         self._cells = cells
+        self._forecaster = forecaster
         self._report = report
         self._show = show
         self._num_loads = 0
@@ -146,9 +149,16 @@ class Compare:
         self._num_probes += 1
         pairs = tuple(zip(planned, measured.outcomes, strict=True))
         judgement = judge(entry.slo, pairs)
-        run = ProbeRun(self._num_probes, entry.contender.name, probe, pairs, judgement, measured.is_repeated)
+        number, is_repeated, simulated = self._num_probes, measured.is_repeated, self._simulated(entry, planned)
+        run = ProbeRun(number, entry.contender.name, probe, pairs, judgement, is_repeated, simulated)
         entry.record(run)
         self._report(probe_line(run) + (", as saved" if is_saved else ""))
+
+    def _simulated(self, entry: Entry, planned: Sequence[PlannedRequest]) -> Judgement | None:
+        if not isinstance(entry.contender, ClusterContender):
+            return None
+        outcomes = self._forecaster.outcomes(entry.contender, planned, self._bench.request_timeout_s)
+        return None if outcomes is None else judge(entry.slo, list(zip(planned, outcomes, strict=True)))
 
     def _planned(self, entry: Entry, probe: Probe) -> list[PlannedRequest]:
         """What a probe sends."""

@@ -104,6 +104,10 @@ class Judgement:
     def num_total(self) -> int:
         return len(self.are_good)
 
+    @property
+    def attainment(self) -> float:
+        return self.num_good / self.num_total
+
 
 def judge(slo: Slo, pairs: Sequence[tuple[PlannedRequest, Outcome]]) -> Judgement:
     """Every offered request with what became of it, in the order of sending, each by limits of its own."""

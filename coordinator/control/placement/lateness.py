@@ -12,7 +12,7 @@ Where the node writes answers too, its prompts get the time that these leave: at
 limits, and then of each step what the tightest limit that can be kept has left beside the answers; at least FLOOR of
 the time, and all of it once the answers are over. Answers without limits leave it a chunk with each of their steps. So
 a node itself shares out its time (prefill_node/slack.py, prefill_node/order.py): what is expected here is what it will
-try. How long an answer may become is known from its request's limit alone.
+try. How long answers become is guessed from those that ended (coordinator/control/lengths.py).
 
 An answer also costs prompts that are not there yet: while it is being written its node reads little. Where answers are
 being written anyway one more hardly matters; so they do no harm if they leave one node alone (`spared`). On that one an
@@ -32,7 +32,7 @@ from prefill_node.slack import FLOOR, SPENT
 from serving_core.costs import StepLoad
 from serving_core.due import Due
 
-LOST: Final = 4  # prompts for one: most are shorter than those that matter; found in simulation (docs/goodput.md)
+LOST: Final = 4  # prompts for each that is as long as the answer's own; found in simulation
 
 
 class Job(NamedTuple):
@@ -113,7 +113,8 @@ class NodeLateness:
         self._to_come = [each for each in owed if each.is_to_come and each.num_left > 1]
         self._most_left = ledger.most_left(node)
         self._own = wanted.due
-        self._own_num_left = wanted.num_tokens - len(wanted.prompt) - 1  # once its prompt is read
+        num_left = wanted.num_tokens - len(wanted.prompt) if wanted.num_left is None else wanted.num_left
+        self._own_num_left = num_left - 1  # once its prompt is read
         own_due_s = math.inf if wanted.due is None else wanted.due.token_s(wanted.num_output)
         self._own_tokens = wanted.prompt.tokens_to_compute(node)
         self._own_job = self._job(self._own_tokens, own_due_s)

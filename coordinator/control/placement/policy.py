@@ -14,13 +14,15 @@ from serving_core.due import Due
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What an attempt asks for: the prompt that it begins with, and room for num_tokens, those of prompt and answer
-    together. Nodes of `avoid` come last. num_output tokens of the answer are there already."""
+    together. Nodes of `avoid` come last. num_output tokens of the answer are there already, and num_left are expected
+    at most; None: all that there is room for."""
 
     prompt: Prompt
     num_tokens: int
     avoid: Collection[Node] = ()
     due: Due | None = None
     num_output: int = 0
+    num_left: int | None = None
 
 
 class Placed(NamedTuple):

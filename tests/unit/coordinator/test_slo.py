@@ -30,6 +30,18 @@ def slo_of(num_prompt_tokens=100, fleet=(), **fields):
     return CLASSES.slo_of(GenerateRequest(**fields), num_prompt_tokens, fleet)
 
 
+def test_the_default_class_is_that_of_requests_that_name_none():
+    classes = SloClasses(parse_slo_classes(["default=ttft:2000,priority:3", "chat=tpot:40"]))
+
+    def asked(**fields):
+        return classes.slo_of(GenerateRequest(**fields), 100, ())
+
+    assert asked() == Slo("default", 2.0, None, 3)
+    assert asked(tpot_ms=20, priority=0) == Slo("default", 2.0, 0.02, 0)
+    assert asked(slo_class="chat") == Slo("chat", None, 0.04)
+    assert asked(slo_class="default") == Slo("default", 2.0, None, 3)
+
+
 def test_a_class_is_a_name_with_limits_in_ms_or_multiples_and_a_priority():
     texts = ["chat=ttft:500,tpot:40.5", " tight=tpot:1.5x ", "first=priority:-1, ttft:5", "batch=priority:100"]
     assert parse_slo_classes(texts) == [

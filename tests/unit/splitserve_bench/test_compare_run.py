@@ -17,6 +17,7 @@ from splitserve_bench.compare.compare_report import (
     warnings,
 )
 from splitserve_bench.compare.contenders import PeerContender, contenders
+from splitserve_bench.compare.forecast import Forecaster
 from splitserve_bench.compare.run import Compare, CompareBench, first_rate_of
 from splitserve_bench.compare.slo import Scales
 from splitserve_bench.compare.unloaded import Unloaded
@@ -42,6 +43,7 @@ BENCH = CompareBench(
     seed=0,
 )
 COLOCATED, _, SPLIT, _ = CONTENDERS = contenders(2, [], [])
+NOBODY = Forecaster({}, 2, {})
 FAST = PeerContender("peer fast", "http://127.0.0.1:1")
 
 
@@ -97,7 +99,7 @@ def comparing(tmp_path):
         workload = Workload(dataset, ServedModel("queue", 100, 1000))
         report = [].append if lines is None else lines.append
         cells = Cells(tmp_path / "saved", {})
-        return Compare(bench, workload, arena, cells, report=report, show=lambda text: None)
+        return Compare(bench, workload, arena, cells, NOBODY, report=report, show=lambda text: None)
 
     return compare
 
@@ -385,7 +387,7 @@ async def test_a_probe_that_a_trace_makes_short_is_said(tmp_path):
     workload = Workload(Dataset("azure", str(path)), ServedModel("queue", 100, 1000))
     arena, bench = QueueArena({COLOCATED.name: 0.2}), dataclasses.replace(BENCH, at_rates=(1.0,))
     cells = Cells(tmp_path / "saved", {})
-    compare = Compare(bench, workload, arena, cells, report=lines.append, show=lambda text: None)
+    compare = Compare(bench, workload, arena, cells, NOBODY, report=lines.append, show=lambda text: None)
     await compare.run([COLOCATED], COLOCATED)
     assert any("the trace has 50 requests, not the 100 of 20 s" in line for line in lines)
 
