@@ -229,6 +229,7 @@ def _wait_taken_over(cluster, old):
     assert len(_holders(cluster)) == 1
 
 
+@pytest.mark.long
 async def test_a_second_node_of_a_name_waits_and_takes_over_when_the_first_is_killed(cluster):
     questions = _questions(8, max_tokens=300)
     old = _holders(cluster)
@@ -279,6 +280,7 @@ def _stopped(cluster, name):
         child.send(signal.SIGCONT)
 
 
+@pytest.mark.long
 async def test_a_storm(cluster):
     """Nodes are killed, stopped, drained and started again for some 15 s, one of each role at a time.
 
