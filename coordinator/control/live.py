@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, NoReturn
 
+from coordinator.control.arrivals import Arrivals
 from coordinator.control.attempts import Attempt, Move, MoveStage, TrackedRequest
 from coordinator.control.handover import Handover
 from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, MoveOutcome, Send
@@ -48,6 +49,7 @@ class LiveAnswers:
         self.metrics = metrics
         self.handover = Handover()
         self.lengths = Lengths()
+        self.arrivals = Arrivals()
         self.releases = Releases()
         self._epoch = first_epoch
         self._max_restarts = max_restarts
@@ -84,6 +86,7 @@ class LiveAnswers:
     def begin(self, request: TrackedRequest, now: float) -> list[Instruction]:
         """The first attempt. Raises RequestError when there are no nodes for it, or it would be late and such requests
         are not admitted; then nothing has begun."""
+        self.arrivals.came(now)
         placed = self._place(request, now)
         if not self._admits_late and placed.num_late and request.due is not None:
             self._refuse_late(request, placed)
@@ -140,6 +143,7 @@ class LiveAnswers:
             request.due,
             len(request.output),
             self._num_left(request),
+            self.arrivals.per_s(now),
         )
         return self._policy.place(self.registry.nodes, self.ledger, wanted, self.handover.costs(now), now)
 

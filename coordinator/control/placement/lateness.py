@@ -16,7 +16,7 @@ try. How long answers become is guessed from those that ended (coordinator/contr
 
 An answer also costs prompts that are not there yet: while it is being written its node reads little. Where answers are
 being written anyway one more hardly matters; so they do no harm if they leave one node alone (`spared`). On that one an
-answer counts as so many late ones as prompts like its own the node could read in the time that it adds, times LOST.
+answer counts as LOST late ones for each request that is to come in the time that it adds, by how many came lately.
 """
 
 import math
@@ -32,7 +32,7 @@ from prefill_node.slack import FLOOR, SPENT
 from serving_core.costs import StepLoad
 from serving_core.due import Due
 
-LOST: Final = 4  # prompts for each that is as long as the answer's own; found in simulation
+LOST: Final = 2  # for each request that is expected meanwhile; found in simulation
 
 
 class Job(NamedTuple):
@@ -111,6 +111,7 @@ class NodeLateness:
         self._written = [each for each in owed if each.is_written]
         self._jobs = [self._job(each.num_to_compute, each.due.token_s(each.num_output)) for each in owed]
         self._to_come = [each for each in owed if each.is_to_come and each.num_left > 1]
+        self._requests_per_s = wanted.requests_per_s
         self._most_left = ledger.most_left(node)
         self._own = wanted.due
         num_left = wanted.num_tokens - len(wanted.prompt) if wanted.num_left is None else wanted.num_left
@@ -139,9 +140,9 @@ class NodeLateness:
         return num_late + self._late_prompts([*self._jobs, own]) - self._num_late
 
     def num_lost(self) -> int:
-        """Prompts like this one that it cannot read because it writes the answer."""
+        """Requests to come that are late because it writes the answer."""
         added_s = (self._own_num_left - self._most_left) * self._steps_s[1]
-        return max(0, int(LOST * added_s / self._own_job.seconds)) if self._own_job.seconds else 0
+        return max(0, int(LOST * self._requests_per_s * added_s))
 
     def wait_s(self) -> float:
         """Seconds after which it could read the prompt in time, with what it has now."""

@@ -15,7 +15,7 @@ from serving_core.due import Due
 class Wanted:
     """What an attempt asks for: the prompt that it begins with, and room for num_tokens, those of prompt and answer
     together. Nodes of `avoid` come last. num_output tokens of the answer are there already, and num_left are expected
-    at most; None: all that there is room for."""
+    at most; None: all that there is room for. So many requests come a second, lately."""
 
     prompt: Prompt
     num_tokens: int
@@ -23,6 +23,7 @@ class Wanted:
     due: Due | None = None
     num_output: int = 0
     num_left: int | None = None
+    requests_per_s: float = 0.0
 
 
 class Placed(NamedTuple):

@@ -21,6 +21,7 @@ TOKENS = list(range(1, 101))
 # A step takes 10 ms, 2 ms for each answer, nothing for the tokens before; a token of a prompt takes 1 ms.
 WEIGHTS = [0.010, 0.002, 0.0, 0.0, 0.001, 0.0]
 NOW = 50.0
+PER_S = 5.0  # requests that come
 
 
 class Fleet:
@@ -63,11 +64,11 @@ class Fleet:
         self.ledger.write(request_id, node, 50)
 
     def late(self, node, due=None, num_tokens=10):
-        wanted = Wanted(Prompt(TOKENS), len(TOKENS) + num_tokens, due=due)
+        wanted = Wanted(Prompt(TOKENS), len(TOKENS) + num_tokens, due=due, requests_per_s=PER_S)
         return Lateness(self.ledger, wanted, NOW).on(node)
 
     def place(self, due=None, policy="auto", move_s=0.001, num_tokens=10):
-        wanted = Wanted(Prompt(TOKENS), len(TOKENS) + num_tokens, due=due)
+        wanted = Wanted(Prompt(TOKENS), len(TOKENS) + num_tokens, due=due, requests_per_s=PER_S)
         return POLICIES[policy].place(self.registry.nodes, self.ledger, wanted, HandoverCosts(0.0, move_s), NOW)
 
 
@@ -163,7 +164,7 @@ def test_a_prompt_makes_answers_late_that_are_to_come(fleet, num_tokens, num_lat
 
 
 def test_a_long_answer_spares_the_node_whose_answers_are_over_first(fleet):
-    """500 tokens in steps of 12 ms are 60 times what the prompt takes."""
+    """500 tokens in steps of 14 ms are 7 s, in which 35 requests come."""
     b0, b1 = fleet.add("b0"), fleet.add("b1")
     fleet.writes(b0, 0.1, num_left=400)
     fleet.writes(b1, 0.1, num_left=2)
@@ -171,7 +172,7 @@ def test_a_long_answer_spares_the_node_whose_answers_are_over_first(fleet):
     assert names(fleet.place(policy="sum")) == "b1 b1"
     assert names(fleet.place(Due(NOW + 9, 0.1), num_tokens=500)) == "b1 b0"
     assert names(fleet.place(Due(NOW + 9, 0.1), num_tokens=4)) == "b1 b1"  # 24 ms more
-    assert fleet.late(b1, Due(NOW + 9, 0.1), num_tokens=500).num_lost() == int(4 * (499 - 2) * 0.014 / 0.1)
+    assert fleet.late(b1, Due(NOW + 9, 0.1), num_tokens=500).num_lost() == int(2 * PER_S * (499 - 2) * 0.014)
     assert fleet.late(b0, Due(NOW + 9, 0.1), num_tokens=401).num_lost() == 0
 
 
