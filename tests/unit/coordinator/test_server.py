@@ -112,8 +112,9 @@ def test_the_clients_deadline_ends_the_answer(tmp_path):
 def test_the_servers_own_deadline_ends_the_answer_with_its_phase(tmp_path):
     async def scenario():
         async with cluster(tmp_path, request_timeout_s=0.1) as c:
-            code, info, _ = await refusal_of(c.generate())
+            code, info, details = await refusal_of(c.generate())
             assert (code, info.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
+            assert details == "the answer was not finished within 0.1 s"
             assert info.metadata["phase"] == "prefill_queue"
 
     run(scenario())
@@ -161,7 +162,9 @@ def test_clients_without_the_api_key_get_nowhere(tmp_path):
                 assert (code, info.reason) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
                 assert "--api-key" in details
             assert (await refusal_of(c.generate()))[0] is grpc.StatusCode.UNAUTHENTICATED
-            await c.stub.GetLoads(inference_pb2.GetLoadsRequest(), metadata=(("authorization", "Bearer sesame"),))
+            for scheme in ("Bearer", "bearer"):
+                metadata = (("authorization", f"{scheme} sesame"),)
+                await c.stub.GetLoads(inference_pb2.GetLoadsRequest(), metadata=metadata)
             health = health_pb2_grpc.HealthStub(c.channel)
             assert (
                 await health.Check(health_pb2.HealthCheckRequest())
