@@ -77,6 +77,13 @@ def restart_error(node: Node, event: fleet_pb2.Failed) -> RequestError:
     return RequestError(reasons.WORKER_LOST, f"the {node.kind} gave the request up")
 
 
+def too_late(request: TrackedRequest) -> RequestError:
+    """What the client hears when its answer has used up its time."""
+    timeout_s = request.deadline_s - request.timeline.start_s
+    error = RequestError(reasons.DEADLINE_EXCEEDED, f"the answer was not finished within {timeout_s:g} s")
+    return with_progress(error, request)
+
+
 def with_progress(error: RequestError, request: TrackedRequest) -> RequestError:
     """The error with how far the request had come."""
     phase, num_tokens = request.timeline.phase.value, len(request.output)

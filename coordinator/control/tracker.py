@@ -26,7 +26,7 @@ from coordinator.control.ledger import Ledger
 from coordinator.control.live import LiveAnswers, TokenRow
 from coordinator.control.metrics import Metrics
 from coordinator.control.moves import Moves, keep
-from coordinator.control.outcomes import completion, end_error, restart_error, with_progress
+from coordinator.control.outcomes import completion, end_error, restart_error, too_late, with_progress
 from coordinator.control.placement.policies import AUTO, POLICIES
 from coordinator.control.placement.policy import Policy
 from coordinator.control.prompts import Prompt
@@ -178,8 +178,7 @@ class Tracker:
         instructions: list[Instruction] = [Send(node, command) for node, command in self._live.releases.overdue(now)]
         for request in self._live:
             if now >= request.deadline_s:
-                error = with_progress(RequestError(reasons.DEADLINE_EXCEEDED, "the answer took too long"), request)
-                instructions += self._live.end(request, error, now)
+                instructions += self._live.end(request, too_late(request), now)
                 continue
             if request.move is not None:
                 instructions += self._moves.tick(request, request.move, now)

@@ -19,14 +19,14 @@ NO_FLEET_SECRET: Final = "the fleet secret is missing or wrong: SPLITSERVE_FLEET
 
 
 class BearerSecret:
-    """A secret that callers bring as `authorization: Bearer SECRET`."""
+    """A secret that callers bring as `authorization: Bearer SECRET`; the scheme may be written in any case."""
 
     def __init__(self, secret: str) -> None:
-        self._digest = _digest(f"Bearer {secret}")
+        self._digest = _digest(_normal(f"Bearer {secret}"))
 
     def is_among(self, authorizations: Iterable[str]) -> bool:
         # Digests are of one length, and all are compared: the time taken tells nothing.
-        matches = [secrets.compare_digest(_digest(value), self._digest) for value in authorizations]
+        matches = [secrets.compare_digest(_digest(_normal(value)), self._digest) for value in authorizations]
         return any(matches)
 
 
@@ -53,6 +53,12 @@ class BearerAuthentication(grpc.aio.ServerInterceptor):
 
     async def _refuse(self, _: bytes, context: Any) -> None:
         await abort(context, RequestError(UNAUTHENTICATED, self._sentence))
+
+
+def _normal(authorization: str) -> str:
+    """RFC 9110, 11.1: a scheme without regard to case, blanks, and what it takes."""
+    scheme, _, secret = authorization.partition(" ")
+    return f"{scheme.lower()} {secret.lstrip(' ')}"
 
 
 def _digest(text: str) -> bytes:

@@ -1,5 +1,6 @@
 """What every public door does with a request: check, tokenize, plan, submit. The doors differ in how they stream."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -13,11 +14,12 @@ from coordinator.control.slo import SloClasses
 from coordinator.dispatcher import Dispatcher
 from coordinator.doors.generation import Generation
 from coordinator.doors.unknown_fields import UnknownFields
-from coordinator.doors.validation import Limits, check_input, plan_answers
-from coordinator.text.tokenizer import Tokenizer
+from coordinator.doors.validation import Limits, check_input, plan_answers, prompt_limit
+from coordinator.text.tokenizer import Tokenizer, TokenLimit
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.model_config import ModelConfig
+from serving_core.reasons import DEADLINE_EXCEEDED
 from serving_core.shapes import DECODE, PREFILL
 
 WRITE_TIMEOUT_S: Final = 30.0  # for a client that has stopped reading, at every door
@@ -63,7 +65,7 @@ class Front:
         self._dispatcher = dispatcher
         self._journal = journal
         self._max_logprobs = max_logprobs
-        self._request_timeout_s = request_timeout_s
+        self.request_timeout_s = request_timeout_s
         self._slo_classes = slo_classes
 
     @asynccontextmanager
@@ -73,10 +75,12 @@ class Front:
         """Begins the answers of a request that has an id. They end within remaining_s, and when the block is left,
         however it is left. Raises RequestError before the block when nothing can begin."""
         arrived_s = time.monotonic()
-        timeout_s = self._request_timeout_s if remaining_s is None else min(self._request_timeout_s, remaining_s)
+        timeout_s = self.request_timeout_s if remaining_s is None else min(self.request_timeout_s, remaining_s)
         with self.noting_refusal(request.request_id):
-            check_input(request, self.limits())
-            prompt = await self.tokenize(request)
+            limits = self.limits()
+            check_input(request, limits)
+            async with within(timeout_s):
+                prompt = await self.tokenize(request, prompt_limit(limits))
             plan = plan_answers(request, prompt, self.limits(), self.model.sampling_defaults)
             slo = self._slo_classes.slo_of(request, len(prompt), self._registry.nodes)
             generation = self._dispatcher.submit(plan, slo, arrived_s=arrived_s, deadline_s=arrived_s + timeout_s)
@@ -99,14 +103,14 @@ class Front:
         node = self._registry.find(node_name)
         return node is not None and node.is_ready
 
-    async def tokenize(self, request: inference_pb2.GenerateRequest) -> list[int]:
-        """The token ids of a request's input. Raises RequestError when there is no way to them."""
+    async def tokenize(self, request: inference_pb2.GenerateRequest, limit: TokenLimit) -> list[int]:
+        """The token ids of a request's input. Raises RequestError when there is no way to them, or are too many."""
         tokenizer = self.model.tokenizer
         if request.HasField("text"):
-            return await tokenizer.encode(request.text)
+            return await tokenizer.encode(request.text, limit)
         if request.HasField("chat"):
             messages = [{"role": message.role, "content": message.content} for message in request.chat.messages]
-            return await tokenizer.encode_chat(messages)
+            return await tokenizer.encode_chat(messages, limit)
         return list(request.tokenized.input_ids)
 
     def limits(self) -> Limits:
@@ -122,3 +126,13 @@ class Front:
             prefill_pool_tokens=max((node.pool_tokens for node in prefill), default=None),
             decode_pool_tokens=max((node.pool_tokens for node in decode), default=None),
         )
+
+
+@asynccontextmanager
+async def within(timeout_s: float) -> AsyncIterator[None]:
+    """Around what is done to a text: raises RequestError when it is not done in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError as error:
+        raise RequestError(DEADLINE_EXCEEDED, f"the tokenizer was not done within {timeout_s:g} s") from error

@@ -12,6 +12,7 @@ from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher
 from coordinator.doors.front import WRITE_TIMEOUT_S, Front
 from coordinator.doors.unknown_fields import WARNING_HEADER, unknown_in_message
+from coordinator.doors.validation import MAX_ABORTED, check_count
 from protos import inference_pb2
 from protos.convert import PROTOCOL_VERSION
 from serving_core.errors import RequestError
@@ -49,10 +50,12 @@ class InferenceService:
                 await write(context, response)
 
     async def Abort(self, request: inference_pb2.AbortRequest, _: Any) -> inference_pb2.AbortResponse:
+        check_count("request_ids", len(request.request_ids), MAX_ABORTED)
         response = inference_pb2.AbortResponse()
         for request_id in request.request_ids:
             known = self._dispatcher.abort(request_id)
             (response.aborted if known else response.unknown).append(request_id)
+            await asyncio.sleep(0)  # others go on meanwhile
         return response
 
     async def GetModelInfo(self, _request: Any, _context: Any) -> inference_pb2.GetModelInfoResponse:

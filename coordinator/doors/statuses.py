@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from coordinator.doors.wire_fields import check_num_fields
 from serving_core import reasons
 from serving_core.errors import RequestError
 
@@ -25,6 +26,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]"
 
 DOMAIN: Final = "splitserve"
+MAX_UNARY_BYTES: Final = 2**18  # of a request whose answer is one message; only prompts are larger
 RETRY_DELAY_S: Final = 1
 
 Code = grpc.StatusCode
@@ -108,9 +110,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         if handler is None or handler.request_streaming:
             return cast("Handler", handler)
         if handler.response_streaming:
-            behaviour = _guarded(handler.unary_stream, handler.request_deserializer)
+            behaviour = _guarded(handler.unary_stream, handler.request_deserializer, check_num_fields)
             return grpc.unary_stream_rpc_method_handler(behaviour, response_serializer=handler.response_serializer)
-        behaviour = _guarded(handler.unary_unary, handler.request_deserializer)
+        behaviour = _guarded(handler.unary_unary, handler.request_deserializer, _check_size)
         return grpc.unary_unary_rpc_method_handler(behaviour, response_serializer=handler.response_serializer)
 
 
@@ -124,14 +126,21 @@ def parse(parser: Callable[[bytes], Any], message: bytes) -> Any:
         ) from error
 
 
-def _guarded(behaviour: Callable[..., Any], parser: Callable[[bytes], Any]) -> Any:
+def _guarded(behaviour: Callable[..., Any], parser: Callable[[bytes], Any], check: Callable[[bytes], None]) -> Any:
     async def call(message: bytes, context: Any) -> Any:
         async with failures_as_statuses(context):
+            check(message)
             request = parse(parser, message)
         async with failures_as_statuses(context, request):
             return await behaviour(request, context)
 
     return call
+
+
+def _check_size(message: bytes) -> None:
+    if len(message) > MAX_UNARY_BYTES:
+        problem = f"the request has {len(message)} bytes, the limit of this method is {MAX_UNARY_BYTES}"
+        raise RequestError(reasons.BAD_PARAM, problem)
 
 
 def _packed(message: Message) -> any_pb2.Any:

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from coordinator.text.answers import TextOptions
+from coordinator.text.tokenizer import TokenLimit
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.reasons import BAD_PARAM, MODEL_NOT_FOUND, PROMPT_TOO_LONG
 from serving_core.requests import SamplingParams
 
+MAX_ABORTED: Final = 1024
 MAX_ANSWERS: Final = 16
 MAX_CACHE_SALT_CHARS: Final = 256
 MAX_MESSAGES: Final = 1024
@@ -25,6 +27,7 @@ MAX_BIAS: Final = 100.0
 MIN_TEMPERATURE: Final = 1e-6
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
+_COUNTS: Final = {"stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_STOP_TOKEN_IDS, "logit_bias": MAX_LOGIT_BIAS}
 _RANGES: Final = {
     "temperature": (0.0, 100.0),
     "top_p": (1e-6, 1.0),
@@ -68,6 +71,8 @@ def check_input(request: inference_pb2.GenerateRequest, limits: Limits) -> None:
         raise _bad("request_id", f"must match {REQUEST_ID.pattern}, not {_quoted(request.request_id)}")
     if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
         raise _bad("cache_salt", f"has {len(request.cache_salt)} characters, the limit is {MAX_CACHE_SALT_CHARS}")
+    for name, most in _COUNTS.items():
+        check_count(name, len(getattr(request.sampling_params, name)), most)
     match request.WhichOneof("input"):
         case "text":
             _check_prompt_is_there("text", len(request.text))
@@ -76,7 +81,7 @@ def check_input(request: inference_pb2.GenerateRequest, limits: Limits) -> None:
             _check_prompt_length(len(request.tokenized.input_ids), limits)
         case "chat":
             _check_prompt_is_there("chat.messages", len(request.chat.messages))
-            _check_count("chat.messages", len(request.chat.messages), MAX_MESSAGES)
+            check_count("chat.messages", len(request.chat.messages), MAX_MESSAGES)
         case _:
             raise _bad("input", "is missing: send text, tokenized or chat")
 
@@ -105,6 +110,20 @@ def plan_answers(
     )
 
 
+def prompt_limit(limits: Limits) -> TokenLimit:
+    """How long a prompt may be."""
+    limit, _ = _context(limits)
+    pool = limits.prefill_pool_tokens
+    most = limit - 1 if pool is None else min(limit - 1, pool)
+    return TokenLimit(most, lambda fewest: _too_long(fewest, limits, "at least "))
+
+
+def check_count(field: str, count: int, limit: int) -> None:
+    """Raises RequestError for a list that has too many entries, which may then be left unread."""
+    if count > limit:
+        raise _bad(field, f"has {count} entries, the limit is {limit}")
+
+
 def check_number(name: str, value: float) -> None:
     """Raises RequestError for a temperature, probability or penalty that is out of range."""
     low, high = _RANGES[name]
@@ -124,7 +143,6 @@ def _filled(
 
 
 def _sampling(params: inference_pb2.SamplingParams, max_tokens: int, limits: Limits) -> dict[str, Any]:
-    _check_count("stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKEN_IDS)
     _check_token_ids("stop_token_ids", params.stop_token_ids, limits)
     top_k = _integer(params, "top_k", 0, -1, 2**31 - 1)
     sampling = {name: _number(params, name) for name in _RANGES if params.HasField(name)}
@@ -150,7 +168,6 @@ def _with_seeds(
 
 
 def _text_options(params: inference_pb2.SamplingParams, min_tokens: int) -> TextOptions:
-    _check_count("stop", len(params.stop), MAX_STOP_STRINGS)
     for stop in params.stop:
         if not 1 <= len(stop) <= MAX_STOP_CHARS:
             raise _bad("stop", f"strings must have 1 to {MAX_STOP_CHARS} characters, not {len(stop)}")
@@ -163,7 +180,6 @@ def _text_options(params: inference_pb2.SamplingParams, min_tokens: int) -> Text
 
 
 def _logit_bias(params: inference_pb2.SamplingParams, limits: Limits) -> tuple[tuple[int, float], ...]:
-    _check_count("logit_bias", len(params.logit_bias), MAX_LOGIT_BIAS)
     _check_token_ids("logit_bias", params.logit_bias, limits)
     for bias in params.logit_bias.values():
         if not -MAX_BIAS <= bias <= MAX_BIAS:
@@ -202,14 +218,18 @@ def _context(limits: Limits) -> tuple[int, str]:
 
 
 def _check_prompt_length(num_tokens: int, limits: Limits) -> None:
+    if num_tokens > prompt_limit(limits).most:
+        raise _too_long(num_tokens, limits)
+
+
+def _too_long(num_tokens: int, limits: Limits, at_least: str = "") -> RequestError:
     limit, what = _context(limits)
+    has = f"the prompt has {at_least}{num_tokens} tokens"
     if num_tokens >= limit:
-        message = f"the prompt has {num_tokens} tokens; with one token of answer that is over {what} ({limit})"
-        raise RequestError(PROMPT_TOO_LONG, message, field="input")
-    pool = limits.prefill_pool_tokens
-    if pool is not None and num_tokens > pool:
-        message = f"the prompt has {num_tokens} tokens, over the KV cache of the largest prefill node ({pool})"
-        raise RequestError(PROMPT_TOO_LONG, message, field="input")
+        message = f"{has}; with one token of answer that is over {what} ({limit})"
+    else:
+        message = f"{has}, over the KV cache of the largest prefill node ({limits.prefill_pool_tokens})"
+    return RequestError(PROMPT_TOO_LONG, message, field="input")
 
 
 def _check_prompt_is_there(field: str, length: int) -> None:
@@ -221,11 +241,6 @@ def _check_token_ids(field: str, token_ids: Any, limits: Limits) -> None:
     largest = max(token_ids, default=0)
     if largest >= limits.vocab_size:
         raise _bad(field, f"has token id {largest}; the vocabulary ends at {limits.vocab_size - 1}")
-
-
-def _check_count(field: str, count: int, limit: int) -> None:
-    if count > limit:
-        raise _bad(field, f"has {count} entries, the limit is {limit}")
 
 
 def _number(params: inference_pb2.SamplingParams, name: str) -> float:

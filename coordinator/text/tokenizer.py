@@ -1,9 +1,12 @@
 """Text and chat messages to token ids, from the files of a model folder."""
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, TypeVar, TypeVarTuple
 
 import tokenizers
 
@@ -13,10 +16,14 @@ from serving_core.errors import ModelError, RequestError
 from serving_core.json_fields import JsonFields, read_json_object
 from serving_core.reasons import BAD_PARAM
 
-P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 R = TypeVar("R")
 
 LONG_TEXT_CHARS: Final = 8192  # about a millisecond of work; longer texts are encoded off the event loop
+PIECE_CHARS: Final = 2**16  # of a text that may well be too long: so much is encoded before others have their turn
+USUAL_TOKEN_CHARS: Final = 8  # that tokens of text rarely exceed
+MIN_LONGEST_TOKEN_CHARS: Final = 128  # some tokenizers drop blanks, or make one token of what they do not know
+NUM_THREADS: Final = max(1, (os.cpu_count() or 1) // 2)
 SPECIAL_TOKEN_NAMES: Final = (
     "bos_token",
     "eos_token",
@@ -28,38 +35,61 @@ SPECIAL_TOKEN_NAMES: Final = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLimit:
+    """The most tokens that a text may have, and what its client hears of one that has this many or more."""
+
+    most: int
+    refusal: Callable[[int], RequestError]
+
+
 class Tokenizer:
-    """The tokenizer of one model folder, with its chat template if it has one."""
+    """The tokenizer of one model folder, with its chat template if it has one. Long texts wait for one of a few
+    threads, in the order in which they came; who stops waiting leaves the queue."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, chat_template: ChatTemplate | None) -> None:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._detokenizers = DetokenizerFactory(tokenizer)
+        longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0)
+        self._longest_token_chars = max(longest, MIN_LONGEST_TOKEN_CHARS)
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenizer")
 
     @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the special tokens that the tokenizer itself adds unless told otherwise."""
-        return await _off_loop_if_long(len(text), self._encode, text, add_special_tokens)
+    async def encode(self, text: str, limit: TokenLimit, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with the special tokens that the tokenizer itself adds unless told otherwise. Raises the
+        limit's refusal as soon as the text cannot keep the limit; one that is over it by little is for the caller to
+        refuse."""
+        if (fewest := len(text) // self._longest_token_chars) > limit.most:
+            raise limit.refusal(fewest)
+        if len(text) <= LONG_TEXT_CHARS:
+            return self._encode(text, add_special_tokens)
+        if len(text) > max(PIECE_CHARS, USUAL_TOKEN_CHARS * limit.most):
+            await self._check_pieces(text, limit)
+        return await self._in_turn(self._encode, text, add_special_tokens)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    async def encode_chat(self, messages: Sequence[Mapping[str, str]], limit: TokenLimit) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins. Raises RequestError when the model
-        has no chat template or its template refuses the messages."""
+        has no chat template or its template refuses the messages, and as `encode` does."""
         if self._chat_template is None:
             raise RequestError(BAD_PARAM, "the model has no chat template: send text or token ids", field="chat")
-        num_chars = sum(len(message["content"]) for message in messages)
-        text = await _off_loop_if_long(num_chars, self._chat_template.render, messages)
-        return await _off_loop_if_long(len(text), self._encode, text, False)  # the template wrote them already
+        text = await self._chat_template.render(messages)
+        return await self.encode(text, limit, add_special_tokens=False)  # the template wrote them already
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens as they are written; ids that are no token count for nothing."""
-        return await _off_loop_if_long(len(token_ids), self._decode, token_ids)
+        if len(token_ids) <= LONG_TEXT_CHARS:
+            return self._decode(token_ids)
+        return await self._in_turn(self._decode, token_ids)
 
     async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """The text that each token stands for alone; bytes that are no text become U+FFFD."""
-        return await _off_loop_if_long(len(token_ids), self._token_texts, token_ids)
+        if len(token_ids) <= LONG_TEXT_CHARS:
+            return self._token_texts(token_ids)
+        return await self._in_turn(self._token_texts, token_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for within a text; empty for an id that is no token."""
@@ -68,6 +98,18 @@ class Tokenizer:
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
         """A fresh detokenizer for one answer."""
         return self._detokenizers(skip_special_tokens=skip_special_tokens)
+
+    async def _check_pieces(self, text: str, limit: TokenLimit) -> None:
+        """Raises the refusal when the pieces of a text show that it has too many tokens."""
+        fewest = 0
+        for start in range(0, len(text), PIECE_CHARS):
+            token_ids = await self._in_turn(self._encode, text[start : start + PIECE_CHARS], False)
+            fewest += len(token_ids) - self._longest_token_chars  # where the text is cut, one token becomes several
+            if fewest > limit.most:
+                raise limit.refusal(fewest)
+
+    async def _in_turn(self, function: Callable[[*Ts], R], *args: *Ts) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # The batch call lets other threads run, which the single one does not.
@@ -141,9 +183,3 @@ def _token_text(token: Any) -> str | None:
 
 def _optional_json(path: Path) -> JsonFields:
     return read_json_object(path) if path.exists() else JsonFields({}, str(path))
-
-
-async def _off_loop_if_long(num_chars: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    if num_chars > LONG_TEXT_CHARS:
-        return await asyncio.to_thread(function, *args, **kwargs)
-    return function(*args, **kwargs)

@@ -7,11 +7,12 @@ answers.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
@@ -24,6 +25,8 @@ from serving_core.errors import RequestError
 from serving_core.waiting import first_to_end
 
 logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 
 class Answering:
@@ -43,9 +46,10 @@ class Answering:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with AsyncExitStack() as stack:
-                calls = [
-                    await stack.enter_async_context(self._front.answer(request)) for request in self._asked.requests
-                ]
+                calls = []
+                for request in self._asked.requests:
+                    calls.append(await stack.enter_async_context(self._front.answer(request)))
+                    await asyncio.sleep(0)  # others go on before the next prompt
                 if self._asked.stream:
                     await self._stream(calls, sse.EventStream(send))
                     return
@@ -145,6 +149,20 @@ async def merged(calls: Sequence[Call]) -> AsyncGenerator[Arrival]:
         for task in waits:
             task.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, R]) -> R:
+    """What the work gives. When the client leaves it is cancelled, and ClientDisconnect raised; the body of its
+    request has been read."""
+    results: list[R] = []
+
+    async def keep_result() -> None:
+        results.append(await work)
+
+    await first_to_end(keep_result(), _until_gone(receive))
+    if not results:
+        raise ClientDisconnect
+    return results[0]
 
 
 async def _until_gone(receive: Receive) -> None:

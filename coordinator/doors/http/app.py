@@ -2,8 +2,8 @@
 
 import importlib.metadata
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from typing import Any, Final, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,8 +15,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from coordinator.doors.exposition import CONTENT_TYPE, Exposition
-from coordinator.doors.front import Front
-from coordinator.doors.http.answering import Answering
+from coordinator.doors.front import Front, within
+from coordinator.doors.http.answering import Answering, unless_gone
 from coordinator.doors.http.bodies import read_json
 from coordinator.doors.http.door import REQUEST_ID_HEADER, Door, request_id_for
 from coordinator.doors.http.errors import on_http_exception, on_request_error, renamed
@@ -31,9 +31,14 @@ from coordinator.doors.http.requests import (
 )
 from coordinator.doors.http.responses import ChatForm, CompletionForm, Form
 from coordinator.doors.http.slo import set_limits
+from coordinator.text.tokenizer import TokenLimit
 from protos.inference_pb2 import ChatInput, GenerateRequest
 from serving_core.errors import RequestError
 from serving_core.reasons import MODEL_NOT_FOUND
+
+R = TypeVar("R")
+
+MAX_LISTED_TOKENS: Final = 2**17  # at /tokenize and /detokenize, or what the context holds if that is more
 
 IsServing = Callable[[], Awaitable[bool]]
 """Whether requests can be answered now."""
@@ -77,27 +82,21 @@ class Endpoints:
         return await self._begin(request, parse_chat, ChatForm, CHAT_NAMES)
 
     async def tokenize(self, request: Request) -> Response:
-        fields = await read_json(request)
+        fields = await read_json(request, _as_it_is)
         self._check_model(fields.text("model"))
-        token_ids = await self._tokenized(fields)
-        response: dict[str, Any] = {
-            "count": len(token_ids),
-            "max_model_len": self._front.limits().max_model_len,
-            "tokens": token_ids,
-        }
-        if fields.boolean("return_token_strs"):
-            response["token_strs"] = await self._front.model.tokenizer.token_texts(token_ids)
-        self._check_unread(request, fields)
+        response = await self._while_there(request, self._tokenized(fields))
+        self._check_unread(request, fields.unread())
         return JSONResponse(response)
 
     async def detokenize(self, request: Request) -> Response:
-        fields = await read_json(request)
+        fields = await read_json(request, _as_it_is)
         self._check_model(fields.text("model"))
         if "tokens" not in fields:
             raise fields.problem("tokens", "is missing")
-        token_ids = fields.integers("tokens")
-        self._check_unread(request, fields)
-        return JSONResponse({"prompt": await self._front.model.tokenizer.decode(token_ids)})
+        token_ids = fields.integers("tokens", self._most_listed())
+        self._check_unread(request, fields.unread())
+        text = await self._while_there(request, self._front.model.tokenizer.decode(token_ids))
+        return JSONResponse({"prompt": text})
 
     async def health(self, request: Request) -> Response:
         """Whether requests can be answered; with ?node=NAME, whether that node takes them."""
@@ -119,30 +118,59 @@ class Endpoints:
         names: Mapping[str, str],
     ) -> ASGIApp:
         request_id = request.headers.get(REQUEST_ID_HEADER) or request_id_for(request.scope)
-        with self._front.noting_refusal(request_id):
-            fields = await read_json(request)
+
+        def parsed(fields: Fields) -> tuple[Asked, list[str]]:
             asked = parse(fields, request_id)
             set_limits(asked.requests, fields, request.headers)
-            self._check_unread(request, fields)
+            return asked, fields.unread()
+
+        with self._front.noting_refusal(request_id):
+            asked, unread = await read_json(request, parsed)
+            self._check_unread(request, unread)
         form = form_class(asked, self._front.model.tokenizer)
         return Answering(self._front, form, request_id, names)
 
-    async def _tokenized(self, fields: Fields) -> list[int]:
-        if "messages" in fields:
+    async def _while_there(self, request: Request, work: Coroutine[Any, Any, R]) -> R:
+        """What the work on a text gives, in time and while its client waits for it."""
+        async with within(self._front.request_timeout_s):
+            return await unless_gone(request.receive, work)
+
+    async def _tokenized(self, fields: Fields) -> dict[str, Any]:
+        token_ids = await self._token_ids(fields)
+        max_model_len = self._front.limits().max_model_len
+        response: dict[str, Any] = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids}
+        if fields.boolean("return_token_strs"):
+            response["token_strs"] = await self._front.model.tokenizer.token_texts(token_ids)
+        return response
+
+    async def _token_ids(self, fields: Fields) -> list[int]:
+        field = "messages" if "messages" in fields else "prompt"
+        most = self._most_listed()
+        limit = TokenLimit(
+            most, lambda fewest: fields.problem(field, f"has at least {fewest} tokens, the limit is {most}")
+        )
+        if field == "messages":
             asked = GenerateRequest(chat=ChatInput(messages=parse_messages(fields)))
             try:
-                return await self._front.tokenize(asked)
+                token_ids = await self._front.tokenize(asked, limit)
             except RequestError as error:
                 raise renamed(error, CHAT_NAMES) from error
-        prompt = fields.text("prompt")
-        if prompt is None:
-            raise fields.problem("prompt", "is missing: send it, or messages")
-        add_special_tokens = fields.boolean("add_special_tokens") is not False
-        return await self._front.model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        else:
+            prompt = fields.text("prompt")
+            if prompt is None:
+                raise fields.problem("prompt", "is missing: send it, or messages")
+            with_special = fields.boolean("add_special_tokens") is not False
+            token_ids = await self._front.model.tokenizer.encode(prompt, limit, add_special_tokens=with_special)
+        if len(token_ids) > most:
+            raise limit.refusal(len(token_ids))
+        return token_ids
 
-    def _check_unread(self, request: Request, fields: Fields) -> None:
-        """Warns of what nobody has read, or refuses it."""
-        request.scope["state"]["warning"] = self._front.unknown_fields.check(fields.unread())
+    def _most_listed(self) -> int:
+        return max(MAX_LISTED_TOKENS, self._front.limits().max_model_len)
+
+    def _check_unread(self, request: Request, unread: list[str]) -> None:
+        """Warns of fields that nobody has read, or refuses them."""
+        request.scope["state"]["warning"] = self._front.unknown_fields.check(unread)
 
     def _check_model(self, name: str | None) -> None:
         if name and name != self._front.model.name:
@@ -164,6 +192,10 @@ class Endpoints:
             "max_model_len": self._front.limits().max_model_len,
             "vocab_size": self._front.model.config.vocab_size,
         }
+
+
+def _as_it_is(fields: Fields) -> Fields:
+    return fields
 
 
 def make_app(

@@ -11,13 +11,15 @@ from serving_core.reasons import BAD_PARAM, MALFORMED_REQUEST
 INT32: Final = (-(2**31), 2**31 - 1)
 INT64: Final = (-(2**63), 2**63 - 1)
 UINT32: Final = (0, 2**32 - 1)
+MAX_VALUES: Final = 2**18  # in a body: JSON is parsed at one go, in tens of milliseconds
+MAX_STRINGS: Final = 2**16
 INDEX: Final = re.compile(r"\[\d+\]")
 
 
 class Fields:
     """A JSON object whose values are checked as they are read. A null counts as missing; what is missing is None. A
-    value of the wrong kind raises RequestError with the field's name and the value. `unread` names what nobody has
-    asked for: clients send what other servers know."""
+    value of the wrong kind raises RequestError with the field's name and the value, and one of too many entries with
+    their number and the limit. `unread` names what nobody has asked for: clients send what other servers know."""
 
     def __init__(self, values: dict[str, Any], prefix: str = "") -> None:
         self._values = values
@@ -70,9 +72,9 @@ class Fields:
             return value
         raise self.error(name, "a string of valid Unicode")
 
-    def texts(self, name: str) -> list[str]:
+    def texts(self, name: str, limit: int) -> list[str]:
         """A list of strings, or one string alone; empty when it is missing."""
-        value = self.raw(name)
+        value = self._counted(name, limit)
         if value is None:
             return []
         texts = value if isinstance(value, list) else [value]
@@ -80,32 +82,39 @@ class Fields:
             return texts
         raise self.error(name, "a string or a list of strings")
 
-    def integers(self, name: str, within: tuple[int, int] = UINT32) -> list[int]:
+    def integers(self, name: str, limit: int = MAX_VALUES, within: tuple[int, int] = UINT32) -> list[int]:
         """A list of integers; empty when it is missing."""
-        value = self.raw(name)
+        value = self._counted(name, limit)
         if value is None:
             return []
         if isinstance(value, list) and all(_is_integer(item, within) for item in value):
             return value
         raise self.error(name, f"a list of integers within [{within[0]}, {within[1]}]")
 
-    def nested(self, name: str) -> "Fields | None":
+    def nested(self, name: str, limit: int = MAX_VALUES) -> "Fields | None":
         """An object within this one."""
-        value = self.raw(name)
+        value = self._counted(name, limit)
         if value is None:
             return None
         if isinstance(value, dict):
             return self._part(value, f"{self._prefix}{name}.")
         raise self.error(name, "an object")
 
-    def objects(self, name: str) -> "list[Fields]":
+    def objects(self, name: str, limit: int) -> "list[Fields]":
         """A list of objects; empty when it is missing."""
-        value = self.raw(name)
+        value = self._counted(name, limit)
         if value is None:
             return []
         if isinstance(value, list) and all(isinstance(item, dict) for item in value):
             return [self._part(item, f"{self._prefix}{name}[{index}].") for index, item in enumerate(value)]
         raise self.error(name, "a list of objects")
+
+    def _counted(self, name: str, limit: int) -> Any:
+        """The value, of which a list or an object has no more entries than the limit."""
+        value = self.raw(name)
+        if isinstance(value, list | dict) and len(value) > limit:
+            raise self.problem(name, f"has {len(value)} entries, the limit is {limit}")
+        return value
 
     def _part(self, values: dict[str, Any], prefix: str) -> "Fields":
         self._within.append(Fields(values, prefix))
@@ -124,12 +133,25 @@ class Fields:
 def read_fields(body: bytes) -> Fields:
     """The JSON object in the body of a request. Raises RequestError for anything else."""
     try:
-        values = json.loads(body)
+        text = body.decode("utf-8-sig")
+        _check_num_values(body)
+        values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RequestError(MALFORMED_REQUEST, f"the body is not JSON: {str(error)[:100]}") from error
     if not isinstance(values, dict):
         raise RequestError(MALFORMED_REQUEST, f"the body must be a JSON object, not {shown(values)}")
     return Fields(values)
+
+
+def _check_num_values(body: bytes) -> None:
+    """While JSON is parsed, no other thread runs either: what would take long is refused before."""
+    delimited = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # the quotes that are left begin or end a string
+    num_strings = delimited.count(b'"') // 2
+    if num_strings > MAX_STRINGS:
+        raise RequestError(BAD_PARAM, f"the body has {num_strings} strings, the limit is {MAX_STRINGS}")
+    num_values = 1 + sum(part.count(b",") for part in delimited.split(b'"')[::2])
+    if num_values > MAX_VALUES:
+        raise RequestError(BAD_PARAM, f"the body has {num_values} values, the limit is {MAX_VALUES}")
 
 
 def shown(value: Any) -> str:

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from coordinator.doors.http.fields import INT64, UINT32, Fields, shown
+from coordinator.doors.validation import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from protos.inference_pb2 import ChatInput, ChatMessage, GenerateRequest, SamplingParams, TokenizedInput
 
 MAX_PROMPTS: Final = 256
+MAX_PARTS: Final = 1024  # of one message
 DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's
 
 _NUMBERS: Final = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
@@ -122,7 +124,7 @@ def parse_chat(fields: Fields, request_id: str) -> Asked:
 
 def parse_messages(fields: Fields) -> list[ChatMessage]:
     """The conversation in `messages`. Raises RequestError."""
-    messages = fields.objects("messages")
+    messages = fields.objects("messages", MAX_MESSAGES)
     if not messages:
         raise fields.problem("messages", "is missing or empty: a conversation needs at least one message")
     return [_message(message) for message in messages]
@@ -136,7 +138,7 @@ def _message(message: Fields) -> ChatMessage:
         if message.raw(name):
             raise message.problem(name, "is not supported")
     if isinstance(message.raw("content"), list):
-        content = "\n".join(_text_of(part) for part in message.objects("content"))
+        content = "\n".join(_text_of(part) for part in message.objects("content", MAX_PARTS))
     else:
         content = message.text("content") or ""
         if "content" not in message:
@@ -157,17 +159,17 @@ def _text_of(part: Fields) -> str:
 def _prompts(fields: Fields) -> list[str | TokenizedInput]:
     """A string, token ids, or a list of either."""
     prompt = fields.raw("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str) and len(prompt) > MAX_PROMPTS:
+        raise fields.problem("prompt", f"has {len(prompt)} prompts, the limit is {MAX_PROMPTS}")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
         lists = [Fields({"prompt": item}) for item in prompt]
         prompts: list[str | TokenizedInput] = [TokenizedInput(input_ids=item.integers("prompt")) for item in lists]
     elif isinstance(prompt, list) and prompt and not isinstance(prompt[0], str):
         prompts = [TokenizedInput(input_ids=fields.integers("prompt"))]
     else:
-        prompts = [*fields.texts("prompt")]
+        prompts = [*fields.texts("prompt", MAX_PROMPTS)]
     if not prompts:
         raise fields.problem("prompt", "is missing or empty: send a string, token ids, or a list of either")
-    if len(prompts) > MAX_PROMPTS:
-        raise fields.problem("prompt", f"has {len(prompts)} prompts, the limit is {MAX_PROMPTS}")
     return prompts
 
 
@@ -219,15 +221,15 @@ def _sampling_params(fields: Fields) -> SamplingParams:
     return SamplingParams(
         **given,
         seed=fields.integer("seed", INT64),
-        stop=fields.texts("stop"),
-        stop_token_ids=fields.integers("stop_token_ids"),
+        stop=fields.texts("stop", MAX_STOP_STRINGS),
+        stop_token_ids=fields.integers("stop_token_ids", MAX_STOP_TOKEN_IDS),
         logit_bias=_logit_bias(fields),
     )
 
 
 def _logit_bias(fields: Fields) -> dict[int, float]:
     given = fields.raw("logit_bias")
-    biases = fields.nested("logit_bias") or Fields({})
+    biases = fields.nested("logit_bias", MAX_LOGIT_BIAS) or Fields({})
     found: dict[int, float] = {}
     for token in given or {}:
         if not (token.isascii() and token.isdigit() and len(token) <= len(str(UINT32[1]))) or int(token) > UINT32[1]:

@@ -20,6 +20,9 @@ HEAD_TIMEOUT_S: Final = 30.0  # from connecting, or the first byte of a later re
 KEEP_ALIVE_S: Final = 75  # for an idle connection
 MAX_BYTES_AHEAD: Final = 2**16  # of later requests, while one is answered
 ABORT_S: Final = 1.0  # until calls have noticed that their connections are gone
+MAX_HEAD_BYTES: Final = 2**16
+PROBE_S: Final = 0.1  # between the first two probes of a client that has ended its side; each wait is twice the last
+PROBE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"  # which every client skips
 
 
 class HttpServer:
@@ -38,6 +41,7 @@ class HttpServer:
             server_header=False,
             date_header=False,  # it would need the main loop, which polls
             timeout_keep_alive=KEEP_ALIVE_S,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         )
         config.load()
         self._server = uvicorn.Server(config)
@@ -74,11 +78,13 @@ class HttpServer:
 
 
 class _Connection(H11Protocol):
-    """A connection whose client may be idle, but neither dawdle over its headers nor stop reading."""
+    """A connection whose client may be idle, but neither dawdle over its headers nor stop reading. It may end its side
+    when it has asked, and wait for the answer."""
 
     max_connections: int
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
+    _probe_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -102,8 +108,33 @@ class _Connection(H11Protocol):
         if not self.cycle.more_body and len(self.conn.trailing_data[0]) <= MAX_BYTES_AHEAD:
             self.flow.resume_reading()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the connection stays open. Who has ended its side may wait for its answer or be gone, which shows
+        only when something is sent: the system of a client that is gone breaks the connection."""
+        if self._probe_timer is None and self._is_owed_an_answer():
+            self._probe(PROBE_S)
+        return self._probe_timer is not None
+
+    def _is_owed_an_answer(self) -> bool:
+        """Whether it has asked for one that has not begun, and may be sent a probe before it."""
+        if self.cycle is None or self.cycle.more_body or self.cycle.response_started:
+            return False
+        return bool(self.scope["http_version"] == "1.1")
+
+    def _probe(self, wait_s: float) -> None:
+        if not self.cycle.response_started:  # what is sent of an answer is a probe too
+            self.transport.write(PROBE)
+        self._probe_timer = self.loop.call_later(wait_s, self._probe, 2 * wait_s)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._probe_timer is not None and self.cycle.response_complete:  # not if another call was sent ahead
+            self.transport.close()
+
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP is answered at once, unless an answer is under way already."""
+        if (num_bytes := len(self.conn.trailing_data[0])) > MAX_HEAD_BYTES:
+            msg = f"the headers have {num_bytes} bytes or more, the limit is {MAX_HEAD_BYTES}"
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             self.transport.write(_bad_request(msg))
         if self.cycle is not None:
@@ -122,7 +153,7 @@ class _Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
-        self._cancel_timers(self._head_timer, self._write_timer)
+        self._cancel_timers(self._head_timer, self._write_timer, self._probe_timer)
 
     def _watch_reader(self) -> None:
         num_unread_bytes = self.transport.get_write_buffer_size()

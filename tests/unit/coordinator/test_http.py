@@ -321,8 +321,10 @@ def test_only_health_is_open_to_strangers(tmp_path, authorization):
                 assert reply.headers["www-authenticate"] == "Bearer"
             assert (await client.post("/v1/completions", json={}, headers=authorization)).status_code == 401
             assert (await client.get("/ping", headers=authorization)).status_code == 503
-            [model] = (await client.get("/v1/models", headers={"Authorization": f"Bearer {KEY}"})).json()["data"]
-            assert model["id"] == "m"
+            for scheme in ("Bearer", "bearer", "BEARER "):
+                headers = {"Authorization": f"{scheme} {KEY}"}
+                [model] = (await client.get("/v1/models", headers=headers)).json()["data"]
+                assert model["id"] == "m"
 
     run(scenario())
 
@@ -502,6 +504,65 @@ def test_calls_sent_ahead_are_answered_in_order(tmp_path):
     run(scenario())
 
 
+async def half_closed(c, request):
+    """The connection of a client that has asked, and says that it will ask no more."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", c.server.http_port)
+    writer.write(request)
+    writer.write_eof()
+    return reader, writer
+
+
+def last_response_of(sent):
+    """What follows interim responses: the status line, and the body."""
+    while sent.startswith(b"HTTP/1.1 100 Continue\r\n\r\n"):
+        sent = sent.partition(b"\r\n\r\n")[2]
+    head, _, body = sent.partition(b"\r\n\r\n")
+    return head.partition(b"\r\n")[0], body
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_has_ended_its_side_gets_its_answer(tmp_path, stream):
+    async def scenario():
+        async with http_cluster(tmp_path) as (c, _):
+            reader, writer = await half_closed(c, completion_bytes(max_tokens=2, stream=stream))
+            attempt, _ = await begin(c)
+            await asyncio.sleep(3 * serving.PROBE_S)  # enough to lose a client that is gone
+            await hand_over(c, attempt, "a")
+            await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
+            status, body = last_response_of(await ended(reader))
+            assert status == b"HTTP/1.1 200 OK"
+            if stream:
+                assert b"data: [DONE]" in body
+            else:
+                assert json.loads(body)["choices"][0]["text"] == "ab"
+            writer.close()
+
+    run(scenario())
+
+
+def test_a_client_that_has_ended_its_side_and_then_leaves_ends_its_answer(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path) as (c, _):
+            _, writer = await half_closed(c, completion_bytes(max_tokens=5))
+            attempt, _ = await begin(c)
+            writer.close()
+            for node in c.nodes.values():
+                await node.answer_cancel(attempt)
+            await c.until_nothing_is_live()
+
+    run(scenario())
+
+
+def test_calls_sent_ahead_of_the_end_of_a_side_are_answered(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=()) as (c, _):
+            reader, writer = await half_closed(c, 3 * b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await ended(reader)).count(b"HTTP/1.1 200 OK") == 3
+            writer.close()
+
+    run(scenario())
+
+
 async def ended(reader):
     """Reads a connection to its end, a broken one too."""
     async with asyncio.timeout(DEADLINE_S):
@@ -595,8 +656,12 @@ def test_headers_without_end_are_refused(tmp_path):
     async def scenario():
         async with http_cluster(tmp_path, nodes=()) as (c, _):
             reader, writer = await asyncio.open_connection("127.0.0.1", c.server.http_port)
-            writer.write(b"GET / HTTP/1.1\r\nX: " + b"x" * 2**18)
-            await ended(reader)  # with 400, or broken while there is more to read
+            begun = b"GET / HTTP/1.1\r\nX: "
+            writer.write(begun + b"x" * (serving.MAX_HEAD_BYTES + 1 - len(begun)))
+            head, _, body = (await ended(reader)).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+            message = "the headers have 65537 bytes or more, the limit is 65536"
+            assert json.loads(body)["error"]["message"] == message
             writer.close()
 
     run(scenario())

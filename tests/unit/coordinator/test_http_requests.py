@@ -8,8 +8,9 @@ from google.protobuf import json_format
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.doors.http.fields import Fields, read_fields
-from coordinator.doors.http.requests import MAX_PROMPTS, Asked, parse_chat, parse_completion
+from coordinator.doors.http.fields import MAX_STRINGS, MAX_VALUES, Fields, read_fields
+from coordinator.doors.http.requests import MAX_PARTS, MAX_PROMPTS, Asked, parse_chat, parse_completion
+from coordinator.doors.validation import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from serving_core.errors import RequestError
 
 SAMPLING = {
@@ -108,6 +109,33 @@ def test_the_number_of_prompts_has_a_limit():
         "prompt",
         "prompt has 257 prompts, the limit is 256",
     )
+
+
+HI = {"role": "user", "content": "hi"}
+NOTHING = object()  # none of which may be looked at
+
+
+@pytest.mark.parametrize(
+    ("parse", "name", "value", "limit"),
+    [
+        (parse_completion, "stop", [NOTHING] * (MAX_STOP_STRINGS + 1), MAX_STOP_STRINGS),
+        (parse_chat, "stop_token_ids", [NOTHING] * (MAX_STOP_TOKEN_IDS + 1), MAX_STOP_TOKEN_IDS),
+        (parse_chat, "logit_bias", dict.fromkeys(map(str, range(MAX_LOGIT_BIAS + 1)), NOTHING), MAX_LOGIT_BIAS),
+        (parse_chat, "messages", [NOTHING] * (MAX_MESSAGES + 1), MAX_MESSAGES),
+    ],
+)
+def test_lists_are_counted_before_they_are_looked_at(parse, name, value, limit):
+    fields = Fields({"prompt": "p", "messages": [HI]} | {name: value})
+    with pytest.raises(RequestError) as caught:
+        parse(fields, "id")
+    assert str(caught.value) == f"{name} has {limit + 1} entries, the limit is {limit}"
+    assert (caught.value.reason, caught.value.metadata["field"]) == ("BAD_PARAM", name)
+
+
+def test_the_number_of_text_parts_has_a_limit():
+    parts = [{"type": "text", "text": "a"}] * (MAX_PARTS + 1)
+    with pytest.raises(RequestError, match=r"messages\[0\].content has 1025 entries, the limit is 1024"):
+        chat({"role": "user", "content": parts})
 
 
 def test_content_may_come_in_text_parts():
@@ -308,3 +336,23 @@ def test_any_body_is_an_object_or_malformed(body):
 def test_bodies_that_are_no_object(body):
     with pytest.raises(RequestError, match="the body"):
         read_fields(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"prompt":[' + b"1," * MAX_VALUES + b"1]}", f"the body has {MAX_VALUES + 1} values, the limit is 262144"),
+        (b'{"a\\\\":[' + b"1," * MAX_VALUES + b'1],"b":"\\""}', f"the body has {MAX_VALUES + 2} values"),
+        (b'{"stop":["' + b'","' * MAX_STRINGS + b'"]}', f"strings, the limit is {MAX_STRINGS}"),
+    ],
+)
+def test_bodies_of_more_values_than_can_be_parsed_at_one_go(body, message):
+    with pytest.raises(RequestError, match=re.escape(message)) as caught:
+        read_fields(body)
+    assert caught.value.reason == "BAD_PARAM"
+
+
+def test_what_stands_in_strings_is_no_value():
+    values = {"prompt": ',"\\,' * MAX_VALUES, "stop": ["\\", '"', ',\\"']}
+    assert read_fields(json.dumps(values).encode()).raw("prompt") == values["prompt"]
+    assert read_fields(b"\xef\xbb\xbf" + json.dumps({"a": [1] * (MAX_VALUES - 1)}).encode()).raw("a")[-1] == 1

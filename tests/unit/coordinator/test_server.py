@@ -84,6 +84,36 @@ def test_bytes_that_are_no_request_are_malformed(tmp_path, method, message):
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("num_ids", "problem"),
+    [
+        (1025, "request_ids has 1025 entries, the limit is 1024"),
+        (2_000_000, "the request has 4000000 bytes, the limit of this method is 262144"),
+    ],
+)
+def test_only_so_many_calls_are_aborted_at_once(tmp_path, num_ids, problem):
+    async def scenario():
+        async with cluster(tmp_path, nodes=()) as c:
+            call = c.channel.unary_unary("/splitserve.v1.Inference/Abort")(b"\x0a\x00" * num_ids)
+            code, info, details = await refusal_of(call)
+            assert (code, info.reason, details) == (grpc.StatusCode.INVALID_ARGUMENT, "BAD_PARAM", problem)
+            most = inference_pb2.AbortRequest(request_ids=[f"{number:0128}" for number in range(1024)])
+            assert len((await c.stub.Abort(most)).unknown) == 1024
+
+    run(scenario())
+
+
+def test_a_prompt_that_cannot_fit_is_refused_by_its_length_alone(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            code, info, details = await refusal_of(c.generate("x" * 3 * 2**20))
+            assert (code, info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "PROMPT_TOO_LONG")
+            what = "with one token of answer that is over max_model_len (1000)"
+            assert details == f"the prompt has at least {3 * 2**20 // 128} tokens; {what}"
+
+    run(scenario())
+
+
 def test_a_failure_of_ours_is_internal_without_a_text_and_logged_once(tmp_path, caplog, monkeypatch):
     async def scenario():
         async with cluster(tmp_path) as c:
@@ -112,8 +142,9 @@ def test_the_clients_deadline_ends_the_answer(tmp_path):
 def test_the_servers_own_deadline_ends_the_answer_with_its_phase(tmp_path):
     async def scenario():
         async with cluster(tmp_path, request_timeout_s=0.1) as c:
-            code, info, _ = await refusal_of(c.generate())
+            code, info, details = await refusal_of(c.generate())
             assert (code, info.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
+            assert details == "the answer was not finished within 0.1 s"
             assert info.metadata["phase"] == "prefill_queue"
 
     run(scenario())
@@ -161,7 +192,9 @@ def test_clients_without_the_api_key_get_nowhere(tmp_path):
                 assert (code, info.reason) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
                 assert "--api-key" in details
             assert (await refusal_of(c.generate()))[0] is grpc.StatusCode.UNAUTHENTICATED
-            await c.stub.GetLoads(inference_pb2.GetLoadsRequest(), metadata=(("authorization", "Bearer sesame"),))
+            for scheme in ("Bearer", "bearer"):
+                metadata = (("authorization", f"{scheme} sesame"),)
+                await c.stub.GetLoads(inference_pb2.GetLoadsRequest(), metadata=metadata)
             health = health_pb2_grpc.HealthStub(c.channel)
             assert (
                 await health.Check(health_pb2.HealthCheckRequest())

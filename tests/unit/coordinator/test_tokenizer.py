@@ -2,13 +2,23 @@
 
 import asyncio
 import json
+import os
+import signal
+import threading
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from coordinator.text.tokenizer import LONG_TEXT_CHARS, read_tokenizer
+from coordinator.text.tokenizer import (
+    LONG_TEXT_CHARS,
+    MIN_LONGEST_TOKEN_CHARS,
+    NUM_THREADS,
+    PIECE_CHARS,
+    TokenLimit,
+    read_tokenizer,
+)
 from serving_core.errors import ModelError, RequestError
-from tests.tiny_models import EOS, write_tokenizer
+from tests.tiny_models import ASSISTANT, EOS, write_tokenizer
 
 MESSAGES = [
     {"role": "system", "content": 'You are <kind> & "quoted".\n'},
@@ -32,6 +42,13 @@ TEMPLATES = {
 }
 
 
+def limit(most):
+    return TokenLimit(most, lambda fewest: RequestError("PROMPT_TOO_LONG", f"{fewest} or more"))
+
+
+ENOUGH = limit(10**9)
+
+
 @pytest.fixture
 def folder(tmp_path):
     write_tokenizer(tmp_path)
@@ -47,7 +64,7 @@ def test_texts_encode_as_in_transformers(folder):
     reference = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer = read_tokenizer(folder)
     for text in ("a", "héllo wörld 😀", "<|user|>x", " lead and trail ", "long " * LONG_TEXT_CHARS):
-        assert asyncio.run(tokenizer.encode(text)) == reference(text)["input_ids"]
+        assert asyncio.run(tokenizer.encode(text, ENOUGH)) == reference(text)["input_ids"]
 
 
 def test_the_texts_of_single_tokens(folder):
@@ -62,6 +79,43 @@ def test_the_event_loop_goes_on_while_many_tokens_become_texts(folder):
         await asyncio.sleep(0)
         assert not texts.done()
         assert await texts == ["a"] * len(token_ids)
+
+    asyncio.run(scenario())
+
+
+def test_a_hopeless_text_is_refused_before_any_of_it_is_encoded(folder):
+    encoding = read_tokenizer(folder).encode("a" * 2**22, limit(8192))
+    with pytest.raises(RequestError, match=f"{2**22 // MIN_LONGEST_TOKEN_CHARS} or more"):
+        encoding.send(None)  # until it waits, which it never does
+
+
+def test_a_text_that_is_probably_too_long_is_encoded_no_further_than_that_shows(folder):
+    with pytest.raises(RequestError, match=f"{PIECE_CHARS - MIN_LONGEST_TOKEN_CHARS} or more"):
+        asyncio.run(read_tokenizer(folder).encode("a" * 2**20, limit(10_000)))
+
+
+def test_a_text_of_long_tokens_may_be_long(folder):
+    text = "<|assistant|>" * 9_990
+    assert len(text) > 10 * 10_000
+    assert asyncio.run(read_tokenizer(folder).encode(text, limit(10_000))) == [ASSISTANT] * 9_990
+
+
+def test_who_stops_waiting_leaves_the_queue_and_the_others_keep_their_order(folder):
+    async def scenario():
+        tokenizer, ended, free = read_tokenizer(folder), [], threading.Event()
+        busy = [asyncio.create_task(tokenizer._in_turn(free.wait)) for _ in range(NUM_THREADS)]
+        texts = {char: char * (LONG_TEXT_CHARS + 1) for char in "abc"}
+        calls = {char: asyncio.create_task(tokenizer.encode(text, ENOUGH)) for char, text in texts.items()}
+        for char, call in calls.items():
+            call.add_done_callback(lambda _, char=char: ended.append(char))
+        await asyncio.sleep(0)
+        calls["b"].cancel()
+        await asyncio.gather(calls["b"], return_exceptions=True)
+        assert ended == ["b"]  # at once, while all threads are busy
+        free.set()
+        assert await calls["c"] == [ord("c")] * len(texts["c"])
+        await asyncio.gather(*busy, *calls.values(), return_exceptions=True)
+        assert sorted(ended) == ["a", "b", "c"]
 
     asyncio.run(scenario())
 
@@ -81,7 +135,7 @@ def test_the_tokenizers_own_special_tokens_are_added_and_its_limits_are_not(fold
         "special_tokens": {"<|bos|>": {"id": "<|bos|>", "ids": [256], "tokens": ["<|bos|>"]}},
     }
     path.write_text(json.dumps(content))
-    assert asyncio.run(read_tokenizer(folder).encode("abcde")) == [256, *b"abcde"]
+    assert asyncio.run(read_tokenizer(folder).encode("abcde", ENOUGH)) == [256, *b"abcde"]
 
 
 @pytest.mark.parametrize("template", [None, *TEMPLATES])
@@ -93,7 +147,7 @@ def test_chats_encode_as_in_transformers(folder, template, in_own_file):
         edit_config(folder, chat_template=TEMPLATES[template])
     reference = PreTrainedTokenizerFast.from_pretrained(folder)
     expected = reference.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=True, return_dict=False)
-    assert asyncio.run(read_tokenizer(folder).encode_chat(MESSAGES)) == expected
+    assert asyncio.run(read_tokenizer(folder).encode_chat(MESSAGES, ENOUGH)) == expected
 
 
 def test_special_tokens_may_be_objects_or_in_a_file_of_their_own(folder):
@@ -107,13 +161,13 @@ def test_special_tokens_may_be_objects_or_in_a_file_of_their_own(folder):
     ]
     path.write_text(json.dumps(config))
     (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|eos|>"}))
-    assert asyncio.run(read_tokenizer(folder).encode_chat([{"role": "user", "content": "a"}])) == [256, 97, 257]
+    assert asyncio.run(read_tokenizer(folder).encode_chat([{"role": "user", "content": "a"}], ENOUGH)) == [256, 97, 257]
 
 
 def test_a_template_may_refuse(folder):
     edit_config(folder, chat_template="{{ raise_exception('roles must alternate') }}")
     with pytest.raises(RequestError, match="roles must alternate") as error:
-        asyncio.run(read_tokenizer(folder).encode_chat(MESSAGES))
+        asyncio.run(read_tokenizer(folder).encode_chat(MESSAGES, ENOUGH))
     assert error.value.reason == "BAD_PARAM"
 
 
@@ -121,7 +175,72 @@ def test_a_template_may_refuse(folder):
 def test_a_template_runs_in_a_sandbox(folder, attack):
     edit_config(folder, chat_template=attack)
     with pytest.raises(RequestError, match=r"unsafe|safely"):
-        asyncio.run(read_tokenizer(folder).encode_chat(MESSAGES))
+        asyncio.run(read_tokenizer(folder).encode_chat(MESSAGES, ENOUGH))
+
+
+def failure_of(folder, template, content="a"):
+    edit_config(folder, chat_template=template)
+    tokenizer = read_tokenizer(folder)
+    with pytest.raises(RequestError) as error:
+        asyncio.run(tokenizer.encode_chat([{"role": "user", "content": content}], ENOUGH))
+    return error.value.reason, str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{{ messages[0].nothing.deeper }}", "'dict object' has no attribute 'nothing'"),
+        ("{{ messages | unheard_of }}", "No filter named 'unheard_of'."),
+        ("{{ 'x' * 10**10 }}", "MemoryError"),
+        ("{% set x = 'x' * 10**7 %}{{ x }}", "its text has 10000000 characters, the limit is 8388608"),
+        ("{{ '\\ud800' }}", "UnicodeEncodeError"),
+    ],
+)
+def test_a_template_that_fails_is_no_fault_of_the_messages(folder, template, message):
+    assert failure_of(folder, template) == ("ENGINE_ERROR", f"the model's chat template fails: {message}")
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_without_end_is_ended_and_keeps_nobody_up(folder):
+    edit_config(folder, chat_template="{% if messages[0].content == 'loop' %}" + ENDLESS + "{% endif %}a")
+
+    async def scenario():
+        tokenizer = read_tokenizer(folder)
+        looping, ready = (
+            asyncio.create_task(tokenizer.encode_chat([{"role": "user", "content": content}], ENOUGH))
+            for content in ("loop", "b")
+        )
+        for _ in range(10):
+            await asyncio.sleep(0.01)
+        assert not looping.done()  # it has 2 s, and the event loop goes on meanwhile
+        with pytest.raises(RequestError, match="fails: it takes more than 2 s") as error:
+            await looping
+        assert error.value.reason == "ENGINE_ERROR"
+        assert await ready == [97]
+
+    asyncio.run(scenario())
+
+
+def test_a_process_that_has_ended_is_replaced(folder):
+    async def scenario():
+        tokenizer = read_tokenizer(folder)
+        expected = await tokenizer.encode_chat(MESSAGES, ENOUGH)
+        process = tokenizer._chat_template._process._process
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert await tokenizer.encode_chat(MESSAGES, ENOUGH) == expected
+
+    asyncio.run(scenario())
+
+
+def test_a_long_conversation_comes_through(folder):
+    edit_config(folder, chat_template="{{ messages[0].content }}{{ messages[1].content }}")
+    contents = ["ü\n" * 2**19, "\x00😀\u2028" * 2**10]  # more than a pipe holds
+    messages = [{"role": "user", "content": content} for content in contents]
+    assert asyncio.run(read_tokenizer(folder).encode_chat(messages, ENOUGH)) == [*"".join(contents).encode()]
 
 
 def test_a_model_without_a_template_takes_no_chat(folder):
@@ -129,7 +248,7 @@ def test_a_model_without_a_template_takes_no_chat(folder):
     tokenizer = read_tokenizer(folder)
     assert not tokenizer.has_chat_template
     with pytest.raises(RequestError, match="no chat template"):
-        asyncio.run(tokenizer.encode_chat(MESSAGES))
+        asyncio.run(tokenizer.encode_chat(MESSAGES, ENOUGH))
 
 
 @pytest.mark.parametrize(

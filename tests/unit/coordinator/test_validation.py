@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from coordinator.doors.validation import Limits, check_input, plan_answers
+from coordinator.doors.validation import Limits, check_input, plan_answers, prompt_limit
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.requests import SamplingParams
@@ -27,7 +27,9 @@ def request(params=None, **fields):
 
 
 def plan(params=None, num_prompt_tokens=10, limits=LIMITS, **defaults):
-    return plan_answers(request(params), [1] * num_prompt_tokens, limits, Wire(**defaults))
+    asked = request(params)
+    check_input(asked, limits)
+    return plan_answers(asked, [1] * num_prompt_tokens, limits, Wire(**defaults))
 
 
 def refusal(function, *arguments):
@@ -141,6 +143,25 @@ def test_a_prompt_that_can_never_be_served_is_refused(num_prompt_tokens, changes
     assert error.reason == "PROMPT_TOO_LONG"
     assert f"{num_prompt_tokens} tokens" in str(error)
     assert named in str(error)
+
+
+@pytest.mark.parametrize(
+    ("changes", "most", "named"),
+    [
+        ({}, 90, "at least 91 tokens, over the KV cache of the largest prefill node (90)"),
+        ({"prefill_pool_tokens": None}, 99, "at least 100 tokens; with one token of answer that is over max_model_len"),
+        ({"decode_pool_tokens": 60}, 59, "over the KV cache of the largest decode node (60)"),
+    ],
+)
+def test_how_long_a_prompt_may_be_is_known_before_it_is_tokenized(changes, most, named):
+    limits = dataclasses.replace(LIMITS, **changes)
+    limit = prompt_limit(limits)
+    assert limit.most == most
+    refused = limit.refusal(most + 1)
+    assert (refused.reason, refused.metadata["field"]) == ("PROMPT_TOO_LONG", "input")
+    assert named in str(refused)
+    plan(num_prompt_tokens=most, limits=limits)
+    assert refusal(plan, None, most + 1, limits).reason == "PROMPT_TOO_LONG"
 
 
 def test_an_empty_or_foreign_prompt_is_refused():

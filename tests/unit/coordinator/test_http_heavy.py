@@ -1,0 +1,150 @@
+"""Heavy calls: the event loop goes on while they are checked, and what nobody waits for is not done."""
+
+import asyncio
+import json
+import logging
+import threading
+import time
+
+import pytest
+
+from coordinator.doors.http import app
+from coordinator.doors.http.fields import MAX_VALUES
+from coordinator.text.tokenizer import LONG_TEXT_CHARS, NUM_THREADS
+from tests.scripted_nodes import DEADLINE_S, run
+from tests.unit.coordinator.test_http import http_cluster
+
+JSON = {"content-type": "application/json"}
+MAX_STALL_S = 0.25  # of the event loop's own processor time, which other processes do not lengthen
+MIB = 2**20
+
+
+async def longest_turn_s(call):
+    """The most processor time that the event loop's thread takes between two turns of a task, while a call runs."""
+    longest_s = 0.0
+    while not call.done():
+        before_s = time.thread_time()
+        await asyncio.sleep(0)
+        longest_s = max(longest_s, time.thread_time() - before_s)
+    return longest_s
+
+
+def filled(before, item, after):
+    """A body of nearly 4 MiB."""
+    return before + item * ((4 * MIB - len(before) - len(after)) // len(item)) + after
+
+
+HEAVY = {
+    "biases": (
+        "/v1/completions",
+        b'{"prompt":"a","logit_bias":{' + b",".join(b'"%d":1' % token for token in range(350_000)) + b"}}",
+    ),
+    "messages": ("/v1/chat/completions", filled(b'{"messages":[', b'{"role":"user","content":"x"},', b"{}]}")),
+    "few messages of many parts": (
+        "/v1/chat/completions",
+        b'{"messages":[{"role":"user","content":[' + b'{"type":"text","text":"a"},' * 10_000 + b'"a"]}]}',
+    ),
+    "token ids": ("/v1/completions", filled(b'{"prompt":[', b"1,", b"1]}")),
+    "as many token ids as may be": ("/v1/completions", b'{"prompt":[' + b"1," * (MAX_VALUES - 1) + b"1]}"),
+    "many prompts": ("/v1/completions", filled(b'{"prompt":["', b'a","', b'"]}')),
+    "unknown fields": (
+        "/v1/completions",
+        b'{"prompt":"a",' + b",".join(b'"f%d":1' % number for number in range(60_000)) + b"}",
+    ),
+    "a text": ("/v1/completions", filled(b'{"prompt":"', b"a", b'"}')),
+    "a text to list": ("/tokenize", filled(b'{"prompt":"', b"a", b'"}')),
+    "a text to list in full": ("/tokenize", b'{"return_token_strs":true,"prompt":"' + b"a" * 2**17 + b'"}'),
+    "tokens": ("/detokenize", filled(b'{"tokens":[', b"1,", b"1]}")),
+}
+
+
+@pytest.mark.parametrize("kind", HEAVY)
+def test_no_call_keeps_the_event_loop_for_long(tmp_path, kind):
+    path, body = HEAVY[kind]
+
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=()) as (_, client):
+            call = asyncio.create_task(client.post(path, content=body, headers=JSON))
+            stall_s = await longest_turn_s(call)
+            reply = await call
+            assert reply.status_code in (200, 400, 503), reply.text[:200]
+            assert stall_s < MAX_STALL_S
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("/tokenize", {"prompt": "a" * (2**17 + 1)}, "prompt has at least 131073 tokens, the limit is 131072"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a" * 2**17}]}, "messages has at least 131076 tokens"),
+        ("/tokenize", {"prompt": "a" * 3 * MIB}, "prompt has at least 1"),
+        ("/detokenize", {"tokens": [97] * (2**17 + 1)}, "tokens has 131073 entries, the limit is 131072"),
+        ("/v1/completions", {"prompt": "a" * 3 * MIB}, "the prompt has at least 24576 tokens; with one token of"),
+    ],
+)
+def test_what_is_too_long_to_be_tokenized(tmp_path, path, fields, message):
+    async def scenario():
+        async with http_cluster(tmp_path) as (_, client):
+            reply = await client.post(path, json=fields)
+            assert reply.status_code == 400
+            assert message in reply.json()["error"]["message"]
+
+    run(scenario())
+
+
+def test_what_is_as_long_as_may_be_is_tokenized_there_and_back(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=()) as (_, client):
+            text = "ab" * (app.MAX_LISTED_TOKENS // 2)
+            token_ids = (await client.post("/tokenize", json={"prompt": text})).json()["tokens"]
+            assert token_ids == [*text.encode()]
+            assert (await client.post("/detokenize", json={"tokens": token_ids})).json()["prompt"] == text
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_who_leaves_the_queue_of_long_texts_is_not_waited_for(tmp_path, caplog, path):
+    free = threading.Event()
+    caplog.set_level(logging.DEBUG, logger="coordinator.doors.http.door")
+    body = {"prompt": "a" * (LONG_TEXT_CHARS + 1), "tokens": [97] * (LONG_TEXT_CHARS + 1)}
+
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=()) as (c, client):
+            tokenizer = c.server._model.tokenizer
+            busy = [asyncio.create_task(tokenizer._in_turn(free.wait, 2 * DEADLINE_S)) for _ in range(NUM_THREADS)]
+            call = asyncio.create_task(client.post(path, content=json.dumps(body), headers=JSON))
+            async with asyncio.timeout(DEADLINE_S):
+                while tokenizer._threads._work_queue.empty():
+                    await asyncio.sleep(0.01)
+                call.cancel()
+                while "the client has left" not in caplog.messages:
+                    await asyncio.sleep(0.01)
+            free.set()
+            await asyncio.gather(*busy)
+
+    try:
+        run(scenario())
+    finally:
+        free.set()
+
+
+def test_a_text_that_waits_too_long_is_given_up_with_the_limit(tmp_path):
+    free = threading.Event()
+
+    async def scenario():
+        async with http_cluster(tmp_path, request_timeout_s=0.2) as (c, client):
+            tokenizer = c.server._model.tokenizer
+            busy = [asyncio.create_task(tokenizer._in_turn(free.wait, 2 * DEADLINE_S)) for _ in range(NUM_THREADS)]
+            for path in ("/tokenize", "/v1/completions"):
+                reply = await client.post(path, json={"prompt": "a" * (LONG_TEXT_CHARS + 1)})
+                assert reply.status_code == 504
+                assert reply.json()["error"]["message"] == "the tokenizer was not done within 0.2 s"
+            free.set()
+            await asyncio.gather(*busy)
+
+    try:
+        run(scenario())
+    finally:
+        free.set()
