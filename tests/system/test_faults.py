@@ -135,7 +135,7 @@ async def test_coordinator_killed_and_started_again(cluster):
     await _serves(cluster)
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.long), "decode"])
 async def test_last_node_of_a_role_killed(cluster, role):
     expected = f"NO_{role.upper()}_WORKER"
     async with cluster.connect() as stub:

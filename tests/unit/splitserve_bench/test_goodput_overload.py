@@ -123,7 +123,7 @@ class Few(Door):
         super().submit(request_id, *arguments, **options)
 
 
-@pytest.mark.parametrize("admission", [ADMIT_ALL, ADMIT_TIMELY])
+@pytest.mark.parametrize("admission", [pytest.param(ADMIT_ALL, marks=pytest.mark.long), ADMIT_TIMELY])
 @pytest.mark.parametrize(
     "counts", [(1, 1, 0), (0, 0, 2), (1, 0, 1)], ids=lambda counts: str(fleet_of(counts, ADMIT_ALL))
 )
