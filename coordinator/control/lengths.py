@@ -4,6 +4,7 @@ What a request allows, its max_tokens, is often far more than what comes. TetriI
 by a model; here the answers of the same load are asked.
 """
 
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from typing import Final
 
@@ -16,14 +17,21 @@ class Lengths:
     """Of the answers that have ended by themselves."""
 
     def __init__(self) -> None:
-        self._lengths: deque[int] = deque(maxlen=MAX_SAMPLES)
+        self._lengths: deque[int] = deque()
+        self._sorted: list[int] = []  # the same: every placement asks, and answers end less often
 
     def ended(self, num_tokens: int) -> None:
         """An answer got so many."""
         self._lengths.append(num_tokens)
+        insort(self._sorted, num_tokens)
+        if len(self._lengths) > MAX_SAMPLES:
+            del self._sorted[bisect_left(self._sorted, self._lengths.popleft())]
 
     def left(self, num_output: int, most: int) -> int:
         """How many an answer with so many will hardly exceed; `most`, what its request still allows, where too few came
         as far."""
-        further = sorted(each - num_output for each in self._lengths if each > num_output)
-        return most if len(further) < MIN_SAMPLES else min(most, further[int(MOST * len(further))])
+        first = bisect_right(self._sorted, num_output)
+        num_further = len(self._sorted) - first
+        if num_further < MIN_SAMPLES:
+            return most
+        return min(most, self._sorted[first + int(MOST * num_further)] - num_output)

@@ -8,11 +8,11 @@ from typing import Any, Final
 from serving_core.errors import SettingsError
 from splitserve_bench.compare.contenders import ClusterContender
 from splitserve_bench.compare.entry import Comparison, ProbeRun
+from splitserve_bench.compare.paired import POINTS
 from splitserve_bench.serve.records import Outcome, PlannedRequest
 from splitserve_bench.simulate.fleet import FleetSize, simulate
 from splitserve_bench.simulate.profile import Profile
 
-POINTS: Final = 100
 SIMULATED_FLAGS: Final = frozenset({"policy", "admission", "roles"})
 
 

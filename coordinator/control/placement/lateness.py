@@ -112,7 +112,7 @@ class NodeLateness:
         self._jobs = [self._job(each.num_to_compute, each.due.token_s(each.num_output)) for each in owed]
         self._to_come = [each for each in owed if each.is_to_come and each.num_left > 1]
         self._requests_per_s = wanted.requests_per_s
-        self._most_left = ledger.most_left(node)
+        self._most_left = max((each.num_left for each in self._written), default=0)
         self._own = wanted.due
         num_left = wanted.num_tokens - len(wanted.prompt) if wanted.num_left is None else wanted.num_left
         self._own_num_left = num_left - 1  # once its prompt is read
