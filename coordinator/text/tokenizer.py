@@ -65,11 +65,9 @@ class Tokenizer:
         refuse."""
         if (fewest := len(text) // self._longest_token_chars) > limit.most:
             raise limit.refusal(fewest)
-        if len(text) <= LONG_TEXT_CHARS:
-            return self._encode(text, add_special_tokens)
         if len(text) > max(PIECE_CHARS, USUAL_TOKEN_CHARS * limit.most):
             await self._check_pieces(text, limit)
-        return await self._in_turn(self._encode, text, add_special_tokens)
+        return await self._in_turn_if_long(len(text), self._encode, text, add_special_tokens)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, str]], limit: TokenLimit) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins. Raises RequestError when the model
@@ -81,15 +79,11 @@ class Tokenizer:
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens as they are written; ids that are no token count for nothing."""
-        if len(token_ids) <= LONG_TEXT_CHARS:
-            return self._decode(token_ids)
-        return await self._in_turn(self._decode, token_ids)
+        return await self._in_turn_if_long(len(token_ids), self._decode, token_ids)
 
     async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """The text that each token stands for alone; bytes that are no text become U+FFFD."""
-        if len(token_ids) <= LONG_TEXT_CHARS:
-            return self._token_texts(token_ids)
-        return await self._in_turn(self._token_texts, token_ids)
+        return await self._in_turn_if_long(len(token_ids), self._token_texts, token_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for within a text; empty for an id that is no token."""
@@ -107,6 +101,9 @@ class Tokenizer:
             fewest += len(token_ids) - self._longest_token_chars  # where the text is cut, one token becomes several
             if fewest > limit.most:
                 raise limit.refusal(fewest)
+
+    async def _in_turn_if_long(self, length: int, function: Callable[[*Ts], R], *args: *Ts) -> R:
+        return function(*args) if length <= LONG_TEXT_CHARS else await self._in_turn(function, *args)
 
     async def _in_turn(self, function: Callable[[*Ts], R], *args: *Ts) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)

@@ -5,6 +5,7 @@ import json
 import logging
 import threading
 import time
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -104,47 +105,43 @@ def test_what_is_as_long_as_may_be_is_tokenized_there_and_back(tmp_path):
     run(scenario())
 
 
+@asynccontextmanager
+async def nobody_free(tokenizer):
+    """All threads for long texts have something to do meanwhile."""
+    free = threading.Event()
+    busy = [asyncio.create_task(tokenizer._in_turn(free.wait, 2 * DEADLINE_S)) for _ in range(NUM_THREADS)]
+    try:
+        yield
+    finally:
+        free.set()
+        await asyncio.gather(*busy)
+
+
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
 def test_who_leaves_the_queue_of_long_texts_is_not_waited_for(tmp_path, caplog, path):
-    free = threading.Event()
     caplog.set_level(logging.DEBUG, logger="coordinator.doors.http.door")
     body = {"prompt": "a" * (LONG_TEXT_CHARS + 1), "tokens": [97] * (LONG_TEXT_CHARS + 1)}
 
     async def scenario():
         async with http_cluster(tmp_path, nodes=()) as (c, client):
             tokenizer = c.server._model.tokenizer
-            busy = [asyncio.create_task(tokenizer._in_turn(free.wait, 2 * DEADLINE_S)) for _ in range(NUM_THREADS)]
-            call = asyncio.create_task(client.post(path, content=json.dumps(body), headers=JSON))
-            async with asyncio.timeout(DEADLINE_S):
+            async with nobody_free(tokenizer), asyncio.timeout(DEADLINE_S):
+                call = asyncio.create_task(client.post(path, content=json.dumps(body), headers=JSON))
                 while tokenizer._threads._work_queue.empty():
                     await asyncio.sleep(0.01)
                 call.cancel()
                 while "the client has left" not in caplog.messages:
                     await asyncio.sleep(0.01)
-            free.set()
-            await asyncio.gather(*busy)
 
-    try:
-        run(scenario())
-    finally:
-        free.set()
+    run(scenario())
 
 
 def test_a_text_that_waits_too_long_is_given_up_with_the_limit(tmp_path):
-    free = threading.Event()
-
     async def scenario():
-        async with http_cluster(tmp_path, request_timeout_s=0.2) as (c, client):
-            tokenizer = c.server._model.tokenizer
-            busy = [asyncio.create_task(tokenizer._in_turn(free.wait, 2 * DEADLINE_S)) for _ in range(NUM_THREADS)]
+        async with http_cluster(tmp_path, request_timeout_s=0.2) as (c, client), nobody_free(c.server._model.tokenizer):
             for path in ("/tokenize", "/v1/completions"):
                 reply = await client.post(path, json={"prompt": "a" * (LONG_TEXT_CHARS + 1)})
                 assert reply.status_code == 504
                 assert reply.json()["error"]["message"] == "the tokenizer was not done within 0.2 s"
-            free.set()
-            await asyncio.gather(*busy)
 
-    try:
-        run(scenario())
-    finally:
-        free.set()
+    run(scenario())
