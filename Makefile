@@ -12,20 +12,36 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I.
 MESSAGES := protos/fleet.proto protos/inference.proto protos/ranks.proto
 SERVICES := protos/fleet.proto protos/inference.proto
 
-.PHONY: demo test test-long check format setup model protos check-protos clean
+.PHONY: demo test test-long faults fuzz soak check format setup model protos check-protos clean
 
 demo: setup
 	@$(BIN)/splitserve demo
 
-# Two workers or more share the tests; a process of each computes with one thread, as there are others beside it.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n auto --maxprocesses 4 --dist worksteal --durations=15
+# Workers share the tests, each process of them computes with one thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q --dist worksteal --durations=15
 
 test: setup model
-	$(PYTEST) -m "not long"
+	$(PYTEST) -n 4 -m "not long"
 
 # What is long by nature: every size of ranks, every kernel, whole comparisons.
 test-long: setup model
-	$(PYTEST) -m long
+	$(PYTEST) -n auto --maxprocesses 4 -m long
+
+# Every row of the matrix of faults, with real processes: what struck, what became of requests, what was lost.
+faults: setup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal tests/faults/test_matrix.py
+
+# How long each decoder is searched, and how long the soak strikes.
+FUZZ_SECONDS ?= 30
+SOAK_SECONDS ?= 1200
+
+fuzz: setup
+	@$(BIN)/python -c "import atheris" 2>/dev/null \
+		|| $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt atheris
+	$(BIN)/python -m tests.fuzz.run --seconds $(FUZZ_SECONDS)
+
+soak: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.system.soak --seconds $(SOAK_SECONDS)
 
 check: setup check-protos
 	$(BIN)/ruff check .

@@ -1,4 +1,5 @@
-"""python -m coordinator: serves until SIGTERM or SIGINT, then drains; a second signal ends the wait."""
+"""python -m coordinator: serves until SIGTERM or SIGINT, then drains; a second signal ends the wait. SIGHUP has it read
+its file of API keys again."""
 
 import asyncio
 import os
@@ -8,6 +9,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when grpc is imported; w
 
 from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
+from serving_core.descriptors import kept_spares
 from serving_core.flags import settings_command
 from serving_core.process import run_process
 from serving_core.waiting import first_to_end
@@ -19,7 +21,14 @@ def run(settings: CoordinatorSettings) -> None:
 
 
 async def _serve(settings: CoordinatorSettings) -> None:
-    server = CoordinatorServer(settings)
+    async with kept_spares():
+        server = CoordinatorServer(settings)
+        if settings.api_keys_file:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reread_api_keys)
+        await _serve_until_stopped(server)
+
+
+async def _serve_until_stopped(server: CoordinatorServer) -> None:
     await server.start()
     stopping, forced = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

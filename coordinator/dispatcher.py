@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from coordinator.control import drains
@@ -19,11 +19,11 @@ from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node, Registry
 from coordinator.control.roles import Roles
 from coordinator.control.slo import Slo
+from coordinator.control.so_far import SoFar
 from coordinator.control.tracker import Tracker
 from coordinator.doors.generation import Generation
 from coordinator.doors.validation import AnswerPlan
-from coordinator.text.answers import Answer
-from coordinator.text.tokenizer import Tokenizer
+from coordinator.text.answers import Answer, AnswerText
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.reasons import DRAINING, DUPLICATE_REQUEST_ID, NAME_TAKEN, WORKER_LOST
@@ -64,14 +64,11 @@ class NodeLink:
 class Dispatcher:
     """The hub between clients, nodes and the pure parts: registry, tracker and roles."""
 
-    def __init__(
-        self, registry: Registry, tracker: Tracker, roles: Roles, journal: Journal, tokenizer: Tokenizer
-    ) -> None:
+    def __init__(self, registry: Registry, tracker: Tracker, roles: Roles, journal: Journal) -> None:
         self._registry = registry
         self._tracker = tracker
         self._roles = roles
         self._journal = journal
-        self._tokenizer = tokenizer
         self._kinds = Kinds()
         self._links: dict[Node, NodeLink] = {}
         self._generations: dict[str, Generation] = {}
@@ -104,7 +101,8 @@ class Dispatcher:
 
     def detach(self, link: NodeLink) -> None:
         """The node's stream has ended."""
-        self._apply(self._lose(link.node, RequestError(WORKER_LOST, "the stream has ended")))
+        node = link.node
+        self._apply(self._lose(node, RequestError(WORKER_LOST, "the stream has ended"), has_died=not node.is_stopping))
 
     def receive(self, link: NodeLink, event: fleet_pb2.NodeEvent) -> None:
         """Handles an event of a node; those of a node that is lost already are ignored."""
@@ -186,7 +184,7 @@ class Dispatcher:
             message = "another process wants to be node %s too, and waits for the end of session %d"
             logger.warning(message, link.node.name, link.node.session)
 
-    def _lose(self, node: Node, error: RequestError) -> list[Instruction]:
+    def _lose(self, node: Node, error: RequestError, *, has_died: bool = False) -> list[Instruction]:
         link = self._links.pop(node, None)
         if link is None:
             return []
@@ -194,27 +192,46 @@ class Dispatcher:
         link.end(error)
         self._registry.lose(node)
         self.nodes_changed.set()
-        return self._tracker.lose(node, time.monotonic())
+        return self._tracker.lose(node, time.monotonic(), has_died=has_died)
 
     # ---- clients ----
 
-    def submit(self, plan: AnswerPlan, slo: Slo | None, *, arrived_s: float, deadline_s: float) -> Generation:
-        """Begins the answers of one call; `close` must follow. Raises RequestError, and then nothing has begun."""
+    @property
+    def num_live(self) -> int:
+        """Answers that have begun, or wait, and have not ended."""
+        return len(self._answers)
+
+    def submit(
+        self,
+        plan: AnswerPlan,
+        beginnings: Sequence[tuple[SoFar, AnswerText]],
+        slo: Slo | None,
+        *,
+        arrived_s: float,
+        deadline_s: float,
+        asker: str = "",
+    ) -> Generation:
+        """Begins the answers of one call, or goes on with them; `close` must follow. `asker` is for the log. Raises
+        RequestError, and then nothing has begun."""
         if self.is_draining:
             raise RequestError(DRAINING, "the server is draining")
         if plan.request_id in self._generations:
             raise RequestError(DUPLICATE_REQUEST_ID, f"request {plan.request_id} is live already")
-        generation = self._generations[plan.request_id] = Generation(plan.request_id, len(plan.samplings))
+        num_ended = sum(so_far.has_ended for so_far, _ in beginnings)
+        generation = Generation(plan.request_id, len(plan.samplings), num_ended=num_ended)
+        self._generations[plan.request_id] = generation
+        self._journal.begun(plan.request_id, asker)
         self._idle.clear()
-        prompt = Prompt(plan.prompt, plan.cache_salt)  # one for all answers, so that it is hashed once
+        prompt = Prompt(plan.prompt, plan.cache_salt, plan.adapter)  # one for all answers, so that it is hashed once
         try:
-            for index, sampling in enumerate(plan.samplings):
+            for index, (sampling, (so_far, text)) in enumerate(zip(plan.samplings, beginnings, strict=True)):
+                if so_far.has_ended:
+                    continue
                 answer_id = generation.answer_ids[index]
                 instructions = self._tracker.submit(
-                    answer_id, prompt, sampling, arrived_s=arrived_s, deadline_s=deadline_s, slo=slo
+                    answer_id, prompt, sampling, arrived_s=arrived_s, deadline_s=deadline_s, slo=slo, so_far=so_far
                 )
-                detokenizer = self._tokenizer.detokenizer(skip_special_tokens=plan.text.skip_special_tokens)
-                self._answers[answer_id] = Answer(generation, index, detokenizer, plan.text)
+                self._answers[answer_id] = Answer(generation, index, text)
                 self._apply(instructions)
         except Exception:
             self.close(generation)
@@ -239,6 +256,7 @@ class Dispatcher:
         now = time.monotonic()
         for answer_id in self._forget(generation):
             self._apply(self._tracker.finish(answer_id, inference_pb2.FINISH_REASON_ABORT, now))
+        self._journal.over(generation.request_id)
 
     # ---- all ----
 
@@ -276,19 +294,21 @@ class Dispatcher:
                     if link is not None and not link.send(command):
                         unread = RequestError(WORKER_LOST, f"{MAX_UNSENT_COMMANDS} commands are unread")
                         work.extend(self._lose(node, unread))
-                case Emit(answer_id, tokens):
-                    work.extend(self._emit(answer_id, tokens))
+                case Emit(answer_id, tokens, num_cached_tokens):
+                    work.extend(self._emit(answer_id, tokens, num_cached_tokens))
                 case End(answer_id, outcome):
                     work.extend(self._end(answer_id, outcome))
                 case MoveEnded() as move:
                     self._journal.moved(move)
 
-    def _emit(self, answer_id: str, tokens: list[fleet_pb2.SampledToken]) -> list[Instruction]:
+    def _emit(
+        self, answer_id: str, tokens: list[fleet_pb2.SampledToken], num_cached_tokens: int | None
+    ) -> list[Instruction]:
         answer = self._answers.get(answer_id)
         if answer is None:
             return []
         try:
-            answer.add(tokens)
+            answer.add(tokens, num_cached_tokens)
         except RequestError as slow_reader:
             return self._fail(answer.generation, slow_reader)
         if answer.matched_stop is None:

@@ -9,6 +9,7 @@ from coordinator.dispatcher import Dispatcher, NodeLink
 from coordinator.doors.statuses import failures_as_statuses, parse
 from protos import fleet_pb2
 from serving_core.errors import RequestError
+from serving_core.failpoints import reach
 from serving_core.reasons import DEADLINE_EXCEEDED, MALFORMED_REQUEST
 from serving_core.waiting import first_to_end
 
@@ -50,11 +51,15 @@ class FleetService:
         while (event := await _read(context)) is not None:
             if event.HasField("hello"):
                 raise RequestError(MALFORMED_REQUEST, "hello came twice")
+            reach("on", event)
             self._dispatcher.receive(link, event)
 
     async def _write_commands(self, link: NodeLink, context: Any) -> None:
         while True:
-            await context.write(await link.next())
+            command = await link.next()
+            reach("before", command)
+            await context.write(command)
+            reach("after", command)
 
 
 async def _read_hello(context: Any) -> fleet_pb2.Hello:

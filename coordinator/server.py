@@ -8,7 +8,6 @@ from typing import Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from coordinator.control.journal import Journal
 from coordinator.control.ledger import Ledger
@@ -22,19 +21,32 @@ from coordinator.control.slo import SloClasses, parse_slo_classes
 from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher
 from coordinator.doors.admin_service import AdminService
-from coordinator.doors.authentication import NO_API_KEY, NO_FLEET_SECRET, BearerAuthentication
+from coordinator.doors.authentication import NO_API_KEY, NO_FLEET_SECRET, BearerAuthentication, BearerSecrets
+from coordinator.doors.caps import SPARE, connection_caps
 from coordinator.doors.exposition import Exposition
 from coordinator.doors.front import Front, ServedModel
 from coordinator.doors.http.app import make_app
 from coordinator.doors.http.serving import HttpServer
 from coordinator.doors.inference_service import InferenceService
+from coordinator.doors.reflection import add_reflection
 from coordinator.doors.sampling_defaults import neutral_defaults, read_sampling_defaults
 from coordinator.doors.statuses import StatusInterceptor
+from coordinator.doors.tls import ServerTls
 from coordinator.fleet_service import FleetService
-from coordinator.settings import ADMIT_ALL, CoordinatorSettings, check_settings, origins
+from coordinator.settings import (
+    ADMIT_ALL,
+    CoordinatorSettings,
+    api_keys,
+    check_settings,
+    model_names,
+    origins,
+)
+from coordinator.text.answer_format import AnswerFormat, answer_format
+from coordinator.text.structures import Structures
 from coordinator.text.tokenizer import read_tokenizer
 from protos import inference_pb2, inference_pb2_grpc
-from serving_core.channels import FLEET_OPTIONS, SERVER_OPTIONS
+from serving_core.channels import fleet_options, public_options
+from serving_core.descriptors import num_descriptors
 from serving_core.errors import ModelError, SettingsError
 from serving_core.model_config import read_model_config
 from serving_core.ports import Port, check_ports
@@ -63,6 +75,7 @@ class CoordinatorServer:
             node_timeout_s=settings.node_timeout_s,
             step_timeout_s=settings.step_timeout_s,
             first_session=1 + secrets.randbelow(MAX_FIRST_SESSION),
+            model_names=self._model.names,
         )
         ledger = Ledger()
         slo_classes = parse_slo_classes(settings.slo_class)
@@ -76,11 +89,12 @@ class CoordinatorServer:
             max_live=settings.max_num_queued_reqs,
             max_restarts=settings.max_restarts,
             keep_after_s=settings.keep_after_s,
+            node_wait_s=settings.node_wait_s,
             policy=POLICIES[settings.policy],
             admits_late=settings.admission == ADMIT_ALL,
         )
         roles = Roles(self._registry, ledger, policy=settings.roles)
-        self._dispatcher = Dispatcher(self._registry, self._tracker, roles, journal, self._model.tokenizer)
+        self._dispatcher = Dispatcher(self._registry, self._tracker, roles, journal)
         self._exposition = Exposition(metrics, self._tracker, self._registry, self._model.name)
         self._front = Front(
             self._model,
@@ -92,7 +106,18 @@ class CoordinatorServer:
             strict_fields=settings.strict_fields,
             slo_classes=SloClasses(slo_classes),
         )
+        self._max_calls = settings.max_num_queued_reqs + SPARE_CALLS
+        self._caps = connection_caps(
+            num_descriptors(),
+            useful=IDLE_CONNECTIONS_PER_CALL * self._max_calls,
+            wanted=settings.max_connections,
+            wanted_per_peer=settings.max_connections_per_peer,
+        )
         self._health = health.aio.HealthServicer()
+        files, verifies = settings.tls.files, settings.tls_verify_clients
+        self._tls = ServerTls(files, verifies_clients=verifies) if files.cert else None
+        holders = api_keys(settings)
+        self._api_keys = BearerSecrets(holders) if holders else None
         self._public, self._fleet = self._public_server(), self._fleet_server()
         self._supervision: asyncio.Task[None] | None = None
         self._http = self._http_server() if settings.http_port >= 0 else None
@@ -109,8 +134,11 @@ class CoordinatorServer:
                 Port("--http-port", settings.http_host, settings.http_port),
             ]
         )
-        self.port = _listen(self._public, settings.host, settings.port)
-        self.fleet_port = _listen(self._fleet, settings.fleet_host, settings.fleet_port)
+        tls = self._tls
+        public_tls = tls.grpc_credentials(verifies=settings.tls_verify_clients) if tls else None
+        fleet_tls = tls.grpc_credentials(verifies=True) if tls and settings.tls.tls_ca else None
+        self.port = _listen(self._public, settings.host, settings.port, public_tls)
+        self.fleet_port = _listen(self._fleet, settings.fleet_host, settings.fleet_port, fleet_tls)
         if self._http is not None:
             self.http_port = self._http.listen(settings.http_host, settings.http_port)
         await self._report_health()
@@ -121,11 +149,25 @@ class CoordinatorServer:
         self._supervision = asyncio.create_task(self._supervise())
         dialled = "clients may dial port %d, nodes port %d, HTTP clients %s"
         logger.info(dialled, self.port, self.fleet_port, self.http_port if self._http is not None else "none")
+        caps = self._caps
+        capped = "at most %d connections of gRPC clients, %d of HTTP clients (%d of one address) and %d of nodes"
+        logger.info(capped, caps.public, caps.http, caps.http_per_peer, caps.fleet)
 
     async def wait(self) -> None:
         """Waits as long as the server runs, after `start`; raises when it has failed."""
         assert self._supervision is not None, "the server has not been started"
         await asyncio.shield(self._supervision)
+
+    def reread_api_keys(self) -> None:
+        """Takes the API keys that are in their file now, from the next call on; those before stay where it has none."""
+        assert self._api_keys is not None, "there is no file of API keys"
+        try:
+            holders = api_keys(self._settings)
+        except SettingsError as error:
+            logger.warning("the API keys stay what they were: %s", error)
+        else:
+            self._api_keys.replace(holders)
+            logger.info("%d API keys are in force", len(holders))
 
     async def drain(self) -> None:
         """Refuses new calls and returns when the live ones have ended, or after drain_s."""
@@ -152,12 +194,12 @@ class CoordinatorServer:
 
     def _public_server(self) -> grpc.aio.Server:
         interceptors: list[grpc.aio.ServerInterceptor] = [StatusInterceptor()]
-        if self._settings.api_key:
-            interceptors.insert(0, BearerAuthentication(self._settings.api_key, NO_API_KEY))
+        if self._api_keys is not None:
+            interceptors.insert(0, BearerAuthentication(self._api_keys, NO_API_KEY))
         server = grpc.aio.server(
             interceptors=interceptors,
-            options=SERVER_OPTIONS,
-            maximum_concurrent_rpcs=self._settings.max_num_queued_reqs + SPARE_CALLS,
+            options=public_options(self._caps.public, longest_call_s=self._settings.request_timeout_s),
+            maximum_concurrent_rpcs=self._max_calls,
         )
         service = InferenceService(
             self._front,
@@ -170,31 +212,32 @@ class CoordinatorServer:
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
         inference_pb2_grpc.add_AdminServicer_to_server(AdminService(self._dispatcher, self._tracker), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection((INFERENCE, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        add_reflection((INFERENCE, ADMIN, health.SERVICE_NAME), server)
         return server
 
     def _http_server(self) -> HttpServer:
-        max_calls = self._settings.max_num_queued_reqs + SPARE_CALLS
         app = make_app(
             self._front,
             self._is_serving,
             self._exposition,
-            secret=self._settings.api_key,
+            secrets=self._api_keys,
             allowed_origins=origins(self._settings.allowed_origins),
-            max_calls=max_calls,
+            max_calls=min(self._max_calls, self._caps.http - SPARE),
         )
-        return HttpServer(app, max_connections=IDLE_CONNECTIONS_PER_CALL * max_calls)
+        context, caps = self._tls.http_context() if self._tls else None, self._caps
+        return HttpServer(app, max_connections=caps.http, max_per_peer=caps.http_per_peer, tls=context)
 
     def _fleet_server(self) -> grpc.aio.Server:
         secret = self._settings.fleet_secret
-        interceptors = [BearerAuthentication(secret, NO_FLEET_SECRET)] if secret else []
-        server = grpc.aio.server(interceptors=interceptors, options=FLEET_OPTIONS)
+        interceptors = [BearerAuthentication(BearerSecrets({secret: ""}), NO_FLEET_SECRET)] if secret else []
+        server = grpc.aio.server(interceptors=interceptors, options=fleet_options(self._caps.fleet))
         service = FleetService(self._dispatcher, heartbeat_s=self._settings.heartbeat_s)
         server.add_generic_rpc_handlers((service.handler(),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)  # where clients cannot crowd it out
         return server
 
     async def _supervise(self) -> None:
-        """Lets time pass for nodes and answers, and keeps the health service up to date."""
+        """Lets time pass for nodes and answers, and keeps the health service and the certificates up to date."""
         tick_s = min(MAX_TICK_S, self._settings.node_timeout_s / 8)
         changed = self._dispatcher.nodes_changed
         while True:
@@ -205,6 +248,8 @@ class CoordinatorServer:
                 pass
             changed.clear()
             self._dispatcher.tick()
+            if self._tls is not None:
+                self._tls.refresh()
             await self._report_health()
 
     async def _report_health(self) -> None:
@@ -222,14 +267,27 @@ def _read_model(settings: CoordinatorSettings) -> ServedModel:
     if not settings.model:
         raise ModelError("no model folder was given")
     folder = Path(settings.model)
-    config = read_model_config(folder)
+    config = read_model_config(folder, settings.model_impl)
+    tokenizer = read_tokenizer(
+        folder, chat_template=settings.chat_template, template_kwargs_json=settings.chat_template_kwargs
+    )
     return ServedModel(
-        name=settings.served_model_name or folder.resolve().name,
+        names=model_names(settings.served_model_name) or [folder.resolve().name],
         config=config,
-        tokenizer=read_tokenizer(folder),
+        tokenizer=tokenizer,
+        answer_format=_answer_format(settings, tokenizer.template_words),
+        structures=Structures(folder, config.eos_token_ids),
         max_model_len=settings.max_model_len or config.max_position_embeddings,
         sampling_defaults=_sampling_defaults(settings, folder),
     )
+
+
+def _answer_format(settings: CoordinatorSettings, template: str) -> AnswerFormat:
+    found = answer_format(settings.tool_call_parser, settings.reasoning_parser, template)
+    if found.has_calls or found.thinks:
+        told = "calls of tools are read as %s, thoughts %s"
+        logger.info(told, found.calls, "apart from the answer" if found.thinks else "as the answer")
+    return found
 
 
 def _sampling_defaults(settings: CoordinatorSettings, folder: Path) -> inference_pb2.SamplingParams:
@@ -245,11 +303,11 @@ def _sampling_defaults(settings: CoordinatorSettings, folder: Path) -> inference
     return defaults
 
 
-def _listen(server: grpc.aio.Server, host: str, port: int) -> int:
+def _listen(server: grpc.aio.Server, host: str, port: int, tls: grpc.ServerCredentials | None) -> int:
     """The port listened on. Raises SettingsError."""
     address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
     try:
-        return server.add_insecure_port(address)
+        return server.add_secure_port(address, tls) if tls else server.add_insecure_port(address)
     except RuntimeError as error:
         message = f"cannot listen on {address}: port {port} is in use, or {host} is not an address of this machine"
         raise SettingsError(message) from error

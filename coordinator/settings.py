@@ -1,16 +1,24 @@
 """What the coordinator can be told. The flags derive from these fields; names follow vLLM's."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 from coordinator.control.placement.policies import AUTO as AUTO_POLICY
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.roles import AUTO, FIXED
 from coordinator.control.slo import parse_slo_classes
+from coordinator.text.answer_format import AUTO as AUTO_FORMAT
+from coordinator.text.answer_format import CALL_FORMATS, REASONING_FORMATS
+from coordinator.text.rendering import BadField, read_kwargs
+from serving_core.api_keys import read_api_keys
 from serving_core.errors import SettingsError
 from serving_core.exposure import check_exposure
 from serving_core.flags import flag
+from serving_core.settings import MODEL_IMPLS
+from serving_core.tls import TlsError, read_tls
+from serving_core.tls_settings import TlsSettings, check_open
 
 ADMIT_ALL, ADMIT_TIMELY = "all", "timely"
 _ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+")  # as browsers send it, without a path
@@ -27,14 +35,38 @@ class CoordinatorSettings:
     fleet_port: int = flag(50052, "Port that nodes dial; 0 takes a free one.", minimum=0, maximum=65535)
     http_host: str = flag("127.0.0.1", "Address of the OpenAI-compatible HTTP service.")
     http_port: int = flag(8000, "Port of the HTTP service; 0 takes a free one, -1 none.", minimum=-1, maximum=65535)
-    served_model_name: str = flag("", "Name that clients may ask for; empty takes the model folder's.")
+    served_model_name: str = flag(
+        "", "Names that clients may ask for, with commas; answers bear the first. Empty takes the model folder's."
+    )
     api_key: str = flag("", "Secret that clients must bring; needed off loopback.", secret=True)
+    api_keys_file: str = flag(
+        "", "File of more such secrets, one a line: NAME KEY, or a key alone; read again on SIGHUP. Names are logged."
+    )
     fleet_secret: str = flag("", "Secret shared by the fleet; needed off loopback.", secret=True)
+    tls: TlsSettings = field(default_factory=TlsSettings)
+    tls_verify_clients: bool = flag(False, "Ask clients for a certificate of --tls-ca, over gRPC and HTTP.")
     allowed_origins: str = flag(
         "", "Web pages that may call the HTTP service: origins such as https://example.org, with commas, or *."
     )
     instance_id: str = flag("", "What GetServerInfo calls this run of the server; empty takes random characters.")
     max_model_len: int = flag(0, "Most tokens of prompt and answer; 0 takes what the nodes allow.", minimum=0)
+    model_impl: str = flag(
+        "auto", "Whose modelling code the nodes compute with; auto takes ours where there is some.", choices=MODEL_IMPLS
+    )
+    chat_template: str = flag("", "File with the chat template to use in place of the model's own.")
+    chat_template_kwargs: str = flag(
+        "", 'Variables of the chat template where requests have no others: JSON such as {"enable_thinking": false}.'
+    )
+    tool_call_parser: str = flag(
+        AUTO_FORMAT,
+        "How the model writes calls of tools; auto tells it from the chat template.",
+        choices=CALL_FORMATS,
+    )
+    reasoning_parser: str = flag(
+        AUTO_FORMAT,
+        "Whether answers begin with thoughts between <think> and </think>; auto tells it from the chat template.",
+        choices=REASONING_FORMATS,
+    )
     generation_config: str = flag(
         "auto",
         "Sampling defaults of requests: those of the model's generation_config.json (auto), or neutral ones (none).",
@@ -42,6 +74,15 @@ class CoordinatorSettings:
     )
     strict_fields: bool = flag(False, "Refuse requests with unknown fields, instead of a warning.")
     max_num_queued_reqs: int = flag(1024, "Most answers in flight at once; more are refused.", minimum=1)
+    max_connections: int = flag(
+        0,
+        "Most connections of clients at the gRPC port, and as many at the HTTP port; 0 takes what is useful within the "
+        "limit on open files.",
+        minimum=0,
+    )
+    max_connections_per_peer: int = flag(
+        0, "Most connections of one address at the HTTP port, such as a proxy's; 0 takes half of all.", minimum=0
+    )
     max_logprobs: int = flag(20, "Most top logprobs a request may ask for.", minimum=0)
     roles: str = flag(
         FIXED,
@@ -66,6 +107,9 @@ class CoordinatorSettings:
         "the lower the earlier: NAME=ttft:500,tpot:40,priority:-1 or NAME=ttft:5x,tpot:1.5x. May be repeated.",
     )
     max_restarts: int = flag(2, "Most times one answer begins again on other nodes after a failure.", minimum=0)
+    node_wait_s: float = flag(
+        5.0, "Seconds a request waits for a node that can take it, while there is none; 0 refuses it.", minimum=0.0
+    )
     keep_after_s: float = flag(
         2.0, "Seconds a prompt that is read waits for room elsewhere before its own node answers it.", minimum=0.1
     )
@@ -85,9 +129,45 @@ def check_settings(settings: CoordinatorSettings) -> None:
         )
     origins(settings.allowed_origins)
     parse_slo_classes(settings.slo_class)
-    check_exposure(settings.host, "api_key", settings.api_key)
-    check_exposure(settings.http_host, "api_key", settings.api_key)
+    _check_template_kwargs(settings.chat_template_kwargs)
+    model_names(settings.served_model_name)
+    keys = api_keys(settings)
+    check_exposure(settings.host, "api_key", "".join(keys))
+    check_exposure(settings.http_host, "api_key", "".join(keys))
     check_exposure(settings.fleet_host, "fleet_secret", settings.fleet_secret)
+    _check_tls(settings)
+
+
+def _check_template_kwargs(text: str) -> None:
+    try:
+        read_kwargs(text)
+    except BadField as error:
+        raise SettingsError(f"chat_template_kwargs {error.problem}") from error
+
+
+def _check_tls(settings: CoordinatorSettings) -> None:
+    files = settings.tls.files
+    if files.ca and not files.cert:
+        raise TlsError("--tls-ca is for ports with a certificate: --tls-cert and --tls-key are missing")
+    if settings.tls_verify_clients and not files.ca:
+        raise TlsError("--tls-verify-clients needs the CA of the clients' certificates: --tls-ca is missing")
+    if not files.ca:
+        check_open("the fleet port without --tls-ca", settings.fleet_host, settings.tls)
+    read_tls(files)
+
+
+def api_keys(settings: CoordinatorSettings) -> dict[str, str]:
+    """The names of those who hold API keys, by key: as given, and in the file as it is now. Raises SettingsError."""
+    holders = read_api_keys(Path(settings.api_keys_file)) if settings.api_keys_file else {}
+    return {settings.api_key: "", **holders} if settings.api_key else holders
+
+
+def model_names(text: str) -> list[str]:
+    """The value of served_model_name as a list. Raises SettingsError."""
+    found = [part.strip() for part in text.split(",")] if text else []
+    if not all(found) or len(set(found)) < len(found):
+        raise SettingsError(f"served_model_name must be names with commas between them, each once, not {text!r:.200}")
+    return found
 
 
 def origins(text: str) -> list[str]:

@@ -64,10 +64,12 @@ class StaticDecode:
             self._replays = {size: capture(functools.partial(self._compute, size)) for size in reversed(self.sizes)}
 
     def matches(self, batch: ForwardBatch) -> bool:
-        """Decode whose tokens are all wanted, of no more requests and blocks than the buffers hold."""
+        """Decode whose tokens are all wanted and of the model alone, of no more requests and blocks than the buffers
+        hold."""
         num_rows = len(batch.token_ids)
         return (
-            len(batch.kv_lengths) == len(batch.logit_rows) == num_rows <= self.sizes[-1]
+            not batch.adapted_rows
+            and len(batch.kv_lengths) == len(batch.logit_rows) == num_rows <= self.sizes[-1]
             and batch.block_tables.shape[1] <= self._inputs.block_tables.shape[1]
         )
 

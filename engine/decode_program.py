@@ -42,6 +42,6 @@ def choose_program(
         return None
     if isinstance(attention, NativeAttention):
         return NativeDecode(model, attention) if is_recordable(model, attention) else None
-    if attention.pool.num_blocks > num_blocks:
+    if attention.pool.num_blocks > num_blocks and not model.has_experts:  # of which a graph would repeat one choice
         return cuda_graphs(model, attention, num_blocks, max_model_len, 0.0 if exact else TOLERANCE)
     return None

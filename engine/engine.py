@@ -3,9 +3,10 @@ role."""
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import torch
 
@@ -17,26 +18,37 @@ from engine.decode_program import DecodeProgram, choose_program, num_scratch_blo
 from engine.fake import FakeModel
 from engine.forward_batch import ForwardBatch, build_batch
 from engine.histories import differing_histories
+from engine.micro_batches import micro_batches
 from engine.model.llama import LlamaDecoder
+from engine.model.lora_weights import load_adapters
 from engine.model.weights import load_weights
 from engine.native.steps import choose_steps
 from engine.origin import engine_traits
 from engine.parallel import LEADER, RankGroup, alone, choose_device
+from engine.pipeline import Pipeline
 from engine.sampler import sample
-from serving_core.errors import SettingsError
+from engine.scores import take_scores
+from serving_core.adapters import adapter_facts, read_adapters
+from serving_core.errors import ModelError, SettingsError
+from serving_core.extras import require
 from serving_core.fingerprint import fingerprint
-from serving_core.model_config import FAKE_ARCHITECTURE, ModelConfig, read_model_config
+from serving_core.grammars import Grammars
+from serving_core.layout import KVLayout
+from serving_core.model_config import FAKE_ARCHITECTURE, NATIVE, ModelConfig, read_model_config
 from serving_core.needs import MOST_INVARIANT_RANKS, check_settings, compute_dtype, model_layout, num_blocks_for
 from serving_core.prefix import origin_of
-from serving_core.requests import OnLayer, Request, SampledToken, SamplingParams, Share, Work
+from serving_core.requests import Guide, OnLayer, Request, SampledToken, SamplingParams, Share, Work
 from serving_core.settings import EngineSettings
-from serving_core.sharding import Shard, shard_of
+from serving_core.sharding import Shard, rank_layout, shard_of
 from serving_core.stored_quantization import quantization_name
 
 logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS: Final = 256
 MIN_MEASURED_S: Final = 1e-6
+MOST_SAID_BYTES: Final = 2000  # of what one rank could not load
+
+T = TypeVar("T")
 
 
 class Model(Protocol):
@@ -46,13 +58,14 @@ class Model(Protocol):
         self, batch: ForwardBatch, attention: Attention, on_layer: OnLayer | None = None
     ) -> torch.Tensor | None:
         """Writes the batch's KV into the attention's pool. Gives the logits [S, vocab_size] of the wanted rows on
-        rank 0, None on the others."""
+        rank 0 of the last stage, None on the others. (The fake has no stages: its ranks compute all at once.)"""
 
 
 class Engine:
     """One rank's part of a loaded model. All methods are to be called by one thread at a time.
 
     The ranks of a group compute every step together: rank 0 with `step`, the others with `follow` of the same shares.
+    Of several stages each computes the part of the step that the one before has computed.
     A peer that does not keep up makes both raise RuntimeError, after which the engine is of no use.
 
     `model` and `attention` compute a step, or `program`, where it is not None, a whole one of decoding. Between steps
@@ -66,29 +79,45 @@ class Engine:
             raise SettingsError("no model folder was given")
         folder = Path(settings.model)
         self.group: Final = group or alone()
-        self.config: Final = read_model_config(folder)
+        self.config: Final = read_model_config(folder, settings.model_impl)
         device = choose_device(settings.device)
         dtype = compute_dtype(settings, self.config)
-        check_settings(settings, self.config, self.group.size)
-        shard = shard_of(self.config, self.group.rank, self.group.size)
+        rank, pp_size = self.group.rank, settings.pipeline_parallel_size
+        tp_size = self.group.size // pp_size
+        if tp_size * pp_size != self.group.size:
+            raise SettingsError(f"--pipeline-parallel-size is {pp_size}, and there are {self.group.size} ranks")
+        check_settings(settings, self.config, tp_size)
+        is_fake = self.config.architecture == FAKE_ARCHITECTURE
+        self._pipeline = None if pp_size == 1 or is_fake else Pipeline(self.group, pp_size, device)
+        shard = shard_of(self.config, rank, tp_size, pp_size)
         self.model_layout: Final = model_layout(settings, self.config)  # of all ranks together
-        self.layout: Final = self.model_layout.with_heads(len(shard.kv_heads.held))
+        self.layout: Final = rank_layout(self.model_layout, rank, tp_size, pp_size)
         self.max_model_len: Final = settings.max_model_len or self.config.max_position_embeddings
-        self.num_blocks: Final = num_blocks_for(settings, self.model_layout, self.group.size)
+        self.num_blocks: Final = num_blocks_for(settings, self.model_layout, tp_size)
         self.eos_token_ids: Final = self.config.eos_token_ids
-        self.fingerprint: Final = fingerprint(folder, self.config, self.model_layout, dtype, settings.quantization)
+        adapters = read_adapters(settings.lora, self.config)
+        of_model = fingerprint(folder, self.config, self.model_layout, dtype, settings.quantization)
+        self.fingerprint: Final = of_model | adapter_facts(adapters)
         self.kv_pool_bytes: Final = self.layout.block_bytes * self.num_blocks
+        self._grammars = Grammars(folder, self.eos_token_ids)
         self._device = device
         self._steps = choose_steps(device)
         torch_dtype: torch.dtype = getattr(torch, dtype)
-        self.model, weight_bytes = _build_model(
-            folder, self.config, torch_dtype, device, shard, self.group, settings.quantization
-        )
+
+        def load() -> tuple[Model, int]:
+            where = (device, shard, self.group, self._pipeline)
+            model, num_bytes = _build_model(folder, self.config, torch_dtype, *where, settings, self.layout)
+            if adapters:
+                assert isinstance(model, LlamaDecoder)
+                num_bytes += load_adapters(model, adapters, torch_dtype, device)
+            return model, num_bytes
+
+        self.model, weight_bytes = _on_all_ranks(self.group, load)
         self.weight_bytes: Final = weight_bytes
         num_allocated = self.num_blocks + num_scratch_blocks(settings, device, self.group.size)
         self.pool: Final = PagedKVPool(self.layout, num_allocated, device, torch_dtype)
-        self.attention = choose_attention(self.pool, len(shard.query_heads.held))
-        kernels_alone = self._is_by_kernels()
+        self.attention = self._choose_attention(len(shard.query_heads.held), verifies=settings.verify_model)
+        kernels_alone = not any(self.group.exchange(b"" if self._is_by_kernels(tp_size) else b"torch"))  # on any rank
         self.is_history_free: Final = kernels_alone or (
             settings.batch_invariant and self._make_invariant(torch_dtype, len(shard.query_heads.held))
         )
@@ -103,8 +132,10 @@ class Engine:
             "quantization": quantization_name(settings.quantization, self.config.stored_quantization),
             "attention": self.attention.name,
             "threads": str(torch.get_num_threads()),
-            "tp_size": str(self.group.size),
+            "tp_size": str(tp_size),
+            "pp_size": str(pp_size),
             "batch_invariant": "yes" if settings.batch_invariant else "no",
+            "model_impl": f"transformers {version('transformers')}" if self.config.is_foreign else NATIVE,
         }
         facts = {**self.description, "program": type(self.program).__name__}
         facts["history_free"] = "yes" if self.is_history_free else "no"
@@ -112,15 +143,27 @@ class Engine:
         """What the bits of answers depend on beside the fingerprint."""
         self.origin: Final = origin_of(self.traits)
 
+    @torch.inference_mode()
     def step(self, works: Sequence[Work], on_layer: OnLayer | None = None) -> list[SampledToken]:
-        """Computes these shares on rank 0; gives one token for each that samples, in order. Changes no request."""
+        """Computes these shares on rank 0; gives one token for each that samples, in order. Changes nothing of the
+        requests but their scores."""
         assert self.group.rank == LEADER, "the other ranks follow"
-        return self._step([work.share for work in works], [work.request for work in works if work.samples], on_layer)
+        logits = self._step([work.share for work in works], on_layer)
+        assert logits is not None, "rank 0 has them"
+        if any(work.num_scored for work in works):
+            logits = take_scores(logits, works)
+        sampling = [work.request for work in works if work.samples]
+        return sample(logits, sampling, self.eos_token_ids, self._steps) if sampling else []
 
     def follow(self, shares: Sequence[Share], on_layer: OnLayer | None = None) -> None:
         """Computes on another rank what rank 0 computes in its step."""
         assert self.group.rank != LEADER, "rank 0 leads"
-        self._step(shares, [], on_layer)
+        self._step(shares, on_layer)
+
+    def guide(self, grammar: str) -> Guide:
+        """What keeps a request to a grammar. May be called beside a step, but not by two threads at a time. Raises
+        RequestError when the grammar cannot be compiled."""
+        return self._grammars.guide(grammar)
 
     def warm_up(self) -> float:
         """Pays the costs of first calls. To be called on all ranks, and before anything is in the pool. Gives, on rank
@@ -138,11 +181,24 @@ class Engine:
                 self.follow([work.share])
         return num_tokens / max(time.perf_counter() - started_at, MIN_MEASURED_S)
 
-    def _is_by_kernels(self) -> bool:
+    def _choose_attention(self, num_heads: int, *, verifies: bool) -> Attention:
+        """Raises ModelError where what transformers computes with it is not what it computes with its own."""
+        if not self.config.is_foreign:
+            return choose_attention(self.pool, num_heads, score_scale=self.config.differences.score_scale)
+        from engine.foreign.decoder import ForeignDecoder
+        from engine.foreign.verification import check_model
+
+        assert isinstance(self.model, ForeignDecoder)
+        attention = choose_attention(self.pool, num_heads, portable_only=self.model.needs_portable)
+        if verifies:
+            check_model(self.model, attention, self.group, self.config, self.max_model_len)
+        return attention
+
+    def _is_by_kernels(self, tp_size: int) -> bool:
         """Whether compiled kernels, whose bits have no history, compute all of it that adds anything up."""
         if isinstance(self.model, FakeModel):
             return True
-        if self.layout.is_quantized or self.group.size > MOST_INVARIANT_RANKS:
+        if self.config.is_foreign or self.layout.is_quantized or tp_size > MOST_INVARIANT_RANKS:
             return False
         assert isinstance(self.model, LlamaDecoder)
         return isinstance(self.attention, NativeAttention) and self.model.is_invariant
@@ -164,17 +220,46 @@ class Engine:
         return False
 
     @torch.inference_mode()
-    def _step(
-        self, shares: Sequence[Share], sampling: Sequence[Request], on_layer: OnLayer | None
-    ) -> list[SampledToken]:
-        batch = build_batch(shares, self.layout.block_size, self._device)
-        logits = self._logits(batch, on_layer)
-        return sample(logits, sampling, self.eos_token_ids, self._steps) if logits is not None and sampling else []
+    def _step(self, shares: Sequence[Share], on_layer: OnLayer | None) -> torch.Tensor | None:
+        """The logits of the wanted rows on rank 0."""
+        if self._pipeline is not None:
+            return self._step_of_stages(self._pipeline, shares, on_layer)
+        return self._logits(build_batch(shares, self.layout.block_size, self._device), on_layer)
+
+    def _step_of_stages(
+        self, pipeline: Pipeline, shares: Sequence[Share], on_layer: OnLayer | None
+    ) -> torch.Tensor | None:
+        """The same in parts. Layers have the KV of all of them in the last one."""
+        parts = micro_batches(shares, pipeline.num_stages, self.layout.block_size)
+        logits: list[torch.Tensor] = []
+        num_rows = 0
+        for number, part in enumerate(parts, 1):
+            batch = build_batch(part, self.layout.block_size, self._device)
+            num_rows += len(batch.logit_rows)
+            rows = self._logits(batch, on_layer if number == len(parts) else None)
+            logits += [] if rows is None else [rows]
+        together = torch.cat(logits) if logits else None
+        return pipeline.logits_on_leader(together, num_rows, self.config.vocab_size, self.pool.compute_dtype)
 
     def _logits(self, batch: ForwardBatch, on_layer: OnLayer | None) -> torch.Tensor | None:
         if self.program is not None and on_layer is None and self.program.matches(batch):
             return self.program.run(batch)
         return self.model(batch, self.attention, on_layer)
+
+
+def _on_all_ranks(group: RankGroup, load: Callable[[], T]) -> T:
+    """What it gives. Raises ModelError on every rank where it does on one."""
+    said, loaded = b"", None
+    try:
+        loaded = load()
+    except ModelError as error:
+        said = str(error).encode()[:MOST_SAID_BYTES]
+        if group.size == 1:
+            raise
+    if sentences := [each for each in group.exchange(said) if each]:
+        raise ModelError(sentences[0].decode(errors="replace"))
+    assert loaded is not None
+    return loaded
 
 
 def _build_model(
@@ -184,11 +269,18 @@ def _build_model(
     device: torch.device,
     shard: Shard,
     group: RankGroup,
-    quantization: str,
+    pipeline: Pipeline | None,
+    settings: EngineSettings,
+    layout: KVLayout,
 ) -> tuple[Model, int]:
     """The model and the bytes of its weights."""
     if config.architecture == FAKE_ARCHITECTURE:
         return FakeModel(config, folder, group), 0
+    if config.is_foreign:
+        require("transformers")
+        from engine.foreign.loading import load_foreign  # here, as it takes seconds to import
+
+        return load_foreign(folder, config, layout, dtype, device, shard, group, settings.max_model_len)
     with torch.device("meta"):
-        decoder = LlamaDecoder(config, device, shard, group)
-    return decoder, load_weights(decoder, folder, dtype, device, quantization, config.stored_quantization)
+        decoder = LlamaDecoder(config, device, shard, pipeline.stage if pipeline else group, pipeline)
+    return decoder, load_weights(decoder, folder, dtype, device, settings.quantization, config.stored_quantization)

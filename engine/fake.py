@@ -52,8 +52,7 @@ class FakeModel:
         self._store(batch, attention)
         if on_layer is not None:
             on_layer(attention.pool.layout.num_layers)
-        requests = torch.searchsorted(batch.query_starts, batch.logit_rows, right=True) - 1
-        next_tokens = self._next_tokens(batch, attention, requests.tolist())
+        next_tokens = self._next_tokens(batch, attention)
         if self._group.rank != 0:
             return None
         logits = torch.empty(len(next_tokens), self._vocab_size, device=batch.token_ids.device)
@@ -70,25 +69,26 @@ class FakeModel:
         for layer in layout.layers:
             attention.pool.store(layer, batch.slots, keys, values)
 
-    def _next_tokens(self, batch: ForwardBatch, attention: Attention, requests: list[int]) -> list[int]:
-        if not requests:
+    def _next_tokens(self, batch: ForwardBatch, attention: Attention) -> list[int]:
+        """Behind each of the wanted rows."""
+        if not len(batch.logit_rows):
             return []
         layout = attention.pool.layout
         num_copies = layout.num_layers * layout.num_kv_heads * layout.head_dim
-        totals = [_total(batch, attention, request) for request in requests]
+        requests = (torch.searchsorted(batch.query_starts, batch.logit_rows, right=True) - 1).tolist()
+        lengths = (batch.positions[batch.logit_rows] + 1).tolist()
+        totals = [_total(batch, attention, *row) for row in zip(requests, lengths, strict=True)]
         sums = torch.tensor([*totals, num_copies], device=batch.token_ids.device)  # int64
         self._group.all_reduce(sums)
         *totals, num_copies = sums.tolist()
-        lengths = batch.kv_lengths[requests].tolist()
         return [
             (total // num_copies + length) % self._vocab_size for total, length in zip(totals, lengths, strict=True)
         ]
 
 
-def _total(batch: ForwardBatch, attention: Attention, request: int) -> int:
-    """The sum over the context and over all copies on this rank."""
+def _total(batch: ForwardBatch, attention: Attention, request: int, length: int) -> int:
+    """The sum over so much of the context, and over all copies on this rank."""
     pool = attention.pool
-    length = int(batch.kv_lengths[request])
     table = batch.block_tables[request, : pool.layout.num_blocks_for(length)]
     total = 0
     for layer in pool.layout.layers:

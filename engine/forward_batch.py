@@ -1,7 +1,7 @@
 """What one step computes, as flat tensors: prefill, chunked prefill and decode differ in their shapes alone."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,23 +23,33 @@ class ForwardBatch:
     kv_lengths: torch.Tensor  # [B] int32
     block_tables: torch.Tensor  # [B, max_blocks] int32, padded with 0
     logit_rows: torch.Tensor  # [S] int64, the rows whose logits are wanted
+    adapted_rows: Mapping[str, torch.Tensor]  # [rows] int64, those of each LoRA adapter that a request is computed with
     longest_query: int  # tokens; no request has more. As numbers, since reading a tensor would await the device
     longest_context: int  # tokens; no kv_length is larger
 
+    def wanting(self, rows: torch.Tensor) -> "ForwardBatch":
+        """The same batch, with the logits of other rows wanted."""
+        return replace(self, logit_rows=rows)
+
 
 def build_batch(shares: Sequence[Share], block_size: int, device: torch.device) -> ForwardBatch:
-    """The batch of these shares, in order; logits are wanted for the last row of each that samples."""
+    """The batch of these shares, in order. Of each, logits are wanted for the rows that are scored, then for the last
+    one if it samples."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     query_starts = [0]
     logit_rows: list[int] = []
+    adapted_rows: dict[str, list[int]] = {}
     for share in shares:
         end = share.start + share.num_tokens
         token_ids += share.token_ids
         positions += range(share.start, end)
         blocks = share.block_ids
         slots += [blocks[at // block_size] * block_size + at % block_size for at in range(share.start, end)]
+        logit_rows += range(query_starts[-1], query_starts[-1] + share.num_scored)
+        if share.adapter:
+            adapted_rows.setdefault(share.adapter, []).extend(range(query_starts[-1], len(token_ids)))
         query_starts.append(len(token_ids))
         if share.samples:
             logit_rows.append(len(token_ids) - 1)
@@ -57,6 +67,7 @@ def build_batch(shares: Sequence[Share], block_size: int, device: torch.device) 
         kv_lengths=tensor(kv_lengths, torch.int32),
         block_tables=_moved(_block_tables(shares, block_size), device),
         logit_rows=tensor(logit_rows, torch.int64),
+        adapted_rows={adapter: tensor(rows, torch.int64) for adapter, rows in adapted_rows.items()},
         longest_query=max(share.num_tokens for share in shares),
         longest_context=max(kv_lengths),
     )

@@ -2,7 +2,7 @@
 once, in chunks and steps, and beside others, to the bit."""
 
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Final
 
 import torch
@@ -24,14 +24,15 @@ BESIDE_OTHERS: Final = "beside others"
 
 @torch.inference_mode()
 def differing_histories(decoder: LlamaDecoder, attention: Attention, vocab_size: int, max_model_len: int) -> list[str]:
-    """Those in which a prompt's keys, values or logits have other bits than alone and at once. To be called on all
-    ranks, whose keys and values are their own, and before the pool holds anything; afterwards it is empty again."""
+    """Those in which a prompt's keys, values or logits, of the model alone or of an adapter, have other bits than alone
+    and at once. To be called on all ranks, whose keys and values are their own, and before the pool holds anything;
+    afterwards it is empty again."""
     layout, num_blocks = attention.pool.layout, attention.pool.num_blocks
     most_tokens = min(max_model_len, -(-num_blocks // 2) * layout.block_size)
     found = set()
-    for start, num_tokens in PROMPTS:
+    for (start, num_tokens), adapter in product(PROMPTS, ("", *decoder.adapters.names)):
         start, num_tokens = min(start, max(0, most_tokens - num_tokens)), min(num_tokens, most_tokens)
-        trial = _Trial(decoder, attention, vocab_size, start, num_tokens)
+        trial = _Trial(decoder, attention, vocab_size, start, num_tokens, adapter)
         try:
             alone = trial.bits(in_parts=False, beside_others=False)
             tried = {IN_PARTS: trial.bits(in_parts=True, beside_others=False)}
@@ -43,15 +44,17 @@ def differing_histories(decoder: LlamaDecoder, attention: Attention, vocab_size:
 
 
 class _Trial:
-    """The end of a prompt, behind random keys and values, and others, in a pool of their own for now."""
+    """The end of a prompt, behind random keys and values, and others of the model alone, in a pool of their own for
+    now."""
 
     def __init__(
-        self, decoder: LlamaDecoder, attention: Attention, vocab_size: int, start: int, num_tokens: int
+        self, decoder: LlamaDecoder, attention: Attention, vocab_size: int, start: int, num_tokens: int, adapter: str
     ) -> None:
         layout = attention.pool.layout
         self._decoder, self._attention = decoder, attention
         self._layers = decoder.some_layers
         self._vocab_size = vocab_size
+        self._adapter = adapter
         self._start, self._token_ids = start, self._ids(num_tokens, seed=1)
         self._blocks = range(layout.num_blocks_for(start + num_tokens))
         self._others = self._make_others(range(self._blocks.stop, attention.pool.num_blocks), num_tokens)
@@ -65,7 +68,8 @@ class _Trial:
         cuts = {*CUT_AT, *(length - before for before in STEPS_BEFORE_END)} if in_parts else set()
         ends = [*sorted(at for at in cuts if 0 < at < length), length]
         for first, end in zip([0, *ends], ends, strict=False):
-            share = Share(self._token_ids[first:end], self._start + first, self._blocks, samples=True)
+            token_ids, before = self._token_ids[first:end], self._start + first
+            share = Share(token_ids, before, self._blocks, samples=True, adapter=self._adapter)
             shares = [*self._others, share] if beside_others else [share]
             batch = build_batch(shares, pool.layout.block_size, pool.device)
             num_wanted = end - max(first, min(end, length - NUM_WANTED))

@@ -19,10 +19,9 @@ from functools import partial
 from typing import Final, Protocol
 
 import torch
-from torch.nn import functional
 
 from engine.model.rope import Rotation
-from engine.model.steps import Steps, TorchSteps
+from engine.model.steps import Steps, TorchSteps, add_scaled, normed
 from engine.native.steps import ELEMENTS, NativeSteps
 
 TILE_ROWS: Final = (1, 4, 8, 16, 32, 64, 128, 256)  # that are tried
@@ -65,7 +64,7 @@ def telling_rows(product: Rows, num_inputs: int, dtype: torch.dtype, device: tor
     added up to them is not: there the order of the sums shows. In few bits a row comes near to that by chance alone, so
     that the nearest of many are taken: else the output's own rounding would hide the order."""
     unit_rows = torch.split(torch.eye(num_inputs, dtype=dtype, device=device), max(TILE_ROWS))
-    num_cancelled = min(MAX_CANCELLED, num_inputs // 2)
+    num_cancelled = min(MAX_CANCELLED, max(1, num_inputs // 2))
 
     def outputs(rows: torch.Tensor) -> torch.Tensor:
         some: torch.Tensor = product(rows)[:, :num_cancelled].cpu().double()
@@ -135,13 +134,18 @@ class TiledSteps(TorchSteps):
         self._sizes: dict[tuple[str, int, torch.dtype], tuple[int, ...]] = {}
 
     def norm(
-        self, x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        delta: torch.Tensor | None = None,
+        delta_scale: float = 1.0,
+        centers: bool = False,
     ) -> torch.Tensor:
-        if delta is not None:
-            x.add_(delta)
+        add_scaled(x, delta, delta_scale)
         rows = x.reshape(-1, x.shape[-1])
-        normed = self._in_tiles("norm", lambda tile: functional.rms_norm(tile, weight.shape, weight, eps), rows)
-        return normed.view(x.shape)
+        name = "centering norm" if centers else "norm"
+        return self._in_tiles(name, lambda tile: normed(tile, weight, eps, centers), rows).view(x.shape)
 
     def rotate(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """By products and a sum that are each rounded alone, and so in one way only."""

@@ -14,10 +14,11 @@ from typing import Final, Protocol
 import psutil
 import torch
 from torch import distributed
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroup, Store, TCPStore  # type: ignore[attr-defined]
 from torch.nn import functional
 
 from serving_core.errors import SettingsError
+from serving_core.sharding import ranks_text
 
 MOST_EXCHANGED_BYTES: Final = 16 * 1024
 LENGTH_BYTES: Final = 4
@@ -25,7 +26,7 @@ LEADER: Final = 0
 
 
 class RankGroup(Protocol):
-    """The ranks of a node, one of which is this process."""
+    """The ranks of a node, or of one of its stages, one of which is this process."""
 
     @property
     def rank(self) -> int:
@@ -68,15 +69,19 @@ class _Alone:
 
 
 class _Joined:
-    """The default process group of torch.distributed."""
+    """A process group of torch.distributed, by default that of all ranks."""
 
-    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+    def __init__(
+        self, rank: int, size: int, device: torch.device, timeout: timedelta, group: ProcessGroup | None = None
+    ) -> None:
         self.rank = rank
         self.size = size
         self._device = device
+        self._timeout = timeout
+        self._group = group
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        distributed.all_reduce(tensor)
+        distributed.all_reduce(tensor, group=self._group)
 
     def gather_columns(self, local: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
         widest, num_rows = max(widths), local.shape[0]
@@ -84,18 +89,27 @@ class _Joined:
             return local.new_empty(0, sum(widths)) if self.rank == LEADER else None
         padded = functional.pad(local, (0, widest - local.shape[1])).contiguous()
         if self.rank != LEADER:
-            distributed.gather(padded, dst=LEADER)
+            distributed.gather(padded, group=self._group, group_dst=LEADER)
             return None
         parts = list(padded.new_empty(self.size, num_rows, widest))
-        distributed.gather(padded, parts, dst=LEADER)
+        distributed.gather(padded, parts, group=self._group, group_dst=LEADER)
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
     def exchange(self, data: bytes) -> list[bytes]:
         framed = len(_bounded(data)).to_bytes(LENGTH_BYTES, "little") + data.ljust(MOST_EXCHANGED_BYTES, b"\0")
         ours = torch.tensor(list(framed), dtype=torch.uint8, device=self._device)
         given = list(ours.new_empty(self.size, len(framed)))
-        distributed.all_gather(given, ours)
+        distributed.all_gather(given, ours, group=self._group)
         return [_unframed(bytes(part.tolist())) for part in given]
+
+    def stage(self, num_stages: int) -> RankGroup:
+        """As stage_group."""
+        tp_size = self.size // num_stages
+        if tp_size == 1:
+            return alone()
+        stages = [list(range(first, first + tp_size)) for first in range(0, self.size, tp_size)]
+        groups = [distributed.new_group(ranks, timeout=self._timeout) for ranks in stages]  # every rank makes them all
+        return _Joined(self.rank % tp_size, tp_size, self._device, self._timeout, groups[self.rank // tp_size])
 
     def close(self) -> None:
         distributed.destroy_process_group()
@@ -104,6 +118,13 @@ class _Joined:
 def alone() -> RankGroup:
     """The group of a process that is its node's only rank."""
     return _Alone()
+
+
+def stage_group(node: RankGroup, num_stages: int) -> RankGroup:
+    """The ranks of this rank's stage, of a node whose ranks are numbered stage by stage. To be called on all of them;
+    it is closed with the node's group."""
+    assert isinstance(node, _Joined), "one rank has no stages"
+    return node.stage(num_stages)
 
 
 def choose_device(name: str) -> torch.device:
@@ -120,16 +141,17 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def join(device: torch.device, tp_size: int, timeout_s: float) -> RankGroup:
-    """The group of tp_size ranks that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe, as torchrun sets them.
+def join(device: torch.device, tp_size: int, timeout_s: float, pp_size: int = 1) -> RankGroup:
+    """The group of pp_size stages of tp_size ranks that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe, as
+    torchrun sets them.
 
     Returns when all ranks are there. timeout_s bounds that, and every later call. Raises SettingsError when the
     variables are missing or say otherwise, or when the ranks do not meet in time.
     """
     world_size = _number(os.environ, "WORLD_SIZE", 1)
-    if world_size != tp_size:
-        raise SettingsError(f"WORLD_SIZE is {world_size}, and --tensor-parallel-size is {tp_size}")
-    if tp_size == 1:
+    if world_size != tp_size * pp_size:
+        raise SettingsError(f"WORLD_SIZE is {world_size}, and {ranks_text(tp_size, pp_size)}")
+    if world_size == 1:
         return alone()
     rank = _number(os.environ, "RANK")
     if rank >= world_size:
@@ -150,7 +172,7 @@ def join(device: torch.device, tp_size: int, timeout_s: float) -> RankGroup:
         )
     except (OSError, RuntimeError, ValueError) as error:
         raise SettingsError(f"rank {rank} did not meet the other ranks at {address}:{port}: {error}") from error
-    return _Joined(rank, world_size, device)
+    return _Joined(rank, world_size, device, timeout)
 
 
 def _store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Store:

@@ -1,16 +1,19 @@
 """Chooses the next token of each request from the model's logits.
 
-For one request, in vLLM's order: logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p, draw.
+For one request, in vLLM's order: grammar, allowed tokens, logit_bias, min_tokens, penalties, temperature, min_p, top_k,
+top_p, draw.
 The draw depends on the seed and the position in the answer alone, and walks the vocabulary in its own order, so the
 same request gets the same token in any batch, on any node and after any restart that computes the same logits.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 import torch
 
+from engine.masks import forbid
 from engine.model.steps import Steps, TorchSteps
 from serving_core.errors import ModelError
 from serving_core.requests import Request, SampledToken
@@ -25,16 +28,21 @@ _DOUBLE_STEP: Final = 2.0**-53
 def sample(
     logits: torch.Tensor, requests: Sequence[Request], eos_token_ids: Sequence[int], steps: Steps = TORCH_STEPS
 ) -> list[SampledToken]:
-    """The next token of each request from its row of logits [S, vocab_size]. Raises ModelError when a row's largest
-    logit is not a finite number: the model is broken or overflows."""
+    """The next token of each request from its row of logits [S, vocab_size], in which tokens that a grammar forbids
+    become -inf. Raises ModelError when a row's largest logit is not a finite number: the model is broken or
+    overflows."""
+    errors = forbid(logits, requests)
     highest, likeliest = steps.likeliest(logits)
     tokens = likeliest.masked_fill(~torch.isfinite(highest), _NO_TOKEN).tolist()  # the first to await the device
     if _NO_TOKEN in tokens:
         raise ModelError("the model's logits are not finite numbers")
-    return [
+    sampled = [
         SampledToken(token) if _is_plain(request) else _sample_row(row.float(), request, eos_token_ids)
         for row, token, request in zip(logits, tokens, requests, strict=True)
     ]
+    for row, error in errors.items():
+        sampled[row] = SampledToken(_NO_TOKEN, error=error)
+    return sampled
 
 
 def uniform(seed: int, position: int) -> float:
@@ -50,6 +58,7 @@ def _is_plain(request: Request) -> bool:
         sampling.temperature == 0
         and sampling.logprobs is None
         and not sampling.logit_bias
+        and not sampling.allowed_token_ids
         and request.num_output_tokens >= sampling.min_tokens
         and sampling.repetition_penalty == 1
         and sampling.frequency_penalty == 0
@@ -59,7 +68,7 @@ def _is_plain(request: Request) -> bool:
 
 def _sample_row(logits: torch.Tensor, request: Request, eos_token_ids: Sequence[int]) -> SampledToken:
     sampling = request.sampling
-    adjusted = logits.clone()
+    adjusted = _only(logits, sampling.allowed_token_ids) if sampling.allowed_token_ids else logits.clone()
     for token, bias in sampling.logit_bias:
         adjusted[token] += bias
     if request.num_output_tokens < sampling.min_tokens:
@@ -73,7 +82,15 @@ def _sample_row(logits: torch.Tensor, request: Request, eos_token_ids: Sequence[
         token = _draw(weights, uniform(sampling.seed, request.num_output_tokens))
     if sampling.logprobs is None:
         return SampledToken(token)
-    return _with_logprobs(token, logits, sampling.logprobs)
+    return with_logprobs(token, logits, sampling.logprobs)
+
+
+def _only(logits: torch.Tensor, token_ids: Sequence[int]) -> torch.Tensor:
+    """The logits of these tokens; -inf for all others."""
+    allowed = torch.tensor(token_ids, device=logits.device)
+    only = torch.full_like(logits, -torch.inf)
+    only[allowed] = logits[allowed]
+    return only
 
 
 def _penalize(logits: torch.Tensor, request: Request) -> None:
@@ -122,11 +139,13 @@ def _draw(weights: torch.Tensor, number: float) -> int:
     return token if token < len(weights) else int(weights.nonzero()[-1])  # number * whole was rounded up to the whole
 
 
-def _with_logprobs(token: int, logits: torch.Tensor, num_top: int) -> SampledToken:
+def with_logprobs(token: int, logits: torch.Tensor, num_top: int) -> SampledToken:
+    """The token with its logprob and those of the num_top most likely, by the row of logits [vocab_size] in float32."""
     logprobs = logits.clone().log_softmax(-1)  # on CUDA the order of its sum depends on where a row begins
     top = logprobs.topk(min(num_top, len(logprobs)))
+    likeliest = zip(top.indices.tolist(), top.values.tolist(), strict=True)
     return SampledToken(
         token,
         float(logprobs[token]),
-        tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)),
+        tuple((each, logprob) for each, logprob in likeliest if logprob > -math.inf),  # of those that may come
     )

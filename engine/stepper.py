@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Generic, TypeVar
 
+from serving_core.failpoints import reach
 from serving_core.requests import OnLayer
 
 NUM_RECENT_STEPS: Final = 64
@@ -50,13 +51,18 @@ class Stepper(Generic[P, R]):
         try:
             loop = asyncio.get_running_loop()
             relay = None if on_layer is None else _on_loop(loop, on_layer)
-            result = await loop.run_in_executor(self._thread, self._compute, parts, relay)
+            result = await loop.run_in_executor(self._thread, self._computed, parts, relay)
         finally:
             step_s = time.monotonic() - self._started_at
             self._started_at = None
             self.num_steps += 1
         self._recent_s.append(step_s)
         return result, step_s
+
+    def _computed(self, parts: Sequence[P], on_layer: OnLayer | None) -> R:
+        """In the engine's thread."""
+        reach("step")
+        return self._compute(parts, on_layer)
 
     @property
     def step_s(self) -> float:

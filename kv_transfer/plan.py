@@ -1,22 +1,32 @@
 """The reshard plan: which KV heads of which layers go from which prefill rank to which decode rank.
 
-A rank holds some heads in some neighbouring layers. Without pipeline stages all ranks hold all layers, and a node
-splits the KV heads over its ranks by `head_range`:
+A rank holds some heads in some neighbouring layers. A node splits the layers over its stages by `share_of`, into runs
+whose lengths differ by one at most, and the KV heads over the ranks of each stage by `head_range`:
 - heads >= ranks: a partition into runs of equal length, or of lengths that differ by one where the ranks do not
   divide the heads;
 - heads < ranks: one head on each rank, every head on one or more neighbouring ranks.
-So any two sizes can be paired. Only sizes below 1 are refused.
+So any two grids can be paired. Only sizes below 1, and more stages than layers, are refused.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from kv_transfer.errors import TransferError
-from serving_core.sharding import head_range
+from serving_core.sharding import head_range, share_of
 
-ANY_LAYER: Final = range(1)  # where all ranks hold all layers, the plan is the same in each of them
+ANY_LAYER: Final = range(1)  # without stages the plan is the same in each layer
+
+
+class Grid(NamedTuple):
+    """The ranks of a node, which are numbered stage by stage."""
+
+    tp: int  # ranks of a stage
+    pp: int = 1  # stages
+
+    def __str__(self) -> str:
+        return f"{self.tp} ranks" if self.pp == 1 else f"{self.pp} stages of {self.tp} ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,45 +72,60 @@ def plan_copies(sources: Sequence[Holding], destinations: Sequence[Holding]) -> 
     return copies
 
 
-def plan_tp(prefill_tp: int, decode_tp: int, num_kv_heads: int, layers: range = ANY_LAYER) -> list[KVCopy]:
-    """The plan of two nodes whose ranks all hold these layers. Raises TransferError for sizes below 1."""
-    sources, destinations = (
-        [Holding(layers, heads) for heads in _shares(tp_size, num_kv_heads)] for tp_size in (prefill_tp, decode_tp)
-    )
-    return plan_copies(sources, destinations)
+def plan_nodes(prefill: Grid, decode: Grid, num_kv_heads: int, layers: range) -> list[KVCopy]:
+    """The plan of two nodes that hold these layers. Raises TransferError as `holdings`."""
+    return plan_copies(*(holdings(grid, num_kv_heads, layers) for grid in (prefill, decode)))
 
 
-def describe(prefill_tp: int, decode_tp: int, num_kv_heads: int) -> list[str]:
+def holdings(grid: Grid, num_kv_heads: int, layers: range) -> list[Holding]:
+    """What each rank of a node holds. Raises TransferError for sizes below 1 and for more stages than layers."""
+    shares = _shares(grid.tp, num_kv_heads)
+    if not 1 <= grid.pp <= len(layers):
+        raise TransferError(f"{len(layers)} layers cannot be split over {grid.pp} stages")
+    stages = [share_of(len(layers), stage, grid.pp) for stage in range(grid.pp)]
+    return [Holding(layers[stage.start : stage.stop], heads) for stage in stages for heads in shares]
+
+
+def describe(prefill: Grid, decode: Grid, num_kv_heads: int, layers: range = ANY_LAYER) -> list[str]:
     """The plan in words, a line for each fact: what every rank holds, every lane with its share of the bytes that are
-    sent, and how many these are. Raises TransferError for sizes below 1."""
-    copies = plan_tp(prefill_tp, decode_tp, num_kv_heads)
-    num_sent = sum(len(copy.source_heads) for copy in copies)
+    sent, and how many these are. Raises TransferError as `holdings`."""
+    sources, destinations = (holdings(grid, num_kv_heads, layers) for grid in (prefill, decode))
+    copies = plan_copies(sources, destinations)
+    num_sent = sum(len(copy.source_heads) * len(copy.layers) for copy in copies)
     lanes = []
     for copy in copies:
-        start = head_range(copy.source_rank, prefill_tp, num_kv_heads).start
+        start = sources[copy.source_rank].heads.start
         heads = _words(range(start + copy.source_heads.start, start + copy.source_heads.stop))
-        share = f"{100 * len(copy.source_heads) / num_sent:.3g} % of the bytes sent"
-        lanes.append(f"prefill rank {copy.source_rank} sends {heads} to decode rank {copy.destination_rank}: {share}")
+        share = f"{100 * len(copy.source_heads) * len(copy.layers) / num_sent:.3g} % of the bytes sent"
+        sent = f"{heads}{_in_layers(copy.layers, layers)}"
+        lanes.append(f"prefill rank {copy.source_rank} sends {sent} to decode rank {copy.destination_rank}: {share}")
     senders = {copy.source_rank for copy in copies}
-    silent = [f"prefill rank {rank} sends nothing" for rank in range(prefill_tp) if rank not in senders]
-    total = f"total sent: {num_sent / num_kv_heads:.3g} x the bytes of the unreplicated cache"
+    silent = [f"prefill rank {rank} sends nothing" for rank in range(len(sources)) if rank not in senders]
+    total = f"total sent: {num_sent / num_kv_heads / len(layers):.3g} x the bytes of the unreplicated cache"
     return [
-        *_holdings("prefill", prefill_tp, num_kv_heads),
-        *_holdings("decode", decode_tp, num_kv_heads),
+        *_holdings("prefill", sources, num_kv_heads, layers),
+        *_holdings("decode", destinations, num_kv_heads, layers),
         *lanes,
         *silent,
         total,
     ]
 
 
-def _holdings(role: str, tp_size: int, num_kv_heads: int) -> list[str]:
-    shares = _shares(tp_size, num_kv_heads)
+def _holdings(role: str, ranks: Sequence[Holding], num_kv_heads: int, layers: range) -> list[str]:
     lines = []
-    for rank, heads in enumerate(shares):
-        others = [str(other) for other, held in enumerate(shares) if other != rank and held == heads]
+    for rank, held in enumerate(ranks):
+        others = [str(other) for other, each in enumerate(ranks) if other != rank and each == held]
         replicated = f", as {_listed(others, f'{role} rank')} {'do' if others[1:] else 'does'}" if others else ""
-        lines.append(f"{role} rank {rank} holds {_words(heads)} of {num_kv_heads}{replicated}")
+        part = f"{_words(held.heads)} of {num_kv_heads}{_in_layers(held.layers, layers)}"
+        lines.append(f"{role} rank {rank} holds {part}{replicated}")
     return lines
+
+
+def _in_layers(held: range, layers: range) -> str:
+    """Empty for all of them."""
+    if held == layers:
+        return ""
+    return f" in layer {held.start}" if len(held) == 1 else f" in layers {held.start}-{held.stop - 1}"
 
 
 def _listed(items: list[str], noun: str) -> str:

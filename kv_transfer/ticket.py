@@ -7,19 +7,21 @@ from typing import Any
 
 from kv_transfer.errors import TransferError
 from kv_transfer.packing import check_bytes, check_int, check_seconds, check_text, pack, unpack
-from kv_transfer.plan import KVCopy, plan_tp
+from kv_transfer.plan import Grid, KVCopy, plan_nodes
 from serving_core.layout import DTYPE_BYTES, KVLayout, Widths
 
-VERSION = 5  # also of what goes through the lanes: both ends of a transfer know the same one
+VERSION = 7  # also of what goes through the lanes: both ends of a transfer know the same one
 TRANSFER_ID_BYTES = 16
 MAX_EPOCH = 2**32 - 1
 MAX_TP = 64
+MAX_RANKS = 64  # of one node, over all stages
+MAX_LANES = 256
 MAX_LAYERS = 1024  # of a model
 MAX_BLOCKS = 2**20  # of one transfer
 MAX_TOKENS = 2**32 - 1
 MAX_TTL_S = 86400.0
 MAX_ADDRESS_BYTES = 256
-MAX_TICKET_BYTES = 64 * 1024  # two sizes of MAX_TP make 127 lanes at most
+MAX_TICKET_BYTES = 80 * 1024
 MAX_DIMENSION = 2**16  # heads, widths and block_size, each
 
 
@@ -60,18 +62,22 @@ class Ticket:
     num_cached_blocks: int  # leading blocks that the receivers hold already and that are not to be sent
     num_tokens: int  # of the request, that the receivers' node knows: those behind them come in the tail
     ttl_s: float  # from the grant; afterwards the receivers refuse everything
-    ends: tuple[LaneEnd, ...]  # in the order of plan_tp
+    ends: tuple[LaneEnd, ...]  # in the order of plan_nodes
+    prefill_pp: int = 1
+    decode_pp: int = 1
 
     def __post_init__(self) -> None:
         check_int("epoch", self.epoch, 0, MAX_EPOCH)
         _check_layout(self.layout)
-        check_int("prefill_tp", self.prefill_tp, 1, MAX_TP)
-        check_int("decode_tp", self.decode_tp, 1, MAX_TP)
+        _check_grid("prefill", self.senders, self.layout.num_layers)
+        _check_grid("decode", self.receivers, self.layout.num_layers)
         check_int("num_blocks", self.num_blocks, 1, MAX_BLOCKS)
         check_int("num_cached_blocks", self.num_cached_blocks, 0, self.num_blocks)
         check_int("num_tokens", self.num_tokens, 0, MAX_TOKENS)
         check_seconds("ttl_s", self.ttl_s, MAX_TTL_S)
         num_lanes = len(self._copies())
+        if num_lanes > MAX_LANES:
+            raise TransferError(f"a plan of {num_lanes} lanes between two nodes; at most {MAX_LANES} are allowed")
         if len(self.ends) != num_lanes:
             raise TransferError(f"{len(self.ends)} lane ends for a plan of {num_lanes} lanes")
         if len({end.transfer_id for end in self.ends}) != num_lanes:
@@ -90,18 +96,32 @@ class Ticket:
         num_cached_blocks: int,
         ttl_s: float,
         num_tokens: int = 0,
+        prefill_pp: int = 1,
+        decode_pp: int = 1,
     ) -> "Ticket":
         """A ticket with new transfer ids. `addresses` are those of the receivers by decode rank."""
-        check_int("prefill_tp", prefill_tp, 1, MAX_TP)
-        check_int("decode_tp", decode_tp, 1, MAX_TP)
-        if len(addresses) != decode_tp:
-            raise TransferError(f"{len(addresses)} addresses for {decode_tp} decode ranks")
+        senders, receivers = Grid(prefill_tp, prefill_pp), Grid(decode_tp, decode_pp)
+        _check_grid("prefill", senders, layout.num_layers)
+        _check_grid("decode", receivers, layout.num_layers)
+        num_ranks = decode_tp * decode_pp
+        if len(addresses) != num_ranks:
+            raise TransferError(f"{len(addresses)} addresses for {num_ranks} decode ranks")
+        copies = plan_nodes(senders, receivers, layout.num_kv_heads, layout.layers)
         ends = tuple(
-            LaneEnd(secrets.token_bytes(TRANSFER_ID_BYTES), addresses[copy.destination_rank])
-            for copy in plan_tp(prefill_tp, decode_tp, layout.num_kv_heads)
+            LaneEnd(secrets.token_bytes(TRANSFER_ID_BYTES), addresses[copy.destination_rank]) for copy in copies
         )
         sizes = (prefill_tp, decode_tp, num_blocks, num_cached_blocks, num_tokens)
-        return cls(epoch, layout, *sizes, float(ttl_s), ends)
+        return cls(epoch, layout, *sizes, float(ttl_s), ends, prefill_pp, decode_pp)
+
+    @property
+    def senders(self) -> Grid:
+        """The ranks that send."""
+        return Grid(self.prefill_tp, self.prefill_pp)
+
+    @property
+    def receivers(self) -> Grid:
+        """The ranks that receive."""
+        return Grid(self.decode_tp, self.decode_pp)
 
     def lanes_from(self, prefill_rank: int) -> list[tuple[KVCopy, Lane]]:
         """The lanes that begin at this prefill rank, perhaps none."""
@@ -113,7 +133,7 @@ class Ticket:
 
     def encode(self) -> bytes:
         """The ticket as bytes, at most MAX_TICKET_BYTES."""
-        sizes = (self.prefill_tp, self.decode_tp, self.num_blocks, self.num_cached_blocks, self.num_tokens)
+        sizes = (self.senders, self.receivers, self.num_blocks, self.num_cached_blocks, self.num_tokens)
         ends = [(end.transfer_id, end.address) for end in self.ends]
         return pack([VERSION, self.epoch, _packed_layout(self.layout), *sizes, self.ttl_s, ends])
 
@@ -121,15 +141,14 @@ class Ticket:
     def decode(cls, packed: bytes) -> "Ticket":
         """The inverse of encode. Raises TransferError on anything else."""
         match unpack(packed, MAX_TICKET_BYTES):
-            case [5, epoch, [*layout], p_tp, d_tp, num_blocks, num_cached, num_tokens, ttl_s, [*ends]]:
-                sizes = (p_tp, d_tp, num_blocks, num_cached, num_tokens)
-                return cls(epoch, _layout(layout), *sizes, ttl_s, tuple(map(_lane_end, ends)))
+            case [7, epoch, [*layout], [p_tp, p_pp], [d_tp, d_pp], blocks, cached, tokens, ttl_s, [*ends]]:
+                sizes = (p_tp, d_tp, blocks, cached, tokens)
+                return cls(epoch, _layout(layout), *sizes, ttl_s, tuple(map(_lane_end, ends)), p_pp, d_pp)
             case _:
                 raise TransferError(f"not a transfer ticket of version {VERSION}")
 
     def _copies(self) -> list[KVCopy]:
-        layout = self.layout
-        return plan_tp(self.prefill_tp, self.decode_tp, layout.num_kv_heads, layout.layers)
+        return plan_nodes(self.senders, self.receivers, self.layout.num_kv_heads, self.layout.layers)
 
     def _lanes(self) -> list[tuple[KVCopy, Lane]]:
         return [
@@ -183,6 +202,12 @@ def _widths(runs: list[Any]) -> tuple[Widths, ...]:
             case _:
                 raise TransferError("widths of layers of unknown shape")
     return tuple(widths)
+
+
+def _check_grid(name: str, grid: Grid, num_layers: int) -> None:
+    check_int(f"{name}_tp", grid.tp, 1, MAX_TP)
+    check_int(f"{name}_pp", grid.pp, 1, num_layers)
+    check_int(f"number of {name} ranks", grid.tp * grid.pp, 1, MAX_RANKS)
 
 
 def _check_layout(layout: KVLayout) -> None:

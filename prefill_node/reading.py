@@ -6,12 +6,13 @@ ones share a step; beside answers with limits time is a budget too (prefill_node
 the pool has blocks for all of it, so whatever is being read can always finish.
 
 A prompt starts with the leading blocks that an earlier one left in the pool, or one that is being read has published,
-and computes the rest; always its last token where its logits choose the next one. It publishes its own full blocks step
-by step.
+and computes the rest; always its last token where its logits choose the next one, and all of it where it is to be
+scored. It publishes its own full blocks step by step.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from prefill_node.order import Order
 from prefill_node.slack import Slack
@@ -21,6 +22,8 @@ from serving_core.errors import RequestError
 from serving_core.leases import Leases
 from serving_core.requests import Work
 from serving_core.residents import Resident, Residents, Stage
+
+MAX_SCORED_TOKENS: Final = 256  # of one step: the logits of each are held at once
 
 
 class Reading:
@@ -59,6 +62,7 @@ class Reading:
         prompts = [each for each in self._residents.in_stage(Stage.QUEUED, Stage.READING) if not each.is_ending]
         self._slack.begin(answers, prompts, now)
         works: list[Work] = []
+        scorable = MAX_SCORED_TOKENS
         held_up = math.inf  # the age from which on
         for resident in self._order.of(prompts, now):
             if budget == 0:
@@ -70,8 +74,10 @@ class Reading:
                     held_up = min(held_up, resident.age)
                     continue
                 self._begin(resident)
-            num_asked = min(budget, resident.num_to_compute)
+            is_scored = resident.request.is_scored
+            num_asked = min(budget, resident.num_to_compute, scorable if is_scored else budget)
             num_tokens = self._slack.afford(resident, num_asked) if num_asked else 0
+            scorable -= num_tokens * is_scored
             if num_tokens:
                 works.append(resident.work(num_tokens))
             budget = budget - num_tokens if num_tokens == num_asked else 0
@@ -126,7 +132,10 @@ class Reading:
 
 def num_cacheable(resident: Resident) -> int:
     """Leading tokens of a prompt that need not be computed if they are there. Where a token is sampled in the end, the
-    last one is in any case: its logits choose it."""
+    last one is in any case: its logits choose it. So are those whose logits are yet to score the next one."""
+    request = resident.request
+    if request.is_scored:
+        return len(request.scores)
     if resident.hands_over:
         return resident.num_given - (not resident.has_first_token)
-    return len(resident.request.token_ids) - 1
+    return len(request.token_ids) - 1

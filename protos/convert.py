@@ -13,10 +13,13 @@ from serving_core.prefix import MAKER_BYTES
 from serving_core.requests import FinishReason, Request, SampledToken, SamplingParams
 from serving_core.shapes import Shape
 
-PROTOCOL_VERSION = "7"
+PROTOCOL_VERSION = "12"
+# In the headers of an answer's stream, which come when the request is taken.
+MODEL_HEADER: Final = "x-splitserve-model-bin"
+MAX_TOKENS_HEADER: Final = "x-splitserve-max-tokens"
 MAX_MADE: Final = 64  # runs of blocks of one maker that a tail tells: of a chat, some 32 answers
 
-_FINISH_REASONS = {
+FINISH_REASONS: Final = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
 }
@@ -37,12 +40,14 @@ def sampling_to_wire(sampling: SamplingParams) -> inference_pb2.SamplingParams:
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
         logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
         seed=sampling.seed,
         logit_bias=dict(sampling.logit_bias),
+        allowed_token_ids=sampling.allowed_token_ids,
     )
 
 
-def sampling_from_wire(wire: inference_pb2.SamplingParams) -> SamplingParams:
+def sampling_from_wire(wire: inference_pb2.SamplingParams, grammar: str = "") -> SamplingParams:
     """The inverse of sampling_to_wire; for messages of the coordinator, not of clients."""
     return SamplingParams(
         temperature=wire.temperature,
@@ -57,12 +62,17 @@ def sampling_from_wire(wire: inference_pb2.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(wire.stop_token_ids),
         ignore_eos=wire.ignore_eos,
         logprobs=wire.logprobs if wire.HasField("logprobs") else None,
+        prompt_logprobs=wire.prompt_logprobs if wire.HasField("prompt_logprobs") else None,
         seed=wire.seed,
         logit_bias=tuple(sorted(wire.logit_bias.items())),
+        allowed_token_ids=tuple(wire.allowed_token_ids),
+        grammar=grammar,
     )
 
 
-def job_to_wire(request: Request, age: int = 0, due: fleet_pb2.Due | None = None, priority: int = 0) -> fleet_pb2.Job:
+def job_to_wire(
+    request: Request, age: int = 0, due: fleet_pb2.Due | None = None, priority: int = 0, *, is_suspect: bool = False
+) -> fleet_pb2.Job:
     """What both nodes need to know of an attempt."""
     return fleet_pb2.Job(
         attempt=attempt_of(request),
@@ -73,6 +83,9 @@ def job_to_wire(request: Request, age: int = 0, due: fleet_pb2.Due | None = None
         age=age,
         due=due,
         priority=priority,
+        adapter=request.adapter,
+        grammar=request.sampling.grammar,
+        is_suspect=is_suspect,
     )
 
 
@@ -83,8 +96,9 @@ def request_from_wire(job: fleet_pb2.Job) -> Request:
         epoch=job.attempt.epoch,
         token_ids=list(job.token_ids),
         num_prompt_tokens=job.num_prompt_tokens,
-        sampling=sampling_from_wire(job.sampling_params),
+        sampling=sampling_from_wire(job.sampling_params, job.grammar),
         cache_salt=job.cache_salt,
+        adapter=job.adapter,
     )
 
 
@@ -120,11 +134,18 @@ def tell_token(
     wire.index = request.num_output_tokens - 1
     wire.token_id = token.token_id
     if finish_reason is not None:
-        wire.finish_reason = _FINISH_REASONS[finish_reason]
+        wire.finish_reason = FINISH_REASONS[finish_reason]
     if token.logprob is not None:
         wire.logprob = token.logprob
     for token_id, logprob in token.top_logprobs:
         wire.top.add(token_id=token_id, logprob=logprob)
+
+
+def tell_scores(wire: fleet_pb2.SampledToken, scores: Sequence[SampledToken]) -> None:
+    """Adds what the prompt before an answer's first token has scored."""
+    for score in scores:
+        top = [inference_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in score.top_logprobs]
+        wire.prompt_logprobs.add(token_id=score.token_id, logprob=score.logprob, top=top)
 
 
 def shape_to_wire(shape: Shape) -> inference_pb2.Shape:

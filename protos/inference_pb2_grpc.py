@@ -185,7 +185,8 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams one answer. Ends with exactly one Complete message for each index, or with one gRPC status.
+        """Streams one answer. Ends with exactly one Complete message for each index, or with one gRPC status. The headers come
+        when the request is taken: the model's name (x-splitserve-model-bin), and what max_tokens is (x-splitserve-max-tokens).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RankCommand(_message.Message):
-    __slots__ = ("step", "grant", "send", "finish_send", "cancel_transfer", "stop", "send_more")
+    __slots__ = ("step", "grant", "send", "finish_send", "cancel_transfer", "stop", "send_more", "admit")
     STEP_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     SEND_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class RankCommand(_message.Message):
     CANCEL_TRANSFER_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     SEND_MORE_FIELD_NUMBER: _ClassVar[int]
+    ADMIT_FIELD_NUMBER: _ClassVar[int]
     step: StepPlan
     grant: Grant
     send: Send
@@ -23,7 +24,8 @@ class RankCommand(_message.Message):
     cancel_transfer: CancelTransfer
     stop: Stop
     send_more: SendMore
-    def __init__(self, step: _Optional[_Union[StepPlan, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., finish_send: _Optional[_Union[FinishSend, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., send_more: _Optional[_Union[SendMore, _Mapping]] = ...) -> None: ...
+    admit: Admit
+    def __init__(self, step: _Optional[_Union[StepPlan, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., finish_send: _Optional[_Union[FinishSend, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., send_more: _Optional[_Union[SendMore, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ...) -> None: ...
 
 class RankEvent(_message.Message):
     __slots__ = ("hello", "load", "granted", "transfer_ended", "caught_up")
@@ -46,18 +48,22 @@ class StepPlan(_message.Message):
     def __init__(self, shares: _Optional[_Iterable[_Union[Share, _Mapping]]] = ...) -> None: ...
 
 class Share(_message.Message):
-    __slots__ = ("epoch", "token_ids", "start", "block_ids", "samples")
+    __slots__ = ("epoch", "token_ids", "start", "block_ids", "samples", "num_scored", "adapter")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SCORED_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     start: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     samples: bool
-    def __init__(self, epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., samples: _Optional[bool] = ...) -> None: ...
+    num_scored: int
+    adapter: str
+    def __init__(self, epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., samples: _Optional[bool] = ..., num_scored: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("epoch", "ticket", "block_ids")
@@ -68,6 +74,12 @@ class Grant(_message.Message):
     ticket: bytes
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, epoch: _Optional[int] = ..., ticket: _Optional[bytes] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Admit(_message.Message):
+    __slots__ = ("keys",)
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Send(_message.Message):
     __slots__ = ("epoch", "ticket", "block_ids")
@@ -108,14 +120,16 @@ class Stop(_message.Message):
     def __init__(self) -> None: ...
 
 class RankHello(_message.Message):
-    __slots__ = ("rank", "secret", "kv_address")
+    __slots__ = ("rank", "secret", "kv_address", "kv_key")
     RANK_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
     KV_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    KV_KEY_FIELD_NUMBER: _ClassVar[int]
     rank: int
     secret: bytes
     kv_address: str
-    def __init__(self, rank: _Optional[int] = ..., secret: _Optional[bytes] = ..., kv_address: _Optional[str] = ...) -> None: ...
+    kv_key: bytes
+    def __init__(self, rank: _Optional[int] = ..., secret: _Optional[bytes] = ..., kv_address: _Optional[str] = ..., kv_key: _Optional[bytes] = ...) -> None: ...
 
 class Granted(_message.Message):
     __slots__ = ("epoch",)

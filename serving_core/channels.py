@@ -2,6 +2,10 @@
 
 from typing import Final
 
+import grpc
+
+from serving_core.tls import TlsFiles, read_tls
+
 Option = tuple[str, int | str]
 
 # Detects a hung process or a cut link within 4 s. ping_timeout_ms is the one that bounds detection:
@@ -29,13 +33,38 @@ SERVER_OPTIONS: Final[tuple[Option, ...]] = (
     # Beyond 1000 calls that wait for this process gRPC would drop some, as a CANCELLED without a reason.
     ("grpc.server.max_pending_requests", 4096),
     ("grpc.server.max_pending_requests_hard_limit", 8192),
-    ("grpc.max_receive_message_length", 4 * 2**20),
+    # Whoever connects speaks HTTP/2 soon, and has a call now and then, or makes room for others.
+    ("grpc.server_handshake_timeout_ms", 5000),
+    ("grpc.max_connection_idle_ms", 60_000),
     ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server that shares it
 )
 
-# Prompts travel inside the fleet as token ids: a public request of 4 MiB may become a larger command.
-FLEET_OPTIONS: Final[tuple[Option, ...]] = (
-    *SERVER_OPTIONS[:-2],
-    ("grpc.max_receive_message_length", 16 * 2**20),
-    ("grpc.so_reuseport", 0),
-)
+MAX_CONNECTION_AGE_S: Final = 3600.0
+
+
+def public_options(max_connections: int, *, longest_call_s: float) -> tuple[Option, ...]:
+    """Of the server that clients dial. A connection that has become old takes no more calls, and those under way end
+    before it does."""
+    return (
+        *SERVER_OPTIONS,
+        ("grpc.max_receive_message_length", 4 * 2**20),
+        ("grpc.max_allowed_incoming_connections", max_connections),  # further ones are closed at once
+        ("grpc.max_connection_age_ms", round(1000 * MAX_CONNECTION_AGE_S)),
+        ("grpc.max_connection_age_grace_ms", round(1000 * longest_call_s)),
+    )
+
+
+def fleet_options(max_connections: int) -> tuple[Option, ...]:
+    """Of the server that nodes dial, each for as long as it lives. Prompts travel inside the fleet as token ids: a
+    public request of 4 MiB may become a larger command."""
+    return (
+        *SERVER_OPTIONS,
+        ("grpc.max_receive_message_length", 16 * 2**20),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+    )
+
+
+def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
+    """For a channel over TLS; where no CA is named, gRPC's own count. Raises TlsError."""
+    pems = read_tls(files)
+    return grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)

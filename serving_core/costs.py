@@ -15,6 +15,7 @@ MEMORY: Final = 256  # steps, after which one counts for a third
 KEPT: Final = 1 - 1 / MEMORY
 TRUST: Final = 1e-4  # in what was believed before the first step, against one that is sure
 NUM_WEIGHTS: Final = 6
+FAR: Final = 4.0  # times what any step has held: beyond that, what a step takes is a guess
 
 
 @dataclass(slots=True)
@@ -79,6 +80,7 @@ class StepCosts:
         self._new: deque[tuple[StepLoad, float]] = deque(maxlen=MEMORY)
         self._products = [[0.0] * NUM_WEIGHTS for _ in range(NUM_WEIGHTS)]  # of figures over seconds, summed
         self._sums = [0.0] * NUM_WEIGHTS
+        self._most = [0.0] * NUM_WEIGHTS  # of each figure, in any step
         self._weights = StepWeights(*self._believed)
 
     def add(self, load: StepLoad, step_s: float) -> None:
@@ -100,6 +102,12 @@ class StepCosts:
         """Seconds of such a step."""
         return self.weights.of_step(load)
 
+    def expected_s(self, load: StepLoad) -> float:
+        """Seconds of such a step; inf where it holds far more of something than any step did."""
+        weights = self.weights  # takes new steps in
+        is_known = all(figure <= FAR * most for figure, most in zip(load.figures, self._most, strict=True))
+        return weights.of_step(load) if is_known else inf
+
     def chunk_s(self, start: int, num_tokens: int, *, is_first: bool) -> float:
         """What a chunk adds to a step, which has others already unless it is the first."""
         return self.weights.of_chunk(start, num_tokens, is_first=is_first)
@@ -120,6 +128,7 @@ class StepCosts:
         return once_s / token_s if token_s > 0 else inf
 
     def _take_in(self, figures: tuple[float, ...], step_s: float) -> None:
+        self._most = [max(most, figure) for most, figure in zip(self._most, figures, strict=True)]
         shares = [figure / step_s for figure in figures]
         for row, share in zip(self._products, shares, strict=True):
             row[:] = [KEPT * old + share * other for old, other in zip(row, shares, strict=True)]

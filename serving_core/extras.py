@@ -9,9 +9,9 @@ from serving_core.errors import SettingsError
 
 # Of each extra in pyproject.toml that is not for developers alone: what it brings, by the names of imports.
 MODULES: Final = {
-    "node": ("torch", "numpy", "safetensors", "xxhash", "zmq"),
+    "node": ("torch", "gguf", "numpy", "safetensors", "xxhash", "zmq"),
     "bench": ("matplotlib",),
-    "demo": ("transformers", "gguf", "accelerate"),
+    "transformers": ("transformers",),
 }
 
 P = ParamSpec("P")

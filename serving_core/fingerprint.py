@@ -4,12 +4,13 @@ import dataclasses
 import hashlib
 import os
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from serving_core.errors import ModelError
+from serving_core.gguf_weights import gguf_weights
 from serving_core.layout import KVLayout
 from serving_core.model_config import FAKE_ARCHITECTURE, ModelConfig
-from serving_core.weight_files import weight_files
+from serving_core.weight_files import is_gguf, weight_files
 
 EDGE_BYTES: Final = 2**20
 _HEADER_LENGTH_BYTES: Final = 8  # a safetensors file starts with its header's length, little-endian
@@ -21,7 +22,7 @@ def fingerprint(
     """Readable facts, to be compared key by key: model config, compute dtype, what --quantization makes of
     the weights, KV dtype, KV layout, weights.
 
-    `weights` is a SHA-256 over, for every safetensors file: its size, its whole header and its first and last MiB.
+    `weights` is a SHA-256 over, for every file of weights: its size, its whole header and its first and last MiB.
     So it tells models and fine-tunes apart in milliseconds, but not two files that differ in the middle alone.
     """
     facts = {field.name: str(getattr(config, field.name)) for field in dataclasses.fields(config)}
@@ -36,20 +37,25 @@ def fingerprint(
 
 def _weights_digest(folder: Path) -> str:
     digest = hashlib.sha256()
+    if is_gguf(folder):
+        weights = gguf_weights(folder)
+        with weights.open() as stream:
+            _digest_file(stream, weights.header_bytes + EDGE_BYTES, digest)
+        return digest.hexdigest()
     for file in weight_files(folder):
         try:
-            _digest_file(file, digest)
+            with file.open("rb") as stream:
+                header_bytes = _HEADER_LENGTH_BYTES + int.from_bytes(stream.read(_HEADER_LENGTH_BYTES), "little")
+                _digest_file(stream, header_bytes, digest)
         except OSError as error:
             raise ModelError(f"{file} cannot be read: {error.strerror}") from error
     return digest.hexdigest()
 
 
-def _digest_file(file: Path, digest: "hashlib._Hash") -> None:
-    with file.open("rb") as stream:
-        size_bytes = os.fstat(stream.fileno()).st_size
-        digest.update(size_bytes.to_bytes(8, "little"))
-        header_bytes = int.from_bytes(stream.read(_HEADER_LENGTH_BYTES), "little")
-        stream.seek(0)
-        digest.update(stream.read(max(EDGE_BYTES, min(_HEADER_LENGTH_BYTES + header_bytes, size_bytes))))
-        stream.seek(max(0, size_bytes - EDGE_BYTES))
-        digest.update(stream.read())
+def _digest_file(stream: BinaryIO, header_bytes: int, digest: "hashlib._Hash") -> None:
+    size_bytes = os.fstat(stream.fileno()).st_size
+    digest.update(size_bytes.to_bytes(8, "little"))
+    stream.seek(0)
+    digest.update(stream.read(max(EDGE_BYTES, min(header_bytes, size_bytes))))
+    stream.seek(max(0, size_bytes - EDGE_BYTES))
+    digest.update(stream.read())

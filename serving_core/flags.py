@@ -1,7 +1,8 @@
 """Flags, environment variables and YAML keys derived from frozen settings dataclasses.
 
 A default is written once, in the dataclass. Precedence: flag > environment (SPLITSERVE_NAME) > YAML file
-(`--config`) > default. Unknown flags and unknown YAML keys are refused.
+(`--config`) > default. Unknown flags and unknown YAML keys are refused. A secret may also be named by the file that
+holds it: `--name-file`, SPLITSERVE_NAME_FILE.
 """
 
 import dataclasses
@@ -18,6 +19,8 @@ from serving_core.units import parse_size, size_of
 
 ENV_PREFIX = "SPLITSERVE_"
 BYTES = "_bytes"  # ends the name of a flag that is a size
+FILE = "_file"  # follows the name of a secret, in that of the flag for its file
+MAX_SECRET_BYTES = 4096
 
 
 def flag(
@@ -45,12 +48,17 @@ def flag(
 def settings_command(settings_class: type[Any], run: Callable[[Any], None], *, name: str, help: str) -> click.Command:
     """A click command whose options are the fields of settings_class (nested dataclasses are flattened)."""
 
+    secrets = secrets_of(settings_class)
+
     def callback(**values: Any) -> None:
         values.pop("config")
+        for secret in secrets:
+            values[secret] = secret_from(secret, values[secret], values.pop(secret + FILE))
         run(build(settings_class, values))
 
-    names = {field.name for field, _ in fields_of(settings_class)}
+    names = {field.name for field, _ in fields_of(settings_class)} | {secret + FILE for secret in secrets}
     params = [_parameter(field, hint) for field, hint in fields_of(settings_class)]
+    params += [secret_file_option(secret) for secret in secrets]
     params.append(_config_option(names))
     return click.Command(name, params=params, callback=callback, help=help)
 
@@ -76,6 +84,44 @@ def fields_of(settings_class: type[Any]) -> Iterator[tuple["dataclasses.Field[An
             yield from fields_of(typing.cast("type[Any]", hint))
         else:
             yield field, hint
+
+
+def secrets_of(settings_class: type[Any]) -> list[str]:
+    """The names of the secrets among its flags."""
+    return [field.name for field, _ in fields_of(settings_class) if field.metadata["secret"]]
+
+
+def secret_file_option(secret: str) -> click.Option:
+    """The flag for the file that a secret is in."""
+    return click.Option(
+        [f"--{_kebab(secret + FILE)}", secret + FILE],
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        envvar=ENV_PREFIX + (secret + FILE).upper(),
+        show_envvar=True,
+        help=f"File that holds --{_kebab(secret)}.",
+    )
+
+
+def secret_from(secret: str, given: str | None, file: Path | None) -> str | None:
+    """A secret as given, or out of its file. Raises click.UsageError where there are both, or the file holds none."""
+    if file is None:
+        return given
+    if given:
+        raise click.UsageError(f"--{_kebab(secret)} and --{_kebab(secret + FILE)} are both given: one is enough")
+    flag_name = f"--{_kebab(secret + FILE)} {file}"
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(MAX_SECRET_BYTES + 1)
+        text = content.decode().rstrip("\r\n")
+    except OSError as error:
+        raise click.UsageError(f"{flag_name} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"{flag_name} is not UTF-8 text") from error
+    if len(content) > MAX_SECRET_BYTES:
+        raise click.UsageError(f"{flag_name} has more than {MAX_SECRET_BYTES} bytes, the most of a secret")
+    if not text or not text.isprintable():
+        raise click.UsageError(f"{flag_name} must hold one line, with the secret alone")
+    return text
 
 
 def to_argv(settings: Any) -> list[str]:

@@ -1,7 +1,8 @@
 """Typed reading of the JSON files of a model folder."""
 
 import json
-import math
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,15 @@ class JsonFields:
         """The value as it stands, None when it is missing."""
         return self._values.get(name)
 
+    def renamed(self, other_names: Mapping[str, str]) -> "JsonFields":
+        """The same object, in which a name that is missing is read by its other name."""
+        found = {name: self.raw(other) for name, other in other_names.items() if self.raw(name) is None}
+        return JsonFields(self._values | found, self._where)
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "JsonFields":
+        """The same object, in which names that are missing have these values."""
+        return JsonFields({**defaults, **self._values}, self._where)
+
     def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
         value = self._present(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= LARGEST_INTEGER:
@@ -52,7 +62,7 @@ class JsonFields:
         value = self._present(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(name, "a number")
-        if not math.isfinite(value) or value < minimum:
+        if not minimum <= value <= sys.float_info.max:  # nor a whole number that no float holds
             raise self.error(name, f"a finite number of at least {minimum}")
         return float(value)
 
@@ -87,6 +97,10 @@ class JsonFields:
     def error(self, name: str, expected: str) -> ModelError:
         """What to raise about a value that is not as expected."""
         return ModelError(f"{name} in {self._where} must be {expected}, not {self._values.get(name)!r:.80}")
+
+    def unsupported(self, name: str) -> ModelError:
+        """What to raise about a value that asks for what we do not do."""
+        return ModelError(f"{name:.80} in {self._where} is not supported: it is {self._values.get(name)!r:.80}")
 
     def _present(self, name: str, default: Any) -> Any:
         value = self._values.get(name)

@@ -1,4 +1,4 @@
-"""How much memory this process may still take. Torch-free."""
+"""How much memory this process takes, and may still take. Torch-free."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,12 +6,38 @@ from typing import Final
 
 import psutil
 
+from serving_core.descriptors import NONE_LEFT
+
 CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 CGROUPS_OF_SELF: Final = Path("/proc/self/cgroup")
 
 # Of a cgroup: its limit, what it uses, and which of that the kernel gives back on demand.
 _V1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2: Final = ("memory.max", "memory.current", "inactive_file")
+
+
+class _Resident:
+    """The memory of this process that is in RAM."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._num_bytes: int = self._process.memory_info().rss
+
+    def num_bytes(self) -> int:
+        try:
+            self._num_bytes = self._process.memory_info().rss
+        except OSError as error:  # the system tells it in a file
+            if error.errno not in NONE_LEFT:
+                raise
+        return self._num_bytes
+
+
+_resident: Final = _Resident()
+
+
+def resident_bytes() -> int:
+    """Bytes that this process takes; while it has no descriptor left to look with, those of the last look."""
+    return _resident.num_bytes()
 
 
 def available_bytes() -> int:

@@ -1,13 +1,25 @@
-"""What a model folder says about its model. Torch-free; nothing in the folder is ever imported or executed."""
+"""What a model folder says about its model. Torch-free; nothing in the folder is ever imported or executed.
 
+A model is native, or foreign: computed by the modelling code of transformers. Of a foreign one sizes are read here; the
+engine checks that transformers, which has defaults of its own, reads the same.
+"""
+
+import hashlib
+import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from serving_core.differences import FAMILIES, Differences, check_names, eps_name, read_layer_types
 from serving_core.errors import ModelError
+from serving_core.experts import Experts
 from serving_core.json_fields import JsonFields, read_json_object
-from serving_core.layout import DTYPE_BYTES, KVLayout
-from serving_core.rope_config import Rope, read_rope
+from serving_core.layout import DTYPE_BYTES, KVLayout, Widths
+from serving_core.rope_config import DefaultRope, Rope, read_rope
 from serving_core.stored_quantization import StoredQuantization, read_stored_quantization
+
+logger = logging.getLogger(__name__)
 
 FAKE_ARCHITECTURE = "FakeForCausalLM"
 MODEL_TYPES = {
@@ -15,17 +27,25 @@ MODEL_TYPES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    **{architecture: family.model_type for architecture, family in FAMILIES.items()},
     FAKE_ARCHITECTURE: "splitserve_fake",
 }
 MISTRAL_SLIDING_WINDOW = 4096  # what transformers takes when config.json does not say
 QWEN3_HEAD_DIM = 128  # likewise
 MOST_LAYERS = 1024
+NATIVE = "native"
+TRANSFORMERS = "transformers"
+FOREIGN_SUFFIXES = ("ForCausalLM", "LMHeadModel")  # of decoders that read and write text
+NEUTRAL_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")  # say nothing of what is computed
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One decoder, as far as we need to know it. sliding_windows has one entry for each layer: the number of tokens
-    a token sees, itself included, or None for all."""
+    a token sees, itself included, or None for all.
+
+    Of a foreign one norms, rotation, biases, windows and differences are neutral: transformers reads these.
+    """
 
     architecture: str
     model_type: str
@@ -49,14 +69,30 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     stored_quantization: StoredQuantization | None
+    differences: Differences
+    model_impl: str = NATIVE
+    v_head_dim: int | None = None  # of V, where its heads are not as wide as those of K
+    config_digest: str = ""  # of a foreign one: SHA-256 of all that config.json says
+
+    @property
+    def experts(self) -> Experts | None:
+        """Those of its layers, if there are any."""
+        return self.differences.experts
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether transformers computes it."""
+        return self.model_impl == TRANSFORMERS
 
     def kv_layout(self, block_size: int, dtype: str) -> KVLayout:
         """How the whole model's KV cache lies in memory."""
-        return KVLayout.uniform(self.num_layers, self.num_kv_heads, self.head_dim, block_size, dtype)
+        widths = Widths(self.head_dim, self.v_head_dim or self.head_dim)
+        return KVLayout(0, (widths,) * self.num_layers, self.num_kv_heads, block_size, dtype)
 
 
-def read_model_config(folder: Path) -> ModelConfig:
-    """Reads config.json and, for the end-of-answer tokens, generation_config.json, which wins.
+def read_model_config(folder: Path, model_impl: str = "auto") -> ModelConfig:
+    """Reads config.json and, for the end-of-answer tokens, generation_config.json, which wins. `model_impl` is a value
+    of --model-impl.
 
     Raises ModelError with one sentence when the folder or a file is missing or broken, or asks for something that
     is not supported. A config.json without a dtype counts as float32.
@@ -64,46 +100,130 @@ def read_model_config(folder: Path) -> ModelConfig:
     if not folder.is_dir():
         raise ModelError(f"there is no model folder {folder}")
     config = read_json_object(folder / "config.json")
-    architecture = _architecture(config)
-    _refuse_unsupported(config)
-    num_heads = config.integer("num_attention_heads")
-    max_position_embeddings = config.integer("max_position_embeddings")
-    bias = config.boolean("attention_bias", False)
+    architecture, model_type = _architecture(config, model_impl)
+    family = FAMILIES.get(architecture)
+    said = config if family is None else config.with_defaults(family.defaults)
     vocab_size = config.integer("vocab_size")
-    num_layers = _num_layers(config)
     sources = [config]
     if (folder / "generation_config.json").exists():
         sources.insert(0, read_json_object(folder / "generation_config.json"))
+    is_native = architecture in MODEL_TYPES and (model_impl != TRANSFORMERS or architecture == FAKE_ARCHITECTURE)
+    try:
+        fields = _native_fields(said, architecture) if is_native else _foreign_fields(config)
+    except ModelError as error:
+        if family is None or model_impl != "auto":
+            raise
+        logger.info("%s is left to transformers: %s", architecture, error)
+        fields = _foreign_fields(config)
     return ModelConfig(
         architecture=architecture,
-        model_type=MODEL_TYPES[architecture],
+        model_type=model_type,
         vocab_size=vocab_size,
-        hidden_size=config.integer("hidden_size"),
-        intermediate_size=config.integer("intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=_num_kv_heads(config, num_heads),
-        head_dim=_head_dim(config, architecture, num_heads),
-        max_position_embeddings=max_position_embeddings,
-        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=read_rope(config, max_position_embeddings),
-        qkv_bias=architecture == "Qwen2ForCausalLM" or (architecture in _WITH_ATTENTION_BIAS and bias),
-        o_bias=architecture in _WITH_ATTENTION_BIAS and bias,
-        mlp_bias=architecture == "LlamaForCausalLM" and config.boolean("mlp_bias", False),
-        qk_norm=architecture == "Qwen3ForCausalLM",
-        sliding_windows=_sliding_windows(config, architecture, num_layers),
-        tie_word_embeddings=config.boolean("tie_word_embeddings", False),
+        tie_word_embeddings=said.boolean("tie_word_embeddings", False),
         dtype=_dtype(config),
         bos_token_id=next(iter(_token_ids(sources, "bos_token_id", vocab_size)), None),
         eos_token_ids=_token_ids(sources, "eos_token_id", vocab_size),
-        stored_quantization=read_stored_quantization(config),
+        **fields,
     )
 
 
-_WITH_ATTENTION_BIAS = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+def _native_fields(config: JsonFields, architecture: str) -> dict[str, Any]:
+    _refuse_unsupported(config)
+    num_heads, num_layers = config.integer("num_attention_heads"), _num_layers(config)
+    head_dim = _head_dim(config, architecture, num_heads)
+    differences = Differences()
+    if architecture in FAMILIES:
+        check_names(config, architecture)
+        differences = FAMILIES[architecture].read(config, head_dim, num_layers)
+    if differences.rearranges and config.raw("quantization_config") is not None:
+        raise ModelError(f"a quantization_config is not supported for {architecture}: its weights are rearranged")
+    max_position_embeddings = config.integer("max_position_embeddings")
+    bias = config.boolean("attention_bias", False)
+    return {
+        "hidden_size": config.integer("hidden_size"),
+        "intermediate_size": config.integer("intermediate_size"),
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": _num_kv_heads(config, num_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": max_position_embeddings,
+        "rms_norm_eps": config.number(eps_name(architecture), 1e-6),
+        "rope": read_rope(config, max_position_embeddings, may_be_partial=differences.rotary_dim is not None),
+        "qkv_bias": _has_qkv_bias(config, architecture) or (architecture in _WITH_ATTENTION_BIAS and bias),
+        "o_bias": architecture in _WITH_ATTENTION_BIAS and bias,
+        "mlp_bias": architecture in _WITH_MLP_BIAS and config.boolean("mlp_bias", False),
+        "qk_norm": architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+        "sliding_windows": _sliding_windows(config, architecture, num_layers, differences.unrotated_layers),
+        "stored_quantization": read_stored_quantization(config),
+        "differences": differences,
+    }
 
 
-def _architecture(config: JsonFields) -> str:
+def _has_qkv_bias(config: JsonFields, architecture: str) -> bool:
+    return architecture == "Qwen2ForCausalLM" or (
+        architecture == "Qwen2MoeForCausalLM" and config.boolean("qkv_bias", True)
+    )
+
+
+def _foreign_fields(config: JsonFields) -> dict[str, Any]:
+    if config.boolean("is_encoder_decoder", False):
+        raise ModelError("an encoder-decoder is not supported: its cache is not keys and values of one text")
+    if config.raw("quantization_config") is not None:
+        raise ModelError("a quantization_config is not supported for models that transformers computes")
+    sizes = config.renamed(_OTHER_NAMES)
+    num_heads, num_layers = sizes.integer("num_attention_heads"), _num_layers(sizes)
+    hidden_size = sizes.integer("hidden_size")
+    said = {name: config.raw(name) for name in sorted(config.names) if name not in NEUTRAL_FIELDS}
+    return {
+        "hidden_size": hidden_size,
+        "intermediate_size": sizes.integer("intermediate_size", 4 * hidden_size),
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        **_kv_heads(sizes, num_heads, max(1, hidden_size // num_heads)),
+        "max_position_embeddings": sizes.integer("max_position_embeddings"),
+        "rms_norm_eps": 0.0,
+        "rope": DefaultRope(0.0),
+        "qkv_bias": False,
+        "o_bias": False,
+        "mlp_bias": False,
+        "qk_norm": False,
+        "sliding_windows": (None,) * num_layers,
+        "stored_quantization": None,
+        "differences": Differences(),
+        "model_impl": TRANSFORMERS,
+        "config_digest": hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest(),
+    }
+
+
+def _kv_heads(sizes: JsonFields, num_heads: int, head_dim: int) -> dict[str, Any]:
+    """How many there are and their widths. Of latent KV those of the keys and values that it stands for."""
+    if sizes.raw("kv_lora_rank") is None:
+        return {"num_kv_heads": _num_kv_heads(sizes, num_heads), "head_dim": sizes.integer("head_dim", head_dim)}
+    key_dim = sizes.integer("qk_nope_head_dim") + sizes.integer("qk_rope_head_dim")
+    return {"num_kv_heads": num_heads, "head_dim": key_dim, "v_head_dim": sizes.integer("v_head_dim")}
+
+
+_OTHER_NAMES = {  # of GPT-2 and its kin
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
+}
+_WITH_MLP_BIAS = ("LlamaForCausalLM", "GraniteForCausalLM", "SmolLM3ForCausalLM")
+_WITH_ATTENTION_BIAS = (
+    *_WITH_MLP_BIAS,
+    "Cohere2ForCausalLM",
+    "CohereForCausalLM",
+    "Olmo2ForCausalLM",
+    "OlmoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+
+
+def _architecture(config: JsonFields, model_impl: str) -> tuple[str, str]:
+    """Its name and its model_type."""
     names = config.raw("architectures")
     model_type = config.text("model_type", "")
     if names is None:
@@ -111,12 +231,15 @@ def _architecture(config: JsonFields) -> str:
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise config.error("architectures", "a list of one name")
     name = names[0]
-    if name not in MODEL_TYPES:
+    if name not in MODEL_TYPES and (model_impl == NATIVE or not name.endswith(FOREIGN_SUFFIXES)):
         supported = ", ".join(known for known in MODEL_TYPES if known != FAKE_ARCHITECTURE)
-        raise ModelError(f"architecture {name!r} is not supported; supported are {supported}")
-    if model_type != MODEL_TYPES[name]:
+        more = (
+            "" if model_impl == NATIVE else f", and by transformers those named ...{' or ...'.join(FOREIGN_SUFFIXES)}"
+        )
+        raise ModelError(f"architecture {name!r} is not supported; supported are {supported}{more}")
+    if name in MODEL_TYPES and model_type != MODEL_TYPES[name]:
         raise config.error("model_type", f"{MODEL_TYPES[name]!r} for {name}")
-    return name
+    return name, model_type
 
 
 def _refuse_unsupported(config: JsonFields) -> None:
@@ -154,30 +277,34 @@ def _head_dim(config: JsonFields, architecture: str, num_heads: int) -> int:
     return head_dim
 
 
-def _sliding_windows(config: JsonFields, architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    if architecture == "MistralForCausalLM":
+def _sliding_windows(
+    config: JsonFields, architecture: str, num_layers: int, unrotated_layers: tuple[int, ...]
+) -> tuple[int | None, ...]:
+    if architecture in ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM"):
         given = "sliding_window" in config and config.raw("sliding_window") is None
         window = None if given else config.integer("sliding_window", MISTRAL_SLIDING_WINDOW)
         return (window,) * num_layers
-    if not architecture.startswith("Qwen") or not config.boolean("use_sliding_window", False):
+    if architecture == "Cohere2ForCausalLM":  # what rotates has a window
+        window = config.integer("sliding_window")
+        return tuple(None if layer in unrotated_layers else window for layer in range(num_layers))
+    if architecture != "SmolLM3ForCausalLM" and not architecture.startswith("Qwen"):
         return (None,) * num_layers
-    if config.raw("sliding_window") is None:
-        return (None,) * num_layers
-    window = config.integer("sliding_window")
-    return tuple(window if slides else None for slides in _sliding_layers(config, num_layers))
-
-
-def _sliding_layers(config: JsonFields, num_layers: int) -> list[bool]:
-    layer_types = config.raw("layer_types")
-    if layer_types is None:
+    slides = [False] * num_layers
+    is_used = config.boolean("use_sliding_window", False) and config.raw("sliding_window") is not None
+    if architecture == "SmolLM3ForCausalLM":
+        slides = read_layer_types(config, [is_used and layer in unrotated_layers for layer in range(num_layers)])
+        if any(slides) and not is_used:
+            raise ModelError("layers of sliding_attention want use_sliding_window and a sliding_window")
+    elif is_used and architecture == "Qwen3MoeForCausalLM":  # which has no layer_types
+        slides = [True] * num_layers
+    elif is_used:
         first = config.integer("max_window_layers", 28, minimum=0)
-        return [layer >= first for layer in range(num_layers)]
-    known = {"full_attention": False, "sliding_attention": True}
-    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-        raise config.error("layer_types", f"a list of {num_layers} names")
-    if unknown := [name for name in layer_types if name not in known]:
-        raise ModelError(f"layer type {unknown[0]!r} is not supported; supported are {' and '.join(known)}")
-    return [known[name] for name in layer_types]
+        usual = [layer >= first for layer in range(num_layers)]
+        if architecture == "Qwen2MoeForCausalLM":
+            usual = [layer < first and layer % 2 == 0 for layer in range(num_layers)]
+        slides = read_layer_types(config, usual)
+    window = config.integer("sliding_window") if any(slides) else None
+    return tuple(window if slide else None for slide in slides)
 
 
 def _dtype(config: JsonFields) -> str:

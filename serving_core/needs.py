@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from serving_core.adapters import read_adapters
 from serving_core.errors import SettingsError
 from serving_core.layout import DTYPE_BYTES, KVLayout
-from serving_core.model_config import FAKE_ARCHITECTURE, ModelConfig
+from serving_core.model_config import FAKE_ARCHITECTURE, ModelConfig, read_model_config
 from serving_core.settings import EngineSettings
-from serving_core.sharding import check_tp_size, head_range, most_kv_heads
+from serving_core.sharding import check_num_ranks, check_pp_size, check_tp_size, rank_layout
 from serving_core.stored_quantization import check_quantization
 from serving_core.weight_files import StoredTensor, stored_tensors
 
@@ -40,7 +41,9 @@ def model_layout(settings: EngineSettings, config: ModelConfig) -> KVLayout:
 
 
 def check_settings(settings: EngineSettings, config: ModelConfig, tp_size: int) -> None:
-    """Raises SettingsError where this model cannot be served with these settings by so many ranks."""
+    """Raises SettingsError where this model cannot be served with these settings by stages of so many ranks."""
+    check_num_ranks(tp_size, settings.pipeline_parallel_size)
+    check_pp_size(config, settings.pipeline_parallel_size)
     limit = config.max_position_embeddings
     if settings.max_model_len > limit:
         raise SettingsError(f"--max-model-len {settings.max_model_len} is more than the model's {limit}")
@@ -48,6 +51,8 @@ def check_settings(settings: EngineSettings, config: ModelConfig, tp_size: int) 
         _check_fake(settings, compute_dtype(settings, config))
         return
     check_tp_size(config, tp_size)
+    if config.is_foreign:
+        _check_foreign(settings, config)
     check_quantization(settings.quantization, config.stored_quantization)
     if settings.batch_invariant and tp_size > MOST_INVARIANT_RANKS:
         raise SettingsError(
@@ -57,31 +62,46 @@ def check_settings(settings: EngineSettings, config: ModelConfig, tp_size: int) 
 
 
 def num_blocks_for(settings: EngineSettings, layout: KVLayout, tp_size: int) -> int:
-    """Blocks in the pool of every rank, given the whole model's layout: as many as fit where the most KV heads are.
-    Raises SettingsError."""
+    """Blocks in the pool of every rank, given the whole model's layout: as many as fit where they are largest. Raises
+    SettingsError."""
     if settings.num_kv_blocks:
         return settings.num_kv_blocks
-    largest = layout.with_heads(most_kv_heads(tp_size, layout.num_kv_heads))
-    num_blocks = settings.kv_cache_memory_bytes // largest.block_bytes
+    block_bytes = max(rank.block_bytes for rank in _rank_layouts(settings, layout, tp_size))
+    num_blocks = settings.kv_cache_memory_bytes // block_bytes
     if num_blocks == 0:
         raise SettingsError(
-            f"--kv-cache-memory-bytes {settings.kv_cache_memory_bytes} holds no block of {largest.block_bytes} bytes"
+            f"--kv-cache-memory-bytes {settings.kv_cache_memory_bytes} holds no block of {block_bytes} bytes"
         )
     return num_blocks
+
+
+def check_model(settings: EngineSettings) -> None:
+    """Raises ModelError or SettingsError for what can be told without torch: it takes a second to be there."""
+    if settings.model:
+        config = read_model_config(Path(settings.model), settings.model_impl)
+        check_settings(settings, config, settings.tensor_parallel_size)
+        needs_of(settings, config)
 
 
 def needs_of(settings: EngineSettings, config: ModelConfig) -> Needs:
     """What a node of these settings needs. Raises ModelError when the files are not whole, or SettingsError."""
     tp_size, layout = settings.tensor_parallel_size, model_layout(settings, config)
-    ranks = [layout.with_heads(len(head_range(rank, tp_size, layout.num_kv_heads))) for rank in range(tp_size)]
-    pool_bytes = num_blocks_for(settings, layout, tp_size) * sum(rank.block_bytes for rank in ranks)
+    rank_layouts = _rank_layouts(settings, layout, tp_size)
+    pool_bytes = num_blocks_for(settings, layout, tp_size) * sum(rank.block_bytes for rank in rank_layouts)
     if config.architecture == FAKE_ARCHITECTURE:
         return Needs(0, pool_bytes)
     tensors = stored_tensors(Path(settings.model))
     if config.tie_word_embeddings:
         tensors.pop(TIED_HEAD, None)
     dtype_bytes, bits = DTYPE_BYTES[compute_dtype(settings, config)], WEIGHT_BITS.get(settings.quantization)
-    return Needs(sum(_loaded_bytes(tensor, dtype_bytes, bits) for tensor in tensors.values()), pool_bytes)
+    weight_bytes = sum(_loaded_bytes(tensor, dtype_bytes, bits) for tensor in tensors.values())
+    adapter_bytes = dtype_bytes * sum(adapter.num_elements for adapter in read_adapters(settings.lora, config))
+    return Needs(weight_bytes + adapter_bytes, pool_bytes)
+
+
+def _rank_layouts(settings: EngineSettings, layout: KVLayout, tp_size: int) -> list[KVLayout]:
+    pp_size = settings.pipeline_parallel_size
+    return [rank_layout(layout, rank, tp_size, pp_size) for rank in range(pp_size * tp_size)]
 
 
 def _loaded_bytes(tensor: StoredTensor, dtype_bytes: int, bits: int | None) -> int:
@@ -93,10 +113,24 @@ def _loaded_bytes(tensor: StoredTensor, dtype_bytes: int, bits: int | None) -> i
     return num_elements * dtype_bytes
 
 
+def _check_foreign(settings: EngineSettings, config: ModelConfig) -> None:
+    computed = f"transformers computes {config.architecture}"
+    if settings.pipeline_parallel_size > 1:
+        raise SettingsError(f"--pipeline-parallel-size {settings.pipeline_parallel_size}: {computed}, in one stage")
+    if settings.quantization != "none":
+        raise SettingsError(f"--quantization {settings.quantization}: {computed}, with weights as they are")
+    if settings.lora:
+        raise SettingsError(f"--lora: {computed}, and adapters are for models that our own code computes")
+    if settings.batch_invariant:
+        raise SettingsError(f"--batch-invariant: {computed}, in a way in which bits have a history")
+
+
 def _check_fake(settings: EngineSettings, dtype: str) -> None:
     if dtype != "float32":
         raise SettingsError(f"--dtype {dtype}: the fake model counts in float32")
     if settings.quantization != "none":
         raise SettingsError(f"--quantization {settings.quantization}: the fake model has no weights")
+    if settings.lora:
+        raise SettingsError("--lora: the fake model has no weights")
     if settings.kv_cache_dtype != "auto":
         raise SettingsError(f"--kv-cache-dtype {settings.kv_cache_dtype}: the fake model counts in float32")

@@ -1,11 +1,11 @@
 """What blocks of tokens are called, so that requests that begin alike can share KV. Torch-free.
 
 A full block's name is SHA-256 over the name of the block before it, its maker and its own token ids. Before the first
-block stands the root, which tells models and salts apart. A maker is the origin of the node that computed the block, 8
-bytes for its kernels and ranks, and whether it did so in a chunk or, the last of its tokens at least, in decode steps;
-where bits do not depend on that (Engine.is_history_free), all its blocks are called like those of chunks. So the name
-stands for what the bits of the block's KV depend on, and copies in other pools have it too. (Where bits depend on more,
-it leaves that out: where chunks end, where in a block an answer begins, what else was in a step.)
+block stands the root, which tells models, adapters and salts apart. A maker is the origin of the node that computed the
+block, 8 bytes for its kernels and ranks, and whether it did so in a chunk or, the last of its tokens at least, in
+decode steps; where bits do not depend on that (Engine.is_history_free), all its blocks are called like those of chunks.
+So the name stands for what the bits of the block's KV depend on, and copies in other pools have it too. (Where bits
+depend on more, it leaves that out: where chunks end, where in a block an answer begins, what else was in a step.)
 
 There are blocks without one maker and one history: copies behind blocks that the node held already, which are others
 than those that they were computed behind; and what a node of another origin began and this one filled. Their values are
@@ -19,6 +19,8 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Final
+
+from serving_core.adapter_names import adapter_key
 
 NAME_BYTES: Final = 32
 HINT_BYTES: Final = 8
@@ -35,8 +37,12 @@ _ROOT_TAG: Final = b"splitserve: root of block names".ljust(NAME_BYTES, b"\0")
 _LENGTH: Final = struct.Struct("<Q")
 
 
-def root_name(fingerprint: Mapping[str, str], cache_salt: str) -> bytes:
-    """What the first block's name builds on, 32 bytes: equal for equal fingerprints and salts only."""
+def root_name(fingerprint: Mapping[str, str], cache_salt: str, adapter: str = "") -> bytes:
+    """What the first block's name builds on, 32 bytes: equal for equal fingerprints, salts and contents of adapters
+    only. `adapter` is the name of one in the fingerprint; empty for the model alone."""
+    if adapter:
+        chosen = adapter_key("")  # which is the key of none of them
+        fingerprint = {**fingerprint, chosen: fingerprint.get(adapter_key(adapter), "")}
     return _digest(_ROOT_TAG, cache_salt, fingerprint)
 
 

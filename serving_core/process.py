@@ -8,15 +8,19 @@ from typing import Any
 import click
 import uvloop
 
+from serving_core import failpoints
+from serving_core.descriptors import raise_limit
 from serving_core.errors import ModelError, SettingsError
 from serving_core.telemetry import configure_logging
 
 
 def run_process(role: str, name: str, log_level: str, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Runs main on an event loop. Where the process cannot start or is refused, one sentence goes to stderr and it
-    exits with code 2."""
+    """Runs main on an event loop, with as many files open as the system allows. Where the process cannot start or is
+    refused, one sentence goes to stderr and it exits with code 2."""
     configure_logging(role, name, log_level)
+    raise_limit()
     try:
+        failpoints.arm()
         uvloop.run(main())
     except (SettingsError, ModelError) as error:
         click.echo(f"{name}: {error}", err=True)

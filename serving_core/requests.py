@@ -1,9 +1,11 @@
 """A request as the engine and the schedulers see it. Torch-free."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+from serving_core.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +21,14 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()  # no other token comes; empty: any
     seed: int = 0
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: off; k: the sampled token's and the k most likely
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens behind the first: its scores
+    grammar: str = ""  # of what the answer is made to be, for serving_core/grammars.py; empty: anything
 
 
 OnLayer = Callable[[int], None]
@@ -38,6 +43,15 @@ class FinishReason(Enum):
     LENGTH = "length"
 
 
+class Guide(Protocol):
+    """Keeps one answer to its grammar. What it says depends on the grammar and the answer's tokens alone."""
+
+    def allowed(self, output: Sequence[int]) -> bytes:
+        """The tokens that may follow these, which begin with those of the call before: bit b of byte i is for token
+        8 i + b, and what has no bit may not come. Raises RequestError when none may, or these are not of the
+        grammar."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One attempt at one answer: tokens so far (prompt, then output) and how to go on."""
@@ -48,10 +62,22 @@ class Request:
     num_prompt_tokens: int
     sampling: SamplingParams
     cache_salt: str = ""  # KV is shared only between requests with the same salt
+    scores: "list[SampledToken]" = field(default_factory=list)  # of the prompt, as far as it was read
+    adapter: str = ""  # the LoRA adapter that computes it; empty: the model alone
+    guide: Guide | None = None  # where its tokens are chosen and it has a grammar
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether whoever reads the prompt is to score it. With a token out that has been done."""
+        return self.sampling.prompt_logprobs is not None and not self.num_output_tokens
+
+    @property
+    def output(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +85,16 @@ class Share:
     """What the model needs to know of one request's part in a step, also on a rank that does not know the request.
 
     token_ids are those to compute. The KV of `start` tokens before them is in the pool; block_ids covers all of them.
-    `samples` tells whether the logits of the last token are wanted.
+    `samples` tells whether the logits of the last token are wanted; those of the leading num_scored ones are too.
+    `adapter` is the LoRA adapter that computes them; empty: the model alone.
     """
 
     token_ids: Sequence[int]
     start: int
     block_ids: Sequence[int]
     samples: bool
+    num_scored: int = 0
+    adapter: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -90,19 +119,29 @@ class Work(NamedTuple):
         return self.start + self.num_tokens == len(self.request.token_ids)
 
     @property
+    def num_scored(self) -> int:
+        """Of its leading tokens, those whose logits score the token behind them."""
+        if not self.request.is_scored:
+            return 0
+        return max(0, min(self.start + self.num_tokens, self.request.num_prompt_tokens - 1) - self.start)
+
+    @property
     def share(self) -> Share:
         token_ids = self.request.token_ids[self.start : self.start + self.num_tokens]
-        return Share(token_ids, self.start, self.block_ids, self.samples)
+        adapter = self.request.adapter
+        return Share(token_ids, self.start, self.block_ids, self.samples, self.num_scored, adapter)
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """What one Work that samples gives. Logprobs are natural logs of the model's own distribution, before
-    penalties, bias and temperature (vLLM calls them raw)."""
+    """What one Work that samples gives, or a token of a prompt with its score. Logprobs are natural logs of the model's
+    own distribution, before penalties, bias and temperature (vLLM calls them raw), and like vLLM's over the tokens that
+    a grammar allows."""
 
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    error: RequestError | None = None  # why there is no token: its grammar goes no further
 
 
 def finish_reason(request: Request, eos_token_ids: Sequence[int]) -> FinishReason | None:

@@ -79,7 +79,8 @@ class Resident:
     waiting_since_s: float  # for credit, or for a ticket
     hands_over: bool = False  # it is read for another node, which writes the answer
     is_kept: bool = False  # it was read so, and this node is to write the answer after all
-    source_tp: int = 0  # ranks of the node that reads the prompt; 0: this one does
+    source_tp: int = 0  # ranks of each stage of the node that reads the prompt; 0: this one does
+    source_pp: int = 1  # stages of that node
     due: Due | None = None  # when its tokens are; None without limits
     priority: int = 0  # among prompts: the lower, the earlier it is read
     num_ahead: int = 0  # tokens that a running answer may grow by until it is here; 0: it is a prompt that comes

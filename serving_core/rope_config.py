@@ -48,20 +48,41 @@ class Llama3Rope:
     high_freq_factor: float
 
 
-Rope = DefaultRope | LinearRope | YarnRope | Llama3Rope
+@dataclass(frozen=True, slots=True)
+class FactorRope:
+    """Each pair slowed by a factor of its own: what a GGUF file has in place of the parameters of Llama 3.1's."""
+
+    theta: float
+    factors: tuple[float, ...]
 
 
-def read_rope(config: JsonFields, max_position_embeddings: int) -> Rope:
+Rope = DefaultRope | LinearRope | YarnRope | Llama3Rope | FactorRope
+
+
+def rope_kind(config: JsonFields) -> str:
+    """The name of its kind."""
+    rope = _rope_fields(config)
+    return rope.text("rope_type", rope.text("type", "default"))
+
+
+def rotary_share(config: JsonFields) -> float:
+    """How much of a head is rotated."""
+    return _rope_fields(config).number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+
+
+def read_rope(config: JsonFields, max_position_embeddings: int, *, may_be_partial: bool = False) -> Rope:
     """The rotary embedding that a config.json asks for, in the spelling of transformers 4 (rope_theta, rope_scaling)
     or 5 (rope_parameters). Raises ModelError for kinds we do not know."""
-    rope = config.nested("rope_scaling") or config.nested("rope_parameters") or JsonFields({}, "rope_parameters")
-    _refuse_unknown_shapes(config, rope)
+    rope = _rope_fields(config)
+    _refuse_unknown_shapes(config, rope, may_be_partial)
     theta = rope.positive("rope_theta", config.positive("rope_theta", DEFAULT_THETA))
-    kind = rope.text("rope_type", rope.text("type", "default"))
+    kind = rope_kind(config)
     if kind == "default":
         return DefaultRope(theta)
     if kind == "linear":
         return LinearRope(theta, rope.positive("factor"))
+    if kind == "longrope":
+        return _read_factors(rope, theta, config.integer("head_dim") // 2)
     if kind not in ("yarn", "llama3"):
         raise ModelError(f"rope type {kind!r} is not supported; supported are default, linear, yarn and llama3")
     original = rope.integer("original_max_position_embeddings", max_position_embeddings)
@@ -70,9 +91,13 @@ def read_rope(config: JsonFields, max_position_embeddings: int) -> Rope:
     return _read_llama3(rope, theta, original)
 
 
-def _refuse_unknown_shapes(config: JsonFields, rope: JsonFields) -> None:
+def _rope_fields(config: JsonFields) -> JsonFields:
+    return config.nested("rope_scaling") or config.nested("rope_parameters") or JsonFields({}, "rope_parameters")
+
+
+def _refuse_unknown_shapes(config: JsonFields, rope: JsonFields, may_be_partial: bool) -> None:
     for fields in (config, rope):
-        if fields.number("partial_rotary_factor", 1.0) != 1.0:
+        if not may_be_partial and fields.number("partial_rotary_factor", 1.0) != 1.0:
             raise ModelError("a partial_rotary_factor other than 1 is not supported; rotation covers the whole head")
     if "full_attention" in rope or "sliding_attention" in rope:
         raise ModelError("rope parameters that differ by layer type are not supported; all layers share one rope")
@@ -97,6 +122,17 @@ def _read_yarn(rope: JsonFields, theta: float, original: int, max_position_embed
 
 def _yarn_mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _read_factors(rope: JsonFields, theta: float, num_pairs: int) -> FactorRope:
+    """A longrope that is one and the same for short and for long texts."""
+    factors = rope.raw("long_factor")
+    if rope.raw("short_factor") != factors or rope.number("attention_factor", 0.0) != 1.0:
+        raise ModelError("a longrope that depends on how long a text is, is not supported")
+    is_list = isinstance(factors, list) and len(factors) == num_pairs
+    if not is_list or not all(type(factor) in (int, float) and 0 < factor < math.inf for factor in factors):
+        raise rope.error("long_factor", f"a list of {num_pairs} numbers above 0")
+    return FactorRope(theta, tuple(map(float, factors)))
 
 
 def _read_llama3(rope: JsonFields, theta: float, original: int) -> Llama3Rope:

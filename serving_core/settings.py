@@ -7,6 +7,7 @@ from serving_core.flags import flag
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "int4")
+MODEL_IMPLS = ("auto", "native", "transformers")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8_e4m3")
 
 
@@ -15,12 +16,25 @@ class EngineSettings:
     """Settings of one engine."""
 
     model: str = flag("", "Folder with config.json and safetensors files.", positional=True)
+    model_impl: str = flag(
+        "auto",
+        "Whose modelling code computes; auto takes ours where there is some, else that of transformers.",
+        choices=MODEL_IMPLS,
+    )
+    verify_model: bool = flag(
+        True, "Compare what transformers computes here with its own attention first, where no test of ours has."
+    )
     dtype: str = flag("auto", "Compute dtype; auto takes the model's own.", choices=DTYPES)
     quantization: str = flag(
         "none", "Bits of the weights, made when they are loaded; none takes them as they are.", choices=QUANTIZATIONS
     )
     kv_cache_dtype: str = flag(
         "auto", "KV cache dtype; auto takes the compute dtype, int8 and fp8_e4m3 halve it.", choices=KV_CACHE_DTYPES
+    )
+    lora: tuple[str, ...] = flag(
+        (),
+        "LoRA adapter that requests may ask for as a model: NAME=FOLDER, as PEFT writes it. The same on all nodes. May "
+        "be repeated.",
     )
     device: str = flag("auto", "Where to compute; auto takes CUDA when there is one.", choices=DEVICES)
     block_size: int = flag(16, "Tokens in one KV block.", minimum=1, maximum=1024)
@@ -32,9 +46,21 @@ class EngineSettings:
     )
     enforce_eager: bool = flag(False, "On CUDA, compute decode steps without CUDA graphs.")
     enable_prefix_caching: bool = flag(True, "Keep the KV of ended requests for prompts that begin alike.")
-    tensor_parallel_size: int = flag(1, "Ranks that compute this node together.", minimum=1, maximum=64)
+    tensor_parallel_size: int = flag(1, "Ranks that compute each layer together.", minimum=1, maximum=64)
+    pipeline_parallel_size: int = flag(
+        1,
+        "Stages of neighbouring layers, which pass a step's tokens on from one to the next. Each has "
+        "--tensor-parallel-size ranks.",
+        minimum=1,
+        maximum=64,
+    )
     rank_timeout_s: float = flag(60.0, "Seconds a rank waits for the others before the node ends.", minimum=1.0)
     cpus: str = flag(
         "",
         "CPUs this node pins itself to: numbers such as 0-3,8, or a share such as 1/4; empty leaves it unpinned.",
     )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute this node together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size

@@ -1,14 +1,19 @@
 """What each rank of a node holds of a model. Torch-free.
 
-A rank holds a run of KV heads, the query heads that read them, and equal runs (or runs that differ by one) of the
-feed-forward's neurons and of the vocabulary. Where there are fewer KV heads than ranks, neighbouring ranks hold the
-same one and divide its query heads. No size has to divide another.
+The ranks of a node are numbered stage by stage. Each stage holds a run of layers, the first one the embedding too and
+the last one the head. Within a stage a rank holds a run of KV heads, the query heads that read them, and runs of the
+feed-forward's neurons and of the vocabulary. Runs are equal, or differ by one; no size has to divide another. Where
+there are fewer KV heads than ranks, neighbouring ranks hold the same one and divide its query heads.
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 from serving_core.errors import SettingsError
+from serving_core.layout import KVLayout
 from serving_core.model_config import ModelConfig
+
+MOST_RANKS: Final = 64  # of a node
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +36,22 @@ class Extent:
 class Shard:
     """One rank's part of a model."""
 
-    rank: int
+    rank: int  # among those of its stage
     query_heads: Extent
     kv_heads: Extent
     neurons: Extent  # of the feed-forward layers
     vocabulary: Extent
+    layers: Extent  # those of its stage
+
+    @property
+    def is_first(self) -> bool:
+        """Whether its stage begins with the embedding."""
+        return self.layers.held.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether its stage ends with the head."""
+        return self.layers.held.stop == self.layers.total
 
 
 def whole(total: int) -> Extent:
@@ -43,16 +59,37 @@ def whole(total: int) -> Extent:
     return Extent(total, range(total))
 
 
-def shard_of(config: ModelConfig, rank: int, tp_size: int) -> Shard:
-    """What this rank of tp_size holds. Raises ValueError for a tp_size below 1."""
+def shard_of(config: ModelConfig, rank: int, tp_size: int, pp_size: int = 1) -> Shard:
+    """What this rank of pp_size stages of tp_size ranks holds. Raises ValueError for a tp_size below 1."""
     num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
+    layers = Extent(config.num_layers, stage_layers(rank, tp_size, pp_size, config.num_layers))
+    rank %= tp_size
     return Shard(
         rank,
         query_heads=Extent(num_heads, query_head_range(rank, tp_size, num_heads, num_kv_heads)),
         kv_heads=Extent(num_kv_heads, head_range(rank, tp_size, num_kv_heads)),
         neurons=Extent(config.intermediate_size, share_of(config.intermediate_size, rank, tp_size)),
         vocabulary=Extent(config.vocab_size, share_of(config.vocab_size, rank, tp_size)),
+        layers=layers,
     )
+
+
+def is_first_holder(shard: Shard, tp_size: int) -> bool:
+    """Whether no rank before this one holds its KV heads."""
+    held = shard.kv_heads
+    return shard.rank == 0 or head_range(shard.rank - 1, tp_size, held.total) != held.held
+
+
+def ranks_text(tp_size: int, pp_size: int) -> str:
+    """The flags that make a node's ranks, as the beginning of a sentence."""
+    text = f"--tensor-parallel-size is {tp_size}"
+    return text if pp_size == 1 else f"{text}, --pipeline-parallel-size is {pp_size}"
+
+
+def check_num_ranks(tp_size: int, pp_size: int) -> None:
+    """Raises SettingsError where a node would have too many ranks."""
+    if tp_size * pp_size > MOST_RANKS:
+        raise SettingsError(f"{ranks_text(tp_size, pp_size)}, and {MOST_RANKS} ranks are the most")
 
 
 def check_tp_size(config: ModelConfig, tp_size: int) -> None:
@@ -62,9 +99,32 @@ def check_tp_size(config: ModelConfig, tp_size: int) -> None:
         "feed-forward neurons": config.intermediate_size,
         "tokens in its vocabulary": config.vocab_size,
     }
+    if config.experts is not None:
+        limits["neurons in an expert"] = config.experts.intermediate_size
+        limits["neurons in a shared expert"] = config.experts.shared_size or tp_size
     for what, limit in limits.items():
         if tp_size > limit:
             raise SettingsError(f"the model has {limit} {what}, which cannot be divided over {tp_size} ranks")
+
+
+def check_pp_size(config: ModelConfig, pp_size: int) -> None:
+    """Raises SettingsError unless every stage gets a layer."""
+    if pp_size > config.num_layers:
+        raise SettingsError(f"the model has {config.num_layers} layers, which cannot be divided over {pp_size} stages")
+
+
+def stage_layers(rank: int, tp_size: int, pp_size: int, num_layers: int) -> range:
+    """The layers of the stage that a rank belongs to. Raises ValueError for sizes below 1."""
+    if tp_size < 1 or pp_size < 1:
+        raise ValueError(f"{pp_size} stages of {tp_size} ranks: both must be at least 1")
+    return share_of(num_layers, rank // tp_size, pp_size)
+
+
+def rank_layout(layout: KVLayout, rank: int, tp_size: int, pp_size: int) -> KVLayout:
+    """What a rank of pp_size stages, of at least a layer each, holds of a whole model's KV cache."""
+    layers = stage_layers(rank, tp_size, pp_size, layout.num_layers)
+    heads = head_range(rank % tp_size, tp_size, layout.num_kv_heads)
+    return layout.with_layers(layout.layers[layers.start : layers.stop]).with_heads(len(heads))
 
 
 def share_of(total: int, rank: int, size: int) -> range:

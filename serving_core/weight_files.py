@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from serving_core.errors import ModelError
+from serving_core.gguf_weights import LINK, gguf_weights
 from serving_core.json_fields import read_json_object
 
 SINGLE_FILE = "model.safetensors"
@@ -14,7 +15,7 @@ FLOATS: Final = ("F32", "F16", "BF16")
 
 
 class StoredTensor(NamedTuple):
-    """A tensor as the header of its file describes it."""
+    """A tensor as the header of its file describes it; of a GGUF file as what it is read as, F32."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -22,6 +23,11 @@ class StoredTensor(NamedTuple):
     @property
     def is_float(self) -> bool:
         return self.dtype in FLOATS
+
+
+def is_gguf(folder: Path) -> bool:
+    """Whether the weights of a model folder are a GGUF file."""
+    return (folder / LINK).is_symlink()
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -42,7 +48,9 @@ def weight_files(folder: Path) -> list[Path]:
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of a model folder by name, from the headers of its files. Raises ModelError when a file is missing,
     broken or cut short, or lacks a tensor that the index says it has."""
-    stored = {file.name: _header(file) for file in weight_files(folder)}
+    if is_gguf(folder):
+        return {name: StoredTensor(tensor.shape, "F32") for name, tensor in gguf_weights(folder).tensors.items()}
+    stored = {file.name: file_tensors(file) for file in weight_files(folder)}
     if (folder / INDEX_FILE).exists():
         for name, file_name in _weight_map(folder / INDEX_FILE).items():
             if name not in stored[file_name]:
@@ -50,7 +58,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return {name: tensor for tensors in stored.values() for name, tensor in tensors.items()}
 
 
-def _header(file: Path) -> dict[str, StoredTensor]:
+def file_tensors(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file by name, from its header. Raises ModelError when it is broken or cut short."""
     try:
         with safe_open(file, framework="numpy") as header:
             slices = {name: header.get_slice(name) for name in header.keys()}  # noqa: SIM118  it is no mapping

@@ -6,8 +6,10 @@ from decode_node.credit import Credit
 from prefill_node.reading import Reading
 from protos import convert, fleet_pb2
 from serving_core import reasons
+from serving_core.adapter_names import adapter_key
 from serving_core.errors import RequestError
 from serving_core.prefix import BlockNames, root_name
+from serving_core.requests import Guide
 from serving_core.residents import Resident, Residents, Stage
 
 
@@ -28,11 +30,17 @@ class Arrivals:
         self._fingerprint = fingerprint
         self._block_size = block_size
 
-    def take_in(self, job: fleet_pb2.Job, now: float, reserve: fleet_pb2.Reserve | None = None) -> None:
+    def take_in(
+        self, job: fleet_pb2.Job, now: float, reserve: fleet_pb2.Reserve | None = None, guide: Guide | None = None
+    ) -> None:
         """A new request: to be read for another node or, with `reserve`, to be written here. Raises RequestError, and
         then it is not here."""
         request = convert.request_from_wire(job)
+        assert guide is not None or not job.grammar, "an answer that would not keep to its grammar"
+        request.guide = guide
         is_read_here = reserve is None or reserve.local_prefill
+        if request.adapter and adapter_key(request.adapter) not in self._fingerprint:
+            raise RequestError(reasons.MODEL_NOT_FOUND, f"no node has an adapter {request.adapter!r} any more")
         if self._residents.find(request) is not None:
             message = f"attempt {request.epoch} of the request was announced twice"
             raise RequestError(reasons.DUPLICATE_REQUEST_ID, message)
@@ -46,13 +54,14 @@ class Arrivals:
         resident = Resident(
             request,
             job.age,
-            BlockNames(root_name(self._fingerprint, request.cache_salt), self._block_size),
+            BlockNames(root_name(self._fingerprint, request.cache_salt, request.adapter), self._block_size),
             Stage.QUEUED if is_read_here else Stage.AWAITING,
             now,
             due=convert.due_from_wire(job.due, now) if job.HasField("due") else None,
             priority=job.priority,
             hands_over=reserve is None,
             source_tp=0 if is_read_here or reserve is None else max(1, reserve.prefill_tp_size),
+            source_pp=1 if reserve is None else max(1, reserve.prefill_pp_size),
             num_ahead=num_ahead,
         )
         self._residents.add(resident)

@@ -2,26 +2,33 @@
 
 The link re-attaches by itself when the stream breaks, and asks again while another process has the node's name. A
 broken stream means that the coordinator has given up every attempt on this node, so the node is told (`detached`) and
-gives up what it holds before the next hello.
+gives up what it holds before the next hello. A node that is stuck in a step leaves by itself, so that its requests go
+on elsewhere, and is not back before that step has ended. Where it never ends, the process does.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import grpc
 
 from protos import fleet_pb2, fleet_pb2_grpc
-from serving_core.channels import CHANNEL_OPTIONS
+from serving_core.channels import CHANNEL_OPTIONS, channel_credentials
+from serving_core.descriptors import Spares
 from serving_core.errors import SettingsError
+from serving_core.failpoints import reach
 from serving_core.flags import flag
 from serving_core.reasons import NAME_TAKEN
+from serving_core.reminder import Reminder
+from serving_core.tls import TlsError
+from serving_core.tls_settings import TlsSettings
 from serving_core.waiting import first_to_end
-from serving_node.outage import Reminder, why_not_attached
+from serving_node.outage import why_not_attached
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +36,7 @@ WELCOME_DEADLINE_S: Final = 10.0
 RETRY_MIN_S: Final = 0.1
 RETRY_MAX_S: Final = 2.0
 MAX_UNSENT_EVENTS: Final = 10_000
+TAKEN_S: Final = 0.1  # at most, for the coordinator to be told that a suspect is here
 
 Unsent = asyncio.Queue["fleet_pb2.NodeEvent | None"]  # None: nothing more will come
 
@@ -40,6 +48,7 @@ class LinkSettings:
     coordinator: str = flag("127.0.0.1:50052", "Fleet address of the coordinator, HOST:PORT.")
     name: str = flag("", "Name of this node, unique in the fleet; empty makes one from role, host and process.")
     fleet_secret: str = flag("", "Secret shared by the fleet.", secret=True)
+    tls: TlsSettings = field(default_factory=TlsSettings)
     drain_s: float = flag(30.0, "Seconds a stopping node waits for its requests to finish.", minimum=0.0)
     log_level: str = flag("info", "Least severe log line to write.", choices=("debug", "info", "warning", "error"))
 
@@ -49,19 +58,28 @@ class LinkSettings:
 
 
 class Node(Protocol):
-    """What the link asks of a node. Called on the event loop; none of these blocks."""
+    """What the link asks of a node. Called on the event loop; none of these blocks.
+
+    `stuck` returns, with the reason in words, when the running step is stuck; `recovered` when the node can be given
+    work: no step runs that was given up, and a node that was stuck has stayed away for a while. It raises StuckForGood
+    when that step is not to be waited for.
+    """
 
     def hello(self) -> fleet_pb2.Hello: ...
     def heartbeat(self) -> fleet_pb2.Heartbeat: ...
     def handle(self, command: fleet_pb2.NodeCommand) -> None: ...
     def detached(self) -> None: ...
+    async def stuck(self) -> str: ...
+    async def recovered(self) -> None: ...
 
 
 class FleetLink:
     """One node's stream to the coordinator."""
 
-    def __init__(self, settings: LinkSettings) -> None:
+    def __init__(self, settings: LinkSettings, spares: Spares | None = None) -> None:
+        """The spares are descriptors to dial with, where others have taken all that are left."""
         self._settings = settings
+        self._spares = spares
         self._unsent: Unsent = asyncio.Queue(MAX_UNSENT_EVENTS)
         self._attached = False
         self._stopping = asyncio.Event()
@@ -87,14 +105,17 @@ class FleetLink:
             self._unsent.put_nowait(None)
 
     async def run(self, node: Node) -> None:
-        """Stays attached until `stop`. Raises SettingsError when the coordinator refuses this node."""
+        """Stays attached until `stop`. Raises SettingsError when the coordinator refuses this node, StuckForGood when
+        its engine is not going to end a step."""
         while not self._stopping.is_set():
+            if self._spares is not None:
+                self._spares.release()
             try:
-                async with grpc.aio.insecure_channel(self._settings.coordinator, options=CHANNEL_OPTIONS) as channel:
+                async with self._channel() as channel:
                     await self._attach(fleet_pb2_grpc.FleetStub(channel), node)
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError, ConnectionError, TimeoutError) as error:
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError, ConnectionError, TimeoutError, TlsError) as error:
                 self._check_secret(error)
-                why = why_not_attached(error, self._settings.coordinator)
+                why = why_not_attached(error, self._settings.coordinator, over_tls=bool(self._settings.tls.tls_ca))
                 if self._reminder.is_due(why, time.monotonic()):
                     logger.warning("not attached: %s", why)
                 self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
@@ -102,6 +123,7 @@ class FleetLink:
             self._unsent = asyncio.Queue(MAX_UNSENT_EVENTS)
             node.detached()
             await _wait(self._stopping, self._retry_s)
+            await first_to_end(self._stopping.wait(), node.recovered())
 
     async def _attach(self, stub: fleet_pb2_grpc.FleetStub, node: Node) -> None:
         metadata = (("authorization", f"Bearer {self._settings.fleet_secret}"),)
@@ -120,9 +142,18 @@ class FleetLink:
             if self._stopping.is_set():
                 self._unsent.put_nowait(None)
             logger.info("attached to the coordinator, session %d", self._session)
-            await first_to_end(self._beat(node, welcome.heartbeat_s), self._write(call), self._read(call, node))
+            beating = self._beat(node, welcome.heartbeat_s)
+            await first_to_end(beating, self._write(call), self._read(call, node), _leave_when_stuck(node))
         finally:
             call.cancel()
+
+    def _channel(self) -> grpc.aio.Channel:
+        """With the certificates that there are now: files that have been exchanged count from the next attachment on.
+        Raises TlsError."""
+        address, tls = self._settings.coordinator, self._settings.tls
+        if not tls.tls_ca:
+            return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return grpc.aio.secure_channel(address, channel_credentials(tls.files), options=CHANNEL_OPTIONS)
 
     def _check_secret(self, error: Exception) -> None:
         if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED:
@@ -136,13 +167,37 @@ class FleetLink:
 
     async def _write(self, call: Any) -> None:
         while (event := await self._unsent.get()) is not None:
+            reach("before", event)
             await call.write(event)
+            self._unsent.task_done()
+            reach("after", event)
         await call.done_writing()
         await call.code()  # to leave at once would throw away what the coordinator has not read yet
 
     async def _read(self, call: Any, node: Node) -> None:
         while (command := await call.read()) is not grpc.aio.EOF:
+            reach("on", command)
+            if (attempt := _suspected(command)) is not None:
+                await self._say_taken(attempt)
             node.handle(command)
+
+    async def _say_taken(self, attempt: fleet_pb2.Attempt) -> None:
+        """Returns when it is written, so that it is out even if the request is the end of this process."""
+        self.send(taken=fleet_pb2.Taken(attempt=attempt))
+        with contextlib.suppress(TimeoutError):  # a death may then go uncounted: one more node is risked
+            await asyncio.wait_for(self._unsent.join(), TAKEN_S)
+
+
+async def _leave_when_stuck(node: Node) -> None:
+    """Raises ConnectionError when the node is stuck."""
+    raise ConnectionError(f"{await node.stuck()}: the node stays away until that step has ended")
+
+
+def _suspected(command: fleet_pb2.NodeCommand) -> fleet_pb2.Attempt | None:
+    """The attempt, where this node is to read the prompt of a request that another one may have died of."""
+    is_read_here = command.HasField("prefill") or command.reserve.local_prefill
+    job = command.prefill.job if command.HasField("prefill") else command.reserve.job
+    return job.attempt if is_read_here and job.is_suspect else None
 
 
 def _welcome(answer: Any) -> fleet_pb2.Welcome:

@@ -19,7 +19,7 @@ from serving_core.errors import RequestError
 from serving_core.layout import KVLayout
 from serving_core.leases import Leases
 from serving_core.rates import StepRates
-from serving_core.requests import SampledToken, Work, finish_reason
+from serving_core.requests import Guide, SampledToken, Work, finish_reason
 from serving_core.residents import Resident, Residents, Stage
 from serving_core.shapes import Shape, check_shape, role_of
 from serving_node.arrivals import Arrivals
@@ -160,13 +160,14 @@ class NodeLogic:
         for resident in list(self._residents):
             self._endings.end(resident)
 
-    def handle(self, command: fleet_pb2.NodeCommand, now: float) -> None:
-        """Does what the coordinator wants. What is not known is answered as failed."""
+    def handle(self, command: fleet_pb2.NodeCommand, now: float, guide: Guide | None = None) -> None:
+        """Does what the coordinator wants. What is not known is answered as failed. A command that brings a job with a
+        grammar comes with its guide."""
         match command.WhichOneof("command"):
             case "prefill":
-                self._take_in(command.prefill.job, now)
+                self._take_in(command.prefill.job, now, guide=guide)
             case "reserve":
-                self._take_in(command.reserve.job, now, command.reserve)
+                self._take_in(command.reserve.job, now, command.reserve, guide)
             case "deliver":
                 self._hand_overs.deliver(command.deliver)
             case "migrate":
@@ -181,7 +182,7 @@ class NodeLogic:
                 self._reshape(command)
             case other:
                 message = f"the node does not know the command {other or 'that it was sent'}"
-                self._refuse(command.attempt, RequestError(reasons.PAIRING_MISMATCH, message))
+                self.refuse(command.attempt, RequestError(reasons.PAIRING_MISMATCH, message))
         self._grant()
 
     def _reshape(self, command: fleet_pb2.NodeCommand) -> None:
@@ -189,7 +190,7 @@ class NodeLogic:
         try:
             check_shape(shape, max_num_batched_tokens=limits.max_num_batched_tokens, max_num_seqs=limits.max_num_seqs)
         except RequestError as error:
-            self._refuse(command.attempt, error)
+            self.refuse(command.attempt, error)
         else:
             self._take(shape)
             if not command.reshape.is_loan:
@@ -201,12 +202,18 @@ class NodeLogic:
         self._shape = shape
         self._room.num_seats = shape.seats or self._limits.max_num_seqs
 
-    def _take_in(self, job: fleet_pb2.Job, now: float, reserve: fleet_pb2.Reserve | None = None) -> None:
+    def _take_in(
+        self,
+        job: fleet_pb2.Job,
+        now: float,
+        reserve: fleet_pb2.Reserve | None = None,
+        guide: Guide | None = None,
+    ) -> None:
         try:
             self._knows_limits |= job.HasField("due")
-            self._arrivals.take_in(job, now, reserve)
+            self._arrivals.take_in(job, now, reserve, guide)
         except RequestError as error:
-            self._refuse(job.attempt, error)
+            self.refuse(job.attempt, error)
 
     def _begun(self, attempt: fleet_pb2.Attempt, now: float) -> None:
         """Another node has given the first token of what this one writes, or wrote."""
@@ -250,6 +257,10 @@ class NodeLogic:
         self._hand_overs.note_read(self._residents.in_stage(Stage.READING), now)
         return works
 
+    def expected_step_s(self, works: Sequence[Work]) -> float:
+        """Seconds that a step which runs takes, by what the ones before took; inf where it is like none of them."""
+        return self._costs.expected_s(_load_of([self._residents.of(work.request) for work in works], works))
+
     def sends_while(self, works: Sequence[Work]) -> list[Work]:
         """Those of a step whose blocks may leave while it is being computed."""
         return [work for work in works if self._residents.of(work.request).is_outgoing]
@@ -262,7 +273,8 @@ class NodeLogic:
         self._reading.took(load, step_s)
         sampled = iter(tokens)
         advanced = zip(residents, works, strict=True)
-        answered = [(resident, next(sampled)) for resident, work in advanced if self._advance(resident, work)]
+        chosen = [(resident, next(sampled)) for resident, work in advanced if self._advance(resident, work)]
+        answered = [(resident, token) for resident, token in chosen if token.error is None]
         step_tokens = fleet_pb2.StepTokens(step_s=step_s)
         ended = [resident for resident, token in answered if self._answer(resident, token, step_tokens, now)]
         if step_tokens.tokens:
@@ -270,6 +282,9 @@ class NodeLogic:
         self._hand_overs.note_read(residents, now)
         for resident in ended:
             self._endings.end(resident)
+        for resident, token in chosen:
+            if token.error is not None:
+                self._endings.fail(resident, token.error.reason, str(token.error))
         self._moves.note_written(resident for resident, _ in answered)
         self._settle_step(residents)
 
@@ -342,6 +357,7 @@ class NodeLogic:
         if not resident.is_ending and is_first:
             first_token = self._first_token(resident, now)
             convert.tell_token(first_token.token, request, token, reason)
+            convert.tell_scores(first_token.token, request.scores)
             self._endings.tell(first_token=first_token)
         elif not resident.is_ending:
             convert.tell_token(step_tokens.tokens.add(), request, token, reason)
@@ -397,7 +413,7 @@ class NodeLogic:
         for resident in self._room.grant():
             self._hand_overs.receive(resident)
 
-    def _refuse(self, attempt: fleet_pb2.Attempt, error: RequestError) -> None:
+    def refuse(self, attempt: fleet_pb2.Attempt, error: RequestError) -> None:
         """Answers what is not taken in."""
         self._endings.tell(failed=fleet_pb2.Failed(attempt=attempt, reason=error.reason, message=str(error)))
 

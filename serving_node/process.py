@@ -12,11 +12,13 @@ from serving_core.cpus import divide_cpus, parse_cpus, pin
 from serving_core.extras import require
 from serving_core.flags import settings_command
 from serving_core.process import run_process
+from serving_node.exposure import check_network
 from serving_node.link import FleetLink, Node
-from serving_node.ranks.leading import die
+from serving_node.ranks.leading import die, end_at_once
 from serving_node.ranks.processes import check_world, start_followers, started_rank
 from serving_node.ranks.stream import RankLost
 from serving_node.settings import PACKAGES, NodeSettings
+from serving_node.stuck import StuckForGood
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +49,17 @@ def node_command(role: str) -> click.Command:
 def run_node(role: str, settings: NodeSettings) -> None:
     """Runs one rank of a node until SIGTERM, pinned to its share of the CPUs. Rank 0 starts the others, unless all were
     started together, as torchrun does."""
-    size, rank = settings.engine.tensor_parallel_size, started_rank() or 0
+    size, rank = settings.engine.num_ranks, started_rank() or 0
     node_name = settings.link.name_for(role)
     name = f"{node_name}.{rank}" if rank else node_name
 
     async def ranked() -> None:
         require("node")
-        check_world(size)
+        check_world(settings.engine)
+        check_network(settings)
+        from serving_core.needs import check_model  # needs packages of the extra
+
+        check_model(settings.engine)
         if started_rank() is None and size > 1:
             start_followers(PACKAGES[role], settings, node_name)
         if cpus := settings.engine.cpus:
@@ -71,7 +77,8 @@ def run_node(role: str, settings: NodeSettings) -> None:
 async def serve(node: ServedNode, link: FleetLink, *, drain_s: float) -> None:
     """Runs until SIGTERM or SIGINT, then lets running requests finish for at most drain_s seconds.
 
-    A second signal ends the wait. Raises what the node or its link raises.
+    A second signal ends the wait. Raises what the node or its link raises; a node that is stuck for good ends the
+    process, since its engine cannot be waited for.
     """
     stopping = asyncio.Event()
     drained = asyncio.create_task(_drain(node, link, stopping, drain_s))
@@ -87,6 +94,8 @@ async def serve(node: ServedNode, link: FleetLink, *, drain_s: float) -> None:
                 task.result()
         link.stop()
         await asyncio.wait([attached], timeout=DETACH_S)
+    except StuckForGood as error:
+        end_at_once(f"this node ends: {error}")
     finally:
         for task in tasks:
             task.cancel()

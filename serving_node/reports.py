@@ -3,11 +3,10 @@
 import secrets
 from collections.abc import Mapping
 
-import psutil
-
 from engine.engine import Engine
 from protos import inference_pb2
 from protos.convert import PROTOCOL_VERSION
+from serving_core.memory import resident_bytes
 from serving_node.ranks.leading import Followers
 
 
@@ -34,7 +33,7 @@ def rank_load(engine: Engine) -> inference_pb2.RankLoad:
     """The memory that this process takes."""
     return inference_pb2.RankLoad(
         rank=engine.group.rank,
-        rss_bytes=psutil.Process().memory_info().rss,
+        rss_bytes=resident_bytes(),
         kv_pool_bytes=engine.kv_pool_bytes,
         weight_bytes=engine.weight_bytes,
     )

@@ -5,8 +5,6 @@ import logging
 import time
 from typing import Final
 
-import psutil
-
 from engine.engine import Engine
 from engine.stepper import Stepper
 from kv_transfer.ends.alarm import Alarm
@@ -17,14 +15,18 @@ from kv_transfer.results import Received, Sent, TransferFailed
 from kv_transfer.ticket import Ticket
 from protos import convert, fleet_pb2, inference_pb2
 from serving_core import reasons
+from serving_core.backoff import Backoff
 from serving_core.blocks import BlockAllocator
 from serving_core.costs import StepCosts
-from serving_core.errors import SettingsError
+from serving_core.errors import RequestError, SettingsError
+from serving_core.failpoints import reach
+from serving_core.memory import resident_bytes
 from serving_core.rates import StepRates
-from serving_core.requests import SampledToken, Work
+from serving_core.requests import Guide, SampledToken, Work
 from serving_core.residents import Resident
 from serving_core.shapes import preset
 from serving_core.waiting import first_to_end
+from serving_node.compiling import Compiling
 from serving_node.decisions import Beat, CancelTransfer, Decision, FinishSend, Receive, Send, SendMore, Tell
 from serving_node.link import FleetLink
 from serving_node.logic import Limits, NodeLogic
@@ -32,8 +34,11 @@ from serving_node.ranks.leading import Followers
 from serving_node.ranks.transfers import NodeTransfers
 from serving_node.reports import new_incarnation, node_info, rank_loads
 from serving_node.settings import NodeSettings
+from serving_node.stuck import CALM_S, FIRST_PAUSE_S, LEAST_S, LONGEST_PAUSE_S, check_hope, why_stuck
 
 logger = logging.getLogger(__name__)
+
+CHECK_S: Final = 0.1  # between two looks at the running step
 
 
 class NodeRunner:
@@ -99,6 +104,11 @@ class NodeRunner:
             on_caught_up=self._caught_up,
             on_sent=self._sent,
         )
+        self._pp_size: Final = settings.engine.pipeline_parallel_size
+        self._tp_size: Final = self._transfers.num_ranks // self._pp_size
+        self._compiling = Compiling(engine.guide, self._pass_on, self._refuse)
+        self._works: list[Work] = []  # of the running step; none between two
+        self._absences = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, calm_s=CALM_S)
         self._tickets: dict[int, bytes] = {}  # drawn, and not yet open on every rank, by epoch
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
@@ -117,10 +127,12 @@ class NodeRunner:
             max_model_len=self._engine.max_model_len,
             max_num_seqs=self._limits.max_num_seqs,
             max_num_queued=self._limits.max_num_queued,
-            tp_size=self._transfers.num_ranks,
+            tp_size=self._tp_size,
+            pp_size=self._pp_size,
             max_num_batched_tokens=self._limits.max_num_batched_tokens,
             shape=convert.shape_to_wire(self._logic.shape),
             home=convert.shape_to_wire(self._logic.home),
+            kv_keys=self._transfers.keys,
         )
 
     def heartbeat(self) -> fleet_pb2.Heartbeat:
@@ -128,7 +140,7 @@ class NodeRunner:
             name=self._name,
             num_steps=self._stepper.num_steps,
             step_s=self._stepper.step_s,
-            rss_bytes=psutil.Process().memory_info().rss,
+            rss_bytes=resident_bytes(),
             ranks=rank_loads(self._engine, self._followers),
         )
         self._logic.describe(load)
@@ -136,12 +148,45 @@ class NodeRunner:
         return fleet_pb2.Heartbeat(load=load, step_age_s=self._stepper.step_age_s)
 
     def handle(self, command: fleet_pb2.NodeCommand) -> None:
-        self._logic.handle(command, time.monotonic())
+        if command.HasField("reserve"):
+            self._transfers.admit(command.reserve.sender_keys)
+        self._compiling.take(command)
+        if not self._compiling.is_idle:
+            self._idle.clear()
+
+    def _pass_on(self, command: fleet_pb2.NodeCommand, guide: Guide | None) -> None:
+        self._logic.handle(command, time.monotonic(), guide)
+        self._carry_out()
+
+    def _refuse(self, attempt: fleet_pb2.Attempt, error: RequestError) -> None:
+        self._logic.refuse(attempt, error)
         self._carry_out()
 
     def detached(self) -> None:
+        self._compiling.forget()
         self._logic.detached()
         self._carry_out()
+
+    async def stuck(self) -> str:
+        while True:
+            if (why := self._why_stuck()) is not None:
+                return why
+            await asyncio.sleep(CHECK_S)
+
+    async def recovered(self) -> None:
+        was_stuck = self._stepper.step_age_s > LEAST_S
+        while self._works:
+            expected_s = self._logic.expected_step_s(self._works)
+            check_hope(self._stepper.step_age_s, expected_s, self._settings.stuck_exit_s)
+            await asyncio.sleep(CHECK_S)
+        if was_stuck:
+            await asyncio.sleep(self._absences.next_s(time.monotonic()))
+
+    def _why_stuck(self) -> str | None:
+        step_age_s = self._stepper.step_age_s
+        if step_age_s <= LEAST_S:
+            return None
+        return why_stuck(step_age_s, self._logic.expected_step_s(self._works))
 
     # ---- the process's view ----
 
@@ -171,6 +216,7 @@ class NodeRunner:
         return works
 
     async def _step(self, works: list[Work]) -> None:
+        self._works = works
         try:
             self._followers.announce(works)
             sends = self._logic.sends_while(works)
@@ -181,6 +227,7 @@ class NodeRunner:
             self._logic.step_failed(works, error, time.monotonic())
         else:
             self._logic.step_done(works, tokens, step_s, time.monotonic())
+        self._works = []
         self._carry_out()
 
     # ---- transfers ----
@@ -199,6 +246,7 @@ class NodeRunner:
         self._carry_out()
 
     def _sent(self, epoch: int, result: Sent | TransferFailed) -> None:
+        reach("release")
         self._logic.sent(epoch, result, time.monotonic())
         self._carry_out()
 
@@ -215,7 +263,7 @@ class NodeRunner:
                     self._do(decision)
         finally:
             self._is_carrying_out = False
-        if self._logic.is_idle:
+        if self._logic.is_idle and self._compiling.is_idle:
             self._idle.set()
         else:
             self._idle.clear()
@@ -256,7 +304,9 @@ class NodeRunner:
             epoch=resident.request.epoch,
             layout=self._engine.model_layout,
             prefill_tp=resident.source_tp,
-            decode_tp=self._transfers.num_ranks,
+            prefill_pp=resident.source_pp,
+            decode_tp=self._tp_size,
+            decode_pp=self._pp_size,
             addresses=self._transfers.addresses,
             num_blocks=num_blocks,
             num_cached_blocks=resident.num_cached_blocks,

@@ -7,13 +7,15 @@ import torch
 from engine.engine import Engine
 from engine.parallel import choose_device, join
 from engine.stepper import Stepper
-from kv_transfer.endpoints import endpoint_of, host_of
+from kv_transfer.endpoints import endpoint_of
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
+from kv_transfer.transports.curve import Keyring
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
-from serving_core.exposure import check_exposure
+from serving_core.descriptors import Spares, kept_spares
 from serving_core.rates import StepRates
 from serving_core.requests import Share
+from serving_node.exposure import is_encrypted
 from serving_node.link import FleetLink
 from serving_node.process import serve
 from serving_node.ranks.follower import Follower
@@ -27,50 +29,52 @@ from serving_node.settings import NodeSettings
 async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
     """Serves until SIGTERM. Raises SettingsError or ModelError when the node cannot start, RankLost when a rank is
     gone before it has."""
-    endpoint = endpoint_of(settings.kv_transport, settings.kv_bind, 0)
-    if host := host_of(endpoint):
-        check_exposure(host, "fleet_secret", settings.link.fleet_secret)
-    device = choose_device(settings.engine.device)
-    with closing(join(device, settings.engine.tensor_parallel_size, settings.engine.rank_timeout_s)) as group:
-        engine = Engine(settings.engine, group)
+    flags = settings.engine
+    device, tp_size, pp_size = choose_device(flags.device), flags.tensor_parallel_size, flags.pipeline_parallel_size
+    with closing(join(device, tp_size, flags.rank_timeout_s, pp_size)) as group:
+        engine = Engine(flags, group)
         prefill_tokens_per_s = engine.warm_up()
-        sender, receiver = _ends(settings, engine, device)
-        try:
-            if group.rank:
-                await _follow(settings, engine, sender, receiver)
-            else:
-                followers = Followers(group.size - 1)
-                await followers.gather(group.exchange)
-                link, rates = FleetLink(settings.link), StepRates(prefill_tokens_per_s)
-                node = NodeRunner(settings, role, name, engine, sender, receiver, followers, link, rates)
-                await serve(node, link, drain_s=settings.link.drain_s)
-                followers.stop()
-        finally:
-            await sender.close()
-            await receiver.close()
+        async with kept_spares() as spares:
+            sender, receiver = _ends(settings, engine, device, spares)
+            try:
+                if group.rank:
+                    await _follow(settings, engine, sender, receiver)
+                else:
+                    followers = Followers(group.size - 1)
+                    await followers.gather(group.exchange)
+                    link, rates = FleetLink(settings.link, spares), StepRates(prefill_tokens_per_s)
+                    node = NodeRunner(settings, role, name, engine, sender, receiver, followers, link, rates)
+                    await serve(node, link, drain_s=settings.link.drain_s)
+                    followers.stop()
+            finally:
+                await sender.close()
+                await receiver.close()
 
 
 async def _follow(settings: NodeSettings, engine: Engine, sender: KVSender, receiver: KVReceiver) -> None:
-    leader = await Leader.join(engine.group.exchange, receiver.address, rank_load(engine))
+    leader = await Leader.join(engine.group.exchange, receiver.address, sender.transport.key, rank_load(engine))
     stepper: Stepper[Share, None] = Stepper(engine.follow)
     transfers = FollowerTransfers(engine.layout, sender, receiver, leader, settings.overlap_min_tokens)
     await Follower(leader, stepper, transfers).run()
 
 
-def _ends(settings: NodeSettings, engine: Engine, device: torch.device) -> tuple[KVSender, KVReceiver]:
+def _ends(settings: NodeSettings, engine: Engine, device: torch.device, spares: Spares) -> tuple[KVSender, KVReceiver]:
     """What this rank sends and receives blocks with."""
-    rank, tp_size, deadline_s = engine.group.rank, engine.group.size, settings.transfer_timeout_s
+    rank, deadline_s = engine.group.rank, settings.transfer_timeout_s
+    node = {"tp_size": settings.engine.tensor_parallel_size, "pp_size": settings.engine.pipeline_parallel_size}
     endpoint = endpoint_of(settings.kv_transport, settings.kv_bind, rank)
     if settings.kv_transport == "zmq":
+        keyring = Keyring()
+        listener = ZmqListener(endpoint, keyring if is_encrypted(settings) else None)
         return (
-            KVSender(ZmqDialer(), engine.pool, rank=rank, tp_size=tp_size, deadline_s=deadline_s),
-            KVReceiver(ZmqListener(endpoint), engine.pool, rank=rank, tp_size=tp_size),
+            KVSender(ZmqDialer(keyring, spares), engine.pool, rank=rank, **node, deadline_s=deadline_s),
+            KVReceiver(listener, engine.pool, rank=rank, **node),
         )
     from kv_transfer.transports.tensor_payload import TensorStore
     from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
 
     store = TensorStore(engine.pool)
     return (
-        KVSender(TorchDistDialer(device), store, rank=rank, tp_size=tp_size, deadline_s=deadline_s),
-        KVReceiver(TorchDistListener(endpoint, device), store, rank=rank, tp_size=tp_size),
+        KVSender(TorchDistDialer(device), store, rank=rank, **node, deadline_s=deadline_s),
+        KVReceiver(TorchDistListener(endpoint, device), store, rank=rank, **node),
     )

@@ -36,4 +36,7 @@ class NodeSettings:
     transfer_timeout_s: float = flag(30.0, "Seconds one KV transfer may take once it has started.", minimum=0.1)
     ticket_timeout_s: float = flag(60.0, "Seconds a finished prompt waits for its ticket.", minimum=0.1)
     credit_timeout_s: float = flag(30.0, "Seconds a request waits for credit.", minimum=0.1)
+    stuck_exit_s: float = flag(
+        60.0, "Seconds a node that is stuck in a step stays; then it exits, to be started again.", minimum=0.1
+    )
     ticket_ttl_s: float = flag(600.0, "Most seconds granted blocks wait for their KV.", minimum=0.1, maximum=86400)

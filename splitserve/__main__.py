@@ -1,6 +1,10 @@
 """The command line: `splitserve`, or `python -m splitserve`."""
 
+import os
+
 from splitserve.interrupts import end_at_once
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when grpc is imported: it tells of connections that idled away
 
 
 def run() -> None:

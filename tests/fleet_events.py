@@ -31,7 +31,9 @@ def hello(
     shape=None,
     home=None,
     tp_size=0,
+    pp_size=0,
     traits=None,
+    kv_keys=(),
     **fingerprint,
 ):
     role = role or ROLES[name[0]]
@@ -52,10 +54,12 @@ def hello(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             tp_size=tp_size,
+            pp_size=pp_size,
             session=session,
             max_num_batched_tokens=max_num_batched_tokens,
             shape=shape_to_wire(shape),
             home=shape_to_wire(home or shape),
+            kv_keys=kv_keys,
         )
     )
 
@@ -103,6 +107,10 @@ def revoked(attempt):
 
 def move_failed(attempt, reason="TRANSFER_FAILED", message="what happened"):
     return fleet_pb2.NodeEvent(move_failed=fleet_pb2.MoveFailed(attempt=attempt, reason=reason, message=message))
+
+
+def taken(attempt):
+    return fleet_pb2.NodeEvent(taken=fleet_pb2.Taken(attempt=attempt))
 
 
 def transferred(attempt):

@@ -21,6 +21,7 @@ SETTINGS = {
     "http_port": -1,
     "heartbeat_s": 30.0,
     "node_timeout_s": 60.0,
+    "node_wait_s": 0.0,
     "drain_s": DEADLINE_S,
 }
 
@@ -132,12 +133,15 @@ class Cluster:
 
 
 @contextlib.asynccontextmanager
-async def cluster(folder, nodes=("p0", "d0"), **settings):
-    """A coordinator with these nodes attached."""
+async def cluster(folder, nodes=("p0", "d0"), credentials=None, **settings):
+    """A coordinator with these nodes attached; with `credentials` it is asked over TLS."""
     write_fake_model(folder)
     server = CoordinatorServer(CoordinatorSettings(model=str(folder), **{**SETTINGS, **settings}))
     await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+    target = f"127.0.0.1:{server.port}"
+    async with (
+        grpc.aio.secure_channel(target, credentials) if credentials else grpc.aio.insecure_channel(target)
+    ) as channel:
         running = Cluster(server, channel)
         try:
             for name in nodes:

@@ -46,7 +46,8 @@ def refusal(code, message, reason, retry_after_s=None, **metadata):
 
 
 class Script(inference_pb2_grpc.InferenceServicer, inference_pb2_grpc.AdminServicer):
-    """Answers as told; keeps what it was asked. `endless` streams until it is cancelled."""
+    """Answers as told; keeps what it was asked. `endless` streams until it is cancelled; `broken_off` is the status
+    that ends one answer behind its replies, and `later` are those to the next call."""
 
     def __init__(self):
         self.requests = []
@@ -55,6 +56,8 @@ class Script(inference_pb2_grpc.InferenceServicer, inference_pb2_grpc.AdminServi
         self.drained = []
         self.failures = []
         self.endless = False
+        self.broken_off = None
+        self.later = []
         self.cancelled = threading.Event()
         self.nodes = [
             inference_pb2.NodeInfo(
@@ -76,6 +79,9 @@ class Script(inference_pb2_grpc.InferenceServicer, inference_pb2_grpc.AdminServi
         self._note(request, context)
         context.add_callback(self.cancelled.set)
         yield from self.replies
+        if self.broken_off is not None:
+            broken_off, self.broken_off, self.replies = self.broken_off, None, self.later
+            context.abort_with_status(broken_off)
         while self.endless and not self.cancelled.is_set():
             yield chunk("x")
             self.cancelled.wait(0.001)

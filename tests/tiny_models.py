@@ -95,7 +95,7 @@ def write_tokenizer(folder: Path) -> None:
     """Writes tokenizer.json and tokenizer_config.json with the chat template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab=byte_vocabulary(), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in SPECIAL_TOKENS])
@@ -110,7 +110,7 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2))
 
 
-def _byte_vocabulary() -> dict[str, int]:
+def byte_vocabulary() -> dict[str, int]:
     """GPT-2's printable stand-ins for bytes, each with the byte itself as its id."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -33,18 +33,20 @@ def run_all(
     chunk_tokens: int = 1000,
     joins_at: Sequence[int] = (),
     allocator: BlockAllocator | None = None,
+    adapters: Sequence[str] = (),
 ) -> list[list[SampledToken]]:
-    """The sampled tokens of each prompt, all served together; request i joins at step joins_at[i] (or 0).
+    """The sampled tokens of each prompt, all served together; request i joins at step joins_at[i] (or 0), and is
+    computed with adapters[i] (or none).
 
     Prefixes are shared by way of an `allocator` that is given, also from one call to the next of one engine.
     """
     if isinstance(sampling, SamplingParams):
         sampling = [sampling] * len(prompts)
-    root = root_name(engine.fingerprint, "")
+    adapters = adapters or [""] * len(prompts)
     runs = [
         Run(
-            Request(str(i), 0, list(prompt), len(prompt), sampling[i]),
-            BlockNames(root, engine.layout.block_size),
+            Request(str(i), 0, list(prompt), len(prompt), sampling[i], adapter=adapters[i]),
+            BlockNames(root_name(engine.fingerprint, "", adapters[i]), engine.layout.block_size),
             joins_at[i] if joins_at else 0,
         )
         for i, prompt in enumerate(prompts)

@@ -1,9 +1,10 @@
 """A request as the tracker sees it, its current attempt, and its move to another node. Pure state."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Final
 
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node
@@ -13,6 +14,14 @@ from protos import fleet_pb2
 from protos.convert import due_to_wire, job_to_wire
 from serving_core.due import Due
 from serving_core.requests import Request, SamplingParams
+
+NUM_TOKENS_FURTHER: Final = 8  # more than a node that dies has written without a word
+
+
+def tell_sender(reserve: fleet_pb2.Reserve, sender: Node) -> None:
+    """Which node's ranks will send what blocks are reserved for."""
+    reserve.prefill_tp_size, reserve.prefill_pp_size = sender.tp_size, sender.pp_size
+    reserve.sender_keys.extend(sender.hello.kv_keys)
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +38,7 @@ class Attempt:
     prefill_holds: bool = True  # whether the node may hold something of the attempt
     decode_holds: bool = True
     first_token_s: float | None = None
+    is_taken: bool = False  # whether the node that reads has said so, as it does of suspects
     is_committed: bool = False
     has_counted_kv: bool = False  # whether the decode node's own word for it, with the bytes, has come too
     # Tokens by index that cannot be emitted yet: the two nodes' streams may overtake each other.
@@ -123,8 +133,10 @@ class TrackedRequest:
     deadline_s: float
     timeline: Timeline
     slo: Slo | None = None
-    output: list[int] = field(default_factory=list)  # token ids emitted so far, over all attempts
+    output: list[int] = field(default_factory=list)  # token ids emitted so far, over all attempts and calls
+    num_resumed: int = 0  # of these, those that came with the call
     num_restarts: int = 0
+    num_excused: int = 0  # of these, those that nobody is to blame for
     num_cached_tokens: int = 0  # of the prompt, on the node that gave the first token; later attempts read more
     num_kv_bytes: int = 0  # that travelled, over all attempts
     num_kv_bytes_saved: int = 0
@@ -133,8 +145,18 @@ class TrackedRequest:
     move_pause_s: float = 0.0  # from the last token before a move to the first one after it, over all moves
     move: Move | None = None
     moved_s: float | None = None  # when the last move was over, however it ended
+    num_deaths: int = 0  # of nodes in a row that may have died of it, between which it has come no further
+    died_at: int = 0  # tokens that it had when the last of them died
     avoid: list[Node] = field(default_factory=list)  # that have failed it: others are taken while there are any
-    attempt: Attempt = field(init=False)
+    full_nodes: set[Node] = field(default_factory=set)  # of those, the ones that had no room for it
+    asks_again_s: float = 0.0  # while it waits for nodes: not before this
+    waits_until_s: float | None = None  # for nodes, by Pauses.awake_s; None while nodes have it
+    attempt: Attempt = field(init=False)  # the current one, or the last one while it waits for nodes after some
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether no node has it, and it waits for some to come."""
+        return self.waits_until_s is not None
 
     @property
     def known(self) -> Prompt:
@@ -166,6 +188,23 @@ class TrackedRequest:
         """Its place among prompts that wait: the lower, the earlier."""
         return 0 if self.slo is None else self.slo.priority
 
+    def resume(self, token_ids: Sequence[int]) -> None:
+        """Goes on behind tokens that an earlier call has given; to be called before all else."""
+        self.output += token_ids
+        self.num_resumed = self.died_at = len(token_ids)
+
+    def note_death(self) -> None:
+        """A node may have died of it. What has come further since another one did was no reason for that."""
+        is_further = len(self.output) > self.died_at + NUM_TOKENS_FURTHER
+        self.num_deaths = 1 if is_further else self.num_deaths + 1
+        self.died_at = len(self.output)
+
+    @property
+    def may_have_come(self) -> bool:
+        """Whether the node that reads may have the prompt. Of a suspect it would have said so: nodes that die at the
+        same time do not all die of a request that the coordinator gives from one to the other meanwhile."""
+        return self.attempt.is_taken or not self.num_deaths
+
     def end_move(self, now: float) -> None:
         """Nothing is left to be heard of the move, however it ended."""
         self.move, self.moved_s = None, now
@@ -184,9 +223,11 @@ class TrackedRequest:
             num_prompt_tokens=len(self.prompt),
             sampling=self.sampling,
             cache_salt=prompt.cache_salt,
+            adapter=prompt.adapter,
         )
         due = self.due
-        return job_to_wire(request, self.age, due_to_wire(due, now) if due else None, self.priority)
+        due_left = due_to_wire(due, now) if due else None
+        return job_to_wire(request, self.age, due_left, self.priority, is_suspect=self.num_deaths > 0)
 
     def commands(self, prompt: Prompt, now: float) -> Iterator[tuple[Node, fleet_pb2.NodeCommand]]:
         """What the nodes of the current attempt, which reads this prompt, are to be told now."""
@@ -198,7 +239,7 @@ class TrackedRequest:
             to_decode.reserve.local_prefill = True
             yield attempt.decode, to_decode
             return
-        to_decode.reserve.prefill_tp_size = attempt.prefill.tp_size
+        tell_sender(to_decode.reserve, attempt.prefill)
         yield attempt.decode, to_decode
         to_prefill = fleet_pb2.NodeCommand(attempt=job.attempt)
         to_prefill.prefill.job.CopyFrom(job)

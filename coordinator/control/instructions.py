@@ -20,6 +20,7 @@ class Emit(NamedTuple):
 
     request_id: str
     tokens: list[fleet_pb2.SampledToken]
+    num_cached_tokens: int | None = None  # of the prompt, with the first token
 
 
 class End(NamedTuple):

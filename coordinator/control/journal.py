@@ -25,6 +25,16 @@ class Journal:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
+        self._askers: dict[str, str] = {}  # of live calls, the names of their API keys that have one
+
+    def begun(self, request_id: str, asker: str) -> None:
+        """A call is live; until it is over, lines about it tell who asks."""
+        if asker:
+            self._askers[request_id] = asker
+
+    def over(self, request_id: str) -> None:
+        """The call and all its answers have ended."""
+        self._askers.pop(request_id, None)
 
     def ended(self, answer_id: str, outcome: inference_pb2.Complete | RequestError) -> None:
         """An answer has its end."""
@@ -32,12 +42,12 @@ class Journal:
         if isinstance(outcome, RequestError):
             self._metrics.failed[outcome.reason] += 1
             fields = {"index": int(index), **_cause(outcome)}
-            _write(logging.WARNING, "request failed", request_id, fields)
+            self._write(logging.WARNING, "request failed", request_id, fields)
         else:
             finish_reason = FINISH_REASONS.get(outcome.finish_reason, "unknown")
             self._metrics.answered(finish_reason, outcome)
             fields = {"index": int(index), "finish_reason": finish_reason, **_figures(outcome)}
-            _write(logging.INFO, "request finished", request_id, fields)
+            self._write(logging.INFO, "request finished", request_id, fields)
 
     def moved(self, move: MoveEnded) -> None:
         """A running answer has moved to another node, or has not."""
@@ -53,19 +63,23 @@ class Journal:
             "kv_bytes": move.num_kv_bytes,
         }
         level = logging.WARNING if move.outcome is MoveOutcome.FAILED else logging.INFO
-        _write(level, "answer moved" if move.outcome is MoveOutcome.MOVED else "answer not moved", request_id, fields)
+        event = "answer moved" if move.outcome is MoveOutcome.MOVED else "answer not moved"
+        self._write(level, event, request_id, fields)
 
-    def refused(self, request_id: str, error: RequestError) -> None:
+    def refused(self, request_id: str, error: RequestError, asker: str = "") -> None:
         """A request could not begin."""
         self._metrics.refused[error.reason] += 1
-        _write(logging.INFO, "request refused", request_id, _cause(error))
+        _write(logging.INFO, "request refused", request_id, _cause(error), asker)
 
     def attempt_failed(self, node: Node, event: fleet_pb2.Failed) -> None:
         """A node has given up its part of a request, which may go on elsewhere: its words for why."""
         is_transfer = event.reason in (reasons.TRANSFER_FAILED, reasons.KV_CHECKSUM_MISMATCH)
         fields = {"failed_node": node.name, "reason": event.reason, "message": event.message[:MAX_MESSAGE_CHARS]}
         request_id = event.attempt.request_id.rpartition("/")[0]
-        _write(logging.WARNING, "transfer failed" if is_transfer else "attempt failed", request_id, fields)
+        self._write(logging.WARNING, "transfer failed" if is_transfer else "attempt failed", request_id, fields)
+
+    def _write(self, level: int, event: str, request_id: str, fields: dict[str, Any]) -> None:
+        _write(level, event, request_id, fields, self._askers.get(request_id, ""))
 
 
 def _cause(error: RequestError) -> dict[str, Any]:
@@ -84,6 +98,7 @@ def _figures(complete: inference_pb2.Complete) -> dict[str, Any]:
         "restarts": timeline.num_restarts,
         "kv_bytes": complete.kv_bytes,
         **(_moves(complete) if timeline.num_moves else {}),
+        **({"resumed_tokens": complete.resumed_tokens} if complete.resumed_tokens else {}),
         **{name: round(getattr(timeline, name), 6) for name in SECONDS},
     }
 
@@ -94,5 +109,6 @@ def _moves(complete: inference_pb2.Complete) -> dict[str, Any]:
     return {"moves": timeline.num_moves, "move_pause_s": pause_s, "moved_kv_bytes": complete.moved_kv_bytes}
 
 
-def _write(level: int, event: str, request_id: str, fields: dict[str, Any]) -> None:
-    logger.log(level, event, extra={"request_id": request_id[:MAX_ID_CHARS], "fields": fields})
+def _write(level: int, event: str, request_id: str, fields: dict[str, Any], asker: str) -> None:
+    told = {"asker": asker, **fields} if asker else fields
+    logger.log(level, event, extra={"request_id": request_id[:MAX_ID_CHARS], "fields": told})

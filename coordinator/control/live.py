@@ -1,9 +1,12 @@
-"""The live answers, and what can be done with one: try it on nodes, emit tokens, begin again elsewhere, end. Pure."""
+"""The live answers, and what can be done with one: try it on nodes, emit tokens, begin again elsewhere, end. Pure.
+
+One that no node can be found for, be it new or one whose node was lost, waits for nodes to come: it is asked for at
+every tick, the oldest first. How many may wait is bounded by how many may be live.
+"""
 
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple, NoReturn
+from typing import Final, NamedTuple
 
-from coordinator.control.arrivals import Arrivals
 from coordinator.control.attempts import Attempt, Move, MoveStage, TrackedRequest
 from coordinator.control.handover import Handover
 from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, MoveOutcome, Send
@@ -11,15 +14,19 @@ from coordinator.control.ledger import Ledger
 from coordinator.control.lengths import Lengths
 from coordinator.control.metrics import Metrics
 from coordinator.control.outcomes import completion, with_progress
+from coordinator.control.pace import Pace
 from coordinator.control.placement.policy import Placed, Policy, Wanted
 from coordinator.control.registry import Node, Registry
 from coordinator.control.releases import Releases
+from coordinator.control.router import has_path
 from coordinator.control.timeline import Phase
+from coordinator.control.turns import Turns
 from protos import fleet_pb2, inference_pb2
 from serving_core import reasons, residents
 from serving_core.errors import RequestError
 
 NUM_EPOCHS: Final = 2**32
+ASK_AGAIN_S: Final = 1.0  # after every node has turned one away that has tokens out
 
 
 class TokenRow(NamedTuple):
@@ -41,6 +48,7 @@ class LiveAnswers:
         *,
         first_epoch: int,
         max_restarts: int,
+        node_wait_s: float,
         policy: Policy,
         admits_late: bool,
     ) -> None:
@@ -49,10 +57,11 @@ class LiveAnswers:
         self.metrics = metrics
         self.handover = Handover()
         self.lengths = Lengths()
-        self.arrivals = Arrivals()
+        self.arrivals = Pace()  # of new requests, those that are refused too
+        self.turns = Turns()
         self.releases = Releases()
         self._epoch = first_epoch
-        self._max_restarts = max_restarts
+        self._max_restarts, self._node_wait_s = max_restarts, node_wait_s
         self._policy, self._admits_late = policy, admits_late
         self._requests: dict[str, TrackedRequest] = {}
 
@@ -60,11 +69,16 @@ class LiveAnswers:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[TrackedRequest]:
-        """Those that are live now; they may end meanwhile."""
-        return iter(list(self._requests.values()))
+        """Those that nodes have now; they may end meanwhile."""
+        return iter([request for request in self._requests.values() if not request.is_waiting])
 
     def __contains__(self, request: TrackedRequest) -> bool:
-        return self._requests.get(request.request_id) is request
+        """Whether it is live, and nodes have it."""
+        return self._requests.get(request.request_id) is request and not request.is_waiting
+
+    def everyone(self) -> Iterator[TrackedRequest]:
+        """Those too that wait for nodes; they may end meanwhile."""
+        return iter(list(self._requests.values()))
 
     def find(self, request_id: str) -> TrackedRequest | None:
         return self._requests.get(request_id)
@@ -72,7 +86,7 @@ class LiveAnswers:
     def on(self, node: Node, attempt: residents.Attempt) -> TrackedRequest | None:
         """The one whose current attempt this is, if the node has a part in it."""
         request = self._requests.get(attempt.request_id)
-        if request is None or request.attempt.epoch != attempt.epoch:
+        if request is None or request.is_waiting or request.attempt.epoch != attempt.epoch:
             return None
         return request if node is request.attempt.prefill or node is request.attempt.decode else None
 
@@ -84,17 +98,49 @@ class LiveAnswers:
     # ---- attempts ----
 
     def begin(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """The first attempt. Raises RequestError when there are no nodes for it, or it would be late and such requests
-        are not admitted; then nothing has begun."""
-        self.arrivals.came(now)
-        placed = self._place(request, now)
-        if not self._admits_late and placed.num_late and request.due is not None:
-            self._refuse_late(request, placed)
-        instructions = self._try_on(request, placed, now)
+        """The first attempt, or the wait for nodes. Raises RequestError when there are no nodes for it and it is not to
+        wait, or it would be late and such requests are not admitted; then nothing has begun."""
+        self.arrivals.happened(now)
+        try:
+            placed = self._place(request, now)
+        except RequestError:
+            if not self._node_wait_s:
+                raise
+            instructions = self._wait(request, now)
+        else:
+            self._check_admission(request, placed)
+            instructions = self._try_on(request, placed, now)
         self._requests[request.request_id] = request
         return instructions
 
-    def _refuse_late(self, request: TrackedRequest, placed: Placed) -> NoReturn:
+    def retry(self, request: TrackedRequest, now: float) -> list[Instruction]:
+        """One that waits for nodes begins where there are some now, and ends when it has waited for too long."""
+        assert request.waits_until_s is not None, "nodes have it"
+        if now < request.asks_again_s:
+            return []
+        is_over = self.registry.pauses.awake_s(now) >= request.waits_until_s
+        if not is_over and not has_path(self.registry.nodes):
+            return []
+        try:
+            placed = self._place(request, now)
+        except RequestError as no_node:
+            return self.end(request, with_progress(no_node, request), now) if is_over else []
+        try:
+            self._check_admission(request, placed)
+        except RequestError as late:
+            return self.end(request, late, now)
+        request.waits_until_s = None
+        return self._try_on(request, placed, now)
+
+    def _wait(self, request: TrackedRequest, now: float) -> list[Instruction]:
+        """For nodes to come; there is nothing to do meanwhile."""
+        request.waits_until_s = self.registry.pauses.awake_s(now) + self._node_wait_s
+        return []
+
+    def _check_admission(self, request: TrackedRequest, placed: Placed) -> None:
+        """Raises RequestError for a new request that is not admitted."""
+        if self._admits_late or not placed.num_late or request.due is None or request.num_restarts or request.output:
+            return
         wait_s = max(1.0, placed.wait_s)
         message = f"the limits of the request cannot be kept beside those of others: try again in {wait_s:.1f} s"
         raise RequestError(reasons.WOULD_BE_LATE, message, retry_after_s=f"{wait_s:.3f}")
@@ -119,20 +165,50 @@ class LiveAnswers:
         return self.restart(request, node, error, now)
 
     def restart(self, request: TrackedRequest, node: Node, error: RequestError, now: float) -> list[Instruction]:
-        """A new attempt, away from the node; the error becomes the end when there were enough."""
+        """A new attempt, away from the node; the error becomes the end when there were enough. Those that come of a
+        pause of this process do not count."""
         error = with_progress(error, request)
         instructions = self._let_go(request, now)
-        if request.num_restarts == self._max_restarts:
+        is_excused = self.registry.pauses.is_recent(now)
+        if not is_excused and request.num_restarts - request.num_excused >= self._max_restarts:
             return instructions + self.end(request, error, now)
         request.num_restarts += 1
+        request.num_excused += is_excused
         self.metrics.num_restarts += 1
         request.avoid.append(node)
         request.timeline.enter(Phase.PREFILL_QUEUE, now)
         try:
-            return instructions + self._try_on(request, self._place(request, now), now)
+            placed = self._place(request, now)
         except RequestError as no_node:
+            if self._node_wait_s:
+                return instructions + self._wait(request, now)
             final = RequestError(no_node.reason, str(no_node), **error.metadata)
             return instructions + self.end(request, final, now)
+        return instructions + self._try_on(request, placed, now)
+
+    def turned_away(self, request: TrackedRequest, node: Node, error: RequestError, now: float) -> list[Instruction]:
+        """The node has no room for it: another one may have some. Where none has, the error is the end of a new one,
+        and one that has tokens out asks again after a while, as long as it may take."""
+        instructions = self._let_go(request, now)
+        request.full_nodes.add(node)
+        if node not in request.avoid:
+            request.avoid.append(node)
+        request.timeline.enter(Phase.PREFILL_QUEUE, now)
+        try:
+            placed = self._place(request, now)
+        except RequestError:
+            placed = None
+        if placed is not None and not request.full_nodes & {placed.reader, placed.writer}:
+            return instructions + self._try_on(request, placed, now)
+        if not request.output:
+            return instructions + self.end(request, with_progress(self.full(str(error), now), request), now)
+        request.full_nodes.clear()
+        request.asks_again_s = now + ASK_AGAIN_S
+        return instructions + self._wait(request, now)
+
+    def full(self, message: str, now: float) -> RequestError:
+        """For one that is turned away, with when it is its turn."""
+        return RequestError(reasons.QUEUE_FULL, message, retry_after_s=f"{self.turns.wait_s(now):.3f}")
 
     def _place(self, request: TrackedRequest, now: float) -> Placed:
         """Raises RequestError when there are no nodes for it."""
@@ -171,12 +247,12 @@ class LiveAnswers:
             tokens.append(early)
             output.append(early.token_id)
             finish_reason = early.finish_reason
-        gap_s = request.timeline.tokens(now)
-        self.metrics.tokens_came(len(tokens), gap_s, is_first=len(output) == len(tokens))
+        gap_s, is_first = request.timeline.tokens(now), len(output) == len(tokens)
+        self.metrics.tokens_came(len(tokens), gap_s, is_first=is_first)
         if request.move is not None:
             self._note_pause(request, request.move, tokens, gap_s, now)
         self.ledger.tokens_came(request.request_id, attempt.decode, len(tokens))
-        emit = Emit(request.request_id, tokens)
+        emit = Emit(request.request_id, tokens, request.num_cached_tokens if is_first else None)
         if not finish_reason:
             return [emit]
         # The node of the last token has let go by itself; so has the prefill node, whichever of the two it was.
@@ -224,7 +300,10 @@ class LiveAnswers:
         del self._requests[request.request_id]
         if request.slo is not None and request.slo.has_limits:
             self.metrics.attainment.ended(request.slo, outcome)
-        return [*self._let_go(request, now), End(request.request_id, outcome)]
+        if not (isinstance(outcome, RequestError) and outcome.reason == reasons.QUEUE_FULL):
+            self.turns.ended(now)
+        instructions = [] if request.is_waiting else self._let_go(request, now)
+        return [*instructions, End(request.request_id, outcome)]
 
     # ---- letting go ----
 

@@ -86,5 +86,5 @@ class Metrics:
         self.e2e.observe(timeline.e2e_s)
         for phase, histogram in self.phases.items():
             histogram.observe(getattr(timeline, f"{phase.value}_s"))
-        if complete.completion_tokens > 1:
+        if complete.completion_tokens > 1 and not complete.resumed_tokens:
             self.tpot.observe((timeline.e2e_s - timeline.ttft_s) / (complete.completion_tokens - 1))

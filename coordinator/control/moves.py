@@ -13,7 +13,7 @@ the loss of the source and its failures are handled as if nothing moved.
 from dataclasses import replace
 from typing import Final
 
-from coordinator.control.attempts import Move, MoveStage, TrackedRequest
+from coordinator.control.attempts import Move, MoveStage, TrackedRequest, tell_sender
 from coordinator.control.instructions import Instruction, MoveEnded, MoveOutcome, Send
 from coordinator.control.live import LiveAnswers
 from coordinator.control.registry import Node
@@ -53,9 +53,9 @@ class Moves:
         self._live.ledger.write(request.request_id, target, num_tokens_needed(request))
         reserve = fleet_pb2.Reserve(
             job=request.job(move.epoch, request.known, now),
-            prefill_tp_size=move.source.tp_size,
             num_tokens_ahead=_num_tokens_ahead(request),
         )
+        tell_sender(reserve, move.source)
         return [Send(target, fleet_pb2.NodeCommand(reserve=reserve, attempt=reserve.job.attempt))]
 
     def find(self, node: Node, attempt: fleet_pb2.Attempt) -> TrackedRequest | None:

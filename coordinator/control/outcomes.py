@@ -18,17 +18,18 @@ FINISH_REASONS: Final = {
     inference_pb2.FINISH_REASON_ABORT: "abort",
 }
 # What a node says with these reasons reaches the client as it stands.
-CLIENT_REASONS: Final = (reasons.QUEUE_FULL, reasons.PROMPT_TOO_LONG, reasons.BAD_PARAM)
+CLIENT_REASONS: Final = (reasons.QUEUE_FULL, reasons.PROMPT_TOO_LONG, reasons.BAD_PARAM, reasons.MODEL_NOT_FOUND)
 
 
 def completion(
     request: TrackedRequest, finish_reason: inference_pb2.FinishReason, now: float
 ) -> inference_pb2.Complete:
     """The good end of an answer, now."""
+    attempt = None if request.is_waiting else request.attempt
     timeline = request.timeline.to_wire(
         now,
-        prefill_node=request.attempt.prefill.name,
-        decode_node=request.attempt.decode.name,
+        prefill_node=attempt.prefill.name if attempt else "",
+        decode_node=attempt.decode.name if attempt else "",
         num_restarts=request.num_restarts,
         num_moves=request.num_moves,
         move_pause_s=request.move_pause_s,
@@ -43,7 +44,19 @@ def completion(
         kv_bytes_saved=min(request.num_kv_bytes_saved, MAX_BYTES),
         moved_kv_bytes=min(request.num_moved_kv_bytes, MAX_BYTES),
         attainment=attainment(request),
+        resumed_tokens=request.num_resumed,
     )
+
+
+def ended_before(
+    request: TrackedRequest, finish_reason: inference_pb2.FinishReason, now: float
+) -> inference_pb2.Complete:
+    """The end of an answer of which an earlier call has given every token, but no end."""
+    request.waits_until_s = now  # no node has it
+    complete = completion(request, finish_reason, now)
+    if finish_reason == inference_pb2.FINISH_REASON_STOP:
+        complete.matched_token_id = request.output[-1]
+    return complete
 
 
 def attainment(request: TrackedRequest) -> inference_pb2.Attainment | None:
@@ -86,5 +99,5 @@ def too_late(request: TrackedRequest) -> RequestError:
 
 def with_progress(error: RequestError, request: TrackedRequest) -> RequestError:
     """The error with how far the request had come."""
-    phase, num_tokens = request.timeline.phase.value, len(request.output)
-    return RequestError(error.reason, str(error), phase=phase, tokens_emitted=str(num_tokens))
+    progress = {"phase": request.timeline.phase.value, "tokens_emitted": str(len(request.output))}
+    return RequestError(error.reason, str(error), **error.metadata | progress)

@@ -7,15 +7,16 @@ from serving_core.prefix import BlockNames, child_name, hint_of, root_name
 
 
 class Prompt:
-    """The tokens that an attempt begins with.
+    """The tokens that an attempt begins with, and the LoRA adapter that reads them, if any.
 
     A block is hashed once for each maker that some node may hold it of, and only when that node holds all blocks before
     it: the nodes of a fleet have one fingerprint and one block size, and so the same names for the same blocks.
     """
 
-    def __init__(self, token_ids: Sequence[int], cache_salt: str = "") -> None:
+    def __init__(self, token_ids: Sequence[int], cache_salt: str = "", adapter: str = "") -> None:
         self.token_ids = list(token_ids)
         self.cache_salt = cache_salt
+        self.adapter = adapter
         self._names: BlockNames | None = None
         self._root = b""
         self._first: dict[bytes, int] = {}  # hints of what the first block may be called, by maker
@@ -25,7 +26,7 @@ class Prompt:
 
     def followed_by(self, token_ids: Sequence[int]) -> "Prompt":
         """The prompt of a later attempt, which reads what was answered so far too."""
-        return Prompt([*self.token_ids, *token_ids], self.cache_salt) if token_ids else self
+        return Prompt([*self.token_ids, *token_ids], self.cache_salt, self.adapter) if token_ids else self
 
     def tokens_held(self, node: Node) -> int:
         """Leading tokens, in whole blocks, whose KV the node has said to hold. It may have dropped them since."""
@@ -35,7 +36,7 @@ class Prompt:
         if len(self) < block_size:
             return 0
         if self._names is None:
-            self._root = root_name(node.root_fingerprint, self.cache_salt)
+            self._root = root_name(node.root_fingerprint, self.cache_salt, self.adapter)
             self._names = BlockNames(self._root, block_size)
         if not self._begins_on(node):
             return 0

@@ -3,12 +3,14 @@
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from coordinator.control.pauses import Pauses
 from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION, shape_from_wire, shape_to_wire
+from serving_core.adapter_names import ADAPTER_NAME, MOST_ADAPTERS, adapters_in
 from serving_core.costs import StepWeights
 from serving_core.errors import RequestError
 from serving_core.prefix import MAX_MAKERS
@@ -20,6 +22,7 @@ DRAINING: Final = "draining"
 MAX_NAME_CHARS: Final = 80  # of a name that nobody has
 MAX_NODES: Final = 1024
 MAX_TP_SIZE: Final = 64
+KV_KEY_BYTES: Final = 32
 MAX_FIRST_SESSION: Final = 2**63  # what is left of 64 bits no coordinator can use up
 VERSION_KEY: Final = "protocol_version"  # in the fingerprint of NodeInfo
 _NAME: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -46,14 +49,16 @@ class Node:
     makers: list[bytes] = field(default_factory=list)
     # What the hello says for good, read once: placement asks every node for every request.
     name: str = field(init=False)
-    tp_size: int = field(init=False)  # ranks that compute the node; one that does not say has 1
+    tp_size: int = field(init=False)  # ranks of each of its stages; one that does not say has 1
+    pp_size: int = field(init=False)  # its stages; one that does not say has 1
     block_size: int = field(init=False)
     pool_tokens: int = field(init=False)  # that the node's KV pool holds
     max_request_tokens: int = field(init=False)  # of the longest request that the node can serve
 
     def __post_init__(self) -> None:
         hello = self.hello
-        self.name, self.tp_size, self.block_size = hello.node.name, max(1, hello.tp_size), hello.block_size
+        self.name, self.block_size = hello.node.name, hello.block_size
+        self.tp_size, self.pp_size = max(1, hello.tp_size), max(1, hello.pp_size)
         self.pool_tokens = hello.num_blocks * hello.block_size
         self.max_request_tokens = min(self.pool_tokens, hello.max_model_len)
 
@@ -93,18 +98,28 @@ class Registry:
 
     `facts` is what the coordinator knows itself of every node's fingerprint, beside the protocol version.
     `first_session` is to be random: nodes may still show sessions of a coordinator that ran before this one.
+    `model_names` are what clients call the model, and no adapter may be called.
     """
 
     def __init__(
-        self, facts: Mapping[str, str], *, node_timeout_s: float, step_timeout_s: float, first_session: int = 1
+        self,
+        facts: Mapping[str, str],
+        *,
+        node_timeout_s: float,
+        step_timeout_s: float,
+        first_session: int = 1,
+        model_names: Collection[str] = (),
     ) -> None:
         self._facts = {VERSION_KEY: PROTOCOL_VERSION, **facts}
+        self._model_names = model_names
+        # LoRA adapters of the fleet, also while it has no node; None before the first one has come.
+        self.adapters: Sequence[str] | None = None
         self._node_timeout_s = node_timeout_s
         self._step_timeout_s = step_timeout_s
         self._nodes: dict[str, Node] = {}
         self._by_name: list[Node] = []
         self._sessions = itertools.count(first_session)
-        self._last_expiry_s: float | None = None
+        self.pauses = Pauses(node_timeout_s / 2)
 
     def __contains__(self, node: Node) -> bool:
         return self._nodes.get(node.name) is node
@@ -135,10 +150,12 @@ class Registry:
         if len(others) >= MAX_NODES:
             raise RequestError(QUEUE_FULL, f"the fleet has {MAX_NODES} nodes, its limit")
         self._check_fingerprint(hello.node, others)
+        adapters = self._checked_adapters(hello.node)
         self._check_name(hello)
         shape, home = _checked(hello.shape, hello), _checked(hello.home, hello)
         load = inference_pb2.NodeLoad(state=READY, num_blocks=hello.num_blocks, num_blocks_free=hello.num_blocks)
         node = self._nodes[hello.node.name] = Node(hello, next(self._sessions), now, load, shape, home)
+        self.adapters = adapters
         self._sort()
         _complete(node)
         return node
@@ -183,10 +200,7 @@ class Registry:
     def expired(self, now: float) -> list[tuple[Node, str]]:
         """Nodes that must count as lost, with the reason in words. Call it several times per node_timeout_s: after
         a longer pause it was this process that slept, and nodes get a fresh chance."""
-        if self._last_expiry_s is not None and now - self._last_expiry_s > self._node_timeout_s / 2:
-            for node in self._nodes.values():
-                node.last_seen_s = now
-        self._last_expiry_s = now
+        self.pauses.note(now)
         return [(node, why) for node in self.nodes if (why := self._why_expired(node, now))]
 
     def _sort(self) -> None:
@@ -206,8 +220,20 @@ class Registry:
             other = others[0].hello.node
             _compare(f"nodes {info.name} and {other.name}", given, dict(other.fingerprint))
 
+    def _checked_adapters(self, info: inference_pb2.NodeInfo) -> list[str]:
+        """Those of a node. Raises RequestError for such as clients could not ask for."""
+        adapters = adapters_in(info.fingerprint)
+        if len(adapters) > MOST_ADAPTERS:
+            message = f"node {info.name} has {len(adapters)} adapters, the limit is {MOST_ADAPTERS}"
+            raise RequestError(BAD_PARAM, message)
+        for name in adapters:
+            if name in self._model_names or not ADAPTER_NAME.fullmatch(name):
+                why = "is the model's own" if name in self._model_names else f"must match {ADAPTER_NAME.pattern}"
+                raise RequestError(BAD_PARAM, f"the name of adapter {name!r:.80} of node {info.name} {why}")
+        return adapters
+
     def _why_expired(self, node: Node, now: float) -> str | None:
-        silent_s = now - node.last_seen_s
+        silent_s = now - max(node.last_seen_s, self.pauses.over_s)
         if silent_s > self._node_timeout_s:
             return f"no heartbeat for {silent_s:.1f} s (limit {self._node_timeout_s:g} s)"
         if node.step_age_s > self._step_timeout_s:
@@ -252,6 +278,10 @@ def _check_hello(hello: fleet_pb2.Hello) -> None:
             raise RequestError(BAD_PARAM, f"{name} of node {info.name} must be above 0")
     if hello.tp_size > MAX_TP_SIZE:
         raise RequestError(BAD_PARAM, f"tp_size of node {info.name} is {hello.tp_size}, the limit is {MAX_TP_SIZE}")
+    if (num_ranks := max(1, hello.tp_size) * hello.pp_size) > MAX_TP_SIZE:
+        raise RequestError(BAD_PARAM, f"node {info.name} has {num_ranks} ranks, the limit is {MAX_TP_SIZE}")
+    if len(hello.kv_keys) > MAX_TP_SIZE or any(len(key) != KV_KEY_BYTES for key in hello.kv_keys):
+        raise RequestError(BAD_PARAM, f"node {info.name} must have {MAX_TP_SIZE} keys of {KV_KEY_BYTES} bytes at most")
 
 
 def _compare(names: str, given: Mapping[str, str], expected: Mapping[str, str]) -> None:

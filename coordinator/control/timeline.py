@@ -24,10 +24,11 @@ class Timeline:
     """A request is in exactly one phase at any time, so the phases add up to its whole time. A phase may be entered
     again, after a move to other nodes; its seconds then add up too."""
 
-    def __init__(self, start_s: float) -> None:
+    def __init__(self, start_s: float, first_token_s: float | None = None) -> None:
+        """`first_token_s` is of an answer that goes on: an earlier call has given its first token."""
         self.phase = Phase.PREFILL_QUEUE
         self._start_s = self._entered_s = start_s
-        self._first_token_s: float | None = None
+        self._first_token_s = first_token_s
         self._last_token_s = start_s
         self._seconds = dict.fromkeys(Phase, 0.0)
 
@@ -48,8 +49,8 @@ class Timeline:
 
     @property
     def ttft_s(self) -> float:
-        """0 before the first token."""
-        return 0.0 if self._first_token_s is None else self._first_token_s - self._start_s
+        """0 before the first token, and where an earlier call has given it."""
+        return 0.0 if self._first_token_s is None else max(0.0, self._first_token_s - self._start_s)
 
     def tpot_s(self, num_tokens: int) -> float:
         """The mean from each of so many tokens to the next; 0 without two."""

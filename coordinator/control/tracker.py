@@ -6,11 +6,14 @@
     Revoked      the decode node has taken its blocks back; another Reserved will come
     Committed    the decode node has all KV (Transferred is the prefill node's word for the same)
     StepTokens   to the client, strictly by index: they may come before FirstToken, over the other stream
-    Failed       a new attempt on other nodes, or the end; so does a lost node
+    Failed       a new attempt on other nodes, or the end; so does a lost node. What a full node turns away goes to
+                 another one; with tokens out it is never refused for want of room
 
 Where the node that writes is to read the prompt itself, Reserve alone goes out, FirstToken comes from that node, and
 nothing is delivered or committed. A prompt that is read and gets no blocks within keep_after_s is answered by the
 node that has read it (Keep). An answer that is being written may move to another node: coordinator/control/moves.py.
+
+A request that there are no nodes for waits up to node_wait_s for some. So does one whose nodes were lost.
 
 A new attempt sends prompt and emitted tokens as one prompt, so the stream goes on at the next index. Epochs grow over
 all requests: what a node still says of an older attempt, even one of the same request id, cannot be mistaken.
@@ -21,17 +24,19 @@ from typing import Any, Final
 
 from coordinator.control import balance, drains, relief
 from coordinator.control.attempts import TrackedRequest
-from coordinator.control.instructions import Instruction, Send
+from coordinator.control.instructions import End, Instruction, Send
 from coordinator.control.ledger import Ledger
 from coordinator.control.live import LiveAnswers, TokenRow
 from coordinator.control.metrics import Metrics
 from coordinator.control.moves import Moves, keep
-from coordinator.control.outcomes import completion, end_error, restart_error, too_late, with_progress
+from coordinator.control.outcomes import completion, end_error, ended_before, restart_error, too_late, with_progress
 from coordinator.control.placement.policies import AUTO, POLICIES
 from coordinator.control.placement.policy import Policy
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node, Registry
 from coordinator.control.slo import Slo
+from coordinator.control.so_far import NOTHING, SoFar
+from coordinator.control.suspects import MAX_DEATHS, at_work
 from coordinator.control.timeline import Phase, Timeline
 from protos import fleet_pb2, inference_pb2
 from serving_core import reasons
@@ -56,6 +61,7 @@ class Tracker:
         max_live: int,
         max_restarts: int,
         keep_after_s: float,
+        node_wait_s: float = 0.0,
         policy: Policy = POLICIES[AUTO],
         admits_late: bool = True,
     ) -> None:
@@ -70,6 +76,7 @@ class Tracker:
             metrics,
             first_epoch=first_epoch,
             max_restarts=max_restarts,
+            node_wait_s=node_wait_s,
             policy=policy,
             admits_late=admits_late,
         )
@@ -85,12 +92,12 @@ class Tracker:
 
     @property
     def num_running(self) -> int:
-        """Live answers that have a token."""
+        """Live answers that have a token, and a node."""
         return sum(bool(request.output) for request in self._live)
 
     @property
     def num_waiting(self) -> int:
-        """Live answers that have none yet."""
+        """Live answers that have none yet, or wait for a node."""
         return len(self._live) - self.num_running
 
     def num_left(self, node: Node) -> int:
@@ -106,16 +113,21 @@ class Tracker:
         arrived_s: float,
         deadline_s: float,
         slo: Slo | None = None,
+        so_far: SoFar = NOTHING,
     ) -> list[Instruction]:
-        """Begins an answer. Raises RequestError, and then nothing has begun."""
+        """Begins an answer, or goes on with one that an earlier call has begun. Raises RequestError, and then nothing
+        has begun."""
         if self._live.find(request_id) is not None:
             raise RequestError(reasons.DUPLICATE_REQUEST_ID, f"request {request_id} is live already")
         if self.num_open >= self._max_live:
-            raise RequestError(
-                reasons.QUEUE_FULL, f"{self.num_open} answers are in flight, the limit is {self._max_live}"
-            )
+            raise self._live.full(f"{self.num_open} answers are in flight, the limit is {self._max_live}", arrived_s)
         self._age += 1
-        request = TrackedRequest(request_id, self._age, prompt, sampling, deadline_s, Timeline(arrived_s), slo)
+        first_token_s = arrived_s - so_far.since_first_s if so_far.token_ids else None
+        timeline = Timeline(arrived_s, first_token_s)
+        request = TrackedRequest(request_id, self._age, prompt, sampling, deadline_s, timeline, slo)
+        request.resume(so_far.token_ids)
+        if so_far.finish_reason:
+            return [End(request_id, ended_before(request, so_far.finish_reason, arrived_s))]
         return self._live.begin(request, arrived_s)
 
     def handle(self, node: Node, event: fleet_pb2.NodeEvent, now: float) -> list[Instruction]:
@@ -152,16 +164,29 @@ class Tracker:
             self._live.emit_row(request, row.token_ids, moments_s)
         return True
 
-    def lose(self, node: Node, now: float) -> list[Instruction]:
-        """The node is gone, from the registry too, with all it held."""
+    def lose(self, node: Node, now: float, *, has_died: bool = False) -> list[Instruction]:
+        """The node is gone, from the registry too, with all it held. `has_died`: in the middle of its work."""
+        pauses = self._registry.pauses
+        pauses.note(now)
+        if has_died and not pauses.is_recent(now):
+            for request in at_work(node, self._live):
+                request.note_death()
         self._live.releases.lose(node)
         instructions: list[Instruction] = []
         for request in self._live:
             instructions += self._moves.lose(request, node, now)
             if request in self._live and node in (request.attempt.prefill, request.attempt.decode):
-                error = RequestError(reasons.WORKER_LOST, f"the {node.kind} was lost")
-                instructions += self._live.carry_on(request, node, error, now)
+                instructions += self._lose_part(request, node, now)
         return instructions
+
+    def _lose_part(self, request: TrackedRequest, node: Node, now: float) -> list[Instruction]:
+        """A node of the current attempt is gone. No other one is risked at a request that some may have died of."""
+        if request.num_deaths >= MAX_DEATHS:
+            request.attempt.let_go(node)
+            message = f"{MAX_DEATHS} nodes were lost while they computed the request: no other one is tried"
+            return self._live.end(request, with_progress(RequestError(reasons.ENGINE_ERROR, message), request), now)
+        error = RequestError(reasons.WORKER_LOST, f"the {node.kind} was lost")
+        return self._live.carry_on(request, node, error, now)
 
     def finish(self, request_id: str, finish_reason: inference_pb2.FinishReason, now: float) -> list[Instruction]:
         """Ends a live answer early, as complete; an unknown one is left alone."""
@@ -176,9 +201,12 @@ class Tracker:
     def tick(self, now: float) -> list[Instruction]:
         """What the mere passing of time asks for."""
         instructions: list[Instruction] = [Send(node, command) for node, command in self._live.releases.overdue(now)]
-        for request in self._live:
+        for request in self._live.everyone():
             if now >= request.deadline_s:
                 instructions += self._live.end(request, too_late(request), now)
+                continue
+            if request.is_waiting:
+                instructions += self._live.retry(request, now)
                 continue
             if request.move is not None:
                 instructions += self._moves.tick(request, request.move, now)
@@ -191,6 +219,9 @@ class Tracker:
     def _on_event(self, request: TrackedRequest, node: Node, kind: str, body: Any, now: float) -> list[Instruction]:
         """What a node of the current attempt says of it."""
         match kind:
+            case "taken":
+                request.attempt.is_taken = node is request.attempt.prefill
+                return []
             case "reserved":
                 return self._on_reserved(request, node, body, now)
             case "revoked":
@@ -237,7 +268,7 @@ class Tracker:
             return []
         attempt = request.attempt
         attempt.first_token_s = now
-        if attempt.first_index == 0:
+        if attempt.first_index == request.num_resumed:
             request.num_cached_tokens = min(event.num_cached_tokens, len(request.prompt))
             self._metrics.prompt_read(len(request.prompt), request.num_cached_tokens)
         self._ledger.first_token(request.request_id, now)
@@ -299,7 +330,10 @@ class Tracker:
             request.avoid += [attempt.prefill, attempt.decode]
             return self._live.carry_on(request, node, restart_error(node, event), now)
         attempt.let_go(node)
-        return self._live.end(request, with_progress(end_error(node, event), request), now)
+        error = end_error(node, event)
+        if event.reason == reasons.QUEUE_FULL:
+            return self._live.turned_away(request, node, error, now)
+        return self._live.end(request, with_progress(error, request), now)
 
     # ---- what goes elsewhere ----
 

@@ -2,7 +2,8 @@
 
 import hashlib
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from typing import Any, Final
 
 import grpc
@@ -12,30 +13,41 @@ from serving_core.errors import RequestError
 from serving_core.reasons import UNAUTHENTICATED
 
 HEALTH_PREFIX: Final = "/grpc.health.v1.Health/"
+ASKER: Final = ContextVar("asker", default="")  # whose secret the call at hand has brought, where it has a name
 NO_API_KEY: Final = (
     "the API key is missing or wrong: --api-key or SPLITSERVE_API_KEY, sent as authorization: Bearer KEY"
 )
 NO_FLEET_SECRET: Final = "the fleet secret is missing or wrong: SPLITSERVE_FLEET_SECRET must be the coordinator's"
 
 
-class BearerSecret:
-    """A secret that callers bring as `authorization: Bearer SECRET`; the scheme may be written in any case."""
+class BearerSecrets:
+    """Secrets that callers bring as `authorization: Bearer SECRET`; the scheme may be written in any case."""
 
-    def __init__(self, secret: str) -> None:
-        self._digest = _digest(_normal(f"Bearer {secret}"))
+    def __init__(self, holders: Mapping[str, str]) -> None:
+        """`holders` are the names of who has them, by secret; empty for no name."""
+        self.replace(holders)
 
-    def is_among(self, authorizations: Iterable[str]) -> bool:
-        # Digests are of one length, and all are compared: the time taken tells nothing.
-        matches = [secrets.compare_digest(_digest(_normal(value)), self._digest) for value in authorizations]
-        return any(matches)
+    def replace(self, holders: Mapping[str, str]) -> None:
+        """Others take their place."""
+        self._holders = {_digest(_normal(f"Bearer {secret}")): name for secret, name in holders.items()}
+
+    def holder(self, authorizations: Iterable[str]) -> str | None:
+        """The name of who brings one of them; None for a stranger."""
+        found = None
+        for digest in [_digest(_normal(value)) for value in authorizations]:
+            # Digests are of one length, and all are compared: the time taken tells nothing.
+            for known, name in self._holders.items():
+                if secrets.compare_digest(digest, known):
+                    found = name
+        return found
 
 
 class BearerAuthentication(grpc.aio.ServerInterceptor):
     """Asks every call for the metadata `authorization: Bearer SECRET`, and refuses others with the sentence. Health
     checks are exempt; a method that is not there is UNIMPLEMENTED for everyone, since the secret would not help."""
 
-    def __init__(self, secret: str, sentence: str) -> None:
-        self._secret = BearerSecret(secret)
+    def __init__(self, secrets: BearerSecrets, sentence: str) -> None:
+        self._secrets = secrets
         self._sentence = sentence
 
     async def intercept_service(
@@ -49,7 +61,9 @@ class BearerAuthentication(grpc.aio.ServerInterceptor):
         return grpc.unary_unary_rpc_method_handler(self._refuse)
 
     def _admits(self, metadata: Any) -> bool:
-        return self._secret.is_among([value for key, value in metadata if key == "authorization"])
+        holder = self._secrets.holder([value for key, value in metadata if key == "authorization"])
+        ASKER.set(holder or "")
+        return holder is not None
 
     async def _refuse(self, _: bytes, context: Any) -> None:
         await abort(context, RequestError(UNAUTHENTICATED, self._sentence))

@@ -2,19 +2,27 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from coordinator.control.journal import Journal
 from coordinator.control.registry import Registry
 from coordinator.control.router import does
 from coordinator.control.slo import SloClasses
+from coordinator.control.so_far import SoFar
 from coordinator.dispatcher import Dispatcher
+from coordinator.doors.authentication import ASKER
 from coordinator.doors.generation import Generation
+from coordinator.doors.resuming import check_counts, read_so_far
+from coordinator.doors.truncation import check_truncation, cut, uncut_limit
 from coordinator.doors.unknown_fields import UnknownFields
-from coordinator.doors.validation import Limits, check_input, plan_answers, prompt_limit
+from coordinator.doors.validation import AnswerPlan, Limits, check_input, plan_answers
+from coordinator.text.answer_format import AnswerFormat
+from coordinator.text.answers import AnswerText
+from coordinator.text.chat_template import RenderOptions
+from coordinator.text.structures import Structures
 from coordinator.text.tokenizer import Tokenizer, TokenLimit
 from protos import inference_pb2
 from serving_core.errors import RequestError
@@ -27,21 +35,32 @@ WRITE_TIMEOUT_S: Final = 30.0  # for a client that has stopped reading, at every
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the coordinator knows of the model."""
+    """What the coordinator knows of the model. Clients may call it by any of its names; the first is its own."""
 
-    name: str
+    names: Sequence[str]
     config: ModelConfig
     tokenizer: Tokenizer
+    answer_format: AnswerFormat
+    structures: Structures
     max_model_len: int  # before the nodes have their say
     sampling_defaults: inference_pb2.SamplingParams
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def name_in_answers(self, asked: str) -> str:
+        """The model's own, unless an adapter was asked for."""
+        return asked if asked and asked not in self.names else self.name
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request that is being answered: its prompt as token ids, and the answers as they come."""
+    """A request that is being answered: its prompt as token ids, the answers as they come, and how long each may be."""
 
     prompt: list[int]
     generation: Generation
+    max_tokens: int
 
 
 class Front:
@@ -79,15 +98,33 @@ class Front:
         with self.noting_refusal(request.request_id):
             limits = self.limits()
             check_input(request, limits)
+            check_counts(request, limits)
+            check_truncation(request, limits)
             async with within(timeout_s):
-                prompt = await self.tokenize(request, prompt_limit(limits))
-            plan = plan_answers(request, prompt, self.limits(), self.model.sampling_defaults)
+                prompt = cut(await self.tokenize(request, uncut_limit(request, limits)), request, limits)
+                grammar = await self.model.structures.grammar(request.sampling_params)
+            limits = self.limits()
+            plan = plan_answers(request, prompt, limits, self.model.sampling_defaults, grammar)
+            so_far = read_so_far(request, plan, limits, self.model.config.eos_token_ids)
             slo = self._slo_classes.slo_of(request, len(prompt), self._registry.nodes)
-            generation = self._dispatcher.submit(plan, slo, arrived_s=arrived_s, deadline_s=arrived_s + timeout_s)
+            beginnings = [await self._beginning(plan, each) for each in so_far]
+            generation = self._dispatcher.submit(
+                plan, beginnings, slo, arrived_s=arrived_s, deadline_s=arrived_s + timeout_s, asker=ASKER.get()
+            )
         try:
-            yield Call(prompt, generation)
+            yield Call(prompt, generation, plan.samplings[0].max_tokens)
         finally:
             self._dispatcher.close(generation)
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """The LoRA adapters that requests may name as their model."""
+        return self._registry.adapters or ()
+
+    @property
+    def num_live(self) -> int:
+        """Answers that are under way, or wait to be."""
+        return self._dispatcher.num_live
 
     @contextmanager
     def noting_refusal(self, request_id: str) -> Iterator[None]:
@@ -95,7 +132,7 @@ class Front:
         try:
             yield
         except RequestError as error:
-            self._journal.refused(request_id, error)
+            self._journal.refused(request_id, error, ASKER.get())
             raise
 
     def is_ready(self, node_name: str) -> bool:
@@ -109,9 +146,31 @@ class Front:
         if request.HasField("text"):
             return await tokenizer.encode(request.text, limit)
         if request.HasField("chat"):
-            messages = [{"role": message.role, "content": message.content} for message in request.chat.messages]
-            return await tokenizer.encode_chat(messages, limit)
+            return await self._tokenize_chat(request.chat, limit)
         return list(request.tokenized.input_ids)
+
+    async def _tokenize_chat(self, chat: inference_pb2.ChatInput, limit: TokenLimit) -> list[int]:
+        names = ("role", "content", "extra_json")
+        messages = [{name: getattr(message, name) for name in names} for message in chat.messages]
+        options = RenderOptions(
+            tools_json=chat.tools_json,
+            template_kwargs_json=chat.template_kwargs_json,
+            add_generation_prompt=chat.add_generation_prompt
+            if chat.HasField("add_generation_prompt")
+            else not chat.continue_final_message,
+            continue_final_message=chat.continue_final_message,
+        )
+        return await self.model.tokenizer.encode_chat(messages, limit, options)
+
+    async def _beginning(self, plan: AnswerPlan, so_far: SoFar) -> tuple[SoFar, AnswerText]:
+        """The text that an answer goes on with. A stop string in what there is of it is its end."""
+        detokenizer = self.model.tokenizer.detokenizer(skip_special_tokens=plan.text.skip_special_tokens)
+        text = AnswerText(detokenizer, plan.text)
+        if so_far.token_ids and not so_far.has_ended:
+            await asyncio.to_thread(text.resume, so_far)
+            if text.matched_stop is not None:
+                so_far = replace(so_far, finish_reason=inference_pb2.FINISH_REASON_STOP)
+        return so_far, text
 
     def limits(self) -> Limits:
         """What can be served at this moment."""
@@ -119,18 +178,20 @@ class Front:
         lengths = [self.model.max_model_len]
         lengths += [max(node.hello.max_model_len for node in nodes) for nodes in (prefill, decode) if nodes]
         return Limits(
-            served_model_name=self.model.name,
+            served_model_names=self.model.names,
             vocab_size=self.model.config.vocab_size,
             max_model_len=min(lengths),
             max_logprobs=self._max_logprobs,
             prefill_pool_tokens=max((node.pool_tokens for node in prefill), default=None),
             decode_pool_tokens=max((node.pool_tokens for node in decode), default=None),
+            adapters=self._registry.adapters,
+            eos_token_ids=self.model.config.eos_token_ids,
         )
 
 
 @asynccontextmanager
 async def within(timeout_s: float) -> AsyncIterator[None]:
-    """Around what is done to a text: raises RequestError when it is not done in time."""
+    """Around what is made of a request's texts: raises RequestError when it is not done in time."""
     try:
         async with asyncio.timeout(timeout_s):
             yield

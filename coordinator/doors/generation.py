@@ -16,12 +16,15 @@ MAX_CHUNK_TOKENS: Final = 64
 class Generation:
     """The outbox of one call. Messages that the reader has not taken yet are joined where they follow each other."""
 
-    def __init__(self, request_id: str, num_answers: int, *, max_unsent_tokens: int = MAX_UNSENT_TOKENS) -> None:
+    def __init__(
+        self, request_id: str, num_answers: int, *, num_ended: int = 0, max_unsent_tokens: int = MAX_UNSENT_TOKENS
+    ) -> None:
+        """`num_ended` of the answers have ended before: nothing comes of them."""
         self.request_id = request_id
         self.answer_ids = [f"{request_id}/{index}" for index in range(num_answers)]
         self._max_unsent_tokens = max_unsent_tokens * num_answers
         self._num_unsent_tokens = 0
-        self._num_open = num_answers
+        self._num_open = num_answers - num_ended
         self._unsent: deque[inference_pb2.GenerateResponse] = deque()
         self._error: RequestError | None = None
         self._news = asyncio.Event()

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.metadata
+import logging
 import secrets
 import time
 from typing import Any
@@ -10,13 +11,13 @@ from coordinator.control.metrics import Metrics
 from coordinator.control.registry import Registry
 from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher
-from coordinator.doors.front import WRITE_TIMEOUT_S, Front
+from coordinator.doors.front import WRITE_TIMEOUT_S, Call, Front
 from coordinator.doors.unknown_fields import WARNING_HEADER, unknown_in_message
 from coordinator.doors.validation import MAX_ABORTED, check_count
 from protos import inference_pb2
-from protos.convert import PROTOCOL_VERSION
-from serving_core.errors import RequestError
-from serving_core.reasons import SLOW_READER
+from protos.convert import MAX_TOKENS_HEADER, MODEL_HEADER, PROTOCOL_VERSION
+
+logger = logging.getLogger(__name__)
 
 
 class InferenceService:
@@ -46,8 +47,14 @@ class InferenceService:
             context.set_trailing_metadata(((WARNING_HEADER, warning),))
         # A client that is gone shows as one of several exceptions, cancellation among them.
         async with self._front.answer(request, context.time_remaining()) as call:
+            await context.send_initial_metadata(self._terms(request.model, call))
             while (response := await call.generation.next()) is not None:
                 await write(context, response)
+
+    def _terms(self, model: str, call: Call) -> tuple[tuple[str, str | bytes], ...]:
+        """What a client that goes on with the answers at another server has to know of this call."""
+        name = model or self._front.model.name
+        return (MODEL_HEADER, name.encode()), (MAX_TOKENS_HEADER, str(call.max_tokens))
 
     async def Abort(self, request: inference_pb2.AbortRequest, _: Any) -> inference_pb2.AbortResponse:
         check_count("request_ids", len(request.request_ids), MAX_ABORTED)
@@ -68,6 +75,7 @@ class InferenceService:
             eos_token_ids=model.config.eos_token_ids,
             has_chat_template=model.tokenizer.has_chat_template,
             default_sampling_params=model.sampling_defaults,
+            adapters=self._front.adapters,
         )
 
     async def GetServerInfo(self, _request: Any, _context: Any) -> inference_pb2.GetServerInfoResponse:
@@ -88,9 +96,11 @@ class InferenceService:
 
 
 async def write(context: Any, response: Any) -> None:
-    """Hands a message to gRPC, which has room for it unless the client has stopped reading."""
+    """Hands a message to gRPC, which has room for it unless the client has stopped reading. Raises CancelledError when
+    it has for too long: gRPC still holds the message, and no status can follow it but the end of the connection."""
     try:
         async with asyncio.timeout(WRITE_TIMEOUT_S):
             await context.write(response)
-    except TimeoutError as error:
-        raise RequestError(SLOW_READER, f"the client has read nothing for {WRITE_TIMEOUT_S:g} s") from error
+    except TimeoutError:
+        logger.warning("a client has read nothing for %g s", WRITE_TIMEOUT_S)
+        raise asyncio.CancelledError from None

@@ -5,29 +5,42 @@ Each refusal names the limit and the value, and the field in its metadata.
 
 import re
 import secrets
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from coordinator.text.answers import TextOptions
+from coordinator.text.structures import constraint_of
 from coordinator.text.tokenizer import TokenLimit
 from protos import inference_pb2
 from serving_core.errors import RequestError
-from serving_core.reasons import BAD_PARAM, MODEL_NOT_FOUND, PROMPT_TOO_LONG
+from serving_core.reasons import BAD_PARAM, MODEL_NOT_FOUND, NO_PREFILL_WORKER, PROMPT_TOO_LONG
 from serving_core.requests import SamplingParams
 
 MAX_ABORTED: Final = 1024
+MAX_ALLOWED_TOKEN_IDS: Final = 1024
 MAX_ANSWERS: Final = 16
 MAX_CACHE_SALT_CHARS: Final = 256
+MAX_CHOICES: Final = 1024
+MAX_CONSTRAINT_CHARS: Final = 2**17
 MAX_MESSAGES: Final = 1024
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_CHARS: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 256
 MAX_LOGIT_BIAS: Final = 1024
 MAX_BIAS: Final = 100.0
+MAX_PROMPT_LOGPROBS: Final = 2**15  # of all tokens of a prompt, over all answers
+MAX_TEMPLATE_KWARGS_CHARS: Final = 2**16
 MIN_TEMPERATURE: Final = 1e-6
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
-_COUNTS: Final = {"stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_STOP_TOKEN_IDS, "logit_bias": MAX_LOGIT_BIAS}
+_COUNTS: Final = {
+    "stop": MAX_STOP_STRINGS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
+    "logit_bias": MAX_LOGIT_BIAS,
+}
+_CHAT_CHARS: Final = {"tools_json": 2**20, "template_kwargs_json": MAX_TEMPLATE_KWARGS_CHARS}
 _RANGES: Final = {
     "temperature": (0.0, 100.0),
     "top_p": (1e-6, 1.0),
@@ -43,12 +56,14 @@ class Limits:
     """What can be served at this moment. A pool is that of the largest node that reads prompts, or writes answers; None
     without any."""
 
-    served_model_name: str
+    served_model_names: Sequence[str]
     vocab_size: int
     max_model_len: int
     max_logprobs: int
     prefill_pool_tokens: int | None
     decode_pool_tokens: int | None
+    adapters: Collection[str] | None = ()  # None: no node has come that could tell
+    eos_token_ids: Collection[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,30 +75,41 @@ class AnswerPlan:
     cache_salt: str
     samplings: tuple[SamplingParams, ...]  # one for each answer, different in the seed alone
     text: TextOptions
+    adapter: str = ""  # LoRA adapter that computes them; empty: the model alone
 
 
 def check_input(request: inference_pb2.GenerateRequest, limits: Limits) -> None:
     """Checks what can be told before the prompt is tokenized. Raises RequestError."""
-    if request.model not in ("", limits.served_model_name):
-        message = f"there is no model {_quoted(request.model)}; {limits.served_model_name!r} is served"
-        raise RequestError(MODEL_NOT_FOUND, message, field="model")
+    _check_model(request.model, limits)
     if not REQUEST_ID.fullmatch(request.request_id):
-        raise _bad("request_id", f"must match {REQUEST_ID.pattern}, not {_quoted(request.request_id)}")
+        raise bad("request_id", f"must match {REQUEST_ID.pattern}, not {_quoted(request.request_id)}")
     if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
-        raise _bad("cache_salt", f"has {len(request.cache_salt)} characters, the limit is {MAX_CACHE_SALT_CHARS}")
+        raise bad("cache_salt", f"has {len(request.cache_salt)} characters, the limit is {MAX_CACHE_SALT_CHARS}")
     for name, most in _COUNTS.items():
         check_count(name, len(getattr(request.sampling_params, name)), most)
+    _check_constraint(request.sampling_params)
     match request.WhichOneof("input"):
         case "text":
             _check_prompt_is_there("text", len(request.text))
         case "tokenized":
             _check_prompt_is_there("tokenized.input_ids", len(request.tokenized.input_ids))
-            _check_prompt_length(len(request.tokenized.input_ids), limits)
+            if not request.HasField("truncate_prompt_tokens"):
+                check_prompt_length(len(request.tokenized.input_ids), limits)
         case "chat":
-            _check_prompt_is_there("chat.messages", len(request.chat.messages))
-            check_count("chat.messages", len(request.chat.messages), MAX_MESSAGES)
+            check_chat(request.chat)
         case _:
-            raise _bad("input", "is missing: send text, tokenized or chat")
+            raise bad("input", "is missing: send text, tokenized or chat")
+
+
+def check_chat(chat: inference_pb2.ChatInput) -> None:
+    """Raises RequestError for what no chat template is given."""
+    _check_prompt_is_there("chat.messages", len(chat.messages))
+    check_count("chat.messages", len(chat.messages), MAX_MESSAGES)
+    for name, most in _CHAT_CHARS.items():
+        if (length := len(getattr(chat, name))) > most:
+            raise bad(f"chat.{name}", f"has {length} characters, the limit is {most}")
+    if chat.add_generation_prompt and chat.continue_final_message:
+        raise bad("chat.add_generation_prompt", "must be false where continue_final_message is true")
 
 
 def plan_answers(
@@ -91,46 +117,81 @@ def plan_answers(
     prompt: list[int],
     limits: Limits,
     defaults: inference_pb2.SamplingParams,
+    grammar: str = "",
 ) -> AnswerPlan:
-    """Checks everything else and fills in what the client left open, with the defaults where there are some. Raises
-    RequestError."""
+    """Checks everything else and fills in what the client left open, with the defaults where there are some. `grammar`
+    is that of its constraint. Raises RequestError."""
     _check_prompt_is_there("input", len(prompt))
-    _check_prompt_length(len(prompt), limits)
-    _check_token_ids("input", prompt, limits)
+    check_prompt_length(len(prompt), limits)
+    check_token_ids("input", prompt, limits)
     params = request.sampling_params
     num_answers = _integer(params, "n", 1, 1, MAX_ANSWERS)
     max_tokens = _max_tokens(params, len(prompt), limits, defaults)
-    sampling = _sampling(_filled(params, defaults), max_tokens, limits)
+    sampling = _sampling(_filled(params, defaults), max_tokens, limits) | {"grammar": grammar}
+    _check_num_scores(sampling["prompt_logprobs"], len(prompt), num_answers)
     return AnswerPlan(
         request_id=request.request_id,
         prompt=prompt,
         cache_salt=request.cache_salt,
         samplings=tuple(_with_seeds(sampling, params, num_answers)),
         text=_text_options(params, sampling["min_tokens"]),
+        adapter="" if request.model in limits.served_model_names else request.model,
     )
 
 
-def prompt_limit(limits: Limits) -> TokenLimit:
-    """How long a prompt may be."""
+def _check_constraint(params: inference_pb2.SamplingParams) -> None:
+    """Checks what can be told before it is compiled."""
+    kind = constraint_of(params)
+    if kind is None:
+        return
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(params, name):
+            raise bad(name, f"cannot be had with {kind}, which says where the answer ends")
+    if params.allowed_token_ids:
+        raise bad("allowed_token_ids", f"cannot be had with {kind}, which says what may come")
+    num_chars = len(params.whitespace_pattern)
+    if kind == "choice":
+        check_count("choice", len(params.choice.choices), MAX_CHOICES)
+        if not all(params.choice.choices) or not params.choice.choices:
+            raise bad("choice", "must be a list of texts that are not empty")
+        num_chars += sum(map(len, params.choice.choices))
+    elif kind != "json_object":
+        num_chars += len(getattr(params, kind))
+    if num_chars > MAX_CONSTRAINT_CHARS:
+        raise bad(kind, f"has {num_chars} characters, the limit is {MAX_CONSTRAINT_CHARS}")
+
+
+def prompt_limit(limits: Limits, num_answer_tokens: int = 1) -> TokenLimit:
+    """How long a prompt may be, beside an answer of so many tokens."""
     limit, _ = _context(limits)
-    pool = limits.prefill_pool_tokens
-    most = limit - 1 if pool is None else min(limit - 1, pool)
+    room, pool = limit - num_answer_tokens, limits.prefill_pool_tokens
+    most = room if pool is None else min(room, pool)
     return TokenLimit(most, lambda fewest: _too_long(fewest, limits, "at least "))
+
+
+def _check_model(name: str, limits: Limits) -> None:
+    if not name or name in limits.served_model_names:
+        return
+    if limits.adapters is None:
+        raise RequestError(NO_PREFILL_WORKER, "no node has come yet that could tell whether there is such a model")
+    if name not in limits.adapters:
+        message = f"there is no model {_quoted(name)}; {limits.served_model_names[0]!r} is served"
+        raise RequestError(MODEL_NOT_FOUND, message, field="model")
 
 
 def check_count(field: str, count: int, limit: int) -> None:
     """Raises RequestError for a list that has too many entries, which may then be left unread."""
     if count > limit:
-        raise _bad(field, f"has {count} entries, the limit is {limit}")
+        raise bad(field, f"has {count} entries, the limit is {limit}")
 
 
 def check_number(name: str, value: float) -> None:
     """Raises RequestError for a temperature, probability or penalty that is out of range."""
     low, high = _RANGES[name]
     if not low <= value <= high:  # NaN is not
-        raise _bad(name, f"must be within [{low:g}, {high:g}], not {value:g}")
+        raise bad(name, f"must be within [{low:g}, {high:g}], not {value:g}")
     if name == "temperature" and 0 < value < MIN_TEMPERATURE:
-        raise _bad(name, f"must be 0 or at least {MIN_TEMPERATURE:g}, not {value:g}")
+        raise bad(name, f"must be 0 or at least {MIN_TEMPERATURE:g}, not {value:g}")
 
 
 def _filled(
@@ -143,20 +204,38 @@ def _filled(
 
 
 def _sampling(params: inference_pb2.SamplingParams, max_tokens: int, limits: Limits) -> dict[str, Any]:
-    _check_token_ids("stop_token_ids", params.stop_token_ids, limits)
+    check_token_ids("stop_token_ids", params.stop_token_ids, limits)
     top_k = _integer(params, "top_k", 0, -1, 2**31 - 1)
+    min_tokens = _integer(params, "min_tokens", 0, 0, max_tokens)
     sampling = {name: _number(params, name) for name in _RANGES if params.HasField(name)}
     return sampling | {
         "max_tokens": max_tokens,
-        "min_tokens": _integer(params, "min_tokens", 0, 0, max_tokens),
+        "min_tokens": min_tokens,
         "top_k": top_k if 0 < top_k < limits.vocab_size else 0,
         "logit_bias": _logit_bias(params, limits),
+        "allowed_token_ids": _allowed_token_ids(params, min_tokens, limits),
         "stop_token_ids": tuple(dict.fromkeys(params.stop_token_ids)),
         "ignore_eos": params.ignore_eos,
-        "logprobs": _integer(params, "logprobs", 0, 0, min(limits.max_logprobs, limits.vocab_size))
-        if params.HasField("logprobs")
-        else None,
+        "logprobs": _num_logprobs(params, "logprobs", limits),
+        "prompt_logprobs": _num_logprobs(params, "prompt_logprobs", limits),
     }
+
+
+def _num_logprobs(params: inference_pb2.SamplingParams, name: str, limits: Limits) -> int | None:
+    return _integer(params, name, 0, 0, min(limits.max_logprobs, limits.vocab_size)) if params.HasField(name) else None
+
+
+def _check_num_scores(num_top: int | None, num_tokens: int, num_answers: int) -> None:
+    """Raises RequestError where more logprobs of a prompt are asked for than fit into messages."""
+    if num_top is None:
+        return
+    num_scores = num_tokens * (1 + num_top) * num_answers
+    if num_scores > MAX_PROMPT_LOGPROBS:
+        raise bad(
+            "prompt_logprobs",
+            f"({num_top}) of {num_tokens} tokens in {num_answers} answers are {num_scores} logprobs, the limit is "
+            f"{MAX_PROMPT_LOGPROBS}",
+        )
 
 
 def _with_seeds(
@@ -170,20 +249,33 @@ def _with_seeds(
 def _text_options(params: inference_pb2.SamplingParams, min_tokens: int) -> TextOptions:
     for stop in params.stop:
         if not 1 <= len(stop) <= MAX_STOP_CHARS:
-            raise _bad("stop", f"strings must have 1 to {MAX_STOP_CHARS} characters, not {len(stop)}")
+            raise bad("stop", f"strings must have 1 to {MAX_STOP_CHARS} characters, not {len(stop)}")
     return TextOptions(
         stop=tuple(params.stop),
         include_stop_str_in_output=params.include_stop_str_in_output,
-        skip_special_tokens=params.skip_special_tokens if params.HasField("skip_special_tokens") else True,
+        skip_special_tokens=skips_special_tokens(params),
         min_tokens=min_tokens,
     )
 
 
+def skips_special_tokens(params: inference_pb2.SamplingParams) -> bool:
+    """Whether an answer's text is without special tokens, as it is unless its client wants them."""
+    return params.skip_special_tokens if params.HasField("skip_special_tokens") else True
+
+
+def _allowed_token_ids(params: inference_pb2.SamplingParams, min_tokens: int, limits: Limits) -> tuple[int, ...]:
+    check_token_ids("allowed_token_ids", params.allowed_token_ids, limits)
+    ends = {*limits.eos_token_ids, *params.stop_token_ids}
+    if min_tokens and params.allowed_token_ids and ends.issuperset(params.allowed_token_ids):
+        raise bad("allowed_token_ids", f"are all end tokens, which may not come before min_tokens ({min_tokens})")
+    return tuple(dict.fromkeys(params.allowed_token_ids))
+
+
 def _logit_bias(params: inference_pb2.SamplingParams, limits: Limits) -> tuple[tuple[int, float], ...]:
-    _check_token_ids("logit_bias", params.logit_bias, limits)
+    check_token_ids("logit_bias", params.logit_bias, limits)
     for bias in params.logit_bias.values():
         if not -MAX_BIAS <= bias <= MAX_BIAS:
-            raise _bad("logit_bias", f"values must be within [{-MAX_BIAS:g}, {MAX_BIAS:g}], not {bias:g}")
+            raise bad("logit_bias", f"values must be within [{-MAX_BIAS:g}, {MAX_BIAS:g}], not {bias:g}")
     return tuple(sorted(params.logit_bias.items()))
 
 
@@ -199,7 +291,7 @@ def _max_tokens(
     if not params.HasField("max_tokens"):
         return min(room, max(defaults.max_tokens, params.min_tokens)) if defaults.HasField("max_tokens") else room
     if params.max_tokens < 1:
-        raise _bad("max_tokens", f"must be at least 1, not {params.max_tokens}")
+        raise bad("max_tokens", f"must be at least 1, not {params.max_tokens}")
     if params.max_tokens > room:
         message = (
             f"max_tokens ({params.max_tokens}) and the prompt ({num_prompt_tokens} tokens) make "
@@ -217,7 +309,8 @@ def _context(limits: Limits) -> tuple[int, str]:
     return min(known)
 
 
-def _check_prompt_length(num_tokens: int, limits: Limits) -> None:
+def check_prompt_length(num_tokens: int, limits: Limits) -> None:
+    """Raises RequestError for a prompt that leaves no room for an answer, or that no node could read."""
     if num_tokens > prompt_limit(limits).most:
         raise _too_long(num_tokens, limits)
 
@@ -234,13 +327,14 @@ def _too_long(num_tokens: int, limits: Limits, at_least: str = "") -> RequestErr
 
 def _check_prompt_is_there(field: str, length: int) -> None:
     if length == 0:
-        raise _bad(field, "is empty: a prompt needs at least one token")
+        raise bad(field, "is empty: a prompt needs at least one token")
 
 
-def _check_token_ids(field: str, token_ids: Any, limits: Limits) -> None:
+def check_token_ids(field: str, token_ids: Any, limits: Limits) -> None:
+    """Raises RequestError for a token id that is none."""
     largest = max(token_ids, default=0)
     if largest >= limits.vocab_size:
-        raise _bad(field, f"has token id {largest}; the vocabulary ends at {limits.vocab_size - 1}")
+        raise bad(field, f"has token id {largest}; the vocabulary ends at {limits.vocab_size - 1}")
 
 
 def _number(params: inference_pb2.SamplingParams, name: str) -> float:
@@ -252,11 +346,12 @@ def _number(params: inference_pb2.SamplingParams, name: str) -> float:
 def _integer(params: inference_pb2.SamplingParams, name: str, default: int, low: int, high: int) -> int:
     value: int = getattr(params, name) if params.HasField(name) else default
     if not low <= value <= high:
-        raise _bad(name, f"must be within [{low}, {high}], not {value}")
+        raise bad(name, f"must be within [{low}, {high}], not {value}")
     return value
 
 
-def _bad(field: str, problem: str) -> RequestError:
+def bad(field: str, problem: str) -> RequestError:
+    """The refusal of a field's value."""
     return RequestError(BAD_PARAM, f"{field} {problem}", field=field)
 
 

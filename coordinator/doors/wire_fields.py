@@ -4,18 +4,25 @@ one go too."""
 from collections.abc import Iterator
 from typing import Final
 
-from protos.inference_pb2 import GenerateRequest
+from protos.inference_pb2 import GenerateRequest, SamplingParams
 from serving_core.errors import RequestError
 from serving_core.reasons import BAD_PARAM
 
 MAX_FIELDS: Final = 4096
 _WHOLE: Final = "request"
-_PARTS: Final = {GenerateRequest.DESCRIPTOR.fields_by_name[name].number: name for name in ("chat", "sampling_params")}
+_PARTS: Final = {
+    (within, message.DESCRIPTOR.fields_by_name[name].number): name
+    for within, message, name in (
+        (_WHOLE, GenerateRequest, "chat"),
+        (_WHOLE, GenerateRequest, "sampling_params"),
+        ("sampling_params", SamplingParams, "choice"),
+    )
+}
 
 
 def check_num_fields(message: bytes) -> None:
-    """Raises RequestError when a GenerateRequest, its chat and its sampling_params have more fields together than the
-    limit; each entry of a list is one. What is no protobuf is left to the parser."""
+    """Raises RequestError when a GenerateRequest, its chat and its sampling_params with their choice have more fields
+    together than the limit; each entry of a list is one. What is no protobuf is left to the parser."""
     num_fields, parts = 0, [(_WHOLE, 0, len(message))]
     while parts:
         part, start, end = parts.pop()
@@ -24,8 +31,8 @@ def check_num_fields(message: bytes) -> None:
             if num_fields > MAX_FIELDS:
                 problem = f"{part} has more fields and list entries than the limit, {MAX_FIELDS}"
                 raise RequestError(BAD_PARAM, problem, field=part)
-            if part == _WHOLE and number in _PARTS:
-                parts.append((_PARTS[number], value_start, value_end))
+            if (part, number) in _PARTS:
+                parts.append((_PARTS[part, number], value_start, value_end))
 
 
 def _fields(message: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:

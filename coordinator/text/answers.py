@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from coordinator.control.so_far import SoFar
 from coordinator.doors.generation import Generation
 from coordinator.text.detokenizer import Detokenizer
 from coordinator.text.stop_strings import StopMatcher
@@ -19,72 +20,117 @@ class TextOptions:
     min_tokens: int = 0
 
 
-class Answer:
-    """One answer of a generation. Its text ends where the first stop string begins, or after it when asked to include
-    it; the text of a token that ended the answer is left out likewise."""
+class AnswerText:
+    """The text of one answer as its tokens come. It ends where the first stop string begins, or after it when asked to
+    include it; the text of a token that ended the answer is left out likewise."""
 
-    def __init__(self, generation: Generation, index: int, detokenizer: Detokenizer, options: TextOptions) -> None:
-        self.generation = generation
-        self._index = index
+    def __init__(self, detokenizer: Detokenizer, options: TextOptions) -> None:
         self._detokenizer = detokenizer
         self._options = options
         self._matcher = StopMatcher(options.stop) if options.stop else None
-        self._num_tokens = 0
+        self._owed = ""  # goes before the next piece
+        self._num_known_chars = 0  # of the text to come, that the client has already
+        self.num_tokens = 0
 
     @property
     def matched_stop(self) -> str | None:
         """The stop string that has ended the answer."""
         return self._matcher.matched if self._matcher is not None else None
 
-    def add(self, tokens: Sequence[fleet_pb2.SampledToken]) -> None:
-        """Takes the next tokens; those after a stop string are dropped. Raises RequestError for a slow reader."""
+    def resume(self, so_far: SoFar) -> None:
+        """Goes on behind what the client has; to be called before all else. Takes long for a long answer."""
+        *others, last = so_far.token_ids
+        pieces = [self._take(token_id) for token_id in others if self.matched_stop is None]
+        if self.matched_stop is None:
+            pieces.append(self._take(last, ends=so_far.finish_reason == inference_pb2.FINISH_REASON_STOP))
+        self._num_known_chars = so_far.num_chars
+        self._owed = "".join(pieces)
+
+    def add(self, token: fleet_pb2.SampledToken) -> str:
+        """What the next token makes certain; none may follow a stop string."""
+        return self._news(self._take(token.token_id, ends=token.finish_reason == inference_pb2.FINISH_REASON_STOP))
+
+    def rest(self) -> str:
+        """What was held back, when no more tokens will come."""
+        if self.matched_stop is not None:
+            return self._news("")
+        rest = self._certain(self._detokenizer.flush())
+        if self._matcher is not None and self._matcher.matched is None:
+            rest += self._matcher.flush()
+        return self._news(rest)
+
+    def _take(self, token_id: int, *, ends: bool = False) -> str:
+        self.num_tokens += 1
+        if ends and not self._options.include_stop_str_in_output:
+            return ""
+        return self._certain(self._detokenizer.add(token_id))
+
+    def _certain(self, text: str) -> str:
+        if self._matcher is None:
+            return text
+        certain = self._matcher.feed(text, may_stop=self.num_tokens >= self._options.min_tokens)
+        if self._matcher.matched is not None and self._options.include_stop_str_in_output:
+            certain += self._matcher.matched
+        return certain
+
+    def _news(self, text: str) -> str:
+        """The next piece, without what the client has of it."""
+        if not self._owed and not self._num_known_chars:
+            return text
+        text, self._owed = self._owed + text, ""
+        num_known = min(self._num_known_chars, len(text))
+        self._num_known_chars -= num_known
+        return text[num_known:]
+
+
+class Answer:
+    """One answer of a generation."""
+
+    def __init__(self, generation: Generation, index: int, text: AnswerText) -> None:
+        self.generation = generation
+        self._index = index
+        self._text = text
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that has ended the answer."""
+        return self._text.matched_stop
+
+    def add(self, tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None = None) -> None:
+        """Takes the next tokens; those after a stop string are dropped. With the first comes how much of the prompt was
+        cached. Raises RequestError for a slow reader."""
         if self.matched_stop is not None:
             return
-        first_token_index, text = self._num_tokens, ""
+        first_token_index, text = self._text.num_tokens, ""
         token_ids: list[int] = []
         logprobs: list[inference_pb2.TokenLogprobs] = []
         for token in tokens:
-            self._num_tokens += 1
             token_ids.append(token.token_id)
             if token.HasField("logprob"):
                 logprobs.append(
                     inference_pb2.TokenLogprobs(token_id=token.token_id, logprob=token.logprob, top=token.top)
                 )
-            text += self._text_of(token)
+            text += self._text.add(token)
             if self.matched_stop is not None:
                 break
-        self.generation.push_chunk(
-            self._index,
-            inference_pb2.Chunk(first_token_index=first_token_index, token_ids=token_ids, text=text, logprobs=logprobs),
+        chunk = inference_pb2.Chunk(
+            first_token_index=first_token_index,
+            token_ids=token_ids,
+            text=text,
+            logprobs=logprobs,
+            prompt_logprobs=tokens[0].prompt_logprobs,
+            cached_tokens=num_cached_tokens,
         )
+        self.generation.push_chunk(self._index, chunk)
 
     def end(self, complete: inference_pb2.Complete) -> None:
         """Sends the text held back, then the end. A stop string found in the answer is its finish reason, whatever
         the nodes had to say."""
-        if self.matched_stop is None and (rest := self._rest()):
-            chunk = inference_pb2.Chunk(first_token_index=self._num_tokens, text=rest)
+        if rest := self._text.rest():
+            chunk = inference_pb2.Chunk(first_token_index=self._text.num_tokens, text=rest)
             self.generation.push_chunk(self._index, chunk)
         if self.matched_stop is not None:
             complete.finish_reason = inference_pb2.FINISH_REASON_STOP
             complete.matched_stop_str = self.matched_stop
-            complete.completion_tokens = self._num_tokens
+            complete.completion_tokens = self._text.num_tokens
         self.generation.push_complete(self._index, complete)
-
-    def _text_of(self, token: fleet_pb2.SampledToken) -> str:
-        if token.finish_reason == inference_pb2.FINISH_REASON_STOP and not self._options.include_stop_str_in_output:
-            return ""
-        return self._certain(self._detokenizer.add(token.token_id))
-
-    def _certain(self, text: str) -> str:
-        if self._matcher is None:
-            return text
-        certain = self._matcher.feed(text, may_stop=self._num_tokens >= self._options.min_tokens)
-        if self._matcher.matched is not None and self._options.include_stop_str_in_output:
-            certain += self._matcher.matched
-        return certain
-
-    def _rest(self) -> str:
-        rest = self._certain(self._detokenizer.flush())
-        if self._matcher is not None and self._matcher.matched is None:
-            rest += self._matcher.flush()
-        return rest

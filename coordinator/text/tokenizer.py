@@ -1,8 +1,9 @@
 """Text and chat messages to token ids, from the files of a model folder."""
 
 import asyncio
+import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Final, TypeVar, TypeVarTuple
 
 import tokenizers
 
-from coordinator.text.chat_template import ChatTemplate
+from coordinator.text.chat_template import USUAL, ChatTemplate, Messages, RenderOptions
 from coordinator.text.detokenizer import Detokenizer, DetokenizerFactory
 from serving_core.errors import ModelError, RequestError
 from serving_core.json_fields import JsonFields, read_json_object
@@ -24,6 +25,9 @@ PIECE_CHARS: Final = 2**16  # of a text that may well be too long: so much is en
 USUAL_TOKEN_CHARS: Final = 8  # that tokens of text rarely exceed
 MIN_LONGEST_TOKEN_CHARS: Final = 128  # some tokenizers drop blanks, or make one token of what they do not know
 NUM_THREADS: Final = max(1, (os.cpu_count() or 1) // 2)
+DEFAULT, TOOL_USE = "default", "tool_use"  # templates of a model that has several
+PRIVATE: Final = ("auto_map", "name_or_path")  # of tokenizer_config.json
+USUAL_CLASS: Final = "PreTrainedTokenizerFast"
 SPECIAL_TOKEN_NAMES: Final = (
     "bos_token",
     "eos_token",
@@ -47,9 +51,13 @@ class Tokenizer:
     """The tokenizer of one model folder, with its chat template if it has one. Long texts wait for one of a few
     threads, in the order in which they came; who stops waiting leaves the queue."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, chat_template: ChatTemplate | None) -> None:
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, chat_template: ChatTemplate | None, info_json: str = "{}"
+    ) -> None:
+        """`info_json` is what clients are told of it."""
         self._tokenizer = tokenizer
         self._chat_template = chat_template
+        self.info_json = info_json
         self._detokenizers = DetokenizerFactory(tokenizer)
         longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0)
         self._longest_token_chars = max(longest, MIN_LONGEST_TOKEN_CHARS)
@@ -58,6 +66,11 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
+
+    @property
+    def template_words(self) -> str:
+        """The chat template as it is written; empty without one."""
+        return self._chat_template.words if self._chat_template is not None else ""
 
     async def encode(self, text: str, limit: TokenLimit, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the special tokens that the tokenizer itself adds unless told otherwise. Raises the
@@ -69,12 +82,12 @@ class Tokenizer:
             await self._check_pieces(text, limit)
         return await self._in_turn_if_long(len(text), self._encode, text, add_special_tokens)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]], limit: TokenLimit) -> list[int]:
-        """Token ids of a conversation, up to where the assistant's answer begins. Raises RequestError when the model
-        has no chat template or its template refuses the messages, and as `encode` does."""
+    async def encode_chat(self, messages: Messages, limit: TokenLimit, options: RenderOptions = USUAL) -> list[int]:
+        """Token ids of a conversation. Raises RequestError when the model has no chat template or its template refuses
+        what it is given, and as `encode` does."""
         if self._chat_template is None:
             raise RequestError(BAD_PARAM, "the model has no chat template: send text or token ids", field="chat")
-        text = await self._chat_template.render(messages)
+        text = await self._chat_template.render(messages, options)
         return await self.encode(text, limit, add_special_tokens=False)  # the template wrote them already
 
     async def decode(self, token_ids: Sequence[int]) -> str:
@@ -122,8 +135,9 @@ class Tokenizer:
         return [self.token_bytes(token_id).decode(errors="replace") for token_id in token_ids]
 
 
-def read_tokenizer(folder: Path) -> Tokenizer:
-    """Reads tokenizer.json and the chat template. Raises ModelError when a file is missing or broken."""
+def read_tokenizer(folder: Path, *, chat_template: str = "", template_kwargs_json: str = "") -> Tokenizer:
+    """Reads tokenizer.json and the chat template, or a file with another one. Raises ModelError when a file is missing
+    or broken."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelError(f"there is no {path}; a tokenizer of another format is not supported")
@@ -133,42 +147,62 @@ def read_tokenizer(folder: Path) -> Tokenizer:
         raise ModelError(f"{path} is not a tokenizer: {str(error)[:200]}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return Tokenizer(tokenizer, _read_chat_template(folder))
-
-
-def _read_chat_template(folder: Path) -> ChatTemplate | None:
     config = _optional_json(folder / "tokenizer_config.json")
-    source = _template_source(folder, config)
-    if source is None:
-        return None
-    special_tokens = _optional_json(folder / "special_tokens_map.json")
-    variables = {}
-    for name in SPECIAL_TOKEN_NAMES:
-        token = _token_text(config.raw(name)) or _token_text(special_tokens.raw(name))
-        if token is not None:
-            variables[name] = token
-    return ChatTemplate(source, variables)
-
-
-def _template_source(folder: Path, config: JsonFields) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"{path} cannot be read: {error}") from error
-    source = config.raw("chat_template")
-    if isinstance(source, list):  # several by name
-        source = _default_template(source)
-    if source is not None and not isinstance(source, str):
-        raise config.error("chat_template", "a string")
-    return source
-
-
-def _default_template(named: list[Any]) -> Any:
-    return next(
-        (part.get("template") for part in named if isinstance(part, dict) and part.get("name") == "default"), None
+    sources = {DEFAULT: _text_of(Path(chat_template))} if chat_template else _template_sources(folder, config)
+    special_tokens = _special_tokens(folder, config)
+    info_json = _info_json(config, {**special_tokens, "chat_template": sources.get(DEFAULT)})
+    if DEFAULT not in sources:
+        return Tokenizer(tokenizer, None, info_json)
+    template = ChatTemplate(
+        sources[DEFAULT],
+        special_tokens,
+        tool_source=sources.get(TOOL_USE, ""),
+        kwargs_json=template_kwargs_json,
     )
+    return Tokenizer(tokenizer, template, info_json)
+
+
+def _info_json(config: JsonFields, others: dict[str, Any]) -> str:
+    """What is in tokenizer_config.json but for places of files and code, with these values in place of its own."""
+    names = [name for name in config.names if name not in PRIVATE and not name.endswith("_file")]
+    info = {"tokenizer_class": USUAL_CLASS, **{name: config.raw(name) for name in names}, **others}
+    try:
+        return json.dumps(info)
+    except RecursionError as error:
+        raise ModelError("tokenizer_config.json is nested too deeply") from error
+
+
+def _special_tokens(folder: Path, config: JsonFields) -> dict[str, str]:
+    others = _optional_json(folder / "special_tokens_map.json")
+    tokens = {name: _token_text(config.raw(name)) or _token_text(others.raw(name)) for name in SPECIAL_TOKEN_NAMES}
+    return {name: token for name, token in tokens.items() if token is not None}
+
+
+def _template_sources(folder: Path, config: JsonFields) -> dict[str, str]:
+    """The chat templates of a model folder by name: that for all conversations, and that for those with tools."""
+    path, other = folder / "chat_template.jinja", folder / "additional_chat_templates" / f"{TOOL_USE}.jinja"
+    if path.is_file():
+        return {DEFAULT: _text_of(path)} | ({TOOL_USE: _text_of(other)} if other.is_file() else {})
+    source = config.raw("chat_template")
+    if isinstance(source, list):
+        parts = [part for part in source if isinstance(part, dict)]
+        named = {str(part.get("name")): part.get("template") for part in parts}
+    else:
+        named = {DEFAULT: source}
+    found: dict[str, str] = {}
+    for name in (DEFAULT, TOOL_USE):
+        if (text := named.get(name)) is not None:
+            if not isinstance(text, str):
+                raise config.error("chat_template", "a string")
+            found[name] = text
+    return found
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
 
 
 def _token_text(token: Any) -> str | None:

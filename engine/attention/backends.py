@@ -17,12 +17,16 @@ logger = logging.getLogger(__name__)
 TOLERANCE = 0.05  # 16-bit outputs of two kernels on values of order 1
 
 
-def choose_attention(pool: PagedKVPool, num_heads: int) -> Attention:
+def choose_attention(
+    pool: PagedKVPool, num_heads: int, *, score_scale: float | None = None, portable_only: bool = False
+) -> Attention:
     """On a CPU the compiled kernels, on CUDA varlen_attn if it works with this pool and agrees with the portable
-    backend, which serves otherwise. To be called before the pool holds anything. Raises SettingsError for a pool whose
-    K and V are not of one width in all layers, which no backend takes."""
+    backend, which serves otherwise, and where only it can do what a model asks for. To be called before the pool holds
+    anything. Raises SettingsError for a pool whose K and V are not of one width in all layers, which no other takes."""
+    portable = PortableAttention(pool, num_heads, score_scale)
+    if portable_only:
+        return portable
     pool.layout.check_uniform()
-    portable = PortableAttention(pool, num_heads)
     if pool.device.type == "cpu":
         return _native_or(portable, num_heads)
     if pool.device.type != "cuda":
@@ -36,12 +40,12 @@ def invariant_attentions(attention: Attention, num_heads: int) -> Iterator[Atten
     if not isinstance(attention, PortableAttention):
         yield attention
     if not isinstance(attention, NativeAttention):
-        yield TiledAttention(attention.pool, num_heads)
+        yield TiledAttention(attention.pool, num_heads, attention.score_scale)
 
 
 def _native_or(portable: PortableAttention, num_heads: int) -> Attention:
     try:
-        return NativeAttention(portable.pool, num_heads)
+        return NativeAttention(portable.pool, num_heads, score_scale=portable.score_scale)
     except ValueError as error:
         logger.warning("attention is portable: %s", error)
         return portable
@@ -54,7 +58,7 @@ def _varlen_or(portable: PortableAttention, num_heads: int) -> Attention:
         return portable
     from engine.attention.varlen import VarlenAttention
 
-    candidate = VarlenAttention(pool)
+    candidate = VarlenAttention(pool, portable.score_scale)
     try:
         difference = _largest_difference(candidate, portable, num_heads)
     except (RuntimeError, ValueError, NotImplementedError) as error:

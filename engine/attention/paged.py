@@ -8,7 +8,8 @@ The keys and values of the step's own tokens are in the pool already. A token se
 with a window, only the last `window` of them.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -27,6 +28,7 @@ class Attention(Protocol):
 
     name: str
     pool: PagedKVPool
+    score_scale: float | None  # of queries times keys; None: one over the root of a key's width
 
     def plan(self, batch: ForwardBatch, window: int | None) -> Any:
         """What `attend` needs to know of a batch; the same for all layers with this window."""
@@ -66,13 +68,44 @@ class _Gathering:
     groups: list[_Group]
 
 
+_AttentionOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Queries, keys, values and a mask -> what is attended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What some models do with scores beyond the mask: each becomes cap * tanh(score / cap), and a sink of each head
+    counts as one more score, of a key without a value."""
+
+    softcap: float | None
+    sinks: torch.Tensor | None  # [num_heads]
+
+    def attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """As scaled_dot_product_attention, of [N, Hkv, Q * H / Hkv, D]: heads that share a key are next to each
+        other."""
+        scores = (queries @ keys.transpose(-1, -2)).float() * queries.shape[-1] ** -0.5
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        scores = scores + mask
+        if self.sinks is not None:
+            by_key = self.sinks.float().view(1, keys.shape[1], -1)
+            sinks = by_key.repeat(1, 1, queries.shape[2] // by_key.shape[2]).unsqueeze(-1)
+            scores = torch.cat((scores, sinks.expand(len(scores), -1, -1, -1)), dim=-1)
+        weights = scores.softmax(-1)[..., : keys.shape[2]].to(values.dtype)
+        return torch.matmul(weights, values)
+
+
 class PortableAttention:
     """Gathers blocks and calls torch's scaled_dot_product_attention: correct on every device."""
 
     name = "portable"
 
-    def __init__(self, pool: PagedKVPool, num_heads: int) -> None:
+    def __init__(self, pool: PagedKVPool, num_heads: int, score_scale: float | None = None) -> None:
         self.pool = pool
+        self.score_scale = score_scale
+        self._attention = functools.partial(functional.scaled_dot_product_attention, scale=score_scale)
         self._num_kv_heads = pool.layout.num_kv_heads
         self._heads_per_key = num_heads // pool.layout.num_kv_heads
 
@@ -87,26 +120,29 @@ class PortableAttention:
         gatherings = [self._gather_chunks(batch, spans, window) for spans in chunks.values()]
         return gatherings + [self._gather_singles(batch, spans, window) for spans in _alike(singles)]
 
-    def attend(self, query: torch.Tensor, layer: int, plan: list[_Gathering]) -> torch.Tensor:
-        output = torch.empty_like(query)
+    def attend(
+        self, query: torch.Tensor, layer: int, plan: list[_Gathering], scoring: Scoring | None = None
+    ) -> torch.Tensor:
+        attention = self._attention if scoring is None else scoring.attend
+        output = query.new_empty((*query.shape[:2], self.pool.layout.planes(layer)[1].width))
         for gathering in plan:
             keys, values = self.pool.gather(layer, gathering.blocks)
             for group in gathering.groups:
-                output[group.rows] = self._attend_group(query[group.rows], keys, values, group)
+                output[group.rows] = self._attend_group(query[group.rows], keys, values, group, attention)
         return output
 
     def _attend_group(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: _Group
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: _Group, attention: _AttentionOf
     ) -> torch.Tensor:
-        """query [N * Q, H, D] and gathered blocks [num_blocks, block_size, Hkv, D] -> [N * Q, H, D]"""
-        shape = (group.num_spans, -1, self._num_kv_heads, query.shape[-1])
-        k = keys[group.blocks].view(shape).transpose(1, 2)
-        v = values[group.blocks].view(shape).transpose(1, 2)
+        """query [N * Q, H, D] and gathered blocks [num_blocks, block_size, Hkv, D] -> [N * Q, H, width of V]"""
+        k, v = (
+            plane[group.blocks].view(group.num_spans, -1, *plane.shape[2:]).transpose(1, 2) for plane in (keys, values)
+        )
         folded = query.reshape(group.num_spans, group.num_queries, self._num_kv_heads, self._heads_per_key, -1)
         folded = folded.transpose(1, 2).flatten(2, 3)  # [N, Hkv, Q * H / Hkv, D]
-        attended = functional.scaled_dot_product_attention(folded, k, v, attn_mask=group.mask)
+        attended = attention(folded, k, v, group.mask)
         attended = attended.reshape(group.num_spans, self._num_kv_heads, group.num_queries, self._heads_per_key, -1)
-        return attended.transpose(1, 2).reshape(query.shape)
+        return attended.transpose(1, 2).reshape(*query.shape[:2], -1)
 
     def _gather_chunks(self, batch: ForwardBatch, spans: list[_Span], window: int | None) -> _Gathering:
         """All spans of one request, in order: each sees some of the same blocks."""

@@ -102,8 +102,9 @@ class TiledAttention:
     name = "tiled"
 
     @torch.inference_mode()
-    def __init__(self, pool: PagedKVPool, num_heads: int) -> None:
+    def __init__(self, pool: PagedKVPool, num_heads: int, score_scale: float | None = None) -> None:
         self.pool = pool
+        self.score_scale = score_scale
         self._num_kv_heads, self._head_dim = pool.layout.num_kv_heads, pool.layout.head_dim
         self._heads_per_key = num_heads // self._num_kv_heads
         shape = (2, TILE_KEYS, self._num_kv_heads, self._head_dim)
@@ -165,7 +166,8 @@ class TiledAttention:
         num_requests = len(group.blocks)
         shape = (-1, num_requests, self._num_kv_heads, self._heads_per_key, self._head_dim)
         folded = query.reshape(shape).permute(0, 3, 1, 2, 4)  # [T, H / K, N, K, D]
-        rows = folded.flatten(0, 1).flatten(1, 2).float() * self._head_dim**-0.5
+        scale = self._head_dim**-0.5 if self.score_scale is None else self.score_scale
+        rows = folded.flatten(0, 1).flatten(1, 2).float() * scale
         merged = _Merged(rows)
         for tile in range(0, group.num_tiles * TILE_KEYS, TILE_KEYS):
             seeing = slice(max(0, tile - group.start) * self._heads_per_key, None)  # those before see none of it

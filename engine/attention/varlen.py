@@ -22,8 +22,9 @@ class VarlenAttention:
 
     name = "varlen_attn"
 
-    def __init__(self, pool: PagedKVPool) -> None:
+    def __init__(self, pool: PagedKVPool, score_scale: float | None = None) -> None:
         self.pool = pool
+        self.score_scale = score_scale
 
     def plan(self, batch: ForwardBatch, window: int | None) -> _Plan:
         return _Plan(batch, window=(NO_LIMIT if window is None else window - 1, 0))
@@ -37,6 +38,7 @@ class VarlenAttention:
             None,
             plan.batch.longest_query,
             plan.batch.longest_context,
+            scale=self.score_scale,
             window_size=plan.window,
             enable_gqa=True,
             seqused_k=plan.batch.kv_lengths,

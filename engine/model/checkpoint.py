@@ -1,6 +1,7 @@
-"""Reads parts of tensors from safetensors files."""
+"""Reads parts of tensors from the files of a model."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -34,7 +35,36 @@ def whole_tensor(name: str, shape: Sequence[int], dtypes: tuple[str, ...]) -> Pa
     return Part(name, tuple(map(whole, shape)), dtypes)
 
 
-class Checkpoint:
+class Checkpoint(ABC):
+    """The tensors of a model, by their names."""
+
+    @abstractmethod
+    def names(self) -> set[str]:
+        """Those of all tensors."""
+
+    @abstractmethod
+    def describe(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape, and the dtype that `read` gives."""
+
+    @abstractmethod
+    def read(self, part: Part) -> Iterator[tuple[int, torch.Tensor]]:
+        """The wanted rows of a tensor in order, some at a time: the first one's index among them and their wanted
+        columns."""
+
+    def check(self, part: Part) -> None:
+        """Raises ModelError unless a tensor that is there has the shape and one of the dtypes."""
+        shape, dtype = self.describe(part.name)
+        if shape != part.shape:
+            raise ModelError(f"{part.name} has shape {list(shape)}, and the model wants {list(part.shape)}")
+        if dtype not in part.dtypes:
+            raise ModelError(f"{part.name} is stored as {dtype}; supported are {', '.join(part.dtypes)}")
+
+    def read_all(self, part: Part) -> torch.Tensor:
+        """The wanted part, copied."""
+        return torch.cat([tensor for _, tensor in self.read(part)])
+
+
+class SafetensorsCheckpoint(Checkpoint):
     """The tensors of several safetensors files. Files are mapped as needed and let go every MAPPED_BYTES."""
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -46,22 +76,12 @@ class Checkpoint:
     def names(self) -> set[str]:
         return set(self._file_of)
 
-    def check(self, part: Part) -> None:
-        """Raises ModelError unless a tensor that is there has the shape and one of the dtypes."""
-        shape, dtype = self.describe(part.name)
-        if shape != part.shape:
-            raise ModelError(f"{part.name} has shape {list(shape)}, and the model wants {list(part.shape)}")
-        if dtype not in part.dtypes:
-            raise ModelError(f"{part.name} is stored as {dtype}; supported are {', '.join(part.dtypes)}")
-
     def describe(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Shape and stored dtype."""
         tensor = self._slice(name)
         return tuple(tensor.get_shape()), tensor.get_dtype()
 
     def read(self, part: Part) -> Iterator[tuple[int, torch.Tensor]]:
-        """The wanted rows of a tensor in order, some at a time: the first one's index among them and their wanted
-        columns, mapped from the file."""
+        """Mapped from the file."""
         rows, *columns = (slice(extent.held.start, extent.held.stop) for extent in part.extents)
         row_bytes = MOST_STORED_BYTES * math.prod(part.shape[1:])  # gaps between columns may be mapped as well
         num_rows = max(1, MAPPED_BYTES // row_bytes)
@@ -75,7 +95,9 @@ class Checkpoint:
 
     def read_all(self, part: Part) -> torch.Tensor:
         """The wanted part, copied."""
-        return torch.cat([tensor for _, tensor in self.read(part)])
+        if not part.extents:
+            return torch.as_tensor(self._slice(part.name)[...]).clone()
+        return super().read_all(part)
 
     def _slice(self, name: str) -> Any:
         return self._handle(self._file_of[name]).get_slice(name)

@@ -3,8 +3,9 @@
 A parameter may hold a part of its tensors: one rank's. `sources` of a layer says which.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple, TypeAlias
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -27,6 +28,16 @@ class Source(NamedTuple):
 
     name: str
     extents: tuple[Extent, ...]
+
+
+def below_each_other(extents: Iterable[Extent]) -> list[Extent]:
+    """The same runs in one dimension that has all of these, one behind the other."""
+    parts = list(extents)
+    starts = [0, *itertools.accumulate(part.total for part in parts)]
+    return [
+        Extent(starts[-1], range(start + part.held.start, start + part.held.stop))
+        for start, part in zip(starts, parts, strict=False)
+    ]
 
 
 class Layer(nn.Module):
@@ -89,11 +100,15 @@ def _is_native(matrix: object) -> bool:
 
 
 class Embedding(Layer):
-    """One vector for each token id, of which each rank has a share of the ids. As the head too it gives logits."""
+    """One vector for each token id, of which each rank has a share of the ids. As the head too it gives logits, unless
+    another stage has the head: then its vectors are what they would be here."""
 
-    def __init__(self, vocabulary: Extent, size: int, group: RankGroup, is_head: bool = False) -> None:
+    def __init__(
+        self, vocabulary: Extent, size: int, group: RankGroup, is_head: bool = False, gives_logits: bool = True
+    ) -> None:
         super().__init__()
         self._is_head = is_head
+        self._gives_logits = is_head and gives_logits
         self._dtype = torch.get_default_dtype()
         self._quantized: QuantizedMatrix | None = None
         self._packed: DenseMatrix | OneDNNMatrix | None = None
@@ -115,7 +130,7 @@ class Embedding(Layer):
         if bits is not None:
             self._quantized = quantized_matrix(self.weight.detach(), HEAD_BITS)
             del self.weight
-        else:
+        elif self._gives_logits:
             self._packed = _packed(self.weight)
 
     def make_invariant(self, tiling: Tiling) -> None:
@@ -124,7 +139,7 @@ class Embedding(Layer):
 
     @property
     def is_invariant(self) -> bool:
-        return not self._is_head or self._tiled is not None or _is_native(self.matrix)
+        return not self._gives_logits or self._tiled is not None or _is_native(self.matrix)
 
     @property
     def num_bytes(self) -> int:
@@ -160,17 +175,65 @@ class Embedding(Layer):
         return self._quantized.rows(rows).to(self._dtype)
 
 
+class ScaledEmbedding(Embedding):
+    """Gives its vectors so many times. Its logits are as without."""
+
+    def __init__(
+        self, vocabulary: Extent, size: int, group: RankGroup, is_head: bool, gives_logits: bool, scale: float
+    ) -> None:
+        super().__init__(vocabulary, size, group, is_head, gives_logits)
+        self._scale = scale
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids).mul_(self._scale)
+
+
+def embedding(
+    vocabulary: Extent, size: int, group: RankGroup, is_head: bool, gives_logits: bool, scale: float
+) -> Embedding:
+    """One that gives its vectors `scale` times."""
+    if scale == 1:
+        return Embedding(vocabulary, size, group, is_head, gives_logits)
+    return ScaledEmbedding(vocabulary, size, group, is_head, gives_logits, scale)
+
+
 class RMSNorm(Layer):
     """Root mean square norm over the last dimension, computed in float32 (arXiv 1910.07467)."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    centers = False
+
+    def __init__(self, size: int, eps: float, delta_scale: float = 1.0, gain: float = 1.0) -> None:
+        """`delta_scale`: how many times a delta is added first; `gain`: how many times the result is given."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps: Final = eps
+        self.delta_scale: Final = delta_scale
+        self._gain = gain
+
+    def pack(self, bits: int | None) -> None:
+        """The gain goes into the weights."""
+        self.weight.data.mul_(self._gain)
 
     def forward(self, x: torch.Tensor, steps: Steps, delta: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, size] -> [T, size], of x and the delta; x becomes their sum in place"""
-        return steps.norm(x, self.weight, self.eps, delta)
+        return steps.norm(x, self.weight, self.eps, delta, self.delta_scale, self.centers)
+
+    def add_to(self, x: torch.Tensor, delta: torch.Tensor, steps: Steps) -> None:
+        """Adds the norm of delta [T, size] to x [T, size]."""
+        steps.norm_onto(x, delta, self.weight, self.eps)
+
+
+class LayerNorm(RMSNorm):
+    """The same of what the mean was taken away from (arXiv 1607.06450), without a bias."""
+
+    centers = True
+
+
+class Deltas(Protocol):
+    """What adapters add to some rows of a batch."""
+
+    def add(self, projection: "Linear", x: torch.Tensor, projected: torch.Tensor) -> None:
+        """Adds to `projected`, in place, what they add to the projection of x."""
 
 
 class Linear(Layer):
@@ -179,10 +242,22 @@ class Linear(Layer):
     With a part of the inputs or outputs it computes that part alone. Of a sum over ranks only one may add the bias.
     """
 
-    def __init__(self, inputs: Extent, parts: Mapping[str, Extent], bias: bool, adds_bias: bool = True) -> None:
+    def __init__(
+        self,
+        inputs: Extent,
+        parts: Mapping[str, Extent],
+        bias: bool,
+        adds_bias: bool = True,
+        stored_as: str | None = None,
+        rows: Sequence[int] | None = None,
+    ) -> None:
+        """`stored_as`: the one name under which the checkpoint holds all parts, one below the other. `rows`: which of
+        the outputs that are held each output is; None: they keep their order."""
         super().__init__()
-        self._inputs = inputs
-        self._parts = parts
+        self.inputs: Final = inputs
+        self.parts: Final = parts
+        self.rows: Final = rows
+        self._stored_as = stored_as
         self._adds_bias = bias and adds_bias
         self._is_head = "lm_head" in parts
         num_outputs = sum(len(part.held) for part in parts.values())
@@ -192,10 +267,13 @@ class Linear(Layer):
         self._tiled: Rows | None = None
 
     def sources(self, parameter: str) -> Sequence[Source]:
+        named = list(self.parts.items())
+        if self._stored_as is not None:
+            named = [(self._stored_as, outputs) for outputs in below_each_other(self.parts.values())]
         if parameter == "weight":
-            return [Source(name, (outputs, self._inputs)) for name, outputs in self._parts.items()]
-        held = [outputs if self._adds_bias else Extent(outputs.total, range(0)) for outputs in self._parts.values()]
-        return [Source(name, (outputs,)) for name, outputs in zip(self._parts, held, strict=True)]
+            return [Source(name, (outputs, self.inputs)) for name, outputs in named]
+        held = [outputs if self._adds_bias else Extent(outputs.total, range(0)) for _, outputs in named]
+        return [Source(name, (outputs,)) for (name, _), outputs in zip(named, held, strict=True)]
 
     @property
     def matrix(self) -> Packed | None:
@@ -208,7 +286,10 @@ class Linear(Layer):
         del self.weight
 
     def pack(self, bits: int | None) -> None:
-        """Quantizes or packs the weights; the plain ones are let go."""
+        """Puts outputs into their order; quantizes or packs the weights, and the plain ones are let go."""
+        if self.rows is not None:
+            for parameter in self.parameters():
+                parameter.data = parameter.data[list(self.rows)]
         bias = self.bias if self._adds_bias else None
         if self._matrix is None and bits is not None:
             bits = HEAD_BITS if self._is_head else bits
@@ -224,8 +305,8 @@ class Linear(Layer):
         if self.is_invariant:
             return
         bits = self._matrix.bits if isinstance(self._matrix, QuantizedMatrix) else None
-        kind = (type(self._matrix), bits, sum(len(part.held) for part in self._parts.values()), self.bias is None)
-        self._tiled = tiling.tiled(self._product, len(self._inputs.held), kind)
+        kind = (type(self._matrix), bits, sum(len(part.held) for part in self.parts.values()), self.bias is None)
+        self._tiled = tiling.tiled(self._product, len(self.inputs.held), kind)
 
     @property
     def is_invariant(self) -> bool:
@@ -235,8 +316,11 @@ class Linear(Layer):
     def num_bytes(self) -> int:
         return super().num_bytes + (self._matrix.num_bytes if self._matrix is not None else 0)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product(x) if self._tiled is None else self._tiled(x)
+    def forward(self, x: torch.Tensor, deltas: Deltas | None = None) -> torch.Tensor:
+        projected = self._product(x) if self._tiled is None else self._tiled(x)
+        if deltas is not None:
+            deltas.add(self, x, projected)
+        return projected
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self._matrix is not None:
@@ -251,8 +335,8 @@ class RowParallel(Linear):
         super().__init__(inputs, {name: whole(num_outputs)}, bias, adds_bias=shard.rank == 0)
         self._group = group
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        projected = super().forward(x)
+    def forward(self, x: torch.Tensor, deltas: Deltas | None = None) -> torch.Tensor:
+        projected = super().forward(x, deltas)  # a part of the sum, as what is added for this rank's inputs is
         self._group.all_reduce(projected)
         return projected
 
@@ -260,13 +344,16 @@ class RowParallel(Linear):
 class SwiGLU(nn.Module):
     """Gated feed-forward layer (arXiv 2002.05202)."""
 
-    def __init__(self, hidden_size: int, shard: Shard, bias: bool, group: RankGroup) -> None:
+    def __init__(
+        self, hidden_size: int, shard: Shard, bias: bool, group: RankGroup, stored_as: str | None = None
+    ) -> None:
+        """`stored_as`: the one name under which the checkpoint holds gates and ups."""
         super().__init__()
         parts = {"gate_proj": shard.neurons, "up_proj": shard.neurons}
-        self.gate_up_proj = Linear(whole(hidden_size), parts, bias)
+        self.gate_up_proj = Linear(whole(hidden_size), parts, bias, stored_as=stored_as)
         self.down_proj = RowParallel(shard.neurons, "down_proj", hidden_size, bias, shard, group)
 
-    def forward(self, x: torch.Tensor, steps: Steps) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, steps: Steps, deltas: Deltas | None = None) -> torch.Tensor:
         """x [T, E] -> [T, E]"""
-        projected: torch.Tensor = self.down_proj(steps.gate(self.gate_up_proj(x)))
+        projected: torch.Tensor = self.down_proj(steps.gate(self.gate_up_proj(x, deltas)), deltas)
         return projected

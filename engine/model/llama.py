@@ -1,10 +1,12 @@
-"""The decoder of the Llama family: Llama, Mistral, Qwen2 and Qwen3.
+"""The decoder of the Llama family: Llama, Mistral, Qwen2 and Qwen3, and what serving_core.differences describes.
 
 Shapes: T tokens of a batch, S wanted rows, E hidden size, H heads, K key heads, D head size. H and K are those of
-this rank; of what several ranks compute in part, two sums over them a layer make the whole.
+this rank; of what several ranks compute in part, two sums over them a layer make the whole. Of several stages the first
+one begins with the embedding, and the last one ends with norm and head.
 Every module's parameters carry the names of the Hugging Face checkpoint, less the leading "model.".
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,17 +17,34 @@ from torch import nn
 from engine.attention.paged import Attention
 from engine.forward_batch import ForwardBatch
 from engine.invariant import Rotary, TiledRotary, Tiling, are_invariant, invariant_steps
-from engine.model.layers import Embedding, Layer, Linear, Packed, RMSNorm, RowParallel, SwiGLU
-from engine.model.rope import RotaryEmbedding, Rotation
+from engine.model.experts import MixtureOfExperts
+from engine.model.layers import (
+    Deltas,
+    Embedding,
+    Layer,
+    LayerNorm,
+    Linear,
+    Packed,
+    RMSNorm,
+    RowParallel,
+    SwiGLU,
+    embedding,
+)
+from engine.model.lora import Adapters
+from engine.model.rope import RotaryEmbedding, Rotation, head_order
 from engine.model.steps import HeadNorms, Steps
 from engine.native.steps import choose_steps
 from engine.parallel import RankGroup
+from engine.pipeline import Pipeline
+from serving_core.differences import Differences
 from serving_core.model_config import ModelConfig
 from serving_core.requests import OnLayer
-from serving_core.sharding import Shard, share_of, whole
+from serving_core.rope_config import DEFAULT_THETA, DefaultRope
+from serving_core.sharding import Extent, Shard, is_first_holder, share_of, whole
 
 # Every report interrupts a core that computes: after each layer they cost a tenth of a prefill, every eighth 3 %.
 LAYERS_PER_REPORT: Final = 8
+_LAYER: Final = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +52,11 @@ class Pass:
     """What all layers need to know of one pass through the decoder."""
 
     batch: ForwardBatch
-    rotation: Rotation
+    rotations: dict[bool, Rotation]  # of layers that rotate, and of those that do not
     attention: Attention
     plans: dict[int | None, Any]  # of `attention`, for each window
     steps: Steps
+    deltas: Deltas | None  # None: no row is computed with an adapter
 
 
 class SelfAttention(nn.Module):
@@ -46,10 +66,16 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.layer: Final = layer
         self.window: Final = config.sliding_windows[layer]
+        self.rotates: Final = layer not in config.differences.unrotated_layers
         self._head_dim = config.head_dim
         queries, keys = shard.query_heads.times(config.head_dim), shard.kv_heads.times(config.head_dim)
-        parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-        self.qkv_proj = Linear(whole(config.hidden_size), parts, config.qkv_bias)
+        self.qkv_proj = Linear(
+            whole(config.hidden_size),
+            {"q_proj": queries, "k_proj": keys, "v_proj": keys},
+            config.qkv_bias,
+            stored_as="qkv_proj" if config.differences.is_fused else None,
+            rows=_ordered_rows(config, shard),
+        )
         self.o_proj = RowParallel(queries, "o_proj", config.hidden_size, config.o_bias, shard, group)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
@@ -61,50 +87,161 @@ class SelfAttention(nn.Module):
             return None
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
+    def project(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
+        """Queries, keys and values [T, (H + 2 K) D] of x [T, E]"""
+        projected: torch.Tensor = self.qkv_proj(x, now.deltas)
+        return projected
+
     def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
         """x [T, E] -> [T, E]"""
-        heads = self.qkv_proj(x).view(x.shape[0], -1, self._head_dim)  # [T, H + 2 K, D]
-        attention = now.attention
-        queries = now.steps.place(heads, now.rotation, attention.pool, self.layer, now.batch.slots, self.head_norms)
+        heads = self.project(x, now).view(x.shape[0], -1, self._head_dim)  # [T, H + 2 K, D]
+        attention, rotation = now.attention, now.rotations[self.rotates]
+        queries = now.steps.place(heads, rotation, attention.pool, self.layer, now.batch.slots, self.head_norms)
         attended = attention.attend(queries, self.layer, now.plans[self.window])
-        projected: torch.Tensor = self.o_proj(attended.flatten(1))
+        projected: torch.Tensor = self.o_proj(attended.flatten(1), now.deltas)
         return projected
 
 
+class NormedAttention(SelfAttention):
+    """With a norm of all queries of a token as one, and one of all its keys, on whatever ranks they are."""
+
+    def __init__(self, config: ModelConfig, layer: int, shard: Shard, group: RankGroup) -> None:
+        super().__init__(config, layer, shard, group)
+        self._queries, self._keys = (heads.times(config.head_dim) for heads in (shard.query_heads, shard.kv_heads))
+        self.q_norm: RMSNorm = RMSNorm(self._queries.total, config.rms_norm_eps)
+        self.k_norm: RMSNorm = RMSNorm(self._keys.total, config.rms_norm_eps)
+        self._group = group
+        self._gives_keys = is_first_holder(shard, group.size)
+
+    @property
+    def head_norms(self) -> HeadNorms | None:
+        return None
+
+    def project(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
+        projected = super().project(x, now)
+        num_queries, num_keys = len(self._queries.held), len(self._keys.held)
+        queries, keys = projected[:, :num_queries], projected[:, num_queries : num_queries + num_keys]
+        all_queries, all_keys = self._of_all_ranks(queries, keys)
+        queries.copy_(self.q_norm(all_queries, now.steps)[:, _held(self._queries)])
+        keys.copy_(self.k_norm(all_keys, now.steps)[:, _held(self._keys)])
+        return projected
+
+    def _of_all_ranks(self, queries: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All of them, on every rank. (Not their squares alone: so the bits are those of one rank.)"""
+        if self._group.size == 1:
+            return queries, keys
+        together = queries.new_zeros(len(queries), self._queries.total + self._keys.total)
+        all_queries, all_keys = together[:, : self._queries.total], together[:, self._queries.total :]
+        all_queries[:, _held(self._queries)] = queries
+        if self._gives_keys:
+            all_keys[:, _held(self._keys)] = keys
+        self._group.all_reduce(together)
+        return all_queries, all_keys
+
+
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each with a norm before and a residual around."""
+    """Attention and feed-forward, each with a norm and a residual around.
+
+    Changes x [T, E] in place. What it gives, like `delta` of the layer before, is still to be added; None: nothing.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, shard: Shard, group: RankGroup) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = SelfAttention(config, layer, shard, group)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, shard, config.mlp_bias, group)
+        attention = NormedAttention if config.differences.norms_projections else SelfAttention
+        self.self_attn = attention(config, layer, shard, group)
+        experts = config.experts
+        self._feed_forward = "mlp"  # as the checkpoint calls it
+        if experts is None or layer in experts.dense_layers:
+            stored_as = "gate_up_proj" if config.differences.is_fused else None
+            self.mlp = SwiGLU(config.hidden_size, shard, config.mlp_bias, group, stored_as)
+        else:
+            self._feed_forward = experts.module
+            self.add_module(experts.module, MixtureOfExperts(config.hidden_size, experts, shard, group))
+
+    @property
+    def feed_forward(self) -> SwiGLU | MixtureOfExperts:
+        return self._modules[self._feed_forward]  # type: ignore[return-value]
+
+
+class PreNormLayer(DecoderLayer):
+    """Each has a norm before, which adds what is still to be added as it reads x."""
+
+    def __init__(self, config: ModelConfig, layer: int, shard: Shard, group: RankGroup) -> None:
+        super().__init__(config, layer, shard, group)
+        self.input_layernorm, self.post_attention_layernorm = _norm(config), _norm(config)
 
     def forward(self, x: torch.Tensor, delta: torch.Tensor | None, now: Pass) -> torch.Tensor:
-        """Changes x [T, E] in place. What it gives, like `delta` of the layer before, is still to be added to x: the
-        next norm does that as it reads x."""
         delta = self.self_attn(self.input_layernorm(x, now.steps, delta), now)
-        return self.mlp(self.post_attention_layernorm(x, now.steps, delta), now.steps)  # type: ignore[no-any-return]
+        normed = self.post_attention_layernorm(x, now.steps, delta)
+        return self.feed_forward(normed, now.steps, now.deltas)  # type: ignore[no-any-return]
+
+
+class PostNormLayer(DecoderLayer):
+    """Each has a norm behind, which adds what it gives to x."""
+
+    def __init__(self, config: ModelConfig, layer: int, shard: Shard, group: RankGroup) -> None:
+        super().__init__(config, layer, shard, group)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: torch.Tensor, delta: torch.Tensor | None, now: Pass) -> None:
+        self.post_attention_layernorm.add_to(x, self.self_attn(x, now), now.steps)
+        self.post_feedforward_layernorm.add_to(x, self.feed_forward(x, now.steps, now.deltas), now.steps)
+
+
+class ParallelLayer(DecoderLayer):
+    """Both read what one norm before them gives, which adds what is still to be added as it reads x."""
+
+    def __init__(self, config: ModelConfig, layer: int, shard: Shard, group: RankGroup) -> None:
+        super().__init__(config, layer, shard, group)
+        self.input_layernorm = _norm(config)
+
+    def forward(self, x: torch.Tensor, delta: torch.Tensor | None, now: Pass) -> torch.Tensor:
+        normed = self.input_layernorm(x, now.steps, delta)
+        x.add_(self.self_attn(normed, now))
+        return self.feed_forward(normed, now.steps, now.deltas)  # type: ignore[no-any-return]
 
 
 class LlamaDecoder(nn.Module):
     """One rank's part of a model. To be built on the meta device and filled by engine.model.weights."""
 
-    def __init__(self, config: ModelConfig, device: torch.device, shard: Shard, group: RankGroup) -> None:
-        """`device` is where it will compute, `shard` the part of the group's rank."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: torch.device,
+        shard: Shard,
+        group: RankGroup,
+        pipeline: Pipeline | None = None,
+    ) -> None:
+        """`device` is where it will compute, `shard` the part of the group's rank. Without a pipeline there is one
+        stage."""
         super().__init__()
         self._group = group
+        self._pipeline = pipeline
+        self._shard = shard
+        self._hidden_size = config.hidden_size
+        self._leaves_delta = not config.differences.norms_outputs
         self._vocabulary_widths = [len(share_of(config.vocab_size, rank, group.size)) for rank in range(group.size)]
-        self.windows: Final = frozenset(config.sliding_windows)
+        self.windows: Final = frozenset(config.sliding_windows[layer] for layer in shard.layers.held)
         self.steps = choose_steps(device)
-        self.rotary: Rotary = RotaryEmbedding(config.rope, config.head_dim, device)
-        tied = config.tie_word_embeddings
-        self.embed_tokens = Embedding(shard.vocabulary, config.hidden_size, group, is_head=tied)
-        self.lm_head = None if tied else Linear(whole(config.hidden_size), {"lm_head": shard.vocabulary}, bias=False)
-        layers = (DecoderLayer(config, layer, shard, group) for layer in range(config.num_layers))
-        self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        differences, tied = config.differences, config.tie_word_embeddings
+        self.embed_tokens: Embedding | None = None
+        if shard.is_first or (shard.is_last and tied):
+            self.embed_tokens = embedding(
+                shard.vocabulary, config.hidden_size, group, tied, shard.is_last, differences.embedding_scale
+            )
+        self.lm_head: Linear | None = None
+        if shard.is_last and not tied:
+            self.lm_head = Linear(whole(config.hidden_size), {"lm_head": shard.vocabulary}, bias=False)
+        layers = {str(layer): _layer_class(differences)(config, layer, shard, group) for layer in shard.layers.held}
+        self.layers = nn.ModuleDict(layers)  # by their numbers in the model
+        self.own_layers: Final = list(layers.values())
+        self.rotaries: dict[bool, Rotary] = {
+            rotates: _rotary(config, device, rotates)
+            for rotates in {layer.self_attn.rotates for layer in self.own_layers}
+        }
+        self.norm = _norm(config, gain=differences.logit_scale) if shard.is_last else None
+        self.adapters = Adapters()
 
     def make_invariant(self, dtype: torch.dtype, device: torch.device) -> None:
         """To be called once filled: from then on the bits of a row depend on no other, if its attention's do not
@@ -114,30 +251,48 @@ class LlamaDecoder(nn.Module):
             if isinstance(module, Layer):
                 module.make_invariant(tiling)
         self.steps = invariant_steps(self.steps, dtype)
-        self.rotary = TiledRotary(self.rotary, device)
+        self.rotaries = {rotates: TiledRotary(rotary, device) for rotates, rotary in self.rotaries.items()}
 
     @property
     def is_invariant(self) -> bool:
         """Whether the bits of a row depend on no other, if its attention's do not either."""
         layers = (module for module in self.modules() if isinstance(module, Layer))
-        return are_invariant(self.steps, self.norm.weight.dtype) and all(layer.is_invariant for layer in layers)
+        dtype = next(self.parameters()).dtype  # as all weights that are not packed
+        return are_invariant(self.steps, dtype) and all(layer.is_invariant for layer in layers)
 
     @property
     def is_whole(self) -> bool:
         """Whether no other rank has a part of the model."""
-        return self._group.size == 1
+        return self._group.size == 1 and self._pipeline is None
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether what a step computes depends on what its tokens choose."""
+        return any(isinstance(module, MixtureOfExperts) for module in self.modules())
 
     @property
     def head(self) -> Packed | None:
         """What computes the logits; None: a plain weight does."""
-        return self.embed_tokens.matrix if self.lm_head is None else self.lm_head.matrix
+        head = self.lm_head or self.embed_tokens
+        return None if head is None else head.matrix
 
     @property
     def some_layers(self) -> list[DecoderLayer]:
-        """One of each window and the last, in their order."""
-        layers: list[DecoderLayer] = list(self.layers)  # type: ignore[arg-type]
-        first = {layer.self_attn.window: place for place, layer in reversed(list(enumerate(layers)))}
+        """One of each window, rotated and not, and kind of feed-forward, and the last, in their order."""
+        layers = self.own_layers
+        kinds = [(layer.self_attn.window, layer.self_attn.rotates, type(layer.feed_forward)) for layer in layers]
+        first = {kind: place for place, kind in reversed(list(enumerate(kinds)))}
         return [layers[place] for place in sorted({*first.values(), len(layers) - 1})]
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether a tensor of the checkpoint that this stage has no use for is another stage's."""
+        layers = self._shard.layers
+        if found := _LAYER.match(name):
+            number = int(found[1])
+            return number < layers.total and number not in layers.held
+        if name.startswith("model.embed_tokens."):
+            return not self._shard.is_first
+        return name.startswith(("model.norm.", "lm_head.")) and not self._shard.is_last
 
     def forward(
         self,
@@ -147,22 +302,85 @@ class LlamaDecoder(nn.Module):
         layers: Sequence[DecoderLayer] | None = None,
     ) -> torch.Tensor | None:
         """Writes the batch's keys and values into the pool. Gives the logits [S, vocab_size] of the wanted rows on
-        rank 0, None on the others. Goes through all layers, unless some are given to try things out."""
-        x = self.embed_tokens(batch.token_ids)
-        delta = None
+        rank 0 of the last stage, None on the others. Goes through all layers, unless some are given to try things
+        out."""
+        x, delta = self._begin(batch, attention.pool.compute_dtype)
         now = Pass(
             batch,
-            self.rotary.tables(batch.positions, x.dtype),
+            {rotates: rotary.tables(batch.positions, x.dtype) for rotates, rotary in self.rotaries.items()},
             attention,
             {window: attention.plan(batch, window) for window in self.windows},
             self.steps,
+            self.adapters.deltas_for(batch.adapted_rows),
         )
-        for num_done, layer in enumerate(layers or self.layers, 1):
+        for num_done, layer in enumerate(layers or self.own_layers, 1):
             delta = layer(x, delta, now)
-            if on_layer is not None and (num_done % LAYERS_PER_REPORT == 0 or num_done == len(self.layers)):
+            if on_layer is not None and (num_done % LAYERS_PER_REPORT == 0 or num_done == len(self.own_layers)):
                 on_layer(num_done)
-        assert delta is not None, "a decoder without layers"
+        if self.norm is None:
+            self._pass_on(x, delta)
+            return None
         wanted = batch.logit_rows
-        x = self.norm(x.index_select(0, wanted), self.steps, delta.index_select(0, wanted))
-        logits = self.embed_tokens.logits(x) if self.lm_head is None else self.lm_head(x)
-        return self._group.gather_columns(logits, self._vocabulary_widths)
+        delta = None if delta is None else delta.index_select(0, wanted)
+        x = self.norm(x.index_select(0, wanted), self.steps, delta)
+        return self._group.gather_columns(self._head_logits(x), self._vocabulary_widths)
+
+    def _begin(self, batch: ForwardBatch, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the first layer takes: the tokens' vectors, or what the stage before passes on."""
+        if self._shard.is_first:
+            assert self.embed_tokens is not None
+            return self.embed_tokens(batch.token_ids), None
+        assert self._pipeline is not None
+        shape = (len(batch.token_ids), self._hidden_size)
+        x = self._pipeline.receive(*shape, dtype)
+        return x, self._pipeline.receive(*shape, dtype) if self._leaves_delta else None
+
+    def _pass_on(self, x: torch.Tensor, delta: torch.Tensor | None) -> None:
+        """Both apart, as the next layer adds them in a way of its own."""
+        assert self._pipeline is not None
+        assert (delta is not None) == self._leaves_delta
+        self._pipeline.send(x)
+        if delta is not None:
+            self._pipeline.send(delta)
+
+    def _head_logits(self, x: torch.Tensor) -> torch.Tensor:
+        if self.lm_head is not None:
+            logits: torch.Tensor = self.lm_head(x)
+            return logits
+        assert self.embed_tokens is not None
+        return self.embed_tokens.logits(x)
+
+
+def _layer_class(differences: Differences) -> type[DecoderLayer]:
+    if differences.norms_outputs:
+        return PostNormLayer
+    return ParallelLayer if differences.is_parallel else PreNormLayer
+
+
+def _norm(config: ModelConfig, gain: float = 1.0) -> RMSNorm:
+    """One before attention, feed-forward or head."""
+    kind = LayerNorm if config.differences.centers_norms else RMSNorm
+    return kind(config.hidden_size, config.rms_norm_eps, config.differences.residual_scale, gain)
+
+
+def _rotary(config: ModelConfig, device: torch.device, rotates: bool) -> RotaryEmbedding:
+    if not rotates:
+        return RotaryEmbedding(DefaultRope(DEFAULT_THETA), config.head_dim, device, rotary_dim=0)
+    return RotaryEmbedding(config.rope, config.head_dim, device, config.differences.rotary_dim)
+
+
+def _ordered_rows(config: ModelConfig, shard: Shard) -> list[int] | None:
+    """The outputs of a projection to queries, keys and values in the order in which they are computed with."""
+    head_dim, differences = config.head_dim, config.differences
+    if differences.rotary_dim is None and not differences.rotates_neighbours:
+        return None
+    assert not config.qk_norm, "a norm of single heads is in the order of the checkpoint"
+    order = head_order(head_dim, differences.rotary_dim or head_dim, differences.rotates_neighbours)
+    num_keys = len(shard.kv_heads.held)
+    num_ordered = len(shard.query_heads.held) + num_keys
+    ordered = [head * head_dim + at for head in range(num_ordered) for at in order]
+    return [*ordered, *range(len(ordered), len(ordered) + num_keys * head_dim)]
+
+
+def _held(extent: Extent) -> slice:
+    return slice(extent.held.start, extent.held.stop)

@@ -4,8 +4,9 @@ import math
 from typing import TypeAlias
 
 import torch
+from torch.nn import functional
 
-from serving_core.rope_config import DefaultRope, LinearRope, Llama3Rope, Rope, YarnRope
+from serving_core.rope_config import DefaultRope, FactorRope, LinearRope, Llama3Rope, Rope, YarnRope
 
 Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # what RotaryEmbedding.tables gives
 
@@ -13,8 +14,10 @@ Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # what RotaryEmbedding.
 class RotaryEmbedding:
     """Cosines and sines of positions, computed afresh for every step: no table of max_position_embeddings rows."""
 
-    def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
-        self._inverse_frequencies = inverse_frequencies(rope, head_dim).to(device)
+    def __init__(self, rope: Rope, head_dim: int, device: torch.device, rotary_dim: int | None = None) -> None:
+        """Of heads in the order of `head_order` only rotary_dim elements turn; the other pairs stand still."""
+        turning = inverse_frequencies(rope, head_dim if rotary_dim is None else rotary_dim)
+        self._inverse_frequencies = functional.pad(turning, (0, head_dim // 2 - len(turning))).to(device)
         self._factor = rope.attention_factor if isinstance(rope, YarnRope) else 1.0
 
     def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
@@ -27,6 +30,16 @@ class RotaryEmbedding:
 def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
     """Rotates heads [T, H, head_dim] by the angles of `RotaryEmbedding.tables`; pairs are half a head apart."""
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), signed_sin)
+
+
+def head_order(head_dim: int, rotary_dim: int, are_neighbours: bool) -> list[int]:
+    """Which element of a head, of which the first rotary_dim are rotated, comes where, so that pairs are half a head
+    apart and those that turn come first. `are_neighbours`: pairs are, else they are half of rotary_dim apart. (Queries
+    and keys in one order have the same products.)"""
+    turning, still = range(rotary_dim), range(rotary_dim, head_dim)
+    half, rest = rotary_dim // 2, len(still) // 2
+    firsts, seconds = (turning[::2], turning[1::2]) if are_neighbours else (turning[:half], turning[half:])
+    return [*firsts, *still[:rest], *seconds, *still[rest:]]
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
@@ -44,6 +57,8 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
             return _yarn(rope, pair_periods, head_dim)
         case Llama3Rope():
             return _llama3(rope, 1.0 / pair_periods)
+        case FactorRope():
+            return 1.0 / (torch.tensor(rope.factors, dtype=torch.float32, device="cpu") * pair_periods)
 
 
 def _yarn(rope: YarnRope, pair_periods: torch.Tensor, head_dim: int) -> torch.Tensor:

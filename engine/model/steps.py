@@ -20,14 +20,36 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+def add_scaled(x: torch.Tensor, delta: torch.Tensor | None, scale: float) -> None:
+    """Adds a delta, if there is one, so many times to x. (Not by add's alpha, which is rounded to their dtype.)"""
+    if delta is not None:
+        x.add_(delta if scale == 1 else delta * scale)
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, eps: float, centers: bool) -> torch.Tensor:
+    """As `Steps.norm` without a delta."""
+    if centers:
+        return functional.layer_norm(x, weight.shape, weight, None, eps)
+    return functional.rms_norm(x, weight.shape, weight, eps)
+
+
 class Steps(Protocol):
     """All tensors of a call are of one dtype and on one device."""
 
     def norm(
-        self, x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        delta: torch.Tensor | None = None,
+        delta_scale: float = 1.0,
+        centers: bool = False,
     ) -> torch.Tensor:
         """x [T, E] over its root mean square, computed in float32, times weight [E]. A delta [T, E] is first added to
-        x in place."""
+        x in place, so many times. A norm that centers takes the mean of x away before."""
+
+    def norm_onto(self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        """Adds the norm of delta [T, E] to x [T, E]."""
 
     def place(
         self,
@@ -53,11 +75,19 @@ class TorchSteps:
     """The steps on every device."""
 
     def norm(
-        self, x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        delta: torch.Tensor | None = None,
+        delta_scale: float = 1.0,
+        centers: bool = False,
     ) -> torch.Tensor:
-        if delta is not None:
-            x.add_(delta)
-        return functional.rms_norm(x, weight.shape, weight, eps)
+        add_scaled(x, delta, delta_scale)
+        return normed(x, weight, eps, centers)
+
+    def norm_onto(self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        x.add_(self.norm(delta, weight, eps))
 
     def place(
         self,

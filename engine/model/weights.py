@@ -1,16 +1,17 @@
-"""Fills a model from its safetensors files."""
+"""Fills a model from the files of its folder."""
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
 from torch import nn
 
-from engine.model.checkpoint import Checkpoint, Part
+from engine.model.checkpoint import Checkpoint, Part, SafetensorsCheckpoint
 from engine.model.layers import Layer, Linear
+from engine.model.llama import LlamaDecoder
 from engine.native.linear_library import best_variant
 from engine.quantization import awq, gptq
 from engine.quantization.grouped_weight import join, matrix_of
@@ -18,7 +19,7 @@ from serving_core.errors import ModelError
 from serving_core.needs import TIED_HEAD, WEIGHT_BITS
 from serving_core.sharding import Extent
 from serving_core.stored_quantization import StoredQuantization
-from serving_core.weight_files import weight_files
+from serving_core.weight_files import is_gguf, weight_files
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class _Target(NamedTuple):
 
 
 def load_weights(
-    model: nn.Module,
+    model: LlamaDecoder,
     folder: Path,
     dtype: torch.dtype,
     device: torch.device,
@@ -59,12 +60,12 @@ def load_weights(
 
     Reads of the files what the parameters take, and takes little memory beyond them. Raises ModelError, before
     anything is loaded, when a tensor is missing, unknown, of another shape or of a dtype that is not a float of 16
-    or 32 bits.
+    or 32 bits. What another stage takes is that stage's to check.
     """
-    checkpoint = Checkpoint(weight_files(folder))
+    checkpoint = open_checkpoint(folder)
     targets = list(_targets(model, checkpoint, stored))
     parts = [part for target in targets for part in target.parts]
-    _check(checkpoint, parts)
+    _check(checkpoint, parts, model.is_elsewhere)
     num_bytes = num_dense = 0
     for module, of_module in itertools.groupby(targets, key=lambda target: target.module):
         for target in of_module:
@@ -79,10 +80,20 @@ def load_weights(
         logger.warning("quantized weights save memory but no time here: no kernel computes with them as they are")
     if num_dense:
         logger.warning("%d layers are kept as %s: their groups of inputs cannot be computed with", num_dense, dtype)
-    if TIED_HEAD in checkpoint.names() and TIED_HEAD not in {part.name for part in parts}:
+    is_tied = model.norm is not None and model.lm_head is None
+    if is_tied and TIED_HEAD in checkpoint.names():
         (embedding,) = (part for part in parts if part.name == EMBEDDING)
         _check_tied_head(checkpoint, embedding, dtype)
     return num_bytes
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """The tensors of a model folder. Raises ModelError."""
+    if not is_gguf(folder):
+        return SafetensorsCheckpoint(weight_files(folder))
+    from engine.model.gguf_checkpoint import GgufCheckpoint  # here, as few models need what it imports
+
+    return GgufCheckpoint(folder)
 
 
 def _fill(target: _Target, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
@@ -121,7 +132,7 @@ def _targets(model: nn.Module, checkpoint: Checkpoint, stored: StoredQuantizatio
     for path, module in model.named_modules():
         for attribute, _ in module.named_parameters(recurse=False):
             assert isinstance(module, Layer), path
-            sources = [(_in_checkpoint(path, name), extents) for name, extents in module.sources(attribute)]
+            sources = [(in_checkpoint(path, name), extents) for name, extents in module.sources(attribute)]
             is_weight = isinstance(module, Linear) and attribute == "weight"
             if stored is not None and is_weight and all(_is_quantized(checkpoint, name) for name, _ in sources):
                 yield _quantized(module, checkpoint, stored, [_Stored(name, *extents) for name, extents in sources])
@@ -146,19 +157,21 @@ def _quantized(
     return _Target(module, "weight", parts, sources)
 
 
-def _in_checkpoint(path: str, name: str) -> str:
+def in_checkpoint(path: str, name: str) -> str:
+    """What the checkpoint calls a module of ours, or with a name a module beside it."""
     if name:
         path = f"{path.rpartition('.')[0]}.{name}".removeprefix(".")
     return path if path == "lm_head" else f"model.{path}"
 
 
-def _check(checkpoint: Checkpoint, parts: Sequence[Part]) -> None:
+def _check(checkpoint: Checkpoint, parts: Sequence[Part], is_elsewhere: Callable[[str], bool]) -> None:
     wanted = {part.name for part in parts}
     present = checkpoint.names()
     if missing := sorted(wanted - present):
         raise ModelError(f"the weights lack {_spell(missing)}")
-    harmless = {name for name in present - wanted if name.endswith(HARMLESS_SUFFIX) or _is_no_bias(checkpoint, name)}
-    if unknown := sorted(present - wanted - harmless - {TIED_HEAD}):
+    unwanted = {name for name in present - wanted if not is_elsewhere(name)}
+    harmless = {name for name in unwanted if name.endswith(HARMLESS_SUFFIX) or _is_no_bias(checkpoint, name)}
+    if unknown := sorted(unwanted - harmless - {TIED_HEAD}):
         raise ModelError(f"the weights hold {_spell(unknown)}, which the model has no use for")
     for part in parts:
         checkpoint.check(part)

@@ -11,28 +11,37 @@ import torch
 
 from engine.attention.native import NativeAttention
 from engine.forward_batch import ForwardBatch
-from engine.model.layers import Linear, Packed, RMSNorm
-from engine.model.llama import DecoderLayer, LlamaDecoder
+from engine.model.layers import Linear, Packed, RMSNorm, SwiGLU
+from engine.model.llama import (
+    DecoderLayer,
+    LlamaDecoder,
+    NormedAttention,
+    ParallelLayer,
+    PostNormLayer,
+    PreNormLayer,
+    SelfAttention,
+)
 from engine.native.dense_linear import DenseMatrix
 from engine.native.program import NativeProgram
 from engine.native.steps import ELEMENTS, NativeSteps
 from engine.quantization.quantized_linear import QuantizedMatrix
 
 MOST_ROWS: Final = 64
-OPERATIONS_PER_LAYER: Final = 13  # five, and four products of at most two
+OPERATIONS_PER_LAYER: Final = 15  # seven at most, and four products of at most two
 OPERATIONS_AFTER: Final = 3  # a norm and the head
 
 Recordable: TypeAlias = DenseMatrix | QuantizedMatrix
 
 
 def is_recordable(decoder: LlamaDecoder, attention: NativeAttention) -> bool:
-    """Whether a decoder's parts are native kernels for the pool's own dtype, all on one rank."""
+    """Whether a decoder's parts are native kernels for the pool's own dtype, all on one rank, and every step does the
+    same."""
     pool = attention.pool
-    if not decoder.is_whole or not isinstance(decoder.steps, NativeSteps):
+    if not decoder.is_whole or decoder.has_experts or not isinstance(decoder.steps, NativeSteps):
         return False
     if pool.layout.is_quantized or pool.compute_dtype not in ELEMENTS:
         return False
-    modules = (module for layer in decoder.layers for module in layer.modules())
+    modules = (module for layer in decoder.own_layers for module in layer.modules())
     matrices = [module.matrix for module in modules if isinstance(module, Linear)]
     return all(map(_is_recordable, (*matrices, decoder.head)))
 
@@ -51,18 +60,20 @@ class NativeDecode:
         self._record()
 
     def matches(self, batch: ForwardBatch) -> bool:
-        """Decode of at most MOST_ROWS requests, whose tokens are all wanted."""
+        """Decode of at most MOST_ROWS requests, whose tokens are all wanted and of the model alone."""
         num_rows = len(batch.token_ids)
-        return len(batch.kv_lengths) == len(batch.logit_rows) == num_rows <= MOST_ROWS
+        return not batch.adapted_rows and len(batch.kv_lengths) == len(batch.logit_rows) == num_rows <= MOST_ROWS
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
         """[B, vocab_size], good until the next run. Raises IndexError, and writes nothing, when a slot is not in the
         pool."""
         num_rows, buffers, decoder = len(batch.token_ids), self._buffers, self._decoder
+        assert decoder.embed_tokens is not None
         buffers.x[:num_rows] = decoder.embed_tokens(batch.token_ids)
-        rotation = decoder.rotary.tables(batch.positions, buffers.x.dtype)
-        for table, values in zip(buffers.rotation, rotation, strict=True):
-            table[:num_rows] = values
+        for rotates, rotary in decoder.rotaries.items():
+            rotation = rotary.tables(batch.positions, buffers.x.dtype)
+            for table, values in zip(buffers.rotations[rotates], rotation, strict=True):
+                table[:num_rows] = values
         buffers.slots[:num_rows] = batch.slots
         plans = {window: self._attention.plan(batch, window) for window in self._plans}
         for window, plan in plans.items():
@@ -73,29 +84,67 @@ class NativeDecode:
 
     def _record(self) -> None:
         buffers, decoder = self._buffers, self._decoder
-        for number, layer in enumerate(decoder.layers):
-            assert isinstance(layer, DecoderLayer)
-            self._record_layer(number, layer)
-        self._record_norm(decoder.norm, buffers.delta)
+        delta: torch.Tensor | None = None
+        for layer in decoder.own_layers:
+            delta = self._record_layer(layer, delta)
+        assert decoder.norm is not None
+        self._record_norm(decoder.norm, delta)
         self._record_product(decoder.head, buffers.normed, buffers.logits)
 
-    def _record_layer(self, number: int, layer: DecoderLayer) -> None:
-        program, buffers, block, mlp = self._program, self._buffers, layer.self_attn, layer.mlp
-        self._record_norm(layer.input_layernorm, buffers.delta if number > 0 else None)
-        self._record_product(block.qkv_proj.matrix, buffers.normed, buffers.heads)
-        self._steps.record_place(
-            program, buffers.heads, buffers.rotation, self._attention.pool, number, buffers.slots, block.head_norms
-        )
-        self._attention.record(program, self._plans[block.window], buffers.heads, number, buffers.attended)
-        self._record_product(block.o_proj.matrix, buffers.attended, buffers.delta)
+    def _record_layer(self, layer: DecoderLayer, delta: torch.Tensor | None) -> torch.Tensor | None:
+        """What is still to be added to x before the layer is `delta`, and behind it what this gives."""
+        buffers = self._buffers
+        if isinstance(layer, PostNormLayer):
+            self._record_attention(layer.self_attn, buffers.x)
+            self._record_norm_onto(layer.post_attention_layernorm)
+            self._record_mlp(layer, buffers.x)
+            self._record_norm_onto(layer.post_feedforward_layernorm)
+            return None
+        if isinstance(layer, ParallelLayer):
+            self._record_norm(layer.input_layernorm, delta)
+            self._record_attention(layer.self_attn, buffers.normed)
+            self._steps.record_sum(self._program, buffers.x, buffers.delta)
+            self._record_mlp(layer, buffers.normed)
+            return buffers.delta
+        assert isinstance(layer, PreNormLayer)
+        self._record_norm(layer.input_layernorm, delta)
+        self._record_attention(layer.self_attn, buffers.normed)
         self._record_norm(layer.post_attention_layernorm, buffers.delta)
-        self._record_product(mlp.gate_up_proj.matrix, buffers.normed, buffers.gates_and_ups)
-        self._steps.record_gate(program, buffers.gates_and_ups, buffers.gated)
+        self._record_mlp(layer, buffers.normed)
+        return buffers.delta
+
+    def _record_attention(self, block: SelfAttention, x: torch.Tensor) -> None:
+        program, buffers, pool = self._program, self._buffers, self._attention.pool
+        self._record_product(block.qkv_proj.matrix, x, buffers.heads)
+        if isinstance(block, NormedAttention):
+            self._record_projection_norms(block)
+        rotation = buffers.rotations[block.rotates]
+        self._steps.record_place(program, buffers.heads, rotation, pool, block.layer, buffers.slots, block.head_norms)
+        self._attention.record(program, self._plans[block.window], buffers.heads, block.layer, buffers.attended)
+        self._record_product(block.o_proj.matrix, buffers.attended, buffers.delta)
+
+    def _record_projection_norms(self, block: NormedAttention) -> None:
+        projected, first = self._buffers.heads.flatten(1), 0
+        for norm in (block.q_norm, block.k_norm):
+            rows = projected[:, first : first + len(norm.weight)]
+            self._steps.record_norm(self._program, rows, norm.weight, norm.eps, None, rows)
+            first += len(norm.weight)
+
+    def _record_mlp(self, layer: DecoderLayer, x: torch.Tensor) -> None:
+        buffers, mlp = self._buffers, layer.feed_forward
+        assert isinstance(mlp, SwiGLU)
+        self._record_product(mlp.gate_up_proj.matrix, x, buffers.gates_and_ups)
+        self._steps.record_gate(self._program, buffers.gates_and_ups, buffers.gated)
         self._record_product(mlp.down_proj.matrix, buffers.gated, buffers.delta)
 
     def _record_norm(self, norm: RMSNorm, delta: torch.Tensor | None) -> None:
         buffers = self._buffers
-        self._steps.record_norm(self._program, buffers.x, norm.weight, norm.eps, delta, buffers.normed)
+        self._steps.record_norm(
+            self._program, buffers.x, norm.weight, norm.eps, delta, buffers.normed, norm.delta_scale, norm.centers
+        )
+
+    def _record_norm_onto(self, norm: RMSNorm) -> None:
+        self._steps.record_norm_onto(self._program, self._buffers.x, self._buffers.delta, norm.weight, norm.eps)
 
     def _record_product(self, matrix: Packed | None, x: torch.Tensor, outputs: torch.Tensor) -> None:
         assert isinstance(matrix, Recordable)
@@ -107,19 +156,21 @@ class _Buffers:
 
     def __init__(self, decoder: LlamaDecoder, attention: NativeAttention) -> None:
         layout, head = attention.pool.layout, decoder.head
-        first = decoder.layers[0]
-        assert isinstance(first, DecoderLayer)
-        down = first.mlp.down_proj.matrix
+        first = decoder.own_layers[0]
+        assert decoder.norm is not None
+        assert isinstance(first.feed_forward, SwiGLU)
+        down = first.feed_forward.down_proj.matrix
         assert isinstance(head, Recordable)
         assert isinstance(down, Recordable)
         neurons, num_heads = down.num_inputs, attention.num_heads
         rows = functools.partial(torch.empty, MOST_ROWS, dtype=attention.pool.compute_dtype)
-        self.x, self.normed, self.delta = (rows(len(decoder.norm.weight)) for _ in range(3))
+        hidden_size = len(decoder.norm.weight)
+        self.x, self.normed, self.delta = (rows(hidden_size) for _ in range(3))
         self.heads = rows(num_heads + 2 * layout.num_kv_heads, layout.head_dim)
         self.attended = rows(num_heads, layout.head_dim)
         self.gates_and_ups, self.gated = rows(2 * neurons), rows(neurons)
         self.logits = rows(head.num_outputs)
-        self.rotation = (rows(1, layout.head_dim), rows(1, layout.head_dim))
+        self.rotations = {rotates: (rows(1, layout.head_dim), rows(1, layout.head_dim)) for rotates in decoder.rotaries}
         self.slots = torch.empty(MOST_ROWS, dtype=torch.int64)
 
 

@@ -1,5 +1,6 @@
 /* The functions that Python calls for products with float32 and bfloat16 weights. */
 #include "dense.h"
+#include "groups.h"
 #include "work.h"
 
 #include <stddef.h>
@@ -126,6 +127,31 @@ EXPORTED void dense_multiply(const DenseMatrix *matrix, Parallel *parallel, int3
     Operation operation;
     describe(&operation, matrix, inputs, input_stride, outputs);
     run_operations(&operation, 1, num_rows, parallel, num_threads);
+}
+
+/* The same for groups of rows, one behind the other, each with a matrix of its own, all of one shape and element:
+ * the rows of matrix i are those from starts[i] up to starts[i + 1]. Gives 0, or -1 when there is no memory. */
+EXPORTED int32_t dense_multiply_groups(const DenseMatrix *const *matrices, const int32_t *starts, int32_t num_groups,
+                                       Parallel *parallel, int32_t num_threads, const uint8_t *inputs,
+                                       int64_t input_stride, uint8_t *outputs) {
+    const DenseMatrix *first = matrices[0];
+    const int32_t num_rows = starts[num_groups];
+    const int64_t output_stride = (int64_t)first->num_outputs * element_bytes(first->element);
+    Operation operation;
+    Groups groups;
+    if (num_rows < 1) return 0;
+    if ((int64_t)num_rows * first->num_outputs * first->num_inputs < SHARED_WORK) num_threads = 1;
+    if (groups_open(&groups, smaller(num_groups, num_rows))) return -1;
+    for (int32_t i = 0; i < num_groups; ++i) {
+        const int32_t start = starts[i], count = starts[i + 1] - start;
+        if (count > 0)
+            describe(groups_next(&groups, count), matrices[i], inputs + start * input_stride, input_stride,
+                     outputs + start * output_stride);
+    }
+    groups_describe(&operation, &groups);
+    run_operations(&operation, 1, num_rows, parallel, num_threads);
+    groups_close(&groups);
+    return 0;
 }
 
 /* Adds the product to a program, which gives the rows. Gives 0, or -1 when the program is full. */

@@ -110,6 +110,11 @@ class DenseMatrix:
         self._address = ctypes.addressof(self._matrix)
 
     @property
+    def address(self) -> int:
+        """Where the compiled functions find what it is; good for as long as it is there."""
+        return self._address
+
+    @property
     def num_bytes(self) -> int:
         return self._weights.nbytes + (0 if self._bias is None else self._bias.nbytes)
 

@@ -1,4 +1,5 @@
 /* The functions that Python calls for products with quantized weights. */
+#include "groups.h"
 #include "linear.h"
 #include "work.h"
 
@@ -118,6 +119,50 @@ EXPORTED int32_t linear_multiply(const Matrix *matrix, Parallel *parallel, int32
     divide(&operations[0], &operations[1],
            describe(matrix, element, inputs, input_stride, num_rows, outputs, memory));
     run_operations(operations, 2, num_rows, parallel, num_threads);
+    free(memory);
+    return 0;
+}
+
+/* The part of a product for the rows from `start` on, with a matrix of its own. */
+static Product part_of(Product product, const Matrix *matrix, int64_t start) {
+    product.matrix = matrix;
+    product.outputs += start * matrix->num_outputs * (product.element == LINEAR_BFLOAT16 ? 2 : 4);
+    product.rounded.numbers += start * PLANES * matrix->padded_inputs;
+    product.rounded.sums += start * num_groups(matrix);
+    product.rounded.scales += start;
+    return product;
+}
+
+/* The same for groups of rows, one behind the other, each with a matrix of its own, all of one shape, group size and
+ * number of bits: the rows of matrix i are those from starts[i] up to starts[i + 1]. */
+EXPORTED int32_t linear_multiply_groups(const Matrix *const *matrices, const int32_t *starts, int32_t num_matrices,
+                                        Parallel *parallel, int32_t num_threads, int32_t element,
+                                        const uint8_t *inputs, int64_t input_stride, uint8_t *outputs) {
+    const Matrix *first = matrices[0];
+    const int32_t num_rows = starts[num_matrices];
+    Operation operations[2];
+    Groups groups;
+    if (num_rows < 1) return 0;
+    if ((int64_t)num_rows * first->num_outputs * first->num_inputs < SHARED_WORK) num_threads = 1;
+    uint8_t *memory = malloc((size_t)linear_rounded_bytes(first, num_rows));
+    if (memory == NULL) return -1;
+    if (groups_open(&groups, num_matrices < num_rows ? num_matrices : num_rows)) {
+        free(memory);
+        return -1;
+    }
+    Product product = describe(first, element, inputs, input_stride, num_rows, outputs, memory);
+    for (int32_t i = 0; i < num_matrices; ++i) {
+        const int32_t count = starts[i + 1] - starts[i];
+        if (count < 1) continue;
+        Operation *operation = groups_next(&groups, count);
+        operation->kind = &multiplication;
+        *(Product *)operation->data = part_of(product, matrices[i], starts[i]);
+    }
+    operations[0].kind = &rounding; /* which depends on what all matrices have in common */
+    *(Product *)operations[0].data = product;
+    groups_describe(&operations[1], &groups);
+    run_operations(operations, 2, num_rows, parallel, num_threads);
+    groups_close(&groups);
     free(memory);
     return 0;
 }

@@ -11,6 +11,7 @@ typedef struct {
     int64_t num_slots; /* of a placement */
     union {
         Norm norm;
+        Sum sum;
         Placement placement;
         Gating gating;
         Search search;
@@ -20,6 +21,8 @@ typedef struct {
 _Static_assert(sizeof(StepData) <= DATA_BYTES, "an operation has no room for it");
 
 EXPORTED int32_t steps_version(void) { return STEPS_VERSION; }
+
+EXPORTED int64_t steps_norm_bytes(void) { return sizeof(Norm); }
 
 EXPORTED int64_t steps_placement_bytes(void) { return sizeof(Placement); }
 
@@ -58,9 +61,9 @@ static void compute(const Operation *operation, Units units, int32_t thread) {
 
 static const OperationKind rows_alone = {begin, compute, NULL}, rows_into_slots = {begin_placement, compute, NULL};
 
-static void describe_norm(Operation *operation, const StepKernel *kernel, Norm step) {
+static void describe_norm(Operation *operation, const StepKernel *kernel, const Norm *step) {
     operation->kind = &rows_alone;
-    *(StepData *)operation->data = (StepData){.compute = kernel->norm, .step.norm = step};
+    *(StepData *)operation->data = (StepData){.compute = kernel->norm, .step.norm = *step};
 }
 
 static void describe_place(Operation *operation, const StepKernel *kernel, const Placement *step, int64_t num_slots) {
@@ -74,11 +77,10 @@ static void describe_gate(Operation *operation, const StepKernel *kernel, Gating
 }
 
 /* All rows by num_threads threads of `parallel` (GOMP_parallel), or by this one alone. */
-EXPORTED void steps_norm(const StepKernel *kernel, Parallel *parallel, int32_t num_threads, int32_t element,
-                         int32_t num_rows, int32_t num_columns, float eps, const uint8_t *weight, uint8_t *x,
-                         int64_t x_stride, const uint8_t *delta, int64_t delta_stride, uint8_t *output) {
+EXPORTED void steps_norm(const StepKernel *kernel, Parallel *parallel, int32_t num_threads, const Norm *step,
+                         int32_t num_rows) {
     Operation operation;
-    describe_norm(&operation, kernel, (Norm){element, num_columns, eps, weight, x, x_stride, delta, delta_stride, output});
+    describe_norm(&operation, kernel, step);
     run_operations(&operation, 1, num_rows, parallel, num_threads);
 }
 
@@ -108,12 +110,20 @@ EXPORTED void steps_search(const StepKernel *kernel, Parallel *parallel, int32_t
 }
 
 /* Add a step to a program, which gives the rows. Give 0, or -1 when the program is full. */
-EXPORTED int32_t steps_add_norm(Program *program, const StepKernel *kernel, int32_t element, int32_t num_columns,
-                                float eps, const uint8_t *weight, uint8_t *x, int64_t x_stride, const uint8_t *delta,
-                                int64_t delta_stride, uint8_t *output) {
+EXPORTED int32_t steps_add_norm(Program *program, const StepKernel *kernel, const Norm *step) {
     Operation *operation = next_operation(program);
     if (operation == NULL) return -1;
-    describe_norm(operation, kernel, (Norm){element, num_columns, eps, weight, x, x_stride, delta, delta_stride, output});
+    describe_norm(operation, kernel, step);
+    return 0;
+}
+
+EXPORTED int32_t steps_add_sum(Program *program, const StepKernel *kernel, int32_t element, int32_t num_columns,
+                               uint8_t *x, const uint8_t *delta) {
+    Operation *operation = next_operation(program);
+    if (operation == NULL) return -1;
+    operation->kind = &rows_alone;
+    Sum step = {element, num_columns, x, delta};
+    *(StepData *)operation->data = (StepData){.compute = kernel->sum, .step.sum = step};
     return 0;
 }
 

@@ -8,22 +8,35 @@
 
 #include <stdint.h>
 
-#define STEPS_VERSION 1 /* of everything below; engine/native/steps.py expects the same */
+#define STEPS_VERSION 2 /* of everything below; engine/native/steps.py expects the same */
 
 enum Element { FLOAT32, BFLOAT16 };
 
-/* x += delta, where there is one; output = x / root mean square of x * weight */
+/* x += delta * delta_scale, where there is one; output = x / root mean square of x * weight, or is increased by that.
+ * What is added to x is rounded once. A norm that centers takes the mean of x away first, and does not increase. */
 typedef struct {
     int32_t element;
     int32_t num_columns;
+    int32_t increases;
+    int32_t centers;
     float eps;
+    float delta_scale;
     const uint8_t *weight;
     uint8_t *x;
     int64_t x_stride;
     const uint8_t *delta;    /* or NULL */
     int64_t delta_stride;
-    uint8_t *output;         /* contiguous */
+    uint8_t *output;         /* may be x, where it is not increased */
+    int64_t output_stride;
 } Norm;
+
+/* x += delta; both are contiguous */
+typedef struct {
+    int32_t element;
+    int32_t num_columns;
+    uint8_t *x;
+    const uint8_t *delta;
+} Sum;
 
 /* Rows of num_heads queries, num_kv_heads keys and as many values. Queries and keys are normed, where there are
  * weights, and rotated in place; keys and values are then written to the pool, where there is one. */
@@ -66,7 +79,7 @@ typedef struct {
 typedef void StepRow(const void *step, int64_t row);
 
 typedef struct {
-    StepRow *norm, *place, *gate, *search;
+    StepRow *norm, *sum, *place, *gate, *search;
 } StepKernel;
 
 extern const StepKernel steps_plain;

@@ -15,12 +15,32 @@ from engine.model.steps import HeadNorms, Steps, TorchSteps
 from engine.native import library as native_library
 from engine.native.program import NativeProgram
 
-VERSION: Final = 1  # STEPS_VERSION in native/steps.h
+VERSION: Final = 2  # STEPS_VERSION in native/steps.h
 ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1}
 VARIANTS: Final = ("avx512", "avx2", "plain")  # the fastest first
 
 _VARIANT_OF: Final = {"amx": "avx512", "avx512_bf16": "avx512", "avx512": "avx512", "avx2": "avx2", "plain": "plain"}
 _SHARED_ELEMENTS: Final = 2**14  # fewer are done sooner than another thread is woken
+
+
+class Norm(ctypes.Structure):
+    """Norm in native/steps.h."""
+
+    _fields_ = [
+        ("element", ctypes.c_int32),
+        ("num_columns", ctypes.c_int32),
+        ("increases", ctypes.c_int32),
+        ("centers", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+        ("delta_scale", ctypes.c_float),
+        ("weight", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("delta", ctypes.c_void_p),
+        ("delta_stride", ctypes.c_int64),
+        ("output", ctypes.c_void_p),
+        ("output_stride", ctypes.c_int64),
+    ]
 
 
 class Placement(ctypes.Structure):
@@ -58,7 +78,7 @@ class StepLibrary:
         self._kernel.argtypes = [ctypes.c_char_p]
         self.norm, self.place, self.gate = library.steps_norm, library.steps_place, library.steps_gate
         self.search = library.steps_search
-        self.norm.argtypes = [*rows, ctypes.c_float, pointer, pointer, int64, pointer, int64, pointer]
+        self.norm.argtypes = [*run, pointer, int32]
         self.place.argtypes = [*run, pointer, int32, int64]
         self.gate.argtypes = [*rows, pointer, int64, pointer]
         self.search.argtypes = [*rows, pointer, int64, pointer, pointer]
@@ -66,14 +86,18 @@ class StepLibrary:
             function.restype = None
         self.add_norm, self.add_place = library.steps_add_norm, library.steps_add_place
         self.add_gate = library.steps_add_gate
-        added: list[Any] = [pointer, pointer, int32, int32]
-        self.add_norm.argtypes = [*added, ctypes.c_float, pointer, pointer, int64, pointer, int64, pointer]
+        self.add_sum = library.steps_add_sum
+        self.add_norm.argtypes = [pointer, pointer, pointer]
+        self.add_sum.argtypes = [pointer, pointer, int32, int32, pointer, pointer]
         self.add_place.argtypes = [pointer, pointer, pointer, int64]
-        self.add_gate.argtypes = [*added, pointer, int64, pointer]
-        for function in (self.place, self.add_norm, self.add_place, self.add_gate):
+        self.add_gate.argtypes = [pointer, pointer, int32, int32, pointer, int64, pointer]
+        for function in (self.place, self.add_norm, self.add_sum, self.add_place, self.add_gate):
             function.restype = int32
-        library.steps_placement_bytes.restype = int64
-        if library.steps_version() != VERSION or library.steps_placement_bytes() != ctypes.sizeof(Placement):
+        is_ours = library.steps_version() == VERSION
+        for size, structure in ((library.steps_norm_bytes, Norm), (library.steps_placement_bytes, Placement)):
+            size.restype = int64
+            is_ours = is_ours and size() == ctypes.sizeof(structure)
+        if not is_ours:
             raise OSError(f"{path.name} is of another version: install the package again")
 
     def kernel(self, variant: str) -> int | None:
@@ -115,29 +139,28 @@ class NativeSteps:
         self._portable = TorchSteps()
 
     def norm(
-        self, x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        delta: torch.Tensor | None = None,
+        delta_scale: float = 1.0,
+        centers: bool = False,
     ) -> torch.Tensor:
-        element = ELEMENTS.get(x.dtype)
-        if element is None or x.stride(1) != 1 or (delta is not None and delta.stride(1) != 1):
-            return self._portable.norm(x, weight, eps, delta)
-        num_rows, num_columns = x.shape
+        if not _are_usual(x, delta):
+            return self._portable.norm(x, weight, eps, delta, delta_scale, centers)
         output = torch.empty_like(x)
-        size = output.itemsize
-        self._library.norm(
-            self._kernel,
-            *_threads(num_rows * num_columns),
-            element,
-            num_rows,
-            num_columns,
-            eps,
-            weight.data_ptr(),
-            x.data_ptr(),
-            x.stride(0) * size,
-            None if delta is None else delta.data_ptr(),
-            0 if delta is None else delta.stride(0) * size,
-            output.data_ptr(),
-        )
+        self._run(_norm(x, weight, eps, output, delta, delta_scale, centers), x)
         return output
+
+    def norm_onto(self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        if _are_usual(x, delta):
+            self._run(_norm(delta, weight, eps, x, increases=True), x)
+        else:
+            self._portable.norm_onto(x, delta, weight, eps)
+
+    def _run(self, norm: Norm, x: torch.Tensor) -> None:
+        self._library.norm(self._kernel, *_threads(x.numel()), ctypes.addressof(norm), x.shape[0])
 
     def place(
         self,
@@ -213,22 +236,25 @@ class NativeSteps:
         eps: float,
         delta: torch.Tensor | None,
         output: torch.Tensor,
+        delta_scale: float = 1.0,
+        centers: bool = False,
     ) -> None:
-        """Adds a norm to a program, of rows in contiguous tensors of float32 or bfloat16."""
-        row_bytes = x.shape[1] * x.itemsize
-        program.add(
-            self._library.add_norm,
-            self._kernel,
-            ELEMENTS[x.dtype],
-            x.shape[1],
-            eps,
-            weight.data_ptr(),
-            x.data_ptr(),
-            row_bytes,
-            None if delta is None else delta.data_ptr(),
-            row_bytes,
-            output.data_ptr(),
-        )
+        """Adds `norm` to a program, of rows of float32 or bfloat16. The output may be x itself."""
+        self._record(program, _norm(x, weight, eps, output, delta, delta_scale, centers))
+
+    def record_norm_onto(
+        self, program: NativeProgram, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> None:
+        """Adds `norm_onto` to a program, of rows of float32 or bfloat16."""
+        self._record(program, _norm(delta, weight, eps, x, increases=True))
+
+    def _record(self, program: NativeProgram, norm: Norm) -> None:
+        program.add(self._library.add_norm, self._kernel, ctypes.addressof(norm))
+
+    def record_sum(self, program: NativeProgram, x: torch.Tensor, delta: torch.Tensor) -> None:
+        """Adds to a program that delta is added to x, both rows in contiguous tensors of float32 or bfloat16."""
+        kind = (ELEMENTS[x.dtype], x.shape[1])
+        program.add(self._library.add_sum, self._kernel, *kind, x.data_ptr(), delta.data_ptr())
 
     def record_place(
         self,
@@ -257,6 +283,39 @@ class NativeSteps:
             gates_and_ups.shape[1] * output.itemsize,
             output.data_ptr(),
         )
+
+
+def _are_usual(x: torch.Tensor, delta: torch.Tensor | None) -> bool:
+    """Whether they are rows that the kernels take."""
+    return x.dtype in ELEMENTS and x.stride(1) == 1 and (delta is None or delta.stride(1) == 1)
+
+
+def _norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    output: torch.Tensor,
+    delta: torch.Tensor | None = None,
+    delta_scale: float = 1.0,
+    centers: bool = False,
+    increases: bool = False,
+) -> Norm:
+    size = x.itemsize
+    return Norm(
+        ELEMENTS[x.dtype],
+        x.shape[1],
+        increases,
+        centers,
+        eps,
+        delta_scale,
+        weight.data_ptr(),
+        x.data_ptr(),
+        x.stride(0) * size,
+        None if delta is None else delta.data_ptr(),
+        0 if delta is None else delta.stride(0) * size,
+        output.data_ptr(),
+        output.stride(0) * size,
+    )
 
 
 def _placement(

@@ -72,42 +72,120 @@ INLINE void write(int32_t element, uint8_t *row, int32_t at, int32_t count, vec 
         if (at < (count)) vector(__VA_ARGS__, at, count);                                                             \
     } while (0)
 
-INLINE void add_squares(int32_t element, uint8_t *x, const uint8_t *delta, vec *sums, int32_t at, int32_t end) {
+/* The vector of x, to which `delta` is added first if there is one. */
+INLINE vec summed(int32_t element, uint8_t *x, const uint8_t *delta, vec delta_scale, int32_t at, int32_t end) {
     vec a = read(element, x, at, end);
-    if (delta != NULL) {
-        a = vec_rounded(element, vec_add(a, read(element, delta, at, end)));
-        write(element, x, at, end, a);
-    }
+    if (delta == NULL) return a;
+    a = vec_rounded(element, vec_fma(read(element, delta, at, end), delta_scale, a));
+    write(element, x, at, end, a);
+    return a;
+}
+
+INLINE void add_squares(int32_t element, uint8_t *x, const uint8_t *delta, vec delta_scale, vec *sums, int32_t at,
+                        int32_t end) {
+    vec a = summed(element, x, delta, delta_scale, at, end);
     sums[at / LANES % NUM_SUMS] = vec_fma(a, a, sums[at / LANES % NUM_SUMS]);
+}
+
+INLINE void add_elements(int32_t element, uint8_t *x, const uint8_t *delta, vec delta_scale, vec *sums, int32_t at,
+                         int32_t end) {
+    vec a = summed(element, x, delta, delta_scale, at, end);
+    sums[at / LANES % NUM_SUMS] = vec_add(sums[at / LANES % NUM_SUMS], a);
+}
+
+INLINE float total_of(const vec *sums) {
+    return vec_sum_of(vec_add(vec_add(sums[0], sums[1]), vec_add(sums[2], sums[3])));
+}
+
+/* One over the root mean square of x, to which `delta` is added first if there is one. */
+INLINE vec inverse_of(int32_t element, uint8_t *x, const uint8_t *delta, float delta_scale, float eps, int32_t count) {
+    vec sums[NUM_SUMS], scale = vec_all(delta_scale);
+    for (int i = 0; i < NUM_SUMS; ++i) sums[i] = vec_zero();
+    if (delta == NULL) FOR_EACH_VECTOR(count, add_squares, element, x, NULL, scale, sums);
+    else FOR_EACH_VECTOR(count, add_squares, element, x, delta, scale, sums);
+    return vec_all(1.0f / sqrtf(total_of(sums) / (float)count + eps));
+}
+
+INLINE vec normed(int32_t element, const uint8_t *x, const uint8_t *weight, vec inverse, int32_t at, int32_t end) {
+    return vec_mul(vec_mul(read(element, x, at, end), inverse), read(element, weight, at, end));
 }
 
 INLINE void write_normed(int32_t element, uint8_t *output, const uint8_t *x, const uint8_t *weight, vec inverse,
                          int32_t at, int32_t end) {
-    vec normed = vec_mul(read(element, x, at, end), inverse);
-    write(element, output, at, end, vec_mul(normed, read(element, weight, at, end)));
+    write(element, output, at, end, normed(element, x, weight, inverse, at, end));
 }
 
-/* output = x / root mean square of x * weight, of x to which `delta` is added first if there is one */
-INLINE void norm_into(int32_t element, uint8_t *output, uint8_t *x, const uint8_t *delta, const uint8_t *weight,
-                      float eps, int32_t count) {
-    vec sums[NUM_SUMS];
-    for (int i = 0; i < NUM_SUMS; ++i) sums[i] = vec_zero();
-    if (delta == NULL) FOR_EACH_VECTOR(count, add_squares, element, x, NULL, sums);
-    else FOR_EACH_VECTOR(count, add_squares, element, x, delta, sums);
-    float sum = vec_sum_of(vec_add(vec_add(sums[0], sums[1]), vec_add(sums[2], sums[3])));
-    vec inverse = vec_all(1.0f / sqrtf(sum / (float)count + eps));
-    FOR_EACH_VECTOR(count, write_normed, element, output, x, weight, inverse);
+INLINE void add_normed(int32_t element, uint8_t *output, const uint8_t *x, const uint8_t *weight, vec inverse,
+                       int32_t at, int32_t end) {
+    vec a = vec_rounded(element, normed(element, x, weight, inverse, at, end));
+    write(element, output, at, end, vec_add(read(element, output, at, end), a));
+}
+
+/* x - mean, and 0 beyond the end */
+INLINE vec centered(int32_t element, const uint8_t *x, vec negated_mean, int32_t at, int32_t end) {
+    vec a = vec_add(read(element, x, at, end), negated_mean);
+    if (at + LANES <= end) return a;
+    float all[LANES], kept[LANES] = {0};
+    vec_store(all, a);
+    memcpy(kept, all, (size_t)(end - at) * sizeof(float));
+    return vec_load(kept);
+}
+
+INLINE void add_centered_squares(int32_t element, const uint8_t *x, vec negated_mean, vec *sums, int32_t at,
+                                 int32_t end) {
+    vec a = centered(element, x, negated_mean, at, end);
+    sums[at / LANES % NUM_SUMS] = vec_fma(a, a, sums[at / LANES % NUM_SUMS]);
+}
+
+INLINE void write_centered(int32_t element, uint8_t *output, const uint8_t *x, const uint8_t *weight, vec negated_mean,
+                           vec inverse, int32_t at, int32_t end) {
+    vec a = vec_mul(centered(element, x, negated_mean, at, end), inverse);
+    write(element, output, at, end, vec_mul(a, read(element, weight, at, end)));
+}
+
+INLINE void center_as(int32_t element, const Norm *step, uint8_t *output, uint8_t *x, const uint8_t *delta) {
+    int32_t count = step->num_columns;
+    vec sums[NUM_SUMS], squares[NUM_SUMS], scale = vec_all(step->delta_scale);
+    for (int i = 0; i < NUM_SUMS; ++i) sums[i] = squares[i] = vec_zero();
+    FOR_EACH_VECTOR(count, add_elements, element, x, delta, scale, sums);
+    vec negated_mean = vec_all(-total_of(sums) / (float)count);
+    FOR_EACH_VECTOR(count, add_centered_squares, element, x, negated_mean, squares);
+    vec inverse = vec_all(1.0f / sqrtf(total_of(squares) / (float)count + step->eps));
+    FOR_EACH_VECTOR(count, write_centered, element, output, x, step->weight, negated_mean, inverse);
 }
 
 INLINE void norm_as(int32_t element, const Norm *step, int64_t row) {
-    uint8_t *output = step->output + row * step->num_columns * bytes_of(element);
+    int32_t count = step->num_columns;
+    uint8_t *x = step->x + row * step->x_stride, *output = step->output + row * step->output_stride;
     const uint8_t *delta = step->delta == NULL ? NULL : step->delta + row * step->delta_stride;
-    norm_into(element, output, step->x + row * step->x_stride, delta, step->weight, step->eps, step->num_columns);
+    if (step->centers) {
+        center_as(element, step, output, x, delta);
+        return;
+    }
+    vec inverse = inverse_of(element, x, delta, step->delta_scale, step->eps, count);
+    if (step->increases) FOR_EACH_VECTOR(count, add_normed, element, output, x, step->weight, inverse);
+    else FOR_EACH_VECTOR(count, write_normed, element, output, x, step->weight, inverse);
 }
 
 static void norm(const void *step, int64_t row) {
     if (((const Norm *)step)->element == BFLOAT16) norm_as(BFLOAT16, step, row);
     else norm_as(FLOAT32, step, row);
+}
+
+INLINE void add_up(int32_t element, uint8_t *x, const uint8_t *delta, int32_t at, int32_t end) {
+    write(element, x, at, end, vec_add(read(element, x, at, end), read(element, delta, at, end)));
+}
+
+INLINE void sum_as(int32_t element, const Sum *step, int64_t row) {
+    int64_t row_bytes = step->num_columns * bytes_of(element);
+    uint8_t *x = step->x + row * row_bytes;
+    const uint8_t *delta = step->delta + row * row_bytes;
+    FOR_EACH_VECTOR(step->num_columns, add_up, element, x, delta);
+}
+
+static void sum(const void *step, int64_t row) {
+    if (((const Sum *)step)->element == BFLOAT16) sum_as(BFLOAT16, step, row);
+    else sum_as(FLOAT32, step, row);
 }
 
 INLINE void turn_pairs(int32_t element, uint8_t *head, const uint8_t *cosines, const uint8_t *signed_sines,
@@ -125,6 +203,11 @@ INLINE void turn(int32_t element, uint8_t *head, const uint8_t *cosines, const u
     FOR_EACH_VECTOR(half, turn_pairs, element, head, cosines, signed_sines, half * bytes_of(element));
 }
 
+INLINE void norm_head(int32_t element, uint8_t *head, const uint8_t *weight, float eps, int32_t count) {
+    vec inverse = inverse_of(element, head, NULL, 1.0f, eps, count);
+    FOR_EACH_VECTOR(count, write_normed, element, head, head, weight, inverse);
+}
+
 INLINE void place_as(int32_t element, const Placement *step, int64_t row) {
     int32_t head_dim = step->head_dim, num_rotated = step->num_heads + step->num_kv_heads;
     int64_t head_bytes = head_dim * bytes_of(element), token_bytes = step->num_kv_heads * head_bytes;
@@ -132,7 +215,7 @@ INLINE void place_as(int32_t element, const Placement *step, int64_t row) {
     for (int32_t head = 0; head < num_rotated; ++head) {
         uint8_t *at = heads + head * head_bytes;
         const uint8_t *weight = head < step->num_heads ? step->query_weight : step->key_weight;
-        if (weight != NULL) norm_into(element, at, at, NULL, weight, step->eps, head_dim);
+        if (weight != NULL) norm_head(element, at, weight, step->eps, head_dim);
         turn(element, at, step->cosines + row * head_bytes, step->signed_sines + row * head_bytes, head_dim / 2);
     }
     if (step->keys == NULL) return;
@@ -221,4 +304,4 @@ static void search(const void *data, int64_t row) {
     step->places[row] = place;
 }
 
-const StepKernel STEP_KERNEL = {norm, place, gate, search};
+const StepKernel STEP_KERNEL = {norm, sum, place, gate, search};

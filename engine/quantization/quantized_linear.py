@@ -42,7 +42,7 @@ class QuantizedMatrix:
         None takes the best."""
         num_vectors, num_groups = -(-num_outputs // OUTPUTS), -(-num_inputs // group_size)
         self.num_outputs, self.num_inputs, self.bits = num_outputs, num_inputs, bits
-        self._group_size = group_size
+        self.group_size = group_size  # inputs that share a scale
         self._rows_packed = 8 // bits  # vectors of weights that share a packed one
         depth = DEPTH * self._rows_packed
         shape = (num_vectors, num_groups * group_size // depth, OUTPUTS, DEPTH)
@@ -57,6 +57,11 @@ class QuantizedMatrix:
         self._matrix = self._describe() if self.variant != "portable" else None
 
     @property
+    def address(self) -> int:
+        """Where the compiled functions find what it is, if a kernel computes; good for as long as it is there."""
+        return self._address
+
+    @property
     def num_bytes(self) -> int:
         extra = sum(tensor.nbytes for tensor in (self._bias, self.columns) if tensor is not None)
         return self._weights.nbytes + self._scales.nbytes + self._zeros.nbytes + extra
@@ -64,7 +69,7 @@ class QuantizedMatrix:
     def put(self, first_output: int, weight: QuantizedWeight) -> None:
         """Fills in outputs; the first is a multiple of 16, and so is their number unless they are the last."""
         assert first_output % OUTPUTS == 0
-        assert (weight.bits, weight.group_size, weight.num_inputs) == (self.bits, self._group_size, self.num_inputs)
+        assert (weight.bits, weight.group_size, weight.num_inputs) == (self.bits, self.group_size, self.num_inputs)
         num_outputs = weight.numbers.shape[0]
         vectors = slice(first_output // OUTPUTS, -(-(first_output + num_outputs) // OUTPUTS))
         padding = (0, 0, 0, -num_outputs % OUTPUTS)
@@ -88,7 +93,7 @@ class QuantizedMatrix:
         numbers = self._weights[vectors, :, places]
         if self.bits == 4:
             numbers = torch.stack((numbers & 15, numbers >> 4), 2)
-        grouped = numbers.reshape(len(outputs), -1, self._group_size).float()
+        grouped = numbers.reshape(len(outputs), -1, self.group_size).float()
         grouped.sub_(self._zeros[vectors, :, places].unsqueeze(2))
         grouped.mul_(self._scales[vectors, :, places].unsqueeze(2))
         weights = grouped.flatten(1)[:, : self.num_inputs]
@@ -163,8 +168,8 @@ class QuantizedMatrix:
         matrix = Matrix(
             num_inputs=self.num_inputs,
             num_outputs=self.num_outputs,
-            padded_inputs=self._scales.shape[1] * self._group_size,
-            group_size=self._group_size,
+            padded_inputs=self._scales.shape[1] * self.group_size,
+            group_size=self.group_size,
             weight_bits=self.bits,
             weights=self._weights.data_ptr(),
             scales=self._scales.data_ptr(),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from kv_transfer.ends.receiving import EndedLanes, ReceivingLane
 from kv_transfer.errors import TransferError
 from kv_transfer.payload import Buffer, blocks_per_message
+from kv_transfer.plan import Grid
 from kv_transfer.results import Received, TransferFailed, combined
 from kv_transfer.sessions.receiver_session import Reply
 from kv_transfer.store import KVStore
@@ -14,7 +15,7 @@ from kv_transfer.ticket import Ticket
 from kv_transfer.transports.transport import Listener
 from kv_transfer.wire import Abort, Committed, Data, Finish, Missing, Refusal, Refused, decode, encode
 from serving_core import reasons
-from serving_core.sharding import head_range
+from serving_core.sharding import rank_layout
 
 __all__ = ["KVReceiver", "Received", "TransferFailed"]
 
@@ -28,7 +29,9 @@ OnReceived = Callable[[Received | TransferFailed], None]
 class KVReceiver:
     """Receives blocks into one rank's store, where it has granted them. Belongs to the event loop it was made on."""
 
-    def __init__(self, transport: Listener, store: KVStore, *, rank: int = 0, tp_size: int = 1) -> None:
+    def __init__(
+        self, transport: Listener, store: KVStore, *, rank: int = 0, tp_size: int = 1, pp_size: int = 1
+    ) -> None:
         """Raises TransferError when a block of the store is too large to be sent."""
         blocks_per_message(store.layout)
         self.num_bytes = 0  # of blocks, verified and written
@@ -40,7 +43,7 @@ class KVReceiver:
         self.transport = transport
         self.store = store
         self.rank = rank
-        self.tp_size = tp_size
+        self.node = Grid(tp_size, pp_size)
         self._loop = asyncio.get_running_loop()
         self._open: dict[int, _Transfer] = {}  # by epoch
         self._lanes: dict[bytes, ReceivingLane] = {}  # of them, by transfer id
@@ -103,9 +106,9 @@ class KVReceiver:
         self._loop.call_soon(on_done, result)
 
     def _check(self, ticket: Ticket, num_blocks: int) -> None:
-        if ticket.decode_tp != self.tp_size:
-            raise TransferError(f"the ticket is for a decode node of {ticket.decode_tp} ranks, not {self.tp_size}")
-        expected = ticket.layout.with_heads(len(head_range(self.rank, self.tp_size, ticket.layout.num_kv_heads)))
+        if ticket.receivers != self.node:
+            raise TransferError(f"the ticket is for a decode node of {ticket.receivers}, not {self.node}")
+        expected = rank_layout(ticket.layout, self.rank, *self.node)
         if expected != self.store.layout:
             raise TransferError(f"the ticket gives this rank blocks of {expected}; it has {self.store.layout}")
         if ticket.num_blocks != num_blocks:

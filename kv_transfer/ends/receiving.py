@@ -22,6 +22,7 @@ from kv_transfer.sessions.receiver_session import (
 from kv_transfer.store import KVStore
 from kv_transfer.ticket import Lane
 from kv_transfer.wire import Abort, BlockRange, Committed, Data, Finish, Missing, Refused, Segment
+from serving_core.failpoints import reach
 
 MAX_ENDED = 4096
 REMEMBER_S = 300.0
@@ -62,6 +63,7 @@ class ReceivingLane:
 
     def take(self, peer: Hashable, message: Data | Finish | Abort, frames: Sequence[Buffer]) -> None:
         """A message of this lane's, and the frames behind it."""
+        reach("arrived")
         self._peer = peer
         self._handle(message, frames)
 
@@ -75,6 +77,9 @@ class ReceivingLane:
         self._alarm.set(self.session.expires_at)  # again, for it may have rung a little early
         for action in self.session.handle(event, self._loop.time()):
             match action:
+                case Reply(message=Committed() as message):
+                    reach("commit")
+                    self._owner.reply(self._peer, message)
                 case Reply(message=message):
                     self._owner.reply(self._peer, message)
                 case Verify(segments=segments):

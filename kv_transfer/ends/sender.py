@@ -8,13 +8,14 @@ from functools import partial
 from kv_transfer.ends.sending import NoLane, SendingLane
 from kv_transfer.errors import TransferError
 from kv_transfer.payload import blocks_per_message
+from kv_transfer.plan import Grid
 from kv_transfer.results import Sent, TransferFailed, combined
 from kv_transfer.sessions.sender_session import PeerLost
 from kv_transfer.store import KVStore
 from kv_transfer.ticket import Ticket
 from kv_transfer.transports.transport import Dialer
 from kv_transfer.wire import Committed, Missing, Refused, decode
-from serving_core.sharding import head_range
+from serving_core.sharding import rank_layout
 
 __all__ = ["KVSender", "SendingTransfer", "Sent", "TransferFailed"]
 
@@ -31,7 +32,14 @@ class KVSender:
     """Sends one rank's blocks to the receivers that tickets name. Belongs to the event loop it was made on."""
 
     def __init__(
-        self, transport: Dialer, store: KVStore, *, rank: int = 0, tp_size: int = 1, deadline_s: float
+        self,
+        transport: Dialer,
+        store: KVStore,
+        *,
+        rank: int = 0,
+        tp_size: int = 1,
+        pp_size: int = 1,
+        deadline_s: float,
     ) -> None:
         """`deadline_s` is the time from a transfer's finish to its commit. Raises TransferError when a block of the
         store is too large to be sent."""
@@ -44,7 +52,7 @@ class KVSender:
         self.transport = transport
         self.store = store
         self.rank = rank
-        self.tp_size = tp_size
+        self.node = Grid(tp_size, pp_size)
         self.deadline_s = deadline_s
         self._open: dict[int, SendingTransfer] = {}  # by epoch
         self._lanes: dict[bytes, SendingLane] = {}  # of them, by transfer id
@@ -83,9 +91,9 @@ class KVSender:
             await self._idle.wait()
 
     def _check(self, ticket: Ticket) -> None:
-        if ticket.prefill_tp != self.tp_size:
-            raise TransferError(f"the ticket is for a prefill node of {ticket.prefill_tp} ranks, not {self.tp_size}")
-        expected = ticket.layout.with_heads(len(head_range(self.rank, self.tp_size, ticket.layout.num_kv_heads)))
+        if ticket.senders != self.node:
+            raise TransferError(f"the ticket is for a prefill node of {ticket.senders}, not {self.node}")
+        expected = rank_layout(ticket.layout, self.rank, *self.node)
         if expected != self.store.layout:
             raise TransferError(f"the ticket asks this rank for blocks of {expected}; it has {self.store.layout}")
         is_known = any(lane.transfer_id in self._lanes for _, lane in ticket.lanes_from(self.rank))

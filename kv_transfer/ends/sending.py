@@ -16,6 +16,7 @@ from kv_transfer.sessions.sender_session import (
     CaughtUp,
     Conclude,
     Event,
+    HangUp,
     Released,
     SendBlocks,
     SenderSession,
@@ -28,6 +29,7 @@ from kv_transfer.ticket import Lane
 from kv_transfer.transports.transport import Dialer
 from kv_transfer.wire import BlockRange, Data, Segment, encode
 from serving_core import reasons
+from serving_core.failpoints import reach
 
 
 class LaneOwner(Protocol):
@@ -92,6 +94,8 @@ class SendingLane:
                     self._send_blocks(ranges)
                 case SendMessage(message=message):
                     self._transport.send(self.address, encode(message))
+                case HangUp():
+                    self._transport.hang_up(self.address)
                 case CaughtUp():
                     self._owner.lane_caught_up()
                 case Conclude(result=result):
@@ -113,6 +117,7 @@ class SendingLane:
         held = self._transport.send(self.address, header, payload.gather(views))
         self._held.add(held)
         held.add_done_callback(self._release)
+        reach("sent")
 
     def _release(self, held: asyncio.Future[None]) -> None:
         self._held.discard(held)

@@ -6,7 +6,8 @@
     Cancel, Refused, Tick past the deadline, too many losses or rounds: any of the three ──> ENDED
 
 Blocks leave in messages, at most WINDOW of which the transport holds at a time. `Finish` asks for an answer and is
-repeated, ever more slowly, until one comes. What got lost or was corrupted on the way comes back as Missing.
+repeated, ever more slowly, until one comes; where none does though everything has left, the connection may be cut in
+silence, and is made anew. What got lost or was corrupted on the way comes back as Missing.
 
 While FILLING, the caller hears once that everything which was ready has left: CaughtUp. A running answer that moves
 writes on until then, and the rest that it stops for is short.
@@ -28,6 +29,7 @@ MAX_ROUNDS = 4  # of sending again what was missing
 MAX_LOSSES = 3  # of the connection, before the peer counts as gone
 FIRST_REPEAT_S = 0.25
 LAST_REPEAT_S = 2.0
+SILENCE_S = 3.0  # without any answer, once the transport holds nothing more: then the connection counts as cut
 
 CANCELLED = "the sender's node cancelled the transfer"
 TIME_IS_OVER = "the transfer's time is over"
@@ -104,6 +106,11 @@ class SendMessage:
 
 
 @dataclass(frozen=True, slots=True)
+class HangUp:
+    """Break the connection, and report PeerLost to whoever uses it. The next message dials again."""
+
+
+@dataclass(frozen=True, slots=True)
 class CaughtUp:
     """Everything that was ready has left, if there was anything. Told once."""
 
@@ -113,7 +120,7 @@ class Conclude:
     result: Sent | TransferFailed
 
 
-Action = SendBlocks | SendMessage | CaughtUp | Conclude
+Action = SendBlocks | SendMessage | HangUp | CaughtUp | Conclude
 
 
 class SenderSession:
@@ -128,6 +135,7 @@ class SenderSession:
         self._give_up_at = now + lane.ttl_s
         self._repeat_at: float | None = None
         self._repeat_s = FIRST_REPEAT_S
+        self._silent_since = now  # no answer has come, and nothing more has left
         self._tail = b""
         self._num_held = 0  # messages that the transport holds
         self._has_caught_up = False
@@ -179,6 +187,7 @@ class SenderSession:
 
     def _released(self, event: Released, now: float) -> list[Action]:
         self._num_held -= 1
+        self._silent_since = now
         return self._caught_up()
 
     def _committed(self, event: Committed, now: float) -> list[Action]:
@@ -187,6 +196,7 @@ class SenderSession:
         return [Conclude(Sent(num_sent * self._lane.layout.block_bytes))]
 
     def _missing(self, event: Missing, now: float) -> list[Action]:
+        self._silent_since = now
         if event.round != self._round:
             return []  # answers an earlier Finish; what it names has been sent again since
         if self._round == MAX_ROUNDS:
@@ -206,6 +216,7 @@ class SenderSession:
 
     def _peer_lost(self, event: PeerLost, now: float) -> list[Action]:
         self._num_losses += 1
+        self._silent_since = now
         if self._num_losses > MAX_LOSSES:
             return self._fail("the receiver is gone")
         return self._send_finish(now) if self.state is State.AWAITING else []
@@ -218,7 +229,7 @@ class SenderSession:
             return self._fail(TIME_IS_OVER)
         if self._repeat_at is not None and now >= self._repeat_at:
             self._repeat_s = min(2 * self._repeat_s, LAST_REPEAT_S)
-            return self._send_finish(now)
+            return [*self._hang_up_if_silent(now), *self._send_finish(now)]
         return []
 
     # ---- helpers ----
@@ -239,6 +250,7 @@ class SenderSession:
         if self.state is not State.FLUSHING or self._backlog:
             return []
         self.state = State.AWAITING
+        self._silent_since = now
         self._repeat_s = FIRST_REPEAT_S
         return self._send_finish(now)
 
@@ -246,6 +258,12 @@ class SenderSession:
         self._repeat_at = now + self._repeat_s
         lane = self._lane
         return [SendMessage(Finish(lane.transfer_id, lane.epoch, self._round, self._backlog.num_ready, self._tail))]
+
+    def _hang_up_if_silent(self, now: float) -> list[Action]:
+        if self._num_held or now - self._silent_since < SILENCE_S:
+            return []
+        self._silent_since = now
+        return [HangUp()]
 
     def _fail(self, message: str, reason: str = reasons.TRANSFER_FAILED) -> list[Action]:
         self.state = State.ENDED

@@ -22,7 +22,7 @@ from kv_transfer.wire import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES
 
 PROTOCOL = b"SplitServe dist 1\n"
 TIMEOUT_S = 3.0  # of everything that a live peer does at once
-HANDSHAKE_TIMEOUT_S = 10.0
+HANDSHAKE_TIMEOUT_S = 2.0
 MAX_KEY_BYTES = 256
 MAX_VALUE_BYTES = 4096
 MAX_BODY_BYTES = 2 * MAX_HEADER_BYTES  # what is merely too long for the receiver is the receiver's to refuse

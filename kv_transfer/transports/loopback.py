@@ -32,6 +32,9 @@ class LoopbackListener:
         self._network = network
         self._dialers: dict[LoopbackDialer, None] = {}  # that have sent something
 
+    def allow(self, keys: Sequence[bytes]) -> list[bytes]:
+        return []
+
     def start(self, on_message: OnMessage) -> None:
         self._on_message = on_message
 
@@ -54,6 +57,7 @@ class LoopbackDialer:
     """A Dialer that shows its very frames to the listener, on the loop's next turn."""
 
     payload: Payload = HOST
+    key = b""
 
     def __init__(self, network: LoopbackNetwork) -> None:
         self._network = network
@@ -72,6 +76,9 @@ class LoopbackDialer:
         released: asyncio.Future[None] = loop.create_future()
         loop.call_soon(self._deliver, address, header, frames, released)
         return released
+
+    def hang_up(self, address: str) -> None:
+        asyncio.get_running_loop().call_soon(self.lose, address)
 
     async def close(self) -> None:
         self._is_closed = True

@@ -21,11 +21,14 @@ from kv_transfer.transports.tensor_payload import TensorPayload
 from kv_transfer.transports.torch_link import BROKEN, Message, ReceivingLink, SendingLink, reason
 from kv_transfer.transports.torch_pair import check_device
 from kv_transfer.transports.transport import OnLost, OnMessage, OnReply
+from serving_core.descriptors import connections_within
+from serving_core.reminder import Reminder
 
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 256  # of one Dialer; beyond them, the one used least recently makes room
 MAX_PEERS = 256  # of one Listener; further ones are turned away
+CONNECTION_DESCRIPTORS = 8  # of either: a stream, and what a group of two ranks opens
 MAX_GREETING = 64  # connections that have not proved themselves; beyond them, the oldest makes room
 ACCEPT_PAUSE_S = 0.1
 
@@ -43,10 +46,14 @@ class TorchDistListener:
         self._peers: dict[ReceivingLink, None] = {}
         self._ending: set[asyncio.Task[None]] = set()  # of peers that are gone already, too
         self._pause: asyncio.TimerHandle | None = None
+        self._reminder = Reminder()
 
     @property
     def address(self) -> str:
         return str(self._address)
+
+    def allow(self, keys: Sequence[bytes]) -> list[bytes]:
+        return []
 
     def start(self, on_message: OnMessage) -> None:
         self._on_message = on_message
@@ -80,7 +87,7 @@ class TorchDistListener:
         except (BlockingIOError, ConnectionError):  # it has gone again
             return
         except OSError as error:  # no file descriptor is left, say
-            logger.warning("no connection is taken for a while: %s", error)
+            self._warn(f"no connection is taken for a while: {error}")
             loop.remove_reader(self._socket)
             self._pause = loop.call_later(ACCEPT_PAUSE_S, self._listen)
             return
@@ -97,13 +104,18 @@ class TorchDistListener:
 
     async def _greet(self, accepted: socket.socket) -> None:
         try:
-            if len(self._peers) >= MAX_PEERS:
-                raise TransferError(f"{MAX_PEERS} senders are connected already")
+            if len(self._peers) >= (most := connections_within(MAX_PEERS, descriptors_each=CONNECTION_DESCRIPTORS)):
+                raise TransferError(f"{most} senders are connected already")
             accepted.setblocking(False)
             self._welcome(await Stream.take(accepted, self._address.token))
         except BROKEN as error:
-            logger.warning("a connection was turned away: %s", reason(error))
+            self._warn(f"a connection was turned away: {reason(error)}")
             accepted.close()
+
+    def _warn(self, sentence: str) -> None:
+        """Strangers can bring this about as often as they like."""
+        if self._reminder.is_due(sentence, asyncio.get_running_loop().time()):
+            logger.warning(sentence)
 
     def _welcome(self, stream: Stream) -> None:
         peer = ReceivingLink(stream, self._device, self._on_message, lambda: self._peers.pop(peer))
@@ -115,11 +127,14 @@ class TorchDistListener:
 class TorchDistDialer:
     """A Dialer of the addresses of TorchDistListeners."""
 
+    key = b""
+
     def __init__(self, device: torch.device) -> None:
         """Raises SettingsError when the device cannot be used."""
         check_device(device)
         self.payload: Payload = TensorPayload()
         self._device = device
+        self._max_connections = connections_within(MAX_CONNECTIONS, descriptors_each=CONNECTION_DESCRIPTORS)
         self._links: OrderedDict[str, SendingLink] = OrderedDict()  # the one used last is last
         self._ending: set[asyncio.Task[None]] = set()  # of links that are lost already, too
 
@@ -141,6 +156,11 @@ class TorchDistDialer:
             loop.call_soon(self._on_lost, address)
         return message.released
 
+    def hang_up(self, address: str) -> None:
+        if (link := self._links.get(address)) is not None:
+            logger.warning("a receiver is silent: it is dialled again")
+            self._lose(address, link)
+
     async def close(self) -> None:
         links = list(self._links.values())
         self._links.clear()
@@ -156,7 +176,7 @@ class TorchDistDialer:
 
     def _dial(self, address: str) -> SendingLink:
         parsed = DistAddress.parse(address)
-        if len(self._links) >= MAX_CONNECTIONS:
+        if len(self._links) >= self._max_connections:
             self._lose(*next(iter(self._links.items())))
         link = SendingLink(parsed, self._device, self._on_reply, lambda: self._lose(address, link))
         self._ending.add(link.ended)

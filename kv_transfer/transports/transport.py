@@ -32,6 +32,11 @@ class Dialer(Protocol):
         """Handles the buffers that can be sent as frames."""
         ...
 
+    @property
+    def key(self) -> bytes:
+        """What Listeners that ask for keys know it by; empty where the transport has none."""
+        ...
+
     def start(self, on_reply: OnReply, on_lost: OnLost) -> None:
         """Called once, before anything else."""
 
@@ -42,6 +47,9 @@ class Dialer(Protocol):
         """Queues a message, dialling if need be. The future is done when the frames may be reused, sent or lost;
         it never fails."""
         ...
+
+    def hang_up(self, address: str) -> None:
+        """Breaks the connection to a receiver, if there is one, and tells on_lost. What is on its way may be lost."""
 
     async def close(self) -> None:
         """Drops what is queued; returns when every frame may be reused."""
@@ -60,8 +68,12 @@ class Listener(Protocol):
         """Where Dialers find it."""
         ...
 
+    def allow(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Lets in the Dialers of these keys, where not everybody may come in; gives those that were not before."""
+        ...
+
     def start(self, on_message: OnMessage) -> None:
-        """Called once, before anything else."""
+        """Called once, before anything but `allow`."""
 
     def reply(self, peer: Hashable, header: bytes) -> None:
         """Sends a header to the peer of a message; lost when the peer is gone."""

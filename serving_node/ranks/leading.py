@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
-import psutil
-
 from protos import inference_pb2, ranks_pb2
 from serving_core.errors import ModelError
+from serving_core.memory import resident_bytes
 from serving_core.requests import Share, Work
 from serving_core.waiting import first_to_end
 from serving_node.ranks.stream import RankLost, RankStream, dial
@@ -59,6 +58,7 @@ class Followers:
 
     def __init__(self, num_followers: int) -> None:
         self.kv_addresses: dict[int, str] = {}  # of each follower's data plane
+        self.kv_keys: dict[int, bytes] = {}  # that each follower shows at the data planes of others
         self.loads: dict[int, inference_pb2.RankLoad] = {}
         self.on_event: OnEvent | None = None
         self._num_followers = num_followers
@@ -131,6 +131,7 @@ class Followers:
             return
         self.streams[hello.rank] = stream
         self.kv_addresses[hello.rank] = hello.kv_address
+        self.kv_keys[hello.rank] = hello.kv_key
         if len(self.streams) == self._num_followers:
             self._complete.set()
 
@@ -165,12 +166,13 @@ class Leader:
         self._load = load
 
     @classmethod
-    async def join(cls, exchange: Exchange, kv_address: str, load: inference_pb2.RankLoad) -> "Leader":
+    async def join(cls, exchange: Exchange, kv_address: str, kv_key: bytes, load: inference_pb2.RankLoad) -> "Leader":
         """`load` tells rank, kv_pool_bytes and weight_bytes. Raises RankLost."""
         meeting = Meeting.decode(exchange(b"")[0])
         stream = await dial(meeting.host, meeting.port, ranks_pb2.RankCommand)
         leader = cls(stream, load)
-        leader.send(hello=ranks_pb2.RankHello(rank=load.rank, secret=meeting.secret, kv_address=kv_address))
+        hello = ranks_pb2.RankHello(rank=load.rank, secret=meeting.secret, kv_address=kv_address, kv_key=kv_key)
+        leader.send(hello=hello)
         return leader
 
     def send(self, **event: Any) -> None:
@@ -184,15 +186,19 @@ class Leader:
     async def beat(self) -> None:
         """Shows that this process is alive, until cancelled."""
         while True:
-            self._load.rss_bytes = psutil.Process().memory_info().rss
+            self._load.rss_bytes = resident_bytes()
             self.send(load=self._load)
             await asyncio.sleep(BEAT_S)
 
 
 def die(why: object) -> NoReturn:
-    """Ends this process at once, with a line in the log. For the loss of a rank: an engine that waits for it in a
-    collective could not be waited for."""
-    logger.critical("this node has lost a rank and ends: %s", why)
+    """For the loss of a rank: an engine that waits for it in a collective could not be waited for."""
+    end_at_once(f"this node has lost a rank and ends: {why}")
+
+
+def end_at_once(last_words: str) -> NoReturn:
+    """Ends this process whatever its engine is doing, with a line in the log."""
+    logger.critical(last_words)
     logging.shutdown()
     os._exit(LOST_EXIT_CODE)
 
@@ -205,8 +211,11 @@ def share_to_wire(work: Work) -> ranks_pb2.Share:
         start=share.start,
         block_ids=share.block_ids,
         samples=share.samples,
+        num_scored=share.num_scored,
+        adapter=share.adapter,
     )
 
 
 def share_from_wire(wire: ranks_pb2.Share) -> Share:
-    return Share(list(wire.token_ids), wire.start, list(wire.block_ids), wire.samples)
+    blocks = list(wire.block_ids)
+    return Share(list(wire.token_ids), wire.start, blocks, wire.samples, wire.num_scored, wire.adapter)

@@ -14,6 +14,8 @@ from typing import Any, Final
 
 from serving_core.errors import SettingsError
 from serving_core.flags import to_argv
+from serving_core.settings import EngineSettings
+from serving_core.sharding import check_num_ranks, ranks_text
 from serving_node.ranks.leading import die
 
 LOOPBACK: Final = "127.0.0.1"
@@ -27,11 +29,14 @@ def started_rank() -> int | None:
     return None if rank is None else int(rank)
 
 
-def check_world(tp_size: int) -> None:
-    """Raises SettingsError when the processes that were started together are not as many as the node's ranks."""
-    world_size = os.environ.get("WORLD_SIZE", str(tp_size))
-    if started_rank() is not None and world_size != str(tp_size):
-        raise SettingsError(f"--tensor-parallel-size is {tp_size}, and {world_size} processes were started together")
+def check_world(engine: EngineSettings) -> None:
+    """Raises SettingsError when the node's ranks are too many, or not as many as the processes that were started
+    together."""
+    tp_size, pp_size = engine.tensor_parallel_size, engine.pipeline_parallel_size
+    check_num_ranks(tp_size, pp_size)
+    world_size = os.environ.get("WORLD_SIZE", str(engine.num_ranks))
+    if started_rank() is not None and world_size != str(engine.num_ranks):
+        raise SettingsError(f"{ranks_text(tp_size, pp_size)}, and {world_size} processes were started together")
 
 
 def start_followers(package: str, settings: Any, name: str) -> None:
@@ -40,15 +45,15 @@ def start_followers(package: str, settings: Any, name: str) -> None:
     They die with this process, and it with any of them. Raises SettingsError.
     """
     settings = dataclasses.replace(settings, link=dataclasses.replace(settings.link, name=name))
-    tp_size = settings.engine.tensor_parallel_size
+    num_ranks = settings.engine.num_ranks
     os.environ |= {
-        "WORLD_SIZE": str(tp_size),
+        "WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(_free_port()),
         "GLOO_SOCKET_IFNAME": "lo",
     }
     command = [sys.executable, "-m", "serving_core.child", str(os.getpid()), sys.executable, "-m", package]
-    for rank in range(1, tp_size):
+    for rank in range(1, num_ranks):
         try:
             child = subprocess.Popen(
                 [*command, *to_argv(settings)],

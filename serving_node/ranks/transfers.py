@@ -43,6 +43,7 @@ class NodeTransfers:
     ) -> None:
         self.num_ranks = 1 + len(followers)
         self._followers = followers
+        self._dialer, self._listener = sender.transport, receiver.transport
         self._on_granted = on_granted
         self._on_caught_up = on_caught_up
         self._sent: RankResults[Sent] = RankResults(self.num_ranks, self.cancel, on_sent)
@@ -58,6 +59,17 @@ class NodeTransfers:
         """Where each rank receives, in order."""
         others = self._followers.kv_addresses
         return [self._incoming.address, *(others[rank] for rank in sorted(others))]
+
+    @property
+    def keys(self) -> list[bytes]:
+        """What the ranks show where they send to, in order; none where the transport has no keys."""
+        others = self._followers.kv_keys
+        return [key for key in (self._dialer.key, *(others[rank] for rank in sorted(others))) if key]
+
+    def admit(self, keys: Sequence[bytes]) -> None:
+        """Senders with these keys may dial every rank from now on."""
+        if (new := self._listener.allow(keys)) and self._followers:
+            self._followers.send(admit=ranks_pb2.Admit(keys=new))
 
     def receive(self, epoch: int, ticket: bytes, block_ids: Sequence[int]) -> None:
         """Opens these blocks on every rank; on_granted is called when all have, perhaps at once."""
@@ -148,6 +160,7 @@ class FollowerTransfers:
         self, layout: KVLayout, sender: KVSender, receiver: KVReceiver, leader: Leader, overlap_min_tokens: int
     ) -> None:
         self._leader = leader
+        self._listener = receiver.transport
         self._early: Counter[int] = Counter()  # Sends that have begun before the steps announced before them, by epoch
         self._outgoing = Outgoing(layout, sender, overlap_min_tokens, self._caught_up, self._ended)
         self._incoming = Incoming(receiver, self._granted, self._ended)
@@ -161,6 +174,8 @@ class FollowerTransfers:
             case "grant":
                 grant = command.grant
                 self._incoming.expect(grant.epoch, grant.ticket, grant.block_ids)
+            case "admit":
+                self._listener.allow(command.admit.keys)
             case "cancel_transfer":
                 self._outgoing.cancel(command.cancel_transfer.epoch)
                 self._incoming.cancel(command.cancel_transfer.epoch)

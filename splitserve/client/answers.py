@@ -30,7 +30,7 @@ class TopLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The logprob of an answer's token and of the most likely ones at its position."""
+    """The logprob of a token of an answer, or of a prompt, and of the most likely ones at its position."""
 
     token_id: int
     logprob: float
@@ -83,7 +83,8 @@ class Completion:
     decode node, kv_bytes_saved the KV that it held already. An answer that was moved to other nodes, or began again
     there, counts the bytes of all its transfers, but the cached tokens of its first prefill alone. moved_kv_bytes are
     those of kv_bytes that travelled because it moved. attainment is None where the request had neither limits nor a
-    class.
+    class. num_resumes counts the calls that went on with the answer after one had broken off; then timeline and bytes
+    are of the last call alone, and resumed_tokens are those of completion_tokens that had come before it.
     """
 
     finish_reason: str
@@ -96,11 +97,14 @@ class Completion:
     kv_bytes_saved: int
     moved_kv_bytes: int
     attainment: Attainment | None = None
+    resumed_tokens: int = 0
+    num_resumes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next piece of answer number `index`. The last one of each index carries the completion.
+    """The next piece of answer number `index`. The last one of each index carries the completion; the first one, where
+    they were asked for, the logprobs of the prompt's tokens behind its first.
 
     text may lag behind token_ids; it never holds half a character.
     """
@@ -112,6 +116,7 @@ class Chunk:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
     completion: Completion | None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +129,8 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The served model. default_sampling_params are what a request gets where it leaves them open."""
+    """The served model. default_sampling_params are what a request gets where it leaves them open; adapters are what it
+    may name as its model beside served_model_name."""
 
     served_model_name: str
     architecture: str
@@ -133,6 +139,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     has_chat_template: bool
     default_sampling_params: Mapping[str, float]
+    adapters: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +246,7 @@ def to_chunk(response: inference_pb2.GenerateResponse) -> Chunk:
         token_ids=tuple(chunk.token_ids),
         logprobs=tuple(_token_logprob(item) for item in chunk.logprobs),
         completion=_completion(response.complete) if response.HasField("complete") else None,
+        prompt_logprobs=tuple(_token_logprob(item) for item in chunk.prompt_logprobs),
     )
 
 
@@ -248,7 +256,8 @@ def to_aborted(message: inference_pb2.AbortResponse) -> Aborted:
 
 def to_model_info(message: inference_pb2.GetModelInfoResponse) -> ModelInfo:
     defaults = {field.name: value for field, value in message.default_sampling_params.ListFields()}
-    return _copy(ModelInfo, message, eos_token_ids=tuple(message.eos_token_ids), default_sampling_params=defaults)
+    lists = {name: tuple(getattr(message, name)) for name in ("eos_token_ids", "adapters")}
+    return _copy(ModelInfo, message, **lists, default_sampling_params=defaults)
 
 
 def to_server_info(message: inference_pb2.GetServerInfoResponse) -> ServerInfo:
@@ -284,6 +293,7 @@ def _completion(complete: inference_pb2.Complete) -> Completion:
         matched_stop=getattr(complete, matched) if matched else None,
         timeline=_copy(Timeline, complete.timeline),
         attainment=_attainment(complete.attainment) if complete.HasField("attainment") else None,
+        num_resumes=0,
     )
 
 

@@ -1,12 +1,21 @@
 """The two clients: `Client` for plain code, `AsyncClient` for asyncio. They raise `splitserve.client.errors`.
 
 Leaving the loop over an answer (break, exception, close, a cancelled task) cancels the call on the server.
-A call that fails as UNAVAILABLE before its first message is tried up to three times.
+A call that fails as UNAVAILABLE before a server has taken it is tried up to three times. An answer whose call breaks
+off later, since the connection is lost or the server starts again, goes on at the next token (resuming.py).
+
+A target is HOST:PORT, or https://HOST:PORT for TLS. The server's certificate is checked by the CAs in `tls_ca`, which
+asks for TLS by itself, or else by those that gRPC knows; it must be for the host that is dialled, or for
+`tls_server_name`. `tls_cert` and `tls_key` are what a server gets that asks for a certificate. All are PEM files; one
+that cannot be used raises SettingsError.
 """
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
+from contextlib import aclosing, closing, suppress
 from typing import Any, Final, Self, TypeVar, Unpack
 
 import grpc
@@ -17,10 +26,13 @@ from protos import inference_pb2, inference_pb2_grpc
 from protos.convert import shape_to_wire
 from serving_core.channels import CHANNEL_OPTIONS, Option
 from serving_core.shapes import Shape
+from serving_core.tls import TlsFiles
 from splitserve.client import answers
 from splitserve.client.answers import Aborted, Chunk, Loads, ModelInfo, NodeLoad, ServerInfo
-from splitserve.client.errors import Cancelled, from_rpc_error
+from splitserve.client.dialling import Dialling
+from splitserve.client.errors import Cancelled, ClientError, from_rpc_error
 from splitserve.client.questions import Prompt, Sampling, generate_request
+from splitserve.client.resuming import Course
 
 Part = TypeVar("Part")
 
@@ -49,14 +61,26 @@ _OPTIONS: Final[tuple[Option, ...]] = (
 class Client:
     """A blocking client of one server. `timeout_s` is the deadline of each call that names none."""
 
-    def __init__(self, target: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
-        self._target = target
+    def __init__(
+        self,
+        target: str,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+        tls_ca: str = "",
+        tls_cert: str = "",
+        tls_key: str = "",
+        tls_server_name: str = "",
+    ) -> None:
+        dialling = Dialling.of(target, TlsFiles(tls_cert, tls_key, tls_ca), tls_server_name)
+        self._target = str(dialling)
         self._timeout_s = timeout_s
         self._metadata = _metadata(api_key)
-        self._channel = grpc.insecure_channel(target, options=_OPTIONS)
+        self._channel = dialling.channel(_OPTIONS)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._admin = inference_pb2_grpc.AdminStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._closed = threading.Event()
 
     def __enter__(self) -> Self:
         return self
@@ -66,6 +90,7 @@ class Client:
 
     def close(self) -> None:
         """Cancels the calls that still run."""
+        self._closed.set()
         self._channel.close()
 
     def generate(
@@ -80,13 +105,15 @@ class Client:
         slo_class: str = "",
         priority: int | None = None,
         deadline_s: float | None = None,
+        resume: bool = True,
         **sampling: Unpack[Sampling],
     ) -> Iterator[Chunk]:
         """Streams the answer to text, token ids or a conversation; the call starts with the first step of the loop.
 
         Requests share the KV cache of a common beginning only with requests of the same cache_salt. ttft_ms and tpot_ms
         are limits that the server is to keep, slo_class one of its classes, which has some; the last chunk's completion
-        tells which were kept. Of prompts that wait, those of a lower priority value are read first.
+        tells which were kept. Of prompts that wait, those of a lower priority value are read first. With `resume` the
+        stream goes on by itself, within deadline_s, where its call breaks off; else that raises Unavailable.
         """
         request = generate_request(
             prompt,
@@ -99,7 +126,7 @@ class Client:
             slo_class=slo_class,
             priority=priority,
         )
-        return self._stream(self._inference.Generate, request, answers.to_chunk, deadline_s)
+        return self._answers(request, deadline_s, resume)
 
     def abort(self, request_ids: Sequence[str]) -> Aborted:
         """Cancels live requests, also those of other clients."""
@@ -135,9 +162,29 @@ class Client:
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._target) from error
 
+    def _answers(
+        self, request: inference_pb2.GenerateRequest, deadline_s: float | None, resume: bool
+    ) -> Iterator[Chunk]:
+        ends_s = time.monotonic() + (self._timeout_s if deadline_s is None else deadline_s)
+        course = Course(request, ends_s=ends_s, resumes=resume)
+        while True:
+            now = time.monotonic()
+            responses = self._stream(self._inference.Generate, course.question(now), _itself, course.left_s(now))
+            try:
+                with closing(responses):
+                    for response in responses:
+                        yield course.take(response, time.monotonic())
+                return
+            except ClientError as error:
+                pause_s = course.pause_after(error, time.monotonic())
+            if pause_s is None:
+                return
+            if self._closed.wait(pause_s):
+                raise _closed()
+
     def _stream(
         self, method: Any, request: Any, read: Callable[[Any], Part], deadline_s: float | None
-    ) -> Iterator[Part]:
+    ) -> Generator[Part]:
         call = method(request, timeout=self._timeout_s if deadline_s is None else deadline_s, metadata=self._metadata)
         try:
             for response in call:
@@ -151,14 +198,26 @@ class Client:
 class AsyncClient:
     """The same for asyncio; made and used inside one running event loop."""
 
-    def __init__(self, target: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
-        self._target = target
+    def __init__(
+        self,
+        target: str,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+        tls_ca: str = "",
+        tls_cert: str = "",
+        tls_key: str = "",
+        tls_server_name: str = "",
+    ) -> None:
+        dialling = Dialling.of(target, TlsFiles(tls_cert, tls_key, tls_ca), tls_server_name)
+        self._target = str(dialling)
         self._timeout_s = timeout_s
         self._metadata = _metadata(api_key)
-        self._channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
+        self._channel = dialling.aio_channel(_OPTIONS)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._admin = inference_pb2_grpc.AdminStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._closed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         return self
@@ -168,6 +227,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Cancels the calls that still run."""
+        self._closed.set()
         await self._channel.close()
 
     def generate(
@@ -182,13 +242,15 @@ class AsyncClient:
         slo_class: str = "",
         priority: int | None = None,
         deadline_s: float | None = None,
+        resume: bool = True,
         **sampling: Unpack[Sampling],
     ) -> AsyncIterator[Chunk]:
         """Streams the answer to text, token ids or a conversation; the call starts with the first step of the loop.
 
         Requests share the KV cache of a common beginning only with requests of the same cache_salt. ttft_ms and tpot_ms
         are limits that the server is to keep, slo_class one of its classes, which has some; the last chunk's completion
-        tells which were kept. Of prompts that wait, those of a lower priority value are read first.
+        tells which were kept. Of prompts that wait, those of a lower priority value are read first. With `resume` the
+        stream goes on by itself, within deadline_s, where its call breaks off; else that raises Unavailable.
         """
         request = generate_request(
             prompt,
@@ -201,7 +263,7 @@ class AsyncClient:
             slo_class=slo_class,
             priority=priority,
         )
-        return self._stream(self._inference.Generate, request, answers.to_chunk, deadline_s)
+        return self._answers(request, deadline_s, resume)
 
     async def abort(self, request_ids: Sequence[str]) -> Aborted:
         """Cancels live requests, also those of other clients."""
@@ -251,9 +313,30 @@ class AsyncClient:
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._target) from error
 
+    async def _answers(
+        self, request: inference_pb2.GenerateRequest, deadline_s: float | None, resume: bool
+    ) -> AsyncIterator[Chunk]:
+        ends_s = time.monotonic() + (self._timeout_s if deadline_s is None else deadline_s)
+        course = Course(request, ends_s=ends_s, resumes=resume)
+        while True:
+            now = time.monotonic()
+            responses = self._stream(self._inference.Generate, course.question(now), _itself, course.left_s(now))
+            try:
+                async with aclosing(responses):
+                    async for response in responses:
+                        yield course.take(response, time.monotonic())
+                return
+            except ClientError as error:
+                pause_s = course.pause_after(error, time.monotonic())
+            if pause_s is None:
+                return
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), pause_s)
+                raise _closed()
+
     async def _stream(
         self, method: Any, request: Any, read: Callable[[Any], Part], deadline_s: float | None
-    ) -> AsyncIterator[Part]:
+    ) -> AsyncGenerator[Part]:
         call = method(request, timeout=self._timeout_s if deadline_s is None else deadline_s, metadata=self._metadata)
         try:
             async for response in call:
@@ -264,9 +347,17 @@ class AsyncClient:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise Cancelled("the client was closed", code=grpc.StatusCode.CANCELLED) from error
+            raise _closed() from error
         finally:
             call.cancel()
+
+
+def _closed() -> Cancelled:
+    return Cancelled("the client was closed", code=grpc.StatusCode.CANCELLED)
+
+
+def _itself(response: inference_pb2.GenerateResponse) -> inference_pb2.GenerateResponse:
+    return response
 
 
 def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:

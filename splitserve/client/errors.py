@@ -20,6 +20,8 @@ from grpc_status import rpc_status
 
 from serving_core import reasons
 from serving_core.errors import SplitServeError
+from serving_core.handshakes import why_no_handshake
+from serving_core.tls import SCHEME
 
 
 class ClientError(SplitServeError):
@@ -120,6 +122,10 @@ def _seconds(duration: duration_pb2.Duration) -> float:
 
 
 def _transport_sentence(details: str, target: str) -> str:
+    over_tls = target.startswith(SCHEME)
+    if "failed to connect" in details and (why := why_no_handshake(details, over_tls=over_tls)):
+        hint = "" if over_tls else f"; {SCHEME}{target} asks over TLS"
+        return f"no connection to {target}: {why}{hint}"
     if "failed to connect" in details or "Connection refused" in details:
         return f"no server answers at {target}; start one with: splitserve up"
     if "DNS" in details or "Domain name not found" in details:

@@ -36,13 +36,22 @@ class Sampling(TypedDict, total=False):
     min_tokens: Annotated[int | None, "Fewest tokens before the answer may stop; default 0."]
     stop: Annotated[str | Sequence[str] | None, "Text that ends the answer."]
     stop_token_ids: Annotated[Sequence[int] | None, "Token id that ends the answer."]
+    allowed_token_ids: Annotated[Sequence[int] | None, "Token id that may come; no others may."]
     skip_special_tokens: Annotated[bool | None, "Leave special tokens out of the text; default true."]
     ignore_eos: Annotated[bool | None, "Go on after the end-of-sequence token; default false."]
     n: Annotated[int | None, "Number of answers; default 1."]
     logprobs: Annotated[int | None, "Logprobs of the token and of this many likeliest ones; default off."]
+    prompt_logprobs: Annotated[int | None, "The same of the prompt's tokens behind the first; default off."]
     seed: Annotated[int | None, "Makes a sampled answer repeatable; default: drawn by the server."]
     include_stop_str_in_output: Annotated[bool | None, "Keep the stop string in the text; default false."]
     logit_bias: Annotated[Mapping[int, float] | None, "Added to the logit of a token id."]
+    json_schema: Annotated[str | None, "JSON schema, as text, that the answer is made to meet."]
+    json_object: Annotated[bool | None, "Make the answer a JSON object; default false."]
+    regex: Annotated[str | None, "Regular expression that the whole answer is made to match."]
+    grammar: Annotated[str | None, "Grammar, in Lark or GBNF, that the answer is made to keep to."]
+    choice: Annotated[Sequence[str] | None, "Text that the answer is made to be, one of those given."]
+    disable_any_whitespace: Annotated[bool | None, "No whitespace between the tokens of JSON; default false."]
+    whitespace_pattern: Annotated[str | None, "Regular expression of that whitespace; default: up to 40 characters."]
 
 
 def generate_request(
@@ -61,9 +70,12 @@ def generate_request(
     given = {name: value for name, value in sampling.items() if value is not None}
     if unknown := sorted(set(given) - set(Sampling.__annotations__)):
         raise TypeError(f"unknown sampling fields: {', '.join(unknown)}")
-    if isinstance(given.get("stop"), str):
-        given["stop"] = [given["stop"]]
+    for name in ("stop", "choice"):
+        if isinstance(given.get(name), str):
+            given[name] = [given[name]]
     try:
+        if "choice" in given:
+            given["choice"] = inference_pb2.Choice(choices=given["choice"])
         return inference_pb2.GenerateRequest(
             request_id=request_id,
             model=model,

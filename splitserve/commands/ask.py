@@ -11,12 +11,11 @@ import click
 
 from serving_core.units import KIB, MIB, size_of
 from splitserve.client.answers import Chunk, Completion, ModelInfo
-from splitserve.client.clients import Client
 from splitserve.client.errors import ClientError, Refused
 from splitserve.client.questions import Message, Prompt
 from splitserve.commands.endings import why_stopped
 from splitserve.commands.sampling_options import sampling_options
-from splitserve.commands.server_options import server_options
+from splitserve.commands.server_options import Server, server_options
 from splitserve.commands.terminal import report, stderr, timeline_view
 
 GENERATE_TOKENS: Final = 256
@@ -27,9 +26,23 @@ Ask = Callable[..., Iterator[Chunk]]
 """Takes the fields of Sampling."""
 
 
+resume_option: Final = click.option(
+    "--resume/--no-resume",
+    default=True,
+    show_default=True,
+    help="Whether an answer goes on at the next token when the server is started again, or the connection is lost.",
+)
+
+
+model_option: Final = click.option(
+    "--model", "model_name", default="", help="The served model's name, or that of one of its LoRA adapters."
+)
+
+
 @click.command()
 @click.argument("text", metavar="TEXT|-")
 @server_options
+@model_option
 @click.option(
     "--chat/--raw", "as_chat", default=None, help="With or without the chat template; default: if there is one."
 )
@@ -42,12 +55,13 @@ Ask = Callable[..., Iterator[Chunk]]
 @click.option(
     "--priority", type=int, help="The lower, the earlier it is read, -100 to 100; default: the class's, else 0."
 )
+@resume_option
 @click.option("--deadline", "deadline_s", type=click.FloatRange(min=0, min_open=True), help="Seconds for the answer.")
 @sampling_options(GENERATE_TOKENS)
 def generate(
     text: str,
-    server: str,
-    api_key: str | None,
+    server: Server,
+    model_name: str,
     as_chat: bool | None,
     as_json: bool,
     with_timeline: bool,
@@ -56,20 +70,21 @@ def generate(
     tpot_ms: float | None,
     slo_class: str,
     priority: int | None,
+    resume: bool,
     deadline_s: float | None,
     **sampling: Any,
 ) -> None:
     """Answer TEXT, or what comes on stdin for -, streamed as it is written."""
     text = _stdin_text() if text == "-" else text
-    with Client(server, api_key=api_key) as client:
+    with server.client() as client:
         model = client.model_info()
         if as_chat is None:
             as_chat = model.has_chat_template
         prompt: Prompt = [{"role": "user", "content": text}] if as_chat else text
         asking = Asking(model, _given(sampling), GENERATE_TOKENS)
         limits: dict[str, Any] = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "slo_class": slo_class, "priority": priority}
-        ask = partial(client.generate, prompt, cache_salt=cache_salt, deadline_s=deadline_s, **limits)
-        chunks = asking.answer(ask)
+        given: dict[str, Any] = {"model": model_name, "cache_salt": cache_salt, "resume": resume, **limits}
+        chunks = asking.answer(partial(client.generate, prompt, deadline_s=deadline_s, **given))
         if as_json:
             _print_json(chunks)
             return
@@ -82,18 +97,20 @@ def generate(
 
 @click.command()
 @server_options
+@model_option
 @click.option("--system", help="What the model is told before the conversation.")
+@resume_option
 @sampling_options(CHAT_TOKENS)
-def chat(server: str, api_key: str | None, system: str | None, **sampling: Any) -> None:
+def chat(server: Server, model_name: str, system: str | None, resume: bool, **sampling: Any) -> None:
     """Talk with the model. Ctrl-C stops an answer, Ctrl-D leaves."""
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
-    with Client(server, api_key=api_key) as client:
+    with server.client() as client:
         model = client.model_info()
         asking = Asking(model, _given(sampling), CHAT_TOKENS)
-        report(f"{model.served_model_name} at {server}. Ctrl-C stops an answer, Ctrl-D leaves.")
+        report(f"{model_name or model.served_model_name} at {server.target}. Ctrl-C stops an answer, Ctrl-D leaves.")
         for question in _questions():
             messages.append({"role": "user", "content": question})
-            if answer := _print_turn(asking, partial(client.generate, messages)):
+            if answer := _print_turn(asking, partial(client.generate, messages, model=model_name, resume=resume)):
                 messages.append({"role": "assistant", "content": answer})
             else:
                 messages.pop()

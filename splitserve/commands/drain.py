@@ -2,8 +2,8 @@
 
 import click
 
-from splitserve.client.clients import TIMEOUT_S, Client
-from splitserve.commands.server_options import server_options
+from splitserve.client.clients import TIMEOUT_S
+from splitserve.commands.server_options import Server, server_options
 from splitserve.commands.terminal import stdout, waiting
 
 
@@ -18,10 +18,10 @@ from splitserve.commands.terminal import stdout, waiting
     show_default=True,
     help="Seconds to wait until nothing is left; the node drains on after them.",
 )
-def drain(node: str, server: str, api_key: str | None, deadline_s: float) -> None:
+def drain(node: str, server: Server, deadline_s: float) -> None:
     """Take the work from NODE: it gets nothing new, its running answers move to other nodes. Returns when nothing is
     left. To drain it again is to wait for the same end."""
-    with Client(server, api_key=api_key) as client, waiting(f"{node} drains") as show:
+    with server.client() as client, waiting(f"{node} drains") as show:
         for num_left in client.drain(node, deadline_s=deadline_s):
             show(f"{node} drains: {num_left} {'answer' if num_left == 1 else 'answers'} left")
     stdout.print(f"{node} is drained: it has no part in any answer", markup=False, soft_wrap=True)

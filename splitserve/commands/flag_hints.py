@@ -10,6 +10,7 @@ Hints = Mapping[str, str]
 
 _MODEL: Final = dict.fromkeys(("--model", "--model-path"), "MODEL is given without a flag")
 _RANKS: Final = ("--tensor-parallel-size", "--tp-size", "--tp", "-t")  # click takes the first letter of -tp for a flag
+_STAGES: Final = ("--pipeline-parallel-size", "--pp-size", "--pp")
 _MEMORY: Final = ("--gpu-memory-utilization", "--mem-fraction-static")
 _OF_REQUESTS: Final = {
     "--max-tokens": "a request has this limit, such as `splitserve generate --max-tokens`",
@@ -19,21 +20,34 @@ _OF_REQUESTS: Final = {
 _OF_THE_FOLDER: Final = {
     **_MODEL,
     "--tokenizer": "the tokenizer is that of the model's folder",
-    "--chat-template": "the chat template is that of the model's folder",
     "--trust-remote-code": "code of a model's folder is never run; leave the flag out",
 }
 _LOGS: Final = dict.fromkeys(
     ("--disable-log-requests", "--disable-log-stats", "--uvicorn-log-level"), "see --log-level"
 )
 
+_CHATS: Final = {
+    "--enable-auto-tool-choice": "it is always on: see --tool-call-parser",
+    "--default-chat-template-kwargs": "it is --chat-template-kwargs",
+}
+_TLS: Final = {
+    "--ssl-certfile": "it is --tls-cert",
+    "--ssl-keyfile": "it is --tls-key",
+    "--ssl-ca-certs": "it is --tls-ca",
+    "--ssl-cert-reqs": "--tls-verify-clients asks clients for certificates",
+    "--enable-ssl-refresh": "certificates are always taken anew when their files change",
+}
+
 _UP: Final[Hints] = {
     **_OF_THE_FOLDER,
+    **_CHATS,
+    **_TLS,
     **_OF_REQUESTS,
     **_LOGS,
     **dict.fromkeys(_RANKS, "each role has its own: --prefill-tp and --decode-tp"),
     **dict.fromkeys(_MEMORY, "the KV cache of each node has --kv-cache-memory-bytes"),
     "--port": "there are two, --grpc-port and --http-port",
-    "--pipeline-parallel-size": "ranks share every layer: --prefill-tp and --decode-tp",
+    **dict.fromkeys(_STAGES, "each role has its own: --prefill-pp and --decode-pp"),
     "--data-parallel-size": "--prefill and --decode are the numbers of nodes",
     "--num-gpu-blocks-override": "the KV cache of each node has --num-kv-blocks",
     "--enable-chunked-prefill": "prompts are always computed in chunks, of --max-num-batched-tokens",
@@ -41,6 +55,8 @@ _UP: Final[Hints] = {
 }
 _COORDINATOR: Final[Hints] = {
     **_OF_THE_FOLDER,
+    **_CHATS,
+    **_TLS,
     **_OF_REQUESTS,
     **_LOGS,
     **dict.fromkeys((*_RANKS, *_MEMORY, "--kv-cache-memory-bytes"), "nodes have it: `splitserve prefill --help`"),
@@ -52,7 +68,8 @@ _NODE: Final[Hints] = {
     **dict.fromkeys(_MEMORY, "the KV cache has --kv-cache-memory-bytes"),
     **dict.fromkeys(("--prefill-tp", "--decode-tp", "--tp-size", "--tp", "-t"), "it is --tensor-parallel-size"),
     **dict.fromkeys(("--host", "--port", "--server"), "a node has no clients; it dials --coordinator HOST:PORT"),
-    "--pipeline-parallel-size": "ranks share every layer: --tensor-parallel-size",
+    "--chat-template": "the coordinator renders chats: `splitserve coordinator --help`",
+    **dict.fromkeys(("--prefill-pp", "--decode-pp", "--pp-size", "--pp"), "it is --pipeline-parallel-size"),
     "--num-gpu-blocks-override": "the KV cache has --num-kv-blocks",
     "--enable-chunked-prefill": "prompts are always computed in chunks, of --max-num-batched-tokens",
 }
@@ -62,7 +79,7 @@ _SERVER: Final[Hints] = dict.fromkeys(
 _ASK: Final[Hints] = {
     **_SERVER,
     **dict.fromkeys(("--max-new-tokens", "--max-completion-tokens"), "it is --max-tokens"),
-    **dict.fromkeys(("--model", "--model-name"), "the server has one model, which `splitserve status` shows"),
+    "--model-name": "it is --model NAME, of an adapter",
     "--stream": "answers are always streamed",
 }
 

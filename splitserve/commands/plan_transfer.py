@@ -9,12 +9,12 @@ from typing import Any, Final
 import click
 from rich.markup import escape
 
-from kv_transfer.plan import describe, plan_tp
+from kv_transfer.plan import ANY_LAYER, Grid, Holding, describe, holdings, plan_nodes
 from kv_transfer.ticket import MAX_TP
 from serving_core.layout import KVLayout
 from serving_core.model_config import read_model_config
 from serving_core.settings import KV_CACHE_DTYPES, EngineSettings
-from serving_core.sharding import head_range
+from serving_core.sharding import check_num_ranks
 from serving_core.units import size_of
 from splitserve.commands.terminal import report, stdout
 from splitserve.launch.models import resolve
@@ -25,23 +25,29 @@ HELD, NOT_HELD = "■", "·"
 
 @dataclass(frozen=True, slots=True)
 class PlannedRank:
-    """One rank of a node. Bytes are None without a model; prompt_bytes are those of a prompt's whole blocks."""
+    """One rank of a node. Layers and bytes are None without a model; prompt_bytes are those of a prompt's whole
+    blocks."""
 
     rank: int
     first_head: int
     num_heads: int
+    first_layer: int | None
+    num_layers: int | None
     token_bytes: int | None
     prompt_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedLane:
-    """One pair of ranks, and the heads of the model that go from one to the other. Bytes as of PlannedRank."""
+    """One pair of ranks, and the heads of the model that go from one to the other. Layers and bytes as of
+    PlannedRank."""
 
     prefill_rank: int
     decode_rank: int
     first_head: int
     num_heads: int
+    first_layer: int | None
+    num_layers: int | None
     token_bytes: int | None
     prompt_bytes: int | None
 
@@ -51,6 +57,7 @@ class TransferPlan:
     """Two nodes and what goes between them. `lines` say it in words."""
 
     num_kv_heads: int
+    num_layers: int | None
     prefill_ranks: tuple[PlannedRank, ...]
     decode_ranks: tuple[PlannedRank, ...]
     lanes: tuple[PlannedLane, ...]
@@ -58,31 +65,36 @@ class TransferPlan:
 
 
 def plan_transfer(
-    prefill_tp: int, decode_tp: int, num_kv_heads: int, layout: KVLayout | None = None, prompt_tokens: int = 0
+    prefill: Grid, decode: Grid, num_kv_heads: int, layout: KVLayout | None = None, prompt_tokens: int = 0
 ) -> TransferPlan:
-    """The plan for nodes of so many ranks. `layout`, of the whole model, gives the bytes of a prompt."""
+    """The plan for nodes of so many ranks. `layout`, of the whole model, gives its layers and the bytes of a prompt;
+    without one there are no stages."""
+    layers = ANY_LAYER if layout is None else layout.layers
 
-    def sizes(num_heads: int) -> tuple[int | None, int | None]:
+    def part_of(held: Holding) -> tuple[int, int, int | None, int | None, int | None, int | None]:
+        heads = (held.heads.start, len(held.heads))
         if layout is None:
-            return None, None
-        part = layout.with_heads(num_heads)
-        return part.token_bytes, part.num_blocks_for(prompt_tokens) * part.block_bytes
+            return *heads, None, None, None, None
+        part = layout.with_layers(held.layers).with_heads(len(held.heads))
+        prompt_bytes = part.num_blocks_for(prompt_tokens) * part.block_bytes
+        return *heads, held.layers.start, len(held.layers), part.token_bytes, prompt_bytes
 
-    def ranks(tp_size: int) -> list[PlannedRank]:
-        held = [head_range(rank, tp_size, num_kv_heads) for rank in range(tp_size)]
-        return [PlannedRank(rank, each.start, len(each), *sizes(len(each))) for rank, each in enumerate(held)]
+    def ranks(grid: Grid) -> tuple[PlannedRank, ...]:
+        held = holdings(grid, num_kv_heads, layers)
+        return tuple(PlannedRank(rank, *part_of(each)) for rank, each in enumerate(held))
 
-    prefill_ranks, lanes = ranks(prefill_tp), []
-    for copy in plan_tp(prefill_tp, decode_tp, num_kv_heads):
+    prefill_ranks, lanes = ranks(prefill), []
+    for copy in plan_nodes(prefill, decode, num_kv_heads, layers):
         first = prefill_ranks[copy.source_rank].first_head + copy.source_heads.start
-        num_heads = len(copy.source_heads)
-        lanes.append(PlannedLane(copy.source_rank, copy.destination_rank, first, num_heads, *sizes(num_heads)))
+        moved = Holding(copy.layers, range(first, first + len(copy.source_heads)))
+        lanes.append(PlannedLane(copy.source_rank, copy.destination_rank, *part_of(moved)))
     return TransferPlan(
         num_kv_heads=num_kv_heads,
-        prefill_ranks=tuple(prefill_ranks),
-        decode_ranks=tuple(ranks(decode_tp)),
+        num_layers=None if layout is None else layout.num_layers,
+        prefill_ranks=prefill_ranks,
+        decode_ranks=ranks(decode),
         lanes=tuple(lanes),
-        lines=tuple(describe(prefill_tp, decode_tp, num_kv_heads)),
+        lines=tuple(describe(prefill, decode, num_kv_heads, layers)),
     )
 
 
@@ -96,7 +108,7 @@ def picture(plan: TransferPlan) -> list[str]:
         target = _rank_text(plan.decode_ranks[lane.decode_rank], plan)
         is_same_source = last is not None and last.prefill_rank == lane.prefill_rank
         is_same_target = last is not None and last.decode_rank == lane.decode_rank
-        rows.append(("" if is_same_source else source, _moved(lane), "" if is_same_target else target))
+        rows.append(("" if is_same_source else source, _moved(lane, plan), "" if is_same_target else target))
         last = lane
     senders = {lane.prefill_rank for lane in plan.lanes}
     silent = [_rank_text(rank, plan) for rank in plan.prefill_ranks if rank.rank not in senders]
@@ -129,6 +141,8 @@ def size_lines(plan: TransferPlan, layout: KVLayout, prompt_tokens: int) -> list
 @click.argument("model", required=False)
 @click.option("--prefill-tp", default=1, show_default=True, type=click.IntRange(1, MAX_TP), help="Ranks that send.")
 @click.option("--decode-tp", default=1, show_default=True, type=click.IntRange(1, MAX_TP), help="Ranks that receive.")
+@click.option("--prefill-pp", default=1, show_default=True, type=click.IntRange(1, MAX_TP), help="Stages that send.")
+@click.option("--decode-pp", default=1, show_default=True, type=click.IntRange(1, MAX_TP), help="Stages that receive.")
 @click.option("--kv-heads", type=click.IntRange(1), help="KV heads, instead of a MODEL that says how many.")
 @click.option("--prompt-tokens", default=1000, show_default=True, type=click.IntRange(1), help="For the bytes.")
 @click.option("--block-size", default=EngineSettings().block_size, show_default=True, type=click.IntRange(1, 1024))
@@ -138,22 +152,30 @@ def plan_transfer_command(
     model: str | None,
     prefill_tp: int,
     decode_tp: int,
+    prefill_pp: int,
+    decode_pp: int,
     kv_heads: int | None,
     prompt_tokens: int,
     block_size: int,
     kv_cache_dtype: str,
     as_json: bool,
 ) -> None:
-    """Show which KV heads of MODEL go from which prefill rank to which decode rank, and how many bytes these are.
+    """Show which KV heads of MODEL, and with stages in which layers, go from which prefill rank to which decode rank,
+    and how many bytes these are.
 
     MODEL is a folder or a hub id; without one, and without --kv-heads, it is the demo model.
     """
     if model and kv_heads:
         raise click.UsageError("give a MODEL or --kv-heads, not both")
+    prefill, decode = Grid(prefill_tp, prefill_pp), Grid(decode_tp, decode_pp)
+    if kv_heads and (prefill_pp > 1 or decode_pp > 1):
+        raise click.UsageError("stages divide the layers of a MODEL: --kv-heads does not say how many there are")
+    for grid in (prefill, decode):
+        check_num_ranks(*grid)
     layout = None if kv_heads else layout_of(model or "", block_size, kv_cache_dtype)
     num_kv_heads = layout.num_kv_heads if layout else kv_heads
     assert num_kv_heads is not None
-    plan = plan_transfer(prefill_tp, decode_tp, num_kv_heads, layout, prompt_tokens)
+    plan = plan_transfer(prefill, decode, num_kv_heads, layout, prompt_tokens)
     if as_json:
         sizes: dict[str, Any] = {"layout": layout.uniform_fields(), "prompt_tokens": prompt_tokens} if layout else {}
         click.echo(json.dumps({**dataclasses.asdict(plan), **sizes}))
@@ -179,13 +201,21 @@ def _rank_text(rank: PlannedRank, plan: TransferPlan) -> str:
     width = len(str(max(len(plan.prefill_ranks), len(plan.decode_ranks)) - 1))
     name = f"rank {rank.rank:>{width}}"
     if plan.num_kv_heads > MOST_DRAWN_HEADS:
-        return f"{name} {_heads(rank)}"
+        return f"{name} {_heads(rank)}{_layers(rank, plan)}"
     after = plan.num_kv_heads - rank.first_head - rank.num_heads
-    return f"{name} {NOT_HELD * rank.first_head}{HELD * rank.num_heads}{NOT_HELD * after}"
+    return f"{name} {NOT_HELD * rank.first_head}{HELD * rank.num_heads}{NOT_HELD * after}{_layers(rank, plan)}"
 
 
-def _moved(lane: PlannedLane) -> str:
-    moved = _heads(lane)
+def _layers(part: PlannedRank | PlannedLane, plan: TransferPlan) -> str:
+    """Empty for all of them."""
+    if part.num_layers is None or part.first_layer is None or part.num_layers == plan.num_layers:
+        return ""
+    last = part.first_layer + part.num_layers - 1
+    return f" layer {last}" if part.num_layers == 1 else f" layers {part.first_layer}-{last}"
+
+
+def _moved(lane: PlannedLane, plan: TransferPlan) -> str:
+    moved = _heads(lane) + _layers(lane, plan)
     return moved if lane.prompt_bytes is None else f"{moved}, {size_of(lane.prompt_bytes)}"
 
 

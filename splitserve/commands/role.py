@@ -4,8 +4,7 @@ import click
 
 from serving_core.errors import SettingsError
 from serving_core.shapes import BOTH, DECODE, PREFILL, ROLES, Shape
-from splitserve.client.clients import Client
-from splitserve.commands.server_options import server_options
+from splitserve.commands.server_options import Server, server_options
 from splitserve.commands.status import TIMEOUT_S
 from splitserve.commands.terminal import shape_text, stdout
 
@@ -27,8 +26,7 @@ NUMBER = click.IntRange(min=1, max=2**32 - 1)
 def role(
     node: str,
     role: str,
-    server: str,
-    api_key: str | None,
+    server: Server,
     prompt_tokens: int | None,
     seats: int | None,
     takes_handovers: bool,
@@ -40,7 +38,7 @@ def role(
     to: str | Shape = role
     if prompt_tokens is not None or seats is not None or not takes_handovers:
         to = _shape(role, prompt_tokens, seats, takes_handovers=takes_handovers)
-    with Client(server, api_key=api_key, timeout_s=TIMEOUT_S) as client:
+    with server.client(TIMEOUT_S) as client:
         load = client.set_role(node, to)
     stdout.print(f"{load.name} is {load.role} now: {shape_text(load.shape)}", markup=False, soft_wrap=True)
 

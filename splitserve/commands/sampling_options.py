@@ -29,12 +29,16 @@ def _sampling_option(name: str, hint: Any, help: str) -> Callable[[Command], Com
     kinds = get_args(hint)
     if name == "logit_bias":
         return click.option(spelling, multiple=True, callback=_logit_bias, metavar="TOKEN_ID=BIAS", help=help)
-    if name in ("stop", "stop_token_ids"):
-        kind = str if name == "stop" else int
-        return click.option(spelling, multiple=True, type=kind, help=help + " May be repeated.")
+    if name in ("stop", "stop_token_ids", "allowed_token_ids", "choice"):
+        kind = int if name.endswith("_ids") else str
+        return click.option(spelling, multiple=True, type=kind, callback=_if_any, help=help + " May be repeated.")
     if bool in kinds:
         return click.option(f"{spelling}/--no-{spelling[2:]}", default=None, help=help)
     return click.option(spelling, type=kinds[0], help=help)
+
+
+def _if_any(_: click.Context, __: click.Parameter, values: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    return values or None
 
 
 def _logit_bias(_: click.Context, __: click.Parameter, pairs: tuple[str, ...]) -> dict[int, float] | None:

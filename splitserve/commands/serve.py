@@ -66,8 +66,8 @@ up = settings_command(
 @click.argument("question", default=DEMO_QUESTION)
 def demo(question: str) -> None:
     """Start a cluster with the demo model, ask QUESTION, show where the time went, stop everything."""
-    model = resolve("", report)
     require("node")
+    model = resolve("", report)
     settings = ClusterSettings(grpc_port=free_port(), http_port=NO_HTTP)
 
     async def work() -> None:

@@ -1,26 +1,86 @@
-"""--server and --api-key, which mean the same wherever a command asks a running server."""
+"""--server, --api-key and TLS, which mean the same wherever a command asks a running server."""
 
+import functools
 from collections.abc import Callable
-from typing import Any, Final
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import click
+
+from serving_core.flags import secret_file_option, secret_from
+from serving_core.tls import TlsFiles
+
+if TYPE_CHECKING:  # imported when a command runs, so that help is quick
+    from splitserve.client.clients import Client
 
 SERVER_VARIABLE: Final = "SPLITSERVE_SERVER"
 
 Command = Callable[..., Any]
 
-api_key_option: Final = click.option(
-    "--api-key", envvar="SPLITSERVE_API_KEY", show_envvar=True, help="Secret that the server asks for."
-)
+
+def api_key_option(command: Command) -> Command:
+    """--api-key and --api-key-file; the command gets one `api_key`, None for none."""
+
+    @functools.wraps(command)
+    def with_key(*, api_key: str | None, api_key_file: Path | None, **others: Any) -> Any:
+        return command(api_key=secret_from("api_key", api_key, api_key_file), **others)
+
+    option = click.option(
+        "--api-key", envvar="SPLITSERVE_API_KEY", show_envvar=True, help="Secret that the server asks for."
+    )
+    asking = option(with_key)
+    asking.__dict__["__click_params__"].append(secret_file_option("api_key"))  # as click's own decorators do
+    return asking
+
+
+def tls_options(command: Command) -> Command:
+    """--tls-ca, --tls-cert and --tls-key."""
+    options = (
+        ("--tls-ca", "CA of the server's certificate (PEM); asks over TLS."),
+        ("--tls-cert", "Certificate for a server that asks clients for one (PEM)."),
+        ("--tls-key", "Private key of --tls-cert (PEM)."),
+    )
+    for name, text in reversed(options):
+        variable = f"SPLITSERVE_{name.removeprefix('--').replace('-', '_').upper()}"
+        command = click.option(name, envvar=variable, default="", help=text)(command)
+    return command
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server and what it asks for."""
+
+    target: str
+    api_key: str | None
+    tls: TlsFiles
+
+    def client(self, timeout_s: float | None = None) -> "Client":
+        """A new client of it, with the usual deadline unless one is given."""
+        from splitserve.client.clients import TIMEOUT_S, Client
+
+        return Client(
+            self.target,
+            api_key=self.api_key,
+            timeout_s=TIMEOUT_S if timeout_s is None else timeout_s,
+            tls_ca=self.tls.ca,
+            tls_cert=self.tls.cert,
+            tls_key=self.tls.key,
+        )
 
 
 def server_options(command: Command) -> Command:
-    """Both, for SplitServe's own gRPC."""
+    """All of them, for SplitServe's own gRPC; the command gets them as one `server`, a Server."""
+
+    @functools.wraps(command)
+    def asking(*, server: str, api_key: str | None, tls_ca: str, tls_cert: str, tls_key: str, **others: Any) -> Any:
+        return command(server=Server(server, api_key, TlsFiles(tls_cert, tls_key, tls_ca)), **others)
+
     return click.option(
         "--server",
         envvar=SERVER_VARIABLE,
         show_envvar=True,
         default="localhost:50051",
         show_default=True,
-        help="HOST:PORT to ask.",
-    )(api_key_option(command))
+        help="HOST:PORT to ask, or https://HOST:PORT.",
+    )(api_key_option(tls_options(asking)))

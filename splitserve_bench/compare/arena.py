@@ -26,7 +26,16 @@ from splitserve_bench.serve.target import OPENAI, SPLITSERVE, Progress, ServedMo
 # Flags of a cluster that a contender sets, that the comparison needs for itself, or that are secrets.
 OWN_FLAGS: Final = frozenset(
     {"model", "prefill", "decode", "both", "host", "grpc_port", "http_host", "http_port", "log_dir", "config"}
-    | {"api_key", "fleet_secret"}
+    | {
+        "api_key",
+        "api_key_file",
+        "fleet_secret",
+        "tls_cert",
+        "tls_key",
+        "tls_ca",
+        "tls_verify_clients",
+        "trusted_network",
+    }
 )
 WARM_UP_CONCURRENCY: Final = 4
 

@@ -132,8 +132,8 @@ def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path)
     for name in [*new, *old]:
         if old.get(name) != new.get(name):
             raise SettingsError(
-                f"--save-dir {folder} holds a comparison of other arguments: its {name} is {old.get(name)}, not "
-                f"{new.get(name)}; give another folder"
+                f"--save-dir {folder} holds a comparison of other arguments or code: its {name} is {old.get(name)}, "
+                f"not {new.get(name)}; give another folder"
             )
 
 

@@ -16,6 +16,7 @@ from serving_core.extras import needs
 from splitserve.commands.terminal import report, stderr, stdout, waiting
 from splitserve.launch.models import LocalModel, resolve
 from splitserve.signals import run_to_end
+from splitserve_bench.code_version import SERVING, code_digest
 from splitserve_bench.compare.compare_options import (
     CompareCommand,
     contender_options,
@@ -60,7 +61,8 @@ class Asked:
 
     def arguments(self) -> dict[str, Any]:
         """What a saved comparison must have in common with one that goes on with it."""
-        return {**self.about(), "contenders": [asdict(each) for each in self.contenders]}
+        contenders = [asdict(each) for each in self.contenders]
+        return {**self.about(), "contenders": contenders, "code": code_digest(SERVING)}
 
 
 @click.command("compare", cls=CompareCommand)

@@ -165,7 +165,7 @@ output_options = options_of(
         "--save-dir",
         type=click.Path(file_okay=False, path_type=Path),
         help="Folder for every probe as soon as it is over, logs, and pictures. What is there already, by the same "
-        "arguments, is not measured again.",
+        "arguments and code, is not measured again.",
     ),
     click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables."),
 )

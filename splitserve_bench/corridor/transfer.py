@@ -19,10 +19,10 @@ from typing import Final
 from serving_core.layout import KVLayout
 from splitserve.launch.models import Report
 from splitserve_bench.corridor.transfer_ends import Ends, PeerProcess, Sample, open_ends, peer_process
-from splitserve_bench.corridor.transfer_peer import GLOO, LOOPBACK, ZMQ_IPC, ZMQ_TCP
+from splitserve_bench.corridor.transfer_peer import GLOO, LOOPBACK, ZMQ_CURVE, ZMQ_IPC, ZMQ_TCP
 from splitserve_bench.corridor.yardsticks import CHECKED, COPY, TCP, UNIX, XXH3, YARDSTICKS, Plain, Spread, spread_of
 
-YARDSTICK_OF: Final = {ZMQ_IPC: TCP, ZMQ_TCP: TCP, GLOO: TCP, LOOPBACK: COPY}
+YARDSTICK_OF: Final = {ZMQ_IPC: TCP, ZMQ_TCP: TCP, ZMQ_CURVE: TCP, GLOO: TCP, LOOPBACK: COPY}
 
 
 @dataclass(frozen=True, slots=True)

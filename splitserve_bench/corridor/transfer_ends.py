@@ -150,13 +150,14 @@ async def open_ends(
     pool = PagedKVPool(layout, pool_blocks, CPU)
     fill(pool, range(pool_blocks), is_random=True)
     remote = [name for name in transports if name != LOOPBACK]
-    await peer.ask(open=layout.uniform_fields(), pool_blocks=pool_blocks, transports=remote)
-    receiving: dict[str, Receiving] = dict.fromkeys(remote, peer)
     network, here = LoopbackNetwork(), None
+    dialers = {name: network.dialer() if name == LOOPBACK else dialer_of(name) for name in transports}
+    keys = [dialer.key.hex() for dialer in dialers.values() if dialer.key]
+    await peer.ask(open=layout.uniform_fields(), pool_blocks=pool_blocks, transports=remote, keys=keys)
+    receiving: dict[str, Receiving] = dict.fromkeys(remote, peer)
     if LOOPBACK in transports:
         here = Target(PagedKVPool(layout, pool_blocks, CPU), {LOOPBACK: network.listener(LOOPBACK)})
         receiving[LOOPBACK] = _Here(here)
-    dialers = {name: network.dialer() if name == LOOPBACK else dialer_of(name) for name in transports}
     senders = {name: KVSender(dialers[name], store_of(name, pool), deadline_s=DEADLINE_S) for name in transports}
     try:
         yield Ends(pool, senders, receiving, is_scattered)

@@ -24,6 +24,7 @@ from kv_transfer.ends.receiver import KVReceiver, Received, TransferFailed
 from kv_transfer.payload import Payload, blocks_per_message
 from kv_transfer.store import KVStore
 from kv_transfer.ticket import Ticket
+from kv_transfer.transports.curve import Keyring
 from kv_transfer.transports.tensor_payload import TensorStore
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
 from kv_transfer.transports.transport import Dialer, Listener
@@ -34,8 +35,8 @@ from splitserve_bench.corridor.yardsticks import CHECKED_BYTES
 from splitserve_bench.errors import BenchError
 from splitserve_bench.prompts import SEED
 
-ZMQ_IPC, ZMQ_TCP, GLOO, LOOPBACK = "zmq-ipc", "zmq-tcp", "torch_dist-gloo", "loopback"
-TRANSPORTS: Final = (ZMQ_IPC, ZMQ_TCP, GLOO, LOOPBACK)
+ZMQ_IPC, ZMQ_TCP, ZMQ_CURVE, GLOO, LOOPBACK = "zmq-ipc", "zmq-tcp", "zmq-curve", "torch_dist-gloo", "loopback"
+TRANSPORTS: Final = (ZMQ_IPC, ZMQ_TCP, ZMQ_CURVE, GLOO, LOOPBACK)
 CPU: Final = torch.device("cpu")
 DEADLINE_S: Final = 60.0  # of one transfer, and of everything else that one end waits for
 ACKNOWLEDGED: Final = b"."
@@ -101,11 +102,14 @@ class Target:
         self._result.set_result(result)
 
 
-def listener_of(transport: str, folder: str) -> Listener:
-    """A new receiving end of a transport between processes."""
+def listener_of(transport: str, folder: str, keys: Sequence[bytes]) -> Listener:
+    """A new receiving end of a transport between processes, for dialers with these keys."""
     if transport == GLOO:
         return TorchDistListener("dist://127.0.0.1:*", CPU)
-    return ZmqListener("tcp://127.0.0.1:*" if transport == ZMQ_TCP else f"ipc://{folder}/kv.sock")
+    endpoint = f"ipc://{folder}/kv.sock" if transport == ZMQ_IPC else "tcp://127.0.0.1:*"
+    listener = ZmqListener(endpoint, Keyring() if transport == ZMQ_CURVE else None)
+    listener.allow(keys)
+    return listener
 
 
 def dialer_of(transport: str) -> Dialer:
@@ -158,9 +162,9 @@ class _Peer:
     async def answer(self, command: dict[str, Any]) -> dict[str, Any]:
         """What a command gives. Raises BenchError."""
         match command:
-            case {"open": dict(layout), "pool_blocks": pool_blocks, "transports": [*transports]}:
-                pool = PagedKVPool(KVLayout.uniform(**layout), pool_blocks, CPU)
-                self._target = Target(pool, {name: listener_of(name, self._folder) for name in transports})
+            case {"open": dict(layout), "pool_blocks": pool_blocks, "transports": [*transports], "keys": [*hexes]}:
+                pool, keys = PagedKVPool(KVLayout.uniform(**layout), pool_blocks, CPU), [*map(bytes.fromhex, hexes)]
+                self._target = Target(pool, {name: listener_of(name, self._folder, keys) for name in transports})
                 return {}
             case {"grant": transport, "num_blocks": num_blocks, "is_scattered": is_scattered}:
                 assert self._target is not None

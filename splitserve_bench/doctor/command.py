@@ -103,7 +103,7 @@ def _measure(
     from splitserve_bench.doctor.report import doctor_view, pays_lines
 
     async def main() -> None:
-        figures = await measure_doctor(model.folder, settings, sizes, report)
+        figures = await measure_doctor(model, settings, sizes, report)
         if save_path is not None:
             from splitserve_bench.doctor.saving import measure_profile
 

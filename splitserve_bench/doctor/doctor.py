@@ -18,7 +18,7 @@ from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
 from serving_core.model_config import FAKE_ARCHITECTURE, read_model_config
 from serving_core.settings import EngineSettings
-from splitserve.launch.models import Report
+from splitserve.launch.models import LocalModel, Report
 from splitserve_bench.doctor.node import LONG_CONTEXT_TOKENS, SHORT_CONTEXT_TOKENS, NodeFigures, NodeTask
 from splitserve_bench.doctor.processes import both, figures_of
 from splitserve_bench.doctor.split_model import (
@@ -90,15 +90,17 @@ class DoctorFigures:
     pays: tuple[PaysBetween, ...]
 
 
-async def measure_doctor(folder: Path, settings: EngineSettings, sizes: DoctorBench, report: Report) -> DoctorFigures:
+async def measure_doctor(
+    model: LocalModel, settings: EngineSettings, sizes: DoctorBench, report: Report
+) -> DoctorFigures:
     """Starts the nodes and the corridor's ends one after the other. Raises BenchError, ModelError, and SettingsError
     when the model or the sizes cannot be used."""
-    layout, most_tokens = _check(folder, settings, sizes)
+    layout, most_tokens = _check(model.folder, settings, sizes)
     parts, at_once = node_cpus(all_cpus(), sizes.cores)
-    prefill, decode = _tasks(folder, settings, sizes, parts)
+    prefill, decode = _tasks(model.folder, settings, sizes, parts)
     nodes = await both(_node(prefill, PREFILL_NODE, report), _node(decode, DECODE_NODE, report), at_once=at_once)
     transfers = await _transfers(layout, report)
-    return conclude(folder.name, sizes, at_once, nodes, transfers, layout.token_bytes, most_tokens)
+    return conclude(model.name, sizes, at_once, nodes, transfers, layout.token_bytes, most_tokens)
 
 
 def conclude(

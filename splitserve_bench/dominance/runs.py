@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from serving_core.errors import SettingsError
+from splitserve_bench.code_version import SIMULATED, code_digest
 from splitserve_bench.compare.cells import write_whole
 from splitserve_bench.errors import BenchError
 from splitserve_bench.plan.asked import AskedLoad
@@ -19,7 +20,7 @@ DIGEST_BYTES: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """All that its figures depend on, beside the code."""
+    """All that its figures depend on, beside the code; the digest is of that too."""
 
     profile: str
     load: AskedLoad
@@ -38,7 +39,8 @@ class Run:
     def digest(self) -> str:
         """Files count by what is in them, wherever they are. Raises SettingsError for one that cannot be read."""
         load = replace(self.load, dataset_path=_digest_of(self.load.dataset_path))
-        text = json.dumps(replace(self, load=load, profile=_digest_of(self.profile)).to_json(), sort_keys=True)
+        asked = replace(self, load=load, profile=_digest_of(self.profile)).to_json()
+        text = json.dumps({**asked, "code": code_digest(SIMULATED)}, sort_keys=True)
         return hashlib.blake2s(text.encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 

@@ -19,7 +19,7 @@ from splitserve.launch.models import Report, resolve
 from splitserve.launch.process_age import process_age_s
 from splitserve_bench.engine.figures import EngineBench, PromptSize
 from splitserve_bench.engine.peers import our_result, ratios, read_peers
-from splitserve_bench.engine.random_models import SHAPES, write_random_model
+from splitserve_bench.engine.random_models import SHAPES, shape_of, write_random_model
 from splitserve_bench.options import ListOf
 
 PROMPT_SIZE: Final = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,8})", re.ASCII)
@@ -49,6 +49,7 @@ PROMPTS: Final = ListOf("COUNTxLENGTH,...", parse_prompts)
 @click.command("engine")
 @click.argument("model", default="")
 @click.option("--shape", type=click.Choice(tuple(SHAPES)), help="Random weights of this model's sizes, not a MODEL.")
+@click.option("--layers", default=0, type=click.IntRange(0), help="Only so many layers of the --shape.")
 @click.option("--threads", default=0, type=click.IntRange(0), help="Threads; by default what torch takes.")
 @click.option("--dtype", default="auto", show_default=True, type=click.Choice(DTYPES), help="Compute dtype.")
 @click.option("--quantization", default="none", show_default=True, type=click.Choice(QUANTIZATIONS))
@@ -57,6 +58,7 @@ PROMPTS: Final = ListOf("COUNTxLENGTH,...", parse_prompts)
 @click.option("--prompts", default="1x512,8x512,16x128", show_default=True, type=PROMPTS, help="Prompts to prefill.")
 @click.option("--batches", default="1,4,8,16,32", show_default=True, type=COUNTS, help="Requests in a decode step.")
 @click.option("--contexts", default="128,512", show_default=True, type=COUNTS, help="Tokens before a decode step.")
+@click.option("--structured", is_flag=True, help="What a grammar for each answer costs a step; needs a MODEL.")
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="How often each is measured.")
 @click.option(
     "--peer-json",
@@ -70,6 +72,7 @@ PROMPTS: Final = ListOf("COUNTxLENGTH,...", parse_prompts)
 def engine_command(
     model: str,
     shape: str | None,
+    layers: int,
     threads: int,
     dtype: str,
     quantization: str,
@@ -78,6 +81,7 @@ def engine_command(
     prompts: tuple[PromptSize, ...],
     batches: tuple[int, ...],
     contexts: tuple[int, ...],
+    structured: bool,
     repeats: int,
     peer_files: tuple[Path, ...],
     as_json: bool,
@@ -85,8 +89,12 @@ def engine_command(
     """Measure the engine alone, in this process: prefill, decode, and what they are of this machine's rates."""
     if model and shape:
         raise click.UsageError("give a MODEL or --shape, not both")
+    if layers and not shape:
+        raise click.UsageError("--layers goes with --shape")
     peers = [result for file in peer_files for result in read_peers(file)]
-    sizes = EngineBench(prompts, tuple(sorted(batches)), tuple(sorted(contexts)), repeats)
+    if structured and shape:
+        raise click.UsageError("--structured needs a MODEL: --shape has no tokenizer")
+    sizes = EngineBench(prompts, tuple(sorted(batches)), tuple(sorted(contexts)), repeats, structured)
     settings = EngineSettings(
         dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype, batch_invariant=batch_invariant
     )
@@ -94,7 +102,7 @@ def engine_command(
 
     imports_s = process_age_s()
     without = []
-    with _model_folder(model, shape, report) as folder:
+    with _model_folder(model, shape, layers, report) as folder:
         if batch_invariant:
             plain = dataclasses.replace(settings, batch_invariant=False)
             report(f"first {WITHOUT_FLAG}:")
@@ -112,14 +120,15 @@ def engine_command(
 
 
 @contextmanager
-def _model_folder(model: str, shape: str | None, report: Report) -> Iterator[Path]:
-    if shape is None:
+def _model_folder(model: str, name: str | None, layers: int, report: Report) -> Iterator[Path]:
+    if name is None:
         yield resolve(model, report).folder
         return
+    shape = shape_of(name, layers)
     with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="splitserve-bench-") as scratch:
-        report(f"writing random weights of the sizes of {shape} ...")
-        folder = Path(scratch) / shape
-        write_random_model(folder, SHAPES[shape])
+        report(f"writing random weights of the sizes of {name} ...")
+        folder = Path(scratch) / (f"{name}-{layers}-layers" if layers else name)
+        write_random_model(folder, shape)
         yield folder
 
 

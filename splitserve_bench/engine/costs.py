@@ -1,6 +1,7 @@
 """What the work of a decoder costs: multiplications and additions, and bytes that have to be read. Torch-free.
 
-With P parameters in the matrices of the layers, P_head in the head, d = heads * head size, L layers, S prompt tokens:
+With P parameters in the matrices of the layers that a token takes, P_head in the head, d = heads * head size, L layers
+and S prompt tokens:
 
     a prompt         2 * P * S + 2 * P_head + 2 * S^2 * d * L      the head once; a token sees half the prompt
     a decode step    2 * (P + P_head) * B + 4 * d * L * contexts   B requests; the sum of what their tokens see
@@ -16,11 +17,24 @@ from serving_core.model_config import ModelConfig
 
 
 def body_parameters(config: ModelConfig) -> int:
-    """Weights of the matrices in all layers."""
+    """Weights of the matrices in all layers; of mixtures of experts those that a token takes."""
     heads = config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim
     attention = config.hidden_size * (2 * heads + 2 * kv_heads)
-    return config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+    dense = 3 * config.hidden_size * config.intermediate_size
+    if (experts := config.experts) is None:
+        return config.num_layers * (attention + dense)
+    num_gates = experts.num_experts + bool(experts.shared_size)
+    mixture = config.hidden_size * (3 * experts.active_size + num_gates)
+    num_mixtures = config.num_layers - len(experts.dense_layers)
+    return config.num_layers * attention + len(experts.dense_layers) * dense + num_mixtures * mixture
+
+
+def share_of_experts(config: ModelConfig, num_tokens: int) -> float:
+    """Of a layer's experts the share that so many tokens take, if each takes its own at random."""
+    if config.experts is None:
+        return 1.0
+    return 1 - (1 - config.experts.num_chosen / config.experts.num_experts) ** num_tokens
 
 
 def head_parameters(config: ModelConfig) -> int:

@@ -19,12 +19,13 @@ from typing import Final
 import torch
 
 from engine.engine import Engine
+from engine.model.experts import MixtureOfExperts
 from engine.model.llama import LlamaDecoder
 from serving_core.errors import SettingsError
 from serving_core.model_config import FAKE_ARCHITECTURE, read_model_config
 from serving_core.settings import EngineSettings
 from splitserve.launch.models import Report
-from splitserve_bench.engine.costs import decode_flops, decode_kv_bytes, prompt_flops
+from splitserve_bench.engine.costs import decode_flops, decode_kv_bytes, prompt_flops, share_of_experts
 from splitserve_bench.engine.driver import CHUNK_TOKENS, NUM_STEPS, DecodeRun, PromptRun, most_tokens, num_blocks_for
 from splitserve_bench.engine.figures import (
     DecodeFigures,
@@ -36,9 +37,11 @@ from splitserve_bench.engine.figures import (
     ProfileFigures,
     PromptSize,
     StartFigures,
+    StructuredFigures,
 )
 from splitserve_bench.engine.machine import better_of, measure_machine
 from splitserve_bench.engine.stopwatch import PARTS, watching
+from splitserve_bench.engine.structured import measure_structured
 
 PROFILED_BATCH: Final = 16
 
@@ -84,7 +87,7 @@ def measure_engine(
         report("GEMM rate and memory bandwidth of this machine ...")
         before = measure_machine(engine.pool.device, dtype)
         prefill_s = {size: _prefill_s(engine, size, sizes.repeats, report) for size in sizes.prompts}
-        decode, profile = _decode(engine, sizes, report)
+        decode, profile, structured = _decode(engine, sizes, report)
         profiles = (profile, _profile_prompt(engine, sizes, report))
         report("GEMM rate and memory bandwidth once more ...")
         machine = better_of(before, measure_machine(engine.pool.device, dtype))
@@ -97,6 +100,7 @@ def measure_engine(
         prefill=tuple(_prefill_figures(engine, machine, size, prefill_s[size]) for size in sizes.prompts),
         decode=tuple(_decode_figures(engine, machine, each) for each in decode),
         profiles=profiles,
+        structured=structured,
     )
 
 
@@ -128,8 +132,11 @@ def _prefill_s(engine: Engine, size: PromptSize, repeats: int, report: Report) -
     return [prompts.run_s() for _ in range(repeats)]
 
 
-def _decode(engine: Engine, sizes: EngineBench, report: Report) -> tuple[list[_Decode], ProfileFigures]:
-    """All batches at all contexts; and a profile of one batch at the longest."""
+def _decode(
+    engine: Engine, sizes: EngineBench, report: Report
+) -> tuple[list[_Decode], ProfileFigures, StructuredFigures | None]:
+    """All batches at all contexts; and a profile of one batch at the longest, and what grammars cost there if that is
+    asked for."""
     run = DecodeRun(engine, max(sizes.batches), max(sizes.contexts))
     measured = []
     for context_tokens in sizes.contexts:
@@ -148,7 +155,11 @@ def _decode(engine: Engine, sizes: EngineBench, report: Report) -> tuple[list[_D
     name = f"a decode step of {batch} requests at {max(sizes.contexts)} tokens"
     report(f"profile of {name} ...")
     steps = _Steps(name, NUM_STEPS, lambda: run.rewind(batch), lambda: run.run_s(batch))
-    return measured, _profile(engine, steps, sizes.repeats)
+    profile = _profile(engine, steps, sizes.repeats)
+    if not sizes.structured:
+        return measured, profile, None
+    report(f"decode steps of {batch} requests with grammars ...")
+    return measured, profile, measure_structured(engine, run, batch, sizes.repeats)
 
 
 def _profile_prompt(engine: Engine, sizes: EngineBench, report: Report) -> ProfileFigures:
@@ -199,7 +210,7 @@ def _prefill_figures(
 def _decode_figures(engine: Engine, machine: MachineFigures, measured: _Decode) -> DecodeFigures:
     # A step's token sees itself too: context + 1 in the first step, context + NUM_STEPS in the last.
     contexts = [measured.context_tokens + (1 + NUM_STEPS) / 2] * measured.batch
-    weight_bytes = read_weight_bytes(engine)
+    weight_bytes = read_weight_bytes(engine, measured.batch)
     kv_bytes = decode_kv_bytes(engine.config, engine.layout, contexts)
     flops = decode_flops(engine.config, contexts)
     median_s = statistics.median(measured.steps_s)
@@ -216,11 +227,16 @@ def _decode_figures(engine: Engine, machine: MachineFigures, measured: _Decode) 
     )
 
 
-def read_weight_bytes(engine: Engine) -> int:
-    """Bytes of the weights that every step reads: all but the embedding's vectors, unless they are the head too."""
+def read_weight_bytes(engine: Engine, num_tokens: int) -> int:
+    """Bytes of the weights that a step of so many tokens reads: all but the embedding's vectors, unless they are the
+    head too, and of experts the share that is taken on average."""
     decoder = engine.model
     assert isinstance(decoder, LlamaDecoder)
     embedding = decoder.embed_tokens
+    assert embedding is not None
     vector_bytes = sum(parameter.nbytes for parameter in embedding.parameters(recurse=False))
     is_head = decoder.lm_head is None and embedding.num_bytes == vector_bytes  # else the head has a copy of its own
-    return engine.weight_bytes - (0 if is_head else vector_bytes)
+    mixtures = (module for module in decoder.modules() if isinstance(module, MixtureOfExperts))
+    expert_bytes = sum(mixture.expert_bytes for mixture in mixtures)
+    unread_bytes = round((1 - share_of_experts(engine.config, num_tokens)) * expert_bytes)
+    return engine.weight_bytes - (0 if is_head else vector_bytes) - unread_bytes

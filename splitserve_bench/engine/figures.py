@@ -22,6 +22,7 @@ class EngineBench:
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     repeats: int
+    structured: bool = False  # what a grammar for each answer costs a step, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,16 @@ class ProfileFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredFigures:
+    """A step of a batch whose answers are each kept to a grammar, and the same step without: medians of the repeats."""
+
+    batch: int
+    vocab_size: int
+    step_s: float
+    plain_step_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class EngineFigures:
     """One engine on this machine: the name of the model's folder, and the engine's description of itself."""
 
@@ -107,3 +118,4 @@ class EngineFigures:
     prefill: tuple[PrefillFigures, ...]
     decode: tuple[DecodeFigures, ...]
     profiles: tuple[ProfileFigures, ...]
+    structured: StructuredFigures | None = None

@@ -1,18 +1,24 @@
 """Model folders with the sizes of known models and random weights: for speed, which does not depend on the values."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from serving_core.errors import SettingsError
+from serving_core.memory import available_bytes
+from serving_core.units import size_of
+
+WEIGHT_BYTES: Final = 2  # of bfloat16
 DEVIATION: Final = 0.02  # of the weights, as models are initialised: logits stay finite
 SEED: Final = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a model of the Llama or Qwen3 family with a tied head and bfloat16 weights."""
+    """The sizes of a model of the Llama, Qwen3 or Qwen3-MoE family with a tied head and bfloat16 weights."""
 
     architecture: str
     model_type: str
@@ -24,17 +30,45 @@ class Shape:
     intermediate_size: int
     vocab_size: int
     max_position_embeddings: int
+    num_experts: int = 0  # in place of each feed-forward; 0: there are none
+    num_chosen: int = 0  # of them by each token
+    expert_size: int = 0
 
     @property
     def has_head_norms(self) -> bool:
-        return self.model_type == "qwen3"
+        return self.model_type.startswith("qwen3")
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of all matrices."""
+        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        mixture = self.num_experts * (1 + 3 * self.expert_size)
+        layer = self.hidden_size * (heads + (mixture or 3 * self.intermediate_size))
+        return self.num_layers * layer + self.vocab_size * self.hidden_size
 
 
 SHAPES: Final = {
     "qwen3-0.6b": Shape("Qwen3ForCausalLM", "qwen3", 1024, 28, 16, 8, 128, 3072, 151936, 40960),
+    "qwen3-30b-a3b": Shape("Qwen3MoeForCausalLM", "qwen3_moe", 2048, 48, 32, 4, 128, 6144, 151936, 40960, 128, 8, 768),
     "llama-3.2-1b": Shape("LlamaForCausalLM", "llama", 2048, 16, 32, 8, 64, 8192, 128256, 131072),
     "smollm2-135m": Shape("LlamaForCausalLM", "llama", 576, 30, 9, 3, 64, 1536, 49152, 8192),
 }
+
+
+def shape_of(name: str, num_layers: int) -> Shape:
+    """A shape of SHAPES with so many of its layers, 0 for all. Raises SettingsError where it has fewer, or its weights
+    do not fit into memory."""
+    whole = SHAPES[name]
+    if num_layers > whole.num_layers:
+        raise SettingsError(f"--layers {num_layers}: {name} has {whole.num_layers}")
+    shape = dataclasses.replace(whole, num_layers=num_layers or whole.num_layers)
+    needed, free = WEIGHT_BYTES * shape.num_parameters, available_bytes()
+    if needed > free:
+        raise SettingsError(
+            f"{shape.num_layers} layers of {name} take {size_of(needed)}, and {size_of(free)} of memory are free; "
+            "--layers gives it fewer"
+        )
+    return shape
 
 
 def write_random_model(folder: Path, shape: Shape) -> None:
@@ -61,6 +95,12 @@ def write_random_model(folder: Path, shape: Shape) -> None:
 
 
 def _config(shape: Shape) -> dict[str, Any]:
+    mixture = {
+        "num_experts": shape.num_experts,
+        "num_experts_per_tok": shape.num_chosen,
+        "moe_intermediate_size": shape.expert_size,
+        "norm_topk_prob": True,
+    }
     return {
         "architectures": [shape.architecture],
         "model_type": shape.model_type,
@@ -77,11 +117,12 @@ def _config(shape: Shape) -> dict[str, Any]:
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": True,
         "dtype": "bfloat16",
+        **(mixture if shape.num_experts else {}),
     }
 
 
 def _layer(path: str, shape: Shape, matrix: Callable[[int, int], Any], norm: Callable[[int], Any]) -> dict[str, Any]:
-    hidden, inner = shape.hidden_size, shape.intermediate_size
+    hidden = shape.hidden_size
     heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     tensors = {
         "input_layernorm": norm(hidden),
@@ -90,10 +131,14 @@ def _layer(path: str, shape: Shape, matrix: Callable[[int, int], Any], norm: Cal
         "self_attn.v_proj": matrix(kv_heads, hidden),
         "self_attn.o_proj": matrix(hidden, heads),
         "post_attention_layernorm": norm(hidden),
-        "mlp.gate_proj": matrix(inner, hidden),
-        "mlp.up_proj": matrix(inner, hidden),
-        "mlp.down_proj": matrix(hidden, inner),
     }
+    feed_forwards = {f"mlp.experts.{expert}": shape.expert_size for expert in range(shape.num_experts)}
+    if feed_forwards:
+        tensors["mlp.gate"] = matrix(shape.num_experts, hidden)
+    for name, inner in (feed_forwards or {"mlp": shape.intermediate_size}).items():
+        tensors[f"{name}.gate_proj"] = matrix(inner, hidden)
+        tensors[f"{name}.up_proj"] = matrix(inner, hidden)
+        tensors[f"{name}.down_proj"] = matrix(hidden, inner)
     if shape.has_head_norms:
         tensors |= {f"self_attn.{name}": norm(shape.head_dim) for name in ("q_norm", "k_norm")}
     return {f"{path}.{name}.weight": tensor for name, tensor in tensors.items()}

@@ -14,6 +14,7 @@ from splitserve_bench.engine.figures import (
     MachineFigures,
     PrefillFigures,
     ProfileFigures,
+    StructuredFigures,
 )
 from splitserve_bench.engine.peers import DECODE, LOAD, PREFILL, Ratio
 
@@ -38,6 +39,8 @@ def engine_view(figures: EngineFigures, compared: Sequence[Ratio], price: Sequen
     ]
     for profile in figures.profiles:
         parts += ["", profile_line(profile), profile_table(profile)]
+    if figures.structured is not None:
+        parts += ["", structured_line(figures.structured)]
     if compared:
         parts += ["", "against the best of the peers, whose figures are read from files:", ratio_table(compared)]
     if price:
@@ -79,6 +82,16 @@ def decode_table(rows: Sequence[DecodeFigures], machine: MachineFigures) -> Tabl
             f"{row.gemm_share:.0%}",
         )
     return table
+
+
+def structured_line(figures: StructuredFigures) -> str:
+    """What grammars cost."""
+    cost_s = figures.step_s - figures.plain_step_s
+    return (
+        f"structured output, {figures.batch} answers at once, a vocabulary of {figures.vocab_size}: a step takes "
+        f"{figures.step_s * 1e3:.2f} ms with grammars and {figures.plain_step_s * 1e3:.2f} ms without, "
+        f"{cost_s / figures.plain_step_s:+.1%}"
+    )
 
 
 def profile_line(profile: ProfileFigures) -> str:

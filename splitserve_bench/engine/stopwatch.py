@@ -14,6 +14,7 @@ import torch
 
 import engine.engine
 from engine.engine import Engine
+from engine.model.experts import MixtureOfExperts
 from engine.model.layers import Linear, RMSNorm, SwiGLU
 from engine.model.llama import DecoderLayer, LlamaDecoder, SelfAttention
 from splitserve_bench.engine.machine import synchronize
@@ -28,6 +29,7 @@ PARTS: Final = (LINEARS, HEAD, ATTENTION, NORMS, ROTATION, ACTIVATION, SAMPLING,
 # What a module does itself, apart from the modules within it.
 PART_OF_MODULE: Final = (
     (Linear, LINEARS),
+    (MixtureOfExperts, LINEARS),  # whose products are mostly those of all experts at once
     (RMSNorm, NORMS),
     (DecoderLayer, NORMS),
     (SelfAttention, ROTATION),
@@ -92,6 +94,7 @@ def watching(loaded: Engine) -> Iterator[Stopwatch]:
             if part is not None:
                 watch(module, "forward", part)
         if decoder.lm_head is None:
+            assert decoder.embed_tokens is not None
             watch(decoder.embed_tokens, "logits", HEAD)
         yield stopwatch
 

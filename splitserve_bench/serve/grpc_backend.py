@@ -12,6 +12,7 @@ from serving_core import reasons
 from serving_core.channels import CHANNEL_OPTIONS
 from splitserve.client.answers import Completion, Timeline, to_chunk
 from splitserve.client.clients import AsyncClient
+from splitserve.client.dialling import Dialling
 from splitserve.client.errors import ClientError, from_rpc_error
 from splitserve.client.questions import generate_request
 from splitserve_bench.errors import BenchError
@@ -22,7 +23,7 @@ from splitserve_bench.serve.wire import OrderedRequest
 
 GENERATE: Final = "/splitserve.v1.Inference/Generate"
 RETRIES: Final = "grpc.enable_retries"
-OPTIONS: Final = [*(option for option in CHANNEL_OPTIONS if option[0] != RETRIES), (RETRIES, 0)]
+OPTIONS: Final = (*(option for option in CHANNEL_OPTIONS if option[0] != RETRIES), (RETRIES, 0))
 # Why a request is turned away before it is begun.
 REFUSALS: Final = frozenset(
     [
@@ -41,7 +42,8 @@ class GrpcBackend:
     def __init__(self, target: Target) -> None:
         self._target = target
         self._metadata = (("authorization", f"Bearer {target.api_key}"),) if target.api_key else ()
-        self._channel = grpc.aio.insecure_channel(target.address, options=OPTIONS)
+        self._dialling = Dialling.of(target.address, target.tls)
+        self._channel = self._dialling.aio_channel(OPTIONS)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._generate: Any = self._channel.unary_stream(
             GENERATE, request_serializer=None, response_deserializer=inference_pb2.GenerateResponse.FromString
@@ -63,7 +65,7 @@ class GrpcBackend:
         try:
             await self._inference.GetModelInfo(request, timeout=deadline_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise BenchError(str(from_rpc_error(error, self._target.address))) from error
+            raise BenchError(str(from_rpc_error(error, str(self._dialling)))) from error
 
     async def answer(self, body: bytes, reply: Reply, timeout_s: float) -> None:
         call = self._generate(body, timeout=timeout_s, metadata=self._metadata)
@@ -71,7 +73,7 @@ class GrpcBackend:
             async for response in call:
                 _take(response, reply)
         except grpc.RpcError as error:
-            failure = from_rpc_error(error, self._target.address)
+            failure = from_rpc_error(error, str(self._dialling))
             is_refused = _is_refusal(failure)
             raise RequestFailed(str(failure), is_refused=is_refused, retry_after_s=failure.retry_after_s) from error
         finally:
@@ -85,7 +87,8 @@ class GrpcBackend:
 async def describe_grpc(target: Target, deadline_s: float) -> ServedModel:
     """Raises BenchError when the server does not answer in time, or does not serve target.model."""
     try:
-        async with AsyncClient(target.address, api_key=target.api_key, timeout_s=deadline_s) as client:
+        tls = {"tls_cert": target.tls.cert, "tls_key": target.tls.key, "tls_ca": target.tls.ca}
+        async with AsyncClient(target.address, api_key=target.api_key, timeout_s=deadline_s, **tls) as client:
             info = await client.model_info()
     except ClientError as error:
         raise BenchError(str(error)) from error

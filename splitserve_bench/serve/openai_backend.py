@@ -11,6 +11,7 @@ import httpx2
 
 from serving_core import reasons
 from serving_core.errors import SettingsError
+from serving_core.tls import TlsFiles, client_context
 from splitserve_bench.errors import BenchError
 from splitserve_bench.prompts import GREEDY
 from splitserve_bench.serve.event_stream import DONE, EventStream
@@ -33,7 +34,7 @@ class OpenAIBackend:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        context = httpx2.create_ssl_context()  # once: it reads the system's certificates
+        context = _context(target)  # once: it reads the system's certificates
         self._clients = [_client(target, context) for _ in range(NUM_POOLS)]
         self._num_under_way = [0] * NUM_POOLS
         self._is_own = False
@@ -92,7 +93,7 @@ class OpenAIBackend:
 
 async def describe_openai(target: Target, deadline_s: float) -> ServedModel:
     """Raises BenchError when the server does not answer in time, or does not serve target.model."""
-    async with _client(target, httpx2.create_ssl_context()) as client:
+    async with _client(target, _context(target)) as client:
         served = await _models(client, target, deadline_s)
     by_name = {str(model.get("id", "")): model for model in served}
     name = target.model or next(iter(by_name), "")
@@ -102,6 +103,10 @@ async def describe_openai(target: Target, deadline_s: float) -> ServedModel:
     return ServedModel(
         name, length if isinstance(length, int) else None, vocab_size if isinstance(vocab_size, int) else None
     )
+
+
+def _context(target: Target) -> ssl.SSLContext:
+    return httpx2.create_ssl_context() if target.tls == TlsFiles() else client_context(target.tls)
 
 
 def _client(target: Target, context: ssl.SSLContext) -> httpx2.AsyncClient:

@@ -11,7 +11,9 @@ from typing import Any, ClassVar, Final
 import click
 
 from serving_core.errors import SettingsError
-from splitserve.commands.server_options import SERVER_VARIABLE, api_key_option
+from serving_core.tls import SCHEME as TLS_SCHEME
+from serving_core.tls import TlsFiles
+from splitserve.commands.server_options import SERVER_VARIABLE, api_key_option, tls_options
 from splitserve_bench.options import Command, RepeatingCommand, options_of
 from splitserve_bench.serve.target import BACKENDS, COMPLETIONS, LIMITS, OPENAI, SPLITSERVE, Target
 
@@ -38,6 +40,9 @@ class ServeOptions:
     endpoint: str
     model: str
     api_key: str | None
+    tls_ca: str
+    tls_cert: str
+    tls_key: str
     extra_body: str
     tokenizer: Path | None
     vocab_size: int | None
@@ -90,16 +95,20 @@ class ServeOptions:
         if self.server and (self.host or self.port):
             raise SettingsError(f"--server ({self.server}) says where: --host and --port are instead of it")
         address = self.server or f"{self.host or LOOPBACK}:{self.port or PORTS[backend]}"
-        if backend == SPLITSERVE and SCHEME in address:
-            raise SettingsError(f"--server {address} is a URL, which --backend {OPENAI} takes; gRPC has HOST:PORT")
+        if backend == SPLITSERVE and SCHEME in address and not address.startswith(TLS_SCHEME):
+            raise SettingsError(
+                f"--server {address} is a URL, which --backend {OPENAI} takes; gRPC has HOST:PORT or https://HOST:PORT"
+            )
         if backend == OPENAI:
             if self.server and SCHEME not in address:
                 raise SettingsError(f"--server {address} is no URL: --backend {OPENAI} takes http://HOST:PORT")
-            address = (address if self.server else f"http://{address}").rstrip("/")
+            scheme = "https" if self.tls_ca else "http"
+            address = (address if self.server else f"{scheme}://{address}").rstrip("/")
         extra_body = _object(self.extra_body)
         if backend == SPLITSERVE and (unknown := sorted(extra_body.keys() - set(LIMITS))):
             raise SettingsError(f"--extra-body may have {', '.join(LIMITS)} for SplitServe's gRPC, not {unknown[0]!r}")
-        return Target(backend, address, self.endpoint, self.model, self.api_key, extra_body)
+        tls = TlsFiles(self.tls_cert, self.tls_key, self.tls_ca)
+        return Target(backend, address, self.endpoint, self.model, self.api_key, extra_body, tls)
 
     def metadata_pairs(self) -> dict[str, str]:
         """Raises SettingsError for one that is not KEY=VALUE."""
@@ -144,6 +153,7 @@ where_options = options_of(
     click.option("--endpoint", default=COMPLETIONS, show_default=True, help="Of an OpenAI-compatible server."),
     click.option("--model", default="", help="Served model; by default what is served."),
     api_key_option,
+    tls_options,
     click.option(
         "--extra-body", default="{}", help="JSON object of more fields: of an OpenAI-compatible server, or limits."
     ),

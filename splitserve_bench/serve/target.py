@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from serving_core.tls import TlsFiles
+
 SPLITSERVE, OPENAI = "splitserve", "openai"
 BACKENDS: Final = (SPLITSERVE, OPENAI)
 COMPLETIONS: Final = "/v1/completions"
@@ -12,7 +14,8 @@ LIMITS: Final = ("ttft_ms", "tpot_ms", "slo_class", "priority")  # of every requ
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server. `address` is HOST:PORT for splitserve and a URL without the endpoint for openai."""
+    """A server. `address` is HOST:PORT for splitserve, or https://HOST:PORT, and a URL without the endpoint for
+    openai."""
 
     backend: str  # one of BACKENDS
     address: str
@@ -22,6 +25,7 @@ class Target:
     extra_body: Mapping[str, Any] = field(
         default_factory=dict
     )  # more fields of every request; of splitserve LIMITS alone
+    tls: TlsFiles = field(default_factory=TlsFiles)
 
 
 @dataclass(frozen=True, slots=True)

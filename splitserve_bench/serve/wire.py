@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import msgpack
 
+from serving_core.tls import TlsFiles
 from splitserve_bench.serve.records import Outcome, PlannedRequest
 from splitserve_bench.serve.target import Progress, Target
 
@@ -52,7 +53,8 @@ def pack_order(order: Order) -> bytes:
 
 
 def unpack_order(message: Any) -> Order:
-    return Order(**{**message, "target": Target(**message["target"])})
+    target = message["target"]
+    return Order(**{**message, "target": Target(**{**target, "tls": TlsFiles(**target["tls"])})})
 
 
 def pack_request(request: PlannedRequest) -> bytes:

@@ -29,6 +29,7 @@ MOST_OF_A_ROLE: Final = 1024
 # Of a load that goes to no server, and of which nothing is written.
 NO_SERVER: Final[dict[str, Any]] = {
     "server": None, "host": None, "port": None, "endpoint": "", "model": "", "api_key": None, "extra_body": "{}",
+    "tls_ca": "", "tls_cert": "", "tls_key": "",
     "tokenizer": None, "vocab_size": None, "num_warmups": 0, "percentile_metrics": "", "metric_percentiles": "",
     "send_limits": False, "label": None, "num_gpus": None, "metadata": (), "save_result": False, "save_detailed": False,
     "result_dir": Path(), "result_filename": None, "plots": None, "as_json": False,

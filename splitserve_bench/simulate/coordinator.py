@@ -66,6 +66,7 @@ class SimulatedCoordinator:
             max_live=settings.max_num_queued_reqs,
             max_restarts=settings.max_restarts,
             keep_after_s=settings.keep_after_s,
+            node_wait_s=settings.node_wait_s,
             policy=POLICIES[settings.policy],
             admits_late=settings.admission == ADMIT_ALL,
         )
@@ -86,9 +87,10 @@ class SimulatedCoordinator:
 
     def lose(self, node: SimulatedNode) -> None:
         """The node's stream has ended."""
-        known = next(each for each, attachment in self._attachments.items() if attachment.node is node)
+        known = next((each for each, attachment in self._attachments.items() if attachment.node is node), None)
         self.catch_up()
-        self._apply(self._lose(known), self._agenda.now)
+        if known is not None:  # else it was stuck, and is not back yet
+            self._apply(self._lose(known), self._agenda.now)
 
     def set_shape(self, name: str, to: str | Shape) -> None:
         """Asks a node to take a role or a shape. Raises RequestError."""
@@ -107,6 +109,13 @@ class SimulatedCoordinator:
         self.registry.drain(node)
         self.catch_up()
         self._apply(self.tracker.tick(self._agenda.now), self._agenda.now)
+
+    def _attach_again(self, node: SimulatedNode) -> None:
+        """Once the step that it was stuck in has ended."""
+        if node.is_in_step:
+            self._agenda.after(TICK_S, lambda: self._attach_again(node))
+        elif not node.is_lost:
+            self.attach(node)
 
     def _beat(self, known: Node) -> None:
         if attachment := self._attachments.get(known):
@@ -186,7 +195,7 @@ class SimulatedCoordinator:
             node = self._attachments[known].node
             self._apply(self._lose(known), now)
             node.detached()
-            self.attach(node)
+            self._attach_again(node)
         self._apply(self.tracker.tick(now), now)
         self._apply(self._roles.tick(now), now)
         self._agenda.after(TICK_S, self._tick)

@@ -108,6 +108,11 @@ class SimulatedNode:
             self.logic.handle(command, self._agenda.now)
             self._carry_out()
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step runs."""
+        return bool(self._works)
+
     def detached(self) -> None:
         """The coordinator has given the node up, which attaches again."""
         self._settle()

@@ -6,7 +6,7 @@ Complete message and nothing after it; or the whole stream ends with one gRPC st
 
 import asyncio
 import time
-from collections.abc import AsyncIterable, Iterable, Sequence
+from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from grpc_status import rpc_status
 from protos import inference_pb2
 from protos.inference_pb2 import FINISH_REASON_UNSPECIFIED, GenerateRequest, SamplingParams
 
-CALL_TIMEOUT_S = 120.0
+CALL_TIMEOUT_S = 240.0
 
 
 def request(
@@ -83,18 +83,23 @@ class Answer:
 class Stream:
     """One call, read in the background. `arrivals` are the monotonic times of its messages and of its end."""
 
-    def __init__(self, call: AsyncIterable[inference_pb2.GenerateResponse]) -> None:
+    def __init__(
+        self,
+        call: AsyncIterable[inference_pb2.GenerateResponse],
+        make_answer: Callable[[], Answer] = Answer,
+    ) -> None:
         self.answers: dict[int, Answer] = {}
         self.error: grpc.aio.AioRpcError | None = None
         self.arrivals: list[float] = []
         self.has_ended = False
         self._call = call
+        self._make_answer = make_answer
         self._news = asyncio.Condition()
         self._task = asyncio.create_task(self._read())
 
     @property
     def answer(self) -> Answer:
-        return self.answers.setdefault(0, Answer())
+        return self.answers.setdefault(0, self._make_answer())
 
     async def tokens(self, count: int, deadline_s: float = 60.0) -> None:
         """Returns when the first answer has that many tokens."""
@@ -122,7 +127,7 @@ class Stream:
     async def _read(self) -> None:
         try:
             async for response in self._call:
-                self.answers.setdefault(response.index, Answer()).take(response)
+                self.answers.setdefault(response.index, self._make_answer()).take(response)
                 await self._notify()
         except grpc.aio.AioRpcError as error:
             self.error = error
@@ -140,9 +145,9 @@ class Stream:
             self._news.notify_all()
 
 
-def stream(stub: Any, message: GenerateRequest, **call: Any) -> Stream:
+def stream(stub: Any, message: GenerateRequest, *, make_answer: Callable[[], Answer] = Answer, **call: Any) -> Stream:
     """Starts reading an answer."""
-    return Stream(stub.Generate(message, **{"timeout": CALL_TIMEOUT_S, **call}))
+    return Stream(stub.Generate(message, **{"timeout": CALL_TIMEOUT_S, **call}), make_answer)
 
 
 async def ask(stub: Any, *prompt: Any, **fields: Any) -> Answer:

@@ -6,6 +6,7 @@ Every process has a process group of its own and is killed by its pid alone. Log
 import contextlib
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -21,6 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import inference_pb2, inference_pb2_grpc
 from serving_node.settings import PACKAGES
+from tests.tls_kit import flags_of
 
 SERVICE = "splitserve.v1.Inference"
 FLEET_SECRET = "known-to-the-tests-alone"
@@ -71,7 +74,9 @@ class Child:
         log: Path,
         env: Flags,
         python: str = sys.executable,
+        num_descriptors: int | None = None,
     ) -> None:
+        """`num_descriptors` are the most files that it may open."""
         self.name = name
         self.log = log
         argv = [python, "-m", module, *positional]
@@ -89,6 +94,7 @@ class Child:
                 env=inherited | fixed | {key: str(value) for key, value in env.items()},
                 cwd=log.parent,
                 process_group=0,
+                preexec_fn=num_descriptors and partial(_limit_descriptors, num_descriptors),
             )
 
     @property
@@ -119,6 +125,10 @@ class Child:
         return self.log.read_text(errors="replace")
 
 
+def _limit_descriptors(number: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, number))
+
+
 class Cluster:
     """A coordinator and its nodes. Start it with `start`, end it with `stop` or `kill`."""
 
@@ -139,8 +149,14 @@ class Cluster:
         decode: Flags | None = None,
         both: Flags | None = None,
         coordinator_python: str = sys.executable,
+        certs: Path | None = None,
+        num_descriptors: int | None = None,
+        start_deadline_s: float = START_DEADLINE_S,
     ) -> None:
+        """`certs`, as `splitserve certs` makes it, has everything over TLS: each process shows its certificate, and so
+        does who asks here. `num_descriptors` are the most files that each process may open."""
         self.model = model
+        self.certs = certs
         self.folder = folder
         self.port, self.fleet_port = free_port(), free_port()
         self.http_port = free_port() if http else -1
@@ -153,6 +169,8 @@ class Cluster:
         self._coordinator_flags = {"heartbeat_s": HEARTBEAT_S} | dict(coordinator or {})
         self._node_flags = {"block_size": 8} | dict(node or {})
         self._coordinator_python = coordinator_python
+        self._num_descriptors = num_descriptors
+        self._start_deadline_s = start_deadline_s
         self._role_flags = {"prefill": dict(prefill or {}), "decode": dict(decode or {}), "both": dict(both or {})}
         self._expected_to_die: set[int] = set()
         self._everyone: list[Child] = []
@@ -165,7 +183,7 @@ class Cluster:
     def url(self) -> str:
         """Of the HTTP service; only with `http`."""
         assert self.http_port > 0, "the cluster has no HTTP service"
-        return f"http://127.0.0.1:{self.http_port}"
+        return f"{'https' if self.certs else 'http'}://127.0.0.1:{self.http_port}"
 
     # ---- processes ----
 
@@ -183,42 +201,51 @@ class Cluster:
             raise
         return self
 
-    def start_coordinator(self) -> Child:
+    def start_coordinator(self, *, env: Flags | None = None, **flags: object) -> Child:
+        """Starts the coordinator; `flags` and `env` go over the cluster's."""
         ports = {"port": self.port, "fleet_port": self.fleet_port, "http_port": self.http_port}
-        flags = {**ports, **self._coordinator_flags}
-        return self._start("coordinator", "coordinator", flags)
+        given = {**ports, **self._tls("coordinator"), **self._coordinator_flags, **flags}
+        return self._start("coordinator", "coordinator", given, env)
 
-    def start_node(self, name: str, **flags: object) -> Child:
-        """Starts prefill-N, decode-N or both-N; `flags` override the cluster's."""
+    def start_node(self, name: str, *, env: Flags | None = None, **flags: object) -> Child:
+        """Starts prefill-N, decode-N or both-N; `flags` and `env` go over the cluster's."""
         role = name.partition("-")[0]
         own = {"coordinator": f"127.0.0.1:{self.fleet_port}", "name": name}
         if self._sockets is not None:
             own["kv_bind"] = f"ipc://{self._sockets.name}/{name}"
-        return self._start(name, PACKAGES[role], {**self._node_flags, **own, **self._role_flags[role], **flags})
+        given = {**self._tls("node"), **self._node_flags, **own, **self._role_flags[role], **flags}
+        return self._start(name, PACKAGES[role], given, env)
 
-    def start_intruder(self, model: Path, name: str) -> Child:
-        """Starts a node of another model, which must not become part of the cluster."""
+    def _tls(self, role: str) -> dict[str, str]:
+        return flags_of(self.certs, role) if self.certs else {}
+
+    def start_intruder(self, model: Path, name: str, **flags: object) -> Child:
+        """Starts a node of another model or with other flags, which must not become part of the cluster."""
         link = {"coordinator": f"127.0.0.1:{self.fleet_port}", "name": name}
         module = PACKAGES[name.partition("-")[0]]
-        child = self._spawn(name, module, model, {**self._node_flags, **link})
+        child = self._spawn(name, module, model, {**self._node_flags, **link, **flags}, {})
         self._expected_to_die.add(child.process.pid)
         return child
 
-    def _start(self, name: str, module: str, flags: Flags) -> Child:
-        self.children[name] = self._spawn(name, module, self.model, flags)
+    def _start(self, name: str, module: str, flags: Flags, env: Flags | None) -> Child:
+        self.children[name] = self._spawn(name, module, self.model, flags, env or {})
         return self.children[name]
 
-    def _spawn(self, name: str, module: str, model: Path, flags: Flags) -> Child:
+    def _spawn(self, name: str, module: str, model: Path, flags: Flags, env: Flags) -> Child:
         python = self._coordinator_python if module == "coordinator" else sys.executable
         log = self.folder / f"{name}.log"
-        child = Child(name, module, str(model), flags=flags, log=log, env=self.env, python=python)
+        options = {"env": {**self.env, **env}, "python": python, "num_descriptors": self._num_descriptors}
+        child = Child(name, module, str(model), flags=flags, log=log, **options)
         self._everyone.append(child)
         return child
 
-    def kill(self, name: str) -> None:
-        """SIGKILL to one process."""
-        self.expect_end(name)
-        self.children[name].kill()
+    def kill(self, *names: str) -> None:
+        """SIGKILL to processes, all at once: none sees another one die."""
+        children = [self.expect_end(name) for name in names]
+        for child in children:
+            child.send(signal.SIGSTOP)
+        for child in children:
+            child.kill()
 
     def expect_end(self, name: str) -> Child:
         """This process may end before the cluster does, and with any exit code."""
@@ -233,7 +260,7 @@ class Cluster:
                 self.start_coordinator() if name == "coordinator" else self.start_node(name)
         self.wait_complete()
 
-    def stop(self) -> None:
+    def stop(self, deadline_s: float = 20.0) -> None:
         """Stops nodes, then the coordinator, with SIGTERM; fails on a bad exit code or a traceback in a log."""
         troubles = []
         nodes = [child for name, child in self.children.items() if name != "coordinator"]
@@ -243,7 +270,7 @@ class Cluster:
                 for child in running:
                     child.send(signal.SIGTERM)
                 for child in running:
-                    child.wait(20.0)
+                    child.wait(deadline_s)
             for child in self._everyone:
                 if child.process.returncode != 0 and child.process.pid not in self._expected_to_die:
                     troubles.append(f"{child.name} ended with exit code {child.process.returncode}")
@@ -270,14 +297,27 @@ class Cluster:
     @contextlib.asynccontextmanager
     async def connect(self) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
         """A stub on a channel of its own, for asyncio."""
-        async with grpc.aio.insecure_channel(self.target, options=_CHANNEL_OPTIONS) as channel:
+        async with (
+            grpc.aio.secure_channel(self.target, self._credentials(), options=_CHANNEL_OPTIONS)
+            if self.certs
+            else grpc.aio.insecure_channel(self.target, options=_CHANNEL_OPTIONS)
+        ) as channel:
             yield inference_pb2_grpc.InferenceStub(channel)
 
     @contextlib.contextmanager
-    def channel(self) -> Iterator[grpc.Channel]:
-        """A blocking channel."""
-        with grpc.insecure_channel(self.target, options=_CHANNEL_OPTIONS) as channel:
+    def channel(self, port: int | None = None) -> Iterator[grpc.Channel]:
+        """A blocking channel, to the public port unless another is given."""
+        target = f"127.0.0.1:{port or self.port}"
+        with (
+            grpc.secure_channel(target, self._credentials(), options=_CHANNEL_OPTIONS)
+            if self.certs
+            else grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        ) as channel:
             yield channel
+
+    def _credentials(self) -> grpc.ChannelCredentials:
+        ca, key, cert = ((self.certs / name).read_bytes() for name in ("ca.crt", "client.key", "client.crt"))
+        return grpc.ssl_channel_credentials(ca, key, cert)
 
     @contextlib.contextmanager
     def stub(self) -> Iterator[inference_pb2_grpc.InferenceStub]:
@@ -290,10 +330,11 @@ class Cluster:
         key = self.env.get("SPLITSERVE_API_KEY")
         return (("authorization", f"Bearer {key}"),) if key else ()
 
-    def is_serving(self) -> bool:
-        """What the health service says of the Inference service; False where nobody answers."""
+    def is_serving(self, port: int | None = None) -> bool:
+        """What the health service says of the Inference service, at the public port unless another is given; False
+        where nobody answers."""
         request = health_pb2.HealthCheckRequest(service=SERVICE)
-        with self.channel() as channel:
+        with self.channel(port) as channel:
             try:
                 reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=1, metadata=self._metadata)
             except grpc.RpcError:
@@ -317,7 +358,7 @@ class Cluster:
 
     def wait_complete(self) -> None:
         """Until the service is healthy and every node of ours is attached."""
-        wait_until(self._is_complete, "all nodes attached and serving", START_DEADLINE_S)
+        wait_until(self._is_complete, "all nodes attached and serving", self._start_deadline_s)
 
     def _is_complete(self) -> bool:
         for name in ("coordinator", *self.names):

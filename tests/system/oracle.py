@@ -16,7 +16,12 @@ class Reference:
 
     def __init__(self, folder: Path) -> None:
         transformers.utils.logging.disable_progress_bar()
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        where, options = folder, {}
+        if (folder / "model.gguf").exists():  # read by transformers itself
+            gguf = (folder / "model.gguf").resolve()
+            where, options = gguf.parent, {"gguf_file": gguf.name}
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        self.model = load(where, dtype=torch.float32, **options).eval()
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 
     def greedy(self, prompt: Sequence[int], max_tokens: int, **options: Any) -> list[int]:

@@ -292,6 +292,19 @@ async def test_logit_bias_as_in_transformers(cluster, reference):
     assert answer.token_ids == reference.adjusted_greedy(PROMPT, 40, add)
 
 
+async def test_allowed_tokens_as_in_transformers(cluster, reference):
+    allowed = [7, 97, 120, 200, EOS]
+    processor = transformers.PrefixConstrainedLogitsProcessor(lambda *_: allowed, num_beams=1)
+
+    def mask(logits, answer):
+        return processor(torch.tensor([[*PROMPT, *answer]]), logits[None])[0]
+
+    answer = await _ask(cluster, PROMPT, max_tokens=20, ignore_eos=True, allowed_token_ids=allowed)
+    assert answer.token_ids == reference.adjusted_greedy(PROMPT, 20, mask)
+    answer = await _ask(cluster, PROMPT, max_tokens=20, min_tokens=20, temperature=2.0, allowed_token_ids=allowed)
+    assert set(answer.token_ids) <= {*allowed} - {EOS}
+
+
 async def test_several_answers(cluster):
     fields = {"max_tokens": 30, "n": 3, "seed": 9, "temperature": 1.0, "ignore_eos": True}
     async with cluster.connect() as stub:

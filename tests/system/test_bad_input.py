@@ -324,10 +324,9 @@ async def test_junk_on_the_data_plane(cluster, data_port, frames):
     try:
         for kind in (zmq.DEALER, zmq.REQ, zmq.PUSH):
             with context.socket(kind) as junk:
-                junk.setsockopt(zmq.LINGER, 2000)
+                junk.setsockopt(zmq.LINGER, 300)  # nobody takes it without the key of a ticket
                 junk.setsockopt(zmq.SNDTIMEO, 2000)
                 junk.connect(f"tcp://127.0.0.1:{data_port}")
-                # The other side may be of a kind that takes nothing from this kind of socket.
                 with contextlib.suppress(zmq.Again):
                     junk.send_multipart(frames)
     finally:

@@ -11,12 +11,14 @@ import pytest
 
 from serving_core.extras import MODULES
 from splitserve.cli import main
+from tests.gguf_files import write_gguf
 from tests.system.base_environment import make_base_environment
 from tests.system.cluster import Child, free_port, wait_until
 from tests.tiny_models import write_fake_model
 
 DEADLINE_S = 60.0
 IN_BASE = {
+    "certs",
     "coordinator",
     "generate",
     "chat",
@@ -92,6 +94,14 @@ def test_it_asks(cluster, run):
     assert "prefill-0" in done.stdout
 
 
+def test_it_makes_certificates_and_reads_them(run, model, tmp_path):
+    done = run("splitserve", "certs", "--out", tmp_path / "certs")
+    assert done.returncode == 0, done.stderr
+    files = [f"--tls-{kind}={tmp_path}/certs/coordinator.{end}" for kind, end in (("cert", "crt"), ("key", "crt"))]
+    done = run("coordinator", model, *files)
+    assert (done.returncode, "holds no private key" in done.stderr) == (2, True)
+
+
 @pytest.mark.parametrize("backend", ["splitserve", "openai"])
 def test_it_measures(cluster, run, backend):
     where = ("--target", cluster.target) if backend == "splitserve" else ("--base-url", cluster.url)
@@ -120,18 +130,26 @@ def test_so_does_a_node_that_is_started_without_the_command_line(run, model, rol
     assert done.stderr == "n0: this needs torch, which is not installed: pip install 'splitserve[node]'\n"
 
 
-@pytest.mark.parametrize("command", ["coordinator", "demo"])
-def test_without_a_model_it_says_what_makes_the_demo_model(run, command):
-    done = run("splitserve", command)
+def test_the_demo_needs_a_node(run):
+    done = run("splitserve", "demo")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "Error: this needs torch, which is not installed: pip install 'splitserve[node,demo]'\n"
+    assert done.stderr == "Error: this needs torch, which is not installed: pip install 'splitserve[node]'\n"
 
 
-def test_the_command_starts_a_coordinator(base_python, model, tmp_path):
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+def test_the_command_starts_a_coordinator(base_python, model, tmp_path, kind):
+    model = model if kind == "folder" else write_gguf(tmp_path / "tiny.gguf")
     flags = {"port": free_port(), "fleet_port": free_port(), "http_port": -1}
     log = tmp_path / "log"
     child = Child(
-        "coordinator", "splitserve", "coordinator", str(model), flags=flags, log=log, env={}, python=base_python
+        "coordinator",
+        "splitserve",
+        "coordinator",
+        str(model),
+        flags=flags,
+        log=log,
+        env={"XDG_CACHE_HOME": str(tmp_path)},
+        python=base_python,
     )
     try:
         wait_until(lambda: "clients may dial" in child.output() or not child.is_running, "it listens", DEADLINE_S)

@@ -48,7 +48,10 @@ def cluster(_cluster):
     _cluster.wait_all_free()
 
 
-@pytest.mark.parametrize(("family", "tp_size"), [("llama", 1), ("qwen3", 1), ("llama", 2)])
+@pytest.mark.parametrize(
+    ("family", "tp_size"),
+    [("llama", 1), pytest.param("qwen3", 1, marks=pytest.mark.long), pytest.param("llama", 2, marks=pytest.mark.long)],
+)
 async def test_greedy_answers_of_one_node_equal_transformers_generate(family, tp_size, start_cluster, tmp_path):
     """Chunks of 64 tokens beside a batch of up to 6; prompts of one token, of many chunks, and on every border."""
     model = write_tiny_model(tmp_path / "model", family)
@@ -111,7 +114,7 @@ async def test_prompts_cancelled_half_way_disturb_nobody(cluster):
     cluster.wait_all_free()
 
 
-@pytest.mark.parametrize("moment_s", [0.1, 0.6])
+@pytest.mark.parametrize("moment_s", [0.1, pytest.param(0.6, marks=pytest.mark.long)])
 async def test_a_node_killed_half_way_through_prompts(cluster, moment_s):
     questions = _questions(moment_s, [600] * 8 + [10] * 4, (30, 30))
     async with cluster.connect() as stub:
@@ -123,6 +126,7 @@ async def test_a_node_killed_half_way_through_prompts(cluster, moment_s):
     assert {answering.answer.complete.timeline.decode_node for answering in streams[:8]} == {"both-1"}
 
 
+@pytest.mark.long
 async def test_it_serves_with_a_prefill_node_and_without_it(start_cluster, model):
     cluster = start_cluster(model, num_decode=0, num_both=1)
     questions = _questions(9, [5, 100, 600] * 6, (5, 40))

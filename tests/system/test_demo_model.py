@@ -46,26 +46,22 @@ def demo():
         pytest.skip(f"no demo model here: {error}")
 
 
-@pytest.mark.parametrize(
-    ("prompts", "chats"),
-    [(PROMPTS[::3], CHATS[:1]), pytest.param(PROMPTS, CHATS, marks=pytest.mark.long)],
-    ids=["some", "all"],
-)
-async def test_answers_equal_transformers(demo, start_cluster, prompts, chats):
+@pytest.mark.long
+async def test_answers_equal_transformers(demo, start_cluster):
     cluster = start_cluster(
         demo, node={"dtype": "float32", "max_model_len": 512, "num_kv_blocks": 96, "block_size": 16},
         prefill={"max_num_batched_tokens": 48}, decode={"max_num_seqs": 8},
     )  # fmt: skip
     async with cluster.connect() as stub:
-        texts = await ask_all(stub, [request(prompt, max_tokens=MAX_TOKENS, temperature=0) for prompt in prompts])
-        turns = [[{"role": "user", "content": question}] for question in chats]
+        texts = await ask_all(stub, [request(prompt, max_tokens=MAX_TOKENS, temperature=0) for prompt in PROMPTS])
+        turns = [[{"role": "user", "content": question}] for question in CHATS]
         told = await ask_all(stub, [request(turn, max_tokens=MAX_TOKENS, temperature=0) for turn in turns])
     cluster.wait_all_free()
     cluster.stop()
 
     reference = Reference(demo)
     tokenizer = reference.tokenizer
-    questions = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    questions = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     questions += [
         tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"] for turn in turns
     ]

@@ -30,7 +30,12 @@ def _cluster(start_cluster, tmp_path_factory):
     shape = {"num_layers": 8, "num_kv_heads": 4, "head_dim": 32}
     model = write_fake_model(tmp_path_factory.mktemp("model"), **shape, step_s=0.01, token_s=0.0005)
     return start_cluster(
-        model, num_prefill=2, num_decode=2, node={"num_kv_blocks": 1000}, prefill={"max_num_batched_tokens": 64}
+        model,
+        num_prefill=2,
+        num_decode=2,
+        coordinator={"node_wait_s": 1},  # tests/system/test_node_wait.py has longer ones
+        node={"num_kv_blocks": 1000},
+        prefill={"max_num_batched_tokens": 64},
     )
 
 
@@ -95,7 +100,9 @@ async def test_decode_node_killed_while_it_answers(cluster):
     assert sum(answering.answer.complete.timeline.num_restarts for answering in streams) > 0, "nothing was moved"
 
 
-@pytest.mark.parametrize("moment_s", [0.05, 0.3, 0.8])
+@pytest.mark.parametrize(
+    "moment_s", [pytest.param(0.05, marks=pytest.mark.long), 0.3, pytest.param(0.8, marks=pytest.mark.long)]
+)
 async def test_prefill_node_killed_while_it_reads_prompts(cluster, moment_s):
     questions = _questions(12, length=400, max_tokens=20)
     async with cluster.connect() as stub:
@@ -106,13 +113,13 @@ async def test_prefill_node_killed_while_it_reads_prompts(cluster, moment_s):
         await _serves(cluster)
 
 
+@pytest.mark.long
 async def test_nodes_of_both_roles_killed_at_once(cluster):
     questions = _questions(12, length=200, max_tokens=60)
     async with cluster.connect() as stub:
         streams = _start(stub, questions)
         await asyncio.sleep(0.5)
-        cluster.kill("prefill-1")
-        cluster.kill("decode-1")
+        cluster.kill("prefill-1", "decode-1")
         await _check_answers(questions, streams)
         await _serves(cluster)
 
@@ -135,15 +142,15 @@ async def test_coordinator_killed_and_started_again(cluster):
     await _serves(cluster)
 
 
-@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.long), "decode"])
+@pytest.mark.long
+@pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_last_node_of_a_role_killed(cluster, role):
     expected = f"NO_{role.upper()}_WORKER"
     async with cluster.connect() as stub:
         streams = _start(stub, _questions(6, max_tokens=300) + _questions(6, length=900, max_tokens=300))
         await _wait_tokens(streams[:6], 3)
         killed_at = time.monotonic()
-        cluster.kill(f"{role}-0")
-        cluster.kill(f"{role}-1")
+        cluster.kill(f"{role}-0", f"{role}-1")
         if role == "decode":
             ended = [await answering.end(PROMISED_S) for answering in streams]
             assert time.monotonic() - killed_at < PROMISED_S
@@ -162,6 +169,7 @@ async def test_last_node_of_a_role_killed(cluster, role):
         await _serves(cluster)
 
 
+@pytest.mark.long
 async def test_a_node_that_comes_and_goes(cluster):
     questions = _questions(8, max_tokens=150)
     async with cluster.connect() as stub:
@@ -332,7 +340,7 @@ async def _strike(cluster, name, rng):
 # ---- leaving in good order ----
 
 
-@pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
+@pytest.mark.parametrize("name", ["decode-0", pytest.param("prefill-0", marks=pytest.mark.long)])
 async def test_a_draining_node_costs_no_request(cluster, name):
     questions = _questions(4, length=100, max_tokens=40)
     leaving = cluster.expect_end(name)
@@ -374,6 +382,7 @@ async def test_a_draining_coordinator_finishes_what_it_has(cluster):
     assert leaving.wait(30) == 0
 
 
+@pytest.mark.long
 async def test_a_second_signal_ends_the_drain(cluster):
     cluster.kill("decode-1")  # the answers have nowhere else to go
     wait_until(lambda: "decode-1" not in cluster.loads(), "the loss of decode-1", 10)

@@ -194,6 +194,15 @@ def test_usage_in_every_event(client):
     assert counts[-2:] == [5, 5]
 
 
+def test_a_batch_is_answered_as_its_conversations_are(client, http):
+    questions = [[{"role": "user", "content": text}] for text in ("one", "two", "three")]
+    fields = {"max_tokens": 8, "temperature": 0}
+    reply = http.post("/v1/chat/completions/batch", json={"messages": questions, **fields}).json()
+    alone = [http.post("/v1/chat/completions", json={"messages": each, **fields}).json() for each in questions]
+    assert [each["message"] for each in reply["choices"]] == [each["choices"][0]["message"] for each in alone]
+    assert reply["usage"]["completion_tokens"] == sum(each["usage"]["completion_tokens"] for each in alone)
+
+
 def test_cached_tokens_are_told(client):
     prompt = list(b"This is a beginning that nobody else has, long enough for some blocks.")
     assert _complete(client, prompt).usage.prompt_tokens_details.cached_tokens == 0

@@ -89,6 +89,7 @@ async def test_prompts_with_a_common_beginning_at_the_same_time(cluster, model):
     cluster.wait_all_free()
 
 
+@pytest.mark.long
 async def test_a_pool_too_small_to_keep_much(start_cluster, tmp_path):
     """Blocks are evicted all the time, requests are preempted, prefixes come and go: never a wrong token."""
     model = write_fake_model(tmp_path / "model")
@@ -130,6 +131,7 @@ async def test_the_router_sends_a_prompt_to_where_its_beginning_is(start_cluster
     cluster.stop()
 
 
+@pytest.mark.long
 async def test_without_caching_nothing_is_reused(start_cluster, tmp_path):
     model = write_fake_model(tmp_path / "model")
     cluster = start_cluster(model, node={"num_kv_blocks": 100}, env={"SPLITSERVE_ENABLE_PREFIX_CACHING": "false"})

@@ -73,7 +73,13 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+QUICK = ("llama, grouped queries, tied head, tcp", "mistral, sliding window of 20, tcp")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(shape, id=name, marks=() if name in QUICK else pytest.mark.long) for name, shape in SHAPES.items()],
+)
 async def test_greedy_answers_equal_transformers_generate(shape, start_cluster, tmp_path):
     model = write_tiny_model(tmp_path / "model", shape.family, **shape.config)
     cluster = start_cluster(model, ipc=shape.ipc, prefill={"max_num_batched_tokens": 64}, decode={"max_num_seqs": 6})

@@ -37,6 +37,7 @@ def _preemptions(cluster):
     return sum(load.num_preemptions for load in cluster.loads().values())
 
 
+@pytest.mark.long
 async def test_same_in_a_crowd_after_preemptions_and_on_other_nodes(cluster):
     questions = _questions(10)
     alone = await _alone(cluster, questions)

@@ -12,7 +12,8 @@ import pytest
 
 from tests.system.answers import ask, request, stream
 from tests.system.cluster import free_port, wait_until
-from tests.system.oracle import Reference, fake_answer
+from tests.system.greedy import check_greedy_answers
+from tests.system.oracle import fake_answer
 from tests.tiny_models import write_fake_model, write_tiny_model
 
 pytestmark = pytest.mark.long
@@ -50,13 +51,7 @@ async def test_answers_equal_transformers(transport, prefill_tp, decode_tp, num_
     )
     rng = random.Random(prefill_tp * 10 + decode_tp)
     prompts = [[rng.randrange(256) for _ in range(length)] for length in (1, 8, 65, 100, 300)]
-    async with cluster.connect() as stub:
-        streams = [stream(stub, request(prompt, max_tokens=20, **GREEDY)) for prompt in prompts]
-        answers = [await answering.complete() for answering in streams]
-    reference = Reference(model)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.token_ids == reference.greedy(prompt, 20, eos_token_id=-1)
-    cluster.wait_all_free()
+    await check_greedy_answers(cluster, model, prompts)
     _check_memory(cluster, {"prefill-0": prefill_tp, "decode-0": decode_tp}, num_kv_heads)
     cluster.stop()
 
@@ -150,7 +145,8 @@ def test_more_ranks_than_attention_heads_are_refused(tmp_path):
     assert "Traceback" not in ended.stderr
 
 
-def test_ranks_started_together_as_torchrun_does(start_cluster, tmp_path):
+@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--pipeline-parallel-size"])
+def test_ranks_started_together_as_torchrun_does(flag, start_cluster, tmp_path):
     """Both ranks are started from outside with the variables that torchrun sets; neither starts another."""
     model = write_fake_model(tmp_path / "model", num_kv_heads=2)
     cluster = start_cluster(model, num_decode=1)
@@ -159,7 +155,7 @@ def test_ranks_started_together_as_torchrun_does(start_cluster, tmp_path):
     try:
         for rank in range(2):
             world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            command = [sys.executable, "-m", "prefill_node", str(model), "--tensor-parallel-size", "2"]
+            command = [sys.executable, "-m", "prefill_node", str(model), flag, "2"]
             command += ["--coordinator", f"127.0.0.1:{cluster.fleet_port}", "--name", "together", "--block-size", "8"]
             environment = _environment() | cluster.env | {key: str(value) for key, value in world.items()}
             with (tmp_path / f"rank-{rank}.log").open("wb") as log:

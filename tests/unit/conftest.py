@@ -7,7 +7,7 @@ from tests.unit.kv_transfer.transfer_kit import LAYOUT, ByteStore, Fabric
 ZMQ_KINDS = ["tcp", "ipc"]
 
 
-@pytest.fixture(params=["loopback", *ZMQ_KINDS, "torch_dist"])
+@pytest.fixture(params=["loopback", *ZMQ_KINDS, "curve", "torch_dist"])
 def fabric(request, tmp_path):
     return Fabric(request.param, tmp_path)
 

@@ -10,6 +10,7 @@ import logging
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -18,9 +19,10 @@ from starlette.types import Receive, Scope, Send
 
 from coordinator.doors.front import Call, Front
 from coordinator.doors.http import sse
-from coordinator.doors.http.errors import error_object, internal_error, renamed
+from coordinator.doors.http.dialects import Dialect
+from coordinator.doors.http.errors import internal_error, renamed
 from coordinator.doors.http.responses import Answered, Envelope, Form, Usage
-from protos.inference_pb2 import GenerateResponse
+from protos.inference_pb2 import FINISH_REASON_LENGTH, Chunk, GenerateResponse
 from serving_core.errors import RequestError
 from serving_core.waiting import first_to_end
 
@@ -32,13 +34,14 @@ R = TypeVar("R")
 class Answering:
     """An ASGI application for exactly one call. `names` are the endpoint's fields by those of the gRPC door."""
 
-    def __init__(self, front: Front, form: Form, request_id: str, names: Mapping[str, str]) -> None:
+    def __init__(self, front: Front, form: Form, request_id: str, names: Mapping[str, str], dialect: Dialect) -> None:
         self._front = front
         self._form = form
+        self._dialect = dialect
         self._asked = form.asked
         self._request_id = request_id
         self._names = names
-        self._envelope = Envelope(form, request_id, front.model.name)
+        self._envelope = Envelope(form, request_id, front.model.name_in_answers(self._asked.requests[0].model))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await first_to_end(self._answer(scope, receive, send), _until_gone(receive))
@@ -55,23 +58,31 @@ class Answering:
                     return
                 response = await self._collect(calls)
         except RequestError as error:
-            raise renamed(error, self._names) from error
-        await JSONResponse(response)(scope, receive, send)
+            raise self._named(error) from error
+        await response(scope, receive, send)
 
-    async def _collect(self, calls: Sequence[Call]) -> dict[str, Any]:
+    async def _collect(self, calls: Sequence[Call]) -> JSONResponse:
         num_answers = self._asked.num_answers
-        answers = [Answered(call.prompt) for call in calls for _ in range(num_answers)]
+        answers = [self._form.answered(call.prompt) for call in calls for _ in range(num_answers)]
         usage = _usage(calls)
-        async with aclosing(merged(calls)) as arrivals:
+        async with aclosing(self._arrivals(calls)) as arrivals:
             async for arrival in arrivals:
-                answered = answers[arrival.call_index * num_answers + arrival.response.index]
-                _count(usage, arrival.response)
+                index = arrival.call_index * num_answers + arrival.response.index
+                answered = answers[index]
+                _tell_cached(usage, arrival)
+                self._count(usage, index, answered.prompt, arrival.response.chunk)
                 if arrival.response.HasField("complete"):
                     answered.complete = arrival.response.complete
                 else:
                     answered.add(arrival.response.chunk)
+        if any(answered.scores for answered in answers):  # which are many
+            return await asyncio.to_thread(self._whole, answers, usage)
+        return self._whole(answers, usage)
+
+    def _whole(self, answers: Sequence[Answered], usage: Usage) -> JSONResponse:
         choices = [self._form.whole(index, answered) for index, answered in enumerate(answers)]
-        return self._envelope.whole(choices, usage, **self._form.envelope_extras(calls[0].prompt))
+        extras = self._form.envelope_extras(answers[0].prompt) | self._form.envelope_scores(answers[0].scores)
+        return JSONResponse(self._dialect.whole(self._envelope.whole(choices, usage, **extras)))
 
     async def _stream(self, calls: Sequence[Call], stream: sse.EventStream) -> None:
         try:
@@ -79,45 +90,65 @@ class Answering:
         except RequestError as error:
             if not stream.has_begun:
                 raise
-            await stream.write(sse.event(error_object(error)))
+            await stream.write(self._dialect.failure(self._named(error)))
         except Exception:
             if not stream.has_begun:
                 raise
             logger.exception("a stream failed", extra={"request_id": self._request_id})
-            await stream.write(sse.event(error_object(internal_error())))
+            await stream.write(self._dialect.failure(internal_error()))
         await stream.end()
+
+    def _named(self, error: RequestError) -> RequestError:
+        return self._dialect.named(renamed(error, self._names))
 
     async def _write_events(self, calls: Sequence[Call], stream: sse.EventStream) -> None:
         usage, opened = _usage(calls), set[int]()
-        async with aclosing(merged(calls)) as arrivals:
+        async with aclosing(self._arrivals(calls)) as arrivals:
             async for arrival in arrivals:
-                _count(usage, arrival.response)
                 index = arrival.call_index * self._asked.num_answers + arrival.response.index
-                events = self._events(index, arrival, calls[arrival.call_index].prompt, is_first=index not in opened)
+                prompt = calls[arrival.call_index].prompt
+                _tell_cached(usage, arrival)
+                opening = b"" if index in opened else self._encoded_opening(index, prompt, usage)
                 opened.add(index)
-                await stream.write(b"".join(self._encoded(event, usage) for event in events))
+                self._count(usage, index, prompt, arrival.response.chunk)
+                encode = partial(self._encoded_event, index, arrival.response, prompt, usage)
+                has_scores = bool(arrival.response.chunk.prompt_logprobs)  # which are many
+                await stream.write(opening + (await asyncio.to_thread(encode) if has_scores else encode()))
         last = []
         if self._asked.include_usage:
-            last.append(sse.event(self._envelope.event([], usage=usage.to_json())))
-        await stream.write(b"".join([*last, sse.DONE]))
+            last.append(self._dialect.event(self._envelope.event([], usage=usage.to_json())))
+        await stream.write(b"".join([*last, self._dialect.end()]))
 
-    def _events(self, index: int, arrival: "Arrival", prompt: list[int], *, is_first: bool) -> list[dict[str, Any]]:
-        events = []
-        if is_first and (opening := self._form.opening(index)) is not None:
-            events.append(self._envelope.event([opening], **self._form.envelope_extras(prompt)))
-        response = arrival.response
+    def _count(self, usage: Usage, index: int, prompt: list[int], chunk: Chunk) -> None:
+        usage.add_tokens(len(chunk.token_ids))
+        usage.num_thought_tokens = self._form.num_thought_tokens(index, prompt, chunk)
+
+    async def _arrivals(self, calls: Sequence[Call]) -> AsyncGenerator["Arrival"]:
+        async with aclosing(merged(calls)) as arrivals:
+            async for arrival in arrivals:
+                if self._asked.drops_answers:
+                    _drop_answer(arrival.response)
+                yield arrival
+
+    def _encoded_opening(self, index: int, prompt: list[int], usage: Usage) -> bytes:
+        choice = self._form.opening(index)
+        if choice is None:
+            return b""
+        return self._encoded(self._envelope.event([choice], **self._form.envelope_extras(prompt)), usage)
+
+    def _encoded_event(self, index: int, response: GenerateResponse, prompt: list[int], usage: Usage) -> bytes:
         if response.HasField("complete"):
-            choice = self._form.closing(index, response.complete)
+            choice: dict[str, Any] | None = self._form.closing(index, response.complete)
         else:
             choice = self._form.event(index, prompt, response.chunk)
-        return [*events, self._envelope.event([choice])]
+        return b"" if choice is None else self._encoded(self._envelope.event([choice]), usage)
 
     def _encoded(self, event: dict[str, Any], usage: Usage) -> bytes:
         if self._asked.continuous_usage:
             event["usage"] = usage.to_json()
         elif self._asked.include_usage:
             event["usage"] = None
-        return sse.event(event)
+        return self._dialect.event(event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +202,27 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
+def _drop_answer(response: GenerateResponse) -> None:
+    """Leaves what is told of the prompt."""
+    if response.HasField("complete"):
+        response.complete.finish_reason = FINISH_REASON_LENGTH
+        response.complete.completion_tokens = 0
+        response.complete.ClearField("matched_stop")
+    else:
+        for name in ("token_ids", "text", "logprobs"):
+            response.chunk.ClearField(name)
+
+
 def _usage(calls: Sequence[Call]) -> Usage:
     return Usage(sum(len(call.prompt) for call in calls))
 
 
-def _count(usage: Usage, response: GenerateResponse) -> None:
-    usage.add_tokens(len(response.chunk.token_ids))
-    if response.HasField("complete") and response.index == 0:  # the answers of a prompt share its cached tokens
-        usage.add_cached(response.complete.cached_tokens)
+def _tell_cached(usage: Usage, arrival: Arrival) -> None:
+    """An answer says it first and last; the answers of a prompt share its cached tokens."""
+    response = arrival.response
+    if response.index != 0:
+        return
+    if response.HasField("complete"):
+        usage.tell_cached(arrival.call_index, response.complete.cached_tokens)
+    elif response.chunk.HasField("cached_tokens"):
+        usage.tell_cached(arrival.call_index, response.chunk.cached_tokens)

@@ -3,6 +3,7 @@
 import importlib.metadata
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from starlette.applications import Starlette
@@ -14,30 +15,37 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from coordinator.doors.authentication import BearerSecrets
 from coordinator.doors.exposition import CONTENT_TYPE, Exposition
 from coordinator.doors.front import Front, within
 from coordinator.doors.http.answering import Answering, unless_gone
+from coordinator.doors.http.anthropic_messages import MessagesCall
 from coordinator.doors.http.bodies import read_json
+from coordinator.doors.http.dialects import Dialect, Translation
 from coordinator.doors.http.door import REQUEST_ID_HEADER, Door, request_id_for
-from coordinator.doors.http.errors import on_http_exception, on_request_error, renamed
+from coordinator.doors.http.errors import ANTHROPIC_PATH, on_http_exception, on_request_error, renamed
 from coordinator.doors.http.fields import Fields
+from coordinator.doors.http.openai_responses import ResponsesCall
 from coordinator.doors.http.requests import (
     CHAT_NAMES,
     COMPLETION_NAMES,
     Asked,
+    parse_batch,
     parse_chat,
     parse_completion,
-    parse_messages,
 )
 from coordinator.doors.http.responses import ChatForm, CompletionForm, Form
 from coordinator.doors.http.slo import set_limits
-from coordinator.text.tokenizer import TokenLimit
+from coordinator.doors.http.tokenizing import Tokenizing, parse_detokenize, parse_tokenize
+from coordinator.doors.validation import bad, check_chat
+from coordinator.text.tokenizer import Tokenizer, TokenLimit
 from protos.inference_pb2 import ChatInput, GenerateRequest
 from serving_core.errors import RequestError
 from serving_core.reasons import MODEL_NOT_FOUND
 
 R = TypeVar("R")
 
+OPENAI: Final = Dialect()
 MAX_LISTED_TOKENS: Final = 2**17  # at /tokenize and /detokenize, or what the context holds if that is more
 
 IsServing = Callable[[], Awaitable[bool]]
@@ -59,8 +67,14 @@ class Endpoints:
             Route("/v1/models/{model:path}", self.model),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            Route("/v1/responses", self.responses, methods=["POST"]),
+            Route(ANTHROPIC_PATH, self.messages, methods=["POST"]),
+            Route(f"{ANTHROPIC_PATH}/count_tokens", self.count_tokens, methods=["POST"]),
+            Route("/v1/chat/completions/batch", self.chat_batch, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/tokenizer_info", self.tokenizer_info),
+            Route("/load", self.load),
             Route("/health", self.health),
             Route("/ping", self.health),
             Route("/version", self.version),
@@ -68,35 +82,70 @@ class Endpoints:
         ]
 
     async def models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in self._names]})
 
     async def model(self, request: Request) -> Response:
-        if (name := request.path_params["model"]) != self._front.model.name:
+        if (name := request.path_params["model"]) not in self._names:
             raise self._not_served(name)
-        return JSONResponse(self._model())
+        return JSONResponse(self._model(name))
 
     async def completions(self, request: Request) -> ASGIApp:
         return await self._begin(request, parse_completion, CompletionForm, COMPLETION_NAMES)
 
     async def chat_completions(self, request: Request) -> ASGIApp:
-        return await self._begin(request, parse_chat, ChatForm, CHAT_NAMES)
+        return await self._begin_chats(request, parse_chat)
+
+    async def chat_batch(self, request: Request) -> ASGIApp:
+        return await self._begin_chats(request, parse_batch)
+
+    async def _begin_chats(self, request: Request, parse: Callable[..., Asked]) -> ASGIApp:
+        answer_format = self._front.model.answer_format
+        parse = partial(parse, answer_format=answer_format)
+        return await self._begin(request, parse, partial(ChatForm, answer_format=answer_format), CHAT_NAMES)
+
+    async def responses(self, request: Request) -> ASGIApp:
+        return await self._translated(request, ResponsesCall())
+
+    async def messages(self, request: Request) -> ASGIApp:
+        return await self._translated(request, MessagesCall())
+
+    async def count_tokens(self, request: Request) -> Response:
+        call, answer_format = MessagesCall(), self._front.model.answer_format
+
+        def parsed(fields: Fields) -> tuple[GenerateRequest, list[str]]:
+            [counted] = call.parse(fields, request_id_for(request.scope), answer_format).requests
+            return counted, fields.unread()
+
+        counted, unread = await read_json(request, parsed)
+        self._check_model(counted.model)
+        self._check_unread(request, unread)
+        try:
+            token_ids = await self._while_there(request, self._chat_token_ids(counted.chat))
+        except RequestError as error:
+            raise call.named(error) from error
+        return JSONResponse({"input_tokens": len(token_ids)})
 
     async def tokenize(self, request: Request) -> Response:
-        fields = await read_json(request, _as_it_is)
-        self._check_model(fields.text("model"))
-        response = await self._while_there(request, self._tokenized(fields))
-        self._check_unread(request, fields.unread())
-        return JSONResponse(response)
+        asked, unread = await read_json(request, lambda fields: (parse_tokenize(fields), fields.unread()))
+        self._check_model(asked.model)
+        self._check_unread(request, unread)
+        return JSONResponse(await self._while_there(request, self._tokenized(asked)))
 
     async def detokenize(self, request: Request) -> Response:
-        fields = await read_json(request, _as_it_is)
-        self._check_model(fields.text("model"))
-        if "tokens" not in fields:
-            raise fields.problem("tokens", "is missing")
-        token_ids = fields.integers("tokens", self._most_listed())
-        self._check_unread(request, fields.unread())
+        most = self._most_listed()
+        asked, unread = await read_json(request, lambda fields: (parse_detokenize(fields, most), fields.unread()))
+        model, token_ids = asked
+        self._check_model(model)
+        self._check_unread(request, unread)
         text = await self._while_there(request, self._front.model.tokenizer.decode(token_ids))
         return JSONResponse({"prompt": text})
+
+    async def tokenizer_info(self, _: Request) -> Response:
+        return Response(self._front.model.tokenizer.info_json, media_type="application/json")
+
+    async def load(self, _: Request) -> Response:
+        """How many answers are under way, as vLLM names it."""
+        return JSONResponse({"server_load": self._front.num_live})
 
     async def health(self, request: Request) -> Response:
         """Whether requests can be answered; with ?node=NAME, whether that node takes them."""
@@ -110,60 +159,67 @@ class Endpoints:
     async def metrics(self, _: Request) -> Response:
         return Response(self._exposition.render(), headers={"content-type": CONTENT_TYPE})
 
+    async def _translated(self, request: Request, call: Translation) -> ASGIApp:
+        answer_format = self._front.model.answer_format
+        parse = partial(call.parse, answer_format=answer_format)
+        return await self._begin(request, parse, partial(ChatForm, answer_format=answer_format), CHAT_NAMES, call)
+
     async def _begin(
         self,
         request: Request,
         parse: Callable[[Fields, str], Asked],
-        form_class: type[Form],
+        make_form: Callable[[Asked, Tokenizer], Form],
         names: Mapping[str, str],
+        dialect: Dialect = OPENAI,
     ) -> ASGIApp:
-        request_id = request.headers.get(REQUEST_ID_HEADER) or request_id_for(request.scope)
+        given, drawn = request.headers.get(REQUEST_ID_HEADER), request_id_for(request.scope)
 
-        def parsed(fields: Fields) -> tuple[Asked, list[str]]:
+        def parsed(fields: Fields) -> tuple[str, Asked, list[str]]:
+            in_body = fields.text("request_id")
+            request_id = given or in_body or drawn
             asked = parse(fields, request_id)
             set_limits(asked.requests, fields, request.headers)
-            return asked, fields.unread()
+            return request_id, asked, fields.unread()
 
-        with self._front.noting_refusal(request_id):
-            asked, unread = await read_json(request, parsed)
+        with self._front.noting_refusal(given or drawn):
+            request_id, asked, unread = await read_json(request, parsed)
             self._check_unread(request, unread)
-        form = form_class(asked, self._front.model.tokenizer)
-        return Answering(self._front, form, request_id, names)
+        if asked.offer is not None and asked.offer.schema:
+            names = {**names, "json_schema": "tools"}
+        form = make_form(asked, self._front.model.tokenizer)
+        return Answering(self._front, form, request_id, names, dialect)
 
     async def _while_there(self, request: Request, work: Coroutine[Any, Any, R]) -> R:
         """What the work on a text gives, in time and while its client waits for it."""
         async with within(self._front.request_timeout_s):
             return await unless_gone(request.receive, work)
 
-    async def _tokenized(self, fields: Fields) -> dict[str, Any]:
-        token_ids = await self._token_ids(fields)
+    async def _tokenized(self, asked: Tokenizing) -> dict[str, Any]:
+        token_ids = await self._token_ids(asked)
         max_model_len = self._front.limits().max_model_len
         response: dict[str, Any] = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids}
-        if fields.boolean("return_token_strs"):
+        if asked.returns_texts:
             response["token_strs"] = await self._front.model.tokenizer.token_texts(token_ids)
         return response
 
-    async def _token_ids(self, fields: Fields) -> list[int]:
-        field = "messages" if "messages" in fields else "prompt"
+    async def _token_ids(self, asked: Tokenizing) -> list[int]:
+        if asked.chat is not None:
+            return await self._chat_token_ids(asked.chat)
+        tokenizer, limit = self._front.model.tokenizer, self._listed_limit("prompt")
+        token_ids = await tokenizer.encode(asked.prompt, limit, add_special_tokens=asked.add_special_tokens)
+        return _listed(token_ids, limit)
+
+    async def _chat_token_ids(self, chat: ChatInput) -> list[int]:
+        limit = self._listed_limit("messages")
+        try:
+            check_chat(chat)
+            return _listed(await self._front.tokenize(GenerateRequest(chat=chat), limit), limit)
+        except RequestError as error:
+            raise renamed(error, CHAT_NAMES) from error
+
+    def _listed_limit(self, field: str) -> TokenLimit:
         most = self._most_listed()
-        limit = TokenLimit(
-            most, lambda fewest: fields.problem(field, f"has at least {fewest} tokens, the limit is {most}")
-        )
-        if field == "messages":
-            asked = GenerateRequest(chat=ChatInput(messages=parse_messages(fields)))
-            try:
-                token_ids = await self._front.tokenize(asked, limit)
-            except RequestError as error:
-                raise renamed(error, CHAT_NAMES) from error
-        else:
-            prompt = fields.text("prompt")
-            if prompt is None:
-                raise fields.problem("prompt", "is missing: send it, or messages")
-            with_special = fields.boolean("add_special_tokens") is not False
-            token_ids = await self._front.model.tokenizer.encode(prompt, limit, add_special_tokens=with_special)
-        if len(token_ids) > most:
-            raise limit.refusal(len(token_ids))
-        return token_ids
+        return TokenLimit(most, lambda fewest: bad(field, f"has at least {fewest} tokens, the limit is {most}"))
 
     def _most_listed(self) -> int:
         return max(MAX_LISTED_TOKENS, self._front.limits().max_model_len)
@@ -173,29 +229,36 @@ class Endpoints:
         request.scope["state"]["warning"] = self._front.unknown_fields.check(unread)
 
     def _check_model(self, name: str | None) -> None:
-        if name and name != self._front.model.name:
+        if name and name not in self._names:
             raise self._not_served(name)
 
     def _not_served(self, name: str) -> RequestError:
         message = f"there is no model {name[:80]!r}; {self._front.model.name!r} is served"
         return RequestError(MODEL_NOT_FOUND, message, field="model")
 
-    def _model(self) -> dict[str, Any]:
-        name = self._front.model.name
+    @property
+    def _names(self) -> list[str]:
+        """What a request may name as its model: the model, by each of its names, and what adapters make of it."""
+        return [*self._front.model.names, *self._front.adapters]
+
+    def _model(self, name: str) -> dict[str, Any]:
+        base = self._front.model.name
         return {
             "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "splitserve",
-            "root": name,
-            "parent": None,
+            "root": base,
+            "parent": None if name in self._front.model.names else base,
             "max_model_len": self._front.limits().max_model_len,
             "vocab_size": self._front.model.config.vocab_size,
         }
 
 
-def _as_it_is(fields: Fields) -> Fields:
-    return fields
+def _listed(token_ids: list[int], limit: TokenLimit) -> list[int]:
+    if len(token_ids) > limit.most:
+        raise limit.refusal(len(token_ids))
+    return token_ids
 
 
 def make_app(
@@ -203,13 +266,13 @@ def make_app(
     is_serving: IsServing,
     exposition: Exposition,
     *,
-    secret: str,
+    secrets: BearerSecrets | None,
     allowed_origins: Collection[str],
     max_calls: int,
 ) -> Starlette:
-    """The application. With a secret, every call but health checks must bring it. Web pages of the allowed origins
+    """The application. With secrets, every call but health checks must bring one. Web pages of the allowed origins
     may call it, and read its answers."""
-    door = Middleware(Door, secret=secret, allowed_origins=allowed_origins, max_calls=max_calls)
+    door = Middleware(Door, secrets=secrets, allowed_origins=allowed_origins, max_calls=max_calls)
     app = Starlette(
         routes=Endpoints(front, is_serving, exposition).routes(),
         middleware=[_cors(allowed_origins), door] if allowed_origins else [door],

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.doors.authentication import NO_API_KEY, BearerSecret
+from coordinator.doors.authentication import ASKER, NO_API_KEY, BearerSecrets
 from coordinator.doors.http.errors import error_response, http_error_response, internal_error
 from coordinator.doors.unknown_fields import WARNING_HEADER
 from coordinator.doors.validation import REQUEST_ID
@@ -26,12 +26,14 @@ OPEN_PATHS: Final = ("/health", "/ping")
 
 
 class Door:
-    """ASGI middleware. Asks for `authorization: Bearer SECRET` where there is a secret, and lets in web pages of the
-    allowed origins alone where there is none; health checks are exempt."""
+    """ASGI middleware. Asks for `authorization: Bearer SECRET`, or `x-api-key: SECRET`, where there are secrets, and
+    lets in web pages of the allowed origins alone where there are none; health checks are exempt."""
 
-    def __init__(self, app: ASGIApp, *, secret: str, allowed_origins: Collection[str], max_calls: int) -> None:
+    def __init__(
+        self, app: ASGIApp, *, secrets: BearerSecrets | None, allowed_origins: Collection[str], max_calls: int
+    ) -> None:
         self._app = app
-        self._secret = BearerSecret(secret) if secret else None
+        self._secrets = secrets
         self._allowed_origins = allowed_origins
         self._max_calls = max_calls
         self._num_calls = 0
@@ -43,15 +45,16 @@ class Door:
             self._admit(scope)
             await self._app(scope, receive, response.send)
         except RequestError as error:
-            await error_response(error)(scope, receive, response.send)
+            await error_response(error, scope["path"])(scope, receive, response.send)
         except HTTPException as error:
-            await http_error_response(error.status_code, error.detail)(scope, receive, response.send)
+            refusal = http_error_response(error.status_code, error.detail, scope["path"])
+            await refusal(scope, receive, response.send)
         except ClientDisconnect:  # while it sent its request
             logger.debug("the client has left", extra={"request_id": response.request_id})
         except Exception:
             logger.exception("a call failed", extra={"request_id": response.request_id})
             if not response.has_begun:  # otherwise the connection breaks, for want of a proper end
-                await error_response(internal_error())(scope, receive, response.send)
+                await error_response(internal_error(), scope["path"])(scope, receive, response.send)
         finally:
             self._num_calls -= 1
 
@@ -59,10 +62,12 @@ class Door:
         headers = Headers(scope=scope)
         if scope["path"] in OPEN_PATHS:
             return
-        if self._secret is None:
+        if self._secrets is None:
             self._check_origin(headers.get("origin"))
-        elif not self._secret.is_among(headers.getlist("authorization")):
+        elif (asker := self._secrets.holder(_authorizations(headers))) is None:
             raise RequestError(UNAUTHENTICATED, NO_API_KEY)
+        else:
+            ASKER.set(asker)
         if self._num_calls > self._max_calls:
             raise RequestError(QUEUE_FULL, f"{self._num_calls} calls at once, the limit is {self._max_calls}")
 
@@ -71,6 +76,11 @@ class Door:
         if origin is not None and "*" not in self._allowed_origins and origin not in self._allowed_origins:
             detail = f"web pages of {origin[:80]} may not call this server: see --allowed-origins"
             raise HTTPException(HTTPStatus.FORBIDDEN, detail)
+
+
+def _authorizations(headers: Headers) -> list[str]:
+    """What Anthropic's clients send is one more spelling."""
+    return [*headers.getlist("authorization"), *(f"Bearer {key}" for key in headers.getlist("x-api-key"))]
 
 
 class _Response:

@@ -1,4 +1,4 @@
-"""The one place where failures become HTTP statuses and OpenAI's error objects.
+"""The one place where failures become HTTP statuses and error objects: OpenAI's, and Anthropic's at its own paths.
 
 `reason` is that of the gRPC door, `code` what OpenAI calls it, or the reason again where OpenAI has no word for it;
 `param` is the field that is wrong. The statuses are those that gateways between HTTP and gRPC use. What has no reason
@@ -38,6 +38,18 @@ _CODES: Final = {
 }
 # Libraries around OpenAI's API know an overflow, and take a model with a longer context, by these words alone.
 _OVERFLOW: Final = "This model's maximum context length is exceeded: "
+_ANTHROPIC_OVERFLOW: Final = "prompt is too long: "  # likewise
+
+ANTHROPIC_PATH: Final = "/v1/messages"
+_ANTHROPIC_TYPES: Final = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
+}
 
 
 def status_of(error: RequestError) -> HTTPStatus:
@@ -52,19 +64,26 @@ def error_object(error: RequestError) -> dict[str, Any]:
     return _object(message, status_of(error), error.metadata.get("field"), code, error.reason)
 
 
-def error_response(error: RequestError) -> JSONResponse:
-    """The answer to a call that has failed before its answer began."""
+def anthropic_error_object(error: RequestError) -> dict[str, Any]:
+    """What clients of Anthropic's API read."""
+    message = _ANTHROPIC_OVERFLOW + str(error) if error.reason == reasons.PROMPT_TOO_LONG else str(error)
+    return _anthropic_object(message, status_of(error))
+
+
+def error_response(error: RequestError, path: str = "") -> JSONResponse:
+    """The answer to a call of this path that has failed before its answer began."""
     status = status_of(error)
+    told = anthropic_error_object(error) if _is_anthropic(path) else error_object(error)
     headers = {"retry-after": str(retry_after_s(error))} if status in RETRIED else {}
     if status is HTTPStatus.UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"
-    return JSONResponse(error_object(error), status, headers)
+    return JSONResponse(told, status, headers)
 
 
-async def on_request_error(_: Request, error: Exception) -> JSONResponse:
+async def on_request_error(request: Request, error: Exception) -> JSONResponse:
     """For starlette."""
     assert isinstance(error, RequestError), error
-    return error_response(error)
+    return error_response(error, request.scope["path"])
 
 
 async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
@@ -75,23 +94,30 @@ async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
         detail = f"there is no {request.url.path[:80]}"
     elif status is HTTPStatus.METHOD_NOT_ALLOWED:
         detail = f"{request.method[:20]} is not a method of {request.url.path[:80]}"
-    return http_error_response(status, detail, error.headers)
+    return http_error_response(status, detail, request.scope["path"], error.headers)
 
 
-def http_error_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+def http_error_response(status: int, message: str, path: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """What has a status and no reason."""
-    return JSONResponse(_object(message, HTTPStatus(status)), status, headers)
+    make = _anthropic_object if _is_anthropic(path) else _object
+    return JSONResponse(make(message, HTTPStatus(status)), status, headers)
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """The error in the words of an endpoint: `names` are its fields by those of the gRPC door."""
+    """The error in the words of an endpoint: `names` are its fields by those that the error knows. What stands within
+    one of them follows it."""
     field = error.metadata.get("field", "")
-    if field not in names:
+    known = max((name for name in names if _is_within(field, name)), key=len, default=None)
+    if known is None:
         return error
-    message = str(error)
+    told, message = names[known] + field.removeprefix(known), str(error)
     if message.startswith(f"{field} "):
-        message = names[field] + message.removeprefix(field)
-    return RequestError(error.reason, message, **{**error.metadata, "field": names[field]})
+        message = told + message.removeprefix(field)
+    return RequestError(error.reason, message, **{**error.metadata, "field": told})
+
+
+def _is_within(field: str, name: str) -> bool:
+    return field == name or field.startswith((f"{name}.", f"{name}["))
 
 
 def internal_error() -> RequestError:
@@ -107,3 +133,13 @@ def _object(
     else:
         kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code, "reason": reason}}
+
+
+def _anthropic_object(message: str, status: HTTPStatus) -> dict[str, Any]:
+    is_clients = status < HTTPStatus.INTERNAL_SERVER_ERROR
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if is_clients else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _is_anthropic(path: str) -> bool:
+    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")

@@ -27,6 +27,11 @@ class Fields:
         self._read: set[str] = set()
         self._within: list[Fields] = []
 
+    @property
+    def place(self) -> str:
+        """Where in the body the object stands; empty for the body itself."""
+        return self._prefix.removesuffix(".")
+
     def __contains__(self, name: str) -> bool:
         return self.raw(name) is not None
 
@@ -91,14 +96,17 @@ class Fields:
             return value
         raise self.error(name, f"a list of integers within [{within[0]}, {within[1]}]")
 
+    def mapping(self, name: str, limit: int = MAX_VALUES) -> dict[str, Any] | None:
+        """An object within this one, as it stands."""
+        value = self._counted(name, limit)
+        if value is None or isinstance(value, dict):
+            return value
+        raise self.error(name, "an object")
+
     def nested(self, name: str, limit: int = MAX_VALUES) -> "Fields | None":
         """An object within this one."""
-        value = self._counted(name, limit)
-        if value is None:
-            return None
-        if isinstance(value, dict):
-            return self._part(value, f"{self._prefix}{name}.")
-        raise self.error(name, "an object")
+        value = self.mapping(name, limit)
+        return None if value is None else self._part(value, f"{self._prefix}{name}.")
 
     def objects(self, name: str, limit: int) -> "list[Fields]":
         """A list of objects; empty when it is missing."""
@@ -108,6 +116,22 @@ class Fields:
         if isinstance(value, list) and all(isinstance(item, dict) for item in value):
             return [self._part(item, f"{self._prefix}{name}[{index}].") for index, item in enumerate(value)]
         raise self.error(name, "a list of objects")
+
+    def lists(self, name: str, limit: int) -> "list[Fields]":
+        """A list of lists, each of which is the field "" of its own object; empty when it is missing."""
+        value = self._counted(name, limit)
+        if value is None:
+            return []
+        if isinstance(value, list) and all(isinstance(item, list) for item in value):
+            return [self._part({"": item}, f"{self._prefix}{name}[{index}]") for index, item in enumerate(value)]
+        raise self.error(name, "a list of lists")
+
+    def as_json(self, name: str, value: Any) -> str:
+        """JSON text of a value that came with this field; empty for one that asks for nothing."""
+        text = json_text(value) if value else ""
+        if text is None:
+            raise self.problem(name, "is nested too deeply, or has strings that are no valid Unicode")
+        return text
 
     def _counted(self, name: str, limit: int) -> Any:
         """The value, of which a list or an object has no more entries than the limit."""
@@ -141,6 +165,25 @@ def read_fields(body: bytes) -> Fields:
     if not isinstance(values, dict):
         raise RequestError(MALFORMED_REQUEST, f"the body must be a JSON object, not {shown(values)}")
     return Fields(values)
+
+
+def object_in(text: str) -> dict[str, Any] | None:
+    """The JSON object in a string; None where it is anything else. Raises RequestError for one of too many values."""
+    try:
+        _check_num_values(text.encode())
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def json_text(value: Any) -> str | None:
+    """JSON text of what came as JSON; None where it cannot be written again."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        return None
+    return text if _is_text(text) else None
 
 
 def _check_num_values(body: bytes) -> None:

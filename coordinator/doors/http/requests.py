@@ -1,79 +1,54 @@
 """From the JSON of OpenAI's endpoints to the requests that both doors understand. Pure.
 
-What is checked here is the form: which fields there are and of which kind. Values are checked where those of the gRPC
-door are. Fields that would change the answer and cannot be honoured are refused; `Fields.unread` names those that
-nobody knows.
+What is checked here is the form: which fields there are (known_fields.py) and of which kind. Values are checked where
+those of the gRPC door are. `Fields.unread` names the fields that nobody knows.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from coordinator.doors.http.constraints import read_constraint
+from coordinator.doors.http.conversations import parse_conversation, parse_conversations
 from coordinator.doors.http.fields import INT64, UINT32, Fields, shown
-from coordinator.doors.validation import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
-from protos.inference_pb2 import ChatInput, ChatMessage, GenerateRequest, SamplingParams, TokenizedInput
+from coordinator.doors.http.known_fields import BATCH, CHAT, COMPLETIONS, settle
+from coordinator.doors.http.tools import Offer, parse_offer
+from coordinator.doors.validation import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
+from coordinator.text.answer_format import PLAIN, AnswerFormat
+from protos.inference_pb2 import ChatInput, GenerateRequest, SamplingParams, TokenizedInput
+from serving_core.errors import RequestError
+from serving_core.reasons import BAD_PARAM
 
 MAX_PROMPTS: Final = 256
-MAX_PARTS: Final = 1024  # of one message
+MAX_CONVERSATIONS: Final = 256
+MAX_COPIED_BYTES: Final = 2**27
+MAX_SCORED_PROMPTS: Final = 16  # of each there are up to validation.MAX_PROMPT_LOGPROBS
 DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's
 
 _NUMBERS: Final = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
-_INTEGERS: Final = ("top_k", "min_tokens", "n")
+_INTEGERS: Final = ("top_k", "min_tokens", "n", "prompt_logprobs")
 _BOOLEANS: Final = ("skip_special_tokens", "ignore_eos", "include_stop_str_in_output")
-
-# Fields that change the answer and are not supported, with the values that ask for nothing.
-_UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "echo": (False,),
-    "logits_processors": ([],),
-    "suffix": ("",),
-    "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "return_tokens_as_token_ids": (False,),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-}
-_UNSUPPORTED_IN_COMPLETIONS: Final[Mapping[str, tuple[Any, ...]]] = {**_UNSUPPORTED, "add_special_tokens": (True,)}
-_UNSUPPORTED_IN_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
-    **_UNSUPPORTED,
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (False,),
-    "audio": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "prediction": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "web_search_options": (),
-}
-
-# Fields of OpenAI's that change nothing in an answer.
-_WITHOUT_EFFECT: Final = (
-    "metadata",
-    "parallel_tool_calls",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-)
 
 # The fields of an endpoint by the names that the gRPC door has for them.
 COMPLETION_NAMES: Final = {"text": "prompt", "tokenized.input_ids": "prompt", "input": "prompt"}
-CHAT_NAMES: Final = {"chat": "messages", "chat.messages": "messages", "input": "messages", "logprobs": "top_logprobs"}
+CHAT_NAMES: Final = {
+    "chat": "messages",
+    "chat.add_generation_prompt": "add_generation_prompt",
+    "chat.continue_final_message": "continue_final_message",
+    "chat.messages": "messages",
+    "chat.template_kwargs_json": "chat_template_kwargs",
+    "chat.tools_json": "tools",
+    "input": "messages",
+    "logprobs": "top_logprobs",
+}
+
+Prompt = str | TokenizedInput | ChatInput
+"""What one answer, or each of n, goes on from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,28 +62,54 @@ class Asked:
     continuous_usage: bool = False  # in every event of a stream
     return_token_ids: bool = False
     include_timeline: bool = False
+    echoes: bool = False  # answers begin with their prompts, and with the logprobs of these where they have some
+    is_scored: bool = False  # the prompts' logprobs have a field of their own
+    drops_answers: bool = False  # what is sampled is no part of the response
+    tokens_as_ids: bool = False  # in logprobs
+    tells_thoughts: bool = True
+    offer: Offer | None = None  # of tools
 
 
 def parse_completion(fields: Fields, request_id: str) -> Asked:
     """A call of /v1/completions. Raises RequestError."""
-    _refuse_unsupported(fields, _UNSUPPORTED_IN_COMPLETIONS)
-    _check_response_format(fields)
+    settle(fields, COMPLETIONS)
     params = _sampling_params(fields)
-    max_tokens = fields.integer("max_tokens")
+    max_tokens, echoes = fields.integer("max_tokens"), fields.boolean("echo") or False
     params.max_tokens = DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens
+    drops_answers = echoes and max_tokens == 0
+    if drops_answers:
+        params.max_tokens = 1  # a prompt is read for a token
     num_top = fields.integer("logprobs")
     if num_top is not None:
         params.logprobs = num_top
+        if echoes:
+            params.prompt_logprobs = max(num_top, params.prompt_logprobs)
     prompts = _prompts(fields)
-    ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
-    requests = [_request(fields, params, each_id, prompt) for each_id, prompt in zip(ids, prompts, strict=True)]
-    return _asked(fields, requests)
+    if params.HasField("prompt_logprobs") and len(prompts) > MAX_SCORED_PROMPTS:
+        raise fields.problem(
+            "prompt", f"has {len(prompts)} prompts; with their logprobs the limit is {MAX_SCORED_PROMPTS}"
+        )
+    asked = _asked(fields, _requests(fields, params, request_id, prompts))
+    return replace(asked, echoes=echoes, drops_answers=drops_answers)
 
 
-def parse_chat(fields: Fields, request_id: str) -> Asked:
+def parse_chat(fields: Fields, request_id: str, answer_format: AnswerFormat = PLAIN) -> Asked:
     """A call of /v1/chat/completions. Raises RequestError."""
-    _refuse_unsupported(fields, _UNSUPPORTED_IN_CHAT)
-    _check_response_format(fields)
+    settle(fields, CHAT)
+    params, offer = _chat_params(fields, answer_format)
+    chat = parse_conversation(fields, has_tools=offer is not None)
+    return _asked_of_chats(fields, _requests(fields, params, request_id, [chat]), offer)
+
+
+def parse_batch(fields: Fields, request_id: str, answer_format: AnswerFormat = PLAIN) -> Asked:
+    """A call of /v1/chat/completions/batch, which has no tools. Raises RequestError."""
+    settle(fields, BATCH)
+    params, offer = _chat_params(fields, answer_format)
+    chats = parse_conversations(fields, MAX_CONVERSATIONS)
+    return _asked_of_chats(fields, _requests(fields, params, request_id, chats), offer)
+
+
+def _chat_params(fields: Fields, answer_format: AnswerFormat) -> tuple[SamplingParams, Offer | None]:
     params = _sampling_params(fields)
     max_tokens, newer = fields.integer("max_tokens"), fields.integer("max_completion_tokens")
     if newer is not None:
@@ -118,52 +119,24 @@ def parse_chat(fields: Fields, request_id: str) -> Asked:
     num_top = _chat_logprobs(fields)
     if num_top is not None:
         params.logprobs = num_top
-    chat = ChatInput(messages=parse_messages(fields))
-    return _asked(fields, [_request(fields, params, request_id, chat)])
+    offer = parse_offer(fields, answer_format)
+    if offer is not None and offer.schema:
+        if params.WhichOneof("constraint") is not None:
+            raise fields.problem("tool_choice", "cannot be had beside response_format or structured_outputs")
+        params.json_schema = offer.schema
+    elif offer is not None and answer_format.needs_special_tokens and "skip_special_tokens" not in fields:
+        params.skip_special_tokens = False
+    return params, offer
 
 
-def parse_messages(fields: Fields) -> list[ChatMessage]:
-    """The conversation in `messages`. Raises RequestError."""
-    messages = fields.objects("messages", MAX_MESSAGES)
-    if not messages:
-        raise fields.problem("messages", "is missing or empty: a conversation needs at least one message")
-    return [_message(message) for message in messages]
-
-
-def _message(message: Fields) -> ChatMessage:
-    role = message.text("role")
-    if not role:
-        raise message.error("role", "a string such as user")
-    for name in ("tool_calls", "function_call"):
-        if message.raw(name):
-            raise message.problem(name, "is not supported")
-    if isinstance(message.raw("content"), list):
-        content = "\n".join(_text_of(part) for part in message.objects("content", MAX_PARTS))
-    else:
-        content = message.text("content") or ""
-        if "content" not in message:
-            raise message.error("content", "a string or a list of text parts")
-    return ChatMessage(role=role, content=content)
-
-
-def _text_of(part: Fields) -> str:
-    kind = part.text("type")
-    if kind != "text":
-        raise part.problem("type", f"{shown(kind)} is not supported: this model reads text alone")
-    text = part.text("text")
-    if text is None:
-        raise part.error("text", "a string")
-    return text
-
-
-def _prompts(fields: Fields) -> list[str | TokenizedInput]:
+def _prompts(fields: Fields) -> list[Prompt]:
     """A string, token ids, or a list of either."""
     prompt = fields.raw("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str) and len(prompt) > MAX_PROMPTS:
         raise fields.problem("prompt", f"has {len(prompt)} prompts, the limit is {MAX_PROMPTS}")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
         lists = [Fields({"prompt": item}) for item in prompt]
-        prompts: list[str | TokenizedInput] = [TokenizedInput(input_ids=item.integers("prompt")) for item in lists]
+        prompts: list[Prompt] = [TokenizedInput(input_ids=item.integers("prompt")) for item in lists]
     elif isinstance(prompt, list) and prompt and not isinstance(prompt[0], str):
         prompts = [TokenizedInput(input_ids=fields.integers("prompt"))]
     else:
@@ -173,14 +146,24 @@ def _prompts(fields: Fields) -> list[str | TokenizedInput]:
     return prompts
 
 
-def _request(
-    fields: Fields, params: SamplingParams, request_id: str, prompt: str | TokenizedInput | ChatInput
-) -> GenerateRequest:
+def _requests(
+    fields: Fields, params: SamplingParams, request_id: str, prompts: Sequence[Prompt]
+) -> list[GenerateRequest]:
+    """One for each prompt. Raises RequestError where so many copies of the rest would take too much memory."""
+    if (num_bytes := len(prompts) * params.ByteSize()) > MAX_COPIED_BYTES:
+        problem = f"the {len(prompts)} prompts' sampling fields have {num_bytes} bytes, the limit is {MAX_COPIED_BYTES}"
+        raise RequestError(BAD_PARAM, problem)
+    ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
+    return [_request(fields, params, each_id, prompt) for each_id, prompt in zip(ids, prompts, strict=True)]
+
+
+def _request(fields: Fields, params: SamplingParams, request_id: str, prompt: Prompt) -> GenerateRequest:
     request = GenerateRequest(
         request_id=request_id,
         model=fields.text("model") or "",
         cache_salt=fields.text("cache_salt") or "",
         sampling_params=params,
+        truncate_prompt_tokens=fields.integer("truncate_prompt_tokens"),
     )
     match prompt:
         case str():
@@ -193,19 +176,35 @@ def _request(
 
 
 def _asked(fields: Fields, requests: list[GenerateRequest]) -> Asked:
-    for name in _WITHOUT_EFFECT:
-        fields.raw(name)
-    options = fields.nested("stream_options") or Fields({})
-    options.raw("include_obfuscation")
+    stream, is_scored = fields.boolean("stream") or False, fields.raw("prompt_logprobs") is not None
+    if stream and is_scored:
+        raise fields.problem("prompt_logprobs", "is not supported in a stream")
+    options = fields.nested("stream_options")
+    if options is not None and not stream:
+        raise fields.problem("stream_options", "needs stream: true")
+    includes_usage, is_continuous = _usage_options(options or Fields({}))
     return Asked(
         requests=tuple(requests),
         num_answers=fields.integer("n") or 1,
-        stream=fields.boolean("stream") or False,
-        include_usage=options.boolean("include_usage") or False,
-        continuous_usage=options.boolean("continuous_usage_stats") or False,
+        stream=stream,
+        include_usage=includes_usage,
+        continuous_usage=includes_usage and is_continuous,
         return_token_ids=fields.boolean("return_token_ids") or False,
         include_timeline=fields.boolean("include_timeline") or False,
+        is_scored=is_scored,
+        tokens_as_ids=fields.boolean("return_tokens_as_token_ids") or False,
     )
+
+
+def _asked_of_chats(fields: Fields, requests: list[GenerateRequest], offer: Offer | None) -> Asked:
+    tells_thoughts = fields.boolean("include_reasoning") is not False
+    return replace(_asked(fields, requests), offer=offer, tells_thoughts=tells_thoughts)
+
+
+def _usage_options(options: Fields) -> tuple[bool, bool]:
+    """Whether a stream ends with its usage, and whether all its events are to have it."""
+    options.raw("include_obfuscation")
+    return options.boolean("include_usage") or False, options.boolean("continuous_usage_stats") or False
 
 
 def _sampling_params(fields: Fields) -> SamplingParams:
@@ -223,8 +222,17 @@ def _sampling_params(fields: Fields) -> SamplingParams:
         seed=fields.integer("seed", INT64),
         stop=fields.texts("stop", MAX_STOP_STRINGS),
         stop_token_ids=fields.integers("stop_token_ids", MAX_STOP_TOKEN_IDS),
+        allowed_token_ids=_allowed_token_ids(fields),
         logit_bias=_logit_bias(fields),
+        **read_constraint(fields),
     )
+
+
+def _allowed_token_ids(fields: Fields) -> list[int]:
+    token_ids = fields.integers("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS)
+    if not token_ids and "allowed_token_ids" in fields:
+        raise fields.problem("allowed_token_ids", "is empty: an answer needs at least one token")
+    return token_ids
 
 
 def _logit_bias(fields: Fields) -> dict[int, float]:
@@ -246,17 +254,3 @@ def _chat_logprobs(fields: Fields) -> int | None:
     if num_top:
         raise fields.problem("top_logprobs", "needs logprobs: true")
     return None
-
-
-def _check_response_format(fields: Fields) -> None:
-    form = fields.nested("response_format")
-    if form is not None and form.text("type") != "text":
-        raise fields.problem("response_format", f"of type {shown(form.raw('type'))} is not supported")
-
-
-def _refuse_unsupported(fields: Fields, unsupported: Mapping[str, tuple[Any, ...]]) -> None:
-    for name, harmless in unsupported.items():
-        value = fields.raw(name)
-        # True == 1 for Python, but not for a client.
-        if value is not None and not any(type(value) is type(each) and value == each for each in harmless):
-            raise fields.problem(name, f"({shown(value)}) is not supported")

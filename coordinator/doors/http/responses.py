@@ -6,14 +6,38 @@ choice looks is the endpoint's `Form`, of which there is one for each call.
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from coordinator.control.outcomes import FINISH_REASONS
-from coordinator.doors.http.logprobs import TextOffsets, chat_logprobs, completion_logprobs
+from coordinator.doors.http.logprobs import (
+    TextOffsets,
+    TokenNames,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
+from coordinator.doors.http.messages import Deltas, Message
 from coordinator.doors.http.requests import Asked
+from coordinator.doors.validation import skips_special_tokens
+from coordinator.text.answer_format import PLAIN, AnswerFormat
+from coordinator.text.detokenizer import Detokenizer
+from coordinator.text.reasoning import ThoughtCounter, ends_thinking
+from coordinator.text.structures import constraint_of
 from coordinator.text.tokenizer import Tokenizer
-from protos.inference_pb2 import Attainment, Chunk, Complete, Timeline, TokenLogprobs
+from protos.inference_pb2 import (
+    FINISH_REASON_STOP,
+    Attainment,
+    Chunk,
+    Complete,
+    SamplingParams,
+    Timeline,
+    TokenLogprobs,
+)
+
+UNKNOWN: Final = {"service_tier": None, "system_fingerprint": None}  # of OpenAI's fields, as in vLLM
+PROMPT_END_TOKENS: Final = 16  # enough to know whether they begin the answer's thoughts
 
 
 @dataclass(slots=True)
@@ -24,12 +48,17 @@ class Answered:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    scores: list[TokenLogprobs] = field(default_factory=list)  # of the prompt
     complete: Complete | None = None
+    message: Message | None = None  # of a chat
 
     def add(self, chunk: Chunk) -> None:
+        if self.message is not None:
+            self.message.feed(chunk.text)
         self.text += chunk.text
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
+        self.scores += chunk.prompt_logprobs
 
 
 class Form(ABC):
@@ -42,14 +71,23 @@ class Form(ABC):
     def __init__(self, asked: Asked, tokenizer: Tokenizer) -> None:
         self.asked = asked
         self._tokenizer = tokenizer
+        self._names = TokenNames(tokenizer.token_bytes, as_ids=asked.tokens_as_ids)
+
+    def answered(self, prompt: list[int]) -> Answered:
+        """To be filled with one whole answer."""
+        return Answered(prompt)
+
+    def num_thought_tokens(self, index: int, prompt: list[int], chunk: Chunk) -> int | None:
+        """How many tokens of all answers are thoughts, with this chunk of one; None where the model thinks not."""
+        return None
 
     @abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
         """The choice that begins an answer's events; None where there is none."""
 
     @abstractmethod
-    def event(self, index: int, prompt: list[int], chunk: Chunk) -> dict[str, Any]:
-        """The choice of one event."""
+    def event(self, index: int, prompt: list[int], chunk: Chunk) -> dict[str, Any] | None:
+        """The choice of one event; None where it would say nothing."""
 
     @abstractmethod
     def closing(self, index: int, complete: Complete) -> dict[str, Any]:
@@ -60,23 +98,41 @@ class Form(ABC):
         """The choice that is a whole answer."""
 
     def end_of(self, complete: Complete) -> dict[str, Any]:
-        """How an answer ended, and which limits it kept if there were any; stop_reason is the stop string or the token
-        id, as vLLM has it."""
+        """How an answer ended, and which limits it kept if there were any. As vLLM has it, stop_reason is the stop
+        string, or the token of stop_token_ids: null at the model's own end."""
         matched = complete.WhichOneof("matched_stop")
-        end: dict[str, Any] = {
-            "finish_reason": FINISH_REASONS[complete.finish_reason],
-            "stop_reason": getattr(complete, matched) if matched else None,
-        }
+        stop_reason = getattr(complete, matched) if matched else None
+        if matched == "matched_token_id" and stop_reason not in self._params.stop_token_ids:
+            stop_reason = None
+        end: dict[str, Any] = {"finish_reason": FINISH_REASONS[complete.finish_reason], "stop_reason": stop_reason}
         if complete.HasField("attainment"):
             end["attainment"] = attainment_object(complete.attainment)
         return {**end, "timeline": timeline_object(complete.timeline)} if self.asked.include_timeline else end
 
     def token_ids(self, token_ids: list[int]) -> dict[str, Any]:
-        """The field for them where it was asked for."""
-        return {"token_ids": token_ids} if self.asked.return_token_ids else {}
+        """The field for them, null unless it was asked for."""
+        return {"token_ids": token_ids if self.asked.return_token_ids else None}
+
+    def prompt_token_ids(self, prompt: list[int]) -> dict[str, Any]:
+        """The same for those of the prompt."""
+        return {"prompt_token_ids": prompt if self.asked.return_token_ids else None}
+
+    def scores(self, scores: list[TokenLogprobs]) -> dict[str, Any]:
+        """The field for those of the prompt, null unless it was asked for."""
+        told = prompt_logprobs(scores, self._tokenizer.token_bytes) if self.asked.is_scored else None
+        return {"prompt_logprobs": told}
+
+    @property
+    def _params(self) -> SamplingParams:
+        """All requests of a call have the same."""
+        return self.asked.requests[0].sampling_params
 
     def envelope_extras(self, prompt: list[int]) -> dict[str, Any]:
         """Fields beside the choices: of a whole response and of the first event."""
+        return {}
+
+    def envelope_scores(self, scores: list[TokenLogprobs]) -> dict[str, Any]:
+        """Fields beside the choices of a whole response."""
         return {}
 
 
@@ -95,10 +151,11 @@ class CompletionForm(Form):
         return None
 
     def event(self, index: int, prompt: list[int], chunk: Chunk) -> dict[str, Any]:
-        choice = self._choice(index, chunk.text, list(chunk.logprobs))
-        if index not in self._has_begun:
+        if index in self._has_begun:
+            choice = self._choice(index, chunk.text, list(chunk.logprobs))
+        else:
             self._has_begun.add(index)
-            choice |= self._prompt_token_ids(prompt)
+            choice = self._first_choice(index, prompt, list(chunk.prompt_logprobs), chunk.text, list(chunk.logprobs))
         return {**choice, "finish_reason": None, **self.token_ids(list(chunk.token_ids))}
 
     def closing(self, index: int, complete: Complete) -> dict[str, Any]:
@@ -107,25 +164,40 @@ class CompletionForm(Form):
     def whole(self, index: int, answered: Answered) -> dict[str, Any]:
         assert answered.complete is not None, "the answer has not ended"
         return {
-            **self._choice(index, answered.text, answered.logprobs),
+            **self._first_choice(index, answered.prompt, answered.scores, answered.text, answered.logprobs),
             **self.end_of(answered.complete),
-            **self._prompt_token_ids(answered.prompt),
+            **self.scores(answered.scores),
             **self.token_ids(answered.token_ids),
         }
 
-    def _choice(self, index: int, text: str, logprobs: list[TokenLogprobs]) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": self._logprobs(index, logprobs) if logprobs else None}
+    def _first_choice(
+        self, index: int, prompt: list[int], scores: list[TokenLogprobs], text: str, logprobs: list[TokenLogprobs]
+    ) -> dict[str, Any]:
+        if self.asked.echoes:
+            choice = self._choice(index, self._text_of(prompt) + text, [*scores, *logprobs], unscored=prompt[:1])
+        else:
+            choice = self._choice(index, text, logprobs)
+        return {**choice, **self.prompt_token_ids(prompt)}
 
-    def _logprobs(self, index: int, items: list[TokenLogprobs]) -> dict[str, Any]:
+    def _choice(
+        self, index: int, text: str, logprobs: list[TokenLogprobs], unscored: Sequence[int] = ()
+    ) -> dict[str, Any]:
+        has_logprobs = self._params.HasField("logprobs") and bool(logprobs or unscored)
+        told = self._logprobs(index, logprobs, unscored) if has_logprobs else None
+        return {"index": index, "text": text, "logprobs": told}
+
+    def _logprobs(self, index: int, items: list[TokenLogprobs], unscored: Sequence[int]) -> dict[str, Any]:
         if index not in self._offsets:
-            params = self.asked.requests[0].sampling_params
-            skip = params.skip_special_tokens if params.HasField("skip_special_tokens") else True
-            self._offsets[index] = TextOffsets(self._tokenizer.detokenizer(skip_special_tokens=skip))
-        offsets = self._offsets[index].add(item.token_id for item in items)
-        return completion_logprobs(items, offsets, self._tokenizer.token_bytes)
+            self._offsets[index] = TextOffsets(self._detokenizer())
+        offsets = self._offsets[index].add([*unscored, *(item.token_id for item in items)])
+        return completion_logprobs(items, offsets, self._names, unscored)
 
-    def _prompt_token_ids(self, prompt: list[int]) -> dict[str, Any]:
-        return {"prompt_token_ids": prompt} if self.asked.return_token_ids else {}
+    def _text_of(self, token_ids: list[int]) -> str:
+        detokenizer = self._detokenizer()
+        return "".join(map(detokenizer.add, token_ids)) + detokenizer.flush()
+
+    def _detokenizer(self) -> Detokenizer:
+        return self._tokenizer.detokenizer(skip_special_tokens=skips_special_tokens(self._params))
 
 
 class ChatForm(Form):
@@ -135,32 +207,79 @@ class ChatForm(Form):
     whole_object = "chat.completion"
     event_object = "chat.completion.chunk"
 
+    def __init__(self, asked: Asked, tokenizer: Tokenizer, answer_format: AnswerFormat = PLAIN) -> None:
+        super().__init__(asked, tokenizer)
+        is_plain = constraint_of(self._params) is not None  # whatever its words look like
+        self._format = PLAIN if is_plain else answer_format
+        self._deltas: dict[int, Deltas] = {}
+        self._thoughts: dict[int, ThoughtCounter] = {}
+
+    def answered(self, prompt: list[int]) -> Answered:
+        return Answered(prompt, message=Message(self._new_deltas(prompt)))
+
+    def num_thought_tokens(self, index: int, prompt: list[int], chunk: Chunk) -> int | None:
+        if not self._format.thinks:
+            return None
+        if index not in self._thoughts:
+            has_begun = ends_thinking(self._prompt_end(prompt))
+            self._thoughts[index] = ThoughtCounter(self._tokenizer.token_bytes, has_begun=has_begun)
+        self._thoughts[index].add(chunk.token_ids)
+        return sum(thoughts.num_tokens for thoughts in self._thoughts.values())
+
     def opening(self, index: int) -> dict[str, Any] | None:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def event(self, index: int, prompt: list[int], chunk: Chunk) -> dict[str, Any]:
-        choice = {"index": index, "delta": {"content": chunk.text}, "logprobs": self._logprobs(list(chunk.logprobs))}
+    def event(self, index: int, prompt: list[int], chunk: Chunk) -> dict[str, Any] | None:
+        if index not in self._deltas:
+            self._deltas[index] = self._new_deltas(prompt)
+        delta = self._deltas[index].feed(chunk.text)
+        if not (delta or chunk.logprobs or self.asked.return_token_ids):
+            return None
+        choice = {"index": index, "delta": delta, "logprobs": self._logprobs(list(chunk.logprobs))}
         return {**choice, "finish_reason": None, **self.token_ids(list(chunk.token_ids))}
 
     def closing(self, index: int, complete: Complete) -> dict[str, Any]:
-        return {"index": index, "delta": {}, "logprobs": None, **self.end_of(complete)}
+        deltas = self._deltas.get(index)
+        choice = {"index": index, "delta": deltas.finish() if deltas else {}, "logprobs": None}
+        return {**choice, **self._end_of(complete, has_calls=deltas is not None and deltas.has_calls)}
 
     def whole(self, index: int, answered: Answered) -> dict[str, Any]:
         assert answered.complete is not None, "the answer has not ended"
+        assert answered.message is not None, "it is not of a chat"
         return {
             "index": index,
-            "message": {"role": "assistant", "content": answered.text, "refusal": None},
+            "message": answered.message.finish(),
             "logprobs": self._logprobs(answered.logprobs),
-            **self.end_of(answered.complete),
+            **self._end_of(answered.complete, has_calls=answered.message.has_calls),
             **self.token_ids(answered.token_ids),
         }
 
+    def _end_of(self, complete: Complete, *, has_calls: bool) -> dict[str, Any]:
+        end = self.end_of(complete)
+        if has_calls and complete.finish_reason == FINISH_REASON_STOP:
+            end["finish_reason"] = "tool_calls"
+        return end
+
+    def _new_deltas(self, prompt: list[int]) -> Deltas:
+        offer = self.asked.offer
+        forced = offer.forced if offer else None
+        names = offer.names if offer and (forced or self._format.has_calls) else ()
+        is_parallel = offer is None or offer.is_parallel
+        reader = self._format.reader(self._prompt_end(prompt), names, forced)
+        return Deltas(reader, is_parallel=is_parallel, tells_thoughts=self.asked.tells_thoughts)
+
+    def _prompt_end(self, prompt: list[int]) -> str:
+        return b"".join(map(self._tokenizer.token_bytes, prompt[-PROMPT_END_TOKENS:])).decode(errors="replace")
+
     def envelope_extras(self, prompt: list[int]) -> dict[str, Any]:
-        return {"prompt_token_ids": prompt} if self.asked.return_token_ids else {}
+        return self.prompt_token_ids(prompt) if len(self.asked.requests) == 1 else {}
+
+    def envelope_scores(self, scores: list[TokenLogprobs]) -> dict[str, Any]:
+        return self.scores(scores)
 
     def _logprobs(self, items: list[TokenLogprobs]) -> dict[str, Any] | None:
-        return chat_logprobs(items, self._tokenizer.token_bytes) if items else None
+        return chat_logprobs(items, self._names) if items else None
 
 
 class Usage:
@@ -169,22 +288,26 @@ class Usage:
     def __init__(self, num_prompt_tokens: int) -> None:
         self._num_prompt_tokens = num_prompt_tokens
         self._num_completion_tokens = 0
-        self._num_cached_tokens = 0
+        self._num_cached_tokens: dict[int, int] = {}
+        self.num_thought_tokens: int | None = None  # among the completed ones, where there may be some
 
     def add_tokens(self, num_tokens: int) -> None:
         self._num_completion_tokens += num_tokens
 
-    def add_cached(self, num_tokens: int) -> None:
-        """Once for each prompt."""
-        self._num_cached_tokens += num_tokens
+    def tell_cached(self, prompt_index: int, num_tokens: int) -> None:
+        """Of a prompt; again and again is the same."""
+        self._num_cached_tokens[prompt_index] = num_tokens
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        told: dict[str, Any] = {
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": self._num_completion_tokens,
             "total_tokens": self._num_prompt_tokens + self._num_completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens.values())},
         }
+        if self.num_thought_tokens is not None:
+            told["completion_tokens_details"] = {"reasoning_tokens": self.num_thought_tokens}
+        return told
 
 
 class Envelope:
@@ -199,7 +322,7 @@ class Envelope:
 
     def whole(self, choices: list[dict[str, Any]], usage: Usage, **others: Any) -> dict[str, Any]:
         response = {**self._same, "object": self._form.whole_object, "choices": choices}
-        return {**response, "usage": usage.to_json(), **others}
+        return {**response, **UNKNOWN, "usage": usage.to_json(), **others}
 
 
 def attainment_object(attainment: Attainment) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import socket
+import ssl
+import time
 from typing import Any, Final
 
 import uvicorn
@@ -10,9 +12,11 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coordinator.doors.front import WRITE_TIMEOUT_S
+from coordinator.doors.http.connections import Connections, peer_of
 from coordinator.doors.http.errors import error_response
 from serving_core.errors import RequestError, SettingsError
 from serving_core.reasons import MALFORMED_REQUEST
+from serving_core.reminder import Reminder
 
 logger = logging.getLogger(__name__)
 
@@ -22,16 +26,21 @@ MAX_BYTES_AHEAD: Final = 2**16  # of later requests, while one is answered
 ABORT_S: Final = 1.0  # until calls have noticed that their connections are gone
 MAX_HEAD_BYTES: Final = 2**16
 PROBE_S: Final = 0.1  # between the first two probes of a client that has ended its side; each wait is twice the last
+MAX_BACKLOG: Final = 2048
+BACKLOG_SHARE: Final = 4  # of the connections it may have, one in so many may come at once: each is open for a moment
 PROBE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"  # which every client skips
+CROWDED: Final = "the HTTP port has all the connections it may have, of one address or in all (%d): the idle make room"
 
 
 class HttpServer:
-    """Serves one application on one port. Start it at most once; stop it in any case."""
+    """Serves one application on one port, with `tls` over TLS. Start it at most once; stop it in any case."""
 
-    def __init__(self, app: ASGIApp, *, max_connections: int) -> None:
+    def __init__(
+        self, app: ASGIApp, *, max_connections: int, max_per_peer: int, tls: ssl.SSLContext | None = None
+    ) -> None:
         config = uvicorn.Config(
             app,
-            http=_connection_class(max_connections),
+            http=_connection_class(Connections(max_connections, max_per_peer)),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -42,8 +51,10 @@ class HttpServer:
             date_header=False,  # it would need the main loop, which polls
             timeout_keep_alive=KEEP_ALIVE_S,
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            backlog=min(MAX_BACKLOG, max(1, max_connections // BACKLOG_SHARE)),
         )
         config.load()
+        config.ssl = tls  # older versions take paths alone
         self._server = uvicorn.Server(config)
         self._server.lifespan = config.lifespan_class(config)
         self._socket: socket.socket | None = None
@@ -78,21 +89,24 @@ class HttpServer:
 
 
 class _Connection(H11Protocol):
-    """A connection whose client may be idle, but neither dawdle over its headers nor stop reading. It may end its side
-    when it has asked, and wait for the answer."""
+    """A connection whose client may be idle while there is room for others, but neither dawdle over its headers nor
+    stop reading. It may end its side when it has asked, and wait for the answer."""
 
-    max_connections: int
+    kept: "Connections[_Connection]"
+    reminder: Reminder
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
     _probe_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # so that whatever a client leaves unread counts as a pause
-        if len(self.connections) > self.max_connections:
-            transport.abort()
-        else:
-            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, transport.abort)
+        # So that whatever a client leaves unread counts as a pause; over TLS a limit is one already when it is reached.
+        transport.set_write_buffer_limits(1 if self.scheme == "https" else 0)
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, transport.abort)
+        if (closed := self.kept.add(self, peer_of(self.client[0] if self.client else ""))) is not None:
+            closed.transport.abort()
+            if self.reminder.is_due(CROWDED, time.monotonic()):
+                logger.warning(CROWDED, len(self.kept))
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -102,6 +116,14 @@ class _Connection(H11Protocol):
             self._listen_on()
         elif self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.abort)
+        self._tell_whether_idle()
+
+    def _tell_whether_idle(self) -> None:
+        """Who has an answer to come, or to read, is not."""
+        if (self.cycle is None or self.cycle.response_complete) and not self.flow.write_paused:
+            self.kept.set_idle(self)
+        else:
+            self.kept.set_busy(self)
 
     def _listen_on(self) -> None:
         """Nobody who has stopped reading hears that the client leaves, so requests sent ahead are kept for later."""
@@ -116,8 +138,9 @@ class _Connection(H11Protocol):
         return self._probe_timer is not None
 
     def _is_owed_an_answer(self) -> bool:
-        """Whether it has asked for one that has not begun, and may be sent a probe before it."""
-        if self.cycle is None or self.cycle.more_body or self.cycle.response_started:
+        """Whether it has asked for one that has not begun, and may be sent a probe before it. Over TLS no side of a
+        connection is left when the other has ended."""
+        if self.scheme == "https" or self.cycle is None or self.cycle.more_body or self.cycle.response_started:
             return False
         return bool(self.scope["http_version"] == "1.1")
 
@@ -128,6 +151,7 @@ class _Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._tell_whether_idle()
         if self._probe_timer is not None and self.cycle.response_complete:  # not if another call was sent ahead
             self.transport.close()
 
@@ -144,13 +168,16 @@ class _Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._tell_whether_idle()
         self._watch_reader()
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._tell_whether_idle()
         self._cancel_timers(self._write_timer)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.kept.remove(self)
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self._cancel_timers(self._head_timer, self._write_timer, self._probe_timer)
@@ -179,8 +206,8 @@ def _bad_request(message: str) -> bytes:
     return b"\r\n".join([*head, b"connection: close", b"", bytes(response.body)])
 
 
-def _connection_class(max_connections: int) -> type[Any]:
-    return type("Connection", (_Connection,), {"max_connections": max_connections})
+def _connection_class(kept: "Connections[_Connection]") -> type[Any]:
+    return type("Connection", (_Connection,), {"kept": kept, "reminder": Reminder()})
 
 
 def _listening_socket(host: str, port: int) -> socket.socket:

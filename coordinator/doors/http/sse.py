@@ -1,6 +1,7 @@
 """Server-sent events: how a stream of JSON objects travels."""
 
 import json
+from collections.abc import Mapping
 from typing import Any, Final
 
 from starlette.types import Send
@@ -16,6 +17,11 @@ HEADERS: Final = [
 def event(value: Any) -> bytes:
     """One event that carries a JSON value."""
     return b"data: " + json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def named_event(value: Mapping[str, Any]) -> bytes:
+    """One event that also bears the type of its JSON object as its name."""
+    return f"event: {value['type']}\n".encode() + event(value)
 
 
 class EventStream:

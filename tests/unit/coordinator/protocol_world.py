@@ -27,6 +27,7 @@ FLEETS = (("p0", "p1", "d0", "d1"), ("p0", "p1", "b0", "b1"), ("p0", "b0", "d0")
 FAILURES = ("TRANSFER_FAILED", "KV_CHECKSUM_MISMATCH", "QUEUE_FULL", "ENGINE_ERROR")
 PROMPT = [1, 2]
 DEADLINE_S = 60
+NODE_WAIT_S = 20.0  # longer than a world without trouble has no ready nodes
 
 
 def token_of(request_id: str, index: int) -> int:
@@ -208,6 +209,7 @@ class World:
             max_live=6,
             max_restarts=random.choice([0, 1, 3]),
             keep_after_s=random.choice([0.5, 5.0, 1e9]),
+            node_wait_s=random.choice([0.0, NODE_WAIT_S]),
         )
         self.nodes = [SimulatedNode(self, name) for name in random.choice(FLEETS)]
         self.submitted = {}  # id to (max_tokens, time of arrival)
@@ -336,10 +338,12 @@ class World:
             getattr(self, self.random.choice(actions))()
 
     def settle(self):
-        """Lets everything that is under way come to its end."""
+        """Lets everything that is under way come to its end; no node drains any more."""
+        for node in self.nodes:
+            self.registry.heartbeat(node.node, events.heartbeat().heartbeat, self.now)
         for _ in range(3):
             self.run(("deliver_command", "deliver_event", "step"), 4000)
-            self.now += RESEND_S
+            self.now += max(RESEND_S, NODE_WAIT_S / 2)
             self.carry_out(self.tracker.tick(self.now))
 
 

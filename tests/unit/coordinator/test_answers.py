@@ -7,13 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coordinator.control.so_far import SoFar
 from coordinator.doors.generation import Generation
-from coordinator.text.answers import Answer, TextOptions
+from coordinator.text.answers import Answer, AnswerText, TextOptions
 from coordinator.text.tokenizer import read_tokenizer
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from tests.fleet_events import LENGTH, STOP, sampled
 from tests.tiny_models import EOS, write_tokenizer
+
+UNSPECIFIED = inference_pb2.FINISH_REASON_UNSPECIFIED
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +30,7 @@ def answer_with(tokenizer, **options):
     generation = Generation("r", 1)
     options = TextOptions(**options)
     detokenizer = tokenizer.detokenizer(skip_special_tokens=options.skip_special_tokens)
-    return Answer(generation, 0, detokenizer, options)
+    return Answer(generation, 0, AnswerText(detokenizer, options))
 
 
 def tokens_of(data, start=0, finish_reason=0):
@@ -122,7 +125,7 @@ def test_special_tokens_are_text_only_on_demand(tokenizer):
         assert read(answer)[0] == text
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text("ab<é", max_size=20), stop=st.text("ab<é", min_size=1, max_size=3), data=st.data())
 def test_chunks_join_to_the_text_however_tokens_and_reads_fall(tokenizer, text, stop, data):
     answer = answer_with(tokenizer, stop=(stop,))
@@ -140,6 +143,42 @@ def test_chunks_join_to_the_text_however_tokens_and_reads_fall(tokenizer, text, 
     for chunk, following in itertools.pairwise(chunks):
         assert following.first_token_index == chunk.first_token_index + len(chunk.token_ids)
     assert last.complete.matched_stop_str == (stop if stop in text else "")
+
+
+@settings(max_examples=200)
+@given(
+    data=st.binary(min_size=1, max_size=12) | st.text("ab<é", min_size=1, max_size=12).map(str.encode),
+    stop=st.sampled_from(["", "b", "ab", "é<"]),
+    include=st.booleans(),
+    min_tokens=st.integers(0, 5),
+    finish_reason=st.sampled_from([STOP, LENGTH]),
+    cut=st.integers(0, 12),
+    has_rest=st.booleans(),
+)
+def test_an_answer_that_goes_on_has_the_text_of_one_that_was_never_broken_off(
+    tokenizer, data, stop, include, min_tokens, finish_reason, cut, has_rest
+):
+    """`has_rest`: the call breaks off between the last of the text and its end."""
+    options = {"stop": (stop,) if stop else (), "include_stop_str_in_output": include, "min_tokens": min_tokens}
+    unbroken, broken, resumed = (answer_with(tokenizer, **options) for _ in range(3))
+    tokens = tokens_of(data, finish_reason=finish_reason)
+    for answer, part in ((unbroken, tokens), (broken, tokens[:cut])):
+        for token in part:
+            answer.add([token])
+    expected = read(unbroken, finish_reason)
+    if has_rest and cut >= len(data):
+        text, token_ids, _ = read(broken)
+    else:
+        chunks = [response.chunk for response in broken.generation._unsent]
+        text = "".join(chunk.text for chunk in chunks)
+        token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
+    if token_ids:
+        reason = finish_reason if len(token_ids) == len(data) else UNSPECIFIED
+        resumed._text.resume(SoFar(tuple(token_ids), len(text), reason))
+    for token in tokens[len(token_ids) :]:
+        resumed.add([token])
+    more, more_ids, complete = read(resumed, finish_reason)
+    assert (text + more, token_ids + more_ids, complete) == expected
 
 
 def test_unread_chunks_join_and_a_reader_too_far_behind_is_refused():

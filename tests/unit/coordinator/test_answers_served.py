@@ -5,8 +5,10 @@ import contextlib
 import grpc
 import pytest
 
+from coordinator.doors import inference_service
 from protos import inference_pb2, inference_pb2_grpc
 from tests import fleet_events as events
+from tests.faults.stalled_reader import StalledReader
 from tests.scripted_nodes import (
     begin,
     cluster,
@@ -19,6 +21,7 @@ from tests.scripted_nodes import (
     run,
     step,
 )
+from tests.system.answers import request
 from tests.tiny_models import ASSISTANT, BOS, EOS, USER
 
 LENGTH, STOP = events.LENGTH, events.STOP
@@ -239,6 +242,26 @@ def test_a_reader_that_stops_reading_is_dropped(tmp_path):
             await c.until_nothing_is_live()
 
     run(scenario())
+
+
+def test_a_reader_without_any_room_is_let_go_of(tmp_path, caplog, monkeypatch):
+    """Its first message never leaves, and so no status can; the nodes and the log are spared all the same."""
+    monkeypatch.setattr(inference_service, "WRITE_TIMEOUT_S", 0.2)
+
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            reader = await StalledReader.dial(c.server.port)
+            reader.ask(request("hi", request_id="r", max_tokens=4))
+            attempt, _ = await begin(c)
+            await c.nodes["p0"].send(events.first_token(events.sampled(attempt, 0, ord("a"))))
+            for node in c.nodes.values():
+                await node.answer_cancel(attempt)
+            await c.until_nothing_is_live()
+            await reader.close()
+
+    run(scenario())
+    assert "a client has read nothing for 0.2 s" in caplog.text
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_a_client_that_leaves_during_a_write_is_no_error(tmp_path, caplog):

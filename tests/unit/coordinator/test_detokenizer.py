@@ -57,7 +57,7 @@ TOKENIZERS = {
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_the_pieces_are_together_what_the_tokenizer_decodes(name, skip_special_tokens, data):
     tokenizer = TOKENIZERS[name]
@@ -67,7 +67,7 @@ def test_the_pieces_are_together_what_the_tokenizer_decodes(name, skip_special_t
     assert text == tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(st.sampled_from("aé😀�日本 \n"), max_size=12))
 def test_no_piece_ends_within_a_character(text):
     tokenizer = TOKENIZERS["byte level"]

@@ -8,8 +8,9 @@ from google.protobuf import json_format
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.doors.http.conversations import MAX_PARTS
 from coordinator.doors.http.fields import MAX_STRINGS, MAX_VALUES, Fields, read_fields
-from coordinator.doors.http.requests import MAX_PARTS, MAX_PROMPTS, Asked, parse_chat, parse_completion
+from coordinator.doors.http.requests import MAX_PROMPTS, Asked, parse_chat, parse_completion
 from coordinator.doors.validation import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from serving_core.errors import RequestError
 
@@ -26,10 +27,15 @@ SAMPLING = {
     "seed": -7,
     "stop": ["a", "b"],
     "stop_token_ids": [4, 5],
+    "allowed_token_ids": [4, 6],
     "skip_special_tokens": False,
     "ignore_eos": True,
     "include_stop_str_in_output": True,
 }
+
+
+JSON_SCHEMA = "response_format.json_schema.schema"
+NO_ADDITIONAL = "structured_outputs.disable_additional_properties"
 
 
 def as_json(message):
@@ -154,7 +160,8 @@ def test_content_may_come_in_text_parts():
         ({"role": "user", "content": ["c"]}, "messages[0].content"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0].type"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
-        ({"role": "assistant", "content": "c", "tool_calls": [{}]}, "messages[0].tool_calls"),
+        ({"role": "tool", "content": None}, "messages[0].content"),
+        ({"role": "assistant", "content": "c", "function_call": {"name": "f"}}, "messages[0].function_call"),
         ("hi", "messages"),
     ],
 )
@@ -185,13 +192,13 @@ def test_messages_that_are_none(message, field):
         ({"logit_bias": {"1": "x"}}, 'logit_bias.1 must be a finite number, not "x"'),
         ({"stream_options": True}, "stream_options must be an object, not true"),
         ({"model": 3}, "model must be a string of valid Unicode, not 3"),
-        ({"echo": True}, "echo (true) is not supported"),
-        ({"best_of": 2}, "best_of (2) is not supported"),
-        ({"best_of": True}, "best_of (true) is not supported"),
-        ({"suffix": "end"}, 'suffix ("end") is not supported'),
-        ({"add_special_tokens": False}, "add_special_tokens (false) is not supported"),
-        ({"allowed_token_ids": [1]}, "allowed_token_ids (a list) is not supported"),
-        ({"response_format": {"type": "json_object"}}, 'response_format of type "json_object" is not supported'),
+        ({"best_of": True}, "best_of (true) is not supported: as many answers are made as n asks for"),
+        ({"suffix": "end"}, 'suffix ("end") is not supported: an answer fills no gap'),
+        ({"allowed_token_ids": []}, "allowed_token_ids is empty: an answer needs at least one token"),
+        ({"allowed_token_ids": "a"}, "allowed_token_ids must be a list of integers within "
+                                     '[0, 4294967295], not "a"'),
+        ({"stream_options": {}}, "stream_options needs stream: true"),
+        ({"response_format": {"type": "structural_tag"}}, 'response_format of type "structural_tag" is not supported'),
     ],
 )  # fmt: skip
 def test_what_a_field_may_not_be(fields, message):
@@ -203,14 +210,24 @@ def test_what_a_field_may_not_be(fields, message):
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "grammar"}}, "response_format"),
         ({"response_format": "text"}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": "{}"}}}, JSON_SCHEMA),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": []}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"json": {}, "disable_additional_properties": True}}, NO_ADDITIONAL),
+        ({"structured_outputs": {"json": {}}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+        ({"guided_json": {}}, "guided_json"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": 2}, "logprobs"),
         ({"modalities": ["audio"]}, "modalities"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
         ({"add_special_tokens": True}, "add_special_tokens"),
         ({"max_completion_tokens": "many"}, "max_completion_tokens"),
         ({"messages": []}, "messages"),
@@ -219,6 +236,33 @@ def test_what_a_field_may_not_be(fields, message):
 )
 def test_what_chat_does_not_support(fields, field):
     assert refusal(chat, **fields)[0] == field
+
+
+SCHEMA = {"type": "object", "properties": {"ä": {"const": 1}}}
+FORM = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "description": "d", "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": FORM}, {"json_schema": json.dumps(SCHEMA)}),
+        ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": json.dumps(SCHEMA)}),
+        ({"structured_outputs": {"json": '{"x":1}'}}, {"json_schema": '{"x":1}'}),
+        ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
+        ({"structured_outputs": {"regex": "a+", "json": None, "json_object": False}}, {"regex": "a+"}),
+        ({"structured_outputs": {"choice": ["a", "ü"]}}, {"choice": {"choices": ["a", "ü"]}}),
+        ({"structured_outputs": {"grammar": "start: A"}}, {"grammar": "start: A"}),
+        (
+            {"structured_outputs": {"json": "{}", "disable_any_whitespace": True, "whitespace_pattern": " ?"}},
+            {"json_schema": "{}", "disable_any_whitespace": True, "whitespace_pattern": " ?"},
+        ),
+    ],
+)
+def test_what_an_answer_is_made_to_be(fields, expected):
+    assert as_json(chat(**fields).requests[0])["sampling_params"] == expected
+    assert as_json(completion(**fields).requests[0])["sampling_params"] == {"max_tokens": 16, **expected}
+    assert unread(parse_chat, {"messages": MESSAGES, **fields}) == []
 
 
 def test_what_asks_for_nothing_and_what_nobody_knows_is_ignored():
@@ -238,7 +282,7 @@ HARMLESS = {
     "tools": [],
     "top_logprobs": 0,
     "logprobs": False,
-    "stream": False,
+    "stream": True,
     "stream_options": {"include_usage": True, "include_obfuscation": False},
     "response_format": {"type": "text"},
     "max_tokens": 5,
@@ -269,7 +313,7 @@ def test_every_known_field_is_read():
 def test_what_nobody_knows_is_named_wherever_it_stands_and_once():
     messages = [{**message, "reasoning": "r"} for message in MESSAGES]
     messages[0]["content"][0]["cache"] = 1
-    values = {"messages": messages, "temprature": 0, "stream_options": {"usage": True}, "top_k": 3}
+    values = {"messages": messages, "temprature": 0, "stream": True, "stream_options": {"usage": True}, "top_k": 3}
     expected = ["temprature", "stream_options.usage", "messages[].reasoning", "messages[].content[].cache"]
     assert sorted(unread(parse_chat, values)) == sorted(expected)
 
@@ -287,6 +331,12 @@ def test_options_of_the_response():
         return_token_ids=True,
         include_timeline=True,
     )
+
+
+@pytest.mark.parametrize("options", [{"include_usage": False}, {"continuous_usage_stats": True}, {}])
+def test_a_stream_has_no_usage_that_was_not_asked_for(options):
+    asked = chat(stream=True, stream_options=options)
+    assert (asked.include_usage, asked.continuous_usage) == (False, False)
 
 
 def test_the_newer_name_of_max_tokens_wins():

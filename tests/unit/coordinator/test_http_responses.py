@@ -9,16 +9,19 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import decoders, models, pre_tokenizers
 
 from coordinator.doors.http.errors import error_object, error_response, renamed, status_of
-from coordinator.doors.http.logprobs import TextOffsets, chat_logprobs, completion_logprobs
+from coordinator.doors.http.logprobs import TextOffsets, TokenNames, chat_logprobs, completion_logprobs
 from coordinator.doors.http.requests import CHAT_NAMES, COMPLETION_NAMES, Asked
-from coordinator.doors.http.responses import Answered, ChatForm, CompletionForm, Envelope, Usage, timeline_object
+from coordinator.doors.http.responses import ChatForm, CompletionForm, Envelope, Usage, timeline_object
+from coordinator.doors.http.tools import Offer
 from coordinator.doors.statuses import CODES
+from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.tokenizer import Tokenizer, read_tokenizer
 from protos.inference_pb2 import (
     FINISH_REASON_LENGTH,
     Chunk,
     Complete,
     GenerateRequest,
+    SamplingParams,
     Timeline,
     TokenLogprobs,
     TopLogprob,
@@ -48,7 +51,7 @@ ITEMS = [
 def test_logprobs_of_chat(tokenizer):
     a = {"token": "a", "logprob": -0.5, "bytes": [97]}
     half = {"token": "\ufffd", "logprob": -1.0, "bytes": [0xC3]}
-    assert chat_logprobs(ITEMS, tokenizer.token_bytes) == {
+    assert chat_logprobs(ITEMS, TokenNames(tokenizer.token_bytes)) == {
         "content": [
             {**a, "top_logprobs": [{"token": "b", "logprob": -0.25, "bytes": [98]}, a]},
             {**half, "top_logprobs": [half]},
@@ -65,7 +68,7 @@ def test_logprobs_of_chat(tokenizer):
 
 
 def test_logprobs_of_completions(tokenizer):
-    assert completion_logprobs(ITEMS, [0, 1, 1, 2], tokenizer.token_bytes) == {
+    assert completion_logprobs(ITEMS, [0, 1, 1, 2], TokenNames(tokenizer.token_bytes)) == {
         "tokens": ["a", "bytes:\\xc3", "bytes:\\xbc", "<|eos|>"],
         "token_logprobs": [-0.5, -1.0, -9999.0, -2.0],
         "top_logprobs": [
@@ -81,8 +84,18 @@ def test_logprobs_of_completions(tokenizer):
 def test_of_two_tokens_with_one_text_the_more_likely_stays():
     item = sampled(1, -3.0, (2, -0.5), (3, -0.75), (4, -1.0))
     texts = {1: b"s", 2: b"x", 3: b"y", 4: b"x"}
-    [top] = completion_logprobs([item], [0], texts.__getitem__)["top_logprobs"]
+    [top] = completion_logprobs([item], [0], TokenNames(texts.__getitem__))["top_logprobs"]
     assert list(top.items()) == [("x", -0.5), ("y", -0.75), ("s", -3.0)]
+
+
+def test_tokens_may_be_named_by_their_ids(tokenizer):
+    names = TokenNames(tokenizer.token_bytes, as_ids=True)
+    told = completion_logprobs(ITEMS[:2], [0, 1], names, [7])
+    assert told["tokens"] == ["token_id:7", "token_id:97", "token_id:195"]
+    assert told["top_logprobs"] == [None, {"token_id:98": -0.25, "token_id:97": -0.5}, {"token_id:195": -1.0}]
+    [entry] = chat_logprobs(ITEMS[:1], names)["content"]
+    assert (entry["token"], entry["bytes"]) == ("token_id:97", [97])
+    assert [top["token"] for top in entry["top_logprobs"]] == ["token_id:98", "token_id:97"]
 
 
 def test_offsets_count_characters_over_chunks(tokenizer):
@@ -104,7 +117,8 @@ def test_usage_adds_up():
     usage = Usage(5)
     usage.add_tokens(2)
     usage.add_tokens(1)
-    usage.add_cached(4)
+    usage.tell_cached(0, 4)
+    usage.tell_cached(0, 4)
     assert usage.to_json() == {
         "prompt_tokens": 5,
         "completion_tokens": 3,
@@ -130,7 +144,7 @@ COMPLETE = Complete(finish_reason=FINISH_REASON_LENGTH)
 def test_a_whole_response_is_of_openais_type(tokenizer, form_class, response_class, with_extras):
     asked = Asked((GenerateRequest(),), return_token_ids=with_extras, include_timeline=with_extras)
     form = form_class(asked, tokenizer)
-    answered = Answered([1, 2])
+    answered = form.answered([1, 2])
     answered.add(CHUNK)
     answered.complete = COMPLETE
     response = Envelope(form, "r", "m").whole([form.whole(0, answered)], Usage(2), **form.envelope_extras([1, 2]))
@@ -144,6 +158,40 @@ def test_every_event_of_a_chat_is_of_openais_type(tokenizer):
         ChatCompletionChunk.model_validate_json(json.dumps(envelope.event([choice], usage=None)), strict=True)
     last = envelope.event([], usage=Usage(2).to_json())
     ChatCompletionChunk.model_validate_json(json.dumps(last), strict=True)
+
+
+def test_what_an_answer_is_made_to_be_is_content_whatever_its_words_look_like(tokenizer):
+    text = '{"a": "<think>b</think><tool_call>{}</tool_call>"}'
+    params = SamplingParams(json_object=True)
+    asked = Asked((GenerateRequest(sampling_params=params),), offer=Offer(frozenset({"f"})))
+    form = ChatForm(asked, tokenizer, AnswerFormat("hermes", thinks=True))
+    answered = form.answered([1, 2])
+    answered.add(Chunk(text=text))
+    answered.complete = COMPLETE
+    assert form.whole(0, answered)["message"]["content"] == text
+
+
+def test_thoughts_are_left_out_where_they_are_not_wanted(tokenizer):
+    for tells_thoughts in (True, False):
+        asked = Asked((GenerateRequest(),), tells_thoughts=tells_thoughts)
+        form = ChatForm(asked, tokenizer, AnswerFormat(thinks=True))
+        answered = form.answered([1, 2])
+        answered.add(Chunk(text="<think>Hm.</think>Yes."))
+        answered.complete = COMPLETE
+        message = form.whole(0, answered)["message"]
+        assert (message["content"], message.get("reasoning_content")) == ("Yes.", "Hm." if tells_thoughts else None)
+        event = form.event(0, [1, 2], Chunk(text="<think>Hm."))
+        assert (event is not None) == tells_thoughts
+
+
+@pytest.mark.parametrize(
+    ("matched", "stop_reason"),
+    [({"matched_token_id": EOS}, None), ({"matched_token_id": 7}, 7), ({"matched_stop_str": "x"}, "x"), ({}, None)],
+)
+def test_the_models_own_end_is_no_stop_reason(tokenizer, matched, stop_reason):
+    form = ChatForm(Asked((GenerateRequest(sampling_params=SamplingParams(stop_token_ids=[7])),)), tokenizer)
+    complete = Complete(finish_reason=FINISH_REASON_LENGTH, **matched)
+    assert form.closing(0, complete)["stop_reason"] == stop_reason
 
 
 # ---- errors ----

@@ -165,7 +165,7 @@ def test_refused_requests_are_told_without_what_they_said(tmp_path, caplog):
     assert [(line["request_id"], line["reason"], line.get("field"), "message" in line) for line in found] == [
         ("r", "BAD_PARAM", "temperature", False),
         ("r", "PROMPT_TOO_LONG", "input", True),
-        ("r", "MODEL_NOT_FOUND", "model", False),
+        ("r", "NO_PREFILL_WORKER", None, True),
         ("x" * 128, "BAD_PARAM", "request_id", False),
         ("h", "BAD_PARAM", "messages", False),
         ("h", "NO_PREFILL_WORKER", None, True),

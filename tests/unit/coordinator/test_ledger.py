@@ -157,7 +157,7 @@ ACTIONS = st.tuples(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(actions=st.lists(ACTIONS, max_size=40))
 def test_accounts_are_the_sums_of_what_was_told(actions):
     ledger, nodes, plain = Ledger(), make_nodes(), Plain()

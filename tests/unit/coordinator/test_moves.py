@@ -14,8 +14,10 @@ MAX_TOKENS = 200
 class MovingWorld(World):
     """A World with one answer that d0 writes."""
 
-    def __init__(self, nodes=("p0", "p1", "d0", "d1"), **settings):
+    def __init__(self, nodes=("p0", "p1", "d0", "d1"), source=None, **settings):
         super().__init__(nodes, **settings)
+        if source:
+            self.attach("d0", **source)
         self.write("r/0")
 
     def write(self, request_id, now=0.0):
@@ -61,6 +63,20 @@ class MovingWorld(World):
 @pytest.fixture
 def world():
     return MovingWorld()
+
+
+def test_the_target_is_told_who_will_dial_it():
+    world = MovingWorld(nodes=("p0",), source={"kv_keys": [b"k" * 32]})
+    world.attach("d1")
+    world.begin()
+    assert list(world.reserve.sender_keys) == [b"k" * 32]
+
+
+def test_the_target_is_told_of_the_ranks_that_will_send():
+    world = MovingWorld(nodes=("p0",), source={"tp_size": 2, "pp_size": 3})
+    world.attach("d1")
+    world.begin()
+    assert (world.reserve.prefill_tp_size, world.reserve.prefill_pp_size) == (2, 3)
 
 
 def test_an_answer_moves_and_tells_what_it_has_cost(world):

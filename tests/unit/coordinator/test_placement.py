@@ -275,7 +275,7 @@ NODES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     described=st.lists(NODES, max_size=6),
     num_tokens=st.integers(100, 180),
@@ -367,7 +367,13 @@ def mean_s(rates, requests, max_num_seqs=64):
 
 
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-@pytest.mark.parametrize("rates", FLEETS.values(), ids=FLEETS)
+@pytest.mark.parametrize(
+    "rates",
+    [
+        pytest.param(rates, id=name, marks=() if name == "equal nodes" else pytest.mark.long)
+        for name, rates in FLEETS.items()
+    ],
+)
 def test_a_reader_beside_is_as_good_as_the_better_of_a_split_and_none(load, rates):
     requests = load.requests(random.Random(7))
     means = mean_s(rates, requests)

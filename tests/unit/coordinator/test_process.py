@@ -77,6 +77,29 @@ def test_sigterm_lets_an_answer_finish(tmp_path):
     run(scenario())
 
 
+def test_sighup_has_the_file_of_api_keys_read_again(tmp_path):
+    async def scenario():
+        file = tmp_path / "keys"
+        file.write_text("ann key-of-ann\n")
+        async with coordinator(tmp_path / "model", "--api-keys-file", file) as (process, port, _):
+            await ask(port, "key-of-ann")
+            file.write_text("bob key-of-bob\n")
+            process.send_signal(signal.SIGHUP)
+            await until_logged(process, b"1 API keys are in force")
+            await ask(port, "key-of-bob")
+            with pytest.raises(grpc.aio.AioRpcError, match="the API key is missing or wrong"):
+                await ask(port, "key-of-ann")
+
+    run(scenario())
+
+
+async def ask(port, key):
+    """Any call, with an API key."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub, metadata = inference_pb2_grpc.InferenceStub(channel), (("authorization", f"Bearer {key}"),)
+        await stub.GetLoads(inference_pb2.GetLoadsRequest(), timeout=DEADLINE_S, metadata=metadata)
+
+
 def test_a_second_signal_does_not_wait(tmp_path):
     async def scenario():
         async with coordinator(tmp_path) as (process, port, fleet_port):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from coordinator.control.registry import Registry
 from coordinator.control.timeline import Phase, Timeline
 from protos import fleet_pb2, inference_pb2
-from protos.convert import shape_to_wire
+from protos.convert import PROTOCOL_VERSION, shape_to_wire
 from serving_core.errors import RequestError
 from serving_core.shapes import ROLES, Shape, preset
 from tests import fleet_events as events
@@ -77,9 +77,43 @@ def test_a_different_fingerprint_is_refused_with_both_values_and_names(registry)
     assert registry.find("p0") is None
 
 
+SQL, CHAT = {"lora:sql": "d1"}, {"lora:org/chat": "d2"}
+
+
+def test_the_adapters_of_the_fleet_are_those_of_its_nodes(registry):
+    assert registry.adapters is None
+    node = registry.admit(hello("d0", **SQL, **CHAT), 0.0)
+    assert registry.adapters == ["org/chat", "sql"]
+    for others in ({}, SQL, {**SQL, **CHAT, "lora:third": "d3"}, {**SQL, "lora:org/chat": "d3"}):
+        with pytest.raises(RequestError, match="nodes p0 and d0 differ: lora:") as error:
+            registry.admit(hello("p0", "prefill", **others), 0.0)
+        assert error.value.reason == "PAIRING_MISMATCH"
+    assert registry.adapters == ["org/chat", "sql"]
+    registry.lose(node)
+    assert registry.adapters == ["org/chat", "sql"]  # which may come back
+    registry.admit(hello("p0", "prefill"), 0.0)
+    assert registry.adapters == []
+
+
+@pytest.mark.parametrize(
+    ("adapters", "why"),
+    [
+        (["tiny"], "the name of adapter 'tiny' of node d0 is the model's own"),
+        ([""], "the name of adapter '' of node d0 must match"),
+        (["é"], "the name of adapter 'é' of node d0 must match"),
+        ([f"a{number}" for number in range(65)], "node d0 has 65 adapters, the limit is 64"),
+    ],
+)
+def test_adapters_that_clients_could_not_ask_for(adapters, why):
+    registry = Registry({}, node_timeout_s=3.0, step_timeout_s=60.0, model_names=("small", "tiny"))
+    with pytest.raises(RequestError, match=why):
+        registry.admit(hello("d0", **{f"lora:{name}": "d" for name in adapters}), 0.0)
+    assert (registry.nodes, registry.adapters) == ([], None)
+
+
 @pytest.mark.parametrize(
     ("fact", "difference"),
-    [("protocol_version", "protocol_version is 0 and 7"), ("vocab_size", "vocab_size is 0 and 260")],
+    [("protocol_version", f"protocol_version is 0 and {PROTOCOL_VERSION}"), ("vocab_size", "vocab_size is 0 and 260")],
 )
 def test_the_first_node_must_fit_the_coordinator(registry, fact, difference):
     with pytest.raises(RequestError, match=f"node d0 and the coordinator differ: {difference}") as error:
@@ -130,7 +164,7 @@ def test_a_fleet_of_one_may_come_back_as_another_model(registry):
     assert registry.nodes == [new]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.tuples(st.sampled_from(("hello", "beat", "end", "wait")), st.integers(0, 2), st.sampled_from(("p0", "p1"))),
@@ -212,12 +246,29 @@ def test_a_coordinator_that_slept_blames_nobody(registry):
     assert len(registry.expired(103.5)) == 1
 
 
+@pytest.mark.parametrize("kv_keys", [[b"short"], [bytes(33)], [bytes(32)] * 65])
+def test_keys_that_are_none_are_refused(registry, kv_keys):
+    registry.admit(hello("d0", kv_keys=[bytes(32)] * 64), 0.0)
+    with pytest.raises(RequestError, match="node d1 must have 64 keys of 32 bytes at most") as error:
+        registry.admit(hello("d1", kv_keys=kv_keys), 0.0)
+    assert error.value.reason == "BAD_PARAM"
+
+
 def test_a_node_without_a_tp_size_has_one_rank(registry):
     assert registry.admit(hello("d0"), 0.0).tp_size == 1
     assert registry.admit(hello("d1", tp_size=64), 0.0).tp_size == 64
     with pytest.raises(RequestError, match="tp_size of node d2 is 65, the limit is 64") as error:
         registry.admit(hello("d2", tp_size=65), 0.0)
     assert error.value.reason == "BAD_PARAM"
+
+
+def test_a_node_without_a_pp_size_has_one_stage(registry):
+    assert registry.admit(hello("d0", tp_size=64), 0.0).pp_size == 1
+    assert registry.admit(hello("d1", tp_size=16, pp_size=4), 0.0).pp_size == 4
+    for sizes in ({"tp_size": 33, "pp_size": 2}, {"pp_size": 66}):
+        with pytest.raises(RequestError, match="node d2 has 66 ranks, the limit is 64") as error:
+            registry.admit(hello("d2", **sizes), 0.0)
+        assert error.value.reason == "BAD_PARAM"
 
 
 def cache_changed(*args, **kwargs):

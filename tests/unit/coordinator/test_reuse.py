@@ -47,6 +47,18 @@ def test_a_salted_request_finds_what_has_its_salt(world):
     assert job_to_wire(request_from_wire(job), job.age) == job
 
 
+def test_an_attempt_and_the_next_one_are_told_the_adapter(world):
+    world.submit(token_ids=TOKENS, adapter="sql")
+    world.first(world.attempt)
+    world.tell("p0", events.transferred(world.attempt))
+    world.step(world.attempt, 1)
+    world.lose("d0")
+    assert [job.adapter for job in world.jobs] == ["sql"] * 4
+    job = world.jobs[-1]
+    assert request_from_wire(job).adapter == "sql"
+    assert job_to_wire(request_from_wire(job), job.age) == job
+
+
 def test_a_restart_keeps_the_salt_and_looks_for_what_was_answered_too(world):
     answered = [100, 101]
     tokens = TOKENS[:31]
@@ -68,6 +80,13 @@ def test_the_decode_node_is_told_how_many_ranks_will_send(tp_size, told):
     world.attach("p0", tp_size=tp_size)
     world.submit()
     assert world.prefill_tp_size == told
+
+
+def test_the_decode_node_is_told_who_will_dial_it():
+    world = World(nodes=("d0",))
+    world.attach("p0", tp_size=2, kv_keys=[b"a" * 32, b"b" * 32])
+    world.submit()
+    assert list(world.reserve.sender_keys) == [b"a" * 32, b"b" * 32]
 
 
 def test_an_answer_tells_what_was_cached_and_what_travelled(world):

@@ -116,7 +116,7 @@ def test_what_a_lost_node_still_says_is_ignored(how):
     limits = {"max_live": 1, "max_restarts": 0, "keep_after_s": 1.0}
     tracker = Tracker(registry, ledger, metrics, first_epoch=0, **limits)
     roles = Roles(registry, ledger, policy=FIXED)
-    dispatcher = Dispatcher(registry, tracker, roles, Journal(metrics), tokenizer=None)
+    dispatcher = Dispatcher(registry, tracker, roles, Journal(metrics))
     link = dispatcher.attach(events.hello("p0", "prefill").hello)
     if how == "detached":
         dispatcher.detach(link)

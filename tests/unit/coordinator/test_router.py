@@ -205,6 +205,16 @@ def test_a_salt_keeps_caches_apart(registry):
     assert held == {"": 0, "é": 64, "e": 0}
 
 
+def test_an_adapter_keeps_caches_apart_by_its_content(registry):
+    adapters = {"lora:a": "digest", "lora:b": "other", "lora:also-a": "digest"}
+    node = admit(registry, "p0", **adapters)
+    report(registry, node, events.block_hints(TOKENS, **adapters, **{"lora:": "digest"}))
+    held = {adapter: Prompt(TOKENS, adapter=adapter).tokens_held(node) for adapter in ("", "a", "b", "also-a", "gone")}
+    assert held == {"": 0, "a": 64, "b": 0, "also-a": 64, "gone": 0}
+    later = Prompt(TOKENS[:-1], adapter="a").followed_by(TOKENS[-1:])
+    assert (later.adapter, later.tokens_held(node)) == ("a", 64)
+
+
 def test_the_model_keeps_caches_apart_but_the_protocol_version_does_not(registry):
     node = admit(registry, "p0", dtype="bfloat16")
     assert "protocol_version" in node.hello.node.fingerprint
@@ -214,7 +224,7 @@ def test_the_model_keeps_caches_apart_but_the_protocol_version_does_not(registry
     assert Prompt(TOKENS).tokens_held(node) == 64
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rounds=st.lists(
         st.tuples(
@@ -267,7 +277,7 @@ NODES = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(described=st.lists(NODES, min_size=1, max_size=4), length=st.integers(1, 68), more_tokens=st.integers(0, 130))
 def test_hints_change_the_cost_and_never_who_may_be_chosen(role, described, length, more_tokens):
     registry, ledger = Registry({}, node_timeout_s=1.0, step_timeout_s=1.0), Ledger()

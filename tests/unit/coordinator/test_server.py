@@ -5,7 +5,7 @@ import asyncio
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
@@ -407,13 +407,18 @@ def test_a_server_that_stops_tells_its_clients_and_nodes(tmp_path):
     run(scenario())
 
 
-def test_stock_tools_can_ask_what_is_served(tmp_path):
+@pytest.mark.parametrize("version", ["v1alpha", "v1"])
+def test_stock_tools_can_ask_what_is_served(tmp_path, version):
     async def scenario():
         async with cluster(tmp_path, nodes=()) as c:
-            stub = reflection_pb2_grpc.ServerReflectionStub(c.channel)
             ask = reflection_pb2.ServerReflectionRequest
+            info = c.channel.stream_stream(
+                f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+                request_serializer=ask.SerializeToString,
+                response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+            )
             requests = [ask(list_services=""), ask(file_containing_symbol="splitserve.v1.Inference")]
-            services, file = [response async for response in stub.ServerReflectionInfo(iter(requests))]
+            services, file = [response async for response in info(iter(requests))]
             names = {service.name for service in services.list_services_response.service}
             assert {"splitserve.v1.Inference", "splitserve.v1.Admin", "grpc.health.v1.Health"} <= names
             assert "splitserve.v1.Fleet" not in names

@@ -45,6 +45,16 @@ def test_classes_are_read_at_start():
         check_settings(CoordinatorSettings(slo_class=("a=ttft:1", "a=ttft:2")))
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("{", "must be JSON: an object"), ("[]", "must be JSON: an object"), ('{"tools": []}', "has tools, which is")],
+)
+def test_variables_of_the_chat_template_are_read_at_start(text, problem):
+    check_settings(CoordinatorSettings(chat_template_kwargs='{"enable_thinking": false}'))
+    with pytest.raises(SettingsError, match=f"chat_template_kwargs {problem}"):
+        check_settings(CoordinatorSettings(chat_template_kwargs=text))
+
+
 def details_of(error):
     status = to_status(error)
     [(key, value)] = status.trailing_metadata

@@ -9,6 +9,7 @@ import threading
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from coordinator.text.chat_template import RenderOptions
 from coordinator.text.tokenizer import (
     LONG_TEXT_CHARS,
     MIN_LONGEST_TOKEN_CHARS,
@@ -150,6 +151,121 @@ def test_chats_encode_as_in_transformers(folder, template, in_own_file):
     assert asyncio.run(read_tokenizer(folder).encode_chat(MESSAGES, ENOUGH)) == expected
 
 
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"ü": {}}}}}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"ü": [1, "x"]}}}
+CALLING = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "b", "tool_call_id": "c1"},
+]
+WITH_TOOLS = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}
+{%- for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}
+{{- m.tool_call_id }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"""
+
+
+def as_sent(messages):
+    """As the doors hand them on."""
+    known = ("role", "content")
+    return [
+        {name: message[name] for name in known}
+        | {"extra_json": json.dumps({name: value for name, value in message.items() if name not in known})}
+        for message in messages
+    ]
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("tools", [TOOLS, None])
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False, "documents": [{"a": 1}]}])
+def test_tools_calls_and_variables_as_in_transformers(folder, variables, tools, add_generation_prompt):
+    edit_config(folder, chat_template=WITH_TOOLS)
+    reference = PreTrainedTokenizerFast.from_pretrained(folder)
+    expected = reference.apply_chat_template(
+        CALLING,
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        tokenize=True,
+        return_dict=False,
+        **variables,
+    )
+    options = RenderOptions(
+        tools_json=json.dumps(tools) if tools else "",
+        template_kwargs_json=json.dumps(variables),
+        add_generation_prompt=add_generation_prompt,
+    )
+    assert asyncio.run(read_tokenizer(folder).encode_chat(as_sent(CALLING), ENOUGH, options)) == expected
+
+
+@pytest.mark.parametrize("template", [None, "chatml"])
+@pytest.mark.parametrize("content", ["The answer", "The answer \n", "again", ""])
+def test_a_message_goes_on_as_in_transformers(folder, template, content):
+    if template is not None:
+        edit_config(folder, chat_template=TEMPLATES[template])
+    messages = [*MESSAGES, {"role": "assistant", "content": content}]
+    reference = PreTrainedTokenizerFast.from_pretrained(folder)
+    expected = reference.apply_chat_template(messages, continue_final_message=True, tokenize=True, return_dict=False)
+    options = RenderOptions(add_generation_prompt=False, continue_final_message=True)
+    assert asyncio.run(read_tokenizer(folder).encode_chat(messages, ENOUGH, options)) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tools_json": "{}"}, "chat.tools_json must be JSON: a list"),
+        ({"tools_json": "[" * 100_000}, "chat.tools_json must be JSON: a list"),
+        ({"template_kwargs_json": "[]"}, "chat.template_kwargs_json must be JSON: an object"),
+        (
+            {"template_kwargs_json": '{"messages": []}'},
+            "chat.template_kwargs_json has messages, which is a field of its own",
+        ),
+        (
+            {"continue_final_message": True},
+            "chat.continue_final_message is not possible: the chat template leaves the last message out",
+        ),
+    ],
+)
+def test_what_no_template_could_take(folder, options, message):
+    edit_config(folder, chat_template="a")
+    with pytest.raises(RequestError) as error:
+        asyncio.run(read_tokenizer(folder).encode_chat(MESSAGES, ENOUGH, RenderOptions(**options)))
+    assert (error.value.reason, str(error.value)) == ("BAD_PARAM", message)
+    assert error.value.metadata["field"] == message.split()[0]
+
+
+def test_the_servers_variables_give_way_to_those_of_requests(folder):
+    edit_config(folder, chat_template="{{ a }}{{ b }}{{ bos_token }}")
+    tokenizer = read_tokenizer(folder, template_kwargs_json='{"a": "1", "b": "2"}')
+    for own, expected in (("", b"12"), ('{"b": "3"}', b"13")):
+        token_ids = asyncio.run(tokenizer.encode_chat(MESSAGES, ENOUGH, RenderOptions(template_kwargs_json=own)))
+        assert token_ids == [*expected, 256]
+
+
+@pytest.mark.parametrize("in_files", [True, False])
+def test_tools_take_a_template_of_their_own_where_there_is_one(folder, in_files):
+    if in_files:
+        (folder / "chat_template.jinja").write_text("a")
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text("b")
+    else:
+        edit_config(
+            folder, chat_template=[{"name": n, "template": t} for n, t in (("tool_use", "b"), ("default", "a"))]
+        )
+    tokenizer = read_tokenizer(folder)
+    assert sorted(tokenizer.template_words) == ["a", "b"]
+    for tools_json, expected in (("", b"a"), ("[]", b"a"), ('[{"x": 1}]', b"b")):
+        options = RenderOptions(tools_json=tools_json)
+        assert asyncio.run(tokenizer.encode_chat(MESSAGES, ENOUGH, options)) == [*expected]
+
+
+def test_a_template_may_come_from_another_file(folder, tmp_path):
+    path = tmp_path / "mine.jinja"
+    path.write_text("mine{{ eos_token }}")
+    tokenizer = read_tokenizer(folder, chat_template=str(path))
+    assert asyncio.run(tokenizer.encode_chat(MESSAGES, ENOUGH)) == [*b"mine", EOS]
+    with pytest.raises(ModelError, match=r"nothing\.jinja cannot be read"):
+        read_tokenizer(folder, chat_template=str(tmp_path / "nothing.jinja"))
+
+
 def test_special_tokens_may_be_objects_or_in_a_file_of_their_own(folder):
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text())
@@ -228,7 +344,7 @@ def test_a_process_that_has_ended_is_replaced(folder):
     async def scenario():
         tokenizer = read_tokenizer(folder)
         expected = await tokenizer.encode_chat(MESSAGES, ENOUGH)
-        process = tokenizer._chat_template._process._process
+        process = tokenizer._chat_template._program._process._process
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         assert await tokenizer.encode_chat(MESSAGES, ENOUGH) == expected
@@ -259,6 +375,12 @@ def test_a_model_without_a_template_takes_no_chat(folder):
         ("tokenizer_config.json", "[]", "must hold a JSON object"),
         ("tokenizer_config.json", '{"chat_template": 1}', "chat_template in .* must be a string"),
         ("chat_template.jinja", "{% if %}", "the chat template is broken: .* line 1"),
+        (
+            "chat_template.jinja",
+            "{{ " + "{" * 200 + "x }}",
+            "the chat template cannot be read: maximum recursion depth",
+        ),
+        ("chat_template.jinja", "{{ " + "1" * 5000 + " }}", "the chat template cannot be read: Exceeds the limit"),
     ],
 )
 def test_broken_files_are_named(folder, file, content, problem):
@@ -268,3 +390,11 @@ def test_broken_files_are_named(folder, file, content, problem):
         (folder / file).write_text(content)
     with pytest.raises(ModelError, match=problem):
         read_tokenizer(folder)
+
+
+def test_what_is_told_of_a_tokenizer_names_no_place(folder):
+    places = {"name_or_path": "/home/x", "special_tokens_map_file": "/home/y", "auto_map": {"AutoTokenizer": "/home/z"}}
+    edit_config(folder, **places, bos_token={"content": "<b>"}, model_max_length=7, tokenizer_class=None)
+    told = json.loads(read_tokenizer(folder).info_json)
+    assert "/home" not in json.dumps(told)
+    assert (told["bos_token"], told["model_max_length"]) == ("<b>", 7)

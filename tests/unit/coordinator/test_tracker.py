@@ -198,7 +198,7 @@ def test_restarts_are_limited(world, failure, reason):
 @pytest.mark.parametrize(
     ("failure", "reason", "text"),
     [
-        ("QUEUE_FULL", "QUEUE_FULL", "what happened"),
+        ("PROMPT_TOO_LONG", "PROMPT_TOO_LONG", "what happened"),
         ("ENGINE_ERROR", "ENGINE_ERROR", "the engine of the decode node failed"),
         ("a new reason", "ENGINE_ERROR", "the engine of the decode node failed"),
     ],

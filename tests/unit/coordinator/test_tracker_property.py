@@ -29,7 +29,7 @@ def play(seed, trouble, num_actions=500):
 
 
 @pytest.mark.parametrize("trouble", [(), MOVES, RARE], ids=["no trouble", "moves", "everything"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 2**32))
 def test_every_request_ends_once_with_the_right_tokens_and_nothing_is_held(trouble, seed):
     world = play(seed, trouble)

@@ -11,12 +11,13 @@ from serving_core.errors import RequestError
 from serving_core.requests import SamplingParams
 
 LIMITS = Limits(
-    served_model_name="tiny",
+    served_model_names=("tiny", "small"),
     vocab_size=260,
     max_model_len=100,
     max_logprobs=20,
     prefill_pool_tokens=90,
     decode_pool_tokens=200,
+    eos_token_ids=(259,),
 )
 Wire = inference_pb2.SamplingParams
 
@@ -82,6 +83,22 @@ def test_another_model_is_not_found_and_its_name_is_not_echoed_at_length():
     check_input(request(model="tiny"), LIMITS)
 
 
+def test_an_adapter_is_asked_for_as_a_model():
+    limits = dataclasses.replace(LIMITS, adapters=["org/sql"])
+    for model, adapter in (("", ""), ("tiny", ""), ("org/sql", "org/sql")):
+        asked = request(model=model)
+        check_input(asked, limits)
+        assert plan_answers(asked, [1], limits, Wire()).adapter == adapter
+    assert refusal(check_input, request(model="sql"), limits).reason == "MODEL_NOT_FOUND"
+
+
+def test_before_any_node_has_come_nobody_knows_of_adapters():
+    """Such as when the coordinator was started again: then a client that knows better is to ask again."""
+    limits = dataclasses.replace(LIMITS, adapters=None)
+    assert refusal(check_input, request(model="sql"), limits).reason == "NO_PREFILL_WORKER"
+    check_input(request(model="tiny"), limits)
+
+
 def test_too_many_input_ids_are_refused_before_they_are_copied():
     tokenized = inference_pb2.TokenizedInput(input_ids=[1] * 100)
     error = refusal(check_input, request(text=None, tokenized=tokenized), LIMITS)
@@ -114,6 +131,17 @@ NAN, INF = math.nan, math.inf
         ("logit_bias", Wire(logit_bias={1: NAN})),
         ("logit_bias", Wire(logit_bias={1: 100.5})),
         ("logit_bias", Wire(logit_bias=dict.fromkeys(range(1025), 1.0))),
+        ("allowed_token_ids", Wire(allowed_token_ids=[1, 260])),
+        ("allowed_token_ids", Wire(allowed_token_ids=[1] * 1025)),
+        ("allowed_token_ids", Wire(allowed_token_ids=[1], choice=inference_pb2.Choice(choices=["a"]))),
+        ("allowed_token_ids", Wire(allowed_token_ids=[5, 259], stop_token_ids=[5, 6], min_tokens=1)),
+        ("ignore_eos", Wire(json_object=True, ignore_eos=True)),
+        ("min_tokens", Wire(regex="a", min_tokens=1)),
+        ("regex", Wire(regex="a" * (2**17 + 1))),
+        ("json_schema", Wire(json_schema="{}", whitespace_pattern=" " * 2**17)),
+        ("choice", Wire(choice=inference_pb2.Choice())),
+        ("choice", Wire(choice=inference_pb2.Choice(choices=["a", ""]))),
+        ("choice", Wire(choice=inference_pb2.Choice(choices=["a"] * 1025))),
     ],
 )
 def test_a_bad_parameter_is_refused_by_name(field, params):
@@ -121,6 +149,12 @@ def test_a_bad_parameter_is_refused_by_name(field, params):
     assert (error.reason, error.metadata["field"]) == ("BAD_PARAM", field)
     assert str(error).startswith(field)
     assert len(str(error)) < 200
+
+
+def test_a_grammar_is_part_of_the_plan_and_no_object_is_no_constraint():
+    check_input(request(Wire(json_object=False, ignore_eos=True, min_tokens=1)), LIMITS)
+    made = plan_answers(request(Wire(regex="a", n=2)), [1], LIMITS, Wire(), "the grammar")
+    assert [sampling.grammar for sampling in made.samplings] == ["the grammar"] * 2
 
 
 @pytest.mark.parametrize("max_tokens", [91, 2**31 - 1])
@@ -183,14 +217,14 @@ def test_everything_asked_for_reaches_the_engine():
         temperature=0.0, top_p=0.5, top_k=7, min_p=0.1, frequency_penalty=-2.0, presence_penalty=2.0,
         repetition_penalty=1.5, max_tokens=90, min_tokens=3, stop=["a", "b"], stop_token_ids=[5, 6, 5],
         skip_special_tokens=False, ignore_eos=True, n=3, logprobs=0, seed=2**63 - 2,
-        include_stop_str_in_output=True, logit_bias={9: -100.0, 3: 1.5},
+        include_stop_str_in_output=True, logit_bias={9: -100.0, 3: 1.5}, allowed_token_ids=[5, 9, 5],
     )  # fmt: skip
     answers = plan(params)
     assert [sampling.seed for sampling in answers.samplings] == [2**63 - 2, 2**63 - 1, -(2**63)]
     assert answers.samplings[0] == SamplingParams(
         max_tokens=90, temperature=0.0, top_p=0.5, top_k=7, min_p=0.1, repetition_penalty=1.5,
         frequency_penalty=-2.0, presence_penalty=2.0, logit_bias=((3, 1.5), (9, -100.0)), seed=2**63 - 2,
-        min_tokens=3, stop_token_ids=(5, 6), ignore_eos=True, logprobs=0,
+        min_tokens=3, stop_token_ids=(5, 6), ignore_eos=True, logprobs=0, allowed_token_ids=(5, 9),
     )  # fmt: skip
     assert answers.text.stop == ("a", "b")
     assert answers.text.include_stop_str_in_output

@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coordinator.doors.wire_fields import MAX_FIELDS, check_num_fields
-from protos.inference_pb2 import ChatInput, ChatMessage, GenerateRequest, SamplingParams, TokenizedInput
+from protos.inference_pb2 import ChatInput, ChatMessage, Choice, GenerateRequest, SamplingParams, TokenizedInput
 from serving_core.errors import RequestError
 from tests.scripted_nodes import cluster, refusal_of, run
 
@@ -36,6 +36,14 @@ def test_the_entries_of_lists_count(kind):
     with pytest.raises(RequestError, match=f"{part} has more fields and list entries than the limit, 4096") as caught:
         check_num_fields(LISTS[kind](MAX_FIELDS).SerializeToString())
     assert (caught.value.reason, caught.value.metadata["field"]) == ("BAD_PARAM", part)
+
+
+def test_choices_count_too():
+    choices = [Choice(choices=["x"] * num) for num in (MAX_FIELDS - 2, MAX_FIELDS - 1)]
+    few, many = (GenerateRequest(sampling_params=SamplingParams(choice=each)) for each in choices)
+    check_num_fields(few.SerializeToString())
+    with pytest.raises(RequestError, match="choice has more fields"):
+        check_num_fields(many.SerializeToString())
 
 
 @pytest.mark.parametrize(

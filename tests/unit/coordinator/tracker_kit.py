@@ -46,18 +46,18 @@ class World:
         """Tokens of what the node has read for other nodes and has to hold still."""
         return self.ledger.of(self.registry.find(name)).tokens_outgoing
 
-    def submit(self, request_id="r/0", token_ids=PROMPT, cache_salt="", now=0.0, max_tokens=5, slo=None):
-        prompt, sampling = Prompt(token_ids, cache_salt), SamplingParams(max_tokens=max_tokens)
+    def submit(self, request_id="r/0", token_ids=PROMPT, cache_salt="", now=0.0, max_tokens=5, slo=None, adapter=""):
+        prompt, sampling = Prompt(token_ids, cache_salt, adapter), SamplingParams(max_tokens=max_tokens)
         times = {"arrived_s": now, "deadline_s": now + 100.0}
         return self.short(self.tracker.submit(request_id, prompt, sampling, **times, slo=slo))
 
     def tell(self, name, event, now=0.0):
         return self.short(self.tracker.handle(self.registry.find(name), event, now))
 
-    def lose(self, name, now=0.0):
+    def lose(self, name, now=0.0, *, has_died=False):
         node = self.registry.find(name)
         self.registry.lose(node)
-        return self.short(self.tracker.lose(node, now))
+        return self.short(self.tracker.lose(node, now, has_died=has_died))
 
     def tick(self, now):
         return self.short(self.tracker.tick(now))

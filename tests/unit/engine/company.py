@@ -16,8 +16,9 @@ EVERY_LOGPROB = SamplingParams(max_tokens=100, temperature=0, logprobs=VOCAB_SIZ
 class Neighbour:
     """Another request: a chunk of a prompt of some length, then a few decode steps, then another prompt."""
 
-    def __init__(self, index, rng):
+    def __init__(self, index, rng, adapter=""):
         self._rng = rng
+        self._adapter = adapter
         self._blocks = range(index * BLOCKS_OF_ONE, (index + 1) * BLOCKS_OF_ONE)
         self._request = None
         self._num_computed = self._end = 0
@@ -25,7 +26,7 @@ class Neighbour:
     def work(self):
         if self._request is None or self._num_computed >= self._end:
             token_ids = self._rng.choices(range(VOCAB_SIZE), k=BLOCKS_OF_ONE * BLOCK_SIZE)
-            self._request = Request("other", 0, token_ids, len(token_ids), EVERY_LOGPROB)
+            self._request = Request("other", 0, token_ids, len(token_ids), EVERY_LOGPROB, adapter=self._adapter)
             start, num_tokens = 0, self._rng.randint(1, 50)
             self._end = num_tokens + self._rng.randint(0, 10)
         else:

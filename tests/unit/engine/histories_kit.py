@@ -51,7 +51,7 @@ class Stepping:
 
 
 @torch.inference_mode()
-def play(engine, prompt, cuts, neighbours=(), seed=0):
+def play(engine, prompt, cuts, neighbours=(), seed=0, adapter=""):
     """The bytes of the prompt's KV; and the logits behind each cut, by the number of tokens before them."""
     rng, logits, start = random.Random(seed), {}, 0
     block_size, num_blocks = engine.layout.block_size, engine.num_blocks
@@ -60,7 +60,7 @@ def play(engine, prompt, cuts, neighbours=(), seed=0):
         end = start + num_tokens
         shares = [neighbour.share() for neighbour in neighbours]
         place = rng.randint(0, len(shares))
-        shares.insert(place, Share(prompt[start:end], start, blocks, samples=True))
+        shares.insert(place, Share(prompt[start:end], start, blocks, samples=True, adapter=adapter))
         row = engine._logits(build_batch(shares, block_size, engine.pool.device), None)[place]
         logits[end] = row.view(torch.uint8).tolist()
         start = end

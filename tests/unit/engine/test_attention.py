@@ -5,12 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.attention.native import NativeAttention
 from engine.attention.paged import PortableAttention
 from engine.attention.tiled import TiledAttention
 from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import build_batch
 from serving_core.layout import KVLayout
 from serving_core.requests import Share
+from tests.unit.engine.native_kit import needs_library
 
 CPU = torch.device("cpu")
 BACKENDS = [PortableAttention, TiledAttention]
@@ -19,7 +21,7 @@ HEAD_DIM = 6
 SIZES = [(0, 1), (0, 150), (37, 70), (15, 1), (16, 1), (400, 1), (3, 13), (0, 64), (200, 1)]
 
 
-def naive(query, keys, values, start, window):
+def naive(query, keys, values, start, window, scale=HEAD_DIM**-0.5):
     """One request, one query row and one head at a time, in float64."""
     num_heads, num_kv_heads = query.shape[1], keys.shape[1]
     output = torch.empty(query.shape, dtype=torch.float64)
@@ -28,7 +30,7 @@ def naive(query, keys, values, start, window):
         first = 0 if window is None else max(0, position - window + 1)
         for head in range(num_heads):
             seen = slice(first, position + 1), head * num_kv_heads // num_heads
-            scores = keys[seen].double() @ query[row, head].double() / HEAD_DIM**0.5
+            scores = keys[seen].double() @ query[row, head].double() * scale
             output[row, head] = scores.softmax(0) @ values[seen].double()
     return output
 
@@ -44,7 +46,7 @@ def shares_of(sizes, block_size, generator):
     return shares, sum(counts)
 
 
-def check(backend, sizes, block_size, num_heads, num_kv_heads, window, dtype="float32"):
+def check(backend, sizes, block_size, num_heads, num_kv_heads, window, dtype="float32", scale=None):
     generator = torch.Generator().manual_seed(0)
     shares, num_blocks = shares_of(sizes, block_size, generator)
     pool = PagedKVPool(KVLayout.uniform(2, num_kv_heads, HEAD_DIM, block_size, dtype), num_blocks, CPU)
@@ -54,14 +56,14 @@ def check(backend, sizes, block_size, num_heads, num_kv_heads, window, dtype="fl
     batch = build_batch(shares, block_size, CPU)
     query = torch.randn(len(batch.token_ids), num_heads, HEAD_DIM, generator=generator)
 
-    attention = backend(pool, num_heads)
+    attention = backend(pool, num_heads, score_scale=scale)
     output = attention.attend(query, 1, attention.plan(batch, window))
 
     starts = batch.query_starts.tolist()
     for index, share in enumerate(shares):
         rows = slice(starts[index], starts[index + 1])
         keys, values = (plane.flatten(0, 1) for plane in pool.gather(1, torch.tensor(share.block_ids)))
-        expected = naive(query[rows], keys, values, share.start, window)
+        expected = naive(query[rows], keys, values, share.start, window, scale or HEAD_DIM**-0.5)
         torch.testing.assert_close(output[rows].double(), expected, rtol=0, atol=1e-5)
 
 
@@ -72,6 +74,11 @@ def test_mixed_batch(num_heads, num_kv_heads, window, backend):
     check(backend, SIZES, 16, num_heads, num_kv_heads, window)
 
 
+@pytest.mark.parametrize("backend", [*BACKENDS, pytest.param(NativeAttention, marks=needs_library)])
+def test_a_scale_of_the_models_own(backend):
+    check(backend, SIZES, 16, 6, 2, None, scale=0.9)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("window", [None, 64])
 @pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3"])
@@ -79,7 +86,7 @@ def test_mixed_batch_over_a_quantized_pool(dtype, window, backend):
     check(backend, SIZES, 16, 6, 2, window, dtype)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     backend=st.sampled_from(BACKENDS),
     sizes=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 80) | st.just(1)), min_size=1, max_size=6),

@@ -37,7 +37,9 @@ def test_what_an_engine_says_of_itself(folder):
         "attention": "portable" if native_library() is None else "native",
         "threads": str(torch.get_num_threads()),
         "tp_size": "1",
+        "pp_size": "1",
         "batch_invariant": "no",
+        "model_impl": "native",
     }
     assert engine.model_layout == engine.layout
     assert (engine.group.rank, engine.group.size) == (0, 1)

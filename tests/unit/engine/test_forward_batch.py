@@ -26,6 +26,18 @@ def test_a_chunk_a_last_chunk_and_a_decode():
     assert batch.logit_rows.tolist() == [5, 6]
 
 
+def test_rows_by_adapter():
+    shares = [
+        Share([1, 2], 0, [0], True, adapter="b"),
+        Share([3], 4, [1, 2], True),
+        Share([4, 5, 6], 1, [3], False, adapter="a"),
+        Share([7], 0, [4], True, adapter="b"),
+    ]
+    rows = build_batch(shares, 4, CPU).adapted_rows
+    assert {adapter: of_adapter.tolist() for adapter, of_adapter in rows.items()} == {"b": [0, 1, 6], "a": [3, 4, 5]}
+    assert build_batch(shares[1:2], 4, CPU).adapted_rows == {}
+
+
 def test_dtypes_are_those_that_cuda_kernels_take():
     batch = build_batch([Share([1], 0, [3], True)], 4, CPU)
     int32 = (batch.query_starts, batch.kv_lengths, batch.block_tables)

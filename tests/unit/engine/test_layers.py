@@ -10,7 +10,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 BITS = [None, 8, 4]
 # Of the sizes of the terms: what so many bits cost with normal weights in groups of 32.
 COSTS = {None: 0.0, 8: 0.01, 4: 0.12}
-SHARD = Shard(0, whole(1), whole(1), whole(1), whole(1))
+SHARD = Shard(0, *[whole(1)] * 5)
 
 
 def random(*shape, seed=0):
@@ -48,7 +48,7 @@ def test_a_packed_projection_computes_what_it_did(bits, dtype, bias):
 @pytest.mark.parametrize("bits", BITS)
 def test_only_one_rank_adds_the_bias(bits):
     for rank, added in ((0, True), (1, False)):
-        layer = RowParallel(whole(32), "o", 16, True, SHARD.__class__(rank, *[whole(1)] * 4), alone())
+        layer = RowParallel(whole(32), "o", 16, True, SHARD.__class__(rank, *[whole(1)] * 5), alone())
         filled = fill(layer, torch.float32)
         layer.pack(bits)
         x = random(3, 32, seed=7)
@@ -56,8 +56,8 @@ def test_only_one_rank_adds_the_bias(bits):
         assert_near(layer(x), expected, COSTS[bits], torch.float32)
 
 
-def embedding(dtype, bits, is_head, vocabulary=None):
-    layer = Embedding(vocabulary or whole(100), 48, alone(), is_head)
+def embedding(dtype, bits, is_head, vocabulary=None, gives_logits=True):
+    layer = Embedding(vocabulary or whole(100), 48, alone(), is_head, gives_logits)
     filled = fill(layer, dtype)
     layer.pack(bits)
     return layer, filled["weight"].float()
@@ -73,6 +73,17 @@ def test_an_embedding_that_is_the_head(bits, dtype):
     assert_near(vectors, weight[ids], 0.01 if bits else 0.0, dtype)  # 8 bits at least
     x = random(5, 48, seed=3).to(dtype)
     assert_near(layer.logits(x), x.float() @ weight.t(), 0.01 if bits else 0.0, dtype)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_where_another_stage_has_the_head_the_vectors_are_the_same(bits):
+    (whole_model, _), (first_stage, _) = (
+        embedding(torch.bfloat16, bits, is_head=True, gives_logits=gives_logits) for gives_logits in (True, False)
+    )
+    ids = torch.arange(100)
+    assert torch.equal(first_stage(ids), whole_model(ids))
+    assert first_stage.is_invariant
+    assert first_stage.num_bytes <= 100 * 48 * 2, "nothing is packed for logits"
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -90,7 +90,7 @@ def test_quantized_pools(variant, dtype, compute_dtype, window):
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=TOLERANCES[compute_dtype])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 600), st.integers(1, 300) | st.just(1)), min_size=1, max_size=6),
     heads=st.sampled_from([(1, 1), (3, 1), (4, 2), (8, 2), (5, 5)]),

@@ -1,5 +1,6 @@
 """Decode as one native program against the same decoder, module after module: equal to the bit."""
 
+import itertools
 import os
 import random
 import subprocess
@@ -18,7 +19,8 @@ from engine.native.steps import NativeSteps
 from engine.native.steps import best_variant as best_steps
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
-from tests.tiny_models import VOCAB_SIZE, write_tiny_model
+from tests.foreign_models import DESCRIBED, MIXTURES, write_any_model
+from tests.tiny_models import VOCAB_SIZE
 from tests.toy_scheduler import greedy, run_all
 
 MODELS = {
@@ -37,6 +39,8 @@ MODELS = {
     ),
     "head-norms": ("qwen3", {"head_dim": 16}),
     "head-norms-bias-tied": ("qwen3", {"head_dim": 24, "attention_bias": True, "tie_word_embeddings": True}),
+    **{family: (family, {}) for family in DESCRIBED if family not in MIXTURES},
+    "granite-biases-tied": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
 }
 BLOCK_SIZE, NUM_BLOCKS = 16, 350
 
@@ -53,7 +57,7 @@ def threads():
 
 def engine_of(folder, name, quantization="none", **fields):
     family, config = MODELS[name]
-    write_tiny_model(folder, family, dtype="bfloat16", **config)
+    write_any_model(folder, family, **config)
     chosen = {"dtype": "bfloat16", "block_size": BLOCK_SIZE, "num_kv_blocks": NUM_BLOCKS, **fields}
     return Engine(EngineSettings(model=str(folder), quantization=quantization, **chosen))
 
@@ -102,9 +106,15 @@ def restore(engine, planes):
         engine.pool.values(layer).copy_(next(saved))
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", MODELS)
+def kinds():
+    """Each model in bfloat16, and the first one in every way, by default; all in every way among the long tests."""
+    for number, name in enumerate(MODELS):
+        for dtype, quantization in itertools.product(("bfloat16", "float32"), ("none", "int8", "int4")):
+            is_long = number and (dtype, quantization) != ("bfloat16", "none")
+            yield pytest.param(name, dtype, quantization, marks=pytest.mark.long if is_long else ())
+
+
+@pytest.mark.parametrize(("name", "dtype", "quantization"), list(kinds()))
 def test_it_gives_the_bits_of_the_modules(name, dtype, quantization, tmp_path, threads):
     if quantization == "none" and best_variant(getattr(torch, dtype)) is None:
         pytest.skip(f"{dtype} products are not native here")
@@ -193,6 +203,7 @@ for seed in range(20):
 """
 
 
+@pytest.mark.long
 def test_more_threads_than_cores_do_not_hang(tmp_path):
     """Also more than there are queues. In a process of its own: the threads of a pool stay for good."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

@@ -4,8 +4,9 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from engine.model.rope import RotaryEmbedding, inverse_frequencies, rotate
-from serving_core.rope_config import DefaultRope, LinearRope, Llama3Rope, YarnRope
+from serving_core.rope_config import DefaultRope, FactorRope, LinearRope, Llama3Rope, YarnRope
 
+FACTORS = (1.0,) * 12 + (1.3, 2.7, 5.1, 7.9) + (8.0,) * 16
 ROPES = {
     "default": (DefaultRope(1e4), {"rope_type": "default", "rope_theta": 1e4}),
     "default-large-theta": (DefaultRope(1e6), {"rope_type": "default", "rope_theta": 1e6}),
@@ -42,6 +43,17 @@ ROPES = {
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 1024,
+        },
+    ),
+    "factors": (
+        FactorRope(5e5, FACTORS),
+        {
+            "rope_type": "longrope",
+            "rope_theta": 5e5,
+            "short_factor": list(FACTORS),
+            "long_factor": list(FACTORS),
+            "original_max_position_embeddings": 8192,
+            "attention_factor": 1.0,
         },
     ),
 }

@@ -79,6 +79,24 @@ def test_min_tokens_masks_end_and_stop_tokens():
         assert sample_one(logits, output=(1,), seed=seed, **fields).token_id not in (6, 7)
 
 
+def test_only_allowed_tokens_come_whatever_else_is_asked_for():
+    logits = [9.0, 1.0, 3.0, 2.0, 8.0]
+    assert greedy_after(logits, allowed_token_ids=(3, 2)) == 2
+    assert greedy_after(logits, allowed_token_ids=(3, 2), logit_bias=((0, 100.0), (3, 5.0))) == 3
+    assert greedy_after(logits, allowed_token_ids=(3, 2), output=(2,), repetition_penalty=2.0) == 3  # 3 / 2 < 2
+    alone = [sample_one(logits, seed=seed, allowed_token_ids=(3, 2), top_k=4).token_id for seed in range(200)]
+    masked = [-math.inf, -math.inf, 3.0, 2.0, -math.inf]
+    assert alone == [sample_one(masked, seed=seed).token_id for seed in range(200)]
+    assert set(alone) == {2, 3}
+
+
+def test_logprobs_of_allowed_tokens_are_those_among_all():
+    logits = [1.0, 2.0, 3.0]
+    token = sample_one(logits, temperature=0.0, allowed_token_ids=(0,), logprobs=1)
+    assert (token.token_id, token.logprob) == (0, pytest.approx(1.0 - math.log(sum(map(math.exp, logits)))))
+    assert token.top_logprobs[0][0] == 2
+
+
 def test_banning_every_token_still_gives_a_token():
     logits = [0.0] * 8
     for temperature in (0.0, 1.0):
@@ -113,7 +131,7 @@ def reference_probabilities(logits, sampling):
     return scores[0].double().softmax(0).numpy()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     rng_seed=st.integers(0, 2**32),
     num_tokens=st.sampled_from([2, 40, 3000]),

@@ -6,11 +6,12 @@ import torch
 from engine.engine import Engine
 from engine.native.library import ENVIRONMENT, OFF
 from serving_core.settings import EngineSettings
+from tests.foreign_models import DESCRIBED, MIXTURES, write_any_model
 from tests.tiny_models import VOCAB_SIZE, write_fake_model, write_tiny_model
 from tests.toy_scheduler import greedy, run_all
 from tests.unit.engine.test_fake import answer_on_paper
 from tests.unit.engine.test_llama import random_prompts, transformers_model
-from tests.unit.serving_node.rank_process import run_ranks
+from tests.unit.serving_node.rank_process import rank_case, run_ranks
 
 pytestmark = pytest.mark.long
 
@@ -34,6 +35,8 @@ MODELS = {
     "biases-everywhere": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen2-biases": ("qwen2", {"vocab_size": VOCAB_SIZE + 2}),
     "qwen3-norms-bias-tied": ("qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+    # (Transformers' own products of experts want multiples of 4.)
+    **{family: (family, {"intermediate_size": 76 if family in MIXTURES else 77}) for family in DESCRIBED},
 }
 PROMPTS = random_prompts([1, 33, 150])
 FAKE_PROMPTS = [[97, 98], list(range(30)), [255] * 9]
@@ -51,18 +54,13 @@ def logprobs(token):
 
 
 def case(folder, prompts=PROMPTS, num_tokens=NUM_NEW_TOKENS, **settings):
-    return {
-        "settings": {"model": str(folder), "num_kv_blocks": 64, **settings},
-        "prompts": prompts,
-        "sampling": {"max_tokens": num_tokens, "ignore_eos": True, "logprobs": 300},
-        "chunk_tokens": 23,
-    }
+    return rank_case(folder, prompts, num_tokens, 23, **settings)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    folders = {name: write_tiny_model(root / name, family, **config) for name, (family, config) in MODELS.items()}
+    folders = {name: write_any_model(root / name, family, **config) for name, (family, config) in MODELS.items()}
     folders["bfloat16"] = write_tiny_model(root / "bfloat16", "qwen2", dtype="bfloat16")
     folders["fake"] = write_fake_model(root / "fake", num_kv_heads=3)
     return folders

@@ -228,7 +228,7 @@ print(peak_bytes - 64 * engine.layout.block_bytes)
 """
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.long)])
 def test_memory_of_a_node_stays_near_that_of_its_weights(dtype, tmp_path):
     folder = write_tiny_model(tmp_path, vocab_size=400, num_hidden_layers=6)
     config = json.loads((folder / "config.json").read_text())

@@ -7,11 +7,10 @@ import torch
 from engine.cache.kv_pool import PagedKVPool
 from kv_transfer.ends.receiver import KVReceiver, Received, TransferFailed
 from kv_transfer.ends.sender import KVSender, Sent
-from kv_transfer.plan import plan_tp
+from kv_transfer.plan import Grid, holdings, plan_nodes
 from kv_transfer.ticket import Ticket
 from serving_core import reasons
 from serving_core.layout import KVLayout
-from serving_core.sharding import head_range
 from tests.unit.engine.some_heads import planes_of
 from tests.unit.kv_transfer.transfer_kit import ByteStore, Once, epochs
 
@@ -37,15 +36,14 @@ def cut_planes(store, layer, block_id, heads):
     return cut
 
 
-def sliced(whole, tp_size):
+def sliced(whole, tp_size, pp_size=1):
     """What each rank of a node holds of a whole model's KV."""
     stores = []
-    for rank in range(tp_size):
-        heads = head_range(rank, tp_size, whole.layout.num_kv_heads)
-        store = ByteStore(whole.layout.with_heads(len(heads)), whole.num_blocks)
-        for layer in whole.layout.layers:
+    for held in holdings(Grid(tp_size, pp_size), whole.layout.num_kv_heads, whole.layout.layers):
+        store = ByteStore(whole.layout.with_layers(held.layers).with_heads(len(held.heads)), whole.num_blocks)
+        for layer in held.layers:
             for block_id in range(whole.num_blocks):
-                store.write(layer, [block_id], *cut_planes(whole, layer, block_id, heads))
+                store.write(layer, [block_id], *cut_planes(whole, layer, block_id, held.heads))
         stores.append(store)
     return stores
 
@@ -53,26 +51,49 @@ def sliced(whole, tp_size):
 class Nodes:
     """Every rank of a prefill node and of a decode node."""
 
-    def __init__(self, fabric, layout, sources, targets, *, deadline_s=20.0, wrap=lambda dialer: dialer):
+    def __init__(
+        self,
+        fabric,
+        layout,
+        sources,
+        targets,
+        *,
+        prefill_pp=1,
+        decode_pp=1,
+        deadline_s=20.0,
+        wrap=lambda dialer: dialer,
+    ):
         self.layout, self.sources, self.targets = layout, sources, targets
+        self.prefill = Grid(len(sources) // prefill_pp, prefill_pp)
+        self.decode = Grid(len(targets) // decode_pp, decode_pp)
         self.receivers = [
-            KVReceiver(fabric.listener(), store, rank=rank, tp_size=len(targets)) for rank, store in enumerate(targets)
+            KVReceiver(fabric.listener(), store, rank=rank, tp_size=self.decode.tp, pp_size=decode_pp)
+            for rank, store in enumerate(targets)
         ]
         self.senders = [
-            KVSender(wrap(fabric.dialer()), store, rank=rank, tp_size=len(sources), deadline_s=deadline_s)
+            KVSender(
+                wrap(fabric.dialer()),
+                store,
+                rank=rank,
+                tp_size=self.prefill.tp,
+                pp_size=prefill_pp,
+                deadline_s=deadline_s,
+            )
             for rank, store in enumerate(sources)
         ]
 
     @property
     def copies(self):
-        return plan_tp(len(self.sources), len(self.targets), self.layout.num_kv_heads)
+        return plan_nodes(self.prefill, self.decode, self.layout.num_kv_heads, self.layout.layers)
 
     def ticket(self, num_blocks, *, num_cached_blocks=0, ttl_s=20.0):
         return Ticket.draw(
             epoch=next(epochs),
             layout=self.layout,
-            prefill_tp=len(self.senders),
-            decode_tp=len(self.receivers),
+            prefill_tp=self.prefill.tp,
+            prefill_pp=self.prefill.pp,
+            decode_tp=self.decode.tp,
+            decode_pp=self.decode.pp,
             addresses=[receiver.address for receiver in self.receivers],
             num_blocks=num_blocks,
             num_cached_blocks=num_cached_blocks,
@@ -84,11 +105,11 @@ class Nodes:
 
     def expected(self, num_blocks):
         """How an undisturbed transfer of so many blocks ends on each rank: of the senders, of the receivers."""
-        head_bytes = num_blocks * self.layout.with_heads(1).block_bytes
         sent, received = [0] * len(self.senders), [0] * len(self.receivers)
         for copy in self.copies:
-            sent[copy.source_rank] += head_bytes * len(copy.source_heads)
-            received[copy.destination_rank] += head_bytes * len(copy.source_heads)
+            moved = self.layout.with_layers(copy.layers).with_heads(len(copy.source_heads))
+            sent[copy.source_rank] += num_blocks * moved.block_bytes
+            received[copy.destination_rank] += num_blocks * moved.block_bytes
         return [Sent(num_bytes) for num_bytes in sent], [Received(TAIL, num_bytes) for num_bytes in received]
 
     def bytes_of(self, block_ids):
@@ -126,11 +147,12 @@ class Attempt:
 
 
 @asynccontextmanager
-async def nodes_of(fabric, whole, prefill_tp, decode_tp, num_target_blocks, **kwargs):
+async def nodes_of(fabric, whole, prefill_tp, decode_tp, num_target_blocks, *, prefill_pp=1, decode_pp=1, **kwargs):
     """Both nodes of a model whose KV is `whole`; the decode node's blocks are blank. In the end nothing is open."""
-    sources = sliced(whole, prefill_tp)
-    targets = sliced(ByteStore(whole.layout, num_target_blocks), decode_tp)
-    nodes = Nodes(fabric, whole.layout, sources, targets, **kwargs)
+    sources = sliced(whole, prefill_tp, prefill_pp)
+    targets = sliced(ByteStore(whole.layout, num_target_blocks), decode_tp, decode_pp)
+    stages = {"prefill_pp": prefill_pp, "decode_pp": decode_pp}
+    nodes = Nodes(fabric, whole.layout, sources, targets, **stages, **kwargs)
     try:
         yield nodes
     finally:

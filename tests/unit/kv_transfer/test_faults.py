@@ -315,6 +315,27 @@ def test_the_receiving_process_hangs(zmq_fabric, monkeypatch):
     run(scenario())
 
 
+def test_a_receiver_that_takes_nothing_is_noticed_though_headers_follow(zmq_fabric, monkeypatch):
+    """Frames are stuck, and a header that joins the queue behind them is no sign of life."""
+    monkeypatch.setattr(zmq_transport, "TIMEOUT_MS", 500)
+
+    async def scenario():
+        listener, dialer, lost = zmq_fabric.listener(), zmq_fabric.dialer(), []  # it listens, and reads nothing
+        dialer.start(lambda header: None, lost.append)
+        frames = [memoryview(bytes(8 * 2**20)) for _ in range(2 * zmq_transport.RECEIVE_QUEUE_MESSAGES)]
+        held = [dialer.send(listener.address, b"header", [frame]) for frame in frames]
+        while not lost:
+            dialer.send(listener.address, b"header")
+            await asyncio.sleep(0.1)
+        await asyncio.wait(held)
+        assert lost == [listener.address]
+        await dialer.close()
+        listener.start(lambda *_: None)
+        await listener.close()
+
+    run(scenario())
+
+
 def test_the_sending_process_is_killed(zmq_fabric):
     target, ids = ByteStore(BIG_LAYOUT, BIG_NUM_BLOCKS), range(BIG_NUM_BLOCKS)
 

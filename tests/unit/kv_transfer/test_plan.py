@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.errors import TransferError
-from kv_transfer.plan import Holding, KVCopy, describe, plan_copies, plan_tp
+from kv_transfer.plan import ANY_LAYER, Grid, Holding, KVCopy, describe, holdings, plan_copies, plan_nodes
 from serving_core.sharding import head_range, share_of
 
 
@@ -33,6 +33,11 @@ from serving_core.sharding import head_range, share_of
 )
 def test_what_each_rank_holds(num_heads, tp_size, shares):
     assert ["".join(map(str, head_range(rank, tp_size, num_heads))) for rank in range(tp_size)] == shares
+
+
+def plan_tp(prefill_tp, decode_tp, num_heads, layers=ANY_LAYER):
+    """That of two nodes without stages."""
+    return plan_nodes(Grid(prefill_tp), Grid(decode_tp), num_heads, layers)
 
 
 def words(copies):
@@ -227,6 +232,20 @@ def test_what_nobody_holds_cannot_be_sent(held, lacking):
         plan_copies([held], [Holding(range(4), range(2))])
 
 
+@given(nodes, nodes, st.integers(1, 8), st.integers(3, 9))
+def test_nodes_hold_the_runs_of_layers_and_heads_of_their_stages(prefill, decode, num_heads, num_layers):
+    layers = range(2, 2 + num_layers)
+    assert holdings(Grid(*prefill), num_heads, layers) == grid(layers, num_heads, *prefill)
+    plans = plan_copies(grid(layers, num_heads, *prefill), grid(layers, num_heads, *decode))
+    assert plan_nodes(Grid(*prefill), Grid(*decode), num_heads, layers) == plans
+
+
+@pytest.mark.parametrize("num_stages", [0, 4, -1])
+def test_no_stage_goes_without_a_layer(num_stages):
+    with pytest.raises(TransferError, match=f"3 layers cannot be split over {num_stages} stages"):
+        holdings(Grid(1, num_stages), 1, range(3))
+
+
 # ---- in words ----
 
 
@@ -284,14 +303,32 @@ def test_what_nobody_holds_cannot_be_sent(held, lacking):
     ],
 )
 def test_the_plan_in_words(sizes, lines):
-    assert describe(*sizes) == lines
+    prefill_tp, decode_tp, num_heads = sizes
+    assert describe(Grid(prefill_tp), Grid(decode_tp), num_heads) == lines
 
 
 def test_the_words_count_heads_over_the_whole_model():
-    assert "prefill rank 1 sends heads 6-7 to decode rank 3: 25 % of the bytes sent" in describe(2, 4, 8)
+    lines = describe(Grid(2), Grid(4), 8)
+    assert "prefill rank 1 sends heads 6-7 to decode rank 3: 25 % of the bytes sent" in lines
+
+
+def test_stages_in_words():
+    assert describe(Grid(1, 2), Grid(2), 2, range(5)) == [
+        "prefill rank 0 holds heads 0-1 of 2 in layers 0-1",
+        "prefill rank 1 holds heads 0-1 of 2 in layers 2-4",
+        "decode rank 0 holds head 0 of 2",
+        "decode rank 1 holds head 1 of 2",
+        "prefill rank 0 sends head 0 in layers 0-1 to decode rank 0: 20 % of the bytes sent",
+        "prefill rank 1 sends head 0 in layers 2-4 to decode rank 0: 30 % of the bytes sent",
+        "prefill rank 0 sends head 1 in layers 0-1 to decode rank 1: 20 % of the bytes sent",
+        "prefill rank 1 sends head 1 in layers 2-4 to decode rank 1: 30 % of the bytes sent",
+        "total sent: 1 x the bytes of the unreplicated cache",
+    ]
+    assert describe(Grid(1), Grid(1, 2), 1, range(2))[1] == "decode rank 0 holds head 0 of 1 in layer 0"
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
 def test_a_plan_for_sizes_below_one_has_no_words(sizes):
+    prefill_tp, decode_tp, num_heads = sizes
     with pytest.raises(TransferError, match="must be at least 1"):
-        describe(*sizes)
+        describe(Grid(prefill_tp), Grid(decode_tp), num_heads)

@@ -190,6 +190,46 @@ def test_finish_is_repeated_ever_more_slowly_and_the_deadline_ends_it():
     assert actions == failed("the transfer's time is over")
 
 
+def hang_ups(session, until):
+    """When it hangs up, and is told that the connection is lost."""
+    times = []
+    while (now := session.wake_at) is not None and now < until:
+        actions = session.handle(sending.Tick(), now)
+        if sending.HangUp() in actions:
+            assert actions == [sending.HangUp(), finish()]
+            assert session.handle(PeerLost(), now) == [finish()]
+            times.append(now)
+    return times
+
+
+def test_a_connection_is_made_anew_when_nothing_answers():
+    """3 s after all has left, and not while the transport still holds some of it."""
+    session = make_sender(deadline_s=100.0)
+    session.handle(AllReady(5, b"t"), 0.0)
+    session.handle(Turn(), 0.0)
+    assert hang_ups(session, until=9.0) == []
+    session.handle(Released(), 9.0)
+    assert hang_ups(session, until=12.0) == []
+    assert hang_ups(session, until=14.0) == [13.75]  # with the first Finish that is due then
+
+
+def test_a_receiver_that_stays_silent_is_gone():
+    session = make_sender(deadline_s=100.0)
+    session.handle(AllReady(5, b"t"), 0.0)
+    drain(session)
+    assert hang_ups(session, until=15.0) == [3.75, 7.75, 11.75]
+    assert session.handle(PeerLost(), 15.0) == failed("the receiver is gone")
+
+
+def test_any_answer_ends_the_silence():
+    session = make_sender(deadline_s=20.0)
+    session.handle(AllReady(5, b"t"), 0.0)
+    drain(session)
+    while (now := session.wake_at) is not None:
+        assert sending.HangUp() not in session.handle(sending.Tick(), now)
+        session.handle(Missing(*NAMES, 200, 0, ranges((0, 0, 1))), now)  # late, to an earlier Finish
+
+
 def test_before_finish_only_the_ticket_limits_the_time():
     session = make_sender()
     assert session.wake_at == LANE.ttl_s

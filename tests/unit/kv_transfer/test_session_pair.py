@@ -13,6 +13,7 @@ from kv_transfer.sessions.sender_session import (
     AllReady,
     BlocksReady,
     CaughtUp,
+    HangUp,
     PeerLost,
     Released,
     SendBlocks,
@@ -51,6 +52,7 @@ class World:
         if isinstance(event, BlocksReady) and event.num_layers == LAYOUT.num_layers:
             self.num_ready = event.num_blocks
         self.is_finished |= isinstance(event, AllReady)
+        is_broken = False
         for action in self.sender.handle(event, self.now):
             match action:
                 case SendBlocks(ranges=blocks):
@@ -68,8 +70,13 @@ class World:
                     assert self.left >= {(layer, index) for layer in (0, 1) for index in ready}
                 case SendMessage(message=message):
                     self.to_receiver.append((message, frozenset()))
+                case HangUp():
+                    self.to_receiver.clear()
+                    is_broken = True
                 case sending.Conclude(result=result):
                     self.sent.append(result)
+        if is_broken:
+            self.send(PeerLost())
 
     def receive(self, event, damaged=frozenset()):
         for action in self.receiver.handle(event, self.now):
@@ -183,7 +190,7 @@ class World:
         return data.draw(st.integers(0, len(items) - 1))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_whatever_happens_nothing_wrong_is_committed_and_both_sides_end(data):
     num_blocks = data.draw(st.integers(1, 6))

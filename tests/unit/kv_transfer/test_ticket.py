@@ -40,13 +40,17 @@ addresses = st.text("abcdefgh:/.*0123456789é", min_size=1, max_size=128)
 
 @st.composite
 def drawn_tickets(draw):
-    decode_tp = draw(tp_sizes)
+    layout, decode_tp = draw(layouts), draw(tp_sizes)
+    prefill_pp, decode_pp = (draw(st.integers(1, min(3, layout.num_layers))) for _ in range(2))
+    num_ranks = decode_tp * decode_pp
     return Ticket.draw(
         epoch=draw(st.integers(0, MAX_EPOCH)),
-        layout=draw(layouts),
+        layout=layout,
         prefill_tp=draw(tp_sizes),
         decode_tp=decode_tp,
-        addresses=draw(st.lists(addresses, min_size=decode_tp, max_size=decode_tp)),
+        prefill_pp=prefill_pp,
+        decode_pp=decode_pp,
+        addresses=draw(st.lists(addresses, min_size=num_ranks, max_size=num_ranks)),
         num_blocks=draw(st.integers(500, 2**20)),
         num_cached_blocks=draw(st.integers(0, 500)),
         num_tokens=draw(st.integers(0, MAX_TOKENS)),
@@ -76,6 +80,11 @@ def test_a_ticket_survives_the_journey(ticket):
         ("decode_tp", 65),
         ("decode_tp", 1),
         ("decode_tp", 3),
+        ("prefill_pp", 0),
+        ("prefill_pp", 31),  # stages for 30 layers
+        ("prefill_pp", True),
+        ("decode_pp", 2),
+        ("decode_pp", None),
         ("ends", ()),
         ("ends", ENDS[:1]),
         ("ends", (*ENDS, LaneEnd(b"?" * 16, ADDRESS))),
@@ -137,7 +146,7 @@ def packed(*fields):
 
 
 GOOD_ENDS = [[bytes(16), ADDRESS], [b"1" * 16, ADDRESS]]
-GOOD = [5, 7, [0, [[30, 64, 64]], 3, 16, "bfloat16"], 1, 2, 32, 0, 500, 30.0, GOOD_ENDS]
+GOOD = [7, 7, [0, [[30, 64, 64]], 3, 16, "bfloat16"], [1, 1], [2, 1], 32, 0, 500, 30.0, GOOD_ENDS]
 
 
 def test_the_form_that_the_odd_ones_below_depart_from():
@@ -208,7 +217,8 @@ def test_an_odd_layout_is_refused(odd):
         packed(*GOOD, 0),
         packed(1, *GOOD[1:]),
         packed(4, *GOOD[1:]),
-        packed(6, *GOOD[1:]),
+        packed(8, *GOOD[1:]),
+        packed(6, *GOOD[1:3], 1, 2, *GOOD[5:]),
         packed(4, 7, [30, 3, 64, 16, "bfloat16"], *GOOD[3:]),
         packed(*GOOD) + b"\x00",
         packed(*GOOD)[:-1],
@@ -217,7 +227,12 @@ def test_an_odd_layout_is_refused(odd):
         packed(*GOOD[:2], [30, 3, 64, 16], *GOOD[3:]),
         packed(*GOOD[:2], {"num_layers": 30}, *GOOD[3:]),
         with_layout(0, [[30, 64, 64]], 3, 16, msgpack.Timestamp(1)),
-        packed(*GOOD[:3], 1.0, *GOOD[4:]),
+        packed(*GOOD[:3], 1, *GOOD[4:]),
+        packed(*GOOD[:3], [1], *GOOD[4:]),
+        packed(*GOOD[:3], [1, 1, 1], *GOOD[4:]),
+        packed(*GOOD[:3], [1.0, 1], *GOOD[4:]),
+        packed(*GOOD[:3], [1, True], *GOOD[4:]),
+        packed(*GOOD[:3], [1, [1]], *GOOD[4:]),
         packed(*GOOD[:-1], GOOD_ENDS[:1]),
         packed(*GOOD[:-1], [GOOD_ENDS[0], GOOD_ENDS[0]]),
         packed(*GOOD[:-1], [GOOD_ENDS[0], []]),
@@ -270,11 +285,12 @@ def test_a_lane_carries_the_heads_of_its_copy():
 
 @given(tickets)
 def test_every_lane_begins_and_ends_at_one_rank(ticket):
-    begins = [pair for rank in range(ticket.prefill_tp) for pair in ticket.lanes_from(rank)]
-    ends = [pair for rank in range(ticket.decode_tp) for pair in ticket.lanes_to(rank)]
+    num_senders, num_receivers = (grid.tp * grid.pp for grid in (ticket.senders, ticket.receivers))
+    begins = [pair for rank in range(num_senders) for pair in ticket.lanes_from(rank)]
+    ends = [pair for rank in range(num_receivers) for pair in ticket.lanes_to(rank)]
     assert sorted(begins, key=str) == sorted(ends, key=str)
     assert len(ends) == len(ticket.ends)
-    assert all(ticket.lanes_to(rank) for rank in range(ticket.decode_tp))
+    assert all(ticket.lanes_to(rank) for rank in range(num_receivers))
 
 
 def test_no_two_tickets_share_a_transfer_id():
@@ -297,6 +313,18 @@ def test_the_largest_ticket_of_all_can_be_read():
     ticket = Ticket.draw(**fields, addresses=addresses, num_blocks=2**20, num_cached_blocks=2**20, ttl_s=86400.0)
     assert len(ticket.ends) == 2 * MAX_TP - 2
     assert Ticket.decode(ticket.encode()) == ticket
+
+
+def test_no_ticket_has_more_ranks_or_lanes_than_fit_into_one():
+    layout = KVLayout.uniform(64, 64, 64, 16, "bfloat16")
+    fields = {"epoch": 1, "layout": layout, "num_blocks": 1, "num_cached_blocks": 0, "ttl_s": 1.0}
+    with pytest.raises(TransferError, match="number of decode ranks must be a whole number from 1 to 64"):
+        Ticket.draw(**fields, prefill_tp=1, decode_tp=13, decode_pp=5, addresses=[ADDRESS] * 65)
+    with pytest.raises(TransferError, match="a plan of 289 lanes between two nodes; at most 256 are allowed"):
+        Ticket.draw(**fields, prefill_tp=17, decode_tp=1, decode_pp=17, addresses=[ADDRESS] * 17)
+    widest = Ticket.draw(**fields, prefill_tp=16, decode_tp=1, decode_pp=16, addresses=["é" * 128] * 16)
+    assert len(widest.ends) == 256
+    assert Ticket.decode(widest.encode()) == widest
 
 
 # ---- odd bytes ----

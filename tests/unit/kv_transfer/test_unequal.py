@@ -115,7 +115,7 @@ def test_the_pools_of_the_engine(fabric, prefill_tp, decode_tp, dtype):
     run(check_pools(fabric, whole, prefill_tp, decode_tp))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     prefill_tp=st.integers(1, 5),
     decode_tp=st.integers(1, 5),

@@ -4,7 +4,7 @@ import asyncio
 
 import zmq
 
-from kv_transfer.transports.zmq import _Inbox
+from kv_transfer.transports.zmq_inbox import Inbox
 
 
 def test_a_socket_that_is_closed_has_no_turn_left():
@@ -25,7 +25,7 @@ def test_a_socket_that_is_closed_has_no_turn_left():
 
             for message in (b"one", b"two"):
                 theirs.send(message)
-            inbox = _Inbox(ours, take)
+            inbox = Inbox(ours, take)
             for _ in range(10):
                 await asyncio.sleep(0)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from kv_transfer.ends.receiver import KVReceiver, Received
 from kv_transfer.ends.sender import KVSender, Sent
 from kv_transfer.ticket import LaneEnd, Ticket
+from kv_transfer.transports.curve import Keyring
 from kv_transfer.transports.loopback import LoopbackNetwork
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
 from kv_transfer.wire import decode
@@ -111,6 +112,7 @@ class Fabric:
     kind: str
     folder: object
     loopback: LoopbackNetwork = field(default_factory=LoopbackNetwork)
+    keyring: Keyring = field(default_factory=Keyring)  # of all its dialers
     _names: itertools.count = field(default_factory=itertools.count)
 
     def listener(self):
@@ -119,6 +121,10 @@ class Fabric:
                 return self.loopback.listener(f"node-{next(self._names)}")
             case "tcp":
                 return ZmqListener("tcp://127.0.0.1:*")
+            case "curve":
+                keyring = Keyring()
+                keyring.allow([self.keyring.public])
+                return ZmqListener("tcp://127.0.0.1:*", keyring)
             case "ipc":
                 return ZmqListener(f"ipc://{self.folder}/{next(self._names)}")
             case "torch_dist":
@@ -131,7 +137,7 @@ class Fabric:
             case "torch_dist":
                 return HostDialer()
             case _:
-                return ZmqDialer()
+                return ZmqDialer(self.keyring)
 
 
 @asynccontextmanager
@@ -204,6 +210,9 @@ class FaultyDialer:
     def send(self, address, header, frames: Sequence[memoryview] = ()):
         return asyncio.ensure_future(self._send(address, header, frames))
 
+    def hang_up(self, address):
+        self._inner.hang_up(address)
+
     async def close(self):
         await self._inner.close()
 
@@ -239,14 +248,15 @@ class FaultyDialer:
 epochs = itertools.count(1)  # no two attempts share one
 
 
-def grant(receiver, target_ids, on_done, *, epoch=None, ttl_s=20.0, num_cached_blocks=0):
-    """Lets a prefill node of one rank write these blocks of a decode node of one; the ticket."""
+def grant(receiver, target_ids, on_done, *, epoch=None, ttl_s=20.0, num_cached_blocks=0, address=None):
+    """Lets a prefill node of one rank write these blocks of a decode node of one; the ticket, which may send it by way
+    of another address."""
     ticket = Ticket.draw(
         epoch=next(epochs) if epoch is None else epoch,
         layout=receiver.store.layout,
         prefill_tp=1,
         decode_tp=1,
-        addresses=[receiver.address],
+        addresses=[address or receiver.address],
         num_blocks=len(target_ids),
         num_cached_blocks=num_cached_blocks,
         ttl_s=ttl_s,

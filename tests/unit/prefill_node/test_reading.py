@@ -1,8 +1,9 @@
 """Which tokens of which prompt a step computes."""
 
-from prefill_node.reading import Reading, num_cacheable
+from prefill_node.reading import MAX_SCORED_TOKENS, Reading, num_cacheable
 from serving_core.costs import StepCosts
 from serving_core.due import Due
+from serving_core.requests import SampledToken, SamplingParams
 from serving_core.residents import Stage
 from tests.unit.serving_node.residents_kit import House
 
@@ -103,6 +104,32 @@ def test_the_last_token_is_computed_where_its_logits_are_wanted():
     evicted = house.add("evicted", 3, Stage.QUEUED, 8, hands_over=True, has_first_token=True)
     evicted.request.token_ids.append(1)
     assert num_cacheable(evicted) == 8
+
+
+def scored(house, name, age, num_tokens):
+    """A prompt of which nothing may be left out."""
+    resident = house.add(name, age, Stage.QUEUED, num_tokens, hands_over=True)
+    resident.request.sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    return resident
+
+
+def test_what_is_to_be_scored_is_computed_as_far_as_it_has_no_scores():
+    house, _ = make()
+    resident = scored(house, "a", 1, 8)
+    assert num_cacheable(resident) == 0
+    resident.request.scores = [SampledToken(1, -1.0)] * 5  # before it was preempted
+    assert num_cacheable(resident) == 5
+    resident.has_first_token = True
+    resident.request.token_ids.append(1)  # and with it they have gone out
+    assert num_cacheable(resident) == 8
+
+
+def test_a_step_scores_no_more_tokens_than_logits_of_which_are_held_at_once():
+    house, reading = make(400)
+    scored(house, "a", 1, 200)
+    scored(house, "b", 2, 200)
+    house.add("c", 3, Stage.QUEUED, 500, hands_over=True)
+    assert plan(house, reading, 2000)[0] == [("a", 0, 200), ("b", 0, MAX_SCORED_TOKENS - 200), ("c", 0, 500)]
 
 
 def test_a_prompt_counts_once_however_often_it_begins():

@@ -144,3 +144,44 @@ def test_secrets_come_from_the_environment_and_help_does_not_show_them():
     assert parse(env={"SPLITSERVE_TOKEN": "canary"}).token == "canary"
     result, _ = invoke("--help", env={"SPLITSERVE_TOKEN": "canary"})
     assert "canary" not in result.output
+
+
+def test_a_secret_may_be_named_by_its_file(tmp_path):
+    file, config = tmp_path / "token", tmp_path / "settings.yaml"
+    file.write_text("canary\n")
+    config.write_text(f"token-file: {file}\n")
+    for settings in (
+        parse("--token-file", str(file)),
+        parse(env={"SPLITSERVE_TOKEN_FILE": str(file)}),
+        parse("--config", str(config)),
+    ):
+        assert settings == Outer(token="canary")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "must hold one line, with the secret alone"),
+        (b"\n", "must hold one line, with the secret alone"),
+        (b"one\ntwo\n", "must hold one line, with the secret alone"),
+        (b"\xff\xfe", "is not UTF-8 text"),
+        (b"x" * 4097, "has more than 4096 bytes, the most of a secret"),
+    ],
+)
+def test_files_that_hold_no_secret_are_refused_and_not_shown(tmp_path, content, message):
+    file = tmp_path / "token"
+    file.write_bytes(content)
+    result, seen = invoke("--token-file", str(file))
+    assert (result.exit_code, seen) == (2, [])
+    assert f"--token-file {file} {message}" in result.output
+    assert "two" not in result.output
+
+
+def test_a_secret_and_its_file_are_one_too_many(tmp_path):
+    file = tmp_path / "token"
+    file.write_text("canary")
+    result, _ = invoke("--token-file", str(file), env={"SPLITSERVE_TOKEN": "other"})
+    assert (result.exit_code, "--token and --token-file are both given" in result.output) == (2, True)
+    assert parse("--token-file", str(file), env={"SPLITSERVE_TOKEN": ""}).token == "canary"
+    result, _ = invoke("--token-file", str(tmp_path / "nowhere"))
+    assert "does not exist" in result.output

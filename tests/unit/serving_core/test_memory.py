@@ -1,9 +1,12 @@
-"""Free memory: what a cgroup's limit leaves, from trees of files as the kernel shows them."""
+"""Memory: what a cgroup's limit leaves, from trees of files as the kernel shows them, and what this process takes."""
+
+import mmap
 
 import psutil
 import pytest
 
-from serving_core.memory import available_bytes, cgroup_rooms
+from serving_core.memory import available_bytes, cgroup_rooms, resident_bytes
+from tests.unit.serving_core.scarcity import no_descriptors_left
 
 LEVELS = ["", "a", "a/b"]  # the root and two nested groups
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -57,3 +60,13 @@ def test_where_nothing_limits(rooms, tmp_path):
 
 def test_this_machine_has_some_and_not_more_than_all():
     assert 0 < available_bytes() <= psutil.virtual_memory().total
+
+
+def test_what_this_process_takes_is_told_without_a_descriptor_too():
+    before = resident_bytes()
+    with no_descriptors_left():
+        assert resident_bytes() == before
+    with mmap.mmap(-1, 64 * 2**20) as ballast:
+        for page in range(0, len(ballast), mmap.PAGESIZE):
+            ballast[page] = 1
+        assert resident_bytes() > before + len(ballast) / 2

@@ -21,6 +21,7 @@ LLAMA = {
 }
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+LONG = {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [1.0, 2.0], "attention_factor": 1.0}
 QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 
@@ -28,11 +29,11 @@ QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 def read(tmp_path):
     """Writes a config.json (and generation_config.json) and reads it."""
 
-    def read(config, generation=None):
+    def read(config, generation=None, **settings):
         (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
         if generation is not None:
             (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-        return read_model_config(tmp_path)
+        return read_model_config(tmp_path, **settings)
 
     return read
 
@@ -147,8 +148,8 @@ def test_custom_code_is_ignored_not_run(read, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM' is not supported; supported are LlamaFor"),
-        ({"architectures": None, "model_type": "qwen3_moe"}, "'qwen3_moe' is not supported; supported are LlamaFor"),
+        ({"architectures": ["BertForMaskedLM"]}, "'BertForMaskedLM' is not supported; supported are LlamaFor"),
+        ({"architectures": None, "model_type": "gpt_oss"}, "'gpt_oss' is not supported; supported are LlamaFor"),
         ({"architectures": ["LlavaForConditionalGeneration"]}, "'LlavaForConditionalGeneration' is not supported"),
         ({"architectures": []}, "architectures .* must be a list of one name"),
         ({"model_type": "mistral"}, "model_type .* must be 'llama' for LlamaForCausalLM"),
@@ -157,6 +158,10 @@ def test_custom_code_is_ignored_not_run(read, tmp_path):
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported; supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing in rope_scaling"),
         ({"rope_scaling": "yarn"}, "rope_scaling .* must be an object"),
+        ({"rope_scaling": LONG | {"short_factor": [1.0, 1.0]}, "head_dim": 4}, "depends on how long a text is"),
+        ({"rope_scaling": LONG | {"attention_factor": 1.2}, "head_dim": 4}, "depends on how long a text is"),
+        ({"rope_scaling": LONG, "head_dim": 8}, "a list of 4 numbers above 0"),
+        ({"rope_scaling": LONG | {"short_factor": [1, 0], "long_factor": [1, 0]}, "head_dim": 4}, "numbers above 0"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor .* must be above 0"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ by layer type"),
@@ -208,3 +213,57 @@ def test_missing_folder_and_missing_config(tmp_path):
         read_model_config(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"config\.json cannot be read: No such file"):
         read_model_config(tmp_path)
+
+
+STARCODER2 = {**LLAMA, "architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2"}
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "vocab_size": 100,
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 512,
+}
+
+
+@pytest.mark.parametrize("given", [STARCODER2, GPT2])
+def test_sizes_of_a_model_that_transformers_computes(read, given):
+    config = read(given)
+    theirs = transformers.AutoConfig.for_model(**given)
+    assert (config.is_foreign, config.model_impl) == (True, "transformers")
+    assert config.hidden_size == theirs.hidden_size
+    assert (config.num_layers, config.num_heads) == (theirs.num_hidden_layers, theirs.num_attention_heads)
+    assert (config.num_kv_heads, config.head_dim) == (2 if given is STARCODER2 else 4, 12)
+    assert config.max_position_embeddings == theirs.max_position_embeddings
+
+
+def test_all_that_decides_what_is_computed_is_in_the_digest(read):
+    digest = read(STARCODER2).config_digest
+    assert read({**STARCODER2, "norm_epsilon": 2.0}).config_digest != digest
+    assert read({**STARCODER2, "transformers_version": "9", "dtype": "bfloat16"}).config_digest == digest
+
+
+def test_native_and_foreign_by_name(read):
+    assert (read(LLAMA).is_foreign, read(LLAMA).config_digest) == (False, "")
+    with pytest.raises(
+        ModelError, match=r"'Starcoder2ForCausalLM' is not supported; supported are LlamaForCausalLM, [\w, ]*$"
+    ):
+        read(STARCODER2, model_impl="native")
+    assert read(LLAMA, model_impl="transformers").is_foreign
+    assert read({**LLAMA, "hidden_act": "gelu"}, model_impl="transformers").is_foreign
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"is_encoder_decoder": True}, "an encoder-decoder is not supported"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "a quantization_config is not supported for models that"),
+        ({"num_attention_heads": None}, "num_attention_heads is missing"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers .* must be at most 1024"),
+        ({"num_key_value_heads": 3}, r"num_key_value_heads .* must be a divisor of num_attention_heads \(4\)"),
+    ],
+)
+def test_refusals_of_foreign_models(read, changes, sentence):
+    with pytest.raises(ModelError, match=sentence):
+        read({**STARCODER2, **changes})

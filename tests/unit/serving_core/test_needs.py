@@ -6,10 +6,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from engine.engine import Engine
-from serving_core.errors import ModelError
+from serving_core.errors import ModelError, SettingsError
 from serving_core.layout import KVLayout
 from serving_core.model_config import read_model_config
-from serving_core.needs import needs_of, num_blocks_for
+from serving_core.needs import check_settings, needs_of, num_blocks_for
 from serving_core.settings import EngineSettings
 from serving_core.weight_files import INDEX_FILE, stored_tensors
 from tests.tiny_models import write_fake_model, write_tiny_model
@@ -66,6 +66,27 @@ def test_every_rank_has_as_many_blocks_as_fit_where_the_most_heads_are(tp_size, 
     fields = EngineSettings(kv_cache_memory_bytes=36 * head_bytes)
     assert num_blocks_for(fields, layout, tp_size) == num_blocks
     assert num_blocks_for(EngineSettings(num_kv_blocks=3), layout, tp_size) == 3
+
+
+def test_the_pools_of_all_stages_count_as_that_of_one(folder):
+    settings = EngineSettings(model=str(folder), num_kv_blocks=7, tensor_parallel_size=2, pipeline_parallel_size=3)
+    alone = EngineSettings(model=str(folder), num_kv_blocks=7, tensor_parallel_size=2)
+    config = read_model_config(folder)
+    assert needs_of(settings, config) == needs_of(alone, config)
+
+
+def test_every_rank_has_as_many_blocks_as_fit_where_the_most_layers_are():
+    # 36 layers of a block fit; the largest of two stages has 4 of 7.
+    layout = KVLayout.uniform(num_layers=7, num_kv_heads=1, head_dim=4, block_size=2, dtype="float32")
+    settings = EngineSettings(kv_cache_memory_bytes=36 * 2 * 2 * 4 * 4, pipeline_parallel_size=2)
+    assert num_blocks_for(settings, layout, 1) == 9
+
+
+def test_what_transformers_computes_has_one_stage(folder):
+    settings = EngineSettings(model=str(folder), model_impl="transformers", pipeline_parallel_size=2)
+    config = read_model_config(folder, "transformers")
+    with pytest.raises(SettingsError, match=r"--pipeline-parallel-size 2: transformers computes .*, in one stage"):
+        check_settings(settings, config, 1)
 
 
 def test_the_fake_model_has_no_weights(tmp_path):

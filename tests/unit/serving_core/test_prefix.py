@@ -46,6 +46,16 @@ def test_roots_keep_apart_what_reads_the_same_in_a_row():
     assert len({root_name(fingerprint, salt) for fingerprint, salt in rows}) == len(rows)
 
 
+def test_an_adapter_has_blocks_of_its_own_by_its_content_and_not_by_its_name():
+    nodes = {"dtype": "bfloat16", "lora:a": "digest", "lora:b": "other", "lora:also-a": "digest"}
+    roots = {name: root_name(nodes, "", name) for name in ("", "a", "b", "also-a", "unknown")}
+    assert roots["a"] == roots["also-a"]
+    assert len(set(roots.values())) == 4
+    assert roots[""] == root_name(nodes, "")
+    assert root_name({**nodes, "lora:a": "changed"}, "", "a") not in roots.values()
+    assert root_name(nodes, "salt", "a") not in roots.values()
+
+
 MAKERS = [b"origin-ac", b"origin-as", b"origin-bc", GRAFT]
 made = st.lists(st.sampled_from(MAKERS), max_size=8)
 tokens_of_eight = st.lists(st.integers(0, 2**32 - 1), min_size=16, max_size=17)

@@ -7,9 +7,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serving_core.differences import Differences
 from serving_core.errors import SettingsError
+from serving_core.experts import Experts
+from serving_core.layout import KVLayout
 from serving_core.model_config import read_model_config
-from serving_core.sharding import Extent, check_tp_size, head_range, most_kv_heads, query_head_range, shard_of, share_of
+from serving_core.sharding import (
+    Extent,
+    Shard,
+    check_num_ranks,
+    check_pp_size,
+    check_tp_size,
+    head_range,
+    is_first_holder,
+    most_kv_heads,
+    query_head_range,
+    rank_layout,
+    shard_of,
+    share_of,
+)
 from tests.tiny_models import write_fake_model
 
 SIZES = st.integers(1, 40)
@@ -69,6 +85,17 @@ def test_every_query_head_is_on_one_rank_which_holds_its_kv_head(tp_size, num_kv
 
 
 @given(tp_size=SIZES, num_kv_heads=SIZES)
+def test_every_kv_head_has_one_first_holder(tp_size, num_kv_heads):
+    nothing = Extent(0, range(0))
+    shards = [
+        Shard(rank, nothing, Extent(num_kv_heads, head_range(rank, tp_size, num_kv_heads)), *[nothing] * 3)
+        for rank in range(tp_size)
+    ]
+    first = [head for shard in shards if is_first_holder(shard, tp_size) for head in shard.kv_heads.held]
+    assert first == list(range(num_kv_heads))
+
+
+@given(tp_size=SIZES, num_kv_heads=SIZES)
 def test_kv_heads_are_all_held_and_replicated_only_where_there_are_too_few(tp_size, num_kv_heads):
     held = [head_range(rank, tp_size, num_kv_heads) for rank in range(tp_size)]
     assert {head for heads in held for head in heads} == set(range(num_kv_heads))
@@ -103,8 +130,45 @@ def test_one_ranks_part_of_a_model(config):
 
 def test_one_rank_alone_holds_everything(config):
     shard = shard_of(config, 0, 1)
-    extents = [shard.query_heads, shard.kv_heads, shard.neurons, shard.vocabulary]
-    assert [(extent.total, extent.is_whole) for extent in extents] == [(6, True), (2, True), (11, True), (261, True)]
+    extents = [shard.query_heads, shard.kv_heads, shard.neurons, shard.vocabulary, shard.layers]
+    assert [extent.total for extent in extents] == [6, 2, 11, 261, config.num_layers]
+    assert all(extent.is_whole for extent in extents)
+    assert (shard.is_first, shard.is_last) == (True, True)
+
+
+def test_ranks_are_numbered_stage_by_stage(config):
+    """Five layers over two stages of three ranks."""
+    shards = [shard_of(replace(config, num_layers=5), rank, 3, 2) for rank in range(6)]
+    assert [shard.layers.held for shard in shards] == [range(2)] * 3 + [range(2, 5)] * 3
+    assert [(shard.is_first, shard.is_last) for shard in shards] == [(True, False)] * 3 + [(False, True)] * 3
+    for first, second in zip(shards[:3], shards[3:], strict=True):
+        assert replace(second, layers=first.layers) == first
+
+
+def test_a_rank_holds_its_heads_in_the_layers_of_its_stage():
+    layout = KVLayout.uniform(5, 3, 4, 2, "float32")
+    held = [rank_layout(layout, rank, 2, 2) for rank in range(4)]
+    assert [(part.layers, part.num_kv_heads) for part in held] == [
+        (range(2), 1),
+        (range(2), 2),
+        (range(2, 5), 1),
+        (range(2, 5), 2),
+    ]
+    assert sum(part.block_bytes for part in held) == layout.block_bytes
+
+
+def test_no_stage_goes_without_a_layer_and_no_node_has_more_than_64_ranks(config):
+    check_pp_size(replace(config, num_layers=3), 3)
+    with pytest.raises(SettingsError, match="the model has 3 layers, which cannot be divided over 4 stages"):
+        check_pp_size(replace(config, num_layers=3), 4)
+    check_num_ranks(16, 4)
+    sentence = "--tensor-parallel-size is 16, --pipeline-parallel-size is 5, and 64 ranks are the most"
+    with pytest.raises(SettingsError, match=sentence):
+        check_num_ranks(16, 5)
+
+
+def of_experts(experts):
+    return {"num_heads": 8, "differences": Differences(experts=experts)}
 
 
 @pytest.mark.parametrize(
@@ -113,6 +177,8 @@ def test_one_rank_alone_holds_everything(config):
         ({}, "the model has 6 attention heads, which cannot be divided over 7 ranks"),
         ({"num_heads": 8, "intermediate_size": 5}, "the model has 5 feed-forward neurons"),
         ({"num_heads": 8, "vocab_size": 4}, "the model has 4 tokens in its vocabulary"),
+        (of_experts(Experts(9, 2, 6, True)), "the model has 6 neurons in an expert"),
+        (of_experts(Experts(9, 2, 7, True, 5)), "the model has 5 neurons in a shared expert"),
     ],
 )
 def test_more_ranks_than_the_model_has_parts(config, fields, sentence):

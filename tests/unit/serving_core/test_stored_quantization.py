@@ -87,7 +87,7 @@ def test_ranks_take_their_parts(name, tmp_path):
     for tp_size in (2, 3):
         for rank in range(tp_size):
             ours, theirs = (loaded(folder, rank, tp_size) for folder in (stored, dense))
-            for ours_layer, theirs_layer in zip(ours.layers, theirs.layers, strict=True):
+            for ours_layer, theirs_layer in zip(ours.own_layers, theirs.own_layers, strict=True):
                 for path in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
                     layer, plain = ours_layer.get_submodule(path), theirs_layer.get_submodule(path)
                     num_inputs = plain.weight.shape[1] if plain.matrix is None else plain.matrix.num_inputs

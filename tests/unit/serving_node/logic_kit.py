@@ -165,6 +165,7 @@ class Node:
         max_tokens=4,
         due=None,
         priority=0,
+        adapter="",
         **sampling,
     ):
         """All begin alike, and have nothing to share unless they are given the same salt."""
@@ -177,6 +178,7 @@ class Node:
             num_prompt_tokens or len(prompt),
             SamplingParams(max_tokens=max_tokens, **{"ignore_eos": True, **sampling}),
             name if salt is None else salt,
+            adapter=adapter,
         )
         return request, convert.job_to_wire(request, self._num_requests if age is None else age, due, priority)
 

@@ -8,7 +8,7 @@ from serving_node.ranks.leading import Followers, Leader
 
 
 @asynccontextmanager
-async def crew(monkeypatch, num_followers, kv_addresses=None):
+async def crew(monkeypatch, num_followers, kv_addresses=None, kv_keys=None):
     """Followers as rank 0 sees them, and each follower's Leader, in order of rank."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     followers, meeting = Followers(num_followers), asyncio.get_running_loop().create_future()
@@ -24,7 +24,8 @@ async def crew(monkeypatch, num_followers, kv_addresses=None):
         for rank in range(1, num_followers + 1):
             load = inference_pb2.RankLoad(rank=rank, kv_pool_bytes=100 * rank)
             address = kv_addresses[rank] if kv_addresses else ""
-            leaders.append(await Leader.join(lambda data: [packed, data], address, load))
+            kv_key = kv_keys[rank] if kv_keys else b""
+            leaders.append(await Leader.join(lambda data: [packed, data], address, kv_key, load))
     await gathering
     try:
         yield followers, leaders

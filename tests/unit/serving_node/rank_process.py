@@ -24,6 +24,16 @@ from tests.toy_scheduler import greedy, run_all
 TIMEOUT_S = 120
 
 
+def rank_case(folder, prompts, num_tokens, chunk_tokens, **settings):
+    """What ranks are to answer, with the logprobs of the whole vocabulary."""
+    return {
+        "settings": {"model": str(folder), "num_kv_blocks": 64, **settings},
+        "prompts": prompts,
+        "sampling": {"max_tokens": num_tokens, "ignore_eos": True, "logprobs": 300},
+        "chunk_tokens": chunk_tokens,
+    }
+
+
 @contextmanager
 def rank_processes(tp_size, program, *arguments):
     """Starts the ranks of a node; ends those that are left afterwards."""
@@ -89,7 +99,8 @@ def serve(case, device, group):
     sampled = None
     if group.rank == 0:
         leader = Leader(engine)
-        answers = run_all(leader, case["prompts"], greedy(**case["sampling"]), chunk_tokens=case["chunk_tokens"])
+        options = {"chunk_tokens": case["chunk_tokens"], "adapters": case.get("adapters", ())}
+        answers = run_all(leader, case["prompts"], greedy(**case["sampling"]), **options)
         leader.tell(None)
         sampled = [[dataclasses.asdict(token) for token in answer] for answer in answers]
     else:
@@ -97,6 +108,7 @@ def serve(case, device, group):
     facts = {
         "fingerprint": engine.fingerprint,
         "description": engine.description,
+        "traits": engine.traits,
         "num_blocks": engine.num_blocks,
         "num_kv_heads": engine.layout.num_kv_heads,
         "weight_bytes": engine.weight_bytes,

@@ -119,7 +119,7 @@ class Harness:
         self.handle(cancel=fleet_pb2.Cancel(attempt=convert.attempt_of(request)))
 
     def handle(self, **command):
-        self.node.handle(fleet_pb2.NodeCommand(**command))
+        self.node.handle(about_its_attempt(fleet_pb2.NodeCommand(**command)))
 
     def of(self, name):
         """What was said of a request: (kind, token ids), in order, the tokens of steps joined."""
@@ -178,6 +178,15 @@ def make_request(name, prompt, *, epoch=None, num_prompt_tokens=None, max_tokens
     return Request(name, epoch or _next_epoch(), list(prompt), num_prompt_tokens or len(prompt), sampling)
 
 
+def about_its_attempt(command):
+    """As the coordinator sends it."""
+    body = getattr(command, command.WhichOneof("command"), None)
+    attempt = getattr(getattr(body, "job", body), "attempt", None)
+    if attempt is not None:
+        command.attempt.CopyFrom(attempt)
+    return command
+
+
 def job(request):
     """Its age is the number of its attempt."""
     return convert.job_to_wire(request, request.epoch)
@@ -233,7 +242,7 @@ def carry_tickets(writer, reader):
     def on_event(event):
         if event.HasField("reserved"):
             deliver = fleet_pb2.Deliver(attempt=event.reserved.attempt, ticket=event.reserved.ticket)
-            reader.node.handle(fleet_pb2.NodeCommand(deliver=deliver))
+            reader.node.handle(about_its_attempt(fleet_pb2.NodeCommand(deliver=deliver)))
 
     writer.on_event = on_event
 

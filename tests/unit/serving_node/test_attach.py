@@ -15,9 +15,10 @@ from kv_transfer.wire import MAX_TAIL_BYTES
 from protos import convert, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 from serving_core.channels import SERVER_OPTIONS
 from serving_core.errors import SettingsError
-from serving_node.link import FleetLink, LinkSettings
+from serving_core.tls_settings import TlsSettings
+from serving_node.link import RETRY_MIN_S, FleetLink, LinkSettings
 from serving_node.moves import MAX_TAIL_TOKENS
-from serving_node.outage import FIRST_PAUSE_S, LONGEST_PAUSE_S, Reminder
+from tests.tls_kit import authority, flags_of
 
 DEADLINE_S = 20.0
 
@@ -48,6 +49,15 @@ class Node:
     def __init__(self):
         self.commands = []
         self.num_detached = 0
+        self.is_stuck, self.is_well = asyncio.Event(), asyncio.Event()
+        self.is_well.set()
+
+    async def stuck(self):
+        await self.is_stuck.wait()
+        return "one step takes very long"
+
+    async def recovered(self):
+        await self.is_well.wait()
 
     def hello(self):
         return fleet_pb2.Hello(node=inference_pb2.NodeInfo(name="n"))
@@ -88,10 +98,11 @@ async def welcome_then_break(coordinator, context):
 
 
 @asynccontextmanager
-async def serving(coordinator, **settings):
+async def serving(coordinator, credentials=None, **settings):
     server = grpc.aio.server(options=SERVER_OPTIONS)
     fleet_pb2_grpc.add_FleetServicer_to_server(coordinator, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    where = "127.0.0.1:0"
+    port = server.add_secure_port(where, credentials) if credentials else server.add_insecure_port(where)
     await server.start()
     try:
         yield FleetLink(LinkSettings(coordinator=f"127.0.0.1:{port}", **settings))
@@ -130,6 +141,36 @@ async def test_hello_then_heartbeat_then_events_in_order_and_none_is_lost_at_the
     assert node.commands == ["cancel"]
 
 
+async def test_the_node_that_reads_a_suspect_says_that_it_has_it():
+    suspect = fleet_pb2.Job(attempt=fleet_pb2.Attempt(request_id="r", epoch=7), is_suspect=True)
+    harmless = fleet_pb2.Job(attempt=fleet_pb2.Attempt(request_id="s", epoch=8))
+    commands = [
+        fleet_pb2.NodeCommand(reserve=fleet_pb2.Reserve(job=suspect)),  # another node reads
+        fleet_pb2.NodeCommand(prefill=fleet_pb2.Prefill(job=harmless)),
+        fleet_pb2.NodeCommand(prefill=fleet_pb2.Prefill(job=suspect)),
+        fleet_pb2.NodeCommand(reserve=fleet_pb2.Reserve(job=suspect, local_prefill=True)),
+    ]
+
+    async def give(coordinator, context):
+        await welcome(coordinator, context)
+        for command in commands:
+            await context.write(command)
+        while await coordinator.read(context) is not grpc.aio.EOF:
+            continue
+
+    coordinator, node = Coordinator(give), Node()
+    async with asyncio.timeout(DEADLINE_S), serving(coordinator) as link:
+        running = asyncio.create_task(link.run(node))
+        while len(node.commands) < len(commands):
+            await asyncio.sleep(0.01)
+        link.stop()
+        await running
+    kinds = [event.WhichOneof("event") for event in coordinator.events]
+    assert kinds == ["hello", "heartbeat", "taken", "taken"]
+    assert {event.taken.attempt.request_id for event in coordinator.events[2:]} == {"r"}
+    assert node.commands == ["reserve", "prefill", "prefill", "reserve"]
+
+
 async def test_a_broken_stream_detaches_the_node_and_it_attaches_again():
     coordinator, node = Coordinator(welcome_then_break, welcome_then_break, stay), Node()
     async with asyncio.timeout(DEADLINE_S), serving(coordinator) as link:
@@ -140,6 +181,80 @@ async def test_a_broken_stream_detaches_the_node_and_it_attaches_again():
         link.stop()
         await running
     assert shown_sessions(coordinator) == [0, 101, 102]
+
+
+async def test_a_node_that_is_stuck_leaves_and_is_not_back_before_it_has_recovered():
+    coordinator, node = Coordinator(stay, stay), Node()
+    async with asyncio.timeout(DEADLINE_S), serving(coordinator) as link:
+        running = asyncio.create_task(link.run(node))
+        while coordinator.num_welcomes < 1:
+            await asyncio.sleep(0.01)
+        node.is_well.clear()
+        node.is_stuck.set()
+        while node.num_detached < 1:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(5 * RETRY_MIN_S)
+        assert (coordinator.num_welcomes, node.num_detached) == (1, 1)
+        node.is_stuck.clear()
+        node.is_well.set()
+        while coordinator.num_welcomes < 2:
+            await asyncio.sleep(0.01)
+        link.stop()
+        await running
+
+
+async def test_each_attachment_shows_the_certificate_that_there_is(tmp_path):
+    certs, shown = authority(tmp_path), []
+
+    async def note_and_break(coordinator, context):
+        [pem] = context.auth_context()["x509_pem_cert"]
+        shown.append(pem)
+        await welcome_then_break(coordinator, context)
+
+    async def note_and_stay(coordinator, context):
+        [pem] = context.auth_context()["x509_pem_cert"]
+        shown.append(pem)
+        await stay(coordinator, context)
+
+    pairs = [((certs / "coordinator.key").read_bytes(), (certs / "coordinator.crt").read_bytes())]
+    credentials = grpc.ssl_server_credentials(pairs, (certs / "ca.crt").read_bytes(), require_client_auth=True)
+    coordinator, node = Coordinator(note_and_break, note_and_stay), Node()
+    given = []
+    tls = TlsSettings(**flags_of(certs, "node"))
+    async with asyncio.timeout(DEADLINE_S), serving(coordinator, credentials, tls=tls) as link:
+
+        def exchange():
+            given.append((certs / "node.crt").read_bytes())
+            authority(certs)
+
+        node.detached = exchange
+        running = asyncio.create_task(link.run(node))
+        while coordinator.num_welcomes < 2:
+            await asyncio.sleep(0.01)
+        given.append((certs / "node.crt").read_bytes())
+        link.stop()
+        await running
+    assert shown == given[:2]
+    assert shown[0] != shown[1]
+
+
+async def test_files_that_do_not_fit_together_keep_a_node_away_until_they_do(tmp_path, caplog):
+    certs = authority(tmp_path)
+    whole = (certs / "node.key").read_bytes()
+    (certs / "node.key").write_bytes((certs / "client.key").read_bytes())
+    pairs = [((certs / "coordinator.key").read_bytes(), (certs / "coordinator.crt").read_bytes())]
+    credentials = grpc.ssl_server_credentials(pairs, (certs / "ca.crt").read_bytes(), require_client_auth=True)
+    coordinator, tls = Coordinator(stay), TlsSettings(**flags_of(certs, "node"))
+    async with asyncio.timeout(DEADLINE_S), serving(coordinator, credentials, tls=tls) as link:
+        running = asyncio.create_task(link.run(Node()))
+        sentence = f"not attached: --tls-key {certs}/node.key is not the key of --tls-cert {certs}/node.crt"
+        while sentence not in said(caplog, logging.WARNING):
+            await asyncio.sleep(0.01)
+        (certs / "node.key").write_bytes(whole)
+        while coordinator.num_welcomes < 1:
+            await asyncio.sleep(0.01)
+        link.stop()
+        await running
 
 
 def shown_sessions(coordinator):
@@ -215,7 +330,7 @@ async def a_port(answer=b"", **options):
 
 @asynccontextmanager
 async def an_http_port():
-    server = HttpServer(Starlette(), max_connections=10)
+    server = HttpServer(Starlette(), max_connections=10, max_per_peer=10)
     port = server.listen("127.0.0.1", 0)
     await server.start()
     yield port
@@ -253,19 +368,6 @@ async def test_a_node_at_a_wrong_port_says_what_it_found_and_goes_on_trying(some
     assert [text for text in said(caplog, logging.WARNING) if text != hung_up] == [warning]
 
 
-def test_what_stays_true_is_said_ever_more_rarely_and_news_at_once():
-    reminder = Reminder()
-    times = [second for second in range(2000) if reminder.is_due("down", second)]
-    assert times == [0, 5, 15, 35, 75, 155, 315, 615, 915, 1215, 1515, 1815]
-    assert (FIRST_PAUSE_S, LONGEST_PAUSE_S) == (5, 300)
-    assert reminder.is_due("down in another way", 2000)
-    assert not any(reminder.is_due(how, 2004) for how in ("down", "down in another way"))
-    reminder.forget()
-    assert reminder.is_due("down", 2004)
-    assert all(reminder.is_due(f"down in way {number}", 2004) for number in range(100))
-    assert reminder.is_due("down", 2004)  # forgotten: it does not remember without end
-
-
 async def test_the_pause_before_attaching_again_starts_anew_after_a_welcome():
     coordinator = Coordinator(*[welcome_then_break] * 6)
     async with asyncio.timeout(DEADLINE_S), serving(coordinator) as link:
@@ -283,7 +385,8 @@ async def test_a_wrong_secret_is_final_and_the_sentence_says_what_to_set(secret,
     async def refuse(coordinator, context):
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no")
 
-    async with asyncio.timeout(DEADLINE_S), serving(Coordinator(refuse), fleet_secret=secret) as link:
+    coordinator = Coordinator(*[refuse] * 50)  # gRPC loses a status that comes while hello is written; the next is read
+    async with asyncio.timeout(DEADLINE_S), serving(coordinator, fleet_secret=secret) as link:
         with pytest.raises(SettingsError) as error:
             await link.run(Node())
     assert str(error.value) == f"SPLITSERVE_FLEET_SECRET {how}: it must be the coordinator's"

@@ -289,6 +289,16 @@ def test_an_attempt_that_is_here_already_is_refused(first, second):
     assert failed.attempt.epoch == 3
 
 
+@pytest.mark.parametrize("command", ["prefill", "reserve", "local"])
+def test_what_is_to_be_computed_with_an_adapter_that_is_not_here_is_refused(command):
+    """Such as when all nodes were started again without it while a request waited for one."""
+    node = Node()
+    getattr(node, command)("a", 5, adapter="sql")
+    failed = node.event("a", "failed")
+    assert (failed.reason, failed.message) == (reasons.MODEL_NOT_FOUND, "no node has an adapter 'sql' any more")
+    assert not len(node.logic.residents)
+
+
 @pytest.mark.parametrize("command", [{}, {"welcome": fleet_pb2.Welcome()}])
 def test_a_command_that_is_not_known_is_answered_as_failed(command):
     node = Node()

@@ -15,6 +15,7 @@ NUM_BLOCKS = 9
 MOST_TOKENS = NUM_BLOCKS * 4
 PRIORITIES = [(0,), (-1, 0, 1)]
 ORDERS = ["random", "as they come", "backwards"]
+EACH_ORDER = [pytest.param(order, marks=() if order == "random" else pytest.mark.long) for order in ORDERS]
 
 
 def ask(fleet, random, age, priorities):
@@ -61,7 +62,7 @@ def seen(fleet):
     )
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", EACH_ORDER)
 def test_everyone_gets_their_answer(order):
     """Nothing fails here; so nobody may be told of a failure, not even by time."""
     total = Counter()
@@ -76,7 +77,7 @@ def test_everyone_gets_their_answer(order):
     assert not total["failed"]
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", EACH_ORDER)
 def test_answers_move_and_stay_and_everyone_gets_theirs(order):
     """Without a failure, but for moves that come to nothing."""
     total = Counter()
@@ -90,7 +91,7 @@ def test_answers_move_and_stay_and_everyone_gets_theirs(order):
     assert not total["failed"]
 
 
-@pytest.mark.parametrize("faults", [0.003, 0.03])
+@pytest.mark.parametrize("faults", [pytest.param(0.003, marks=pytest.mark.long), 0.03])
 def test_everyone_gets_their_answer_or_an_end_whatever_fails(faults):
     """Transfers and steps fail, users cancel, streams to nodes break; what failed is tried again, as old as it was."""
     total = Counter()

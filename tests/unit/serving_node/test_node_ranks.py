@@ -11,7 +11,9 @@ from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
 from kv_transfer.results import Received, Sent, TransferFailed
 from kv_transfer.ticket import Ticket
+from kv_transfer.transports.curve import Keyring
 from kv_transfer.transports.loopback import LoopbackNetwork
+from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
 from serving_core import reasons
 from serving_core.layout import KVLayout
 from serving_core.requests import Request, SamplingParams, Work
@@ -161,13 +163,13 @@ A_SEED, B_SEED = 1, 2
 
 
 @asynccontextmanager
-async def nodes(monkeypatch, a_size, b_size, overlap_min_tokens=0):
+async def nodes(monkeypatch, a_size, b_size, overlap_min_tokens=0, network=None):
     """Two nodes, a and b, whose followers obey."""
-    network = LoopbackNetwork()
+    network = network or LoopbackNetwork()
     a, b = Node(network, "a", a_size, A_SEED), Node(network, "b", b_size, B_SEED)
     async with (
-        crew(monkeypatch, a_size - 1, addresses(a)) as a_crew,
-        crew(monkeypatch, b_size - 1, addresses(b)) as b_crew,
+        crew(monkeypatch, a_size - 1, addresses(a), keys(a)) as a_crew,
+        crew(monkeypatch, b_size - 1, addresses(b), keys(b)) as b_crew,
     ):
         tasks = []
         for node, (followers, leaders) in ((a, a_crew), (b, b_crew)):
@@ -187,6 +189,34 @@ async def nodes(monkeypatch, a_size, b_size, overlap_min_tokens=0):
 
 def addresses(node):
     return {rank: receiver.address for rank, receiver in enumerate(node.receivers)}
+
+
+def keys(node):
+    return {rank: sender.transport.key for rank, sender in enumerate(node.senders)}
+
+
+class GuardedNetwork:
+    """Encrypted connections, to which no key is known at first."""
+
+    def listener(self, _):
+        return ZmqListener("tcp://127.0.0.1:*", Keyring())
+
+    def dialer(self):
+        return ZmqDialer(Keyring())
+
+
+@pytest.mark.parametrize(("a_size", "b_size"), [(1, 1), (1, 3), (2, 3), (4, 2)])
+async def test_every_rank_lets_in_the_ranks_that_it_has_heard_of(a_size, b_size, monkeypatch):
+    async with nodes(monkeypatch, a_size, b_size, network=GuardedNetwork()) as (a, b):
+        assert len({*a.transfers.keys}) == a_size
+        b.transfers.admit(a.transfers.keys)
+        ticket = await b.open_to(a, 5)
+        a.transfers.send(5, ticket, IDS)
+        a.transfers.finish(5, IDS, b"tail")
+        await a.sent.until(lambda: a.sent.results)
+        await b.received.until(lambda: b.received.results)
+        assert isinstance(a.sent.results[5], Sent)
+        assert b.bytes_of(IDS) == sliced_bytes(A_SEED, b_size)
 
 
 SIZES = [(1, 1), (2, 1), (1, 3), (2, 3), (4, 2), (8, 4)]

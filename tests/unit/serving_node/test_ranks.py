@@ -6,7 +6,8 @@ import pytest
 
 from protos import inference_pb2, ranks_pb2
 from serving_core.errors import SettingsError
-from serving_core.requests import Request, SamplingParams, Work
+from serving_core.requests import Request, SamplingParams, Share, Work
+from serving_core.settings import EngineSettings
 from serving_node.ranks import leading, stream
 from serving_node.ranks.leading import Followers, Leader, Meeting, share_from_wire
 from serving_node.ranks.processes import check_world, started_rank
@@ -15,7 +16,7 @@ from tests.unit.serving_node.rank_kit import Died, crew, let_die_raise
 
 
 def _work(epoch=7):
-    request = Request("r", epoch, [11, 12, 13, 14, 15], 5, SamplingParams(max_tokens=1))
+    request = Request("r", epoch, [11, 12, 13, 14, 15], 5, SamplingParams(max_tokens=1), adapter="sql")
     return Work(request, 2, 3, [4, 9])
 
 
@@ -28,7 +29,7 @@ async def test_commands_reach_every_follower_in_order(monkeypatch):
             step = (await leader.command()).step
             assert [share.epoch for share in step.shares] == [7]
             share = share_from_wire(step.shares[0])
-            assert (share.token_ids, share.start, share.block_ids, share.samples) == ([13, 14, 15], 2, [4, 9], True)
+            assert share == Share([13, 14, 15], 2, [4, 9], True, adapter="sql")
             assert [(await leader.command()).cancel_transfer.epoch for _ in range(50)] == list(range(50))
 
 
@@ -142,7 +143,7 @@ async def test_strangers_are_sent_away_and_the_follower_is_let_in(monkeypatch):
         writer.write(garbage)
         writer.close()
     assert not gathering.done()
-    leader = await Leader.join(lambda data: [meeting.encode()], "", inference_pb2.RankLoad(rank=1))
+    leader = await Leader.join(lambda data: [meeting.encode()], "", b"", inference_pb2.RankLoad(rank=1))
     await gathering
     for each in (leader.stream, followers.streams[1]):
         each.close()
@@ -177,17 +178,27 @@ def test_a_meeting_is_passed_on_as_bytes():
     assert Meeting.decode(meeting.encode()) == meeting
 
 
+def ranks(tp_size, pp_size=1):
+    return EngineSettings(tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size)
+
+
 def test_ranks_of_the_environment(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert started_rank() is None
-    check_world(4)
+    check_world(ranks(4))
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert started_rank() == 3
-    check_world(4)
-    with pytest.raises(SettingsError, match="is 2, and 4 processes"):
-        check_world(2)
+    check_world(ranks(4))
+    check_world(ranks(2, 2))
+    with pytest.raises(SettingsError, match="--tensor-parallel-size is 2, and 4 processes"):
+        check_world(ranks(2))
+    sentence = "--tensor-parallel-size is 2, --pipeline-parallel-size is 3, and 4 processes"
+    with pytest.raises(SettingsError, match=sentence):
+        check_world(ranks(2, 3))
+    with pytest.raises(SettingsError, match="64 ranks are the most"):
+        check_world(ranks(64, 2))
     monkeypatch.setenv("RANK", "three")
     with pytest.raises(SettingsError, match="three"):
         started_rank()

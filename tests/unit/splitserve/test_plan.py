@@ -5,6 +5,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from kv_transfer.plan import Grid
 from serving_core.layout import KVLayout
 from splitserve.cli import main
 from splitserve.commands.plan_transfer import picture, plan_transfer
@@ -16,8 +17,8 @@ def run(*arguments):
     return result.exit_code, result.stdout, result.stderr
 
 
-def drawn(*sizes):
-    return picture(plan_transfer(*sizes))
+def drawn(prefill_tp, decode_tp, num_kv_heads):
+    return picture(plan_transfer(Grid(prefill_tp), Grid(decode_tp), num_kv_heads))
 
 
 def test_two_ranks_to_four():
@@ -64,7 +65,7 @@ def test_the_ranks_of_large_nodes_are_aligned():
 @pytest.mark.parametrize("decode_tp", range(1, 9))
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 8])
 def test_every_decode_rank_gets_each_of_its_heads_once_from_a_rank_that_holds_it(prefill_tp, decode_tp, num_kv_heads):
-    plan = plan_transfer(prefill_tp, decode_tp, num_kv_heads)
+    plan = plan_transfer(Grid(prefill_tp), Grid(decode_tp), num_kv_heads)
     for rank in plan.decode_ranks:
         lanes = [lane for lane in plan.lanes if lane.decode_rank == rank.rank]
         arrived = sorted(lane.first_head + index for lane in lanes for index in range(lane.num_heads))
@@ -77,7 +78,7 @@ def test_every_decode_rank_gets_each_of_its_heads_once_from_a_rank_that_holds_it
 
 def test_the_bytes_of_ranks_and_lanes():
     layout = KVLayout.uniform(num_layers=2, num_kv_heads=3, head_dim=8, block_size=16, dtype="bfloat16")
-    plan = plan_transfer(2, 1, 3, layout, 33)
+    plan = plan_transfer(Grid(2), Grid(1), 3, layout, 33)
     # One head of a token: 2 layers, K and V, 8 values of 2 bytes. 33 tokens are three blocks of 16.
     head_bytes = 2 * 2 * 8 * 2
     assert [(lane.num_heads, lane.token_bytes, lane.prompt_bytes) for lane in plan.lanes] == [
@@ -86,6 +87,23 @@ def test_the_bytes_of_ranks_and_lanes():
     ]
     assert [rank.prompt_bytes for rank in plan.prefill_ranks] == [48 * head_bytes, 48 * 2 * head_bytes]
     assert [rank.prompt_bytes for rank in plan.decode_ranks] == [48 * 3 * head_bytes]
+
+
+def test_stages_hold_and_send_their_own_layers(tmp_path):
+    layout = KVLayout.uniform(num_layers=5, num_kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16")
+    plan = plan_transfer(Grid(1, 2), Grid(2), 2, layout, 16)
+    head_bytes = 2 * 8 * 2  # K and V of a head of a token in one layer
+    lanes = [(lane.first_layer, lane.num_layers, lane.token_bytes) for lane in plan.lanes]
+    assert lanes == [(0, 2, 2 * head_bytes), (2, 3, 3 * head_bytes)] * 2
+    assert [rank.token_bytes for rank in plan.prefill_ranks] == [2 * 2 * head_bytes, 3 * 2 * head_bytes]
+    assert picture(plan)[1:] == [
+        "rank 0 ■■ layers 0-1  ── head 0 layers 0-1, 1.0 KiB ──▶  rank 0 ■·",
+        "rank 1 ■■ layers 2-4  ── head 0 layers 2-4, 1.5 KiB ──▶",
+        "rank 0 ■■ layers 0-1  ── head 1 layers 0-1, 1.0 KiB ──▶  rank 1 ·■",
+        "rank 1 ■■ layers 2-4  ── head 1 layers 2-4, 1.5 KiB ──▶",
+    ]
+    code, text, _ = run(str(write_fake_model(tmp_path, num_layers=5)), "--prefill-pp", "2")
+    assert (code, "prefill rank 1 sends heads 0-1 in layers 2-4 to decode rank 0" in text) == (0, True)
 
 
 def test_without_a_model_there_are_no_bytes():
@@ -130,6 +148,8 @@ def test_json(tmp_path):
         "decode_rank": 0,
         "first_head": 1,
         "num_heads": 1,
+        "first_layer": 0,
+        "num_layers": 1,
         "token_bytes": 64,
         "prompt_bytes": 2048,
     }
@@ -143,5 +163,9 @@ def test_what_cannot_be_planned(tmp_path):
     assert (code, "not both" in error) == (2, True)
     code, _, error = run("--kv-heads", "2", "--prefill-tp", "65")
     assert (code, "1<=x<=64" in error) == (2, True)
+    code, _, error = run("--kv-heads", "2", "--decode-pp", "2")
+    assert (code, "--kv-heads does not say how many there are" in error) == (2, True)
+    code, _, error = run("--prefill-tp", "64", "--prefill-pp", "2")
+    assert (code, "64 ranks are the most" in error) == (2, True)
     code, _, error = run(str(tmp_path))
     assert (code, error.startswith("Error: ")) == (2, True)

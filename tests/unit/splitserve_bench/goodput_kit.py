@@ -73,11 +73,12 @@ class World:
     settings: CoordinatorSettings | None = None
     costs: object = lambda number: ProfileCosts(PROFILE)
     door: type = Door
+    timeout_s: float = TIMEOUT_S
 
     def run(self):
         """What becomes of it, and the door."""
         agenda, model = Agenda(), ToyModel(VOCAB_SIZE)
-        options = {"max_concurrency": None, "request_timeout_s": TIMEOUT_S, "door_s": DOOR_S}
+        options = {"max_concurrency": None, "request_timeout_s": self.timeout_s, "door_s": DOOR_S}
         clients = LoadClients(agenda, told(self.planned, lambda each: self.limits), model=model, **options)
         door = self.door(agenda, clients)
         fleet = Fleet(agenda, door, self.sizes, model, self.settings or self.size.settings)

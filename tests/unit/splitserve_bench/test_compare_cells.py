@@ -66,7 +66,7 @@ def test_what_was_asked_otherwise_is_another_cell(tmp_path, other):
 def test_a_comparison_of_other_arguments_is_refused(tmp_path, arguments, difference):
     Cells(tmp_path, ARGUMENTS).save(CELL, MEASURED)
     with pytest.raises(
-        SettingsError, match=f"holds a comparison of other arguments: {difference}; give another folder"
+        SettingsError, match=f"holds a comparison of other arguments or code: {difference}; give another folder"
     ):
         Cells(tmp_path, arguments)
     assert CELL in Cells(tmp_path, ARGUMENTS)  # it is as it was

@@ -193,7 +193,7 @@ async def test_a_comparison_that_was_killed_goes_on_with_what_is_missing(tmp_pat
         other = await compare(model, folder, a, b, c, words=["--seed", "1"])
         _, errors = await other.communicate()
     assert other.returncode == 2
-    assert "holds a comparison of other arguments: its bench.seed is 0, not 1; give another folder" in errors.decode()
+    assert "holds a comparison of other arguments or code: its bench.seed is 0, not 1;" in errors.decode()
     probes = json.loads(output)["contenders"][2]["probes"]
     assert [(probe["num_good"], probe["is_repeated"]) for probe in probes] == [(5, True), (5, False)]
     assert not any("ttft_ms" in seen.asked for script in (first, second, third) for seen in script.seen.values())

@@ -3,16 +3,31 @@
 It has 3 layers of 4 heads and 2 KV heads of 12, hidden size 48, inner size 80 and 260 token ids.
 """
 
+from dataclasses import replace
+
 import pytest
 import transformers
 
+from engine.engine import Engine
+from serving_core.errors import SettingsError
 from serving_core.model_config import read_model_config
-from splitserve_bench.engine.costs import body_parameters, decode_flops, decode_kv_bytes, head_parameters, prompt_flops
-from splitserve_bench.engine.random_models import SHAPES, Shape, write_random_model
+from serving_core.settings import EngineSettings
+from splitserve_bench.engine.costs import (
+    body_parameters,
+    decode_flops,
+    decode_kv_bytes,
+    head_parameters,
+    prompt_flops,
+    share_of_experts,
+)
+from splitserve_bench.engine.engine import read_weight_bytes
+from splitserve_bench.engine.random_models import SHAPES, Shape, shape_of, write_random_model
+from tests.foreign_models import write_foreign_model
 from tests.tiny_models import write_tiny_model
 
 LAYER = 48 * 48 + 2 * 48 * 24 + 48 * 48 + 3 * 48 * 80  # q, k and v, o, gate and up and down
 TINY = Shape("Qwen3ForCausalLM", "qwen3", 48, 3, 4, 2, 16, 80, 260, 1024)
+MIXTURE = Shape("Qwen3MoeForCausalLM", "qwen3_moe", 48, 3, 4, 2, 16, 80, 260, 1024, 6, 2, 24)
 
 
 @pytest.fixture
@@ -50,25 +65,51 @@ def test_a_decode_step_reads_the_kv_of_all_contexts(config):
 
 @pytest.mark.parametrize(
     ("name", "millions"),
-    [("qwen3-0.6b", 596), ("llama-3.2-1b", 1236), ("smollm2-135m", 134)],  # as published, less norms
+    [
+        ("qwen3-0.6b", 596),
+        ("llama-3.2-1b", 1236),
+        ("smollm2-135m", 134),
+        ("qwen3-30b-a3b", 30_532 - 311),  # whose head is tied here
+    ],  # as published, less norms
 )
 def test_shapes_have_as_many_parameters_as_their_models(name, millions):
-    shape = SHAPES[name]
-    assert _num_parameters(shape) // 10**6 in (millions - 1, millions)
+    assert SHAPES[name].num_parameters // 10**6 in (millions - 1, millions)
 
 
-def test_a_random_model_is_one_that_transformers_can_read(tmp_path):
-    write_random_model(tmp_path, TINY)
+@pytest.mark.parametrize("shape", [TINY, MIXTURE], ids=lambda shape: shape.model_type)
+def test_a_random_model_is_one_that_transformers_can_read(shape, tmp_path):
+    write_random_model(tmp_path, shape)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 2)
-    assert matrices == _num_parameters(TINY)
+    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
+    assert matrices == shape.num_parameters
     config = read_model_config(tmp_path)
-    assert body_parameters(config) + head_parameters(config) == matrices
+    not_taken = 3 * 3 * 48 * 24 * (shape.num_experts - shape.num_chosen)
+    assert body_parameters(config) + head_parameters(config) == matrices - not_taken
     assert (config.dtype, config.tie_word_embeddings) == ("bfloat16", True)
 
 
-def _num_parameters(shape):
-    heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    layer = shape.hidden_size * (2 * heads + 2 * kv_heads + 3 * shape.intermediate_size)
-    return shape.num_layers * layer + shape.vocab_size * shape.hidden_size
+def test_a_mixture_costs_what_its_tokens_take(tmp_path):
+    attention, dense = 2 * 48 * 48 + 2 * 48 * 24, 3 * 48 * 80
+    fields = {"mlp_only_layers": [1], "num_key_value_heads": 2, "head_dim": 12}
+    config = read_model_config(write_foreign_model(tmp_path, "qwen2_moe", num_hidden_layers=3, **fields))
+    mixture = 6 * 48 + 2 * 3 * 48 * 24 + 48 + 3 * 48 * 40  # gate, two of six experts, the shared one and its gate
+    assert body_parameters(config) == 3 * attention + dense + 2 * mixture
+    assert share_of_experts(config, 1) == pytest.approx(2 / 6)
+    assert share_of_experts(config, 3) == pytest.approx(1 - (4 / 6) ** 3)
+
+
+def test_experts_that_no_token_takes_are_not_read(tmp_path):
+    loaded = Engine(EngineSettings(model=str(write_foreign_model(tmp_path, "mixtral")), num_kv_blocks=8))
+    one, many = read_weight_bytes(loaded, 1), read_weight_bytes(loaded, 1000)
+    experts = 4 * 6 * 3 * 48 * 80 * 4  # layers, experts, projections, bytes
+    assert many - one == pytest.approx(4 / 6 * experts, rel=0.01)
+
+
+def test_only_what_fits_into_memory_is_written(monkeypatch):
+    monkeypatch.setattr("splitserve_bench.engine.random_models.available_bytes", lambda: 10 * 2**30)
+    assert shape_of("qwen3-30b-a3b", 4) == replace(SHAPES["qwen3-30b-a3b"], num_layers=4)
+    with pytest.raises(SettingsError, match=r"48 layers of qwen3-30b-a3b take 56\.\d GiB, and 10\.0 GiB of memory are"):
+        shape_of("qwen3-30b-a3b", 0)
+    with pytest.raises(SettingsError, match="--layers 49: qwen3-30b-a3b has 48"):
+        shape_of("qwen3-30b-a3b", 49)

@@ -171,10 +171,13 @@ def test_an_error_of_a_node_is_told_in_its_words(tmp_path):
 
 async def test_a_node_is_gone_even_when_it_is_cancelled_twice(tmp_path):
     settings = dataclasses.asdict(EngineSettings(model=str(tmp_path)))
+    others = set(psutil.Process().children())
     measuring = asyncio.create_task(figures_of(NODE_MODULE, NodeTask(settings, "", (1,), (), 1), "prefill node", str))
     async with asyncio.timeout(DEADLINE_S):
-        while not (children := psutil.Process().children()):
+        while not (children := set(psutil.Process().children()) - others):
             await asyncio.sleep(0.01)
+    for _ in range(10):  # it is there before asyncio has all its pipes
+        await asyncio.sleep(0.01)
     measuring.cancel()
     await asyncio.sleep(0)
     measuring.cancel()

@@ -133,6 +133,7 @@ def test_one_node_on_all_cores_has_a_profile_of_its_own(words, tmp_path):
 # ---- what is saved ----
 
 
+@pytest.mark.long
 def test_a_pass_that_was_killed_goes_on_where_it_was(words, tmp_path):
     begun, whole = tmp_path / "begun", tmp_path / "whole"
     command = [sys.executable, "-m", "splitserve", "bench", "dominance", *map(str, words), "--seeds", "6"]
@@ -153,6 +154,7 @@ def test_a_pass_that_was_killed_goes_on_where_it_was(words, tmp_path):
     assert figures_of(again) == figures_of(dominance(*words, "--seeds", "6", "--json", "--save-dir", whole))
 
 
+@pytest.mark.long
 def test_more_seeds_add_to_what_is_there_and_other_arguments_do_not_use_it(words, tmp_path):
     def missing(*more):
         result = dominance(*words, *more, "--save-dir", tmp_path / "runs", "--json")
@@ -174,6 +176,13 @@ def test_a_run_is_known_by_what_its_files_say_not_by_where_they_are(trace, tmp_p
     others = {"rate": 2.5, "seed": 1, "fleet": FleetSize(1, 0, 1), "tpot_s": 0.04, "load": load_of(trace, 0.5)}
     digests = {replace(run, **{name: value}).digest for name, value in others.items()}
     assert len(digests - {run.digest}) == len(others)
+
+
+def test_a_run_of_other_code_is_another_run(trace, monkeypatch):
+    run = Run(str(trace), load_of(trace), 20, 2.0, 0.4, 0.03, FleetSize(1, 1), 0, 600.0)
+    before = run.digest
+    monkeypatch.setattr("splitserve_bench.dominance.runs.code_digest", lambda packages: "another")
+    assert run.digest != before
 
 
 def test_a_file_of_nobody_is_named(trace, tmp_path):

@@ -53,6 +53,46 @@ def test_goodput_is_back_soon_after_an_overload_where_only_the_timely_are_admitt
         assert findings.back_s <= BACK_S
 
 
+@pytest.mark.long
+@fleets
+def test_an_overload_of_half_a_minute_costs_little_and_is_soon_over(counts):
+    """And nobody is turned away who has read the beginning of an answer."""
+    stages, planned = staged("0.8x20,3x30,0.8x30", counts, 0)
+    outcomes, _ = World(fleet_of(counts, ADMIT_TIMELY), planned).run()
+    before, during, after = findings_of(outcomes, stages, LIMITS, 0.9).by_stage
+    assert during.goodput_per_s >= 0.8 * max(before.goodput_per_s, after.goodput_per_s)
+    back_s = findings_of(outcomes, stages, LIMITS, 0.8 * before.attainment).back_s
+    assert back_s is not None
+    assert back_s <= BACK_S
+    assert not [outcome for outcome in outcomes if outcome.error and outcome.arrivals_s]
+
+
+class Leaving(Door):
+    """Clients wait so long and no longer."""
+
+    PATIENCE_S = 3.0
+
+    def submit(self, request_id, *arguments, **options):
+        super().submit(request_id, *arguments, **options)
+        self.agenda.after(self.PATIENCE_S, lambda: self.coordinator.abort(request_id))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"timeout_s": Leaving.PATIENCE_S}, {"door": Leaving}],
+    ids=["their time is up", "their clients are gone"],
+)
+@fleets
+def test_what_nobody_waits_for_is_not_computed(counts, options):
+    """All is taken in, and 40 s of work left when the overload is over."""
+    stages, planned = staged("3x20,0.4x15", counts, 0)
+    outcomes, _ = World(fleet_of(counts, ADMIT_ALL), planned, **options).run()
+    calm_s = stages[0].end_s + Leaving.PATIENCE_S + 1.0
+    calm = [outcome for outcome in outcomes if outcome.scheduled_s > calm_s]
+    in_time = [outcome for outcome in calm if outcome.arrivals_s and ttft_s(outcome) <= LIMITS.ttft_s]
+    assert len(in_time) >= 0.9 * len(calm) > 10
+
+
 class Returning(Door):
     """Whoever is told that it would be late comes back once, when it is told to."""
 

@@ -329,7 +329,7 @@ def test_nodes_on_several_hosts_are_started_one_by_one(nodes):
 
 
 def test_a_model_that_is_not_served_gets_no_command(tmp_path):
-    nodes = asked_nodes(model=str(model_folder(tmp_path / "opt-13b", OPT)))
+    nodes = asked_nodes(model=str(model_folder(tmp_path / "opt-13b", OPT | {"is_encoder_decoder": True})))
     study = study_of(asked(nodes))
     assert "does not serve it" in commands_of(study, study.plans[0])[0]
 

@@ -6,14 +6,13 @@ import random
 import statistics
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.arrivals import send_times_s
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 200),
     st.floats(0.01, 1e4),

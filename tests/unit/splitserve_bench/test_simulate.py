@@ -184,7 +184,8 @@ def test_a_node_that_is_stuck_is_given_up_and_comes_back():
     assert (first.error, second.error) == ("", "")
     assert CoordinatorSettings().step_timeout_s < first.ended_s < CoordinatorSettings().step_timeout_s + 5
     assert second.ended_s < 601
-    assert sorted(node.name for node in fleet.coordinator.registry.nodes) == ["a", "b"]
+    assert [node.name for node in fleet.coordinator.registry.nodes] == ["a", "b"]
+    assert fleet.coordinator.registry.named("a").session == 3  # it came back once, when the step had ended
 
 
 # ---- the command ----

@@ -25,7 +25,13 @@ def test_without_trouble_everyone_gets_the_whole_answer():
 
 
 @pytest.mark.parametrize(
-    ("has_limits", "priorities"), [(True, (0,)), (False, PRIORITIES), (True, PRIORITIES)], ids=["l", "p", "l+p"]
+    ("has_limits", "priorities"),
+    [
+        pytest.param(True, (0,), marks=pytest.mark.long),
+        pytest.param(False, PRIORITIES, marks=pytest.mark.long),
+        (True, PRIORITIES),
+    ],
+    ids=["l", "p", "l+p"],
 )
 def test_limits_and_priorities_let_nobody_wait_for_ever(has_limits, priorities):
     for seed in range(100):
@@ -46,6 +52,7 @@ def test_one_kind_of_trouble(trouble):
     assert seen[happened] > 10, seen
 
 
+@pytest.mark.long
 def test_all_kinds_of_trouble_together():
     seen = Counter()
     for seed in range(150):
@@ -91,8 +98,10 @@ def compare_deadlines(world):
                     yield "after a move"
 
 
-@pytest.mark.parametrize("limits", [False, True], ids=["no limits", "limits and priorities"])
-@pytest.mark.parametrize("troubles", [(), TROUBLES], ids=["calm", "trouble"])
+@pytest.mark.parametrize(
+    "limits", [pytest.param(False, marks=pytest.mark.long), True], ids=["no limits", "limits and priorities"]
+)
+@pytest.mark.parametrize("troubles", [pytest.param((), marks=pytest.mark.long), TROUBLES], ids=["calm", "trouble"])
 def test_streaks_change_nothing(troubles, limits):
     """Steps that are taken in for less give what single steps give, to the last bit of every time."""
     asked = {"has_limits": True, "priorities": PRIORITIES} if limits else {}
@@ -104,7 +113,9 @@ def test_streaks_change_nothing(troubles, limits):
         assert loads[0] == loads[1]
 
 
-@pytest.mark.parametrize("priorities", [(0,), PRIORITIES], ids=["equal", "it is the least important"])
+@pytest.mark.parametrize(
+    "priorities", [pytest.param((0,), marks=pytest.mark.long), PRIORITIES], ids=["equal", "it is the least important"]
+)
 @pytest.mark.parametrize("fleet", FLEETS, ids="+".join)
 def test_the_oldest_finishes_though_younger_ones_come_without_end(fleet, priorities):
     """It needs the whole pool of each node."""

@@ -40,7 +40,13 @@ def test_a_spread():
 
 @pytest.mark.parametrize(
     ("transport", "yardstick", "ratio"),
-    [("zmq-ipc", TCP, 0.8), ("zmq-tcp", TCP, 0.8), ("torch_dist-gloo", TCP, 0.8), ("loopback", COPY, 0.02)],
+    [
+        ("zmq-ipc", TCP, 0.8),
+        ("zmq-tcp", TCP, 0.8),
+        ("zmq-curve", TCP, 0.8),
+        ("torch_dist-gloo", TCP, 0.8),
+        ("loopback", COPY, 0.02),
+    ],
 )
 def test_rates_and_ratios_are_those_of_the_fastest(transport, yardstick, ratio):
     figures = figures_of(transport, 32, 10_000_000, [sample(0.08), sample(0.05), sample(0.07)], PLAIN)
@@ -157,8 +163,8 @@ async def test_a_receiving_process_that_cannot_obey_says_so_and_goes_on(tmp_path
             await peer.ask(unknown=True)
         large, small = (KVLayout.uniform(1, *sizes, "float32") for sizes in ((1024,) * 3, (1, 4, 4)))
         with pytest.raises(BenchError, match="of memory are free"):
-            await peer.ask(open=large.uniform_fields(), pool_blocks=2**20, transports=[])
-        await peer.ask(open=small.uniform_fields(), pool_blocks=1, transports=["zmq-tcp"])
+            await peer.ask(open=large.uniform_fields(), pool_blocks=2**20, transports=[], keys=[])
+        await peer.ask(open=small.uniform_fields(), pool_blocks=1, transports=["zmq-tcp"], keys=[])
         await peer.ask(close=True)
 
 

@@ -1,4 +1,4 @@
-"""How many requests come, lately. Pure."""
+"""How often something happens, lately. Pure."""
 
 from collections import deque
 from typing import Final
@@ -6,18 +6,18 @@ from typing import Final
 MAX_SAMPLES: Final = 32
 
 
-class Arrivals:
-    """Of new requests, those that are refused too."""
+class Pace:
+    """Of one kind of event."""
 
     def __init__(self) -> None:
         self._times_s: deque[float] = deque(maxlen=MAX_SAMPLES)
 
-    def came(self, now: float) -> None:
-        """A request is here."""
+    def happened(self, now: float) -> None:
+        """Once more."""
         self._times_s.append(now)
 
     def per_s(self, now: float) -> float:
-        """Requests a second, over the last MAX_SAMPLES; 0 before there are two."""
+        """Times a second, over the last MAX_SAMPLES; 0 before there are two."""
         if len(self._times_s) < 2:
             return 0.0
         seconds = now - self._times_s[0]

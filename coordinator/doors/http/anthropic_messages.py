@@ -1,0 +1,236 @@
+"""Anthropic's /v1/messages. Pure."""
+
+import json
+from collections.abc import Iterator
+from typing import Any, Final
+
+from coordinator.doors.http import sse
+from coordinator.doors.http.conversations import ASSISTANT, MAX_PARTS, messages_in, text_of, text_of_parts
+from coordinator.doors.http.dialects import ChatBody, Object, Translation, num_cached
+from coordinator.doors.http.errors import anthropic_error_object
+from coordinator.doors.http.fields import Fields, shown
+from coordinator.doors.http.known_fields import MESSAGES, settle
+from coordinator.doors.http.tools import MAX_TOOLS
+from coordinator.text.calls.reader import Kind
+from serving_core.errors import RequestError
+
+SYSTEM: Final = "system"
+ROLES: Final = ("user", ASSISTANT, SYSTEM)
+TEXT: Final = "text"
+
+_OF_TEXTS: Final = ("cache_control", "citations")  # that tell a model nothing
+_OF_TOOLS: Final = ("cache_control", "eager_input_streaming", "input_examples")
+_PLACES: Final = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "json_schema": "output_config.format.schema",
+    "reasoning_effort": "output_config.effort",
+}
+_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
+_STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_BLOCKS: Final = {Kind.TEXT: TEXT, Kind.REASONING: "thinking"}
+
+
+class MessagesCall(Translation):
+    """One call: an answer's parts are the blocks of its message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._blocks: list[Object] = []
+
+    # ---- what was asked ----
+
+    def _body(self, fields: Fields) -> ChatBody:
+        settle(fields, MESSAGES)
+        body = ChatBody(fields, _PLACES)
+        if system := _text(fields, "system"):
+            body.add_message("system", SYSTEM, content=system)
+        _read_messages(fields, body)
+        body.take(fields, max_tokens="max_tokens", stop="stop_sequences")
+        _read_tools(fields, body)
+        _read_thinking(fields, body)
+        return body
+
+    # ---- what is answered ----
+
+    def _begin(self) -> Iterator[Object]:
+        yield {"type": "message_start", "message": self._message()}
+
+    def _open(self, kind: Kind, call: Object) -> Iterator[Object]:
+        match kind:
+            case Kind.TEXT:
+                block: Object = {"type": TEXT, TEXT: "", "citations": None}
+            case Kind.REASONING:
+                block = {"type": "thinking", "thinking": "", "signature": ""}
+            case _:
+                block = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}
+        self._blocks.append(block)
+        yield self._of_block("start", content_block=block)
+
+    def _more(self, kind: Kind, text: str) -> Object:
+        if (name := _BLOCKS.get(kind)) is None:
+            return self._of_block("delta", delta={"type": "input_json_delta", "partial_json": text})
+        return self._of_block("delta", delta={"type": f"{name}_delta", name: text})
+
+    def _close(self, kind: Kind, text: str) -> Iterator[Object]:
+        name = _BLOCKS.get(kind)
+        self._blocks[-1] |= {"input": _input(text)} if name is None else {name: text}
+        yield self._of_block("stop")
+
+    def _ending(self) -> Iterator[Object]:
+        message = self._whole()
+        told = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+        yield {"type": "message_delta", "delta": told, "usage": message["usage"]}
+        yield {"type": "message_stop"}
+
+    def _whole(self) -> Object:
+        assert self._last is not None, "the answer has not ended"
+        reason, matched = self._last["finish_reason"], self._last["stop_reason"]
+        stop_reason = _STOP_REASONS.get(reason, reason)
+        if isinstance(matched, str) and reason == "stop":
+            return self._message(stop_reason="stop_sequence", stop_sequence=matched)
+        return self._message(stop_reason=stop_reason)
+
+    def failure(self, error: RequestError) -> bytes:
+        return sse.named_event(anthropic_error_object(error))
+
+    def _message(self, **others: Any) -> Object:
+        return {
+            "id": f"msg_{self._id}",
+            "type": "message",
+            "role": ASSISTANT,
+            "model": self._completion["model"],
+            "content": [*self._blocks],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(self._usage),
+            **others,
+        }
+
+    def _of_block(self, name: str, **others: Any) -> Object:
+        return {"type": f"content_block_{name}", "index": len(self._blocks) - 1, **others}
+
+
+def _read_messages(fields: Fields, body: ChatBody) -> None:
+    for message in messages_in(fields):
+        role = message.text("role") or ""
+        if role not in ROLES:
+            raise message.error("role", f"one of {', '.join(ROLES)}")
+        if not isinstance(message.raw("content"), list):
+            body.add_message(message.place, role, content=_required_text(message, "content"))
+        elif role == ASSISTANT:
+            _add_answer(message, body)
+        else:
+            _add_question(message, role, body)
+    last = body.messages[-1]
+    if last["role"] == ASSISTANT and "tool_calls" not in last:  # which the client has begun for the model
+        body.values["continue_final_message"] = True
+
+
+def _add_answer(message: Fields, body: ChatBody) -> None:
+    """What the model said: thoughts, text and calls are one message."""
+    said = body.add_message(message.place, ASSISTANT)
+    texts: dict[str, list[str]] = {}
+    for block in message.objects("content", MAX_PARTS):
+        match block.text("type"):
+            case "thinking":
+                block.raw("signature")
+                texts.setdefault("reasoning_content", []).append(_required_text(block, "thinking"))
+            case "tool_use":
+                for name in ("cache_control", "caller"):
+                    block.raw(name)
+                if not isinstance(given := block.raw("input"), dict):
+                    raise block.error("input", "an object")
+                body.add_call(block.place, block.text("id"), block.raw("name"), arguments=given, named="input")
+            case _:
+                texts.setdefault("content", []).append(text_of(block, (TEXT,), without_effect=_OF_TEXTS))
+    said |= {name: "\n".join(parts) for name, parts in texts.items()}
+
+
+def _add_question(message: Fields, role: str, body: ChatBody) -> None:
+    """What the model is told: results of calls are messages of their own."""
+    texts: list[str] = []
+    for block in message.objects("content", MAX_PARTS):
+        if block.text("type") == "tool_result":
+            block.raw("cache_control")
+            content = _text(block, "content")
+            told = f"Error: {content}" if block.boolean("is_error") else content
+            body.add_message(block.place, "tool", tool_call_id=block.text("tool_use_id"), content=told)
+        else:
+            texts.append(text_of(block, (TEXT,), without_effect=_OF_TEXTS))
+    if texts:
+        body.add_message(message.place, role, content="\n".join(texts))
+
+
+def _read_tools(fields: Fields, body: ChatBody) -> None:
+    for tool in fields.objects("tools", MAX_TOOLS):
+        if (kind := tool.text("type")) not in (None, "custom"):
+            raise tool.problem("type", f"({shown(kind)}) is not supported: it must be custom")
+        for name in _OF_TOOLS:
+            tool.raw(name)
+        body.add_tool(tool, parameters="input_schema")
+    if (choice := fields.nested("tool_choice")) is None:
+        return
+    if choice.boolean("disable_parallel_tool_use"):
+        body.values["parallel_tool_calls"] = False
+    kind = choice.text("type") or ""
+    if kind == "tool":
+        body.force_tool(choice)
+    elif kind in _CHOICES:
+        body.values["tool_choice"] = _CHOICES[kind]
+    else:
+        raise choice.error("type", f"tool or one of {', '.join(_CHOICES)}")
+
+
+def _read_thinking(fields: Fields, body: ChatBody) -> None:
+    """How much the model is to think, and what its answer is made to be."""
+    kwargs = fields.raw("chat_template_kwargs")
+    if (thinking := fields.nested("thinking")) is not None:
+        kind = thinking.text("type")
+        if kind not in ("enabled", "disabled", "adaptive"):
+            raise thinking.error("type", "enabled, disabled or adaptive")
+        for name in ("budget_tokens", "display"):  # the budget is a target in this API, and no limit
+            thinking.raw(name)
+        if isinstance(kwargs, dict | None):
+            kwargs = {"enable_thinking": kind != "disabled", **(kwargs or {})}
+    config = fields.nested("output_config") or Fields({})
+    body.values |= {"reasoning_effort": config.text("effort"), "chat_template_kwargs": kwargs}
+    if (form := config.nested("format")) is not None:
+        if (kind := form.text("type")) != "json_schema":
+            raise form.problem("type", f"({shown(kind)}) is not supported: it must be json_schema")
+        body.values["response_format"] = {"type": kind, "json_schema": {"schema": form.raw("schema")}}
+
+
+def _required_text(fields: Fields, name: str) -> str:
+    text = fields.text(name)
+    if text is None:
+        raise fields.error(name, "a string or a list of blocks")
+    return text
+
+
+def _text(fields: Fields, name: str) -> str:
+    """A string, or the text of a list of blocks; empty when it is missing."""
+    if isinstance(fields.raw(name), list):
+        return text_of_parts(fields, name, (TEXT,), without_effect=_OF_TEXTS)
+    return fields.text(name) or ""
+
+
+def _input(arguments: str) -> Object:
+    """The arguments of a call as an object. What the model wrote else is told under a name of its own: a tool should
+    not take it for a call without any."""
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"arguments": arguments}
+
+
+def _usage(usage: Object | None) -> Object:
+    """Tokens that were cached count apart from the others."""
+    assert usage is not None, "every event has its usage"
+    return {
+        "input_tokens": usage["prompt_tokens"] - num_cached(usage),
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": num_cached(usage),
+        "output_tokens": usage["completion_tokens"],
+    }

@@ -1,0 +1,158 @@
+"""From the JSON of a conversation to what a chat template is given. Pure."""
+
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+from coordinator.doors.http.fields import Fields, object_in, shown
+from coordinator.doors.validation import MAX_MESSAGES, MAX_TEMPLATE_KWARGS_CHARS
+from coordinator.text.calls.reader import MAX_CALLS, NAME
+from protos.inference_pb2 import ChatInput, ChatMessage
+
+MAX_PARTS: Final = 1024  # of one message
+MAX_TEMPLATE_KWARGS: Final = 64
+MAX_ARGUMENTS_CHARS: Final = 2**20  # of one call
+ASSISTANT: Final = "assistant"
+REASONING_EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+_TEXTS: Final = ("name", "reasoning_content", "tool_call_id")
+
+
+def parse_conversation(fields: Fields, *, has_tools: bool) -> ChatInput:
+    """What the chat template is given, with the tools or without. Raises RequestError."""
+    return _chat_input(fields, parse_messages(fields), has_tools=has_tools)
+
+
+def parse_conversations(fields: Fields, limit: int) -> list[ChatInput]:
+    """The same of several conversations without tools, of which `messages` is a list. Raises RequestError."""
+    conversations = fields.lists("messages", limit)
+    if not conversations:
+        raise fields.problem("messages", "is missing or empty: a batch needs at least one conversation")
+    return [_chat_input(fields, parse_messages(each, ""), has_tools=False) for each in conversations]
+
+
+def _chat_input(fields: Fields, messages: list[ChatMessage], *, has_tools: bool) -> ChatInput:
+    return ChatInput(
+        messages=messages,
+        tools_json=fields.as_json("tools", fields.raw("tools")) if has_tools else "",
+        template_kwargs_json=_template_kwargs_json(fields),
+        add_generation_prompt=fields.boolean("add_generation_prompt"),
+        continue_final_message=fields.boolean("continue_final_message") or False,
+    )
+
+
+def _template_kwargs_json(fields: Fields) -> str:
+    text = fields.as_json("chat_template_kwargs", _template_kwargs(fields))
+    if len(text) > MAX_TEMPLATE_KWARGS_CHARS:  # before there are copies of it
+        problem = f"has {len(text)} characters, the limit is {MAX_TEMPLATE_KWARGS_CHARS}"
+        raise fields.problem("chat_template_kwargs", problem)
+    return text
+
+
+def _template_kwargs(fields: Fields) -> dict[str, Any]:
+    """The variables that a request gives the template; what it says of the effort is said in those that templates
+    know."""
+    kwargs = fields.mapping("chat_template_kwargs", MAX_TEMPLATE_KWARGS) or {}
+    effort = fields.text("reasoning_effort")
+    if effort is None:
+        return kwargs
+    if effort not in REASONING_EFFORTS:
+        raise fields.error("reasoning_effort", f"one of {', '.join(REASONING_EFFORTS)}")
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none", **kwargs}
+
+
+def parse_messages(fields: Fields, name: str = "messages") -> list[ChatMessage]:
+    """The conversation in a field. Raises RequestError."""
+    return [_message(message) for message in messages_in(fields, name)]
+
+
+def messages_in(fields: Fields, name: str = "messages") -> list[Fields]:
+    """The messages of a conversation, of which there is at least one. Raises RequestError."""
+    messages = fields.objects(name, MAX_MESSAGES)
+    if not messages:
+        raise fields.problem(name, "is missing or empty: a conversation needs at least one message")
+    return messages
+
+
+def _message(message: Fields) -> ChatMessage:
+    role = message.text("role")
+    if not role:
+        raise message.error("role", "a string such as user")
+    if message.raw("function_call"):
+        raise message.problem("function_call", "is not supported: send tool_calls")
+    if isinstance(message.raw("content"), list):
+        content = text_of_parts(message, "content")
+    else:
+        content = message.text("content") or ""
+        if "content" not in message and role != ASSISTANT:
+            raise message.error("content", "a string or a list of text parts")
+    return ChatMessage(role=role, content=content, extra_json=_extra_json(message))
+
+
+def text_of_parts(
+    message: Fields, name: str, kinds: Collection[str] = ("text",), *, without_effect: Collection[str] = ()
+) -> str:
+    """The text of a list of parts, which must all be of these kinds. Raises RequestError."""
+    parts = message.objects(name, MAX_PARTS)
+    return "\n".join(text_of(part, kinds, without_effect=without_effect) for part in parts)
+
+
+def text_of(part: Fields, kinds: Collection[str] = ("text",), *, without_effect: Collection[str] = ()) -> str:
+    """The text of one part of these kinds. Raises RequestError."""
+    for name in without_effect:
+        part.raw(name)
+    kind = part.text("type")
+    if kind not in kinds:
+        raise part.problem("type", f"{shown(kind)} is not supported: this model reads text alone")
+    text = part.text("text")
+    if text is None:
+        raise part.error("text", "a string")
+    return text
+
+
+def _extra_json(message: Fields) -> str:
+    """What a message has beside role and content."""
+    extra: dict[str, Any] = {name: message.text(name) for name in _TEXTS if name in message}
+    if calls := message.objects("tool_calls", MAX_CALLS):
+        extra["tool_calls"] = [_call(call) for call in calls]
+    return message.as_json("tool_calls", extra)
+
+
+def _call(call: Fields) -> Mapping[str, Any]:
+    """A call that was made earlier. Templates take the arguments as an object."""
+    function = function_of(call)
+    call.raw("index")  # which events have
+    known = {"id": call.text("id")} if "id" in call else {}
+    return {**known, "type": "function", "function": {"name": name_of(function), "arguments": _arguments(function)}}
+
+
+def _arguments(function: Fields) -> Mapping[str, Any]:
+    if isinstance(given := function.raw("arguments"), dict):
+        return given
+    text = function.text("arguments")
+    if not text:
+        return {}
+    if len(text) > MAX_ARGUMENTS_CHARS:
+        raise function.problem("arguments", f"has {len(text)} characters, the limit is {MAX_ARGUMENTS_CHARS}")
+    arguments = object_in(text)
+    if arguments is None:
+        raise function.error("arguments", "a JSON object in a string")
+    return arguments
+
+
+def function_of(parent: Fields) -> Fields:
+    """Of a tool or a call. Raises RequestError for what is not of this type."""
+    kind = parent.text("type")
+    if kind not in (None, "function"):
+        raise parent.problem("type", f"{shown(kind)} is not supported: it must be function")
+    function = parent.nested("function")
+    if function is None:
+        raise parent.error("function", "an object")
+    return function
+
+
+def name_of(function: Fields) -> str:
+    """Raises RequestError for what is no name."""
+    name = function.text("name")
+    if name is None or not NAME.fullmatch(name):
+        raise function.error("name", f"a name that matches {NAME.pattern}")
+    return name

@@ -1,0 +1,82 @@
+"""What the coordinator's ports do TLS with, taken anew from its files whenever they change."""
+
+import logging
+import ssl
+from typing import Any, Final
+
+import grpc
+
+from serving_core.tls import Pems, TlsError, TlsFiles, read_tls
+
+logger = logging.getLogger(__name__)
+
+HTTP: Final = ("http/1.1",)
+
+
+class ServerTls:
+    """The certificate that servers show, and the CA of those that they ask for. Connections keep what they began with,
+    later ones get what `refresh` has found. Raises TlsError."""
+
+    def __init__(self, files: TlsFiles, *, verifies_clients: bool) -> None:
+        self._files = files
+        self._verifies_clients = verifies_clients
+        self._stamps = files.stamps()
+        self._pems, self._newest = self._read()
+
+    def refresh(self) -> None:
+        """To be called now and then. What does not fit together, as while files are being exchanged, is not taken."""
+        if (stamps := self._files.stamps()) == self._stamps:
+            return
+        self._stamps = stamps
+        try:
+            self._pems, self._newest = self._read()
+        except TlsError as error:
+            logger.warning("the certificate stays what it was: %s", error)
+        else:
+            logger.info("new connections get the certificate that has come")
+
+    def grpc_credentials(self, *, verifies: bool) -> grpc.ServerCredentials:
+        """For a port; `verifies` has it ask every client for a certificate of the CA."""
+        in_use = self._pems
+
+        def fetch() -> Any:
+            """What the next handshake is to use, None for what it used before. Called in threads of gRPC's."""
+            nonlocal in_use
+            newest = self._pems
+            if newest is in_use:
+                return None
+            in_use = newest
+            return _configuration(newest, verifies)
+
+        return grpc.dynamic_ssl_server_credentials(_configuration(in_use, verifies), fetch, verifies)
+
+    def http_context(self) -> ssl.SSLContext:
+        """For a port; each of its handshakes goes on with the newest context."""
+        context = self._context()
+
+        def take_newest(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+            connection.context = self._newest
+
+        context.sni_callback = take_newest  # called for every client, whether it names a server or not
+        return context
+
+    def _read(self) -> tuple[Pems, ssl.SSLContext]:
+        return read_tls(self._files), self._context()
+
+    def _context(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.set_alpn_protocols(HTTP)
+        try:
+            context.load_cert_chain(self._files.cert, self._files.key)
+            if self._verifies_clients:
+                context.load_verify_locations(self._files.ca)
+                context.verify_mode = ssl.CERT_REQUIRED
+        except OSError as error:  # ssl.SSLError too: the files have changed since they were read
+            raise TlsError(f"the TLS files do not fit together: {error.strerror}") from error
+        return context
+
+
+def _configuration(pems: Pems, verifies: bool) -> Any:
+    assert pems.key is not None
+    assert pems.cert is not None
+    return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.ca if verifies else None)

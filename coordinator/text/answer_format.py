@@ -1,0 +1,96 @@
+"""How a model writes its answers: whether it thinks first, and what its calls of tools look like."""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from coordinator.text import reasoning
+from coordinator.text.calls.hermes import HermesReader
+from coordinator.text.calls.llama3 import Llama3Reader
+from coordinator.text.calls.mistral import MistralReader
+from coordinator.text.calls.pythonic import PythonicReader
+from coordinator.text.calls.reader import CallReader, Kind, Piece
+from coordinator.text.reasoning import ReasoningReader
+
+AUTO, NONE, THINK = "auto", "none", "think"
+READERS: Final[Mapping[str, type[CallReader]]] = {
+    "hermes": HermesReader,
+    "llama3": Llama3Reader,
+    "mistral": MistralReader,
+    "pythonic": PythonicReader,
+}
+CALL_FORMATS: Final = (AUTO, *READERS, NONE)
+REASONING_FORMATS: Final = (AUTO, THINK, NONE)
+
+# By what a chat template shows or tells of calls, each is known; the first that fits is taken.
+_WORDS: Final = {
+    "pythonic": re.compile(r"func_name1\("),
+    "mistral": re.compile(r"\[TOOL_CALLS\]"),
+    "llama3": re.compile(r"<\|python_tag\|>|\"parameters\": dictionary of argument name"),
+    "hermes": re.compile(r"<tool_call>"),
+}
+_OTHERS: Final = re.compile(r"<function=|<arg_key>|<tool_calls>")  # within or around tags that are those of hermes
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """Of one model. `calls` is one of READERS or none."""
+
+    calls: str = NONE
+    thinks: bool = False
+
+    @property
+    def has_calls(self) -> bool:
+        return self.calls != NONE
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        """Whether calls are known by a special token alone, which must not be left out of the text."""
+        return self.calls == "mistral"
+
+    def reader(self, prompt_end: str, names: Collection[str], forced: type[CallReader] | None = None) -> "AnswerReader":
+        """For one answer, which may call the tools of these names. One that is held to calls is nothing else."""
+        if forced is not None:
+            return AnswerReader(None, forced(names))
+        thoughts = ReasoningReader(has_begun=reasoning.ends_thinking(prompt_end)) if self.thinks else None
+        return AnswerReader(thoughts, READERS[self.calls](names) if names else None)
+
+
+PLAIN: Final = AnswerFormat()
+
+
+class AnswerReader:
+    """Reads one answer as its text comes: thoughts first, then text and calls."""
+
+    def __init__(self, thoughts: ReasoningReader | None, calls: CallReader | None) -> None:
+        self._thoughts = thoughts
+        self._calls = calls
+
+    def feed(self, text: str) -> list[Piece]:
+        """What the next piece of text makes certain."""
+        return self._pieces(*(self._thoughts.feed(text) if self._thoughts else ("", text)))
+
+    def finish(self) -> list[Piece]:
+        """The rest, when no more text will come."""
+        pieces = self._pieces(*self._thoughts.finish()) if self._thoughts else []
+        return [*pieces, *(self._calls.finish() if self._calls else ())]
+
+    def _pieces(self, thought: str, text: str) -> list[Piece]:
+        pieces = [Piece(Kind.REASONING, thought)] if thought else []
+        if self._calls is not None:
+            return pieces + self._calls.feed(text)
+        return [*pieces, Piece(Kind.TEXT, text)] if text else pieces
+
+
+def answer_format(calls: str, thoughts: str, template: str) -> AnswerFormat:
+    """The format by its settings, which the words of the chat template decide where they say auto."""
+    return AnswerFormat(
+        calls=_calls_of(template) if calls == AUTO else calls,
+        thinks=reasoning.CLOSE in template if thoughts == AUTO else thoughts == THINK,
+    )
+
+
+def _calls_of(template: str) -> str:
+    found = next((name for name, words in _WORDS.items() if words.search(template)), NONE)
+    return NONE if found == "hermes" and _OTHERS.search(template) else found

@@ -1,0 +1,95 @@
+"""Calls that are JSON objects: {"name": "f", "arguments": {...}}. Most formats have them, between tags of their own."""
+
+import json
+from typing import Final
+
+from coordinator.text.calls.reader import BLANKS, CallReader, Steps
+
+ARGUMENTS: Final = ("arguments", "parameters")
+
+
+class JsonCallReader(CallReader):
+    """What such formats share. Where the name comes first, the arguments are told as they come."""
+
+    def _call(self) -> Steps[bool]:
+        """Behind the { of what may be a call: whether it is one, which is over then, however it ended."""
+        has_begun, arguments = False, ""
+        char = yield from self._solid()
+        while char == '"':
+            key = yield from self._string()
+            if (yield from self._solid()) != ":":
+                break
+            char = yield from self._solid()
+            if char == "{" and key in ARGUMENTS and has_begun and self._lacks_arguments:
+                yield from self._told_object()
+                char = yield from self._solid()
+            else:
+                value, char = yield from self._value(char)
+                if key in ARGUMENTS:
+                    arguments = _unquoted(value)
+                elif key == "name" and not has_begun:
+                    has_begun = self._begin(_unquoted(value))
+                if has_begun and arguments and self._lacks_arguments:
+                    self._argue(arguments)
+            if char != ",":
+                break
+            char = yield from self._solid()
+        if has_begun:
+            self._end()
+        return has_begun
+
+    def _list(self) -> Steps[None]:
+        """Behind the [ of what may be a list of calls, as far as it is one."""
+        char, has_calls = (yield from self._solid()), False
+        while char == "{" and (yield from self._call()):
+            has_calls = True
+            char = yield from self._solid()
+            if char == ",":
+                self._held.clear()
+                char = yield from self._solid()
+        if has_calls and char == "]":
+            self._held.clear()
+
+    def _told_object(self) -> Steps[None]:
+        """Tells the arguments, of which the { was taken."""
+        self._argue("{")
+        self._tells_arguments = True
+        yield from self._container()
+        self._tells_arguments = False
+
+    def _value(self, char: str) -> Steps[tuple[str, str]]:
+        """A value that begins with this character, as it is written, and the solid character behind it."""
+        start = len(self._held) - 1
+        if char not in '"{[':
+            while char not in ",}]":
+                char = self._take((yield))
+            return "".join(self._held[start:-1]).strip(BLANKS), char
+        yield from self._string() if char == '"' else self._container()
+        value = "".join(self._held[start:])
+        return value, (yield from self._solid())
+
+    def _container(self) -> Steps[None]:
+        """Behind the bracket that begins an object or a list, to the one that ends it."""
+        depth = 1
+        while depth:
+            char = self._take((yield))
+            if char == '"':
+                yield from self._string()
+            elif char in "{[":
+                depth += 1
+            elif char in "}]":
+                depth -= 1
+
+
+def _unquoted(value: str) -> str:
+    """What a JSON string says; other values as they are written, but null, which is nothing."""
+    if value == "null":
+        return ""
+    if not value.startswith('"'):
+        return value
+    try:
+        text = str(json.loads(value))
+        text.encode()
+    except ValueError:  # of escapes that JSON does not know, and of halves of surrogate pairs
+        return value
+    return text

@@ -1,0 +1,78 @@
+"""Calls in Python's words, as Llama 3.2, Llama 4 and ToolACE write them: [f(city="Paris", days=[1, 2]), g()]."""
+
+import ast
+import json
+import warnings
+from typing import Any, Final
+
+from coordinator.text.calls.llama3 import TAG
+from coordinator.text.calls.reader import BLANKS, CallReader, Steps
+
+NAMES: Final = {"true": True, "false": False, "null": None}  # of JSON, which models mix in
+BETWEEN: Final = BLANKS + "._("  # that may stand around the words of a call's name
+
+
+class PythonicReader(CallReader):
+    """One list of calls that begins the answer, then text. Each call is told when it is whole."""
+
+    offered_only = True
+
+    def _read(self) -> Steps[None]:
+        char = yield from self._opening(TAG)
+        if char != "[":
+            return
+        char = ","
+        while char == ",":
+            call = parse_call((yield from self._source()))
+            if call is None or not self._begin(call[0]):
+                return
+            self._argue(call[1])
+            self._end()
+            char = yield from self._solid()
+            if char in ",]":
+                self._held.clear()
+
+    def _source(self) -> Steps[str]:
+        """The next call, to its last bracket; no more than shows that it is none."""
+        start, depth = len(self._held), 0
+        while True:
+            char = self._take((yield))
+            if char in "\"'":
+                yield from self._string(char)
+            elif char in "([{":
+                depth += 1
+            elif char in ")]}":
+                depth -= 1
+            if depth <= 0 and not (char.isalnum() or char in BETWEEN):
+                return "".join(self._held[start:]).strip(BLANKS)
+
+
+def parse_call(source: str) -> tuple[str, str] | None:
+    """The name and the arguments, as a JSON object, of a call with keywords and literals alone; None for all else."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about escapes that Python does not know
+            call = ast.parse(source, mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
+            return None
+        values = {keyword.arg: _value(keyword.value) for keyword in call.keywords}
+        arguments = json.dumps(values, ensure_ascii=False, allow_nan=False)
+        arguments.encode()
+        return ast.unparse(call.func), arguments
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.expr | None) -> Any:
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.Name(id=name) if name in NAMES:
+            return NAMES[name]
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_value(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            return {_value(key): _value(value) for key, value in zip(keys, values, strict=True)}
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+    raise ValueError("this is no literal")

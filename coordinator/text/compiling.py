@@ -1,0 +1,48 @@
+"""The program that makes grammars of what clients want answers to be: `python -m coordinator.text.compiling`.
+
+A process of its own (coordinator/text/program.py): compiling may take long or exhaust the stack, whatever the limits of
+the library. What compiles here compiles on the nodes, whose threads have more of a stack.
+"""
+
+import resource
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from coordinator.text.constraints import Unenforceable, to_grammar
+from coordinator.text.program import answer_lines, line
+from coordinator.text.structures import MAX_CPU_S
+from serving_core.errors import RequestError
+from serving_core.grammars import Grammars
+
+MAX_MEMORY_BYTES: Final = 2**31
+STACK_BYTES: Final = 2**20
+
+
+class Compiler:
+    """Answers by the grammar, or by why there is none."""
+
+    def __init__(self, folder: str, eos_token_ids: list[int]) -> None:
+        self._grammars = Grammars(Path(folder), eos_token_ids)
+        with suppress(RequestError):  # which every question is then answered by
+            self._grammars.load()
+
+    def answer(self, question: Mapping[str, Any]) -> bytes:
+        """The line that answers a question: what `to_grammar` takes."""
+        try:
+            grammar = to_grammar(**question)
+            self._grammars.guide(grammar).allowed(())  # the first mask may fail too
+        except (RequestError, Unenforceable) as error:
+            return line({"refused": str(error)})
+        return line({"grammar": grammar})
+
+
+def main() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, most))
+    answer_lines(lambda given: Compiler(**given).answer, max_cpu_s=MAX_CPU_S, max_memory_bytes=MAX_MEMORY_BYTES)
+
+
+if __name__ == "__main__":
+    main()

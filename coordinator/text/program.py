@@ -1,0 +1,118 @@
+"""Programs of ours for what may go on for ever: each is a process of its own, since only a process can be stopped
+whatever it does.
+
+Lines of JSON go in and come out: what the program is given, then one question after the other, each answered by a line.
+It ends with its input, and the system ends it when one question takes too much processor time.
+"""
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+ANSWER_S: Final = 30.0  # until a process that does not even start, or is kept from working, is given up
+
+Answer = Callable[[Any], bytes]
+"""From a question to the line that answers it."""
+
+
+class Program:
+    """One of them, started when it is needed and again when it has ended. It has one question at a time, in order of
+    arrival."""
+
+    def __init__(self, module: str, given: Mapping[str, object], max_cpu_s: float) -> None:
+        self._module = module
+        self._given = given
+        self._max_cpu_s = max_cpu_s
+        self._process: _Process | None = None
+        self._thread = ThreadPoolExecutor(1, module)
+
+    async def ask(self, question: object) -> dict[str, str]:
+        """Its answer, or as "ended" what of the question has made it end instead. A client that leaves meanwhile
+        changes nothing: it is soon done, or ended."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, question)
+
+    def _ask(self, question: object) -> dict[str, str]:
+        if self._process is None or not self._process.is_running:
+            self._process = _Process(self._module, self._given)
+        answer = self._process.ask(question)
+        if answer is not None:
+            return answer
+        is_late = self._process.returncode == -signal.SIGPROF
+        return {"ended": f"takes more than {self._max_cpu_s:g} s" if is_late else "takes more room than there is"}
+
+
+class _Process:
+    """The program, until it has ended or nobody knows it any more."""
+
+    def __init__(self, module: str, given: Mapping[str, object]) -> None:
+        command = [sys.executable, "-m", "serving_core.child", str(os.getpid()), sys.executable, "-m", module]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._end = weakref.finalize(self, _end, self._process)
+        self._unsent = line(given)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def returncode(self) -> int | None:
+        """Of one that has ended."""
+        return self._process.returncode
+
+    def ask(self, question: object) -> dict[str, str] | None:
+        """Its answer; None when it has ended instead."""
+        process = self._process
+        assert process.stdin is not None, "it has pipes"
+        assert process.stdout is not None, "it has pipes"
+        watchdog = threading.Timer(ANSWER_S, process.kill)
+        watchdog.start()
+        try:
+            process.stdin.write(self._unsent + line(question))
+            process.stdin.flush()
+            self._unsent = b""
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = b""
+        finally:
+            watchdog.cancel()
+        if answer.endswith(b"\n"):
+            answered: dict[str, str] = json.loads(answer)
+            return answered
+        self._end()
+        return None
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.communicate()
+
+
+def line(value: object) -> bytes:
+    """As both sides write it."""
+    return json.dumps(value, ensure_ascii=False).encode() + b"\n"
+
+
+def answer_lines(begin: Callable[[Any], Answer], *, max_cpu_s: float, max_memory_bytes: int) -> None:
+    """What such a program does all its life; `begin` makes of what it is given what answers its questions. Processor
+    time is not of the clock: a busy machine changes nothing."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all; the coordinator drains first
+    resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
+    answer: Answer | None = None
+    for given in sys.stdin.buffer:
+        if answer is None:
+            answer = begin(json.loads(given))
+            continue
+        signal.setitimer(signal.ITIMER_PROF, max_cpu_s)  # SIGPROF, which nobody handles, ends the process
+        answered = answer(json.loads(given))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(answered)
+        sys.stdout.buffer.flush()

@@ -1,0 +1,97 @@
+"""Parts what a model thinks, between <think> and </think>, from the answer behind it, as the text comes."""
+
+import codecs
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from coordinator.text.stop_strings import StopMatcher
+
+OPEN: Final = "<think>"
+CLOSE: Final = "</think>"
+MAX_BLANKS: Final = 64  # before the tag
+
+
+def ends_thinking(prompt: str) -> bool:
+    """Whether a prompt, or its end, begins the thoughts of the answer."""
+    return prompt.rstrip().endswith(OPEN)
+
+
+class ReasoningReader:
+    """Reads one answer. Where it does not begin with the tag it has no thoughts, unless the prompt has begun them.
+    Blanks behind both tags are left out."""
+
+    def __init__(self, *, has_begun: bool) -> None:
+        self._is_thinking = self._skips_blanks = has_begun
+        self._is_over = False  # what follows are no thoughts
+        self._opening = ""
+        self._closing = StopMatcher([CLOSE])
+
+    @property
+    def has_thoughts(self) -> bool:
+        """Whether the answer began with some, as far as is known."""
+        return self._is_thinking
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no thoughts will come any more."""
+        return self._is_over
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """Of what the next piece makes certain, the thoughts and the rest."""
+        thoughts, words = list[str](), list[str]()
+        for char in text:
+            if self._skips_blanks and char.isspace():
+                continue
+            self._skips_blanks = False
+            if self._is_over:
+                words.append(char)
+            elif self._is_thinking:
+                thoughts.append(self._think(char))
+            else:
+                words.append(self._open(char))
+        return "".join(thoughts), "".join(words)
+
+    def finish(self) -> tuple[str, str]:
+        """The rest of both, when no more text will come."""
+        if self._is_over:
+            return "", ""
+        return (self._closing.flush(), "") if self._is_thinking else ("", self._opening)
+
+    def _open(self, char: str) -> str:
+        self._opening += char
+        begun = self._opening.lstrip()
+        if begun == OPEN:
+            self._is_thinking = self._skips_blanks = True
+            return ""
+        if OPEN.startswith(begun) and len(self._opening) <= MAX_BLANKS:
+            return ""
+        self._is_over = True
+        return self._opening
+
+    def _think(self, char: str) -> str:
+        thought = self._closing.feed(char)
+        if self._closing.matched is not None:
+            self._is_over = self._skips_blanks = True
+        return thought
+
+
+class ThoughtCounter:
+    """Counts the tokens of one answer that are its thoughts, with the tags around them."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes], *, has_begun: bool) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._reader = ReasoningReader(has_begun=has_begun)
+        self._num_read = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_read if self._reader.has_thoughts else 0
+
+    def add(self, token_ids: Iterable[int]) -> None:
+        """Takes the next tokens of the answer."""
+        for token_id in token_ids:
+            if self._reader.is_over:
+                return
+            self._reader.feed(self._decoder.decode(self._token_bytes(token_id)))
+            self._num_read += 1

@@ -1,0 +1,47 @@
+"""Architectures of which tests compare the answers with those of transformers' `generate` (docs/models.md)."""
+
+from typing import Final
+
+TRIED_WITH: Final = "5.23.0"  # this version of transformers
+TRIED: Final = frozenset(
+    (
+        "ApertusForCausalLM",
+        "Cohere2ForCausalLM",
+        "CohereForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "Ernie4_5ForCausalLM",
+        "Exaone4ForCausalLM",
+        "GPT2LMHeadModel",
+        "GPTBigCodeForCausalLM",
+        "GPTNeoXForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "GemmaForCausalLM",
+        "Glm4ForCausalLM",
+        "Glm4MoeForCausalLM",
+        "GlmForCausalLM",
+        "GptOssForCausalLM",
+        "GraniteForCausalLM",
+        "GraniteMoeForCausalLM",
+        "LlamaForCausalLM",
+        "MinistralForCausalLM",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "NemotronForCausalLM",
+        "OPTForCausalLM",
+        "Olmo2ForCausalLM",
+        "Olmo3ForCausalLM",
+        "OlmoForCausalLM",
+        "OlmoeForCausalLM",
+        "Phi3ForCausalLM",
+        "PhiForCausalLM",
+        "PhimoeForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "SeedOssForCausalLM",
+        "SmolLM3ForCausalLM",
+        "Starcoder2ForCausalLM",
+    )
+)

@@ -1,0 +1,104 @@
+"""A mixture of experts: each token takes a few of many feed-forwards.
+
+Every rank has a part of the neurons of each expert, as of any feed-forward: so all ranks read the same share of the
+experts that a step needs, whichever these are, and one sum over the ranks makes the outputs whole.
+"""
+
+import functools
+from itertools import pairwise
+from typing import Final
+
+import torch
+from torch import nn
+
+from engine.model.dispatch import Shared
+from engine.model.layers import Deltas, Linear
+from engine.model.steps import Steps
+from engine.native.dispatch import choose_dispatch
+from engine.native.grouped import GroupedProduct, grouped_product
+from engine.parallel import RankGroup
+from serving_core.experts import Experts
+from serving_core.sharding import Extent, Shard, share_of, whole
+
+
+class Gate(Linear):
+    """Decides about experts: whole on every rank, and never quantized."""
+
+    def __init__(self, hidden_size: int, name: str, num_outputs: int) -> None:
+        super().__init__(whole(hidden_size), {name: whole(num_outputs)}, bias=False)
+
+    def pack(self, bits: int | None) -> None:
+        super().pack(None)
+
+
+class Expert(nn.Module):
+    """The rank's part of a gated feed-forward; its outputs are parts of a sum over the ranks."""
+
+    def __init__(self, hidden_size: int, neurons: Extent, projections: tuple[str, str, str]) -> None:
+        super().__init__()
+        gate, up, down = projections
+        self.gate_up_proj = Linear(whole(hidden_size), {gate: neurons, up: neurons}, bias=False)
+        self.down_proj = Linear(neurons, {down: whole(hidden_size)}, bias=False)
+
+    def forward(self, x: torch.Tensor, steps: Steps) -> torch.Tensor:
+        """x [T, E] -> [T, E]"""
+        outputs: torch.Tensor = self.down_proj(steps.gate(self.gate_up_proj(x)))
+        return outputs
+
+
+class MixtureOfExperts(nn.Module):
+    """In place of a feed-forward."""
+
+    def __init__(self, hidden_size: int, experts: Experts, shard: Shard, group: RankGroup) -> None:
+        super().__init__()
+
+        def neurons(total: int) -> Extent:
+            return Extent(total, share_of(total, shard.rank, group.size))
+
+        self._num_chosen: Final = experts.num_chosen
+        self._is_normalized: Final = experts.is_normalized
+        self._group = group
+        self.gate = Gate(hidden_size, "gate", experts.num_experts)
+        own = neurons(experts.intermediate_size)
+        each = (Expert(hidden_size, own, experts.projections) for _ in range(experts.num_experts))
+        self.experts = nn.ModuleList(each)
+        self.shared_expert: Expert | None = None
+        if experts.shared_size:
+            self.shared_expert = Expert(hidden_size, neurons(experts.shared_size), experts.projections)
+            self.shared_expert_gate = Gate(hidden_size, "shared_expert_gate", 1)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Memory that the weights of all experts take, once they are there, less those of the shared one."""
+        return sum(layer.num_bytes for layer in self.experts.modules() if isinstance(layer, Linear))
+
+    def forward(self, x: torch.Tensor, steps: Steps, deltas: Deltas | None = None) -> torch.Tensor:
+        """x [T, E] -> [T, E], on every rank. Reads the weights of those experts alone that some token takes. Of
+        `deltas` there are none here: adapters of experts are refused."""
+        dispatch = choose_dispatch(x.device)
+        routing = dispatch.route(self.gate(x), self._num_chosen, self._is_normalized)
+        rows = self._outputs(x.index_select(0, routing.tokens), routing.starts, steps)
+        shared = None
+        if self.shared_expert is not None:
+            shared = Shared(self.shared_expert(x, steps), self.shared_expert_gate(x))
+        mixed = dispatch.mix(rows, routing, shared)
+        self._group.all_reduce(mixed)
+        return mixed
+
+    def _outputs(self, rows: torch.Tensor, starts: torch.Tensor, steps: Steps) -> torch.Tensor:
+        """What the experts give for rows that are sorted by them."""
+        gate_up, down = self._products
+        if gate_up is not None and down is not None and gate_up.takes(rows.dtype):
+            return down(steps.gate(gate_up(rows, starts)), starts)
+        outputs = torch.empty_like(rows)
+        for expert, (first, end) in zip(self.experts, pairwise(starts.tolist()), strict=True):
+            if first < end:
+                outputs[first:end] = expert(rows[first:end], steps)
+        return outputs
+
+    @functools.cached_property
+    def _products(self) -> tuple[GroupedProduct | None, GroupedProduct | None]:
+        """Of all experts at once, where kernels compute them. To be asked for once the weights are there."""
+        experts: list[Expert] = list(self.experts)  # type: ignore[arg-type]
+        gate_ups, downs = zip(*((each.gate_up_proj.matrix, each.down_proj.matrix) for each in experts), strict=True)
+        return grouped_product(gate_ups), grouped_product(downs)

@@ -1,0 +1,77 @@
+"""What LoRA adapters (arXiv 2106.09685) add to a decoder's projections.
+
+An adapter computes over the rows of its own requests alone, by products that are Linear themselves, and its sums are
+added row by row. So the bits of a row depend on that row alone wherever those of the model do.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from engine.model.layers import Deltas, Layer, Linear
+from serving_core.sharding import whole
+
+
+class Delta(nn.Module):
+    """What one adapter adds to one Linear: down to the rank, and up again to all of its outputs."""
+
+    def __init__(self, down: torch.Tensor, up: torch.Tensor) -> None:
+        """Weights [rank, inputs] and [outputs, rank]; of several parts the ranks lie side by side."""
+        super().__init__()
+        self.down, self.up = _linear(down), _linear(up)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, inputs] -> [T, outputs]"""
+        added: torch.Tensor = self.up(self.down(x))
+        return added
+
+
+class Adapters(nn.Module):
+    """The adapters of one decoder, or of one rank's part of it, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._by_name: dict[str, Mapping[Linear, Delta]] = {}
+        self._deltas = nn.ModuleList()
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._by_name)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that all of them take."""
+        return sum(module.num_bytes for module in self.modules() if isinstance(module, Layer))
+
+    def take(self, name: str, deltas: Mapping[Linear, Delta]) -> None:
+        """Takes an adapter in, as what it adds to each projection that it changes."""
+        self._by_name[name] = deltas
+        self._deltas.extend(deltas.values())
+
+    def deltas_for(self, adapted_rows: Mapping[str, torch.Tensor]) -> Deltas | None:
+        """What they add to a batch, given the rows of each; None where that is nothing."""
+        if not adapted_rows:
+            return None
+        return _RowDeltas([(self._by_name[name], rows) for name, rows in adapted_rows.items()])
+
+
+class _RowDeltas:
+    """No row is of two adapters."""
+
+    def __init__(self, adapted: Sequence[tuple[Mapping[Linear, Delta], torch.Tensor]]) -> None:
+        self._adapted = adapted
+
+    def add(self, projection: Linear, x: torch.Tensor, projected: torch.Tensor) -> None:
+        for deltas, rows in self._adapted:
+            if projection in deltas:
+                projected.index_add_(0, rows, deltas[projection](x.index_select(0, rows)))
+
+
+def _linear(weight: torch.Tensor) -> Linear:
+    num_outputs, num_inputs = weight.shape
+    with torch.device("meta"):
+        linear = Linear(whole(num_inputs), {"": whole(num_outputs)}, bias=False)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.pack(None)
+    return linear

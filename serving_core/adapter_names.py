@@ -1,0 +1,38 @@
+"""What LoRA adapters are called: on the command line, in requests and in fingerprints. Torch-free."""
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+from serving_core.errors import SettingsError
+
+MOST_ADAPTERS: Final = 64
+ADAPTER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+_KEY_PREFIX: Final = "lora:"
+
+
+def parse_adapters(given: Sequence[str]) -> dict[str, Path]:
+    """The folders of --lora NAME=FOLDER, by name. Raises SettingsError."""
+    folders: dict[str, Path] = {}
+    for text in given:
+        name, _, folder = text.partition("=")
+        if not folder or not ADAPTER_NAME.fullmatch(name):
+            wanted = f"NAME=FOLDER with a name that matches {ADAPTER_NAME.pattern}"
+            raise SettingsError(f"--lora must be {wanted}, not {text!r:.200}")
+        if name in folders:
+            raise SettingsError(f"--lora names {name} twice")
+        folders[name] = Path(folder)
+    if len(folders) > MOST_ADAPTERS:
+        raise SettingsError(f"--lora is given {len(folders)} times, the limit is {MOST_ADAPTERS}")
+    return folders
+
+
+def adapter_key(name: str) -> str:
+    """Of an adapter in its node's fingerprint, where the digest of its content stands."""
+    return _KEY_PREFIX + name
+
+
+def adapters_in(fingerprint: Iterable[str]) -> list[str]:
+    """The names of the adapters among the keys of a fingerprint, sorted."""
+    return sorted(key.removeprefix(_KEY_PREFIX) for key in fingerprint if key.startswith(_KEY_PREFIX))

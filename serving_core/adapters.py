@@ -1,0 +1,160 @@
+"""LoRA adapters (arXiv 2106.09685) as PEFT stores them: adapter_config.json and adapter_model.safetensors. What a node
+could not compute exactly as they mean it is refused before anything is loaded. Torch-free.
+
+Of the config, what is set and known neither to be harmless nor to be computed here is refused by name: DoRA, modules
+saved whole, patterns of ranks and scales, and whatever later versions of PEFT bring.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from serving_core.adapter_names import adapter_key, parse_adapters
+from serving_core.errors import ModelError
+from serving_core.json_fields import JsonFields, read_json_object
+from serving_core.model_config import ModelConfig
+from serving_core.weight_files import FLOATS, StoredTensor, file_tensors
+
+CONFIG_FILE: Final = "adapter_config.json"
+WEIGHTS_FILE: Final = "adapter_model.safetensors"
+MOST_RANK: Final = 512
+DOWN, UP = "lora_A", "lora_B"  # the halves of an adapter, from the inputs to the rank and from there to the outputs
+
+_READ: Final = ("bias", "init_lora_weights", "lora_alpha", "peft_type", "r", "use_rslora")
+# Of training, of where the base model was, or told by the tensors themselves.
+_HARMLESS: Final = (
+    *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config"),
+    *("exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout"),
+    *("lora_ga_config", "megatron_config", "megatron_core", "peft_version", "qalora_group_size", "revision"),
+    *("runtime_config", "target_modules", "task_type"),
+)
+_HARMLESS_BEGINNINGS: Final = (None, True, False, "gaussian", "eva", "orthogonal")  # others change the base model too
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAdapter:
+    """An adapter that fits a model: to the outputs of its projections it adds scale * up(down(inputs))."""
+
+    name: str
+    file: Path
+    rank: int
+    scale: float
+    projections: frozenset[str]  # that it changes, called as in the model's own checkpoint
+    num_elements: int
+
+    def digest(self) -> str:
+        """SHA-256 of all that answers depend on: the scale, and the whole file. Raises ModelError."""
+        hasher = hashlib.sha256(f"{self.scale!r} ".encode())
+        try:
+            with self.file.open("rb") as stream:
+                return hashlib.file_digest(stream, lambda: hasher).hexdigest()
+        except OSError as error:
+            raise ModelError(f"{self.file} cannot be read: {error.strerror}") from error
+
+
+def read_adapters(given: Sequence[str], config: ModelConfig) -> list[StoredAdapter]:
+    """Those of --lora NAME=FOLDER, of which only headers are read. Raises SettingsError or ModelError."""
+    return [_read(name, folder, config) for name, folder in parse_adapters(given).items()]
+
+
+def adapter_facts(adapters: Iterable[StoredAdapter]) -> dict[str, str]:
+    """What they add to a node's fingerprint."""
+    return {adapter_key(adapter.name): adapter.digest() for adapter in adapters}
+
+
+def tensor_name(projection: str, half: str) -> str:
+    """Of one half of what is added to a projection."""
+    return f"base_model.model.{projection}.{half}.weight"
+
+
+def _read(name: str, folder: Path, config: ModelConfig) -> StoredAdapter:
+    fields, file = read_json_object(folder / CONFIG_FILE), folder / WEIGHTS_FILE
+    rank, scale = _rank_and_scale(fields)
+    if not file.is_file():
+        raise ModelError(f"{folder} has no {WEIGHTS_FILE}; the weights of an adapter must be safetensors")
+    shapes, stored = _shapes(config), file_tensors(file)
+    projections = _projections(file, stored, rank, shapes)
+    _check_layers(fields, projections, shapes)
+    num_elements = sum(math.prod(tensor.shape) for tensor in stored.values())
+    return StoredAdapter(name, file, rank, scale, projections, num_elements)
+
+
+def _rank_and_scale(fields: JsonFields) -> tuple[int, float]:
+    if fields.text("peft_type") != "LORA":
+        raise fields.unsupported("peft_type")
+    for name in fields.names:
+        if fields.raw(name) and name not in (*_READ, *_HARMLESS):
+            raise fields.unsupported(name)
+    if fields.text("bias", "none") != "none":
+        raise fields.unsupported("bias")
+    if fields.raw("init_lora_weights") not in _HARMLESS_BEGINNINGS:
+        raise fields.unsupported("init_lora_weights")
+    rank, alpha = fields.integer("r"), fields.positive("lora_alpha")
+    if rank > MOST_RANK:
+        raise fields.error("r", f"at most {MOST_RANK}")
+    return rank, alpha / (math.sqrt(rank) if fields.boolean("use_rslora", False) else rank)
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of each projection that an adapter may change: not those of experts."""
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden, neurons = config.hidden_size, config.intermediate_size
+    attention = {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+    }
+    feed_forward = {
+        "mlp.gate_proj": (neurons, hidden),
+        "mlp.up_proj": (neurons, hidden),
+        "mlp.down_proj": (hidden, neurons),
+    }
+    shapes: dict[str, tuple[int, int]] = {}
+    for layer in range(config.num_layers):
+        has_experts = config.experts is not None and layer not in config.experts.dense_layers
+        of_layer = attention if has_experts else attention | feed_forward
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+    return shapes
+
+
+def _projections(
+    file: Path, stored: Mapping[str, StoredTensor], rank: int, shapes: Mapping[str, tuple[int, int]]
+) -> frozenset[str]:
+    """Those that the file changes, with both halves."""
+    wanted = {tensor_name(projection, half): projection for projection in shapes for half in (DOWN, UP)}
+    if unknown := sorted(stored.keys() - wanted.keys()):
+        raise ModelError(f"{file} holds {unknown[0]:.200}, which is not LoRA of a projection in the model's layers")
+    changed = frozenset(wanted[name] for name in stored)
+    if not changed:
+        raise ModelError(f"{file} holds no tensors")
+    for projection in sorted(changed):
+        num_outputs, num_inputs = shapes[projection]
+        _check(file, stored, tensor_name(projection, DOWN), (rank, num_inputs))
+        _check(file, stored, tensor_name(projection, UP), (num_outputs, rank))
+    return changed
+
+
+def _check(file: Path, stored: Mapping[str, StoredTensor], name: str, shape: tuple[int, int]) -> None:
+    if name not in stored:
+        raise ModelError(f"{file} lacks {name}")
+    tensor = stored[name]
+    if tensor.shape != shape:
+        fitting = f"{list(shape)} fits the model and r in {CONFIG_FILE}"
+        raise ModelError(f"{name} in {file} has shape {list(tensor.shape)}, and {fitting}")
+    if not tensor.is_float:
+        raise ModelError(f"{name} in {file} is stored as {tensor.dtype}; supported are {', '.join(FLOATS)}")
+
+
+def _check_layers(fields: JsonFields, projections: frozenset[str], shapes: Iterable[str]) -> None:
+    """Refuses an adapter for a model with fewer layers, of which nothing else tells."""
+    targets = fields.raw("target_modules")
+    if not isinstance(targets, list) or fields.raw("layers_to_transform") is not None or fields.raw("exclude_modules"):
+        return
+    named = {target for target in targets if isinstance(target, str)}
+    meant = [name for name in shapes if name.rpartition(".")[2] in named]
+    if missing := [name for name in meant if name not in projections]:
+        raise ModelError(f"target_modules in {CONFIG_FILE} means {missing[0]} too, and {WEIGHTS_FILE} lacks it")

@@ -1,0 +1,90 @@
+"""The descriptors of this process: files and connections alike need one each, and the system allows only so many.
+
+Whoever can connect can take all that are left, where a library accepts before anything can be asked. So some are kept
+back for what the process must open itself: it lets go of them right before, and `kept_spares` takes them again.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import resource
+import time
+from collections.abc import AsyncIterator
+from typing import Final, Never
+
+from serving_core.reminder import Reminder
+
+logger = logging.getLogger(__name__)
+
+NUM_SPARE: Final = 32
+LOOK_S: Final = 0.5
+NONE_LEFT: Final = (errno.EMFILE, errno.ENFILE)
+SHORTAGE: Final = "all %d descriptors are in use (ulimit -n): new connections wait until others end"
+CONNECTIONS_SHARE: Final = 4  # at most one in so many descriptors goes into connections of one kind
+
+
+def raise_limit() -> None:
+    """Lets this process open as many files as the system lets it ask for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # where the kernel has a lower limit of its own, as on macOS
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def num_descriptors() -> int:
+    """How many this process may have at a time."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2**31 if soft == resource.RLIM_INFINITY else soft
+
+
+def connections_within(most: int, *, descriptors_each: int) -> int:
+    """How many connections that take so many descriptors each a process may hold: `most`, or what its limit allows."""
+    return max(1, min(most, num_descriptors() // CONNECTIONS_SHARE // descriptors_each))
+
+
+class Spares:
+    """Descriptors that are kept back until they are released."""
+
+    def __init__(self, number: int = NUM_SPARE) -> None:
+        self._number = number
+        self._held: list[int] = []
+
+    def hold(self) -> bool:
+        """Takes what was released, as far as there are any; whether it has all, and one more could be opened."""
+        try:
+            while len(self._held) < self._number:
+                self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+            os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            if error.errno not in NONE_LEFT:
+                raise
+            return False
+        return True
+
+    def release(self) -> None:
+        """To be called right before something is opened that the process cannot do without."""
+        while self._held:
+            os.close(self._held.pop())
+
+
+@contextlib.asynccontextmanager
+async def kept_spares() -> AsyncIterator[Spares]:
+    """Spares that are taken again by themselves. While there are none to take, a line in the log says so."""
+    spares = Spares()
+    watching = asyncio.create_task(_watch(spares))
+    try:
+        yield spares
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        spares.release()
+
+
+async def _watch(spares: Spares) -> Never:
+    reminder = Reminder()
+    while True:
+        if not spares.hold() and reminder.is_due(SHORTAGE, time.monotonic()):
+            logger.warning(SHORTAGE, num_descriptors())
+        await asyncio.sleep(LOOK_S)

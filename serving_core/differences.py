@@ -1,0 +1,251 @@
+"""Where decoders of other families differ from Llama's. Torch-free.
+
+A family is described here, from its config.json. What that says beyond the description is never ignored: transformers
+computes such a model, or it is refused.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from serving_core.errors import ModelError
+from serving_core.experts import EXPERTS_NAMES, QWEN_NAMES, Experts, mixtral_experts, olmoe_experts, qwen_experts
+from serving_core.json_fields import JsonFields
+from serving_core.rope_config import rope_kind, rotary_share
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """What a decoder does otherwise, from its tokens to its logits. The defaults are Llama's."""
+
+    embedding_scale: float = 1.0  # how many times the vectors of tokens go in
+    centers_norms: bool = False  # norms take the mean away first
+    is_parallel: bool = False  # attention and feed-forward read the same, and both are added
+    norms_outputs: bool = False  # norms stand behind attention and feed-forward, not before
+    norms_projections: bool = False  # all queries of a token are normed as one, and all its keys
+    is_fused: bool = False  # one stored tensor holds queries, keys and values, another one gates and ups
+    rotary_dim: int | None = None  # elements of a head that are rotated, its first ones; None: all
+    rotates_neighbours: bool = False  # elements of a pair are next to each other
+    unrotated_layers: tuple[int, ...] = ()
+    score_scale: float | None = None  # of queries times keys; None: one over the root of head_dim
+    residual_scale: float = 1.0  # how many times what attention and feed-forward give is added
+    logit_scale: float = 1.0
+    experts: Experts | None = None  # in place of a feed-forward
+
+    @property
+    def rearranges(self) -> bool:
+        """Whether projections are stored in another way than they are computed."""
+        return self.is_fused or self.rotary_dim is not None or self.rotates_neighbours
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Models of one architecture of transformers, and the names in its config.json beside those that all have."""
+
+    model_type: str
+    read: Callable[[JsonFields, int, int], Differences]  # of config.json, head_dim and the number of layers
+    names: tuple[str, ...] = ()  # that are read
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of transformers that are not Llama's
+    presumed: Mapping[str, Any] = field(default_factory=dict)  # names, and the one value that they may have
+    eps_name: str = "rms_norm_eps"  # what a norm adds
+
+
+def check_names(config: JsonFields, architecture: str) -> None:
+    """Raises ModelError where config.json of one of FAMILIES says what its description does not know. What is null or
+    false is off."""
+    family = FAMILIES[architecture]
+    known = {*LLAMAS_NAMES, *NAMES_WITHOUT_EFFECT, *family.names, family.eps_name}
+    for name in config.names:
+        value = config.raw(name)
+        if name not in known and value is not None and value is not False and value != family.presumed.get(name):
+            raise ModelError(f"our own decoder of {architecture} does not know {name} ({value!r:.80}) in config.json")
+
+
+def eps_name(architecture: str) -> str:
+    """Under which name a config.json has what norms add."""
+    return FAMILIES[architecture].eps_name if architecture in FAMILIES else "rms_norm_eps"
+
+
+def read_layer_types(config: JsonFields, usual: list[bool]) -> list[bool]:
+    """Which layers have a window, as layer_types says; where it is missing, those that usually do."""
+    layer_types, num_layers = config.raw("layer_types"), len(usual)
+    if layer_types is None:
+        return usual
+    known = {"full_attention": False, "sliding_attention": True}
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise config.error("layer_types", f"a list of {num_layers} names")
+    if unknown := [name for name in layer_types if name not in known]:
+        raise ModelError(f"layer type {unknown[0]!r} is not supported; supported are {' and '.join(known)}")
+    return [known[name] for name in layer_types]
+
+
+def _cohere(config: JsonFields, head_dim: int, num_layers: int) -> Differences:
+    return Differences(
+        centers_norms=True, is_parallel=True, rotates_neighbours=True, logit_scale=config.positive("logit_scale")
+    )
+
+
+def _cohere2(config: JsonFields, head_dim: int, num_layers: int) -> Differences:
+    pattern = config.integer("sliding_window_pattern", 4)
+    slides = read_layer_types(config, [(layer + 1) % pattern > 0 for layer in range(num_layers)])
+    unrotated = tuple(layer for layer in range(num_layers) if not slides[layer])
+    return replace(_cohere(config, head_dim, num_layers), unrotated_layers=unrotated)
+
+
+def _granite(config: JsonFields, head_dim: int, num_layers: int) -> Differences:
+    return Differences(
+        embedding_scale=config.positive("embedding_multiplier", 1.0),
+        score_scale=config.positive("attention_multiplier", 1.0),
+        residual_scale=config.positive("residual_multiplier", 1.0),
+        logit_scale=1 / config.positive("logits_scaling", 1.0),
+    )
+
+
+def _mixtral(config: JsonFields, head_dim: int, num_layers: int) -> Differences:
+    return Differences(experts=mixtral_experts(config))
+
+
+def _olmo2(config: JsonFields, head_dim: int, num_layers: int) -> Differences:
+    return Differences(norms_outputs=True, norms_projections=True)
+
+
+def _olmoe(config: JsonFields, head_dim: int, num_layers: int) -> Differences:
+    return Differences(norms_projections=True, experts=olmoe_experts(config))
+
+
+def _phi3(config: JsonFields, head_dim: int, num_layers: int) -> Differences:
+    if rope_kind(config) != "default":
+        raise ModelError(f"rope type {rope_kind(config)!r} is not supported in Phi-3, where it may depend on the text")
+    rotary_dim = int(head_dim * rotary_share(config))
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise ModelError(f"{rotary_dim} rotated elements of a head of {head_dim} are not supported; they form pairs")
+    return Differences(is_fused=True, rotary_dim=None if rotary_dim == head_dim else rotary_dim)
+
+
+def _qwen2_moe(config: JsonFields, head_dim: int, num_layers: int) -> Differences:
+    return Differences(experts=qwen_experts(config, num_layers, has_shared=True))
+
+
+def _qwen3_moe(config: JsonFields, head_dim: int, num_layers: int) -> Differences:
+    return Differences(experts=qwen_experts(config, num_layers, has_shared=False))
+
+
+def _smollm3(config: JsonFields, head_dim: int, num_layers: int) -> Differences:
+    interval = config.integer("no_rope_layer_interval", 4)
+    rotated = config.raw("no_rope_layers")  # 1 where a layer rotates, in spite of the name
+    if rotated is None:
+        rotated = [(layer + 1) % interval for layer in range(num_layers)]
+    if not isinstance(rotated, list) or len(rotated) < num_layers or not all(type(flag) is int for flag in rotated):
+        raise config.error("no_rope_layers", f"a list of {num_layers} times 0 or 1")
+    return Differences(unrotated_layers=tuple(layer for layer in range(num_layers) if not rotated[layer]))
+
+
+LLAMAS_NAMES: Final = (  # that the native decoder reads of all models
+    "architectures",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "model_type",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "quantization_config",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "tie_word_embeddings",
+    "torch_dtype",
+    "vocab_size",
+)
+NAMES_WITHOUT_EFFECT: Final = (  # on what is computed: of training, of files, of transformers itself
+    "_name_or_path",
+    "attention_dropout",
+    "auto_map",
+    "cache_implementation",
+    "embd_pdrop",
+    "initializer_range",
+    "model_max_length",
+    "pad_token_id",
+    "pretraining_tp",
+    "resid_pdrop",
+    "transformers_version",
+    "use_cache",
+)
+FAMILIES: Final = {
+    "Cohere2ForCausalLM": Family(
+        "cohere2",
+        _cohere2,
+        ("attention_bias", "layer_types", "logit_scale", "sliding_window", "sliding_window_pattern"),
+        {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "sliding_window": 4096, "tie_word_embeddings": True},
+        {
+            "layer_switch": 4,
+            "order_of_interleaved_layers": "local_attn_first",
+            "position_embedding_type": "rope_gptj",
+            "rotary_pct": 1.0,
+            "use_embedding_sharing": True,
+            "use_gated_activation": True,
+            "use_parallel_block": True,
+            "use_parallel_embedding": True,
+        },
+        eps_name="layer_norm_eps",
+    ),
+    "CohereForCausalLM": Family(
+        "cohere",
+        _cohere,
+        ("attention_bias", "logit_scale"),
+        {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "rope_theta": 5e5, "tie_word_embeddings": True},
+        eps_name="layer_norm_eps",
+    ),
+    "GraniteForCausalLM": Family(
+        "granite",
+        _granite,
+        (
+            "attention_bias",
+            "attention_multiplier",
+            "embedding_multiplier",
+            "logits_scaling",
+            "mlp_bias",
+            "residual_multiplier",
+        ),
+    ),
+    "MixtralForCausalLM": Family(
+        "mixtral",
+        _mixtral,
+        (*EXPERTS_NAMES, "router_jitter_noise", "sliding_window"),
+        {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None},
+    ),
+    "Olmo2ForCausalLM": Family("olmo2", _olmo2, ("attention_bias",), {"rms_norm_eps": 1e-5}),
+    "OlmoeForCausalLM": Family(
+        "olmoe", _olmoe, (*EXPERTS_NAMES, "attention_bias", "norm_topk_prob"), {"rms_norm_eps": 1e-5}
+    ),
+    "Phi3ForCausalLM": Family(
+        "phi3",
+        _phi3,
+        ("original_max_position_embeddings", "partial_rotary_factor", "sliding_window"),
+        {"rms_norm_eps": 1e-5, "sliding_window": None},
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2_moe", _qwen2_moe, (*QWEN_NAMES, "layer_types", "qkv_bias", "shared_expert_intermediate_size")
+    ),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", _qwen3_moe, (*QWEN_NAMES, "attention_bias")),
+    "SmolLM3ForCausalLM": Family(
+        "smollm3",
+        _smollm3,
+        (
+            "attention_bias",
+            "layer_types",
+            "max_window_layers",
+            "mlp_bias",
+            "no_rope_layer_interval",
+            "no_rope_layers",
+            "sliding_window",
+            "use_sliding_window",
+        ),
+        {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
+    ),
+}

@@ -1,0 +1,91 @@
+"""What an answer is made to be: a grammar in llguidance's own form, and the tokens that it lets come next. Torch-free.
+
+The door makes the grammar of what a client asks for and compiles it, to refuse what cannot be enforced; each node that
+chooses tokens of the answer compiles it again. What may follow depends on the grammar and the answer's tokens alone, so
+an answer goes on after a hand-over, a move or a restart as if nothing had happened.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from serving_core.errors import RequestError
+from serving_core.reasons import BAD_PARAM
+
+MAX_LEXER_STATES: Final = 25_000  # of one answer, at 1 to 2 kB each
+MAX_PROBLEM_CHARS: Final = 160
+LIMITS: Final = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+"""The others are the library's own, with which a mask takes some 20 ms at the worst."""
+
+
+class GrammarGuide:
+    """The state of one answer in its grammar; one thread at a time. An end token may come where the grammar may end,
+    and nothing else where it must."""
+
+    def __init__(self, matcher: LLMatcher, num_tokens: int) -> None:
+        """Raises RequestError when the matcher's grammar could not be compiled."""
+        self._matcher = matcher
+        self._num_tokens = num_tokens  # of the vocabulary
+        self._num_taken = 0  # of the answer
+        self._check("cannot be compiled")
+
+    def allowed(self, output: Sequence[int]) -> bytes:
+        """As of serving_core.requests.Guide."""
+        assert self._num_taken <= len(output), "an answer only grows"
+        if new := list(output[self._num_taken :]):
+            self._matcher.consume_tokens(new)
+            self._check(f"does not allow of the {len(output)} tokens so far")
+        self._num_taken = len(output)
+        mask = self._matcher.compute_bitmask()
+        self._check(f"goes no further after {len(output)} tokens")
+        return _first_bits(mask, self._num_tokens)
+
+    def _check(self, what: str) -> None:
+        if self._matcher.is_error():
+            raise RequestError(BAD_PARAM, f"the grammar {what}: {_sentence(self._matcher.get_error())}")
+
+
+class Grammars:
+    """Makes guides for the answers of one model; one thread at a time."""
+
+    def __init__(self, folder: Path, eos_token_ids: Sequence[int]) -> None:
+        self._file = folder / "tokenizer.json"
+        self._eos_token_ids = list(eos_token_ids)
+        self._tokenizer: LLTokenizer | None = None
+
+    def load(self) -> LLTokenizer:
+        """Reads the model's tokenizer, once; that takes a second for a large one. Raises RequestError when answers of
+        this model cannot be kept to a grammar."""
+        if self._tokenizer is None:
+            if not self._eos_token_ids:
+                raise _impossible("the model has no end token")
+            try:
+                self._tokenizer = LLTokenizer(str(self._file), eos_token=self._eos_token_ids)
+            except ValueError as error:  # of any kind; its text names the file
+                raise _impossible("llguidance does not read its tokenizer") from error
+        return self._tokenizer
+
+    def guide(self, grammar: str) -> GrammarGuide:
+        """For an answer that has not begun, or that is to be taken over. Raises RequestError when the grammar cannot be
+        compiled within the limits."""
+        tokenizer = self.load()
+        return GrammarGuide(LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS), tokenizer.vocab_size)
+
+
+def _impossible(why: str) -> RequestError:
+    return RequestError(BAD_PARAM, f"answers of this model cannot be kept to a grammar: {why}")
+
+
+def _first_bits(mask: bytes, count: int) -> bytes:
+    """The mask's first so many bits, and zeros up to the end of their last byte."""
+    num_whole, num_left = divmod(count, 8)
+    if not num_left:
+        return mask[:num_whole]
+    return mask[:num_whole] + bytes([mask[num_whole] & (1 << num_left) - 1])
+
+
+def _sentence(error: str) -> str:
+    """What a client may read of an error of the library."""
+    return error.strip().partition("\n")[0][:MAX_PROBLEM_CHARS]

@@ -1,0 +1,134 @@
+"""What TLS is done with: PEM files, read and checked before anything uses them."""
+
+import datetime
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from serving_core.errors import SettingsError
+
+if TYPE_CHECKING:
+    from cryptography.x509 import Certificate
+
+Parsed = TypeVar("Parsed")
+
+SCHEME: Final = "https://"
+CERT, KEY, CA = "--tls-cert", "--tls-key", "--tls-ca"
+
+
+class TlsError(SettingsError):
+    """A certificate, a key or a CA that cannot be used, or is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Paths of PEM files, empty for none: a certificate and those between it and its CA, its private key, and the CAs
+    that the certificate of the other end is checked by."""
+
+    cert: str = ""
+    key: str = ""
+    ca: str = ""
+
+    def stamps(self) -> list[tuple[int, ...] | None]:
+        """Other ones when any of the files has been written or replaced."""
+        return [_stamp(Path(path)) for path in (self.cert, self.key, self.ca) if path]
+
+
+@dataclass(frozen=True, slots=True)
+class Pems:
+    """What the files hold, as it is; None for none."""
+
+    cert: bytes | None
+    key: bytes | None
+    ca: bytes | None
+
+
+def read_tls(files: TlsFiles) -> Pems:
+    """Raises TlsError, which names the file, for one that cannot be read or is something else, a key that is not that
+    of the certificate, and what is not valid today."""
+    if bool(files.cert) != bool(files.key):
+        raise TlsError(f"{CERT} and {KEY} belong together: {KEY if files.cert else CERT} is missing")
+    pems = Pems(_read(CERT, files.cert), _read(KEY, files.key), _read(CA, files.ca))
+    if pems.cert is not None and pems.key is not None:
+        _check_pair(files, pems.cert, pems.key)
+    if pems.ca is not None:
+        problems = [_why_invalid(each) for each in _certificates(CA, files.ca, pems.ca)]
+        if all(problems):
+            raise TlsError(f"{CA} {files.ca} {problems[0]}")
+    return pems
+
+
+def client_context(files: TlsFiles) -> ssl.SSLContext:
+    """For clients that speak HTTP. Where no CA is named, the system's count. Raises TlsError."""
+    read_tls(files)
+    context = ssl.create_default_context(cafile=files.ca or None)
+    if files.cert:
+        context.load_cert_chain(files.cert, files.key)
+    return context
+
+
+def hosts_of(files: TlsFiles) -> list[str]:
+    """What the certificate is for: names, then addresses. Raises TlsError."""
+    from cryptography import x509
+
+    pems = read_tls(files)
+    assert pems.cert is not None, "there is no certificate"
+    try:
+        extensions = x509.load_pem_x509_certificates(pems.cert)[0].extensions
+        names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    return [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
+
+
+def _check_pair(files: TlsFiles, cert: bytes, key: bytes) -> None:
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+
+    first = _certificates(CERT, files.cert, cert)[0]
+    private = _parsed(f"{KEY} {files.key} holds no private key in PEM without a passphrase", load_pem_private_key, key)
+    form = Encoding.DER, PublicFormat.SubjectPublicKeyInfo
+    if private.public_key().public_bytes(*form) != first.public_key().public_bytes(*form):
+        raise TlsError(f"{KEY} {files.key} is not the key of {CERT} {files.cert}")
+    if why := _why_invalid(first):
+        raise TlsError(f"{CERT} {files.cert} {why}")
+
+
+def _certificates(flag: str, path: str, pem: bytes) -> "list[Certificate]":
+    """At least one."""
+    from cryptography.x509 import load_pem_x509_certificates
+
+    return _parsed(f"{flag} {path} holds no certificate in PEM", lambda data, _: load_pem_x509_certificates(data), pem)
+
+
+def _parsed(sentence: str, parse: Callable[[bytes, None], Parsed], pem: bytes) -> Parsed:
+    try:
+        return parse(pem, None)
+    except (ValueError, TypeError) as error:  # TypeError: a key that has a passphrase
+        raise TlsError(sentence) from error
+
+
+def _why_invalid(certificate: "Certificate") -> str:
+    now = datetime.datetime.now(datetime.UTC)
+    first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if now > last:
+        return f"has expired: it was valid until {last:%Y-%m-%d %H:%M} UTC"
+    return f"is not valid before {first:%Y-%m-%d %H:%M} UTC" if now < first else ""
+
+
+def _read(flag: str, path: str) -> bytes | None:
+    if not path:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise TlsError(f"{flag} {path} cannot be read: {error.strerror}") from error
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino

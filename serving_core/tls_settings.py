@@ -1,0 +1,33 @@
+"""How a process of the fleet is told of TLS. The flags derive from these fields."""
+
+from dataclasses import dataclass
+
+from serving_core.errors import SettingsError
+from serving_core.exposure import is_loopback
+from serving_core.flags import flag
+from serving_core.tls import TlsFiles
+
+
+@dataclass(frozen=True, slots=True)
+class TlsSettings:
+    """The same for the coordinator and its nodes; `splitserve certs` makes the files."""
+
+    tls_cert: str = flag("", "Certificate of this process, and those between it and its CA (PEM).")
+    tls_key: str = flag("", "Private key of --tls-cert (PEM).")
+    tls_ca: str = flag("", "CA of the fleet (PEM): the coordinator and its nodes ask each other for its certificates.")
+    trusted_network: bool = flag(
+        False, "Beside TLS, what cannot have any may leave this machine: ranks on several hosts, torch_dist."
+    )
+
+    @property
+    def files(self) -> TlsFiles:
+        return TlsFiles(self.tls_cert, self.tls_key, self.tls_ca)
+
+
+def check_open(what: str, host: str, tls: TlsSettings) -> None:
+    """Raises SettingsError where a process that uses TLS would have `what` without it in reach of other machines."""
+    if (tls.tls_cert or tls.tls_ca) and not tls.trusted_network and not is_loopback(host):
+        raise SettingsError(
+            f"{what} is neither authenticated nor encrypted, and {host} is not a loopback address: "
+            "--trusted-network says that nobody else can reach it"
+        )

@@ -1,0 +1,87 @@
+"""Compiles the grammars of requests off the event loop, before the node's logic hears of them."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from protos import fleet_pb2
+from serving_core.errors import RequestError
+from serving_core.reasons import ENGINE_ERROR
+from serving_core.requests import Guide
+from serving_core.residents import Key
+
+logger = logging.getLogger(__name__)
+
+CANNOT_COMPILE: Final = RequestError(ENGINE_ERROR, "the node cannot compile the grammar")
+
+PassOn = Callable[[fleet_pb2.NodeCommand, Guide | None], None]
+Refuse = Callable[[fleet_pb2.Attempt, RequestError], None]
+
+
+class Compiling:
+    """Commands on their way to a node's logic. One with a grammar is passed on when that is compiled, with its guide,
+    and those for the same attempt behind it; a cancel meanwhile takes it back. Owned by one event loop."""
+
+    def __init__(self, compile: Callable[[str], Guide], pass_on: PassOn, refuse: Refuse) -> None:
+        """`compile` is called in a thread, with one grammar at a time; it raises RequestError."""
+        self._compile = compile
+        self._pass_on = pass_on
+        self._refuse = refuse
+        self._thread = ThreadPoolExecutor(1, "grammars")
+        self._waiting: dict[Key, list[fleet_pb2.NodeCommand]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no command waits."""
+        return not self._waiting
+
+    def take(self, command: fleet_pb2.NodeCommand) -> None:
+        """Passes a command on, at once or when its turn has come."""
+        key = command.attempt.request_id, command.attempt.epoch
+        grammar = _grammar_of(command)
+        if key in self._waiting:
+            if not command.HasField("cancel"):
+                self._waiting[key].append(command)
+                return
+            del self._waiting[key]
+        elif grammar:
+            self._waiting[key] = [command]
+            task = asyncio.create_task(self._compiled(key, grammar))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            return
+        self._pass_on(command, None)
+
+    def forget(self) -> None:
+        """Nobody waits for what is being compiled any more."""
+        self._waiting.clear()
+
+    async def _compiled(self, key: Key, grammar: str) -> None:
+        """Nobody may wait for it any more: it is soon done, since the coordinator has tried it."""
+        guide, error = None, CANNOT_COMPILE
+        try:
+            guide = await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, grammar)
+        except RequestError as refusal:
+            error = refusal
+        except Exception:
+            logger.exception("a grammar was not compiled")
+        commands = self._waiting.pop(key, [])
+        for command in commands[:1]:
+            if guide is not None:
+                self._pass_on(command, guide)
+            else:
+                self._refuse(command.attempt, error)
+        for command in commands[1:]:
+            self._pass_on(command, None)
+
+
+def _grammar_of(command: fleet_pb2.NodeCommand) -> str:
+    match command.WhichOneof("command"):
+        case "prefill":
+            return command.prefill.job.grammar
+        case "reserve":
+            return command.reserve.job.grammar
+    return ""

@@ -1,0 +1,32 @@
+"""Whether a node may speak to others as it was told to: fail closed."""
+
+import os
+
+from kv_transfer.endpoints import endpoint_of, host_of
+from serving_core.exposure import check_exposure, is_loopback
+from serving_core.tls import TlsError, read_tls
+from serving_core.tls_settings import check_open
+from serving_node.ranks.processes import started_rank
+from serving_node.settings import NodeSettings
+
+
+def check_network(settings: NodeSettings) -> None:
+    """Raises SettingsError for TLS files that cannot be used, and for what would be in reach of other machines without
+    a secret or, where TLS was asked for, without TLS."""
+    link, tls = settings.link, settings.link.tls
+    if (tls.tls_cert or tls.tls_key) and not tls.tls_ca:
+        raise TlsError("--tls-cert and --tls-key need --tls-ca, by which the coordinator's certificate is checked")
+    read_tls(tls.files)
+    host = host_of(endpoint_of(settings.kv_transport, settings.kv_bind, 0))
+    if host is not None:
+        check_exposure(host, "fleet_secret", link.fleet_secret)
+        if settings.kv_transport != "zmq":
+            check_open(f"--kv-transport {settings.kv_transport}", host, tls)
+    if settings.engine.num_ranks > 1 and started_rank() is not None:
+        check_open("what ranks say to each other", os.environ.get("MASTER_ADDR", "localhost"), tls)
+
+
+def is_encrypted(settings: NodeSettings) -> bool:
+    """Whether KV arrives here encrypted: what other machines can reach of a node that uses TLS."""
+    host = host_of(endpoint_of(settings.kv_transport, settings.kv_bind, 0))
+    return bool(settings.link.tls.tls_ca) and host is not None and not is_loopback(host)

@@ -1,0 +1,127 @@
+"""One request over as many calls as it takes: what has come of its answers, and how to go on with them after a break.
+The server keeps nothing of a call that has broken off, so the next one tells it what has come. Pure: times come in."""
+
+import secrets
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import grpc
+
+from protos import inference_pb2
+from protos.convert import MAX_TOKENS_HEADER, MODEL_HEADER
+from serving_core import reasons
+from splitserve.client.answers import Chunk, to_chunk
+from splitserve.client.errors import ClientError, ServerFault, Unavailable
+
+MAX_TRIES: Final = 10  # in a row, of which nothing comes
+FIRST_PAUSE_S: Final = 0.2  # before the first of them; each pause is twice the one before
+LONGEST_PAUSE_S: Final = 5.0  # with these, a server may be away for some 30 s
+
+# Why a call breaks off: "" comes from no server. Nodes that are lost are not among it, as the server has tried others.
+_BREAKS: Final = ("", reasons.DRAINING)
+# What may pass for a call that goes on: the server has not noticed yet that the one before is over, its nodes are not
+# back yet, or others have come first.
+_PASSING: Final = (
+    *(reasons.DUPLICATE_REQUEST_ID, reasons.QUEUE_FULL),
+    *(reasons.NO_PREFILL_WORKER, reasons.NO_DECODE_WORKER),
+)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What has come of one answer."""
+
+    token_ids: list[int] = field(default_factory=list)
+    num_chars: int = 0
+    first_s: float = 0.0
+    has_ended: bool = False
+
+    def to_wire(self, now: float) -> inference_pb2.AnswerSoFar:
+        if self.has_ended:
+            return inference_pb2.AnswerSoFar(has_ended=True)
+        since_first_s = now - self.first_s if self.token_ids else 0.0
+        return inference_pb2.AnswerSoFar(
+            token_ids=self.token_ids, num_chars=self.num_chars, since_first_s=since_first_s
+        )
+
+
+class Course:
+    """The way of one request to the end of its answers."""
+
+    def __init__(self, request: inference_pb2.GenerateRequest, *, ends_s: float, resumes: bool) -> None:
+        """One that `resumes` names its id and its seed itself: those that a server draws are lost with it."""
+        self._request = request
+        self._ends_s = ends_s
+        self._resumes = resumes
+        params = request.sampling_params
+        if resumes:
+            request.request_id = request.request_id or secrets.token_hex(16)
+            if not params.HasField("seed") and not (params.HasField("temperature") and params.temperature == 0):
+                params.seed = secrets.randbits(63)
+        self._num_answers = max(1, params.n)
+        self._answers: dict[int, _Progress] = {}  # those of which something has come
+        self._was_taken = self._knows_terms = False  # by a server, of a server
+        self._num_tries = 0
+        self._num_resumes = 0
+        self._is_going_on = False  # the call is a later one, of which nothing has come yet
+
+    def left_s(self, now: float) -> float:
+        """The time that is left for its calls."""
+        return self._ends_s - now
+
+    def question(self, now: float) -> inference_pb2.GenerateRequest:
+        """What the next call is to ask."""
+        request = inference_pb2.GenerateRequest()
+        request.CopyFrom(self._request)
+        if self._answers:
+            so_far = (self._answers.get(index, _Progress()) for index in range(self._num_answers))
+            request.so_far.extend(each.to_wire(now) for each in so_far)
+        return request
+
+    def take(self, response: inference_pb2.GenerateResponse, now: float) -> Chunk:
+        """The next message of a call. Raises ServerFault when it does not follow those before."""
+        chunk = to_chunk(response)
+        if not self._resumes:
+            return chunk
+        self._was_taken, self._num_tries = True, 0
+        self._num_resumes += self._is_going_on
+        self._is_going_on = False
+        answer = self._answers.setdefault(chunk.index, _Progress())
+        if self._num_resumes and chunk.token_ids and chunk.first_token_index != len(answer.token_ids):
+            message = f"the server goes on at token {chunk.first_token_index} instead of {len(answer.token_ids)}"
+            raise ServerFault(f"{message}: is it of an older version?", code=grpc.StatusCode.INTERNAL)
+        if chunk.token_ids and not answer.token_ids:
+            answer.first_s = now
+        answer.token_ids += chunk.token_ids
+        answer.num_chars += len(chunk.text)
+        answer.has_ended = chunk.completion is not None
+        if chunk.completion is None or not self._num_resumes:
+            return chunk
+        return replace(chunk, completion=replace(chunk.completion, num_resumes=self._num_resumes))
+
+    def pause_after(self, error: ClientError, now: float) -> float | None:
+        """A call has failed: how long to wait before the next one, or None where all answers have their ends. Raises
+        the error where there is to be no other call."""
+        if not self._resumes:
+            raise error
+        if sum(answer.has_ended for answer in self._answers.values()) == self._num_answers:
+            return None
+        self._note_terms(error)
+        is_break = isinstance(error, Unavailable) and error.reason in _BREAKS
+        is_passing = self._is_going_on and error.reason in _PASSING
+        pause_s = max(min(FIRST_PAUSE_S * 2.0**self._num_tries, LONGEST_PAUSE_S), error.retry_after_s or 0.0)
+        is_last = self._num_tries == MAX_TRIES or pause_s >= self.left_s(now)
+        if is_last or not (self._was_taken and (is_break or is_passing)):
+            raise error
+        self._num_tries += 1
+        self._is_going_on = True
+        return pause_s
+
+    def _note_terms(self, error: ClientError) -> None:
+        """What the server that took the first call has said of it: another one may have other defaults."""
+        call = error.__cause__
+        headers = dict(call.initial_metadata() or ()) if isinstance(call, grpc.RpcError) else {}  # type: ignore[attr-defined]
+        if MODEL_HEADER in headers and not self._knows_terms:
+            self._was_taken = self._knows_terms = True
+            self._request.model = headers[MODEL_HEADER].decode()
+            self._request.sampling_params.max_tokens = int(headers[MAX_TOKENS_HEADER])

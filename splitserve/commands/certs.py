@@ -1,0 +1,44 @@
+"""`splitserve certs`."""
+
+import shlex
+from pathlib import Path
+from typing import Final
+
+import click
+
+from splitserve.commands.terminal import stdout
+
+DAYS: Final = 365
+MOST_DAYS: Final = 36_500
+
+
+@click.command()
+@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for the files.")
+@click.option(
+    "--host",
+    "hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Name or address by which the coordinator is dialled, beside localhost; give it again for more.",
+)
+@click.option(
+    "--days", default=DAYS, show_default=True, type=click.IntRange(1, MOST_DAYS), help="How long they are valid."
+)
+def certs(out: Path, hosts: tuple[str, ...], days: int) -> None:
+    """Make a private CA, and a certificate for the coordinator, one for its nodes and one for clients.
+
+    A folder that has a CA keeps it, and gets new certificates of it: a running coordinator takes them up by itself."""
+    from splitserve.authority import make_certificates
+
+    is_new = make_certificates(out, hosts, days)
+    folder = shlex.quote(str(out))
+    authority = f"--tls-ca {folder}/ca.crt"
+    lines = [
+        f"{'A new CA' if is_new else 'The CA that was there'} has signed them for {days} days. Keep {out / 'ca.key'} "
+        "elsewhere.",
+        f"  coordinator: --tls-cert {folder}/coordinator.crt --tls-key {folder}/coordinator.key {authority}",
+        f"  nodes:       --tls-cert {folder}/node.crt --tls-key {folder}/node.key {authority}",
+        f"  clients:     {authority}",
+    ]
+    for line in lines:
+        stdout.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,169 @@
+"""config.json and generation_config.json from what a GGUF file says of its model.
+
+Only what is understood is served: a key of the architecture's own that is not known here is refused, never ignored.
+"""
+
+import struct
+from collections.abc import Mapping
+from typing import Any, BinaryIO, Final
+
+from serving_core.errors import ModelError
+from serving_core.gguf_header import GgufHeader
+from serving_core.gguf_weights import ROPE_FACTORS, read_tensor
+from serving_core.json_fields import JsonFields
+
+ARCHITECTURES: Final = {  # Mistral's models are called llama, too
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+}
+SERVED_AS: Final = "bfloat16"
+USED: Final = {
+    "context_length",
+    "embedding_length",
+    "block_count",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.sliding_window",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scale_linear",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+}
+OF_NO_USE: Final = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
+NEUTRAL: Final = {  # served where they say this
+    "attention.causal": True,
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+}
+ENDINGS: Final = ("eos", "eot", "eom")  # of a text, a turn, a message to a tool
+TURN_ENDINGS: Final = ("<|eot_id|>", "<|im_end|>")  # end an answer whether or not the file says so, as in llama.cpp
+SAMPLING: Final = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+
+
+def config_of(header: GgufHeader, stream: BinaryIO, where: str) -> dict[str, Any]:
+    """What config.json says of this model. Raises ModelError for one that cannot be served; `where` names the file."""
+    name = JsonFields(header.metadata, where).text("general.architecture")
+    if name not in ARCHITECTURES:
+        raise ModelError(f"{where} has architecture {name!r:.80}; supported are {', '.join(ARCHITECTURES)}")
+    if header.metadata.get("split.count", 0) not in (0, 1):
+        raise ModelError(f"{where} is one part of several: join them first, as llama-gguf-split --merge does")
+    own = {key.removeprefix(f"{name}."): value for key, value in header.metadata.items() if key.startswith(f"{name}.")}
+    _refuse_unknown(own, where)
+    fields = JsonFields(own, where)
+    architecture, model_type = ARCHITECTURES[name]
+    hidden_size, num_heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
+    head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
+    context = fields.integer("context_length")
+    _refuse_unserved(fields, head_dim, context)
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": _vocab_size(header, where),
+        "hidden_size": hidden_size,
+        "intermediate_size": fields.integer("feed_forward_length"),
+        "num_hidden_layers": fields.integer("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": fields.integer("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": context,
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope(fields, _rope_factors(header, stream, head_dim)),
+        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "dtype": SERVED_AS,
+    }
+
+
+def generation_config_of(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What generation_config.json says: where an answer begins and ends, and how to sample if the file says that. To be
+    asked of a file whose tokens were read."""
+    fields = JsonFields(dict(metadata), where)
+    sampling = {ours: fields.number(key, minimum=-1.0) for key, ours in SAMPLING.items() if key in fields}
+    if "top_k" in sampling:
+        sampling["top_k"] = int(sampling["top_k"])
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ENDINGS]
+    ids = [fields.integer(key, minimum=0) for key in keys if key in fields]
+    ids += [token_id for token_id, token in enumerate(metadata["tokenizer.ggml.tokens"]) if token in TURN_ENDINGS]
+    return {
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": list(dict.fromkeys(ids)),
+        **({"do_sample": True, **sampling} if sampling else {}),
+    }
+
+
+def _refuse_unknown(own: Mapping[str, Any], where: str) -> None:
+    for key, value in own.items():
+        says_nothing = isinstance(value, int | float | str) and not value
+        is_harmless = value == NEUTRAL[key] if key in NEUTRAL else key in USED | OF_NO_USE or says_nothing
+        if not is_harmless:
+            raise ModelError(f"{where} says {key} {value!r:.40}, and a model with that cannot be served")
+
+
+def _refuse_unserved(fields: JsonFields, head_dim: int, context: int) -> None:
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if fields.integer(key, head_dim) != head_dim:
+            raise fields.error(key, f"as large as a head ({head_dim})")
+    if 0 < fields.integer("attention.sliding_window", context, minimum=0) < context:
+        raise fields.error("attention.sliding_window", f"absent, 0 or the context ({context})")
+
+
+def _vocab_size(header: GgufHeader, where: str) -> int:
+    embedding = header.tensors.get("token_embd.weight")
+    tokens = header.metadata.get("tokenizer.ggml.tokens", ())
+    if embedding is None:
+        raise ModelError(f"{where} lacks token_embd.weight")
+    if isinstance(tokens, list) and len(tokens) > embedding.shape[0]:
+        raise ModelError(f"{where} has {len(tokens)} tokens, and {embedding.shape[0]} rows of embeddings for them")
+    return embedding.shape[0]
+
+
+def _rope_factors(header: GgufHeader, stream: BinaryIO, head_dim: int) -> list[float]:
+    """By how much each frequency is divided: what llama.cpp stores in place of the parameters of Llama 3's rope."""
+    if (tensor := header.tensors.get(ROPE_FACTORS)) is None:
+        return []
+    if tensor.shape != (head_dim // 2,) or tensor.type.name != "F32":
+        found = f"has shape {list(tensor.shape)} in {tensor.type.name}"
+        raise ModelError(f"{ROPE_FACTORS} {found}, and the model wants [{head_dim // 2}] in F32")
+    return list(struct.unpack(f"<{head_dim // 2}f", read_tensor(stream, tensor)))
+
+
+def _rope(fields: JsonFields, factors: list[float]) -> dict[str, Any]:
+    theta = fields.positive("rope.freq_base", 10_000.0)
+    is_scaled = "rope.scaling.factor" in fields or "rope.scale_linear" in fields
+    kind = fields.text("rope.scaling.type", "linear" if is_scaled else "none")
+    if kind == "none" and factors:  # both lists alike: they hold for texts of any length
+        return {
+            "rope_type": "longrope",
+            "rope_theta": theta,
+            "short_factor": factors,
+            "long_factor": factors,
+            "attention_factor": 1.0,
+        }
+    if kind == "none":
+        return {"rope_type": "default", "rope_theta": theta}
+    if kind not in ("linear", "yarn") or factors:
+        raise fields.error("rope.scaling.type", f"none{'' if factors else ', linear or yarn'}")
+    factor = fields.positive("rope.scaling.factor", fields.number("rope.scale_linear", 1.0))
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": theta, "factor": factor}
+    if kind == "yarn":
+        rope["original_max_position_embeddings"] = fields.integer("rope.scaling.original_context_length")
+        rope["beta_fast"] = fields.positive("rope.scaling.yarn_beta_fast", 32.0)
+        rope["beta_slow"] = fields.positive("rope.scaling.yarn_beta_slow", 1.0)
+    return rope

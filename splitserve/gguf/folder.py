@@ -1,0 +1,80 @@
+"""A model folder of a GGUF file: config, tokenizer and defaults out of its header, and a link to the file."""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from coordinator.text.tokenizer import read_tokenizer
+from serving_core.errors import ModelError
+from serving_core.gguf_header import GgufHeader, read_header
+from serving_core.gguf_weights import LINK, SOURCE, digest_of
+from serving_core.model_config import read_model_config
+from splitserve.gguf.config import config_of, generation_config_of
+from splitserve.gguf.tokenizer import tokenizer_config_of, tokenizer_of
+
+VERSION: Final = 1  # of what is made of a header; another one does not find the folders of this one
+NAME_CHARS: Final = 32  # of a digest, as a folder's name
+
+
+def gguf_folder(file: Path, root: Path, defaults: Mapping[str, Any] | None = None) -> Path:
+    """The model folder of a GGUF file below `root`, made where it is not there yet; `defaults` go into its
+    generation_config.json. Raises ModelError for a file that cannot be served.
+
+    It is found by where the file is and by all bytes that it is made of: the whole header. So a file that was replaced
+    by another gets another folder, though size and time may be the same. The weights stay in the file.
+    """
+    name, file, defaults = file.name, file.resolve(), defaults or {}
+    try:
+        with file.open("rb") as stream:
+            header = read_header(stream, name)
+            digest = digest_of(header, stream)
+            folder = root / _key(VERSION, os.fsencode(file), digest, json.dumps(defaults))
+            if folder.is_dir():
+                return folder
+            files = _files(header, stream, name, defaults)
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}") from error
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root, prefix="making-") as scratch:
+            made = Path(scratch) / name
+            made.mkdir()
+            for file_name, content in {**files, SOURCE: digest}.items():
+                (made / file_name).write_text(content, encoding="utf-8")
+            (made / LINK).symlink_to(file)
+            read_model_config(made)  # refuses what cannot be served before it is kept
+            read_tokenizer(made)
+            _move(made, folder)
+    except OSError as error:
+        raise ModelError(f"what {file} says cannot be stored in {root}: {error.strerror}") from error
+    return folder
+
+
+def _key(*facts: object) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:NAME_CHARS]
+
+
+def _files(header: GgufHeader, stream: BinaryIO, name: str, defaults: Mapping[str, Any]) -> dict[str, str]:
+    """The files of the folder that are made of the header."""
+    config = config_of(header, stream, name)
+    tokenizer = tokenizer_of(header.metadata, name)
+    objects = {
+        "config.json": config,
+        "generation_config.json": {**generation_config_of(header.metadata, name), **defaults},
+        "tokenizer_config.json": tokenizer_config_of(header.metadata, name),
+    }
+    texts = {file_name: json.dumps(values, indent=2) + "\n" for file_name, values in objects.items()}
+    return {**texts, "tokenizer.json": tokenizer.to_str()}
+
+
+def _move(made: Path, folder: Path) -> None:
+    """Lets another process be faster: what it has made is the same."""
+    try:
+        made.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise

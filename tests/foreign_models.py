@@ -1,0 +1,230 @@
+"""Small models of many architectures, random, by the config classes of transformers; and what transformers answers."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from serving_core.differences import FAMILIES as DESCRIPTIONS
+from tests.tiny_models import BOS, EOS, VOCAB_SIZE, write_tiny_model, write_tokenizer
+from tests.tiny_models import FAMILIES as TINY_FAMILIES
+
+WINDOW = 13
+_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,  # not hidden_size / num_attention_heads
+    "max_position_embeddings": 512,
+}
+_WHOLE_HEADS = {**_SIZES, "head_dim": 12}
+_GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 512}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
+_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    # architecture: the prefix of its classes in transformers, and its config
+    "llama": ("Llama", {**_SIZES, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
+    "mistral": ("Mistral", {**_SIZES, "sliding_window": WINDOW}),
+    "qwen2": ("Qwen2", {**_WHOLE_HEADS, **_WINDOWS, "use_sliding_window": True}),
+    "qwen3": ("Qwen3", {**_SIZES, "tie_word_embeddings": True}),
+    "granite": (
+        "Granite",
+        {
+            **_WHOLE_HEADS,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "olmo2": ("Olmo2", _WHOLE_HEADS),
+    "smollm3": ("SmolLM3", {**_WHOLE_HEADS, "no_rope_layers": [1, 0, 1, 0], **_WINDOWS, "use_sliding_window": True}),
+    "phi3": ("Phi3", {**_WHOLE_HEADS, "partial_rotary_factor": 0.5, "sliding_window": WINDOW}),
+    "starcoder2": ("Starcoder2", {**_WHOLE_HEADS, "sliding_window": WINDOW, "use_bias": True}),
+    "cohere2": ("Cohere2", {**_SIZES, **_WINDOWS, "logit_scale": 0.5}),
+    "glm4": ("Glm4", {**_SIZES, "partial_rotary_factor": 0.5, "attention_bias": True}),
+    "exaone4": ("Exaone4", {**_SIZES, **_WINDOWS, "sliding_window_pattern": 2}),
+    "gemma2": (
+        "Gemma2",
+        {
+            **_SIZES,
+            **_WINDOWS,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+            "query_pre_attn_scalar": 7,
+        },
+    ),
+    "gemma3": ("Gemma3", {**_SIZES, **_WINDOWS, "query_pre_attn_scalar": 7}),
+    "gpt_neox": ("GPTNeoX", {**_WHOLE_HEADS, "num_key_value_heads": 4, "rotary_pct": 0.5}),
+    "gpt2": ("GPT2", _GPT2),
+    "mixtral": ("Mixtral", {**_SIZES, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {**_WHOLE_HEADS, **_EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+    ),
+    "qwen3_moe": ("Qwen3Moe", {**_SIZES, **_EXPERTS, "moe_intermediate_size": 24}),
+    "olmoe": ("Olmoe", {**_WHOLE_HEADS, **_EXPERTS}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **{name: value for name, value in _SIZES.items() if name != "head_dim"},
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 20,
+            "moe_intermediate_size": 24,
+            "n_group": 2,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "q_lora_rank": 24,
+            "qk_nope_head_dim": 10,
+            "qk_rope_head_dim": 6,
+            "topk_group": 1,
+            "v_head_dim": 12,
+        },
+    ),
+    "gemma": ("Gemma", _SIZES),
+    "cohere": ("Cohere", _WHOLE_HEADS),
+    "olmo": ("Olmo", {**_WHOLE_HEADS, "clip_qkv": 0.7}),
+    "olmo3": ("Olmo3", {**_WHOLE_HEADS, **_WINDOWS}),
+    "phi": ("Phi", {**_WHOLE_HEADS, "partial_rotary_factor": 0.5}),
+    "opt": ("OPT", {**_WHOLE_HEADS, "num_key_value_heads": 4, "ffn_dim": 80, "word_embed_proj_dim": 48}),
+    "gpt_bigcode": ("GPTBigCode", {**_GPT2, "multi_query": True}),
+    "nemotron": ("Nemotron", _SIZES),
+    "glm": ("Glm", _SIZES),
+    "seed_oss": ("SeedOss", _SIZES),
+    "ernie4_5": ("Ernie4_5", {**_SIZES, "use_bias": True}),
+    "apertus": ("Apertus", {**_WHOLE_HEADS, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}),
+    "ministral": ("Ministral", {**_SIZES, **_WINDOWS}),
+    "granitemoe": ("GraniteMoe", {**_WHOLE_HEADS, "num_local_experts": 6, "num_experts_per_tok": 2}),
+    "phimoe": ("Phimoe", {**_WHOLE_HEADS, "num_local_experts": 6, "num_experts_per_tok": 2}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            **_SIZES,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 24,
+            "n_group": 2,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "topk_group": 1,
+            "use_qk_norm": True,
+        },
+    ),
+    "gpt_oss": ("GptOss", {**_SIZES, **_WINDOWS, "num_local_experts": 6, "num_experts_per_tok": 2}),
+}
+
+
+_ALL = {**FAMILIES, "arcee": ("Arcee", _SIZES)}
+WITHOUT_PLAN = ("gpt2", "gpt_bigcode", "opt")  # of transformers, to divide their weights
+HEAD_ALONE = ("gpt_oss",)  # is divided
+UNTRIED = "arcee"  # of which no test compares the answers at TP 1
+
+
+class Refused(NamedTuple):
+    """An architecture that is refused, and by which sentence."""
+
+    config: str
+    fields: dict[str, Any]
+    sentence: str
+
+
+_PAST = "{} is not supported: it does its attention itself, past transformers' interface"
+_ONCE = "attention over keys and values is asked for, and only once in each of 4 layers, in order, is supported"
+_EXPERT_SIZES = {"intermediate_size_mlp": 80, "num_local_experts": 2, "attention_chunk_size": 16}
+REFUSED = {
+    "BloomForCausalLM": Refused("BloomConfig", {"n_head": 4, "n_layer": 4}, _PAST.format("BloomForCausalLM")),
+    "DiffLlamaForCausalLM": Refused("DiffLlamaConfig", {}, f"8 times {_ONCE}"),
+    "FalconForCausalLM": Refused("FalconConfig", {"num_kv_heads": 4}, _PAST.format("FalconForCausalLM")),
+    "Lfm2ForCausalLM": Refused(
+        "Lfm2Config", {"layer_types": ["conv", "full_attention", "conv", "conv"]}, f"1 times {_ONCE}"
+    ),
+    "Llama4ForCausalLM": Refused(
+        "Llama4TextConfig",
+        _EXPERT_SIZES,
+        "attention under a mask that is neither causal nor a sliding window is not supported",
+    ),
+    "MambaForCausalLM": Refused("MambaConfig", {"state_size": 4}, _PAST.format("MambaForCausalLM")),
+}
+
+
+def write_refused_model(folder: Path, architecture: str) -> Path:
+    """Writes a random model of an architecture that is refused."""
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    config, fields, _ = REFUSED[architecture]
+    sizes = {**{name: size for name, size in _SIZES.items() if name != "head_dim"}, **fields}
+    torch.manual_seed(0)
+    getattr(transformers, architecture)(getattr(transformers, config)(**sizes)).save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **sizes}))  # names of sizes that all have
+    return folder
+
+
+def write_foreign_model(folder: Path, family: str, *, seed: int = 0, spread: float = 0.25, **fields: Any) -> Path:
+    """Writes a random model of a family; `fields` override those of its config, `spread` is that of its weights."""
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    _, sizes = _ALL[family]
+    config_class, model_class = _classes(family)
+    torch.manual_seed(seed)
+    ends = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": 0}
+    model = model_class(config_class(**{**sizes, **ends, **fields}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Far from flat, so that greedy answers depend on the whole context; biases and norms are not neutral.
+            is_norm = name.endswith("weight") and ("norm" in name or ".ln_" in name)
+            parameter.normal_(1.0 if is_norm else 0.0, spread)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def write_any_model(folder: Path, family: str, *, seed: int = 0, **fields: Any) -> Path:
+    """Writes a random model of a family of these, or of those of tests.tiny_models."""
+    write = write_tiny_model if family in TINY_FAMILIES else write_foreign_model
+    return write(folder, family, seed=seed, **fields)
+
+
+def architecture_of(family: str) -> str:
+    """The name of its class in transformers."""
+    prefix, _ = _ALL[family]
+    return f"{prefix}LMHeadModel" if prefix == "GPT2" else f"{prefix}ForCausalLM"
+
+
+DESCRIBED = [family for family in FAMILIES if architecture_of(family) in DESCRIPTIONS]  # that our decoder computes too
+MIXTURES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # of these, with experts
+
+
+def _classes(family: str) -> tuple[Any, Any]:
+    import transformers
+
+    prefix, _ = _ALL[family]
+    config_name = "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config"
+    return getattr(transformers, config_name), getattr(transformers, architecture_of(family))
+
+
+def generated(folder: Path, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
+    """What transformers' own `generate` answers to each prompt alone, greedily, in float32."""
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
+        )
+        answers.append(output[0, len(prompt) :].tolist())
+    return answers

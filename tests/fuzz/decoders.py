@@ -1,0 +1,385 @@
+"""Every decoder of what comes from a socket, or out of a file that a user brings, as a function of bytes. What it
+cannot read it refuses with an error that it documents; anything else that it raises is a fault."""
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Callable
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from safetensors.numpy import save_file
+
+from coordinator.control.journal import Journal
+from coordinator.control.ledger import Ledger
+from coordinator.control.metrics import Metrics
+from coordinator.control.prompts import Prompt
+from coordinator.control.registry import Registry
+from coordinator.control.roles import FIXED, Roles
+from coordinator.control.tracker import Tracker
+from coordinator.dispatcher import Dispatcher
+from coordinator.doors.authentication import BearerSecrets
+from coordinator.doors.http.anthropic_messages import MessagesCall
+from coordinator.doors.http.fields import read_fields
+from coordinator.doors.http.openai_responses import ResponsesCall
+from coordinator.doors.http.requests import parse_batch, parse_chat, parse_completion
+from coordinator.doors.http.slo import set_limits
+from coordinator.doors.http.tokenizing import parse_tokenize
+from coordinator.doors.resuming import check_counts, read_so_far
+from coordinator.doors.sampling_defaults import read_sampling_defaults
+from coordinator.doors.truncation import check_truncation, cut
+from coordinator.doors.unknown_fields import unknown_in_message
+from coordinator.doors.validation import Limits, check_input, plan_answers
+from coordinator.doors.wire_fields import check_num_fields
+from coordinator.text.answer_format import READERS, AnswerFormat
+from coordinator.text.rendering import Renderer
+from coordinator.text.tokenizer import read_tokenizer
+from kv_transfer import wire
+from kv_transfer.errors import TransferError
+from kv_transfer.ticket import Ticket
+from kv_transfer.transports.dist_address import DistAddress
+from kv_transfer.transports.dist_stream import pack_key, pack_sizes, unpack_key, unpack_message
+from protos import convert, fleet_pb2, inference_pb2, ranks_pb2
+from serving_core.adapters import CONFIG_FILE, WEIGHTS_FILE, read_adapters
+from serving_core.api_keys import read_api_keys
+from serving_core.errors import ModelError, RequestError, SettingsError
+from serving_core.model_config import ModelConfig, read_model_config
+from serving_core.requests import SamplingParams
+from serving_core.weight_files import INDEX_FILE, SINGLE_FILE, stored_tensors
+from serving_node.ranks.leading import Meeting, share_from_wire
+from splitserve.launch.supervisor import LastWords, parse_line
+from splitserve_bench.errors import BenchError
+from splitserve_bench.serve.event_stream import EventStream
+from splitserve_bench.serve.reply import RequestFailed
+from splitserve_bench.serve.traces import read_azure_trace, read_mooncake_trace
+from splitserve_bench.simulate.profile import read_profile
+from tests import fleet_events as events
+from tests.tiny_models import write_tokenizer
+
+Decoder = Callable[[bytes], None]
+
+DECODERS: dict[str, Decoder] = {}
+EOS = 257
+LIMITS = Limits(("m",), 260, 1000, 20, 900, 900)
+
+
+def refuses(*errors: type[Exception]) -> Callable[[Callable[[bytes], Any]], Decoder]:
+    """Enters a decoder under its name; these errors are how it refuses."""
+
+    def enter(decode: Callable[[bytes], Any]) -> Decoder:
+        @wraps(decode)
+        def decoder(data: bytes) -> None:
+            with contextlib.suppress(*errors):
+                decode(data)
+
+        DECODERS[decode.__name__] = decoder
+        return decoder
+
+    return enter
+
+
+@cache
+def _folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="splitserve-fuzz-"))
+    write_tokenizer(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def _file(name: str, data: bytes):
+    """A folder with a tokenizer and this file."""
+    path = _folder() / name
+    before = path.read_bytes() if path.exists() else None
+    path.write_bytes(data)
+    try:
+        yield path
+    finally:
+        path.unlink() if before is None else path.write_bytes(before)
+
+
+# ---- the data plane ----
+
+
+@refuses(TransferError)
+def transfer_message(data: bytes) -> None:
+    """The checksum in front is made good: what it keeps out is not worth a search."""
+    message = wire.decode(wire.zlib.crc32(data).to_bytes(4, "big") + data)
+    assert wire.decode(wire.encode(message)) == message
+
+
+@refuses(TransferError)
+def transfer_header(data: bytes) -> None:
+    wire.decode(data)
+
+
+@refuses(TransferError)
+def ticket(data: bytes) -> None:
+    found = Ticket.decode(data)
+    assert Ticket.decode(found.encode()) == found
+    for rank in range(found.prefill_tp * found.prefill_pp):
+        found.lanes_from(rank)
+    for rank in range(found.decode_tp * found.decode_pp):
+        assert found.lanes_to(rank)
+
+
+@refuses(ValueError)
+def tail(data: bytes) -> None:
+    convert.from_tail(data)
+
+
+@refuses(TransferError)
+def dist_message(data: bytes) -> None:
+    sizes, header = unpack_message(data)
+    assert pack_sizes(sizes) + bytes(header) == data
+
+
+@refuses(TransferError)
+def dist_key(data: bytes) -> None:
+    assert pack_key(*unpack_key(data)) == data
+
+
+@refuses(TransferError)
+def dist_address(data: bytes) -> None:
+    address = DistAddress.parse(data.decode(errors="replace"))
+    assert DistAddress.parse(str(address)) == address
+
+
+# ---- the public doors ----
+
+
+@refuses(RequestError, DecodeError)
+def generate_request(data: bytes) -> None:
+    check_num_fields(data)
+    request = inference_pb2.GenerateRequest.FromString(data)
+    unknown_in_message(request)
+    check_input(request, LIMITS)
+    check_counts(request, LIMITS)
+    check_truncation(request, LIMITS)
+    prompt = cut(list(request.tokenized.input_ids) or [1], request, LIMITS)
+    plan = plan_answers(request, prompt, LIMITS, inference_pb2.SamplingParams())
+    so_far = read_so_far(request, plan, LIMITS, (EOS,))
+    assert len(so_far) == len(plan.samplings) <= 16
+
+
+def _body(parse: Callable[[Any], Any]) -> Callable[[bytes], None]:
+    def read(data: bytes) -> None:
+        fields = read_fields(data)
+        asked = parse(fields)
+        set_limits(getattr(asked, "requests", ()), fields, {"x-slo-ttft-ms": data[:8].decode("latin-1")})
+        fields.unread()
+
+    return read
+
+
+@refuses(RequestError)
+def completion_body(data: bytes) -> None:
+    _body(lambda fields: parse_completion(fields, "r"))(data)
+
+
+@refuses(RequestError)
+def chat_body(data: bytes) -> None:
+    _body(lambda fields: parse_chat(fields, "r", AnswerFormat("hermes")))(data)
+
+
+@refuses(RequestError)
+def responses_body(data: bytes) -> None:
+    _body(lambda fields: ResponsesCall().parse(fields, "r", AnswerFormat("hermes")))(data)
+
+
+@refuses(RequestError)
+def messages_body(data: bytes) -> None:
+    _body(lambda fields: MessagesCall().parse(fields, "r", AnswerFormat("hermes")))(data)
+
+
+@refuses(RequestError)
+def batch_body(data: bytes) -> None:
+    _body(lambda fields: parse_batch(fields, "r", AnswerFormat("hermes")))(data)
+
+
+@refuses(RequestError)
+def tokenize_body(data: bytes) -> None:
+    _body(parse_tokenize)(data)
+
+
+@refuses()
+def authorization(data: bytes) -> None:
+    """As HTTP headers are decoded."""
+    assert BearerSecrets({"the secret of this test": "me"}).holder([data.decode("latin-1")]) is None
+
+
+@refuses(SettingsError)
+def api_keys(data: bytes) -> None:
+    with _file("keys", data) as path:
+        assert all(read_api_keys(path))
+
+
+@refuses()
+def answer_text(data: bytes) -> None:
+    """What a model writes, in every format of calls: nothing of it is kept back at the end, and it may be anything."""
+    text = data.decode(errors="replace")
+    for calls in READERS:
+        reader = AnswerFormat(calls, thinks=True).reader(text[:8], {"f"})
+        for piece in reader.feed(text) + reader.finish():
+            piece.text.encode()
+
+
+@refuses()
+def rendered_conversation(data: bytes) -> None:
+    """The JSON in a conversation, which the process that renders reads."""
+    text = data.decode(errors="replace")
+    given = {"add_generation_prompt": True, "continue_final_message": len(data) % 2 == 1}
+    given |= {"tools_json": text, "template_kwargs_json": text}
+    message = {"role": "user", "content": "a", "extra_json": text}
+    renderer = Renderer("{{ messages | tojson }}", "", {}, "")
+    for fields in ({}, {"tools_json": ""}, {"tools_json": "", "template_kwargs_json": ""}):
+        assert renderer.answer({"messages": [message], **given, **fields}).endswith(b"\n")
+
+
+# ---- the fleet ----
+
+
+@refuses(RequestError, DecodeError)
+def hello(data: bytes) -> None:
+    _dispatcher().attach(fleet_pb2.Hello.FromString(data))
+
+
+@refuses(RequestError, DecodeError)
+def node_event(data: bytes) -> None:
+    event = fleet_pb2.NodeEvent.FromString(data)
+    if event.WhichOneof("event") in (None, "hello"):
+        return
+    dispatcher = _dispatcher()
+    link = dispatcher.attach(events.hello("b0").hello)
+    options = {"arrived_s": 0.0, "deadline_s": 1e9}
+    dispatcher._tracker.submit("r/0", Prompt([1, 2, 3]), SamplingParams(max_tokens=5), **options)
+    dispatcher.receive(link, event)
+    dispatcher.tick()
+
+
+@refuses(DecodeError, TransferError)
+def node_command(data: bytes) -> None:
+    command = fleet_pb2.NodeCommand.FromString(data)
+    for job in (command.reserve.job, command.prefill.job):
+        convert.job_to_wire(convert.request_from_wire(job))
+        convert.due_from_wire(job.due, 0.0)
+    convert.shape_from_wire(command.reshape.shape)
+    Ticket.decode(command.deliver.ticket)
+
+
+@refuses(DecodeError)
+def rank_command(data: bytes) -> None:
+    for share in ranks_pb2.RankCommand.FromString(data).step.shares:
+        share_from_wire(share)
+
+
+@refuses(UnicodeDecodeError)
+def rank_meeting(data: bytes) -> None:
+    assert Meeting.decode(data[: 2**10]).port < 2**16
+
+
+def _dispatcher() -> Dispatcher:
+    registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
+    ledger, metrics = Ledger(), Metrics()
+    tracker = Tracker(registry, ledger, metrics, first_epoch=0, max_live=10, max_restarts=1, keep_after_s=1.0)
+    return Dispatcher(registry, tracker, Roles(registry, ledger, policy=FIXED), Journal(metrics))
+
+
+# ---- what a command reads from others ----
+
+
+@refuses(RequestFailed)
+def event_stream(data: bytes) -> None:
+    """In two pieces, which is as good as in one."""
+    middle, pieces = len(data) // 2, EventStream()
+    assert pieces.feed(data[:middle]) + pieces.feed(data[middle:]) == EventStream().feed(data)
+
+
+@refuses()
+def log_line(data: bytes) -> None:
+    words = LastWords("node")
+    for line in data.decode(errors="replace").splitlines():
+        words.hear(*parse_line(line))
+
+
+# ---- files ----
+
+
+@refuses(ModelError)
+def config_json(data: bytes) -> None:
+    with _file("config.json", data) as path:
+        read_model_config(path.parent)
+
+
+@refuses(ModelError)
+def generation_config_json(data: bytes) -> None:
+    with _file("generation_config.json", data) as path:
+        read_sampling_defaults(path.parent)
+
+
+@refuses(ModelError)
+def tokenizer_config_json(data: bytes) -> None:
+    with _file("tokenizer_config.json", data) as path:
+        read_tokenizer(path.parent)
+
+
+@refuses(ModelError)
+def tokenizer_json(data: bytes) -> None:
+    with _file("tokenizer.json", data) as path:
+        tokenizer = read_tokenizer(path.parent)
+        detokenizer = tokenizer.detokenizer(skip_special_tokens=True)
+        detokenizer.add(0)
+        detokenizer.flush()
+
+
+@refuses(ModelError)
+def safetensors_header(data: bytes) -> None:
+    with _file(SINGLE_FILE, data) as path:
+        stored_tensors(path.parent)
+
+
+@refuses(ModelError)
+def safetensors_index(data: bytes) -> None:
+    with _file(INDEX_FILE, data) as path:
+        stored_tensors(path.parent)
+
+
+@refuses(ModelError)
+def adapter_config_json(data: bytes) -> None:
+    with _file(CONFIG_FILE, data) as path:
+        read_adapters([f"a={path.parent}"], _adapted_model())
+
+
+@cache
+def _adapted_model() -> ModelConfig:
+    """One that the adapter's tensors beside the file fit."""
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {
+        f"{name}.lora_A.weight": np.ones((2, 4), np.float32),
+        f"{name}.lora_B.weight": np.ones((4, 2), np.float32),
+    }
+    save_file(tensors, _folder() / WEIGHTS_FILE)
+    fours = dict.fromkeys(("hidden_size", "intermediate_size", "max_position_embeddings", "vocab_size"), 4)
+    config = {"model_type": "llama", "num_attention_heads": 1, "num_hidden_layers": 1, **fours}
+    with _file("config.json", json.dumps(config).encode()) as path:
+        return read_model_config(path.parent)
+
+
+@refuses(BenchError)
+def azure_trace(data: bytes) -> None:
+    with _file("trace.csv", data) as path:
+        read_azure_trace(path)
+
+
+@refuses(BenchError)
+def mooncake_trace(data: bytes) -> None:
+    with _file("trace.jsonl", data) as path:
+        read_mooncake_trace(path)
+
+
+@refuses(SettingsError)
+def profile(data: bytes) -> None:
+    with _file("profile.json", data) as path:
+        read_profile(path)

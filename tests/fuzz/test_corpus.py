@@ -1,0 +1,37 @@
+"""What searches of every decoder have left is replayed, as it is and spoiled a little."""
+
+from random import Random
+
+import pytest
+
+from tests.fuzz.corpus import FOLDER, read_corpus
+from tests.fuzz.decoders import DECODERS
+
+SLOW = ("tokenizer_json",)  # each of its inputs is parsed by a library that takes its time
+NUM_SPOILED = 300  # of each decoder
+PIECES = [b"", b"\0", b"\xff", b"-1", b"1e999", b"null", b"[", b"{}", b'"', b"\xed\xa0\x80", b"99999999999999999999"]
+
+
+def spoiled(data, random):
+    """With a piece of it cut out, doubled, or replaced by what is often not thought of."""
+    start, end = sorted(random.randrange(len(data) + 1) for _ in range(2))
+    middle = random.choice([*PIECES, data[start:end] * 2, random.randbytes(random.randrange(1, 5))])
+    return data[:start] + middle + data[end:]
+
+
+def test_every_decoder_has_a_corpus():
+    assert {path.stem for path in FOLDER.iterdir()} == set(DECODERS)
+    assert all(read_corpus(name) for name in DECODERS)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_takes_or_refuses_what_was_found_before(name):
+    for data in read_corpus(name):
+        DECODERS[name](data)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_and_what_is_like_it(name):
+    random, corpus = Random(name), read_corpus(name)
+    for _ in range(NUM_SPOILED // 10 if name in SLOW else NUM_SPOILED):
+        DECODERS[name](spoiled(random.choice(corpus), random))

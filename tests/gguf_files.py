@@ -1,0 +1,108 @@
+"""GGUF files small enough for tests, written by gguf's own writer from random transformers models.
+
+The tokenizer is byte-level: a token id below 256 is that byte, as in tests/tiny_models.py, and a few merges are on top.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from safetensors.numpy import load_file
+
+from tests.tiny_models import BOS, CHAT_TEMPLATE, EOS, SPECIAL_TOKENS, byte_vocabulary, write_tiny_model
+
+MERGES = ["Ġ t", "h e", "i n", "Ġt he"]
+TOKENS = [*sorted(byte_vocabulary(), key=byte_vocabulary().get), *SPECIAL_TOKENS, *("".join(m.split()) for m in MERGES)]
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": len(TOKENS)}
+MODEL_ARCHS = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "mistral": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+}
+Change = Callable[[gguf.GGUFWriter], None]
+
+
+def write_gguf(
+    file: Path,
+    family: str = "llama",
+    *,
+    stored: str = "F32",
+    seed: int = 0,
+    change: Change = lambda writer: None,
+    **config: Any,
+) -> Path:
+    """Writes a file and, in a folder beside it with its name less the suffix, the model that it was made of: the
+    weights are the same where `stored` is F32. `change` may add to what is written, or replace metadata."""
+    folder = write_tiny_model(file.with_suffix(""), family, seed=seed, **{**SIZES, **config})
+    said = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[MODEL_ARCHS[family]])
+    _add_config(writer, said)
+    _add_tokenizer(writer)
+    tensors = load_file(folder / "model.safetensors")
+    _add_tensors(writer, family, said, tensors, gguf.GGMLQuantizationType[stored])
+    change(writer)
+    write(writer)
+    return file
+
+
+def write(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def replace(writer: gguf.GGUFWriter, key: str, value: Any, kind: gguf.GGUFValueType) -> None:
+    """Says something else, or something more, about the model."""
+    writer.kv_data[0].pop(key, None)
+    writer.add_key_value(key, value, kind)
+
+
+def _add_config(writer: gguf.GGUFWriter, said: dict[str, Any]) -> None:
+    writer.add_context_length(said["max_position_embeddings"])
+    writer.add_embedding_length(said["hidden_size"])
+    writer.add_block_count(said["num_hidden_layers"])
+    writer.add_feed_forward_length(said["intermediate_size"])
+    writer.add_head_count(said["num_attention_heads"])
+    writer.add_head_count_kv(said["num_key_value_heads"])
+    writer.add_key_length(said["head_dim"])
+    writer.add_value_length(said["head_dim"])
+    writer.add_layer_norm_rms_eps(said["rms_norm_eps"])
+    writer.add_rope_freq_base(said["rope_parameters"]["rope_theta"])
+    writer.add_rope_dimension_count(said["head_dim"])
+    writer.add_vocab_size(said["vocab_size"])
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(TOKENS)
+    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
+    writer.add_token_types([control if token in SPECIAL_TOKENS else normal for token in TOKENS])
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(BOS)
+    writer.add_eos_token_id(EOS)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def _add_tensors(
+    writer: gguf.GGUFWriter,
+    family: str,
+    said: dict[str, Any],
+    tensors: dict[str, np.ndarray],
+    stored: gguf.GGMLQuantizationType,
+) -> None:
+    names = gguf.get_tensor_name_map(MODEL_ARCHS[family], said["num_hidden_layers"])
+    for name, tensor in tensors.items():
+        heads = {"q_proj": said["num_attention_heads"], "k_proj": said["num_key_value_heads"]}
+        if MODEL_ARCHS[family] is gguf.MODEL_ARCH.LLAMA and (num_heads := heads.get(name.split(".")[-2])):
+            halves = tensor.reshape(num_heads, 2, -1, *tensor.shape[1:])
+            tensor = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(tensor.shape)
+        kind = stored if tensor.ndim > 1 else gguf.GGMLQuantizationType.F32
+        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert theirs is not None, name
+        writer.add_tensor(theirs, gguf.quantize(tensor, kind), raw_dtype=kind)

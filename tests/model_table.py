@@ -1,0 +1,34 @@
+"""The table of architectures in docs/models.md: `python -m tests.model_table` writes it anew.
+
+Its rows are those that tests try: answers against transformers' `generate` on one rank and on two, and through a split
+cluster; and refusals word for word.
+"""
+
+from typing import Final
+
+from serving_core.model_config import MODEL_TYPES
+from tests.doc_table import DOCS, page_with
+from tests.foreign_models import FAMILIES, HEAD_ALONE, REFUSED, WITHOUT_PLAN, architecture_of
+
+PAGE: Final = DOCS / "models.md"
+
+
+def table() -> str:
+    """The part of the page between the marks."""
+    lines = ["| architecture | computed by | weights of several ranks |", "|---|---|---|"]
+    for architecture, family in sorted((architecture_of(family), family) for family in FAMILIES):
+        is_native = architecture in MODEL_TYPES
+        weights = "each rank holds all" if family in (*WITHOUT_PLAN, *HEAD_ALONE) else "divided"
+        lines.append(f"| `{architecture}` | {'us, or transformers' if is_native else 'transformers'} | {weights} |")
+    lines += ["", "| refused | with the sentence |", "|---|---|"]
+    lines += [f"| `{architecture}` | {refused.sentence} |" for architecture, refused in sorted(REFUSED.items())]
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """The whole page, with the table as it ought to be."""
+    return page_with(table(), PAGE, "tests.model_table")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,33 @@
+"""What runs in simulated time takes the time, its randomness and its connections from the loop that it runs on."""
+
+import asyncio
+from types import SimpleNamespace
+
+import grpc
+import pytest
+
+import coordinator.dispatcher
+import engine.stepper
+import kv_transfer.ticket
+import serving_node.link
+import serving_node.reports
+import serving_node.runner
+from tests.schedules.streams import Channel
+
+
+@pytest.fixture(autouse=True)
+def simulated(monkeypatch):
+    clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
+    for module in (coordinator.dispatcher, serving_node.runner, serving_node.link, engine.stepper):
+        monkeypatch.setattr(module, "time", clock)
+    draws = SimpleNamespace(token_bytes=lambda count: _draw(count), token_hex=lambda count: _draw(count).hex())
+    for module in (kv_transfer.ticket, serving_node.reports):
+        monkeypatch.setattr(module, "secrets", draws)
+    for module in (serving_node.runner, serving_node.reports):
+        monkeypatch.setattr(module, "resident_bytes", lambda: 0)
+    monkeypatch.setattr(grpc.aio, "insecure_channel", Channel)
+    monkeypatch.setattr(serving_node.link.fleet_pb2_grpc, "FleetStub", lambda channel: channel)
+
+
+def _draw(num_bytes):
+    return asyncio.get_running_loop().network.random.randbytes(num_bytes)

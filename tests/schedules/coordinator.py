@@ -1,0 +1,197 @@
+"""A simulated coordinator process: the real dispatcher, tracker, registry, roles and fleet service, and its clients."""
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from coordinator.control.journal import Journal
+from coordinator.control.ledger import NOTHING, Ledger
+from coordinator.control.live import NUM_EPOCHS
+from coordinator.control.metrics import Metrics
+from coordinator.control.moves import may_move, num_tokens_needed
+from coordinator.control.outcomes import FINISH_REASONS
+from coordinator.control.registry import Registry
+from coordinator.control.roles import Roles
+from coordinator.control.router import roomiest
+from coordinator.control.slo import Slo
+from coordinator.control.so_far import NOTHING as NEW
+from coordinator.control.tracker import Tracker
+from coordinator.dispatcher import Dispatcher
+from coordinator.doors.validation import AnswerPlan
+from coordinator.fleet_service import FleetService
+from coordinator.text.answers import AnswerText, TextOptions
+from serving_core.errors import RequestError
+from serving_core.requests import SamplingParams
+from tests.schedules.history import Asked, Ended, Rest, Told
+from tests.schedules.streams import METHOD
+
+MAX_TICK_S = 0.25
+GONE = "UNAVAILABLE"  # what a client hears whose coordinator is gone
+
+
+@dataclass(eq=False)
+class Client:
+    """One request, and who waits for it."""
+
+    asked: Asked
+    timeout_s: float
+    slo: Slo
+    listens: bool = True
+    call: "asyncio.Task[None] | None" = None
+
+
+class _Wordless:
+    """In place of a detokenizer: the tokens are all there is."""
+
+    def add(self, token_id):
+        return ""
+
+    def flush(self):
+        return ""
+
+
+class SimulatedCoordinator:
+    """One life of a coordinator process. To be made within its process."""
+
+    def __init__(self, settings, network, process, record, random):
+        self.process = process
+        self._settings, self._record, self._loop = settings, record, network.loop
+        self._registry = Registry(
+            {},
+            node_timeout_s=settings.node_timeout_s,
+            step_timeout_s=settings.step_timeout_s,
+            first_session=random.getrandbits(60) + 1,
+        )
+        self._ledger, self.metrics = Ledger(), Metrics()
+        self.tracker = Tracker(
+            self._registry,
+            self._ledger,
+            self.metrics,
+            first_epoch=random.randrange(NUM_EPOCHS),
+            max_live=settings.max_num_queued_reqs,
+            max_restarts=settings.max_restarts,
+            keep_after_s=settings.keep_after_s,
+            node_wait_s=settings.node_wait_s,
+        )
+        roles = Roles(self._registry, self._ledger, policy=settings.roles)
+        self.dispatcher = Dispatcher(self._registry, self.tracker, roles, Journal(self.metrics))
+        self._clients = {}
+        service = FleetService(self.dispatcher, heartbeat_s=settings.heartbeat_s)
+        network.serve(process, service.handler().service(SimpleNamespace(method=METHOD)).stream_stream)
+
+    def start(self, loop):
+        """The tasks whose end is the end of the process."""
+        return [loop.start(self.process, self._supervise())]
+
+    async def _supervise(self):
+        """As coordinator/server.py does."""
+        changed = self.dispatcher.nodes_changed
+        while True:
+            try:
+                async with asyncio.timeout(min(MAX_TICK_S, self._settings.node_timeout_s / 8)):
+                    await changed.wait()
+            except TimeoutError:
+                pass
+            changed.clear()
+            self.dispatcher.tick()
+
+    def move_some(self):
+        """The running answers that can are to move now, whatever the policies say."""
+        now, nodes = self._loop.time(), self._registry.nodes
+        for request in self.tracker._live:
+            if may_move(request, now, rest_s=0.0):
+                others = [node for node in nodes if node is not request.attempt.decode]
+                target = roomiest(others, self._ledger, num_tokens_needed(request), request.max_tokens)
+                if target is not None:
+                    self.dispatcher._apply(self.tracker._moves.begin(request, target, now))
+
+    def begin_some_again(self):
+        """Prompts without a token begin again now, as those of nodes that drain do; on the same nodes perhaps."""
+        now = self._loop.time()
+        for request in self.tracker._live:
+            attempt = request.attempt
+            is_begun = attempt.has_first_token or attempt.early or (attempt.is_committed and not attempt.is_local)
+            if not is_begun and request in self.tracker._live:
+                self.dispatcher._apply(self.tracker._live.elsewhere(request, now))
+
+    # ---- clients ----
+
+    def expect(self, client):
+        """The request is on its way."""
+        self._clients[client] = None
+
+    def ask(self, client):
+        """The request has come."""
+        if client.listens:
+            client.call = self._loop.create_task(self._answer(client))
+
+    def leave(self, client):
+        """The client has hung up."""
+        self._clients.pop(client, None)
+        if client.call is not None:
+            client.call.cancel()
+
+    def died(self):
+        """Everyone who waits hears so."""
+        for client in list(self._clients):
+            self.end(client, GONE)
+
+    def end(self, client, how, num_tokens=None):
+        """The client hears the end."""
+        self._clients.pop(client, None)
+        if client.listens:
+            self._record(Ended(self._loop.now, client.asked.request, how, num_tokens))
+
+    async def _answer(self, client):
+        """As coordinator/doors/inference_service.py does."""
+        asked, now = client.asked, self._loop.time()
+        sampling = SamplingParams(max_tokens=asked.max_tokens, temperature=0.0, ignore_eos=True)
+        plan = AnswerPlan(asked.request, list(asked.prompt), asked.salt, (sampling,), TextOptions())
+        beginnings = [(NEW, AnswerText(_Wordless(), plan.text))]
+        times = {"arrived_s": now, "deadline_s": now + client.timeout_s}
+        try:
+            generation = self.dispatcher.submit(plan, beginnings, client.slo, **times)
+        except RequestError as refusal:
+            self.end(client, refusal.reason)
+            return
+        try:
+            while (response := await generation.next()) is not None:
+                if not response.HasField("chunk"):
+                    complete = response.complete
+                    self.end(client, FINISH_REASONS[complete.finish_reason], complete.completion_tokens)
+                elif client.listens and response.chunk.token_ids:
+                    token_ids = tuple(response.chunk.token_ids)
+                    self._record(Told(self._loop.now, asked.request, response.chunk.first_token_index, token_ids))
+        except RequestError as error:
+            self.end(client, error.reason)
+        finally:
+            self._clients.pop(client, None)
+            self.dispatcher.close(generation)
+
+    # ---- the end ----
+
+    @property
+    def is_quiet(self):
+        return not self.tracker.num_open and not self._clients
+
+    @property
+    def seen(self):
+        """What has happened in this life."""
+        metrics = self.metrics
+        counts = {"restarted": metrics.num_restarts, "kept": metrics.num_kept}
+        counts |= {f"move {outcome}": count for outcome, count in metrics.moves.items()}
+        return Counter(counts | {"whole": metrics.finished["length"], "failed": metrics.failed.total()})
+
+    def rests(self):
+        """What it holds; everything is counted from scratch."""
+        self._ledger.check_integrity()
+        accounts = [node.name for node in self._registry.nodes if self._ledger.of(node) != NOTHING]
+        held = {
+            "answers, or attempts that nodes have yet to let go of": self.tracker.num_open,
+            "calls": len(self.dispatcher._generations) + len(self.dispatcher._answers),
+            "accounts of work": len(self._ledger._accounts),
+            f"accounts of attached nodes ({', '.join(accounts)})": len(accounts),
+            "requests on its ledger": len(self._ledger._requests),
+        }
+        return [Rest(self._loop.now, self.process.name, what, count) for what, count in held.items()]

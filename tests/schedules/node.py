@@ -1,0 +1,218 @@
+"""A simulated node process: the real runner, logic, link and corridor, over a pool and an engine of bytes.
+
+A step of the engine writes KV to the pool layer by layer, and samples from what it finds there.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import chain
+from types import SimpleNamespace
+
+from kv_transfer.ends.receiver import KVReceiver
+from kv_transfer.ends.sender import KVSender
+from serving_core.layout import KVLayout
+from serving_core.prefix import origin_of
+from serving_core.rates import StepRates
+from serving_core.requests import SampledToken
+from serving_core.settings import EngineSettings
+from serving_node.link import FleetLink, LinkSettings
+from serving_node.ranks.leading import Followers
+from serving_node.runner import NodeRunner
+from serving_node.settings import NodeSettings
+from tests.schedules.history import Rest, Wrote
+from tests.schedules.model import KEY_BYTES, NUM_LAYERS, first_key, key_after, next_token, value_of
+from tests.unit.kv_transfer.transfer_kit import ByteStore
+
+BLOCK_SIZE = 4
+LAYOUT = KVLayout.uniform(NUM_LAYERS, num_kv_heads=1, head_dim=KEY_BYTES // 4, block_size=BLOCK_SIZE, dtype="float32")
+FINGERPRINT = {"model": "bytes"}
+PREFILL_TOKENS_PER_S = 2000.0
+TRANSFER_TIMEOUT_S = 5.0
+CREDIT_TIMEOUT_S = 10.0
+
+
+class InjectedError(Exception):
+    """A step fails because the schedule says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of every node of a fleet."""
+
+    num_blocks: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    overlap_min_tokens: int
+    is_history_free: bool
+
+
+class Pool(ByteStore):
+    """The KV of one node; garbage at first. Whoever writes to it is noted."""
+
+    def __init__(self, num_blocks, seed, wrote):
+        super().__init__(LAYOUT, num_blocks, seed)
+        self.wrote = wrote
+        self.opening = -1  # the epoch whose lanes are being made
+
+    def heads(self, heads):
+        return _Opened(self, self.opening)
+
+    def compute(self, share, request_salt, epoch, layer):
+        """Writes the KV of a share in one layer, from that of the token before as it lies there."""
+        keys, values = self._planes[layer]
+        position = share.start
+        before = self._key(share, position - 1, keys) if position else first_key(request_salt)
+        for token_id in share.token_ids:
+            before, start = key_after(before, token_id, layer), self._place(share, position)
+            keys[start : start + KEY_BYTES] = before
+            values[start : start + KEY_BYTES] = value_of(token_id, position)
+            position += 1
+        self.wrote(share.block_ids[share.start // BLOCK_SIZE : -(-position // BLOCK_SIZE)], epoch, "step")
+
+    def sample(self, share):
+        """What follows the last token of a share."""
+        num_tokens = share.start + share.num_tokens
+        block_ids = share.block_ids[: -(-num_tokens // BLOCK_SIZE)]
+        planes = chain.from_iterable(self.read(layer, block_ids) for layer in LAYOUT.layers)
+        return next_token([bytes(plane[: num_tokens * KEY_BYTES]) for plane in planes])
+
+    def _key(self, share, position, keys):
+        start = self._place(share, position)
+        return bytes(keys[start : start + KEY_BYTES])
+
+    def _place(self, share, position):
+        block, offset = divmod(position, BLOCK_SIZE)
+        return (share.block_ids[block] * BLOCK_SIZE + offset) * KEY_BYTES
+
+
+class _Opened:
+    """The pool as the lanes of one transfer see it."""
+
+    def __init__(self, pool, epoch):
+        self.layout = LAYOUT
+        self._pool, self._epoch = pool, epoch
+
+    def heads(self, heads):
+        return self
+
+    def read(self, layer, block_ids):
+        return self._pool.read(layer, block_ids)
+
+    def write(self, layer, block_ids, keys, values):
+        self._pool.write(layer, block_ids, keys, values)
+        self._pool.wrote(block_ids, self._epoch, "transfer")
+
+
+class _Receiver(KVReceiver):
+    """Lets the pool know whose lanes are made."""
+
+    def expect(self, ticket, *arguments):
+        self.store.opening = ticket.epoch
+        super().expect(ticket, *arguments)
+
+
+class SimulatedEngine:
+    """What NodeRunner asks of an engine. A step is a generator: it yields seconds, and returns tokens."""
+
+    layout = model_layout = LAYOUT
+    fingerprint = FINGERPRINT
+    eos_token_ids = ()
+    kv_pool_bytes = weight_bytes = 0
+    group = SimpleNamespace(rank=0)
+    guide = None  # nobody asks for a grammar
+
+    def __init__(self, name, sizes, pool, random):
+        self.num_blocks, self.is_history_free = sizes.num_blocks, sizes.is_history_free
+        self.max_model_len = sizes.num_blocks * BLOCK_SIZE
+        self.origin = origin_of({"node": name})
+        self.description = self.traits = {}
+        self._pool, self._random = pool, random
+        self._step_s, self._token_s = random.choice([0.004, 0.015, 0.04]), random.choice([0.0001, 0.002])
+        self.stalls_s = 0.0  # in the next step
+        self.fails = False  # the next step
+
+    def step(self, works, on_layer=None):
+        parts = [(work.share, work.request.cache_salt, work.request.epoch) for work in works]
+        stalls_s, self.stalls_s = self.stalls_s, 0.0
+        fails, self.fails = self.fails, False
+        seconds = self._step_s * (0.5 + self._random.random()) + self._token_s * sum(work.num_tokens for work in works)
+        for number, layer in enumerate(LAYOUT.layers, 1):
+            yield seconds / NUM_LAYERS + (stalls_s if number == 1 else 0.0)
+            for share, salt, epoch in parts:
+                self._pool.compute(share, salt, epoch, layer)
+            if fails:
+                raise InjectedError
+            if on_layer is not None:
+                on_layer(number)
+        return [SampledToken(self._pool.sample(share)) for share, _, _ in parts if share.samples]
+
+
+class SimulatedNode:
+    """One life of a node process. To be made within its process."""
+
+    def __init__(self, name, role, sizes, network, process, record, random):
+        self.name, self.role, self.process = name, role, process
+        self._record, self._loop = record, network.loop
+        pool = Pool(sizes.num_blocks, random.getrandbits(32), self._wrote)
+        self.engine = SimulatedEngine(name, sizes, pool, random)
+        self._sender = KVSender(network.dialer(), pool, deadline_s=TRANSFER_TIMEOUT_S)
+        self._receiver = _Receiver(network.listener(name), pool)
+        self._link = FleetLink(LinkSettings())
+        settings = NodeSettings(
+            engine=EngineSettings(),
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            max_num_seqs=sizes.max_num_seqs,
+            overlap_min_tokens=sizes.overlap_min_tokens,
+            transfer_timeout_s=TRANSFER_TIMEOUT_S,
+            credit_timeout_s=CREDIT_TIMEOUT_S,
+        )
+        ends = self._sender, self._receiver
+        rates = StepRates(PREFILL_TOKENS_PER_S)
+        self.runner = NodeRunner(settings, role, name, self.engine, *ends, Followers(0), self._link, rates)
+
+    def start(self, loop):
+        """The tasks whose end is the end of the process."""
+        return [loop.start(self.process, self.runner.run()), loop.start(self.process, self._link.run(self.runner))]
+
+    @property
+    def is_quiet(self):
+        return self.runner._logic.is_idle and not self._sender.num_open and not self._receiver.num_open
+
+    @property
+    def seen(self):
+        """What has happened in this life."""
+        return Counter(
+            {
+                "lives": 1,
+                "handed over": self._receiver.num_bytes // LAYOUT.block_bytes,
+                "corrupt": self._receiver.num_corrupt_blocks,
+                "preempted": self.runner._logic._writing.num_preemptions,
+            }
+        )
+
+    def rests(self):
+        """What it holds; everything is counted from scratch."""
+        logic, transfers = self.runner._logic, self.runner._transfers
+        logic._allocator.check_integrity()
+        logic.residents.check_integrity()
+        held = {
+            "blocks": logic._allocator.num_blocks - logic._allocator.num_free,
+            "requests": len(logic.residents),
+            "incoming transfers": self._receiver.num_open,
+            "outgoing transfers": self._sender.num_open,
+            "lanes": len(self._receiver._lanes) + len(self._sender._lanes),
+            "tickets": len(self.runner._tickets) + len(transfers._ungranted),
+            "parts of transfers": len(transfers._sent._open) + len(transfers._received._open),
+            "alarms": int(logic.wake_at_s is not None),
+        }
+        return [Rest(self._loop.now, self.name, what, count) for what, count in held.items()]
+
+    def _wrote(self, block_ids, epoch, by):
+        holders = {block: [] for block in block_ids}
+        for resident in self.runner._logic.residents:
+            if resident.lease is not None:
+                for block in resident.lease.block_ids:
+                    if block in holders:
+                        holders[block].append(resident.key)
+        for block, who in holders.items():
+            self._record(Wrote(self._loop.now, self.name, block, epoch, by, tuple(who)))

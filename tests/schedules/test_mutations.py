@@ -1,0 +1,104 @@
+"""Bugs that systems like this one have had, put back one at a time: the schedules find each, and say what is wrong."""
+
+from heapq import heappush
+
+import pytest
+
+from coordinator.control.attempts import Attempt
+from coordinator.control.instructions import Emit
+from coordinator.control.live import LiveAnswers
+from coordinator.control.moves import Moves
+from decode_node.credit import Credit
+from kv_transfer.payload import HostPayload
+from protos import fleet_pb2
+from serving_node.endings import Endings
+from tests.schedules.history import problems_of
+from tests.schedules.plan import FAULTS
+from tests.schedules.world import World
+
+MOST_SEEDS = 300
+
+
+def epoch_not_compared(monkeypatch):
+    """What a node still says of an earlier attempt counts for the current one."""
+
+    def on(self, node, attempt):
+        request = self._requests.get(attempt.request_id)
+        if request is None or request.is_waiting:
+            return None
+        return request if node in (request.attempt.prefill, request.attempt.decode) else None
+
+    monkeypatch.setattr(LiveAnswers, "on", on)
+
+
+def lease_released_at_cancel(monkeypatch):
+    """The blocks of a cancelled request are free at once, though a step or a transfer still writes to them."""
+    end = Endings.end
+
+    def end_at_once(self, resident, **event):
+        if "cancelled" in event:
+            self._leases.give_back(resident)
+        end(self, resident, **event)
+
+    monkeypatch.setattr(Endings, "end", end_at_once)
+
+
+def commit_without_checksum(monkeypatch):
+    """Whatever has arrived counts as intact."""
+    monkeypatch.setattr(HostPayload, "checksum", lambda self, keys, values: 0)
+
+
+def double_token_at_migration(monkeypatch):
+    """When an answer has moved, its last token goes out once more."""
+    switch = Moves._switch
+
+    def switch_with_a_token(self, request, event, now):
+        last = fleet_pb2.SampledToken(token_id=request.output[-1])
+        return [Emit(request.request_id, [last]), *switch(self, request, event, now)]
+
+    monkeypatch.setattr(Moves, "_switch", switch_with_a_token)
+
+
+def cancel_lost_between_halves(monkeypatch):
+    """Of a request that is on two nodes, the one that writes alone is told to let go."""
+
+    def holders(self):
+        if self.decode_holds:
+            yield self.decode
+
+    monkeypatch.setattr(Attempt, "holders", holders)
+
+
+def credit_counted_twice(monkeypatch):
+    """A block of a grant that was taken back counts as free twice."""
+    take_back = Credit.take_back
+
+    def take_back_and_again(self, resident, now):
+        block = resident.lease.block_ids[-1]
+        take_back(self, resident, now)
+        heappush(self._leases._allocator._free, block)
+
+    monkeypatch.setattr(Credit, "take_back", take_back_and_again)
+
+
+# What the checker says of each, and by which faults it is found soonest.
+BUGS = {
+    epoch_not_compared: ("still holds", {"begin_again": 3, "block": 1}),
+    lease_released_at_cancel: ("which nobody held", FAULTS),
+    commit_without_checksum: ("got the wrong token", FAULTS),
+    double_token_at_migration: ("doubled, at index", FAULTS),
+    cancel_lost_between_halves: ("still holds", FAULTS),
+    credit_counted_twice: ("attempts held", FAULTS),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_the_bug_is_found(bug, monkeypatch):
+    words, kinds = BUGS[bug]
+    bug(monkeypatch)
+    for seed in range(MOST_SEEDS):
+        if problems := problems_of(World(seed, kinds=kinds).run()):
+            break
+    else:
+        pytest.fail(f"not found in {MOST_SEEDS} schedules")
+    assert any(words in problem for problem in problems), (seed, problems)

@@ -1,0 +1,69 @@
+"""Thousands of schedules of a whole fleet, and in each of them the promises of tests/schedules/history.py.
+
+A schedule that breaks one is named by its seed. `SEED=17 pytest tests/schedules -k quick` runs that one alone and tells
+what happened, message by message.
+"""
+
+import os
+from collections import Counter
+
+import pytest
+
+from tests.schedules.history import Ended, problems_of, trace_of
+from tests.schedules.world import World
+
+NUM_QUICK, NUM_LONG, NUM_TOGETHER = 1000, 10_000, 50
+SEED = os.environ.get("SEED")
+
+
+def check(seed, **options):
+    """The world of a seed, after its schedule."""
+    world = World(seed, traces=SEED is not None, **options)
+    history = world.run()
+    if problems := problems_of(history):
+        more = trace_of(history) if SEED else f"what happened: SEED={seed} pytest tests/schedules -k quick"
+        pytest.fail("\n".join([f"seed {seed}:", *problems, more]), pytrace=False)
+    return world
+
+
+def seeds_from(first):
+    return range(first, first + NUM_TOGETHER)
+
+
+@pytest.mark.parametrize("first", [None] if SEED else range(0, NUM_QUICK, NUM_TOGETHER))
+def test_quick_schedules(first):
+    for seed in [int(SEED)] if first is None else seeds_from(first):
+        check(seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(NUM_QUICK, NUM_QUICK + NUM_LONG, NUM_TOGETHER))
+def test_more_schedules(first):
+    for seed in seeds_from(first):
+        check(seed)
+
+
+def test_without_faults_every_answer_is_whole():
+    for seed in range(40):
+        world = check(seed, kinds={})
+        has_time = world.plan.settings.node_wait_s > 0  # for nodes to come, at the start
+        patient = {ask.name for ask in world.plan.asks if has_time and ask.timeout_s > 10}
+        ends = [event for event in world.history if isinstance(event, Ended) and event.request in patient]
+        assert {end.how for end in ends} <= {"length"}, f"seed {seed}"
+
+
+@pytest.mark.parametrize("seed", [3, 4, 5])
+def test_one_seed_gives_one_history(seed):
+    one, other = (World(seed, traces=True).run() for _ in range(2))
+    assert trace_of(one) == trace_of(other)
+    assert one == other
+
+
+def test_much_happens_in_them():
+    """What is rare is there often enough to be tested."""
+    seen = Counter()
+    for seed in range(100):
+        seen += check(seed).seen
+    names = ("whole", "failed", "handed over", "restarted", "kept", "preempted", "corrupt", "attached again")
+    names += ("move moved", "move ended")
+    assert min(seen[name] for name in names) > 1, seen

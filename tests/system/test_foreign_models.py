@@ -1,0 +1,38 @@
+"""Models that transformers knows, through a real split: read by a node of one rank, written by a node of two."""
+
+import pytest
+
+from tests.foreign_models import DESCRIBED, FAMILIES, generated, write_foreign_model
+from tests.system.answers import request, stream
+from tests.system.cluster import Cluster
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+DEADLINE_S = 200.0  # for three processes to import transformers, or to end
+PROMPTS = [[5, 6, 7], [(7 * at * at + 3) % 250 for at in range(41)], [(11 * at + at * at) % 250 for at in range(90)]]
+NUM_TOKENS = 24
+
+
+@pytest.mark.parametrize(
+    ("family", "model_impl"),
+    [*((family, "transformers") for family in FAMILIES), *((family, "native") for family in DESCRIBED)],
+)
+async def test_answers_are_those_of_transformers(family, model_impl, tmp_path):
+    model = write_foreign_model(tmp_path / "model", family)
+    cluster = Cluster(
+        model,
+        tmp_path,
+        coordinator={"model_impl": model_impl},
+        node={"model_impl": model_impl, "num_kv_blocks": 64, "block_size": 8},
+        prefill={"max_num_batched_tokens": 19},
+        decode={"tensor_parallel_size": 2},
+        start_deadline_s=DEADLINE_S,
+    ).start()
+    try:
+        async with cluster.connect() as stub:
+            streams = [stream(stub, request(prompt, max_tokens=NUM_TOKENS, temperature=0)) for prompt in PROMPTS]
+            answers = [await answering.complete() for answering in streams]
+        assert [answer.token_ids for answer in answers] == generated(model, PROMPTS, NUM_TOKENS)
+        cluster.wait_all_free()
+    finally:
+        cluster.stop(deadline_s=DEADLINE_S)

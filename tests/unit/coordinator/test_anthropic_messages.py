@@ -1,0 +1,212 @@
+"""/v1/messages as Anthropic's own client has it, with nodes that say what the model writes."""
+
+import asyncio
+import contextlib
+import json
+from itertools import groupby
+
+import anthropic
+import httpx2
+import pytest
+from anthropic import AsyncAnthropic
+
+from tests import fleet_events as events
+from tests.scripted_nodes import DEADLINE_S, cluster, run
+from tests.unit.coordinator.test_http import HI, KEY, fail_after_a_token
+from tests.unit.coordinator.test_http_tools import BOTH, PARIS, TEMPLATE, WEATHER, answer
+
+FUNCTION = WEATHER["function"]
+TOOL = {"name": "weather", "description": "Tells it.", "input_schema": FUNCTION["parameters"]}
+CALLED = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+SAME = {"model": "m", "max_tokens": 500}
+
+
+@contextlib.asynccontextmanager
+async def anthropic_cluster(folder, key="none", **settings):
+    """Whatever the client sends has to be known."""
+    folder.mkdir(exist_ok=True)
+    (folder / "mine.jinja").write_text(TEMPLATE)
+    settings = {"chat_template": str(folder / "mine.jinja"), "strict_fields": True, **settings}
+    async with cluster(folder, http_port=0, served_model_name="m", **settings) as c, AsyncAnthropic(
+        base_url=f"http://127.0.0.1:{c.server.http_port}", api_key=key, timeout=DEADLINE_S, max_retries=0
+    ) as client:  # fmt: skip
+        yield c, client
+
+
+async def asked(c, client, text, finish_reason=events.STOP, **fields):
+    """A whole message, and the prompt."""
+    asking = asyncio.create_task(client.messages.create(**{**SAME, "messages": [HI], **fields}))
+    prompt = await answer(c, text, finish_reason)
+    return await asking, prompt
+
+
+def told(block):
+    """What a block says, without what it is called by."""
+    return block.model_dump(include={"type", "text", "thinking", "name", "input"}, exclude_none=True)
+
+
+BLOCKS = [
+    {"type": "thinking", "thinking": "Hm.\n"},
+    {"type": "text", "text": "Let me see."},
+    {"type": "tool_use", "name": "weather", "input": {"city": "Paris"}},
+    {"type": "tool_use", "name": "weather", "input": {"city": "Rome"}},
+]
+
+
+def test_a_whole_message_and_the_conversation_that_goes_on(tmp_path):
+    async def scenario():
+        async with anthropic_cluster(tmp_path) as (c, client):
+            system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+            reply, prompt = await asked(c, client, BOTH, system=system, tools=[TOOL])
+            function = {"name": "weather", "description": "Tells it.", "parameters": FUNCTION["parameters"]}
+            assert json.dumps({"type": "function", "function": function}) in prompt
+            assert "<|system|>Be brief." in prompt
+            assert [told(block) for block in reply.content] == BLOCKS
+            assert (reply.stop_reason, reply.stop_sequence, reply.model) == ("tool_use", None, "m")
+            assert reply.usage.output_tokens == len(BOTH) + 1
+
+            call = reply.content[2].id
+            result = {"type": "tool_result", "tool_use_id": call, "content": "no such place", "is_error": True}
+            said = {"role": "assistant", "content": [block.model_dump() for block in reply.content]}
+            question = {"role": "user", "content": [result, {"type": "text", "text": "Well?"}]}
+            messages = [HI, said, question]
+            reply, prompt = await asked(c, client, "Cool.", messages=messages, tools=[TOOL])
+            assert f"Let me see.{CALLED}{CALLED.replace('Paris', 'Rome')}" in prompt
+            assert f"Error: no such place{call}" in prompt
+            assert prompt.index("no such place") < prompt.index("Well?")
+            assert ([told(block) for block in reply.content], reply.stop_reason) == (
+                [{"type": "text", "text": "Cool."}],
+                "end_turn",
+            )
+            counted = await client.messages.count_tokens(model="m", messages=messages, tools=[TOOL])
+            assert counted.input_tokens == reply.usage.input_tokens > len("no such place")
+
+    run(scenario())
+
+
+def test_the_events_of_a_stream_and_the_helper_for_them(tmp_path):
+    block = ["content_block_start", "content_block_delta", "content_block_stop"]
+
+    async def scenario():
+        async with anthropic_cluster(tmp_path) as (c, client):
+            same = {**SAME, "messages": [HI], "tools": [TOOL]}
+
+            async def listed():
+                stream = await client.messages.create(**same, stream=True)
+                return [event async for event in stream]
+
+            asking = asyncio.create_task(listed())
+            await answer(c, BOTH)
+            heard = await asking
+            kinds = [kind for kind, _ in groupby(event.type for event in heard)]
+            assert kinds == ["message_start", *block * 4, "message_delta", "message_stop"]
+            start, end = heard[0].message, heard[-2]
+            assert (start.content, start.usage.input_tokens) == ([], end.usage.input_tokens)
+            assert end.usage.output_tokens == len(BOTH) + 1
+
+            async def helped():
+                async with client.messages.stream(**same) as stream:
+                    return await stream.get_final_message()
+
+            asking = asyncio.create_task(helped())
+            await answer(c, BOTH)
+            final = await asking
+            assert [told(block) for block in final.content] == BLOCKS
+            assert (final.stop_reason, final.usage.output_tokens) == ("tool_use", len(BOTH) + 1)
+
+    run(scenario())
+
+
+def test_how_an_answer_ends_and_how_it_may_begin(tmp_path):
+    async def scenario():
+        async with anthropic_cluster(tmp_path) as (c, client):
+            reply, _ = await asked(c, client, "It is", events.LENGTH)
+            assert (reply.stop_reason, reply.content[0].text) == ("max_tokens", "It is!")
+            begun = {"role": "assistant", "content": "It is "}
+            reply, prompt = await asked(c, client, "warm.", messages=[HI, begun])
+            assert prompt.endswith("It is ")
+            assert reply.content[0].text == "warm."
+            choice = {"type": "tool", "name": "weather"}
+            reply, _ = await asked(c, client, PARIS, tools=[TOOL], tool_choice=choice)
+            assert (reply.stop_reason, [told(block) for block in reply.content]) == ("tool_use", BLOCKS[2:3])
+            reply, _ = await asked(c, client, PARIS[:-2], events.LENGTH, tools=[TOOL], tool_choice=choice)
+            assert (reply.stop_reason, reply.content[0].input) == ("max_tokens", {"arguments": f"{PARIS[:-2]}!"})
+            reply, _ = await asked(c, client, "It is xy", stop_sequences=["x"])
+            assert (reply.stop_reason, reply.stop_sequence, reply.content[0].text) == ("stop_sequence", "x", "It is ")
+
+    run(scenario())
+
+
+def test_thinking_is_a_variable_of_the_template(tmp_path):
+    async def scenario():
+        path = tmp_path / "other.jinja"
+        path.write_text("{{ enable_thinking }}{{ reasoning_effort }}{{ messages[0].content }}{# </think> #}")
+        async with anthropic_cluster(tmp_path, chat_template=str(path)) as (c, client):
+            for kind, shown in (("disabled", "False"), ("adaptive", "True")):
+                fields = {"thinking": {"type": kind}, "output_config": {"effort": "low"}}
+                _, prompt = await asked(c, client, "Yes.", extra_body=fields)
+                assert prompt == f"{shown}lowhi"
+
+    run(scenario())
+
+
+def test_a_stream_that_fails_says_so(tmp_path):
+    async def scenario():
+        async with anthropic_cluster(tmp_path) as (c, client):
+
+            async def listed():
+                stream = await client.messages.create(**SAME, messages=[HI], stream=True)
+                return [event async for event in stream]
+
+            asking = asyncio.create_task(listed())
+            await fail_after_a_token(c)
+            with pytest.raises(anthropic.APIStatusError) as caught:
+                await asking
+            told = {"type": "api_error", "message": "the engine of the decode node failed"}
+            assert caught.value.body == {"type": "error", "error": told}
+
+    run(scenario())
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+REFUSED = [
+    ({"messages": [{"role": "user", "content": [IMAGE]}]}, 'messages[0].content[0].type "image" is not supported'),
+    ({"messages": [{"role": "me", "content": "a"}]}, "messages[0].role must be one of user, assistant, system"),
+    ({"messages": []}, "messages is missing or empty"),
+    ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
+    ({"max_tokens": 5000}, "prompt is too long: max_tokens (5000) and the prompt"),
+    ({"stop_sequences": ["a"] * 17}, "stop_sequences has 17 entries, the limit is 16"),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 'tools[0].type ("bash_20250124") is not supported'),
+    ({"tools": [{**TOOL, "input_schema": []}]}, "tools[0].input_schema must be a JSON schema"),
+    ({"tool_choice": {"type": "tool", "name": "f"}}, 'tool_choice is "f", which is none of the tools'),
+    ({"extra_body": {"mcp_servers": [{}]}}, "mcp_servers (a list) is not supported"),
+    ({"extra_body": {"odd": 1}}, "unknown fields: odd"),
+]
+
+
+def test_what_cannot_be_is_refused_in_the_form_of_the_api(tmp_path):
+    async def scenario():
+        async with anthropic_cluster(tmp_path, KEY, api_key=KEY) as (_, client):
+            for fields, message in REFUSED:
+                with pytest.raises(anthropic.BadRequestError) as caught:
+                    await client.messages.create(**{**SAME, "messages": [HI], "tools": [TOOL], **fields})
+                assert caught.value.body["type"] == "error"
+                error = caught.value.body["error"]
+                assert error["type"] == "invalid_request_error"
+                assert error["message"].startswith(message)
+            with pytest.raises(anthropic.NotFoundError) as caught:
+                await client.messages.count_tokens(model="other", messages=[HI])
+            assert caught.value.body["error"]["type"] == "not_found_error"
+            with pytest.raises(anthropic.AuthenticationError) as caught:
+                await client.with_options(api_key="wrong").messages.create(**SAME, messages=[HI])
+            assert caught.value.body["error"]["type"] == "authentication_error"
+            async with httpx2.AsyncClient(base_url=str(client.base_url)) as plain:
+                headers = {"x-api-key": KEY}
+                for reply, kind in (
+                    (await plain.get("/v1/messages", headers=headers), "invalid_request_error"),
+                    (await plain.get("/v1/messages/nothing", headers=headers), "not_found_error"),
+                    (await plain.post("/v1/messages", headers=headers), "invalid_request_error"),
+                ):
+                    assert reply.json()["error"]["type"] == kind
+
+    run(scenario())

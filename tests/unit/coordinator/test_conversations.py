@@ -1,0 +1,290 @@
+"""From chat bodies with tools, calls and template fields to what a chat template is given."""
+
+import json
+
+import jsonschema
+import pytest
+
+from coordinator.doors.http.conversations import MAX_ARGUMENTS_CHARS, MAX_TEMPLATE_KWARGS
+from coordinator.doors.http.fields import MAX_VALUES, Fields
+from coordinator.doors.http.requests import MAX_CONVERSATIONS, parse_batch, parse_chat
+from coordinator.doors.http.tokenizing import parse_tokenize
+from coordinator.doors.http.tools import MAX_TOOLS, Offer, calls_schema
+from coordinator.text.answer_format import AnswerFormat
+from coordinator.text.calls.reader import MAX_CALLS
+from serving_core.errors import RequestError
+
+HERMES = AnswerFormat("hermes")
+HI = {"role": "user", "content": "hi"}
+PARAMETERS = {"type": "object", "properties": {"z": {"type": "string"}, "a": {"type": "integer"}}, "required": ["z"]}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Tells it.", "parameters": PARAMETERS, "strict": True},
+}
+F = {"type": "function", "function": {"name": "f"}}
+
+
+def call(arguments, name="f", **others):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}, **others}
+
+
+def asked(*messages, answer_format=HERMES, **fields):
+    return parse_chat(Fields({"messages": list(messages) or [HI], **fields}), "id", answer_format)
+
+
+def chat_of(*messages, **fields):
+    return asked(*messages, **fields).requests[0].chat
+
+
+def extra_of(message):
+    return json.loads(chat_of(HI, message).messages[1].extra_json)
+
+
+def refusal(*messages, **fields):
+    with pytest.raises(RequestError) as caught:
+        asked(*messages, **fields)
+    assert caught.value.reason == "BAD_PARAM"
+    return caught.value.metadata["field"], str(caught.value)
+
+
+def test_tools_go_to_the_template_as_they_came_and_are_offered():
+    call_of_tools = asked(tools=[WEATHER, F], parallel_tool_calls=False)
+    assert json.loads(call_of_tools.requests[0].chat.tools_json) == [WEATHER, F]
+    assert list(json.loads(call_of_tools.requests[0].chat.tools_json)[0]["function"]["parameters"]["properties"]) == (
+        ["z", "a"]
+    )
+    assert call_of_tools.offer == Offer(frozenset({"weather", "f"}), is_parallel=False)
+    assert asked(tools=[F], tool_choice="auto").offer == Offer(frozenset({"f"}))
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": [F], "tool_choice": "none"}, {"tool_choice": "auto"}])
+def test_where_nothing_may_be_called_the_template_hears_of_no_tools(fields):
+    assert asked(**fields).offer is None
+    assert chat_of(**fields).tools_json == ""
+
+
+def test_without_a_format_of_calls_tools_are_refused_but_where_they_are_not_to_be_called():
+    field, message = refusal(tools=[F], answer_format=AnswerFormat())
+    assert (field, "--tool-call-parser" in message) == ("tools", True)
+    assert asked(tools=[F], tool_choice="none", answer_format=AnswerFormat()).offer is None
+
+
+@pytest.mark.parametrize("calls", ["hermes", "llama3", "mistral", "pythonic"])
+def test_special_tokens_stay_in_the_text_where_they_begin_calls(calls):
+    answer_format = AnswerFormat(calls)
+    params = asked(tools=[F], answer_format=answer_format).requests[0].sampling_params
+    assert params.HasField("skip_special_tokens") == (calls == "mistral")
+    assert not params.skip_special_tokens
+    assert not asked(answer_format=answer_format).requests[0].sampling_params.HasField("skip_special_tokens")
+    given = asked(tools=[F], skip_special_tokens=True, answer_format=answer_format)
+    assert given.requests[0].sampling_params.skip_special_tokens
+
+
+def schema_of(**fields):
+    call_of_tools = asked(**fields, answer_format=AnswerFormat(thinks=True))
+    schema = call_of_tools.requests[0].sampling_params.json_schema
+    assert schema == call_of_tools.offer.schema
+    return json.loads(schema)
+
+
+def test_a_call_that_has_to_come_is_a_constraint_whatever_the_models_own_form():
+    assert (
+        schema_of(tools=[F, WEATHER], tool_choice={"type": "function", "function": {"name": "weather"}}) == PARAMETERS
+    )
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    assert schema_of(tools=[F], tool_choice=F) == nothing
+    schema = schema_of(tools=[F, WEATHER], tool_choice="required", parallel_tool_calls=False)
+    assert schema == calls_schema({"f": None, "weather": PARAMETERS}, is_parallel=False)
+    assert (schema["minItems"], schema["maxItems"]) == (1, 1)
+    assert "maxItems" not in schema_of(tools=[F], tool_choice="required")
+
+
+TREE = {"properties": {"left": {"$ref": "#"}, "item": {"$ref": "#/$defs/Item"}}, "$defs": {"Item": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("calls", "is_valid"),
+    [
+        ([], False),
+        ([{"name": "f", "parameters": {}}], True),
+        ([{"name": "f", "parameters": {"a": 1}}], False),
+        ([{"name": "g", "parameters": {}}], False),
+        ([{"name": "f"}], False),
+        ([{"name": "f", "parameters": {}}, {"name": "weather", "parameters": {"z": "a"}}], True),
+        ([{"name": "weather", "parameters": {"a": 1}}], False),
+        ([{"name": "a/tree", "parameters": {"left": {"left": {}, "item": 1}}}], True),
+        ([{"name": "a/tree", "parameters": {"left": {"item": "x"}}}], False),
+        ([{"name": "a/tree", "parameters": {"left": {"left": 1}}}], False),
+    ],
+)
+def test_the_schema_of_calls_is_that_of_every_tool(calls, is_valid):
+    schema = calls_schema({"f": None, "weather": PARAMETERS, "a/tree": TREE}, is_parallel=True)
+    assert jsonschema.Draft202012Validator(schema).is_valid(calls) == is_valid
+
+
+def test_calls_and_results_in_the_conversation():
+    calls = [call('{"b": [1], "a": "ü"}', id="c1"), call("", "g"), call({"x": 1}, "h", index=2)]
+    assert extra_of({"role": "assistant", "content": None, "tool_calls": calls}) == {
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"b": [1], "a": "ü"}}},
+            {"type": "function", "function": {"name": "g", "arguments": {}}},
+            {"type": "function", "function": {"name": "h", "arguments": {"x": 1}}},
+        ]
+    }
+    assert extra_of({"role": "tool", "content": "12", "tool_call_id": "c1", "name": "f"}) == {
+        "tool_call_id": "c1",
+        "name": "f",
+    }
+    assert extra_of({"role": "assistant", "content": "a", "reasoning_content": "r"}) == {"reasoning_content": "r"}
+    assert [message.content for message in chat_of(HI, {"role": "assistant"}).messages] == ["hi", ""]
+
+
+def test_what_openais_client_dumps_can_be_sent_again():
+    from openai.types.chat import ChatCompletionMessage
+
+    sent = {"role": "assistant", "content": None, "tool_calls": [call("{}", id="c1")]}
+    message = ChatCompletionMessage.model_validate(sent).model_dump()
+    fields = Fields({"messages": [HI, message]})
+    parse_chat(fields, "id", HERMES)
+    assert fields.unread() == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tools": [F] * (MAX_TOOLS + 1)}, "tools"),
+        ({"tools": {"f": F}}, "tools"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [F, {"type": "function", "function": {}}]}, "tools[1].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f" * 129}}]}, "tools[0].function.name"),
+        ({"tools": [{"function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
+        ({"tools": [{**F, "x": "\ud800"}]}, "tools"),
+        ({"tools": [F], "tool_choice": "f"}, "tool_choice"),
+        ({"tools": [F], "tool_choice": ["required"]}, "tool_choice"),
+        ({"tools": [F], "tool_choice": WEATHER}, "tool_choice"),
+        ({"tools": [F], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tools": [F], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [F], "tool_choice": F, "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tools": [F], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": dict.fromkeys(map(str, range(MAX_TEMPLATE_KWARGS + 1)))}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": "\ud800"}}, "chat_template_kwargs"),
+        ({"add_generation_prompt": "yes"}, "add_generation_prompt"),
+        ({"continue_final_message": 1}, "continue_final_message"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_by_name(fields, field):
+    assert refusal(**fields)[0] == field
+
+
+@pytest.mark.parametrize(
+    ("calls", "field"),
+    [
+        ([{}], "[0].function"),
+        ([{"type": "custom", "custom": {}}], "[0].type"),
+        ([call("{}"), call("[1]")], "[1].function.arguments"),
+        ([call("{")], "[0].function.arguments"),
+        ([call("[" * 100_000)], "[0].function.arguments"),
+        ([call(" " * (MAX_ARGUMENTS_CHARS + 1))], "[0].function.arguments"),
+        ([call(3)], "[0].function.arguments"),
+        ([call('{"a": "\\ud800"}')], ""),
+        ([call("{}")] * (MAX_CALLS + 1), ""),
+        ([call("{}", name="")], "[0].function.name"),
+    ],
+)
+def test_calls_that_are_none(calls, field):
+    name, message = refusal({"role": "assistant", "tool_calls": calls})
+    assert name == f"messages[0].tool_calls{field}"
+    assert message.startswith(name)
+
+
+def test_arguments_may_have_no_more_values_than_a_body():
+    arguments = "{" + ",".join(f'"{number}":1' for number in range(10)) + ',"a":[' + "1," * MAX_VALUES + "1]}"
+    with pytest.raises(RequestError, match="values, the limit is"):
+        asked({"role": "assistant", "tool_calls": [call(arguments)]})
+
+
+def test_limits_are_named_with_the_value():
+    assert refusal(tools=[F] * 513)[1] == "tools has 513 entries, the limit is 512"
+    long = {"role": "assistant", "tool_calls": [call(" " * (MAX_ARGUMENTS_CHARS + 1))]}
+    assert refusal(long)[1].endswith("has 1048577 characters, the limit is 1048576")
+
+
+def test_fields_of_the_template():
+    chat = chat_of(chat_template_kwargs={"enable_thinking": False}, continue_final_message=True)
+    assert json.loads(chat.template_kwargs_json) == {"enable_thinking": False}
+    assert (chat.HasField("add_generation_prompt"), chat.continue_final_message) == (False, True)
+    chat = chat_of(add_generation_prompt=False)
+    assert (chat.HasField("add_generation_prompt"), chat.add_generation_prompt) == (True, False)
+
+
+def test_tokenize_takes_the_same_and_reads_all_of_it():
+    values = {"messages": [HI], "tools": [WEATHER], "add_generation_prompt": False, "chat_template_kwargs": {"a": 1}}
+    fields = Fields({**values, "continue_final_message": False, "add_special_tokens": False})
+    chat = parse_tokenize(fields).chat
+    assert fields.unread() == []
+    assert (json.loads(chat.tools_json), json.loads(chat.template_kwargs_json)) == ([WEATHER], {"a": 1})
+    for name, value in (("chat_template", "x"), ("add_special_tokens", True), ("documents", [{}])):
+        with pytest.raises(RequestError, match=f"^{name} .* is not supported"):
+            parse_tokenize(Fields({"messages": [HI], name: value}))
+
+
+@pytest.mark.parametrize("name", ["add_generation_prompt", "continue_final_message", "reasoning_effort"])
+def test_what_is_for_a_chat_template_is_refused_beside_a_prompt_and_so_are_messages(name):
+    value = "low" if name == "reasoning_effort" else True
+    with pytest.raises(RequestError, match=f"^{name} needs messages: a prompt has no chat template$"):
+        parse_tokenize(Fields({"prompt": "p", name: value}))
+    with pytest.raises(RequestError, match="prompt cannot be had beside messages"):
+        parse_tokenize(Fields({"prompt": "p", "messages": [HI]}))
+
+
+def test_the_effort_is_told_to_the_template_in_the_variables_that_templates_know():
+    for effort, thinks in (("high", True), ("none", False)):
+        chat = chat_of(reasoning_effort=effort)
+        assert json.loads(chat.template_kwargs_json) == {"reasoning_effort": effort, "enable_thinking": thinks}
+    chat = chat_of(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True, "a": 1})
+    assert json.loads(chat.template_kwargs_json) == {"reasoning_effort": "none", "enable_thinking": True, "a": 1}
+    field, message = refusal(reasoning_effort="much")
+    assert (field, message.endswith('high, xhigh, max, not "much"')) == ("reasoning_effort", True)
+
+
+def test_a_batch_is_a_request_for_each_conversation():
+    other = {"role": "user", "content": "other"}
+    asked_for = parse_batch(Fields({"messages": [[HI], [HI, other]], "max_tokens": 3}), "id", HERMES)
+    assert [request.request_id for request in asked_for.requests] == ["id-0", "id-1"]
+    assert [[message.content for message in request.chat.messages] for request in asked_for.requests] == [
+        ["hi"],
+        ["hi", "other"],
+    ]
+    [alone] = parse_chat(Fields({"messages": [HI], "max_tokens": 3}), "id-0", HERMES).requests
+    assert asked_for.requests[0] == alone
+
+
+def test_what_is_the_same_for_all_conversations_may_not_be_long():
+    messages = [[HI]] * MAX_CONVERSATIONS
+    for fields, message in (
+        ({"chat_template_kwargs": {"a": "b" * 2**16}}, "chat_template_kwargs has 65545 characters, the limit is 65536"),
+        ({"stop": ["a" * 2**19]}, "the 256 prompts' sampling fields have 134218752 bytes, the limit is 134217728"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            parse_batch(Fields({"messages": messages, **fields}), "id")
+        assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (None, "messages is missing or empty: a batch needs at least one conversation"),
+        ([HI], "messages must be a list of lists, not a list"),
+        ([[HI], []], "messages[1] is missing or empty: a conversation needs at least one message"),
+        ([[HI], [HI, {"role": 3}]], "messages[1][1].role must be a string of valid Unicode, not 3"),
+        ([[HI]] * (MAX_CONVERSATIONS + 1), "messages has 257 entries, the limit is 256"),
+    ],
+)
+def test_what_is_no_batch(messages, message):
+    with pytest.raises(RequestError) as caught:
+        parse_batch(Fields({"messages": messages}), "id")
+    assert str(caught.value) == message

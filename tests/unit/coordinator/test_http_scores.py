@@ -1,0 +1,123 @@
+"""Logprobs of prompts at the HTTP door, in OpenAI's form (echo) and in vLLM's (prompt_logprobs)."""
+
+import pytest
+
+from coordinator.doors.http.requests import MAX_SCORED_PROMPTS
+from coordinator.doors.validation import MAX_PROMPT_LOGPROBS
+from tests import fleet_events as events
+from tests.scripted_nodes import begin, run
+from tests.unit.coordinator.test_http import HI, events_of, http_cluster, post
+
+LENGTH = events.LENGTH
+TOP = [{"token_id": ord("e"), "logprob": -0.1}, {"token_id": ord("a"), "logprob": -3.0}]
+SCORES = [{"token_id": ord("e"), "logprob": -0.1, "top": TOP}, {"token_id": ord("y"), "logprob": -9.5, "top": TOP}]
+
+
+async def answered(c, **logprobs):
+    """The one answer, x, to a prompt with these scores."""
+    attempt, job = await begin(c)
+    token = events.sampled(attempt, 0, ord("x"), LENGTH, prompt_logprobs=SCORES, **logprobs)
+    await c.nodes["p0"].send(events.first_token(token))
+    await c.nodes["d0"].answer_cancel(attempt)
+    return job.sampling_params
+
+
+def test_echo_puts_the_prompt_before_the_answer_with_its_logprobs(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path) as (c, client):
+            call = post(client, prompt="hey", echo=True, logprobs=2, max_tokens=1)
+            asked = await answered(c, logprob=-0.5, top=[{"token_id": ord("x"), "logprob": -0.5}])
+            assert (asked.logprobs, asked.prompt_logprobs) == (2, 2)
+            reply = (await call).json()
+            [choice] = reply["choices"]
+            assert choice["text"] == "heyx"
+            top = {"e": -0.1, "a": -3.0}
+            assert choice["logprobs"] == {
+                "tokens": ["h", "e", "y", "x"],
+                "token_logprobs": [None, pytest.approx(-0.1), -9.5, -0.5],
+                "top_logprobs": [None, pytest.approx(top), pytest.approx(top | {"y": -9.5}), {"x": -0.5}],
+                "text_offset": [0, 1, 2, 3],
+            }
+            assert choice["prompt_logprobs"] is None
+            assert reply["usage"]["completion_tokens"] == 1
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_but_the_scores(tmp_path, stream):
+    async def scenario():
+        async with http_cluster(tmp_path) as (c, client):
+            usage = {"stream_options": {"include_usage": True}} if stream else {}
+            call = post(client, prompt="hey", echo=True, logprobs=0, max_tokens=0, stream=stream, **usage)
+            asked = await answered(c, logprob=-0.5)
+            assert asked.max_tokens == 1
+            if stream:
+                first, last, usage, _ = events_of(await call)
+                [choice], [end], used = first["choices"], last["choices"], usage["usage"]
+            else:
+                reply = (await call).json()
+                [choice], used = reply["choices"], reply["usage"]
+                end = choice
+            assert (choice["text"], choice["logprobs"]["tokens"]) == ("hey", ["h", "e", "y"])
+            assert end["finish_reason"] == "length"
+            assert (used["prompt_tokens"], used["completion_tokens"]) == (3, 0)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_prompt_logprobs_are_a_list_by_token_id(tmp_path, path):
+    async def scenario():
+        async with http_cluster(tmp_path) as (c, client):
+            call = post(client, path, prompt_logprobs=2, max_tokens=1)
+            asked = await answered(c)
+            assert asked.prompt_logprobs == 2
+            assert not asked.HasField("logprobs")
+            reply = (await call).json()
+            [choice] = reply["choices"]
+            assert choice["logprobs"] is None
+            e = {"logprob": pytest.approx(-0.1), "rank": 1, "decoded_token": "e"}
+            a = {"logprob": -3.0, "rank": 2, "decoded_token": "a"}
+            y = {"logprob": -9.5, "rank": None, "decoded_token": "y"}
+            listed = (choice if path == "/v1/completions" else reply)["prompt_logprobs"]
+            assert listed == [None, {"101": e, "97": a}, {"121": y, "101": e, "97": a}]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        (
+            "/v1/completions",
+            {"prompt_logprobs": 1, "stream": True},
+            "prompt_logprobs is not supported in a stream",
+        ),
+        ("/v1/completions", {"prompt_logprobs": -1}, "prompt_logprobs must be within [0, 20], not -1"),
+        ("/v1/completions", {"prompt_logprobs": 21}, "prompt_logprobs must be within [0, 20], not 21"),
+        (
+            "/v1/chat/completions",
+            {"echo": True},
+            "echo (true) is not supported: an answer does not repeat the conversation",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": ["a"] * (MAX_SCORED_PROMPTS + 1), "prompt_logprobs": 0},
+            f"prompt has {MAX_SCORED_PROMPTS + 1} prompts; with their logprobs the limit is {MAX_SCORED_PROMPTS}",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": [7] * 900, "prompt_logprobs": 20, "n": 2},
+            f"prompt_logprobs (20) of 900 tokens in 2 answers are 37800 logprobs, the limit is {MAX_PROMPT_LOGPROBS}",
+        ),
+    ],
+)
+def test_what_is_refused(tmp_path, path, fields, message):
+    async def scenario():
+        async with http_cluster(tmp_path) as (_, client):
+            body = {"max_tokens": 1} | ({"prompt": "hey"} if path == "/v1/completions" else {"messages": [HI]})
+            reply = await client.post(path, json=body | fields)
+            assert (reply.status_code, reply.json()["error"]["message"]) == (400, message)
+
+    run(scenario())

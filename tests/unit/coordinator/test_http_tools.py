@@ -1,0 +1,272 @@
+"""Tools and thoughts at the HTTP door, as openai's own client has them, with nodes that say what the model writes."""
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+from openai import AsyncOpenAI, BadRequestError
+
+from tests import fleet_events as events
+from tests.scripted_nodes import DEADLINE_S, begin, cluster, hand_over, run
+from tests.tiny_models import EOS
+
+TEMPLATE = """{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for m in messages -%}
+<|{{ m.role }}|>{{ m.content }}
+{%- for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{{ m.tool_call_id }}
+{%- endfor %}{% if add_generation_prompt %}<|assistant|>{% if think %}<think>
+{% else %}{# </think> #}{% endif %}{% endif %}"""
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+HI = {"role": "user", "content": "hi"}
+PARIS, ROME = '{"city": "Paris"}', '{"city": "Rome"}'
+
+
+def call(arguments):
+    return f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
+
+
+BOTH = f"<think>\nHm.\n</think>\n\nLet me see.\n{call(PARIS)}\n{call(ROME)}"
+
+
+@pytest.fixture
+def template(tmp_path):
+    path = tmp_path / "mine.jinja"
+    path.write_text(TEMPLATE)
+    return str(path)
+
+
+@contextlib.asynccontextmanager
+async def openai_cluster(folder, template, **settings):
+    async with cluster(
+        folder, http_port=0, served_model_name="m", chat_template=template, **settings
+    ) as c, AsyncOpenAI(
+        base_url=f"http://127.0.0.1:{c.server.http_port}/v1", api_key="none", timeout=DEADLINE_S, max_retries=0
+    ) as client:  # fmt: skip
+        yield c, client
+
+
+async def answer(c, text, finish_reason=events.STOP):
+    """One token for each character, and one that ends it; the prompt that was asked."""
+    attempt, job = await begin(c)
+    await hand_over(c, attempt, text[0])
+    ids = [*text[1:].encode(), EOS if finish_reason == events.STOP else ord("!")]
+    tokens = [events.sampled(attempt, index, token_id) for index, token_id in enumerate(ids, start=1)]
+    tokens[-1].finish_reason = finish_reason
+    for start in range(0, len(tokens), 7):
+        await c.nodes["d0"].send(events.step_tokens(*tokens[start : start + 7]))
+    return bytes(token_id for token_id in job.token_ids if token_id < 256).decode()
+
+
+async def asked(c, client, text, finish_reason=events.STOP, **fields):
+    """A whole answer, and the prompt."""
+    fields = {"messages": [HI], "tools": [WEATHER], **fields}
+    asking = asyncio.create_task(client.chat.completions.create(model="m", **fields))
+    prompt = await answer(c, text, finish_reason)
+    return await asking, prompt
+
+
+def called(message):
+    return [(each.type, each.function.name, each.function.arguments) for each in message.tool_calls or []]
+
+
+def test_a_whole_answer_with_thoughts_text_and_calls(tmp_path, template):
+    async def scenario():
+        async with openai_cluster(tmp_path, template) as (c, client):
+            reply, prompt = await asked(c, client, BOTH)
+            assert json.dumps(WEATHER) in prompt
+            [choice] = reply.choices
+            assert choice.finish_reason == "tool_calls"
+            assert (choice.message.reasoning_content, choice.message.content) == ("Hm.\n", "Let me see.")
+            assert called(choice.message) == [("function", "weather", PARIS), ("function", "weather", ROME)]
+            first, second = (each.id for each in choice.message.tool_calls)
+            assert first.isalnum()
+            assert (len(first), first != second) == (9, True)
+
+            result = {"role": "tool", "tool_call_id": first, "content": "12 degrees"}
+            messages = [HI, choice.message.model_dump(exclude={"reasoning_content"}), result]
+            reply, prompt = await asked(c, client, "Cool.", messages=messages)
+            told = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+            assert f"Let me see.{told}" in prompt
+            assert f"12 degrees{first}" in prompt
+            assert reply.choices[0].message.model_dump(exclude_none=True) == {"role": "assistant", "content": "Cool."}
+            assert reply.choices[0].finish_reason == "stop"
+
+    run(scenario())
+
+
+def test_openais_stream_helper_adds_the_deltas_up(tmp_path, template):
+    async def scenario():
+        async with openai_cluster(tmp_path, template) as (c, client):
+
+            async def ask():
+                options = {"model": "m", "messages": [HI], "tools": [WEATHER]}
+                async with client.chat.completions.stream(**options) as stream:
+                    told = [event async for event in stream]
+                    done = [event for event in told if event.type == "tool_calls.function.arguments.done"]
+                    return [event.parsed_arguments for event in done], await stream.get_final_completion()
+
+            asking = asyncio.create_task(ask())
+            await answer(c, BOTH)
+            done, reply = await asking
+            assert done == [{"city": "Paris"}, {"city": "Rome"}]
+            [choice] = reply.choices
+            assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
+            assert called(choice.message) == [("function", "weather", PARIS), ("function", "weather", ROME)]
+
+    run(scenario())
+
+
+def test_the_deltas_of_a_stream(tmp_path, template):
+    async def scenario():
+        async with openai_cluster(tmp_path, template) as (c, client):
+
+            async def ask():
+                stream = await client.chat.completions.create(
+                    model="m", messages=[HI], tools=[WEATHER], stream=True, parallel_tool_calls=False
+                )
+                return [part async for part in stream]
+
+            asking = asyncio.create_task(ask())
+            await answer(c, BOTH)
+            opening, *parts = await asking
+            assert opening.choices[0].delta.model_dump(exclude_none=True) == {"role": "assistant", "content": ""}
+            deltas = [part.choices[0].delta for part in parts]
+            assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "Hm.\n"
+            assert "".join(delta.content or "" for delta in deltas) == "Let me see."
+            calls = [each for delta in deltas for each in delta.tool_calls or []]
+            assert {each.index for each in calls} == {0}  # the second one was not asked for
+            assert (calls[0].type, calls[0].function.name) == ("function", "weather")
+            assert {(each.id, each.type, each.function.name) for each in calls[1:]} == {(None, None, None)}
+            assert "".join(each.function.arguments for each in calls) == PARIS
+            assert [part.choices[0].finish_reason for part in parts[-2:]] == [None, "tool_calls"]
+
+    run(scenario())
+
+
+def test_what_is_no_call_stays_text_and_its_end_is_length(tmp_path, template):
+    async def scenario():
+        async with openai_cluster(tmp_path, template) as (c, client):
+            reply, _ = await asked(c, client, call(PARIS), tool_choice="none")
+            assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (call(PARIS), "stop")
+            reply, _ = await asked(c, client, call(PARIS)[:-20], events.LENGTH)
+            [choice] = reply.choices
+            assert (choice.finish_reason, choice.message.content) == ("length", None)
+            assert choice.message.tool_calls[0].function.arguments.startswith('{"city": ')
+            reply, _ = await asked(c, client, "\n\n<think", tools=None)
+            assert reply.choices[0].message.content == "\n\n<think"
+
+    run(scenario())
+
+
+def test_an_answer_may_have_to_call(tmp_path, template):
+    async def scenario():
+        kwargs = '{"think": true}'
+        async with openai_cluster(tmp_path, template, tool_call_parser="none", chat_template_kwargs=kwargs) as (
+            c,
+            client,
+        ):
+            text = f'[{{"name": "weather", "parameters": {PARIS}}}, {{"name": "weather", "parameters": {ROME}}}]'
+            reply, _ = await asked(c, client, text, tool_choice="required")
+            [choice] = reply.choices
+            assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+            assert called(choice.message) == [("function", "weather", PARIS), ("function", "weather", ROME)]
+            named = {"type": "function", "function": {"name": "weather"}}
+            reply, _ = await asked(c, client, PARIS, tool_choice=named)
+            assert called(reply.choices[0].message) == [("function", "weather", PARIS)]
+
+    run(scenario())
+
+
+def test_the_prompt_may_have_begun_the_thoughts(tmp_path, template):
+    async def scenario():
+        async with openai_cluster(tmp_path, template, chat_template_kwargs='{"think": true}') as (c, client):
+            reply, prompt = await asked(c, client, "Hm.\n</think>\n\nYes.", tools=None)
+            assert prompt.endswith("<think>\n")
+            message = reply.choices[0].message
+            assert (message.reasoning_content, message.content) == ("Hm.\n", "Yes.")
+            extra = {"chat_template_kwargs": {"think": False}}
+            reply, prompt = await asked(c, client, "Yes.", tools=None, extra_body=extra)
+            assert not prompt.endswith("<think>\n")
+            assert reply.choices[0].message.model_dump(exclude_none=True) == {"role": "assistant", "content": "Yes."}
+
+    run(scenario())
+
+
+def test_settings_win_over_the_templates_words(tmp_path, template):
+    async def scenario():
+        settings = {"tool_call_parser": "none", "reasoning_parser": "none"}
+        async with openai_cluster(tmp_path, template, **settings) as (c, client):
+            with pytest.raises(BadRequestError) as caught:
+                await client.chat.completions.create(model="m", messages=[HI], tools=[WEATHER])
+            assert caught.value.param == "tools"
+            reply, _ = await asked(c, client, BOTH, tools=None)
+            assert reply.choices[0].message.content == BOTH
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        (
+            {"tool_choice": "any"},
+            "tool_choice",
+            '("any") is not supported: it may be none, auto, required or one of the tools',
+        ),
+        (
+            {"extra_body": {"chat_template_kwargs": {"tools": []}}},
+            "chat_template_kwargs",
+            "has tools, which is a field of its own",
+        ),
+        (
+            {"extra_body": {"chat_template_kwargs": {"a": "x" * 2**16}}},
+            "chat_template_kwargs",
+            "has 65545 characters, the limit is 65536",
+        ),
+        (
+            {"extra_body": {"add_generation_prompt": True, "continue_final_message": True}},
+            "add_generation_prompt",
+            "must be false where continue_final_message is true",
+        ),
+    ],
+)
+def test_refusals_in_the_words_of_the_endpoint(tmp_path, template, fields, param, message):
+    async def scenario():
+        async with openai_cluster(tmp_path, template) as (_, client):
+            with pytest.raises(BadRequestError) as caught:
+                await client.chat.completions.create(model="m", messages=[HI], tools=[WEATHER], **fields)
+            assert (caught.value.param, caught.value.body["message"]) == (param, f"{param} {message}")
+
+    run(scenario())
+
+
+def test_an_answer_goes_on_with_the_last_message_and_tokenize_shows_the_prompt(tmp_path, template):
+    async def scenario():
+        async with openai_cluster(tmp_path, template) as (c, client):
+            messages = [HI, {"role": "assistant", "content": "It is "}]
+            extra = {"continue_final_message": True}
+            reply, prompt = await asked(c, client, "warm.", messages=messages, extra_body=extra, tools=None)
+            assert prompt.endswith("It is ")
+            assert reply.choices[0].message.content == "warm."
+            server = client.with_options(base_url=f"http://127.0.0.1:{c.server.http_port}")
+            for fields in (extra, {"add_generation_prompt": False}, {"tools": [WEATHER]}):
+                body = {"messages": messages, **fields}
+                listed = (await server.post("/tokenize", cast_to=object, body=body))["tokens"]
+                text = bytes(token_id for token_id in listed if token_id < 256).decode()
+                assert (json.dumps(WEATHER) in text) == ("tools" in fields)
+                assert text.endswith("It is ")
+                assert (listed[-1] == 259) == ("tools" in fields)  # <|assistant|>
+
+    run(scenario())

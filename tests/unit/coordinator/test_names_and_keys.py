@@ -1,0 +1,122 @@
+"""The model by several names, and clients with keys of their own."""
+
+import asyncio
+import json
+import logging
+
+import grpc
+import httpx2
+import pytest
+
+from coordinator.control.journal import Journal
+from coordinator.settings import CoordinatorSettings, check_settings
+from protos import inference_pb2
+from serving_core.errors import SettingsError
+from tests import fleet_events as events
+from tests.scripted_nodes import DEADLINE_S, begin, cluster, read_all, run
+
+ANN, BOB, ALONE = "key-of-ann", "key-of-bob", "key-of-nobody"
+BODY = {"prompt": "hello", "max_tokens": 1}
+
+
+def client_of(c):
+    return httpx2.AsyncClient(base_url=f"http://127.0.0.1:{c.server.http_port}", timeout=DEADLINE_S)
+
+
+async def finish(c):
+    """One token, which is also the last."""
+    attempt, _ = await begin(c)
+    await c.nodes["p0"].send(events.first_token(events.sampled(attempt, 0, ord("a"), events.LENGTH)))
+    await c.nodes["d0"].answer_cancel(attempt)
+
+
+def test_any_name_is_taken_and_the_first_is_told(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, http_port=0, served_model_name="m, org/m.v1") as c, client_of(c) as client:
+            listed = (await client.get("/v1/models")).json()["data"]
+            assert [(each["id"], each["parent"]) for each in listed] == [("m", None), ("org/m.v1", None)]
+            assert (await client.get("/v1/models/org/m.v1")).json()["id"] == "org/m.v1"
+            for name in ("m", "org/m.v1", None):
+                call = asyncio.create_task(client.post("/v1/completions", json={**BODY, "model": name}))
+                await finish(c)
+                assert (await call).json()["model"] == "m"
+            request = inference_pb2.GenerateRequest(text="hello", model="org/m.v1")
+            request.sampling_params.max_tokens = 1
+            call = c.stub.Generate(request, timeout=DEADLINE_S)
+            await finish(c)
+            assert (await read_all(call))[0] == "a"
+            reply = await client.post("/v1/completions", json={**BODY, "model": "n"})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("names", ["m,", "m,m", ",", "m,,n"])
+def test_names_that_are_none(names):
+    with pytest.raises(SettingsError, match="served_model_name must be names with commas between them, each once"):
+        check_settings(CoordinatorSettings(served_model_name=names))
+
+
+def test_a_file_of_keys_opens_addresses_off_loopback(tmp_path):
+    (tmp_path / "keys").write_text(ALONE)
+    check_settings(CoordinatorSettings(host="0.0.0.0", http_host="0.0.0.0", api_keys_file=str(tmp_path / "keys")))
+
+
+def test_who_asks_is_in_the_log_and_keys_may_change(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    file = tmp_path / "keys"
+    file.write_text(f"ann {ANN}\n{ALONE}\n")
+
+    async def status_of(client, key):
+        return (await client.get("/v1/models", headers={"x-api-key": key})).status_code
+
+    async def ask_http(c, client, key):
+        headers = {"authorization": f"Bearer {key}"}
+        call = asyncio.create_task(client.post("/v1/completions", json=BODY, headers=headers))
+        await finish(c)
+        assert (await call).status_code == 200
+        assert (await client.post("/v1/completions", json={"prompt": ""}, headers=headers)).status_code == 400
+
+    async def ask_grpc(c, key):
+        call = c.stub.Generate(
+            inference_pb2.GenerateRequest(text="hello"),
+            timeout=DEADLINE_S,
+            metadata=(("authorization", f"Bearer {key}"),),
+        )
+        await finish(c)
+        assert (await read_all(call))[0] == "a"
+
+    async def scenario():
+        folder = tmp_path / "model"
+        async with cluster(folder, http_port=0, api_keys_file=str(file)) as c, client_of(c) as client:
+            await ask_http(c, client, ANN)
+            await ask_grpc(c, ANN)
+            await ask_http(c, client, ALONE)
+            assert await status_of(client, BOB) == 401
+
+            file.write_text(f"bob {BOB}\n")
+            assert await status_of(client, BOB) == 401  # not before the file is read again
+            c.server.reread_api_keys()
+            assert [await status_of(client, key) for key in (ANN, BOB)] == [401, 200]
+            await ask_grpc(c, BOB)
+            stranger = c.stub.GetLoads(inference_pb2.GetLoadsRequest(), metadata=(("authorization", f"Bearer {ANN}"),))
+            with pytest.raises(grpc.aio.AioRpcError, match="the API key is missing or wrong"):
+                await stranger
+            file.write_text("")
+            c.server.reread_api_keys()
+            assert await status_of(client, BOB) == 200
+
+    run(scenario())
+    told = [record for record in caplog.records if record.name == Journal.__module__]
+    askers = [(record.getMessage(), record.fields.get("asker")) for record in told]
+    assert askers == [
+        ("request finished", "ann"),
+        ("request refused", "ann"),
+        ("request finished", "ann"),
+        ("request finished", None),
+        ("request refused", None),
+        ("request finished", "bob"),
+    ]
+    everything = json.dumps([str(vars(record)) for record in caplog.records])
+    assert not [key for key in (ANN, BOB, ALONE) if key in everything]
+    assert "the API keys stay what they were" in caplog.text

@@ -1,0 +1,219 @@
+"""/v1/responses as openai's own client has it, with nodes that say what the model writes."""
+
+import asyncio
+import contextlib
+import json
+from itertools import groupby
+
+import pytest
+from openai import AsyncOpenAI, BadRequestError
+from pydantic import BaseModel
+
+from coordinator.doors.http.openai_responses import ResponsesCall
+from tests import fleet_events as events
+from tests.scripted_nodes import DEADLINE_S, cluster, run
+from tests.unit.coordinator.test_http import fail_after_a_token
+from tests.unit.coordinator.test_http_tools import BOTH, PARIS, ROME, TEMPLATE, WEATHER, answer
+
+TOOL = {"type": "function", **WEATHER["function"]}
+THOUGHTS = len("<think>\nHm.\n</think>")
+CALLED = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+
+
+@contextlib.asynccontextmanager
+async def openai_cluster(folder, **settings):
+    """Whatever the client sends has to be known."""
+    folder.mkdir(exist_ok=True)
+    (folder / "mine.jinja").write_text(TEMPLATE)
+    settings = {"chat_template": str(folder / "mine.jinja"), "strict_fields": True, **settings}
+    async with cluster(folder, http_port=0, served_model_name="m", **settings) as c, AsyncOpenAI(
+        base_url=f"http://127.0.0.1:{c.server.http_port}/v1", api_key="none", timeout=DEADLINE_S, max_retries=0
+    ) as client:  # fmt: skip
+        yield c, client
+
+
+async def asked(c, client, text, finish_reason=events.STOP, *, create="create", **fields):
+    """A whole response, and the prompt."""
+    asking = asyncio.create_task(getattr(client.responses, create)(model="m", **{"input": "hi", **fields}))
+    prompt = await answer(c, text, finish_reason)
+    return await asking, prompt
+
+
+def kinds_of(told):
+    """The names of events, those that repeat once."""
+    return [kind.removeprefix("response.") for kind, _ in groupby(event.type for event in told)]
+
+
+def test_a_whole_response_and_the_conversation_that_goes_on(tmp_path):
+    async def scenario():
+        async with openai_cluster(tmp_path) as (c, client):
+            reply, prompt = await asked(c, client, BOTH, instructions="Be brief.", tools=[TOOL], metadata={"a": "b"})
+            assert json.dumps(WEATHER) in prompt
+            assert "<|system|>Be brief." in prompt
+            assert (reply.status, reply.output_text, reply.metadata) == ("completed", "Let me see.", {"a": "b"})
+            thoughts, message, first, second = reply.output
+            assert [part.text for part in thoughts.content] == ["Hm.\n"]
+            assert (message.role, message.status) == ("assistant", "completed")
+            assert [(call.name, call.arguments) for call in (first, second)] == [("weather", PARIS), ("weather", ROME)]
+            assert first.call_id != second.call_id
+            usage = reply.usage
+            assert (usage.output_tokens, usage.output_tokens_details.reasoning_tokens) == (len(BOTH) + 1, THOUGHTS)
+            assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+
+            results = [
+                {"type": "function_call_output", "call_id": call.call_id, "output": "12 degrees"}
+                for call in (first, second)
+            ]
+            said = [{"role": "developer", "content": "Hm?"}, {"role": "user", "content": "hi"}]
+            told = [*said, *(item.model_dump(by_alias=True) for item in reply.output), *results]
+            reply, prompt = await asked(c, client, "Cool.", input=told, instructions="Be brief.", tools=[TOOL])
+            assert "<|system|>Be brief.\n\nHm?" in prompt
+            assert f"Let me see.{CALLED}{CALLED.replace('Paris', 'Rome')}" in prompt
+            assert f"12 degrees{first.call_id}" in prompt
+            [message] = reply.output
+            assert (message.content[0].text, reply.usage.output_tokens_details.reasoning_tokens) == ("Cool.", 0)
+
+    run(scenario())
+
+
+def test_the_events_of_a_stream_and_openais_helper_for_them(tmp_path):
+    text_events = ["output_item.added", "content_part.added", "{0}.delta", "{0}.done", "content_part.done"]
+    call_events = ["output_item.added", "{0}.delta", "{0}.done", "output_item.done"]
+
+    def expected(name, kinds):
+        return [kind.format(name) for kind in kinds]
+
+    async def scenario():
+        async with openai_cluster(tmp_path) as (c, client):
+
+            async def listed():
+                stream = await client.responses.create(model="m", input="hi", tools=[TOOL], stream=True)
+                return [event async for event in stream]
+
+            asking = asyncio.create_task(listed())
+            await answer(c, BOTH)
+            told = await asking
+            assert [event.sequence_number for event in told] == list(range(len(told)))
+            assert kinds_of(told) == [
+                "created",
+                "in_progress",
+                *expected("reasoning_text", [*text_events, "output_item.done"]),
+                *expected("output_text", [*text_events, "output_item.done"]),
+                *expected("function_call_arguments", call_events * 2),
+                "completed",
+            ]
+            reply = told[-1].response
+            assert reply.output == [event.item for event in told if event.type == "response.output_item.done"]
+            assert reply.usage.output_tokens_details.reasoning_tokens == THOUGHTS
+
+            async def helped():
+                async with client.responses.stream(model="m", input="hi", tools=[TOOL]) as stream:
+                    return await stream.get_final_response()
+
+            asking = asyncio.create_task(helped())
+            await answer(c, BOTH)
+            final = await asking
+            assert final.output_text == "Let me see."
+            assert [item.parsed_arguments for item in final.output[2:]] == [{"city": "Paris"}, {"city": "Rome"}]
+
+    run(scenario())
+
+
+def test_an_answer_may_be_made_to_be_json_and_may_be_cut_short(tmp_path):
+    class Place(BaseModel):
+        city: str
+
+    async def scenario():
+        async with openai_cluster(tmp_path) as (c, client):
+            reply, _ = await asked(c, client, PARIS, create="parse", text_format=Place)
+            assert reply.output_parsed == Place(city="Paris")
+            reply, _ = await asked(c, client, "Let me", events.LENGTH, max_output_tokens=100)
+            assert (reply.status, reply.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+            assert (reply.output[0].status, reply.output_text, reply.max_output_tokens) == (
+                "incomplete",
+                "Let me!",
+                100,
+            )
+            named = {"type": "function", "name": "weather"}
+            reply, _ = await asked(c, client, ROME, tools=[TOOL], tool_choice=named)
+            assert [(item.type, item.arguments) for item in reply.output] == [("function_call", ROME)]
+
+    run(scenario())
+
+
+def test_what_comes_at_once_keeps_its_order():
+    """Steps join while a client reads slowly: a call ends, text follows it, and another call begins."""
+    same = {"id": "chatcmpl-r", "created": 1, "model": "m", "usage": None}
+    function = {"name": "f", "arguments": ""}
+
+    def event(finish_reason=None, **delta):
+        choice = {"delta": delta, "finish_reason": finish_reason, "stop_reason": None}
+        return {**same, "choices": [choice]}
+
+    call = ResponsesCall()
+    call.event(event(tool_calls=[{"index": 0, "id": "a", "function": function}]))
+    more = [{"index": 0, "function": {"arguments": "{}"}}, {"index": 1, "id": "b", "function": function}]
+    call.event(event(content="and", tool_calls=more))
+    told = call.event(event("stop", tool_calls=[{"index": 1, "function": {"arguments": "[1]"}}]))
+    assert b'"arguments":"[1]"' in told
+    counts = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    call.event({**same, "choices": [], "usage": counts})
+    last = json.loads(call.end().partition(b"data: ")[2])
+    output = last["response"]["output"]
+    assert [item.get("arguments") or item["content"][0]["text"] for item in output] == ["{}", "and", "[1]"]
+    assert (last["type"], last["response"]["usage"]["total_tokens"]) == ("response.completed", 2)
+
+
+def test_a_stream_that_fails_says_so(tmp_path):
+    async def scenario():
+        async with openai_cluster(tmp_path) as (c, client):
+
+            async def listed():
+                stream = await client.responses.create(model="m", input="hi", stream=True)
+                return [event async for event in stream]
+
+            asking = asyncio.create_task(listed())
+            await fail_after_a_token(c)
+            *_, last = await asking
+            assert (last.type, last.response.status) == ("response.failed", "failed")
+            told = last.response.error
+            assert (told.code, told.message) == ("server_error", "the engine of the decode node failed")
+
+    run(scenario())
+
+
+IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
+CALL = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "[]"}
+BY_JSON = {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}
+REFUSED = [
+    ({"store": True}, "store", "(true) is not supported"),
+    ({"background": True}, "background", "(true) is not supported"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id", '("resp_1") is not supported'),
+    ({"top_logprobs": 2}, "top_logprobs", "(2) is not supported"),
+    ({"include": ["message.output_text.logprobs"]}, "include", '("message.output_text.logprobs") is not supported'),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", '("web_search") is not supported: it must be function'),
+    ({"input": [IMAGE]}, "input[0].content[0].type", '"input_image" is not supported: this model reads text alone'),
+    ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type", '("item_reference") is not supported'),
+    ({"input": [{"role": "me", "content": ""}]}, "input[0].role", "must be one of user, assistant, system, developer"),
+    ({"input": [IMAGE] * 1025}, "input", "has 1025 entries, the limit is 1024"),
+    ({"input": [{"role": "user", "content": "a"}, CALL]}, "input[1].arguments", "must be a JSON object in a string"),
+    ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name", "must be a name that matches"),
+    ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", 'is "f", which is none of the tools'),
+    ({"text": {"verbosity": "low"}}, "text.verbosity", '("low") is not supported'),
+    (BY_JSON, "text.format.schema", ""),
+    ({"max_output_tokens": 0}, "max_output_tokens", "must be at least 1, not 0"),
+    ({"temperature": 101}, "temperature", "must be within [0, 100], not 101"),
+]
+
+
+def test_what_cannot_be_is_refused_in_the_words_of_the_api(tmp_path):
+    async def scenario():
+        async with openai_cluster(tmp_path) as (_, client):
+            for fields, param, problem in REFUSED:
+                body = {"input": "hi", "tools": [TOOL], **fields}
+                with pytest.raises(BadRequestError) as caught:
+                    await client.responses.create(model="m", **body)
+                assert caught.value.param == param
+                assert caught.value.body["message"].startswith(f"{param} {problem}")
+
+    run(scenario())

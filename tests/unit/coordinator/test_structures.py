@@ -1,0 +1,170 @@
+"""What can be enforced and what is refused, by the very program that compiles it."""
+
+import asyncio
+import json
+
+import pytest
+
+from coordinator.text.structures import Structures
+from protos.inference_pb2 import Choice, SamplingParams
+from serving_core.errors import RequestError
+from serving_core.grammars import Grammars
+from tests.schemas import chain, product
+from tests.tiny_models import EOS, write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def structures(folder):
+    return Structures(folder, (EOS,))
+
+
+def grammar(structures, **params):
+    return asyncio.run(structures.grammar(SamplingParams(**params)))
+
+
+def refusal(structures, **params):
+    with pytest.raises(RequestError) as error:
+        grammar(structures, **params)
+    assert error.value.reason == "BAD_PARAM"
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith(f"{error.value.metadata['field']} cannot be enforced: ")
+    return error.value.metadata["field"], str(error.value)
+
+
+def reason_of(structures, **params):
+    """Why it is refused; empty if it is not."""
+    try:
+        grammar(structures, **params)
+    except RequestError as error:
+        return error.reason
+    return ""
+
+
+def schema(**fields):
+    return {"json_schema": json.dumps(fields)}
+
+
+@pytest.mark.parametrize(
+    ("params", "good", "bad"),
+    [
+        (schema(type="object", properties={"é": {"type": "null"}}, required=["é"]), '{"é": null}', "{}"),
+        ({"json_object": True}, '{"a":[1,{}]}', "[]"),
+        ({"regex": "[a-c]{2}"}, "ab", "abc"),
+        ({"choice": Choice(choices=["yes", "no"])}, "no", "maybe"),
+        ({"grammar": 'start: "a"+'}, "aaa", "b"),
+        ({"grammar": 'root ::= "a"+'}, "aaa", "b"),
+        ({"json_object": True, "disable_any_whitespace": True}, "{}", "{ }"),
+        ({"json_object": True, "whitespace_pattern": "_"}, "{_}", "{ }"),
+    ],
+)
+def test_what_comes_out_lets_these_come_and_not_those(structures, folder, params, good, bad):
+    made = grammar(structures, **params)
+    guide = Grammars(folder, (EOS,)).guide(made)
+    mask = guide.allowed(list(good.encode()))
+    assert mask[EOS // 8] >> EOS % 8 & 1, "the answer may not end"
+    guide = Grammars(folder, (EOS,)).guide(made)
+    with pytest.raises(RequestError):
+        guide.allowed([*bad.encode(), EOS])
+
+
+@pytest.mark.parametrize("params", [{}, {"json_object": False}, {"disable_any_whitespace": True}])
+def test_what_asks_for_nothing(folder, params):
+    assert grammar(Structures(folder, (EOS,)), **params) == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"not": {"type": "null"}}, "not"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "array", "contains": {"type": "null"}}, "contains"),
+        ({"if": {"type": "null"}, "then": {}}, "if"),
+        ({"type": "object", "propertyNames": {"maxLength": 2}}, "propertyNames"),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+        ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
+        ({"type": "object", "properties": {"a": {"type": "array", "items": {"not": {}}}}}, "not"),
+        ({"type": "string", "format": "colour"}, "format"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"$ref": "https://example.org/schema"}, "https://example.org/schema"),
+        ({"type": "object", "minProperties": 2, "required": ["a"]}, "minProperties"),
+        ({"items": [{"minProperties": 3, "type": "object"}], "type": "array"}, "minProperties"),
+        ({"enum": [1, {"a": [2**53 + 1]}]}, "enum"),
+        ({"type": "integer", "maximum": -(2**53) - 1}, "maximum"),
+        ({"not": {}, "x-guidance": {"lenient": True}}, "not"),
+    ],
+)
+def test_what_is_not_enforced_is_named(structures, fields, named):
+    field, message = refusal(structures, **schema(**fields))
+    assert field == "json_schema"
+    assert named in message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"type": "object", "minProperties": 2, "required": ["a", "b"], "properties": {"a": {}, "b": {}}},
+        {"type": "object", "properties": {"minProperties": {"type": "integer"}}},
+        {"const": {"minProperties": 5}},
+        {"enum": [2**53, -(2**60)]},
+        {"type": "integer", "maximum": 2**63 - 1, "minimum": -(2**53)},
+        {"type": "string", "title": "t", "description": "d", "default": 2**53 + 1, "x-anything": {"not": 1}},
+    ],
+)
+def test_what_only_looks_like_it_is_taken(structures, fields):
+    assert grammar(structures, **schema(**fields))
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"json_schema": "{"}, "json_schema"),
+        ({"json_schema": "[]"}, "json_schema"),
+        ({"json_schema": '{"type": "object", "required": 3}'}, "json_schema"),
+        ({"json_schema": '{"enum": []}'}, "json_schema"),
+        ({"regex": "(a"}, "regex"),
+        ({"regex": "a(?=b)"}, "regex"),
+        ({"grammar": "start: nowhere"}, "grammar"),
+        ({"grammar": "no grammar at all"}, "grammar"),
+        ({"grammar": '{"grammars": []}'}, "grammar"),
+        ({"json_object": True, "whitespace_pattern": "("}, "json_object"),
+    ],
+)
+def test_what_is_wrong_is_refused(structures, params, field):
+    assert refusal(structures, **params)[0] == field
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        schema(**chain(3000)),
+        schema(**product(30, 20)),
+        {"json_schema": '{"items":' * 10_000 + "{}" + "}" * 10_000},
+        {"regex": "(((a{1,1000}){1,1000}){1,1000}b?){1,1000}"},
+        {"regex": "(a|b)*a(a|b){60}c|" * 200},
+        {"grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000},
+        {"grammar": "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000},
+    ],
+    ids=["chain", "product", "nested", "repeats", "states", "lark", "gbnf"],
+)
+def test_what_would_take_for_ever_or_too_much_room_ends(structures, params):
+    assert reason_of(structures, **params) in ("", "BAD_PARAM")
+    assert grammar(structures, regex="a"), "the next one is not served"
+
+
+def test_the_worst_are_refused_in_a_sentence(structures):
+    assert refusal(structures, **schema(**product(30, 20)))
+    assert refusal(structures, json_schema='{"items":' * 10_000 + "{}" + "}" * 10_000)
+
+
+def test_a_model_of_which_no_answer_can_be_kept_to_a_grammar(tmp_path):
+    field, message = refusal(Structures(tmp_path, (EOS,)), regex="a")
+    assert field == "regex"
+    assert "does not read its tokenizer" in message
+    assert str(tmp_path) not in message

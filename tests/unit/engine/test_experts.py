@@ -1,0 +1,196 @@
+"""Models with mixtures of experts by our own decoder, against transformers; and whatever is computed beside them."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from engine.engine import Engine
+from engine.model.experts import MixtureOfExperts
+from engine.native.dense_linear import best_variant
+from engine.native.library import ENVIRONMENT, OFF
+from engine.native.linear_library import best_variant as best_quantized_variant
+from serving_core.errors import ModelError
+from serving_core.settings import EngineSettings
+from tests.foreign_models import generated, write_foreign_model
+from tests.lora_adapters import ATTENTION, write_adapter, write_merged
+from tests.tiny_models import VOCAB_SIZE
+from tests.toy_scheduler import greedy, run_all
+from tests.unit.engine.company import Neighbour
+from tests.unit.engine.histories_kit import num_blocks_for, play, prompt_of, random_cuts
+from tests.unit.engine.test_foreign import NUM_TOKENS, PROMPTS
+from tests.unit.engine.test_llama import transformers_model
+from tests.unit.serving_node.rank_process import run_ranks
+
+MODELS = {  # beside those of tests.foreign_models, which other tests try too
+    "mixtral-one-of-five-tied": (
+        "mixtral",
+        {"num_local_experts": 5, "num_experts_per_tok": 1, "sliding_window": None, "tie_word_embeddings": True},
+    ),
+    "olmoe-normalized-biases": ("olmoe", {"norm_topk_prob": True, "attention_bias": True}),
+    "qwen2-windows": (
+        "qwen2_moe",
+        {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 3, "norm_topk_prob": True},
+    ),
+    "qwen3-four-of-forty": ("qwen3_moe", {"num_experts": 40, "num_experts_per_tok": 4}),
+    "qwen3-normalized-some-dense": (
+        "qwen3_moe",
+        {
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [1],
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 13,
+        },
+    ),
+}
+BLOCK_SIZE = 8
+KINDS = [{"dtype": "float32"}, {"dtype": "bfloat16", "quantization": "int8"}]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """The models, each written once."""
+    folders = {}
+
+    def folder(name):
+        if name not in folders:
+            family, fields = MODELS[name]
+            folders[name] = write_foreign_model(tmp_path_factory.mktemp(name), family, **fields)
+        return folders[name]
+
+    return folder
+
+
+def load(folder, **fields):
+    return Engine(EngineSettings(**{"model": str(folder), "num_kv_blocks": 64, "block_size": BLOCK_SIZE, **fields}))
+
+
+def token_ids(answers):
+    return [[token.token_id for token in answer] for answer in answers]
+
+
+def mixtures(engine):
+    return [module for module in engine.model.modules() if isinstance(module, MixtureOfExperts)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_equal_transformers(name, folder_of, monkeypatch):
+    expected = generated(folder_of(name), PROMPTS, NUM_TOKENS)
+    assert len({token for answer in expected for token in answer}) > 4  # no model that says the same all the time
+    for environment in ("", OFF):
+        monkeypatch.setenv(ENVIRONMENT, environment)
+        engine = load(folder_of(name))
+        assert (engine.description["model_impl"], len(mixtures(engine)) > 0) == ("native", True)
+        answers = run_all(engine, PROMPTS, greedy(NUM_TOKENS), chunk_tokens=19, joins_at=[3, 0, 1])
+        assert token_ids(answers) == expected
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("environment", ["", OFF])
+def test_bfloat16_is_as_close_to_the_truth_as_transformers(family, environment, tmp_path, monkeypatch):
+    """With all experts taken, as rounding could choose others."""
+    monkeypatch.setenv(ENVIRONMENT, environment)
+    folder = write_foreign_model(tmp_path, family, spread=0.15, num_experts_per_tok=6)
+    prompt = PROMPTS[2]
+    with torch.inference_mode():
+        truth, rounded = (
+            transformers_model(folder, dtype)(torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1)
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+    ((token,),) = run_all(load(folder, dtype="bfloat16"), [prompt], greedy(1, logprobs=VOCAB_SIZE), chunk_tokens=40)
+    ours = torch.tensor([logprob for _, logprob in sorted(token.top_logprobs)])
+    our_error, their_error = ((logprobs - truth).square().mean().sqrt() for logprobs in (ours, rounded))
+    assert our_error < 1.5 * their_error
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("name", ["qwen2-windows", "qwen3-normalized-some-dense"])
+def test_the_cut_of_a_prompt_and_company_change_no_bit(name, kind, folder_of):
+    if best_variant(getattr(torch, kind["dtype"])) is None:
+        pytest.skip(f"{kind['dtype']} products are not native here")
+    engine = load(folder_of(name), num_kv_blocks=num_blocks_for(90, BLOCK_SIZE), **kind)
+    assert (engine.is_history_free, engine.program) == (True, None)
+    prompt, before = prompt_of(90), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        kv, logits = play(engine, prompt, [90])
+        for seed in (1, 2):
+            torch.set_num_threads(1 + seed % 2)
+            neighbours = [Neighbour(index, random.Random(seed)) for index in range(3 * seed)]
+            again, others = play(engine, prompt, random_cuts(90, seed), neighbours, seed)
+            assert again == kv, seed
+            assert others[90] == logits[90], seed
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_experts_in_8_bits_take_half_and_are_computed_at_once(tmp_path):
+    if best_variant(torch.bfloat16) is None or best_quantized_variant() is None:
+        pytest.skip("products are not native here")
+    folder = write_foreign_model(tmp_path, "qwen3_moe", hidden_size=128, moe_intermediate_size=128)
+    plain, quantized = (load(folder, dtype="bfloat16", quantization=kind) for kind in ("none", "int8"))
+    for ours, theirs in zip(mixtures(quantized), mixtures(plain), strict=True):
+        assert ours.expert_bytes < 0.56 * theirs.expert_bytes
+        assert None not in (*ours._products, *theirs._products)
+        x = torch.randn(5, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+        steps = plain.model.steps  # the gate is not quantized, so both take the same experts
+        exact, rounded = theirs(x, steps).float(), ours(x, steps).float()
+        assert (exact - rounded).norm() < 0.03 * exact.norm()
+
+
+@pytest.fixture(scope="module")
+def ranks(folder_of, tmp_path_factory):
+    """All models, run once on two ranks."""
+    cases = {
+        name: {
+            "settings": {"model": str(folder_of(name)), "num_kv_blocks": 64, "block_size": BLOCK_SIZE},
+            "prompts": PROMPTS,
+            "sampling": {"max_tokens": NUM_TOKENS},
+            "chunk_tokens": 19,
+        }
+        for name in MODELS
+    }
+    return run_ranks(tmp_path_factory.mktemp("ranks"), 2, cases)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_answer_as_transformers_and_divide_the_experts(name, folder_of, ranks):
+    answers, facts = ranks
+    found = [[token["token_id"] for token in answer] for answer in answers[name]]
+    assert found == generated(folder_of(name), PROMPTS, NUM_TOKENS)
+    whole = load(folder_of(name)).weight_bytes
+    assert all(0.4 * whole < rank[name]["weight_bytes"] < 0.65 * whole for rank in facts)
+
+
+def test_weights_of_another_size_are_refused(tmp_path):
+    folder = write_foreign_model(tmp_path, "qwen3_moe")
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "moe_intermediate_size": 25}))
+    with pytest.raises(ModelError, match=r"experts\.0\.gate_proj\.weight has shape \[24, 48\], and the model wants"):
+        load(folder)
+
+
+def test_adapters_change_attention_and_dense_layers_alone(folder_of, tmp_path):
+    model = folder_of("qwen3-normalized-some-dense")
+    adapter = write_adapter(tmp_path / "adapter", model, seed=1, targets=ATTENTION)
+    merged = write_merged(tmp_path / "merged", model, adapter)
+    adapters = ["", "one", "one"]
+    answers = run_all(load(model, lora=(f"one={adapter}",)), PROMPTS, greedy(NUM_TOKENS), adapters=adapters)
+    alone, changed = (generated(folder, PROMPTS, NUM_TOKENS) for folder in (model, merged))
+    assert token_ids(answers) == [alone[0], *changed[1:]] != alone
+    of_experts = write_adapter(tmp_path / "experts", model, seed=1, targets=["down_proj"])
+    with pytest.raises(
+        ModelError, match=r"layers\.3\.mlp\.experts\.0\.down_proj\S*, which is not LoRA of a projection"
+    ):
+        load(model, lora=(f"one={of_experts}",))
+
+
+def test_what_our_decoder_does_not_know_is_left_to_transformers(tmp_path):
+    folder = write_foreign_model(tmp_path, "olmoe", clip_qkv=0.7)
+    engine = load(folder)
+    assert engine.config.is_foreign
+    assert token_ids(run_all(engine, PROMPTS, greedy(NUM_TOKENS))) == generated(folder, PROMPTS, NUM_TOKENS)

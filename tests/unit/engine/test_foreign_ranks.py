@@ -1,0 +1,66 @@
+"""Models that transformers computes on two ranks, real processes over gloo: answers are those of its own `generate`."""
+
+import pytest
+
+from engine.engine import Engine
+from serving_core.errors import SettingsError
+from serving_core.settings import EngineSettings
+from tests.foreign_models import FAMILIES, UNTRIED, WITHOUT_PLAN, generated, write_foreign_model
+from tests.unit.engine.test_foreign import NUM_TOKENS, PROMPTS
+from tests.unit.serving_node.rank_process import run_ranks
+
+ONE_KV_HEAD = ("gpt_bigcode",)  # which both ranks hold
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory):
+    """All cases, run once on two ranks: folders, what was sampled, and what each rank says of itself."""
+    root = tmp_path_factory.mktemp("models")
+    folders = {family: write_foreign_model(root / family, family) for family in (*FAMILIES, UNTRIED)}
+    cases = {
+        family: {
+            "settings": {
+                "model": str(folder),
+                "model_impl": "transformers",
+                "num_kv_blocks": 64,
+                "block_size": 8,
+                "tensor_parallel_size": 2,
+            },
+            "prompts": PROMPTS,
+            "sampling": {"max_tokens": NUM_TOKENS},
+            "chunk_tokens": 19,
+        }
+        for family, folder in folders.items()
+    }
+    answers, facts = run_ranks(root, 2, cases)
+    return folders, answers, facts
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", [*FAMILIES, UNTRIED])
+def test_two_ranks_answer_as_transformers(family, sampled):
+    folders, answers, _ = sampled
+    found = [[token["token_id"] for token in answer] for answer in answers[family]]
+    assert found == generated(folders[family], PROMPTS, NUM_TOKENS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_hold_their_part(family, sampled):
+    """Of the KV cache half, and of weights less than all where there is a plan."""
+    folders, _, facts = sampled
+    whole = Engine(
+        EngineSettings(model=str(folders[family]), model_impl="transformers", num_kv_blocks=64, block_size=8)
+    )
+    for rank in facts:
+        assert (rank[family]["kv_pool_bytes"] == whole.kv_pool_bytes) == (family in ONE_KV_HEAD)
+        assert (rank[family]["weight_bytes"] == whole.weight_bytes) == (family in WITHOUT_PLAN)
+
+
+def test_kv_heads_that_are_not_divided_equally_are_refused(tmp_path):
+    class Three:
+        rank, size = 0, 3
+
+    folder = write_foreign_model(tmp_path, "starcoder2")
+    with pytest.raises(SettingsError, match=r"--tensor-parallel-size 3: transformers computes .* its 2 KV heads are"):
+        Engine(EngineSettings(model=str(folder), num_kv_blocks=64), Three())

@@ -1,0 +1,213 @@
+"""GGUF files in the engine: against the model that a file was made of, and against transformers, which reads the same
+file by code of its own."""
+
+import os
+import struct
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from engine.engine import Engine
+from engine.model.checkpoint import Part
+from engine.model.gguf_checkpoint import PIECE_ELEMENTS, GgufCheckpoint
+from engine.model.llama import LlamaDecoder
+from engine.model.weights import load_weights
+from engine.parallel import alone
+from serving_core.errors import ModelError
+from serving_core.gguf_header import TENSOR_TYPES
+from serving_core.model_config import read_model_config
+from serving_core.settings import EngineSettings
+from serving_core.sharding import Extent, shard_of, whole
+from splitserve.gguf.folder import gguf_folder
+from tests.gguf_files import write_gguf
+from tests.tiny_models import FAMILIES
+from tests.toy_scheduler import greedy, run_all
+
+PROMPTS = [list(b"The"), list(b"a longer prompt, of two blocks at least"), list(b"ab" * 40)]
+NUM_TOKENS = 24
+CPU = torch.device("cpu")
+BIASES = {"attention_bias": True, "mlp_bias": True}
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Writes a file, and gives it and the folder that serves it."""
+
+    def make(family="llama", **options):
+        file = write_gguf(tmp_path / "tiny.gguf", family, **options)
+        return file, gguf_folder(file, tmp_path / "cache")
+
+    return make
+
+
+def answers(folder, **settings):
+    engine = Engine(EngineSettings(model=str(folder), num_kv_blocks=64, device="cpu", **settings))
+    return [[token.token_id for token in run] for run in run_all(engine, PROMPTS, greedy(NUM_TOKENS, ignore_eos=True))]
+
+
+def answers_of_transformers(model):
+    found = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        sizes = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "pad_token_id": 0}
+        output = model.generate(ids, attention_mask=mask, do_sample=False, eos_token_id=None, **sizes)
+        found.append(output[0, len(prompt) :].tolist())
+    return found
+
+
+def parameters(folder, rank=0, tp_size=1):
+    config = read_model_config(folder)
+    with torch.device("meta"):
+        decoder = LlamaDecoder(config, CPU, shard_of(config, rank, tp_size), alone())
+    load_weights(decoder, folder, torch.float32, CPU)
+    return dict(decoder.named_parameters())
+
+
+@pytest.mark.parametrize("stored", ["F32", "F16", "BF16", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_equal_those_of_transformers_from_the_same_file(made, family, stored):
+    config = {"sliding_window": None} if family == "mistral" else {}
+    file, folder = made(family, stored=stored, tie_word_embeddings=stored == "F16", **config)
+    known = {}
+    if family == "qwen3":  # of which transformers does not read the size of a head
+        known["config"] = transformers.AutoConfig.from_pretrained(file.with_suffix(""))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32, **known
+    ).eval()
+    assert answers(folder, dtype="float32") == answers_of_transformers(reference)
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("llama", {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3} | BIASES),
+        ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+        ("qwen2", {}),
+        ("qwen3", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    ],
+)
+@pytest.mark.parametrize("tp_size", [1, 2, 3])
+def test_every_rank_reads_its_part_of_the_very_weights_that_were_written(made, family, config, tp_size):
+    file, folder = made(family, **config)
+    for rank in range(tp_size):
+        found, written = (parameters(each, rank, tp_size) for each in (folder, file.with_suffix("")))
+        assert found.keys() == written.keys()
+        assert all(torch.equal(found[name], written[name]) for name in found)
+
+
+def test_a_file_without_quantization_answers_as_the_folder_it_was_made_of(made):
+    file, folder = made("qwen2")
+    assert answers(folder, dtype="float32") == answers(file.with_suffix(""), dtype="float32")
+
+
+def test_it_is_bfloat16_unless_told_otherwise_and_int8_when_asked(made):
+    file, folder = made()
+    assert read_model_config(folder).dtype == "bfloat16"
+    written = {"dtype": "bfloat16", "quantization": "int8"}
+    assert answers(folder, quantization="int8") == answers(file.with_suffix(""), **written)
+
+
+FACTORS = [1.0, 1.5, 4.0, 32.0, 32.0, 32.0, 32.0, 32.0]
+
+
+def test_the_factors_of_a_rope_slow_its_pairs(made):
+    plain = answers(made()[1], dtype="float32")
+    file, folder = made(change=lambda writer: writer.add_tensor("rope_freqs.weight", np.array(FACTORS, np.float32)))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(file.with_suffix(""), dtype=torch.float32).eval()
+    reference.model.rotary_emb.inv_freq /= torch.tensor(FACTORS)
+    expected = answers_of_transformers(reference)
+    assert answers(folder, dtype="float32") == expected != plain
+
+
+@pytest.fixture
+def typed(tmp_path):
+    """A file whose embedding is stored as any type, of random bytes: a checkpoint, the embedding, its floats."""
+
+    def make(type_id):
+        kind, rng = gguf.GGMLQuantizationType(type_id), np.random.default_rng(type_id)
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        shape = (264, 4 * 256)
+        stored = rng.integers(0, 256, (shape[0], shape[1] // block * block_bytes), np.uint8)
+
+        def change(writer):
+            writer.tensors[0].pop("token_embd.weight")
+            writer.add_tensor("token_embd.weight", stored, raw_dtype=kind)
+
+        file = write_gguf(tmp_path / "typed.gguf", change=change, tie_word_embeddings=True)
+        with np.errstate(all="ignore"):
+            floats = gguf.quants.dequantize(stored, kind).reshape(shape)
+        return GgufCheckpoint(gguf_folder(file, tmp_path / "cache")), torch.from_numpy(floats.copy())
+
+    return make
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random bytes are no sensible scales
+@pytest.mark.parametrize("type_id", TENSOR_TYPES, ids=lambda type_id: TENSOR_TYPES[type_id].name)
+def test_any_part_of_a_tensor_of_any_type_is_what_the_whole_one_has_there(typed, type_id):
+    checkpoint, floats = typed(type_id)
+    parts = [(whole(264), whole(1024)), (Extent(264, range(100, 131)), Extent(1024, range(333, 700)))]
+    for rows, columns in parts:
+        part = Part("model.embed_tokens.weight", (rows, columns))
+        checkpoint.check(part)
+        read, expected = checkpoint.read_all(part), floats[rows.held.start : rows.held.stop]
+        expected = expected[:, columns.held.start : columns.held.stop].contiguous()
+        assert torch.equal(read.contiguous().view(torch.int32), expected.view(torch.int32))
+
+
+def test_the_types_are_those_that_the_library_turns_into_floats():
+    known = {type_id: (kind.name, kind.block, kind.block_bytes) for type_id, kind in TENSOR_TYPES.items()}
+    theirs = {}
+    for kind, sizes in gguf.GGML_QUANT_SIZES.items():
+        try:
+            gguf.quants.dequantize(np.zeros((1, sizes[1]), np.uint8), kind)
+        except NotImplementedError:
+            continue
+        theirs[int(kind)] = (kind.name, *sizes)
+    assert known == theirs
+
+
+def test_a_large_tensor_is_read_a_part_at_a_time(made, tmp_path):
+    sizes = {"vocab_size": 264, "hidden_size": 64, "intermediate_size": PIECE_ELEMENTS // 64 * 2 + 5}
+    file, folder = made(num_hidden_layers=1, **sizes)
+    checkpoint = GgufCheckpoint(folder)
+    up = load_file(file.with_suffix("") / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    pieces = list(checkpoint.read(Part("model.layers.0.mlp.up_proj.weight", tuple(map(whole, up.shape)))))
+    assert [row for row, _ in pieces] == [0, PIECE_ELEMENTS // 64, PIECE_ELEMENTS // 64 * 2]
+    assert torch.equal(torch.cat([piece for _, piece in pieces]), up)
+
+
+def test_a_file_that_is_replaced_behind_its_folder_is_refused(made, tmp_path):
+    file, folder = made()
+    other = write_gguf(tmp_path / "other.gguf", num_hidden_layers=2)
+    other.replace(file)
+    with pytest.raises(ModelError, match=r"tiny\.gguf is no longer the file that .* was made of"):
+        answers(folder)
+    file.unlink()
+    with pytest.raises(ModelError, match=r"tiny\.gguf cannot be read: No such file"):
+        answers(folder)
+
+
+def test_a_file_that_is_written_to_while_it_is_loaded_is_refused(made):
+    file, folder = made()
+    checkpoint = GgufCheckpoint(folder)
+    with file.open("r+b") as stream:
+        stream.seek(-4, os.SEEK_END)
+        stream.write(struct.pack("<f", 1.0))
+    os.utime(file, ns=(0, 0))  # or within one tick of the clock
+    with pytest.raises(ModelError, match="no longer the file"):
+        checkpoint.read_all(Part("model.norm.weight", (whole(64),)))
+
+
+def test_missing_and_unknown_tensors_are_sentences(made):
+    _, folder = made(change=lambda writer: writer.tensors[0].pop("blk.1.attn_k.weight"))
+    with pytest.raises(ModelError, match=r"the weights lack model\.layers\.1\.self_attn\.k_proj\.weight$"):
+        answers(folder)
+    for name in ("blk.0.ssm_a", "blk.00.attn_norm.weight", "blk.3.attn_norm.weight", "model.norm.weight"):
+        _, folder = made(change=lambda writer, name=name: writer.add_tensor(name, np.zeros(64, np.float32)))
+        with pytest.raises(ModelError, match=r"the weights hold (gguf|model)[^ ]*, which the model has no use for$"):
+            answers(folder)

@@ -1,0 +1,172 @@
+"""LoRA adapters in one batch with the model alone: against transformers with the adapters in its weights, and their
+bits against those of other histories."""
+
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.engine import Engine
+from engine.native.dense_linear import best_variant
+from engine.native.library import ENVIRONMENT, OFF
+from serving_core.blocks import BlockAllocator
+from serving_core.errors import ModelError
+from serving_core.settings import EngineSettings
+from splitserve.gguf.folder import gguf_folder
+from tests.foreign_models import DESCRIBED, MIXTURES, generated, write_foreign_model
+from tests.gguf_files import write_gguf
+from tests.lora_adapters import ATTENTION, WEIGHTS, write_adapter, write_merged
+from tests.tiny_models import write_tiny_model
+from tests.toy_scheduler import greedy, run_all
+from tests.unit.engine.company import BLOCK_SIZE, Neighbour
+from tests.unit.engine.histories_kit import num_blocks_for, play, prompt_of, random_cuts
+from tests.unit.engine.test_llama import choose_native, random_prompts, transformers_greedy, transformers_model
+from tests.unit.engine.test_prefix_engine import CountingEngine, token_ids
+from tests.unit.serving_node.rank_process import run_ranks
+
+PROMPTS = random_prompts([5, 33, 70])
+NAMES = ("", "all", "org/some.v1", "one")
+NUM_TOKENS = 120
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The model alone and with each adapter in its weights, and what --lora is given."""
+    root = tmp_path_factory.mktemp("models")
+    # Of 2 ranks one has more of the heads and neurons than the other.
+    sizes = {"hidden_size": 54, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 77}
+    model = write_tiny_model(root / "model", attention_bias=True, mlp_bias=True, **sizes)
+    some = ("q_proj", "v_proj", "up_proj", "down_proj")
+    adapters = {
+        "all": write_adapter(root / "all", model, seed=1),
+        "org/some.v1": write_adapter(root / "some", model, seed=2, targets=some, r=3, use_rslora=True),
+        "one": write_adapter(root / "one", model, seed=3, targets=ATTENTION, r=1, lora_alpha=3, dtype=torch.bfloat16),
+    }
+    merged = {name: write_merged(root / f"merged-{folder.name}", model, folder) for name, folder in adapters.items()}
+    return {"": model, **merged}, tuple(f"{name}={folder}" for name, folder in adapters.items())
+
+
+@pytest.fixture(scope="module")
+def expected(folders):
+    """The greedy answer to each prompt, with each adapter."""
+    answers = {}
+    for name, folder in folders[0].items():
+        model = transformers_model(folder)
+        answers[name] = [transformers_greedy(model, prompt) for prompt in PROMPTS]
+    assert len({str(answer) for answer in answers.values()}) == len(NAMES)
+    return answers
+
+
+def load(folders, **settings):
+    models, lora = folders
+    return Engine(EngineSettings(model=str(models[""]), lora=lora, **{"num_kv_blocks": 200, **settings}))
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_a_mixed_batch_answers_as_the_models_do_that_the_adapters_stand_for(is_native, folders, expected, monkeypatch):
+    choose_native(monkeypatch, is_native)
+    adapters = [name for name in NAMES for _ in PROMPTS]
+    joins_at = [3 * place % 8 for place in range(len(adapters))]
+    answers = run_all(
+        load(folders), PROMPTS * len(NAMES), greedy(20), chunk_tokens=23, joins_at=joins_at, adapters=adapters
+    )
+    assert token_ids(answers) == [answer for name in NAMES for answer in expected[name]]
+
+
+@pytest.mark.parametrize("family", [family for family in DESCRIBED if family not in ("phi3", *MIXTURES)])
+def test_families_that_are_described_take_adapters(family, tmp_path):
+    """In their order of weights, and before norms of projections."""
+    model = write_foreign_model(tmp_path / "model", family)
+    adapter = write_adapter(tmp_path / "adapter", model, seed=1)
+    merged = write_merged(tmp_path / "merged", model, adapter)
+    answers = run_all(load(({"": model}, [f"one={adapter}"])), PROMPTS, greedy(20), adapters=["one"] * len(PROMPTS))
+    assert token_ids(answers) == generated(merged, PROMPTS, 20) != generated(model, PROMPTS, 20)
+
+
+def test_adapters_of_projections_that_are_stored_as_one_are_refused(tmp_path):
+    model = write_foreign_model(tmp_path / "model", "phi3")
+    adapter = write_adapter(tmp_path / "adapter", model, seed=1, targets=["qkv_proj"])
+    with pytest.raises(ModelError, match=r"qkv_proj.lora_A.weight, which is not LoRA of a projection"):
+        load(({"": model}, [f"one={adapter}"]))
+
+
+def test_no_prefix_is_shared_but_with_the_same_adapter(folders, expected):
+    engine, allocator = CountingEngine(load(folders, block_size=4, num_kv_blocks=400)), BlockAllocator(400)
+    computed = []  # of the prompts
+    for name in NAMES * 2:
+        before = engine.num_tokens + sum(len(answer) - 1 for answer in expected[name])
+        answers = run_all(engine, PROMPTS, greedy(20), allocator=allocator, adapters=[name] * len(PROMPTS))
+        assert token_ids(answers) == expected[name]
+        computed.append(engine.num_tokens - before)
+    first, again = sum(map(len, PROMPTS)), sum((len(prompt) - 1) % 4 + 1 for prompt in PROMPTS)
+    assert computed == [first] * len(NAMES) + [again] * len(NAMES)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_row_has_the_same_bits_in_any_company(native, folders, monkeypatch):
+    """By the kernels as they are, and by torch with the flag."""
+    if native and best_variant(torch.bfloat16) is None:
+        pytest.skip("bfloat16 products are not native here")
+    if not native:
+        monkeypatch.setenv(ENVIRONMENT, OFF)
+    sizes = {"block_size": BLOCK_SIZE, "num_kv_blocks": num_blocks_for(NUM_TOKENS, BLOCK_SIZE)}
+    engine = load(folders, dtype="bfloat16" if native else "float32", batch_invariant=not native, **sizes)
+    assert engine.is_history_free
+    prompt, rng = prompt_of(NUM_TOKENS), random.Random(5)
+    for name in NAMES:
+        kv, logits = play(engine, prompt, [NUM_TOKENS], adapter=name)
+        for seed in (1, 2):
+            neighbours = [Neighbour(place, rng, NAMES[place % len(NAMES)]) for place in range(5)]
+            cuts = random_cuts(NUM_TOKENS, seed)
+            again, others = play(engine, prompt, cuts, neighbours, seed, adapter=name)
+            assert again == kv, name
+            assert others[NUM_TOKENS] == logits[NUM_TOKENS], name
+
+
+def test_quantized_weights_take_adapters(folders):
+    """These stay as they are: with int8 under them the likeliest token is the same one, or nearly as likely."""
+    engine = load(folders, quantization="int8")
+    [prompt] = random_prompts([40], seed=4)
+    for name, folder in folders[0].items():
+        with torch.inference_mode():
+            truth = transformers_model(folder)(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+        [[token]] = run_all(engine, [prompt], greedy(1), adapters=[name])
+        assert truth.max() - truth[token.token_id] < 0.5, name
+
+
+def test_a_gguf_file_takes_adapters_of_the_model_that_it_was_made_of(tmp_path):
+    """In the file itself, rows of queries and keys are in another order."""
+    file = write_gguf(tmp_path / "tiny.gguf")
+    adapter = write_adapter(tmp_path / "a", file.with_suffix(""), seed=1)
+    merged = transformers_model(write_merged(tmp_path / "merged", file.with_suffix(""), adapter))
+    engine = load(({"": gguf_folder(file, tmp_path / "cache")}, (f"a={adapter}",)), dtype="float32")
+    answers = run_all(engine, PROMPTS, greedy(20), adapters=["a"] * len(PROMPTS))
+    assert token_ids(answers) == [transformers_greedy(merged, prompt) for prompt in PROMPTS]
+
+
+def test_numbers_that_are_not_finite_are_refused_with_the_adapter(folders, tmp_path):
+    model = folders[0][""]
+    adapter = write_adapter(tmp_path / "a", model, seed=1)
+    tensors = load_file(adapter / WEIGHTS)
+    tensors["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"][0, 0] = 1e38
+    save_file(tensors, adapter / WEIGHTS)
+    load(({"": model}, (f"huge={adapter}",)), num_kv_blocks=4)
+    with pytest.raises(ModelError, match="adapter huge holds numbers that are not finite as float16"):
+        load(({"": model}, (f"huge={adapter}",)), num_kv_blocks=4, dtype="float16")
+
+
+@pytest.mark.long
+def test_two_ranks_hold_their_parts_of_adapters(folders, expected, tmp_path):
+    models, lora = folders
+    case = {
+        "settings": {"model": str(models[""]), "num_kv_blocks": 200, "lora": lora},
+        "prompts": PROMPTS * len(NAMES),
+        "adapters": [name for name in NAMES for _ in PROMPTS],
+        "sampling": {"max_tokens": 20},
+        "chunk_tokens": 23,
+    }
+    sampled, facts = run_ranks(tmp_path, 2, {"lora": case})
+    answers = [[token["token_id"] for token in answer] for answer in sampled["lora"]]
+    assert answers == [answer for name in NAMES for answer in expected[name]]
+    assert all(rank["lora"]["weight_bytes"] < load(folders).weight_bytes for rank in facts)

@@ -1,0 +1,123 @@
+"""Which tokens a grammar lets come next, by the byte-level tokenizer of the tests: "a" is token 97."""
+
+import random
+import re
+
+import pytest
+
+from coordinator.text.constraints import to_grammar
+from serving_core.errors import RequestError
+from serving_core.grammars import Grammars
+from tests.tiny_models import BOS, EOS, VOCAB_SIZE, write_tokenizer
+
+A, B, C = b"abc"
+SCHEMA = '{"properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}}, "required": ["a"], "type": "object"}'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def grammars(folder):
+    return Grammars(folder, (EOS,))
+
+
+def guide(grammars, kind, value, whitespace=None):
+    return grammars.guide(to_grammar(kind, value, whitespace))
+
+
+def tokens(mask):
+    return {8 * index + bit for index, byte in enumerate(mask) for bit in range(8) if byte >> bit & 1}
+
+
+def test_what_may_follow_by_hand(grammars):
+    answer = guide(grammars, "regex", "ab?c")
+    assert tokens(answer.allowed([])) == {A}
+    assert tokens(answer.allowed([A])) == {B, C}
+    assert tokens(answer.allowed([A])) == {B, C}  # asked once more
+    assert tokens(answer.allowed([A, B])) == {C}
+    assert tokens(answer.allowed([A, B, C])) == {EOS}
+
+
+def test_an_end_token_may_come_where_the_grammar_may_end(grammars):
+    answer = guide(grammars, "regex", "a*")
+    assert tokens(answer.allowed([])) == {A, EOS}
+    assert tokens(answer.allowed([A] * 7)) == {A, EOS}
+
+
+def test_every_end_token_of_the_model_may_come(folder):
+    answer = guide(Grammars(folder, (EOS, BOS)), "regex", "a")
+    assert tokens(answer.allowed([A])) == {EOS, BOS}
+
+
+def test_one_of_some_texts(grammars):
+    odd = 'ü"\\\n'
+    answer, other = (guide(grammars, "choice", ["ab", "abc", odd]) for _ in range(2))
+    assert tokens(answer.allowed([])) == {A, odd.encode()[0]}
+    assert tokens(answer.allowed([A, B])) == {C, EOS}
+    assert tokens(other.allowed(list(odd.encode()))) == {EOS}
+
+
+@pytest.mark.parametrize("text", ['start: "a" b\nb: "b"+', 'root ::= "a" b\nb ::= "b"+'])
+def test_a_grammar_in_either_notation(grammars, text):
+    answer = guide(grammars, "grammar", text)
+    assert tokens(answer.allowed([A])) == {B}
+    assert tokens(answer.allowed([A, B])) == {B, EOS}
+
+
+def test_whitespace_only_where_it_is_wanted(grammars):
+    begun = list(b'{"a"')
+    assert tokens(guide(grammars, "json_schema", SCHEMA).allowed(begun)) == {ord(":")}
+    spaced = guide(grammars, "json_schema", SCHEMA, "[ ]{1,2}")
+    assert tokens(spaced.allowed(begun)) == {ord(":"), ord(" ")}
+    assert tokens(spaced.allowed([*begun, *b"  "])) == {ord(":")}
+
+
+def test_an_answer_that_is_taken_over_goes_on_as_it_would_have(grammars):
+    rng, output = random.Random(5), []
+    answer = guide(grammars, "json_schema", SCHEMA, "[ ]{1,2}")
+    for _ in range(60):
+        mask = answer.allowed(output)
+        assert guide(grammars, "json_schema", SCHEMA, "[ ]{1,2}").allowed(output) == mask
+        token = rng.choice(sorted(tokens(mask)))
+        if token == EOS:
+            break
+        output.append(token)
+    assert len(output) > 6, "hardly anything was tried"
+
+
+def test_a_mask_has_bits_for_the_vocabulary_alone(grammars):
+    mask = guide(grammars, "regex", "(?s:.*)").allowed([])
+    assert len(mask) == -(-VOCAB_SIZE // 8)
+    assert max(tokens(mask)) < VOCAB_SIZE
+
+
+def test_tokens_that_are_not_of_the_grammar(grammars):
+    answer = guide(grammars, "regex", "ab")
+    with pytest.raises(RequestError, match="does not allow of the 2 tokens so far") as error:
+        answer.allowed([A, C])
+    assert error.value.reason == "BAD_PARAM"
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("grammar", ["{", '{"grammars": [{"lark_grammar": "start: x"}]}'])
+def test_what_is_no_grammar(grammars, grammar):
+    with pytest.raises(RequestError, match="the grammar cannot be compiled: ") as error:
+        grammars.guide(grammar)
+    assert len(str(error.value)) < 200
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_without_an_end_token(folder):
+    with pytest.raises(RequestError, match="the model has no end token"):
+        Grammars(folder, ()).guide("start: /a/")
+
+
+def test_a_model_without_a_tokenizer_that_the_library_reads(tmp_path):
+    with pytest.raises(RequestError, match="does not read its tokenizer") as error:
+        Grammars(tmp_path, (EOS,)).guide("start: /a/")
+    assert not re.search(str(tmp_path), str(error.value))
