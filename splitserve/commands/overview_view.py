@@ -104,7 +104,7 @@ def _node_row(node: NodeOverview) -> tuple[str, ...]:
         f"{load.num_cached_tokens / load.num_prompt_tokens:.0%}" if load.num_prompt_tokens else "-",
         short(node.prompt_tokens_per_s),
         short(node.tokens_per_s),
-        f"{load.step_s * MS:.1f}",
+        milliseconds(load.step_s),
     )
 
 

@@ -367,8 +367,8 @@ function facts(life) {
   add("tokens", `${life.prompt_tokens} + ${life.completion_tokens}`);
   if (life.cached_tokens) add("cached", String(life.cached_tokens));
   if (Number(life.kv_bytes)) add("KV sent", `${short(Number(life.kv_bytes))}B`);
-  if (life.num_moves) add("moved", `${life.num_moves} × (paused ${time(life.move_pause_s)})`);
-  if (life.num_restarts) add("began again", `${life.num_restarts} ×`);
+  if (life.num_moves) add("moves", `${life.num_moves}, paused ${time(life.move_pause_s)}`);
+  if (life.num_restarts) add("restarts", String(life.num_restarts));
   for (const limit of ["ttft", "tpot"])
     if (life.attainment?.[`${limit}_ms`] !== undefined)
       add(`${limit.toUpperCase()} limit`, `${life.attainment[`${limit}_ms`]} ms ${life.attainment[`${limit}_met`] ? "kept" : "missed"}`);
