@@ -17,10 +17,18 @@ from typing import Any
 DEADLINE_S = 60.0
 EXECUTABLE = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--disable-extensions", "--mute-audio",
-    "--hide-scrollbars", "--remote-debugging-pipe", "about:blank",
-)  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+    "--remote-debugging-pipe",
+)
 KEYS = {"Enter": 13, "Tab": 9, "ArrowDown": 40, "ArrowUp": 38}
 
 
@@ -113,7 +121,7 @@ def browser() -> Iterator[Page]:
         (Path(folder) / "log").open("wb") as log,
     ):
         process = subprocess.Popen(
-            [*command[:-1], f"--user-data-dir={folder}/profile", command[-1]],
+            [*command, f"--user-data-dir={folder}/profile", "about:blank"],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
