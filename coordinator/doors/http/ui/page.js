@@ -275,7 +275,7 @@ function ticks(begin, end, x, height, isAlone) {
   const step = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120].find((s) => length / s <= 8) ?? 300;
   const origin = isAlone ? begin : end;
   for (let i = 0; Math.abs(i) * step <= length * 1.0001; i += isAlone ? 1 : -1) {
-    const at = x(origin + i * step), text = isAlone ? time(i * step) : i ? `${i * step} s` : "now";
+    const at = x(origin + i * step), text = isAlone ? (i ? time(i * step) : "0") : i ? `${i * step} s` : "now";
     const anchor = at > x(end) - 24 ? "end" : "middle";
     group.append(drawn("line", {class: "tick", x1: at, x2: at, y1: 0, y2: height}),
       drawn("text", {x: at, y: height + 12, "text-anchor": anchor}, text));
