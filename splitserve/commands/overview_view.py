@@ -13,7 +13,7 @@ from splitserve.commands.terminal import PHASES, duration_of, plain_table
 
 MS: Final = 1e3
 BARS: Final = "▁▂▃▄▅▆▇█"
-NUM_BARS: Final = 30  # seconds of the little picture of the rate
+NUM_BARS: Final = 20  # seconds of the little picture of the rate
 FULL, BUSY = 0.9, 0.7  # shares of a pool that are worth a colour
 NO_NODE: Final = "no_node"
 _TITLES: Final = {field.removesuffix("_s"): name for name, field, _, _ in PHASES} | {

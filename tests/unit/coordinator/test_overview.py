@@ -4,9 +4,10 @@ that none of it grows without end."""
 import pytest
 from google.protobuf.json_format import MessageToJson
 
+from coordinator.control.attainment import AttainmentCounts
 from coordinator.control.lives import MAX_ENDED, MAX_TIMES, WINDOW_S
 from coordinator.control.overview import MAX_LIVE, MAX_SAMPLES, Overview
-from coordinator.control.slo import Slo
+from coordinator.control.slo import Slo, SloClass
 from coordinator.control.timeline import MAX_MARKS, Phase, Timeline
 from serving_core.errors import RequestError
 from serving_core.reasons import WORKER_LOST
@@ -172,6 +173,7 @@ def test_a_phase_that_began_before_its_node_was_known_begins_with_it():
 
 def test_times_by_class_against_limits():
     world = World(max_live=1000)
+    world.metrics.attainment = AttainmentCounts([SloClass("chat", LIMITS["chat"])])
     for index in range(9):
         answer(world, f"plain{index}/0", ttft_s=1.0 + index, tpot_s=0.1 + 0.1 * index)
     chat = Slo("chat", ttft_s=0.5)

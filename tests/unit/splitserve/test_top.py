@@ -158,5 +158,5 @@ def test_numbers_are_short(number, shown):
 
 def test_times_and_bars():
     assert [milliseconds(seconds) for seconds in (0.0001, 0.00994, 0.00996, 1.5)] == ["0.1", "9.9", "10", "1500"]
-    assert bars([0, 1, 4, 8]) == "▁▁▄█"
+    assert bars([0, 1, 4, 8]) == "▁▂▅█"
     assert bars([0, 0]) == bars([]) == ""
