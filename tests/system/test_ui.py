@@ -111,7 +111,7 @@ def test_a_message_streams_and_survives_the_node_that_writes_its_answer(up, mode
         # Each life can be chosen by keyboard.
         page.ask("document.querySelector('#lives button').focus()")
         page.press("Enter")
-        page.until("document.querySelector('#life svg')")
+        page.until("document.querySelector('#life svg') !== null")
         assert not page.problems
 
 
@@ -136,4 +136,4 @@ def test_the_page_asks_for_the_key_and_keeps_it_in_its_tab_alone(up):
         assert page.ask("localStorage.length + document.cookie.length") == 0
         page.ask("document.getElementById('stop').click()")
         page.until("!document.getElementById('send').disabled")
-        page.until("document.querySelector('.spent[data-end=abort]')")
+        page.until("document.querySelector('.spent[data-end=abort]') !== null")

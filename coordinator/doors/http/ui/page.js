@@ -111,8 +111,10 @@ function show() {
   for (const spent of document.querySelectorAll(".spent")) showSpent(spent);
 }
 
-function tile(title, value, unit = "") {
-  return element("dl", {class: "tile"}, element("dt", {}, title), element("dd", {}, value, element("small", {}, unit)));
+function tile(title, value, unit = "", below = "") {
+  const all = element("dl", {class: "tile"}, element("dt", {}, title), element("dd", {}, value, element("small", {}, unit)));
+  if (below) all.append(element("dd", {class: "below"}, below));
+  return all;
 }
 
 function showTiles({rates, phases, recent_tokens_per_s: recent, times: [all]}) {
@@ -126,8 +128,8 @@ function showTiles({rates, phases, recent_tokens_per_s: recent, times: [all]}) {
   const tail = (told) => (told ? `p99 ${time(told.p99)}` : "");
   $("tiles").replaceChildren(
     written, tile("tokens read", short(rates.prompt_tokens_per_s), "/s"), tile("answers", short(rates.answers_per_s), "/s"),
-    tile("live", String(live)), tile("TTFT p50", middle(all?.ttft_s), tail(all?.ttft_s)),
-    tile("TPOT p50", middle(all?.tpot_s), tail(all?.tpot_s)),
+    tile("live", String(live)), tile("TTFT p50", middle(all?.ttft_s), "", tail(all?.ttft_s)),
+    tile("TPOT p50", middle(all?.tpot_s), "", tail(all?.tpot_s)),
   );
 }
 
@@ -271,8 +273,8 @@ function drawJoint(from, to, clamp, height) {
 }
 
 function ticks(begin, end, x, height, isAlone) {
-  const group = drawn("g"), length = end - begin;
-  const step = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120].find((s) => length / s <= 8) ?? 300;
+  const group = drawn("g"), length = end - begin, most = Math.min(8, Math.floor((x(end) - x(begin)) / 56));
+  const step = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120].find((s) => length / s <= most) ?? 300;
   const origin = isAlone ? begin : end;
   for (let i = 0; Math.abs(i) * step <= length * 1.0001; i += isAlone ? 1 : -1) {
     const at = x(origin + i * step), text = isAlone ? (i ? time(i * step) : "0") : i ? `${i * step} s` : "now";
@@ -359,7 +361,7 @@ function facts(life) {
   }
   const line = element("p", {class: "facts"});
   const add = (name, value, mark) => {
-    line.append(...(mark ? [element("i", {class: `mark ${mark}`})] : []), `${name} `, element("b", {}, value), "   ");
+    line.append(...(mark ? [element("i", {class: `mark ${mark}`})] : []), `${name} `, element("b", {}, value));
   };
   for (const phase of Object.keys(TITLES)) if (seconds.has(phase)) add(TITLES[phase], time(seconds.get(phase)), phase);
   add("TTFT", moment(life.ttft_s));
