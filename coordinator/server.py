@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import secrets
+import time
 from pathlib import Path
 from typing import Final
 
@@ -13,6 +14,7 @@ from coordinator.control.journal import Journal
 from coordinator.control.ledger import Ledger
 from coordinator.control.live import NUM_EPOCHS
 from coordinator.control.metrics import Metrics
+from coordinator.control.overview import Overview
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.registry import MAX_FIRST_SESSION, Registry
 from coordinator.control.roles import Roles
@@ -26,6 +28,7 @@ from coordinator.doors.caps import SPARE, connection_caps
 from coordinator.doors.exposition import Exposition
 from coordinator.doors.front import Front, ServedModel
 from coordinator.doors.http.app import make_app
+from coordinator.doors.http.page import Page
 from coordinator.doors.http.serving import HttpServer
 from coordinator.doors.inference_service import InferenceService
 from coordinator.doors.reflection import add_reflection
@@ -95,6 +98,15 @@ class CoordinatorServer:
         )
         roles = Roles(self._registry, ledger, policy=settings.roles)
         self._dispatcher = Dispatcher(self._registry, self._tracker, roles, journal)
+        self._overview = Overview(
+            self._registry,
+            ledger,
+            self._tracker,
+            metrics,
+            model_name=self._model.name,
+            start_s=time.monotonic(),
+            limits={each.name: each.limits for each in slo_classes},
+        )
         self._exposition = Exposition(metrics, self._tracker, self._registry, self._model.name)
         self._front = Front(
             self._model,
@@ -210,7 +222,8 @@ class CoordinatorServer:
             instance_id=self._settings.instance_id,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
-        inference_pb2_grpc.add_AdminServicer_to_server(AdminService(self._dispatcher, self._tracker), server)
+        admin = AdminService(self._dispatcher, self._tracker, self._overview)
+        inference_pb2_grpc.add_AdminServicer_to_server(admin, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         add_reflection((INFERENCE, ADMIN, health.SERVICE_NAME), server)
         return server
@@ -220,6 +233,7 @@ class CoordinatorServer:
             self._front,
             self._is_serving,
             self._exposition,
+            Page(self._overview) if self._settings.ui else None,
             secrets=self._api_keys,
             allowed_origins=origins(self._settings.allowed_origins),
             max_calls=min(self._max_calls, self._caps.http - SPARE),
@@ -248,6 +262,7 @@ class CoordinatorServer:
                 pass
             changed.clear()
             self._dispatcher.tick()
+            self._overview.tick(time.monotonic())
             if self._tls is not None:
                 self._tls.refresh()
             await self._report_health()

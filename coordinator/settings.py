@@ -48,6 +48,7 @@ class CoordinatorSettings:
     allowed_origins: str = flag(
         "", "Web pages that may call the HTTP service: origins such as https://example.org, with commas, or *."
     )
+    ui: bool = flag(True, "Serve a page that shows what goes on, at /ui of the HTTP service.")
     instance_id: str = flag("", "What GetServerInfo calls this run of the server; empty takes random characters.")
     max_model_len: int = flag(0, "Most tokens of prompt and answer; 0 takes what the nodes allow.", minimum=0)
     model_impl: str = flag(

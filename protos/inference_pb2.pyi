@@ -18,6 +18,152 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
 
+class GetOverviewRequest(_message.Message):
+    __slots__ = ("after",)
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    after: int
+    def __init__(self, after: _Optional[int] = ...) -> None: ...
+
+class Overview(_message.Message):
+    __slots__ = ("now_s", "uptime_s", "served_model_name", "nodes", "phases", "rates", "recent_tokens_per_s", "window_s", "times", "live", "ended")
+    NOW_S_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    SERVED_MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    PHASES_FIELD_NUMBER: _ClassVar[int]
+    RATES_FIELD_NUMBER: _ClassVar[int]
+    RECENT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_S_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    now_s: float
+    uptime_s: float
+    served_model_name: str
+    nodes: _containers.RepeatedCompositeFieldContainer[NodeOverview]
+    phases: _containers.RepeatedCompositeFieldContainer[PhaseCount]
+    rates: Rates
+    recent_tokens_per_s: _containers.RepeatedScalarFieldContainer[float]
+    window_s: float
+    times: _containers.RepeatedCompositeFieldContainer[TimesOverview]
+    live: _containers.RepeatedCompositeFieldContainer[AnswerLife]
+    ended: _containers.RepeatedCompositeFieldContainer[AnswerLife]
+    def __init__(self, now_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., served_model_name: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[NodeOverview, _Mapping]]] = ..., phases: _Optional[_Iterable[_Union[PhaseCount, _Mapping]]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., recent_tokens_per_s: _Optional[_Iterable[float]] = ..., window_s: _Optional[float] = ..., times: _Optional[_Iterable[_Union[TimesOverview, _Mapping]]] = ..., live: _Optional[_Iterable[_Union[AnswerLife, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[AnswerLife, _Mapping]]] = ...) -> None: ...
+
+class NodeOverview(_message.Message):
+    __slots__ = ("load", "num_tokens_to_compute", "num_answers", "num_to_come", "num_tokens_held", "num_pool_tokens", "prompt_tokens_per_s", "tokens_per_s")
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_TO_COMPUTE_FIELD_NUMBER: _ClassVar[int]
+    NUM_ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TO_COME_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_HELD_FIELD_NUMBER: _ClassVar[int]
+    NUM_POOL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    load: NodeLoad
+    num_tokens_to_compute: int
+    num_answers: int
+    num_to_come: int
+    num_tokens_held: int
+    num_pool_tokens: int
+    prompt_tokens_per_s: float
+    tokens_per_s: float
+    def __init__(self, load: _Optional[_Union[NodeLoad, _Mapping]] = ..., num_tokens_to_compute: _Optional[int] = ..., num_answers: _Optional[int] = ..., num_to_come: _Optional[int] = ..., num_tokens_held: _Optional[int] = ..., num_pool_tokens: _Optional[int] = ..., prompt_tokens_per_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ...) -> None: ...
+
+class PhaseCount(_message.Message):
+    __slots__ = ("phase", "num_answers")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    NUM_ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    num_answers: int
+    def __init__(self, phase: _Optional[str] = ..., num_answers: _Optional[int] = ...) -> None: ...
+
+class Rates(_message.Message):
+    __slots__ = ("tokens_per_s", "prompt_tokens_per_s", "answers_per_s")
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    tokens_per_s: float
+    prompt_tokens_per_s: float
+    answers_per_s: float
+    def __init__(self, tokens_per_s: _Optional[float] = ..., prompt_tokens_per_s: _Optional[float] = ..., answers_per_s: _Optional[float] = ...) -> None: ...
+
+class TimesOverview(_message.Message):
+    __slots__ = ("slo_class", "limits", "num_answers", "num_limited", "num_met", "ttft_s", "tpot_s")
+    SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LIMITED_FIELD_NUMBER: _ClassVar[int]
+    NUM_MET_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    slo_class: str
+    limits: str
+    num_answers: int
+    num_limited: int
+    num_met: int
+    ttft_s: Percentiles
+    tpot_s: Percentiles
+    def __init__(self, slo_class: _Optional[str] = ..., limits: _Optional[str] = ..., num_answers: _Optional[int] = ..., num_limited: _Optional[int] = ..., num_met: _Optional[int] = ..., ttft_s: _Optional[_Union[Percentiles, _Mapping]] = ..., tpot_s: _Optional[_Union[Percentiles, _Mapping]] = ...) -> None: ...
+
+class Percentiles(_message.Message):
+    __slots__ = ("p50", "p90", "p99")
+    P50_FIELD_NUMBER: _ClassVar[int]
+    P90_FIELD_NUMBER: _ClassVar[int]
+    P99_FIELD_NUMBER: _ClassVar[int]
+    p50: float
+    p90: float
+    p99: float
+    def __init__(self, p50: _Optional[float] = ..., p90: _Optional[float] = ..., p99: _Optional[float] = ...) -> None: ...
+
+class AnswerLife(_message.Message):
+    __slots__ = ("number", "answer_id", "start_s", "spans", "end", "prompt_tokens", "cached_tokens", "completion_tokens", "ttft_s", "tpot_s", "num_restarts", "num_moves", "move_pause_s", "kv_bytes", "attainment")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_ID_FIELD_NUMBER: _ClassVar[int]
+    START_S_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MOVES_FIELD_NUMBER: _ClassVar[int]
+    MOVE_PAUSE_S_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ATTAINMENT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    answer_id: str
+    start_s: float
+    spans: _containers.RepeatedCompositeFieldContainer[Span]
+    end: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    ttft_s: float
+    tpot_s: float
+    num_restarts: int
+    num_moves: int
+    move_pause_s: float
+    kv_bytes: int
+    attainment: Attainment
+    def __init__(self, number: _Optional[int] = ..., answer_id: _Optional[str] = ..., start_s: _Optional[float] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., end: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., num_restarts: _Optional[int] = ..., num_moves: _Optional[int] = ..., move_pause_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., attainment: _Optional[_Union[Attainment, _Mapping]] = ...) -> None: ...
+
+class Span(_message.Message):
+    __slots__ = ("phase", "begin_s", "end_s", "prefill_node", "decode_node")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_S_FIELD_NUMBER: _ClassVar[int]
+    END_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    begin_s: float
+    end_s: float
+    prefill_node: str
+    decode_node: str
+    def __init__(self, phase: _Optional[str] = ..., begin_s: _Optional[float] = ..., end_s: _Optional[float] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ...) -> None: ...
+
 class SetRoleRequest(_message.Message):
     __slots__ = ("node", "role", "shape")
     NODE_FIELD_NUMBER: _ClassVar[int]

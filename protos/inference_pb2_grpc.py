@@ -45,6 +45,11 @@ class AdminStub:
                 request_serializer=protos_dot_inference__pb2.DrainRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.DrainProgress.FromString,
                 _registered_method=True)
+        self.GetOverview = channel.unary_unary(
+                '/splitserve.v1.Admin/GetOverview',
+                request_serializer=protos_dot_inference__pb2.GetOverviewRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.Overview.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -65,6 +70,14 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetOverview(self, request, context):
+        """What is going on: nodes, live answers by phase, times against limits, the lives of the latest answers. Never a word
+        of a prompt or an answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +90,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=protos_dot_inference__pb2.DrainRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.DrainProgress.SerializeToString,
+            ),
+            'GetOverview': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetOverview,
+                    request_deserializer=protos_dot_inference__pb2.GetOverviewRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.Overview.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +152,33 @@ class Admin:
             '/splitserve.v1.Admin/Drain',
             protos_dot_inference__pb2.DrainRequest.SerializeToString,
             protos_dot_inference__pb2.DrainProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetOverview(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitserve.v1.Admin/GetOverview',
+            protos_dot_inference__pb2.GetOverviewRequest.SerializeToString,
+            protos_dot_inference__pb2.Overview.FromString,
             options,
             channel_credentials,
             insecure,

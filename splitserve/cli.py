@@ -19,6 +19,7 @@ COMMANDS: Final = {
     "generate": ("splitserve.commands.ask:generate", "Answer one prompt."),
     "chat": ("splitserve.commands.ask:chat", "Talk with the model."),
     "status": ("splitserve.commands.status:status", "Show the model, the nodes and their load."),
+    "top": ("splitserve.commands.top:top", "Show live what is going on: nodes, queues, rates, times against limits."),
     "role": ("splitserve.commands.role:role", "Make a node prefill, decode or both while the cluster serves."),
     "drain": ("splitserve.commands.drain:drain", "Take the work from a node while the cluster serves."),
     "certs": ("splitserve.commands.certs:certs", "Make a private CA and a certificate for each role."),

@@ -5,6 +5,7 @@ every tick, the oldest first. How many may wait is bounded by how many may be li
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Final, NamedTuple
 
 from coordinator.control.attempts import Attempt, Move, MoveStage, TrackedRequest
@@ -12,6 +13,7 @@ from coordinator.control.handover import Handover
 from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, MoveOutcome, Send
 from coordinator.control.ledger import Ledger
 from coordinator.control.lengths import Lengths
+from coordinator.control.lives import Lives
 from coordinator.control.metrics import Metrics
 from coordinator.control.outcomes import completion, with_progress
 from coordinator.control.pace import Pace
@@ -57,6 +59,7 @@ class LiveAnswers:
         self.metrics = metrics
         self.handover = Handover()
         self.lengths = Lengths()
+        self.lives = Lives()
         self.arrivals = Pace()  # of new requests, those that are refused too
         self.turns = Turns()
         self.releases = Releases()
@@ -79,6 +82,10 @@ class LiveAnswers:
     def everyone(self) -> Iterator[TrackedRequest]:
         """Those too that wait for nodes; they may end meanwhile."""
         return iter(list(self._requests.values()))
+
+    def newest(self, number: int) -> list[TrackedRequest]:
+        """So many of them all, the newest first."""
+        return list(islice(reversed(self._requests.values()), number))
 
     def find(self, request_id: str) -> TrackedRequest | None:
         return self._requests.get(request_id)
@@ -135,6 +142,7 @@ class LiveAnswers:
     def _wait(self, request: TrackedRequest, now: float) -> list[Instruction]:
         """For nodes to come; there is nothing to do meanwhile."""
         request.waits_until_s = self.registry.pauses.awake_s(now) + self._node_wait_s
+        request.timeline.placed(now)
         return []
 
     def _check_admission(self, request: TrackedRequest, placed: Placed) -> None:
@@ -230,6 +238,7 @@ class LiveAnswers:
         """Gives the request to these nodes."""
         prefill, decode, prompt = placed.reader, placed.writer, request.known
         request.attempt = Attempt(self.next_epoch(), prefill, decode, first_index=len(request.output), started_s=now)
+        request.timeline.placed(now, prefill.name, decode.name)
         if (due := request.due) is not None:
             self.ledger.owe(request.request_id, due, len(request.output), self._num_left(request))
         self.ledger.read(request.request_id, prefill, prompt.tokens_to_compute(prefill))
@@ -298,6 +307,7 @@ class LiveAnswers:
     ) -> list[Instruction]:
         """The one end of the answer; whoever may hold something of it is told."""
         del self._requests[request.request_id]
+        self.lives.ended(request, outcome, now)
         if request.slo is not None and request.slo.has_limits:
             self.metrics.attainment.ended(request.slo, outcome)
         if not (isinstance(outcome, RequestError) and outcome.reason == reasons.QUEUE_FULL):

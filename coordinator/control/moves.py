@@ -155,6 +155,7 @@ class Moves:
             has_counted_kv=True,
         )
         move.stage, move.next_index = MoveStage.MOVED, event.next_index
+        request.timeline.placed(now, request.attempt.prefill.name, move.target.name)
         live.ledger.let_go(request.request_id, move.source)
         live.ledger.let_go(request.request_id, request.attempt.prefill)
         live.ledger.write(request.request_id, move.target, len(request.known))

@@ -43,6 +43,7 @@ class Node:
     step_age_s: float = 0.0
     is_stopping: bool = False  # as the node says of itself
     is_drained: bool = False  # by an operator
+    num_tokens_written: int = 0  # that it has told of in steps
     # Of the full blocks that the node says to hold, `serving_core.prefix.hint_of` their names; at most num_blocks.
     hints: set[int] = field(default_factory=set)
     # Who may have made those blocks, in the order in which the node looks for them.

@@ -19,6 +19,7 @@ A new attempt sends prompt and emitted tokens as one prompt, so the stream goes 
 all requests: what a node still says of an older attempt, even one of the same request id, cannot be mistaken.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -27,6 +28,7 @@ from coordinator.control.attempts import TrackedRequest
 from coordinator.control.instructions import End, Instruction, Send
 from coordinator.control.ledger import Ledger
 from coordinator.control.live import LiveAnswers, TokenRow
+from coordinator.control.lives import Lives
 from coordinator.control.metrics import Metrics
 from coordinator.control.moves import Moves, keep
 from coordinator.control.outcomes import completion, end_error, ended_before, restart_error, too_late, with_progress
@@ -100,6 +102,19 @@ class Tracker:
         """Live answers that have none yet, or wait for a node."""
         return len(self._live) - self.num_running
 
+    @property
+    def lives(self) -> Lives:
+        """What became of the latest answers."""
+        return self._live.lives
+
+    def newest(self, number: int) -> list[TrackedRequest]:
+        """So many live answers, the newest first."""
+        return self._live.newest(number)
+
+    def phases(self) -> Counter[Phase | None]:
+        """Live answers by phase; None of those that no node has, for want of one."""
+        return Counter(None if each.is_waiting else each.timeline.phase for each in self._live.everyone())
+
     def num_left(self, node: Node) -> int:
         """Answers that the node still has a part in."""
         return drains.num_left(node, self._live, self._live.releases)
@@ -145,6 +160,7 @@ class Tracker:
     def step_tokens(self, node: Node, event: fleet_pb2.StepTokens, now: float) -> list[Instruction]:
         """What `handle` does with the tokens of a step, which are most of what nodes tell."""
         live, step_s = self._live, event.step_s
+        node.num_tokens_written += len(event.tokens)
         instructions: list[Instruction] = []
         for token in event.tokens:
             request = live.on(node, token.attempt)
@@ -347,6 +363,7 @@ class Tracker:
         self._ledger.write(request.request_id, reader, len(request.known))
         attempt.decode = reader
         attempt.decode_holds = attempt.is_committed = True
+        request.timeline.placed(now, reader.name, reader.name)
         request.timeline.enter(Phase.DECODE_QUEUE, now)
         self._metrics.num_kept += 1
         return [cancel, keep(request)]

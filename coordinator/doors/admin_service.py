@@ -1,8 +1,10 @@
 """The gRPC service for operators, on the public port."""
 
 import asyncio
+import time
 from typing import Any, Final
 
+from coordinator.control.overview import Overview
 from coordinator.control.roles import CONFIRM_S
 from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher
@@ -18,9 +20,10 @@ LOOK_S: Final = 0.1  # between two looks at what a node that drains has left
 class AdminService(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
     """Serves Admin. Its methods raise RequestError; the interceptor turns it into a status."""
 
-    def __init__(self, dispatcher: Dispatcher, tracker: Tracker) -> None:
+    def __init__(self, dispatcher: Dispatcher, tracker: Tracker, overview: Overview) -> None:
         self._dispatcher = dispatcher
         self._tracker = tracker
+        self._overview = overview
         self._reshaping = asyncio.Lock()
 
     async def SetRole(self, request: inference_pb2.SetRoleRequest, _: Any) -> inference_pb2.SetRoleResponse:
@@ -53,3 +56,7 @@ class AdminService(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
                 await write(context, inference_pb2.DrainProgress(num_left=num_left))
             else:
                 await asyncio.sleep(LOOK_S)
+
+    async def GetOverview(self, request: inference_pb2.GetOverviewRequest, _: Any) -> inference_pb2.Overview:
+        after = request.after if request.HasField("after") else None
+        return self._overview.to_wire(time.monotonic(), after=after)

@@ -257,27 +257,27 @@ def to_aborted(message: inference_pb2.AbortResponse) -> Aborted:
 def to_model_info(message: inference_pb2.GetModelInfoResponse) -> ModelInfo:
     defaults = {field.name: value for field, value in message.default_sampling_params.ListFields()}
     lists = {name: tuple(getattr(message, name)) for name in ("eos_token_ids", "adapters")}
-    return _copy(ModelInfo, message, **lists, default_sampling_params=defaults)
+    return record_of(ModelInfo, message, **lists, default_sampling_params=defaults)
 
 
 def to_server_info(message: inference_pb2.GetServerInfoResponse) -> ServerInfo:
-    return _copy(ServerInfo, message, nodes=tuple(_node_info(node) for node in message.nodes))
+    return record_of(ServerInfo, message, nodes=tuple(_node_info(node) for node in message.nodes))
 
 
 def to_loads(message: inference_pb2.GetLoadsResponse) -> Loads:
     nodes = tuple(to_node_load(node) for node in message.nodes)
-    return Loads(nodes, message.num_live_requests, tuple(_copy(SloClassLoad, each) for each in message.slo_classes))
+    return Loads(nodes, message.num_live_requests, tuple(record_of(SloClassLoad, each) for each in message.slo_classes))
 
 
 def to_node_load(message: inference_pb2.NodeLoad) -> NodeLoad:
-    ranks = tuple(_copy(RankLoad, rank) for rank in message.ranks)
+    ranks = tuple(record_of(RankLoad, rank) for rank in message.ranks)
     weights = tuple(message.step_weights)
-    return _copy(NodeLoad, message, shape=shape_from_wire(message.shape), step_weights=weights, ranks=ranks)
+    return record_of(NodeLoad, message, shape=shape_from_wire(message.shape), step_weights=weights, ranks=ranks)
 
 
 def _node_info(message: inference_pb2.NodeInfo) -> NodeInfo:
     maps = {name: dict(getattr(message, name)) for name in ("fingerprint", "engine", "traits")}
-    return _copy(NodeInfo, message, **maps)
+    return record_of(NodeInfo, message, **maps)
 
 
 def _token_logprob(item: inference_pb2.TokenLogprobs) -> TokenLogprob:
@@ -286,23 +286,23 @@ def _token_logprob(item: inference_pb2.TokenLogprobs) -> TokenLogprob:
 
 def _completion(complete: inference_pb2.Complete) -> Completion:
     matched = complete.WhichOneof("matched_stop")
-    return _copy(
+    return record_of(
         Completion,
         complete,
         finish_reason=_FINISH_REASONS.get(complete.finish_reason, "unspecified"),
         matched_stop=getattr(complete, matched) if matched else None,
-        timeline=_copy(Timeline, complete.timeline),
-        attainment=_attainment(complete.attainment) if complete.HasField("attainment") else None,
+        timeline=record_of(Timeline, complete.timeline),
+        attainment=attainment_of(complete.attainment) if complete.HasField("attainment") else None,
         num_resumes=0,
     )
 
 
-def _attainment(message: inference_pb2.Attainment) -> Attainment:
+def attainment_of(message: inference_pb2.Attainment) -> Attainment:
     limits = {name: getattr(message, name) if message.HasField(name) else None for name in _LIMITS}
     return Attainment(message.slo_class, **limits)
 
 
-def _copy(record_class: type[Record], message: Any, **others: Any) -> Record:
+def record_of(record_class: type[Record], message: Any, **others: Any) -> Record:
     """The dataclass with the message's fields of the same names; `others` are those that need more than a copy."""
     names = (field.name for field in fields(record_class) if field.name not in others)  # type: ignore[arg-type]
     return record_class(**{name: getattr(message, name) for name in names}, **others)

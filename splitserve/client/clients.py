@@ -31,6 +31,7 @@ from splitserve.client import answers
 from splitserve.client.answers import Aborted, Chunk, Loads, ModelInfo, NodeLoad, ServerInfo
 from splitserve.client.dialling import Dialling
 from splitserve.client.errors import Cancelled, ClientError, from_rpc_error
+from splitserve.client.overview import Overview, to_overview
 from splitserve.client.questions import Prompt, Sampling, generate_request
 from splitserve.client.resuming import Course
 
@@ -142,6 +143,11 @@ class Client:
 
     def loads(self) -> Loads:
         return answers.to_loads(self._call(self._inference.GetLoads, inference_pb2.GetLoadsRequest()))
+
+    def overview(self, *, after: int | None = None) -> Overview:
+        """What is going on. With `after` it tells lives too: of the answers that have ended those behind this number,
+        and the newest live ones."""
+        return to_overview(self._call(self._admin.GetOverview, inference_pb2.GetOverviewRequest(after=after)))
 
     def set_role(self, node: str, to: str | Shape) -> NodeLoad:
         """Gives a node another role, or any shape, while it serves; returns when the node has confirmed it."""
@@ -280,6 +286,11 @@ class AsyncClient:
 
     async def loads(self) -> Loads:
         return answers.to_loads(await self._call(self._inference.GetLoads, inference_pb2.GetLoadsRequest()))
+
+    async def overview(self, *, after: int | None = None) -> Overview:
+        """What is going on. With `after` it tells lives too: of the answers that have ended those behind this number,
+        and the newest live ones."""
+        return to_overview(await self._call(self._admin.GetOverview, inference_pb2.GetOverviewRequest(after=after)))
 
     async def set_role(self, node: str, to: str | Shape) -> NodeLoad:
         """Gives a node another role, or any shape, while it serves; returns when the node has confirmed it."""

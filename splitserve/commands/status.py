@@ -10,14 +10,13 @@ from typing import Final
 
 import click
 from rich.console import RenderableType
-from rich.live import Live
 from rich.text import Text
 
 from splitserve.client.answers import Loads, ModelInfo, ServerInfo
 from splitserve.client.clients import Client
 from splitserve.client.errors import ClientError
 from splitserve.commands.server_options import Server, server_options
-from splitserve.commands.terminal import report, status_view, stdout
+from splitserve.commands.terminal import report, shown, status_view
 
 TIMEOUT_S: Final = 10.0
 WATCH_S: Final = 2.0
@@ -85,13 +84,8 @@ def _json_lines() -> Iterator[Show]:
 
 @contextmanager
 def _views(*, is_live: bool) -> Iterator[Show]:
-    """One in the place of the other on a terminal, else one below the other."""
-
     def view_of(news: Snapshot | ClientError) -> RenderableType:
         return news.to_view() if isinstance(news, Snapshot) else Text(f"Error: {news}")
 
-    if is_live and stdout.is_terminal:
-        with Live(console=stdout, auto_refresh=False) as live:
-            yield lambda news: live.update(view_of(news), refresh=True)
-    else:
-        yield lambda news: stdout.print(view_of(news))
+    with shown(is_live=is_live) as show:
+        yield lambda news: show(view_of(news))

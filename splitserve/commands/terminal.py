@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -64,6 +65,17 @@ def waiting(text: str) -> Iterator[Callable[[str], None]]:
 
     show(text)
     yield show
+
+
+@contextmanager
+def shown(*, is_live: bool, is_full: bool = False) -> Iterator[Callable[[RenderableType], None]]:
+    """Shows views one in the place of the other on a terminal, the whole of it with `is_full`; else, and where there is
+    no terminal, one below the other."""
+    if is_live and stdout.is_terminal:
+        with Live(console=stdout, auto_refresh=False, screen=is_full) as live:
+            yield lambda view: live.update(view, refresh=True)
+    else:
+        yield stdout.print
 
 
 def timeline_view(completion: Completion) -> Group:

@@ -26,6 +26,7 @@ from coordinator.doors.http.door import REQUEST_ID_HEADER, Door, request_id_for
 from coordinator.doors.http.errors import ANTHROPIC_PATH, on_http_exception, on_request_error, renamed
 from coordinator.doors.http.fields import Fields
 from coordinator.doors.http.openai_responses import ResponsesCall
+from coordinator.doors.http.page import Page
 from coordinator.doors.http.requests import (
     CHAT_NAMES,
     COMPLETION_NAMES,
@@ -265,16 +266,17 @@ def make_app(
     front: Front,
     is_serving: IsServing,
     exposition: Exposition,
+    page: Page | None,
     *,
     secrets: BearerSecrets | None,
     allowed_origins: Collection[str],
     max_calls: int,
 ) -> Starlette:
     """The application. With secrets, every call but health checks must bring one. Web pages of the allowed origins
-    may call it, and read its answers."""
+    may call it, and read its answers. With a page it has that too."""
     door = Middleware(Door, secrets=secrets, allowed_origins=allowed_origins, max_calls=max_calls)
     app = Starlette(
-        routes=Endpoints(front, is_serving, exposition).routes(),
+        routes=Endpoints(front, is_serving, exposition).routes() + (page.routes() if page else []),
         middleware=[_cors(allowed_origins), door] if allowed_origins else [door],
         exception_handlers={RequestError: on_request_error, HTTPException: on_http_exception},
     )

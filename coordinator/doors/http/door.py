@@ -1,6 +1,7 @@
 """Around every HTTP call: who may enter, how many at once, what every response carries, what our own faults become."""
 
 import logging
+import re
 import secrets
 from collections.abc import Collection
 from email.utils import formatdate
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.doors.authentication import ASKER, NO_API_KEY, BearerSecrets
 from coordinator.doors.http.errors import error_response, http_error_response, internal_error
+from coordinator.doors.http.page import PAGE_PATHS
 from coordinator.doors.unknown_fields import WARNING_HEADER
 from coordinator.doors.validation import REQUEST_ID
 from serving_core.errors import RequestError
@@ -22,12 +24,14 @@ from serving_core.reasons import QUEUE_FULL, UNAUTHENTICATED
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER: Final = "x-request-id"
-OPEN_PATHS: Final = ("/health", "/ping")
+OPEN_PATHS: Final = ("/health", "/ping", *PAGE_PATHS)
+_OWN_HOST: Final = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 
 class Door:
     """ASGI middleware. Asks for `authorization: Bearer SECRET`, or `x-api-key: SECRET`, where there are secrets, and
-    lets in web pages of the allowed origins alone where there are none; health checks are exempt."""
+    lets in web pages of the allowed origins and its own alone where there are none. Health checks are exempt, and what
+    the page is before it asks for anything."""
 
     def __init__(
         self, app: ASGIApp, *, secrets: BearerSecrets | None, allowed_origins: Collection[str], max_calls: int
@@ -63,7 +67,7 @@ class Door:
         if scope["path"] in OPEN_PATHS:
             return
         if self._secrets is None:
-            self._check_origin(headers.get("origin"))
+            self._check_origin(headers.get("origin"), f"{scope['scheme']}://{headers.get('host', '')}")
         elif (asker := self._secrets.holder(_authorizations(headers))) is None:
             raise RequestError(UNAUTHENTICATED, NO_API_KEY)
         else:
@@ -71,8 +75,11 @@ class Door:
         if self._num_calls > self._max_calls:
             raise RequestError(QUEUE_FULL, f"{self._num_calls} calls at once, the limit is {self._max_calls}")
 
-    def _check_origin(self, origin: str | None) -> None:
-        """Browsers name the page that makes them call, even one whose name was made to lead here."""
+    def _check_origin(self, origin: str | None, own: str) -> None:
+        """Browsers name the page that makes them call, even one whose name was made to lead here: the server's own page
+        counts as such under an address or localhost, which no one else can make to lead anywhere."""
+        if origin == own and _OWN_HOST.fullmatch(own.partition("://")[2]):
+            return
         if origin is not None and "*" not in self._allowed_origins and origin not in self._allowed_origins:
             detail = f"web pages of {origin[:80]} may not call this server: see --allowed-origins"
             raise HTTPException(HTTPStatus.FORBIDDEN, detail)

@@ -382,7 +382,7 @@ def test_a_body_that_is_called_json_is_read(tmp_path, kind):
 def test_without_a_key_web_pages_are_kept_out(tmp_path):
     async def scenario():
         async with http_cluster(tmp_path, nodes=()) as (_, client):
-            for origin in ("https://page.example", "null", f"http://127.0.0.1:{client.base_url.port}"):
+            for origin in ("https://page.example", "null", f"http://127.0.0.1:{client.base_url.port + 1}"):
                 reply = await client.post("/tokenize", json={"prompt": "a"}, headers={"Origin": origin})
                 assert error_of(reply) == (403, "invalid_request_error", None)
                 assert origin in reply.json()["error"]["message"]

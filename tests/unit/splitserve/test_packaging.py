@@ -50,6 +50,13 @@ def test_the_wheel_installs_the_rooms_and_nothing_else(installed):
         assert {path.relative_to(installed) for path in (installed / room).rglob("*.py")} == written
 
 
+def test_the_page_of_the_coordinator_is_installed(installed):
+    folder = Path("coordinator/doors/http/ui")
+    assert {path.name for path in (installed / folder).iterdir()} == {"page.html", "page.css", "page.js"}
+    for path in (ROOT / folder).iterdir():
+        assert (installed / folder / path.name).read_bytes() == path.read_bytes()
+
+
 def test_no_name_is_one_of_python_or_of_another_distribution(installed):
     owners = packages_distributions()
     for path in installed.iterdir():

@@ -1,0 +1,158 @@
+"""What is going on, for whoever watches: nodes, live answers by phase, rates, times against limits, the latest lives.
+
+Pure: the time comes in. One source for `splitserve top` and the page at /ui. What it keeps is bounded; what it tells
+grows with the nodes, not with the answers, of which it only counts the phases.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+from coordinator.control.ledger import Ledger
+from coordinator.control.lives import WINDOW_S, Times, life_of
+from coordinator.control.metrics import Metrics
+from coordinator.control.registry import Node, Registry
+from coordinator.control.slo import UNNAMED
+from coordinator.control.timeline import Phase
+from coordinator.control.tracker import Tracker
+from protos import inference_pb2
+
+SAMPLE_S: Final = 1.0
+MAX_SAMPLES: Final = 121  # two minutes
+RATE_SAMPLES: Final = 6  # that rates are worked out over
+MAX_LIVE: Final = 20  # lives that are told of answers that have not ended
+NO_NODE: Final = "no_node"  # in the place of a phase
+PHASES: Final = (*Phase, None)
+
+
+class Sample(NamedTuple):
+    """What had been counted at one time."""
+
+    at_s: float
+    num_tokens: int
+    num_prompt_tokens: int
+    num_ended: int = 0
+
+
+class Overview:
+    """Reads what the others keep, and keeps counts of the last minutes itself."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        ledger: Ledger,
+        tracker: Tracker,
+        metrics: Metrics,
+        *,
+        model_name: str,
+        start_s: float,
+        limits: Mapping[str, str],
+    ) -> None:
+        """`limits` are those of each class, as the configuration has them."""
+        self._registry = registry
+        self._ledger = ledger
+        self._tracker = tracker
+        self._metrics = metrics
+        self._model_name = model_name
+        self._start_s = start_s
+        self._limits = limits
+        self._samples: deque[Sample] = deque([self._sample(start_s)], maxlen=MAX_SAMPLES)
+        self._node_samples: dict[Node, deque[Sample]] = {}
+
+    def tick(self, now: float) -> None:
+        """Counts, once a second; to be called at least as often."""
+        if now - self._samples[-1].at_s < SAMPLE_S:
+            return
+        self._samples.append(self._sample(now))
+        before = self._node_samples
+        self._node_samples = {node: before.get(node, deque(maxlen=RATE_SAMPLES)) for node in self._registry.nodes}
+        for node, samples in self._node_samples.items():
+            samples.append(_sample_of(node, now))
+
+    def to_wire(self, now: float, *, after: int | None = None) -> inference_pb2.Overview:
+        """All of it as it is now. With `after` the lives too: of answers that have ended behind that number, and of the
+        newest live ones."""
+        tracker, times = self._tracker, self._tracker.lives.times(now)
+        first = self._samples[max(0, len(self._samples) - RATE_SAMPLES)]
+        latest = self._sample(now)
+        phases = tracker.phases()
+        return inference_pb2.Overview(
+            now_s=now,
+            uptime_s=now - self._start_s,
+            served_model_name=self._model_name,
+            nodes=[self._node(node, now) for node in self._registry.nodes],
+            phases=[
+                inference_pb2.PhaseCount(phase=phase.value if phase else NO_NODE, num_answers=phases[phase])
+                for phase in PHASES
+            ],
+            rates=inference_pb2.Rates(
+                tokens_per_s=_rate(first, latest, latest.num_tokens - first.num_tokens),
+                prompt_tokens_per_s=_rate(first, latest, latest.num_prompt_tokens - first.num_prompt_tokens),
+                answers_per_s=_rate(first, latest, latest.num_ended - first.num_ended),
+            ),
+            recent_tokens_per_s=[_rate(a, b, b.num_tokens - a.num_tokens) for a, b in pairwise(self._samples)],
+            window_s=WINDOW_S,
+            times=self._times(times),
+            live=[] if after is None else [life_of(each, now) for each in reversed(tracker.newest(MAX_LIVE))],
+            ended=[] if after is None else tracker.lives.after(after),
+        )
+
+    def _sample(self, now: float) -> Sample:
+        metrics = self._metrics
+        num_ended = metrics.finished.total() + metrics.failed.total()
+        return Sample(now, metrics.num_generated_tokens, metrics.num_prompt_tokens, num_ended)
+
+    def _node(self, node: Node, now: float) -> inference_pb2.NodeOverview:
+        account, latest = self._ledger.of(node), _sample_of(node, now)
+        first = self._node_samples.get(node, [latest])[0]
+        return inference_pb2.NodeOverview(
+            load=node.load,
+            num_tokens_to_compute=account.tokens_to_compute,
+            num_answers=account.num_answers,
+            num_to_come=account.num_to_come,
+            num_tokens_held=account.tokens_held,
+            num_pool_tokens=node.pool_tokens,
+            prompt_tokens_per_s=_rate(first, latest, latest.num_prompt_tokens - first.num_prompt_tokens),
+            tokens_per_s=_rate(first, latest, latest.num_tokens - first.num_tokens),
+        )
+
+    def _times(self, times: Sequence[Times]) -> Iterator[inference_pb2.TimesOverview]:
+        if not times:
+            return
+        yield _times_overview("", "", times)
+        for slo_class in (*self._limits, UNNAMED):
+            if of_class := [each for each in times if each.slo_class == slo_class]:
+                yield _times_overview(slo_class, self._limits.get(slo_class, ""), of_class)
+
+
+def _sample_of(node: Node, now: float) -> Sample:
+    load = node.load
+    return Sample(now, node.num_tokens_written, max(0, load.num_prompt_tokens - load.num_cached_tokens))
+
+
+def _rate(first: Sample, latest: Sample, number: int) -> float:
+    seconds = latest.at_s - first.at_s
+    return max(0, number) / seconds if seconds > 0 else 0.0
+
+
+def _times_overview(slo_class: str, limits: str, times: Sequence[Times]) -> inference_pb2.TimesOverview:
+    return inference_pb2.TimesOverview(
+        slo_class=slo_class,
+        limits=limits,
+        num_answers=len(times),
+        num_limited=sum(each.is_met is not None for each in times),
+        num_met=sum(each.is_met is True for each in times),
+        ttft_s=_percentiles([each.ttft_s for each in times if each.ttft_s is not None]),
+        tpot_s=_percentiles([each.tpot_s for each in times if each.tpot_s is not None]),
+    )
+
+
+def _percentiles(seconds: Sequence[float]) -> inference_pb2.Percentiles | None:
+    """By nearest rank: each is one of the values."""
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    p50, p90, p99 = (ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.9, 0.99))
+    return inference_pb2.Percentiles(p50=p50, p90=p90, p99=p99)

@@ -1,0 +1,72 @@
+"""The page at /ui that shows what goes on: three files without data, and what the page asks for."""
+
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from google.protobuf.json_format import MessageToJson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from coordinator.control.overview import Overview
+from coordinator.doors.validation import bad
+
+OVERVIEW_PATH: Final = "/ui/overview"
+_FILES: Final = {
+    "/ui": ("page.html", "text/html; charset=utf-8"),
+    "/ui/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/ui/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}
+PAGE_PATHS: Final = tuple(_FILES)
+_FOLDER: Final = Path(__file__).parent / "ui"
+MAX_DIGITS: Final = 20
+# Nothing but its own files and calls of its own server: no other page may hold it, no text in it can become code.
+_POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS: Final = {
+    "content-security-policy": _POLICY,
+    "cross-origin-opener-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+}
+
+
+class Page:
+    """Its files are read once; its paths are PAGE_PATHS, and OVERVIEW_PATH, which needs the API key where there is
+    one."""
+
+    def __init__(self, overview: Overview) -> None:
+        self._overview = overview
+        self._files = {path: (_FOLDER / name).read_bytes() for path, (name, _) in _FILES.items()}
+
+    def routes(self) -> list[Route]:
+        return [*(Route(path, self._file(path)) for path in PAGE_PATHS), Route(OVERVIEW_PATH, self.overview)]
+
+    async def overview(self, request: Request) -> Response:
+        """The Overview message as JSON; ?after=N is as in GetOverviewRequest."""
+        overview = self._overview.to_wire(time.monotonic(), after=_after(request.query_params.get("after")))
+        told = MessageToJson(
+            overview, preserving_proto_field_name=True, always_print_fields_with_no_presence=True, indent=None
+        )
+        return Response(told, media_type="application/json", headers={"cache-control": "no-store"})
+
+    def _file(self, path: str) -> Callable[[Request], Awaitable[Response]]:
+        return partial(_respond, self._files[path], _FILES[path][1])
+
+
+def _after(given: str | None) -> int | None:
+    if given is None:
+        return None
+    if not (given.isascii() and given.isdecimal() and len(given) <= MAX_DIGITS):
+        raise bad("after", f"must be a whole number of at most {MAX_DIGITS} digits, not {given[:30]!r}")
+    return int(given)
+
+
+async def _respond(body: bytes, media_type: str, _: Request) -> Response:
+    return Response(body, headers={**_HEADERS, "content-type": media_type})

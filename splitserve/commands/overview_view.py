@@ -1,0 +1,127 @@
+"""What is going on at a server, as tables for a terminal of 80 columns and more."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from splitserve.client.overview import NodeOverview, Overview, Percentiles, TimesOverview
+from splitserve.commands.terminal import PHASES, duration_of, plain_table
+
+MS: Final = 1e3
+BARS: Final = "▁▂▃▄▅▆▇█"
+NUM_BARS: Final = 20  # seconds of the little picture of the rate
+FULL, BUSY = 0.9, 0.7  # shares of a pool that are worth a colour
+NO_NODE: Final = "no_node"
+_TITLES: Final = {field.removesuffix("_s"): name for name, field, _, _ in PHASES} | {
+    "credit_wait": "credit wait",
+    NO_NODE: "no node",
+}
+
+
+def overview_view(overview: Overview) -> Group:
+    """The cluster, its live answers by phase, its rates, times against limits, and its nodes."""
+    num_nodes = len(overview.nodes)
+    nodes = f"{num_nodes} node{'' if num_nodes == 1 else 's'}"
+    line = f"[bold]{escape(overview.served_model_name)}[/] · {nodes} · up {duration_of(overview.uptime_s)}"
+    return Group(
+        Text.from_markup(line),
+        "",
+        _phase_table(overview),
+        "",
+        _rates(overview),
+        "",
+        _times_table(overview),
+        "",
+        _node_table(overview.nodes) if overview.nodes else "no node is attached",
+    )
+
+
+def _phase_table(overview: Overview) -> Table:
+    titles = [_TITLES.get(each.phase, each.phase) for each in overview.phases]
+    table = plain_table(numbers=("live", *titles), gap=1)
+    numbers = [each.num_answers for each in overview.phases]
+    table.add_row(*(f"[bold]{number}[/]" if number else "0" for number in (sum(numbers), *numbers)))
+    return table
+
+
+def _rates(overview: Overview) -> Text:
+    rates = overview.rates
+    told = f"{short(rates.tokens_per_s)} tokens/s · {short(rates.prompt_tokens_per_s)} prompt tokens/s"
+    text = Text(f"{told} · {rates.answers_per_s:.1f} answers/s  ")
+    return text.append(bars(overview.recent_tokens_per_s[-NUM_BARS:]), style="green")
+
+
+def _times_table(overview: Overview) -> Table:
+    numbers = ("answers", "TTFT ms p50/90/99", "TPOT ms p50/90/99", "kept")
+    table = plain_table(f"last {overview.window_s:.0f} s", numbers=numbers, gap=1)
+    table.add_column("limits", overflow="ellipsis", no_wrap=True)
+    for each in overview.times:
+        name = escape(each.slo_class) or "all"
+        times = _percentiles(each.ttft_s), _percentiles(each.tpot_s)
+        table.add_row(name, str(each.num_answers), *times, _kept(each), escape(each.limits))
+    if not overview.times:
+        table.add_row("-", "0", "-", "-", "-", "")
+    return table
+
+
+def _percentiles(told: Percentiles | None) -> str:
+    return "-" if told is None else "/".join(milliseconds(each) for each in (told.p50, told.p90, told.p99))
+
+
+def _kept(each: TimesOverview) -> str:
+    return f"{each.num_met / each.num_limited:.0%}" if each.num_limited else "-"
+
+
+def _node_table(nodes: Sequence[NodeOverview]) -> Table:
+    """reads is the most prompt tokens of a step, queue those that wait, seats the answers that the node writes or is to
+    write and how many it may, coming those of them that other nodes still read, hits the share of prompt tokens whose
+    KV was there."""
+    numbers = ("reads", "queue", "seats", "coming", "KV", "hits", "read/s", "write/s", "step ms")
+    table = plain_table("node", "role", numbers=numbers, gap=1)
+    for column in table.columns:
+        column.no_wrap, column.overflow = True, "ellipsis"
+    for node in nodes:
+        table.add_row(*_node_row(node))
+    return table
+
+
+def _node_row(node: NodeOverview) -> tuple[str, ...]:
+    load = node.load
+    shape, used = load.shape, 1 - load.num_blocks_free / load.num_blocks if load.num_blocks else 0.0
+    style = "red" if used >= FULL else "yellow" if used >= BUSY else "green"
+    return (
+        escape(load.name),
+        load.role if load.state == "ready" else f"[yellow]{escape(load.state)}[/]",
+        short(shape.prompt_tokens) if shape.reads else "-",
+        short(node.num_tokens_to_compute),
+        f"{node.num_answers}/{shape.seats}" if shape.writes else "-",
+        str(node.num_to_come),
+        f"[{style}]{used:.0%}[/]",
+        f"{load.num_cached_tokens / load.num_prompt_tokens:.0%}" if load.num_prompt_tokens else "-",
+        short(node.prompt_tokens_per_s),
+        short(node.tokens_per_s),
+        milliseconds(load.step_s),
+    )
+
+
+def bars(values: Sequence[float]) -> str:
+    """A bar for each value, the greatest as high as can be; nothing where all are 0."""
+    most = max(values, default=0.0)
+    return "".join(BARS[min(len(BARS) - 1, int(value / most * len(BARS)))] for value in values) if most > 0 else ""
+
+
+def short(number: float) -> str:
+    """At most five characters, up to a billion."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size * 0.9995:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.0f}" if number >= 10 or number == int(number) else f"{number:.1f}"
+
+
+def milliseconds(seconds: float) -> str:
+    """With one place after the point below 10."""
+    return f"{seconds * MS:.1f}" if seconds * MS < 9.95 else f"{seconds * MS:.0f}"

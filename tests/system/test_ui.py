@@ -1,0 +1,139 @@
+"""The page at /ui in a real browser, at a real cluster: an answer streams, survives the death of the node that writes
+it, and its picture shows how; the node comes back."""
+
+import os
+import signal
+
+import httpx2
+import psutil
+import pytest
+from tokenizers import Tokenizer
+
+from tests.system.browser import EXECUTABLE, browser
+from tests.system.cluster import Child, free_port, wait_until
+from tests.system.oracle import fake_answer
+from tests.tiny_models import ASSISTANT, BOS, EOS, USER, write_fake_model
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium is installed (Debian: apt-get install chromium)"),
+]
+
+START_DEADLINE_S = 120.0
+NUM_TOKENS = 256  # what the page asks for
+STEP_S = 0.03
+TEXT = "document.querySelector('.message.assistant').textContent"
+NODES = "[...document.querySelectorAll('#nodes th')].map((name) => name.textContent)"
+ALL_NODES = ["decode-0", "decode-1", "prefill-0"]
+
+
+def prompt_of(question):
+    return [BOS, USER, *question.encode(), EOS, ASSISTANT]
+
+
+QUESTION = next(  # whose answer is as long as can be
+    question
+    for question in (f"What is {number}?" for number in range(1000))
+    if EOS not in fake_answer(prompt_of(question), NUM_TOKENS)
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = write_fake_model(tmp_path_factory.mktemp("model") / "fake", step_s=STEP_S)
+    (folder / "generation_config.json").write_text('{"do_sample": false}')
+    return folder
+
+
+@pytest.fixture
+def up(model, tmp_path):
+    """Starts `splitserve up`; what it serves at /ui has this address."""
+    port, started = free_port(), []
+
+    def start(**env):
+        flags = {
+            "grpc_port": free_port(),
+            "http_port": port,
+            "decode": 2,
+            "log_dir": tmp_path / "logs",
+        }
+        child = Child("up", "splitserve", "up", str(model), flags=flags, log=tmp_path / "log", env=env)
+        started.append(child)
+        wait_until(lambda: "Ready" in child.output() or not child.is_running, "it serves", START_DEADLINE_S)
+        assert child.is_running, child.output()
+        return child, f"http://127.0.0.1:{port}"
+
+    yield start
+    for child in started:
+        assert child.stop(60.0) == 0, child.output()
+
+
+def pid_of(up, node):
+    """Of a node's process among those that `splitserve up` has started."""
+    [found] = [
+        process.pid
+        for process in psutil.Process(up.process.pid).children(recursive=True)
+        if {"-m", "decode_node", node} <= set(process.cmdline())
+    ]
+    return found
+
+
+def say(page, text):
+    page.ask("document.getElementById('question').focus()")
+    page.write(text)
+    page.press("Enter")
+
+
+def test_a_message_streams_and_survives_the_node_that_writes_its_answer(up, model):
+    child, url = up()
+    with browser() as page:
+        page.open(f"{url}/ui")
+        page.until(f"{NODES}.length === 3")
+        assert page.ask(NODES) == ALL_NODES
+        say(page, QUESTION)
+        lengths = [page.until(f"{TEXT}.length > {least} && {TEXT}.length") for least in (5, 15, 25)]
+        assert lengths == sorted(set(lengths))
+        assert page.ask("document.getElementById('send').disabled")
+        [life] = httpx2.get(f"{url}/ui/overview", params={"after": 0}, timeout=30).json()["live"]
+        writer = life["spans"][-1]["decode_node"]
+        os.kill(pid_of(child, writer), signal.SIGKILL)
+        page.until(f"!{NODES}.includes({writer!r})")
+        page.until(f"{NODES}.includes({writer!r})")  # it has come back
+        page.until("!document.getElementById('send').disabled")
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        assert page.ask(TEXT) == tokenizer.decode(fake_answer(prompt_of(QUESTION), NUM_TOKENS))
+        # Where its seconds went: from the reader to one writer, and again from a reader to another one.
+        facts = page.until("document.querySelector('.spent[data-end=length] .facts').textContent")
+        assert "restarts 1" in facts
+        assert page.ask("document.querySelectorAll('.spent .joint.restart').length") == 1
+        way = page.until("document.querySelector('#lives td:last-child').textContent")
+        assert way.startswith(f"prefill-0 → {writer} → prefill-0 → ")
+        # Each life can be chosen by keyboard.
+        page.ask("document.querySelector('#lives button').focus()")
+        page.press("Enter")
+        page.until("document.querySelector('#life svg') !== null")
+        assert not page.problems
+
+
+def test_the_page_asks_for_the_key_and_keeps_it_in_its_tab_alone(up):
+    key = "the-key-of-this-test"
+    _, url = up(SPLITSERVE_API_KEY=key)
+    with browser() as page:
+        page.open(f"{url}/ui", is_dark=True)
+        page.until("document.getElementById('key-dialog').open")
+        assert not page.ask(NODES)
+        page.ask("document.getElementById('key').focus()")
+        page.write("another")
+        page.press("Enter")
+        page.until("document.getElementById('key-problem').textContent.includes('does not know')")
+        page.ask("document.getElementById('key').focus()")
+        page.write(key)
+        page.press("Enter")
+        page.until(f"{NODES}.length === 3")
+        say(page, QUESTION)
+        page.until(f"{TEXT}.length > 5")
+        assert page.ask("Object.values(sessionStorage)") == [key]
+        assert page.ask("localStorage.length + document.cookie.length") == 0
+        page.ask("document.getElementById('stop').click()")
+        page.until("!document.getElementById('send').disabled")
+        page.until("document.querySelector('.spent[data-end=abort]') !== null")

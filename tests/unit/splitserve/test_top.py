@@ -1,0 +1,162 @@
+"""`splitserve top`: what it shows of a server whose figures the test writes, in 80 columns, and how it ends."""
+
+import io
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from protos import inference_pb2
+from splitserve.cli import main
+from splitserve.client.overview import to_overview
+from splitserve.commands.overview_view import bars, milliseconds, overview_view, short
+from tests.scripted_server import Script, serving
+
+DEADLINE_S = 30.0
+COLUMNS = 80
+
+
+def percentiles(p50, p90, p99):
+    return inference_pb2.Percentiles(p50=p50, p90=p90, p99=p99)
+
+
+def node(name, role, *, state="ready", seats=0, reads=0, free=60, **fields):
+    load = inference_pb2.NodeLoad(
+        name=name, role=role, state=state, num_blocks=100, num_blocks_free=free, num_prompt_tokens=1000,
+        num_cached_tokens=250, step_s=0.0123, shape=inference_pb2.Shape(prompt_tokens=reads, seats=seats),
+    )  # fmt: skip
+    return inference_pb2.NodeOverview(load=load, **fields)
+
+
+OVERVIEW = inference_pb2.Overview(
+    uptime_s=200.0,
+    served_model_name="some-model",
+    nodes=[
+        node("decode-0", "decode", seats=64, free=5, num_answers=12, num_to_come=3, tokens_per_s=345.6),
+        node("decode-1", "decode", seats=64, state="draining"),
+        node("prefill-0", "prefill", reads=512, num_tokens_to_compute=12_345, prompt_tokens_per_s=123_456.0),
+    ],
+    phases=[
+        inference_pb2.PhaseCount(phase=phase, num_answers=number)
+        for phase, number in (
+            ("prefill_queue", 2), ("prefill", 1), ("credit_wait", 0), ("transfer", 1), ("decode_queue", 0),
+            ("decode", 1000), ("no_node", 0),
+        )
+    ],
+    rates=inference_pb2.Rates(tokens_per_s=345.6, prompt_tokens_per_s=123_456.0, answers_per_s=3.4),
+    recent_tokens_per_s=[0.0] * 20 + [100.0] * 15 + [400.0],
+    window_s=60.0,
+    times=[
+        inference_pb2.TimesOverview(
+            num_answers=1012, num_limited=8, num_met=6, ttft_s=percentiles(0.123, 0.456, 12.345),
+            tpot_s=percentiles(0.0123, 0.0456, 0.1234),
+        ),
+        inference_pb2.TimesOverview(
+            slo_class="chat", limits="ttft:500,tpot:40", num_answers=8, num_limited=8, num_met=6
+        ),
+    ],
+)  # fmt: skip
+
+
+class Watched(Script):
+    def GetOverview(self, request, context):
+        self._note(request, context)
+        return OVERVIEW
+
+
+@pytest.fixture
+def script():
+    return Watched()
+
+
+@pytest.fixture
+def target(script):
+    with serving(script) as target:
+        yield target
+
+
+def rows(text):
+    return {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.split()}
+
+
+def test_a_frame_tells_of_nodes_phases_rates_and_times(script, target):
+    result = CliRunner().invoke(main, ["top", "--once", "--server", target])
+    assert result.exit_code == 0, result.output
+    shown = rows(result.stdout)
+    assert result.stdout.splitlines()[0] == "some-model · 3 nodes · up 3 min 20 s"
+    assert shown["live"] == ["prefill", "queue", "prefill", "credit", "wait", "transfer", "decode", "queue", "decode",
+                             "no", "node"]  # fmt: skip
+    assert shown["1004"] == ["2", "1", "0", "1", "0", "1000", "0"]
+    assert "346 tokens/s · 123k prompt tokens/s · 3.4 answers/s" in result.stdout
+    assert shown["all"] == ["1012", "123/456/12345", "12/46/123", "75%"]
+    assert shown["chat"] == ["8", "-", "-", "75%", "ttft:500,tpot:40"]
+    assert shown["decode-0"] == ["decode", "-", "0", "12/64", "3", "95%", "25%", "0", "346", "12"]
+    assert shown["decode-1"][0] == "draining"
+    assert shown["prefill-0"] == ["prefill", "512", "12.3k", "-", "0", "40%", "25%", "123k", "0", "12"]
+    assert [request.HasField("after") for request in script.requests] == [False]  # no lives
+
+
+def test_a_frame_fits_into_80_columns():
+    written = io.StringIO()
+    Console(file=written, width=COLUMNS, force_terminal=False).print(overview_view(to_overview(OVERVIEW)))
+    lines = [line.rstrip() for line in written.getvalue().splitlines()]
+    assert max(map(len, lines)) <= COLUMNS
+    assert "…" not in written.getvalue()
+    assert len(lines) == 15
+
+
+def test_a_cluster_without_nodes_and_answers_has_a_frame_too(script, target, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "OVERVIEW", inference_pb2.Overview(served_model_name="m", window_s=60))
+    result = CliRunner().invoke(main, ["top", "--once", "--server", target])
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "no node is attached")
+
+
+@pytest.mark.parametrize("key", [b"q", b"\x03"], ids=["q", "Ctrl-C"])
+def test_it_goes_on_until_a_key_and_leaves_the_terminal_as_it_was(script, target, key):
+    master, slave = pty.openpty()
+    before = termios.tcgetattr(slave)
+    command = [sys.executable, "-m", "splitserve", "top", "--every", "0.1", "--server", target]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": str(COLUMNS), "LINES": "24"}
+    process = subprocess.Popen(
+        command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
+    )
+    try:
+        shown = b""
+        while shown.count(b"decode-0") < 3:
+            assert select.select([master], [], [], DEADLINE_S)[0], shown
+            shown += os.read(master, 2**16)
+        if key == b"q":
+            os.write(master, key)
+        else:
+            process.send_signal(signal.SIGINT)
+        while process.poll() is None:  # what it still writes has to be read
+            if select.select([master], [], [], 0.1)[0]:
+                os.read(master, 2**16)
+        assert process.returncode == (0 if key == b"q" else 130)
+        assert termios.tcgetattr(slave) == before
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+        os.close(slave)
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [(0, "0"), (0.25, "0.2"), (9.5, "9.5"), (12.3, "12"), (999.4, "999"), (999.6, "1k"), (1234, "1.23k"), (5e6, "5M")],
+)
+def test_numbers_are_short(number, shown):
+    assert short(number) == shown
+
+
+def test_times_and_bars():
+    assert [milliseconds(seconds) for seconds in (0.0001, 0.00994, 0.00996, 1.5)] == ["0.1", "9.9", "10", "1500"]
+    assert bars([0, 1, 4, 8]) == "▁▂▅█"
+    assert bars([0, 0]) == bars([]) == ""
