@@ -26,6 +26,7 @@ from coordinator.doors.caps import SPARE, connection_caps
 from coordinator.doors.exposition import Exposition
 from coordinator.doors.front import Front, ServedModel
 from coordinator.doors.http.app import make_app
+from coordinator.doors.http.counting import HttpCounts
 from coordinator.doors.http.serving import HttpServer
 from coordinator.doors.inference_service import InferenceService
 from coordinator.doors.reflection import add_reflection
@@ -95,7 +96,8 @@ class CoordinatorServer:
         )
         roles = Roles(self._registry, ledger, policy=settings.roles)
         self._dispatcher = Dispatcher(self._registry, self._tracker, roles, journal)
-        self._exposition = Exposition(metrics, self._tracker, self._registry, self._model.name)
+        self._http_counts = HttpCounts()
+        self._exposition = Exposition(metrics, self._tracker, self._registry, self._model.name, self._http_counts)
         self._front = Front(
             self._model,
             self._registry,
@@ -220,6 +222,7 @@ class CoordinatorServer:
             self._front,
             self._is_serving,
             self._exposition,
+            counts=self._http_counts,
             secrets=self._api_keys,
             allowed_origins=origins(self._settings.allowed_origins),
             max_calls=min(self._max_calls, self._caps.http - SPARE),

@@ -41,6 +41,7 @@ class Node:
     asked: Shape | None = None  # of the node, which has not confirmed it yet
     step_weights: StepWeights = field(default_factory=StepWeights)  # as far as they are known
     step_age_s: float = 0.0
+    has_told: bool = False  # what its load is
     is_stopping: bool = False  # as the node says of itself
     is_drained: bool = False  # by an operator
     # Of the full blocks that the node says to hold, `serving_core.prefix.hint_of` their names; at most num_blocks.
@@ -163,7 +164,7 @@ class Registry:
     def heartbeat(self, node: Node, heartbeat: fleet_pb2.Heartbeat, now: float) -> None:
         node.last_seen_s = now
         node.step_age_s = heartbeat.step_age_s
-        node.load = heartbeat.load
+        node.load, node.has_told = heartbeat.load, True
         node.step_weights = _weights(heartbeat.load)
         node.is_stopping = heartbeat.load.state != READY
         if heartbeat.load.HasField("shape"):

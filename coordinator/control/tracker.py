@@ -100,6 +100,11 @@ class Tracker:
         """Live answers that have none yet, or wait for a node."""
         return len(self._live) - self.num_running
 
+    @property
+    def num_deferred(self) -> int:
+        """Of those, the ones that no node has."""
+        return sum(request.is_waiting for request in self._live.everyone())
+
     def num_left(self, node: Node) -> int:
         """Answers that the node still has a part in."""
         return drains.num_left(node, self._live, self._live.releases)

@@ -22,7 +22,7 @@ from serving_core.reasons import QUEUE_FULL, UNAUTHENTICATED
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER: Final = "x-request-id"
-OPEN_PATHS: Final = ("/health", "/ping")
+OPEN_PATHS: Final = ("/health", "/ready", "/ping")
 
 
 class Door:
