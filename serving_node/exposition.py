@@ -77,7 +77,7 @@ class NodeExposition:
         yield gauge("kv_blocks_leaked", "In use, but by no request: always 0.", self._one(load.num_blocks_leaked))
 
     def _transfers(self) -> Iterator[Figure]:
-        ends = {"out": self._sender, "in": self._receiver}
+        ends: dict[str, KVSender | KVReceiver] = {"out": self._sender, "in": self._receiver}
         num_bytes: dict[str, float] = {direction: end.num_bytes for direction, end in ends.items()}
         num_failed: dict[str, float] = {direction: end.num_failed for direction, end in ends.items()}
         seconds = [({"node": self._node.name, "direction": key}, end.seconds) for key, end in ends.items()]

@@ -147,6 +147,8 @@ def _by_class(metrics: Metrics) -> Iterator[Figure]:
 
 
 def _live(tracker: Tracker) -> Iterator[Figure]:
-    running, waiting = [({}, tracker.num_running)], [({}, tracker.num_waiting)]
-    yield gauge("requests_running", "Live answers that have a token.", running, "num_requests_running")
-    yield gauge("requests_waiting", "Live answers that have none yet.", waiting, "num_requests_waiting")
+    def one(name: str, help: str, value: int, *vllm: str) -> Figure:
+        return gauge(name, help, [({}, value)], *vllm)
+
+    yield one("requests_running", "Live answers that have a token.", tracker.num_running, "num_requests_running")
+    yield one("requests_waiting", "Live answers that have none yet.", tracker.num_waiting, "num_requests_waiting")

@@ -49,7 +49,7 @@ class Counting:
         self._app = app
         self._counts = counts
         self._handlers = [
-            (re.compile(_PARAMETER.sub(".+", route.path)), _KEPT.sub(r"{\1}", route.path)) for route in routes
+            (re.compile(_PARAMETER.sub(".*", route.path)), _KEPT.sub(r"{\1}", route.path)) for route in routes
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

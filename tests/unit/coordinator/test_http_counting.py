@@ -83,6 +83,7 @@ async def test_no_word_is_the_clients(counted):
     ended, _ = await counted(*calls)
     assert ended == {
         ("/bad", "other", "4xx"): 1,
-        ("other", "GET", "4xx"): 3,
+        ("/v1/models/{model}", "GET", "2xx"): 1,
+        ("other", "GET", "4xx"): 2,
         ("other", "POST", "4xx"): 1,
     }

@@ -78,7 +78,7 @@ async def test_open_metrics_and_gzip_where_they_are_asked_for():
         ("GET / HTTP/1.1\r\n\r\n", 404),
         ("GET /metrics/x HTTP/1.1\r\n\r\n", 404),
         ("POST /metrics HTTP/1.1\r\nContent-Length: 0\r\n\r\n", 501),
-        ("nonsense\r\n\r\n", 400),
+        ("BREW /metrics HTTP/1.1\r\n\r\n", 501),
     ],
 )
 async def test_what_is_no_call_for_figures_gets_none(head, status):
