@@ -28,6 +28,7 @@ from coordinator.doors.caps import SPARE, connection_caps
 from coordinator.doors.exposition import Exposition
 from coordinator.doors.front import Front, ServedModel
 from coordinator.doors.http.app import make_app
+from coordinator.doors.http.counting import HttpCounts
 from coordinator.doors.http.page import Page
 from coordinator.doors.http.serving import HttpServer
 from coordinator.doors.inference_service import InferenceService
@@ -107,7 +108,8 @@ class CoordinatorServer:
             start_s=time.monotonic(),
             limits={each.name: each.limits for each in slo_classes},
         )
-        self._exposition = Exposition(metrics, self._tracker, self._registry, self._model.name)
+        self._http_counts = HttpCounts()
+        self._exposition = Exposition(metrics, self._tracker, self._registry, self._model.name, self._http_counts)
         self._front = Front(
             self._model,
             self._registry,
@@ -234,6 +236,7 @@ class CoordinatorServer:
             self._is_serving,
             self._exposition,
             Page(self._overview) if self._settings.ui else None,
+            counts=self._http_counts,
             secrets=self._api_keys,
             allowed_origins=origins(self._settings.allowed_origins),
             max_calls=min(self._max_calls, self._caps.http - SPARE),

@@ -587,7 +587,7 @@ class Shape(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., seats: _Optional[int] = ..., takes_handovers: _Optional[bool] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
-    __slots__ = ("name", "role", "state", "num_running", "num_waiting", "num_waiting_tokens", "num_blocks", "num_blocks_free", "num_steps", "step_s", "rss_bytes", "num_preemptions", "num_blocks_cached", "num_prompt_tokens", "num_cached_tokens", "num_kv_bytes", "num_transfers_failed", "ranks", "prefill_tokens_per_s", "shape", "lone_step_s", "step_weights")
+    __slots__ = ("name", "role", "state", "num_running", "num_waiting", "num_waiting_tokens", "num_blocks", "num_blocks_free", "num_steps", "step_s", "rss_bytes", "num_preemptions", "num_blocks_cached", "num_prompt_tokens", "num_cached_tokens", "num_kv_bytes", "num_transfers_failed", "ranks", "prefill_tokens_per_s", "shape", "lone_step_s", "step_weights", "num_blocks_leaked", "step_tokens", "num_step_tokens")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -610,6 +610,9 @@ class NodeLoad(_message.Message):
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     LONE_STEP_S_FIELD_NUMBER: _ClassVar[int]
     STEP_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_LEAKED_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     state: str
@@ -632,7 +635,10 @@ class NodeLoad(_message.Message):
     shape: Shape
     lone_step_s: float
     step_weights: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_steps: _Optional[int] = ..., step_s: _Optional[float] = ..., rss_bytes: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_kv_bytes: _Optional[int] = ..., num_transfers_failed: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., prefill_tokens_per_s: _Optional[float] = ..., shape: _Optional[_Union[Shape, _Mapping]] = ..., lone_step_s: _Optional[float] = ..., step_weights: _Optional[_Iterable[float]] = ...) -> None: ...
+    num_blocks_leaked: int
+    step_tokens: _containers.RepeatedScalarFieldContainer[int]
+    num_step_tokens: int
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_steps: _Optional[int] = ..., step_s: _Optional[float] = ..., rss_bytes: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_kv_bytes: _Optional[int] = ..., num_transfers_failed: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., prefill_tokens_per_s: _Optional[float] = ..., shape: _Optional[_Union[Shape, _Mapping]] = ..., lone_step_s: _Optional[float] = ..., step_weights: _Optional[_Iterable[float]] = ..., num_blocks_leaked: _Optional[int] = ..., step_tokens: _Optional[_Iterable[int]] = ..., num_step_tokens: _Optional[int] = ...) -> None: ...
 
 class RankLoad(_message.Message):
     __slots__ = ("rank", "rss_bytes", "kv_pool_bytes", "weight_bytes")

@@ -12,7 +12,7 @@ only: its owner writes to a block before it is published and nobody does after t
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from serving_core.errors import OutOfBlocks
@@ -104,6 +104,11 @@ class BlockAllocator:
         """By how much `allocate` with the same arguments would lower num_free; it can do so when that is enough."""
         held = (self._block_of[name] for name in names[: self.num_held(names)])
         return num_blocks - sum(self._num_leases[block] > 0 for block in held)
+
+    def num_leaked(self, leases: Iterable[BlockLease]) -> int:
+        """Blocks in leases beside these: 0 where these are all that anybody has."""
+        known = {id(lease) for lease in leases}
+        return sum(len(lease._block_ids) for key, lease in self._leases.items() if key not in known)
 
     # ---- leases ----
 

@@ -4,6 +4,7 @@ import os
 
 from kv_transfer.endpoints import endpoint_of, host_of
 from serving_core.exposure import check_exposure, is_loopback
+from serving_core.ports import Port, check_ports
 from serving_core.tls import TlsError, read_tls
 from serving_core.tls_settings import check_open
 from serving_node.ranks.processes import started_rank
@@ -11,8 +12,8 @@ from serving_node.settings import NodeSettings
 
 
 def check_network(settings: NodeSettings) -> None:
-    """Raises SettingsError for TLS files that cannot be used, and for what would be in reach of other machines without
-    a secret or, where TLS was asked for, without TLS."""
+    """Raises SettingsError for TLS files that cannot be used, for a port that is in use, and for what would be in reach
+    of other machines without a secret or, where TLS was asked for, without TLS; figures alone may be."""
     link, tls = settings.link, settings.link.tls
     if (tls.tls_cert or tls.tls_key) and not tls.tls_ca:
         raise TlsError("--tls-cert and --tls-key need --tls-ca, by which the coordinator's certificate is checked")
@@ -22,6 +23,8 @@ def check_network(settings: NodeSettings) -> None:
         check_exposure(host, "fleet_secret", link.fleet_secret)
         if settings.kv_transport != "zmq":
             check_open(f"--kv-transport {settings.kv_transport}", host, tls)
+    if not started_rank():  # of all ranks, the one that tells
+        check_ports([Port("--metrics-port", settings.metrics_host, settings.metrics_port)])
     if settings.engine.num_ranks > 1 and started_rank() is not None:
         check_open("what ranks say to each other", os.environ.get("MASTER_ADDR", "localhost"), tls)
 

@@ -29,6 +29,7 @@ from serving_node.endings import Endings
 from serving_node.handovers import HandOvers
 from serving_node.moves import Moves
 from serving_node.room import Room
+from serving_node.step_counts import StepCounts
 from serving_node.streak import Streak, begin_streak, grow, is_all, is_calm, take_in
 
 
@@ -88,6 +89,7 @@ class NodeLogic:
         self._moves = Moves(residents, leases, self._hand_overs, self._endings)
         self._writing = Writing(residents, leases, self._hand_overs.revoke)
         self._room = Room(residents, leases, self._reading, self._credit, self._writing, costs, limits.max_num_seqs)
+        self.steps = StepCounts()
         self.is_draining = False
         self._knows_limits = False  # whether any request ever had some
         self._is_calm = False  # whether all that can happen to a streak is its own steps
@@ -128,6 +130,10 @@ class NodeLogic:
     def describe(self, load: inference_pb2.NodeLoad) -> None:
         """Fills in how busy the node is, and decides to tell what has changed of its cache."""
         self._cache_report.tell()
+        self.fill(load)
+
+    def fill(self, load: inference_pb2.NodeLoad) -> None:
+        """Fills in how busy the node is; nothing changes by that."""
         load.role = role_of(self._shape)
         load.shape.CopyFrom(convert.shape_to_wire(self._shape))
         load.state = "draining" if self.is_draining else "ready"
@@ -137,6 +143,9 @@ class NodeLogic:
         load.num_blocks = self._allocator.num_blocks
         load.num_blocks_free = self._allocator.num_free
         load.num_blocks_cached = self._allocator.num_cached
+        load.num_blocks_leaked = self._allocator.num_leaked(each.lease for each in self._residents if each.lease)
+        load.step_tokens.extend(self.steps.tokens.counts)
+        load.num_step_tokens = self.steps.num_prompt_tokens + self.steps.num_answer_tokens
         load.num_preemptions = self._writing.num_preemptions
         load.num_prompt_tokens = self._reading.num_prompt_tokens
         load.num_cached_tokens = self._reading.num_cached_tokens
@@ -271,6 +280,7 @@ class NodeLogic:
         load = _load_of(residents, works)
         self._rates.add(load.num_prompt_tokens, load.num_answers, step_s)
         self._reading.took(load, step_s)
+        self.steps.add(load, step_s)
         sampled = iter(tokens)
         advanced = zip(residents, works, strict=True)
         chosen = [(resident, next(sampled)) for resident, work in advanced if self._advance(resident, work)]
@@ -311,7 +321,9 @@ class NodeLogic:
         num_cached = sum([each.num_computed for each in streak.residents])
         self._rates.add(0, num_answers, *steps_s)
         for step_s in steps_s:
-            self._reading.took(StepLoad(num_answers, num_cached), step_s)
+            load = StepLoad(num_answers, num_cached)
+            self._reading.took(load, step_s)
+            self.steps.add(load, step_s)
             num_cached += num_answers
         full = take_in(streak, token_ids, self._leases)
         if not self._is_disturbed(streak) and grow(full, self._leases):

@@ -23,7 +23,7 @@ from serving_core.failpoints import reach
 from serving_core.memory import resident_bytes
 from serving_core.rates import StepRates
 from serving_core.requests import Guide, SampledToken, Work
-from serving_core.residents import Resident
+from serving_core.residents import Resident, Residents
 from serving_core.shapes import preset
 from serving_core.waiting import first_to_end
 from serving_node.compiling import Compiling
@@ -34,6 +34,7 @@ from serving_node.ranks.leading import Followers
 from serving_node.ranks.transfers import NodeTransfers
 from serving_node.reports import new_incarnation, node_info, rank_loads
 from serving_node.settings import NodeSettings
+from serving_node.step_counts import StepCounts
 from serving_node.stuck import CALM_S, FIRST_PAUSE_S, LEAST_S, LONGEST_PAUSE_S, check_hope, why_stuck
 
 logger = logging.getLogger(__name__)
@@ -136,13 +137,7 @@ class NodeRunner:
         )
 
     def heartbeat(self) -> fleet_pb2.Heartbeat:
-        load = inference_pb2.NodeLoad(
-            name=self._name,
-            num_steps=self._stepper.num_steps,
-            step_s=self._stepper.step_s,
-            rss_bytes=resident_bytes(),
-            ranks=rank_loads(self._engine, self._followers),
-        )
+        load = self._measured()
         self._logic.describe(load)
         self._carry_out()
         return fleet_pb2.Heartbeat(load=load, step_age_s=self._stepper.step_age_s)
@@ -187,6 +182,40 @@ class NodeRunner:
         if step_age_s <= LEAST_S:
             return None
         return why_stuck(step_age_s, self._logic.expected_step_s(self._works))
+
+    def _measured(self) -> inference_pb2.NodeLoad:
+        """What the logic does not know."""
+        return inference_pb2.NodeLoad(
+            name=self._name,
+            num_steps=self._stepper.num_steps,
+            step_s=self._stepper.step_s,
+            rss_bytes=resident_bytes(),
+            ranks=rank_loads(self._engine, self._followers),
+        )
+
+    # ---- the view of those who watch ----
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def steps(self) -> StepCounts:
+        return self._logic.steps
+
+    @property
+    def step_age_s(self) -> float:
+        return self._stepper.step_age_s
+
+    @property
+    def residents(self) -> Residents:
+        return self._logic.residents
+
+    def load(self) -> inference_pb2.NodeLoad:
+        """What the next heartbeat would say of it."""
+        load = self._measured()
+        self._logic.fill(load)
+        return load
 
     # ---- the process's view ----
 

@@ -1,6 +1,8 @@
 """Puts one rank of a node together and runs it."""
 
-from contextlib import closing
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 
 import torch
 
@@ -15,8 +17,10 @@ from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
 from serving_core.descriptors import Spares, kept_spares
 from serving_core.rates import StepRates
 from serving_core.requests import Share
+from serving_node.exposition import NodeExposition
 from serving_node.exposure import is_encrypted
 from serving_node.link import FleetLink
+from serving_node.metrics_server import MetricsServer
 from serving_node.process import serve
 from serving_node.ranks.follower import Follower
 from serving_node.ranks.leading import Followers, Leader
@@ -24,6 +28,8 @@ from serving_node.ranks.transfers import FollowerTransfers
 from serving_node.reports import rank_load
 from serving_node.runner import NodeRunner
 from serving_node.settings import NodeSettings
+
+logger = logging.getLogger(__name__)
 
 
 async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
@@ -44,11 +50,26 @@ async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
                     await followers.gather(group.exchange)
                     link, rates = FleetLink(settings.link, spares), StepRates(prefill_tokens_per_s)
                     node = NodeRunner(settings, role, name, engine, sender, receiver, followers, link, rates)
-                    await serve(node, link, drain_s=settings.link.drain_s)
+                    async with _told(settings, NodeExposition(node, sender, receiver)):
+                        await serve(node, link, drain_s=settings.link.drain_s)
                     followers.stop()
             finally:
                 await sender.close()
                 await receiver.close()
+
+
+@asynccontextmanager
+async def _told(settings: NodeSettings, exposition: NodeExposition) -> AsyncIterator[None]:
+    """Serves the node's figures, if it was told to. Raises SettingsError."""
+    if settings.metrics_port < 0:
+        yield
+        return
+    server = MetricsServer(settings.metrics_host, settings.metrics_port, exposition.figures)
+    logger.info("figures of this node are at port %d", server.port)
+    try:
+        yield
+    finally:
+        await server.stop()
 
 
 async def _follow(settings: NodeSettings, engine: Engine, sender: KVSender, receiver: KVReceiver) -> None:

@@ -3,35 +3,14 @@
 The names under which all this is shown stand in coordinator/doors/exposition.py.
 """
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final
 
 from coordinator.control.attainment import AttainmentCounts
-from coordinator.control.slo import SloClass
+from coordinator.control.slo import UNNAMED, SloClass
 from coordinator.control.timeline import Phase
 from protos import inference_pb2
-
-# From a token of a GPU to a long answer of a CPU; dense where limits of TTFT and TPOT lie.
-BOUNDS_S: Final = (
-    0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
-    1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0,
-)  # fmt: skip
-
-
-class Histogram:
-    """How many observations fell between which of BOUNDS_S, and their sum."""
-
-    __slots__ = ("counts", "sum_s")
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(BOUNDS_S) + 1)  # the last is of those beyond the last bound
-        self.sum_s = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
-        self.sum_s += seconds
+from serving_core.histograms import TOKENS, Histogram
 
 
 class Metrics:
@@ -45,6 +24,12 @@ class Metrics:
         self.e2e = Histogram()
         self.move_pause = Histogram()
         self.phases = {phase: Histogram() for phase in Phase}
+        self.inference = Histogram()  # all of an answer's time but the wait to be read
+        self.prompt_lengths, self.answer_lengths = Histogram(TOKENS), Histogram(TOKENS)
+        # by class, of answers that have ended
+        names = [*(each.name for each in slo_classes), UNNAMED]
+        self.ttft_by_class = {name: Histogram() for name in names}
+        self.tpot_by_class = {name: Histogram() for name in names}
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_generated_tokens = 0
@@ -69,8 +54,8 @@ class Metrics:
         """Tokens of one answer came together, gap_s after those before, or after the request if they are the first."""
         self.num_generated_tokens += num_tokens
         (self.ttft if is_first else self.itl).observe(gap_s)
-        for _ in range(num_tokens - 1):
-            self.itl.observe(0.0)
+        if num_tokens > 1:
+            self.itl.observe(0.0, num_tokens - 1)
 
     def kv_moved(self, num_bytes: int, num_bytes_saved: int) -> None:
         """A transfer is complete."""
@@ -86,5 +71,18 @@ class Metrics:
         self.e2e.observe(timeline.e2e_s)
         for phase, histogram in self.phases.items():
             histogram.observe(getattr(timeline, f"{phase.value}_s"))
-        if complete.completion_tokens > 1 and not complete.resumed_tokens:
-            self.tpot.observe((timeline.e2e_s - timeline.ttft_s) / (complete.completion_tokens - 1))
+        self.inference.observe(timeline.e2e_s - timeline.prefill_queue_s)
+        self.prompt_lengths.observe(complete.prompt_tokens)
+        self.answer_lengths.observe(complete.completion_tokens)
+        if complete.completion_tokens and not complete.resumed_tokens:
+            self._first_and_others(complete)
+
+    def _first_and_others(self, complete: inference_pb2.Complete) -> None:
+        """Of an answer whose first token came in this call."""
+        timeline, num_others = complete.timeline, complete.completion_tokens - 1
+        slo_class = complete.attainment.slo_class or UNNAMED
+        self.ttft_by_class[slo_class].observe(timeline.ttft_s)
+        if num_others:
+            tpot_s = (timeline.e2e_s - timeline.ttft_s) / num_others
+            self.tpot.observe(tpot_s)
+            self.tpot_by_class[slo_class].observe(tpot_s)

@@ -41,6 +41,7 @@ class Node:
     asked: Shape | None = None  # of the node, which has not confirmed it yet
     step_weights: StepWeights = field(default_factory=StepWeights)  # as far as they are known
     step_age_s: float = 0.0
+    has_told: bool = False  # what its load is
     is_stopping: bool = False  # as the node says of itself
     is_drained: bool = False  # by an operator
     num_tokens_written: int = 0  # that it has told of in steps
@@ -164,7 +165,7 @@ class Registry:
     def heartbeat(self, node: Node, heartbeat: fleet_pb2.Heartbeat, now: float) -> None:
         node.last_seen_s = now
         node.step_age_s = heartbeat.step_age_s
-        node.load = heartbeat.load
+        node.load, node.has_told = heartbeat.load, True
         node.step_weights = _weights(heartbeat.load)
         node.is_stopping = heartbeat.load.state != READY
         if heartbeat.load.HasField("shape"):

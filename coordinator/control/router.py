@@ -4,7 +4,7 @@ A request has two parts: a node reads the prompt, and the same or another one wr
 part is a matter of their shapes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from coordinator.control.ledger import Ledger
@@ -45,6 +45,16 @@ def has_path(nodes: Iterable[Node], *others: Shape) -> bool:
     if any(shape.reads and shape.writes for shape in shapes):
         return True
     return any(shape.reads for shape in shapes) and any(shape.writes and shape.takes_handovers for shape in shapes)
+
+
+def why_no_path(nodes: Sequence[Node]) -> str:
+    """What a request lacks that cannot be served; empty where it can."""
+    if has_path(nodes):
+        return ""
+    for role, (part, _) in PARTS.items():
+        if not fitting(nodes, role, 0):
+            return f"no node that {part} is ready"
+    return "no node that is ready takes what another one reads"
 
 
 def roomiest(nodes: Iterable[Node], ledger: Ledger, num_tokens: int, max_tokens: int) -> Node | None:

@@ -103,6 +103,11 @@ class Tracker:
         return len(self._live) - self.num_running
 
     @property
+    def num_deferred(self) -> int:
+        """Of those, the ones that no node has."""
+        return sum(request.is_waiting for request in self._live.everyone())
+
+    @property
     def lives(self) -> Lives:
         """What became of the latest answers."""
         return self._live.lives

@@ -9,7 +9,7 @@ from typing import Final
 
 from coordinator.control.journal import Journal
 from coordinator.control.registry import Registry
-from coordinator.control.router import does
+from coordinator.control.router import does, why_no_path
 from coordinator.control.slo import SloClasses
 from coordinator.control.so_far import SoFar
 from coordinator.dispatcher import Dispatcher
@@ -134,6 +134,10 @@ class Front:
         except RequestError as error:
             self._journal.refused(request_id, error, ASKER.get())
             raise
+
+    def why_not_ready(self) -> str:
+        """Why no request can be answered now; empty where one can."""
+        return "the server is draining" if self._dispatcher.is_draining else why_no_path(self._registry.nodes)
 
     def is_ready(self, node_name: str) -> bool:
         """Whether a node of this name is attached and ready."""

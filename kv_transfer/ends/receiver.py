@@ -15,6 +15,7 @@ from kv_transfer.ticket import Ticket
 from kv_transfer.transports.transport import Listener
 from kv_transfer.wire import Abort, Committed, Data, Finish, Missing, Refusal, Refused, decode, encode
 from serving_core import reasons
+from serving_core.histograms import Histogram
 from serving_core.sharding import rank_layout
 
 __all__ = ["KVReceiver", "Received", "TransferFailed"]
@@ -38,6 +39,7 @@ class KVReceiver:
         self.num_messages = 0
         self.num_corrupt_blocks = 0  # in segments that failed their checksum
         self.num_failed = 0  # transfers
+        self.seconds = Histogram()  # of those that did not fail, each from its first message to its commit
         self.num_refused = 0  # refusals sent
         self.num_malformed = 0  # messages that cannot be read
         self.transport = transport
@@ -100,9 +102,11 @@ class KVReceiver:
 
     def conclude(self, epoch: int, on_done: OnReceived, result: Received | TransferFailed) -> None:
         """For the transfers' use."""
-        del self._open[epoch]
+        transfer = self._open.pop(epoch)
         if isinstance(result, TransferFailed):
             self.num_failed += 1
+        elif transfer.began_s is not None:
+            self.seconds.observe(self._loop.time() - transfer.began_s)
         self._loop.call_soon(on_done, result)
 
     def _check(self, ticket: Ticket, num_blocks: int) -> None:
@@ -127,6 +131,7 @@ class KVReceiver:
         if not isinstance(message, Data | Finish | Abort):
             self._drop("a message that only receivers send")
         elif lane := self._lanes.get(message.transfer_id):
+            self._open[lane.session.lane.epoch].note_begin(self._loop.time())
             lane.take(peer, message, frames)
         else:
             self._answer_late(peer, message)
@@ -152,6 +157,7 @@ class _Transfer:
 
     def __init__(self, receiver: KVReceiver, ticket: Ticket, block_ids: Sequence[int], on_done: OnReceived) -> None:
         self._receiver = receiver
+        self.began_s: float | None = None  # with its first message
         self._epoch = ticket.epoch
         self._on_done = on_done
         self._results: dict[ReceivingLane, Received | TransferFailed] = {}  # in the order of the lanes' ends
@@ -160,6 +166,11 @@ class _Transfer:
             ReceivingLane(lane, payload, store.heads(copy.destination_heads), block_ids, self)
             for copy, lane in ticket.lanes_to(receiver.rank)
         ]
+
+    def note_begin(self, now: float) -> None:
+        """A message has come."""
+        if self.began_s is None:
+            self.began_s = now
 
     def cancel(self) -> None:
         for lane in self.lanes:

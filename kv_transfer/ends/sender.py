@@ -15,6 +15,7 @@ from kv_transfer.store import KVStore
 from kv_transfer.ticket import Ticket
 from kv_transfer.transports.transport import Dialer
 from kv_transfer.wire import Committed, Missing, Refused, decode
+from serving_core.histograms import Histogram
 from serving_core.sharding import rank_layout
 
 __all__ = ["KVSender", "SendingTransfer", "Sent", "TransferFailed"]
@@ -47,6 +48,7 @@ class KVSender:
         self.num_bytes = 0  # of blocks, repeats included
         self.num_messages = 0  # with blocks in them
         self.num_failed = 0  # transfers
+        self.seconds = Histogram()  # of those that did not fail, each from its start to its commit
         self.num_refused = 0  # replies that refuse something
         self.num_malformed = 0  # replies that cannot be read
         self.transport = transport
@@ -56,6 +58,7 @@ class KVSender:
         self.deadline_s = deadline_s
         self._open: dict[int, SendingTransfer] = {}  # by epoch
         self._lanes: dict[bytes, SendingLane] = {}  # of them, by transfer id
+        self._loop = asyncio.get_running_loop()
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_closed = False
@@ -75,7 +78,8 @@ class KVSender:
         self._check(decoded)
         for _, lane in decoded.lanes_from(self.rank):
             self.transport.connect(lane.address)
-        transfer = SendingTransfer(self, decoded, partial(self._conclude, decoded.epoch, on_done), on_caught_up)
+        conclude = partial(self._conclude, decoded.epoch, on_done, self._loop.time())
+        transfer = SendingTransfer(self, decoded, conclude, on_caught_up)
         self._open[decoded.epoch] = transfer
         self._lanes.update(transfer.lanes)
         self._idle.clear()
@@ -100,13 +104,15 @@ class KVSender:
         if is_known or ticket.epoch in self._open:
             raise TransferError("the ticket is in use already")
 
-    def _conclude(self, epoch: int, on_done: OnSent, result: Sent | TransferFailed) -> None:
+    def _conclude(self, epoch: int, on_done: OnSent, started_s: float, result: Sent | TransferFailed) -> None:
         for transfer_id in self._open.pop(epoch).lanes:
             del self._lanes[transfer_id]
         if not self._open:
             self._idle.set()
         if isinstance(result, TransferFailed):
             self.num_failed += 1
+        else:
+            self.seconds.observe(self._loop.time() - started_s)
         on_done(result)
 
     def _take_reply(self, header: memoryview) -> None:

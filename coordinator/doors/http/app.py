@@ -21,6 +21,7 @@ from coordinator.doors.front import Front, within
 from coordinator.doors.http.answering import Answering, unless_gone
 from coordinator.doors.http.anthropic_messages import MessagesCall
 from coordinator.doors.http.bodies import read_json
+from coordinator.doors.http.counting import Counting, HttpCounts
 from coordinator.doors.http.dialects import Dialect, Translation
 from coordinator.doors.http.door import REQUEST_ID_HEADER, Door, request_id_for
 from coordinator.doors.http.errors import ANTHROPIC_PATH, on_http_exception, on_request_error, renamed
@@ -77,6 +78,7 @@ class Endpoints:
             Route("/tokenizer_info", self.tokenizer_info),
             Route("/load", self.load),
             Route("/health", self.health),
+            Route("/ready", self.ready),
             Route("/ping", self.health),
             Route("/version", self.version),
             Route("/metrics", self.metrics),
@@ -153,6 +155,11 @@ class Endpoints:
         node = request.query_params.get("node")
         is_well = await self._is_serving() if node is None else self._front.is_ready(node)
         return Response(status_code=200 if is_well else 503)
+
+    async def ready(self, _: Request) -> Response:
+        """Whether there are nodes that read prompts and nodes that write answers, and the door is open; if not, why."""
+        why = self._front.why_not_ready()
+        return JSONResponse({"ready": not why, **({"reason": why} if why else {})}, status_code=503 if why else 200)
 
     async def version(self, _: Request) -> Response:
         return JSONResponse({"version": importlib.metadata.version("splitserve")})
@@ -268,16 +275,19 @@ def make_app(
     exposition: Exposition,
     page: Page | None,
     *,
+    counts: HttpCounts,
     secrets: BearerSecrets | None,
     allowed_origins: Collection[str],
     max_calls: int,
 ) -> Starlette:
     """The application. With secrets, every call but health checks must bring one. Web pages of the allowed origins
     may call it, and read its answers. With a page it has that too."""
+    routes = Endpoints(front, is_serving, exposition).routes() + (page.routes() if page else [])
+    counting = Middleware(Counting, counts=counts, routes=routes)
     door = Middleware(Door, secrets=secrets, allowed_origins=allowed_origins, max_calls=max_calls)
     app = Starlette(
-        routes=Endpoints(front, is_serving, exposition).routes() + (page.routes() if page else []),
-        middleware=[_cors(allowed_origins), door] if allowed_origins else [door],
+        routes=routes,
+        middleware=[counting, _cors(allowed_origins), door] if allowed_origins else [counting, door],
         exception_handlers={RequestError: on_request_error, HTTPException: on_http_exception},
     )
     app.router.redirect_slashes = False

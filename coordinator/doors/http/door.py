@@ -24,7 +24,7 @@ from serving_core.reasons import QUEUE_FULL, UNAUTHENTICATED
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER: Final = "x-request-id"
-OPEN_PATHS: Final = ("/health", "/ping", *PAGE_PATHS)
+OPEN_PATHS: Final = ("/health", "/ready", "/ping", *PAGE_PATHS)
 _OWN_HOST: Final = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 

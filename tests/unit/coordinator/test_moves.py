@@ -101,7 +101,7 @@ def test_an_answer_moves_and_tells_what_it_has_cost(world):
     assert (timeline.num_moves, timeline.move_pause_s, timeline.num_restarts) == (1, 1.5, 0)
     assert (timeline.prefill_node, timeline.decode_node) == ("p0", "d1")
     assert world.metrics.num_kv_bytes == 170
-    assert (sum(world.metrics.move_pause.counts), world.metrics.move_pause.sum_s) == (1, 1.5)
+    assert (sum(world.metrics.move_pause.counts), world.metrics.move_pause.sum) == (1, 1.5)
 
 
 def test_tokens_of_the_target_wait_for_the_last_ones_of_the_source(world):

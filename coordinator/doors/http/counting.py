@@ -1,0 +1,75 @@
+"""How many HTTP calls came to which endpoint, how they ended and how long they took."""
+
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serving_core.figures import Figure, counter, histogram
+from serving_core.histograms import Histogram
+
+METHODS: Final = ("GET", "POST")
+OTHER: Final = "other"  # the method or the path of a call that we have no word for
+UNCOUNTED: Final = ("/health", "/ready", "/ping", "/metrics")  # what asks by the clock
+_PARAMETER: Final = re.compile(r"{[^}]*}")
+_KEPT: Final = re.compile(r"{(\w+):\w+}")
+
+
+class HttpCounts:
+    """By endpoint, method and class of status: names of ours, and never a client's."""
+
+    def __init__(self) -> None:
+        self._ended = Counter[tuple[str, str, str]]()
+        self._seconds = defaultdict[tuple[str, str], Histogram](Histogram)
+
+    def ended(self, handler: str, method: str, status: int, seconds: float) -> None:
+        """A call is over."""
+        self._ended[handler, method, f"{status // 100}xx"] += 1
+        self._seconds[handler, method].observe(seconds)
+
+    def figures(self) -> Iterator[Figure]:
+        """Under the names that instrumented FastAPI servers have, vLLM's too."""
+        ended = [
+            ({"handler": handler, "method": method, "status": status}, count)
+            for (handler, method, status), count in self._ended.items()
+        ]
+        yield counter("http_requests", "HTTP calls but those of probes, by endpoint.", ended)
+        seconds = [({"handler": handler, "method": method}, each) for (handler, method), each in self._seconds.items()]
+        yield histogram("http_request_duration_seconds", "Of a whole HTTP call, with all of its answer.", seconds)
+
+
+class Counting:
+    """ASGI middleware, around everything else."""
+
+    def __init__(self, app: ASGIApp, *, counts: HttpCounts, routes: Sequence[Route]) -> None:
+        self._app = app
+        self._counts = counts
+        self._handlers = [
+            (re.compile(_PARAMETER.sub(".*", route.path)), _KEPT.sub(r"{\1}", route.path)) for route in routes
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in UNCOUNTED:
+            await self._app(scope, receive, send)
+            return
+        status = 500  # where nobody says another one
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        began_s = time.monotonic()
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            method = scope["method"] if scope["method"] in METHODS else OTHER
+            self._counts.ended(self._handler(scope["path"]), method, status, time.monotonic() - began_s)
+
+    def _handler(self, path: str) -> str:
+        return next((name for pattern, name in self._handlers if pattern.fullmatch(path)), OTHER)

@@ -1,0 +1,88 @@
+"""What a node tells Prometheus of itself, at a port of its own. What the coordinator tells of nodes, out of their
+heartbeats, has names that begin with node_; none of these does, so that nothing is added up twice."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from kv_transfer.ends.receiver import KVReceiver
+from kv_transfer.ends.sender import KVSender
+from protos import inference_pb2
+from serving_core.figures import Figure, Values, counter, gauge, histogram
+from serving_core.residents import Residents, Stage
+from serving_node.step_counts import StepCounts
+
+
+class Observed(Protocol):
+    """A node as it is looked at. Nothing of it changes by that."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def steps(self) -> StepCounts: ...
+    @property
+    def step_age_s(self) -> float: ...
+    @property
+    def residents(self) -> Residents: ...
+    def load(self) -> inference_pb2.NodeLoad: ...
+
+
+class NodeExposition:
+    """The figures of one node, as they are when they are asked for; on its event loop."""
+
+    def __init__(self, node: Observed, sender: KVSender, receiver: KVReceiver) -> None:
+        self._node = node
+        self._sender = sender
+        self._receiver = receiver
+
+    def figures(self) -> Iterator[Figure]:
+        load = self._node.load()
+        yield from self._requests(load)
+        yield from self._steps(load)
+        yield from self._blocks(load)
+        yield from self._transfers()
+
+    def _one(self, value: float) -> Values:
+        return [({"node": self._node.name}, value)]
+
+    def _by(self, label: str, values: dict[str, float]) -> Values:
+        return [({"node": self._node.name, label: key}, value) for key, value in values.items()]
+
+    def _requests(self, load: inference_pb2.NodeLoad) -> Iterator[Figure]:
+        residents = self._node.residents
+        stages: dict[str, float] = {stage.name.lower(): residents.count(stage) for stage in Stage}
+        yield gauge("stage_requests", "Requests on the node, by what they wait for or do.", self._by("stage", stages))
+        yield gauge("waiting_tokens", "Tokens that wait to be computed.", self._one(load.num_waiting_tokens))
+        yield gauge("draining", "1 while the node takes no more requests.", self._one(load.state == "draining"))
+        yield counter("preemptions", "Answers put back for want of blocks.", self._one(load.num_preemptions))
+        looked_up, found = load.num_prompt_tokens, load.num_cached_tokens
+        yield counter("prefix_cache_queries", "Tokens of prompts that began here.", self._one(looked_up))
+        yield counter("prefix_cache_hits", "Of those, the ones whose KV was there.", self._one(found))
+
+    def _steps(self, load: inference_pb2.NodeLoad) -> Iterator[Figure]:
+        steps, name = self._node.steps, self._node.name
+        seconds = [({"node": name, "phase": phase}, each) for phase, each in steps.seconds.items()]
+        yield histogram("step_seconds", "Seconds of a step, by what it held.", seconds)
+        yield histogram("step_tokens", "Tokens that one step computed.", [({"node": name}, steps.tokens)])
+        yield histogram("step_answers", "Answers that one step wrote.", [({"node": name}, steps.answers)])
+        computed: dict[str, float] = {"prefill": steps.num_prompt_tokens, "decode": steps.num_answer_tokens}
+        yield counter("computed_tokens", "Tokens computed, of prompts and of answers.", self._by("phase", computed))
+        yield gauge("step_age_seconds", "Of the step that runs; 0 when idle.", self._one(self._node.step_age_s))
+        memory: dict[str, float] = {str(rank.rank): rank.rss_bytes for rank in load.ranks}
+        yield gauge("rank_resident_memory_bytes", "Memory of each of its processes.", self._by("rank", memory))
+
+    def _blocks(self, load: inference_pb2.NodeLoad) -> Iterator[Figure]:
+        num_free, num_cached = load.num_blocks_free - load.num_blocks_cached, load.num_blocks_cached
+        states: dict[str, float] = {"used": load.num_blocks - load.num_blocks_free, "cached": num_cached}
+        yield gauge("kv_blocks", "KV blocks, by state.", self._by("state", {**states, "free": num_free}))
+        yield gauge("kv_blocks_leaked", "In use, but by no request: always 0.", self._one(load.num_blocks_leaked))
+
+    def _transfers(self) -> Iterator[Figure]:
+        ends: dict[str, KVSender | KVReceiver] = {"out": self._sender, "in": self._receiver}
+        num_bytes: dict[str, float] = {direction: end.num_bytes for direction, end in ends.items()}
+        num_failed: dict[str, float] = {direction: end.num_failed for direction, end in ends.items()}
+        seconds = [({"node": self._node.name, "direction": key}, end.seconds) for key, end in ends.items()]
+        help = "KV that the first process sent, repeats included, or received."
+        yield counter("transfer_bytes", help, self._by("direction", num_bytes))
+        help = "From the ticket, or the first message, to the commit; steps go on meanwhile."
+        yield histogram("transfer_seconds", help, seconds)
+        yield counter("transfer_failures", "Transfers that failed or were given up.", self._by("direction", num_failed))

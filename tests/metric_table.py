@@ -1,0 +1,85 @@
+"""The tables of metrics in docs/metrics.md: `python -m tests.metric_table` writes them anew.
+
+Their rows are what a coordinator and a node tell, once there has been something to tell of everything.
+"""
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Final
+
+from prometheus_client.core import Metric
+
+from coordinator.doors.exposition import Exposition
+from coordinator.doors.http.counting import HttpCounts
+from protos import inference_pb2
+from serving_core.figures import families
+from serving_core.histograms import BATCH, Histogram
+from serving_core.residents import Residents
+from serving_node.exposition import NodeExposition
+from serving_node.step_counts import StepCounts
+from tests import fleet_events as events
+from tests.doc_table import DOCS, page_with
+from tests.unit.coordinator.tracker_kit import World
+
+PAGE: Final = DOCS / "metrics.md"
+OF_PROCESS: Final = "process_"
+OF_SAMPLES: Final = ("le",)  # labels that every histogram has
+
+
+def coordinator_metrics() -> list[Metric]:
+    """What the coordinator of a fleet of four nodes tells."""
+    world, http = World(), HttpCounts()
+    http.ended("/v1/completions", "POST", 200, 0.1)
+    steps = [0] * (len(BATCH) + 1)
+    for name in ("p0", "p1", "d0", "d1"):
+        beat = events.heartbeat(num_blocks_free=100, step_tokens=steps).heartbeat
+        world.registry.heartbeat(world.registry.find(name), beat, 0.0)
+    return list(Exposition(world.metrics, world.tracker, world.registry, "m", http).collect())
+
+
+def node_metrics() -> list[Metric]:
+    """What a node tells at its own port, but for its process."""
+    load = inference_pb2.NodeLoad(ranks=[inference_pb2.RankLoad(rank=0)])
+    node = SimpleNamespace(name="n", steps=StepCounts(), step_age_s=0.0, residents=Residents(), load=lambda: load)
+    end = SimpleNamespace(num_bytes=0, num_failed=0, seconds=Histogram())
+    return list(families(NodeExposition(node, end, end).figures()))
+
+
+def labels_of(metric: Metric) -> list[str]:
+    """The names of its labels."""
+    return [label for label in metric.samples[0].labels if label not in OF_SAMPLES]
+
+
+def full_name(metric: Metric) -> str:
+    """As queries have it, but for the ends of a histogram's names."""
+    return f"{metric.name}_total" if metric.type == "counter" else metric.name
+
+
+def table() -> str:
+    """The part of the page between the marks."""
+    told = [metric for metric in coordinator_metrics() if not metric.name.startswith(OF_PROCESS)]
+    own = [metric for metric in told if not metric.name.startswith("vllm:")]
+    aliases = [metric for metric in told if metric.name.startswith("vllm:")]
+    parts = [
+        ("The coordinator, at `/metrics` of its HTTP port:", own),
+        ("Each node with `--metrics-port`:", node_metrics()),
+        ("The coordinator under vLLM's names, with `model_name` and `engine` beside what stands here:", aliases),
+    ]
+    return "\n".join(line for title, metrics in parts for line in ("", title, "", *_lines(metrics))) + "\n\n"
+
+
+def _lines(metrics: Iterable[Metric]) -> Iterable[str]:
+    yield "| name | kind | labels | |"
+    yield "|---|---|---|---|"
+    for metric in sorted(metrics, key=full_name):
+        labels = [label for label in labels_of(metric) if label not in ("model_name", "engine")]
+        yield f"| `{full_name(metric)}` | {metric.type} | {', '.join(labels)} | {metric.documentation} |"
+
+
+def page() -> str:
+    """The whole page, with the tables as they ought to be."""
+    return page_with(table(), PAGE, "tests.metric_table")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,106 @@
+"""A real Prometheus, where one is installed, scrapes a real cluster and answers what the dashboards ask."""
+
+import shutil
+import subprocess
+import threading
+
+import httpx2
+import openai
+import pytest
+import yaml
+
+from tests.observability import queries
+from tests.system.cluster import free_port, wait_until
+from tests.system.test_dashboards import CLASSES, ports
+from tests.tiny_models import write_fake_model
+from tests.vllm_dashboards import queries as vllm_queries
+
+PROMETHEUS = shutil.which("prometheus")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed (Debian: apt install prometheus)"),
+]
+DEADLINE_S = 60.0
+# What has nothing to show in a cluster where all is well: ratios without a divisor, and what is shown above 0.
+QUIET = (
+    "splitserve_requests_failed_total",
+    "splitserve_move_pause_seconds_bucket",
+    "splitserve_transfer_failures_total",
+    'rank!="0"',
+)
+
+
+@pytest.fixture(scope="module")
+def cluster(start_cluster, tmp_path_factory):
+    model = write_fake_model(tmp_path_factory.mktemp("fake"), step_s=0.002)
+    coordinator = {"served_model_name": "fake", "slo_class": CLASSES}
+    return start_cluster(model, http=True, coordinator=coordinator, node={"metrics_port": 0})
+
+
+@pytest.fixture(scope="module")
+def api(cluster, tmp_path_factory):
+    """Of a Prometheus that scrapes the cluster four times a second, while requests run."""
+    folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
+    nodes = [f"127.0.0.1:{port}" for port in ports(cluster).values()]
+    jobs = {"splitserve": [f"127.0.0.1:{cluster.http_port}"], "splitserve-nodes": nodes}
+    scrapes = [{"job_name": name, "static_configs": [{"targets": targets}]} for name, targets in jobs.items()]
+    config = {"global": {"scrape_interval": "250ms", "scrape_timeout": "200ms"}, "scrape_configs": scrapes}
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    argv = [PROMETHEUS, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+    over = threading.Event()
+    asking = threading.Thread(target=ask, args=(cluster, over))
+    with (folder / "log").open("wb") as log:
+        server = subprocess.Popen([*argv, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log)
+    asking.start()
+    try:
+        yield f"http://127.0.0.1:{port}/api/v1"
+    finally:
+        over.set()
+        asking.join()
+        server.terminate()
+        server.wait(timeout=30)
+
+
+def ask(cluster, over):
+    """Requests of every kind, until it is over."""
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+        for number in range(100_000):
+            if over.is_set():
+                return
+            name = ("hasty", "loose", None)[number % 3]
+            extra = {"ignore_eos": True, **({"slo_class": name} if name else {})}
+            client.completions.create(model="fake", prompt=[number % 250 + 1] * 40, max_tokens=8, extra_body=extra)
+
+
+def result(api, query):
+    query = query.replace("$__rate_interval", "30s")
+    reply = httpx2.get(f"{api}/query", params={"query": query}, timeout=DEADLINE_S).json()
+    assert reply["status"] == "success", reply
+    return reply["data"]["result"]
+
+
+def is_there(api, query):
+    try:
+        return bool(result(api, query))
+    except httpx2.TransportError:  # it is starting
+        return False
+
+
+def test_panels_fill(api):
+    wait_until(lambda: is_there(api, "rate(splitserve_generation_tokens_total[30s]) > 0"), "a rate", DEADLINE_S)
+    asked = [query for where, query, _ in queries() if not where.startswith("alert")]
+    asked = [query for query in asked if not any(word in query for word in QUIET)]
+    assert len(asked) > 40
+    wait_until(lambda: all(result(api, query) for query in asked), "every panel has something to show", DEADLINE_S)
+
+
+def test_vllms_panels_fill(api):
+    asked = [query.replace("[1m]", "[30s]") for query in vllm_queries("fake")]
+    wait_until(lambda: is_there(api, asked[0]), "a rate", DEADLINE_S)
+    assert [query for query in asked if not result(api, query)] == []
+
+
+def test_no_alert_is_raised(api):
+    wait_until(lambda: is_there(api, "splitserve_ready"), "a scrape", DEADLINE_S)
+    alerts = [query for where, query, _ in queries() if where.startswith("alert") and "Limits" not in where]
+    assert [query for query in alerts if result(api, query)] == []

@@ -1,0 +1,83 @@
+"""deploy/'s files for Prometheus and Grafana, by Prometheus' own tool where it is installed (Debian: prometheus)."""
+
+import json
+import shutil
+import subprocess
+
+import pytest
+import yaml
+
+from tests.observability import ALERTS, DASHBOARDS, DEPLOY, queries
+from tests.promql import parse
+from tests.vllm_dashboards import queries as vllm_queries
+
+PROMTOOL = shutil.which("promtool")
+needs_promtool = pytest.mark.skipif(
+    PROMTOOL is None, reason="promtool is not installed (Debian: apt install prometheus)"
+)
+
+
+def promtool(*arguments):
+    done = subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def plain(expression):
+    """Without what Grafana fills in."""
+    return expression.replace("$__rate_interval", "1m")
+
+
+@needs_promtool
+def test_alerts_are_rules():
+    assert "7 rules found" in promtool("check", "rules", str(ALERTS))
+
+
+@needs_promtool
+def test_the_configuration_is_one(tmp_path):
+    config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
+    key = tmp_path / "key"
+    key.write_text("k")
+    config["scrape_configs"][0]["authorization"]["credentials_file"] = str(key)
+    config["rule_files"] = [str(ALERTS)]
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
+    assert "SUCCESS" in promtool("check", "config", str(tmp_path / "prometheus.yml"))
+
+
+@needs_promtool
+def test_every_query_is_prometheus_own_language(tmp_path):
+    asked = [query for _, query, _ in queries()] + vllm_queries("m")
+    rules = [{"record": f"r{index}", "expr": plain(query)} for index, query in enumerate(asked)]
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "all", "rules": rules}]}))
+    assert f"{len(asked)} rules found" in promtool("check", "rules", str(tmp_path / "rules.yml"))
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.name)
+def test_panels_have_places_of_their_own(path):
+    board = json.loads(path.read_text())
+    panels = board["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert max(x for x, _ in cells) < 24
+        assert not cells & taken, panel["title"]
+        taken |= cells
+        assert panel["type"] == "row" or panel["targets"]
+        if panel["type"] != "row":
+            assert panel["datasource"]["uid"] == "${datasource}"
+    assert [variable["name"] for variable in board["templating"]["list"]] == ["datasource"]
+
+
+def test_names_and_labels_of_an_expression_are_found():
+    parsed = parse('sum by (a, b) (rate(x_total{c="1", d=~"2|3"}[5m])) / on (e) group_left (f) (y:z > 0.5 and up)')
+    found = [(selector.metric, selector.matchers) for selector in parsed.selectors]
+    assert found == [("x_total", [("c", "=", "1"), ("d", "=~", "2|3")]), ("y:z", []), ("up", [])]
+    assert parsed.labels == {"a", "b", "e", "f"}
+
+
+@pytest.mark.parametrize("text", ["sum(x", "sum(x))", "x{a=1}", "x ? y", "sum by x (y)"])
+def test_what_is_no_expression_is_refused(text):
+    with pytest.raises(ValueError):  # noqa: PT011 - whatever it says
+        parse(text)
