@@ -66,6 +66,50 @@ def test_a_long_prompt_is_bound_by_its_products(folder):
     assert steps.chunk_s(num, 0) == pytest.approx(products_s + attention_s + head_s + 8 * LAYER_S)
 
 
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_of_experts_those_that_tokens_take_are_read_and_computed(tmp_path):
+    model = read_model_sizes(model_folder(tmp_path / "moe", QWEN3_30B_A3B))
+    assert model.weight_bytes / 2 == pytest.approx(30.53e9, rel=0.001)  # as published
+    assert model.active_weights + 2 * model.head_weights == pytest.approx(3.35e9, rel=0.01)
+    expert, always = 48 * 3 * 2048 * 768, model.body_weights - 48 * 128 * 3 * 2048 * 768
+    assert model.active_weights == always + 8 * expert
+    assert model.read_weights(1) == model.active_weights
+    assert model.read_weights(16) == pytest.approx(always + 128 * (1 - (120 / 128) ** 16) * expert, rel=1e-4)
+    steps, link = Roofline(model, H100, link_of("nvlink", H100), 1), 48 * LAYER_S
+    head_s = model.head_weights * 2 / (H100.bytes_per_s * MEMORY)
+    kv_s = 16 * 1000 * model.rank_token_bytes(1) / (H100.bytes_per_s * MEMORY)
+    read_s = model.read_weights(16) * 2 / (H100.bytes_per_s * MEMORY)
+    assert steps.answers_s(16, 1000) == pytest.approx(read_s + head_s + kv_s + link)
+    products_s = 2 * model.active_weights * 8192 / (H100.flops * PRODUCTS)
+    attention_s = 4 * 32 * 128 * 48 * 8192 * 8193 / 2 / (H100.flops * ATTENTION)
+    assert steps.chunk_s(8192, 0) == pytest.approx(products_s + attention_s + head_s + link)
+
+
+def test_layers_without_experts_and_shared_ones_count(tmp_path):
+    fields = {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "mlp_only_layers": [0, 1]}
+    folder = model_folder(tmp_path / "moe", QWEN3_30B_A3B | fields | {"shared_expert_intermediate_size": 5632})
+    model, heads = read_model_sizes(folder), 2 * (32 + 4) * 128
+    mixture = 3 * (8 * 768 + 5632) + 129
+    assert model.active_weights == 2048 * (48 * heads + 2 * 3 * 6144 + 46 * mixture)
+
+
 def test_two_ranks_halve_the_work_and_pay_two_rings_a_layer(folder):
     model, link = read_model_sizes(folder), link_of("nvlink", H100)
     one, two = (Roofline(model, H100, link, tp) for tp in (1, 2))
