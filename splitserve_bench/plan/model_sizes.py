@@ -81,9 +81,21 @@ class ModelSizes:
         """The whole model's KV cache."""
         return KVLayout.uniform(self.num_layers, self.num_kv_heads, self.head_dim, block_size, self.dtype)
 
-    def rank_token_bytes(self, tp: int) -> int:
-        """KV of a token on the rank of tp that holds most of it."""
-        return self.layout(1).with_heads(most_kv_heads(tp, self.num_kv_heads)).block_bytes
+    def rank_token_bytes(self, tp: int, pp: int = 1) -> int:
+        """KV of a token on the rank that holds most of it, of pp stages of tp ranks."""
+        of_all_layers = self.layout(1).with_heads(most_kv_heads(tp, self.num_kv_heads)).block_bytes
+        return of_all_layers // self.num_layers * self.stage_layers(pp)
+
+    def rank_weight_bytes(self, tp: int, pp: int = 1) -> int:
+        """Weights on a rank of the stage that holds most of them."""
+        if pp == 1:
+            return self.weight_bytes // tp
+        body = self.body_weights * self.stage_layers(pp) // self.num_layers
+        return (body + self.head_weights) * self.dtype_bytes // tp
+
+    def stage_layers(self, pp: int) -> int:
+        """Layers of the deepest of so many stages."""
+        return -(-self.num_layers // pp)
 
 
 def read_model_sizes(folder: Path) -> ModelSizes:

@@ -51,9 +51,13 @@ class Roofline:
 
     def both_s(self, load: StepLoad) -> float:
         num_answers, num_tokens = load.num_answers, load.num_prompt_tokens
+        return self.mixed_s(num_answers, load.num_cached / num_answers, num_tokens, load.num_before / num_tokens)
+
+    def mixed_s(self, num_answers: float, context_tokens: float, num_tokens: float, before_tokens: float) -> float:
+        """Both in one step."""
         products_s = self._products_s(num_answers + num_tokens, num_answers + 1)
-        answers_s = self._answers_attention_s(num_answers, load.num_cached / num_answers)
-        return products_s + answers_s + self._chunk_attention_s(num_tokens, load.num_before / num_tokens)
+        answers_s = self._answers_attention_s(num_answers, context_tokens)
+        return products_s + answers_s + self._chunk_attention_s(num_tokens, before_tokens)
 
     def _products_s(self, num_tokens: float, num_sampled: float) -> float:
         model = self.model

@@ -23,6 +23,7 @@ from splitserve_bench.plan.nodes import machines_of, profile_of
 from splitserve_bench.plan.plans import Plan, Pool
 from splitserve_bench.plan.race import Race
 from splitserve_bench.plan.roofline import ATTENTION, LAYER_S, LINK, MEMORY, PRODUCTS, Roofline, collectives_s
+from splitserve_bench.plan.stages import StagedRoofline
 from splitserve_bench.plan.study import study_of
 from splitserve_bench.serve.metrics import Limits
 from splitserve_bench.simulate.agenda import Agenda
@@ -117,6 +118,42 @@ def test_two_ranks_halve_the_work_and_pay_two_rings_a_layer(folder):
     rings_s = 16 * (2 * link.latency_s + 8 * 1024 * 2 / (link.bytes_per_s * LINK))
     assert collectives_s(model, link, 2, 8) == pytest.approx(rings_s)
     assert two.answers_s(8, 500) == pytest.approx(work_s / 2 + 8 * LAYER_S + rings_s)
+
+
+def test_stages_pass_answers_on_and_compute_parts_of_a_chunk_at_once(folder):
+    model, link = read_model_sizes(folder), link_of("nvlink", H100)
+    stage = Roofline(model, H100, link, 2)
+    staged = StagedRoofline(stage, 2)
+
+    def hops_s(num_tokens, num_sampled):
+        num_bytes = 2 * num_tokens * 1024 * 2 + num_sampled * 5000 * 2
+        return 2 * link.latency_s + num_bytes / (link.bytes_per_s * LINK)
+
+    assert staged.answers_s(8, 500) == pytest.approx(stage.answers_s(8, 500) + hops_s(8, 8))
+    assert staged.chunk_s(100, 7) == pytest.approx(stage.chunk_s(100, 7) + hops_s(100, 1))  # too few for two parts
+    in_eight = 9 / 2 * stage.chunk_s(512, 7 + (4096 - 512) / 2) + hops_s(512, 1)
+    assert staged.chunk_s(4096, 7) == pytest.approx(in_eight)
+    assert stage.chunk_s(4096, 7) / 2 < staged.chunk_s(4096, 7) < stage.chunk_s(4096, 7)
+    lone = StepLoad(8, 4000, 40, 0)
+    assert staged.both_s(lone) == pytest.approx(stage.both_s(lone) + hops_s(48, 9))
+    assert staged.both_s(StepLoad(8, 4000, 2040, 0)) < stage.both_s(StepLoad(8, 4000, 2040, 0))
+
+
+def test_stages_hold_a_model_that_ranks_alone_do_not(nodes):
+    model = read_model_sizes(nodes_folder(nodes))
+    assert model.rank_token_bytes(1, 3) == model.rank_token_bytes(1) * 3 // 8  # three, three and two of eight layers
+    body_bytes, head_bytes = model.body_weights * 2, model.head_weights * 2
+    assert model.rank_weight_bytes(1, 3) == body_bytes * 3 // 8 + head_bytes
+    small = replace(nodes, pp_sizes=(1, 2, 16), tp_sizes=(1,), device_memory_bytes=body_bytes)
+    machines = machines_of(replace(small, gpus_per_host=16))
+    [kind] = machines.kinds
+    assert (kind.grid, kind.num_devices, kind.dollars_per_h, kind.num_sending) == ("TP1 PP2", 2, 9.5, 2)
+    assert [words.partition(":")[0] for words in machines.unfit] == ["h100, TP 1", "h100, TP 1, PP 16"]
+    plan = Plan((Pool(PREFILL, kind, 1), Pool(DECODE, kind, 1)), 4, 4)
+    assert (str(plan), plan.num_devices) == ("1P TP1 PP2 + 1D TP1 PP2", 4)
+    study = study_of(asked(replace(small, gpus_per_host=4), gpus=4))
+    up_words = " ".join(commands_of(study, plan))
+    assert "--prefill-pp 2 --decode-pp 2" in up_words
 
 
 def test_a_step_of_both_reads_the_weights_once(folder):
