@@ -28,7 +28,7 @@ from coordinator.text.tokenizer import Tokenizer, TokenLimit
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.model_config import ModelConfig
-from serving_core.reasons import DEADLINE_EXCEEDED
+from serving_core.reasons import ABORTED, DEADLINE_EXCEEDED
 from serving_core.shapes import DECODE, PREFILL
 
 WRITE_TIMEOUT_S: Final = 30.0  # for a client that has stopped reading, at every door
@@ -147,6 +147,8 @@ class Front:
         try:
             response = await generation.next()
             assert response is not None, "it ends as every answer does"
+            if not generation.embedding:
+                raise RequestError(ABORTED, f"request {request.request_id} was aborted")
             return Embedding(generation.embedding, response.complete)
         finally:
             self._dispatcher.close(generation)

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from coordinator.doors.embedding import pooling_of
 from coordinator.doors.http.embeddings import MAX_AT_ONCE, MAX_INPUTS, MAX_NUMBERS, parse_embeddings
 from coordinator.doors.http.fields import Fields
-from protos.inference_pb2 import EmbedRequest
+from protos.inference_pb2 import AbortRequest, EmbedRequest
 from serving_core.embedders import Embedder
 from serving_core.errors import RequestError
 from serving_core.model_config import read_model_config
@@ -122,6 +122,21 @@ def test_one_input_that_fails_fails_the_call_and_gives_the_others_up(tmp_path):
             reply = await call
             assert reply.status_code == 500
             assert reply.json()["error"]["message"] == "the engine of the prefill node failed"
+            await c.until_nothing_is_live()
+
+    run(scenario())
+
+
+def test_one_that_is_aborted_is_no_embedding(tmp_path):
+    async def scenario():
+        async with embedding_cluster(tmp_path) as (c, _):
+            call = c.stub.Embed(EmbedRequest(text="hey", request_id="r"))
+            job = await job_of(c)
+            reply = await c.stub.Abort(AbortRequest(request_ids=["r"]))
+            assert reply.aborted == ["r"]
+            code, info, details = await refusal_of(call)
+            assert (code.name, info.reason, details) == ("ABORTED", "ABORTED", "request r was aborted")
+            await c.nodes["p0"].answer_cancel(job.attempt)
             await c.until_nothing_is_live()
 
     run(scenario())
