@@ -52,7 +52,7 @@ class Experts:
 
     def share_taken(self, num_tokens: float) -> float:
         """Of a layer's experts the share that so many tokens take, if each takes its own at random."""
-        return 1 - (1 - self.num_chosen / self.num_experts) ** num_tokens
+        return float(1 - (1 - self.num_chosen / self.num_experts) ** num_tokens)
 
 
 def mixtral_experts(config: JsonFields) -> Experts:

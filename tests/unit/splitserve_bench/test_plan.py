@@ -421,7 +421,7 @@ def test_a_model_that_is_not_served_gets_no_command(tmp_path):
         (("--profile", "{profile}"), "--gpus N is needed"),
         (("--profile", "{profile}", "--gpus", "3", "--cells", "2"), "3 devices cannot be divided evenly"),
         (("--profile", "{profile}", "--gpus", "2", "--dataset", "azure"), "needs --dataset-path"),
-        (("--profile", "{profile}", "--gpus", "2", "--tp", "0"), "no tensor parallel size"),
+        (("--profile", "{profile}", "--gpus", "2", "--tp", "0"), "no parallel size"),
         (("--profile", "{profile}", "--gpus", "2", "--price", "h100"), "not HARDWARE=NUMBER"),
     ],
 )
