@@ -39,7 +39,7 @@ def openai_client(cluster):
 
 
 GRIDS = [
-    pytest.param("mean", 1, 1, id="mean"),
+    pytest.param("mean", 1, 1, id="mean", marks=pytest.mark.long),
     pytest.param("last", 2, 1, id="last, 2 ranks"),
     pytest.param("mean", 1, 2, id="mean, 2 stages", marks=pytest.mark.long),
     pytest.param("mean", 2, 2, id="mean, 2 stages of 2 ranks", marks=pytest.mark.long),
