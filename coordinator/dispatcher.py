@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from coordinator.control import drains
-from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, Send
+from coordinator.control.instructions import Embedded, Emit, End, Instruction, MoveEnded, Send
 from coordinator.control.journal import Journal
 from coordinator.control.kinds import Kinds
 from coordinator.control.outcomes import MAX_MESSAGE_CHARS
@@ -127,7 +127,7 @@ class Dispatcher:
         RequestError when there is no such node, or no other one."""
         node = self._registry.named(name)
         if not node.is_drained:
-            drains.check_target(node, self._registry.nodes)
+            drains.check_target(node, self._registry.nodes, embeds=self._registry.embeds)
             self._registry.drain(node)
             logger.info("%s %s drains", node.kind, node.name)
             self.nodes_changed.set()
@@ -229,7 +229,14 @@ class Dispatcher:
                     continue
                 answer_id = generation.answer_ids[index]
                 instructions = self._tracker.submit(
-                    answer_id, prompt, sampling, arrived_s=arrived_s, deadline_s=deadline_s, slo=slo, so_far=so_far
+                    answer_id,
+                    prompt,
+                    sampling,
+                    arrived_s=arrived_s,
+                    deadline_s=deadline_s,
+                    slo=slo,
+                    so_far=so_far,
+                    pooling=plan.pooling,
                 )
                 self._answers[answer_id] = Answer(generation, index, text)
                 self._apply(instructions)
@@ -296,6 +303,9 @@ class Dispatcher:
                         work.extend(self._lose(node, unread))
                 case Emit(answer_id, tokens, num_cached_tokens):
                     work.extend(self._emit(answer_id, tokens, num_cached_tokens))
+                case Embedded(answer_id, embedding):
+                    if (answer := self._answers.get(answer_id)) is not None:
+                        answer.generation.embedding = embedding
                 case End(answer_id, outcome):
                     work.extend(self._end(answer_id, outcome))
                 case MoveEnded() as move:

@@ -75,11 +75,16 @@ class CoordinatorServer:
         self._model = _read_model(settings)
         config = self._model.config
         self._registry = Registry(
-            {"architecture": config.architecture, "vocab_size": str(config.vocab_size)},
+            {
+                "architecture": config.architecture,
+                "vocab_size": str(config.vocab_size),
+                "embedder": str(config.embedder),
+            },
             node_timeout_s=settings.node_timeout_s,
             step_timeout_s=settings.step_timeout_s,
             first_session=1 + secrets.randbelow(MAX_FIRST_SESSION),
             model_names=self._model.names,
+            embeds=config.embedder is not None,
         )
         ledger = Ledger()
         slo_classes = parse_slo_classes(settings.slo_class)
@@ -271,7 +276,8 @@ class CoordinatorServer:
             await self._report_health()
 
     async def _report_health(self) -> None:
-        is_ready = has_path(self._registry.nodes) and not self._dispatcher.is_draining
+        is_path = has_path(self._registry.nodes, embeds=self._registry.embeds)
+        is_ready = is_path and not self._dispatcher.is_draining
         status = health_pb2.HealthCheckResponse
         await self._health.set(INFERENCE, status.SERVING if is_ready else status.NOT_SERVING)
 
@@ -285,9 +291,12 @@ def _read_model(settings: CoordinatorSettings) -> ServedModel:
     if not settings.model:
         raise ModelError("no model folder was given")
     folder = Path(settings.model)
-    config = read_model_config(folder, settings.model_impl)
+    config = read_model_config(folder, settings.model_impl, settings.runner)
     tokenizer = read_tokenizer(
-        folder, chat_template=settings.chat_template, template_kwargs_json=settings.chat_template_kwargs
+        folder,
+        chat_template=settings.chat_template,
+        template_kwargs_json=settings.chat_template_kwargs,
+        embeds=config.embedder is not None,
     )
     return ServedModel(
         names=model_names(settings.served_model_name) or [folder.resolve().name],

@@ -16,7 +16,7 @@ from serving_core.api_keys import read_api_keys
 from serving_core.errors import SettingsError
 from serving_core.exposure import check_exposure
 from serving_core.flags import flag
-from serving_core.settings import MODEL_IMPLS
+from serving_core.settings import MODEL_IMPLS, RUNNERS
 from serving_core.tls import TlsError, read_tls
 from serving_core.tls_settings import TlsSettings, check_open
 
@@ -53,6 +53,12 @@ class CoordinatorSettings:
     max_model_len: int = flag(0, "Most tokens of prompt and answer; 0 takes what the nodes allow.", minimum=0)
     model_impl: str = flag(
         "auto", "Whose modelling code the nodes compute with; auto takes ours where there is some.", choices=MODEL_IMPLS
+    )
+    runner: str = flag(
+        "auto",
+        "Whether the nodes write answers (generate) or make embeddings (pooling); auto does what the model's folder "
+        "says.",
+        choices=RUNNERS,
     )
     chat_template: str = flag("", "File with the chat template to use in place of the model's own.")
     chat_template_kwargs: str = flag(

@@ -26,6 +26,7 @@ from engine.native.steps import choose_steps
 from engine.origin import engine_traits
 from engine.parallel import LEADER, RankGroup, alone, choose_device
 from engine.pipeline import Pipeline
+from engine.pooling import pool
 from engine.sampler import sample
 from engine.scores import take_scores
 from serving_core.adapters import adapter_facts, read_adapters
@@ -57,8 +58,9 @@ class Model(Protocol):
     def __call__(
         self, batch: ForwardBatch, attention: Attention, on_layer: OnLayer | None = None
     ) -> torch.Tensor | None:
-        """Writes the batch's KV into the attention's pool. Gives the logits [S, vocab_size] of the wanted rows on
-        rank 0 of the last stage, None on the others. (The fake has no stages: its ranks compute all at once.)"""
+        """Writes the batch's KV into the attention's pool. Gives the logits [S, vocab_size] of the wanted rows, or of
+        an embedder their hidden states [S, hidden_size], on rank 0 of the last stage, None on the others. (The fake has
+        no stages: its ranks compute all at once.)"""
 
 
 class Engine:
@@ -79,7 +81,7 @@ class Engine:
             raise SettingsError("no model folder was given")
         folder = Path(settings.model)
         self.group: Final = group or alone()
-        self.config: Final = read_model_config(folder, settings.model_impl)
+        self.config: Final = read_model_config(folder, settings.model_impl, settings.runner)
         device = choose_device(settings.device)
         dtype = compute_dtype(settings, self.config)
         rank, pp_size = self.group.rank, settings.pipeline_parallel_size
@@ -123,9 +125,10 @@ class Engine:
         )
         """Whether the bits of a token's logits and KV depend on the tokens before it alone, however these were cut into
         chunks and steps, and whatever was computed beside them."""
-        self.program: DecodeProgram | None = choose_program(
-            self.model, self.attention, self.num_blocks, self.max_model_len, exact=self.is_history_free
-        )
+        self.program: DecodeProgram | None = None
+        if self.config.embedder is None:
+            where = (self.num_blocks, self.max_model_len)
+            self.program = choose_program(self.model, self.attention, *where, exact=self.is_history_free)
         self.description: Final = {
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "dtype": dtype,
@@ -145,11 +148,13 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, works: Sequence[Work], on_layer: OnLayer | None = None) -> list[SampledToken]:
-        """Computes these shares on rank 0; gives one token for each that samples, in order. Changes nothing of the
-        requests but their scores."""
+        """Computes these shares on rank 0; gives one token for each that samples, in order, an embedder an embedding.
+        Changes nothing of the requests but their scores, and what is pooled of them."""
         assert self.group.rank == LEADER, "the other ranks follow"
         logits = self._step([work.share for work in works], on_layer)
         assert logits is not None, "rank 0 has them"
+        if self.config.embedder is not None:
+            return pool(logits, works)
         if any(work.num_scored for work in works):
             logits = take_scores(logits, works)
         sampling = [work.request for work in works if work.samples]
@@ -170,6 +175,8 @@ class Engine:
         0, the prompt tokens a second that the engine computes behind them."""
         num_tokens = min(WARM_UP_TOKENS, self.max_model_len, self.num_blocks * self.layout.block_size)
         request = Request("warm-up", 0, [0] * num_tokens, num_tokens, SamplingParams(max_tokens=1, temperature=0))
+        if self.config.embedder is not None:
+            request.pooling = self.config.embedder.pooling
         blocks = range(self.layout.num_blocks_for(num_tokens))
         prompt, last_token = Work(request, 0, num_tokens, blocks), Work(request, num_tokens - 1, 1, blocks)
         started_at = 0.0
@@ -221,7 +228,7 @@ class Engine:
 
     @torch.inference_mode()
     def _step(self, shares: Sequence[Share], on_layer: OnLayer | None) -> torch.Tensor | None:
-        """The logits of the wanted rows on rank 0."""
+        """What the model gives for the wanted rows, on rank 0."""
         if self._pipeline is not None:
             return self._step_of_stages(self._pipeline, shares, on_layer)
         return self._logits(build_batch(shares, self.layout.block_size, self._device), on_layer)
@@ -239,7 +246,8 @@ class Engine:
             rows = self._logits(batch, on_layer if number == len(parts) else None)
             logits += [] if rows is None else [rows]
         together = torch.cat(logits) if logits else None
-        return pipeline.logits_on_leader(together, num_rows, self.config.vocab_size, self.pool.compute_dtype)
+        width = self.config.vocab_size if self.config.embedder is None else self.config.hidden_size
+        return pipeline.logits_on_leader(together, num_rows, width, self.pool.compute_dtype)
 
     def _logits(self, batch: ForwardBatch, on_layer: OnLayer | None) -> torch.Tensor | None:
         if self.program is not None and on_layer is None and self.program.matches(batch):

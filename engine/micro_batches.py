@@ -11,11 +11,16 @@ LEAST_TOKENS: Final = 64  # fewer would take about as long: what a step reads of
 MOST_PER_STAGE: Final = 4
 
 
+def num_micro_batches(num_tokens: int, num_stages: int) -> int:
+    """Into how many parts a step of so many tokens is divided."""
+    return max(1, min(MOST_PER_STAGE * num_stages, num_tokens // LEAST_TOKENS))
+
+
 def micro_batches(shares: Sequence[Share], num_stages: int, block_size: int) -> list[list[Share]]:
     """The same shares in order, in parts of about as many tokens each. Prompts are cut between blocks alone: all tokens
     of a block that a step computes are computed together, however many stages there are."""
     num_tokens = sum(share.num_tokens for share in shares)
-    num_parts = max(1, min(MOST_PER_STAGE * num_stages, num_tokens // LEAST_TOKENS))
+    num_parts = num_micro_batches(num_tokens, num_stages)
     parts: list[list[Share]] = []
     room = 0
     for share in shares:

@@ -38,8 +38,8 @@ class Pipeline:
     def logits_on_leader(
         self, logits: torch.Tensor | None, num_rows: int, width: int, dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """Ends a step: gives the logits [num_rows, width] of the last stage's first rank on rank 0 of the node, None on
-        the others. All that this rank has sent has arrived."""
+        """Ends a step: gives the logits [num_rows, width] of the last stage's first rank, or whatever its model gives,
+        on rank 0 of the node, None on the others. All that this rank has sent has arrived."""
         received = None
         if self._rank == self._last_stage and num_rows:
             assert logits is not None, "they are computed here"

@@ -16,11 +16,10 @@ import torch
 from engine.masks import forbid
 from engine.model.steps import Steps, TorchSteps
 from serving_core.errors import ModelError
-from serving_core.requests import Request, SampledToken
+from serving_core.requests import NO_TOKEN, Request, SampledToken
 
 NUCLEUS_GUESS: Final = 256  # top_p is first sought among so many tokens, and among all only if these do not reach it
 TORCH_STEPS: Final = TorchSteps()
-_NO_TOKEN: Final = -1
 _SEED_MASK: Final = 2**64 - 1
 _DOUBLE_STEP: Final = 2.0**-53
 
@@ -33,15 +32,15 @@ def sample(
     overflows."""
     errors = forbid(logits, requests)
     highest, likeliest = steps.likeliest(logits)
-    tokens = likeliest.masked_fill(~torch.isfinite(highest), _NO_TOKEN).tolist()  # the first to await the device
-    if _NO_TOKEN in tokens:
+    tokens = likeliest.masked_fill(~torch.isfinite(highest), NO_TOKEN).tolist()  # the first to await the device
+    if NO_TOKEN in tokens:
         raise ModelError("the model's logits are not finite numbers")
     sampled = [
         SampledToken(token) if _is_plain(request) else _sample_row(row.float(), request, eos_token_ids)
         for row, token, request in zip(logits, tokens, requests, strict=True)
     ]
     for row, error in errors.items():
-        sampled[row] = SampledToken(_NO_TOKEN, error=error)
+        sampled[row] = SampledToken(NO_TOKEN, error=error)
     return sampled
 
 

@@ -6,8 +6,8 @@ ones share a step; beside answers with limits time is a budget too (prefill_node
 the pool has blocks for all of it, so whatever is being read can always finish.
 
 A prompt starts with the leading blocks that an earlier one left in the pool, or one that is being read has published,
-and computes the rest; always its last token where its logits choose the next one, and all of it where it is to be
-scored. It publishes its own full blocks step by step.
+and computes the rest; always its last token where its logits choose the next one, or its hidden state is the prompt's
+embedding, and all of it where it is to be scored, or a mean. It publishes its own full blocks step by step.
 """
 
 import math
@@ -20,7 +20,7 @@ from serving_core import reasons
 from serving_core.costs import StepCosts, StepLoad
 from serving_core.errors import RequestError
 from serving_core.leases import Leases
-from serving_core.requests import Work
+from serving_core.requests import MEAN, Work
 from serving_core.residents import Resident, Residents, Stage
 
 MAX_SCORED_TOKENS: Final = 256  # of one step: the logits of each are held at once
@@ -132,8 +132,11 @@ class Reading:
 
 def num_cacheable(resident: Resident) -> int:
     """Leading tokens of a prompt that need not be computed if they are there. Where a token is sampled in the end, the
-    last one is in any case: its logits choose it. So are those whose logits are yet to score the next one."""
+    last one is in any case: its logits choose it. So are those whose logits are yet to score the next one, and all of
+    which the mean is wanted."""
     request = resident.request
+    if request.pooling is not None and request.pooling.kind == MEAN:
+        return 0
     if request.is_scored:
         return len(request.scores)
     if resident.hands_over:

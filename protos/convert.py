@@ -10,10 +10,10 @@ from google.protobuf.message import DecodeError
 from protos import fleet_pb2, inference_pb2
 from serving_core.due import Due
 from serving_core.prefix import MAKER_BYTES
-from serving_core.requests import FinishReason, Request, SampledToken, SamplingParams
+from serving_core.requests import FinishReason, Pooling, Request, SampledToken, SamplingParams
 from serving_core.shapes import Shape
 
-PROTOCOL_VERSION = "12"
+PROTOCOL_VERSION = "13"
 # In the headers of an answer's stream, which come when the request is taken.
 MODEL_HEADER: Final = "x-splitserve-model-bin"
 MAX_TOKENS_HEADER: Final = "x-splitserve-max-tokens"
@@ -86,6 +86,7 @@ def job_to_wire(
         adapter=request.adapter,
         grammar=request.sampling.grammar,
         is_suspect=is_suspect,
+        pooling=None if request.pooling is None else _pooling_to_wire(request.pooling),
     )
 
 
@@ -99,7 +100,16 @@ def request_from_wire(job: fleet_pb2.Job) -> Request:
         sampling=sampling_from_wire(job.sampling_params, job.grammar),
         cache_salt=job.cache_salt,
         adapter=job.adapter,
+        pooling=_pooling_from_wire(job.pooling) if job.HasField("pooling") else None,
     )
+
+
+def _pooling_to_wire(pooling: Pooling) -> fleet_pb2.Pooling:
+    return fleet_pb2.Pooling(kind=pooling.kind, normalizes=pooling.normalizes, num_dimensions=pooling.num_dimensions)
+
+
+def _pooling_from_wire(wire: fleet_pb2.Pooling) -> Pooling:
+    return Pooling(wire.kind, wire.normalizes, wire.num_dimensions)
 
 
 def due_to_wire(due: Due, now: float) -> fleet_pb2.Due:

@@ -16,7 +16,7 @@ class Attempt(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class NodeEvent(_message.Message):
-    __slots__ = ("hello", "heartbeat", "first_token", "reserved", "transferred", "committed", "step_tokens", "failed", "cancelled", "cache_changed", "revoked", "move_failed", "taken")
+    __slots__ = ("hello", "heartbeat", "first_token", "reserved", "transferred", "committed", "step_tokens", "failed", "cancelled", "cache_changed", "revoked", "move_failed", "taken", "embedded")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class NodeEvent(_message.Message):
     REVOKED_FIELD_NUMBER: _ClassVar[int]
     MOVE_FAILED_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     heartbeat: Heartbeat
     first_token: FirstToken
@@ -43,7 +44,8 @@ class NodeEvent(_message.Message):
     revoked: Revoked
     move_failed: MoveFailed
     taken: Taken
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., transferred: _Optional[_Union[Transferred, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., step_tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., cancelled: _Optional[_Union[Cancelled, _Mapping]] = ..., cache_changed: _Optional[_Union[CacheChanged, _Mapping]] = ..., revoked: _Optional[_Union[Revoked, _Mapping]] = ..., move_failed: _Optional[_Union[MoveFailed, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ...) -> None: ...
+    embedded: Embedded
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., transferred: _Optional[_Union[Transferred, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., step_tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., cancelled: _Optional[_Union[Cancelled, _Mapping]] = ..., cache_changed: _Optional[_Union[CacheChanged, _Mapping]] = ..., revoked: _Optional[_Union[Revoked, _Mapping]] = ..., move_failed: _Optional[_Union[MoveFailed, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., embedded: _Optional[_Union[Embedded, _Mapping]] = ...) -> None: ...
 
 class NodeCommand(_message.Message):
     __slots__ = ("welcome", "refusal", "reserve", "prefill", "deliver", "cancel", "reshape", "migrate", "keep", "begun", "attempt")
@@ -126,6 +128,18 @@ class FirstToken(_message.Message):
     prefill_s: float
     num_cached_tokens: int
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., token: _Optional[_Union[SampledToken, _Mapping]] = ..., prefill_s: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+
+class Embedded(_message.Message):
+    __slots__ = ("attempt", "embedding", "prefill_s", "num_cached_tokens")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    attempt: Attempt
+    embedding: bytes
+    prefill_s: float
+    num_cached_tokens: int
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., embedding: _Optional[bytes] = ..., prefill_s: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ("attempt", "ticket")
@@ -240,7 +254,7 @@ class Refusal(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("attempt", "token_ids", "num_prompt_tokens", "sampling_params", "cache_salt", "age", "due", "priority", "adapter", "grammar", "is_suspect")
+    __slots__ = ("attempt", "token_ids", "num_prompt_tokens", "sampling_params", "cache_salt", "age", "due", "priority", "adapter", "grammar", "is_suspect", "pooling")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -252,6 +266,7 @@ class Job(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     IS_SUSPECT_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
@@ -263,7 +278,18 @@ class Job(_message.Message):
     adapter: str
     grammar: str
     is_suspect: bool
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., age: _Optional[int] = ..., due: _Optional[_Union[Due, _Mapping]] = ..., priority: _Optional[int] = ..., adapter: _Optional[str] = ..., grammar: _Optional[str] = ..., is_suspect: _Optional[bool] = ...) -> None: ...
+    pooling: Pooling
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., age: _Optional[int] = ..., due: _Optional[_Union[Due, _Mapping]] = ..., priority: _Optional[int] = ..., adapter: _Optional[str] = ..., grammar: _Optional[str] = ..., is_suspect: _Optional[bool] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ...) -> None: ...
+
+class Pooling(_message.Message):
+    __slots__ = ("kind", "normalizes", "num_dimensions")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZES_FIELD_NUMBER: _ClassVar[int]
+    NUM_DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    normalizes: bool
+    num_dimensions: int
+    def __init__(self, kind: _Optional[str] = ..., normalizes: _Optional[bool] = ..., num_dimensions: _Optional[int] = ...) -> None: ...
 
 class Due(_message.Message):
     __slots__ = ("ttft_left_s", "tpot_s", "since_first_s")

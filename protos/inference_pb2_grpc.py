@@ -204,6 +204,11 @@ class InferenceStub:
                 request_serializer=protos_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/splitserve.v1.Inference/Embed',
+                request_serializer=protos_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/splitserve.v1.Inference/Abort',
                 request_serializer=protos_dot_inference__pb2.AbortRequest.SerializeToString,
@@ -232,6 +237,13 @@ class InferenceServicer:
     def Generate(self, request, context):
         """Streams one answer. Ends with exactly one Complete message for each index, or with one gRPC status. The headers come
         when the request is taken: the model's name (x-splitserve-model-bin), and what max_tokens is (x-splitserve-max-tokens).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """The embedding of one text, from a model that is made for it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -269,6 +281,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=protos_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=protos_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -318,6 +335,33 @@ class Inference:
             '/splitserve.v1.Inference/Generate',
             protos_dot_inference__pb2.GenerateRequest.SerializeToString,
             protos_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitserve.v1.Inference/Embed',
+            protos_dot_inference__pb2.EmbedRequest.SerializeToString,
+            protos_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,15 @@ class Experts:
         """Neurons that a token takes."""
         return self.num_chosen * self.intermediate_size + self.shared_size
 
+    @property
+    def num_gates(self) -> int:
+        """Numbers that are worked out of a token to choose among them, and to weigh the shared one."""
+        return self.num_experts + bool(self.shared_size)
+
+    def share_taken(self, num_tokens: float) -> float:
+        """Of a layer's experts the share that so many tokens take, if each takes its own at random."""
+        return float(1 - (1 - self.num_chosen / self.num_experts) ** num_tokens)
+
 
 def mixtral_experts(config: JsonFields) -> Experts:
     """Raises ModelError, as do the others."""

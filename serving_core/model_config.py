@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from serving_core.differences import FAMILIES, Differences, check_names, eps_name, read_layer_types
+from serving_core.embedders import Embedder, read_embedder
 from serving_core.errors import ModelError
 from serving_core.experts import Experts
 from serving_core.json_fields import JsonFields, read_json_object
@@ -36,6 +37,8 @@ MOST_LAYERS = 1024
 NATIVE = "native"
 TRANSFORMERS = "transformers"
 FOREIGN_SUFFIXES = ("ForCausalLM", "LMHeadModel")  # of decoders that read and write text
+HEADLESS_SUFFIX = "Model"  # of decoders that lack the head, as embedding models do
+ENCODERS = ("Bert", "BERT", "Bidirectional", "Electra", "Encoder", "MPNet", "Roberta", "roberta")  # in their names
 NEUTRAL_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")  # say nothing of what is computed
 
 
@@ -73,6 +76,7 @@ class ModelConfig:
     model_impl: str = NATIVE
     v_head_dim: int | None = None  # of V, where its heads are not as wide as those of K
     config_digest: str = ""  # of a foreign one: SHA-256 of all that config.json says
+    embedder: Embedder | None = None  # of a model that makes embeddings, and writes no answers
 
     @property
     def experts(self) -> Experts | None:
@@ -90,9 +94,9 @@ class ModelConfig:
         return KVLayout(0, (widths,) * self.num_layers, self.num_kv_heads, block_size, dtype)
 
 
-def read_model_config(folder: Path, model_impl: str = "auto") -> ModelConfig:
-    """Reads config.json and, for the end-of-answer tokens, generation_config.json, which wins. `model_impl` is a value
-    of --model-impl.
+def read_model_config(folder: Path, model_impl: str = "auto", runner: str = "auto") -> ModelConfig:
+    """Reads config.json, for the end-of-answer tokens generation_config.json, which wins, and what there is about
+    embeddings. `model_impl` is a value of --model-impl, `runner` one of --runner.
 
     Raises ModelError with one sentence when the folder or a file is missing or broken, or asks for something that
     is not supported. A config.json without a dtype counts as float32.
@@ -100,7 +104,7 @@ def read_model_config(folder: Path, model_impl: str = "auto") -> ModelConfig:
     if not folder.is_dir():
         raise ModelError(f"there is no model folder {folder}")
     config = read_json_object(folder / "config.json")
-    architecture, model_type = _architecture(config, model_impl)
+    architecture, model_type, is_headless = _architecture(config, model_impl)
     family = FAMILIES.get(architecture)
     said = config if family is None else config.with_defaults(family.defaults)
     vocab_size = config.integer("vocab_size")
@@ -123,6 +127,7 @@ def read_model_config(folder: Path, model_impl: str = "auto") -> ModelConfig:
         dtype=_dtype(config),
         bos_token_id=next(iter(_token_ids(sources, "bos_token_id", vocab_size)), None),
         eos_token_ids=_token_ids(sources, "eos_token_id", vocab_size),
+        embedder=read_embedder(folder, config, runner, is_headless=is_headless),
         **fields,
     )
 
@@ -222,15 +227,17 @@ _WITH_ATTENTION_BIAS = (
 )
 
 
-def _architecture(config: JsonFields, model_impl: str) -> tuple[str, str]:
-    """Its name and its model_type."""
+def _architecture(config: JsonFields, model_impl: str) -> tuple[str, str, bool]:
+    """The name that it has with a head, its model_type, and whether it has none."""
     names = config.raw("architectures")
     model_type = config.text("model_type", "")
     if names is None:
         names = [name for name, known_type in MODEL_TYPES.items() if known_type == model_type] or [model_type]
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise config.error("architectures", "a list of one name")
-    name = names[0]
+    name = _with_head(names[0])
+    if any(word in name for word in ENCODERS) and not name.endswith(FOREIGN_SUFFIXES):
+        raise ModelError(f"architecture {name!r:.80} is not supported: its attention goes both ways, ours is causal")
     if name not in MODEL_TYPES and (model_impl == NATIVE or not name.endswith(FOREIGN_SUFFIXES)):
         supported = ", ".join(known for known in MODEL_TYPES if known != FAKE_ARCHITECTURE)
         more = (
@@ -239,13 +246,21 @@ def _architecture(config: JsonFields, model_impl: str) -> tuple[str, str]:
         raise ModelError(f"architecture {name!r} is not supported; supported are {supported}{more}")
     if name in MODEL_TYPES and model_type != MODEL_TYPES[name]:
         raise config.error("model_type", f"{MODEL_TYPES[name]!r} for {name}")
-    return name, model_type
+    return name, model_type, name != names[0]
+
+
+def _with_head(name: str) -> str:
+    """What the architecture of one of our decoders is called with its head."""
+    whole = name.removesuffix(HEADLESS_SUFFIX) + FOREIGN_SUFFIXES[0]
+    return whole if name.endswith(HEADLESS_SUFFIX) and whole in MODEL_TYPES and whole != FAKE_ARCHITECTURE else name
 
 
 def _refuse_unsupported(config: JsonFields) -> None:
     activation = config.text("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(f"hidden_act {activation!r} is not supported; supported is silu")
+    if not config.boolean("is_causal", True) or config.boolean("use_bidirectional_attention", False):
+        raise ModelError("attention that goes both ways is not supported, and config.json asks for it")
 
 
 def _num_layers(config: JsonFields) -> int:

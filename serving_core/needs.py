@@ -49,6 +49,8 @@ def check_settings(settings: EngineSettings, config: ModelConfig, tp_size: int) 
         raise SettingsError(f"--max-model-len {settings.max_model_len} is more than the model's {limit}")
     if config.architecture == FAKE_ARCHITECTURE:
         _check_fake(settings, compute_dtype(settings, config))
+        if config.embedder is not None:
+            raise SettingsError("the fake model makes no embeddings: it has no hidden states")
         return
     check_tp_size(config, tp_size)
     if config.is_foreign:
@@ -78,7 +80,7 @@ def num_blocks_for(settings: EngineSettings, layout: KVLayout, tp_size: int) -> 
 def check_model(settings: EngineSettings) -> None:
     """Raises ModelError or SettingsError for what can be told without torch: it takes a second to be there."""
     if settings.model:
-        config = read_model_config(Path(settings.model), settings.model_impl)
+        config = read_model_config(Path(settings.model), settings.model_impl, settings.runner)
         check_settings(settings, config, settings.tensor_parallel_size)
         needs_of(settings, config)
 
@@ -91,7 +93,7 @@ def needs_of(settings: EngineSettings, config: ModelConfig) -> Needs:
     if config.architecture == FAKE_ARCHITECTURE:
         return Needs(0, pool_bytes)
     tensors = stored_tensors(Path(settings.model))
-    if config.tie_word_embeddings:
+    if config.tie_word_embeddings or config.embedder is not None:
         tensors.pop(TIED_HEAD, None)
     dtype_bytes, bits = DTYPE_BYTES[compute_dtype(settings, config)], WEIGHT_BITS.get(settings.quantization)
     weight_bytes = sum(_loaded_bytes(tensor, dtype_bytes, bits) for tensor in tensors.values())
@@ -115,6 +117,8 @@ def _loaded_bytes(tensor: StoredTensor, dtype_bytes: int, bits: int | None) -> i
 
 def _check_foreign(settings: EngineSettings, config: ModelConfig) -> None:
     computed = f"transformers computes {config.architecture}"
+    if config.embedder is not None:
+        raise SettingsError(f"{computed}, and embeddings are made by models that our own code computes")
     if settings.pipeline_parallel_size > 1:
         raise SettingsError(f"--pipeline-parallel-size {settings.pipeline_parallel_size}: {computed}, in one stage")
     if settings.quantization != "none":

@@ -12,6 +12,7 @@ QUEUE_FULL = "QUEUE_FULL"  # a queue has reached its limit, or no decode credit 
 WOULD_BE_LATE = "WOULD_BE_LATE"  # limits on time could not be kept; retry_after_s in the metadata says when they could
 NO_PREFILL_WORKER = "NO_PREFILL_WORKER"
 NO_DECODE_WORKER = "NO_DECODE_WORKER"
+ABORTED = "ABORTED"  # by its id, where what there is of an answer cannot stand for it
 DRAINING = "DRAINING"
 WORKER_LOST = "WORKER_LOST"
 TRANSFER_FAILED = "TRANSFER_FAILED"  # between nodes: the KV did not arrive in time; public as WORKER_LOST

@@ -3,9 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from serving_core.errors import RequestError
+
+MEAN, LAST = "mean", "last"
+POOLINGS: Final = (MEAN, LAST)
+NO_TOKEN: Final = -1  # as a token id
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,15 @@ class SamplingParams:
     logprobs: int | None = None  # None: off; k: the sampled token's and the k most likely
     prompt_logprobs: int | None = None  # the same of the prompt's tokens behind the first: its scores
     grammar: str = ""  # of what the answer is made to be, for serving_core/grammars.py; empty: anything
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """How the hidden states behind the last layer's norm, one for each token of a text, become its embedding."""
+
+    kind: str  # one of POOLINGS: the mean of all, or that of the last token
+    normalizes: bool = True  # to length 1
+    num_dimensions: int = 0  # its leading numbers that are kept, before that; 0: all
 
 
 OnLayer = Callable[[int], None]
@@ -65,6 +78,8 @@ class Request:
     scores: "list[SampledToken]" = field(default_factory=list)  # of the prompt, as far as it was read
     adapter: str = ""  # the LoRA adapter that computes it; empty: the model alone
     guide: Guide | None = None  # where its tokens are chosen and it has a grammar
+    pooling: Pooling | None = None  # the answer is the embedding of the prompt; None: tokens
+    pooled: Any = None  # the engine's own: of a mean, the sum so far
 
     @property
     def num_output_tokens(self) -> int:
@@ -85,8 +100,9 @@ class Share:
     """What the model needs to know of one request's part in a step, also on a rank that does not know the request.
 
     token_ids are those to compute. The KV of `start` tokens before them is in the pool; block_ids covers all of them.
-    `samples` tells whether the logits of the last token are wanted; those of the leading num_scored ones are too.
-    `adapter` is the LoRA adapter that computes them; empty: the model alone.
+    `samples` tells whether what the model gives for the last token is wanted: its logits, or of an embedder its hidden
+    state; that for the leading num_scored ones is too. `adapter` is the LoRA adapter that computes them; empty: the
+    model alone.
     """
 
     token_ids: Sequence[int]
@@ -120,7 +136,11 @@ class Work(NamedTuple):
 
     @property
     def num_scored(self) -> int:
-        """Of its leading tokens, those whose logits score the token behind them."""
+        """Of its leading tokens, those whose logits score the token behind them, or whose hidden states are pooled
+        beside that of its last one."""
+        pooling = self.request.pooling
+        if pooling is not None:
+            return self.num_tokens - self.samples if pooling.kind == MEAN else 0
         if not self.request.is_scored:
             return 0
         return max(0, min(self.start + self.num_tokens, self.request.num_prompt_tokens - 1) - self.start)
@@ -142,6 +162,7 @@ class SampledToken:
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
     error: RequestError | None = None  # why there is no token: its grammar goes no further
+    embedding: bytes = b""  # in place of a token: of the prompt, as float32, little-endian
 
 
 def finish_reason(request: Request, eos_token_ids: Sequence[int]) -> FinishReason | None:

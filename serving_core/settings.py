@@ -8,6 +8,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "int4")
 MODEL_IMPLS = ("auto", "native", "transformers")
+RUNNERS = ("auto", "generate", "pooling")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8_e4m3")
 
 
@@ -23,6 +24,11 @@ class EngineSettings:
     )
     verify_model: bool = flag(
         True, "Compare what transformers computes here with its own attention first, where no test of ours has."
+    )
+    runner: str = flag(
+        "auto",
+        "Whether the model writes answers (generate) or makes embeddings (pooling); auto does what its folder says.",
+        choices=RUNNERS,
     )
     dtype: str = flag("auto", "Compute dtype; auto takes the model's own.", choices=DTYPES)
     quantization: str = flag(

@@ -284,7 +284,7 @@ class NodeLogic:
         sampled = iter(tokens)
         advanced = zip(residents, works, strict=True)
         chosen = [(resident, next(sampled)) for resident, work in advanced if self._advance(resident, work)]
-        answered = [(resident, token) for resident, token in chosen if token.error is None]
+        answered = [(resident, token) for resident, token in chosen if token.error is None and not token.embedding]
         step_tokens = fleet_pb2.StepTokens(step_s=step_s)
         ended = [resident for resident, token in answered if self._answer(resident, token, step_tokens, now)]
         if step_tokens.tokens:
@@ -293,7 +293,9 @@ class NodeLogic:
         for resident in ended:
             self._endings.end(resident)
         for resident, token in chosen:
-            if token.error is not None:
+            if token.embedding:
+                self._embedded(resident, token, now)
+            elif token.error is not None:
                 self._endings.fail(resident, token.error.reason, str(token.error))
         self._moves.note_written(resident for resident, _ in answered)
         self._settle_step(residents)
@@ -378,6 +380,18 @@ class NodeLogic:
         elif resident.hands_over and reason is None:
             resident.tail = [token.token_id]
         return reason is not None
+
+    def _embedded(self, resident: Resident, token: SampledToken, now: float) -> None:
+        """The embedding of a prompt is there, which was all that was wanted."""
+        assert resident.reading_since_s is not None
+        embedded = fleet_pb2.Embedded(
+            attempt=convert.attempt_of(resident.request),
+            embedding=token.embedding,
+            prefill_s=now - resident.reading_since_s,
+            num_cached_tokens=self._leases.num_cached_tokens(resident),
+        )
+        self._cache_report.tell()  # before the client can ask again
+        self._endings.end(resident, embedded=embedded)
 
     def _first_token(self, resident: Resident, now: float) -> fleet_pb2.FirstToken:
         """Without the token."""

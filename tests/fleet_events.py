@@ -12,7 +12,7 @@ ABORT = inference_pb2.FINISH_REASON_ABORT
 
 BLOCK_SIZE = 16
 MAKERS = [b"a node: c", b"a node: s"]  # that it computed its blocks in chunks or in decode steps
-MODEL = {"architecture": "FakeForCausalLM", "vocab_size": "260"}
+MODEL = {"architecture": "FakeForCausalLM", "vocab_size": "260", "embedder": "None"}
 
 
 ROLES = {"p": "prefill", "d": "decode", "b": "both"}  # by the first letter of a node's name, unless a test says else
@@ -84,6 +84,13 @@ def first_token(token, prefill_s=0.0, num_cached_tokens=0):
         attempt=token.attempt, token=token, prefill_s=prefill_s, num_cached_tokens=num_cached_tokens
     )
     return fleet_pb2.NodeEvent(first_token=event)
+
+
+def embedded(attempt, embedding=b"\0\0\x80\x3f", prefill_s=0.0, num_cached_tokens=0):
+    event = fleet_pb2.Embedded(
+        attempt=attempt, embedding=embedding, prefill_s=prefill_s, num_cached_tokens=num_cached_tokens
+    )
+    return fleet_pb2.NodeEvent(embedded=event)
 
 
 def step_tokens(*tokens, step_s=0.0):

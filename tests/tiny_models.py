@@ -78,6 +78,31 @@ def write_tiny_model(
     return folder
 
 
+def write_tiny_embedder(
+    folder: Path, family: str = "qwen3", *, pooling: str = "", normalizes: bool = True, **config: Any
+) -> Path:
+    """Writes a random decoder of a family without its head, as models for embeddings come. With a `pooling`, such as
+    mean_tokens or lasttoken, also what sentence-transformers writes beside it."""
+    import transformers
+
+    write_tiny_model(folder, family, **config)
+    headless = transformers.AutoModel.from_pretrained(folder)
+    headless.save_pretrained(folder)
+    if pooling:
+        kinds = ["Transformer", "Pooling", *(["Normalize"] if normalizes else [])]
+        places = ["", *(f"{index}_{kind}" for index, kind in enumerate(kinds[1:], 1))]
+        modules = [
+            {"idx": index, "name": str(index), "path": place, "type": f"sentence_transformers.models.{kind}"}
+            for index, (kind, place) in enumerate(zip(kinds, places, strict=True))
+        ]
+        (folder / "modules.json").write_text(json.dumps(modules))
+        (folder / "1_Pooling").mkdir()
+        modes = {f"pooling_mode_{name}": name == pooling for name in ("cls_token", "mean_tokens", "lasttoken")}
+        described = {"word_embedding_dimension": headless.config.hidden_size, **modes, "include_prompt": True}
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps(described))
+    return folder
+
+
 _SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,

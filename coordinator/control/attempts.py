@@ -13,7 +13,7 @@ from coordinator.control.timeline import Phase, Timeline
 from protos import fleet_pb2
 from protos.convert import due_to_wire, job_to_wire
 from serving_core.due import Due
-from serving_core.requests import Request, SamplingParams
+from serving_core.requests import Pooling, Request, SamplingParams
 
 NUM_TOKENS_FURTHER: Final = 8  # more than a node that dies has written without a word
 
@@ -26,7 +26,8 @@ def tell_sender(reserve: fleet_pb2.Reserve, sender: Node) -> None:
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One try at a request on one pair of nodes; `prefill` is `decode` where one node does both."""
+    """One try at a request on one pair of nodes; `prefill` is `decode` where one node does both, or reads and nobody
+    writes."""
 
     epoch: int
     prefill: Node
@@ -133,6 +134,7 @@ class TrackedRequest:
     deadline_s: float
     timeline: Timeline
     slo: Slo | None = None
+    pooling: Pooling | None = None  # an embedding is wanted: no node writes anything
     output: list[int] = field(default_factory=list)  # token ids emitted so far, over all attempts and calls
     num_resumed: int = 0  # of these, those that came with the call
     num_restarts: int = 0
@@ -224,6 +226,7 @@ class TrackedRequest:
             sampling=self.sampling,
             cache_salt=prompt.cache_salt,
             adapter=prompt.adapter,
+            pooling=self.pooling,
         )
         due = self.due
         due_left = due_to_wire(due, now) if due else None
@@ -233,6 +236,11 @@ class TrackedRequest:
         """What the nodes of the current attempt, which reads this prompt, are to be told now."""
         attempt = self.attempt
         job = self.job(attempt.epoch, prompt, now)
+        to_prefill = fleet_pb2.NodeCommand(attempt=job.attempt)
+        if self.pooling is not None:
+            to_prefill.prefill.job.CopyFrom(job)
+            yield attempt.prefill, to_prefill
+            return
         to_decode = fleet_pb2.NodeCommand(attempt=job.attempt)
         to_decode.reserve.job.CopyFrom(job)  # in its place: each copy is one of the whole prompt
         if attempt.is_local:
@@ -241,7 +249,6 @@ class TrackedRequest:
             return
         tell_sender(to_decode.reserve, attempt.prefill)
         yield attempt.decode, to_decode
-        to_prefill = fleet_pb2.NodeCommand(attempt=job.attempt)
         to_prefill.prefill.job.CopyFrom(job)
         yield attempt.prefill, to_prefill
 

@@ -17,17 +17,17 @@ from coordinator.control.releases import Releases
 from coordinator.control.router import PARTS, does, fitting, has_path, roomiest
 from serving_core import reasons
 from serving_core.errors import RequestError
-from serving_core.shapes import DECODE
+from serving_core.shapes import DECODE, PREFILL
 
 MAX_MOVES: Final = 4  # at once, from one node to another
 RETRY_S: Final = 1.0  # between two moves of one answer
 
 
-def check_target(node: Node, nodes: Collection[Node]) -> None:
+def check_target(node: Node, nodes: Collection[Node], *, embeds: bool = False) -> None:
     """Raises RequestError when no other node could take the work of this one."""
     others = [other for other in nodes if other is not node]
-    if not has_path(others):
-        missing = [part for role, (part, _) in PARTS.items() if not fitting(others, role, 0)]
+    if not has_path(others, embeds=embeds):
+        missing = [PARTS[role][0] for role in ((PREFILL,) if embeds else PARTS) if not fitting(others, role, 0)]
         what = f"no other node {' or '.join(missing)}" if missing else "the others take no hand-overs"
         raise RequestError(reasons.NO_OTHER_NODE, f"node {node.name} cannot drain: {what}")
 

@@ -23,6 +23,13 @@ class Emit(NamedTuple):
     num_cached_tokens: int | None = None  # of the prompt, with the first token
 
 
+class Embedded(NamedTuple):
+    """The embedding that was wanted in place of tokens; its End follows."""
+
+    request_id: str
+    embedding: bytes
+
+
 class End(NamedTuple):
     """The one end of an answer: a Complete message, or the error that takes its place."""
 
@@ -50,4 +57,4 @@ class MoveEnded(NamedTuple):
     num_kv_bytes: int = 0
 
 
-Instruction = Send | Emit | End | MoveEnded
+Instruction = Send | Emit | Embedded | End | MoveEnded

@@ -18,6 +18,7 @@ from coordinator.control.metrics import Metrics
 from coordinator.control.outcomes import completion, with_progress
 from coordinator.control.pace import Pace
 from coordinator.control.placement.policy import Placed, Policy, Wanted
+from coordinator.control.placement.readers import best_reader
 from coordinator.control.registry import Node, Registry
 from coordinator.control.releases import Releases
 from coordinator.control.router import has_path
@@ -126,7 +127,7 @@ class LiveAnswers:
         if now < request.asks_again_s:
             return []
         is_over = self.registry.pauses.awake_s(now) >= request.waits_until_s
-        if not is_over and not has_path(self.registry.nodes):
+        if not is_over and not has_path(self.registry.nodes, embeds=self.registry.embeds):
             return []
         try:
             placed = self._place(request, now)
@@ -229,6 +230,8 @@ class LiveAnswers:
             self._num_left(request),
             self.arrivals.per_s(now),
         )
+        if request.pooling is not None:
+            return best_reader(self.registry.nodes, self.ledger, wanted, self.handover.costs(now))
         return self._policy.place(self.registry.nodes, self.ledger, wanted, self.handover.costs(now), now)
 
     def _num_left(self, request: TrackedRequest) -> int:
@@ -242,7 +245,8 @@ class LiveAnswers:
         if (due := request.due) is not None:
             self.ledger.owe(request.request_id, due, len(request.output), self._num_left(request))
         self.ledger.read(request.request_id, prefill, prompt.tokens_to_compute(prefill))
-        self.ledger.write(request.request_id, decode, len(prompt))
+        if request.pooling is None:
+            self.ledger.write(request.request_id, decode, len(prompt))
         return [Send(node, command) for node, command in request.commands(prompt, now)]
 
     # ---- tokens and ends ----

@@ -29,7 +29,7 @@ def completion(
     timeline = request.timeline.to_wire(
         now,
         prefill_node=attempt.prefill.name if attempt else "",
-        decode_node=attempt.decode.name if attempt else "",
+        decode_node=attempt.decode.name if attempt and request.pooling is None else "",
         num_restarts=request.num_restarts,
         num_moves=request.num_moves,
         move_pause_s=request.move_pause_s,

@@ -100,7 +100,8 @@ class Registry:
 
     `facts` is what the coordinator knows itself of every node's fingerprint, beside the protocol version.
     `first_session` is to be random: nodes may still show sessions of a coordinator that ran before this one.
-    `model_names` are what clients call the model, and no adapter may be called.
+    `model_names` are what clients call the model, and no adapter may be called. `embeds`: whether the model makes
+    embeddings, and writes no answers.
     """
 
     def __init__(
@@ -111,7 +112,9 @@ class Registry:
         step_timeout_s: float,
         first_session: int = 1,
         model_names: Collection[str] = (),
+        embeds: bool = False,
     ) -> None:
+        self.embeds: Final = embeds
         self._facts = {VERSION_KEY: PROTOCOL_VERSION, **facts}
         self._model_names = model_names
         # LoRA adapters of the fleet, also while it has no node; None before the first one has come.

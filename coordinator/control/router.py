@@ -38,11 +38,11 @@ def does(node: Node, role: str) -> bool:
     return node.usable.reads if role == PREFILL else node.usable.writes
 
 
-def has_path(nodes: Iterable[Node], *others: Shape) -> bool:
+def has_path(nodes: Iterable[Node], *others: Shape, embeds: bool = False) -> bool:
     """Whether a request can be served by the ready nodes, and others of these shapes: one both reads and writes, or one
-    reads and another one takes its hand-overs."""
+    reads and another one takes its hand-overs. Where requests are for embeddings alone, one reads."""
     shapes = [*(node.usable for node in nodes if node.is_ready), *others]
-    if any(shape.reads and shape.writes for shape in shapes):
+    if any(shape.reads and (shape.writes or embeds) for shape in shapes):
         return True
     return any(shape.reads for shape in shapes) and any(shape.writes and shape.takes_handovers for shape in shapes)
 

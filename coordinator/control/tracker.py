@@ -3,6 +3,7 @@
     submit       Reserve to a decode node and Prefill to a prefill node, at the same time
     Reserved     Deliver, with the ticket, to the prefill node
     FirstToken   to the client at once; of an answer with limits, Begun to the decode node
+    Embedded     the end, where an embedding was wanted: of such a request Prefill alone went out
     Revoked      the decode node has taken its blocks back; another Reserved will come
     Committed    the decode node has all KV (Transferred is the prefill node's word for the same)
     StepTokens   to the client, strictly by index: they may come before FirstToken, over the other stream
@@ -25,7 +26,7 @@ from typing import Any, Final
 
 from coordinator.control import balance, drains, relief
 from coordinator.control.attempts import TrackedRequest
-from coordinator.control.instructions import End, Instruction, Send
+from coordinator.control.instructions import Embedded, End, Instruction, Send
 from coordinator.control.ledger import Ledger
 from coordinator.control.live import LiveAnswers, TokenRow
 from coordinator.control.lives import Lives
@@ -43,7 +44,7 @@ from coordinator.control.timeline import Phase, Timeline
 from protos import fleet_pb2, inference_pb2
 from serving_core import reasons
 from serving_core.errors import RequestError
-from serving_core.requests import SamplingParams
+from serving_core.requests import Pooling, SamplingParams
 
 # Far more than one stream can be ahead of the other: each attempt's first token is on its way before its transfer.
 MAX_EARLY_TOKENS: Final = 1024
@@ -134,9 +135,10 @@ class Tracker:
         deadline_s: float,
         slo: Slo | None = None,
         so_far: SoFar = NOTHING,
+        pooling: Pooling | None = None,
     ) -> list[Instruction]:
-        """Begins an answer, or goes on with one that an earlier call has begun. Raises RequestError, and then nothing
-        has begun."""
+        """Begins an answer, or goes on with one that an earlier call has begun; with a pooling it is an embedding.
+        Raises RequestError, and then nothing has begun."""
         if self._live.find(request_id) is not None:
             raise RequestError(reasons.DUPLICATE_REQUEST_ID, f"request {request_id} is live already")
         if self.num_open >= self._max_live:
@@ -144,7 +146,7 @@ class Tracker:
         self._age += 1
         first_token_s = arrived_s - so_far.since_first_s if so_far.token_ids else None
         timeline = Timeline(arrived_s, first_token_s)
-        request = TrackedRequest(request_id, self._age, prompt, sampling, deadline_s, timeline, slo)
+        request = TrackedRequest(request_id, self._age, prompt, sampling, deadline_s, timeline, slo, pooling)
         request.resume(so_far.token_ids)
         if so_far.finish_reason:
             return [End(request_id, ended_before(request, so_far.finish_reason, arrived_s))]
@@ -249,6 +251,8 @@ class Tracker:
                 return self._on_revoked(request, node, now)
             case "first_token":
                 return self._on_first_token(request, node, body, now)
+            case "embedded":
+                return self._on_embedded(request, body, now)
             case "transferred" | "committed":
                 return self._on_committed(request, node, body, now)
             case "move_failed":
@@ -296,6 +300,16 @@ class Tracker:
         request.timeline.enter(Phase.PREFILL, now, ago_s=event.prefill_s)
         request.timeline.enter(attempt.phase_after_prefill, now)
         return self._live.emit(request, event.token, now) + self._tell_begun(request)
+
+    def _on_embedded(self, request: TrackedRequest, event: fleet_pb2.Embedded, now: float) -> list[Instruction]:
+        if request.pooling is None:
+            return []
+        request.attempt.let_go(request.attempt.prefill)
+        request.num_cached_tokens = min(event.num_cached_tokens, len(request.prompt))
+        self._metrics.prompt_read(len(request.prompt), request.num_cached_tokens)
+        request.timeline.enter(Phase.PREFILL, now, ago_s=event.prefill_s)
+        complete = completion(request, inference_pb2.FINISH_REASON_STOP, now)
+        return [Embedded(request.request_id, event.embedding), *self._live.end(request, complete, now)]
 
     def _tell_begun(self, request: TrackedRequest) -> list[Instruction]:
         """Where deadlines count from the first token, the node that writes the answer hears of it."""

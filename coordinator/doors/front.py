@@ -11,9 +11,10 @@ from coordinator.control.journal import Journal
 from coordinator.control.registry import Registry
 from coordinator.control.router import does, why_no_path
 from coordinator.control.slo import SloClasses
-from coordinator.control.so_far import SoFar
+from coordinator.control.so_far import NOTHING, SoFar
 from coordinator.dispatcher import Dispatcher
 from coordinator.doors.authentication import ASKER
+from coordinator.doors.embedding import as_question, check_writes, embedder_of, most_kept, plan_embedding
 from coordinator.doors.generation import Generation
 from coordinator.doors.resuming import check_counts, read_so_far
 from coordinator.doors.truncation import check_truncation, cut, uncut_limit
@@ -27,7 +28,7 @@ from coordinator.text.tokenizer import Tokenizer, TokenLimit
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.model_config import ModelConfig
-from serving_core.reasons import DEADLINE_EXCEEDED
+from serving_core.reasons import ABORTED, DEADLINE_EXCEEDED
 from serving_core.shapes import DECODE, PREFILL
 
 WRITE_TIMEOUT_S: Final = 30.0  # for a client that has stopped reading, at every door
@@ -63,6 +64,14 @@ class Call:
     max_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """An embedding, as float32, little-endian, and the end of the request for it."""
+
+    vector: bytes
+    complete: inference_pb2.Complete
+
+
 class Front:
     """Takes the requests of all public doors."""
 
@@ -96,6 +105,7 @@ class Front:
         arrived_s = time.monotonic()
         timeout_s = self.request_timeout_s if remaining_s is None else min(self.request_timeout_s, remaining_s)
         with self.noting_refusal(request.request_id):
+            check_writes(self.model.config)
             limits = self.limits()
             check_input(request, limits)
             check_counts(request, limits)
@@ -115,6 +125,44 @@ class Front:
             yield Call(prompt, generation, plan.samplings[0].max_tokens)
         finally:
             self._dispatcher.close(generation)
+
+    async def embed(self, request: inference_pb2.EmbedRequest, remaining_s: float | None = None) -> Embedding:
+        """The embedding that a request with an id asks for, within remaining_s. Raises RequestError."""
+        arrived_s = time.monotonic()
+        timeout_s = self.request_timeout_s if remaining_s is None else min(self.request_timeout_s, remaining_s)
+        with self.noting_refusal(request.request_id):
+            embedder_of(self.model.config)
+            question = as_question(request)
+            limits = self.limits()
+            check_input(question, limits)
+            check_truncation(question, limits)
+            async with within(timeout_s):
+                prompt = await self._tokenize_cut(question, most_kept(request, limits), limits)
+            plan = plan_embedding(request, prompt, limits, self.model.config)
+            slo = self._slo_classes.slo_of(question, len(prompt), self._registry.nodes)
+            beginning = await self._beginning(plan, NOTHING)
+            generation = self._dispatcher.submit(
+                plan, [beginning], slo, arrived_s=arrived_s, deadline_s=arrived_s + timeout_s, asker=ASKER.get()
+            )
+        try:
+            response = await generation.next()
+            assert response is not None, "it ends as every answer does"
+            if not generation.embedding:
+                raise RequestError(ABORTED, f"request {request.request_id} was aborted")
+            return Embedding(generation.embedding, response.complete)
+        finally:
+            self._dispatcher.close(generation)
+
+    async def _tokenize_cut(
+        self, question: inference_pb2.GenerateRequest, most: int | None, limits: Limits
+    ) -> list[int]:
+        """The token ids of a text, or of a longer one the first so many, those that the tokenizer adds at its end among
+        them."""
+        token_ids = await self.tokenize(question, uncut_limit(question, limits))
+        if most is None or len(token_ids) <= most:
+            return token_ids
+        num_last = min(most, self.model.tokenizer.num_end_tokens) if question.HasField("text") else 0
+        return token_ids[: most - num_last] + token_ids[len(token_ids) - num_last :]
 
     @property
     def adapters(self) -> Sequence[str]:
@@ -179,6 +227,8 @@ class Front:
     def limits(self) -> Limits:
         """What can be served at this moment."""
         prefill, decode = ([node for node in self._registry.nodes if does(node, role)] for role in (PREFILL, DECODE))
+        if self._registry.embeds:
+            decode = []
         lengths = [self.model.max_model_len]
         lengths += [max(node.hello.max_model_len for node in nodes) for nodes in (prefill, decode) if nodes]
         return Limits(
@@ -190,6 +240,7 @@ class Front:
             decode_pool_tokens=max((node.pool_tokens for node in decode), default=None),
             adapters=self._registry.adapters,
             eos_token_ids=self.model.config.eos_token_ids,
+            least_answer_tokens=0 if self._registry.embeds else 1,
         )
 
 

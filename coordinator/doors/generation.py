@@ -28,6 +28,7 @@ class Generation:
         self._unsent: deque[inference_pb2.GenerateResponse] = deque()
         self._error: RequestError | None = None
         self._news = asyncio.Event()
+        self.embedding = b""  # where that is the answer: float32, little-endian
 
     def push_chunk(self, index: int, chunk: inference_pb2.Chunk) -> None:
         """Queues a chunk of one answer. Raises RequestError when the reader is too far behind."""

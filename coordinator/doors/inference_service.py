@@ -56,6 +56,20 @@ class InferenceService:
         name = model or self._front.model.name
         return (MODEL_HEADER, name.encode()), (MAX_TOKENS_HEADER, str(call.max_tokens))
 
+    async def Embed(self, request: inference_pb2.EmbedRequest, context: Any) -> inference_pb2.EmbedResponse:
+        request.request_id = request.request_id or secrets.token_hex(16)
+        if warning := self._front.unknown_fields.check(unknown_in_message(request)):
+            context.set_trailing_metadata(((WARNING_HEADER, warning),))
+        embedding = await self._front.embed(request, context.time_remaining())
+        complete = embedding.complete
+        return inference_pb2.EmbedResponse(
+            request_id=request.request_id,
+            embedding=embedding.vector,
+            prompt_tokens=complete.prompt_tokens,
+            cached_tokens=complete.cached_tokens,
+            timeline=complete.timeline,
+        )
+
     async def Abort(self, request: inference_pb2.AbortRequest, _: Any) -> inference_pb2.AbortResponse:
         check_count("request_ids", len(request.request_ids), MAX_ABORTED)
         response = inference_pb2.AbortResponse()
@@ -76,6 +90,7 @@ class InferenceService:
             has_chat_template=model.tokenizer.has_chat_template,
             default_sampling_params=model.sampling_defaults,
             adapters=self._front.adapters,
+            embedding_size=0 if model.config.embedder is None else model.config.hidden_size,
         )
 
     async def GetServerInfo(self, _request: Any, _context: Any) -> inference_pb2.GetServerInfoResponse:

@@ -44,6 +44,7 @@ CODES: Final = {
     reasons.SLOW_READER: Code.RESOURCE_EXHAUSTED,
     reasons.NO_PREFILL_WORKER: Code.UNAVAILABLE,
     reasons.NO_DECODE_WORKER: Code.UNAVAILABLE,
+    reasons.ABORTED: Code.ABORTED,
     reasons.DRAINING: Code.UNAVAILABLE,
     reasons.WORKER_LOST: Code.UNAVAILABLE,
     reasons.KV_CHECKSUM_MISMATCH: Code.DATA_LOSS,

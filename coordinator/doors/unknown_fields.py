@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from protos import inference_pb2
@@ -40,13 +41,15 @@ class UnknownFields:
         return warning
 
 
-def unknown_in_message(request: inference_pb2.GenerateRequest) -> list[str]:
+def unknown_in_message(request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest) -> list[str]:
     """The numbers of the unknown fields of a request and of its sampling_params, which is all that protobuf knows of
     them."""
+    if isinstance(request, inference_pb2.EmbedRequest):
+        return list(_numbers(request, ""))
     return [*_numbers(request, ""), *_numbers(request.sampling_params, "sampling_params.")]
 
 
-def _numbers(message: inference_pb2.GenerateRequest | inference_pb2.SamplingParams, prefix: str) -> Iterator[str]:
+def _numbers(message: Message, prefix: str) -> Iterator[str]:
     unknown = UnknownFieldSet(message)
     for number in sorted({unknown[index].field_number for index in range(len(unknown))}):
         yield f"{prefix}{number}"

@@ -15,7 +15,7 @@ from coordinator.text.tokenizer import TokenLimit
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.reasons import BAD_PARAM, MODEL_NOT_FOUND, NO_PREFILL_WORKER, PROMPT_TOO_LONG
-from serving_core.requests import SamplingParams
+from serving_core.requests import Pooling, SamplingParams
 
 MAX_ABORTED: Final = 1024
 MAX_ALLOWED_TOKEN_IDS: Final = 1024
@@ -64,6 +64,7 @@ class Limits:
     decode_pool_tokens: int | None
     adapters: Collection[str] | None = ()  # None: no node has come that could tell
     eos_token_ids: Collection[int] = ()
+    least_answer_tokens: int = 1  # that there must be room for; 0 where the model makes embeddings
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class AnswerPlan:
     samplings: tuple[SamplingParams, ...]  # one for each answer, different in the seed alone
     text: TextOptions
     adapter: str = ""  # LoRA adapter that computes them; empty: the model alone
+    pooling: Pooling | None = None  # the one answer is an embedding
 
 
 def check_input(request: inference_pb2.GenerateRequest, limits: Limits) -> None:
@@ -161,8 +163,10 @@ def _check_constraint(params: inference_pb2.SamplingParams) -> None:
         raise bad(kind, f"has {num_chars} characters, the limit is {MAX_CONSTRAINT_CHARS}")
 
 
-def prompt_limit(limits: Limits, num_answer_tokens: int = 1) -> TokenLimit:
-    """How long a prompt may be, beside an answer of so many tokens."""
+def prompt_limit(limits: Limits, num_answer_tokens: int | None = None) -> TokenLimit:
+    """How long a prompt may be, beside an answer of so many tokens: None, of the fewest."""
+    if num_answer_tokens is None:
+        num_answer_tokens = limits.least_answer_tokens
     limit, _ = _context(limits)
     room, pool = limit - num_answer_tokens, limits.prefill_pool_tokens
     most = room if pool is None else min(room, pool)
@@ -318,8 +322,9 @@ def check_prompt_length(num_tokens: int, limits: Limits) -> None:
 def _too_long(num_tokens: int, limits: Limits, at_least: str = "") -> RequestError:
     limit, what = _context(limits)
     has = f"the prompt has {at_least}{num_tokens} tokens"
-    if num_tokens >= limit:
-        message = f"{has}; with one token of answer that is over {what} ({limit})"
+    if num_tokens > limit - limits.least_answer_tokens:
+        over = f"over {what} ({limit})"
+        message = f"{has}; with one token of answer that is {over}" if limits.least_answer_tokens else f"{has}, {over}"
     else:
         message = f"{has}, over the KV cache of the largest prefill node ({limits.prefill_pool_tokens})"
     return RequestError(PROMPT_TOO_LONG, message, field="input")

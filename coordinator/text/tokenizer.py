@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, TypeVar, TypeVarTuple
 
 import tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from coordinator.text.chat_template import USUAL, ChatTemplate, Messages, RenderOptions
 from coordinator.text.detokenizer import Detokenizer, DetokenizerFactory
@@ -26,6 +28,7 @@ USUAL_TOKEN_CHARS: Final = 8  # that tokens of text rarely exceed
 MIN_LONGEST_TOKEN_CHARS: Final = 128  # some tokenizers drop blanks, or make one token of what they do not know
 NUM_THREADS: Final = max(1, (os.cpu_count() or 1) // 2)
 DEFAULT, TOOL_USE = "default", "tool_use"  # templates of a model that has several
+PROBE: Final = "a"
 PRIVATE: Final = ("auto_map", "name_or_path")  # of tokenizer_config.json
 USUAL_CLASS: Final = "PreTrainedTokenizerFast"
 SPECIAL_TOKEN_NAMES: Final = (
@@ -71,6 +74,11 @@ class Tokenizer:
     def template_words(self) -> str:
         """The chat template as it is written; empty without one."""
         return self._chat_template.words if self._chat_template is not None else ""
+
+    @cached_property
+    def num_end_tokens(self) -> int:
+        """How many special tokens it adds behind a text by itself."""
+        return len(_added_tokens(self._tokenizer)[1])
 
     async def encode(self, text: str, limit: TokenLimit, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the special tokens that the tokenizer itself adds unless told otherwise. Raises the
@@ -135,9 +143,20 @@ class Tokenizer:
         return [self.token_bytes(token_id).decode(errors="replace") for token_id in token_ids]
 
 
-def read_tokenizer(folder: Path, *, chat_template: str = "", template_kwargs_json: str = "") -> Tokenizer:
-    """Reads tokenizer.json and the chat template, or a file with another one. Raises ModelError when a file is missing
-    or broken."""
+def _added_tokens(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
+    """The special tokens that it adds before and behind a text by itself."""
+    plain = tokenizer.encode(PROBE, add_special_tokens=False).ids
+    whole = tokenizer.encode(PROBE).ids
+    starts = range(len(whole) - len(plain) + 1)
+    start = next((at for at in starts if whole[at : at + len(plain)] == plain), len(whole))
+    return whole[:start], whole[start + len(plain) :]
+
+
+def read_tokenizer(
+    folder: Path, *, chat_template: str = "", template_kwargs_json: str = "", embeds: bool = False
+) -> Tokenizer:
+    """Reads tokenizer.json and the chat template, or a file with another one. With `embeds` texts end as the model's
+    embeddings want it (add_eos_token). Raises ModelError when a file is missing or broken."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelError(f"there is no {path}; a tokenizer of another format is not supported")
@@ -150,6 +169,8 @@ def read_tokenizer(folder: Path, *, chat_template: str = "", template_kwargs_jso
     config = _optional_json(folder / "tokenizer_config.json")
     sources = {DEFAULT: _text_of(Path(chat_template))} if chat_template else _template_sources(folder, config)
     special_tokens = _special_tokens(folder, config)
+    if embeds and config.raw("add_eos_token") is True:
+        _add_at_end(tokenizer, special_tokens.get("eos_token", ""), path)
     info_json = _info_json(config, {**special_tokens, "chat_template": sources.get(DEFAULT)})
     if DEFAULT not in sources:
         return Tokenizer(tokenizer, None, info_json)
@@ -160,6 +181,22 @@ def read_tokenizer(folder: Path, *, chat_template: str = "", template_kwargs_jso
         kwargs_json=template_kwargs_json,
     )
     return Tokenizer(tokenizer, template, info_json)
+
+
+def _add_at_end(tokenizer: tokenizers.Tokenizer, eos_token: str, path: Path) -> None:
+    """Texts end with this token, as transformers has them end where tokenizer_config.json says so."""
+    try:
+        first, last = _added_tokens(tokenizer)
+        eos = tokenizer.token_to_id(eos_token)
+        if last or eos is None:
+            return
+        named = [(tokenizer.id_to_token(token_id), token_id) for token_id in [*first, eos]]
+        pieces = [name for name, _ in named]
+        tokenizer.post_processor = TemplateProcessing(
+            single=[*pieces[:-1], "$A", pieces[-1]], special_tokens=list(dict(named).items())
+        )
+    except Exception as error:  # the library raises nothing more specific
+        raise ModelError(f"{path} takes no end token: {str(error)[:200]}") from error
 
 
 def _info_json(config: JsonFields, others: dict[str, Any]) -> str:

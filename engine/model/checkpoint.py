@@ -67,11 +67,14 @@ class Checkpoint(ABC):
 class SafetensorsCheckpoint(Checkpoint):
     """The tensors of several safetensors files. Files are mapped as needed and let go every MAPPED_BYTES."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        """Raises ModelError when a file is not a safetensors file."""
+    def __init__(self, files: Sequence[Path], root: str = "") -> None:
+        """Names begin with `root`, where none of the files' does: so a decoder is stored that lacks its head. Raises
+        ModelError when a file is not a safetensors file."""
         self._open: dict[Path, Any] = {}
         self._mapped_bytes = 0
-        self._file_of = {name: file for file in files for name in self._handle(file).keys()}  # noqa: SIM118
+        file_of = {name: file for file in files for name in self._handle(file).keys()}  # noqa: SIM118
+        self._missing = "" if any(name.startswith(root) for name in file_of) else root
+        self._file_of = {self._missing + name: file for name, file in file_of.items()}
 
     def names(self) -> set[str]:
         return set(self._file_of)
@@ -100,7 +103,7 @@ class SafetensorsCheckpoint(Checkpoint):
         return super().read_all(part)
 
     def _slice(self, name: str) -> Any:
-        return self._handle(self._file_of[name]).get_slice(name)
+        return self._handle(self._file_of[name]).get_slice(name.removeprefix(self._missing))
 
     def _handle(self, file: Path) -> Any:
         if file not in self._open:

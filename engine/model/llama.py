@@ -2,7 +2,7 @@
 
 Shapes: T tokens of a batch, S wanted rows, E hidden size, H heads, K key heads, D head size. H and K are those of
 this rank; of what several ranks compute in part, two sums over them a layer make the whole. Of several stages the first
-one begins with the embedding, and the last one ends with norm and head.
+one begins with the embedding, and the last one ends with norm and head. An embedder has no head.
 Every module's parameters carry the names of the Hugging Face checkpoint, less the leading "model.".
 """
 
@@ -34,7 +34,7 @@ from engine.model.lora import Adapters
 from engine.model.rope import RotaryEmbedding, Rotation, head_order
 from engine.model.steps import HeadNorms, Steps
 from engine.native.steps import choose_steps
-from engine.parallel import RankGroup
+from engine.parallel import LEADER, RankGroup
 from engine.pipeline import Pipeline
 from serving_core.differences import Differences
 from serving_core.model_config import ModelConfig
@@ -224,14 +224,15 @@ class LlamaDecoder(nn.Module):
         self._vocabulary_widths = [len(share_of(config.vocab_size, rank, group.size)) for rank in range(group.size)]
         self.windows: Final = frozenset(config.sliding_windows[layer] for layer in shard.layers.held)
         self.steps = choose_steps(device)
-        differences, tied = config.differences, config.tie_word_embeddings
+        self.embeds: Final = config.embedder is not None
+        differences, tied = config.differences, config.tie_word_embeddings and not self.embeds
         self.embed_tokens: Embedding | None = None
         if shard.is_first or (shard.is_last and tied):
             self.embed_tokens = embedding(
                 shard.vocabulary, config.hidden_size, group, tied, shard.is_last, differences.embedding_scale
             )
         self.lm_head: Linear | None = None
-        if shard.is_last and not tied:
+        if shard.is_last and not tied and not self.embeds:
             self.lm_head = Linear(whole(config.hidden_size), {"lm_head": shard.vocabulary}, bias=False)
         layers = {str(layer): _layer_class(differences)(config, layer, shard, group) for layer in shard.layers.held}
         self.layers = nn.ModuleDict(layers)  # by their numbers in the model
@@ -240,7 +241,8 @@ class LlamaDecoder(nn.Module):
             rotates: _rotary(config, device, rotates)
             for rotates in {layer.self_attn.rotates for layer in self.own_layers}
         }
-        self.norm = _norm(config, gain=differences.logit_scale) if shard.is_last else None
+        gain = 1.0 if self.embeds else differences.logit_scale
+        self.norm = _norm(config, gain) if shard.is_last else None
         self.adapters = Adapters()
 
     def make_invariant(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -301,9 +303,9 @@ class LlamaDecoder(nn.Module):
         on_layer: OnLayer | None = None,
         layers: Sequence[DecoderLayer] | None = None,
     ) -> torch.Tensor | None:
-        """Writes the batch's keys and values into the pool. Gives the logits [S, vocab_size] of the wanted rows on
-        rank 0 of the last stage, None on the others. Goes through all layers, unless some are given to try things
-        out."""
+        """Writes the batch's keys and values into the pool. Gives the logits [S, vocab_size] of the wanted rows, or of
+        an embedder what its last norm gives [S, E], on rank 0 of the last stage, None on the others. Goes through all
+        layers, unless some are given to try things out."""
         x, delta = self._begin(batch, attention.pool.compute_dtype)
         now = Pass(
             batch,
@@ -323,6 +325,8 @@ class LlamaDecoder(nn.Module):
         wanted = batch.logit_rows
         delta = None if delta is None else delta.index_select(0, wanted)
         x = self.norm(x.index_select(0, wanted), self.steps, delta)
+        if self.embeds:
+            return x if self._group.rank == LEADER else None
         return self._group.gather_columns(self._head_logits(x), self._vocabulary_widths)
 
     def _begin(self, batch: ForwardBatch, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -24,7 +24,8 @@ from serving_core.weight_files import is_gguf, weight_files
 logger = logging.getLogger(__name__)
 
 READERS: Final = {"gptq": gptq, "awq": awq}
-EMBEDDING: Final = "model.embed_tokens.weight"
+ROOT: Final = "model."  # of all tensors but the head's
+EMBEDDING: Final = f"{ROOT}embed_tokens.weight"
 HARMLESS_SUFFIX: Final = ".rotary_emb.inv_freq"  # older checkpoints store what we compute
 MOST_NAMES: Final = 3
 
@@ -62,7 +63,7 @@ def load_weights(
     anything is loaded, when a tensor is missing, unknown, of another shape or of a dtype that is not a float of 16
     or 32 bits. What another stage takes is that stage's to check.
     """
-    checkpoint = open_checkpoint(folder)
+    checkpoint = open_checkpoint(folder, ROOT)
     targets = list(_targets(model, checkpoint, stored))
     parts = [part for target in targets for part in target.parts]
     _check(checkpoint, parts, model.is_elsewhere)
@@ -80,17 +81,18 @@ def load_weights(
         logger.warning("quantized weights save memory but no time here: no kernel computes with them as they are")
     if num_dense:
         logger.warning("%d layers are kept as %s: their groups of inputs cannot be computed with", num_dense, dtype)
-    is_tied = model.norm is not None and model.lm_head is None
+    is_tied = model.norm is not None and model.lm_head is None and not model.embeds
     if is_tied and TIED_HEAD in checkpoint.names():
         (embedding,) = (part for part in parts if part.name == EMBEDDING)
         _check_tied_head(checkpoint, embedding, dtype)
     return num_bytes
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """The tensors of a model folder. Raises ModelError."""
+def open_checkpoint(folder: Path, root: str = "") -> Checkpoint:
+    """The tensors of a model folder, whose names begin with `root` if none does in safetensors files. Raises
+    ModelError."""
     if not is_gguf(folder):
-        return SafetensorsCheckpoint(weight_files(folder))
+        return SafetensorsCheckpoint(weight_files(folder), root)
     from engine.model.gguf_checkpoint import GgufCheckpoint  # here, as few models need what it imports
 
     return GgufCheckpoint(folder)
@@ -161,7 +163,7 @@ def in_checkpoint(path: str, name: str) -> str:
     """What the checkpoint calls a module of ours, or with a name a module beside it."""
     if name:
         path = f"{path.rpartition('.')[0]}.{name}".removeprefix(".")
-    return path if path == "lm_head" else f"model.{path}"
+    return path if path == "lm_head" else ROOT + path
 
 
 def _check(checkpoint: Checkpoint, parts: Sequence[Part], is_elsewhere: Callable[[str], bool]) -> None:

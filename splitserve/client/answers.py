@@ -1,5 +1,6 @@
 """What the server answers, as frozen dataclasses whose fields are named as on the wire. Times are in seconds."""
 
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from serving_core.shapes import Shape
 
 Record = TypeVar("Record")
 
+_FLOAT_BYTES = 4
 _FINISH_REASONS = {
     inference_pb2.FINISH_REASON_STOP: "stop",
     inference_pb2.FINISH_REASON_LENGTH: "length",
@@ -120,6 +122,16 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Embedding:
+    """The vector that a model has made of a text."""
+
+    vector: tuple[float, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    timeline: Timeline
+
+
+@dataclass(frozen=True, slots=True)
 class Aborted:
     """Which request ids were cancelled, and which were not live."""
 
@@ -130,7 +142,8 @@ class Aborted:
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """The served model. default_sampling_params are what a request gets where it leaves them open; adapters are what it
-    may name as its model beside served_model_name."""
+    may name as its model beside served_model_name. One that makes embeddings, of embedding_size numbers, writes no
+    answers; of any other that is 0."""
 
     served_model_name: str
     architecture: str
@@ -140,6 +153,7 @@ class ModelInfo:
     has_chat_template: bool
     default_sampling_params: Mapping[str, float]
     adapters: tuple[str, ...]
+    embedding_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +272,11 @@ def to_model_info(message: inference_pb2.GetModelInfoResponse) -> ModelInfo:
     defaults = {field.name: value for field, value in message.default_sampling_params.ListFields()}
     lists = {name: tuple(getattr(message, name)) for name in ("eos_token_ids", "adapters")}
     return record_of(ModelInfo, message, **lists, default_sampling_params=defaults)
+
+
+def to_embedding(message: inference_pb2.EmbedResponse) -> Embedding:
+    vector = struct.unpack(f"<{len(message.embedding) // _FLOAT_BYTES}f", message.embedding)
+    return Embedding(vector, message.prompt_tokens, message.cached_tokens, _copy(Timeline, message.timeline))
 
 
 def to_server_info(message: inference_pb2.GetServerInfoResponse) -> ServerInfo:

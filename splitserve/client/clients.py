@@ -28,11 +28,11 @@ from serving_core.channels import CHANNEL_OPTIONS, Option
 from serving_core.shapes import Shape
 from serving_core.tls import TlsFiles
 from splitserve.client import answers
-from splitserve.client.answers import Aborted, Chunk, Loads, ModelInfo, NodeLoad, ServerInfo
+from splitserve.client.answers import Aborted, Chunk, Embedding, Loads, ModelInfo, NodeLoad, ServerInfo
 from splitserve.client.dialling import Dialling
 from splitserve.client.errors import Cancelled, ClientError, from_rpc_error
 from splitserve.client.overview import Overview, to_overview
-from splitserve.client.questions import Prompt, Sampling, generate_request
+from splitserve.client.questions import Prompt, Sampling, embed_request, generate_request
 from splitserve.client.resuming import Course
 
 Part = TypeVar("Part")
@@ -128,6 +128,36 @@ class Client:
             priority=priority,
         )
         return self._answers(request, deadline_s, resume)
+
+    def embed(
+        self,
+        text: str | Sequence[int],
+        *,
+        model: str = "",
+        request_id: str = "",
+        cache_salt: str = "",
+        priority: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+    ) -> Embedding:
+        """The embedding of a text or of token ids, from a model that is made for it.
+
+        A text that is too long is refused, or cut to its first truncate_prompt_tokens tokens; -1: to as many as there
+        is room for. dimensions is how many leading numbers are kept, of a model that was trained for that. What
+        normalize leaves open the model's folder says.
+        """
+        request = embed_request(
+            text,
+            model=model,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            priority=priority,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            dimensions=dimensions,
+            normalize=normalize,
+        )
+        return answers.to_embedding(self._call(self._inference.Embed, request))
 
     def abort(self, request_ids: Sequence[str]) -> Aborted:
         """Cancels live requests, also those of other clients."""
@@ -270,6 +300,36 @@ class AsyncClient:
             priority=priority,
         )
         return self._answers(request, deadline_s, resume)
+
+    async def embed(
+        self,
+        text: str | Sequence[int],
+        *,
+        model: str = "",
+        request_id: str = "",
+        cache_salt: str = "",
+        priority: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+    ) -> Embedding:
+        """The embedding of a text or of token ids, from a model that is made for it.
+
+        A text that is too long is refused, or cut to its first truncate_prompt_tokens tokens; -1: to as many as there
+        is room for. dimensions is how many leading numbers are kept, of a model that was trained for that. What
+        normalize leaves open the model's folder says.
+        """
+        request = embed_request(
+            text,
+            model=model,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            priority=priority,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            dimensions=dimensions,
+            normalize=normalize,
+        )
+        return answers.to_embedding(await self._call(self._inference.Embed, request))
 
     async def abort(self, request_ids: Sequence[str]) -> Aborted:
         """Cancels live requests, also those of other clients."""

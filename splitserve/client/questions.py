@@ -54,6 +54,33 @@ class Sampling(TypedDict, total=False):
     whitespace_pattern: Annotated[str | None, "Regular expression of that whitespace; default: up to 40 characters."]
 
 
+def embed_request(
+    text: str | Sequence[int],
+    *,
+    model: str,
+    request_id: str,
+    cache_salt: str,
+    priority: int | None,
+    truncate_prompt_tokens: int | None,
+    dimensions: int | None,
+    normalize: bool | None,
+) -> inference_pb2.EmbedRequest:
+    """Raises Refused for a value that the wire cannot carry."""
+    try:
+        return inference_pb2.EmbedRequest(
+            request_id=request_id,
+            model=model,
+            cache_salt=cache_salt,
+            priority=priority,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            dimensions=dimensions,
+            normalize=normalize,
+            **_input(text),
+        )
+    except (TypeError, ValueError) as error:
+        raise bad_argument(f"the request cannot be sent: {error}") from error
+
+
 def generate_request(
     prompt: Prompt,
     *,

@@ -12,7 +12,7 @@ from serving_core.extras import needs, require
 from serving_core.flags import build, settings_command
 from splitserve.commands.terminal import report, stdout, timeline_view, waiting
 from splitserve.interrupts import INTERRUPTED
-from splitserve.launch.cluster import NO_HTTP, ClusterSettings, num_nodes, up_settings_class
+from splitserve.launch.cluster import NO_HTTP, ClusterSettings, up_settings_class
 from splitserve.launch.launcher import Cluster, free_port
 from splitserve.launch.models import resolve
 from splitserve.launch.preflight import check_public_ports
@@ -35,7 +35,7 @@ def serve(values: Any) -> None:
 
     async def work() -> None:
         async with Cluster(settings, given, model, report=report) as cluster:
-            nodes = ", ".join(f"{number} {role}" for role, number in num_nodes(settings).items() if number)
+            nodes = ", ".join(f"{number} {role}" for role, number in cluster.num_nodes.items() if number)
             report(f"Serving {model.name}: {nodes}; logs: {cluster.log_dir}")
             await start(cluster)
             http = f", HTTP on {cluster.http_url}" if cluster.http_url else ""

@@ -45,6 +45,8 @@ NEUTRAL: Final = {  # served where they say this
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
 }
+POOLING: Final = "pooling_type"
+POOLINGS: Final = {1: "mean_tokens", 3: "lasttoken"}  # llama.cpp's numbers of what sentence-transformers calls so
 ENDINGS: Final = ("eos", "eot", "eom")  # of a text, a turn, a message to a tool
 TURN_ENDINGS: Final = ("<|eot_id|>", "<|im_end|>")  # end an answer whether or not the file says so, as in llama.cpp
 SAMPLING: Final = {
@@ -108,10 +110,23 @@ def generation_config_of(metadata: Mapping[str, Any], where: str) -> dict[str, A
     }
 
 
+def modules_of(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What modules.json and the file of its pooling say, of a model that makes embeddings; nothing of any other. To be
+    asked of a file whose config was read. As llama.cpp's, its embeddings have length 1."""
+    name = JsonFields(dict(metadata), where).text("general.architecture")
+    kind = metadata.get(f"{name}.{POOLING}", 0)
+    if not kind:
+        return {}
+    places = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules = [{"type": f"sentence_transformers.models.{module}", "path": place} for module, place in places.items()]
+    return {"modules.json": modules, "1_Pooling/config.json": {f"pooling_mode_{POOLINGS[kind]}": True}}
+
+
 def _refuse_unknown(own: Mapping[str, Any], where: str) -> None:
     for key, value in own.items():
         says_nothing = isinstance(value, int | float | str) and not value
         is_harmless = value == NEUTRAL[key] if key in NEUTRAL else key in USED | OF_NO_USE or says_nothing
+        is_harmless |= key == POOLING and type(value) is int and value in POOLINGS
         if not is_harmless:
             raise ModelError(f"{where} says {key} {value!r:.40}, and a model with that cannot be served")
 

@@ -13,10 +13,10 @@ from serving_core.errors import ModelError
 from serving_core.gguf_header import GgufHeader, read_header
 from serving_core.gguf_weights import LINK, SOURCE, digest_of
 from serving_core.model_config import read_model_config
-from splitserve.gguf.config import config_of, generation_config_of
+from splitserve.gguf.config import config_of, generation_config_of, modules_of
 from splitserve.gguf.tokenizer import tokenizer_config_of, tokenizer_of
 
-VERSION: Final = 1  # of what is made of a header; another one does not find the folders of this one
+VERSION: Final = 2  # of what is made of a header; another one does not find the folders of this one
 NAME_CHARS: Final = 32  # of a digest, as a folder's name
 
 
@@ -44,6 +44,7 @@ def gguf_folder(file: Path, root: Path, defaults: Mapping[str, Any] | None = Non
             made = Path(scratch) / name
             made.mkdir()
             for file_name, content in {**files, SOURCE: digest}.items():
+                (made / file_name).parent.mkdir(exist_ok=True)
                 (made / file_name).write_text(content, encoding="utf-8")
             (made / LINK).symlink_to(file)
             read_model_config(made)  # refuses what cannot be served before it is kept
@@ -66,6 +67,7 @@ def _files(header: GgufHeader, stream: BinaryIO, name: str, defaults: Mapping[st
         "config.json": config,
         "generation_config.json": {**generation_config_of(header.metadata, name), **defaults},
         "tokenizer_config.json": tokenizer_config_of(header.metadata, name),
+        **modules_of(header.metadata, name),
     }
     texts = {file_name: json.dumps(values, indent=2) + "\n" for file_name, values in objects.items()}
     return {**texts, "tokenizer.json": tokenizer.to_str()}

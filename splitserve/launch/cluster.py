@@ -25,7 +25,9 @@ class ClusterSettings:
         "", "Folder, GGUF file or hub id of the model; without one the demo model serves.", positional=True
     )
     prefill: int | None = flag(None, "Number of prefill nodes: 1, or none beside --both.", minimum=0, maximum=64)
-    decode: int | None = flag(None, "Number of decode nodes: 1, or none beside --both.", minimum=0, maximum=64)
+    decode: int | None = flag(
+        None, "Number of decode nodes: 1, or none beside --both or for embeddings.", minimum=0, maximum=64
+    )
     both: int = flag(0, "Number of nodes that read prompts and write answers.", minimum=0, maximum=64)
     prefill_tp: int = flag(1, "Ranks that compute each layer of a prefill node together.", minimum=1, maximum=64)
     decode_tp: int = flag(1, "Ranks that compute each layer of a decode node together.", minimum=1, maximum=64)
@@ -41,14 +43,14 @@ class ClusterSettings:
     drain_s: float = flag(10.0, "Seconds running requests get to finish when the cluster stops.", minimum=0.0)
 
 
-def num_nodes(settings: ClusterSettings) -> dict[str, int]:
-    """How many nodes begin in each role. Raises SettingsError when nobody would read prompts, or write answers."""
+def num_nodes(settings: ClusterSettings, *, embeds: bool = False) -> dict[str, int]:
+    """How many nodes begin in each role; for a model that `embeds`, none has to write answers. Raises SettingsError
+    when nobody would read prompts, or write answers."""
     unless_given = 0 if settings.both else 1
-    num_prefill, num_decode = (
-        unless_given if given is None else given for given in (settings.prefill, settings.decode)
-    )
+    num_prefill = unless_given if settings.prefill is None else settings.prefill
+    num_decode = (0 if embeds else unless_given) if settings.decode is None else settings.decode
     for flag_name, num, work in (("--prefill", num_prefill, "read prompts"), ("--decode", num_decode, "write answers")):
-        if not num and not settings.both:
+        if not num and not settings.both and not (embeds and flag_name == "--decode"):
             raise SettingsError(f"nobody would {work}: {flag_name} or --both must be above 0")
     return {PREFILL.role: num_prefill, DECODE.role: num_decode, BOTH.role: settings.both}
 
@@ -96,10 +98,16 @@ def up_settings_class() -> type[Any]:
 
 
 def plan_cluster(
-    settings: ClusterSettings, passed: Mapping[str, Any], model: LocalModel, place: Place
+    settings: ClusterSettings,
+    passed: Mapping[str, Any],
+    model: LocalModel,
+    place: Place,
+    *,
+    embeds: bool = False,
 ) -> list[Process]:
     """The processes in starting order, the coordinator first. `passed` are flags for whichever room knows them; None
-    leaves a flag unset, and what the plan sets itself is not overruled. Raises SettingsError."""
+    leaves a flag unset, and what the plan sets itself is not overruled. `embeds`: whether the model makes embeddings.
+    Raises SettingsError."""
     given = {name: value for name, value in passed.items() if value is not None and name not in PLANNED}
     shared = {"model": str(model.folder), "drain_s": settings.drain_s, "fleet_secret": place.fleet_secret}
     front = {
@@ -117,7 +125,7 @@ def plan_cluster(
         DECODE: (settings.decode_tp, settings.decode_pp),
         BOTH: (settings.both_tp, settings.both_pp),
     }
-    counts = num_nodes(settings)
+    counts = num_nodes(settings, embeds=embeds)
     nodes = [(room, f"{room.role}-{i}", *sizes[room]) for room in sizes for i in range(counts[room.role])]
     over_zmq = given.get("kv_transport", "zmq") == "zmq"
     rank_cpus = iter(divide_cpus(place.cpus, sum(tp_size * pp_size for _, _, tp_size, pp_size in nodes)))

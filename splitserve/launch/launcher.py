@@ -25,10 +25,11 @@ from typing import Any, Final, NoReturn, Self
 from serving_core.api_keys import read_api_keys
 from serving_core.backoff import Backoff
 from serving_core.errors import SettingsError, SplitServeError
+from serving_core.model_config import read_model_config
 from serving_core.tls import SCHEME, TlsFiles, hosts_of
 from splitserve.client.clients import AsyncClient
 from splitserve.client.errors import ClientError, Unavailable
-from splitserve.launch.cluster import LOOPBACK, NO_HTTP, ClusterSettings, Place, plan_cluster
+from splitserve.launch.cluster import LOOPBACK, NO_HTTP, ClusterSettings, Place, num_nodes, plan_cluster
 from splitserve.launch.models import LocalModel, Report
 from splitserve.launch.preflight import check_processes, missing_kernels
 from splitserve.launch.rooms import COORDINATOR
@@ -67,7 +68,11 @@ class Cluster:
         cpus = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
         self._instance_id = secrets.token_hex(16)
         place = Place(free_port(), str(self._socket_dir), secrets.token_hex(16), self._instance_id, cpus)
-        self._processes = plan_cluster(settings, passed, model, place)
+        how = (passed.get(name) or "auto" for name in ("model_impl", "runner"))
+        embeds = read_model_config(model.folder, *how).embedder is not None
+        self.num_nodes: Final = num_nodes(settings, embeds=embeds)
+        """How many nodes begin in each role."""
+        self._processes = plan_cluster(settings, passed, model, place, embeds=embeds)
         check_processes(self._processes)
         self.log_dir = _log_dir(settings.log_dir)
         self._socket_dir.mkdir(mode=0o700)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from serving_core.embedders import MODULES_FILE
 from serving_core.errors import ModelError
 from splitserve.gguf.folder import gguf_folder
 
@@ -25,6 +26,7 @@ DEMO_SAMPLING: Final = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}  # 
 HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_FILES: Final = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 HUB_NOT: Final = ("*/*", "consolidated*")  # other formats of the same weights
+HUB_POOLING: Final = "*_Pooling/config.json"  # what a modules.json points to
 ADVICE: Final = "give a folder with config.json, tokenizer.json and *.safetensors, or a GGUF file, as MODEL"
 
 Report = Callable[[str], None]
@@ -95,7 +97,10 @@ def _from_hub(model: str, report: Report) -> Path:
 
     report(f"Fetching {model} from the Hugging Face hub, where it is not cached ...")
     try:
-        return Path(snapshot_download(model, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_NOT)))
+        folder = Path(snapshot_download(model, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_NOT)))
+        if (folder / MODULES_FILE).exists():
+            snapshot_download(model, allow_patterns=[HUB_POOLING])
+        return folder
     except (HTTPError, XetDownloadError, OSError, ValueError) as error:
         why = str(error).strip().splitlines()[0]
         raise ModelError(

@@ -47,11 +47,11 @@ def check_processes(processes: Sequence[Process]) -> None:
             f"--tls-cert {coordinator.tls.tls_cert} is not for {LOOPBACK}, where the nodes dial with --tls-ca"
         )
     folder = Path(coordinator.model)
-    config = read_model_config(folder, coordinator.model_impl)
+    config = read_model_config(folder, coordinator.model_impl, coordinator.runner)
     read_tokenizer(folder, chat_template=coordinator.chat_template)
     wanted_variants()
     for node in nodes:
-        computed = read_model_config(folder, node.engine.model_impl)
+        computed = read_model_config(folder, node.engine.model_impl, node.engine.runner)
         if computed.is_foreign:
             require("transformers")
         check_engine(node.engine, computed, node.engine.tensor_parallel_size)

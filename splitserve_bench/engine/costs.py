@@ -24,17 +24,9 @@ def body_parameters(config: ModelConfig) -> int:
     dense = 3 * config.hidden_size * config.intermediate_size
     if (experts := config.experts) is None:
         return config.num_layers * (attention + dense)
-    num_gates = experts.num_experts + bool(experts.shared_size)
-    mixture = config.hidden_size * (3 * experts.active_size + num_gates)
+    mixture = config.hidden_size * (3 * experts.active_size + experts.num_gates)
     num_mixtures = config.num_layers - len(experts.dense_layers)
     return config.num_layers * attention + len(experts.dense_layers) * dense + num_mixtures * mixture
-
-
-def share_of_experts(config: ModelConfig, num_tokens: int) -> float:
-    """Of a layer's experts the share that so many tokens take, if each takes its own at random."""
-    if config.experts is None:
-        return 1.0
-    return 1 - (1 - config.experts.num_chosen / config.experts.num_experts) ** num_tokens
 
 
 def head_parameters(config: ModelConfig) -> int:

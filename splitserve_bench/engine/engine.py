@@ -25,7 +25,7 @@ from serving_core.errors import SettingsError
 from serving_core.model_config import FAKE_ARCHITECTURE, read_model_config
 from serving_core.settings import EngineSettings
 from splitserve.launch.models import Report
-from splitserve_bench.engine.costs import decode_flops, decode_kv_bytes, prompt_flops, share_of_experts
+from splitserve_bench.engine.costs import decode_flops, decode_kv_bytes, prompt_flops
 from splitserve_bench.engine.driver import CHUNK_TOKENS, NUM_STEPS, DecodeRun, PromptRun, most_tokens, num_blocks_for
 from splitserve_bench.engine.figures import (
     DecodeFigures,
@@ -238,5 +238,6 @@ def read_weight_bytes(engine: Engine, num_tokens: int) -> int:
     is_head = decoder.lm_head is None and embedding.num_bytes == vector_bytes  # else the head has a copy of its own
     mixtures = (module for module in decoder.modules() if isinstance(module, MixtureOfExperts))
     expert_bytes = sum(mixture.expert_bytes for mixture in mixtures)
-    unread_bytes = round((1 - share_of_experts(engine.config, num_tokens)) * expert_bytes)
+    experts = engine.config.experts
+    unread_bytes = 0 if experts is None else round((1 - experts.share_taken(num_tokens)) * expert_bytes)
     return engine.weight_bytes - (0 if is_head else vector_bytes) - unread_bytes

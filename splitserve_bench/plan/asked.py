@@ -30,6 +30,7 @@ class AskedNodes:
     max_num_seqs: int
     dollars_per_h: tuple[tuple[str, float], ...] = ()
     watts: tuple[tuple[str, float], ...] = ()
+    pp_sizes: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ def replayed(kind: NodeKind, served: Sequence[Served], door_s: float) -> list[Be
         for index, each in enumerate(served)
     ]
     clients = JudgingClients(Agenda(), planned, Limits(), door_s, 0, len(planned), len(planned))
-    run_clients(Plan((Pool(BOTH, kind, 1),), kind.tp, kind.tp), clients)
+    run_clients(Plan((Pool(BOTH, kind, 1),), kind.num_devices, kind.num_devices), clients)
     if clients.num_missed:
         raise BenchError(f"{clients.num_missed} of the {len(planned)} requests cannot be served by such a node")
     ttfts: Pair = ([each.ttft_s for each in served], [judged.ttft_s for judged in clients.judged])

@@ -39,6 +39,7 @@ def _up(plan: Plan, model: str) -> str:
     flags = [f"--{role} {plan.count_of(role)}" for role in (PREFILL, DECODE) if plan.count_of(role)]
     flags += [f"--{role} {plan.count_of(role)}" for role in (BOTH,) if plan.count_of(role)]
     flags += [f"--{pool.role}-tp {pool.kind.tp}" for pool in plan.pools if pool.kind.tp > 1]
+    flags += [f"--{pool.role}-pp {pool.kind.pp}" for pool in plan.pools if pool.kind.pp > 1]
     kinds = [pool.kind for pool in plan.pools]
     flags += [
         f"--max-num-batched-tokens {min(kind.sizes.max_num_batched_tokens for kind in kinds)}",
@@ -57,6 +58,7 @@ def _in_flight(plan: Plan) -> str:
 def _node(placed: Placed) -> tuple[str, str, str]:
     kind = placed.kind
     flags = [f"--tensor-parallel-size {kind.tp}"] if kind.tp > 1 else []
+    flags += [f"--pipeline-parallel-size {kind.pp}"] if kind.pp > 1 else []
     flags += [
         f"--max-num-batched-tokens {kind.sizes.max_num_batched_tokens}",
         f"--max-num-seqs {kind.sizes.max_num_seqs}",

@@ -80,7 +80,13 @@ def finding_json(finding: Finding, cells: int) -> dict[str, Any]:
     """For --json and --save."""
     result = finding.result
     pools = [
-        {"role": pool.role, "nodes": pool.count, "hardware": pool.kind.hardware, "tensor_parallel_size": pool.kind.tp}
+        {
+            "role": pool.role,
+            "nodes": pool.count,
+            "hardware": pool.kind.hardware,
+            "tensor_parallel_size": pool.kind.tp,
+            "pipeline_parallel_size": pool.kind.pp,
+        }
         for pool in finding.plan.pools
     ]
     low, high = finding.knee

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from serving_core.experts import Experts
 from serving_core.json_fields import JsonFields, read_json_object
 from serving_core.layout import DTYPE_BYTES, KVLayout
 from serving_core.model_config import read_model_config
@@ -19,7 +20,8 @@ BLOOM_MODEL_LEN: Final = 2048
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """One decoder. Norms and biases, less than a thousandth of the weights, are left out."""
+    """One decoder. Norms and biases, less than a thousandth of the weights, are left out. Experts are in the place of
+    the feed-forward, but in the dense layers that they name."""
 
     name: str
     num_layers: int
@@ -33,6 +35,7 @@ class ModelSizes:
     max_model_len: int
     is_tied: bool  # one matrix for the embedding and the head
     dtype: str
+    experts: Experts | None = None
 
     @property
     def dtype_bytes(self) -> int:
@@ -41,8 +44,28 @@ class ModelSizes:
     @property
     def body_weights(self) -> int:
         """Of all layers."""
-        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        return self.num_layers * self.hidden_size * (heads + self.mlp_products * self.intermediate_size)
+        return self._body(1.0)
+
+    @property
+    def active_weights(self) -> int:
+        """Of all layers, those that a token is multiplied with."""
+        experts = self.experts
+        return self._body(1.0 if experts is None else experts.num_chosen / experts.num_experts)
+
+    def read_weights(self, num_tokens: float) -> int:
+        """Of all layers, those that a step of so many tokens reads."""
+        return self._body(1.0 if self.experts is None else self.experts.share_taken(num_tokens))
+
+    def _body(self, share_of_experts: float) -> int:
+        """Of all layers, with so much of their experts where they have some."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        dense, num_dense, mixture = self.mlp_products * self.intermediate_size, self.num_layers, 0
+        if (experts := self.experts) is not None:
+            num_dense = len(experts.dense_layers)
+            neurons = round(share_of_experts * experts.num_experts * experts.intermediate_size) + experts.shared_size
+            mixture = self.mlp_products * neurons + experts.num_gates
+        rows = self.num_layers * attention + num_dense * dense + (self.num_layers - num_dense) * mixture
+        return self.hidden_size * rows
 
     @property
     def head_weights(self) -> int:
@@ -58,9 +81,21 @@ class ModelSizes:
         """The whole model's KV cache."""
         return KVLayout.uniform(self.num_layers, self.num_kv_heads, self.head_dim, block_size, self.dtype)
 
-    def rank_token_bytes(self, tp: int) -> int:
-        """KV of a token on the rank of tp that holds most of it."""
-        return self.layout(1).with_heads(most_kv_heads(tp, self.num_kv_heads)).block_bytes
+    def rank_token_bytes(self, tp: int, pp: int = 1) -> int:
+        """KV of a token on the rank that holds most of it, of pp stages of tp ranks."""
+        of_all_layers = self.layout(1).with_heads(most_kv_heads(tp, self.num_kv_heads)).block_bytes
+        return of_all_layers // self.num_layers * self.stage_layers(pp)
+
+    def rank_weight_bytes(self, tp: int, pp: int = 1) -> int:
+        """Weights on a rank of the stage that holds most of them."""
+        if pp == 1:
+            return self.weight_bytes // tp
+        body = self.body_weights * self.stage_layers(pp) // self.num_layers
+        return (body + self.head_weights) * self.dtype_bytes // tp
+
+    def stage_layers(self, pp: int) -> int:
+        """Layers of the deepest of so many stages."""
+        return -(-self.num_layers // pp)
 
 
 def read_model_sizes(folder: Path) -> ModelSizes:
@@ -86,6 +121,7 @@ def read_model_sizes(folder: Path) -> ModelSizes:
         max_model_len=config.max_position_embeddings,
         is_tied=config.tie_word_embeddings,
         dtype=config.dtype,
+        experts=config.experts,
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Final
 
@@ -13,6 +14,7 @@ from splitserve_bench.plan.asked import AskedNodes
 from splitserve_bench.plan.devices import DEVICES, device_of, link_of
 from splitserve_bench.plan.model_sizes import ModelSizes, read_model_sizes
 from splitserve_bench.plan.roofline import LINK, Roofline
+from splitserve_bench.plan.stages import StagedRoofline
 from splitserve_bench.plan.steps import MeasuredSteps, Steps, answers_part_s, chunk_part_s
 from splitserve_bench.plan.tables import Entry, Table, read_table
 from splitserve_bench.simulate.costs import StepLoad
@@ -51,6 +53,16 @@ class NodeKind:
     dollars_per_h: float
     watts: float
     kv_cache_memory_bytes: int  # of each rank
+    pp: int = 1  # stages of tp ranks
+
+    @property
+    def num_devices(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def grid(self) -> str:
+        """Its ranks in words."""
+        return f"TP{self.tp} PP{self.pp}" if self.pp > 1 else f"TP{self.tp}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +92,13 @@ def machines_of(asked: AskedNodes) -> Machines:
     kinds: list[NodeKind] = []
     unfit: list[str] = []
     for hardware in names:
-        for tp in (tp for tp in asked.tp_sizes if tp <= asked.gpus_per_host):
+        for tp, pp in product(asked.tp_sizes, asked.pp_sizes):
+            if tp * pp > asked.gpus_per_host:
+                continue
             try:
-                kinds.append(_kind(asked, model, table, hardware, tp))
+                kinds.append(_kind(asked, model, table, hardware, tp, pp))
             except _Unfit as why:
-                unfit.append(f"{hardware}, TP {tp}: {why}")
+                unfit.append(f"{hardware}, TP {tp}{f', PP {pp}' if pp > 1 else ''}: {why}")
     if not kinds:
         raise SettingsError(f"{model.name} fits nowhere: {'; '.join(unfit)}")
     max_model_len = min(asked.max_model_len or model.max_model_len, model.max_model_len)
@@ -102,7 +116,7 @@ def profile_of(machines: Machines, kind: NodeKind) -> Profile:
     apart_s = answers_part_s(steps, load) + chunk_part_s(steps, load)
     return Profile(
         model=machines.name,
-        cores=kind.tp,
+        cores=kind.num_devices,
         node=sizes,
         steps=StepProfile(
             answers=_grid(answers, columns, steps.answers_s),
@@ -147,35 +161,41 @@ def _measured(profile: Profile, asked: AskedNodes) -> Machines:
     return Machines(profile.model, node.vocab_size, node.max_model_len, control.door_s, (kind,), ())
 
 
-def _kind(asked: AskedNodes, model: ModelSizes, table: Table | None, hardware: str, tp: int) -> NodeKind:
+def _kind(asked: AskedNodes, model: ModelSizes, table: Table | None, hardware: str, tp: int, pp: int) -> NodeKind:
     device = device_of(hardware)
     if device is None and not (table is not None and asked.device_memory_bytes):
         raise SettingsError(f"{hardware} is none of {', '.join(DEVICES)}: a table of it needs --device-memory too")
     if tp > model.num_heads:
         raise _Unfit(f"the model has {model.num_heads} heads")
+    if pp > model.num_layers:
+        raise _Unfit(f"the model has {model.num_layers} layers")
+    if pp > 1 and table is not None:
+        raise _Unfit("tables are of one stage")
     within = link_of(asked.link or (device.link if device else "pcie"), device or DEVICES["l4"])
     between = link_of(asked.host_link, device or DEVICES["l4"])
     steps: Steps
     if table is None:
         assert device is not None
-        steps = Roofline(model, device, within, tp)
+        stage = Roofline(model, device, within, tp)
+        steps = stage if pp == 1 else StagedRoofline(stage, pp)
     else:
         steps = table.steps(_entry(table, asked, hardware, tp), model, within)
-    sizes = _sizes(asked, model, asked.device_memory_bytes or (device.memory_bytes if device else 0), tp)
+    sizes = _sizes(asked, model, asked.device_memory_bytes or (device.memory_bytes if device else 0), tp, pp)
     share = asked.gpus_per_host if between.is_shared else 1
     return NodeKind(
         hardware,
         tp,
         sizes,
         steps,
-        num_sending=min(tp, model.num_kv_heads),
+        num_sending=min(tp, model.num_kv_heads) * pp,
         bytes_per_s=within.bytes_per_s * LINK,
         host_bytes_per_s=between.bytes_per_s * LINK / share,
         message_s=MESSAGE_S,
         transfer_s=TRANSFER_S,
-        dollars_per_h=tp * dict(asked.dollars_per_h).get(hardware, device.dollars_per_h if device else 0.0),
-        watts=tp * dict(asked.watts).get(hardware, device.watts if device else 0.0),
-        kv_cache_memory_bytes=sizes.num_blocks * sizes.block_size * model.rank_token_bytes(tp),
+        dollars_per_h=tp * pp * dict(asked.dollars_per_h).get(hardware, device.dollars_per_h if device else 0.0),
+        watts=tp * pp * dict(asked.watts).get(hardware, device.watts if device else 0.0),
+        kv_cache_memory_bytes=sizes.num_blocks * sizes.block_size * model.rank_token_bytes(tp, pp),
+        pp=pp,
     )
 
 
@@ -194,13 +214,13 @@ def _entry(table: Table, asked: AskedNodes, hardware: str, tp: int) -> Entry:
     raise _Unfit("the table has no such size")
 
 
-def _sizes(asked: AskedNodes, model: ModelSizes, memory_bytes: int, tp: int) -> NodeSizes:
+def _sizes(asked: AskedNodes, model: ModelSizes, memory_bytes: int, tp: int, pp: int) -> NodeSizes:
     engine, node = EngineSettings(), NodeSettings()
     block_size = engine.block_size
-    room_bytes = int(memory_bytes * MEMORY) - model.weight_bytes // tp
-    num_blocks = room_bytes // (block_size * model.rank_token_bytes(tp))
+    weight_bytes = model.rank_weight_bytes(tp, pp)
+    num_blocks = (int(memory_bytes * MEMORY) - weight_bytes) // (block_size * model.rank_token_bytes(tp, pp))
     if num_blocks < 1:
-        raise _Unfit(f"{model.weight_bytes / tp / 1e9:.0f} GB of weights a device leave no room for KV")
+        raise _Unfit(f"{weight_bytes / 1e9:.0f} GB of weights a device leave no room for KV")
     max_model_len = min(asked.max_model_len or model.max_model_len, model.max_model_len, num_blocks * block_size)
     return NodeSizes(
         num_blocks=num_blocks,

@@ -52,7 +52,7 @@ def parse_name(text: str) -> str:
 def parse_tp(text: str) -> int:
     """Raises ValueError."""
     if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= MOST_TP):
-        raise ValueError(f"{text!r} is no tensor parallel size from 1 to {MOST_TP}")
+        raise ValueError(f"{text!r} is no parallel size from 1 to {MOST_TP}")
     return int(text)
 
 
@@ -128,6 +128,14 @@ fleet_options = options_of(
         help="Equal clusters that share the load, each with a coordinator of its own; default: one for each host.",
     ),
     click.option("--tp", "tp_sizes", default="1,2,4,8", show_default=True, type=ListOf("N,...", parse_tp)),
+    click.option(
+        "--pp",
+        "pp_sizes",
+        default="1",
+        show_default=True,
+        type=ListOf("N,...", parse_tp),
+        help="Stages of a node, of each of the sizes of --tp.",
+    ),
     node_options,
 )
 objective_options = options_of(
@@ -195,6 +203,7 @@ def asked_nodes_of(flags: dict[str, Any]) -> AskedNodes:
         both_hardware=tuple(dict.fromkeys((*own, *readers, *writers))),
         link=flags["link"] or "",
         tp_sizes=tuple(sorted(flags["tp_sizes"])),
+        pp_sizes=tuple(sorted(flags.get("pp_sizes", (1,)))),
         device_memory_bytes=flags["device_memory"],
         dollars_per_h=flags["price"] or (),
         watts=flags["watts"] or (),

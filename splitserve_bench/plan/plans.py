@@ -37,7 +37,7 @@ class Pool:
 
     @property
     def num_devices(self) -> int:
-        return self.count * self.kind.tp
+        return self.count * self.kind.num_devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Plan:
     def __str__(self) -> str:
         names = [f" {pool.kind.hardware}" if self.names_hardware else "" for pool in self.pools]
         return " + ".join(
-            f"{pool.count}{LETTERS[pool.role]}{name} TP{pool.kind.tp}"
+            f"{pool.count}{LETTERS[pool.role]}{name} {pool.kind.grid}"
             for pool, name in zip(self.pools, names, strict=True)
         )
 
@@ -87,18 +87,18 @@ class Plan:
         placed = []
         for name, pool in self._in_turn():
             kind = pool.kind
-            fits = (at for at, host in enumerate(free) if host[0] == kind.hardware and host[1] >= kind.tp)
+            fits = (at for at, host in enumerate(free) if host[0] == kind.hardware and host[1] >= kind.num_devices)
             host = next(fits, len(free))
             if host == len(free):
                 free.append((kind.hardware, self.gpus_per_host))
-            free[host] = (kind.hardware, free[host][1] - kind.tp)
+            free[host] = (kind.hardware, free[host][1] - kind.num_devices)
             placed.append(Placed(name, pool.role, kind, host))
         return placed
 
     def _in_turn(self) -> list[tuple[str, Pool]]:
         """Wide nodes first, which fit less easily; then evenly."""
         nodes = [
-            (-pool.kind.tp, (index + 0.5) / pool.count, f"{pool.role}-{index}", pool)
+            (-pool.kind.num_devices, (index + 0.5) / pool.count, f"{pool.role}-{index}", pool)
             for pool in self.pools
             for index in range(pool.count)
         ]
@@ -197,7 +197,7 @@ def candidates(asked: Asked, machines: Machines, estimates: Estimates, longest_t
         [kind for kind in kinds if kind.hardware in names or not names]
         for names in (asked.nodes.prefill_hardware, asked.nodes.decode_hardware, asked.nodes.both_hardware)
     )
-    colocated = [(Pool(BOTH, kind, devices // kind.tp),) for kind in all_round if kind.tp <= devices]
+    colocated = [(Pool(BOTH, kind, devices // kind.num_devices),) for kind in all_round if kind.num_devices <= devices]
     promising = [*colocated, *_splits(readers, writers, all_round, devices, estimates)]
 
     def promise(pools: tuple[Pool, ...]) -> float:
@@ -227,9 +227,9 @@ def _splits(
     for reader in readers:
         for writer in writers:
             pairs = [
-                (Pool(PREFILL, reader, count), Pool(DECODE, writer, (devices - count * reader.tp) // writer.tp))
-                for count in range(1, devices // reader.tp + 1)
-                if devices - count * reader.tp >= writer.tp
+                (Pool(PREFILL, reader, count), Pool(DECODE, writer, left // writer.num_devices))
+                for count in range(1, devices // reader.num_devices + 1)
+                if (left := devices - count * reader.num_devices) >= writer.num_devices
             ]
             ranked = sorted(pairs, key=estimates.of, reverse=True)[:RATIOS]
             yield from ranked

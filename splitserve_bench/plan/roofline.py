@@ -1,7 +1,9 @@
 """What steps take on a device by its data sheet: the roofline of Williams et al., with efficiencies that are written
 here.
 
-    products     max(2 · weights · tokens / FLOP/s, bytes of the weights / bandwidth); the head: sampled tokens only
+    products     max(2 · weights · tokens / FLOP/s, bytes of the weights / bandwidth); the head: sampled tokens only;
+                 of experts, a token is multiplied with those that it takes, and a step reads those that its tokens
+                 take, as if each chose at random: 1 - (1 - chosen / experts)^tokens of them
     attention    max(4 · heads · head size · layers · pairs of query and key / FLOP/s,
                      bytes of the keys and values / bandwidth)
     collectives  2 a layer, of tokens · hidden size values: a ring's 2 (n-1) latencies and 2 (n-1)/n of the bytes
@@ -49,13 +51,18 @@ class Roofline:
 
     def both_s(self, load: StepLoad) -> float:
         num_answers, num_tokens = load.num_answers, load.num_prompt_tokens
+        return self.mixed_s(num_answers, load.num_cached / num_answers, num_tokens, load.num_before / num_tokens)
+
+    def mixed_s(self, num_answers: float, context_tokens: float, num_tokens: float, before_tokens: float) -> float:
+        """Both in one step."""
         products_s = self._products_s(num_answers + num_tokens, num_answers + 1)
-        answers_s = self._answers_attention_s(num_answers, load.num_cached / num_answers)
-        return products_s + answers_s + self._chunk_attention_s(num_tokens, load.num_before / num_tokens)
+        answers_s = self._answers_attention_s(num_answers, context_tokens)
+        return products_s + answers_s + self._chunk_attention_s(num_tokens, before_tokens)
 
     def _products_s(self, num_tokens: float, num_sampled: float) -> float:
         model = self.model
-        body_s = self._bound_s(2 * model.body_weights * num_tokens, model.body_weights * model.dtype_bytes)
+        read_bytes = model.read_weights(num_tokens) * model.dtype_bytes
+        body_s = self._bound_s(2 * model.active_weights * num_tokens, read_bytes)
         head_s = self._bound_s(2 * model.head_weights * num_sampled, model.head_weights * model.dtype_bytes)
         ring_s = collectives_s(model, self.link, self.tp, num_tokens)
         return body_s + head_s + ring_s + LAYER_S * model.num_layers

@@ -23,6 +23,7 @@ from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher
 from coordinator.doors.authentication import BearerSecrets
 from coordinator.doors.http.anthropic_messages import MessagesCall
+from coordinator.doors.http.embeddings import parse_embeddings
 from coordinator.doors.http.fields import read_fields
 from coordinator.doors.http.openai_responses import ResponsesCall
 from coordinator.doors.http.requests import parse_batch, parse_chat, parse_completion
@@ -45,7 +46,9 @@ from kv_transfer.transports.dist_stream import pack_key, pack_sizes, unpack_key,
 from protos import convert, fleet_pb2, inference_pb2, ranks_pb2
 from serving_core.adapters import CONFIG_FILE, WEIGHTS_FILE, read_adapters
 from serving_core.api_keys import read_api_keys
+from serving_core.embedders import read_embedder
 from serving_core.errors import ModelError, RequestError, SettingsError
+from serving_core.json_fields import JsonFields
 from serving_core.model_config import ModelConfig, read_model_config
 from serving_core.requests import SamplingParams
 from serving_core.weight_files import INDEX_FILE, SINGLE_FILE, stored_tensors
@@ -200,6 +203,11 @@ def batch_body(data: bytes) -> None:
 
 
 @refuses(RequestError)
+def embeddings_body(data: bytes) -> None:
+    parse_embeddings(read_fields(data), "r")
+
+
+@refuses(RequestError)
 def tokenize_body(data: bytes) -> None:
     _body(parse_tokenize)(data)
 
@@ -322,7 +330,22 @@ def generation_config_json(data: bytes) -> None:
 @refuses(ModelError)
 def tokenizer_config_json(data: bytes) -> None:
     with _file("tokenizer_config.json", data) as path:
-        read_tokenizer(path.parent)
+        read_tokenizer(path.parent, embeds=True)
+
+
+@refuses(ModelError)
+def modules_json(data: bytes) -> None:
+    with _file("modules.json", data) as path:
+        read_embedder(path.parent, JsonFields({}, "config.json"), "auto", is_headless=True)
+
+
+@refuses(ModelError)
+def pooling_json(data: bytes) -> None:
+    modules = [{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]
+    with _file("modules.json", json.dumps(modules).encode()) as path:
+        (path.parent / "1_Pooling").mkdir(exist_ok=True)
+        (path.parent / "1_Pooling" / "config.json").write_bytes(data)
+        read_embedder(path.parent, JsonFields({}, "config.json"), "auto", is_headless=True)
 
 
 @refuses(ModelError)

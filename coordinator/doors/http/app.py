@@ -1,5 +1,6 @@
 """The OpenAI-compatible door: its endpoints, as an ASGI application."""
 
+import asyncio
 import importlib.metadata
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
@@ -24,6 +25,7 @@ from coordinator.doors.http.bodies import read_json
 from coordinator.doors.http.counting import Counting, HttpCounts
 from coordinator.doors.http.dialects import Dialect, Translation
 from coordinator.doors.http.door import REQUEST_ID_HEADER, Door, request_id_for
+from coordinator.doors.http.embeddings import AskedEmbeddings, check_size, embed_all, parse_embeddings, response_body
 from coordinator.doors.http.errors import ANTHROPIC_PATH, on_http_exception, on_request_error, renamed
 from coordinator.doors.http.fields import Fields
 from coordinator.doors.http.openai_responses import ResponsesCall
@@ -72,6 +74,7 @@ class Endpoints:
             Route("/v1/responses", self.responses, methods=["POST"]),
             Route(ANTHROPIC_PATH, self.messages, methods=["POST"]),
             Route(f"{ANTHROPIC_PATH}/count_tokens", self.count_tokens, methods=["POST"]),
+            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
             Route("/v1/chat/completions/batch", self.chat_batch, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
@@ -127,6 +130,22 @@ class Endpoints:
         except RequestError as error:
             raise call.named(error) from error
         return JSONResponse({"input_tokens": len(token_ids)})
+
+    async def embeddings(self, request: Request) -> Response:
+        given, drawn = request.headers.get(REQUEST_ID_HEADER), request_id_for(request.scope)
+
+        def parsed(fields: Fields) -> tuple[AskedEmbeddings, list[str]]:
+            in_body = fields.text("request_id")
+            return parse_embeddings(fields, given or in_body or drawn), fields.unread()
+
+        with self._front.noting_refusal(given or drawn):
+            asked, unread = await read_json(request, parsed)
+            self._check_unread(request, unread)
+            check_size(asked, self._front.model.config.hidden_size)
+        embeddings = await unless_gone(request.receive, embed_all(self._front, asked))
+        name = self._front.model.name_in_answers(asked.model)
+        body = await asyncio.to_thread(response_body, embeddings, asked.encoding, name)
+        return Response(body, media_type="application/json")
 
     async def tokenize(self, request: Request) -> Response:
         asked, unread = await read_json(request, lambda fields: (parse_tokenize(fields), fields.unread()))

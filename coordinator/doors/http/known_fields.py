@@ -13,13 +13,14 @@ from typing import Any, Final
 from coordinator.doors.http.fields import Fields, shown
 
 COMPLETIONS, CHAT, BATCH, TOKENIZE, DETOKENIZE = "completions", "chat", "batch", "tokenize", "detokenize"
-RESPONSES, MESSAGES = "responses", "messages"
+RESPONSES, MESSAGES, EMBEDDINGS = "responses", "messages", "embeddings"
 ENDPOINTS: Final = {
     COMPLETIONS: "/v1/completions",
     CHAT: "/v1/chat/completions",
     BATCH: "/v1/chat/completions/batch",
     RESPONSES: "/v1/responses",
     MESSAGES: "/v1/messages",
+    EMBEDDINGS: "/v1/embeddings",
     TOKENIZE: "/tokenize",
     DETOKENIZE: "/detokenize",
 }
@@ -92,7 +93,15 @@ KNOWN: Final[tuple[KnownField, ...]] = (
     *_taken(ANSWERS, "include_stop_str_in_output response_format include_timeline"),
     *_taken(ALL, "logit_bias structured_outputs cache_salt ttft_ms tpot_ms slo_class"),
     _told(ALL, "priority", "from -100 to 100, the lower the earlier"),
-    *_taken((*ALL, TOKENIZE, DETOKENIZE), "model"),
+    *_taken((*ALL, EMBEDDINGS, TOKENIZE, DETOKENIZE), "model"),
+    _told((EMBEDDINGS,), "input", "text, token ids, or a list of either"),
+    _told((EMBEDDINGS,), "encoding_format", "float or base64"),
+    _told((EMBEDDINGS,), "dimensions", "of a model whose config.json has is_matryoshka or matryoshka_dimensions"),
+    _told((EMBEDDINGS,), "normalize", "to length 1; as the model's folder says where it is missing"),
+    _told((EMBEDDINGS,), "truncate_prompt_tokens", "the first tokens are kept; -1: as many as there is room for"),
+    _told((EMBEDDINGS,), "priority", "from -100 to 100, the lower the earlier"),
+    _told((EMBEDDINGS,), "request_id", "where there is no header X-Request-Id"),
+    *_taken((EMBEDDINGS,), "cache_salt"),
     _told((COMPLETIONS,), "max_tokens", "16 where it is missing, as OpenAI's"),
     *_taken(CHATS, "max_tokens max_completion_tokens"),
     _told((COMPLETIONS,), "logprobs", "how many of the likeliest tokens are told"),
@@ -153,7 +162,21 @@ KNOWN: Final[tuple[KnownField, ...]] = (
     *_idle(ANSWERS, "routed_experts_prompt_start", "no routing of experts is told"),
     *_idle(CHATS, "prediction", "it would only make the answer faster"),
     *_idle((*CHATS, TOKENIZE), "media_io_kwargs mm_processor_kwargs", "messages are text"),
+    *_idle((EMBEDDINGS,), "user safety_identifier additional_data", "who asks, and what for, makes no difference"),
+    *_idle((EMBEDDINGS,), "service_tier", "there is one"),
+    *_idle((EMBEDDINGS,), "mm_processor_kwargs media_io_kwargs", "inputs are text"),
+    *_idle(
+        (EMBEDDINGS,),
+        "add_generation_prompt continue_final_message chat_template chat_template_kwargs",
+        "messages alone have a use for it",
+    ),
     # ---- refused ----
+    *_refused((EMBEDDINGS,), "add_special_tokens", "send token ids, which /tokenize makes without them", True),
+    *_refused((EMBEDDINGS,), "embed_dtype", "vectors are float32", "float32"),
+    *_refused((EMBEDDINGS,), "endianness", "vectors are little-endian, as OpenAI's", "native", "little"),
+    *_refused((EMBEDDINGS,), "messages", "send input: /tokenize makes token ids of a conversation", []),
+    *_refused((EMBEDDINGS,), "truncation_side", "the first tokens are those that are kept", "right"),
+    *_refused((EMBEDDINGS,), "use_activation", "it is normalize"),
     *_refused(ANSWERS, "bad_words", "logit_bias keeps tokens out of an answer", []),
     *_refused(ANSWERS, "best_of", "as many answers are made as n asks for", 1, same_as="n"),
     *_refused(ANSWERS, "ec_transfer_params kv_transfer_params", "the server decides what goes between its nodes", {}),

@@ -6,15 +6,18 @@ import pytest
 from anthropic.types.message_create_params import MessageCreateParamsStreaming as MessageParams
 from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsStreaming as CompletionParams
+from openai.types.embedding_create_params import EmbeddingCreateParams
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming as ResponseParams
 
 from coordinator.doors.http.anthropic_messages import MessagesCall
+from coordinator.doors.http.embeddings import parse_embeddings
 from coordinator.doors.http.fields import Fields
 from coordinator.doors.http.known_fields import (
     BATCH,
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
+    EMBEDDINGS,
     KNOWN,
     MESSAGES,
     RESPONSES,
@@ -35,6 +38,7 @@ BODIES: dict[str, dict[str, Any]] = {
     BATCH: {"messages": [TURNS, TURNS]},
     RESPONSES: {"input": "c"},
     MESSAGES: {"messages": TURNS},
+    EMBEDDINGS: {"input": "p"},
     TOKENIZE: {"messages": TURNS},
     DETOKENIZE: {"tokens": [1]},
 }
@@ -44,6 +48,7 @@ PARSERS = {
     BATCH: lambda fields: parse_batch(fields, "id"),
     RESPONSES: lambda fields: ResponsesCall().parse(fields, "id"),
     MESSAGES: lambda fields: MessagesCall().parse(fields, "id"),
+    EMBEDDINGS: lambda fields: parse_embeddings(fields, "id"),
     TOKENIZE: parse_tokenize,
     DETOKENIZE: lambda fields: parse_detokenize(fields, 10),
 }
@@ -58,12 +63,15 @@ vllm_xargs repetition_detection thinking_token_budget stream_interval"""
 OF_TEMPLATES = "add_generation_prompt continue_final_message chat_template chat_template_kwargs media_io_kwargs"
 VLLM_CHAT = f"""{VLLM} {OF_TEMPLATES} mm_processor_kwargs include_reasoning echo documents return_prompt_text
 reasoning_effort"""
+VLLM_EMBEDDINGS = f"""{OF_TEMPLATES} mm_processor_kwargs truncate_prompt_tokens truncation_side request_id priority
+cache_salt add_special_tokens messages embed_dtype endianness use_activation normalize additional_data"""
 EXPECTED = {
     COMPLETIONS: {*CompletionParams.__annotations__, *VLLM.split(), "prompt_embeds"},
     CHAT: {*ChatParams.__annotations__, *VLLM_CHAT.split()},
     BATCH: {*ChatParams.__annotations__, *VLLM_CHAT.split(), "best_of", "early_stopping", "guided_decoding_backend"},
     RESPONSES: {*ResponseParams.__annotations__},
     MESSAGES: {*MessageParams.__annotations__},
+    EMBEDDINGS: {*EmbeddingCreateParams.__annotations__, *VLLM_EMBEDDINGS.split()},
     TOKENIZE: {
         *OF_TEMPLATES.split(),
         "model",
@@ -97,6 +105,8 @@ def test_what_is_read_is_what_is_listed(endpoint):
         other = Fields({"prompt": "p"})
         parse_tokenize(other)
         read |= other._read
+    elif endpoint == EMBEDDINGS:
+        read |= {"request_id"}  # before all else
     elif endpoint != DETOKENIZE:
         set_limits(asked.requests, fields, {})
         read |= fields._read | {"request_id"}  # before all else
@@ -123,7 +133,7 @@ def test_what_is_refused_is_named_and_what_asks_for_nothing_may_be_sent(endpoint
 
 def with_n(asked):
     """One answer is what is asked for without a number, too."""
-    for request in getattr(asked, "requests", ()):
+    for request in getattr(asked, "requests", ()) if hasattr(asked, "num_answers") else ():
         request.sampling_params.n = request.sampling_params.n or 1
     return asked
 

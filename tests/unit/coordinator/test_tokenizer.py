@@ -7,6 +7,8 @@ import signal
 import threading
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from coordinator.text.chat_template import RenderOptions
@@ -19,7 +21,7 @@ from coordinator.text.tokenizer import (
     read_tokenizer,
 )
 from serving_core.errors import ModelError, RequestError
-from tests.tiny_models import ASSISTANT, EOS, write_tokenizer
+from tests.tiny_models import ASSISTANT, BOS, EOS, write_tokenizer
 
 MESSAGES = [
     {"role": "system", "content": 'You are <kind> & "quoted".\n'},
@@ -119,6 +121,31 @@ def test_who_stops_waiting_leaves_the_queue_and_the_others_keep_their_order(fold
         assert sorted(ended) == ["a", "b", "c"]
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("template", "changes", "embeds", "expected", "num_end_tokens"),
+    [
+        (None, {}, True, [97], 0),
+        (None, {"add_eos_token": True}, False, [97], 0),
+        (None, {"add_eos_token": True}, True, [97, EOS], 1),
+        ("<|bos|> $A", {"add_eos_token": True}, True, [BOS, 97, EOS], 1),
+        ("$A <|eos|>", {"add_eos_token": True}, True, [97, EOS], 1),
+        ("<|bos|> $A <|eos|> <|eos|>", {}, False, [BOS, 97, EOS, EOS], 2),
+        (None, {"add_eos_token": True, "eos_token": "of no vocabulary"}, True, [97], 0),
+    ],
+)
+def test_texts_to_be_embedded_end_as_the_folder_says(folder, template, changes, embeds, expected, num_end_tokens):
+    if template:
+        path = folder / "tokenizer.json"
+        tokenizer = Tokenizer.from_file(str(path))
+        special_tokens = [("<|bos|>", BOS), ("<|eos|>", EOS)]
+        tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special_tokens)
+        tokenizer.save(str(path))
+    edit_config(folder, **changes)
+    tokenizer = read_tokenizer(folder, embeds=embeds)
+    assert asyncio.run(tokenizer.encode("a", ENOUGH)) == expected
+    assert tokenizer.num_end_tokens == num_end_tokens
 
 
 def test_the_tokenizers_own_special_tokens_are_added_and_its_limits_are_not(folder):

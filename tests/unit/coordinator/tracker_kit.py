@@ -2,14 +2,14 @@
 
 import dataclasses
 
-from coordinator.control.instructions import Emit, End, MoveEnded, Send
+from coordinator.control.instructions import Embedded, Emit, End, MoveEnded, Send
 from coordinator.control.ledger import Ledger
 from coordinator.control.metrics import Metrics
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
 from coordinator.control.tracker import Tracker
 from serving_core.errors import RequestError
-from serving_core.requests import SamplingParams
+from serving_core.requests import MEAN, Pooling, SamplingParams
 from tests import fleet_events as events
 
 PROMPT = [7, 8, 9]
@@ -18,8 +18,8 @@ PROMPT = [7, 8, 9]
 class World:
     """A tracker with nodes p0, p1, d0 and d1. Every call returns its instructions in short: see `short`."""
 
-    def __init__(self, nodes=("p0", "p1", "d0", "d1"), **settings):
-        self.registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
+    def __init__(self, nodes=("p0", "p1", "d0", "d1"), *, embeds=False, **settings):
+        self.registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9, embeds=embeds)
         for name in nodes:
             self.attach(name)
         defaults = {"first_epoch": 0, "max_live": 10, "max_restarts": 1, "keep_after_s": 1e9}
@@ -45,6 +45,11 @@ class World:
     def outgoing(self, name):
         """Tokens of what the node has read for other nodes and has to hold still."""
         return self.ledger.of(self.registry.find(name)).tokens_outgoing
+
+    def embed(self, request_id="r/0", token_ids=PROMPT, kind=MEAN, now=0.0):
+        times = {"arrived_s": now, "deadline_s": now + 100.0}
+        sampling, pooling = SamplingParams(max_tokens=0), Pooling(kind)
+        return self.short(self.tracker.submit(request_id, Prompt(token_ids), sampling, **times, pooling=pooling))
 
     def submit(self, request_id="r/0", token_ids=PROMPT, cache_salt="", now=0.0, max_tokens=5, slo=None, adapter=""):
         prompt, sampling = Prompt(token_ids, cache_salt, adapter), SamplingParams(max_tokens=max_tokens)
@@ -87,6 +92,8 @@ class World:
                 return f"{kind} {node.name}"
             case Emit(_, tokens):
                 return "emit " + " ".join(f"{token.index}:{token.token_id}" for token in tokens)
+            case Embedded(_, embedding):
+                return f"embedded {embedding.decode()}"
             case MoveEnded():
                 return instruction.outcome.value
             case End(_, outcome):

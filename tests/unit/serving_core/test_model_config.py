@@ -148,7 +148,7 @@ def test_custom_code_is_ignored_not_run(read, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"architectures": ["BertForMaskedLM"]}, "'BertForMaskedLM' is not supported; supported are LlamaFor"),
+        ({"architectures": ["BertForMaskedLM"]}, "'BertForMaskedLM' is not supported: its attention goes both"),
         ({"architectures": None, "model_type": "gpt_oss"}, "'gpt_oss' is not supported; supported are LlamaFor"),
         ({"architectures": ["LlavaForConditionalGeneration"]}, "'LlavaForConditionalGeneration' is not supported"),
         ({"architectures": []}, "architectures .* must be a list of one name"),

@@ -14,7 +14,7 @@ from serving_core.costs import StepCosts
 from serving_core.layout import KVLayout
 from serving_core.prefix import hint_of
 from serving_core.rates import StepRates
-from serving_core.requests import Request, SampledToken, SamplingParams
+from serving_core.requests import NO_TOKEN, Request, SampledToken, SamplingParams
 from serving_core.residents import Stage
 from serving_core.shapes import preset
 from serving_node.decisions import Beat, CancelTransfer, FinishSend, Receive, Send, SendMore, Tell
@@ -26,6 +26,7 @@ BLOCK_BYTES = 100
 LAYOUT = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=4, block_size=BLOCK_SIZE, dtype="float32")
 STEP_S = 0.5
 NEVER = NUM_TOKEN_IDS  # a token that the toy never says
+EMBEDDING = b"of any prompt..."
 
 
 def prompt_of(length, first=0):
@@ -166,6 +167,7 @@ class Node:
         due=None,
         priority=0,
         adapter="",
+        pooling=None,
         **sampling,
     ):
         """All begin alike, and have nothing to share unless they are given the same salt."""
@@ -179,6 +181,7 @@ class Node:
             SamplingParams(max_tokens=max_tokens, **{"ignore_eos": True, **sampling}),
             name if salt is None else salt,
             adapter=adapter,
+            pooling=pooling,
         )
         return request, convert.job_to_wire(request, self._num_requests if age is None else age, due, priority)
 
@@ -205,7 +208,12 @@ class Node:
             return
         self.kv.verify(works)
         self.now += STEP_S
-        self.logic.step_done(works, [SampledToken(token_id) for token_id in self._tokens], STEP_S, self.now)
+        sampling = [work.request for work in works if work.samples]
+        given = [
+            SampledToken(NO_TOKEN, embedding=EMBEDDING) if request.pooling else SampledToken(token_id)
+            for request, token_id in zip(sampling, self._tokens, strict=True)
+        ]
+        self.logic.step_done(works, given, STEP_S, self.now)
         self._settle()
 
     def fail_step(self, error=None):

@@ -159,6 +159,22 @@ def test_nodes_of_every_role_by_number(given, names, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({}, "prefill-0"),
+        ({"prefill": 2}, "prefill-0 prefill-1"),
+        ({"decode": 1}, "prefill-0 decode-0"),
+        ({"both": 2}, "both-0 both-1"),
+    ],
+)
+def test_for_embeddings_nobody_has_to_write(given, names):
+    _, *nodes = plan_cluster(ClusterSettings(**given), {}, MODEL, PLACE, embeds=True)
+    assert " ".join(node.name for node in nodes) == names
+    with pytest.raises(SettingsError, match="nobody would read prompts"):
+        plan_cluster(ClusterSettings(prefill=0), {}, MODEL, PLACE, embeds=True)
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"prefill": 0}, "nobody would read prompts: --prefill or --both must be above 0"),

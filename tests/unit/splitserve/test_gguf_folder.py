@@ -12,11 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coordinator.text.tokenizer import read_tokenizer
+from serving_core.embedders import Embedder
 from serving_core.errors import ModelError
 from serving_core.fingerprint import fingerprint
 from serving_core.gguf_header import read_header
 from serving_core.model_config import read_model_config
 from serving_core.needs import needs_of
+from serving_core.requests import LAST, MEAN
 from serving_core.rope_config import DefaultRope, FactorRope, LinearRope, YarnRope
 from serving_core.settings import EngineSettings
 from splitserve.gguf.folder import gguf_folder
@@ -55,6 +57,15 @@ def test_the_config_is_that_of_the_model_it_was_made_of(make, tmp_path, family, 
         assert getattr(found, field) == getattr(written, field), field
     assert found.rms_norm_eps == np.float32(written.rms_norm_eps)
     assert (found.dtype, found.bos_token_id, found.eos_token_ids) == ("bfloat16", BOS, (EOS,))
+
+
+@pytest.mark.parametrize(("number", "kind"), [(1, MEAN), (3, LAST)])
+def test_a_file_may_say_how_it_pools(make, number, kind):
+    assert read_model_config(make()).embedder is None
+    folder = make("qwen3", {"qwen3.pooling_type": number})
+    assert read_model_config(folder).embedder == Embedder(kind, normalizes=True)
+    with pytest.raises(ModelError, match="says pooling_type 2, and a model with that cannot be served"):
+        make("qwen3", {"qwen3.pooling_type": 2})
 
 
 ROPES = {

@@ -258,7 +258,7 @@ BROKEN = {
     "no config.json": (lambda folder: (folder / "config.json").unlink(), "config.json cannot be read"),
     "an architecture of another kind": (
         lambda folder: rewrite(folder / "config.json", architectures=["BertForMaskedLM"]),
-        "architecture 'BertForMaskedLM' is not supported; supported are Llama",
+        "architecture 'BertForMaskedLM' is not supported: its attention goes both ways",
     ),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json; a tokenizer of another"),
     "no weights": (

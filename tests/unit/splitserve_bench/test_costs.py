@@ -18,7 +18,6 @@ from splitserve_bench.engine.costs import (
     decode_kv_bytes,
     head_parameters,
     prompt_flops,
-    share_of_experts,
 )
 from splitserve_bench.engine.engine import read_weight_bytes
 from splitserve_bench.engine.random_models import SHAPES, Shape, shape_of, write_random_model
@@ -95,8 +94,8 @@ def test_a_mixture_costs_what_its_tokens_take(tmp_path):
     config = read_model_config(write_foreign_model(tmp_path, "qwen2_moe", num_hidden_layers=3, **fields))
     mixture = 6 * 48 + 2 * 3 * 48 * 24 + 48 + 3 * 48 * 40  # gate, two of six experts, the shared one and its gate
     assert body_parameters(config) == 3 * attention + dense + 2 * mixture
-    assert share_of_experts(config, 1) == pytest.approx(2 / 6)
-    assert share_of_experts(config, 3) == pytest.approx(1 - (4 / 6) ** 3)
+    assert config.experts.share_taken(1) == pytest.approx(2 / 6)
+    assert config.experts.share_taken(3) == pytest.approx(1 - (4 / 6) ** 3)
 
 
 def test_experts_that_no_token_takes_are_not_read(tmp_path):

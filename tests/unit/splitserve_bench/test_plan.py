@@ -23,6 +23,7 @@ from splitserve_bench.plan.nodes import machines_of, profile_of
 from splitserve_bench.plan.plans import Plan, Pool
 from splitserve_bench.plan.race import Race
 from splitserve_bench.plan.roofline import ATTENTION, LAYER_S, LINK, MEMORY, PRODUCTS, Roofline, collectives_s
+from splitserve_bench.plan.stages import StagedRoofline
 from splitserve_bench.plan.study import study_of
 from splitserve_bench.serve.metrics import Limits
 from splitserve_bench.simulate.agenda import Agenda
@@ -66,6 +67,50 @@ def test_a_long_prompt_is_bound_by_its_products(folder):
     assert steps.chunk_s(num, 0) == pytest.approx(products_s + attention_s + head_s + 8 * LAYER_S)
 
 
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_of_experts_those_that_tokens_take_are_read_and_computed(tmp_path):
+    model = read_model_sizes(model_folder(tmp_path / "moe", QWEN3_30B_A3B))
+    assert model.weight_bytes / 2 == pytest.approx(30.53e9, rel=0.001)  # as published
+    assert model.active_weights + 2 * model.head_weights == pytest.approx(3.35e9, rel=0.01)
+    expert, always = 48 * 3 * 2048 * 768, model.body_weights - 48 * 128 * 3 * 2048 * 768
+    assert model.active_weights == always + 8 * expert
+    assert model.read_weights(1) == model.active_weights
+    assert model.read_weights(16) == pytest.approx(always + 128 * (1 - (120 / 128) ** 16) * expert, rel=1e-4)
+    steps, link = Roofline(model, H100, link_of("nvlink", H100), 1), 48 * LAYER_S
+    head_s = model.head_weights * 2 / (H100.bytes_per_s * MEMORY)
+    kv_s = 16 * 1000 * model.rank_token_bytes(1) / (H100.bytes_per_s * MEMORY)
+    read_s = model.read_weights(16) * 2 / (H100.bytes_per_s * MEMORY)
+    assert steps.answers_s(16, 1000) == pytest.approx(read_s + head_s + kv_s + link)
+    products_s = 2 * model.active_weights * 8192 / (H100.flops * PRODUCTS)
+    attention_s = 4 * 32 * 128 * 48 * 8192 * 8193 / 2 / (H100.flops * ATTENTION)
+    assert steps.chunk_s(8192, 0) == pytest.approx(products_s + attention_s + head_s + link)
+
+
+def test_layers_without_experts_and_shared_ones_count(tmp_path):
+    fields = {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "mlp_only_layers": [0, 1]}
+    folder = model_folder(tmp_path / "moe", QWEN3_30B_A3B | fields | {"shared_expert_intermediate_size": 5632})
+    model, heads = read_model_sizes(folder), 2 * (32 + 4) * 128
+    mixture = 3 * (8 * 768 + 5632) + 129
+    assert model.active_weights == 2048 * (48 * heads + 2 * 3 * 6144 + 46 * mixture)
+
+
 def test_two_ranks_halve_the_work_and_pay_two_rings_a_layer(folder):
     model, link = read_model_sizes(folder), link_of("nvlink", H100)
     one, two = (Roofline(model, H100, link, tp) for tp in (1, 2))
@@ -73,6 +118,42 @@ def test_two_ranks_halve_the_work_and_pay_two_rings_a_layer(folder):
     rings_s = 16 * (2 * link.latency_s + 8 * 1024 * 2 / (link.bytes_per_s * LINK))
     assert collectives_s(model, link, 2, 8) == pytest.approx(rings_s)
     assert two.answers_s(8, 500) == pytest.approx(work_s / 2 + 8 * LAYER_S + rings_s)
+
+
+def test_stages_pass_answers_on_and_compute_parts_of_a_chunk_at_once(folder):
+    model, link = read_model_sizes(folder), link_of("nvlink", H100)
+    stage = Roofline(model, H100, link, 2)
+    staged = StagedRoofline(stage, 2)
+
+    def hops_s(num_tokens, num_sampled):
+        num_bytes = 2 * num_tokens * 1024 * 2 + num_sampled * 5000 * 2
+        return 2 * link.latency_s + num_bytes / (link.bytes_per_s * LINK)
+
+    assert staged.answers_s(8, 500) == pytest.approx(stage.answers_s(8, 500) + hops_s(8, 8))
+    assert staged.chunk_s(100, 7) == pytest.approx(stage.chunk_s(100, 7) + hops_s(100, 1))  # too few for two parts
+    in_eight = 9 / 2 * stage.chunk_s(512, 7 + (4096 - 512) / 2) + hops_s(512, 1)
+    assert staged.chunk_s(4096, 7) == pytest.approx(in_eight)
+    lone = StepLoad(8, 4000, 40, 0)
+    assert staged.both_s(lone) == pytest.approx(stage.both_s(lone) + hops_s(48, 9))
+    parts_s = 9 / 2 * stage.mixed_s(1, 500, 255, 2040 * 7 / 8 / 2) + hops_s(256, 9)
+    assert staged.both_s(StepLoad(8, 4000, 2040, 0)) == pytest.approx(parts_s)
+
+
+def test_stages_hold_a_model_that_ranks_alone_do_not(nodes):
+    model = read_model_sizes(nodes_folder(nodes))
+    assert model.rank_token_bytes(1, 3) == model.rank_token_bytes(1) * 3 // 8  # three, three and two of eight layers
+    body_bytes, head_bytes = model.body_weights * 2, model.head_weights * 2
+    assert model.rank_weight_bytes(1, 3) == body_bytes * 3 // 8 + head_bytes
+    small = replace(nodes, pp_sizes=(1, 2, 16), tp_sizes=(1,), device_memory_bytes=body_bytes)
+    machines = machines_of(replace(small, gpus_per_host=16))
+    [kind] = machines.kinds
+    assert (kind.grid, kind.num_devices, kind.dollars_per_h, kind.num_sending) == ("TP1 PP2", 2, 9.5, 2)
+    assert [words.partition(":")[0] for words in machines.unfit] == ["h100, TP 1", "h100, TP 1, PP 16"]
+    plan = Plan((Pool(PREFILL, kind, 1), Pool(DECODE, kind, 1)), 4, 4)
+    assert (str(plan), plan.num_devices) == ("1P TP1 PP2 + 1D TP1 PP2", 4)
+    study = study_of(asked(replace(small, gpus_per_host=4), gpus=4))
+    up_words = " ".join(commands_of(study, plan))
+    assert "--prefill-pp 2 --decode-pp 2" in up_words
 
 
 def test_a_step_of_both_reads_the_weights_once(folder):
@@ -340,7 +421,7 @@ def test_a_model_that_is_not_served_gets_no_command(tmp_path):
         (("--profile", "{profile}"), "--gpus N is needed"),
         (("--profile", "{profile}", "--gpus", "3", "--cells", "2"), "3 devices cannot be divided evenly"),
         (("--profile", "{profile}", "--gpus", "2", "--dataset", "azure"), "needs --dataset-path"),
-        (("--profile", "{profile}", "--gpus", "2", "--tp", "0"), "no tensor parallel size"),
+        (("--profile", "{profile}", "--gpus", "2", "--tp", "0"), "no parallel size"),
         (("--profile", "{profile}", "--gpus", "2", "--price", "h100"), "not HARDWARE=NUMBER"),
     ],
 )

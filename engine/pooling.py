@@ -1,0 +1,41 @@
+"""Embeddings of texts: pooled from the hidden states behind their tokens, step by step as these are computed."""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from serving_core.errors import ModelError
+from serving_core.requests import MEAN, NO_TOKEN, Pooling, SampledToken, Work
+
+
+def pool(hidden: torch.Tensor, works: Sequence[Work]) -> list[SampledToken]:
+    """Adds to what is pooled of each request what its share of the step brings; one that begins anew starts from
+    nothing. `hidden` [S, E] are the wanted rows of the batch of these works. Gives the embedding of each whose last
+    token is among them, in order. Raises ModelError when one is not of finite numbers: the model is broken or
+    overflows."""
+    done: list[SampledToken] = []
+    row = 0
+    for work in works:
+        request, pooling = work.request, work.request.pooling
+        assert pooling is not None, "an embedder gets no other requests"
+        rows = hidden[row : row + work.num_scored + work.samples]
+        row += len(rows)
+        if pooling.kind == MEAN:
+            # In float64 it does not show in which parts they were added up.
+            total = rows.sum(0, dtype=torch.float64)
+            request.pooled = total if work.start == 0 else request.pooled + total
+        if work.samples:
+            pooled = request.pooled / len(request.token_ids) if pooling.kind == MEAN else rows[-1]
+            done.append(SampledToken(NO_TOKEN, embedding=_embedding(pooled.float(), pooling)))
+    return done
+
+
+def _embedding(pooled: torch.Tensor, pooling: Pooling) -> bytes:
+    if pooling.num_dimensions:
+        pooled = pooled[: pooling.num_dimensions]
+    if pooling.normalizes:
+        pooled = functional.normalize(pooled, dim=0)
+    if not bool(pooled.isfinite().all()):
+        raise ModelError("the model's hidden states are not finite numbers")
+    return pooled.cpu().numpy().astype("<f4").tobytes()

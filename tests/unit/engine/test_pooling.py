@@ -1,0 +1,101 @@
+"""Embeddings of the engine against transformers' last hidden states, pooled by hand."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModel
+
+from engine.engine import Engine
+from serving_core.errors import ModelError, SettingsError
+from serving_core.requests import LAST, MEAN, Pooling, Request, SamplingParams, Work
+from serving_core.settings import EngineSettings
+from tests.tiny_models import write_fake_model, write_tiny_embedder, write_tiny_model
+
+TEXTS = [[5, 80, 11, 250, 7, 7, 42, 200, 9], [3, 100], [17] * 4]
+NO_ANSWER = SamplingParams(max_tokens=0)
+
+
+def engine_of(folder, **settings):
+    return Engine(EngineSettings(model=str(folder), dtype="float32", block_size=4, num_kv_blocks=64, **settings))
+
+
+def embedded(engine, texts, pooling, chunk_tokens=100, runs=1):
+    """The embeddings of texts that are read beside each other in chunks; again and again, as one that gave way is."""
+    requests = [
+        Request(str(index), 0, list(text), len(text), NO_ANSWER, pooling=pooling) for index, text in enumerate(texts)
+    ]
+    found = {}
+    for start in [*range(0, max(map(len, texts)), chunk_tokens)] * runs:
+        works = [
+            Work(request, start, min(chunk_tokens, len(request.token_ids) - start), range(8 * place, 8 * place + 8))
+            for place, request in enumerate(requests)
+            if start < len(request.token_ids)
+        ]
+        given = iter(engine.step(works))
+        found |= {work.request.request_id: next(given).embedding for work in works if work.samples}
+        assert next(given, None) is None
+    return [np.frombuffer(found[request.request_id], dtype="<f4") for request in requests]
+
+
+def by_hand(folder, texts, kind):
+    """Not of length 1."""
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        states = [model(torch.tensor([text])).last_hidden_state[0] for text in texts]
+    return [(each.mean(0) if kind == MEAN else each[-1]).numpy() for each in states]
+
+
+@pytest.mark.parametrize("kind", [MEAN, LAST])
+@pytest.mark.parametrize(
+    "family",
+    ["mistral", "qwen3", pytest.param("llama", marks=pytest.mark.long), pytest.param("qwen2", marks=pytest.mark.long)],
+)
+def test_embeddings_are_those_of_transformers_however_texts_are_cut(tmp_path, family, kind):
+    folder = write_tiny_embedder(tmp_path / "tiny", family)
+    engine = engine_of(folder)
+    expected = by_hand(folder, TEXTS, kind)
+    for chunk_tokens in (1, 4, 100):
+        found = embedded(engine, TEXTS, Pooling(kind, normalizes=False), chunk_tokens)
+        for vector, other in zip(found, expected, strict=True):
+            assert vector == pytest.approx(other, abs=1e-5)
+
+
+def test_a_model_with_a_head_embeds_without_it(tmp_path):
+    folder = write_tiny_model(tmp_path / "tiny", "granite", logits_scaling=4.0, tie_word_embeddings=False)
+    engine = engine_of(folder, runner="pooling")
+    assert engine.program is None
+    assert engine.weight_bytes < engine_of(folder).weight_bytes
+    [found] = embedded(engine, TEXTS[:1], Pooling(LAST, normalizes=False))
+    assert found == pytest.approx(by_hand(folder, TEXTS[:1], LAST)[0], abs=1e-5)
+
+
+def test_what_gave_way_is_pooled_anew(tmp_path):
+    folder = write_tiny_embedder(tmp_path / "tiny")
+    [once], [twice] = (embedded(engine_of(folder), TEXTS[:1], Pooling(MEAN), 4, runs) for runs in (1, 2))
+    assert once.tobytes() == twice.tobytes()
+
+
+def test_length_and_leading_numbers(tmp_path):
+    folder = write_tiny_embedder(tmp_path / "tiny")
+    engine, [plain] = engine_of(folder), by_hand(tmp_path / "tiny", TEXTS[:1], LAST)
+    for num_dimensions in (0, 16):
+        kept = plain[: num_dimensions or None]
+        for normalizes in (False, True):
+            [found] = embedded(engine, TEXTS[:1], Pooling(LAST, normalizes, num_dimensions))
+            assert found == pytest.approx(kept / np.linalg.norm(kept) if normalizes else kept, abs=1e-5)
+
+
+def test_a_broken_model_gives_no_embedding(tmp_path):
+    engine = engine_of(write_tiny_embedder(tmp_path / "tiny"))
+    engine.model.norm.weight.data.fill_(torch.inf)
+    with pytest.raises(ModelError, match="not finite"):
+        embedded(engine, TEXTS, Pooling(MEAN))
+
+
+def test_warm_up_and_what_cannot_embed(tmp_path):
+    assert engine_of(write_tiny_embedder(tmp_path / "tiny")).warm_up() > 0
+    with pytest.raises(SettingsError, match="no hidden states"):
+        engine_of(write_fake_model(tmp_path / "fake"), runner="pooling")
+    folder = write_tiny_model(tmp_path / "phi", "phi")
+    with pytest.raises(SettingsError, match="transformers computes PhiForCausalLM, and embeddings are made by"):
+        engine_of(folder, runner="pooling")
