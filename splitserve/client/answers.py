@@ -276,7 +276,7 @@ def to_model_info(message: inference_pb2.GetModelInfoResponse) -> ModelInfo:
 
 def to_embedding(message: inference_pb2.EmbedResponse) -> Embedding:
     vector = struct.unpack(f"<{len(message.embedding) // _FLOAT_BYTES}f", message.embedding)
-    return Embedding(vector, message.prompt_tokens, message.cached_tokens, _copy(Timeline, message.timeline))
+    return Embedding(vector, message.prompt_tokens, message.cached_tokens, record_of(Timeline, message.timeline))
 
 
 def to_server_info(message: inference_pb2.GetServerInfoResponse) -> ServerInfo:
