@@ -13,8 +13,10 @@ from typing import Final, NamedTuple
 
 MEMORY: Final = 256  # steps, after which one counts for a third
 KEPT: Final = 1 - 1 / MEMORY
-TRUST: Final = 1e-4  # in what was believed before the first step, against one that is sure
 NUM_WEIGHTS: Final = 6
+# In what was believed before the first step, against one that is sure. Least in what a step takes whatever it holds: as
+# long as steps are alike it is that, and not the answers or the tokens before them, of which others will hold more.
+TRUST: Final = (1e-6, 1e-4, 1e-4, 1e-4, 1e-4, 1e-4)
 FAR: Final = 4.0  # times what any step has held: beyond that, what a step takes is a guess
 
 
@@ -95,7 +97,7 @@ class StepCosts:
             while self._new:
                 load, step_s = self._new.popleft()
                 self._take_in(load.figures, step_s)
-            self._weights = StepWeights(*(max(0.0, each) for each in self._fit()))
+            self._weights = self._fit()
         return self._weights
 
     def step_s(self, load: StepLoad) -> float:
@@ -134,15 +136,27 @@ class StepCosts:
             row[:] = [KEPT * old + share * other for old, other in zip(row, shares, strict=True)]
         self._sums = [KEPT * old + share for old, share in zip(self._sums, shares, strict=True)]
 
-    def _fit(self) -> list[float]:
-        """The weights, each as it was believed to be as far as steps tell nothing of it."""
+    def _fit(self) -> StepWeights:
+        """Each weight as it was believed to be as far as steps tell nothing of it. Those that would be below 0 are 0, and
+        what is left of the others explains the steps without them."""
         sizes = [sqrt(row[i]) or 1.0 for i, row in enumerate(self._products)]
-        matrix, right = [], []
-        for i, (row, size) in enumerate(zip(self._products, sizes, strict=True)):
-            matrix.append([each / (size * other) for each, other in zip(row, sizes, strict=True)])
-            matrix[i][i] += TRUST
-            right.append(self._sums[i] / size + TRUST * self._believed[i] * size)
-        return [each / size for each, size in zip(_solve(matrix, right), sizes, strict=True)]
+        weights, places = [0.0] * NUM_WEIGHTS, list(range(NUM_WEIGHTS))
+        while places:
+            found = self._fit_of(places, sizes)
+            if min(found) >= 0:
+                for place, weight in zip(places, found, strict=True):
+                    weights[place] = weight / sizes[place]
+                break
+            places = [place for place, weight in zip(places, found, strict=True) if weight >= 0]
+        return StepWeights(*weights)
+
+    def _fit_of(self, places: list[int], sizes: list[float]) -> list[float]:
+        """Of these figures alone, times their sizes."""
+        matrix = [[self._products[i][j] / (sizes[i] * sizes[j]) for j in places] for i in places]
+        right = [self._sums[i] / sizes[i] + TRUST[i] * self._believed[i] * sizes[i] for i in places]
+        for row, i in enumerate(places):
+            matrix[row][row] += TRUST[i]
+        return _solve(matrix, right)
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:

@@ -96,6 +96,27 @@ def test_no_weight_is_below_0():
     assert all(weight >= 0 for weight in costs.weights)
 
 
+def test_what_takes_less_for_more_is_explained_by_the_rest():
+    """Two answers took less than one: both steps take about what they took, not more for a weight that is no less than 0."""
+    costs = StepCosts()
+    for _ in range(20):
+        costs.add(load_of(1, 500), 0.020)
+        costs.add(load_of(2, 500), 0.016)
+    assert costs.step_s(load_of(1, 500)) == pytest.approx(0.018, rel=0.15)
+    assert costs.step_s(load_of(2, 500)) == pytest.approx(0.018, rel=0.15)
+
+
+def test_steps_that_are_alike_tell_of_steps_and_not_of_answers():
+    """As long as no step has held more, more is not expected to cost what the step costs, many times over."""
+    costs = StepCosts()
+    for num_cached in range(400, 420):
+        costs.add(load_of(1, num_cached), 0.020)
+    assert costs.step_s(load_of(6, 2400)) < 0.024
+    for num_answers in range(1, 7):  # until one has
+        costs.add(load_of(num_answers, 400 * num_answers), 0.014 + 0.006 * num_answers)
+    assert costs.step_s(load_of(6, 2400)) == pytest.approx(0.050, rel=0.1)
+
+
 @pytest.mark.parametrize("start", [0, 700])
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("seconds", [0.0035, 0.02, 0.3])
