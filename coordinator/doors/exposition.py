@@ -136,6 +136,8 @@ def _live(tracker: Tracker) -> Iterator[Figure]:
 
     yield gauge("requests_running", "Live answers that have a token.", tracker.num_running, "num_requests_running")
     yield gauge("requests_waiting", "Live answers that have none yet.", tracker.num_waiting, "num_requests_waiting")
+    help = "Nodes that the load of now needs, for autoscalers."
+    yield Figure(GaugeMetricFamily, "nodes_needed", help, [({}, tracker.num_nodes_needed)])
 
 
 def _nodes(nodes: Sequence[Node]) -> Iterator[Figure]:
