@@ -81,7 +81,7 @@ class Demand:
     def _per_s(self) -> float:
         if self._began_s is None:
             return 0.0
-        number = sum(number for second, number in self._by_second if second > self._now - WINDOW_S)
+        number = sum(number for second, number in self._by_second if second >= self._now - WINDOW_S)
         return number / min(WINDOW_S, max(LEAST_S, self._now - self._began_s))
 
     def _answer_s(self, nodes: Sequence[Node]) -> float | None:
