@@ -1,7 +1,7 @@
 """gRPC's health service alone, on a port of its own: for probes, which bring neither secret nor certificate.
 
     live     no step is stuck, and the process answers; what is not, a new process may help
-    ready    the coordinator counts on this node: it is attached, and does not drain. So says the empty name too
+    ready    the coordinator counts on this node: it is attached, and is not stopping. So says the empty name too
 
 The port opens when the model is loaded. It is answered on the event loop that the node runs on, so a node that hangs
 does not answer. There is nothing to read or change here but these two bits; who may ask is a matter of the network.
