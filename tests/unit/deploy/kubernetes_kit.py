@@ -104,7 +104,7 @@ def settings_of(variant, pod, folder, monkeypatch):
     """The settings that a pod's process ends up with, secrets and all."""
     places, environment = mounted(pod, folder), variables(variant, container(pod))
     for path, place in places.items():
-        environment = {name: value.replace(path, place) for name, value in environment.items()}
+        environment = {name: value.replace(f"{path}/", f"{place}/") for name, value in environment.items()}
     environment["SPLITSERVE_MODEL"] = MODEL
     role, *arguments = (expanded(each, environment) for each in container(pod)["args"])
     seen = []
