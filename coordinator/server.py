@@ -49,7 +49,7 @@ from coordinator.text.answer_format import AnswerFormat, answer_format
 from coordinator.text.structures import Structures
 from coordinator.text.tokenizer import read_tokenizer
 from protos import inference_pb2, inference_pb2_grpc
-from serving_core.channels import fleet_options, public_options
+from serving_core.channels import fleet_options, listen, public_options
 from serving_core.descriptors import num_descriptors
 from serving_core.errors import ModelError, SettingsError
 from serving_core.model_config import read_model_config
@@ -156,8 +156,8 @@ class CoordinatorServer:
         tls = self._tls
         public_tls = tls.grpc_credentials(verifies=settings.tls_verify_clients) if tls else None
         fleet_tls = tls.grpc_credentials(verifies=True) if tls and settings.tls.tls_ca else None
-        self.port = _listen(self._public, settings.host, settings.port, public_tls)
-        self.fleet_port = _listen(self._fleet, settings.fleet_host, settings.fleet_port, fleet_tls)
+        self.port = listen(self._public, settings.host, settings.port, public_tls)
+        self.fleet_port = listen(self._fleet, settings.fleet_host, settings.fleet_port, fleet_tls)
         if self._http is not None:
             self.http_port = self._http.listen(settings.http_host, settings.http_port)
         await self._report_health()
@@ -328,13 +328,3 @@ def _sampling_defaults(settings: CoordinatorSettings, folder: Path) -> inference
         named = ", ".join(f"{field.name} {value:g}" for field, value in defaults.ListFields())
         logger.info("requests that do not say otherwise are sampled as the model's folder says: %s", named)
     return defaults
-
-
-def _listen(server: grpc.aio.Server, host: str, port: int, tls: grpc.ServerCredentials | None) -> int:
-    """The port listened on. Raises SettingsError."""
-    address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-    try:
-        return server.add_secure_port(address, tls) if tls else server.add_insecure_port(address)
-    except RuntimeError as error:
-        message = f"cannot listen on {address}: port {port} is in use, or {host} is not an address of this machine"
-        raise SettingsError(message) from error

@@ -4,6 +4,7 @@ from typing import Final
 
 import grpc
 
+from serving_core.errors import SettingsError
 from serving_core.tls import TlsFiles, read_tls
 
 Option = tuple[str, int | str]
@@ -62,6 +63,16 @@ def fleet_options(max_connections: int) -> tuple[Option, ...]:
         ("grpc.max_receive_message_length", 16 * 2**20),
         ("grpc.max_allowed_incoming_connections", max_connections),
     )
+
+
+def listen(server: grpc.aio.Server, host: str, port: int, tls: grpc.ServerCredentials | None = None) -> int:
+    """Has the server listen there, and gives the port; 0 takes a free one. Raises SettingsError."""
+    address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+    try:
+        return server.add_secure_port(address, tls) if tls else server.add_insecure_port(address)
+    except RuntimeError as error:
+        message = f"cannot listen on {address}: port {port} is in use, or {host} is not an address of this machine"
+        raise SettingsError(message) from error
 
 
 def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:

@@ -137,8 +137,8 @@ class StepCosts:
         self._sums = [KEPT * old + share for old, share in zip(self._sums, shares, strict=True)]
 
     def _fit(self) -> StepWeights:
-        """Each weight as it was believed to be as far as steps tell nothing of it. Those that would be below 0 are 0, and
-        what is left of the others explains the steps without them."""
+        """Each weight as it was believed to be as far as steps tell nothing of it. Those that would be below 0 are 0,
+        and the others explain the steps without them."""
         sizes = [sqrt(row[i]) or 1.0 for i, row in enumerate(self._products)]
         weights, places = [0.0] * NUM_WEIGHTS, list(range(NUM_WEIGHTS))
         while places:

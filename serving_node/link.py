@@ -87,6 +87,11 @@ class FleetLink:
         self._reminder = Reminder()
         self._session = 0  # of the last attachment; shows the coordinator that this is the same process
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether the coordinator counts on this node: it has welcomed it, and the stream stands."""
+        return self._attached
+
     def send(self, **event: Any) -> None:
         """Queues one event, named by its oneof field. Without an attachment it is dropped: the coordinator has
         given up all attempts of this node already."""

@@ -13,6 +13,7 @@ from serving_core.extras import require
 from serving_core.flags import settings_command
 from serving_core.process import run_process
 from serving_node.exposure import check_network
+from serving_node.health import check_health_port
 from serving_node.link import FleetLink, Node
 from serving_node.ranks.leading import die, end_at_once
 from serving_node.ranks.processes import check_world, start_followers, started_rank
@@ -57,6 +58,7 @@ def run_node(role: str, settings: NodeSettings) -> None:
         require("node")
         check_world(settings.engine)
         check_network(settings)
+        check_health_port(settings)
         from serving_core.needs import check_model  # needs packages of the extra
 
         check_model(settings.engine)

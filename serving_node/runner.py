@@ -177,6 +177,11 @@ class NodeRunner:
         if was_stuck:
             await asyncio.sleep(self._absences.next_s(time.monotonic()))
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the running step is."""
+        return self._why_stuck() is not None
+
     def _why_stuck(self) -> str | None:
         step_age_s = self._stepper.step_age_s
         if step_age_s <= LEAST_S:
@@ -222,6 +227,10 @@ class NodeRunner:
     def drain(self) -> None:
         """Lets its heartbeats ask for no new attempts."""
         self._logic.is_draining = True
+
+    @property
+    def is_draining(self) -> bool:
+        return self._logic.is_draining
 
     async def idle(self) -> None:
         """Returns when no request is left."""

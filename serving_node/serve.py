@@ -19,6 +19,7 @@ from serving_core.rates import StepRates
 from serving_core.requests import Share
 from serving_node.exposition import NodeExposition
 from serving_node.exposure import is_encrypted
+from serving_node.health import FOLLOWER_STATES, health_port, node_states
 from serving_node.link import FleetLink
 from serving_node.metrics_server import MetricsServer
 from serving_node.process import serve
@@ -44,13 +45,15 @@ async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
             sender, receiver = _ends(settings, engine, device, spares)
             try:
                 if group.rank:
-                    await _follow(settings, engine, sender, receiver)
+                    async with health_port(settings, FOLLOWER_STATES):
+                        await _follow(settings, engine, sender, receiver)
                 else:
                     followers = Followers(group.size - 1)
                     await followers.gather(group.exchange)
                     link, rates = FleetLink(settings.link, spares), StepRates(prefill_tokens_per_s)
                     node = NodeRunner(settings, role, name, engine, sender, receiver, followers, link, rates)
-                    async with _told(settings, NodeExposition(node, sender, receiver)):
+                    health = health_port(settings, node_states(node, link))
+                    async with health, _told(settings, NodeExposition(node, sender, receiver)):
                         await serve(node, link, drain_s=settings.link.drain_s)
                     followers.stop()
             finally:

@@ -43,4 +43,12 @@ class NodeSettings:
         "127.0.0.1", "Address of the node's own /metrics; off loopback everyone in reach can read its figures."
     )
     metrics_port: int = flag(-1, "Port of /metrics; 0 takes a free one, -1 none.", minimum=-1, maximum=65535)
+    health_host: str = flag("127.0.0.1", "Address of the health port.")
+    health_port: int = flag(
+        -1,
+        "Port of gRPC's health service alone, in the open and without a secret, for probes: services live and ready. 0 "
+        "takes a free one, -1 none.",
+        minimum=-1,
+        maximum=65535,
+    )
     ticket_ttl_s: float = flag(600.0, "Most seconds granted blocks wait for their KV.", minimum=0.1, maximum=86400)

@@ -6,9 +6,11 @@ every tick, the oldest first. How many may wait is bounded by how many may be li
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from math import inf
 from typing import Final, NamedTuple
 
 from coordinator.control.attempts import Attempt, Move, MoveStage, TrackedRequest
+from coordinator.control.demand import Demand, Ended
 from coordinator.control.handover import Handover
 from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, MoveOutcome, Send
 from coordinator.control.ledger import Ledger
@@ -63,6 +65,7 @@ class LiveAnswers:
         self.lives = Lives()
         self.arrivals = Pace()  # of new requests, those that are refused too
         self.turns = Turns()
+        self.demand = Demand()
         self.releases = Releases()
         self._epoch = first_epoch
         self._max_restarts, self._node_wait_s = max_restarts, node_wait_s
@@ -271,11 +274,19 @@ class LiveAnswers:
         # The node of the last token has let go by itself; so has the prefill node, whichever of the two it was.
         attempt.prefill_holds = False
         attempt.decode_holds = tokens[-1].index == attempt.first_index and not attempt.is_local
-        self.lengths.ended(len(request.output))
+        self._note_ended(request)
         complete = completion(request, finish_reason, now)
         if complete.finish_reason == inference_pb2.FINISH_REASON_STOP:
             complete.matched_token_id = output[-1]
         return [emit, *self.end(request, complete, now)]
+
+    def _note_ended(self, request: TrackedRequest) -> None:
+        """It has all its tokens."""
+        num_prompt, num_output = len(request.prompt), len(request.output)
+        limit_s = request.slo.tpot_s if request.slo is not None else None
+        self.lengths.ended(num_output)
+        num_computed = num_prompt - request.num_cached_tokens
+        self.demand.ended(Ended(num_prompt, num_computed, num_output, inf if limit_s is None else limit_s))
 
     def takes_row(self, node: Node, row: TokenRow) -> TrackedRequest | None:
         """The answer, if nothing comes of the row but that `emit_row` lets it out."""

@@ -121,6 +121,11 @@ class Tracker:
         """Live answers by phase; None of those that no node has, for want of one."""
         return Counter(None if each.is_waiting else each.timeline.phase for each in self._live.everyone())
 
+    @property
+    def num_nodes_needed(self) -> int:
+        """What the load of now asks for: coordinator/control/demand.py."""
+        return self._live.demand.nodes_needed(self._registry.nodes, self.num_waiting)
+
     def num_left(self, node: Node) -> int:
         """Answers that the node still has a part in."""
         return drains.num_left(node, self._live, self._live.releases)
@@ -141,6 +146,7 @@ class Tracker:
         Raises RequestError, and then nothing has begun."""
         if self._live.find(request_id) is not None:
             raise RequestError(reasons.DUPLICATE_REQUEST_ID, f"request {request_id} is live already")
+        self._live.demand.arrived(arrived_s)
         if self.num_open >= self._max_live:
             raise self._live.full(f"{self.num_open} answers are in flight, the limit is {self._max_live}", arrived_s)
         self._age += 1
@@ -223,6 +229,7 @@ class Tracker:
 
     def tick(self, now: float) -> list[Instruction]:
         """What the mere passing of time asks for."""
+        self._live.demand.tick(now)
         instructions: list[Instruction] = [Send(node, command) for node, command in self._live.releases.overdue(now)]
         for request in self._live.everyone():
             if now >= request.deadline_s:

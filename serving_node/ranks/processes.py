@@ -29,6 +29,11 @@ def started_rank() -> int | None:
     return None if rank is None else int(rank)
 
 
+def is_first_here() -> bool:
+    """Whether this is the one rank, of those of its node on this machine, that opens what a machine has once."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def check_world(engine: EngineSettings) -> None:
     """Raises SettingsError when the node's ranks are too many, or not as many as the processes that were started
     together."""

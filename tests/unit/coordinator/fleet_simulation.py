@@ -63,9 +63,9 @@ def mean_request_s(rates, requests, max_num_seqs=64):
     return serve(rates, requests, max_num_seqs)[0]
 
 
-def serve(rates, requests, max_num_seqs=64, roles=FIXED):
+def serve(rates, requests, max_num_seqs=64, roles=FIXED, watch=None):
     """The mean time, and the changes of role. `rates` are prompt tokens a second by node; p0 begins as a prefill node,
-    d0 as a decode node, b0 as both."""
+    d0 as a decode node, b0 as both. `watch` is given the agenda and the fleet before it starts."""
     sizes = NodeSizes(
         num_blocks=10_000,
         block_size=16,
@@ -89,6 +89,8 @@ def serve(rates, requests, max_num_seqs=64, roles=FIXED):
     for name, rate in rates.items():
         fleet.start(name, ROLES[name[0]], Rated(rate))
     seen = RolesSeen(agenda, fleet)
+    if watch is not None:
+        watch(agenda, fleet)
     clients.start(fleet.coordinator)
     agenda.run(lambda: clients.is_over)
     assert not [outcome.error for outcome in clients.outcomes if outcome.error]

@@ -65,6 +65,7 @@ GAUGES = {
     "splitserve_requests_waiting": "vllm:num_requests_waiting",
     "splitserve_nodes": None,
     "splitserve_ready": None,
+    "splitserve_nodes_needed": None,
     "splitserve_node_kinds": None,
     "splitserve_node_ready": None,
     "splitserve_node_requests_running": None,

@@ -97,7 +97,7 @@ def test_no_weight_is_below_0():
 
 
 def test_what_takes_less_for_more_is_explained_by_the_rest():
-    """Two answers took less than one: both steps take about what they took, not more for a weight that is no less than 0."""
+    """Two answers took less than one: such steps take about what they took, and not more for an answer's own weight."""
     costs = StepCosts()
     for _ in range(20):
         costs.add(load_of(1, 500), 0.020)

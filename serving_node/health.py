@@ -1,0 +1,108 @@
+"""gRPC's health service alone, on a port of its own: for probes, which bring neither secret nor certificate.
+
+    live     no step is stuck, and the process answers; what is not, a new process may help
+    ready    the coordinator counts on this node: it is attached, and is not stopping. So says the empty name too
+
+The port opens when the model is loaded. It is answered on the event loop that the node runs on, so a node that hangs
+does not answer. There is nothing to read or change here but these two bits; who may ask is a matter of the network.
+"""
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, Final, Protocol
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from serving_core.channels import SERVER_OPTIONS, listen
+from serving_core.ports import Port, check_ports
+from serving_node.ranks.processes import is_first_here
+from serving_node.settings import NodeSettings
+
+logger = logging.getLogger(__name__)
+
+LIVE: Final = "live"
+READY: Final = "ready"
+OVERALL: Final = ""
+FLAG: Final = "--health-port"
+MAX_CALLS: Final = 64  # at a time, and as many connections
+MAX_REQUEST_BYTES: Final = 4096
+_OPTIONS: Final = (
+    *SERVER_OPTIONS,
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    ("grpc.max_allowed_incoming_connections", MAX_CALLS),
+)
+
+States = Mapping[str, Callable[[], bool]]
+"""Whether it is so, now, by the name of a service."""
+
+
+class _Node(Protocol):
+    @property
+    def is_stuck(self) -> bool: ...
+    @property
+    def is_draining(self) -> bool: ...
+
+
+class _Link(Protocol):
+    @property
+    def is_attached(self) -> bool: ...
+
+
+def node_states(node: _Node, link: _Link) -> States:
+    """Of rank 0."""
+
+    def is_ready() -> bool:
+        return link.is_attached and not node.is_draining
+
+    return {LIVE: lambda: not node.is_stuck, READY: is_ready, OVERALL: is_ready}
+
+
+FOLLOWER_STATES: Final[States] = dict.fromkeys((LIVE, READY, OVERALL), lambda: True)
+"""Of another rank, which ends with rank 0 and has nothing to say of its own."""
+
+
+class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """Looks when it is asked. There is no Watch, so nobody can hold a call."""
+
+    def __init__(self, states: States) -> None:
+        self._states = states
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
+        if request.service not in self._states:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"services are {LIVE} and {READY}")
+        return self._reply(request.service)
+
+    async def List(self, request: health_pb2.HealthListRequest, context: Any) -> health_pb2.HealthListResponse:
+        return health_pb2.HealthListResponse(statuses={name: self._reply(name) for name in self._states})
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "ask with Check")
+
+    def _reply(self, name: str) -> health_pb2.HealthCheckResponse:
+        status = health_pb2.HealthCheckResponse
+        return status(status=status.SERVING if self._states[name]() else status.NOT_SERVING)
+
+
+def check_health_port(settings: NodeSettings) -> None:
+    """Before a model is loaded. Raises SettingsError for a port that cannot be listened on."""
+    if is_first_here():
+        check_ports([Port(FLAG, settings.health_host, settings.health_port)])
+
+
+@contextlib.asynccontextmanager
+async def health_port(settings: NodeSettings, states: States) -> AsyncIterator[int]:
+    """Answers probes meanwhile, at the port that it gives; -1 where there is to be none. Raises SettingsError."""
+    if settings.health_port < 0 or not is_first_here():
+        yield -1
+        return
+    server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthService(states), server)
+    port = listen(server, settings.health_host, settings.health_port)
+    await server.start()
+    logger.info("probes may dial port %d", port)
+    try:
+        yield port
+    finally:
+        await server.stop(None)

@@ -1,0 +1,86 @@
+"""The health port of a real node: before and after it is attached, without its coordinator, with its engine stuck, and
+while it drains."""
+
+import signal
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.system.answers import outcome, request, stream
+from tests.system.cluster import Cluster, free_port, wait_until
+from tests.system.oracle import fake_answer
+from tests.tiny_models import write_fake_model
+
+pytestmark = pytest.mark.long
+
+DEADLINE_S = 60.0
+STUCK_AT = 60  # which of its steps
+STUCK_S = 12.0
+NODE = "both-0"
+PROMPT = [5, 6, 7]
+
+
+class Probes:
+    """What a node says."""
+
+    def __init__(self, cluster, port):
+        self._cluster, self._port = cluster, port
+
+    def _status(self, service):
+        with self._cluster.channel(self._port) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            try:
+                reply = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+            except grpc.RpcError as error:
+                return error.code().name
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+
+    def until(self, what, *, live="SERVING", ready):
+        expected = (live, ready)
+        wait_until(lambda: (self._status("live"), self._status("ready")) == expected, f"{what}: {expected}", DEADLINE_S)
+
+
+async def _ask(stub, max_tokens):
+    answering = stream(stub, request(PROMPT, max_tokens=max_tokens, temperature=0, ignore_eos=True))
+    await answering.tokens(1)
+    return answering
+
+
+async def _end(answering, max_tokens):
+    await answering.end()
+    assert outcome(answering) == "LENGTH"
+    assert answering.answer.token_ids == fake_answer(PROMPT, max_tokens)
+
+
+async def test_what_a_node_says_over_its_life(tmp_path):
+    port = free_port()
+    model = write_fake_model(tmp_path / "model", step_s=0.02)
+    flags = {"health_port": port}
+    cluster = Cluster(model, tmp_path, num_prefill=0, num_decode=0, num_both=1, coordinator={"node_wait_s": DEADLINE_S})
+    probes = Probes(cluster, port)
+    try:
+        cluster.start_node(NODE, env={"SPLITSERVE_FAILPOINTS": f"step:{STUCK_AT}=sleep:{STUCK_S}"}, **flags)
+        probes.until("loaded, and nobody there", ready="NOT_SERVING")
+        cluster.start_coordinator()
+        probes.until("attached", ready="SERVING")
+        async with cluster.connect() as stub:
+            await _end(await _ask(stub, 10), 10)
+        cluster.kill("coordinator")
+        probes.until("its coordinator is gone", ready="NOT_SERVING")
+        cluster.start_coordinator()
+        probes.until("attached again", ready="SERVING")
+        async with cluster.connect() as stub:
+            answering = await _ask(stub, STUCK_AT + 40)
+            probes.until("its engine is stuck", live="NOT_SERVING", ready="NOT_SERVING")
+            probes.until("the step has ended", ready="SERVING")
+            await _end(answering, STUCK_AT + 40)
+            answering = await _ask(stub, 200)
+            node = cluster.expect_end(NODE)
+            node.send(signal.SIGTERM)
+            probes.until("it drains", ready="NOT_SERVING")
+            await _end(answering, 200)
+        assert node.wait(DEADLINE_S) == 0
+        cluster.stop()
+    finally:
+        cluster.kill_everything()

@@ -1,0 +1,162 @@
+"""How many nodes a load needs: figures worked out by hand, and fleets of several sizes under virtual time."""
+
+import pytest
+
+from coordinator.control.demand import CATCH_UP_S, LEAST_S, MAX_SAMPLES, WINDOW_S, Demand, Ended
+from coordinator.control.registry import MAX_NODES, Registry
+from coordinator.control.slo import Slo
+from serving_core.errors import RequestError
+from tests import fleet_events as events
+from tests.unit.coordinator.fleet_simulation import serve
+from tests.unit.coordinator.tracker_kit import World
+
+SEATS = 8
+WEIGHTS = (0.1, 0.01, 0.0, 0.0, 0.001, 0.0)  # of a step, an answer, a token before it, ...
+# Of a prompt of 100 tokens half is computed, at 1,000 tokens a second. A full node writes 8 tokens in 0.18 s, so 20
+# take 0.45 s of its time; 0.5 s in all.
+USUAL = Ended(num_prompt=100, num_computed=50, num_output=21)
+READ_ALONE = Ended(num_prompt=1000, num_computed=1000, num_output=1)
+
+
+def fleet(count=1, *, rate=1000.0, weights=WEIGHTS, **hello):
+    registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
+    for index in range(count):
+        node = registry.admit(events.hello(f"b{index}", **{"max_num_seqs": SEATS} | hello).hello, 0.0)
+        beat = events.heartbeat(prefill_tokens_per_s=rate, step_weights=weights)
+        registry.heartbeat(node, beat.heartbeat, 0.0)
+    return registry.nodes
+
+
+def asked(per_s, seconds=WINDOW_S, usual=USUAL):
+    """So many come in each second, evenly."""
+    demand = Demand()
+    for index in range(round(per_s * seconds)):
+        demand.arrived(1000.0 + index / per_s)
+    if usual is not None:
+        demand.ended(usual)
+    demand.tick(1000.0 + seconds)
+    return demand
+
+
+@pytest.mark.parametrize(
+    ("per_s", "needed"),
+    [(1, 1), (1.5, 1), (2, 2), (3, 2), (4, 3), (7, 5), (15, 10)],  # times 0.5 s, by 0.8
+)
+def test_what_is_offered_by_what_an_answer_takes(per_s, needed):
+    assert asked(per_s).nodes_needed(fleet(), 0) == needed
+
+
+def test_nothing_asked_needs_one_node():
+    assert Demand().nodes_needed(fleet(5), 0) == 1
+    assert asked(4, usual=None).nodes_needed([], 0) == 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 20])
+def test_the_number_of_nodes_does_not_matter(count):
+    """So no fleet is told to shrink, and then to grow again."""
+    assert asked(4).nodes_needed(fleet(count), 0) == 3
+
+
+def test_while_costs_are_not_known_as_many_as_there_are():
+    assert asked(4, usual=None).nodes_needed(fleet(7), 0) == 7
+    assert asked(4).nodes_needed(fleet(7, rate=0.0), 0) == 7
+    assert asked(4).nodes_needed(fleet(7, weights=()), 0) == 7
+
+
+def test_who_waits_counts_as_if_it_came_within_half_a_minute():
+    demand = asked(2)
+    assert demand.nodes_needed(fleet(), round(2 * CATCH_UP_S)) == asked(4).nodes_needed(fleet(), 0) == 3
+
+
+def test_a_full_node_holds_as_many_as_its_pool_does():
+    """The pool of 20 blocks holds two answers of 110 tokens: a token takes half of 0.12 s, so 20 take 1.2 s."""
+    assert asked(4).nodes_needed(fleet(num_blocks=20), 0) == 7  # 4 * 1.25 / 0.8 = 6.25
+
+
+def test_a_full_node_holds_as_many_as_keep_their_limits():
+    """Within 0.165 s it writes 6 tokens; 0.6 of them, 3, on average: 20 take 0.867 s."""
+    limited = USUAL._replace(tpot_s=0.165)
+    assert asked(4, usual=limited).nodes_needed(fleet(), 0) == 5  # 4 * 0.917 / 0.8 = 4.58
+
+
+def test_a_prompt_that_nodes_hold_costs_nothing_to_read():
+    assert asked(2, usual=READ_ALONE).nodes_needed(fleet(), 0) == 3  # 2 * 1 / 0.8
+    assert asked(2, usual=READ_ALONE._replace(num_computed=10)).nodes_needed(fleet(), 0) == 1
+
+
+def test_it_forgets_what_came_more_than_a_minute_ago():
+    demand = asked(15)
+    assert demand.nodes_needed(fleet(), 0) == 10
+    demand.tick(1000.0 + 1.5 * WINDOW_S)
+    assert demand.nodes_needed(fleet(), 0) == 5
+    demand.tick(1000.0 + 2 * WINDOW_S)
+    assert demand.nodes_needed(fleet(), 0) == 1
+
+
+def test_the_first_requests_are_no_rate_yet():
+    demand = asked(100, seconds=0.1)
+    assert demand.nodes_needed(fleet(), 0) == 1  # 10 within LEAST_S
+    assert LEAST_S == 10.0
+
+
+def test_requests_that_come_in_another_order_cost_no_memory():
+    demand = Demand()
+    for index in range(100_000):
+        demand.arrived(1000.0 + index % 2)
+        demand.ended(USUAL)
+    assert (len(demand._by_second), len(demand._ended)) == (2, MAX_SAMPLES)
+    assert demand.nodes_needed(fleet(), 0) == MAX_NODES
+
+
+def test_drained_nodes_tell_nothing():
+    nodes = fleet(2)
+    nodes[0].load.prefill_tokens_per_s = 1.0
+    assert asked(2, usual=READ_ALONE).nodes_needed(nodes, 0) == 5  # at 500.5 tokens a second
+    nodes[0].load.state = "draining"
+    assert asked(2, usual=READ_ALONE).nodes_needed(nodes, 0) == 3
+
+
+def test_the_tracker_counts_who_is_refused_and_how_answers_end():
+    world = World(max_live=1)
+    world.submit("a/0", now=10.0, max_tokens=2, slo=Slo("", None, 0.5))
+    with pytest.raises(RequestError, match="the limit is 1"):
+        world.submit("b/0", now=10.0)
+    attempt = world.attempt
+    world.first(attempt, now=11.0, num_cached_tokens=2)
+    world.tell("d0", events.reserved(attempt), 11.0)
+    world.tell("d0", events.committed(attempt), 11.0)
+    world.tell("d0", events.step_tokens(events.sampled(attempt, 1, 102, events.LENGTH)), 12.0)
+    world.tick(20.0)
+    demand = world.tracker._live.demand
+    assert demand._per_s() == 2 / 10
+    assert list(demand._ended) == [Ended(num_prompt=3, num_computed=1, num_output=2, tpot_s=0.5)]
+    assert world.tracker.num_nodes_needed == 4, "the nodes have told nothing of their rates"
+
+
+def needed_over_time(num_nodes, per_s, seconds):
+    """What a fleet of so many is told once a second, from the 30th on."""
+    seen = []
+
+    def watch(agenda, fleet):
+        def look():
+            if agenda.now < seconds:
+                seen.append(fleet.coordinator.tracker.num_nodes_needed)
+                agenda.after(1.0, look)
+
+        agenda.after(30.0, look)
+
+    requests = [(index / per_s, 200, 40) for index in range(round(per_s * seconds))]
+    serve({f"b{index}": 1000.0 for index in range(num_nodes)}, requests, watch=watch)
+    return seen
+
+
+def test_a_fleet_that_has_followed_it_is_told_the_same_again():
+    """A request takes 0.2 s to read and, of a step with 64, 39 * 0.0013 s to write: 9 a second need 2.8 nodes."""
+    told = {num_nodes: needed_over_time(num_nodes, 9, 80.0) for num_nodes in (3, 4, 6)}
+    assert all(set(numbers) == {3} for numbers in told.values()), told
+
+
+def test_a_fleet_that_is_too_small_is_told_to_grow_the_longer_the_more():
+    told = needed_over_time(2, 9, 80.0)
+    assert min(told) >= 3
+    assert told[-1] > told[0]
