@@ -55,7 +55,7 @@ class Project:
 
     def down(self) -> None:
         """With its volumes, gracefully."""
-        self._call("--profile", "cpu", "down", "--volumes", "--remove-orphans", timeout_s=DOWN_S)
+        self._call("down", "--volumes", "--remove-orphans", timeout_s=DOWN_S)
 
     def exec(self, *words: str) -> list[str]:
         """The command that runs this one where the coordinator is."""
