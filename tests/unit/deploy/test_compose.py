@@ -231,25 +231,25 @@ def test_grafana_reads_what_prometheus_has_from_the_files_that_are_mounted():
     assert all((DEPLOY / path).is_file() for path in mounts if path.startswith("./grafana/"))
 
 
+DEADLINE_S = 60.0
 COMPOSES = [words for words in (["docker", "compose"], ["docker-compose"]) if shutil.which(words[0])]
 
 
 @pytest.mark.parametrize("files", [FILES[:1], FILES[::2], FILES])
-@pytest.mark.parametrize("profile", ["cpu", "gpu", "obs"])
-def test_compose_itself_takes_the_files(files, profile, tmp_path):
+def test_compose_itself_takes_the_files(files):
     words = next((each for each in COMPOSES if _runs(each)), None)
     if words is None:
         pytest.skip("there is neither docker compose nor docker-compose")
     if words == ["docker-compose"] and FILES[1] in files and "1.29" in _runs(words):
         pytest.skip("docker-compose 1.29 refuses start_interval, which is in a file of its own for that")
     named = [word for name in files for word in ("-f", str(DEPLOY / name))]
-    done = subprocess.run([*words, *named, "--profile", profile, "config"], capture_output=True, text=True, timeout=60)
+    profiles = [word for name in ("cpu", "gpu", "obs") for word in ("--profile", name)]
+    done = subprocess.run([*words, *named, *profiles, "config"], capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
-    found = yaml.safe_load(done.stdout)["services"]
-    assert "coordinator" in found
+    assert set(SERVICES) <= set(yaml.safe_load(done.stdout)["services"])
 
 
 def _runs(words: list[str]) -> str:
     """What this compose says of its version; nothing where there is none."""
-    done = subprocess.run([*words, "version"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*words, "version"], capture_output=True, text=True, timeout=DEADLINE_S)
     return done.stdout if done.returncode == 0 else ""
