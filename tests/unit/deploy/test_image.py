@@ -1,0 +1,45 @@
+"""The image's file, as far as it can be read: the image itself is built by `make compose-demo`."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
+IGNORED = (ROOT / ".dockerignore").read_text()
+STAGES = {
+    found[2]: found[0] for found in re.findall(r"(^FROM (\S+) AS (\w+)\n.*?)(?=^FROM |\Z)", DOCKERFILE, re.M | re.S)
+}
+BASED_ON = {found[1]: found[0] for found in re.findall(r"^FROM (\S+) AS (\w+)$", DOCKERFILE, re.M)}
+
+
+def test_it_holds_every_package_and_runs_as_nobody_in_particular():
+    copied = set(re.findall(r"^COPY (\w+) \w+$", STAGES["build"], re.M))
+    assert copied == {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert re.search(r"^USER [1-9]\d*$", STAGES["serving"], re.M)
+    assert "USER" not in STAGES["demo"]
+    assert BASED_ON["demo"] == "serving"
+    assert [*STAGES][-1] == "demo"
+
+
+def test_no_compiler_gets_into_the_stages_that_run():
+    assert BASED_ON["serving"] == "${BASE}"
+    assert "gcc" in STAGES["compiler"]
+    assert not re.search(r"gcc|apt-get|pip ", STAGES["serving"] + STAGES["demo"])
+    assert set(re.findall(r"^COPY --from=(\w+)", STAGES["serving"], re.M)) == {"dependencies", "build"}
+
+
+def test_the_dependencies_are_installed_before_the_sources_are_there():
+    copied = re.findall(r"^COPY (.*)$", STAGES["dependencies"], re.M)
+    assert copied == ["pyproject.toml constraints.txt .ci/requirements.py ./"]
+    assert "requirements.txt" in STAGES["dependencies"]
+
+
+def test_nothing_that_was_built_here_gets_into_the_image():
+    *_, last = [line for line in IGNORED.splitlines() if "!" in line]
+    after = IGNORED.partition(f"{last}\n")[2].split()
+    assert {"**/*.so", "**/build", "**/__pycache__"} <= set(after)
+
+
+def test_what_is_copied_is_not_ignored():
+    sources = {word for line in re.findall(r"^COPY (?!--from)(.*) \S+$", DOCKERFILE, re.M) for word in line.split()}
+    assert {f"!{source}" for source in sources} == {line for line in IGNORED.splitlines() if line.startswith("!")}

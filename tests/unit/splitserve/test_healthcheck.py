@@ -1,0 +1,58 @@
+"""The health check, as a container engine runs it, of a real coordinator."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+
+from serving_core.tls import TlsFiles
+from splitserve.client.clients import READINESS
+from tests.scripted_nodes import cluster, run
+from tests.tls_kit import authority, flags_of
+
+DEADLINE_S = 30.0
+
+
+def check(*arguments, **environment):
+    command = [sys.executable, "-m", "splitserve.healthcheck", *arguments]
+    env = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False, env=env)
+
+
+def test_it_tells_whether_the_coordinator_answers_and_whether_it_can_take_requests(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, ("p0", "d0"), api_key="k") as c:
+            target = f"127.0.0.1:{c.server.port}"
+            asked = ((), (READINESS,), ("nobody",))
+            done = [await asyncio.to_thread(check, target, *service) for service in asked]
+            assert [each.returncode for each in done] == [0, 0, 1]
+            assert done[-1].stderr.startswith(f"{target} does not answer: NOT_FOUND")
+        async with cluster(tmp_path, ()) as c:
+            target = f"127.0.0.1:{c.server.port}"
+            assert (await asyncio.to_thread(check, target)).returncode == 0
+            assert (await asyncio.to_thread(check, target, READINESS)).stderr == "not ready\n"
+
+    run(scenario())
+
+
+def test_a_coordinator_that_is_not_there_is_a_sentence():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        target = f"127.0.0.1:{server.getsockname()[1]}"
+    done = check(target)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"{target} does not answer: UNAVAILABLE: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_health_port_is_asked_in_the_open_whatever_the_process_uses_elsewhere(tmp_path):
+    files = TlsFiles(*flags_of(authority(tmp_path / "certs"), "coordinator").values())
+    tls = {"SPLITSERVE_TLS_CERT": files.cert, "SPLITSERVE_TLS_KEY": files.key, "SPLITSERVE_TLS_CA": files.ca}
+
+    async def scenario():
+        async with cluster(tmp_path, ("p0", "d0")) as c:
+            target = f"127.0.0.1:{c.server.port}"
+            assert (await asyncio.to_thread(check, f"http://{target}", **tls)).returncode == 0
+            assert (await asyncio.to_thread(check, target, **tls)).returncode == 1
+
+    run(scenario())
