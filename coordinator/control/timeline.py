@@ -1,9 +1,13 @@
 """Where the time of a request went. Pure."""
 
+from collections.abc import Iterator
 from enum import Enum
-from typing import Any
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
 
 from protos import inference_pb2
+
+MAX_MARKS: Final = 64  # of one timeline: some twenty restarts or moves
 
 
 class Phase(Enum):
@@ -20,6 +24,16 @@ class Phase(Enum):
     DECODE = "decode"
 
 
+class Mark(NamedTuple):
+    """From here on the request is in this phase, on these nodes: that which reads, and that which writes."""
+
+    at_s: float
+    phase: Phase
+    reader: str = ""
+    writer: str = ""
+    attempt: int = 0  # its number, from 1; while no node has the request, that of the last one
+
+
 class Timeline:
     """A request is in exactly one phase at any time, so the phases add up to its whole time. A phase may be entered
     again, after a move to other nodes; its seconds then add up too."""
@@ -31,12 +45,43 @@ class Timeline:
         self._first_token_s = first_token_s
         self._last_token_s = start_s
         self._seconds = dict.fromkeys(Phase, 0.0)
+        self._marks = [Mark(start_s, self.phase)]
+        self._num_attempts = 0
+        self.failures: dict[int, str] = {}  # the reasons of attempts that came to nothing, by their numbers
 
     def enter(self, phase: Phase, now: float, *, ago_s: float = 0.0) -> None:
         """Ends the current phase and begins another, ago_s before now, though never before the current one began."""
         at_s = max(self._entered_s, min(now, now - ago_s))
         self._seconds[self.phase] += at_s - self._entered_s
         self.phase, self._entered_s = phase, at_s
+        self._mark(self._marks[-1]._replace(at_s=at_s, phase=phase))
+
+    def placed(self, now: float, reader: str = "", writer: str = "", *, begins: bool = False) -> None:
+        """From now on these nodes have the request; without names none has. `begins`: as another attempt."""
+        self._num_attempts += begins
+        self._mark(Mark(now, self.phase, reader, writer, self._num_attempts))
+
+    def failed(self, reason: str) -> None:
+        """The last attempt has come to nothing, and others may follow."""
+        if len(self.failures) < MAX_MARKS:
+            self.failures[self._num_attempts] = reason
+
+    def _mark(self, mark: Mark) -> None:
+        last = self._marks[-1]
+        if mark[1:] == last[1:]:
+            return
+        if mark.at_s <= last.at_s:
+            mark = mark._replace(at_s=last.at_s)
+            self._marks.pop()
+        elif len(self._marks) >= MAX_MARKS:
+            self._marks.pop()  # the span before takes its time
+        self._marks.append(mark)
+
+    def spans(self, now: float) -> Iterator[tuple[Mark, float]]:
+        """What the request did one after the other until now, and when each ended."""
+        for mark, following in pairwise([*self._marks, Mark(now, self.phase)]):
+            if following.at_s > mark.at_s:
+                yield mark, following.at_s
 
     @property
     def start_s(self) -> float:

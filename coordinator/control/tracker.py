@@ -127,7 +127,8 @@ class Tracker:
         request = TrackedRequest(request_id, self._age, prompt, sampling, deadline_s, timeline, slo)
         request.resume(so_far.token_ids)
         if so_far.finish_reason:
-            return [End(request_id, ended_before(request, so_far.finish_reason, arrived_s))]
+            complete = ended_before(request, so_far.finish_reason, arrived_s)
+            return [End(request_id, complete, timeline, arrived_s)]
         return self._live.begin(request, arrived_s)
 
     def handle(self, node: Node, event: fleet_pb2.NodeEvent, now: float) -> list[Instruction]:
@@ -347,6 +348,7 @@ class Tracker:
         self._ledger.write(request.request_id, reader, len(request.known))
         attempt.decode = reader
         attempt.decode_holds = attempt.is_committed = True
+        request.timeline.placed(now, reader.name, reader.name)
         request.timeline.enter(Phase.DECODE_QUEUE, now)
         self._metrics.num_kept += 1
         return [cancel, keep(request)]

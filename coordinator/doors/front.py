@@ -5,8 +5,9 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from coordinator.control.calls import CallRecord
 from coordinator.control.journal import Journal
 from coordinator.control.registry import Registry
 from coordinator.control.router import does
@@ -24,11 +25,15 @@ from coordinator.text.answers import AnswerText
 from coordinator.text.chat_template import RenderOptions
 from coordinator.text.structures import Structures
 from coordinator.text.tokenizer import Tokenizer, TokenLimit
+from coordinator.traces.carrier import CARRIER
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.model_config import ModelConfig
 from serving_core.reasons import DEADLINE_EXCEEDED
 from serving_core.shapes import DECODE, PREFILL
+
+if TYPE_CHECKING:  # what it imports is of an extra
+    from coordinator.traces.export import Traces
 
 WRITE_TIMEOUT_S: Final = 30.0  # for a client that has stopped reading, at every door
 
@@ -77,6 +82,7 @@ class Front:
         request_timeout_s: float,
         strict_fields: bool,
         slo_classes: SloClasses,
+        traces: "Traces | None" = None,
     ) -> None:
         self.model = model
         self.unknown_fields = UnknownFields(strict=strict_fields)
@@ -86,6 +92,7 @@ class Front:
         self._max_logprobs = max_logprobs
         self.request_timeout_s = request_timeout_s
         self._slo_classes = slo_classes
+        self._traces = traces
 
     @asynccontextmanager
     async def answer(
@@ -93,9 +100,19 @@ class Front:
     ) -> AsyncIterator[Call]:
         """Begins the answers of a request that has an id. They end within remaining_s, and when the block is left,
         however it is left. Raises RequestError before the block when nothing can begin."""
-        arrived_s = time.monotonic()
+        with self._recorded(request) as record:
+            call = await self._begin(request, remaining_s, record)
+            try:
+                yield call
+            finally:
+                self._dispatcher.close(call.generation)
+
+    async def _begin(
+        self, request: inference_pb2.GenerateRequest, remaining_s: float | None, record: CallRecord
+    ) -> Call:
+        arrived_s = record.arrived_s
         timeout_s = self.request_timeout_s if remaining_s is None else min(self.request_timeout_s, remaining_s)
-        with self.noting_refusal(request.request_id):
+        with self.noting_refusal(record):
             limits = self.limits()
             check_input(request, limits)
             check_counts(request, limits)
@@ -108,13 +125,33 @@ class Front:
             so_far = read_so_far(request, plan, limits, self.model.config.eos_token_ids)
             slo = self._slo_classes.slo_of(request, len(prompt), self._registry.nodes)
             beginnings = [await self._beginning(plan, each) for each in so_far]
+            begun_s = time.monotonic()
             generation = self._dispatcher.submit(
-                plan, beginnings, slo, arrived_s=arrived_s, deadline_s=arrived_s + timeout_s, asker=ASKER.get()
+                plan, beginnings, slo, arrived_s=arrived_s, deadline_s=arrived_s + timeout_s, record=record
             )
+        record.begun_s, record.num_prompt_tokens = begun_s, len(prompt)
+        record.sampling, record.num_answers = plan.samplings[0], len(plan.samplings)
+        return Call(prompt, generation, plan.samplings[0].max_tokens)
+
+    @contextmanager
+    def _recorded(self, request: inference_pb2.GenerateRequest) -> Iterator[CallRecord]:
+        """What is written down of a call that has come; its trace ends when the block is left, however it is left."""
+        record = CallRecord(
+            request.request_id,
+            ASKER.get(),
+            operation="chat" if request.HasField("chat") else "text_completion",
+            model=request.model or self.model.name,
+            arrived_s=time.monotonic(),
+        )
+        trace = self._traces.begin(record, CARRIER.get()) if self._traces is not None else None
         try:
-            yield Call(prompt, generation, plan.samplings[0].max_tokens)
+            yield record
+        except Exception as error:
+            record.failure = error.reason if isinstance(error, RequestError) else type(error).__name__
+            raise
         finally:
-            self._dispatcher.close(generation)
+            if self._traces is not None and trace is not None:
+                self._traces.end(trace, time.monotonic())
 
     @property
     def adapters(self) -> Sequence[str]:
@@ -127,12 +164,12 @@ class Front:
         return self._dispatcher.num_live
 
     @contextmanager
-    def noting_refusal(self, request_id: str) -> Iterator[None]:
+    def noting_refusal(self, record: CallRecord) -> Iterator[None]:
         """Around what must succeed before a request can begin."""
         try:
             yield
         except RequestError as error:
-            self._journal.refused(request_id, error, ASKER.get())
+            self._journal.refused(record, error)
             raise
 
     def is_ready(self, node_name: str) -> bool:
