@@ -78,9 +78,13 @@ def configure_logging(role: str, name: str, settings: LogSettings) -> None:
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(capture=True)
     sys.excepthook = partial(_log_uncaught, logging.CRITICAL)
-    threading.excepthook = sys.unraisablehook = lambda failed: _log_uncaught(
-        logging.ERROR, failed.exc_type, failed.exc_value, failed.exc_traceback
-    )
+    threading.excepthook = _log_failed
+    sys.unraisablehook = _log_failed
+
+
+def _log_failed(failed: "threading.ExceptHookArgs | sys.UnraisableHookArgs") -> None:
+    """Of a thread, or where nobody can catch it."""
+    _log_uncaught(logging.ERROR, failed.exc_type, failed.exc_value, failed.exc_traceback)
 
 
 def about(answer_id: str, **fields: Any) -> dict[str, Any]:

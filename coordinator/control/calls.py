@@ -4,7 +4,7 @@ Figures and names alone, never a word of a prompt or an answer.
 """
 
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 from coordinator.control.instructions import MoveEnded
 from coordinator.control.timeline import Timeline
@@ -15,7 +15,8 @@ from serving_core.requests import SamplingParams
 MAX_MOVES: Final = 64  # kept of one call, whose end tells how many there were
 
 
-class AnswerRecord(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class AnswerRecord:
     """One of the answers of a call, at its end."""
 
     index: int

@@ -179,7 +179,8 @@ async def test_every_line_is_json_and_bears_its_request(cluster):
         chat = {"model": "fake", "messages": [{"role": "user", "content": SECRET}], "max_tokens": 3, "color": SECRET}
         reply = await http.post("/v1/chat/completions", json=chat, headers={"x-request-id": "chat"})
         assert reply.status_code == 200
-        await http.post("/v1/chat/completions", content=SECRET, headers={"x-request-id": "no-json"})
+        broken = {"x-request-id": "no-json", "content-type": "application/json"}
+        await http.post("/v1/chat/completions", content=SECRET, headers=broken)
     found = {name: lines_of(cluster, name) for name in cluster.children}
     for lines in found.values():
         for line in lines:

@@ -177,8 +177,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path):
     launcher_code = f"""
         import asyncio, os, sys
         from pathlib import Path
-        from serving_core.telemetry import parse_line
-from splitserve.launch.cluster import Process
+        from splitserve.launch.cluster import Process
         from splitserve.launch.supervisor import Supervisor
 
         async def main():
