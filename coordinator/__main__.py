@@ -17,7 +17,7 @@ from serving_core.waiting import first_to_end
 
 def run(settings: CoordinatorSettings) -> None:
     """Serves; leaves with code 2 and one sentence when the coordinator cannot start."""
-    run_process("coordinator", "coordinator", settings.log_level, lambda: _serve(settings))
+    run_process("coordinator", "coordinator", settings.log, lambda: _serve(settings))
 
 
 async def _serve(settings: CoordinatorSettings) -> None:

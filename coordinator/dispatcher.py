@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from coordinator.control import drains
+from coordinator.control.calls import CallRecord
 from coordinator.control.instructions import Embedded, Emit, End, Instruction, MoveEnded, Send
 from coordinator.control.journal import Journal
 from coordinator.control.kinds import Kinds
@@ -209,10 +210,10 @@ class Dispatcher:
         *,
         arrived_s: float,
         deadline_s: float,
-        asker: str = "",
+        record: CallRecord | None = None,
     ) -> Generation:
-        """Begins the answers of one call, or goes on with them; `close` must follow. `asker` is for the log. Raises
-        RequestError, and then nothing has begun."""
+        """Begins the answers of one call, or goes on with them; `close` must follow. What becomes of them is written
+        down in `record`. Raises RequestError, and then nothing has begun."""
         if self.is_draining:
             raise RequestError(DRAINING, "the server is draining")
         if plan.request_id in self._generations:
@@ -220,7 +221,7 @@ class Dispatcher:
         num_ended = sum(so_far.has_ended for so_far, _ in beginnings)
         generation = Generation(plan.request_id, len(plan.samplings), num_ended=num_ended)
         self._generations[plan.request_id] = generation
-        self._journal.begun(plan.request_id, asker)
+        self._journal.begun(record or CallRecord(plan.request_id))
         self._idle.clear()
         prompt = Prompt(plan.prompt, plan.cache_salt, plan.adapter)  # one for all answers, so that it is hashed once
         try:
@@ -306,8 +307,8 @@ class Dispatcher:
                 case Embedded(answer_id, embedding):
                     if (answer := self._answers.get(answer_id)) is not None:
                         answer.generation.embedding = embedding
-                case End(answer_id, outcome):
-                    work.extend(self._end(answer_id, outcome))
+                case End() as end:
+                    work.extend(self._end(end))
                 case MoveEnded() as move:
                     self._journal.moved(move)
 
@@ -325,15 +326,15 @@ class Dispatcher:
             return []
         return self._tracker.finish(answer_id, inference_pb2.FINISH_REASON_STOP, time.monotonic())
 
-    def _end(self, answer_id: str, outcome: inference_pb2.Complete | RequestError) -> list[Instruction]:
-        answer = self._answers.pop(answer_id, None)
+    def _end(self, end: End) -> list[Instruction]:
+        answer, outcome = self._answers.pop(end.request_id, None), end.outcome
         instructions: list[Instruction] = []
         if answer is not None:
             if isinstance(outcome, RequestError):
                 instructions = self._fail(answer.generation, outcome)
             else:
                 answer.end(outcome)  # which may know the reason better
-        self._journal.ended(answer_id, outcome)
+        self._journal.ended(end)
         return instructions
 
     def _fail(self, generation: Generation, error: RequestError) -> list[Instruction]:

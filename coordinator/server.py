@@ -5,7 +5,7 @@ import logging
 import secrets
 import time
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -54,6 +54,9 @@ from serving_core.descriptors import num_descriptors
 from serving_core.errors import ModelError, SettingsError
 from serving_core.model_config import read_model_config
 from serving_core.ports import Port, check_ports
+
+if TYPE_CHECKING:  # what it imports is of an extra
+    from coordinator.traces.export import Traces
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +118,7 @@ class CoordinatorServer:
         )
         self._http_counts = HttpCounts()
         self._exposition = Exposition(metrics, self._tracker, self._registry, self._model.name, self._http_counts)
+        self._traces = _traces(settings)
         self._front = Front(
             self._model,
             self._registry,
@@ -124,6 +128,7 @@ class CoordinatorServer:
             request_timeout_s=settings.request_timeout_s,
             strict_fields=settings.strict_fields,
             slo_classes=SloClasses(slo_classes),
+            traces=self._traces,
         )
         self._max_calls = settings.max_num_queued_reqs + SPARE_CALLS
         self._caps = connection_caps(
@@ -209,6 +214,8 @@ class CoordinatorServer:
         if self._http is not None:
             stopping.append(self._http.stop(STOP_GRACE_S))
         await asyncio.gather(*stopping)
+        if self._traces is not None:
+            await self._traces.stop()
         logger.info("stopped")
 
     def _public_server(self) -> grpc.aio.Server:
@@ -307,6 +314,14 @@ def _read_model(settings: CoordinatorSettings) -> ServedModel:
         max_model_len=settings.max_model_len or config.max_position_embeddings,
         sampling_defaults=_sampling_defaults(settings, folder),
     )
+
+
+def _traces(settings: CoordinatorSettings) -> "Traces | None":
+    if not settings.otlp_endpoint:
+        return None
+    from coordinator.traces.export import Traces
+
+    return Traces(settings.otlp_endpoint)
 
 
 def _answer_format(settings: CoordinatorSettings, template: str) -> AnswerFormat:

@@ -15,13 +15,16 @@ from coordinator.text.rendering import BadField, read_kwargs
 from serving_core.api_keys import read_api_keys
 from serving_core.errors import SettingsError
 from serving_core.exposure import check_exposure
+from serving_core.extras import require
 from serving_core.flags import flag
 from serving_core.settings import MODEL_IMPLS, RUNNERS
+from serving_core.telemetry import LogSettings
 from serving_core.tls import TlsError, read_tls
 from serving_core.tls_settings import TlsSettings, check_open
 
 ADMIT_ALL, ADMIT_TIMELY = "all", "timely"
 _ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+")  # as browsers send it, without a path
+_ENDPOINT: Final = re.compile(r"https?://[^/?#@\s]+:\d{1,5}/?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,10 @@ class CoordinatorSettings:
     step_timeout_s: float = flag(120.0, "Seconds one step may take before its node counts as stuck.", minimum=1.0)
     request_timeout_s: float = flag(600.0, "Most seconds for one answer, from arrival to its end.", minimum=0.1)
     drain_s: float = flag(30.0, "Seconds a stopping coordinator waits for answers to finish.", minimum=0.0)
-    log_level: str = flag("info", "Least severe log line to write.", choices=("debug", "info", "warning", "error"))
+    otlp_endpoint: str = flag(
+        "", "Where the traces of requests go, by OTLP over gRPC: http://HOST:4317, or https. Empty traces none."
+    )
+    log: LogSettings = field(default_factory=LogSettings)
 
 
 def check_settings(settings: CoordinatorSettings) -> None:
@@ -138,6 +144,7 @@ def check_settings(settings: CoordinatorSettings) -> None:
     parse_slo_classes(settings.slo_class)
     _check_template_kwargs(settings.chat_template_kwargs)
     model_names(settings.served_model_name)
+    _check_endpoint(settings.otlp_endpoint)
     keys = api_keys(settings)
     check_exposure(settings.host, "api_key", "".join(keys))
     check_exposure(settings.http_host, "api_key", "".join(keys))
@@ -150,6 +157,14 @@ def _check_template_kwargs(text: str) -> None:
         read_kwargs(text)
     except BadField as error:
         raise SettingsError(f"chat_template_kwargs {error.problem}") from error
+
+
+def _check_endpoint(endpoint: str) -> None:
+    if not endpoint:
+        return
+    if not _ENDPOINT.fullmatch(endpoint):
+        raise SettingsError(f"otlp_endpoint must be http://HOST:PORT or https://HOST:PORT, not {endpoint!r:.200}")
+    require("otel")
 
 
 def _check_tls(settings: CoordinatorSettings) -> None:

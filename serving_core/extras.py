@@ -11,6 +11,7 @@ from serving_core.errors import SettingsError
 MODULES: Final = {
     "node": ("torch", "gguf", "numpy", "safetensors", "xxhash", "zmq"),
     "bench": ("matplotlib",),
+    "otel": ("opentelemetry.exporter.otlp.proto.grpc", "opentelemetry.sdk"),
     "transformers": ("transformers",),
 }
 
@@ -25,10 +26,18 @@ class MissingExtra(SettingsError):
 def require(*extras: str) -> None:
     """Raises MissingExtra, which says how to get them, unless these extras are installed. Imports nothing."""
     for module in (module for extra in extras for module in MODULES[extra]):
-        if importlib.util.find_spec(module) is None:
+        if not is_installed(module):
             raise MissingExtra(
                 f"this needs {module}, which is not installed: pip install 'splitserve[{','.join(extras)}]'"
             )
+
+
+def is_installed(module: str) -> bool:
+    """Whether it can be imported. Imports nothing but the packages that it is in."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # one of those
+        return False
 
 
 def needs(*extras: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

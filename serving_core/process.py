@@ -11,13 +11,13 @@ import uvloop
 from serving_core import failpoints
 from serving_core.descriptors import raise_limit
 from serving_core.errors import ModelError, SettingsError
-from serving_core.telemetry import configure_logging
+from serving_core.telemetry import LogSettings, configure_logging
 
 
-def run_process(role: str, name: str, log_level: str, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def run_process(role: str, name: str, log: LogSettings, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Runs main on an event loop, with as many files open as the system allows. Where the process cannot start or is
     refused, one sentence goes to stderr and it exits with code 2."""
-    configure_logging(role, name, log_level)
+    configure_logging(role, name, log)
     raise_limit()
     try:
         failpoints.arm()

@@ -11,6 +11,7 @@ from serving_core.errors import RequestError
 from serving_core.reasons import ENGINE_ERROR
 from serving_core.requests import Guide
 from serving_core.residents import Key
+from serving_core.telemetry import about
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,8 @@ class Compiling:
         except RequestError as refusal:
             error = refusal
         except Exception:
-            logger.exception("a grammar was not compiled")
+            waiting = [command.attempt.request_id for command in self._waiting.get(key, [])]
+            logger.exception("a grammar was not compiled", extra=about(waiting[0]) if waiting else None)
         commands = self._waiting.pop(key, [])
         for command in commands[:1]:
             if guide is not None:

@@ -25,6 +25,7 @@ from serving_core.failpoints import reach
 from serving_core.flags import flag
 from serving_core.reasons import NAME_TAKEN
 from serving_core.reminder import Reminder
+from serving_core.telemetry import LogSettings, about
 from serving_core.tls import TlsError
 from serving_core.tls_settings import TlsSettings
 from serving_core.waiting import first_to_end
@@ -50,7 +51,7 @@ class LinkSettings:
     fleet_secret: str = flag("", "Secret shared by the fleet.", secret=True)
     tls: TlsSettings = field(default_factory=TlsSettings)
     drain_s: float = flag(30.0, "Seconds a stopping node waits for its requests to finish.", minimum=0.0)
-    log_level: str = flag("info", "Least severe log line to write.", choices=("debug", "info", "warning", "error"))
+    log: LogSettings = field(default_factory=LogSettings)
 
     def name_for(self, role: str) -> str:
         """The node's name: as given, or made up."""
@@ -97,6 +98,8 @@ class FleetLink:
         given up all attempts of this node already."""
         if not self._attached:
             return
+        for kind, body in event.items():
+            _note("attempt failed" if kind == "failed" else f"told: {kind}", body)
         try:
             self._unsent.put_nowait(fleet_pb2.NodeEvent(**event))
         except asyncio.QueueFull:
@@ -182,6 +185,7 @@ class FleetLink:
     async def _read(self, call: Any, node: Node) -> None:
         while (command := await call.read()) is not grpc.aio.EOF:
             reach("on", command)
+            _note(f"asked: {command.WhichOneof('command')}", command)
             if (attempt := _suspected(command)) is not None:
                 await self._say_taken(attempt)
             node.handle(command)
@@ -196,6 +200,17 @@ class FleetLink:
 async def _leave_when_stuck(node: Node) -> None:
     """Raises ConnectionError when the node is stuck."""
     raise ConnectionError(f"{await node.stuck()}: the node stays away until that step has ended")
+
+
+def _note(event: str, body: Any) -> None:
+    """A line about what is told of one attempt, or asked of it: what fails is a warning, all else for who looks into
+    the way of a request."""
+    level = logging.WARNING if isinstance(body, fleet_pb2.Failed) else logging.DEBUG
+    attempt = getattr(body, "attempt", None)
+    if attempt is None or not attempt.request_id or not logger.isEnabledFor(level):
+        return
+    why = {"reason": body.reason, "message": body.message} if level == logging.WARNING else {}
+    logger.log(level, event, extra=about(attempt.request_id, epoch=attempt.epoch, **why))
 
 
 def _suspected(command: fleet_pb2.NodeCommand) -> fleet_pb2.Attempt | None:

@@ -73,7 +73,7 @@ def run_node(role: str, settings: NodeSettings) -> None:
         except RankLost as error:
             die(error)
 
-    run_process(role, name, settings.link.log_level, ranked)
+    run_process(role, name, settings.link.log, ranked)
 
 
 async def serve(node: ServedNode, link: FleetLink, *, drain_s: float) -> None:

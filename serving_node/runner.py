@@ -39,6 +39,7 @@ from serving_node.stuck import CALM_S, FIRST_PAUSE_S, LEAST_S, LONGEST_PAUSE_S, 
 
 logger = logging.getLogger(__name__)
 
+MAX_NAMED: Final = 16  # requests in a line about many
 CHECK_S: Final = 0.1  # between two looks at the running step
 
 
@@ -260,7 +261,8 @@ class NodeRunner:
             sends = self._logic.sends_while(works)
             tokens, step_s = await self._stepper.step(works, self._transfers.on_layer(sends) if sends else None)
         except Exception as error:
-            logger.exception("a step failed")
+            request_ids = [work.request.request_id for work in works[:MAX_NAMED]]
+            logger.exception("a step failed", extra={"fields": {"request_ids": request_ids}})
             self._followers.fail_step(error)
             self._logic.step_failed(works, error, time.monotonic())
         else:

@@ -4,6 +4,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from coordinator.control.registry import Node
+from coordinator.control.timeline import Timeline
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 
@@ -35,6 +36,8 @@ class End(NamedTuple):
 
     request_id: str
     outcome: inference_pb2.Complete | RequestError
+    timeline: Timeline
+    ended_s: float
 
 
 class MoveOutcome(Enum):
@@ -53,8 +56,13 @@ class MoveEnded(NamedTuple):
     source: Node
     target: Node
     outcome: MoveOutcome
-    seconds: float  # since the target was asked
+    started_s: float  # when the target was asked
+    ended_s: float
     num_kv_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_s - self.started_s
 
 
 Instruction = Send | Emit | Embedded | End | MoveEnded

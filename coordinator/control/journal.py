@@ -3,7 +3,8 @@
 import logging
 from typing import Any, Final
 
-from coordinator.control.instructions import MoveEnded, MoveOutcome
+from coordinator.control.calls import AnswerRecord, CallRecord, answer_index
+from coordinator.control.instructions import End, MoveEnded, MoveOutcome
 from coordinator.control.metrics import Metrics
 from coordinator.control.outcomes import FINISH_REASONS, MAX_MESSAGE_CHARS
 from coordinator.control.registry import Node
@@ -14,7 +15,6 @@ from serving_core.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
-MAX_ID_CHARS: Final = 128  # of ids that were refused, too
 SECONDS: Final = ("ttft_s", *(f"{phase.value}_s" for phase in Phase), "e2e_s")
 # The texts of these quote what the client has sent.
 QUOTING: Final = (reasons.BAD_PARAM, reasons.MALFORMED_REQUEST, reasons.MODEL_NOT_FOUND)
@@ -25,37 +25,41 @@ class Journal:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._askers: dict[str, str] = {}  # of live calls, the names of their API keys that have one
+        self._records: dict[str, CallRecord] = {}  # that are live
 
-    def begun(self, request_id: str, asker: str) -> None:
-        """A call is live; until it is over, lines about it tell who asks."""
-        if asker:
-            self._askers[request_id] = asker
+    def begun(self, record: CallRecord) -> None:
+        """A call is live; until it is over, lines about it tell who asks, and it is told what becomes of it."""
+        self._records[record.request_id] = record
 
     def over(self, request_id: str) -> None:
         """The call and all its answers have ended."""
-        self._askers.pop(request_id, None)
+        self._records.pop(request_id, None)
 
-    def ended(self, answer_id: str, outcome: inference_pb2.Complete | RequestError) -> None:
+    def ended(self, end: End) -> None:
         """An answer has its end."""
-        request_id, _, index = answer_id.rpartition("/")
+        request_id, index = answer_index(end.request_id)
+        outcome = end.outcome
+        if (record := self._records.get(request_id)) is not None:
+            record.answers.append(AnswerRecord(index, outcome, end.timeline, end.ended_s))
         if isinstance(outcome, RequestError):
             self._metrics.failed[outcome.reason] += 1
-            fields = {"index": int(index), **_cause(outcome)}
+            fields = {"index": index, **_cause(outcome)}
             self._write(logging.WARNING, "request failed", request_id, fields)
         else:
             finish_reason = FINISH_REASONS.get(outcome.finish_reason, "unknown")
             self._metrics.answered(finish_reason, outcome)
-            fields = {"index": int(index), "finish_reason": finish_reason, **_figures(outcome)}
+            fields = {"index": index, "finish_reason": finish_reason, **_figures(outcome)}
             self._write(logging.INFO, "request finished", request_id, fields)
 
     def moved(self, move: MoveEnded) -> None:
         """A running answer has moved to another node, or has not."""
         self._metrics.moves[move.outcome.value] += 1
         self._metrics.num_moved_kv_bytes += move.num_kv_bytes
-        request_id, _, index = move.request_id.rpartition("/")
+        request_id, index = answer_index(move.request_id)
+        if (record := self._records.get(request_id)) is not None:
+            record.moved(move)
         fields = {
-            "index": int(index),
+            "index": index,
             "outcome": move.outcome.value,
             "from_node": move.source.name,
             "to_node": move.target.name,
@@ -66,10 +70,10 @@ class Journal:
         event = "answer moved" if move.outcome is MoveOutcome.MOVED else "answer not moved"
         self._write(level, event, request_id, fields)
 
-    def refused(self, request_id: str, error: RequestError, asker: str = "") -> None:
+    def refused(self, record: CallRecord, error: RequestError) -> None:
         """A request could not begin."""
         self._metrics.refused[error.reason] += 1
-        _write(logging.INFO, "request refused", request_id, _cause(error), asker)
+        _write(logging.INFO, "request refused", record, _cause(error))
 
     def attempt_failed(self, node: Node, event: fleet_pb2.Failed) -> None:
         """A node has given up its part of a request, which may go on elsewhere: its words for why."""
@@ -79,7 +83,7 @@ class Journal:
         self._write(logging.WARNING, "transfer failed" if is_transfer else "attempt failed", request_id, fields)
 
     def _write(self, level: int, event: str, request_id: str, fields: dict[str, Any]) -> None:
-        _write(level, event, request_id, fields, self._askers.get(request_id, ""))
+        _write(level, event, self._records.get(request_id) or CallRecord(request_id), fields)
 
 
 def _cause(error: RequestError) -> dict[str, Any]:
@@ -109,6 +113,6 @@ def _moves(complete: inference_pb2.Complete) -> dict[str, Any]:
     return {"moves": timeline.num_moves, "move_pause_s": pause_s, "moved_kv_bytes": complete.moved_kv_bytes}
 
 
-def _write(level: int, event: str, request_id: str, fields: dict[str, Any], asker: str) -> None:
-    told = {"asker": asker, **fields} if asker else fields
-    logger.log(level, event, extra={"request_id": request_id[:MAX_ID_CHARS], "fields": told})
+def _write(level: int, event: str, record: CallRecord, fields: dict[str, Any]) -> None:
+    about = {name: value for name in ("trace_id", "asker") if (value := getattr(record, name))}
+    logger.log(level, event, extra={"request_id": record.request_id, "fields": {**about, **fields}})

@@ -181,6 +181,7 @@ class LiveAnswers:
         pause of this process do not count."""
         error = with_progress(error, request)
         instructions = self._let_go(request, now)
+        request.timeline.failed(error.reason)
         is_excused = self.registry.pauses.is_recent(now)
         if not is_excused and request.num_restarts - request.num_excused >= self._max_restarts:
             return instructions + self.end(request, error, now)
@@ -202,6 +203,7 @@ class LiveAnswers:
         """The node has no room for it: another one may have some. Where none has, the error is the end of a new one,
         and one that has tokens out asks again after a while, as long as it may take."""
         instructions = self._let_go(request, now)
+        request.timeline.failed(error.reason)
         request.full_nodes.add(node)
         if node not in request.avoid:
             request.avoid.append(node)
@@ -244,7 +246,7 @@ class LiveAnswers:
         """Gives the request to these nodes."""
         prefill, decode, prompt = placed.reader, placed.writer, request.known
         request.attempt = Attempt(self.next_epoch(), prefill, decode, first_index=len(request.output), started_s=now)
-        request.timeline.placed(now, prefill.name, decode.name)
+        request.timeline.placed(now, prefill.name, decode.name, begins=True)
         if (due := request.due) is not None:
             self.ledger.owe(request.request_id, due, len(request.output), self._num_left(request))
         self.ledger.read(request.request_id, prefill, prompt.tokens_to_compute(prefill))
@@ -328,7 +330,7 @@ class LiveAnswers:
         if not (isinstance(outcome, RequestError) and outcome.reason == reasons.QUEUE_FULL):
             self.turns.ended(now)
         instructions = [] if request.is_waiting else self._let_go(request, now)
-        return [*instructions, End(request.request_id, outcome)]
+        return [*instructions, End(request.request_id, outcome, request.timeline, now)]
 
     # ---- letting go ----
 
@@ -348,7 +350,13 @@ class LiveAnswers:
         move, request.move = request.move, None
         if move is not None and move.is_under_way:
             instructions.append(self.cancel(request, move.target, move.epoch, now))
-            seconds = now - move.started_s
-            instructions.append(MoveEnded(request.request_id, move.source, move.target, MoveOutcome.ENDED, seconds))
+            instructions.append(move_ended(request, move, MoveOutcome.ENDED, now))
         self.ledger.end(request.request_id)
         return instructions
+
+
+def move_ended(
+    request: TrackedRequest, move: Move, outcome: MoveOutcome, now: float, num_kv_bytes: int = 0
+) -> MoveEnded:
+    """What is to be written down of a move."""
+    return MoveEnded(request.request_id, move.source, move.target, outcome, move.started_s, now, num_kv_bytes)

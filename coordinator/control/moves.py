@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Final
 
 from coordinator.control.attempts import Move, MoveStage, TrackedRequest, tell_sender
-from coordinator.control.instructions import Instruction, MoveEnded, MoveOutcome, Send
-from coordinator.control.live import LiveAnswers
+from coordinator.control.instructions import Instruction, MoveOutcome, Send
+from coordinator.control.live import LiveAnswers, move_ended
 from coordinator.control.registry import Node
 from coordinator.control.timeline import Phase
 from protos import fleet_pb2
@@ -164,14 +164,15 @@ class Moves:
         request.num_kv_bytes_saved += event.num_bytes_saved
         request.num_moved_kv_bytes += event.num_bytes
         live.metrics.kv_moved(event.num_bytes, event.num_bytes_saved)
-        return [*instructions, _ended(request, MoveOutcome.MOVED, now, event.num_bytes)]
+        return [*instructions, move_ended(request, move, MoveOutcome.MOVED, now, event.num_bytes)]
 
     def _off(self, request: TrackedRequest, now: float) -> list[Instruction]:
         """The move will not be: to be told once."""
         move = _move_of(request)
         self._live.ledger.let_go(request.request_id, move.target)
         is_refused = move.stage is MoveStage.RESERVING
-        return [_ended(request, MoveOutcome.REFUSED if is_refused else MoveOutcome.FAILED, now)]
+        outcome = MoveOutcome.REFUSED if is_refused else MoveOutcome.FAILED
+        return [move_ended(request, move, outcome, now)]
 
 
 def keep(request: TrackedRequest) -> Instruction:
@@ -191,8 +192,3 @@ def _move_of(request: TrackedRequest) -> Move:
 
 def _source_attempt(request: TrackedRequest) -> fleet_pb2.Attempt:
     return fleet_pb2.Attempt(request_id=request.request_id, epoch=_move_of(request).source_epoch)
-
-
-def _ended(request: TrackedRequest, outcome: MoveOutcome, now: float, num_kv_bytes: int = 0) -> MoveEnded:
-    move = _move_of(request)
-    return MoveEnded(request.request_id, move.source, move.target, outcome, now - move.started_s, num_kv_bytes)

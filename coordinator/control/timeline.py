@@ -31,6 +31,7 @@ class Mark(NamedTuple):
     phase: Phase
     reader: str = ""
     writer: str = ""
+    attempt: int = 0  # its number, from 1; while no node has the request, that of the last one
 
 
 class Timeline:
@@ -45,6 +46,8 @@ class Timeline:
         self._last_token_s = start_s
         self._seconds = dict.fromkeys(Phase, 0.0)
         self._marks = [Mark(start_s, self.phase)]
+        self._num_attempts = 0
+        self.failures: dict[int, str] = {}  # the reasons of attempts that came to nothing, by their numbers
 
     def enter(self, phase: Phase, now: float, *, ago_s: float = 0.0) -> None:
         """Ends the current phase and begins another, ago_s before now, though never before the current one began."""
@@ -53,9 +56,15 @@ class Timeline:
         self.phase, self._entered_s = phase, at_s
         self._mark(self._marks[-1]._replace(at_s=at_s, phase=phase))
 
-    def placed(self, now: float, reader: str = "", writer: str = "") -> None:
-        """From now on these nodes have the request; without names none has."""
-        self._mark(Mark(now, self.phase, reader, writer))
+    def placed(self, now: float, reader: str = "", writer: str = "", *, begins: bool = False) -> None:
+        """From now on these nodes have the request; without names none has. `begins`: as another attempt."""
+        self._num_attempts += begins
+        self._mark(Mark(now, self.phase, reader, writer, self._num_attempts))
+
+    def failed(self, reason: str) -> None:
+        """The last attempt has come to nothing, and others may follow."""
+        if len(self.failures) < MAX_MARKS:
+            self.failures[self._num_attempts] = reason
 
     def _mark(self, mark: Mark) -> None:
         last = self._marks[-1]

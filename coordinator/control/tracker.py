@@ -155,7 +155,8 @@ class Tracker:
         request = TrackedRequest(request_id, self._age, prompt, sampling, deadline_s, timeline, slo, pooling)
         request.resume(so_far.token_ids)
         if so_far.finish_reason:
-            return [End(request_id, ended_before(request, so_far.finish_reason, arrived_s))]
+            complete = ended_before(request, so_far.finish_reason, arrived_s)
+            return [End(request_id, complete, timeline, arrived_s)]
         return self._live.begin(request, arrived_s)
 
     def handle(self, node: Node, event: fleet_pb2.NodeEvent, now: float) -> list[Instruction]:

@@ -5,8 +5,9 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from coordinator.control.calls import CallRecord
 from coordinator.control.journal import Journal
 from coordinator.control.registry import Registry
 from coordinator.control.router import does, why_no_path
@@ -25,11 +26,15 @@ from coordinator.text.answers import AnswerText
 from coordinator.text.chat_template import RenderOptions
 from coordinator.text.structures import Structures
 from coordinator.text.tokenizer import Tokenizer, TokenLimit
+from coordinator.traces.carrier import CARRIER
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.model_config import ModelConfig
 from serving_core.reasons import ABORTED, DEADLINE_EXCEEDED
 from serving_core.shapes import DECODE, PREFILL
+
+if TYPE_CHECKING:  # what it imports is of an extra
+    from coordinator.traces.export import Traces
 
 WRITE_TIMEOUT_S: Final = 30.0  # for a client that has stopped reading, at every door
 
@@ -86,6 +91,7 @@ class Front:
         request_timeout_s: float,
         strict_fields: bool,
         slo_classes: SloClasses,
+        traces: "Traces | None" = None,
     ) -> None:
         self.model = model
         self.unknown_fields = UnknownFields(strict=strict_fields)
@@ -95,6 +101,7 @@ class Front:
         self._max_logprobs = max_logprobs
         self.request_timeout_s = request_timeout_s
         self._slo_classes = slo_classes
+        self._traces = traces
 
     @asynccontextmanager
     async def answer(
@@ -102,9 +109,20 @@ class Front:
     ) -> AsyncIterator[Call]:
         """Begins the answers of a request that has an id. They end within remaining_s, and when the block is left,
         however it is left. Raises RequestError before the block when nothing can begin."""
-        arrived_s = time.monotonic()
+        operation = "chat" if request.HasField("chat") else "text_completion"
+        with self._recorded(request.request_id, operation, request.model) as record:
+            call = await self._begin(request, remaining_s, record)
+            try:
+                yield call
+            finally:
+                self._dispatcher.close(call.generation)
+
+    async def _begin(
+        self, request: inference_pb2.GenerateRequest, remaining_s: float | None, record: CallRecord
+    ) -> Call:
+        arrived_s = record.arrived_s
         timeout_s = self.request_timeout_s if remaining_s is None else min(self.request_timeout_s, remaining_s)
-        with self.noting_refusal(request.request_id):
+        with self.noting_refusal(record):
             check_writes(self.model.config)
             limits = self.limits()
             check_input(request, limits)
@@ -118,19 +136,50 @@ class Front:
             so_far = read_so_far(request, plan, limits, self.model.config.eos_token_ids)
             slo = self._slo_classes.slo_of(request, len(prompt), self._registry.nodes)
             beginnings = [await self._beginning(plan, each) for each in so_far]
+            begun_s = time.monotonic()
             generation = self._dispatcher.submit(
-                plan, beginnings, slo, arrived_s=arrived_s, deadline_s=arrived_s + timeout_s, asker=ASKER.get()
+                plan, beginnings, slo, arrived_s=arrived_s, deadline_s=arrived_s + timeout_s, record=record
             )
+        record.begun_s, record.num_prompt_tokens = begun_s, len(prompt)
+        record.sampling, record.num_answers = plan.samplings[0], len(plan.samplings)
+        return Call(prompt, generation, plan.samplings[0].max_tokens)
+
+    @contextmanager
+    def _recorded(self, request_id: str, operation: str, model: str) -> Iterator[CallRecord]:
+        """What is written down of a call that has come; its trace ends when the block is left, however it is left."""
+        arrived_s = time.monotonic()
+        record = CallRecord(
+            request_id, ASKER.get(), operation=operation, model=model or self.model.name, arrived_s=arrived_s
+        )
+        trace = self._traces.begin(record, CARRIER.get()) if self._traces is not None else None
         try:
-            yield Call(prompt, generation, plan.samplings[0].max_tokens)
+            yield record
+        except Exception as error:
+            record.failure = error.reason if isinstance(error, RequestError) else type(error).__name__
+            raise
         finally:
-            self._dispatcher.close(generation)
+            if self._traces is not None and trace is not None:
+                self._traces.end(trace, time.monotonic())
 
     async def embed(self, request: inference_pb2.EmbedRequest, remaining_s: float | None = None) -> Embedding:
         """The embedding that a request with an id asks for, within remaining_s. Raises RequestError."""
-        arrived_s = time.monotonic()
+        with self._recorded(request.request_id, "embeddings", request.model) as record:
+            generation = await self._begin_embedding(request, remaining_s, record)
+            try:
+                response = await generation.next()
+                assert response is not None, "it ends as every answer does"
+                if not generation.embedding:
+                    raise RequestError(ABORTED, f"request {request.request_id} was aborted")
+                return Embedding(generation.embedding, response.complete)
+            finally:
+                self._dispatcher.close(generation)
+
+    async def _begin_embedding(
+        self, request: inference_pb2.EmbedRequest, remaining_s: float | None, record: CallRecord
+    ) -> Generation:
+        arrived_s = record.arrived_s
         timeout_s = self.request_timeout_s if remaining_s is None else min(self.request_timeout_s, remaining_s)
-        with self.noting_refusal(request.request_id):
+        with self.noting_refusal(record):
             embedder_of(self.model.config)
             question = as_question(request)
             limits = self.limits()
@@ -141,17 +190,10 @@ class Front:
             plan = plan_embedding(request, prompt, limits, self.model.config)
             slo = self._slo_classes.slo_of(question, len(prompt), self._registry.nodes)
             beginning = await self._beginning(plan, NOTHING)
-            generation = self._dispatcher.submit(
-                plan, [beginning], slo, arrived_s=arrived_s, deadline_s=arrived_s + timeout_s, asker=ASKER.get()
+            record.begun_s, record.num_prompt_tokens = time.monotonic(), len(prompt)
+            return self._dispatcher.submit(
+                plan, [beginning], slo, arrived_s=arrived_s, deadline_s=arrived_s + timeout_s, record=record
             )
-        try:
-            response = await generation.next()
-            assert response is not None, "it ends as every answer does"
-            if not generation.embedding:
-                raise RequestError(ABORTED, f"request {request.request_id} was aborted")
-            return Embedding(generation.embedding, response.complete)
-        finally:
-            self._dispatcher.close(generation)
 
     async def _tokenize_cut(
         self, question: inference_pb2.GenerateRequest, most: int | None, limits: Limits
@@ -175,12 +217,12 @@ class Front:
         return self._dispatcher.num_live
 
     @contextmanager
-    def noting_refusal(self, request_id: str) -> Iterator[None]:
+    def noting_refusal(self, record: CallRecord) -> Iterator[None]:
         """Around what must succeed before a request can begin."""
         try:
             yield
         except RequestError as error:
-            self._journal.refused(request_id, error, ASKER.get())
+            self._journal.refused(record, error)
             raise
 
     def why_not_ready(self) -> str:

@@ -14,8 +14,10 @@ from coordinator.dispatcher import Dispatcher
 from coordinator.doors.front import WRITE_TIMEOUT_S, Call, Front
 from coordinator.doors.unknown_fields import WARNING_HEADER, unknown_in_message
 from coordinator.doors.validation import MAX_ABORTED, check_count
+from coordinator.traces.carrier import CARRIER, carrier_of
 from protos import inference_pb2
 from protos.convert import MAX_TOKENS_HEADER, MODEL_HEADER, PROTOCOL_VERSION
+from serving_core.telemetry import CURRENT_REQUEST
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,8 @@ class InferenceService:
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         request.request_id = request.request_id or secrets.token_hex(16)
+        CURRENT_REQUEST.set(request.request_id)
+        CARRIER.set(carrier_of(context.invocation_metadata()))
         if warning := self._front.unknown_fields.check(unknown_in_message(request)):
             context.set_trailing_metadata(((WARNING_HEADER, warning),))
         # A client that is gone shows as one of several exceptions, cancellation among them.

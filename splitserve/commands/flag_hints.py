@@ -25,6 +25,7 @@ _OF_THE_FOLDER: Final = {
 _LOGS: Final = dict.fromkeys(
     ("--disable-log-requests", "--disable-log-stats", "--uvicorn-log-level"), "see --log-level"
 )
+_TRACES: Final = {"--otlp-traces-endpoint": "it is --otlp-endpoint"}
 
 _CHATS: Final = {
     "--enable-auto-tool-choice": "it is always on: see --tool-call-parser",
@@ -44,6 +45,7 @@ _UP: Final[Hints] = {
     **_TLS,
     **_OF_REQUESTS,
     **_LOGS,
+    **_TRACES,
     **dict.fromkeys(_RANKS, "each role has its own: --prefill-tp and --decode-tp"),
     **dict.fromkeys(_MEMORY, "the KV cache of each node has --kv-cache-memory-bytes"),
     "--port": "there are two, --grpc-port and --http-port",
@@ -59,12 +61,14 @@ _COORDINATOR: Final[Hints] = {
     **_TLS,
     **_OF_REQUESTS,
     **_LOGS,
+    **_TRACES,
     **dict.fromkeys((*_RANKS, *_MEMORY, "--kv-cache-memory-bytes"), "nodes have it: `splitserve prefill --help`"),
     "--grpc-port": "it is --port, beside --http-port and --fleet-port",
 }
 _NODE: Final[Hints] = {
     **_OF_THE_FOLDER,
     **_LOGS,
+    "--otlp-traces-endpoint": "the coordinator sends traces: `splitserve coordinator --otlp-endpoint`",
     **dict.fromkeys(_MEMORY, "the KV cache has --kv-cache-memory-bytes"),
     **dict.fromkeys(("--prefill-tp", "--decode-tp", "--tp-size", "--tp", "-t"), "it is --tensor-parallel-size"),
     **dict.fromkeys(("--host", "--port", "--server"), "a node has no clients; it dials --coordinator HOST:PORT"),

@@ -6,7 +6,6 @@ this process, whatever kills it.
 
 import asyncio
 import contextlib
-import json
 import os
 import re
 import signal
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from serving_core.telemetry import parse_line
 from splitserve.launch.cluster import Process
 from splitserve.launch.models import Report
 
@@ -151,15 +151,6 @@ class LastWords:
             self._in_traceback = True
         elif self._in_traceback and text and not text[0].isspace():
             self._in_traceback, self.failure = False, text
-
-
-def parse_line(line: str) -> tuple[str, str]:
-    """The level and the text of a log line; a line that is not of our loggers has no level, and is as it stands."""
-    try:
-        fields = json.loads(line)
-        return str(fields["level"]), str(fields["event"])
-    except (ValueError, TypeError, KeyError):
-        return "", line.rstrip()
 
 
 async def _lines(pipe: int) -> AsyncIterator[bytes]:

@@ -51,9 +51,10 @@ from serving_core.errors import ModelError, RequestError, SettingsError
 from serving_core.json_fields import JsonFields
 from serving_core.model_config import ModelConfig, read_model_config
 from serving_core.requests import SamplingParams
+from serving_core.telemetry import parse_line
 from serving_core.weight_files import INDEX_FILE, SINGLE_FILE, stored_tensors
 from serving_node.ranks.leading import Meeting, share_from_wire
-from splitserve.launch.supervisor import LastWords, parse_line
+from splitserve.launch.supervisor import LastWords
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.event_stream import EventStream
 from splitserve_bench.serve.reply import RequestFailed

@@ -80,7 +80,7 @@ def run(base_python, tmp_path):
 
 def test_the_environment_has_nothing_of_an_extra(base_python):
     modules = [module for names in MODULES.values() for module in names]
-    code = f"from importlib.util import find_spec; print([name for name in {modules} if find_spec(name)])"
+    code = f"from serving_core.extras import is_installed; print([name for name in {modules} if is_installed(name)])"
     assert subprocess.check_output([base_python, "-c", code], text=True) == "[]\n"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == f"{modules}\n"
 
@@ -128,6 +128,13 @@ def test_so_does_a_node_that_is_started_without_the_command_line(run, model, rol
     done = run(f"{role}_node", model, "--name", "n0", "--log-level", "error")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "n0: this needs torch, which is not installed: pip install 'splitserve[node]'\n"
+
+
+def test_so_does_a_coordinator_that_is_to_send_traces(run, model):
+    done = run("coordinator", model, "--otlp-endpoint", "http://localhost:4317")
+    assert (done.returncode, done.stdout) == (2, "")
+    missing = "this needs opentelemetry.exporter.otlp.proto.grpc, which is not installed"
+    assert done.stderr == f"coordinator: {missing}: pip install 'splitserve[otel]'\n"
 
 
 def test_the_demo_needs_a_node(run):

@@ -16,7 +16,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from coordinator.doors.authentication import BearerSecrets
+from coordinator.control.calls import CallRecord
+from coordinator.doors.authentication import ASKER, BearerSecrets
 from coordinator.doors.exposition import CONTENT_TYPE, Exposition
 from coordinator.doors.front import Front, within
 from coordinator.doors.http.answering import Answering, unless_gone
@@ -46,6 +47,7 @@ from coordinator.text.tokenizer import Tokenizer, TokenLimit
 from protos.inference_pb2 import ChatInput, GenerateRequest
 from serving_core.errors import RequestError
 from serving_core.reasons import MODEL_NOT_FOUND
+from serving_core.telemetry import CURRENT_REQUEST
 
 R = TypeVar("R")
 
@@ -138,7 +140,7 @@ class Endpoints:
             in_body = fields.text("request_id")
             return parse_embeddings(fields, given or in_body or drawn), fields.unread()
 
-        with self._front.noting_refusal(given or drawn):
+        with self._front.noting_refusal(CallRecord(given or drawn, ASKER.get())):
             asked, unread = await read_json(request, parsed)
             self._check_unread(request, unread)
             check_size(asked, self._front.model.config.hidden_size)
@@ -208,8 +210,9 @@ class Endpoints:
             set_limits(asked.requests, fields, request.headers)
             return request_id, asked, fields.unread()
 
-        with self._front.noting_refusal(given or drawn):
+        with self._front.noting_refusal(CallRecord(given or drawn, ASKER.get())):
             request_id, asked, unread = await read_json(request, parsed)
+            CURRENT_REQUEST.set(request_id)
             self._check_unread(request, unread)
         if asked.offer is not None and asked.offer.schema:
             names = {**names, "json_schema": "tools"}

@@ -18,8 +18,10 @@ from coordinator.doors.http.errors import error_response, http_error_response, i
 from coordinator.doors.http.page import PAGE_PATHS
 from coordinator.doors.unknown_fields import WARNING_HEADER
 from coordinator.doors.validation import REQUEST_ID
+from coordinator.traces.carrier import CARRIER, carrier_of
 from serving_core.errors import RequestError
 from serving_core.reasons import QUEUE_FULL, UNAUTHENTICATED
+from serving_core.telemetry import CURRENT_REQUEST
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,8 @@ class Door:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         response = _Response(send, scope)
+        CURRENT_REQUEST.set(response.request_id)
+        CARRIER.set(carrier_of(Headers(scope=scope).items()))
         self._num_calls += 1
         try:
             self._admit(scope)

@@ -6,8 +6,11 @@ import logging
 import httpx2
 import pytest
 
+from coordinator.control.calls import CallRecord
+from coordinator.control.instructions import End
 from coordinator.control.journal import Journal
 from coordinator.control.metrics import Metrics
+from coordinator.control.timeline import Timeline
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.telemetry import JsonFormatter
@@ -177,8 +180,8 @@ def test_every_end_is_counted_once():
     metrics = Metrics()
     journal = Journal(metrics)
     complete = inference_pb2.Complete(finish_reason=events.STOP, completion_tokens=1)
-    journal.ended("a/0", complete)
-    journal.ended("b/0", RequestError("WORKER_LOST", "gone"))
-    journal.refused("c", RequestError("DRAINING", "going"))
+    journal.ended(End("a/0", complete, Timeline(0.0), 1.0))
+    journal.ended(End("b/0", RequestError("WORKER_LOST", "gone"), Timeline(0.0), 1.0))
+    journal.refused(CallRecord("c"), RequestError("DRAINING", "going"))
     assert (metrics.finished, metrics.failed, metrics.refused) == ({"stop": 1}, {"WORKER_LOST": 1}, {"DRAINING": 1})
     assert (sum(metrics.e2e.counts), sum(metrics.tpot.counts)) == (1, 0)  # one token has no time after the first

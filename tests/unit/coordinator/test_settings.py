@@ -46,6 +46,15 @@ def test_classes_are_read_at_start():
 
 
 @pytest.mark.parametrize(
+    "value", ["localhost:4317", "http://localhost", "grpc://a:1", "http://a:1/v1/traces", "https://u@a:1"]
+)
+def test_an_endpoint_for_traces_is_a_url_with_a_port(value):
+    check_settings(CoordinatorSettings(otlp_endpoint="https://[::1]:4317"))
+    with pytest.raises(SettingsError, match="otlp_endpoint must be http://HOST:PORT or https://HOST:PORT, not"):
+        check_settings(CoordinatorSettings(otlp_endpoint=value))
+
+
+@pytest.mark.parametrize(
     ("text", "problem"),
     [("{", "must be JSON: an object"), ("[]", "must be JSON: an object"), ('{"tools": []}', "has tools, which is")],
 )

@@ -26,7 +26,8 @@ class World:
         self.metrics = Metrics()
         self.ledger = Ledger()
         self.tracker = Tracker(self.registry, self.ledger, self.metrics, **{**defaults, **settings})
-        self.outcome = None
+        self.outcome = self.end_of_answer = None
+        self.moves = []
         self.jobs = []
         self.prefill_tp_size = None
         self.is_local = None
@@ -95,9 +96,10 @@ class World:
             case Embedded(_, embedding):
                 return f"embedded {embedding.decode()}"
             case MoveEnded():
+                self.moves.append(instruction)
                 return instruction.outcome.value
             case End(_, outcome):
-                self.outcome = outcome
+                self.outcome, self.end_of_answer = outcome, instruction
                 return f"end {outcome.reason}" if isinstance(outcome, RequestError) else "end complete"
 
     def first(self, attempt, index=0, finish_reason=0, now=0.0, **fields):

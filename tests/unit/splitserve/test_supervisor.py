@@ -11,8 +11,9 @@ import textwrap
 import psutil
 import pytest
 
+from serving_core.telemetry import parse_line
 from splitserve.launch.cluster import Process
-from splitserve.launch.supervisor import LastWords, Supervisor, parse_line
+from splitserve.launch.supervisor import LastWords, Supervisor
 
 DEADLINE_S = 20.0
 FOREVER = "import time; print('started', flush=True); time.sleep(600)"
@@ -211,6 +212,9 @@ def test_a_child_whose_launcher_is_gone_does_not_start():
         ("[1, 2]", ("", "[1, 2]")),
         ("7", ("", "7")),
         ('{"level": "error"}', ("", '{"level": "error"}')),
+        ("2026-11-23T03:24:29.123Z error decode-0: no room request_id=r", ("error", "no room request_id=r")),
+        ('2026-11-23T03:24:29.123Z critical d.1: it broke exception="a\\nb"', ("critical", "it broke")),
+        ("2026-11-23T03:24:29.123Z loud decode-0: no", ("", "2026-11-23T03:24:29.123Z loud decode-0: no")),
         ("", ("", "")),
     ],
 )

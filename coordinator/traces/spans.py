@@ -1,0 +1,184 @@
+"""The spans of a call, out of what was written down of it. Pure.
+
+    chat MODEL                what its client asked, to the end of its last answer
+        accept                checked, tokenized and taken
+        wait for a node       while there was none for an answer
+        attempt               one try at an answer on a pair of nodes; another one follows where a node was lost
+            prefill queue, prefill, wait for credit, transfer, decode queue, decode
+            move              of a running answer to another node
+
+Names of attributes are those of OpenTelemetry's conventions for generative AI where these have one.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final
+
+from coordinator.control.calls import AnswerRecord, CallRecord, answer_index
+from coordinator.control.instructions import MoveEnded, MoveOutcome
+from coordinator.control.outcomes import FINISH_REASONS
+from coordinator.control.timeline import Mark, Phase
+from protos import inference_pb2
+from serving_core.errors import RequestError
+
+Attribute = str | int | float | Sequence[str]
+
+PROVIDER: Final = "splitserve"
+MAX_NAME_CHARS: Final = 128  # of a model, which a client may have made up
+NAMES: Final = {phase: phase.value.replace("_", " ") for phase in Phase} | {Phase.CREDIT_WAIT: "wait for credit"}
+READS: Final = (Phase.PREFILL_QUEUE, Phase.PREFILL)
+TRAVELS: Final = (Phase.CREDIT_WAIT, Phase.TRANSFER)
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRecord:
+    """One span with those below it. Times are those of the coordinator's clock."""
+
+    name: str
+    start_s: float
+    end_s: float
+    attributes: Mapping[str, Attribute]
+    failure: str = ""  # the reason; empty for a good end
+    children: tuple["SpanRecord", ...] = ()
+
+    def everyone(self) -> Iterator["SpanRecord"]:
+        """It and all below."""
+        yield self
+        for child in self.children:
+            yield from child.everyone()
+
+
+def call_span(call: CallRecord, ended_s: float) -> SpanRecord:
+    """The whole trace of a call that has ended."""
+    begun_s = ended_s if call.begun_s is None else call.begun_s
+    children = [SpanRecord("accept", call.arrived_s, begun_s, {})]
+    for answer in sorted(call.answers, key=lambda each: each.index):
+        children += _answer_spans(call, answer, begun_s)
+    attributes = {**_asked(call), **_answered(call)}
+    return SpanRecord(call_name(call), call.arrived_s, ended_s, attributes, _failure(call), tuple(children))
+
+
+def call_name(call: CallRecord) -> str:
+    """The name of the span of a call."""
+    return f"{call.operation} {call.model[:MAX_NAME_CHARS]}"
+
+
+# ---- of one answer ----
+
+Stay = tuple[Mark, float]
+"""From this mark on, until then."""
+
+
+def _answer_spans(call: CallRecord, answer: AnswerRecord, begun_s: float) -> Iterator[SpanRecord]:
+    """What it waited for and was tried on, in order. The tracker counts from the arrival, of which the time before
+    begun_s is told already."""
+    stays = [
+        (mark._replace(at_s=max(mark.at_s, begun_s)), end_s)
+        for mark, end_s in answer.timeline.spans(answer.ended_s)
+        if end_s > begun_s
+    ]
+    about = {"splitserve.answer": answer.index}
+    for (number, has_nodes), group in groupby(stays, key=lambda stay: (stay[0].attempt, bool(stay[0].reader))):
+        found = list(group)
+        if has_nodes:
+            yield _attempt_span(call, answer, number, found)
+        else:
+            yield SpanRecord("wait for a node", found[0][0].at_s, found[-1][1], about)
+
+
+def _attempt_span(call: CallRecord, answer: AnswerRecord, number: int, stays: Sequence[Stay]) -> SpanRecord:
+    first, start_s, end_s = stays[0][0], stays[0][0].at_s, stays[-1][1]
+    moves = [
+        _move_span(move)
+        for move in call.moves
+        if answer_index(move.request_id)[1] == answer.index and start_s <= move.started_s <= end_s
+    ]
+    attributes: dict[str, Attribute] = {
+        "splitserve.answer": answer.index,
+        "splitserve.attempt": number,
+        "splitserve.prefill_node": first.reader,
+        "splitserve.decode_node": first.writer,
+    }
+    children = (*(_phase_span(*stay) for stay in stays), *moves)
+    return SpanRecord("attempt", start_s, end_s, attributes, answer.timeline.failures.get(number, ""), children)
+
+
+def _phase_span(mark: Mark, end_s: float) -> SpanRecord:
+    if mark.phase in TRAVELS:
+        attributes = {"splitserve.from_node": mark.reader, "splitserve.to_node": mark.writer}
+    else:
+        attributes = {"splitserve.node": mark.reader if mark.phase in READS else mark.writer}
+    return SpanRecord(NAMES[mark.phase], mark.at_s, end_s, attributes)
+
+
+def _move_span(move: MoveEnded) -> SpanRecord:
+    attributes = {
+        "splitserve.from_node": move.source.name,
+        "splitserve.to_node": move.target.name,
+        "splitserve.outcome": move.outcome.value,
+        "splitserve.kv_bytes": move.num_kv_bytes,
+    }
+    failure = move.outcome.value if move.outcome is MoveOutcome.FAILED else ""
+    return SpanRecord("move", move.started_s, move.ended_s, attributes, failure)
+
+
+# ---- of the call ----
+
+
+def _asked(call: CallRecord) -> dict[str, Attribute]:
+    asked: dict[str, Attribute] = {
+        "gen_ai.operation.name": call.operation,
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": call.model[:MAX_NAME_CHARS],
+        "splitserve.request_id": call.request_id,
+    }
+    if call.sampling is not None:
+        asked |= {
+            "gen_ai.request.max_tokens": call.sampling.max_tokens,
+            "gen_ai.request.temperature": call.sampling.temperature,
+            "gen_ai.request.top_p": call.sampling.top_p,
+            "gen_ai.request.top_k": call.sampling.top_k,
+        }
+    if call.num_answers != 1:
+        asked["gen_ai.request.choice.count"] = call.num_answers
+    return asked
+
+
+def _answered(call: CallRecord) -> dict[str, Attribute]:
+    if not call.answers:
+        return {}
+    told: dict[str, Attribute] = {"gen_ai.usage.input_tokens": call.num_prompt_tokens}
+    answers = sorted(call.answers, key=lambda each: each.index)
+    completes = [each.outcome for each in answers if isinstance(each.outcome, inference_pb2.Complete)]
+    told["gen_ai.usage.output_tokens"] = sum(_num_tokens(each) for each in answers)
+    told["gen_ai.response.finish_reasons"] = [_finish_reason(each) for each in answers]
+    first_s = [each.timeline.ttft_s for each in answers if each.timeline.ttft_s]
+    if first_s:
+        told["gen_ai.response.time_to_first_chunk"] = min(first_s)
+    if completes:
+        told |= {
+            "gen_ai.usage.cache_read.input_tokens": max(each.cached_tokens for each in completes),
+            "splitserve.restarts": sum(each.timeline.num_restarts for each in completes),
+            "splitserve.moves": sum(each.timeline.num_moves for each in completes),
+            "splitserve.kv_bytes": sum(each.kv_bytes for each in completes),
+        }
+    return told
+
+
+def _failure(call: CallRecord) -> str:
+    """The reason; a door that streams tells its client of a failure in words of its own, and goes on."""
+    failures = (each.outcome.reason for each in call.answers if isinstance(each.outcome, RequestError))
+    return call.failure or next(failures, "")
+
+
+def _num_tokens(answer: AnswerRecord) -> int:
+    if isinstance(answer.outcome, RequestError):
+        return int(answer.outcome.metadata.get("tokens_emitted", 0))
+    return answer.outcome.completion_tokens
+
+
+def _finish_reason(answer: AnswerRecord) -> str:
+    if isinstance(answer.outcome, RequestError):
+        return "error"
+    return FINISH_REASONS.get(answer.outcome.finish_reason, "unknown")
