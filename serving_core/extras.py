@@ -12,6 +12,7 @@ MODULES: Final = {
     "node": ("torch", "gguf", "numpy", "safetensors", "xxhash", "zmq"),
     "bench": ("matplotlib",),
     "transformers": ("transformers",),
+    "ray": ("ray",),
 }
 
 P = ParamSpec("P")
