@@ -13,6 +13,7 @@ MODULES: Final = {
     "bench": ("matplotlib",),
     "otel": ("opentelemetry.exporter.otlp.proto.grpc", "opentelemetry.sdk"),
     "transformers": ("transformers",),
+    "ray": ("ray",),
 }
 
 P = ParamSpec("P")

@@ -32,8 +32,10 @@ def flag(
     choices: tuple[str, ...] = (),
     positional: bool = False,
     secret: bool = False,
+    bare: str | None = None,
 ) -> Any:
-    """A dataclass field that is also a flag. `secret` values come from the environment or a file, not from argv."""
+    """A dataclass field that is also a flag. `secret` values come from the environment or a file, not from argv; `bare`
+    is the value of a flag that is given without one."""
     metadata = {
         "help": help,
         "minimum": minimum,
@@ -41,6 +43,7 @@ def flag(
         "choices": choices,
         "positional": positional,
         "secret": secret,
+        "bare": bare,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -154,6 +157,7 @@ def _parameter(field: "dataclasses.Field[Any]", hint: Any) -> click.Parameter:
     spelling = f"--{_kebab(field.name)}"
     if kind is click.BOOL:
         spelling += f"/--no-{_kebab(field.name)}"
+    bare = field.metadata["bare"]
     return click.Option(
         [spelling, field.name],
         type=kind,
@@ -163,6 +167,7 @@ def _parameter(field: "dataclasses.Field[Any]", hint: Any) -> click.Parameter:
         show_default=_shown_default(field, default),
         show_envvar=field.metadata["secret"],
         help=field.metadata["help"],
+        **({} if bare is None else {"is_flag": False, "flag_value": bare}),
     )
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import signal
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import click
@@ -12,7 +13,7 @@ from serving_core.extras import needs, require
 from serving_core.flags import build, settings_command
 from splitserve.commands.terminal import report, stdout, timeline_view, waiting
 from splitserve.interrupts import INTERRUPTED
-from splitserve.launch.cluster import NO_HTTP, ClusterSettings, up_settings_class
+from splitserve.launch.cluster import LOOPBACK, NO_HTTP, ClusterSettings, up_settings_class
 from splitserve.launch.launcher import Cluster, free_port
 from splitserve.launch.models import resolve
 from splitserve.launch.preflight import check_public_ports
@@ -33,8 +34,8 @@ def serve(values: Any) -> None:
         settings = dataclasses.replace(settings, http_port=free_port())
     model = resolve(settings.model, report)
 
-    async def work() -> None:
-        async with Cluster(settings, given, model, report=report) as cluster:
+    async def work(fleet_host: str) -> None:
+        async with Cluster(settings, given, model, report=report, fleet_host=fleet_host) as cluster:
             nodes = ", ".join(f"{number} {role}" for role, number in cluster.num_nodes.items() if number)
             report(f"Serving {model.name}: {nodes}; logs: {cluster.log_dir}")
             await start(cluster)
@@ -42,10 +43,21 @@ def serve(values: Any) -> None:
             report(f"Ready: gRPC on {cluster.target}{http}. Ctrl-C stops everything.")
             await cluster.watch()
 
-    number = run_until_signal(work())
+    with _hosts(settings.ray) as fleet_host:
+        number = run_until_signal(work(fleet_host))
     report("Stopped.")
     if number is signal.SIGINT:
         sys.exit(INTERRUPTED)
+
+
+def _hosts(ray: str) -> AbstractContextManager[str]:
+    """Within it nodes can be started; gives the address where they find the coordinator."""
+    if not ray:
+        return nullcontext(LOOPBACK)
+    require("ray")
+    from splitserve.launch.ray_cluster import connected  # which imports ray
+
+    return connected(ray)
 
 
 async def start(cluster: Cluster) -> None:
@@ -58,7 +70,8 @@ up = settings_command(
     up_settings_class(),
     serve,
     name="up",
-    help="Serve MODEL with all its processes on this machine, until Ctrl-C (exit code 130) or SIGTERM (0).",
+    help="Serve MODEL, until Ctrl-C (exit code 130) or SIGTERM (0): all processes on this machine, or with --ray the "
+    "nodes on the hosts of a Ray cluster.",
 )
 
 

@@ -1,4 +1,4 @@
-"""A cluster on one machine as a plan: which processes, with which settings. Pure; the launcher carries it out."""
+"""A cluster as a plan: which processes, with which settings. Pure; the launcher carries it out."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ from splitserve.launch.rooms import BOTH, COORDINATOR, DECODE, PREFILL, ROOMS, R
 LOOPBACK: Final = "127.0.0.1"
 FOR_THE_FLEET: Final = ("tls_cert", "tls_key")  # with a CA alone: else nodes speak to the coordinator as without TLS
 NO_HTTP: Final = -1  # as an http_port
+LOCAL_RAY: Final = "auto"  # as the address of a Ray cluster: the one that this machine is part of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,10 @@ class ClusterSettings:
     log_dir: str = flag("", "Folder for the processes' logs; empty makes one under the temporary folder.")
     start_timeout_s: float = flag(300.0, "Seconds until every node must be ready.", minimum=1.0)
     drain_s: float = flag(10.0, "Seconds running requests get to finish when the cluster stops.", minimum=0.0)
+    ray: str = flag(
+        "", "Ray cluster whose hosts run the nodes: HOST:PORT, or nothing for the one of this machine.", bare=LOCAL_RAY
+    )
+    ray_cpus: int = flag(1, "CPUs that each rank takes on Ray.", minimum=1, maximum=1024)
 
 
 def num_nodes(settings: ClusterSettings, *, embeds: bool = False) -> dict[str, int]:
@@ -69,13 +74,15 @@ class Process:
 @dataclass(frozen=True, slots=True)
 class Place:
     """What the machine gives a cluster: a free port, a folder for sockets, a secret, an id that no other cluster has,
-    and the CPUs it may use."""
+    the CPUs it may use, and the address at which nodes find the coordinator. Without a folder, the host of each node
+    says where KV arrives."""
 
     fleet_port: int
     socket_dir: str
     fleet_secret: str
     instance_id: str
     cpus: tuple[int, ...]
+    fleet_host: str = LOOPBACK
 
 
 # Flags of the processes that the plan sets itself.
@@ -115,7 +122,7 @@ def plan_cluster(
         "host": settings.host,
         "port": settings.grpc_port,
         "http_port": settings.http_port,
-        "fleet_host": LOOPBACK,
+        "fleet_host": place.fleet_host,
         "fleet_port": place.fleet_port,
         "instance_id": place.instance_id,
         "served_model_name": passed.get("served_model_name") or model.name,
@@ -128,14 +135,14 @@ def plan_cluster(
     }
     counts = num_nodes(settings, embeds=embeds)
     nodes = [(room, f"{room.role}-{i}", *sizes[room]) for room in sizes for i in range(counts[room.role])]
-    over_zmq = given.get("kv_transport", "zmq") == "zmq"
+    over_ipc = place.socket_dir and given.get("kv_transport", "zmq") == "zmq"
     rank_cpus = iter(divide_cpus(place.cpus, sum(tp_size * pp_size for _, _, tp_size, pp_size in nodes)))
     given_nodes = {name: value for name, value in given.items() if given.get("tls_ca") or name not in FOR_THE_FLEET}
     for room, name, tp_size, pp_size in nodes:
         own = {
             "name": name,
-            "coordinator": f"{LOOPBACK}:{place.fleet_port}",
-            "kv_bind": f"ipc://{place.socket_dir}/{name}" if over_zmq else "",
+            "coordinator": f"{place.fleet_host}:{place.fleet_port}",
+            "kv_bind": f"ipc://{place.socket_dir}/{name}" if over_ipc else "",
             "tensor_parallel_size": tp_size,
             "pipeline_parallel_size": pp_size,
             "cpus": ",".join(filter(None, (next(rank_cpus) for _ in range(tp_size * pp_size)))),

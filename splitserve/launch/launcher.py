@@ -1,4 +1,4 @@
-"""A cluster on this machine: start, watch, stop.
+"""A cluster on this machine, or with its nodes on the hosts of a Ray cluster: start, watch, stop.
 
 1. `Cluster.start` starts the coordinator and all nodes at once, and returns when every node is attached and the
    health service says that the cluster serves.
@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NoReturn, Self
 
@@ -52,9 +53,16 @@ class Cluster:
     """One coordinator and its nodes as children of this process. An async context manager."""
 
     def __init__(
-        self, settings: ClusterSettings, passed: Mapping[str, Any], model: LocalModel, *, report: Report
+        self,
+        settings: ClusterSettings,
+        passed: Mapping[str, Any],
+        model: LocalModel,
+        *,
+        report: Report,
+        fleet_host: str = LOOPBACK,
     ) -> None:
-        """Raises SettingsError, ModelError or LaunchError, and has then made nothing."""
+        """`fleet_host` is where the nodes find the coordinator: of this machine, where they run on Ray. Raises
+        SettingsError, ModelError or LaunchError, and has then made nothing."""
         self._tls = TlsFiles(passed.get("tls_cert") or "", passed.get("tls_key") or "")
         scheme = SCHEME if self._tls.cert else ""
         self.target = f"{scheme}{_reachable(settings.host)}:{settings.grpc_port}"
@@ -68,20 +76,31 @@ class Cluster:
         cpus = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
         self._instance_id = secrets.token_hex(16)
         place = Place(free_port(), str(self._socket_dir), secrets.token_hex(16), self._instance_id, cpus)
+        if settings.ray:  # which knows its hosts, their CPUs and their addresses
+            place = replace(place, fleet_port=free_port(fleet_host), socket_dir="", cpus=(), fleet_host=fleet_host)
         how = (passed.get(name) or "auto" for name in ("model_impl", "runner"))
         embeds = read_model_config(model.folder, *how).embedder is not None
         self.num_nodes: Final = num_nodes(settings, embeds=embeds)
         """How many nodes begin in each role."""
         self._processes = plan_cluster(settings, passed, model, place, embeds=embeds)
-        check_processes(self._processes)
+        check_processes(self._processes, are_here=not settings.ray)
         self.log_dir = _log_dir(settings.log_dir)
         self._socket_dir.mkdir(mode=0o700)
-        self._supervisor = Supervisor(self.log_dir, report)
+        self._supervisor = self._make_supervisor()
         self._has_lost_any = False
+        if settings.ray:
+            return
         if len(cpus) < len(self.nodes):
             report(f"{len(cpus)} CPUs for {len(self.nodes)} nodes: some share one, and will slow each other down")
         if line := missing_kernels(self._processes[-1].settings.engine):
             report(line)
+
+    def _make_supervisor(self) -> Supervisor:
+        if not self._settings.ray:
+            return Supervisor(self.log_dir, self._report)
+        from splitserve.launch.ray_cluster import RaySupervisor  # which imports ray
+
+        return RaySupervisor(self.log_dir, self._report, self._settings, self._processes[1:])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -211,11 +230,11 @@ class Cluster:
         return self.log_dir / f"{death.process.name}.log"
 
 
-def free_port() -> int:
-    """A TCP port of the loopback address that nobody listens on now, and that the kernel hands to nobody by itself."""
+def free_port(host: str = LOOPBACK) -> int:
+    """A TCP port of this address that nobody listens on now, and that the kernel hands to nobody by itself."""
     for port in random.sample(UNASSIGNED_PORTS, len(UNASSIGNED_PORTS)):
         with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
             return port
     raise LaunchError(f"every port from {UNASSIGNED_PORTS.start} to {UNASSIGNED_PORTS.stop - 1} is in use")
 

@@ -35,16 +35,17 @@ def check_public_ports(settings: ClusterSettings, passed: Mapping[str, Any]) -> 
     )
 
 
-def check_processes(processes: Sequence[Process]) -> None:
+def check_processes(processes: Sequence[Process], *, are_here: bool = True) -> None:
     """Raises SettingsError or ModelError where a process of a plan would not start, as far as that can be known
-    without loading the weights, or where all nodes together need more memory than is free."""
+    without loading the weights, or where the nodes are here and need more memory together than is free."""
     from serving_core.needs import check_settings as check_engine  # here, as it reads what the extra `node` brings
 
     coordinator, *nodes = (process.settings for process in processes)
     check_settings(coordinator)
-    if coordinator.tls.tls_ca and LOOPBACK not in hosts_of(coordinator.tls.files):
+    if coordinator.tls.tls_ca and coordinator.fleet_host not in hosts_of(coordinator.tls.files):
         raise SettingsError(
-            f"--tls-cert {coordinator.tls.tls_cert} is not for {LOOPBACK}, where the nodes dial with --tls-ca"
+            f"--tls-cert {coordinator.tls.tls_cert} is not for {coordinator.fleet_host}, where the nodes dial with "
+            "--tls-ca"
         )
     folder = Path(coordinator.model)
     config = read_model_config(folder, coordinator.model_impl, coordinator.runner)
@@ -55,7 +56,8 @@ def check_processes(processes: Sequence[Process]) -> None:
         if computed.is_foreign:
             require("transformers")
         check_engine(node.engine, computed, node.engine.tensor_parallel_size)
-    _check_memory([node.engine for node in nodes], config)
+    if are_here:
+        _check_memory([node.engine for node in nodes], config)
 
 
 def missing_kernels(settings: EngineSettings) -> str:

@@ -52,7 +52,8 @@ class _Child:
 
 
 class Supervisor:
-    """The children of one cluster. To be used on the event loop of the main thread: children die with that thread."""
+    """The children of one cluster. To be used on the event loop of a thread that lives as long as the process:
+    children die with that thread."""
 
     def __init__(self, log_dir: Path, report: Report) -> None:
         self._log_dir = log_dir
@@ -62,6 +63,11 @@ class Supervisor:
 
     def pid(self, name: str) -> int:
         return self._children[name].handle.pid
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all that were started."""
+        return tuple(self._children)
 
     @property
     def all_live(self) -> bool:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -75,11 +75,12 @@ class Child:
         env: Flags,
         python: str = sys.executable,
         num_descriptors: int | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
-        """`num_descriptors` are the most files that it may open."""
+        """`num_descriptors` are the most files that it may open, `prefix` what it is started by."""
         self.name = name
         self.log = log
-        argv = [python, "-m", module, *positional]
+        argv = [*prefix, python, "-m", module, *positional]
         for flag, value in flags.items():
             for each in value if isinstance(value, tuple) else (value,):  # a flag that is repeated
                 argv += [f"--{flag.replace('_', '-')}", str(each)]
@@ -158,6 +159,7 @@ class Cluster:
         self.model = model
         self.certs = certs
         self.folder = folder
+        self.host = "127.0.0.1"  # where clients ask
         self.port, self.fleet_port = free_port(), free_port()
         self.http_port = free_port() if http else -1
         numbers = {"prefill": num_prefill, "decode": num_decode, "both": num_both}
@@ -177,7 +179,7 @@ class Cluster:
 
     @property
     def target(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     @property
     def url(self) -> str:
@@ -307,7 +309,7 @@ class Cluster:
     @contextlib.contextmanager
     def channel(self, port: int | None = None) -> Iterator[grpc.Channel]:
         """A blocking channel, to the public port unless another is given."""
-        target = f"127.0.0.1:{port or self.port}"
+        target = f"{self.host}:{port or self.port}"
         with (
             grpc.secure_channel(target, self._credentials(), options=_CHANNEL_OPTIONS)
             if self.certs

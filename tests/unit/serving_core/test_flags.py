@@ -23,6 +23,7 @@ class Outer:
     limit: int | None = flag(None, "A limit.", minimum=1)
     token: str = flag("", "A secret.", secret=True)
     kind: tuple[str, ...] = flag((), "A kind.")
+    place: str = flag("", "A place.", bare="here")
     pool_bytes: int = flag(512 * 2**20, "A size.", minimum=1, maximum=2**33)
 
 
@@ -47,6 +48,12 @@ def test_flags_reach_nested_settings():
     assert parse("folder", "--block-size", "8", "--verbose", "--limit", "3") == Outer(
         model="folder", inner=Inner(block_size=8), verbose=True, limit=3
     )
+
+
+def test_a_flag_may_be_given_with_or_without_a_value():
+    assert parse("folder", "--place", "--share", "0.25") == Outer(model="folder", place="here", share=0.25)
+    assert parse("--place", "there").place == "there"
+    assert parse(env={"SPLITSERVE_PLACE": "everywhere"}).place == "everywhere"
 
 
 def test_flag_beats_environment_beats_file_beats_default(tmp_path):

@@ -139,6 +139,16 @@ def test_the_data_plane_of_torch_dist_is_on_the_loopback(monkeypatch):
     assert (values["kv_transport"], values["kv_bind"]) == ("torch_dist", "")
 
 
+def test_nodes_on_other_hosts_find_the_coordinator_and_their_own_addresses(monkeypatch):
+    place = dataclasses.replace(PLACE, socket_dir="", cpus=(), fleet_host="10.0.0.1")
+    front, *nodes = plan_cluster(ClusterSettings(ray="auto"), {}, MODEL, place)
+    values = received(front, COORDINATOR, monkeypatch)
+    assert (values["fleet_host"], values["host"]) == ("10.0.0.1", "127.0.0.1")
+    for node, room in zip(nodes, (PREFILL, DECODE), strict=True):
+        values = received(node, room, monkeypatch)
+        assert (values["coordinator"], values["kv_bind"], values["cpus"]) == ("10.0.0.1:4000", "", "")
+
+
 @pytest.mark.parametrize(
     ("given", "names"),
     [

@@ -1,0 +1,208 @@
+"""Nodes on the hosts of a Ray cluster, for `splitserve up --ray`. Imports ray, which the extra `ray` brings.
+
+The coordinator is a child of `up`, as on one machine. Each rank of a node is the child of an actor of its own. The
+actors of a node share one bundle of a placement group, hence one host, and the bundles are spread over the hosts.
+
+- A rank that ends takes the other ranks of its node with it, and the launcher starts the node again.
+- An actor that ends takes its rank with it. Ray starts the actor again, on another host when its own is gone.
+- When `up` ends, however that is, Ray ends its actors.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from serving_core.errors import SettingsError
+from splitserve.launch.cluster import LOCAL_RAY, LOOPBACK, ClusterSettings, Process
+from splitserve.launch.models import Report
+from splitserve.launch.ray_rank import RankActor
+from splitserve.launch.rooms import COORDINATOR, flat
+from splitserve.launch.supervisor import Death, Supervisor
+
+ADDRESS: Final = re.compile(r"[\w.-]+:\d{1,5}", re.ASCII)
+NEWS_S: Final = 5.0  # that one question after a rank's end waits
+SILENCE_S: Final = 30.0  # of an actor beyond that, after which it counts as lost
+ROOM_S: Final = 10.0  # without room on the hosts, after which that is told
+CALLS: Final = 8  # at once that an actor can take
+REFUSED: Final = 2  # the exit code of a process that refuses to start
+FAILED: Final = 1
+
+OF_NO_ACTOR_ANEW: Final = {"max_task_retries": 0}  # what fails with an actor, and is not asked of the next one
+
+
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[str]:
+    """This process is a driver of the Ray cluster; gives the address of this host there. Raises SettingsError."""
+    if address != LOCAL_RAY and not ADDRESS.fullmatch(address):
+        raise SettingsError(f"--ray takes HOST:PORT, or nothing, not {address!r}: give MODEL before it")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    except (RayError, OSError, RuntimeError, ValueError) as error:
+        why = str(error).strip().splitlines()[0]
+        raise SettingsError(f"--ray {address}: no Ray cluster that this machine is part of ({why})") from error
+    try:
+        yield str(ray.util.get_node_ip_address())
+    finally:
+        ray.shutdown()
+
+
+class RaySupervisor(Supervisor):
+    """Supervises the coordinator here, and the ranks of nodes by actors on the hosts."""
+
+    def __init__(self, log_dir: Path, report: Report, settings: ClusterSettings, nodes: Sequence[Process]) -> None:
+        super().__init__(log_dir, report)
+        self._nodes = nodes
+        self._model = _known_to_all(settings.model)
+        self._timeout_s = settings.start_timeout_s
+        self._of_a_rank: dict[str, float] = {"CPU": settings.ray_cpus}
+        if any(_takes_gpus(node.settings.engine.device) for node in nodes):
+            self._of_a_rank["GPU"] = 1
+        self._actors: dict[str, list[Any]] = {}  # of each node, by rank
+        self._lives: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def all_live(self) -> bool:
+        return super().all_live and not any(life.done() for life in self._lives.values())
+
+    async def start(self, process: Process) -> None:
+        """Raises SettingsError where the hosts have no room for all nodes together."""
+        if process.role == COORDINATOR.role:
+            await super().start(process)
+            return
+        if not self._actors:
+            await self._place()
+        self._lives[process.name] = asyncio.create_task(self._live(process))
+
+    async def stop(self, names: Iterable[str], *, deadline_s: float) -> None:
+        names = list(names)
+        await super().stop(names, deadline_s=deadline_s)
+        actors = [actor for name in names for actor in self._actors.pop(name, [])]
+        for name in self._lives.keys() & set(names):
+            self._lives[name].cancel()
+        try:
+            await _ended(actors, deadline_s)
+        finally:
+            for actor in actors:
+                ray.kill(actor)
+
+    async def _place(self) -> None:
+        """Makes the actors of all nodes, on their hosts."""
+        sizes = [node.settings.engine.num_ranks for node in self._nodes]
+        bundles = [{kind: size * number for kind, number in self._of_a_rank.items()} for size in sizes]
+        group = ray.util.placement_group(bundles, strategy="SPREAD")
+        await self._has_room(group, bundles)
+        options = {
+            "num_cpus": self._of_a_rank["CPU"],
+            "num_gpus": self._of_a_rank.get("GPU", 0),
+            "max_restarts": -1,
+            "max_task_retries": -1,  # a call waits for an actor that starts again
+            "max_concurrency": CALLS,
+        }
+        for index, (node, size) in enumerate(zip(self._nodes, sizes, strict=True)):
+            where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            there = ray.remote(RankActor).options(**options, scheduling_strategy=where)
+            self._actors[node.name] = [there.remote("", str(self._log_dir)) for _ in range(size)]
+
+    async def _has_room(self, group: Any, bundles: list[dict[str, float]]) -> None:
+        ready = asyncio.ensure_future(group.ready())
+        first_s = min(ROOM_S, self._timeout_s)
+        for wait_s in (first_s, self._timeout_s - first_s):
+            done, _ = await asyncio.wait([ready], timeout=wait_s)
+            if done:
+                ready.result()
+                return
+            resources = ray.cluster_resources()
+            has = ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in self._of_a_rank)
+            lacks = f"Ray's hosts have no room for {bundles}: together they have {has}, some of it in use"
+            self._report(f"{lacks}; waiting")
+        ready.cancel()
+        ray.util.remove_placement_group(group)
+        raise SettingsError(f"{lacks}, and had none for {self._timeout_s:g} s")
+
+    async def _live(self, process: Process) -> None:
+        """The life of a node: until the first of its ranks ends, and with it the others."""
+        actors = self._actors[process.name]
+        try:
+            death = await self._start_ranks(process, actors) or await self._first_death(process, actors)
+        except TimeoutError:
+            death = Death(process, FAILED, failure="Ray's actors do not answer")
+        except RayError as error:
+            death = Death(process, FAILED, failure=f"Ray: {str(error).strip().splitlines()[0]}")
+        await _ended(actors, 0.0)
+        self._deaths.put_nowait(death)
+
+    async def _start_ranks(self, process: Process, actors: list[Any]) -> Death | None:
+        """Raises TimeoutError or RayError where that fails; gives a death when one refuses."""
+        values = flat(process.settings) | {"model": self._model}
+        async with asyncio.timeout(self._timeout_s):
+            # Of all, so that each of them has come to what it was asked before.
+            port, *_ = await asyncio.gather(*[actor.free_port.remote() for actor in actors])
+            starts = [
+                actor.start.remote(process.name, process.role, values, self._environment(rank, len(actors), port))
+                for rank, actor in enumerate(actors)
+            ]
+            refusals = await asyncio.gather(*starts)
+        refusal = next(filter(None, refusals), None)
+        return Death(process, REFUSED, refusal=refusal) if refusal else None
+
+    def _environment(self, rank: int, num_ranks: int, port: int) -> dict[str, str]:
+        """What a rank is told beside its flags. Ray shows each actor its own GPUs only."""
+        threads = {"OMP_NUM_THREADS": f"{self._of_a_rank['CPU']:g}"}
+        if num_ranks == 1:
+            return threads
+        local_rank = 0 if "GPU" in self._of_a_rank else rank
+        return threads | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+
+    async def _first_death(self, process: Process, actors: list[Any]) -> Death:
+        watches = [asyncio.create_task(self._watch_rank(process, actor)) for actor in actors]
+        try:
+            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for watch in watches:
+                watch.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
+
+    async def _watch_rank(self, process: Process, actor: Any) -> Death:
+        while True:
+            async with asyncio.timeout(NEWS_S + SILENCE_S):
+                lines, ended = await actor.news.options(**OF_NO_ACTOR_ANEW).remote(NEWS_S)
+            for line in lines:
+                self._report(line)
+            if ended:
+                return Death(process, *ended)
+
+
+async def _ended(actors: list[Any], deadline_s: float) -> None:
+    """Ends the ranks of these actors. One that does not answer is lost, and its rank with it."""
+    stops = [actor.stop.options(**OF_NO_ACTOR_ANEW).remote(deadline_s) for actor in actors]
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(deadline_s + NEWS_S):
+            await asyncio.gather(*stops, return_exceptions=True)
+
+
+def _known_to_all(model: str) -> str:
+    """MODEL as each host can look for it: a path of this machine in full, all else as it was given."""
+    path = Path(model).expanduser()
+    return str(path.resolve()) if model and path.exists() else model
+
+
+def _takes_gpus(device: str) -> bool:
+    return device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)

@@ -1,0 +1,96 @@
+"""What a Ray actor does on its host: it supervises one rank of a node.
+
+Ray carries calls between its own processes with its own pickle. So methods take and give plain data only: strings,
+numbers, lists and dictionaries of them.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from kv_transfer.endpoints import endpoint_of
+from serving_core.errors import SplitServeError
+from serving_core.flags import build
+from splitserve.launch.cluster import LOOPBACK, Process
+from splitserve.launch.launcher import free_port
+from splitserve.launch.models import resolve
+from splitserve.launch.rooms import ROOMS, command_of, environment_of
+from splitserve.launch.supervisor import Supervisor
+
+MAX_LINES: Final = 1000  # that wait to be asked for
+
+T = TypeVar("T")
+
+
+class RankActor:
+    """One rank as a child of this process, with which it dies. Methods may be called from any thread."""
+
+    def __init__(self, address: str, log_dir: str) -> None:
+        """`address` is where other hosts reach this one; empty asks Ray."""
+        # Ray has set uvloop's policy, by which asyncio finds no way to watch children.
+        asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
+        self._address = address or _address()
+        self._log_dir = Path(log_dir)
+        self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._said: deque[str] = deque(maxlen=MAX_LINES)
+        self._supervisor = Supervisor(self._log_dir, self._said.append)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def free_port(self) -> int:
+        """A port for the ranks of a node to meet at."""
+        return free_port()
+
+    def start(self, name: str, role: str, values: Mapping[str, Any], environment: Mapping[str, str]) -> str:
+        """Starts a process of a node with the flags `values` and this environment beside that of the host, and ends
+        one that it had before. Gives the sentence with which it refuses, or nothing."""
+        try:
+            process = self._process(name, role, values, environment)
+        except SplitServeError as error:
+            return str(error)
+        self._do(self._start(process))
+        return ""
+
+    def news(self, within_s: float) -> tuple[list[str], list[Any]]:
+        """Waits a while for the end of the process: the lines that it has reported, and, if it has ended, its exit
+        code, refusal and failure, as in Death."""
+        ended = self._do(self._end_of(self._supervisor, within_s))
+        return [self._said.popleft() for _ in range(len(self._said))], ended
+
+    def stop(self, deadline_s: float) -> None:
+        """Asks the process to end, and kills it after the deadline."""
+        self._do(self._supervisor.stop([*self._supervisor.names], deadline_s=deadline_s))
+
+    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _start(self, process: Process) -> None:
+        await self._supervisor.stop([*self._supervisor.names], deadline_s=0.0)
+        self._supervisor = Supervisor(self._log_dir, self._said.append)
+        await self._supervisor.start(process)
+
+    async def _end_of(self, supervisor: Supervisor, within_s: float) -> list[Any]:
+        try:
+            async with asyncio.timeout(within_s):
+                death = await supervisor.next_death()
+        except TimeoutError:
+            return []
+        return [death.returncode, death.refusal, death.failure]
+
+    def _process(self, name: str, role: str, values: Mapping[str, Any], environment: Mapping[str, str]) -> Process:
+        """The process on this host: with its model, its Python and its address. Raises SplitServeError."""
+        room = next(room for room in ROOMS if room.role == role)
+        model = resolve(values["model"], self._said.append)
+        kv_bind = endpoint_of(values["kv_transport"], "", 0).replace(LOOPBACK, self._address)
+        settings = build(room.settings_class, {**values, "model": str(model.folder), "kv_bind": kv_bind})
+        return Process(name, role, tuple(command_of(room, settings)), {**environment_of(settings), **environment})
+
+
+def _address() -> str:
+    import ray  # here, as whoever only plans needs none
+
+    address: str = ray.util.get_node_ip_address()
+    return address
