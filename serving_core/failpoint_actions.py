@@ -37,7 +37,7 @@ RULE: Final = "a rule is POINT=ACTION or POINT:N=ACTION, and an action kill, rai
 
 COMMANDS: Final = ("reserve", "prefill", "deliver", "cancel", "reshape", "migrate", "keep", "begun")
 EVENTS: Final = (
-    *("heartbeat", "first_token", "reserved", "transferred", "committed", "step_tokens"),
+    *("heartbeat", "first_token", "reserved", "transferred", "committed", "step_tokens", "embedded"),
     *("failed", "cancelled", "cache_changed", "revoked", "move_failed", "taken"),
 )
 POINTS: Final = (

@@ -200,7 +200,8 @@ class NodeLoad:
     known. role is what its shape amounts to. lone_step_s is what an answer's token takes when it is the only one, 0
     while that is not known. step_weights are what a step takes, as the node has learnt it, in seconds: of a step, of
     each answer in it, of each token before those; of chunks of prompts, of each of their tokens, of each pair of a
-    token and one before it. They are empty while no request has had limits.
+    token and one before it. They are empty while no request has had limits. step_tokens are steps by how many tokens
+    they computed, and num_step_tokens all of these; num_blocks_leaked, blocks in use by no request, are always 0.
     """
 
     name: str
@@ -224,6 +225,9 @@ class NodeLoad:
     shape: Shape
     lone_step_s: float
     step_weights: tuple[float, ...]
+    step_tokens: tuple[int, ...]
+    num_step_tokens: int
+    num_blocks_leaked: int
     ranks: tuple[RankLoad, ...]
 
 
@@ -290,8 +294,8 @@ def to_loads(message: inference_pb2.GetLoadsResponse) -> Loads:
 
 def to_node_load(message: inference_pb2.NodeLoad) -> NodeLoad:
     ranks = tuple(record_of(RankLoad, rank) for rank in message.ranks)
-    weights = tuple(message.step_weights)
-    return record_of(NodeLoad, message, shape=shape_from_wire(message.shape), step_weights=weights, ranks=ranks)
+    lists = {"step_weights": tuple(message.step_weights), "step_tokens": tuple(message.step_tokens), "ranks": ranks}
+    return record_of(NodeLoad, message, shape=shape_from_wire(message.shape), **lists)
 
 
 def _node_info(message: inference_pb2.NodeInfo) -> NodeInfo:

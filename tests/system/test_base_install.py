@@ -23,6 +23,7 @@ IN_BASE = {
     "generate",
     "chat",
     "status",
+    "top",
     "role",
     "drain",
     "plan-transfer",

@@ -102,7 +102,7 @@ def serve(case, device, group):
         options = {"chunk_tokens": case["chunk_tokens"], "adapters": case.get("adapters", ())}
         answers = run_all(leader, case["prompts"], greedy(**case["sampling"]), **options)
         leader.tell(None)
-        sampled = [[dataclasses.asdict(token) for token in answer] for answer in answers]
+        sampled = [[_as_json(token) for token in answer] for answer in answers]
     else:
         follow(engine)
     facts = {
@@ -115,6 +115,10 @@ def serve(case, device, group):
         "kv_pool_bytes": engine.kv_pool_bytes,
     }
     return sampled, facts
+
+
+def _as_json(token):
+    return {name: value for name, value in dataclasses.asdict(token).items() if name != "embedding"}
 
 
 def main(folder, device):
