@@ -37,14 +37,19 @@ OF_NODES = {"SPLITSERVE_NUM_KV_BLOCKS": 2000, "SPLITSERVE_BLOCK_SIZE": 8, "SPLIT
 OF_COORDINATOR = {"SPLITSERVE_API_KEY": API_KEY, "SPLITSERVE_HEARTBEAT_S": HEARTBEAT_S}
 
 
-def compose_command(name, model):
-    """What the compose file starts this process with, or the first one of its role, with this model."""
-    services = [name, *sorted(COMPOSE["services"])]
-    commands = [COMPOSE["services"].get(service, {}).get("command", [""]) for service in services]
+def of_compose(name, model):
+    """What the compose file starts the first service of this process's role with, on this model: the command, and its
+    environment but for the files of secrets."""
     role = name.partition("-")[0]
-    command = next(command for command in commands if command[0] == role)
     values = {"MODEL": str(model)}
-    return [VARIABLE.sub(lambda found: values.get(found[1], found[3]), word) for word in command]
+
+    def filled(text):
+        return VARIABLE.sub(lambda found: values.get(found[1], found[3]), text)
+
+    services = [COMPOSE["services"][service] for service in sorted(COMPOSE["services"])]
+    service = next(service for service in services if service.get("command", [""])[0] == role)
+    settings = {key: filled(value) for key, value in service["environment"].items() if not key.endswith("_FILE")}
+    return [filled(word) for word in service["command"]], settings
 
 
 class HostsCluster(Cluster):
@@ -65,8 +70,9 @@ class HostsCluster(Cluster):
     def _spawn(self, name, module, model, flags, env):
         log = self.folder / f"{name}.log"
         secret = {"SPLITSERVE_FLEET_SECRET": self.env["SPLITSERVE_FLEET_SECRET"]}
-        command = compose_command(name, model)
-        child = Child(name, module, *command, flags=flags, log=log, env={**secret, **env}, prefix=self.hosts.on(name))
+        command, settings = of_compose(name, model)
+        env = {**settings, **secret, **env}
+        child = Child(name, module, *command, flags=flags, log=log, env=env, prefix=self.hosts.on(name))
         self._everyone.append(child)
         return child
 
