@@ -102,6 +102,7 @@ def model(tmp_path_factory):
 def up(ray_hosts, model, tmp_path):
     """`splitserve up` as docs/ray.md has it, ready."""
     flags = ["--ray", ray_hosts.address, *shlex.split(COMMAND, comments=True), "--log-dir", str(tmp_path / "logs")]
+    flags += ["--node-wait-s", "240"]  # one node reads, and a busy machine takes its time to start it again
     cluster = Up(model, *flags, port=free_port())
     try:
         cluster.read_until("Ready")

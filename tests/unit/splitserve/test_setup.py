@@ -30,6 +30,7 @@ dependencies = ["needed"]
 [project.optional-dependencies]
 node = []
 bench = []
+otel = []
 dev = ["{dev}"]
 """
 BACKEND = """
