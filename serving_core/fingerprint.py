@@ -39,8 +39,9 @@ def _weights_digest(folder: Path) -> str:
     digest = hashlib.sha256()
     if is_gguf(folder):
         weights = gguf_weights(folder)
-        with weights.open() as stream:
-            _digest_file(stream, weights.header_bytes + EDGE_BYTES, digest)
+        with weights.open() as streams:
+            for stream, header_bytes in zip(streams, weights.headers_bytes, strict=True):
+                _digest_file(stream, header_bytes + EDGE_BYTES, digest)
         return digest.hexdigest()
     for file in weight_files(folder):
         try:

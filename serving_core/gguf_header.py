@@ -82,6 +82,7 @@ class GgufTensor:
     shape: tuple[int, ...]
     type_id: int
     start: int
+    part: int = 0  # which of the model's files it is in
 
     @property
     def type(self) -> TensorType:

@@ -1,25 +1,23 @@
 """The tensors of a model folder that was made of a GGUF file, under the names of a Hugging Face checkpoint.
 
-Such a folder has what the file's header says, as splitserve.gguf.folder writes it, and a link to the file, whose
-weights stay where they are. Torch-free.
+Such a folder has what the file's header says, as splitserve.gguf.folder writes it, and a link to the file, or to each
+of its parts, whose weights stay where they are. Torch-free.
 """
 
 import functools
-import hashlib
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 from serving_core.errors import ModelError
-from serving_core.gguf_header import GgufHeader, GgufTensor, read_header
+from serving_core.gguf_parts import MOST_PARTS, ROPE_FACTORS, open_parts, read_model
 
 LINK: Final = "model.gguf"
 SOURCE: Final = "model.gguf.source"  # the digest of what the folder was made of
-ROPE_FACTORS: Final = "rope_freqs.weight"
-MOST_ROPE_BYTES: Final = 2**16
 
 OUTSIDE: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 IN_LAYER: Final = {
@@ -43,67 +41,56 @@ class GgufWeights:
     """The tensors by name, and their bytes as they are stored. To be had from `gguf_weights`."""
 
     def __init__(self, folder: Path) -> None:
-        self.path: Final = folder / LINK
-        try:
-            with self.path.open("rb") as stream:
-                self._identity = _identity(os.fstat(stream.fileno()))
-                header = read_header(stream, self.path.resolve().name)
-                digest = digest_of(header, stream)
+        self._links: Final = links_of(folder)
+        with open_parts(self._links) as streams:
+            self._identities = [_identity(os.fstat(stream.fileno())) for stream in streams]
+            model = read_model(streams, [link.resolve().name for link in self._links])
             made_of = (folder / SOURCE).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ModelError(f"{self.path.resolve()} cannot be read: {error.strerror}") from error
-        if digest != made_of:
-            raise _replaced(self.path)
-        self.header_bytes: Final = len(header.content)
+        if model.digest != made_of:
+            raise _replaced(self._links[0])
+        self.headers_bytes: Final = [len(header) for header in model.headers]
         self.tensors: Final = {
-            checkpoint_name(name): tensor for name, tensor in header.tensors.items() if name != ROPE_FACTORS
+            checkpoint_name(name): tensor for name, tensor in model.tensors.items() if name != ROPE_FACTORS
         }
-        self._is_llama = header.metadata.get("general.architecture") == "llama"
+        self._is_llama = model.metadata.get("general.architecture") == "llama"
 
     def is_interleaved(self, name: str) -> bool:
         """Whether the rows of each head alternate between its halves, as llama.cpp rotates Llama's."""
         return self._is_llama and name.endswith(INTERLEAVED)
 
     @contextmanager
-    def open(self) -> Iterator[BufferedReader]:
-        """The file, to read tensors from. Raises ModelError when it is no longer the one whose header was read."""
-        try:
-            with self.path.open("rb") as stream:
-                if _identity(os.fstat(stream.fileno())) != self._identity:
-                    raise _replaced(self.path)
-                yield stream
-        except OSError as error:
-            raise ModelError(f"{self.path.resolve()} cannot be read: {error.strerror}") from error
+    def open(self) -> Iterator[list[BufferedReader]]:
+        """The files, to read tensors from. Raises ModelError when one is no longer that whose header was read."""
+        with open_parts(self._links) as streams:
+            for link, stream, identity in zip(self._links, streams, self._identities, strict=True):
+                if _identity(os.fstat(stream.fileno())) != identity:
+                    raise _replaced(link)
+            yield streams
 
 
 def gguf_weights(folder: Path) -> GgufWeights:
-    """Raises ModelError when the file is gone, broken or another than the folder was made of."""
+    """Raises ModelError when a file is gone, broken or another than the folder was made of."""
     try:
-        identity = _identity((folder / LINK).stat())
+        identities = tuple(_identity(link.stat()) for link in links_of(folder))
     except OSError as error:
-        raise ModelError(f"{(folder / LINK).resolve()} cannot be read: {error.strerror}") from error
-    return _read(folder, identity)
+        raise ModelError(f"{Path(error.filename).resolve()} cannot be read: {error.strerror}") from error
+    return _read(folder, identities)
 
 
 @functools.lru_cache(maxsize=1)  # a process asks several times, and a vocabulary takes a tenth of a second to skip
-def _read(folder: Path, identity: Identity) -> GgufWeights:
+def _read(folder: Path, identities: tuple[Identity, ...]) -> GgufWeights:
     return GgufWeights(folder)
 
 
-def digest_of(header: GgufHeader, stream: BinaryIO) -> str:
-    """SHA-256 of all bytes that config and tokenizer come from: the header, and the factors of a rope."""
-    digest = hashlib.sha256(header.content)
-    if ROPE_FACTORS in header.tensors:
-        digest.update(read_tensor(stream, header.tensors[ROPE_FACTORS]))
-    return digest.hexdigest()
+def link_name(part: int) -> str:
+    """What the link to a part, counted from 0, is called in a folder."""
+    return LINK if part == 0 else f"{LINK}.{part + 1}"
 
 
-def read_tensor(stream: BinaryIO, tensor: GgufTensor) -> bytes:
-    """All bytes of a small tensor. Raises ModelError for one that is not."""
-    if tensor.num_bytes > MOST_ROPE_BYTES:
-        raise ModelError(f"{ROPE_FACTORS} has {tensor.num_bytes} bytes; at most {MOST_ROPE_BYTES} are read")
-    stream.seek(tensor.start)
-    return stream.read(tensor.num_bytes)
+def links_of(folder: Path) -> list[Path]:
+    """The links to all parts: the first always, and those that follow it."""
+    links = (folder / link_name(part) for part in range(MOST_PARTS))
+    return [folder / LINK, *itertools.takewhile(Path.is_symlink, itertools.islice(links, 1, None))]
 
 
 def checkpoint_name(name: str) -> str:

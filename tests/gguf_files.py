@@ -33,20 +33,23 @@ def write_gguf(
     stored: str = "F32",
     seed: int = 0,
     change: Change = lambda writer: None,
+    part_tensors: int = 0,
     **config: Any,
 ) -> Path:
     """Writes a file and, in a folder beside it with its name less the suffix, the model that it was made of: the
-    weights are the same where `stored` is F32. `change` may add to what is written, or replace metadata."""
+    weights are the same where `stored` is F32. `change` may add to what is written, or replace metadata. With
+    `part_tensors` the model is in parts of so many tensors; given is the first then."""
     folder = write_tiny_model(file.with_suffix(""), family, seed=seed, **{**SIZES, **config})
     said = json.loads((folder / "config.json").read_text())
-    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[MODEL_ARCHS[family]])
+    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[MODEL_ARCHS[family]], split_max_tensors=part_tensors)
     _add_config(writer, said)
     _add_tokenizer(writer)
     tensors = load_file(folder / "model.safetensors")
     _add_tensors(writer, family, said, tensors, gguf.GGMLQuantizationType[stored])
     change(writer)
     write(writer)
-    return file
+    num_parts = len(writer.tensors)
+    return file.with_name(f"{file.stem}-00001-of-{num_parts:05}.gguf") if num_parts > 1 else file
 
 
 def write(writer: gguf.GGUFWriter) -> None:

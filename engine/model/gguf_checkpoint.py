@@ -1,4 +1,4 @@
-"""Reads parts of tensors from a GGUF file, as floats."""
+"""Reads parts of tensors from a GGUF file, or from several that are one model, as floats."""
 
 import os
 from collections.abc import Iterator
@@ -23,11 +23,11 @@ PIECES_AHEAD: Final = 4  # of each thread, at most, that wait to be taken
 
 
 class GgufCheckpoint(Checkpoint):
-    """The tensors of a GGUF file, whatever they are stored as. Read some whole rows at a time, by as many threads as
+    """The tensors of a GGUF model, whatever they are stored as. Read some whole rows at a time, by as many threads as
     torch computes with; only few of them are floats at any time."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ModelError when the file is not what the folder was made of."""
+        """Raises ModelError when the files are not what the folder was made of."""
         self._weights = gguf_weights(folder)
         self._head_dim = read_model_config(folder).head_dim
         num_threads = torch.get_num_threads()
@@ -49,10 +49,11 @@ class GgufCheckpoint(Checkpoint):
         if is_interleaved:  # whole heads
             step = self._head_dim * max(1, step // self._head_dim)
         pieces = [range(row, min(row + step, rows.held.stop)) for row in range(rows.held.start, rows.held.stop, step)]
-        with self._weights.open() as stream:
+        with self._weights.open() as streams:
+            file = streams[tensor.part].fileno()
 
             def read(piece: range) -> torch.Tensor:
-                floats = torch.from_numpy(_floats(stream.fileno(), tensor, piece, columns))
+                floats = torch.from_numpy(_floats(file, tensor, piece, columns))
                 floats = floats[0] if is_vector else floats
                 return _halves_of_heads(floats, self._head_dim) if is_interleaved else floats
 

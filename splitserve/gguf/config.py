@@ -5,11 +5,10 @@ Only what is understood is served: a key of the architecture's own that is not k
 
 import struct
 from collections.abc import Mapping
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from serving_core.errors import ModelError
-from serving_core.gguf_header import GgufHeader
-from serving_core.gguf_weights import ROPE_FACTORS, read_tensor
+from serving_core.gguf_parts import ROPE_FACTORS, GgufModel
 from serving_core.json_fields import JsonFields
 
 ARCHITECTURES: Final = {  # Mistral's models are called llama, too
@@ -58,14 +57,12 @@ SAMPLING: Final = {
 }
 
 
-def config_of(header: GgufHeader, stream: BinaryIO, where: str) -> dict[str, Any]:
+def config_of(model: GgufModel, where: str) -> dict[str, Any]:
     """What config.json says of this model. Raises ModelError for one that cannot be served; `where` names the file."""
-    name = JsonFields(header.metadata, where).text("general.architecture")
+    name = JsonFields(model.metadata, where).text("general.architecture")
     if name not in ARCHITECTURES:
         raise ModelError(f"{where} has architecture {name!r:.80}; supported are {', '.join(ARCHITECTURES)}")
-    if header.metadata.get("split.count", 0) not in (0, 1):
-        raise ModelError(f"{where} is one part of several: join them first, as llama-gguf-split --merge does")
-    own = {key.removeprefix(f"{name}."): value for key, value in header.metadata.items() if key.startswith(f"{name}.")}
+    own = {key.removeprefix(f"{name}."): value for key, value in model.metadata.items() if key.startswith(f"{name}.")}
     _refuse_unknown(own, where)
     fields = JsonFields(own, where)
     architecture, model_type = ARCHITECTURES[name]
@@ -76,7 +73,7 @@ def config_of(header: GgufHeader, stream: BinaryIO, where: str) -> dict[str, Any
     return {
         "architectures": [architecture],
         "model_type": model_type,
-        "vocab_size": _vocab_size(header, where),
+        "vocab_size": _vocab_size(model, where),
         "hidden_size": hidden_size,
         "intermediate_size": fields.integer("feed_forward_length"),
         "num_hidden_layers": fields.integer("block_count"),
@@ -85,10 +82,10 @@ def config_of(header: GgufHeader, stream: BinaryIO, where: str) -> dict[str, Any
         "head_dim": head_dim,
         "max_position_embeddings": context,
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope(fields, _rope_factors(header, stream, head_dim)),
-        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
-        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "rope_parameters": _rope(fields, _rope_factors(model, head_dim)),
+        "attention_bias": "blk.0.attn_q.bias" in model.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in model.tensors,
+        "tie_word_embeddings": "output.weight" not in model.tensors,
         "dtype": SERVED_AS,
     }
 
@@ -139,9 +136,9 @@ def _refuse_unserved(fields: JsonFields, head_dim: int, context: int) -> None:
         raise fields.error("attention.sliding_window", f"absent, 0 or the context ({context})")
 
 
-def _vocab_size(header: GgufHeader, where: str) -> int:
-    embedding = header.tensors.get("token_embd.weight")
-    tokens = header.metadata.get("tokenizer.ggml.tokens", ())
+def _vocab_size(model: GgufModel, where: str) -> int:
+    embedding = model.tensors.get("token_embd.weight")
+    tokens = model.metadata.get("tokenizer.ggml.tokens", ())
     if embedding is None:
         raise ModelError(f"{where} lacks token_embd.weight")
     if isinstance(tokens, list) and len(tokens) > embedding.shape[0]:
@@ -149,14 +146,14 @@ def _vocab_size(header: GgufHeader, where: str) -> int:
     return embedding.shape[0]
 
 
-def _rope_factors(header: GgufHeader, stream: BinaryIO, head_dim: int) -> list[float]:
+def _rope_factors(model: GgufModel, head_dim: int) -> list[float]:
     """By how much each frequency is divided: what llama.cpp stores in place of the parameters of Llama 3's rope."""
-    if (tensor := header.tensors.get(ROPE_FACTORS)) is None:
+    if (tensor := model.tensors.get(ROPE_FACTORS)) is None:
         return []
     if tensor.shape != (head_dim // 2,) or tensor.type.name != "F32":
         found = f"has shape {list(tensor.shape)} in {tensor.type.name}"
         raise ModelError(f"{ROPE_FACTORS} {found}, and the model wants [{head_dim // 2}] in F32")
-    return list(struct.unpack(f"<{head_dim // 2}f", read_tensor(stream, tensor)))
+    return list(struct.unpack(f"<{head_dim // 2}f", model.rope_factors))
 
 
 def _rope(fields: JsonFields, factors: list[float]) -> dict[str, Any]:

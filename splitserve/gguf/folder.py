@@ -1,4 +1,4 @@
-"""A model folder of a GGUF file: config, tokenizer and defaults out of its header, and a link to the file."""
+"""A model folder of a GGUF file: config, tokenizer and defaults out of its header, and a link to each of its parts."""
 
 import hashlib
 import json
@@ -6,17 +6,17 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from coordinator.text.tokenizer import read_tokenizer
 from serving_core.errors import ModelError
-from serving_core.gguf_header import GgufHeader, read_header
-from serving_core.gguf_weights import LINK, SOURCE, digest_of
+from serving_core.gguf_parts import GgufModel, open_parts, parts_of, read_model
+from serving_core.gguf_weights import SOURCE, link_name
 from serving_core.model_config import read_model_config
 from splitserve.gguf.config import config_of, generation_config_of, modules_of
 from splitserve.gguf.tokenizer import tokenizer_config_of, tokenizer_of
 
-VERSION: Final = 2  # of what is made of a header; another one does not find the folders of this one
+VERSION: Final = 3  # of what is made of a header; another one does not find the folders of this one
 NAME_CHARS: Final = 32  # of a digest, as a folder's name
 
 
@@ -24,29 +24,27 @@ def gguf_folder(file: Path, root: Path, defaults: Mapping[str, Any] | None = Non
     """The model folder of a GGUF file below `root`, made where it is not there yet; `defaults` go into its
     generation_config.json. Raises ModelError for a file that cannot be served.
 
-    It is found by where the file is and by all bytes that it is made of: the whole header. So a file that was replaced
-    by another gets another folder, though size and time may be the same. The weights stay in the file.
+    It is found by where the files are and by all bytes that it is made of: the whole headers. So a file that was
+    replaced by another gets another folder, though size and time may be the same. The weights stay in the files.
     """
-    name, file, defaults = file.name, file.resolve(), defaults or {}
-    try:
-        with file.open("rb") as stream:
-            header = read_header(stream, name)
-            digest = digest_of(header, stream)
-            folder = root / _key(VERSION, os.fsencode(file), digest, json.dumps(defaults))
-            if folder.is_dir():
-                return folder
-            files = _files(header, stream, name, defaults)
-    except OSError as error:
-        raise ModelError(f"{file} cannot be read: {error.strerror}") from error
+    name, parts, defaults = file.name, parts_of(file), defaults or {}
+    files = [part.resolve() for part in parts]
+    with open_parts(files) as streams:
+        model = read_model(streams, [part.name for part in parts])
+    folder = root / _key(VERSION, [os.fsencode(each) for each in files], model.digest, json.dumps(defaults))
+    if folder.is_dir():
+        return folder
+    contents = {**_contents(model, name, defaults), SOURCE: model.digest}
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root, prefix="making-") as scratch:
             made = Path(scratch) / name
             made.mkdir()
-            for file_name, content in {**files, SOURCE: digest}.items():
+            for file_name, content in contents.items():
                 (made / file_name).parent.mkdir(exist_ok=True)
                 (made / file_name).write_text(content, encoding="utf-8")
-            (made / LINK).symlink_to(file)
+            for part, target in enumerate(files):
+                (made / link_name(part)).symlink_to(target)
             read_model_config(made)  # refuses what cannot be served before it is kept
             read_tokenizer(made)
             _move(made, folder)
@@ -59,15 +57,15 @@ def _key(*facts: object) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:NAME_CHARS]
 
 
-def _files(header: GgufHeader, stream: BinaryIO, name: str, defaults: Mapping[str, Any]) -> dict[str, str]:
-    """The files of the folder that are made of the header."""
-    config = config_of(header, stream, name)
-    tokenizer = tokenizer_of(header.metadata, name)
+def _contents(model: GgufModel, name: str, defaults: Mapping[str, Any]) -> dict[str, str]:
+    """The files of the folder that are made of the headers."""
+    config = config_of(model, name)
+    tokenizer = tokenizer_of(model.metadata, name)
     objects = {
         "config.json": config,
-        "generation_config.json": {**generation_config_of(header.metadata, name), **defaults},
-        "tokenizer_config.json": tokenizer_config_of(header.metadata, name),
-        **modules_of(header.metadata, name),
+        "generation_config.json": {**generation_config_of(model.metadata, name), **defaults},
+        "tokenizer_config.json": tokenizer_config_of(model.metadata, name),
+        **modules_of(model.metadata, name),
     }
     texts = {file_name: json.dumps(values, indent=2) + "\n" for file_name, values in objects.items()}
     return {**texts, "tokenizer.json": tokenizer.to_str()}

@@ -15,6 +15,7 @@ from typing import Final
 
 from serving_core.embedders import MODULES_FILE
 from serving_core.errors import ModelError
+from serving_core.gguf_parts import model_name
 from splitserve.gguf.folder import gguf_folder
 
 DEMO_NAME: Final = "SmolLM2-135M-Instruct"
@@ -52,7 +53,7 @@ def resolve(model: str, report: Report) -> LocalModel:
     if path.is_dir():
         return LocalModel(path.resolve(), path.resolve().name)
     if path.is_file():
-        return LocalModel(gguf_folder(path, _cache_root() / GGUF_FOLDERS), path.stem)
+        return LocalModel(gguf_folder(path, _cache_root() / GGUF_FOLDERS), model_name(path))
     if HUB_ID.fullmatch(model):
         return LocalModel(_from_hub(model, report), model)
     raise ModelError(

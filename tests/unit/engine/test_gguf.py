@@ -105,6 +105,12 @@ def test_a_file_without_quantization_answers_as_the_folder_it_was_made_of(made):
     assert answers(folder, dtype="float32") == answers(file.with_suffix(""), dtype="float32")
 
 
+def test_a_model_in_parts_answers_as_the_folder_it_was_made_of(made):
+    file, folder = made(part_tensors=4)
+    assert file.name == "tiny-00001-of-00008.gguf"
+    assert answers(folder, dtype="float32") == answers(file.with_name("tiny"))
+
+
 def test_it_is_bfloat16_unless_told_otherwise_and_int8_when_asked(made):
     file, folder = made()
     assert read_model_config(folder).dtype == "bfloat16"

@@ -106,7 +106,10 @@ REFUSED = {
     "a soft cap": ({"llama.attn_logit_softcapping": 30.0}, r"says attn_logit_softcapping 30\.0"),
     "an encoder": ({"llama.attention.causal": False}, "says attention.causal False"),
     "a scaled yarn": ({"llama.rope.scaling.attn_factor": 0.5}, r"says rope\.scaling\.attn_factor 0\.5"),
-    "a part of several": ({"split.count": 3}, "one part of several: join them first"),
+    "a part of several": (
+        {"split.count": 3},
+        "says that it is part 1 of 3, and is read as part 1 of 1: parts are",
+    ),
     "another rope": ({"llama.rope.scaling.type": "longrope"}, "must be none, linear or yarn, not 'longrope'"),
     "half a head rotated": ({"llama.rope.dimension_count": 8}, r"as large as a head \(16\), not 8"),
     "narrow values": ({"llama.attention.value_length": 8}, r"as large as a head \(16\), not 8"),
