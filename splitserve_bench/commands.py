@@ -12,11 +12,11 @@ from serving_core.layout import QUANTIZED_DTYPES
 from serving_core.settings import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineSettings
 from splitserve.commands.plan_transfer import layout_of
 from splitserve.commands.terminal import report, stdout
-from splitserve.launch.models import resolve
 from splitserve.signals import run_to_end
 from splitserve_bench.compare.compare_command import compare_command
 from splitserve_bench.dominance.command import dominance_command
 from splitserve_bench.engine.command import engine_command
+from splitserve_bench.models import writing_model
 from splitserve_bench.overload.command import overload_command
 from splitserve_bench.serve.serve_command import serve_command
 from splitserve_bench.simulate.reality_command import reality_command
@@ -78,7 +78,7 @@ def cluster(model: str, streams: int, prompt_tokens: int, output_tokens: int, re
     from splitserve_bench.report import cluster_table
 
     sizes = ClusterBench(streams, prompt_tokens, output_tokens, repeats)
-    measured = measure_cluster(resolve(model, report), sizes, report)
+    measured = measure_cluster(writing_model(model, report), sizes, report)
     _run(measured, dataclasses.asdict, lambda figures: cluster_table(figures, sizes), as_json)
 
 
@@ -159,7 +159,7 @@ def reuse(model: str, dtype: str, as_json: bool, **counts: int) -> None:
         output_tokens=counts["output_tokens"],
         dtype=dtype,
     )
-    _run(measure_reuse(resolve(model, report), sizes, report), _records, reuse_table, as_json)
+    _run(measure_reuse(writing_model(model, report), sizes, report), _records, reuse_table, as_json)
 
 
 @bench.command()
@@ -173,7 +173,7 @@ def overlap(model: str, prompt_tokens: tuple[int, ...], repeats: int, as_json: b
     from splitserve_bench.clusters.overlap import measure_overlap, pays_from
     from splitserve_bench.report import overlap_view
 
-    measured = measure_overlap(resolve(model, report), sorted(set(prompt_tokens)), repeats, report)
+    measured = measure_overlap(writing_model(model, report), sorted(set(prompt_tokens)), repeats, report)
     _run(
         measured,
         lambda figures: {"pays_from_tokens": pays_from(figures), "lengths": _records(figures)},
@@ -209,7 +209,7 @@ def kv_cache(model: str, dtypes: tuple[str, ...], contexts: tuple[int, ...], as_
     from splitserve_bench.accuracy.kv_cache import measure_accuracy
     from splitserve_bench.report import accuracy_table
 
-    folder = resolve(model, report).folder
+    folder = writing_model(model, report).folder
     figures = measure_accuracy(folder, list(dict.fromkeys(dtypes)), sorted(set(contexts)), report)
     _show(figures, _records, accuracy_table, as_json)
 
@@ -223,7 +223,7 @@ def weights(model: str, as_json: bool) -> None:
     from splitserve_bench.accuracy.weights_accuracy import measure_weights_accuracy
     from splitserve_bench.report import weights_table
 
-    folder = resolve(model, report).folder
+    folder = writing_model(model, report).folder
     figures = measure_weights_accuracy(folder, QUANTIZATIONS[1:], report)
     _show(figures, _records, weights_table, as_json)
 

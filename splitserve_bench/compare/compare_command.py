@@ -14,7 +14,7 @@ import click
 from serving_core.errors import SettingsError
 from serving_core.extras import needs
 from splitserve.commands.terminal import report, stderr, stdout, waiting
-from splitserve.launch.models import LocalModel, resolve
+from splitserve.launch.models import LocalModel
 from splitserve.signals import run_to_end
 from splitserve_bench.code_version import SERVING, code_digest
 from splitserve_bench.compare.compare_options import (
@@ -26,6 +26,7 @@ from splitserve_bench.compare.compare_options import (
     parse_engine_flag,
 )
 from splitserve_bench.compare.contenders import ClusterContender, Contender, contenders, parse_custom, parse_peer
+from splitserve_bench.models import writing_model
 from splitserve_bench.serve.serve_options import RANDOM
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def compare_command(
     if not chosen:
         raise SettingsError(f"nobody takes part: no contender of {', '.join(values['kinds'])} on {len(cores)} cores")
     bench, dataset = _bench(values), _dataset(values)
-    local = resolve(model, report)
+    local = writing_model(model, report)
     asked = Asked(local, cores, flags, chosen, everyone[0], dataset, bench, profiles, save_dir, as_json)
     run_to_end(_compare(asked))
 

@@ -13,9 +13,10 @@ from serving_core.errors import SettingsError
 from serving_core.extras import needs
 from serving_core.settings import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineSettings
 from splitserve.commands.terminal import report, stdout
-from splitserve.launch.models import LocalModel, resolve
+from splitserve.launch.models import LocalModel
 from splitserve.signals import run_to_end
 from splitserve_bench.engine.command import COUNTS
+from splitserve_bench.models import writing_model
 
 if TYPE_CHECKING:
     from splitserve_bench.doctor.doctor import DoctorBench
@@ -86,7 +87,7 @@ def doctor(
         raise SettingsError("--check-bits measures nothing that --save could write")
     if tp != 1 and not check_bits:
         raise SettingsError("--tp is for --check-bits: what is measured is a node of one rank")
-    local = resolve(model, report)
+    local = writing_model(model, report)
     if check_bits:
         _check_bits(local, flags, cores, tp, as_json)
         return

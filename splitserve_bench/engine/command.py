@@ -15,11 +15,12 @@ import click
 from serving_core.extras import needs
 from serving_core.settings import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineSettings
 from splitserve.commands.terminal import report, stdout
-from splitserve.launch.models import Report, resolve
+from splitserve.launch.models import Report
 from splitserve.launch.process_age import process_age_s
 from splitserve_bench.engine.figures import EngineBench, PromptSize
 from splitserve_bench.engine.peers import our_result, ratios, read_peers
 from splitserve_bench.engine.random_models import SHAPES, shape_of, write_random_model
+from splitserve_bench.models import writing_model
 from splitserve_bench.options import ListOf
 
 PROMPT_SIZE: Final = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,8})", re.ASCII)
@@ -122,7 +123,7 @@ def engine_command(
 @contextmanager
 def _model_folder(model: str, name: str | None, layers: int, report: Report) -> Iterator[Path]:
     if name is None:
-        yield resolve(model, report).folder
+        yield writing_model(model, report).folder
         return
     shape = shape_of(name, layers)
     with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="splitserve-bench-") as scratch:

@@ -11,10 +11,11 @@ import click
 from serving_core.errors import SettingsError
 from serving_core.extras import needs
 from splitserve.commands.terminal import report, stdout
-from splitserve.launch.models import LocalModel, resolve
+from splitserve.launch.models import LocalModel
 from splitserve.signals import run_to_end
 from splitserve_bench.compare.compare_command import cores_of
 from splitserve_bench.compare.compare_options import parse_engine_flag
+from splitserve_bench.models import writing_model
 from splitserve_bench.serve.serve_options import (
     ServeCommand,
     ServeOptions,
@@ -73,7 +74,7 @@ def reality_command(
     how close the simulation comes."""
     from splitserve_bench.simulate.profile import read_profile
 
-    profile, local = read_profile(profile_path), resolve(model, report)
+    profile, local = read_profile(profile_path), writing_model(model, report)
     if profile.model != local.name:
         raise SettingsError(f"--profile is of {profile.model}, not of {local.name}")
     loads = tuple(simulated_options("reality", rate, **flags) for rate in request_rates)
