@@ -23,6 +23,7 @@ from engine.model.llama import LlamaDecoder
 from engine.model.lora_weights import load_adapters
 from engine.model.weights import load_weights
 from engine.native.steps import choose_steps
+from engine.offload.placement import Placement
 from engine.origin import engine_traits
 from engine.parallel import LEADER, RankGroup, alone, choose_device
 from engine.pipeline import Pipeline
@@ -137,6 +138,7 @@ class Engine:
             "threads": str(torch.get_num_threads()),
             "tp_size": str(tp_size),
             "pp_size": str(pp_size),
+            "layers_on_disk": str(self._num_on_disk()),
             "batch_invariant": "yes" if settings.batch_invariant else "no",
             "model_impl": f"transformers {version('transformers')}" if self.config.is_foreign else NATIVE,
         }
@@ -200,6 +202,10 @@ class Engine:
         if verifies:
             check_model(self.model, attention, self.group, self.config, self.max_model_len)
         return attention
+
+    def _num_on_disk(self) -> int:
+        on_disk = self.model.on_disk if isinstance(self.model, LlamaDecoder) else None
+        return 0 if on_disk is None else len(on_disk.layer_bytes)
 
     def _is_by_kernels(self, tp_size: int) -> bool:
         """Whether compiled kernels, whose bits have no history, compute all of it that adds anything up."""
@@ -291,4 +297,12 @@ def _build_model(
         return load_foreign(folder, config, layout, dtype, device, shard, group, settings.max_model_len)
     with torch.device("meta"):
         decoder = LlamaDecoder(config, device, shard, pipeline.stage if pipeline else group, pipeline)
-    return decoder, load_weights(decoder, folder, dtype, device, settings.quantization, config.stored_quantization)
+    placement = None
+    if settings.weights_memory_bytes:
+        if device.type != "cpu":
+            raise SettingsError(f"--weights-memory-bytes: only CPUs read weights from disk, and this is {device.type}")
+        placement = Placement(decoder.own_layers, settings.weights_memory_bytes, settings.weights_disk_path)
+    what = (settings.quantization, config.stored_quantization, placement)
+    num_bytes = load_weights(decoder, folder, dtype, device, *what)
+    decoder.on_disk = placement.finish() if placement else None
+    return decoder, num_bytes

@@ -9,7 +9,7 @@ import torch
 from engine.native import library
 
 COUNTS: Final = "num_"  # of what torch tells of a CPU: cores and sockets, which show in the number of threads
-NOTHING_TO_KERNELS: Final = ("threads", "program", "pp_size")  # of what an engine says of itself
+NOTHING_TO_KERNELS: Final = ("threads", "program", "pp_size", "layers_on_disk")  # of what an engine says of itself
 
 
 def engine_traits(description: Mapping[str, str], device: torch.device, *, kernels_alone: bool) -> dict[str, str]:

@@ -97,6 +97,8 @@ def needs_of(settings: EngineSettings, config: ModelConfig) -> Needs:
         tensors.pop(TIED_HEAD, None)
     dtype_bytes, bits = DTYPE_BYTES[compute_dtype(settings, config)], WEIGHT_BITS.get(settings.quantization)
     weight_bytes = sum(_loaded_bytes(tensor, dtype_bytes, bits) for tensor in tensors.values())
+    if settings.weights_memory_bytes:
+        weight_bytes = min(weight_bytes, settings.weights_memory_bytes * settings.num_ranks)
     adapter_bytes = dtype_bytes * sum(adapter.num_elements for adapter in read_adapters(settings.lora, config))
     return Needs(weight_bytes + adapter_bytes, pool_bytes)
 
@@ -125,6 +127,8 @@ def _check_foreign(settings: EngineSettings, config: ModelConfig) -> None:
         raise SettingsError(f"--quantization {settings.quantization}: {computed}, with weights as they are")
     if settings.lora:
         raise SettingsError(f"--lora: {computed}, and adapters are for models that our own code computes")
+    if settings.weights_memory_bytes:
+        raise SettingsError(f"--weights-memory-bytes: {computed}, with all weights in memory")
     if settings.batch_invariant:
         raise SettingsError(f"--batch-invariant: {computed}, in a way in which bits have a history")
 
@@ -136,5 +140,7 @@ def _check_fake(settings: EngineSettings, dtype: str) -> None:
         raise SettingsError(f"--quantization {settings.quantization}: the fake model has no weights")
     if settings.lora:
         raise SettingsError("--lora: the fake model has no weights")
+    if settings.weights_memory_bytes:
+        raise SettingsError("--weights-memory-bytes: the fake model has no weights")
     if settings.kv_cache_dtype != "auto":
         raise SettingsError(f"--kv-cache-dtype {settings.kv_cache_dtype}: the fake model counts in float32")

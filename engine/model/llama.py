@@ -34,6 +34,7 @@ from engine.model.lora import Adapters
 from engine.model.rope import RotaryEmbedding, Rotation, head_order
 from engine.model.steps import HeadNorms, Steps
 from engine.native.steps import choose_steps
+from engine.offload.offloaded_layers import OffloadedLayers
 from engine.parallel import LEADER, RankGroup
 from engine.pipeline import Pipeline
 from serving_core.differences import Differences
@@ -244,6 +245,8 @@ class LlamaDecoder(nn.Module):
         gain = 1.0 if self.embeds else differences.logit_scale
         self.norm = _norm(config, gain) if shard.is_last else None
         self.adapters = Adapters()
+        self.on_disk: OffloadedLayers | None = None
+        """The layers whose weights are read as they compute; None: all are in memory."""
 
     def make_invariant(self, dtype: torch.dtype, device: torch.device) -> None:
         """To be called once filled: from then on the bits of a row depend on no other, if its attention's do not

@@ -3,6 +3,7 @@
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -13,6 +14,7 @@ from engine.model.checkpoint import Checkpoint, Part, SafetensorsCheckpoint
 from engine.model.layers import Layer, Linear
 from engine.model.llama import LlamaDecoder
 from engine.native.linear_library import best_variant
+from engine.offload.placement import Placement
 from engine.quantization import awq, gptq
 from engine.quantization.grouped_weight import join, matrix_of
 from serving_core.errors import ModelError
@@ -55,9 +57,11 @@ def load_weights(
     device: torch.device,
     quantization: str = "none",
     stored: StoredQuantization | None = None,
+    placement: Placement | None = None,
 ) -> int:
     """Gives every parameter of a model built on the meta device its values, cast to dtype, and packs them; gives
-    the bytes they take. `quantization` is a value of --quantization, `stored` how the checkpoint is quantized.
+    the bytes they take. `quantization` is a value of --quantization, `stored` how the checkpoint is quantized,
+    `placement` where they go if not all into memory.
 
     Reads of the files what the parameters take, and takes little memory beyond them. Raises ModelError, before
     anything is loaded, when a tensor is missing, unknown, of another shape or of a dtype that is not a float of 16
@@ -69,12 +73,13 @@ def load_weights(
     _check(checkpoint, parts, model.is_elsewhere)
     num_bytes = num_dense = 0
     for module, of_module in itertools.groupby(targets, key=lambda target: target.module):
-        for target in of_module:
-            if not target.stored_as:
-                _fill(target, checkpoint, dtype, device)
-            elif not _take(target, checkpoint, stored, dtype, device):
-                num_dense += 1
-        module.pack(WEIGHT_BITS.get(quantization))
+        with nullcontext() if placement is None else placement.of(module):
+            for target in of_module:
+                if not target.stored_as:
+                    _fill(target, checkpoint, dtype, device)
+                elif not _take(target, checkpoint, stored, dtype, device):
+                    num_dense += 1
+            module.pack(WEIGHT_BITS.get(quantization))
         num_bytes += module.num_bytes
     is_quantized = quantization in WEIGHT_BITS or stored is not None
     if is_quantized and (device.type != "cpu" or best_variant() is None):

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from engine.native import library as native_library
-from engine.native.huge_memory import HugeMemory
+from engine.native.huge_memory import weight_memory
 from engine.native.library import parallel_function
 from engine.native.program import NativeProgram
 
@@ -22,8 +22,6 @@ VARIANTS: Final = {  # that are faster than torch where they run
 }
 OUTPUTS: Final = 16  # of a vector of weights, as in native/dense.h
 WORD_BYTES: Final = 4
-
-_MEMORY: Final = HugeMemory()
 
 
 class Matrix(ctypes.Structure):
@@ -149,7 +147,7 @@ def _packed(library: DenseLibrary, weight: torch.Tensor) -> torch.Tensor:
     num_outputs, num_inputs = weight.shape
     padded_outputs = -(-num_outputs // OUTPUTS) * OUTPUTS
     num_words = -(-num_inputs * weight.itemsize // WORD_BYTES)
-    packed = _MEMORY.empty(padded_outputs * num_words * WORD_BYTES)
+    packed = weight_memory().empty(padded_outputs * num_words * WORD_BYTES)
     row_bytes = weight.stride(0) * weight.itemsize
     library.pack(weight.data_ptr(), row_bytes, num_outputs, num_inputs, ELEMENTS[weight.dtype], packed.data_ptr())
     return packed

@@ -3,7 +3,8 @@
 import contextlib
 import mmap
 import threading
-from typing import Final
+from collections.abc import Iterator
+from typing import Final, Protocol
 
 import torch
 
@@ -12,6 +13,13 @@ ALIGNMENT: Final = 64
 CHUNK_BYTES: Final = 16 * PAGE_BYTES  # that small tensors share, so that few pages are filled in part
 
 _HAS_HUGE_PAGES: Final = hasattr(mmap, "MADV_HUGEPAGE")
+
+
+class Memory(Protocol):
+    """Where tensors can be had."""
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        """Bytes of any content, which start at a multiple of ALIGNMENT. Raises OSError when there is no memory."""
 
 
 class HugeMemory:
@@ -28,7 +36,7 @@ class HugeMemory:
         reserved = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         with self._lock:
             if reserved > self._rest.nbytes:
-                fresh = _chunk(max(reserved, CHUNK_BYTES))
+                fresh = huge_chunk(max(reserved, CHUNK_BYTES))
                 if reserved >= CHUNK_BYTES:
                     return fresh[:num_bytes]
                 self._rest = fresh
@@ -36,7 +44,7 @@ class HugeMemory:
         return given
 
 
-def _chunk(num_bytes: int) -> torch.Tensor:
+def huge_chunk(num_bytes: int) -> torch.Tensor:
     """Bytes that start with a huge page. A page takes memory once it is written."""
     memory = mmap.mmap(-1, num_bytes + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # of a kernel without huge pages, on which small ones must do
@@ -44,3 +52,22 @@ def _chunk(num_bytes: int) -> torch.Tensor:
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % PAGE_BYTES
     return whole[start : start + num_bytes]
+
+
+_for_weights: Memory = HugeMemory()
+
+
+def weight_memory() -> Memory:
+    """Where weights are put that kernels read."""
+    return _for_weights
+
+
+@contextlib.contextmanager
+def weights_in(memory: Memory) -> Iterator[None]:
+    """Puts those elsewhere that are packed meanwhile. To be used by the thread that loads them."""
+    global _for_weights
+    before, _for_weights = _for_weights, memory
+    try:
+        yield
+    finally:
+        _for_weights = before

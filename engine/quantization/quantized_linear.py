@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch.nn import functional
 
-from engine.native.huge_memory import HugeMemory
+from engine.native.huge_memory import weight_memory
 from engine.native.library import parallel_function
 from engine.native.linear_library import ELEMENTS, Matrix, best_variant, linear_library
 from engine.native.program import NativeProgram
@@ -18,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 OUTPUTS: Final = 16  # of a vector of weights, as in native/linear.h
 DEPTH: Final = 4  # inputs of a vector
-_MEMORY: Final = HugeMemory()
 _TILE_ELEMENTS: Final = 2**20  # weights that are made whole at a time
 
 
@@ -184,7 +183,7 @@ def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Bytes, of which a CPU reads many at a time."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=torch.uint8, device=device)
-    return _MEMORY.empty(math.prod(shape)).view(shape).zero_()
+    return weight_memory().empty(math.prod(shape)).view(shape).zero_()
 
 
 def quantized_matrix(weight: torch.Tensor, bits: int, variant: str | None = None) -> QuantizedMatrix:

@@ -13,6 +13,7 @@ from typing import Final, NoReturn
 import click
 
 from serving_core.extras import needs
+from serving_core.flags import SizeRange
 from serving_core.settings import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineSettings
 from splitserve.commands.terminal import report, stdout
 from splitserve.launch.models import Report
@@ -56,6 +57,8 @@ PROMPTS: Final = ListOf("COUNTxLENGTH,...", parse_prompts)
 @click.option("--quantization", default="none", show_default=True, type=click.Choice(QUANTIZATIONS))
 @click.option("--kv-cache-dtype", default="auto", show_default=True, type=click.Choice(KV_CACHE_DTYPES))
 @click.option("--batch-invariant", is_flag=True, help="As of nodes; measured without it too, for the price.")
+@click.option("--weights-memory-bytes", default="0", type=SizeRange(0), help="As of nodes: layers beyond are on disk.")
+@click.option("--weights-disk-path", default="", help="Folder on that disk; empty takes the one for temporary files.")
 @click.option("--prompts", default="1x512,8x512,16x128", show_default=True, type=PROMPTS, help="Prompts to prefill.")
 @click.option("--batches", default="1,4,8,16,32", show_default=True, type=COUNTS, help="Requests in a decode step.")
 @click.option("--contexts", default="128,512", show_default=True, type=COUNTS, help="Tokens before a decode step.")
@@ -79,6 +82,8 @@ def engine_command(
     quantization: str,
     kv_cache_dtype: str,
     batch_invariant: bool,
+    weights_memory_bytes: int,
+    weights_disk_path: str,
     prompts: tuple[PromptSize, ...],
     batches: tuple[int, ...],
     contexts: tuple[int, ...],
@@ -97,7 +102,12 @@ def engine_command(
         raise click.UsageError("--structured needs a MODEL: --shape has no tokenizer")
     sizes = EngineBench(prompts, tuple(sorted(batches)), tuple(sorted(contexts)), repeats, structured)
     settings = EngineSettings(
-        dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype, batch_invariant=batch_invariant
+        dtype=dtype,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        batch_invariant=batch_invariant,
+        weights_memory_bytes=weights_memory_bytes,
+        weights_disk_path=weights_disk_path,
     )
     from splitserve_bench.engine.engine import measure_engine  # imports torch, which help can do without
 

@@ -26,9 +26,11 @@ from serving_core.model_config import FAKE_ARCHITECTURE, read_model_config
 from serving_core.settings import EngineSettings
 from splitserve.launch.models import Report
 from splitserve_bench.engine.costs import decode_flops, decode_kv_bytes, prompt_flops
+from splitserve_bench.engine.disk import measure_disk
 from splitserve_bench.engine.driver import CHUNK_TOKENS, NUM_STEPS, DecodeRun, PromptRun, most_tokens, num_blocks_for
 from splitserve_bench.engine.figures import (
     DecodeFigures,
+    DiskFigures,
     EngineBench,
     EngineFigures,
     MachineFigures,
@@ -87,7 +89,7 @@ def measure_engine(
         report("GEMM rate and memory bandwidth of this machine ...")
         before = measure_machine(engine.pool.device, dtype)
         prefill_s = {size: _prefill_s(engine, size, sizes.repeats, report) for size in sizes.prompts}
-        decode, profile, structured = _decode(engine, sizes, report)
+        decode, profile, structured, disk = _decode(engine, sizes, report)
         profiles = (profile, _profile_prompt(engine, sizes, report))
         report("GEMM rate and memory bandwidth once more ...")
         machine = better_of(before, measure_machine(engine.pool.device, dtype))
@@ -101,6 +103,7 @@ def measure_engine(
         decode=tuple(_decode_figures(engine, machine, each) for each in decode),
         profiles=profiles,
         structured=structured,
+        disk=disk,
     )
 
 
@@ -134,9 +137,9 @@ def _prefill_s(engine: Engine, size: PromptSize, repeats: int, report: Report) -
 
 def _decode(
     engine: Engine, sizes: EngineBench, report: Report
-) -> tuple[list[_Decode], ProfileFigures, StructuredFigures | None]:
-    """All batches at all contexts; and a profile of one batch at the longest, and what grammars cost there if that is
-    asked for."""
+) -> tuple[list[_Decode], ProfileFigures, StructuredFigures | None, DiskFigures | None]:
+    """All batches at all contexts; and a profile of one batch at the longest, what grammars cost there if that is asked
+    for, and what is read of a disk."""
     run = DecodeRun(engine, max(sizes.batches), max(sizes.contexts))
     measured = []
     for context_tokens in sizes.contexts:
@@ -156,10 +159,11 @@ def _decode(
     report(f"profile of {name} ...")
     steps = _Steps(name, NUM_STEPS, lambda: run.rewind(batch), lambda: run.run_s(batch))
     profile = _profile(engine, steps, sizes.repeats)
+    disk = measure_disk(engine, run, sizes.repeats)
     if not sizes.structured:
-        return measured, profile, None
+        return measured, profile, None, disk
     report(f"decode steps of {batch} requests with grammars ...")
-    return measured, profile, measure_structured(engine, run, batch, sizes.repeats)
+    return measured, profile, measure_structured(engine, run, batch, sizes.repeats), disk
 
 
 def _profile_prompt(engine: Engine, sizes: EngineBench, report: Report) -> ProfileFigures:

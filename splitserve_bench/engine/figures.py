@@ -107,6 +107,19 @@ class StructuredFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskFigures:
+    """Layers whose weights are on disk: what decode steps of one request read of them, and what is read of the same
+    file while nothing computes."""
+
+    num_layers: int
+    num_bytes: int
+    step_bytes: float
+    step_s: float  # the median of the repeats
+    bytes_per_s: float
+    alone_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class EngineFigures:
     """One engine on this machine: the name of the model's folder, and the engine's description of itself."""
 
@@ -119,3 +132,4 @@ class EngineFigures:
     decode: tuple[DecodeFigures, ...]
     profiles: tuple[ProfileFigures, ...]
     structured: StructuredFigures | None = None
+    disk: DiskFigures | None = None

@@ -10,6 +10,7 @@ from serving_core.units import size_of
 from splitserve.commands.terminal import plain_table
 from splitserve_bench.engine.figures import (
     DecodeFigures,
+    DiskFigures,
     EngineFigures,
     MachineFigures,
     PrefillFigures,
@@ -39,6 +40,8 @@ def engine_view(figures: EngineFigures, compared: Sequence[Ratio], price: Sequen
     ]
     for profile in figures.profiles:
         parts += ["", profile_line(profile), profile_table(profile)]
+    if figures.disk is not None:
+        parts += ["", disk_line(figures.disk)]
     if figures.structured is not None:
         parts += ["", structured_line(figures.structured)]
     if compared:
@@ -46,6 +49,16 @@ def engine_view(figures: EngineFigures, compared: Sequence[Ratio], price: Sequen
     if price:
         parts += ["", "the price of --batch-invariant, in this process:", ratio_table(price, "without it")]
     return Group(*parts)  # type: ignore[arg-type]
+
+
+def disk_line(disk: DiskFigures) -> str:
+    """What is read of weights on disk, beside what that disk gives."""
+    return (
+        f"{disk.num_layers} layers, {size_of(disk.num_bytes)}, are on disk: a decode step of one request takes "
+        f"{disk.step_s:.2f} s and reads {size_of(round(disk.step_bytes))}, {disk.bytes_per_s / 1e9:.2f} GB/s, "
+        f"{disk.bytes_per_s / disk.alone_bytes_per_s:.0%} of the {disk.alone_bytes_per_s / 1e9:.2f} GB/s that are read "
+        "while nothing computes"
+    )
 
 
 def prefill_table(rows: Sequence[PrefillFigures], machine: MachineFigures) -> Table:

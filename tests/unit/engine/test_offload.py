@@ -1,0 +1,215 @@
+"""Layers on disk: the rule by hand and by properties, the file by what it gives back, and answers beside those of the
+same model in memory."""
+
+import errno
+import gc
+import os
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.engine import Engine
+from engine.offload.layer_file import PIECE_BYTES, LayerFile, LayerMemory
+from engine.offload.residence import ROOM, Residence, layers_on_disk
+from serving_core.errors import SettingsError
+from serving_core.settings import EngineSettings
+from tests.tiny_models import VOCAB_SIZE, write_fake_model, write_tiny_model
+from tests.toy_scheduler import greedy, run_all
+from tests.unit.serving_node.rank_process import rank_case, run_ranks
+
+PROMPTS = [list(b"The"), list(b"a longer prompt, of two blocks at least"), list(b"ab" * 40)]
+SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6}
+
+
+def test_layers_that_do_not_fit_are_spread_evenly():
+    assert layers_on_disk([10] * 6, 5, 65) == []
+    assert layers_on_disk([10] * 6, 5, 64) == [1, 3, 5]
+    assert layers_on_disk([10] * 6, 5, 25) == [0, 1, 2, 3, 4, 5]
+    assert layers_on_disk([10] * 6, 5, 45) == [1, 2, 4, 5]
+    with pytest.raises(SettingsError, match=r"--weights-memory-bytes 24: these weights take 25 at least"):
+        layers_on_disk([10] * 6, 5, 24)
+    with pytest.raises(SettingsError, match=r"--weights-memory-bytes 24: these weights take 25 at least"):
+        layers_on_disk([10, 10], 5, 24)
+
+
+@given(st.lists(st.integers(1, 1000), min_size=3, max_size=80), st.integers(0, 5000), st.integers(0, 100_000))
+def test_what_is_in_memory_fits(sizes, others, limit):
+    try:
+        on_disk = layers_on_disk(sizes, others, limit)
+    except SettingsError:
+        assert others + 2 * max(sizes) > limit
+        return
+    stays = sum(size for number, size in enumerate(sizes) if number not in on_disk)
+    largest = sorted((sizes[number] for number in on_disk), reverse=True)[:ROOM]
+    assert others + stays + sum(largest) <= limit
+
+
+@given(st.integers(1, 6), st.lists(st.integers(0, 5), max_size=30))
+def test_the_layer_that_computes_is_there_and_at_most_one_beside_it(num_layers, entered):
+    residence, loaded = Residence(list(range(num_layers))), set()
+
+    def settle():
+        while True:
+            to_let_go, to_read = residence.next_move(loaded)
+            loaded.difference_update(to_let_go)
+            if to_read is None:
+                return
+            loaded.add(to_read)
+            assert len(loaded) <= ROOM
+
+    for layer in (each % num_layers for each in entered):
+        residence.begin(layer)
+        settle()
+        following = (layer + 1) % num_layers
+        assert loaded == {layer, following}
+        residence.end(layer)
+        settle()
+        assert following in loaded
+
+
+@pytest.mark.parametrize("folder", ["disk", "/dev/shm"])
+def test_a_file_gives_back_what_was_written(tmp_path, folder):
+    file = LayerFile(str(tmp_path) if folder == "disk" else folder)
+    memories = [LayerMemory() for _ in range(3)]
+    torch.manual_seed(0)
+    tensors = [
+        [memory.moved(torch.randint(256, (size,), dtype=torch.uint8)) for size in (5, PIECE_BYTES + 777, 64)]
+        for memory in memories
+    ]
+    expected = [[tensor.clone() for tensor in each] for each in tensors]
+    places = [file.append(memory) for memory in memories]
+    for memory in memories:
+        memory.let_go()
+    assert not any(tensor.any() for each in tensors for tensor in each)
+    for memory, place in reversed(list(zip(memories, places, strict=True))):
+        file.read(memory, place)
+    assert all(torch.equal(*pair) for each in zip(tensors, expected, strict=True) for pair in zip(*each, strict=True))
+    assert list(tmp_path.iterdir()) == []
+    file.close()
+
+
+def test_memory_of_layers_is_apart():
+    one, other = LayerMemory(), LayerMemory()
+    ranges = []
+    for memory in (one, other, one, other):
+        tensor = memory.empty(1000)
+        assert tensor.data_ptr() % 64 == 0
+        ranges.append(range(tensor.data_ptr(), tensor.data_ptr() + 1000))
+    assert all(a.stop <= b.start or b.stop <= a.start for a in ranges for b in ranges if a is not b)
+    assert one.num_bytes == other.num_bytes == 4096
+
+
+def test_a_folder_that_cannot_be_written_and_a_full_disk_are_sentences(tmp_path, monkeypatch):
+    with pytest.raises(SettingsError, match=r"^--weights-disk-path .*/nowhere: No such file or directory$"):
+        LayerFile(str(tmp_path / "nowhere"))
+    file = LayerFile(str(tmp_path))
+    memory = LayerMemory()
+    memory.empty(10)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(SettingsError, match=r"does not take 4096 bytes of weights: No space left on device$"):
+        file.append(memory)
+    file.close()
+
+
+def engine_of(folder, **settings):
+    return Engine(EngineSettings(model=str(folder), num_kv_blocks=64, device="cpu", **settings))
+
+
+def answers(engine):
+    return [[token.token_id for token in run] for run in run_all(engine, PROMPTS, greedy(24, ignore_eos=True))]
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "weights"]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "quantization"),
+    [
+        ("llama", "float32", "none"),
+        ("mistral", "bfloat16", "int8"),
+        ("qwen2", "float16", "none"),
+        ("qwen3", "bfloat16", "int4"),
+    ],
+)
+def test_answers_are_those_of_the_model_in_memory(tmp_path, family, dtype, quantization):
+    folder = write_tiny_model(tmp_path / "model", family, **SIZES)
+    settings = {"dtype": dtype, "quantization": quantization}
+    whole = engine_of(folder, **settings)
+    expected = answers(whole)
+    limit = whole.weight_bytes * 3 // 4
+    engine = engine_of(folder, weights_memory_bytes=limit, weights_disk_path=str(tmp_path), **settings)
+    on_disk = engine.model.on_disk
+    assert 1 < len(on_disk.layer_bytes) <= 6
+    assert answers(engine) == expected
+    assert on_disk.num_read_bytes > 24 * min(on_disk.layer_bytes.values())
+    assert engine.weight_bytes == whole.weight_bytes
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    del engine
+    gc.collect()
+    for thread in threads():
+        thread.join(20)
+    assert threads() == []
+
+
+def test_the_bits_are_the_same(tmp_path):
+    folder = write_tiny_model(tmp_path / "model", "qwen3", **SIZES)
+    whole = engine_of(folder)
+    engine = engine_of(folder, weights_memory_bytes=whole.weight_bytes * 3 // 4)
+    found, expected = (run_all(each, PROMPTS, greedy(24, ignore_eos=True, logprobs=2)) for each in (engine, whole))
+    assert found == expected
+
+
+@pytest.mark.long
+def test_every_rank_of_every_stage_keeps_to_its_own_limit(tmp_path):
+    folder = write_tiny_model(tmp_path / "model", dtype="bfloat16", **SIZES)
+    whole = engine_of(folder)
+    outside = (
+        2 * VOCAB_SIZE * SIZES["hidden_size"]
+    )  # bytes of embedding or head on each of two ranks, half of 2 * V * E
+    layer = (whole.weight_bytes - 2 * outside) / 2 / SIZES["num_hidden_layers"]
+    settings = {"pipeline_parallel_size": 2, "weights_memory_bytes": round(outside / 2 + 2.6 * layer)}
+    expected = run_ranks(tmp_path, 4, {"tiny": rank_case(folder, PROMPTS, 8, 64, pipeline_parallel_size=2)})
+    sampled, facts = run_ranks(tmp_path, 4, {"tiny": rank_case(folder, PROMPTS, 8, 64, **settings)})
+    assert [rank["tiny"]["description"]["layers_on_disk"] for rank in facts] == ["3"] * 4
+    assert sampled == expected[0]
+
+
+def test_a_limit_that_holds_all_leaves_all_in_memory(tmp_path):
+    folder = write_tiny_model(tmp_path / "model", **SIZES)
+    engine = engine_of(folder, weights_memory_bytes=2**30)
+    assert engine.model.on_disk is None
+    assert engine.description["layers_on_disk"] == "0"
+    assert engine.program is not None
+
+
+def test_a_limit_that_holds_too_little_is_a_sentence(tmp_path):
+    folder = write_tiny_model(tmp_path / "model", **SIZES)
+    with pytest.raises(SettingsError, match=r"^--weights-memory-bytes 4096: these weights take \d+ at least$"):
+        engine_of(folder, weights_memory_bytes=4096)
+
+
+def test_what_has_no_weights_of_ours_has_none_on_disk(tmp_path):
+    said = "--weights-memory-bytes: the fake model has no weights"
+    with pytest.raises(SettingsError, match=said):
+        engine_of(write_fake_model(tmp_path / "fake"), weights_memory_bytes=2**20)
+    folder = write_tiny_model(tmp_path / "model")
+    said = "--weights-memory-bytes: transformers computes LlamaForCausalLM, with all weights in memory"
+    with pytest.raises(SettingsError, match=said):
+        engine_of(folder, weights_memory_bytes=2**20, model_impl="transformers")
+
+
+def test_what_cannot_be_read_any_more_ends_the_step(tmp_path):
+    folder = write_tiny_model(tmp_path / "model", **SIZES)
+    engine = engine_of(folder, weights_memory_bytes=engine_of(folder).weight_bytes * 3 // 4)
+    answers(engine)
+    os.ftruncate(engine.model.on_disk._file._file, 0)
+    with pytest.raises(RuntimeError, match=r"^weights cannot be read from .*: .* bytes of \d+ were read"):
+        answers(engine)
