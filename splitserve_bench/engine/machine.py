@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-import psutil
 import torch
 from torch.nn import functional
 
 from engine.model.layers import Linear
+from serving_core.memory import available_bytes
 from serving_core.sharding import whole
 from splitserve_bench.engine.figures import MachineFigures
 
@@ -77,7 +77,7 @@ def _gemms(device: torch.device, dtype: torch.dtype) -> list[tuple[float, str]]:
 @torch.inference_mode()
 def _reads(device: torch.device) -> list[tuple[float, str]]:
     """Rates with the names of what reached them."""
-    num_bytes = min(MOST_BUFFER_BYTES, psutil.virtual_memory().available // 4)
+    num_bytes = min(MOST_BUFFER_BYTES, available_bytes() // 4)
     buffer = torch.ones(num_bytes // FLOAT_BYTES, device=device)  # written, so that it lies in memory of its own
     reads: list[tuple[str, Callable[[], object]]] = [
         ("amax", buffer.amax),
