@@ -12,7 +12,7 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I.
 MESSAGES := protos/fleet.proto protos/inference.proto protos/ranks.proto
 SERVICES := protos/fleet.proto protos/inference.proto
 
-.PHONY: demo test test-long faults fuzz soak compose-demo check format setup model protos check-protos clean
+.PHONY: demo test test-long faults fuzz soak compose-demo check format tables setup model protos check-protos clean
 
 demo: setup
 	@$(BIN)/splitserve demo
@@ -56,6 +56,10 @@ check: setup check-protos
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The tables of docs/ that the code knows, written anew. Tests compare.
+tables: setup
+	@for table in api field metric model settings; do $(BIN)/python -m tests.$${table}_table || exit 1; done
 
 setup: $(READY)
 

@@ -191,7 +191,8 @@ class Admin:
 
 
 class InferenceStub:
-    """Missing associated documentation comment in .proto file."""
+    """What clients may ask.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -232,7 +233,8 @@ class InferenceStub:
 
 
 class InferenceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """What clients may ask.
+    """
 
     def Generate(self, request, context):
         """Streams one answer. Ends with exactly one Complete message for each index, or with one gRPC status. The headers come
@@ -257,19 +259,22 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The served model: its name, its limits, what requests get that leave their sampling open.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The version, and which nodes there are, with what must be equal on all of them and what may differ.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoads(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """What every node has to do, as of its last heartbeat, and what became of answers with limits.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -316,7 +321,8 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference:
-    """Missing associated documentation comment in .proto file."""
+    """What clients may ask.
+    """
 
     @staticmethod
     def Generate(request,

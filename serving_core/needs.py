@@ -79,10 +79,11 @@ def num_blocks_for(settings: EngineSettings, layout: KVLayout, tp_size: int) -> 
 
 def check_model(settings: EngineSettings) -> None:
     """Raises ModelError or SettingsError for what can be told without torch: it takes a second to be there."""
-    if settings.model:
-        config = read_model_config(Path(settings.model), settings.model_impl, settings.runner)
-        check_settings(settings, config, settings.tensor_parallel_size)
-        needs_of(settings, config)
+    if not settings.model:
+        raise SettingsError("no model folder was given")
+    config = read_model_config(Path(settings.model), settings.model_impl, settings.runner)
+    check_settings(settings, config, settings.tensor_parallel_size)
+    needs_of(settings, config)
 
 
 def needs_of(settings: EngineSettings, config: ModelConfig) -> Needs:

@@ -10,7 +10,7 @@ from serving_core.tls import TlsFiles
 
 @dataclass(frozen=True, slots=True)
 class TlsSettings:
-    """The same for the coordinator and its nodes; `splitserve certs` makes the files."""
+    """TLS, the same for the coordinator and its nodes; `splitserve certs` makes the files."""
 
     tls_cert: str = flag("", "Certificate of this process, and those between it and its CA (PEM).")
     tls_key: str = flag("", "Private key of --tls-cert (PEM).")

@@ -1,13 +1,15 @@
 """What the package is made of: a wheel is built and looked into. Its top-level names are generic words: nobody else may
 have installed one here, nor may Python bring one."""
 
+import functools
 import os
 import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
-from importlib.metadata import distributions, files, packages_distributions
+from importlib import metadata
+from importlib.metadata import distributions, files
 from pathlib import Path, PurePath
 
 import pytest
@@ -21,6 +23,7 @@ PYPROJECT = ROOT / "pyproject.toml"
 ROOMS = set(tomllib.loads(PYPROJECT.read_text())["tool"]["importlinter"]["root_packages"])
 BUILD = "from setuptools import build_meta; print(build_meta.build_wheel('wheels'))"
 DEADLINE_S = 240.0
+packages_distributions = functools.cache(metadata.packages_distributions)  # reads the lists of all that is installed
 
 
 @pytest.fixture(scope="module")

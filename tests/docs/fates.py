@@ -1,0 +1,151 @@
+"""Who runs each command of the pages. The first line that a command matches from its beginning counts.
+
+`Here`: test_commands.py runs it, word for word, in a folder of its own beside a cluster of two decode nodes. `By`: a
+test, or a script of deploy/, does what it says. `Nobody`: it cannot be run here, and why. Whatever becomes of it, its
+flags and what it names are checked (commands.py).
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from tests.docs.commands import Command
+
+
+@dataclass(frozen=True)
+class Here:
+    """Run by test_commands.py."""
+
+
+@dataclass(frozen=True)
+class By:
+    """Run by this test, FILE::NAME, or script."""
+
+    where: str
+
+
+@dataclass(frozen=True)
+class Nobody:
+    """Run by nobody, for this reason."""
+
+    why: str
+
+
+Fate = Here | By | Nobody
+
+_UNIT: Final = "tests/unit/splitserve/"
+_LAUNCHER: Final = _UNIT + "test_launcher.py::"
+_SYSTEM: Final = "tests/system/"
+_CLI: Final = _UNIT + "test_cli.py::"
+_BENCH: Final = "tests/unit/splitserve_bench/"
+_COMPOSE: Final = By("deploy/compose_demo/story.py")
+_OTHERS: Final = Nobody("measured by hand beside a program of other people, which set-up does not bring")
+_CLUSTER: Final = Nobody("needs a Kubernetes cluster; what it applies is checked by tests/unit/deploy")
+
+SERVED: Final = "splitserve up --prefill 1 --decode 2"
+"""The command whose cluster the others ask."""
+
+FATES: Final[tuple[tuple[str, Fate], ...]] = (
+    # The cluster, and who asks it.
+    (rf"{SERVED}$", Here()),
+    (r"splitserve generate (Why|TEXT|- <|What)", Here()),
+    (r"echo .* \| splitserve generate -", Here()),
+    (r"splitserve chat", Here()),
+    (r"splitserve status( --json)?$", Here()),
+    (r"splitserve status --json --watch", By(_CLI + "test_status_watch_shows_it_again_and_outlives_the_server")),
+    (r"splitserve top --once", Here()),
+    (r"splitserve top", By(_UNIT + "test_top.py::test_it_goes_on_until_a_key_and_leaves_the_terminal_as_it_was")),
+    (r"splitserve (role|drain) ", Here()),
+    (r"splitserve --version", Here()),
+    (r"splitserve certs ", Here()),
+    (r"splitserve plan-transfer ", Here()),
+    (r"curl http://localhost:8000/(metrics|ready|v1/chat/completions)", Here()),
+    (
+        r"curl http://localhost:9464/metrics",
+        By(_SYSTEM + "test_dashboards.py::test_a_node_tells_of_its_own_steps_and_transfers"),
+    ),
+    (r"export ", Here()),
+    # Other clusters.
+    (r"splitserve demo", By(_LAUNCHER + "test_the_demo_answers_shows_the_timeline_and_leaves_nothing")),
+    (r"splitserve up MODEL --config", By("tests/docs/test_commands.py::test_the_example_of_a_file_is_read")),
+    (
+        r"splitserve up /path/to/model",
+        By(_LAUNCHER + "test_a_cluster_serves_and_survives_a_node_but_not_its_coordinator"),
+    ),
+    (r"splitserve up \S+\.gguf", By(_SYSTEM + "test_gguf.py::test_up_serves_a_file")),
+    (
+        r"splitserve up (Qwen/Qwen3-Emb|.* --runner)",
+        By(_SYSTEM + "test_embeddings.py::test_embeddings_are_those_of_transformers"),
+    ),
+    (r"splitserve up MODEL --lora", By(_SYSTEM + "test_lora.py::test_a_mixed_batch")),
+    (r"splitserve generate \.\.\. --model", By(_SYSTEM + "test_lora.py::test_the_http_door")),
+    (r"splitserve up (MODEL )?--both", By(_LAUNCHER + "test_a_cluster_of_nodes_that_do_both_serves")),
+    (
+        r"splitserve up MODEL --prefill 1 --both",
+        By(_SYSTEM + "test_both.py::test_it_serves_with_a_prefill_node_and_without_it"),
+    ),
+    (r"splitserve up MODEL .*-pp ", By(_SYSTEM + "test_stages.py::test_answers_equal_transformers")),
+    (r"splitserve up MODEL --prefill-tp", By(_SYSTEM + "test_tensor_parallel.py::test_answers_equal_transformers")),
+    (r"splitserve up --slo-class", By(_SYSTEM + "test_limits.py::test_the_end_of_an_answer_tells_what_was_kept")),
+    (
+        r"splitserve up MODEL --otlp",
+        By(_SYSTEM + "test_traces_and_logs.py::test_every_phase_of_a_request_is_in_its_trace"),
+    ),
+    (r"splitserve up MODEL --ray", By(_SYSTEM + "test_ray.py::up")),
+    (r"ray start", Nobody("Ray's own command; tests/system/test_ray.py has a cluster of logical hosts")),
+    (r"torchrun ", By(_SYSTEM + "test_tensor_parallel.py::test_ranks_started_together_as_torchrun_does")),
+    (
+        r"splitserve (coordinator|prefill|decode|both) .*--tls",
+        By(_SYSTEM + "test_tls.py::test_whole_answers_over_grpc_and_http"),
+    ),
+    (r"splitserve coordinator FILE", By(_LAUNCHER + "test_a_role_becomes_the_process_of_its_room")),
+    (
+        r"splitserve (coordinator|prefill|decode|both) ",
+        By(_SYSTEM + "test_hosts.py::test_the_answers_are_those_of_one_machine"),
+    ),
+    (r"(splitserve generate|curl) .*ca\.crt", By(_SYSTEM + "test_tls.py::test_the_command_line_asks_over_tls")),
+    (r"python -m splitserve\.launch\.models", By(_UNIT + "test_gguf_folder.py::test_a_file_is_a_model_by_its_name")),
+    (r"grep -h", Nobody("of logs that whoever runs the fleet has collected")),
+    # Measuring.
+    (r"splitserve doctor .*--check-bits", By(_SYSTEM + "test_bits.py::test_doctor_shows_a_line_for_each_history")),
+    (r"splitserve doctor --save", By(_BENCH + "test_doctor_save.py::test_the_command_saves_what_a_simulation_reads")),
+    (r"splitserve doctor", By(_BENCH + "test_doctor.py::test_the_command_measures_a_model")),
+    (r"splitserve simulate", By(_BENCH + "test_simulate.py::test_it_says_what_bench_serve_says")),
+    (r"splitserve plan ", By(_BENCH + "test_plan.py::test_the_command_finds_a_plan_and_says_how_to_run_it")),
+    (r"splitserve bench engine", By(_BENCH + "test_engine.py::test_the_tables_show_every_figure")),
+    (r"splitserve bench compare", By(_SYSTEM + "test_bench_compare.py::test_each_contender_answers_the_same_requests")),
+    (
+        r"splitserve bench overload --profile",
+        By(_BENCH + "test_overload.py::test_a_simulated_fleet_takes_as_long_to_recover_as_its_queue_is_long"),
+    ),
+    (r"splitserve bench overload", By(_BENCH + "test_overload.py::test_a_server_is_loaded_in_stages")),
+    (r"splitserve bench dominance", By(_BENCH + "test_dominance.py::test_it_is_printed_and_drawn")),
+    (r"splitserve bench simulate", By(_SYSTEM + "test_bench_simulate.py::test_both_serve_the_same_load")),
+    (r"splitserve bench serve .*--plots", By(_BENCH + "test_serve_command.py::test_files_and_pictures")),
+    (r"splitserve bench serve", By(_SYSTEM + "test_bench_serve.py::test_the_nodes_count_the_same")),
+    (r"python peer_|vllm ", _OTHERS),
+    (r"lm_eval ", By("tests/clients/test_clients.py::test_lm_eval")),
+    # Set-up, containers, Kubernetes.
+    (r"make demo", By(_LAUNCHER + "test_the_demo_answers_shows_the_timeline_and_leaves_nothing")),
+    (r"make test", By(".ci/run")),
+    (r"make (setup|-B setup)", By(_UNIT + "test_setup.py::test_torch_comes_from_the_index_that_has_it_without_cuda")),
+    (
+        r"make compose-demo",
+        By("tests/unit/deploy/test_compose_demo.py::test_without_an_engine_it_says_so_in_a_sentence"),
+    ),
+    (r"pip install splitserve\[node,ray\]", Nobody("no release of this name is in an index")),
+    (r"pip install ", By(_UNIT + "test_packaging.py::test_the_wheel_installs_the_rooms_and_nothing_else")),
+    (r"docker build ", By("deploy/compose_demo/image.py")),
+    (r"docker (run|compose) ", _COMPOSE),
+    (
+        r"cd (deploy|certs)$|cp \.env\.example|\(umask|openssl rand",
+        Nobody("a step of the host's, for the commands behind it"),
+    ),
+    (r"curl http://localhost:8000/v1/models -H", _COMPOSE),
+    (r"kubectl ", _CLUSTER),
+)
+
+
+def fate_of(command: Command) -> Fate | None:
+    """None for one that nobody has thought of."""
+    return next((fate for pattern, fate in FATES if re.match(pattern, command.plain)), None)

@@ -1,0 +1,65 @@
+"""The pages hang together, and say what the code says."""
+
+import re
+
+import pytest
+from click import Option
+
+from coordinator.doors.statuses import CODES
+from protos import inference_pb2
+from splitserve.cli import COMMANDS
+from tests import api_table, settings_table
+from tests.docs.pages import DOCS, PAGES, README, anchors_of, links_of
+
+INDEX = README.parent / "docs" / "README.md"
+GENERATED = {**settings_table.pages(), api_table.PAGE: api_table.page()}
+
+
+@pytest.mark.parametrize("page", GENERATED, ids=lambda page: page.name)
+def test_tables_are_what_the_code_says(page):
+    assert page.read_text() == GENERATED[page], f"{page.name} is out of date: make tables"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for link in links_of(page):
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors_of(target), link
+
+
+def test_the_index_has_every_page():
+    assert {link.partition("#")[0] for link in links_of(INDEX)} >= {page.name for page in DOCS if page != INDEX}
+
+
+def test_every_setting_is_in_the_configuration_with_its_variable():
+    page = settings_table.SETTINGS_PAGE.read_text()
+    for name in ("up", "coordinator", "prefill", "decode", "both"):
+        command = dict(settings_table.all_commands())[name]
+        for option in command.params:
+            if not isinstance(option, Option) or option.name == "config":
+                continue
+            assert f"`--{option.name.replace('_', '-')}`" in page
+            assert f"`{option.envvar}`" in page
+
+
+def test_every_command_has_a_part():
+    parts = set(re.findall(r"^## splitserve (.+)$", settings_table.COMMANDS_PAGE.read_text(), re.MULTILINE))
+    with_settings = {"up", "coordinator", "prefill", "decode", "both"}
+    assert parts | with_settings == {name for name, _ in settings_table.all_commands()} >= set(COMMANDS)
+
+
+def test_every_method_message_and_field_is_in_the_api():
+    page, file = api_table.PAGE.read_text(), inference_pb2.DESCRIPTOR
+    for service in file.services_by_name.values():
+        assert all(f"| `{method.name}` |" in page for method in service.methods)
+    for message in file.message_types_by_name.values():
+        _, _, rest = page.partition(f"#### {message.name}\n")
+        part = rest.partition("\n#### ")[0]
+        assert all(f"| `{field.name}` | {field.number} |" in part for field in message.fields), message.name
+
+
+def test_every_route_and_reason_has_a_sentence():
+    assert {route.path for route in api_table.routes()} == set(api_table.ABOUT_ROUTES)
+    assert set(CODES) == set(api_table.ABOUT_REASONS)
