@@ -33,7 +33,7 @@ from serving_node.logic import Limits, NodeLogic
 from serving_node.ranks.leading import Followers
 from serving_node.ranks.transfers import NodeTransfers
 from serving_node.reports import new_incarnation, node_info, rank_loads
-from serving_node.settings import NodeSettings
+from serving_node.settings import LOOKUP, NodeSettings
 from serving_node.step_counts import StepCounts
 from serving_node.stuck import CALM_S, FIRST_PAUSE_S, LEAST_S, LONGEST_PAUSE_S, check_hope, why_stuck
 
@@ -81,6 +81,7 @@ class NodeRunner:
             settings.max_num_queued,
             settings.credit_timeout_s,
             settings.ticket_timeout_s,
+            settings.num_speculative_tokens if settings.speculation == LOOKUP else 0,
         )
         self._logic = NodeLogic(
             BlockAllocator(engine.num_blocks, caching=settings.engine.enable_prefix_caching),
