@@ -7,6 +7,7 @@ nobody else, and are those that the answer needs next in any case.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from decode_node.gate import Gate, Record
@@ -27,6 +28,15 @@ class Draft:
         self.record = Record()
 
 
+@dataclass(slots=True)
+class SpeculationCounts:
+    """From the node's start."""
+
+    num_drafts: int = 0  # answers' shares of steps that had candidates
+    num_proposed: int = 0  # candidates in them
+    num_accepted: int = 0  # of these, the ones that came
+
+
 class Speculation:
     """The candidates of one node's answers."""
 
@@ -41,9 +51,7 @@ class Speculation:
         self._num_candidates = num_candidates
         self._most_rows = min(MOST_ROWS, most_tokens)
         self._gate = Gate()
-        self.num_drafts = 0
-        self.num_proposed = 0
-        self.num_accepted = 0
+        self.counts = SpeculationCounts()
 
     def extend(self, works: list[Work]) -> list[Work]:
         """A planned step, with candidates where they are worth their time."""
@@ -63,17 +71,17 @@ class Speculation:
         """A step of answers alone is done, and has given each so many tokens."""
         if not self._num_candidates:
             return
-        num_candidates = 0
+        num_candidates, counts = 0, self.counts
         for work, num_given in zip(works, nums_given, strict=True):
             if not work.candidates:
                 continue
             num_candidates += len(work.candidates)
-            self.num_drafts += 1
-            self.num_accepted += num_given - 1
+            counts.num_drafts += 1
+            counts.num_accepted += num_given - 1
             draft = self._residents.of(work.request).draft
             assert isinstance(draft, Draft)
             draft.record.add(len(work.candidates), num_given - 1)
-        self.num_proposed += num_candidates
+        counts.num_proposed += num_candidates
         self._gate.took(len(works), num_candidates, step_s)
 
     def _candidates(self, work: Work, least_probability: float, room: int) -> list[int]:

@@ -9,8 +9,8 @@ from serving_core.settings import EngineSettings
 from serving_core.shapes import BOTH, DECODE, PREFILL
 from serving_node.link import LinkSettings
 
-OFF, LOOKUP = "off", "lookup"
-SPECULATIONS: Final = (OFF, LOOKUP)
+OFF: Final = "off"
+SPECULATIONS: Final = (OFF, "lookup")
 PACKAGES: Final = {PREFILL: "prefill_node", DECODE: "decode_node", BOTH: "serving_node"}
 """What `python -m` starts a node as, by the role that it begins in."""
 

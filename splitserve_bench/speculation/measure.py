@@ -137,9 +137,9 @@ def _run(engine: "Engine", prompts: Sequence[list[int]], sampling: SamplingParam
             num_shares += len(works)
             num_given += sum(len(request.token_ids) for request in known) - num_before
         before_s = now_s
-    speculation = logic.speculation
+    counts = logic.speculation.counts
     answers = [request.output for request in known]
-    return _Run(answers, num_given / took_s, speculation.num_proposed, speculation.num_accepted, num_shares, num_given)
+    return _Run(answers, num_given / took_s, counts.num_proposed, counts.num_accepted, num_shares, num_given)
 
 
 def _logic(engine: "Engine", num_candidates: int, batch: int) -> NodeLogic:

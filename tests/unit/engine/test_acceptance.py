@@ -13,6 +13,7 @@ from serving_core.requests import Request, SampledToken, SamplingParams, Work, f
 from serving_core.settings import EngineSettings
 from tests.lora_adapters import write_adapter
 from tests.tiny_models import EOS, VOCAB_SIZE, write_tiny_model
+from tests.unit.serving_node.rank_process import rank_case, run_ranks
 
 BLOCK_SIZE, BLOCKS_OF_ONE = 4, 40
 MAX_TOKENS = 50
@@ -133,3 +134,12 @@ def test_steps_with_candidates_run_as_one_program(folders, monkeypatch):
     assert runs == [4]
     assert tokens["program"] == tokens["modules"]
     assert all(map(torch.equal, planes["program"], planes["modules"]))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [{}, {"pipeline_parallel_size": 2}], ids=["tensor parallel", "stages"])
+def test_candidates_of_a_node_of_two_ranks(settings, folders, tmp_path):
+    prompts = [[(7 * index + 3 * at) % 200 for at in range(5 + 30 * index)] for index in range(3)]
+    case = rank_case(folders[0], prompts, 12, 40, dtype="bfloat16", block_size=BLOCK_SIZE, **settings)
+    sampled, _ = run_ranks(tmp_path, 2, {"without": case, "with": {**case, "foretells": True}})
+    assert sampled["with"] == sampled["without"]
