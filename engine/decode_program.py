@@ -21,7 +21,7 @@ class DecodeProgram(Protocol):
         """Whether it computes such batches."""
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """Writes the batch's keys and values into the pool. Gives the logits [B, vocab_size], which are good until the
+        """Writes the batch's keys and values into the pool. Gives the logits [S, vocab_size], which are good until the
         next run."""
 
 

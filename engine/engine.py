@@ -10,6 +10,7 @@ from typing import Final, Protocol, TypeVar
 
 import torch
 
+from engine.acceptance import sample_with_candidates
 from engine.attention.backends import choose_attention, invariant_attentions
 from engine.attention.native import NativeAttention
 from engine.attention.paged import Attention
@@ -150,8 +151,9 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, works: Sequence[Work], on_layer: OnLayer | None = None) -> list[SampledToken]:
-        """Computes these shares on rank 0; gives one token for each that samples, in order, an embedder an embedding.
-        Changes nothing of the requests but their scores, and what is pooled of them."""
+        """Computes these shares on rank 0; gives one token for each that samples, in order, and more where candidates
+        have come (Work.take); an embedder gives an embedding. Changes nothing of the requests but their scores, and
+        what is pooled of them. Candidates are for an engine that `is_history_free`."""
         assert self.group.rank == LEADER, "the other ranks follow"
         logits = self._step([work.share for work in works], on_layer)
         assert logits is not None, "rank 0 has them"
@@ -159,8 +161,11 @@ class Engine:
             return pool(logits, works)
         if any(work.num_scored for work in works):
             logits = take_scores(logits, works)
-        sampling = [work.request for work in works if work.samples]
-        return sample(logits, sampling, self.eos_token_ids, self._steps) if sampling else []
+        sampling = [work for work in works if work.samples]
+        if any(work.candidates for work in sampling):
+            return sample_with_candidates(logits, sampling, self.eos_token_ids, self._steps)
+        requests = [work.request for work in sampling]
+        return sample(logits, requests, self.eos_token_ids, self._steps) if requests else []
 
     def follow(self, shares: Sequence[Share], on_layer: OnLayer | None = None) -> None:
         """Computes on another rank what rank 0 computes in its step."""

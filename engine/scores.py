@@ -21,6 +21,7 @@ def take_scores(logits: torch.Tensor, works: Sequence[Work]) -> torch.Tensor:
             request.scores[first:] = [with_logprobs(token, of_token.float(), num_top) for token, of_token in scored]
         row += num_scored
         if work.samples:
-            left.append(row)
-            row += 1
+            num_sampled = 1 + len(work.candidates)
+            left += range(row, row + num_sampled)
+            row += num_sampled
     return logits[left]

@@ -1,6 +1,6 @@
 """A request as the engine and the schedulers see it. Torch-free."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, NamedTuple, Protocol
@@ -117,18 +117,33 @@ class Share:
         return len(self.token_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """What one Work that samples gives, or a token of a prompt with its score. Logprobs are natural logs of the model's
+    own distribution, before penalties, bias and temperature (vLLM calls them raw), and like vLLM's over the tokens that
+    a grammar allows."""
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    error: RequestError | None = None  # why there is no token: its grammar goes no further
+    embedding: bytes = b""  # in place of a token: of the prompt, as float32, little-endian
+
+
 class Work(NamedTuple):
     """One request's share of a step: compute token_ids[start : start + num_tokens].
 
-    The KV of token_ids[:start] is in the pool already; block_ids covers start + num_tokens tokens.
-    A token is sampled when the share reaches the last known token. A tuple, which is made quickly: there is one for
-    each answer in each step.
+    The KV of token_ids[:start] is in the pool already; block_ids covers start + num_tokens tokens, and the candidates.
+    A token is sampled when the share reaches the last known token. `candidates` may follow that one: each that does is
+    followed by one more token of the same step. A tuple, which is made quickly: there is one for each answer in each
+    step.
     """
 
     request: Request
     start: int
     num_tokens: int
     block_ids: Sequence[int]
+    candidates: Sequence[int] = ()  # none of them ends the answer, or is its last one; none where a prompt is scored
 
     @property
     def samples(self) -> bool:
@@ -148,21 +163,21 @@ class Work(NamedTuple):
     @property
     def share(self) -> Share:
         token_ids = self.request.token_ids[self.start : self.start + self.num_tokens]
-        adapter = self.request.adapter
-        return Share(token_ids, self.start, self.block_ids, self.samples, self.num_scored, adapter)
+        num_scored, adapter = self.num_scored, self.request.adapter
+        if self.candidates:
+            token_ids += self.candidates
+            num_scored += len(self.candidates)
+        return Share(token_ids, self.start, self.block_ids, self.samples, num_scored, adapter)
 
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """What one Work that samples gives, or a token of a prompt with its score. Logprobs are natural logs of the model's
-    own distribution, before penalties, bias and temperature (vLLM calls them raw), and like vLLM's over the tokens that
-    a grammar allows."""
-
-    token_id: int
-    logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()
-    error: RequestError | None = None  # why there is no token: its grammar goes no further
-    embedding: bytes = b""  # in place of a token: of the prompt, as float32, little-endian
+    def take(self, sampled: Iterator[SampledToken]) -> list[SampledToken]:
+        """Its own of the tokens that a step gave, which come next: one if it samples, and one more behind each
+        candidate that has come."""
+        taken = [next(sampled)] if self.samples else []
+        for candidate in self.candidates:
+            if taken[-1].token_id != candidate:
+                break
+            taken.append(next(sampled))
+        return taken
 
 
 def finish_reason(request: Request, eos_token_ids: Sequence[int]) -> FinishReason | None:

@@ -92,6 +92,7 @@ class Resident:
     has_first_token: bool = False
     reading_since_s: float | None = None  # when the first step began that computed some of the prompt
     in_step: bool = False
+    num_candidates: int = 0  # of the running step, behind the known tokens: so many more may be known when it is done
     is_sending: bool = False  # a rank may read the blocks
     is_receiving: bool = False  # a rank may write to the blocks
     is_revoked: bool = False  # the grant is being taken back
@@ -99,6 +100,7 @@ class Resident:
     next_ticket: bytes = b""  # that has come while the transfer of a revoked one was ending
     tail: Sequence[int] = ()  # tokens that the other node does not know; they follow the last block
     num_evictions: int = 0
+    draft: Any = None  # what decode_node/speculation.py knows of its text
     ending: dict[str, Any] | None = None  # what the coordinator is told when nothing is held any more; {}: nothing
     num_given: int = field(init=False)  # tokens that came with the command
 

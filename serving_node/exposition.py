@@ -4,6 +4,7 @@ heartbeats, has names that begin with node_; none of these does, so that nothing
 from collections.abc import Iterator
 from typing import Protocol
 
+from decode_node.speculation import SpeculationCounts
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
 from protos import inference_pb2
@@ -19,6 +20,8 @@ class Observed(Protocol):
     def name(self) -> str: ...
     @property
     def steps(self) -> StepCounts: ...
+    @property
+    def speculation(self) -> SpeculationCounts: ...
     @property
     def step_age_s(self) -> float: ...
     @property
@@ -66,9 +69,18 @@ class NodeExposition:
         yield histogram("step_answers", "Answers that one step wrote.", [({"node": name}, steps.answers)])
         computed: dict[str, float] = {"prefill": steps.num_prompt_tokens, "decode": steps.num_answer_tokens}
         yield counter("computed_tokens", "Tokens computed, of prompts and of answers.", self._by("phase", computed))
+        yield from self._candidates()
         yield gauge("step_age_seconds", "Of the step that runs; 0 when idle.", self._one(self._node.step_age_s))
         memory: dict[str, float] = {str(rank.rank): rank.rss_bytes for rank in load.ranks}
         yield gauge("rank_resident_memory_bytes", "Memory of each of its processes.", self._by("rank", memory))
+
+    def _candidates(self) -> Iterator[Figure]:
+        """Under the names that vLLM has for them."""
+        counts = self._node.speculation
+        drafts, proposed, accepted = map(self._one, (counts.num_drafts, counts.num_proposed, counts.num_accepted))
+        yield counter("spec_decode_num_drafts", "Shares of steps in which an answer had candidates.", drafts)
+        yield counter("spec_decode_num_draft_tokens", "Candidates that steps computed.", proposed)
+        yield counter("spec_decode_num_accepted_tokens", "Of those, the ones that became tokens.", accepted)
 
     def _blocks(self, load: inference_pb2.NodeLoad) -> Iterator[Figure]:
         num_free, num_cached = load.num_blocks_free - load.num_blocks_cached, load.num_blocks_cached

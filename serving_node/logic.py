@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from decode_node.credit import Credit
+from decode_node.speculation import Speculation
 from decode_node.writing import Writing
 from kv_transfer.results import Received, Sent, TransferFailed
 from prefill_node.reading import Reading
@@ -42,6 +43,7 @@ class Limits:
     max_num_queued: int  # prompts, and answers that wait for credit, each
     credit_timeout_s: float
     ticket_timeout_s: float
+    num_speculative_tokens: int = 0  # candidates for an answer in a step
 
 
 class NodeLogic:
@@ -88,6 +90,10 @@ class NodeLogic:
         )
         self._moves = Moves(residents, leases, self._hand_overs, self._endings)
         self._writing = Writing(residents, leases, self._hand_overs.revoke)
+        num_candidates = limits.num_speculative_tokens if is_history_free else 0
+        self.speculation = Speculation(
+            residents, leases, eos_token_ids, num_candidates, most_tokens=limits.max_num_batched_tokens
+        )
         self._room = Room(residents, leases, self._reading, self._credit, self._writing, costs, limits.max_num_seqs)
         self.steps = StepCounts()
         self.is_draining = False
@@ -253,6 +259,7 @@ class NodeLogic:
         for work in works:
             resident = self._residents.of(work.request)
             resident.in_step = True
+            resident.num_candidates = len(work.candidates)
             if resident.reading_since_s is None and resident.computes_prompt:
                 resident.reading_since_s = now
         return works
@@ -264,7 +271,7 @@ class NodeLogic:
         answers = [self._residents.of(work.request) for work in works]
         works += self._reading.plan(budget, self._room.gate(), self._room.start, answers, now)
         self._hand_overs.note_read(self._residents.in_stage(Stage.READING), now)
-        return works
+        return self.speculation.extend(works)
 
     def expected_step_s(self, works: Sequence[Work]) -> float:
         """Seconds that a step which runs takes, by what the ones before took; inf where it is like none of them."""
@@ -277,28 +284,39 @@ class NodeLogic:
     def step_done(self, works: Sequence[Work], tokens: Sequence[SampledToken], step_s: float, now: float) -> None:
         """Takes in a finished step, whose full blocks others may use from now on."""
         residents = [self._residents.of(work.request) for work in works]
-        load = _load_of(residents, works)
-        self._rates.add(load.num_prompt_tokens, load.num_answers, step_s)
-        self._reading.took(load, step_s)
-        self.steps.add(load, step_s)
         sampled = iter(tokens)
-        advanced = zip(residents, works, strict=True)
-        chosen = [(resident, next(sampled)) for resident, work in advanced if self._advance(resident, work)]
-        answered = [(resident, token) for resident, token in chosen if token.error is None and not token.embedding]
+        given = [(resident, work.take(sampled)) for resident, work in zip(residents, works, strict=True)]
+        self._count_step(residents, works, [len(taken) for _, taken in given], step_s)
+        for resident, work in zip(residents, works, strict=True):
+            self._advance(resident, work)
         step_tokens = fleet_pb2.StepTokens(step_s=step_s)
-        ended = [resident for resident, token in answered if self._answer(resident, token, step_tokens, now)]
+        ended = [resident for resident, taken in given if self._answer_all(resident, taken, step_tokens, now)]
         if step_tokens.tokens:
             self._endings.tell(step_tokens=step_tokens)
         self._hand_overs.note_read(residents, now)
         for resident in ended:
             self._endings.end(resident)
-        for resident, token in chosen:
-            if token.embedding:
-                self._embedded(resident, token, now)
-            elif token.error is not None:
-                self._endings.fail(resident, token.error.reason, str(token.error))
-        self._moves.note_written(resident for resident, _ in answered)
+        for resident, taken in given:
+            if taken and taken[-1].embedding:
+                self._embedded(resident, taken[-1], now)
+            elif taken and (error := taken[-1].error) is not None:
+                self._endings.fail(resident, error.reason, str(error))
+        self._moves.note_written(resident for resident, taken in given if taken and _is_token(taken[-1]))
         self._settle_step(residents)
+
+    def _count_step(
+        self, residents: Sequence[Resident], works: Sequence[Work], nums_given: Sequence[int], step_s: float
+    ) -> None:
+        """A step is done. What one with candidates takes says nothing of what answers and prompts cost."""
+        load = _load_of(residents, works)
+        has_candidates = any(work.candidates for work in works)
+        if not has_candidates:
+            self._rates.add(load.num_prompt_tokens, load.num_answers, step_s)
+            self._reading.took(load, step_s)
+        if not load.num_prompt_tokens:
+            self.speculation.took(works, nums_given, step_s)
+        num_more = sum(nums_given) - len(works) if has_candidates else 0
+        self.steps.add(load, step_s, num_more)
 
     def streak(self, works: Sequence[Work]) -> Streak:
         """The steps, from this planned one on, that `advance` may take in for less, as long as the streak goes on.
@@ -347,16 +365,33 @@ class NodeLogic:
         """The step gave nothing."""
         residents = [self._residents.of(work.request) for work in works]
         for resident in residents:
-            resident.in_step = False
+            resident.in_step, resident.num_candidates = False, 0
             self._endings.fail(resident, reasons.ENGINE_ERROR, f"the step failed ({type(error).__name__})")
         self._settle_step(residents)
 
-    def _advance(self, resident: Resident, work: Work) -> bool:
-        """Its share of the step is done. Tells whether that gives a token."""
-        resident.in_step = False
+    def _advance(self, resident: Resident, work: Work) -> None:
+        """Its share of the step is done, but for what comes of candidates."""
+        resident.in_step, resident.num_candidates = False, 0
         resident.num_computed += work.num_tokens
         self._leases.publish(resident)
-        return work.samples
+
+    def _answer_all(
+        self,
+        resident: Resident,
+        tokens: Sequence[SampledToken],
+        step_tokens: fleet_pb2.StepTokens,
+        now: float,
+    ) -> bool:
+        """The tokens of a request that a step has given. The KV of all but the last is there: they were candidates,
+        none of which ends an answer. Tells whether the last one does."""
+        has_ended = False
+        for index, token in enumerate(tokens):
+            if index:
+                resident.num_computed += 1
+                self._leases.publish(resident)
+            if _is_token(token):
+                has_ended = self._answer(resident, token, step_tokens, now)
+        return has_ended
 
     def _answer(self, resident: Resident, token: SampledToken, step_tokens: fleet_pb2.StepTokens, now: float) -> bool:
         """One more token of a request; what was cancelled meanwhile says nothing. Tells whether it is the last."""
@@ -442,6 +477,10 @@ class NodeLogic:
     def refuse(self, attempt: fleet_pb2.Attempt, error: RequestError) -> None:
         """Answers what is not taken in."""
         self._endings.tell(failed=fleet_pb2.Failed(attempt=attempt, reason=error.reason, message=str(error)))
+
+
+def _is_token(token: SampledToken) -> bool:
+    return token.error is None and not token.embedding
 
 
 def _load_of(residents: Sequence[Resident], works: Sequence[Work]) -> StepLoad:

@@ -119,10 +119,10 @@ class Moves:
             raise TransferError("the answer is not being written now")
         if resident.is_sending:
             raise TransferError("the transfer before this one has not ended")
-        num_tokens = len(resident.request.token_ids)
+        num_tokens = len(resident.request.token_ids) + resident.num_candidates
         if not 0 <= num_tokens - ticket.num_tokens < MAX_TAIL_TOKENS:
             raise TransferError(f"the ticket knows {ticket.num_tokens} tokens of {num_tokens}")
-        num_blocks = self._leases.blocks_for(resident.num_computed + resident.in_step)
+        num_blocks = self._leases.blocks_for(resident.num_computed + resident.in_step + resident.num_candidates)
         if num_blocks > ticket.num_blocks:
             raise TransferError(f"the answer has {num_blocks} blocks by now and {ticket.num_blocks} were granted")
         return Move(ticket.num_blocks, ticket.num_tokens)

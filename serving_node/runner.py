@@ -5,6 +5,7 @@ import logging
 import time
 from typing import Final
 
+from decode_node.speculation import SpeculationCounts
 from engine.engine import Engine
 from engine.stepper import Stepper
 from kv_transfer.ends.alarm import Alarm
@@ -33,7 +34,7 @@ from serving_node.logic import Limits, NodeLogic
 from serving_node.ranks.leading import Followers
 from serving_node.ranks.transfers import NodeTransfers
 from serving_node.reports import new_incarnation, node_info, rank_loads
-from serving_node.settings import NodeSettings
+from serving_node.settings import OFF, NodeSettings
 from serving_node.step_counts import StepCounts
 from serving_node.stuck import CALM_S, FIRST_PAUSE_S, LEAST_S, LONGEST_PAUSE_S, check_hope, why_stuck
 
@@ -66,6 +67,8 @@ class NodeRunner:
                 f"max_num_batched_tokens ({max_tokens}) must be at least "
                 f"max_num_seqs ({max_num_seqs}): every running request takes one token a step"
             )
+        if settings.speculation != OFF and not engine.is_history_free:
+            logger.warning("--speculation does nothing here: the bits of answers depend on the batch (docs/bits.md)")
         self._settings = settings
         self._role = role
         self._name = name
@@ -81,6 +84,7 @@ class NodeRunner:
             settings.max_num_queued,
             settings.credit_timeout_s,
             settings.ticket_timeout_s,
+            settings.num_speculative_tokens if settings.speculation != OFF else 0,
         )
         self._logic = NodeLogic(
             BlockAllocator(engine.num_blocks, caching=settings.engine.enable_prefix_caching),
@@ -208,6 +212,10 @@ class NodeRunner:
     @property
     def steps(self) -> StepCounts:
         return self._logic.steps
+
+    @property
+    def speculation(self) -> SpeculationCounts:
+        return self._logic.speculation.counts
 
     @property
     def step_age_s(self) -> float:

@@ -9,6 +9,8 @@ from serving_core.settings import EngineSettings
 from serving_core.shapes import BOTH, DECODE, PREFILL
 from serving_node.link import LinkSettings
 
+OFF: Final = "off"
+SPECULATIONS: Final = (OFF, "lookup")
 PACKAGES: Final = {PREFILL: "prefill_node", DECODE: "decode_node", BOTH: "serving_node"}
 """What `python -m` starts a node as, by the role that it begins in."""
 
@@ -25,6 +27,14 @@ class NodeSettings:
     max_num_seqs: int = flag(64, "Most answers that hold blocks at a time: the credits.", minimum=1, maximum=1024)
     max_num_queued: int = flag(
         256, "Most prompts that wait to be read, and most that wait for credit; more are refused.", minimum=1
+    )
+    speculation: str = flag(
+        OFF,
+        "Whether a step computes likely next tokens along: lookup takes them from the prompt and the answer so far.",
+        choices=SPECULATIONS,
+    )
+    num_speculative_tokens: int = flag(
+        8, "Most tokens that a step computes behind an answer's next one.", minimum=1, maximum=32
     )
     kv_transport: str = flag("zmq", "What carries KV blocks; the same on all nodes.", choices=KV_TRANSPORTS)
     kv_bind: str = flag(

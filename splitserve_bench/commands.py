@@ -20,6 +20,7 @@ from splitserve_bench.models import writing_model
 from splitserve_bench.overload.command import overload_command
 from splitserve_bench.serve.serve_command import serve_command
 from splitserve_bench.simulate.reality_command import reality_command
+from splitserve_bench.speculation.command import speculation_command
 
 TRANSPORTS: Final = ("zmq-ipc", "zmq-tcp", "zmq-curve", "torch_dist-gloo", "loopback")
 PROMPT_TOKENS: Final = (16, 128, 512, 2048, 8192)
@@ -40,6 +41,7 @@ bench.add_command(compare_command)
 bench.add_command(overload_command)
 bench.add_command(dominance_command)
 bench.add_command(reality_command)
+bench.add_command(speculation_command)
 
 
 def as_json_option(command: Command) -> Command:

@@ -11,6 +11,7 @@ from prometheus_client.core import Metric
 
 from coordinator.doors.exposition import Exposition
 from coordinator.doors.http.counting import HttpCounts
+from decode_node.speculation import SpeculationCounts
 from protos import inference_pb2
 from serving_core.figures import families
 from serving_core.histograms import BATCH, Histogram
@@ -40,7 +41,8 @@ def coordinator_metrics() -> list[Metric]:
 def node_metrics() -> list[Metric]:
     """What a node tells at its own port, but for its process."""
     load = inference_pb2.NodeLoad(ranks=[inference_pb2.RankLoad(rank=0)])
-    node = SimpleNamespace(name="n", steps=StepCounts(), step_age_s=0.0, residents=Residents(), load=lambda: load)
+    counts = {"steps": StepCounts(), "speculation": SpeculationCounts()}
+    node = SimpleNamespace(name="n", **counts, step_age_s=0.0, residents=Residents(), load=lambda: load)
     end = SimpleNamespace(num_bytes=0, num_failed=0, seconds=Histogram())
     return list(families(NodeExposition(node, end, end).figures()))
 

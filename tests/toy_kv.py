@@ -7,9 +7,11 @@ It depends also on how and where it was computed, and on the KV before it. So a 
 true name.
 """
 
+from dataclasses import replace
 from hashlib import sha256
 
 from serving_core.prefix import CHUNK, GRAFT, STEP, root_name
+from serving_core.requests import Work
 
 FINGERPRINT = {"model": "toy"}
 NUM_TOKEN_IDS = 3
@@ -28,12 +30,23 @@ class ToyKV:
         self._slots = [[SPOILT] * block_size for _ in range(num_blocks)]
 
     def step(self, works, writing=()):
-        """Writes all works, then reads all back; gives the token that each work samples, if it does. The requests of
-        `writing` do a decode step."""
+        """Writes all works, then reads all back; gives the tokens that works sample, as Work.take takes them. The
+        requests of `writing` do a decode step."""
         for work in works:
             maker = self._of_step if work.request in writing else self._of_chunk
-            self._write(work.request, work.block_ids, range(work.start, work.start + work.num_tokens), maker)
-        return [next_token(self._read(work)) for work in works if work.samples]
+            hoped = replace(work.request, token_ids=[*work.request.token_ids, *work.candidates])
+            end = work.start + work.num_tokens + len(work.candidates)
+            self._write(hoped, work.block_ids, range(work.start, end), maker)
+        return [token for work in works if work.samples for token in self._sample(work)]
+
+    def _sample(self, work):
+        tokens = [next_token(self._read(work))]
+        for candidate in work.candidates:
+            if tokens[-1] != candidate:
+                break
+            grown = replace(work.request, token_ids=[*work.request.token_ids, *tokens])
+            tokens.append(next_token(self._read(Work(grown, len(grown.token_ids) - 1, 1, work.block_ids))))
+        return tokens
 
     def verify(self, works):
         """What a step has written and read is still there."""

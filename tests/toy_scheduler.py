@@ -1,7 +1,7 @@
 """Runs requests through an Engine without a node: the least scheduler that chunks, batches, joins, leaves and
 shares prefixes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.engine import Engine
@@ -34,9 +34,10 @@ def run_all(
     joins_at: Sequence[int] = (),
     allocator: BlockAllocator | None = None,
     adapters: Sequence[str] = (),
+    propose: Callable[[Request], list[int]] = lambda request: [],
 ) -> list[list[SampledToken]]:
     """The sampled tokens of each prompt, all served together; request i joins at step joins_at[i] (or 0), and is
-    computed with adapters[i] (or none).
+    computed with adapters[i] (or none), and with the candidates that are proposed for it.
 
     Prefixes are shared by way of an `allocator` that is given, also from one call to the next of one engine.
     """
@@ -55,25 +56,33 @@ def run_all(
     sampled: dict[str, list[SampledToken]] = {run.request.request_id: [] for run in runs}
     step = 0
     while runs:
-        works = [_work(run, engine, allocator, chunk_tokens) for run in runs if run.joins_at <= step]
+        joined = [run for run in runs if run.joins_at <= step]
+        works = [_work(run, engine, allocator, chunk_tokens, propose) for run in joined]
         tokens = iter(engine.step(works) if works else [])
-        for run in [run for run in runs if run.joins_at <= step]:
-            run.num_computed = min(run.num_computed + chunk_tokens, len(run.request.token_ids))
+        for run, work in zip(joined, works, strict=True):
+            run.num_computed += work.num_tokens
             _publish(run, engine)
-            if run.num_computed == len(run.request.token_ids):
-                token = next(tokens)
-                sampled[run.request.request_id].append(token)
-                run.request.token_ids.append(token.token_id)
-                if finish_reason(run.request, engine.eos_token_ids):
-                    run.lease.release()
-                    runs.remove(run)
+            taken = work.take(tokens)
+            sampled[run.request.request_id] += taken
+            run.request.token_ids += [token.token_id for token in taken]
+            run.num_computed += max(0, len(taken) - 1)
+            _publish(run, engine)
+            if taken and finish_reason(run.request, engine.eos_token_ids):
+                run.lease.release()
+                runs.remove(run)
         step += 1
     allocator.check_integrity()
     assert allocator.num_free == engine.num_blocks
     return list(sampled.values())
 
 
-def _work(run: Run, engine: Engine, allocator: BlockAllocator, chunk_tokens: int) -> Work:
+def _work(
+    run: Run,
+    engine: Engine,
+    allocator: BlockAllocator,
+    chunk_tokens: int,
+    propose: Callable[[Request], list[int]],
+) -> Work:
     if run.lease is None:
         num_blocks = (len(run.request.token_ids) - 1) // engine.layout.block_size
         makers = [engine.origin + CHUNK, engine.origin + STEP]
@@ -82,9 +91,11 @@ def _work(run: Run, engine: Engine, allocator: BlockAllocator, chunk_tokens: int
         run.lease = allocator.allocate(len(run.names.names), run.names.names)
         run.num_computed = run.lease.num_cached * engine.layout.block_size
     num_tokens = min(chunk_tokens, len(run.request.token_ids) - run.num_computed)
-    needed = engine.layout.num_blocks_for(run.num_computed + num_tokens)
-    run.lease.grow(needed - len(run.lease.block_ids))
-    return Work(run.request, run.num_computed, num_tokens, run.lease.block_ids)
+    reaches_end = run.request.num_output_tokens and run.num_computed + num_tokens == len(run.request.token_ids)
+    candidates = propose(run.request) if reaches_end else []
+    needed = engine.layout.num_blocks_for(run.num_computed + num_tokens + len(candidates))
+    run.lease.grow(max(0, needed - len(run.lease.block_ids)))
+    return Work(run.request, run.num_computed, num_tokens, run.lease.block_ids, candidates)
 
 
 def _publish(run: Run, engine: Engine) -> None:

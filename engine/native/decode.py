@@ -47,7 +47,8 @@ def is_recordable(decoder: LlamaDecoder, attention: NativeAttention) -> bool:
 
 
 class NativeDecode:
-    """Steps of at most MOST_ROWS requests with one token each. The number of threads is torch's."""
+    """Steps of at most MOST_ROWS tokens that are all wanted: one of each request, or with candidates behind it. The
+    number of threads is torch's."""
 
     def __init__(self, decoder: LlamaDecoder, attention: NativeAttention) -> None:
         """Takes what is recordable."""
@@ -60,12 +61,11 @@ class NativeDecode:
         self._record()
 
     def matches(self, batch: ForwardBatch) -> bool:
-        """Decode of at most MOST_ROWS requests, whose tokens are all wanted and of the model alone."""
-        num_rows = len(batch.token_ids)
-        return not batch.adapted_rows and len(batch.kv_lengths) == len(batch.logit_rows) == num_rows <= MOST_ROWS
+        """At most MOST_ROWS tokens, which are all wanted and of the model alone."""
+        return not batch.adapted_rows and len(batch.logit_rows) == len(batch.token_ids) <= MOST_ROWS
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """[B, vocab_size], good until the next run. Raises IndexError, and writes nothing, when a slot is not in the
+        """[T, vocab_size], good until the next run. Raises IndexError, and writes nothing, when a slot is not in the
         pool."""
         num_rows, buffers, decoder = len(batch.token_ids), self._buffers, self._decoder
         assert decoder.embed_tokens is not None

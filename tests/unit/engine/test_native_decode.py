@@ -62,10 +62,12 @@ def engine_of(folder, name, quantization="none", **fields):
     return Engine(EngineSettings(model=str(folder), quantization=quantization, **chosen))
 
 
-def random_decode(engine, batch_size, seed, most_tokens=300):
-    """A batch of requests with one token each, whose contexts are random numbers in the pool."""
+def random_decode(engine, batch_size, seed, most_tokens=300, most_candidates=0):
+    """A batch of requests with one token each and up to so many candidates, whose contexts are random numbers in the
+    pool."""
     draw = random.Random(seed)
-    lengths = [draw.randint(1, most_tokens // (1 + index % 3)) for index in range(batch_size)]
+    nums = [1 + draw.randint(0, most_candidates) for _ in range(batch_size)]
+    lengths = [num + draw.randint(0, most_tokens // (1 + index % 3)) for index, num in enumerate(nums)]
     counts = [-(-length // BLOCK_SIZE) for length in lengths]
     order = draw.sample(range(engine.num_blocks), sum(counts))
     blocks = [[order.pop() for _ in range(count)] for count in counts]
@@ -74,8 +76,8 @@ def random_decode(engine, batch_size, seed, most_tokens=300):
         for planes in (engine.pool.keys(layer), engine.pool.values(layer)):
             planes.copy_(torch.randn(planes.shape, generator=generator))
     shares = [
-        Share([draw.randrange(VOCAB_SIZE)], length - 1, ids, samples=True)
-        for length, ids in zip(lengths, blocks, strict=True)
+        Share(draw.choices(range(VOCAB_SIZE), k=num), length - num, ids, samples=True, num_scored=num - 1)
+        for num, length, ids in zip(nums, lengths, blocks, strict=True)
     ]
     return build_batch(shares, BLOCK_SIZE, torch.device("cpu"))
 
@@ -128,6 +130,12 @@ def test_batches_up_to_the_largest(tmp_path, threads):
     engine = engine_of(tmp_path, "llama")
     for batch_size in range(1, MOST_ROWS + 1, 3):
         check_equal(engine, random_decode(engine, batch_size, batch_size, most_tokens=90), threads, counts=(2,))
+
+
+def test_batches_with_candidates(tmp_path, threads):
+    engine = engine_of(tmp_path, "some-windows-tied")
+    for seed, batch_size in enumerate((1, 1, 2, 3, 7)):
+        check_equal(engine, random_decode(engine, batch_size, seed, most_tokens=500, most_candidates=8), threads)
 
 
 def test_a_request_has_the_same_bits_alone_and_in_a_batch(tmp_path, threads):

@@ -72,6 +72,7 @@ class Node:
         origin=HERE,
         is_history_free=False,
         costs=None,
+        candidates=0,
     ):
         self.name = name
         self.origin = origin
@@ -82,7 +83,7 @@ class Node:
         self.logic = NodeLogic(
             self.allocator,
             LAYOUT,
-            Limits(budget, seats, max_num_queued, credit_timeout_s, ticket_timeout_s),
+            Limits(budget, seats, max_num_queued, credit_timeout_s, ticket_timeout_s, candidates),
             preset(role, max_num_batched_tokens=budget, max_num_seqs=seats),
             block_bytes=BLOCK_BYTES,
             fingerprint=FINGERPRINT,
@@ -192,7 +193,7 @@ class Node:
         assert not self.works, "a step is running"
         self.works = self.logic.plan(self.now)
         self._absorb()
-        assert sum(work.num_tokens for work in self.works) <= self.budget
+        assert sum(work.num_tokens + len(work.candidates) for work in self.works) <= self.budget
         assert all(work.num_tokens > 0 for work in self.works)
         assert len({work.request.request_id for work in self.works}) == len(self.works)
         shares = [(work.request.request_id, work.start, work.num_tokens) for work in self.works]
@@ -208,11 +209,11 @@ class Node:
             return
         self.kv.verify(works)
         self.now += STEP_S
-        sampling = [work.request for work in works if work.samples]
-        given = [
-            SampledToken(NO_TOKEN, embedding=EMBEDDING) if request.pooling else SampledToken(token_id)
-            for request, token_id in zip(sampling, self._tokens, strict=True)
-        ]
+        given = [SampledToken(token_id) for token_id in self._tokens]
+        if any(work.request.pooling for work in works):
+            sampling = [work.request for work in works if work.samples]
+            embedding = SampledToken(NO_TOKEN, embedding=EMBEDDING)
+            given = [embedding if each.pooling else token for each, token in zip(sampling, given, strict=True)]
         self.logic.step_done(works, given, STEP_S, self.now)
         self._settle()
 
@@ -220,7 +221,7 @@ class Node:
         """The step that runs gives nothing."""
         works, self.works = self.works, []
         for work in works:
-            self.kv.spoil(work.block_ids, range(work.start, work.start + work.num_tokens))
+            self.kv.spoil(work.block_ids, range(work.start, work.start + work.num_tokens + len(work.candidates)))
         self.now += STEP_S
         self.logic.step_failed(works, error or ValueError("odd"), self.now)
         self._settle()

@@ -101,6 +101,9 @@ def serve(case, device, group):
         leader = Leader(engine)
         options = {"chunk_tokens": case["chunk_tokens"], "adapters": case.get("adapters", ())}
         answers = run_all(leader, case["prompts"], greedy(**case["sampling"]), **options)
+        if case.get("foretells"):
+            options["propose"] = foretelling(answers)
+            answers = run_all(leader, case["prompts"], greedy(**case["sampling"]), **options)
         leader.tell(None)
         sampled = [[_as_json(token) for token in answer] for answer in answers]
     else:
@@ -115,6 +118,17 @@ def serve(case, device, group):
         "kv_pool_bytes": engine.kv_pool_bytes,
     }
     return sampled, facts
+
+
+def foretelling(answers):
+    """Proposes of these answers what comes next, three tokens and a wrong one, until they are almost over."""
+
+    def propose(request):
+        answer = [token.token_id for token in answers[int(request.request_id)]]
+        candidates = [*answer[request.num_output_tokens :][:3], 0]
+        return candidates[: request.sampling.max_tokens - request.num_output_tokens - 1]
+
+    return propose
 
 
 def _as_json(token):

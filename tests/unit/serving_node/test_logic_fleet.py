@@ -42,7 +42,7 @@ def make_fleet(seed, **options):
     random = Random(seed)
     limits = {"budget": random.randint(4, 24), "seats": random.randint(1, 4), "caching": random.random() < 0.7}
     sizes = {"num_nodes": random.randint(2, 3), "num_blocks": random.randint(NUM_BLOCKS, 12)}
-    return Fleet(seed, **sizes, is_history_free=random.random() < 0.5, **limits, **options)
+    return Fleet(seed, **{**sizes, "is_history_free": random.random() < 0.5, **limits, **options})
 
 
 def seen(fleet):
@@ -102,6 +102,24 @@ def test_everyone_gets_their_answer_or_an_end_whatever_fails(faults):
         fleet.check_end()
         total += seen(fleet)
     assert min(total.values()) > 10, f"too little happened: {total}"
+
+
+@pytest.mark.parametrize("faults", [0.0, pytest.param(0.02, marks=pytest.mark.long)])
+def test_answers_with_candidates_are_the_same(faults):
+    """They move, are put back and fail like all others. Of three kinds of tokens one is easily guessed."""
+    total = Counter()
+    for seed in range(20):
+        fleet = make_fleet(seed, faults=faults, moves=0.3, keeps=0.1, candidates=4, is_history_free=True, seats=3)
+        load(fleet, 14, seed, ORDERS[seed % 3])
+        fleet.run()
+        fleet.check_end()
+        total += seen(fleet)
+        for node in fleet.nodes:
+            counts = node.logic.speculation.counts
+            total["came"] += counts.num_accepted
+            total["missed"] += counts.num_proposed - counts.num_accepted
+    happened = ("came", "missed", "moved", "moves_off", "preempted")
+    assert min(total[what] for what in happened) > 5, f"too little happened: {total}"
 
 
 @pytest.mark.parametrize("kind", ["each for the other", "all on one side", "own"])

@@ -1,0 +1,84 @@
+"""A whole cluster that computes likely tokens ahead: what it answers is what an engine answers without, to the bit of a
+logprob, also where answers move."""
+
+import asyncio
+
+import pytest
+
+from engine.engine import Engine
+from serving_core.requests import SamplingParams
+from serving_core.settings import EngineSettings
+from splitserve import AsyncClient
+from tests.system.answers import request, stream
+from tests.tiny_models import write_tiny_model
+from tests.toy_scheduler import run_all
+
+pytestmark = pytest.mark.long
+
+ENGINE = {"dtype": "bfloat16", "block_size": 16, "num_kv_blocks": 600}
+DEADLINE_S = 200.0
+MAX_TOKENS = 250
+WAYS = (
+    {"temperature": 0.0},
+    {"temperature": 0.0, "frequency_penalty": 0.02},
+    {"temperature": 0.05, "seed": 3},
+    {"temperature": 0.3, "top_p": 0.9, "seed": 4},
+)
+
+
+def _questions():
+    """Phrases said again and again, which even a model of random weights takes up."""
+    prompts = [[(7 * index + at % (9 + index)) % 250 for at in range(60)] for index in range(2 * len(WAYS))]
+    fields = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "logprobs": 2}
+    return [{"prompt": prompt, **WAYS[index % len(WAYS)], **fields} for index, prompt in enumerate(prompts)]
+
+
+def _expected(model, questions):
+    """By one engine in this process."""
+    engine = Engine(EngineSettings(model=str(model), device="cpu", **ENGINE))
+    if not engine.is_history_free:
+        pytest.skip("bits depend on the batch here, so nothing is promised")
+    asked = [dict(question) for question in questions]
+    prompts = [question.pop("prompt") for question in asked]
+    return run_all(engine, prompts, [SamplingParams(**question) for question in asked])
+
+
+async def test_answers_that_move(start_cluster, tmp_path):
+    model = write_tiny_model(tmp_path / "tiny", max_position_embeddings=1024)
+    questions = _questions()
+    expected = _expected(model, questions)
+    node = {**ENGINE, "max_num_seqs": 8, "speculation": "lookup"}
+    options = {"num_prefill": 1, "num_decode": 2, "coordinator": {"heartbeat_s": 0.05}}
+    cluster = start_cluster(model, node=node, **options)
+    async with cluster.connect() as stub, AsyncClient(cluster.target) as client, asyncio.timeout(DEADLINE_S):
+        streams = [stream(stub, request(**question)) for question in questions]
+        for answering in streams:
+            await answering.tokens(5)
+        _, from_node, to_node = cluster.names
+        while not all(answering.has_ended for answering in streams):
+            await client.set_role(to_node, "decode")
+            await client.set_role(from_node, "prefill")
+            while cluster.loads()[from_node].num_running:
+                await asyncio.sleep(0.02)
+            from_node, to_node = to_node, from_node
+        answers = [await answering.complete() for answering in streams]
+    for answer, tokens in zip(answers, expected, strict=True):
+        assert answer.token_ids == [token.token_id for token in tokens]
+        told = [[(each.token_id, each.logprob) for each in logprobs.top] for logprobs in answer.logprobs]
+        assert told == [[(token_id, logprob) for token_id, logprob in token.top_logprobs] for token in tokens]
+    assert sum(answer.complete.timeline.num_moves for answer in answers) >= 2
+    assert not any(answer.complete.timeline.num_restarts for answer in answers)
+    cluster.wait_all_free()
+
+
+async def test_one_answer_takes_fewer_steps_than_tokens(start_cluster, tmp_path):
+    model = write_tiny_model(tmp_path / "tiny", max_position_embeddings=1024)
+    question = _questions()[0]
+    (tokens,) = _expected(model, [question])
+    cluster = start_cluster(model, node={**ENGINE, "speculation": "lookup", "num_speculative_tokens": 4})
+    async with cluster.connect() as stub, asyncio.timeout(DEADLINE_S):
+        answer = await stream(stub, request(**question)).complete()
+    assert answer.token_ids == [token.token_id for token in tokens]
+    (decode,) = [name for name in cluster.names if name.startswith("decode")]
+    assert cluster.loads()[decode].num_steps < len(tokens)
+    cluster.wait_all_free()

@@ -1,0 +1,95 @@
+"""When candidates are worth their time, by numbers worked out by hand."""
+
+import math
+
+import pytest
+
+from decode_node.gate import FIRST_SHARE, FORGET_STEPS, LEAST_STEPS, MARGIN, NUM_RECENT, Gate, Record
+
+
+def gate_with(num_answers=1, step_s=0.010):
+    gate = Gate()
+    for _ in range(LEAST_STEPS):
+        gate.took(num_answers, 0, step_s)
+    return gate
+
+
+def test_nothing_is_worth_it_before_a_step_was_measured():
+    gate = Gate()
+    assert gate.least_probability(1) == math.inf
+    for _ in range(LEAST_STEPS - 1):
+        gate.took(1, 0, 0.010)
+    assert gate.least_probability(1) == math.inf
+    gate.took(1, 0, 0.010)
+    assert gate.least_probability(1) == FIRST_SHARE
+    assert gate.least_probability(2) == math.inf
+
+
+def test_a_candidate_is_worth_a_tokens_time():
+    """A step of 10 ms that takes 14 ms with 4 candidates: 1 ms each. Alone, a token takes 10 ms."""
+    gate = gate_with()
+    gate.took(1, 4, 0.014)
+    assert gate.least_probability(1) == pytest.approx(MARGIN * 0.1)
+
+
+def test_of_many_answers_a_token_takes_less():
+    """20 ms for 16 answers are 1.25 ms a token: a candidate that takes 1 ms has to come four times out of five."""
+    gate = gate_with(16, 0.020)
+    gate.took(16, 10, 0.030)
+    assert gate.least_probability(16) == pytest.approx(MARGIN * 0.8)
+
+
+def test_what_was_measured_is_forgotten_where_it_forbids_everything():
+    gate = gate_with(16, 0.020)
+    for _ in range(NUM_RECENT):
+        gate.took(16, 10, 0.060)
+    assert gate.least_probability(16) > 1
+    for _ in range(NUM_RECENT * FORGET_STEPS):
+        gate.took(16, 0, 0.020)
+    assert gate.least_probability(16) == FIRST_SHARE
+
+
+def test_an_odd_step_tells_little():
+    gate = gate_with()
+    for step_s in (0.012, 0.012, 0.900, 0.012, 0.012):
+        gate.took(1, 2, step_s)
+    assert gate.least_probability(1) == pytest.approx(MARGIN * 0.1)
+
+
+def test_the_longer_the_match_the_likelier():
+    """Of nothing known: n tokens that match make n / (n + 2)."""
+    record = Record()
+    assert [record.probability(num) for num in (3, 6, 30)] == pytest.approx([0.6, 0.75, 30 / 32])
+
+
+def test_what_came_tells_more():
+    """Behind 3 tokens, whose say weighs 1.5 at 0.6: after 4 of 4 (4 + 0.9) / 5.5; then none of 4: (3.6 + 0.9) / 6.1."""
+    record = Record()
+    record.add(4, 4)
+    assert record.probability(3) == pytest.approx(4.9 / 5.5)
+    record.add(4, 0)
+    assert record.probability(3) == pytest.approx(4.5 / 6.1)
+
+
+def test_how_many_in_a_row_are_worth_it():
+    """At 0.75 each, three come with 0.42 and four with 0.32."""
+    record = Record()
+    assert record.num_worth_it(6, 0.4, 8) == 3
+    assert record.num_worth_it(6, 0.3, 8) == 4
+    assert record.num_worth_it(6, 0.3, 2) == 2
+    assert record.num_worth_it(6, 0.8, 8) == 0
+    assert record.num_worth_it(6, 0.75, 8) == 1
+    assert record.num_worth_it(6, 0.0, 8) == 8
+
+
+def test_candidates_that_never_come_end_soon():
+    """Where each takes a tenth of a step, a loss of two steps' time is the most until there are none any more."""
+    record, num_computed = Record(), 0
+    for _ in range(200):
+        num = record.num_worth_it(3, MARGIN * 0.1, 8)
+        if num:
+            record.add(num, 0)
+        num_computed += num
+    assert num_computed * 0.1 < 2
+    assert record.num_worth_it(3, MARGIN * 0.1, 8) == 0
+    assert record.num_worth_it(32, MARGIN * 0.1, 8) > 0

@@ -1,0 +1,183 @@
+"""Which answers have candidates, and what becomes of a step that has some. What the toy will say is known in advance:
+candidates are right or wrong as a test wants it."""
+
+import pytest
+
+from decode_node import speculation
+from decode_node.gate import LEAST_STEPS
+from decode_node.lookup import LONGEST, Lookup
+from tests.toy_kv import NUM_TOKEN_IDS, answer_of
+from tests.unit.serving_node.logic_kit import BLOCK_SIZE, STEP_S, Node, prompt_of
+
+MOST = 3
+PROMPT = prompt_of(6)
+
+
+@pytest.fixture(autouse=True)
+def oracle(monkeypatch):
+    """Every text foretells all of its answer, but for the places that are put in here."""
+    wrong = set()
+
+    def following(token_ids, place, num_tokens):
+        come = answer_of(token_ids, num_tokens)
+        return [(each + (len(token_ids) + at in wrong)) % NUM_TOKEN_IDS for at, each in enumerate(come)]
+
+    monkeypatch.setattr(speculation, "following", following)
+    monkeypatch.setattr(Lookup, "find", lambda lookup, token_ids: (0, LONGEST))
+    return wrong
+
+
+def writes(name="a", prompt=PROMPT, max_tokens=24, node=None, **options):
+    """One whose next step has candidates, if any."""
+    node = node or Node(**{"num_blocks": 24, "candidates": MOST, "is_history_free": True, **options})
+    node.writes(name, prompt, max_tokens=max_tokens)
+    for _ in range(LEAST_STEPS):
+        node.step()
+    return node
+
+
+def candidates(node):
+    """Of the step that now runs, by name."""
+    node.begin()
+    return {work.request.request_id: len(work.candidates) for work in node.works}
+
+
+def test_those_that_come_are_told_in_one_step_in_order():
+    node = writes()
+    num_known = len(node.tokens("a"))
+    assert candidates(node) == {"a": MOST}
+    node.end()
+    assert len(node.tokens("a")) == num_known + 1 + MOST
+    (last,) = [event.step_tokens for event in node.events[-1:]]
+    assert (len(last.tokens), last.step_s) == (1 + MOST, STEP_S)
+    node.steps()
+    assert node.tokens("a") == answer_of(PROMPT, 24)[1:]
+    assert node.finish_reasons("a")[-1] != 0
+    node.check_empty()
+
+
+def test_behind_a_wrong_one_nothing_is_told(oracle):
+    node = writes()
+    num_known = len(PROMPT) + 1 + len(node.tokens("a"))
+    oracle.add(num_known + 1)
+    assert candidates(node) == {"a": MOST}
+    node.end()
+    assert len(PROMPT) + 1 + len(node.tokens("a")) == num_known + 2
+    counts = node.logic.speculation.counts
+    assert (counts.num_drafts, counts.num_proposed, counts.num_accepted) == (1, MOST, 1)
+    node.steps()
+    assert node.tokens("a") == answer_of(PROMPT, 24)[1:]
+    node.check_empty()
+
+
+def test_steps_count_every_token_and_costs_only_those_without():
+    node = writes()
+    before, learned = node.logic.steps.num_answer_tokens, len(node.logic._costs._new)
+    node.step()
+    assert node.logic.steps.num_answer_tokens == before + 1 + MOST
+    assert len(node.logic._costs._new) == learned
+
+
+def test_an_answer_never_gets_more_than_it_may_have():
+    node = writes(max_tokens=LEAST_STEPS + 4)  # 3 are left: this step gives one, so 2 candidates
+    assert candidates(node) == {"a": 2}
+    node.end()
+    assert node.tokens("a") == answer_of(PROMPT, LEAST_STEPS + 4)[1:]
+    node.check_empty()
+
+
+def test_none_of_them_may_end_it():
+    """What stops the answer is the token that comes third from here: one candidate stands before it, at most."""
+    answer = answer_of(PROMPT, 24)
+    num_before = 1 + LEAST_STEPS
+    behind = answer[num_before : num_before + MOST]
+    node = Node(24, candidates=MOST, is_history_free=True)
+    node.writes("a", PROMPT, max_tokens=24, stop_token_ids=(behind[-1],), min_tokens=20)
+    for _ in range(LEAST_STEPS):
+        node.step()
+    assert candidates(node) == {"a": behind.index(behind[-1])}
+
+
+@pytest.mark.parametrize("options", [{"candidates": 0}, {"is_history_free": False}])
+def test_there_are_none_where_they_are_off_or_could_change_bits(options):
+    assert candidates(writes(**options)) == {"a": 0}
+
+
+def test_a_step_that_reads_a_prompt_has_none():
+    node = writes(budget=8)
+    node.local("b", 12, max_tokens=2)
+    assert candidates(node) == {"a": 0, "b": 0}
+
+
+def test_an_answer_that_moves_has_none_and_takes_those_of_its_step_along():
+    node = writes()
+    request = next(iter(node.logic.residents)).request
+    assert candidates(node) == {"a": MOST}
+    node.migrate(request, num_known=len(PROMPT))
+    node.end()
+    assert candidates(node) == {"a": 0}
+    node.end()
+    node.caught_up(request)
+    assert node.sending[request.epoch].is_finished
+    told = node.tokens("a")
+    assert told == answer_of(PROMPT, 24)[1 : 1 + len(told)]
+
+
+def test_one_does_not_move_where_its_step_may_need_more_blocks_than_were_granted():
+    node = writes()
+    (resident,) = node.logic.residents
+    assert candidates(node) == {"a": MOST}
+    num_blocks = -(-(resident.num_computed + 1) // BLOCK_SIZE)
+    node.migrate(resident.request, num_blocks=num_blocks, num_known=len(PROMPT))
+    is_refused = resident.num_computed + 1 + MOST > num_blocks * BLOCK_SIZE
+    assert ("move_failed" in node.words("a")) == is_refused
+    assert is_refused
+
+
+def test_candidates_take_only_blocks_that_nobody_else_would_get():
+    """6 + 1 + 4 tokens are 11: in 3 blocks there is room for one more. With all others taken it has to do with that."""
+    node = writes(num_blocks=24)
+    assert candidates(node) == {"a": MOST}
+    full = Node(4, candidates=MOST, is_history_free=True)
+    writes(node=full, max_tokens=10)
+    (resident,) = full.logic.residents
+    taken = full.allocator.allocate(full.num_free)
+    room = len(resident.lease.block_ids) * BLOCK_SIZE - resident.num_computed - 1
+    assert room < MOST
+    assert candidates(full) == {"a": room}
+    full.end()
+    taken.release()
+    full.steps()
+    assert full.tokens("a") == answer_of(PROMPT, 10)[1:]
+
+
+def test_the_budget_of_a_step_counts_them():
+    """Answers of which each could have 3 share what 10 tokens leave: 7 of the first two and none of the third."""
+    node = Node(40, budget=10, candidates=MOST, is_history_free=True)
+    for name in "abc":
+        node.writes(name, PROMPT, max_tokens=24)
+    for _ in range(LEAST_STEPS):
+        node.step()
+    assert candidates(node) == {"a": 3, "b": 3, "c": 1}
+    node.end()
+    node.steps()
+    assert {tuple(node.tokens(name)) for name in "abc"} == {tuple(answer_of(PROMPT, 24)[1:])}
+
+
+def test_one_that_is_cancelled_in_the_step_says_no_more():
+    node = writes()
+    request = next(iter(node.logic.residents)).request
+    told = node.tokens("a")
+    node.begin()
+    node.cancel(request)
+    node.end()
+    assert node.tokens("a") == told
+    node.check_empty()
+
+
+def test_one_whose_step_fails_leaves_nothing_behind():
+    node = writes()
+    node.begin()
+    node.fail_step()
+    assert node.words("a")[-1] == "failed"
+    node.check_empty()
