@@ -99,6 +99,8 @@ class Resident:
     next_ticket: bytes = b""  # that has come while the transfer of a revoked one was ending
     tail: Sequence[int] = ()  # tokens that the other node does not know; they follow the last block
     num_evictions: int = 0
+    is_loading: bool = False  # blocks of it are being read back from the second tier
+    has_looked: bool = False  # there, since it was queued
     ending: dict[str, Any] | None = None  # what the coordinator is told when nothing is held any more; {}: nothing
     num_given: int = field(init=False)  # tokens that came with the command
 
