@@ -99,6 +99,7 @@ class SecondTier:
             return
         num_host, num_disk = self.index.num_held
         self._told.host_bytes, self._told.disk_bytes = num_host * self._block_bytes, num_disk * self._block_bytes
+        load.tier.SetInParent()
         load.tier.MergeFrom(self._told)
 
     def holds_up(self, resident: Resident, num_spare: int, now: float) -> bool:
