@@ -120,6 +120,7 @@ class Reading:
 
     def _begin(self, resident: Resident) -> None:
         self._residents.enter(resident, Stage.READING)
+        resident.has_looked = False
         self.count(resident)
 
     def count(self, resident: Resident) -> None:

@@ -74,7 +74,7 @@ class NodeCommand(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., deliver: _Optional[_Union[Deliver, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., reshape: _Optional[_Union[Reshape, _Mapping]] = ..., migrate: _Optional[_Union[Migrate, _Mapping]] = ..., keep: _Optional[_Union[Keep, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("node", "num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_queued", "tp_size", "session", "max_num_batched_tokens", "shape", "home", "kv_keys", "pp_size")
+    __slots__ = ("node", "num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_queued", "tp_size", "session", "max_num_batched_tokens", "shape", "home", "kv_keys", "pp_size", "num_tier_blocks")
     NODE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,7 @@ class Hello(_message.Message):
     HOME_FIELD_NUMBER: _ClassVar[int]
     KV_KEYS_FIELD_NUMBER: _ClassVar[int]
     PP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_TIER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     node: _inference_pb2.NodeInfo
     num_blocks: int
     block_size: int
@@ -101,7 +102,8 @@ class Hello(_message.Message):
     home: _inference_pb2.Shape
     kv_keys: _containers.RepeatedScalarFieldContainer[bytes]
     pp_size: int
-    def __init__(self, node: _Optional[_Union[_inference_pb2.NodeInfo, _Mapping]] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_queued: _Optional[int] = ..., tp_size: _Optional[int] = ..., session: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., shape: _Optional[_Union[_inference_pb2.Shape, _Mapping]] = ..., home: _Optional[_Union[_inference_pb2.Shape, _Mapping]] = ..., kv_keys: _Optional[_Iterable[bytes]] = ..., pp_size: _Optional[int] = ...) -> None: ...
+    num_tier_blocks: int
+    def __init__(self, node: _Optional[_Union[_inference_pb2.NodeInfo, _Mapping]] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_queued: _Optional[int] = ..., tp_size: _Optional[int] = ..., session: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., shape: _Optional[_Union[_inference_pb2.Shape, _Mapping]] = ..., home: _Optional[_Union[_inference_pb2.Shape, _Mapping]] = ..., kv_keys: _Optional[_Iterable[bytes]] = ..., pp_size: _Optional[int] = ..., num_tier_blocks: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("load", "step_age_s")

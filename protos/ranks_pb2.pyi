@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RankCommand(_message.Message):
-    __slots__ = ("step", "grant", "send", "finish_send", "cancel_transfer", "stop", "send_more", "admit")
+    __slots__ = ("step", "grant", "send", "finish_send", "cancel_transfer", "stop", "send_more", "admit", "spill", "load_blocks", "cancel_load")
     STEP_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     SEND_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,9 @@ class RankCommand(_message.Message):
     STOP_FIELD_NUMBER: _ClassVar[int]
     SEND_MORE_FIELD_NUMBER: _ClassVar[int]
     ADMIT_FIELD_NUMBER: _ClassVar[int]
+    SPILL_FIELD_NUMBER: _ClassVar[int]
+    LOAD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_LOAD_FIELD_NUMBER: _ClassVar[int]
     step: StepPlan
     grant: Grant
     send: Send
@@ -25,21 +28,26 @@ class RankCommand(_message.Message):
     stop: Stop
     send_more: SendMore
     admit: Admit
-    def __init__(self, step: _Optional[_Union[StepPlan, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., finish_send: _Optional[_Union[FinishSend, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., send_more: _Optional[_Union[SendMore, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ...) -> None: ...
+    spill: Spill
+    load_blocks: LoadBlocks
+    cancel_load: CancelLoad
+    def __init__(self, step: _Optional[_Union[StepPlan, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., finish_send: _Optional[_Union[FinishSend, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., send_more: _Optional[_Union[SendMore, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., spill: _Optional[_Union[Spill, _Mapping]] = ..., load_blocks: _Optional[_Union[LoadBlocks, _Mapping]] = ..., cancel_load: _Optional[_Union[CancelLoad, _Mapping]] = ...) -> None: ...
 
 class RankEvent(_message.Message):
-    __slots__ = ("hello", "load", "granted", "transfer_ended", "caught_up")
+    __slots__ = ("hello", "load", "granted", "transfer_ended", "caught_up", "loaded")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ENDED_FIELD_NUMBER: _ClassVar[int]
     CAUGHT_UP_FIELD_NUMBER: _ClassVar[int]
+    LOADED_FIELD_NUMBER: _ClassVar[int]
     hello: RankHello
     load: _inference_pb2.RankLoad
     granted: Granted
     transfer_ended: TransferEnded
     caught_up: CaughtUp
-    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., load: _Optional[_Union[_inference_pb2.RankLoad, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., transfer_ended: _Optional[_Union[TransferEnded, _Mapping]] = ..., caught_up: _Optional[_Union[CaughtUp, _Mapping]] = ...) -> None: ...
+    loaded: Loaded
+    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., load: _Optional[_Union[_inference_pb2.RankLoad, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., transfer_ended: _Optional[_Union[TransferEnded, _Mapping]] = ..., caught_up: _Optional[_Union[CaughtUp, _Mapping]] = ..., loaded: _Optional[_Union[Loaded, _Mapping]] = ...) -> None: ...
 
 class StepPlan(_message.Message):
     __slots__ = ("shares",)
@@ -119,6 +127,34 @@ class Stop(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Spill(_message.Message):
+    __slots__ = ("demoted_from", "demoted_to", "block_ids", "slots")
+    DEMOTED_FROM_FIELD_NUMBER: _ClassVar[int]
+    DEMOTED_TO_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    demoted_from: _containers.RepeatedScalarFieldContainer[int]
+    demoted_to: _containers.RepeatedScalarFieldContainer[int]
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, demoted_from: _Optional[_Iterable[int]] = ..., demoted_to: _Optional[_Iterable[int]] = ..., block_ids: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class LoadBlocks(_message.Message):
+    __slots__ = ("load_id", "slots", "block_ids")
+    LOAD_ID_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    load_id: int
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, load_id: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CancelLoad(_message.Message):
+    __slots__ = ("load_id",)
+    LOAD_ID_FIELD_NUMBER: _ClassVar[int]
+    load_id: int
+    def __init__(self, load_id: _Optional[int] = ...) -> None: ...
+
 class RankHello(_message.Message):
     __slots__ = ("rank", "secret", "kv_address", "kv_key")
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -158,3 +194,11 @@ class TransferEnded(_message.Message):
     reason: str
     message: str
     def __init__(self, epoch: _Optional[int] = ..., ok: _Optional[bool] = ..., num_bytes: _Optional[int] = ..., tail: _Optional[bytes] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Loaded(_message.Message):
+    __slots__ = ("load_id", "num_good")
+    LOAD_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_GOOD_FIELD_NUMBER: _ClassVar[int]
+    load_id: int
+    num_good: int
+    def __init__(self, load_id: _Optional[int] = ..., num_good: _Optional[int] = ...) -> None: ...

@@ -12,7 +12,7 @@ only: its owner writes to a block before it is published and nobody does after t
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from serving_core.errors import OutOfBlocks
@@ -77,7 +77,9 @@ class BlockAllocator:
         self._name_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._leases: dict[int, BlockLease] = {}
-        self._changes = _Changes()
+        self._changes = NameChanges()
+        self.on_evict: Callable[[bytes, int], None] | None = None
+        """Hears of each name that is lost and of the block that had it, whose KV stays until somebody writes to it."""
 
     # ---- figures ----
 
@@ -146,6 +148,8 @@ class BlockAllocator:
         name = self._name_of.pop(block)
         del self._block_of[name]
         self._changes.removed(name)
+        if self.on_evict is not None:
+            self.on_evict(name, block)
         return block
 
     def _give_back(self, lease: BlockLease) -> None:
@@ -205,7 +209,7 @@ class BlockAllocator:
         self._changes.check_integrity(self._block_of)
 
 
-class _Changes:
+class NameChanges:
     """What happened to names since somebody last asked, netted out."""
 
     def __init__(self) -> None:
@@ -230,6 +234,6 @@ class _Changes:
         self._removed.clear()
         return stored, removed
 
-    def check_integrity(self, block_of: dict[bytes, int]) -> None:
-        assert self._stored.keys() <= block_of.keys(), "a name is not there that is said to be"
-        assert not self._removed.keys() & block_of.keys(), "a name is there that is said to be gone"
+    def check_integrity(self, held: Collection[bytes]) -> None:
+        assert all(name in held for name in self._stored), "a name is not there that is said to be"
+        assert not any(name in held for name in self._removed), "a name is there that is said to be gone"

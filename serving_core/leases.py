@@ -1,6 +1,6 @@
 """The blocks of a node's requests, shared by name. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from serving_core.blocks import BlockAllocator
 from serving_core.layout import KVLayout
@@ -155,6 +155,10 @@ class Leases:
     def num_held_tokens(self, resident: Resident, num_cacheable: int) -> int:
         """Of the leading num_cacheable tokens, those in full blocks that the pool holds."""
         return len(self._find(resident, num_cacheable)[0]) * self._layout.block_size
+
+    def names_in(self, resident: Resident, num_tokens: int, is_held: Callable[[bytes], bool]) -> list[bytes]:
+        """Names of the leading full blocks of num_tokens tokens that are held, wherever that may be."""
+        return resident.names.find(resident.request.token_ids, self._full_blocks(num_tokens), self._makers, is_held)[0]
 
     def _find(self, resident: Resident, num_tokens: int) -> tuple[list[bytes], list[bytes]]:
         """Names and makers of the leading full blocks of num_tokens tokens that the pool holds."""

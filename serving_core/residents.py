@@ -101,6 +101,8 @@ class Resident:
     tail: Sequence[int] = ()  # tokens that the other node does not know; they follow the last block
     num_evictions: int = 0
     draft: Any = None  # what decode_node/speculation.py knows of its text
+    is_loading: bool = False  # blocks of it are being read back from the second tier
+    has_looked: bool = False  # there, since it was queued
     ending: dict[str, Any] | None = None  # what the coordinator is told when nothing is held any more; {}: nothing
     num_given: int = field(init=False)  # tokens that came with the command
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serving_core.residents import Resident
+from serving_core.tiers import Copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,5 +61,28 @@ class CancelTransfer:
     epoch: int
 
 
-Decision = Tell | Beat | Receive | Send | SendMore | FinishSend | CancelTransfer
+@dataclass(frozen=True, slots=True)
+class Spill:
+    """Copy blocks that the pool gives up to the second tier, on every rank, before anything is written to them."""
+
+    copies: Copies
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Read these slots of the second tier into these blocks, on every rank; report `loaded`."""
+
+    load_id: int
+    slots: list[int]
+    block_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelLoad:
+    """Write nothing more of this load."""
+
+    load_id: int
+
+
+Decision = Tell | Beat | Receive | Send | SendMore | FinishSend | CancelTransfer | Spill | Load | CancelLoad
 Decide = Callable[[Decision], None]

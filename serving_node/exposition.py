@@ -87,6 +87,25 @@ class NodeExposition:
         states: dict[str, float] = {"used": load.num_blocks - load.num_blocks_free, "cached": num_cached}
         yield gauge("kv_blocks", "KV blocks, by state.", self._by("state", {**states, "free": num_free}))
         yield gauge("kv_blocks_leaked", "In use, but by no request: always 0.", self._one(load.num_blocks_leaked))
+        if load.HasField("tier"):
+            yield from self._second_tier(load.tier)
+
+    def _second_tier(self, tier: inference_pb2.TierLoad) -> Iterator[Figure]:
+        held: dict[str, float] = {"host": tier.host_bytes, "disk": tier.disk_bytes}
+        yield gauge("kv_tier_bytes", "KV that the second tier holds.", self._by("place", held))
+        found: dict[str, float] = {"hit": tier.num_hits, "miss": tier.num_misses}
+        help = "Full blocks of prompts that the pool did not hold: read back, or computed."
+        yield counter("kv_tier_blocks", help, self._by("result", found))
+        lost: dict[str, float] = {"damaged": tier.num_damaged, "late": tier.num_late, "unwritten": tier.num_unwritten}
+        help = "Reads that ended at a damaged block, or were given up, and blocks that could not be written in time."
+        yield counter("kv_tier_failures", help, self._by("kind", lost))
+        moved: dict[str, float] = {"read": tier.read_bytes, "write": tier.written_bytes}
+        yield counter("kv_tier_transfer_bytes", "KV that was read back, and written.", self._by("direction", moved))
+        seconds: dict[str, float] = {"read": tier.read_s, "write": tier.write_s}
+        help = "Seconds that prompts waited for it, and that the first process wrote."
+        yield counter("kv_tier_transfer_seconds", help, self._by("direction", seconds))
+        help = "Seconds that computing would have taken, less what reading took."
+        yield gauge("kv_tier_saved_seconds", help, self._one(tier.saved_s))
 
     def _transfers(self) -> Iterator[Figure]:
         ends: dict[str, KVSender | KVReceiver] = {"out": self._sender, "in": self._receiver}

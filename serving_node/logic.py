@@ -30,6 +30,7 @@ from serving_node.endings import Endings
 from serving_node.handovers import HandOvers
 from serving_node.moves import Moves
 from serving_node.room import Room
+from serving_node.second_tier import NO_TIER, SecondTier, TierPlan
 from serving_node.step_counts import StepCounts
 from serving_node.streak import Streak, begin_streak, grow, is_all, is_calm, take_in
 
@@ -63,6 +64,7 @@ class NodeLogic:
         eos_token_ids: Sequence[int],
         rates: StepRates,
         costs: StepCosts,
+        tier: TierPlan = NO_TIER,
     ) -> None:
         """`shape` is the one to begin with; `block_bytes` are those of one block over all ranks and layers; Leases has
         `origin` and `is_history_free`."""
@@ -73,8 +75,9 @@ class NodeLogic:
         self._residents = residents = Residents()
         self._leases = leases = Leases(allocator, layout, origin, is_history_free=is_history_free)
         self._endings = Endings(residents, leases)
-        self._cache_report = CacheReport(allocator, leases.makers, self._endings.tell)
         self._reading = Reading(residents, leases, costs, max_num_queued=limits.max_num_queued)
+        self._tier = SecondTier(tier, allocator, leases, self._reading, costs, block_bytes)
+        self._cache_report = CacheReport(allocator, self._tier.index, leases.makers, self._endings.tell)
         self._credit = Credit(residents, leases, max_num_queued=limits.max_num_queued)
         self._arrivals = Arrivals(residents, self._reading, self._credit, fingerprint, layout.block_size)
         self._hand_overs = HandOvers(
@@ -116,7 +119,7 @@ class NodeLogic:
 
     def take_decisions(self) -> list[Decision]:
         """What has been decided since the last call, in order."""
-        return self._endings.take()
+        return [*self._tier.take_decisions(), *self._endings.take()]
 
     @property
     def residents(self) -> Residents:
@@ -131,7 +134,8 @@ class NodeLogic:
     @property
     def wake_at_s(self) -> float | None:
         """When the next `tick` is due."""
-        return self._hand_overs.wake_at_s
+        wakes = (self._hand_overs.wake_at_s, self._tier.wake_at_s)
+        return min((at_s for at_s in wakes if at_s is not None), default=None)
 
     def describe(self, load: inference_pb2.NodeLoad) -> None:
         """Fills in how busy the node is, and decides to tell what has changed of its cache."""
@@ -149,7 +153,9 @@ class NodeLogic:
         load.num_blocks = self._allocator.num_blocks
         load.num_blocks_free = self._allocator.num_free
         load.num_blocks_cached = self._allocator.num_cached
-        load.num_blocks_leaked = self._allocator.num_leaked(each.lease for each in self._residents if each.lease)
+        load.num_blocks_leaked = self._allocator.num_leaked(
+            [*(each.lease for each in self._residents if each.lease), *self._tier.held]
+        )
         load.step_tokens.extend(self.steps.tokens.counts)
         load.num_step_tokens = self.steps.num_prompt_tokens + self.steps.num_answer_tokens
         load.num_preemptions = self._writing.num_preemptions
@@ -160,6 +166,7 @@ class NodeLogic:
         load.prefill_tokens_per_s = self._rates.prefill_tokens_per_s
         load.lone_step_s = self._rates.lone_step_s
         load.step_s = self._rates.decode_step_s or load.step_s
+        self._tier.fill(load)
         if self._knows_limits:
             load.step_weights.extend(self._costs.weights)
 
@@ -269,9 +276,16 @@ class NodeLogic:
         max_tokens = self._limits.max_num_batched_tokens
         budget = min(self._shape.prompt_tokens or max_tokens, max_tokens - sum(work.num_tokens for work in works))
         answers = [self._residents.of(work.request) for work in works]
-        works += self._reading.plan(budget, self._room.gate(), self._room.start, answers, now)
+        may_start = self._room.gate(lambda resident, num_spare: self._tier.holds_up(resident, num_spare, now))
+        works += self._reading.plan(budget, may_start, self._start, answers, now)
         self._hand_overs.note_read(self._residents.in_stage(Stage.READING), now)
         return self.speculation.extend(works)
+
+    def _start(self, resident: Resident) -> bool:
+        if not self._room.start(resident):
+            return False
+        self._tier.note_start(resident)
+        return True
 
     def expected_step_s(self, works: Sequence[Work]) -> float:
         """Seconds that a step which runs takes, by what the ones before took; inf where it is like none of them."""
@@ -463,9 +477,15 @@ class NodeLogic:
         transfers.sent(epoch, result, now)
         self._grant()
 
+    def loaded(self, load_id: int, num_good: int, now: float) -> None:
+        """A `Load` is over: so many of its leading blocks are there on every rank."""
+        self._tier.loaded(load_id, num_good, now)
+        self._grant()
+
     def tick(self, now: float) -> None:
         """Ends what has waited too long for another node."""
         self._hand_overs.tick(now)
+        self._tier.tick(now)
         self._grant()
 
     def _grant(self) -> None:

@@ -95,19 +95,20 @@ class Room:
         """Whether there is a seat for it, if it needs one that it does not have."""
         return not _needs_seat(resident) or self._has_free_seat
 
-    def gate(self) -> Callable[[Resident], bool]:
+    def gate(self, holds_up: Callable[[Resident, int], bool]) -> Callable[[Resident], bool]:
         """Tells of prompts, one after the other, whether they may start in this step. What goes to another node waits
-        for the older ones that do; what is to be answered here, for answers that would miss their limits beside it."""
+        for the older ones that do; what is to be answered here, for answers that would miss their limits beside it.
+        `holds_up` tells whether one waits for what it is to start with, given how many blocks are to be left free."""
         is_full, capped = False, math.inf  # the age from which on what goes to other nodes has to wait
 
         def may_start(resident: Resident) -> bool:
             nonlocal is_full, capped
             if not resident.is_outgoing:
                 is_full = is_full or not self._has_seat_in_time  # none comes free while a step is planned
-                return not (is_full and _needs_seat(resident))
+                return not (is_full and _needs_seat(resident)) and not holds_up(resident, self._num_seated())
             if resident.age < capped and self._is_capped(resident):
                 capped = resident.age
-            return resident.age < capped
+            return resident.age < capped and not holds_up(resident, self._num_seated())
 
         return may_start
 
@@ -232,4 +233,6 @@ def _lets_go_soon(resident: Resident) -> bool:
         return True  # its sender gave it up, and it is cancelled in a moment
     if resident.stage is Stage.STOPPED:
         return True  # the coordinator hears of it, and it goes or goes on
+    if resident.is_loading:
+        return True  # its blocks come, or it starts without them
     return resident.is_revoked or resident.is_ending or (resident.is_sending and resident.lease is not None)

@@ -6,6 +6,7 @@ import time
 from typing import Final
 
 from decode_node.speculation import SpeculationCounts
+from engine.cache.tier_store import TierStore
 from engine.engine import Engine
 from engine.stepper import Stepper
 from kv_transfer.ends.alarm import Alarm
@@ -28,12 +29,26 @@ from serving_core.residents import Resident, Residents
 from serving_core.shapes import preset
 from serving_core.waiting import first_to_end
 from serving_node.compiling import Compiling
-from serving_node.decisions import Beat, CancelTransfer, Decision, FinishSend, Receive, Send, SendMore, Tell
+from serving_node.decisions import (
+    Beat,
+    CancelLoad,
+    CancelTransfer,
+    Decision,
+    FinishSend,
+    Load,
+    Receive,
+    Send,
+    SendMore,
+    Spill,
+    Tell,
+)
 from serving_node.link import FleetLink
 from serving_node.logic import Limits, NodeLogic
 from serving_node.ranks.leading import Followers
+from serving_node.ranks.tiers import NodeTier
 from serving_node.ranks.transfers import NodeTransfers
 from serving_node.reports import new_incarnation, node_info, rank_loads
+from serving_node.second_tier import NO_TIER, TierPlan
 from serving_node.settings import OFF, NodeSettings
 from serving_node.step_counts import StepCounts
 from serving_node.stuck import CALM_S, FIRST_PAUSE_S, LEAST_S, LONGEST_PAUSE_S, check_hope, why_stuck
@@ -58,8 +73,10 @@ class NodeRunner:
         followers: Followers,
         link: FleetLink,
         rates: StepRates,
+        store: TierStore | None = None,
+        tier: TierPlan = NO_TIER,
     ) -> None:
-        """Raises SettingsError."""
+        """`store` has the slots of `tier` on this rank. Raises SettingsError."""
         max_tokens, max_num_seqs = settings.max_num_batched_tokens, settings.max_num_seqs
         shape = preset(role, max_num_batched_tokens=max_tokens, max_num_seqs=min(max_num_seqs, max_tokens))
         if shape.writes and max_tokens < max_num_seqs:
@@ -98,6 +115,7 @@ class NodeRunner:
             eos_token_ids=engine.eos_token_ids,
             rates=rates,
             costs=StepCosts(rates.prefill_tokens_per_s),
+            tier=tier,
         )
         self._transfers = NodeTransfers(
             engine.layout,
@@ -110,6 +128,8 @@ class NodeRunner:
             on_caught_up=self._caught_up,
             on_sent=self._sent,
         )
+        self._store, self._num_tier_blocks = store, tier.num_host + tier.num_disk
+        self._tier = NodeTier(store, followers, self._loaded)
         self._pp_size: Final = settings.engine.pipeline_parallel_size
         self._tp_size: Final = self._transfers.num_ranks // self._pp_size
         self._compiling = Compiling(engine.guide, self._pass_on, self._refuse)
@@ -139,6 +159,7 @@ class NodeRunner:
             shape=convert.shape_to_wire(self._logic.shape),
             home=convert.shape_to_wire(self._logic.home),
             kv_keys=self._transfers.keys,
+            num_tier_blocks=self._num_tier_blocks,
         )
 
     def heartbeat(self) -> fleet_pb2.Heartbeat:
@@ -195,12 +216,16 @@ class NodeRunner:
 
     def _measured(self) -> inference_pb2.NodeLoad:
         """What the logic does not know."""
+        store = self._store
         return inference_pb2.NodeLoad(
             name=self._name,
             num_steps=self._stepper.num_steps,
             step_s=self._stepper.step_s,
             rss_bytes=resident_bytes(),
             ranks=rank_loads(self._engine, self._followers),
+            tier=None
+            if store is None
+            else inference_pb2.TierLoad(num_unwritten=store.num_unwritten, write_s=store.write_s),
         )
 
     # ---- the view of those who watch ----
@@ -298,6 +323,12 @@ class NodeRunner:
         self._logic.sent(epoch, result, time.monotonic())
         self._carry_out()
 
+    # ---- the second tier ----
+
+    def _loaded(self, load_id: int, num_good: int) -> None:
+        self._logic.loaded(load_id, num_good, time.monotonic())
+        self._carry_out()
+
     # ---- decisions ----
 
     def _carry_out(self, *, wakes: bool = True) -> None:
@@ -335,6 +366,8 @@ class NodeRunner:
                 self._transfers.finish(resident.request.epoch, block_ids, tail)
             case CancelTransfer(epoch=epoch):
                 self._transfers.cancel(epoch)
+            case Spill() | Load() | CancelLoad():
+                self._tier.carry_out(decision)
 
     def _receive(self, resident: Resident, num_blocks: int) -> None:
         assert resident.lease is not None

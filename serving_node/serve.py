@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager, closing
 
 import torch
 
+from engine.cache.tier_store import TierStore
 from engine.engine import Engine
 from engine.parallel import choose_device, join
 from engine.stepper import Stepper
@@ -15,6 +16,7 @@ from kv_transfer.ends.sender import KVSender
 from kv_transfer.transports.curve import Keyring
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
 from serving_core.descriptors import Spares, kept_spares
+from serving_core.errors import SettingsError
 from serving_core.rates import StepRates
 from serving_core.requests import Share
 from serving_node.exposition import NodeExposition
@@ -28,6 +30,7 @@ from serving_node.ranks.leading import Followers, Leader
 from serving_node.ranks.transfers import FollowerTransfers
 from serving_node.reports import rank_load
 from serving_node.runner import NodeRunner
+from serving_node.second_tier import NO_TIER, TierPlan
 from serving_node.settings import NodeSettings
 
 logger = logging.getLogger(__name__)
@@ -41,17 +44,19 @@ async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
     with closing(join(device, tp_size, flags.rank_timeout_s, pp_size)) as group:
         engine = Engine(flags, group)
         prefill_tokens_per_s = engine.warm_up()
-        async with kept_spares() as spares:
+        async with kept_spares() as spares, _second_tier(settings, engine) as (store, plan):
             sender, receiver = _ends(settings, engine, device, spares)
             try:
                 if group.rank:
                     async with health_port(settings, FOLLOWER_STATES):
-                        await _follow(settings, engine, sender, receiver)
+                        await _follow(settings, engine, sender, receiver, store)
                 else:
                     followers = Followers(group.size - 1)
                     await followers.gather(group.exchange)
                     link, rates = FleetLink(settings.link, spares), StepRates(prefill_tokens_per_s)
-                    node = NodeRunner(settings, role, name, engine, sender, receiver, followers, link, rates)
+                    node = NodeRunner(
+                        settings, role, name, engine, sender, receiver, followers, link, rates, store, plan
+                    )
                     health = health_port(settings, node_states(node, link))
                     async with health, _told(settings, NodeExposition(node, sender, receiver)):
                         await serve(node, link, drain_s=settings.link.drain_s)
@@ -75,11 +80,49 @@ async def _told(settings: NodeSettings, exposition: NodeExposition) -> AsyncIter
         await server.stop()
 
 
-async def _follow(settings: NodeSettings, engine: Engine, sender: KVSender, receiver: KVReceiver) -> None:
+def _store_on_all_ranks(engine: Engine, num_host: int, num_disk: int, folder: str) -> TierStore:
+    """Raises SettingsError on every rank where there is no room on one."""
+    store, said = None, b""
+    try:
+        store = TierStore(engine.pool, num_host, num_disk, folder)
+    except SettingsError as error:
+        said = str(error).encode()
+    if sentences := [each for each in engine.group.exchange(said) if each]:
+        if store is not None:
+            store.close()
+        raise SettingsError(sentences[0].decode())
+    assert store is not None
+    return store
+
+
+@asynccontextmanager
+async def _second_tier(settings: NodeSettings, engine: Engine) -> AsyncIterator[tuple[TierStore | None, TierPlan]]:
+    """This rank's part of the second tier, and all of it as rank 0 plans it. Every rank has as many slots: as many as
+    fit where blocks are largest. Raises SettingsError."""
+    tier = settings.tier
+    if not tier.kv_host_bytes and not tier.kv_disk_bytes:
+        yield None, NO_TIER
+        return
+    if not settings.engine.enable_prefix_caching:
+        raise SettingsError("--kv-host-bytes and --kv-disk-bytes keep what --enable-prefix-caching finds, which is off")
+    all_bytes = engine.group.exchange(engine.layout.block_bytes.to_bytes(8, "big"))
+    block_bytes = max(int.from_bytes(each, "big") for each in all_bytes)
+    num_host, num_disk = tier.kv_host_bytes // block_bytes, tier.kv_disk_bytes // block_bytes
+    if not num_host and not num_disk:
+        raise SettingsError(f"--kv-host-bytes and --kv-disk-bytes hold no block of {block_bytes} bytes")
+    with closing(_store_on_all_ranks(engine, num_host, num_disk, tier.kv_disk_path)) as store:
+        host_s, disk_s = store.probe()
+        logger.info("second tier: %d blocks in memory, %d in a file", num_host, num_disk)
+        yield store, TierPlan(num_host, num_disk, host_s, disk_s, reads_always=tier.kv_read_back == "always")
+
+
+async def _follow(
+    settings: NodeSettings, engine: Engine, sender: KVSender, receiver: KVReceiver, store: TierStore | None
+) -> None:
     leader = await Leader.join(engine.group.exchange, receiver.address, sender.transport.key, rank_load(engine))
     stepper: Stepper[Share, None] = Stepper(engine.follow)
     transfers = FollowerTransfers(engine.layout, sender, receiver, leader, settings.overlap_min_tokens)
-    await Follower(leader, stepper, transfers).run()
+    await Follower(leader, stepper, transfers, store).run()
 
 
 def _ends(settings: NodeSettings, engine: Engine, device: torch.device, spares: Spares) -> tuple[KVSender, KVReceiver]:

@@ -16,11 +16,30 @@ PACKAGES: Final = {PREFILL: "prefill_node", DECODE: "decode_node", BOTH: "servin
 
 
 @dataclass(frozen=True, slots=True)
+class TierSettings:
+    """Where KV blocks go that the pool gives up."""
+
+    kv_host_bytes: int = flag(
+        0, "Host memory of each rank for KV blocks that its pool gives up, such as 8GiB; 0: none.", minimum=0
+    )
+    kv_disk_bytes: int = flag(
+        0, "Size of a file of each rank for KV blocks that --kv-host-bytes has no room for; 0: none.", minimum=0
+    )
+    kv_disk_path: str = flag("", "Folder of that file; empty: the one for temporary files.")
+    kv_read_back: str = flag(
+        "measured",
+        "When such blocks are read back: where that is faster than computing them, as measured, or always.",
+        choices=("measured", "always"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class NodeSettings:
     """Settings of one node, whatever its role."""
 
     engine: EngineSettings = field(default_factory=EngineSettings)
     link: LinkSettings = field(default_factory=LinkSettings)
+    tier: TierSettings = field(default_factory=TierSettings)
     max_num_batched_tokens: int = flag(
         512, "Most tokens in one step; bounds the chunks of prompts, beside one token of each answer.", minimum=1
     )

@@ -164,6 +164,36 @@ def reuse(model: str, dtype: str, as_json: bool, **counts: int) -> None:
     _run(measure_reuse(writing_model(model, report), sizes, report), _records, reuse_table, as_json)
 
 
+@bench.command("kv-tiers")
+@click.argument("model", default="")
+@count_option("--chats", 8, "Chats with the same system prompt.", minimum=2)
+@count_option("--turns", 4, "Turns of each.", minimum=2)
+@count_option("--system-tokens", 256, "Length of the system prompt.")
+@count_option("--turn-tokens", 128, "New text in each turn.")
+@count_option("--output-tokens", 16, "Length of the answers.")
+@count_option("--pool-blocks", 64, "KV blocks in each pool, too few for all chats.")
+@count_option("--tier-bytes", 2**30, "Size of the second tier.")
+@click.option("--dtype", default="auto", show_default=True, type=click.Choice(DTYPES), help="Compute dtype.")
+@as_json_option
+@needs("node")
+def kv_tiers(model: str, dtype: str, as_json: bool, **counts: int) -> None:
+    """Ask clusters of MODEL with small pools the same: without a second tier, with one in memory and in a file."""
+    from splitserve_bench.clusters.tiers import TiersBench, measure_tiers
+    from splitserve_bench.report import tiers_table
+
+    sizes = TiersBench(
+        num_chats=counts["chats"],
+        num_turns=counts["turns"],
+        system_tokens=counts["system_tokens"],
+        turn_tokens=counts["turn_tokens"],
+        output_tokens=counts["output_tokens"],
+        pool_blocks=counts["pool_blocks"],
+        tier_bytes=counts["tier_bytes"],
+        dtype=dtype,
+    )
+    _run(measure_tiers(resolve(model, report), sizes, report), _records, tiers_table, as_json)
+
+
 @bench.command()
 @click.argument("model", default="")
 @prompt_tokens_option(OVERLAP_PROMPT_TOKENS)

@@ -13,6 +13,7 @@ from splitserve_bench.accuracy.weights_accuracy import WeightsAccuracy
 from splitserve_bench.clusters.cluster import ClusterBench, ClusterFigures
 from splitserve_bench.clusters.overlap import OverlapFigures, pays_from
 from splitserve_bench.clusters.reuse import ReuseFigures
+from splitserve_bench.clusters.tiers import TierFigures
 from splitserve_bench.corridor.transfer import TransferFigures, TransferReport
 from splitserve_bench.corridor.yardsticks import YARDSTICKS, Spread
 
@@ -68,6 +69,29 @@ def transfer_view(measured: TransferReport) -> Group:
         plain.add_row(str(prompt_tokens), *(f"{rates[name] / 1e9:.2f}" for name in YARDSTICKS))
     note = "ms: from finish to commit, the fastest; checksums: their share in the CPU time of that process"
     return Group(line, transfers, note, "", "yardsticks, for the same bytes:", plain)
+
+
+def tiers_table(all_figures: Sequence[TierFigures]) -> Table:
+    """What each kind of second tier saved."""
+    times = ("TTFT ms, later turns", "TTFT s, sum")
+    tier = ("hit rate", "read", "in s", "written", "in s", "saved s")
+    table = plain_table("blocks beyond the pool", numbers=("not computed", *times, *tier, "equal answers"))
+    for figures in all_figures:
+        done = figures.tier
+        table.add_row(
+            figures.name,
+            f"{figures.cached_share:.0%}",
+            f"{figures.later_ttft_s * 1e3:.0f}",
+            f"{figures.all_ttft_s:.2f}",
+            f"{figures.hit_rate:.0%}" if done else "-",
+            size_of(done.read_bytes) if done else "-",
+            f"{done.read_s:.2f}" if done else "-",
+            size_of(done.written_bytes) if done else "-",
+            f"{done.write_s:.2f}" if done else "-",
+            f"{done.saved_s:.2f}" if done else "-",
+            f"{figures.num_equal}/{figures.num_requests}",
+        )
+    return table
 
 
 def reuse_table(all_figures: Sequence[ReuseFigures]) -> Table:

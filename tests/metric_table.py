@@ -33,14 +33,14 @@ def coordinator_metrics() -> list[Metric]:
     http.ended("/v1/completions", "POST", 200, 0.1)
     steps = [0] * (len(BATCH) + 1)
     for name in ("p0", "p1", "d0", "d1"):
-        beat = events.heartbeat(num_blocks_free=100, step_tokens=steps).heartbeat
+        beat = events.heartbeat(num_blocks_free=100, step_tokens=steps, tier=inference_pb2.TierLoad()).heartbeat
         world.registry.heartbeat(world.registry.find(name), beat, 0.0)
     return list(Exposition(world.metrics, world.tracker, world.registry, "m", http).collect())
 
 
 def node_metrics() -> list[Metric]:
     """What a node tells at its own port, but for its process."""
-    load = inference_pb2.NodeLoad(ranks=[inference_pb2.RankLoad(rank=0)])
+    load = inference_pb2.NodeLoad(ranks=[inference_pb2.RankLoad(rank=0)], tier=inference_pb2.TierLoad())
     counts = {"steps": StepCounts(), "speculation": SpeculationCounts()}
     node = SimpleNamespace(name="n", **counts, step_age_s=0.0, residents=Residents(), load=lambda: load)
     end = SimpleNamespace(num_bytes=0, num_failed=0, seconds=Histogram())

@@ -69,6 +69,17 @@ class ToyKV:
         for position in positions:
             self._slots[block_ids[position // self._block_size]][position % self._block_size] = SPOILT
 
+    def content(self, block_id):
+        """A copy of a block."""
+        return list(self._slots[block_id])
+
+    def put(self, block_id, content):
+        self._slots[block_id] = list(content)
+
+    def spoil_blocks(self, block_ids):
+        for block_id in block_ids:
+            self._slots[block_id] = [SPOILT] * self._block_size
+
     def copy_from(self, source, source_ids, block_ids):
         """What a transfer moves: blocks of another pool, as they are."""
         for source_id, block_id in zip(source_ids, block_ids, strict=True):

@@ -45,7 +45,8 @@ class Node:
     is_stopping: bool = False  # as the node says of itself
     is_drained: bool = False  # by an operator
     num_tokens_written: int = 0  # that it has told of in steps
-    # Of the full blocks that the node says to hold, `serving_core.prefix.hint_of` their names; at most num_blocks.
+    # Of the full blocks that the node says to hold, `serving_core.prefix.hint_of` their names; at most num_blocks
+    # and num_tier_blocks together.
     hints: set[int] = field(default_factory=set)
     # Who may have made those blocks, in the order in which the node looks for them.
     makers: list[bytes] = field(default_factory=list)
@@ -185,14 +186,14 @@ class Registry:
     def cache_changed(self, node: Node, event: fleet_pb2.CacheChanged) -> int:
         """Notes which blocks the node holds: first those removed, then those stored.
 
-        Returns how many of the stored ones were left out because the node would hold more than it has blocks. Such a
+        Returns how many of the stored ones were left out because the node would hold more than it has room for. Such a
         node has miscounted, but hints are advice: a wrong one costs a detour and never a wrong token, whereas losing
         the node would cost its requests.
         """
         node.makers, hints = list(event.makers[:MAX_MAKERS]), node.hints
         hints.difference_update(event.removed)
         new = [hint for hint in dict.fromkeys(event.stored) if hint not in hints]
-        room = node.hello.num_blocks - len(hints)
+        room = node.hello.num_blocks + node.hello.num_tier_blocks - len(hints)
         hints.update(new[:room])
         return len(new[room:])
 

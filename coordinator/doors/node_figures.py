@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from coordinator.control.kinds import num_kinds
 from coordinator.control.registry import Node
 from coordinator.control.router import has_path
-from protos.inference_pb2 import NodeLoad
+from protos.inference_pb2 import NodeLoad, TierLoad
 from serving_core.figures import Figure, Labels, counter, gauge, histogram
 from serving_core.histograms import BATCH, Histogram
 from serving_core.shapes import ROLES
@@ -53,8 +53,27 @@ def _totals(nodes: Sequence[Node]) -> Iterator[Figure]:
     yield one("prompt_tokens_cached", "Of those, the ones whose KV was there.", lambda load: load.num_cached_tokens)
     yield one("transferred_bytes", "KV that the node has sent and received.", lambda load: load.num_kv_bytes)
     yield one("transfers_failed", "Its transfers that failed.", lambda load: load.num_transfers_failed)
+    yield from _second_tiers([node for node in nodes if node.load.HasField("tier")])
     steps = [(_labels(node), observed) for node in nodes if (observed := _step_tokens(node.load)) is not None]
     yield histogram("node_step_tokens", "Tokens that one step computed.", steps, "iteration_tokens_total")
+
+
+def _second_tiers(nodes: Sequence[Node]) -> Iterator[Figure]:
+    def values(value: Callable[[TierLoad], float]) -> list[tuple[Labels, float]]:
+        return [(_labels(node), value(node.load.tier)) for node in nodes]
+
+    if not nodes:
+        return
+    help = "KV that the second tier holds, in host memory and in its file."
+    yield gauge("node_kv_tier_bytes", help, values(lambda tier: tier.host_bytes + tier.disk_bytes))
+    yield counter("node_kv_tier_hits", "Blocks read back.", values(lambda tier: tier.num_hits))
+    help = "Full blocks of prompts that were computed instead."
+    yield counter("node_kv_tier_misses", help, values(lambda tier: tier.num_misses))
+    help = "Reads and writes of it that failed or came too late."
+    lost = values(lambda tier: tier.num_damaged + tier.num_late + tier.num_unwritten)
+    yield counter("node_kv_tier_failures", help, lost)
+    help = "Seconds that computing would have taken, less what reading took."
+    yield gauge("node_kv_tier_saved_seconds", help, values(lambda tier: tier.saved_s))
 
 
 def _labels(node: Node) -> Labels:

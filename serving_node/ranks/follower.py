@@ -5,6 +5,7 @@ import logging
 import signal
 from typing import Final
 
+from engine.cache.tier_store import TierStore
 from engine.stepper import Stepper
 from protos import ranks_pb2
 from serving_core.requests import Share
@@ -12,6 +13,7 @@ from serving_core.waiting import first_to_end
 from serving_node.process import SIGNALS
 from serving_node.ranks.leading import Leader, die, share_from_wire
 from serving_node.ranks.stream import RankLost
+from serving_node.ranks.tiers import TIER_COMMANDS, follow
 from serving_node.ranks.transfers import FollowerTransfers
 
 logger = logging.getLogger(__name__)
@@ -22,11 +24,20 @@ MAX_UNDONE: Final = 2**14  # commands that wait for a step to end
 class Follower:
     """Takes commands and steps. Owned by one event loop."""
 
-    def __init__(self, leader: Leader, stepper: Stepper[Share, None], transfers: FollowerTransfers) -> None:
+    def __init__(
+        self,
+        leader: Leader,
+        stepper: Stepper[Share, None],
+        transfers: FollowerTransfers,
+        store: TierStore | None = None,
+    ) -> None:
+        """`store` is this rank's part of the second tier, where the node has one."""
         self._leader = leader
         self._stepper = stepper
         self._transfers = transfers
-        self._ordered: asyncio.Queue[ranks_pb2.RankCommand] = asyncio.Queue(MAX_UNDONE)
+        self._store = store
+        self._ordered: asyncio.Queue[tuple[ranks_pb2.RankCommand, bool]] = asyncio.Queue(MAX_UNDONE)
+        self._num_tier_commands = 0  # among those: they touch blocks that a step may still write to
 
     async def run(self) -> None:
         """Returns when rank 0 says stop. Signals are rank 0's business: it drains first."""
@@ -45,16 +56,24 @@ class Follower:
             command = await self._leader.command()
             if command.HasField("stop"):
                 return
-            if not command.HasField("step"):
+            self._num_tier_commands += command.WhichOneof("command") in TIER_COMMANDS
+            is_early = not self._num_tier_commands  # behind one, blocks may be others'
+            if is_early and not command.HasField("step"):
                 self._transfers.handle(command)
-            self._ordered.put_nowait(command)
+            self._ordered.put_nowait((command, is_early))
 
     async def _work(self) -> None:
         while True:
-            command = await self._ordered.get()
+            command, was_early = await self._ordered.get()
             if command.HasField("step"):
                 await self._step(command.step)
+            elif command.WhichOneof("command") in TIER_COMMANDS:
+                assert self._store is not None, "a second tier on rank 0 alone"
+                follow(command, self._store, self._leader)
+                self._num_tier_commands -= 1
             else:
+                if not was_early:
+                    self._transfers.handle(command)
                 self._transfers.after_step(command)
 
     async def _step(self, plan: ranks_pb2.StepPlan) -> None:

@@ -61,6 +61,7 @@ class Followers:
         self.kv_keys: dict[int, bytes] = {}  # that each follower shows at the data planes of others
         self.loads: dict[int, inference_pb2.RankLoad] = {}
         self.on_event: OnEvent | None = None
+        self.on_loaded: Callable[[int, int], None] | None = None
         self._num_followers = num_followers
         self.streams: dict[int, RankStream[ranks_pb2.RankEvent]] = {}
         self._heard_at: dict[int, float] = {}
@@ -142,6 +143,9 @@ class Followers:
             self._heard_at[rank] = time.monotonic()
             if event.HasField("load"):
                 self.loads[rank] = event.load
+            elif event.HasField("loaded"):
+                assert self.on_loaded is not None
+                self.on_loaded(event.loaded.load_id, event.loaded.num_good)
             else:
                 self.on_event(rank, event)
 

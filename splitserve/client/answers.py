@@ -191,6 +191,27 @@ class RankLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class TierLoad:
+    """What the second tier of a node's KV cache holds, and what it has done since the node started: blocks read back,
+    and full ones of prompts that were computed; reads that ended at a damaged block, or were given up, and blocks that
+    could not be written in time; bytes and seconds of reading and writing, and the seconds that computing would have
+    taken less what reading took."""
+
+    host_bytes: int
+    disk_bytes: int
+    num_hits: int
+    num_misses: int
+    num_damaged: int
+    num_late: int
+    num_unwritten: int
+    read_bytes: int
+    read_s: float
+    written_bytes: int
+    write_s: float
+    saved_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class NodeLoad:
     """A node's load at its last heartbeat. step_s is the median of its recent steps.
 
@@ -229,6 +250,7 @@ class NodeLoad:
     num_step_tokens: int
     num_blocks_leaked: int
     ranks: tuple[RankLoad, ...]
+    tier: TierLoad | None = None  # None without a second tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +317,8 @@ def to_loads(message: inference_pb2.GetLoadsResponse) -> Loads:
 def to_node_load(message: inference_pb2.NodeLoad) -> NodeLoad:
     ranks = tuple(record_of(RankLoad, rank) for rank in message.ranks)
     lists = {"step_weights": tuple(message.step_weights), "step_tokens": tuple(message.step_tokens), "ranks": ranks}
-    return record_of(NodeLoad, message, shape=shape_from_wire(message.shape), **lists)
+    tier = record_of(TierLoad, message.tier) if message.HasField("tier") else None
+    return record_of(NodeLoad, message, shape=shape_from_wire(message.shape), tier=tier, **lists)
 
 
 def _node_info(message: inference_pb2.NodeInfo) -> NodeInfo:

@@ -135,7 +135,7 @@ async def _ask_cluster(
     settings = ClusterSettings(grpc_port=free_port(), http_port=NO_HTTP)
     async with Cluster(settings, passed, model, report=report) as cluster, cluster.client() as client:
         await cluster.start(lambda missing: None)
-        await _ask(client, texts.draw(0, WARM_UP_TOKENS), sizes.output_tokens)
+        await ask(client, texts.draw(0, WARM_UP_TOKENS), sizes.output_tokens)
         report(f"{sizes.num_conversations} chats of two turns ...")
         chat = await _chat(client, sizes, texts)
         report(f"{sizes.num_requests} requests with a shared beginning of {sizes.shared_tokens} tokens ...")
@@ -148,10 +148,10 @@ async def _chat(client: AsyncClient, sizes: ReuseBench, texts: Texts) -> list[As
     beginnings = []
     for number in numbers:
         prompt = texts.draw(number, sizes.turn_tokens)
-        first = await _ask(client, prompt, sizes.output_tokens)
+        first = await ask(client, prompt, sizes.output_tokens)
         beginnings.append([*prompt, *first.token_ids])
     return [
-        await _ask(client, [*beginning, *texts.draw(number + 1, sizes.turn_tokens)], sizes.output_tokens)
+        await ask(client, [*beginning, *texts.draw(number + 1, sizes.turn_tokens)], sizes.output_tokens)
         for number, beginning in zip(numbers, beginnings, strict=True)
     ]
 
@@ -160,12 +160,13 @@ async def _share(client: AsyncClient, sizes: ReuseBench, texts: Texts) -> list[A
     first = 1 + 2 * sizes.num_conversations
     beginning = texts.draw(first, sizes.shared_tokens)
     return [
-        await _ask(client, [*beginning, *texts.draw(number, sizes.own_tokens)], sizes.output_tokens)
+        await ask(client, [*beginning, *texts.draw(number, sizes.own_tokens)], sizes.output_tokens)
         for number in range(first + 1, first + 1 + sizes.num_requests)
     ]
 
 
-async def _ask(client: AsyncClient, prompt: Sequence[int], max_tokens: int) -> Asked:
+async def ask(client: AsyncClient, prompt: Sequence[int], max_tokens: int) -> Asked:
+    """One answer, of that many tokens."""
     token_ids: list[int] = []
     async for chunk in client.generate(prompt, max_tokens=max_tokens, **GREEDY):
         token_ids += chunk.token_ids

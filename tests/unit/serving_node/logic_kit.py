@@ -17,8 +17,20 @@ from serving_core.rates import StepRates
 from serving_core.requests import NO_TOKEN, Request, SampledToken, SamplingParams
 from serving_core.residents import Stage
 from serving_core.shapes import preset
-from serving_node.decisions import Beat, CancelTransfer, FinishSend, Receive, Send, SendMore, Tell
+from serving_node.decisions import (
+    Beat,
+    CancelLoad,
+    CancelTransfer,
+    FinishSend,
+    Load,
+    Receive,
+    Send,
+    SendMore,
+    Spill,
+    Tell,
+)
 from serving_node.logic import Limits, NodeLogic
+from serving_node.second_tier import NO_TIER
 from tests.toy_kv import FINGERPRINT, HERE, NUM_TOKEN_IDS, ToyKV, answer_of
 
 BLOCK_SIZE = 4
@@ -73,6 +85,7 @@ class Node:
         is_history_free=False,
         costs=None,
         candidates=0,
+        tier=NO_TIER,
     ):
         self.name = name
         self.origin = origin
@@ -92,7 +105,12 @@ class Node:
             eos_token_ids=(NEVER,),
             rates=self.rates,
             costs=costs or StepCosts(),
+            tier=tier,
         )
+        self.tier_kv = {}  # what each slot of the second tier holds
+        self.loads = {}  # that have begun
+        self.num_loads = 0
+        self.loads_at_once = True
         self.now = 0.0
         self.events = []
         self.opened = {}  # by epoch
@@ -191,8 +209,11 @@ class Node:
     def begin(self):
         """Plans a step, which then runs; gives its shares."""
         assert not self.works, "a step is running"
+        num_loads = self.num_loads
         self.works = self.logic.plan(self.now)
         self._absorb()
+        if not self.works and self.loads_at_once and self.num_loads > num_loads:
+            return self.begin()  # what was waited for is there
         assert sum(work.num_tokens + len(work.candidates) for work in self.works) <= self.budget
         assert all(work.num_tokens > 0 for work in self.works)
         assert len({work.request.request_id for work in self.works}) == len(self.works)
@@ -342,6 +363,11 @@ class Node:
         return load
 
     @property
+    def tier(self):
+        """The index of the second tier."""
+        return self.logic._tier.index
+
+    @property
     def num_free(self):
         return self.allocator.num_free
 
@@ -379,6 +405,8 @@ class Node:
                 sending.block_ids, sending.is_finished, sending.tail = list(block_ids), True, tail
             case CancelTransfer(epoch=epoch):
                 self.cancelled.append(epoch)
+            case Spill() | Load() | CancelLoad():
+                self._do_in_tier(decision)
 
     def _hear(self, event):
         self.events.append(event)
@@ -396,11 +424,40 @@ class Node:
         if self.grants_at_once:
             self.logic.granted(epoch, ticket)
 
+    def _do_in_tier(self, decision):
+        match decision:
+            case Spill(copies=copies):
+                self._spill(copies)
+            case Load(load_id=load_id):
+                self.loads[load_id] = decision
+                self.num_loads += 1
+                if self.loads_at_once:
+                    self.load_ends(load_id)
+            case CancelLoad(load_id=load_id):
+                del self.loads[load_id]
+
+    def _spill(self, copies):
+        for source, target in copies.demotions:
+            self.tier_kv[target] = self.tier_kv[source]
+        for block_id, slot in zip(copies.block_ids, copies.slots, strict=True):
+            self.tier_kv[slot] = self.kv.content(block_id)
+
+    def load_ends(self, load_id, num_good=None):
+        """The leading blocks of a load are there: all, unless it is said how many."""
+        load = self.loads.pop(load_id)
+        num_good = len(load.slots) if num_good is None else num_good
+        for slot, block_id in list(zip(load.slots, load.block_ids, strict=True))[:num_good]:
+            self.kv.put(block_id, self.tier_kv[slot])
+        self.kv.spoil_blocks(load.block_ids[num_good:])
+        self.logic.loaded(load_id, num_good, self.now)
+        self._settle()
+
     # ---- proof ----
 
     def check(self):
         self.allocator.check_integrity()
         self.logic.residents.check_integrity()
+        self.tier.check_integrity()
         self.kv.check_names(self.allocator)
         for resident in self.logic.residents:
             if resident.lease is not None:
@@ -417,7 +474,9 @@ class Node:
         assert self.logic.wake_at_s is None
         load = self.load
         assert (load.num_running, load.num_waiting, load.num_waiting_tokens) == (0, 0, 0)
-        assert self.hints == {hint_of(name) for name in self.allocator.blocks_by_name}
+        assert not self.loads
+        held = [*self.allocator.blocks_by_name, *self.tier.take_names()]
+        assert self.hints == set(map(hint_of, held))
 
 
 def token_of(tail):

@@ -2,6 +2,7 @@
 
 from serving_core.blocks import BlockAllocator
 from serving_core.prefix import hint_of
+from serving_core.tiers import TierIndex
 from serving_node.cache_report import MAX_HINTS, CacheReport
 
 
@@ -10,7 +11,7 @@ class Coordinator:
 
     def __init__(self, num_blocks):
         self.allocator = BlockAllocator(num_blocks)
-        self.report = CacheReport(self.allocator, [b"maker"], self.hear)
+        self.report = CacheReport(self.allocator, TierIndex(0, 0), [b"maker"], self.hear)
         self.hints = set()
         self.messages = []
 

@@ -1,0 +1,172 @@
+"""A node's logic with a second tier, over KV that tells whether what a step reads is that of its own tokens."""
+
+import random
+
+import pytest
+
+from serving_core.costs import StepCosts
+from serving_node.second_tier import LOAD_DEADLINE_S, TierPlan
+from tests.toy_kv import answer_of
+from tests.unit.serving_node.logic_kit import BLOCK_BYTES, BLOCK_SIZE, Node, prompt_of
+
+ALWAYS = TierPlan(num_host=8, num_disk=16, host_s=0.001, disk_s=0.01, reads_always=True)
+
+
+def ask(node, name, prompt, **job):
+    """Reads and answers it here, alone."""
+    request = node.local(name, prompt, salt="", **job)
+    node.steps()
+    return request
+
+
+def test_what_the_pool_gave_up_is_read_back():
+    node = Node(num_blocks=6, tier=ALWAYS)
+    first, other = prompt_of(20), prompt_of(20, first=1)
+    ask(node, "a", first)
+    ask(node, "b", other)  # there is no room for both
+    ask(node, "c", first)
+    assert node.num_loads == 1
+    assert node.tokens("c") == node.tokens("a") == answer_of(first, 4)
+    load = node.load
+    assert load.tier.num_hits == 4  # of 5 full blocks: the last token is computed in any case
+    assert load.tier.read_bytes == 4 * BLOCK_BYTES
+    assert load.tier.num_misses == 4 + 4  # of the first two prompts
+    assert load.tier.num_damaged == load.tier.num_late == 0
+    assert load.tier.host_bytes == 8 * BLOCK_BYTES
+    assert load.num_cached_tokens == 16
+    node.check_empty()
+
+
+def test_others_start_while_blocks_are_read():
+    node = Node(num_blocks=12, tier=ALWAYS)
+    first = prompt_of(20)
+    ask(node, "a", first)
+    ask(node, "b", prompt_of(44, first=1))
+    node.loads_at_once = False
+    node.local("c", first, salt="", max_tokens=2)
+    assert node.begin() == []
+    node.local("d", 5)
+    assert node.begin() == [("d", 0, 5)]
+    node.end()
+    assert node.load.num_blocks_leaked == 0
+    (load_id,) = node.loads
+    node.load_ends(load_id)
+    assert ("c", 16, 4) in node.step()
+    node.steps()
+    assert node.tokens("c") == answer_of(first, 2)
+    node.check_empty()
+
+
+@pytest.mark.parametrize("num_good", [0, 2])
+def test_a_damaged_block_is_computed(num_good):
+    node = Node(num_blocks=6, tier=ALWAYS)
+    first = prompt_of(20)
+    ask(node, "a", first)
+    ask(node, "b", prompt_of(20, first=1))
+    node.loads_at_once = False
+    node.local("c", first, salt="")
+    node.begin()
+    (load_id,) = node.loads
+    node.load_ends(load_id, num_good)
+    node.loads_at_once = True
+    assert node.step() == [("c", num_good * BLOCK_SIZE, 20 - num_good * BLOCK_SIZE)]
+    node.steps()
+    assert node.tokens("c") == answer_of(first, 4)
+    assert (node.load.tier.num_hits, node.load.tier.num_damaged) == (num_good, 1)
+    node.check_empty()
+
+
+def test_what_takes_too_long_is_computed():
+    node = Node(num_blocks=6, tier=ALWAYS)
+    first = prompt_of(20)
+    ask(node, "a", first)
+    ask(node, "b", prompt_of(20, first=1))
+    node.loads_at_once = False
+    node.local("c", first, salt="")
+    node.begin()
+    (load_id,) = node.loads
+    assert node.logic.wake_at_s == node.now + LOAD_DEADLINE_S
+    node.tick(node.now + LOAD_DEADLINE_S)
+    assert not node.loads
+    node.logic.loaded(load_id, 4, node.now)  # too late
+    assert node.step() == [("c", 0, 20)]
+    node.steps()
+    assert node.tokens("c") == answer_of(first, 4)
+    assert node.load.tier.num_late == 1
+    node.check_empty()
+
+
+@pytest.mark.parametrize(("token_s", "num_loads"), [(0.0001, 0), (0.1, 1)])
+def test_only_what_is_read_faster_than_computed(token_s, num_loads):
+    """Four blocks are 16 tokens, and take 0.04 s to be read."""
+    tier = TierPlan(num_disk=16, disk_s=0.01)
+    node = Node(num_blocks=6, tier=tier, costs=StepCosts(1 / token_s))
+    node.logic.step_done = lambda works, tokens, step_s, now: type(node.logic).step_done(
+        node.logic, works, tokens, 0.0, now
+    )  # steps of which nothing is learnt
+    ask(node, "a", prompt_of(20))
+    ask(node, "b", prompt_of(20, first=1))
+    ask(node, "c", prompt_of(20))
+    assert node.num_loads == num_loads
+    node.check_empty()
+
+
+def test_an_answer_that_was_put_back_reads_what_it_had():
+    node = Node(num_blocks=10, tier=ALWAYS, role="decode")
+    prompts = {name: prompt_of(14, first=index) for index, name in enumerate("abc")}
+    for name, prompt in prompts.items():
+        node.local(name, prompt, salt=name, max_tokens=20)
+    node.steps()
+    for name, prompt in prompts.items():
+        assert node.tokens(name) == answer_of(prompt, 20)
+    load = node.load
+    assert load.num_preemptions > 0
+    assert load.tier.num_hits > 0
+    node.check_empty()
+
+
+def test_a_cancelled_one_leaves_nothing():
+    node = Node(num_blocks=6, tier=ALWAYS)
+    ask(node, "a", prompt_of(20))
+    ask(node, "b", prompt_of(20, first=1))
+    node.loads_at_once = False
+    request = node.local("c", prompt_of(20), salt="")
+    node.begin()
+    node.cancel(request)
+    (load_id,) = node.loads
+    node.load_ends(load_id)
+    assert node.words("c") == ["cancelled"]
+    node.check_empty()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("is_history_free", [False, True])
+def test_never_a_wrong_token(seed, is_history_free):
+    """Prompts that begin alike, in a pool and a tier too small for them, with reads that end late, early or never."""
+    rng = random.Random(seed)
+    tier = TierPlan(rng.randint(0, 6), rng.randint(1, 10), 0.001, 0.001, reads_always=True)
+    node = Node(num_blocks=14, budget=16, seats=3, tier=tier, is_history_free=is_history_free)
+    node.loads_at_once = False
+    asked = {}
+    for number in range(60):
+        name, length = str(number), rng.randint(1, 30)
+        prompt = prompt_of(40, first=rng.randint(0, 2))[:length]
+        asked[name] = prompt
+        node.local(name, prompt, salt="", max_tokens=rng.randint(1, 12))
+        for _ in range(rng.randint(0, 4)):
+            node.step()
+            for load_id, load in list(node.loads.items()):
+                if rng.random() < 0.5:
+                    node.load_ends(load_id, rng.choice([None, None, None, rng.randint(0, len(load.slots))]))
+        if rng.random() < 0.1:
+            node.tick(node.now + LOAD_DEADLINE_S)
+    node.loads_at_once = True
+    for load_id in list(node.loads):
+        node.load_ends(load_id)
+    node.steps(most=2000)
+    for name, prompt in asked.items():
+        told = node.tokens(name)
+        assert told == answer_of(prompt, len(told))
+        assert told
+    assert node.load.tier.num_hits > 0
+    node.check_empty()
