@@ -191,7 +191,7 @@ def kv_tiers(model: str, dtype: str, as_json: bool, **counts: int) -> None:
         tier_bytes=counts["tier_bytes"],
         dtype=dtype,
     )
-    _run(measure_tiers(resolve(model, report), sizes, report), _records, tiers_table, as_json)
+    _run(measure_tiers(writing_model(model, report), sizes, report), _records, tiers_table, as_json)
 
 
 @bench.command()
