@@ -13,7 +13,8 @@ from engine.model.checkpoint import Checkpoint, Part, SafetensorsCheckpoint
 from engine.model.layers import Layer, Linear
 from engine.model.llama import LlamaDecoder
 from engine.native.linear_library import best_variant
-from engine.quantization import awq, gptq
+from engine.quantization import awq, gptq, w8a8
+from engine.quantization.fp8 import Fp8Checkpoint
 from engine.quantization.grouped_weight import join, matrix_of
 from serving_core.errors import ModelError
 from serving_core.needs import TIED_HEAD, WEIGHT_BITS
@@ -23,7 +24,8 @@ from serving_core.weight_files import is_gguf, weight_files
 
 logger = logging.getLogger(__name__)
 
-READERS: Final = {"gptq": gptq, "awq": awq}
+READERS: Final = {"gptq": gptq, "awq": awq, "w8a8": w8a8}
+MARKS: Final = ("qweight", "weight_scale")  # a tensor that only a quantized module has
 ROOT: Final = "model."  # of all tensors but the head's
 EMBEDDING: Final = f"{ROOT}embed_tokens.weight"
 HARMLESS_SUFFIX: Final = ".rotary_emb.inv_freq"  # older checkpoints store what we compute
@@ -64,9 +66,12 @@ def load_weights(
     or 32 bits. What another stage takes is that stage's to check.
     """
     checkpoint = open_checkpoint(folder, ROOT)
+    if stored is not None and stored.become_floats:
+        checkpoint, stored = Fp8Checkpoint(checkpoint, stored), None
     targets = list(_targets(model, checkpoint, stored))
     parts = [part for target in targets for part in target.parts]
     _check(checkpoint, parts, model.is_elsewhere)
+    rounds_inputs = quantization == "w8a8" or (stored is not None and stored.method == "w8a8")
     num_bytes = num_dense = 0
     for module, of_module in itertools.groupby(targets, key=lambda target: target.module):
         for target in of_module:
@@ -75,6 +80,8 @@ def load_weights(
             elif not _take(target, checkpoint, stored, dtype, device):
                 num_dense += 1
         module.pack(WEIGHT_BITS.get(quantization))
+        if rounds_inputs and isinstance(module, Linear):
+            module.round_inputs(8)
         num_bytes += module.num_bytes
     is_quantized = quantization in WEIGHT_BITS or stored is not None
     if is_quantized and (device.type != "cpu" or best_variant() is None):
@@ -144,7 +151,7 @@ def _targets(model: nn.Module, checkpoint: Checkpoint, stored: StoredQuantizatio
 
 def _is_quantized(checkpoint: Checkpoint, name: str) -> bool:
     """Whether a module of the checkpoint is; of a quantized checkpoint some are not."""
-    return f"{name}.qweight" in checkpoint.names()
+    return any(f"{name}.{mark}" in checkpoint.names() for mark in MARKS)
 
 
 def _quantized(
