@@ -17,6 +17,7 @@ from serving_core.weight_files import StoredTensor, stored_tensors
 
 MOST_INVARIANT_RANKS: Final = 2  # whose sum does not depend on the order
 WEIGHT_BITS: Final = {"int8": 8, "int4": 4, "w8a8": 8}
+INPUT_BITS: Final = {"w8a8": 8}  # to which kernels round what is multiplied with them; 16 with others
 PACKED_BYTES: Final = 4  # of the integers that hold quantized weights
 INTEGER_BYTES: Final = {"I8": 1, "U8": 1}  # of others
 TIED_HEAD: Final = "lm_head.weight"

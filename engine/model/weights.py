@@ -17,7 +17,7 @@ from engine.quantization import awq, gptq, w8a8
 from engine.quantization.fp8 import Fp8Checkpoint
 from engine.quantization.grouped_weight import join, matrix_of
 from serving_core.errors import ModelError
-from serving_core.needs import TIED_HEAD, WEIGHT_BITS
+from serving_core.needs import INPUT_BITS, TIED_HEAD, WEIGHT_BITS
 from serving_core.sharding import Extent
 from serving_core.stored_quantization import StoredQuantization
 from serving_core.weight_files import is_gguf, weight_files
@@ -71,7 +71,7 @@ def load_weights(
     targets = list(_targets(model, checkpoint, stored))
     parts = [part for target in targets for part in target.parts]
     _check(checkpoint, parts, model.is_elsewhere)
-    rounds_inputs = quantization == "w8a8" or (stored is not None and stored.method == "w8a8")
+    input_bits = INPUT_BITS.get(quantization if stored is None else stored.method, 16)
     num_bytes = num_dense = 0
     for module, of_module in itertools.groupby(targets, key=lambda target: target.module):
         for target in of_module:
@@ -80,8 +80,8 @@ def load_weights(
             elif not _take(target, checkpoint, stored, dtype, device):
                 num_dense += 1
         module.pack(WEIGHT_BITS.get(quantization))
-        if rounds_inputs and isinstance(module, Linear):
-            module.round_inputs(8)
+        if isinstance(module, Linear):
+            module.round_inputs(input_bits)
         num_bytes += module.num_bytes
     is_quantized = quantization in WEIGHT_BITS or stored is not None
     if is_quantized and (device.type != "cpu" or best_variant() is None):
