@@ -12,7 +12,7 @@ from serving_core.layout import DTYPE_BYTES, KVLayout
 from serving_core.model_config import FAKE_ARCHITECTURE, ModelConfig, read_model_config
 from serving_core.settings import EngineSettings
 from serving_core.sharding import check_num_ranks, check_pp_size, check_tp_size, rank_layout
-from serving_core.stored_quantization import FP8, check_quantization
+from serving_core.stored_quantization import FP8, FP8_SCALES, check_quantization
 from serving_core.weight_files import StoredTensor, stored_tensors
 
 MOST_INVARIANT_RANKS: Final = 2  # whose sum does not depend on the order
@@ -97,6 +97,8 @@ def needs_of(settings: EngineSettings, config: ModelConfig) -> Needs:
     tensors = stored_tensors(Path(settings.model))
     if config.tie_word_embeddings or config.embedder is not None:
         tensors.pop(TIED_HEAD, None)
+    if config.stored_quantization is not None and config.stored_quantization.become_floats:
+        tensors = {name: each for name, each in tensors.items() if name.rpartition(".")[2] not in FP8_SCALES}
     dtype_bytes, bits = DTYPE_BYTES[compute_dtype(settings, config)], WEIGHT_BITS.get(settings.quantization)
     weight_bytes = sum(_loaded_bytes(tensor, dtype_bytes, bits) for tensor in tensors.values())
     adapter_bytes = dtype_bytes * sum(adapter.num_elements for adapter in read_adapters(settings.lora, config))

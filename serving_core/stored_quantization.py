@@ -12,6 +12,7 @@ WHOLE: Final = -1  # as a group_size: one group of all inputs
 
 
 FP8: Final = "F8_E4M3"  # as safetensors files call it
+FP8_SCALES: Final = ("weight_scale", "weight_scale_inv", "input_scale")  # tensors beside fp8 weights
 MOST_BLOCK: Final = 2**16
 
 

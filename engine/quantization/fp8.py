@@ -8,11 +8,10 @@ import torch
 from engine.model.checkpoint import Checkpoint, Part
 from serving_core.errors import ModelError
 from serving_core.sharding import Extent, whole
-from serving_core.stored_quantization import FP8, StoredQuantization
+from serving_core.stored_quantization import FP8, FP8_SCALES, StoredQuantization
 from serving_core.weight_files import FLOATS
 
-SCALES: Final = ("weight_scale", "weight_scale_inv")  # by either name what a weight is multiplied by
-INPUT_SCALE: Final = "input_scale"  # of activations, which stay as they are
+SCALES: Final = FP8_SCALES[:2]  # by either name what a weight is multiplied by; activations stay as they are
 
 
 class Fp8Checkpoint(Checkpoint):
@@ -23,7 +22,7 @@ class Fp8Checkpoint(Checkpoint):
         self._block = stored.block
 
     def names(self) -> set[str]:
-        return {name for name in self._checkpoint.names() if name.rpartition(".")[2] not in (*SCALES, INPUT_SCALE)}
+        return {name for name in self._checkpoint.names() if name.rpartition(".")[2] not in FP8_SCALES}
 
     def describe(self, name: str) -> tuple[tuple[int, ...], str]:
         shape, dtype = self._checkpoint.describe(name)

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 OUTPUTS: Final = 16  # of a vector of weights, as in native/linear.h
 DEPTH: Final = 4  # inputs of a vector
+MOST_INPUTS: Final = 2**16  # of 8 bits
 _MEMORY: Final = HugeMemory()
 _TILE_ELEMENTS: Final = 2**20  # weights that are made whole at a time
 
@@ -89,11 +90,12 @@ class QuantizedMatrix:
             self._matrix.bias = self._bias.data_ptr()
 
     def round_inputs(self, bits: int) -> None:
-        """To how many bits the kernels round inputs, 8 or 16; 8 is for weights of 8 bits in one group around 128."""
+        """To how many bits the kernels round inputs, 8 or 16; 8 is for weights of 8 bits in one group around 128. More
+        than MOST_INPUTS inputs stay at 16, as their sums would not fit."""
         assert bits == 16 or (self.bits == 8 and self._scales.shape[1] == 1)
-        self.input_bits = bits
+        self.input_bits = bits if self.num_inputs <= MOST_INPUTS else 16
         if self._matrix is not None:
-            self._matrix.input_bits = bits
+            self._matrix.input_bits = self.input_bits
 
     def rows(self, outputs: torch.Tensor) -> torch.Tensor:
         """The weights of these outputs [T], which are whole: [T, num_inputs] float32."""
