@@ -53,10 +53,12 @@ def prompts_command(
     if as_json:
         click.echo(json.dumps({"prompts": [dataclasses.asdict(row) for row in rows]}))
         return
-    table = plain_table("prompts", "weights", numbers=("tokens/s", "of none", "products alone", "share of these"))
+    table = plain_table(
+        "prompts", "weights", numbers=("tokens/s", "of none", "by CPU time", "products alone", "share of these")
+    )
     for row in rows:
         rate = f"{row.product_flops_per_s / 1e9:.0f} G/s"
-        told = (f"{row.tokens_per_s:.0f}", f"{row.ratio:.2f}", rate, f"{row.product_share:.0%}")
+        told = (f"{row.tokens_per_s:.0f}", f"{row.ratio:.2f}", f"{row.cpu_ratio:.2f}", rate, f"{row.product_share:.0%}")
         table.add_row(str(row.prompts), row.quantization, *told)
     stdout.print(table)
     stdout.print("medians of turns; products alone: the best of several shapes, weights packed as the engine's")

@@ -3,6 +3,7 @@ machine does strikes all alike."""
 
 import dataclasses
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +36,15 @@ class QuantizedPrompts:
     quantization: str
     tokens_per_s: float  # the median
     ratio: float  # to the weights as they are: the median of those of each turn
+    cpu_ratio: float  # the same of CPU time, which is steadier where others compute too
     product_flops_per_s: float  # what products with such weights reach alone
     product_share: float  # and what the prompts reach of it
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    wall_s: float
+    cpu_s: float
 
 
 def measure_quantized_prompts(
@@ -72,16 +80,18 @@ def _measure(
     rows = []
     for size in sizes:
         report(f"prefill of {size.count} prompts of {size.num_tokens} tokens ...")
-        samples_s = _in_turn_s(engines, size, repeats)
+        samples = _in_turn(engines, size, repeats)
         flops = size.count * prompt_flops(config, size.num_tokens)
-        for name, each_s in samples_s.items():
-            median_s = statistics.median(each_s)
+        for name, each in samples.items():
+            median_s = statistics.median(sample.wall_s for sample in each)
+            pairs = list(zip(samples[PLAIN], each, strict=True))
             rows.append(
                 QuantizedPrompts(
                     size,
                     name,
                     tokens_per_s=size.count * size.num_tokens / median_s,
-                    ratio=statistics.median(one / other for one, other in zip(samples_s[PLAIN], each_s, strict=True)),
+                    ratio=statistics.median(one.wall_s / other.wall_s for one, other in pairs),
+                    cpu_ratio=statistics.median(one.cpu_s / other.cpu_s for one, other in pairs),
                     product_flops_per_s=rates[name],
                     product_share=flops / median_s / rates[name],
                 )
@@ -89,16 +99,18 @@ def _measure(
     return rows
 
 
-def _in_turn_s(engines: dict[str, Engine], size: PromptSize, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each repeat."""
+def _in_turn(engines: dict[str, Engine], size: PromptSize, repeats: int) -> dict[str, list[_Sample]]:
+    """Of each repeat."""
     runs = {name: PromptRun(engine, size) for name, engine in engines.items()}
     for engine in engines.values():
         PromptRun(engine, dataclasses.replace(size, count=1)).run_s()  # the first of its shapes
-    samples_s: dict[str, list[float]] = {name: [] for name in engines}
+    samples: dict[str, list[_Sample]] = {name: [] for name in engines}
     for _ in range(repeats):
         for name, run in runs.items():
-            samples_s[name].append(run.run_s())
-    return samples_s
+            start_s = time.process_time()
+            wall_s = run.run_s()
+            samples[name].append(_Sample(wall_s, time.process_time() - start_s))
+    return samples
 
 
 @torch.inference_mode()
