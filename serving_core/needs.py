@@ -12,12 +12,14 @@ from serving_core.layout import DTYPE_BYTES, KVLayout
 from serving_core.model_config import FAKE_ARCHITECTURE, ModelConfig, read_model_config
 from serving_core.settings import EngineSettings
 from serving_core.sharding import check_num_ranks, check_pp_size, check_tp_size, rank_layout
-from serving_core.stored_quantization import check_quantization
+from serving_core.stored_quantization import FP8, FP8_SCALES, check_quantization
 from serving_core.weight_files import StoredTensor, stored_tensors
 
 MOST_INVARIANT_RANKS: Final = 2  # whose sum does not depend on the order
-WEIGHT_BITS: Final = {"int8": 8, "int4": 4}
+WEIGHT_BITS: Final = {"int8": 8, "int4": 4, "w8a8": 8}
+INPUT_BITS: Final = {"w8a8": 8}  # to which kernels round what is multiplied with them; 16 with others
 PACKED_BYTES: Final = 4  # of the integers that hold quantized weights
+INTEGER_BYTES: Final = {"I8": 1, "U8": 1}  # of others
 TIED_HEAD: Final = "lm_head.weight"
 
 
@@ -96,6 +98,8 @@ def needs_of(settings: EngineSettings, config: ModelConfig) -> Needs:
     tensors = stored_tensors(Path(settings.model))
     if config.tie_word_embeddings or config.embedder is not None:
         tensors.pop(TIED_HEAD, None)
+    if config.stored_quantization is not None and config.stored_quantization.become_floats:
+        tensors = {name: each for name, each in tensors.items() if name.rpartition(".")[2] not in FP8_SCALES}
     dtype_bytes, bits = DTYPE_BYTES[compute_dtype(settings, config)], WEIGHT_BITS.get(settings.quantization)
     weight_bytes = sum(_loaded_bytes(tensor, dtype_bytes, bits) for tensor in tensors.values())
     if settings.weights_memory_bytes:
@@ -111,8 +115,8 @@ def _rank_layouts(settings: EngineSettings, layout: KVLayout, tp_size: int) -> l
 
 def _loaded_bytes(tensor: StoredTensor, dtype_bytes: int, bits: int | None) -> int:
     num_elements = math.prod(tensor.shape)
-    if not tensor.is_float:
-        return num_elements * PACKED_BYTES
+    if not tensor.is_float and tensor.dtype != FP8:
+        return num_elements * INTEGER_BYTES.get(tensor.dtype, PACKED_BYTES)
     if bits is not None and len(tensor.shape) > 1:
         return num_elements * bits // 8
     return num_elements * dtype_bytes

@@ -6,7 +6,7 @@ from serving_core.flags import flag
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("none", "int8", "int4")
+QUANTIZATIONS = ("none", "int8", "int4", "w8a8")
 MODEL_IMPLS = ("auto", "native", "transformers")
 RUNNERS = ("auto", "generate", "pooling")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8_e4m3")
@@ -32,7 +32,9 @@ class EngineSettings:
     )
     dtype: str = flag("auto", "Compute dtype; auto takes the model's own.", choices=DTYPES)
     quantization: str = flag(
-        "none", "Bits of the weights, made when they are loaded; none takes them as they are.", choices=QUANTIZATIONS
+        "none",
+        "Bits of the weights, made when they are loaded, and with w8a8 of activations; none takes them as they are.",
+        choices=QUANTIZATIONS,
     )
     kv_cache_dtype: str = flag(
         "auto", "KV cache dtype; auto takes the compute dtype, int8 and fp8_e4m3 halve it.", choices=KV_CACHE_DTYPES

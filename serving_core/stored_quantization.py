@@ -1,6 +1,7 @@
 """Which quantized checkpoints can be read: the quantization_config of config.json; and what goes with --quantization.
 Torch-free."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,19 +11,30 @@ from serving_core.json_fields import JsonFields
 WHOLE: Final = -1  # as a group_size: one group of all inputs
 
 
+FP8: Final = "F8_E4M3"  # as safetensors files call it
+FP8_SCALES: Final = ("weight_scale", "weight_scale_inv", "input_scale")  # tensors beside fp8 weights
+MOST_BLOCK: Final = 2**16
+
+
 @dataclass(frozen=True, slots=True)
 class StoredQuantization:
     """How the weights of a checkpoint are stored."""
 
-    method: str  # gptq or awq
+    method: str  # gptq, awq, w8a8 or fp8
     bits: int
     group_size: int  # inputs that share a scale; WHOLE: all
     zeros_start_at_one: bool = False  # a stored zero of 0 means 1: what GPTQ's first format does
+    block: tuple[int, int] | None = None  # outputs and inputs that share a scale of fp8; None: whole outputs, or all
+
+    @property
+    def become_floats(self) -> bool:
+        """Whether weights are floats again once they are read."""
+        return self.method == "fp8"
 
 
 def check_quantization(quantization: str, stored: StoredQuantization | None) -> None:
-    """Raises SettingsError when weights that are stored quantized are to be quantized once more."""
-    if stored is not None and quantization != "none":
+    """Raises SettingsError when weights that are computed with as they are stored are to be quantized once more."""
+    if stored is not None and not stored.become_floats and quantization != "none":
         raise SettingsError(
             f"--quantization {quantization}: the weights are stored as {quantization_name('none', stored)} already"
         )
@@ -30,7 +42,9 @@ def check_quantization(quantization: str, stored: StoredQuantization | None) -> 
 
 def quantization_name(quantization: str, stored: StoredQuantization | None) -> str:
     """What the weights are, in a word: a value of --quantization, or how they are stored, such as gptq-int4."""
-    return quantization if stored is None else f"{stored.method}-int{stored.bits}"
+    if stored is None or quantization != "none":
+        return quantization
+    return f"{stored.method}-int{stored.bits}" if stored.method in ("gptq", "awq") else stored.method
 
 
 def read_stored_quantization(config: JsonFields) -> StoredQuantization | None:
@@ -39,11 +53,9 @@ def read_stored_quantization(config: JsonFields) -> StoredQuantization | None:
     if fields is None:
         return None
     method = fields.text("quant_method", "")
-    if method == "gptq":
-        return _gptq(fields)
-    if method == "awq":
-        return _awq(fields)
-    raise _unsupported("quant_method", method, "gptq, awq")
+    if method not in _READERS:
+        raise _unsupported("quant_method", method, ", ".join(_READERS))
+    return _READERS[method](fields)
 
 
 def _gptq(fields: JsonFields) -> StoredQuantization:
@@ -71,6 +83,73 @@ def _awq(fields: JsonFields) -> StoredQuantization:
     return StoredQuantization("awq", bits, _group_size(fields, name))
 
 
+def _fp8(fields: JsonFields) -> StoredQuantization:
+    _check_names(fields, ("quant_method", "fmt", "activation_scheme", "weight_block_size", *_KEPT))
+    _check(fields, "fmt", ("e4m3",))
+    return StoredQuantization("fp8", 8, WHOLE, block=_block(fields, "weight_block_size"))
+
+
+def _compressed_tensors(fields: JsonFields) -> StoredQuantization:
+    _check_names(fields, ("quant_method", "format", "quantization_status", "config_groups", "sparsity_config", *_KEPT))
+    _check(fields, "quantization_status", ("compressed",))
+    if (sparsity := fields.nested("sparsity_config")) is not None:
+        _check(sparsity, "format", ("dense",))
+    groups = fields.nested("config_groups")
+    if groups is None or len(groups.names) != 1:
+        raise fields.error("config_groups", "an object of one group")
+    group = groups.nested(groups.names[0])
+    weights = None if group is None else group.nested("weights")
+    if group is None or weights is None:
+        raise groups.error(groups.names[0], "an object with weights")
+    _check_names(group, ("targets", "format", "weights", "input_activations"))
+    _check_scheme(weights, num_bits=(8,), symmetric=(True,), dynamic=(False,))
+    if fields.text("format", "") == "float-quantized":
+        _check_scheme(weights, type=("float",), strategy=("tensor", "channel", "block"))
+        is_block = weights.raw("strategy") == "block"
+        return StoredQuantization("fp8", 8, WHOLE, block=_block(weights, "block_structure") if is_block else None)
+    _check(fields, "format", ("int-quantized", "float-quantized"))
+    _check_scheme(weights, type=("int",), strategy=("channel",))
+    inputs = group.nested("input_activations")
+    if inputs is None:
+        raise group.error("input_activations", "those of 8 bits, made anew for each token")
+    _check_scheme(inputs, num_bits=(8,), type=("int",), symmetric=(True,), strategy=("token",), dynamic=(True,))
+    return StoredQuantization("w8a8", 8, WHOLE)
+
+
+def _check_scheme(scheme: JsonFields, **supported: tuple[object, ...]) -> None:
+    scheme = scheme.with_defaults({"type": "int", "symmetric": True, "dynamic": False})
+    for name, values in supported.items():
+        if scheme.raw(name) not in values:
+            raise _unsupported(name, scheme.raw(name), ", ".join(map(str, values)))
+    told = ("num_bits", "type", "symmetric", "strategy", "dynamic", "block_structure")
+    _check_names(scheme, (*told, "observer", "observer_kwargs", "scale_dtype", "zp_dtype"))
+
+
+def _check(fields: JsonFields, name: str, supported: tuple[object, ...]) -> None:
+    """A value that is missing is the first of those that are supported."""
+    if (value := fields.raw(name)) is not None and value not in supported:
+        raise _unsupported(name, value, ", ".join(map(str, supported)))
+
+
+def _check_names(fields: JsonFields, known: tuple[str, ...]) -> None:
+    for name in fields.names:
+        if name not in known and fields.raw(name) not in (None, [], {}):
+            raise fields.unsupported(name)
+
+
+def _block(fields: JsonFields, name: str) -> tuple[int, int] | None:
+    """Outputs and inputs; None when it is missing."""
+    value = fields.raw(name)
+    if value is None:
+        return None
+    if not isinstance(value, list) or [type(size) for size in value] != [int, int]:
+        raise fields.error(name, "two integers")
+    outputs, inputs = value
+    if not (0 < outputs <= MOST_BLOCK and 0 < inputs <= MOST_BLOCK):
+        raise fields.error(name, f"two integers from 1 to {MOST_BLOCK}")
+    return outputs, inputs
+
+
 def _group_size(fields: JsonFields, name: str) -> int:
     size = fields.integer(name, minimum=WHOLE)
     if size == 0:
@@ -80,3 +159,13 @@ def _group_size(fields: JsonFields, name: str) -> int:
 
 def _unsupported(name: str, value: object, supported: str) -> ModelError:
     return ModelError(f"{name} {value!r} of a quantization_config is not supported; supported are {supported}")
+
+
+# What says nothing about the weights, or only which modules are stored as floats: the tensors say that.
+_KEPT: Final = ("ignore", "ignored_layers", "modules_to_not_convert", "global_compression_ratio", "version")
+_READERS: Final[dict[str, Callable[[JsonFields], StoredQuantization]]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+}

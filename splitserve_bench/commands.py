@@ -16,6 +16,7 @@ from splitserve.signals import run_to_end
 from splitserve_bench.compare.compare_command import compare_command
 from splitserve_bench.dominance.command import dominance_command
 from splitserve_bench.engine.command import engine_command
+from splitserve_bench.engine.prompts_command import prompts_command
 from splitserve_bench.models import writing_model
 from splitserve_bench.overload.command import overload_command
 from splitserve_bench.serve.serve_command import serve_command
@@ -36,6 +37,7 @@ def bench() -> None:
 
 
 bench.add_command(engine_command)
+bench.add_command(prompts_command)
 bench.add_command(serve_command)
 bench.add_command(compare_command)
 bench.add_command(overload_command)

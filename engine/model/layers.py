@@ -285,6 +285,12 @@ class Linear(Layer):
         self._matrix = matrix
         del self.weight
 
+    def round_inputs(self, bits: int) -> None:
+        """To be called after `pack`: from then on kernels round inputs of quantized weights to so many bits, but
+        those of a head."""
+        if isinstance(self._matrix, QuantizedMatrix) and not self._is_head:
+            self._matrix.round_inputs(bits)
+
     def pack(self, bits: int | None) -> None:
         """Puts outputs into their order; quantizes or packs the weights, and the plain ones are let go."""
         if self.rows is not None:

@@ -15,17 +15,19 @@ from engine.model.layers import Layer, Linear
 from engine.model.llama import LlamaDecoder
 from engine.native.linear_library import best_variant
 from engine.offload.placement import Placement
-from engine.quantization import awq, gptq
+from engine.quantization import awq, gptq, w8a8
+from engine.quantization.fp8 import Fp8Checkpoint
 from engine.quantization.grouped_weight import join, matrix_of
 from serving_core.errors import ModelError
-from serving_core.needs import TIED_HEAD, WEIGHT_BITS
+from serving_core.needs import INPUT_BITS, TIED_HEAD, WEIGHT_BITS
 from serving_core.sharding import Extent
 from serving_core.stored_quantization import StoredQuantization
 from serving_core.weight_files import is_gguf, weight_files
 
 logger = logging.getLogger(__name__)
 
-READERS: Final = {"gptq": gptq, "awq": awq}
+READERS: Final = {"gptq": gptq, "awq": awq, "w8a8": w8a8}
+MARKS: Final = ("qweight", "weight_scale")  # a tensor that only a quantized module has
 ROOT: Final = "model."  # of all tensors but the head's
 EMBEDDING: Final = f"{ROOT}embed_tokens.weight"
 HARMLESS_SUFFIX: Final = ".rotary_emb.inv_freq"  # older checkpoints store what we compute
@@ -68,9 +70,12 @@ def load_weights(
     or 32 bits. What another stage takes is that stage's to check.
     """
     checkpoint = open_checkpoint(folder, ROOT)
+    if stored is not None and stored.become_floats:
+        checkpoint, stored = Fp8Checkpoint(checkpoint, stored), None
     targets = list(_targets(model, checkpoint, stored))
     parts = [part for target in targets for part in target.parts]
     _check(checkpoint, parts, model.is_elsewhere)
+    input_bits = INPUT_BITS.get(quantization if stored is None else stored.method, 16)
     num_bytes = num_dense = 0
     for module, of_module in itertools.groupby(targets, key=lambda target: target.module):
         with nullcontext() if placement is None else placement.of(module):
@@ -80,6 +85,8 @@ def load_weights(
                 elif not _take(target, checkpoint, stored, dtype, device):
                     num_dense += 1
             module.pack(WEIGHT_BITS.get(quantization))
+        if isinstance(module, Linear):
+            module.round_inputs(input_bits)
         num_bytes += module.num_bytes
     is_quantized = quantization in WEIGHT_BITS or stored is not None
     if is_quantized and (device.type != "cpu" or best_variant() is None):
@@ -149,7 +156,7 @@ def _targets(model: nn.Module, checkpoint: Checkpoint, stored: StoredQuantizatio
 
 def _is_quantized(checkpoint: Checkpoint, name: str) -> bool:
     """Whether a module of the checkpoint is; of a quantized checkpoint some are not."""
-    return f"{name}.qweight" in checkpoint.names()
+    return any(f"{name}.{mark}" in checkpoint.names() for mark in MARKS)
 
 
 def _quantized(

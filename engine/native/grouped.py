@@ -66,7 +66,7 @@ def grouped_product(matrices: Sequence[object]) -> GroupedProduct | None:
     dense = [matrix for matrix in matrices if isinstance(matrix, DenseMatrix)]
     quantized = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix) and matrix.is_recordable]
     kinds: set[tuple[object, ...]] = {(each.dtype, each.num_inputs, each.num_outputs) for each in dense}
-    kinds |= {(each.bits, each.group_size, each.num_inputs, each.num_outputs) for each in quantized}
+    kinds |= {(each.bits, each.input_bits, each.group_size, each.num_inputs, each.num_outputs) for each in quantized}
     if library is None or len(kinds) != 1 or len(dense) + len(quantized) < len(matrices):
         return None
     return GroupedProduct(library, dense or quantized)

@@ -52,7 +52,8 @@ static int32_t num_tiles(const Product *product) {
 static int32_t begin(Operation *operation, int32_t num_rows) {
     Product *product = (Product *)operation->data;
     product->num_rows = num_rows;
-    product->tile_vectors = num_rows < TILE_ROWS - 1 ? TILE_VECTORS : TILE_VECTORS / 2;
+    int is_wide = num_rows < TILE_ROWS - 1 || product->matrix->input_bits == 8;
+    product->tile_vectors = is_wide ? TILE_VECTORS : TILE_VECTORS / 2;
     operation->num_units = num_tiles(product) * ((num_rows + UNIT_ROWS - 1) / UNIT_ROWS);
     return 0;
 }
@@ -83,12 +84,18 @@ static const uint8_t *line(const Operation *operation, int32_t unit, int32_t lin
 
 static const OperationKind rounding = {begin_rounding, round_rows, NULL}, multiplication = {begin, compute, line};
 
+/* Bytes of a rounded row, and of what is known of it. */
+static int64_t rounded_stride(const Matrix *matrix) { return matrix->input_bits / 8 * (int64_t)matrix->padded_inputs; }
+
+static int64_t sums_stride(const Matrix *matrix) {
+    return matrix->input_bits == 8 ? (int64_t)sizeof(Whole) : num_groups(matrix) * (int64_t)sizeof(float);
+}
+
 static int64_t aligned(int64_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
 
 /* Bytes of so many rounded rows. */
 EXPORTED int64_t linear_rounded_bytes(const Matrix *matrix, int32_t num_rows) {
-    return aligned((int64_t)num_rows * PLANES * matrix->padded_inputs) +
-           aligned(num_rows * num_groups(matrix) * (int64_t)sizeof(float)) +
+    return aligned(num_rows * rounded_stride(matrix)) + aligned(num_rows * sums_stride(matrix)) +
            aligned(num_rows * (int64_t)sizeof(float)) + ALIGNMENT;
 }
 
@@ -96,10 +103,10 @@ EXPORTED int64_t linear_rounded_bytes(const Matrix *matrix, int32_t num_rows) {
 static Product describe(const Matrix *matrix, int32_t element, const uint8_t *inputs, int64_t input_stride,
                         int32_t num_rows, uint8_t *outputs, uint8_t *memory) {
     uint8_t *numbers = (uint8_t *)aligned((int64_t)memory);
-    uint8_t *sums = numbers + aligned((int64_t)num_rows * PLANES * matrix->padded_inputs);
-    uint8_t *scales = sums + aligned(num_rows * num_groups(matrix) * (int64_t)sizeof(float));
+    uint8_t *sums = numbers + aligned(num_rows * rounded_stride(matrix));
+    uint8_t *scales = sums + aligned(num_rows * sums_stride(matrix));
     return (Product){.matrix = matrix, .inputs = inputs, .input_stride = input_stride, .outputs = outputs,
-                     .element = element, .rounded = {(int8_t *)numbers, (float *)sums, (float *)scales}};
+                     .element = element, .rounded = {(int8_t *)numbers, (float *)scales, (float *)sums, (Whole *)sums}};
 }
 
 static void divide(Operation *first, Operation *second, Product product) {
@@ -127,8 +134,9 @@ EXPORTED int32_t linear_multiply(const Matrix *matrix, Parallel *parallel, int32
 static Product part_of(Product product, const Matrix *matrix, int64_t start) {
     product.matrix = matrix;
     product.outputs += start * matrix->num_outputs * (product.element == LINEAR_BFLOAT16 ? 2 : 4);
-    product.rounded.numbers += start * PLANES * matrix->padded_inputs;
+    product.rounded.numbers += start * rounded_stride(matrix);
     product.rounded.sums += start * num_groups(matrix);
+    product.rounded.whole += start;
     product.rounded.scales += start;
     return product;
 }

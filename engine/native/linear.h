@@ -1,21 +1,21 @@
 /* Products with a matrix of 4-bit or 8-bit weights on CPUs: what Python sees and what the linear*.c files share.
  *
  * weight[output, input] = scale * (number - zero), with a scale and a zero for each output and group of inputs.
- * A row of inputs is first rounded to 16 bits of its own largest; then all products are of integers. What a row gives
- * depends on itself alone: it has the same bits whatever the other rows are and however many threads run.
+ * A row of inputs is first rounded to 16 or 8 bits of its own largest; then all products are of integers. What a row
+ * gives depends on itself alone: it has the same bits whatever the other rows are and however many threads run.
  */
 #ifndef SPLITSERVE_LINEAR_H
 #define SPLITSERVE_LINEAR_H
 
 #include <stdint.h>
 
-#define LINEAR_VERSION 1 /* of everything below; engine/native_linear.py expects the same */
+#define LINEAR_VERSION 2 /* of everything below; engine/native/linear_library.py expects the same */
 
 #define OUTPUTS 16     /* of a vector of weights */
 #define DEPTH 4        /* inputs of a vector of 8-bit weights; one of 4-bit weights has these and the next DEPTH */
 #define TILE_VECTORS 4 /* at most, in one tile */
 #define TILE_ROWS 4
-#define PLANES 2       /* bytes of an input */
+#define MOST_WHOLE 16  /* inputs of a row that exceed bytes */
 #define UNIT_ROWS 256  /* rows that one thread takes at a time */
 #define SHARED_WORK 65536 /* products; what is less is done sooner than other threads are woken */
 
@@ -27,6 +27,7 @@ typedef struct {
     int32_t padded_inputs; /* a multiple of group_size */
     int32_t group_size;    /* a multiple of 16 */
     int32_t weight_bits;   /* 4 or 8 */
+    int32_t input_bits;    /* 16; or 8, with 8-bit weights in one group whose zeros are 128 */
     const uint8_t *weights; /* 8 bits: [vectors, padded_inputs / 4, OUTPUTS, 4]; 4 bits: [vectors, padded_inputs / 8,
                              * OUTPUTS, 4] with inputs 0 to 3 of 8 in the lower halves of bytes, 4 to 7 in the upper */
     const float *scales;    /* [vectors, groups, OUTPUTS] */
@@ -35,11 +36,20 @@ typedef struct {
     const struct LinearKernel *kernel;
 } Matrix;
 
+/* Of a row of inputs of 8 bits: those that exceed them. */
+typedef struct {
+    int32_t sum; /* of all the row's numbers */
+    int32_t count;
+    int32_t inputs[MOST_WHOLE];
+    int32_t rests[MOST_WHOLE]; /* what the bytes lack */
+} Whole;
+
 /* Rows of inputs, rounded. */
 typedef struct {
-    int8_t *numbers; /* [rows, PLANES, padded_inputs]: upper and lower bytes, both with a sign */
-    float *sums;     /* [rows, groups] of the numbers, negative */
+    int8_t *numbers; /* [rows, planes, padded_inputs]: upper and lower bytes, both with a sign; or the one */
     float *scales;   /* [rows] */
+    float *sums;     /* of 16 bits: [rows, groups] of the numbers, negative */
+    Whole *whole;    /* of 8 bits: [rows] */
 } Rounded;
 
 typedef struct {

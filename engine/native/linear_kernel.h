@@ -2,6 +2,7 @@
 #include "linear.h"
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
@@ -12,7 +13,8 @@
 #include LINEAR_HEADER
 
 #define AHEAD_BYTES 2048 /* of each vector of a tile, the weights that are fetched meanwhile */
-#define LARGEST 32512.0f /* of inputs of 16 bits, so that upper bytes reach 127 */
+#define PLANES 2         /* bytes of an input of 16 bits */
+#define LARGEST 32512.0f /* so that upper bytes reach 127 */
 
 INLINE floats load_inputs(const uint8_t *from, int32_t element, int32_t count) {
     uint8_t rest[OUTPUTS * 4] = {0};
@@ -23,16 +25,23 @@ INLINE floats load_inputs(const uint8_t *from, int32_t element, int32_t count) {
     return element == LINEAR_BFLOAT16 ? floats_from_bfloat16(from) : floats_load(from);
 }
 
+/* Of every OUTPUTS-th input the bits of the largest magnitude. */
+INLINE integers largest_inputs(const Product *product, int32_t row, const int32_t element) {
+    const uint8_t *inputs = product->inputs + row * product->input_stride;
+    const int32_t num_inputs = product->matrix->num_inputs, bytes = element == LINEAR_BFLOAT16 ? 2 : 4;
+    integers largest = integers_zero();
+    for (int32_t at = 0; at < num_inputs; at += OUTPUTS) {
+        floats some = load_inputs(inputs + at * bytes, element, num_inputs - at);
+        largest = integers_max(largest, magnitude_bits(some));
+    }
+    return largest;
+}
+
 INLINE void round_inputs(const Product *product, int32_t row, const int32_t element) {
     const Matrix *matrix = product->matrix;
     const uint8_t *inputs = product->inputs + row * product->input_stride;
     const int32_t bytes = element == LINEAR_BFLOAT16 ? 2 : 4, padded = matrix->padded_inputs;
-    integers largest = integers_zero();
-    for (int32_t at = 0; at < matrix->num_inputs; at += OUTPUTS) {
-        floats some = load_inputs(inputs + at * bytes, element, matrix->num_inputs - at);
-        largest = integers_max(largest, magnitude_bits(some));
-    }
-    uint32_t bits = (uint32_t)integers_max_of(largest);
+    uint32_t bits = (uint32_t)integers_max_of(largest_inputs(product, row, element));
     float magnitude;
     memcpy(&magnitude, &bits, 4);
     float inverse = LARGEST / magnitude;
@@ -56,11 +65,6 @@ INLINE void round_inputs(const Product *product, int32_t row, const int32_t elem
     }
 }
 
-static void round_row(const Product *product, int32_t row) {
-    if (product->element == LINEAR_BFLOAT16) round_inputs(product, row, LINEAR_BFLOAT16);
-    else round_inputs(product, row, LINEAR_FLOAT32);
-}
-
 INLINE void store_outputs(const Product *product, int32_t row, int32_t output, floats sums) {
     const Matrix *matrix = product->matrix;
     int32_t count = matrix->num_outputs - output < OUTPUTS ? matrix->num_outputs - output : OUTPUTS;
@@ -76,6 +80,16 @@ INLINE void store_outputs(const Product *product, int32_t row, int32_t output, f
     if (product->element == LINEAR_BFLOAT16) floats_to_bfloat16(target, sums);
     else floats_store(target, sums);
     if (target == whole) memcpy(to, whole, (size_t)count * bytes);
+}
+
+#include "linear_bytes.h"
+
+static void round_row(const Product *product, int32_t row) {
+    int is_bfloat16 = product->element == LINEAR_BFLOAT16, is_bytes = product->matrix->input_bits == 8;
+    if (is_bytes && is_bfloat16) round_row_to_bytes(product, row, LINEAR_BFLOAT16);
+    else if (is_bytes) round_row_to_bytes(product, row, LINEAR_FLOAT32);
+    else if (is_bfloat16) round_inputs(product, row, LINEAR_BFLOAT16);
+    else round_inputs(product, row, LINEAR_FLOAT32);
 }
 
 /* `vectors` vectors of outputs of `rows` rows. With `halves` the weights are 4 bits wide, else they are bytes. */
@@ -177,7 +191,8 @@ static void compute(const Product *product, int32_t tile, int32_t first_row, int
     int halves = matrix->weight_bits == 4;
     int64_t stride = (int64_t)matrix->padded_inputs * (halves ? OUTPUTS / 2 : OUTPUTS);
     const uint8_t *weights = matrix->weights + vector * stride;
-    if (halves) compute_rows(product, weights, stride, vector, vectors, first_row, end_row, 1);
+    if (matrix->input_bits == 8) compute_bytes(product, weights, stride, vector, vectors, first_row, end_row);
+    else if (halves) compute_rows(product, weights, stride, vector, vectors, first_row, end_row, 1);
     else compute_rows(product, weights, stride, vector, vectors, first_row, end_row, 0);
 }
 

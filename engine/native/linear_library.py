@@ -9,7 +9,7 @@ from typing import Final
 
 from engine.native import library as native_library
 
-VERSION: Final = 1  # LINEAR_VERSION in native/linear.h
+VERSION: Final = 2  # LINEAR_VERSION in native/linear.h
 ELEMENTS: Final = {"float32": 0, "bfloat16": 1}
 VARIANTS: Final = ("avx512_vnni", "avx2", "plain")  # the fastest first
 
@@ -31,6 +31,7 @@ class Matrix(ctypes.Structure):
         ("padded_inputs", ctypes.c_int32),
         ("group_size", ctypes.c_int32),
         ("weight_bits", ctypes.c_int32),
+        ("input_bits", ctypes.c_int32),
         ("weights", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
         ("zeros", ctypes.c_void_p),

@@ -60,6 +60,13 @@ INLINE integers integers_shifted_right_8(integers a) {
     return INTEGERS(_mm256_srai_epi32(a.low, 8), _mm256_srai_epi32(a.high, 8));
 }
 INLINE integers integers_rounded(floats a) { return INTEGERS(_mm256_cvtps_epi32(a.low), _mm256_cvtps_epi32(a.high)); }
+INLINE integers integers_mul(integers a, int32_t x) {
+    return INTEGERS(_mm256_mullo_epi32(a.low, _mm256_set1_epi32(x)), _mm256_mullo_epi32(a.high, _mm256_set1_epi32(x)));
+}
+INLINE int integers_exceed(integers a, int32_t limit) {
+    __m256i most = _mm256_max_epi32(_mm256_abs_epi32(a.low), _mm256_abs_epi32(a.high));
+    return _mm256_movemask_epi8(_mm256_cmpgt_epi32(most, _mm256_set1_epi32(limit))) != 0;
+}
 INLINE int32_t integers_max_of(integers a) {
     int32_t each[OUTPUTS], most = 0;
     memcpy(each, &a, sizeof(each));
@@ -87,6 +94,11 @@ INLINE void store_low_bytes(int8_t *to, integers a) {
 INLINE bytes bytes_load(const void *from) {
     const __m256i *halves = from;
     return (bytes){_mm256_loadu_si256(halves), _mm256_loadu_si256(halves + 1)};
+}
+INLINE integers bytes_of(bytes a, int input) {
+    __m128i bits = _mm_cvtsi32_si128(8 * input);
+    __m256i low = _mm256_srl_epi32(a.low, bits), high = _mm256_srl_epi32(a.high, bits), mask = _mm256_set1_epi32(255);
+    return INTEGERS(_mm256_and_si256(low, mask), _mm256_and_si256(high, mask));
 }
 INLINE bytes lower_halves(bytes a) {
     __m256i mask = _mm256_set1_epi8(15);

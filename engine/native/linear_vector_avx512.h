@@ -1,6 +1,9 @@
 /* AVX-512 F, BW, DQ, VL and VNNI. */
 #include <immintrin.h>
 
+#define BYTE_ROWS 6
+#define BYTE_VECTORS 4
+
 typedef __m512 floats;
 typedef __m512i integers, bytes, word;
 
@@ -31,6 +34,10 @@ INLINE integers integers_add(integers a, integers b) { return _mm512_add_epi32(a
 INLINE integers integers_max(integers a, integers b) { return _mm512_max_epi32(a, b); }
 INLINE integers integers_shifted_right_8(integers a) { return _mm512_srai_epi32(a, 8); }
 INLINE integers integers_rounded(floats a) { return _mm512_cvtps_epi32(a); }
+INLINE integers integers_mul(integers a, int32_t x) { return _mm512_mullo_epi32(a, _mm512_set1_epi32(x)); }
+INLINE int integers_exceed(integers a, int32_t limit) {
+    return _mm512_cmpgt_epi32_mask(_mm512_abs_epi32(a), _mm512_set1_epi32(limit)) != 0;
+}
 INLINE int32_t integers_max_of(integers a) { return _mm512_reduce_max_epi32(a); }
 INLINE int32_t integers_sum_of(integers a) { return _mm512_reduce_add_epi32(a); }
 INLINE integers magnitude_bits(floats a) {
@@ -39,6 +46,9 @@ INLINE integers magnitude_bits(floats a) {
 INLINE void store_low_bytes(int8_t *to, integers a) { _mm_storeu_si128((void *)to, _mm512_cvtepi32_epi8(a)); }
 
 INLINE bytes bytes_load(const void *from) { return _mm512_loadu_si512(from); }
+INLINE integers bytes_of(bytes a, int input) {
+    return _mm512_and_si512(_mm512_srl_epi32(a, _mm_cvtsi32_si128(8 * input)), _mm512_set1_epi32(255));
+}
 INLINE bytes lower_halves(bytes a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 INLINE bytes upper_halves(bytes a) { return lower_halves(_mm512_srli_epi16(a, 4)); }
 INLINE word word_load(const int8_t *from) {

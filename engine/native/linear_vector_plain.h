@@ -20,6 +20,8 @@ INLINE integers integers_add(integers a, integers b) { EACH a.at[i] += b.at[i]; 
 INLINE integers integers_max(integers a, integers b) { EACH a.at[i] = a.at[i] > b.at[i] ? a.at[i] : b.at[i]; return a; }
 INLINE integers integers_shifted_right_8(integers a) { EACH a.at[i] >>= 8; return a; }
 INLINE integers integers_rounded(floats a) { integers b; EACH b.at[i] = (int32_t)lrintf(a.at[i]); return b; }
+INLINE integers integers_mul(integers a, int32_t x) { EACH a.at[i] *= x; return a; }
+INLINE int integers_exceed(integers a, int32_t limit) { EACH if (abs(a.at[i]) > limit) return 1; return 0; }
 INLINE int32_t integers_max_of(integers a) { int32_t b = 0; EACH b = a.at[i] > b ? a.at[i] : b; return b; }
 INLINE int32_t integers_sum_of(integers a) { int32_t b = 0; EACH b += a.at[i]; return b; }
 INLINE floats floats_from_integers(integers a) { floats b; EACH b.at[i] = (float)a.at[i]; return b; }
@@ -46,6 +48,7 @@ INLINE void floats_to_bfloat16(void *to, floats a) {
 }
 
 INLINE bytes bytes_load(const void *from) { bytes a; memcpy(&a, from, sizeof(a)); return a; }
+INLINE integers bytes_of(bytes a, int input) { integers b; EACH b.at[i] = a.at[DEPTH * i + input]; return b; }
 INLINE bytes lower_halves(bytes a) { for (int i = 0; i < (OUTPUTS * DEPTH); ++i) a.at[i] &= 15; return a; }
 INLINE bytes upper_halves(bytes a) { for (int i = 0; i < (OUTPUTS * DEPTH); ++i) a.at[i] >>= 4; return a; }
 INLINE word word_load(const int8_t *from) { word a; memcpy(&a, from, sizeof(a)); return a; }

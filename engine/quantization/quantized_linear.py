@@ -18,14 +18,15 @@ logger = logging.getLogger(__name__)
 
 OUTPUTS: Final = 16  # of a vector of weights, as in native/linear.h
 DEPTH: Final = 4  # inputs of a vector
+MOST_INPUTS: Final = 2**16  # of 8 bits
 _TILE_ELEMENTS: Final = 2**20  # weights that are made whole at a time
 
 
 class QuantizedMatrix:
     """Weights [num_outputs, num_inputs] of 4 or 8 bits, packed as native/linear.h says, wherever they are.
 
-    The native kernels round each row of inputs to 16 bits of its largest and then add exactly, so that a row's outputs
-    depend on that row alone.
+    The native kernels round each row of inputs to 16 bits of its largest, or to 8 if they are told so, and then add
+    exactly, so that a row's outputs depend on that row alone.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class QuantizedMatrix:
         num_vectors, num_groups = -(-num_outputs // OUTPUTS), -(-num_inputs // group_size)
         self.num_outputs, self.num_inputs, self.bits = num_outputs, num_inputs, bits
         self.group_size = group_size  # inputs that share a scale
+        self.input_bits = 16  # to which the kernels round inputs
         self._rows_packed = 8 // bits  # vectors of weights that share a packed one
         depth = DEPTH * self._rows_packed
         shape = (num_vectors, num_groups * group_size // depth, OUTPUTS, DEPTH)
@@ -85,6 +87,14 @@ class QuantizedMatrix:
         self._bias = bias.detach().float().contiguous()
         if self._matrix is not None:
             self._matrix.bias = self._bias.data_ptr()
+
+    def round_inputs(self, bits: int) -> None:
+        """To how many bits the kernels round inputs, 8 or 16; 8 is for weights of 8 bits in one group around 128. More
+        than MOST_INPUTS inputs stay at 16, as their sums would not fit."""
+        assert bits == 16 or (self.bits == 8 and self._scales.shape[1] == 1)
+        self.input_bits = bits if self.num_inputs <= MOST_INPUTS else 16
+        if self._matrix is not None:
+            self._matrix.input_bits = self.input_bits
 
     def rows(self, outputs: torch.Tensor) -> torch.Tensor:
         """The weights of these outputs [T], which are whole: [T, num_inputs] float32."""
@@ -170,6 +180,7 @@ class QuantizedMatrix:
             padded_inputs=self._scales.shape[1] * self.group_size,
             group_size=self.group_size,
             weight_bits=self.bits,
+            input_bits=self.input_bits,
             weights=self._weights.data_ptr(),
             scales=self._scales.data_ptr(),
             zeros=self._zeros.data_ptr(),

@@ -113,7 +113,7 @@ def engine_command(
 
     imports_s = process_age_s()
     without = []
-    with _model_folder(model, shape, layers, report) as folder:
+    with model_folder(model, shape, layers, report) as folder:
         if batch_invariant:
             plain = dataclasses.replace(settings, batch_invariant=False)
             report(f"first {WITHOUT_FLAG}:")
@@ -131,7 +131,8 @@ def engine_command(
 
 
 @contextmanager
-def _model_folder(model: str, name: str | None, layers: int, report: Report) -> Iterator[Path]:
+def model_folder(model: str, name: str | None, layers: int, report: Report) -> Iterator[Path]:
+    """That of a model, or one of a shape of SHAPES for as long as it is needed."""
     if name is None:
         yield writing_model(model, report).folder
         return

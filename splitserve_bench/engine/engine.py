@@ -82,7 +82,7 @@ def measure_engine(
         raise SettingsError(f"{most_tokens(sizes)} tokens are more than the model's {config.max_position_embeddings}")
     num_blocks = num_blocks_for(sizes, config.kv_layout(settings.block_size, config.dtype))
     settings = dataclasses.replace(settings, model=str(folder), num_kv_blocks=num_blocks)
-    with _threads(num_threads):
+    with threads(num_threads):
         report(f"loading {folder.name} ...")
         engine, start = _start(settings, imports_s)
         dtype: torch.dtype = getattr(torch, engine.description["dtype"])
@@ -108,7 +108,8 @@ def measure_engine(
 
 
 @contextmanager
-def _threads(num_threads: int) -> Iterator[None]:
+def threads(num_threads: int) -> Iterator[None]:
+    """torch computes with so many, 0 for as many as it takes by itself."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads or before)
     try:

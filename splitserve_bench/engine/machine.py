@@ -70,7 +70,7 @@ def _gemms(device: torch.device, dtype: torch.dtype) -> list[tuple[float, str]]:
             ("plain weights", lambda x=x, weight=weight: functional.linear(x, weight)),  # type: ignore[misc]
             ("weights packed as the engine's", lambda x=x, layer=layer: layer(x)),  # type: ignore[misc]
         ]
-        rates += [(flops / _least_s(product, device), f"{shape}, {name}") for name, product in products]
+        rates += [(flops / least_s(product, device), f"{shape}, {name}") for name, product in products]
     return rates
 
 
@@ -85,10 +85,10 @@ def _reads(device: torch.device) -> list[tuple[float, str]]:
         ("dot", lambda: torch.dot(buffer, buffer)),  # the same element twice: read once
     ]
     size = f"{num_bytes / 2**20:.0f} MiB of float32"
-    return [(buffer.nbytes / _least_s(read, device), f"torch's {name} over {size}") for name, read in reads]
+    return [(buffer.nbytes / least_s(read, device), f"torch's {name} over {size}") for name, read in reads]
 
 
-def _least_s(work: Callable[[], object], device: torch.device) -> float:
+def least_s(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of the fastest of several runs, after one that does not count."""
     work()
     synchronize(device)

@@ -90,7 +90,7 @@ async def test_nor_of_other_families(family, dtype, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
 async def test_nor_of_quantized_weights(quantization, tmp_path):
     model = write_model(tmp_path / "model", hidden_size=64, intermediate_size=128)
     await check(model, FEW, dtype="bfloat16", quantization=quantization)

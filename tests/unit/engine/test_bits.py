@@ -50,6 +50,7 @@ KINDS = [
     {"dtype": "bfloat16", "quantization": "int4"},
     {"dtype": "float32", "quantization": "int4"},
     {"dtype": "float16", "quantization": "int8"},
+    {"dtype": "bfloat16", "quantization": "w8a8"},
 ]
 
 

@@ -47,7 +47,11 @@ MODELS = {  # beside those of tests.foreign_models, which other tests try too
     ),
 }
 BLOCK_SIZE = 8
-KINDS = [{"dtype": "float32"}, {"dtype": "bfloat16", "quantization": "int8"}]
+KINDS = [
+    {"dtype": "float32"},
+    {"dtype": "bfloat16", "quantization": "int8"},
+    {"dtype": "bfloat16", "quantization": "w8a8"},
+]
 
 
 @pytest.fixture(scope="module")

@@ -124,9 +124,10 @@ def test_a_row_has_the_same_bits_in_any_company(native, folders, monkeypatch):
             assert others[NUM_TOKENS] == logits[NUM_TOKENS], name
 
 
-def test_quantized_weights_take_adapters(folders):
-    """These stay as they are: with int8 under them the likeliest token is the same one, or nearly as likely."""
-    engine = load(folders, quantization="int8")
+@pytest.mark.parametrize("quantization", ["int8", "w8a8"])
+def test_quantized_weights_take_adapters(quantization, folders):
+    """These stay as they are: with bytes under them the likeliest token is the same one, or nearly as likely."""
+    engine = load(folders, quantization=quantization)
     [prompt] = random_prompts([40], seed=4)
     for name, folder in folders[0].items():
         with torch.inference_mode():

@@ -25,6 +25,7 @@ EXACT = {  # kinds of layers, of what goes from stage to stage, and of settings
 }
 SETTINGS = {
     "int8 weights, tied": ("llama", {"tie_word_embeddings": True}, {"quantization": "int8"}),
+    "w8a8": ("llama", {}, {"quantization": "w8a8"}),
     "int8 cache": ("llama", {}, {"kv_cache_dtype": "int8"}),
 }
 

@@ -37,8 +37,10 @@ def by_token(top_logprobs):
 def test_8_bits_change_little_and_4_bits_more(family, tied, dtype, tmp_path):
     folder = write_tiny_model(tmp_path, family, dtype=dtype, tie_word_embeddings=tied)
     truth = logprobs(load(folder, "none", dtype="float32"))
-    errors = {name: (logprobs(load(folder, name)) - truth).square().mean().sqrt() for name in ("int8", "int4")}
+    names = ("int8", "int4", "w8a8")
+    errors = {name: (logprobs(load(folder, name)) - truth).square().mean().sqrt() for name in names}
     assert errors["int8"] < 0.15  # of logprobs that are some 3 apart
+    assert errors["w8a8"] < 0.25
     assert errors["int8"] < errors["int4"] < 2
 
 
@@ -59,7 +61,7 @@ def test_weights_take_less_memory(quantization, share, tied, tmp_path):
 
 def test_nodes_tell_their_quantization_apart(tmp_path):
     folder = write_tiny_model(tmp_path)
-    engines = {name: load(folder, name) for name in ("none", "int8", "int4")}
+    engines = {name: load(folder, name) for name in ("none", "int8", "int4", "w8a8")}
     prints = {name: engine.fingerprint for name, engine in engines.items()}
     for name, engine in engines.items():
         assert engine.description["quantization"] == name
@@ -67,7 +69,7 @@ def test_nodes_tell_their_quantization_apart(tmp_path):
         assert differences == ({"quantization"} if name != "none" else set())
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
 def test_two_ranks_are_near_one(quantization, tmp_path):
     """Not the same: a rank rounds its own columns of a projection."""
     folder = write_tiny_model(tmp_path, intermediate_size=77, vocab_size=VOCAB_SIZE + 3, tie_word_embeddings=True)
@@ -80,7 +82,7 @@ def test_two_ranks_are_near_one(quantization, tmp_path):
     whole, _ = run_ranks(tmp_path, 1, {"case": case})
     parts, facts = run_ranks(tmp_path, 2, {"case": case})
     ours, theirs = (by_token(answer["case"][0][0]["top_logprobs"]) for answer in (parts, whole))
-    assert (ours - theirs).square().mean().sqrt() < {"int8": 0.15, "int4": 2}[quantization]
+    assert (ours - theirs).square().mean().sqrt() < {"int8": 0.15, "int4": 2, "w8a8": 0.25}[quantization]
     assert {rank["case"]["description"]["quantization"] for rank in facts} == {quantization}
 
 
