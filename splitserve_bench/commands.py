@@ -21,7 +21,7 @@ from splitserve_bench.overload.command import overload_command
 from splitserve_bench.serve.serve_command import serve_command
 from splitserve_bench.simulate.reality_command import reality_command
 
-TRANSPORTS: Final = ("zmq-ipc", "zmq-tcp", "zmq-curve", "torch_dist-gloo", "loopback")
+TRANSPORTS: Final = ("zmq-shm", "zmq-ipc", "zmq-tcp", "zmq-curve", "torch_dist-gloo", "loopback")
 PROMPT_TOKENS: Final = (16, 128, 512, 2048, 8192)
 OVERLAP_PROMPT_TOKENS: Final = (16, 32, 64, 128, 256, 512, 1024)
 CONTEXT_TOKENS: Final = (128, 512, 2048)
