@@ -41,7 +41,8 @@ def node_metrics() -> list[Metric]:
     """What a node tells at its own port, but for its process."""
     load = inference_pb2.NodeLoad(ranks=[inference_pb2.RankLoad(rank=0)])
     node = SimpleNamespace(name="n", steps=StepCounts(), step_age_s=0.0, residents=Residents(), load=lambda: load)
-    end = SimpleNamespace(num_bytes=0, num_failed=0, seconds=Histogram())
+    transport = SimpleNamespace(num_shared_bytes=0)
+    end = SimpleNamespace(num_bytes=0, num_failed=0, seconds=Histogram(), transport=transport)
     return list(families(NodeExposition(node, end, end).figures()))
 
 
