@@ -22,11 +22,12 @@ from kv_transfer.shared_memory.notes import (
     Taken,
     offset_of,
 )
-from serving_core.descriptors import NONE_LEFT
+from serving_core.descriptors import NONE_LEFT, connections_within
 
 logger = logging.getLogger(__name__)
 
 MAX_LENDERS: Final = 64  # of one Listener, visits included
+LENDER_DESCRIPTORS: Final = 2  # the memory, and the connection that tells when its sender is gone
 
 Tell = Callable[[bytes, Note], None]
 """Takes the peer that a note is for."""
@@ -39,6 +40,7 @@ class Borrower:
         """Declines every offer unless it is willing."""
         self.num_bytes = 0  # of blocks
         self._is_willing = is_willing
+        self._max_lenders = connections_within(MAX_LENDERS, descriptors_each=LENDER_DESCRIPTORS)
         self._tell = tell
         self._visits: dict[bytes, _Visit] = {}  # by peer, until the sender is gone
         self._copy = memoryview(bytearray(SLOT_BYTES if is_willing else 0))
@@ -49,7 +51,7 @@ class Borrower:
             self._tell(peer, Declined(Decline.UNWANTED))
         elif peer in self._visits:
             self._tell(peer, Declined(Decline.BUSY))
-        elif len(self._visits) >= MAX_LENDERS:
+        elif len(self._visits) >= self._max_lenders:
             self._tell(peer, Declined(Decline.FULL))
         else:
             try:

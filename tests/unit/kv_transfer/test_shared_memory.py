@@ -377,8 +377,8 @@ async def test_a_receiver_declines_for_a_reason(monkeypatch):
     assert ends.answers == [Declined(Decline.BUSY)]
     ends.close()
 
-    monkeypatch.setattr("kv_transfer.shared_memory.borrowing.MAX_LENDERS", 0)
     full = Ends()
+    monkeypatch.setattr(full.borrower, "_max_lenders", 0)
     assert await full.meet() == Declined(Decline.FULL)
     full.close()
 
