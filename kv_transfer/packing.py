@@ -1,6 +1,7 @@
 """Strict msgpack: one list of scalars, bytes, strings and lists in, the same out. Shared by tickets and headers."""
 
 import math
+import zlib
 from typing import Any
 
 import msgpack
@@ -28,6 +29,19 @@ def unpack(packed: bytes | memoryview, max_bytes: int) -> list[Any]:
     if not isinstance(fields, list):
         raise TransferError("not a msgpack list")
     return fields
+
+
+def pack_checked(fields: list[Any]) -> bytes:
+    """The fields as msgpack behind a CRC-32 of four bytes, big-endian."""
+    packed = pack(fields)
+    return zlib.crc32(packed).to_bytes(4, "big") + packed
+
+
+def unpack_checked(packed: bytes | memoryview, max_bytes: int) -> list[Any]:
+    """The inverse of pack_checked; max_bytes are without the CRC. Raises TransferError on anything else."""
+    if len(packed) < 4 or zlib.crc32(packed[4:]) != int.from_bytes(packed[:4], "big"):
+        raise TransferError("a header that fails its checksum")
+    return unpack(packed[4:], max_bytes)
 
 
 def check_int(name: str, value: object, low: int, high: int) -> None:

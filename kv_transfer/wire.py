@@ -11,13 +11,12 @@ blocks in order, then their V planes. A header is a CRC-32 of four bytes, big-en
                            Refused     what was sent was not taken, and the transfer is over for the sender
 """
 
-import zlib
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from kv_transfer.errors import TransferError
-from kv_transfer.packing import MAX_ITEMS, check_bytes, check_int, pack, unpack
+from kv_transfer.packing import MAX_ITEMS, check_bytes, check_int, pack_checked, unpack_checked
 from kv_transfer.ticket import MAX_BLOCKS, MAX_EPOCH, MAX_LAYERS, TRANSFER_ID_BYTES
 
 MAX_HEADER_BYTES = 64 * 1024
@@ -150,15 +149,12 @@ Message = Data | Finish | Abort | Committed | Missing | Refused
 
 def encode(message: Message) -> bytes:
     """The header of a message."""
-    packed = pack([*_fields(message)])
-    return zlib.crc32(packed).to_bytes(4, "big") + packed
+    return pack_checked(_fields(message))
 
 
 def decode(header: bytes | memoryview) -> Message:
     """The inverse of encode. Raises TransferError on anything else."""
-    if len(header) < 4 or zlib.crc32(header[4:]) != int.from_bytes(header[:4], "big"):
-        raise TransferError("a header that fails its checksum")
-    return _message(unpack(header[4:], MAX_HEADER_BYTES))
+    return _message(unpack_checked(header, MAX_HEADER_BYTES))
 
 
 def _fields(message: Message) -> list[Any]:

@@ -114,6 +114,9 @@ class NodeExposition:
         seconds = [({"node": self._node.name, "direction": key}, end.seconds) for key, end in ends.items()]
         help = "KV that the first process sent, repeats included, or received."
         yield counter("transfer_bytes", help, self._by("direction", num_bytes))
+        num_shared: dict[str, float] = {key: end.transport.num_shared_bytes for key, end in ends.items()}
+        help = "Of them, through memory shared with a process of the same machine."
+        yield counter("transfer_shared_bytes", help, self._by("direction", num_shared))
         help = "From the ticket, or the first message, to the commit; steps go on meanwhile."
         yield histogram("transfer_seconds", help, seconds)
         yield counter("transfer_failures", "Transfers that failed or were given up.", self._by("direction", num_failed))

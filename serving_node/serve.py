@@ -132,9 +132,11 @@ def _ends(settings: NodeSettings, engine: Engine, device: torch.device, spares: 
     endpoint = endpoint_of(settings.kv_transport, settings.kv_bind, rank)
     if settings.kv_transport == "zmq":
         keyring = Keyring()
-        listener = ZmqListener(endpoint, keyring if is_encrypted(settings) else None)
+        shares_memory = settings.kv_shared_memory
+        listener = ZmqListener(endpoint, keyring if is_encrypted(settings) else None, shares_memory=shares_memory)
+        dialer = ZmqDialer(keyring, spares, shares_memory=shares_memory)
         return (
-            KVSender(ZmqDialer(keyring, spares), engine.pool, rank=rank, **node, deadline_s=deadline_s),
+            KVSender(dialer, engine.pool, rank=rank, **node, deadline_s=deadline_s),
             KVReceiver(listener, engine.pool, rank=rank, **node),
         )
     from kv_transfer.transports.tensor_payload import TensorStore

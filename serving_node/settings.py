@@ -59,6 +59,9 @@ class NodeSettings:
     kv_bind: str = flag(
         "", "Endpoint of the data plane: tcp://HOST:PORT or ipc://PATH (zmq), dist://HOST:PORT (torch_dist)."
     )
+    kv_shared_memory: bool = flag(
+        True, "Send KV blocks through shared memory to nodes of this machine that do so too (zmq); else over --kv-bind."
+    )
     overlap_min_tokens: int = flag(
         16, "Prompts with fewer tokens send their blocks at the end, not layer by layer.", minimum=0
     )

@@ -59,7 +59,7 @@ def transfer_view(measured: TransferReport) -> Group:
     )
     times = ("ms", "median", "quartiles")
     shares = ("sender CPU ms", "checksums", "receiver CPU ms", "checksums")
-    numbers = ("prompt tokens", "KV", *times, "GB/s", "of plain", "of Unix socket", *shares)
+    numbers = ("prompt tokens", "KV", *times, "GB/s", "of plain", "of Unix socket", "of memory copy", *shares)
     transfers = plain_table("transport", numbers=numbers)
     for figures in measured.transfers:
         transfers.add_row(*_transfer_row(figures))
@@ -174,6 +174,7 @@ def _transfer_row(figures: TransferFigures) -> list[str]:
         f"{figures.bytes_per_s / 1e9:.2f}",
         f"{figures.yardstick_ratio:.0%} {figures.yardstick}",
         f"{figures.unix_ratio:.0%}",
+        f"{figures.copy_ratio:.0%}",
         f"{figures.sender_cpu_s * 1e3:.2f}",
         f"{figures.sender_checksum_share:.0%}",
         "" if figures.receiver_cpu_s is None else f"{figures.receiver_cpu_s * 1e3:.2f}",

@@ -43,7 +43,8 @@ def node_metrics() -> list[Metric]:
     load = inference_pb2.NodeLoad(ranks=[inference_pb2.RankLoad(rank=0)], tier=inference_pb2.TierLoad())
     counts = {"steps": StepCounts(), "speculation": SpeculationCounts()}
     node = SimpleNamespace(name="n", **counts, step_age_s=0.0, residents=Residents(), load=lambda: load)
-    end = SimpleNamespace(num_bytes=0, num_failed=0, seconds=Histogram())
+    transport = SimpleNamespace(num_shared_bytes=0)
+    end = SimpleNamespace(num_bytes=0, num_failed=0, seconds=Histogram(), transport=transport)
     return list(families(NodeExposition(node, end, end).figures()))
 
 

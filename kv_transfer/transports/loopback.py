@@ -26,6 +26,7 @@ class LoopbackListener:
     """A Listener whose peers are the dialers themselves."""
 
     payload: Payload = HOST
+    num_shared_bytes = 0
 
     def __init__(self, network: LoopbackNetwork, address: str) -> None:
         self.address = address
@@ -58,6 +59,7 @@ class LoopbackDialer:
 
     payload: Payload = HOST
     key = b""
+    num_shared_bytes = 0
 
     def __init__(self, network: LoopbackNetwork) -> None:
         self._network = network

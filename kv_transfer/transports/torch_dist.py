@@ -36,6 +36,8 @@ ACCEPT_PAUSE_S = 0.1
 class TorchDistListener:
     """A Listener on dist://HOST:PORT: an address, a name or an interface, and a port or * for any free one."""
 
+    num_shared_bytes = 0
+
     def __init__(self, bind: str, device: torch.device) -> None:
         """Raises SettingsError when the endpoint or the device cannot be used."""
         check_device(device)
@@ -128,6 +130,7 @@ class TorchDistDialer:
     """A Dialer of the addresses of TorchDistListeners."""
 
     key = b""
+    num_shared_bytes = 0
 
     def __init__(self, device: torch.device) -> None:
         """Raises SettingsError when the device cannot be used."""

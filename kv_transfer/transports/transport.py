@@ -37,6 +37,11 @@ class Dialer(Protocol):
         """What Listeners that ask for keys know it by; empty where the transport has none."""
         ...
 
+    @property
+    def num_shared_bytes(self) -> int:
+        """Bytes of blocks that went through memory which both processes share, over all connections."""
+        ...
+
     def start(self, on_reply: OnReply, on_lost: OnLost) -> None:
         """Called once, before anything else."""
 
@@ -61,6 +66,11 @@ class Listener(Protocol):
     @property
     def payload(self) -> Payload:
         """Handles the buffers that frames arrive in."""
+        ...
+
+    @property
+    def num_shared_bytes(self) -> int:
+        """Bytes of blocks that came through memory which both processes share, over all connections."""
         ...
 
     @property

@@ -19,10 +19,10 @@ from typing import Final
 from serving_core.layout import KVLayout
 from splitserve.launch.models import Report
 from splitserve_bench.corridor.transfer_ends import Ends, PeerProcess, Sample, open_ends, peer_process
-from splitserve_bench.corridor.transfer_peer import GLOO, LOOPBACK, ZMQ_CURVE, ZMQ_IPC, ZMQ_TCP
+from splitserve_bench.corridor.transfer_peer import GLOO, LOOPBACK, ZMQ_CURVE, ZMQ_IPC, ZMQ_SHM, ZMQ_TCP
 from splitserve_bench.corridor.yardsticks import CHECKED, COPY, TCP, UNIX, XXH3, YARDSTICKS, Plain, Spread, spread_of
 
-YARDSTICK_OF: Final = {ZMQ_IPC: TCP, ZMQ_TCP: TCP, ZMQ_CURVE: TCP, GLOO: TCP, LOOPBACK: COPY}
+YARDSTICK_OF: Final = {ZMQ_SHM: TCP, ZMQ_IPC: TCP, ZMQ_TCP: TCP, ZMQ_CURVE: TCP, GLOO: TCP, LOOPBACK: COPY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,7 @@ class TransferFigures:
     yardstick: str
     yardstick_ratio: float  # rate over the rate of the yardstick, for the same bytes
     unix_ratio: float  # the same over that of a plain Unix socket
+    copy_ratio: float  # and over that of copying them in memory once
     sender_cpu_s: float
     receiver_cpu_s: float | None
     sender_checksum_share: float
@@ -124,6 +125,7 @@ def figures_of(
         yardstick=yardstick,
         yardstick_ratio=plain[yardstick].fastest_s / commit.fastest_s,
         unix_ratio=plain[UNIX].fastest_s / commit.fastest_s,
+        copy_ratio=plain[COPY].fastest_s / commit.fastest_s,
         sender_cpu_s=statistics.median(sample.cpu_s for sample in samples),
         receiver_cpu_s=receiver_cpu_s,
         sender_checksum_share=sender_share,

@@ -14,7 +14,10 @@ import torch
 
 from engine.cache.kv_pool import PagedKVPool
 from kv_transfer.ends.sender import KVSender, Sent, TransferFailed
+from kv_transfer.ticket import Ticket
 from kv_transfer.transports.loopback import LoopbackNetwork
+from kv_transfer.transports.transport import Dialer
+from kv_transfer.transports.zmq import ZmqDialer
 from serving_core.cpus import confined
 from serving_core.layout import KVLayout
 from splitserve_bench.corridor.transfer_peer import (
@@ -22,6 +25,7 @@ from splitserve_bench.corridor.transfer_peer import (
     DEADLINE_S,
     LOOPBACK,
     MAX_LINE_BYTES,
+    ZMQ_SHM,
     Arrival,
     Target,
     block_ids_of,
@@ -35,6 +39,7 @@ from splitserve_bench.errors import BenchError
 
 TAIL: Final = b"tail"
 STOP_S: Final = 10.0
+SHARE_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +134,8 @@ class Ends:
         ticket = await receiving.grant(transport, num_blocks, self._is_scattered)
         done: asyncio.Future[Sent | TransferFailed] = asyncio.get_running_loop().create_future()
         transfer = sender.start(ticket, done.set_result)
+        if transport == ZMQ_SHM:
+            await _until_shared(sender.transport, ticket)
         cpu_at_start_s, start_s = time.process_time(), time.perf_counter()
         transfer.finish(block_ids, TAIL)
         result = await done
@@ -140,6 +147,17 @@ class Ends:
         if arrival.digest != digest:
             raise BenchError(f"{transport} committed other bytes than were sent")
         return Sample(commit_s, cpu_s, checksum_s, arrival)
+
+
+async def _until_shared(dialer: Dialer, ticket: bytes) -> None:
+    """Returns when blocks for the ticket's receiver go through shared memory. Raises BenchError when they never do."""
+    assert isinstance(dialer, ZmqDialer)
+    address = Ticket.decode(ticket).ends[0].address
+    give_up_s = time.perf_counter() + SHARE_S
+    while not dialer.shares_with(address):
+        if time.perf_counter() > give_up_s:
+            raise BenchError("the two processes share no memory; the log says why")
+        await asyncio.sleep(0.001)
 
 
 @asynccontextmanager

@@ -35,8 +35,9 @@ from splitserve_bench.corridor.yardsticks import CHECKED_BYTES
 from splitserve_bench.errors import BenchError
 from splitserve_bench.prompts import SEED
 
+ZMQ_SHM = "zmq-shm"  # as nodes of one machine do it; the others of ZeroMQ share no memory
 ZMQ_IPC, ZMQ_TCP, ZMQ_CURVE, GLOO, LOOPBACK = "zmq-ipc", "zmq-tcp", "zmq-curve", "torch_dist-gloo", "loopback"
-TRANSPORTS: Final = (ZMQ_IPC, ZMQ_TCP, ZMQ_CURVE, GLOO, LOOPBACK)
+TRANSPORTS: Final = (ZMQ_SHM, ZMQ_IPC, ZMQ_TCP, ZMQ_CURVE, GLOO, LOOPBACK)
 CPU: Final = torch.device("cpu")
 DEADLINE_S: Final = 60.0  # of one transfer, and of everything else that one end waits for
 ACKNOWLEDGED: Final = b"."
@@ -107,14 +108,15 @@ def listener_of(transport: str, folder: str, keys: Sequence[bytes]) -> Listener:
     if transport == GLOO:
         return TorchDistListener("dist://127.0.0.1:*", CPU)
     endpoint = f"ipc://{folder}/kv.sock" if transport == ZMQ_IPC else "tcp://127.0.0.1:*"
-    listener = ZmqListener(endpoint, Keyring() if transport == ZMQ_CURVE else None)
+    keyring = Keyring() if transport == ZMQ_CURVE else None
+    listener = ZmqListener(endpoint, keyring, shares_memory=transport == ZMQ_SHM)
     listener.allow(keys)
     return listener
 
 
 def dialer_of(transport: str) -> Dialer:
     """The sending end that goes with listener_of."""
-    return TorchDistDialer(CPU) if transport == GLOO else ZmqDialer()
+    return TorchDistDialer(CPU) if transport == GLOO else ZmqDialer(shares_memory=transport == ZMQ_SHM)
 
 
 def store_of(transport: str, pool: PagedKVPool) -> KVStore:

@@ -114,7 +114,8 @@ async def _set(row: Row, stage: Stage, stack: contextlib.AsyncExitStack) -> Scen
         proxies[name] = await stack.enter_async_context(proxy.listening())
         options.setdefault(name, {})["coordinator"] = proxy.address.removeprefix("tcp://")
     for name in row.proxied:
-        options.setdefault(name, {})["kv_bind"] = f"ipc://{sockets}/{name}"
+        flags = {"kv_bind": f"ipc://{sockets}/{name}", "kv_shared_memory": False}  # all goes through the proxy
+        options.setdefault(name, {}).update(flags)
     for name in row.failpoints:
         options.setdefault(name, {})["env"] = {ENVIRONMENT: row.failpoints[name]}
     for name in row.jumping:

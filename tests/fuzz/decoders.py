@@ -4,6 +4,7 @@ cannot read it refuses with an error that it documents; anything else that it ra
 import contextlib
 import json
 import tempfile
+import zlib
 from collections.abc import Callable
 from functools import cache, wraps
 from pathlib import Path
@@ -40,6 +41,7 @@ from coordinator.text.rendering import Renderer
 from coordinator.text.tokenizer import read_tokenizer
 from kv_transfer import wire
 from kv_transfer.errors import TransferError
+from kv_transfer.shared_memory import notes
 from kv_transfer.ticket import Ticket
 from kv_transfer.transports.dist_address import DistAddress
 from kv_transfer.transports.dist_stream import pack_key, pack_sizes, unpack_key, unpack_message
@@ -110,8 +112,15 @@ def _file(name: str, data: bytes):
 @refuses(TransferError)
 def transfer_message(data: bytes) -> None:
     """The checksum in front is made good: what it keeps out is not worth a search."""
-    message = wire.decode(wire.zlib.crc32(data).to_bytes(4, "big") + data)
+    message = wire.decode(zlib.crc32(data).to_bytes(4, "big") + data)
     assert wire.decode(wire.encode(message)) == message
+
+
+@refuses(TransferError)
+def shared_memory_note(data: bytes) -> None:
+    """As above."""
+    note = notes.decode(zlib.crc32(data).to_bytes(4, "big") + data)
+    assert notes.decode(notes.encode(note)) == note
 
 
 @refuses(TransferError)

@@ -11,6 +11,7 @@ class DataListener:
     """A Listener of the corridor's: see kv_transfer/transports/transport.py."""
 
     payload: Payload = HOST
+    num_shared_bytes = 0
 
     def __init__(self, network, address):
         self.address = address
@@ -37,6 +38,7 @@ class DataDialer:
     """A Dialer of the corridor's."""
 
     payload: Payload = HOST
+    num_shared_bytes = 0
 
     def __init__(self, network):
         self.process = network.loop.current

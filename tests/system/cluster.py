@@ -83,7 +83,10 @@ class Child:
         argv = [*prefix, python, "-m", module, *positional]
         for flag, value in flags.items():
             for each in value if isinstance(value, tuple) else (value,):  # a flag that is repeated
-                argv += [f"--{flag.replace('_', '-')}", str(each)]
+                spelling = flag.replace("_", "-")
+                argv += (
+                    [f"--{'' if each else 'no-'}{spelling}"] if isinstance(each, bool) else [f"--{spelling}", str(each)]
+                )
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("SPLITSERVE_")}
         fixed = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with log.open("ab") as output:

@@ -1,6 +1,7 @@
 """What deploy/'s dashboards and alerts ask for, and vLLM's dashboards too, is there on a real cluster."""
 
 import contextlib
+import random
 import re
 
 import httpx2
@@ -103,6 +104,8 @@ def test_a_node_tells_of_its_own_steps_and_transfers(cluster):
     num_bytes = total(coordinator, "splitserve_kv_transferred_bytes_total")
     assert total(prefill, "splitserve_transfer_bytes_total", direction="out") == num_bytes > 0
     assert total(decode, "splitserve_transfer_bytes_total", direction="in") == num_bytes
+    shared = total(prefill, "splitserve_transfer_shared_bytes_total", direction="out")
+    assert total(decode, "splitserve_transfer_shared_bytes_total", direction="in") == shared <= num_bytes
     for metrics, direction in ((prefill, "out"), (decode, "in")):
         assert total(metrics, "splitserve_transfer_seconds_count", direction=direction) == 3
         assert total(metrics, "splitserve_transfer_seconds_sum", direction=direction) > 0
@@ -140,6 +143,17 @@ def test_what_clients_send_makes_no_series(cluster):
     assert handlers["handler"] == {"/v1/completions", "/v1/chat/completions", "/v1/models/{model}", "other"}
     assert handlers["status"] == {"2xx", "4xx"}
     assert handlers["method"] == {"POST"}
+
+
+def test_blocks_go_through_shared_memory_once_the_nodes_have_met(cluster):
+    def is_shared():
+        prompt = [random.randrange(3, 100) for _ in range(40)]  # of which nothing is cached
+        body = {"model": "fake", "prompt": prompt, "max_tokens": 4}
+        httpx2.post(f"{cluster.url}/v1/completions", json=body, timeout=DEADLINE_S).raise_for_status()
+        return total(of_node(cluster, "decode-0"), "splitserve_transfer_shared_bytes_total", direction="in") > 0
+
+    wait_until(is_shared, "blocks come through shared memory", DEADLINE_S)
+    assert "go through shared memory" in cluster.children["prefill-0"].output()
 
 
 def test_counters_never_go_down_while_nodes_come_and_go(cluster):

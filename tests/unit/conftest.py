@@ -4,7 +4,7 @@ import pytest
 
 from tests.unit.kv_transfer.transfer_kit import LAYOUT, ByteStore, Fabric
 
-ZMQ_KINDS = ["tcp", "ipc"]
+ZMQ_KINDS = ["tcp", "ipc", "shm"]
 
 
 @pytest.fixture(params=["loopback", *ZMQ_KINDS, "curve", "torch_dist"])

@@ -1,5 +1,6 @@
 """What the tests of unequal TP share: whole nodes, rank by rank."""
 
+import itertools
 from contextlib import asynccontextmanager
 
 import torch
@@ -70,17 +71,23 @@ class Nodes:
             KVReceiver(fabric.listener(), store, rank=rank, tp_size=self.decode.tp, pp_size=decode_pp)
             for rank, store in enumerate(targets)
         ]
+        self._fabric, self._dialers = fabric, [fabric.dialer() for _ in sources]
         self.senders = [
             KVSender(
-                wrap(fabric.dialer()),
+                wrap(dialer),
                 store,
                 rank=rank,
                 tp_size=self.prefill.tp,
                 pp_size=prefill_pp,
                 deadline_s=deadline_s,
             )
-            for rank, store in enumerate(sources)
+            for rank, (store, dialer) in enumerate(zip(sources, self._dialers, strict=True))
         ]
+
+    async def meet(self):
+        """Returns when each may send to each as the fabric is to try it."""
+        for dialer, receiver in itertools.product(self._dialers, self.receivers):
+            await self._fabric.meet(dialer, receiver.address)
 
     @property
     def copies(self):
@@ -154,6 +161,7 @@ async def nodes_of(fabric, whole, prefill_tp, decode_tp, num_target_blocks, *, p
     stages = {"prefill_pp": prefill_pp, "decode_pp": decode_pp}
     nodes = Nodes(fabric, whole.layout, sources, targets, **stages, **kwargs)
     try:
+        await nodes.meet()
         yield nodes
     finally:
         await nodes.close()
@@ -164,6 +172,7 @@ async def check_pools(fabric, whole, prefill_tp, decode_tp):
     sources = _pools(sliced(whole, prefill_tp))
     targets = _pools(sliced(ByteStore(whole.layout, 8), decode_tp))
     nodes = Nodes(fabric, whole.layout, sources, targets)
+    await nodes.meet()
     attempt = nodes.begin(TARGET_IDS)
     attempt.finish(SOURCE_IDS)
     assert await attempt.results() == nodes.expected(len(SOURCE_IDS))

@@ -121,6 +121,8 @@ class Fabric:
                 return self.loopback.listener(f"node-{next(self._names)}")
             case "tcp":
                 return ZmqListener("tcp://127.0.0.1:*")
+            case "shm":
+                return ZmqListener("tcp://127.0.0.1:*", shares_memory=True)
             case "curve":
                 keyring = Keyring()
                 keyring.allow([self.keyring.public])
@@ -137,14 +139,21 @@ class Fabric:
             case "torch_dist":
                 return HostDialer()
             case _:
-                return ZmqDialer(self.keyring)
+                return ZmqDialer(self.keyring, shares_memory=self.kind == "shm")
+
+    async def meet(self, dialer, address):
+        """Returns when the two share memory, if that is what is to be tried."""
+        if self.kind == "shm":
+            dialer.connect(address)
+            await until(lambda: dialer.shares_with(address))
 
 
 @asynccontextmanager
 async def pair(fabric, source, target, *, deadline_s=20.0, wrap=lambda dialer: dialer):
     """A sender of one store and a receiver into another. In the end nothing may be open."""
-    receiver = KVReceiver(fabric.listener(), target)
-    sender = KVSender(wrap(fabric.dialer()), source, deadline_s=deadline_s)
+    receiver, dialer = KVReceiver(fabric.listener(), target), fabric.dialer()
+    sender = KVSender(wrap(dialer), source, deadline_s=deadline_s)
+    await fabric.meet(dialer, receiver.address)
     try:
         yield sender, receiver
     finally:

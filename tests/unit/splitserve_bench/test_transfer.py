@@ -41,6 +41,7 @@ def test_a_spread():
 @pytest.mark.parametrize(
     ("transport", "yardstick", "ratio"),
     [
+        ("zmq-shm", TCP, 0.8),
         ("zmq-ipc", TCP, 0.8),
         ("zmq-tcp", TCP, 0.8),
         ("zmq-curve", TCP, 0.8),
@@ -52,7 +53,7 @@ def test_rates_and_ratios_are_those_of_the_fastest(transport, yardstick, ratio):
     figures = figures_of(transport, 32, 10_000_000, [sample(0.08), sample(0.05), sample(0.07)], PLAIN)
     assert figures.bytes_per_s == pytest.approx(200e6)
     assert (figures.yardstick, figures.yardstick_ratio) == (yardstick, pytest.approx(ratio))
-    assert figures.unix_ratio == pytest.approx(0.4)
+    assert (figures.unix_ratio, figures.copy_ratio) == pytest.approx((0.4, 0.02))
     assert figures.commit.median_s == 0.07
 
 
@@ -79,7 +80,7 @@ def test_the_tables():
     yardsticks = [YardstickFigures(name, 32, 45 * 2**20, PLAIN[name], 2.5e9) for name in YARDSTICKS]
     lines = shown(transfer_view(TransferReport(LAYOUT, 2, (figures,), tuple(yardsticks))))
     assert lines[0] == "2 layers, 2 KV heads of 4 bfloat16 values, blocks of 4 tokens; 2 CPUs for both ends"
-    row = "zmq-ipc 32 45.0 MiB 50.00 50.00 50.00-50.00 0.94 80% TCP socket 40% 40.00 25% 1000.00 0%"
+    row = "zmq-ipc 32 45.0 MiB 50.00 50.00 50.00-50.00 0.94 80% TCP socket 40% 2% 40.00 25% 1000.00 0%"
     assert lines[2].split() == row.split()
     assert lines[-1].split() == ["32", "2.50", "2.50", "2.50", "2.50", "2.50"]
 

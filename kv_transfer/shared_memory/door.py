@@ -1,0 +1,113 @@
+"""Where a sender hands its memory over: an abstract Unix socket, which has no file and ends with its process."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from typing import Final
+
+from kv_transfer.shared_memory.notes import NAME_BYTES, SECRET_BYTES
+from serving_core.descriptors import NONE_LEFT
+
+MAX_VISITORS: Final = 16  # that have shown no secret yet; who comes then is sent away
+SHAKE_S: Final = 2.0  # from being accepted to having shown a secret
+PAUSE_S: Final = 0.5  # without a descriptor left to accept with
+
+_CREDENTIALS: Final = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
+
+OnVisit = Callable[[socket.socket], None]
+"""Takes the connection of who has shown a secret, and owns it."""
+
+
+class Door:
+    """Lets in who is the same user and shows a secret. Each secret is good once."""
+
+    def __init__(self) -> None:
+        """Raises OSError where there are no such sockets, or none is left."""
+        self.name: Final = secrets.token_bytes(NAME_BYTES)
+        self._loop = asyncio.get_running_loop()
+        self._expected: dict[bytes, OnVisit] = {}  # by secret
+        self._visitors: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._pause: asyncio.TimerHandle | None = None
+        self._socket = new_socket()
+        try:
+            self._socket.bind(address_of(self.name))
+            self._socket.listen(MAX_VISITORS)
+        except OSError:
+            self._socket.close()
+            raise
+        self._loop.add_reader(self._socket, self._accept)
+
+    def expect(self, on_visit: OnVisit) -> bytes:
+        """The secret of a visitor to come."""
+        secret = secrets.token_bytes(SECRET_BYTES)
+        self._expected[secret] = on_visit
+        return secret
+
+    def forget(self, secret: bytes) -> None:
+        """Nobody is to come with this secret any more."""
+        self._expected.pop(secret, None)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+        if self._pause is not None:
+            self._pause.cancel()
+        for visitor in list(self._visitors):
+            self._dismiss(visitor)
+
+    def _accept(self) -> None:
+        try:
+            visitor, _ = self._socket.accept()
+        except OSError as error:
+            if error.errno in NONE_LEFT:  # who has come waits, and the loop would ask again and again
+                self._loop.remove_reader(self._socket)
+                self._pause = self._loop.call_later(PAUSE_S, self._loop.add_reader, self._socket, self._accept)
+            return  # or it has left already
+        if len(self._visitors) >= MAX_VISITORS or not is_same_user(visitor):
+            visitor.close()
+            return
+        visitor.setblocking(False)
+        self._visitors[visitor] = self._loop.call_later(SHAKE_S, self._dismiss, visitor)
+        self._loop.add_reader(visitor, self._shake, visitor)
+
+    def _shake(self, visitor: socket.socket) -> None:
+        secret = b""
+        with contextlib.suppress(OSError):
+            secret = visitor.recv(SECRET_BYTES + 1)
+        on_visit = self._expected.pop(secret, None)
+        if on_visit is None:
+            self._dismiss(visitor)
+            return
+        self._let_go(visitor)
+        on_visit(visitor)
+
+    def _dismiss(self, visitor: socket.socket) -> None:
+        self._let_go(visitor)
+        visitor.close()
+
+    def _let_go(self, visitor: socket.socket) -> None:
+        self._visitors.pop(visitor).cancel()
+        self._loop.remove_reader(visitor)
+
+
+def new_socket() -> socket.socket:
+    """One that keeps messages apart, and never waits. Raises OSError."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.setblocking(False)
+    return made
+
+
+def address_of(name: bytes) -> str:
+    """Of the door of that name: abstract, and never the socket of anything else."""
+    return f"\0splitserve-kv-{name.hex()}"
+
+
+def is_same_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end is this one's user, as the kernel says."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return bool(user == os.geteuid())
