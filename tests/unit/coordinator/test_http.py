@@ -593,7 +593,7 @@ def test_a_client_that_does_not_read_is_cut_off(tmp_path, monkeypatch):
     monkeypatch.setattr(serving, "WRITE_TIMEOUT_S", 0.2)
     listening = serving._listening_socket
 
-    def with_small_buffer(host, port):
+    def with_small_buffer(host, port, shares_port):
         bound = listening(host, port)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # inherited by its connections
         return bound
