@@ -21,6 +21,7 @@ import grpc
 
 from coordinator.door_service import DoorService
 from coordinator.door_settings import DoorSettings
+from coordinator.doors.messages import ASKED
 from coordinator.doors.public import STOP_GRACE_S, set_health
 from coordinator.doors.statuses import StatusInterceptor
 from coordinator.settings import CoordinatorSettings
@@ -54,6 +55,7 @@ class Doors:
         inference_pb2_grpc.add_InferenceServicer_to_server(status, self._server)
         inference_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
         self._folder: Path | None = None
+        self._streams: asyncio.Server | None = None
         self._held: list[SharedPort] = []
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._keepers: list[asyncio.Task[None]] = []
@@ -73,15 +75,19 @@ class Doors:
         """Returns when every door listens. Raises SettingsError when one cannot."""
         self._folder = Path(tempfile.mkdtemp(prefix="splitserve-doors-"))  # for this user alone
         path = self._folder / "control"
-        self._server.add_insecure_port(f"unix:{path}")
-        path.chmod(0o600)
+        asked = path.with_name(path.name + ASKED)
+        self._server.add_insecure_port(f"unix:{asked}")
+        self._streams = await asyncio.start_unix_server(self._service.attach, path)
+        for each in (path, asked):
+            each.chmod(0o600)
         await self._server.start()
         numbers = range(1, self._settings.doors + 1)
         self._service.opened.update((number, asyncio.Event()) for number in numbers)
         self._keepers = [asyncio.create_task(self._keep(number, path)) for number in numbers]
         opened = asyncio.gather(*(event.wait() for event in self._service.opened.values()))
+        parts: list[asyncio.Future[Any]] = [opened, *self._keepers]
         try:
-            await asyncio.wait([opened, *self._keepers], timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(parts, timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
             for keeper in self._keepers:
                 if keeper.done():
                     keeper.result()
@@ -105,6 +111,8 @@ class Doors:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
         await self._server.stop(None)
+        if self._streams is not None:
+            self._streams.close()
         for held in self._held:
             held.close()
         if self._folder is not None:

@@ -1,4 +1,7 @@
-"""Control's end of Doors.Attach: each door of this coordinator holds one stream. Its end is the end of the door's calls."""
+"""Control's end of the doors' streams: each door of this coordinator holds one. Its end is the end of the door's calls.
+
+Everything here runs on the event loop, beside the streams of nodes.
+"""
 
 import asyncio
 import logging
@@ -13,6 +16,7 @@ from coordinator.control.slo import SloClasses
 from coordinator.dispatcher import Dispatcher
 from coordinator.door_link import DoorCall, DoorLink, DoorLost
 from coordinator.doors.control import LocalControl
+from coordinator.doors.frames import framed, read_frame
 from coordinator.doors.http.counting import CountCall
 from coordinator.doors.messages import (
     Situation,
@@ -80,47 +84,62 @@ class DoorService(doors_pb2_grpc.DoorsServicer):  # type: ignore[misc]
     async def Metrics(self, _request: Any, _context: Any) -> doors_pb2.MetricsResponse:
         return doors_pb2.MetricsResponse(text=self._metrics())
 
-    async def Attach(self, events: Any, context: Any) -> None:
-        number = (await anext(events)).hello.number
+    async def attach(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Speaks with one door until the stream ends."""
+        hello = await read_frame(reader)
+        number = doors_pb2.DoorEvent.FromString(hello or b"").hello.number
         link = self._links[number] = DoorLink(number)
         link.fleet(self._state())
         try:
-            await first_to_end(self._read(link, events), self._write(link, context))
+            await first_to_end(self._read(link, reader), self._write(link, writer))
         except DoorLost as error:
             logger.error("door %d is given up: %s", number, error)
             self.lose(number)
+        except ConnectionError as error:
+            logger.warning("the stream of door %d has broken: %s", number, error)
+        except Exception:
+            logger.exception("the stream of door %d has failed", number)
+            self.lose(number)
         finally:
+            writer.close()
             if self._links.get(number) is link:  # the door may be back already
                 del self._links[number]
             for call_number in list(link.calls):
                 self._over(link, call_number, WORKER_LOST)  # and nodes let go of it
 
-    async def _write(self, link: DoorLink, context: Any) -> None:
+    async def _write(self, link: DoorLink, writer: asyncio.StreamWriter) -> None:
         while (batch := await link.next()) is not None:
-            await context.write(batch)
+            writer.write(framed(batch.SerializeToString()))
+            await writer.drain()  # of one batch, which the door has not taken: it is not long before `next` gives up
 
-    async def _read(self, link: DoorLink, events: Any) -> None:
-        async for event in events:
+    async def _read(self, link: DoorLink, reader: asyncio.StreamReader) -> None:
+        while (message := await read_frame(reader)) is not None:
+            event = doors_pb2.DoorEvent.FromString(message)
             kind = event.WhichOneof("event")
-            body = getattr(event, kind)
-            match kind:
-                case "taken":
-                    link.taken()
-                case "opened":
-                    self.opened[link.number].set()
-                case "begin":
-                    self._begin(link, body)
-                case "over":
-                    self._over(link, body.number, body.failure)
-                case "stopped":
-                    self._stopped(link, body)
-                case "failed":
-                    if (call := link.calls.get(body.number)) is not None:
-                        self._dispatcher.give_up(call, error_from_wire(body.error))
-                case "refused":
-                    self._refused(*info_from_wire(body.info), error_from_wire(body.error))
-                case "http_call":
-                    self._count_call(body.handler, body.method, body.status, body.seconds)
+            if kind == "taken":
+                link.taken()
+            elif kind == "opened":
+                self.opened[link.number].set()
+            else:
+                self._handle(link, kind, getattr(event, kind))
+
+    def _handle(self, link: DoorLink, kind: str, body: Any) -> None:
+        match kind:
+            case "begin":
+                self._begin(link, body)
+            case "over":
+                self._over(link, body.number, body.failure)
+            case "stopped":
+                self._stopped(link, body)
+            case "failed":
+                if (call := link.calls.get(body.number)) is not None:
+                    self._dispatcher.give_up(call, error_from_wire(body.error))
+            case "refused":
+                self._refused(*info_from_wire(body.info), error_from_wire(body.error))
+            case "http_call":
+                self._count_call(body.handler, body.method, body.status, body.seconds)
+            case _:
+                raise AssertionError(f"{kind} is not what a door says")
 
     def _begin(self, link: DoorLink, asked: doors_pb2.NewCall) -> None:
         """What is refused here the door tells of, as of all that it refuses."""

@@ -34,11 +34,6 @@ class DoorsStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Attach = channel.stream_stream(
-                '/splitserve.v1.Doors/Attach',
-                request_serializer=protos_dot_doors__pb2.DoorEvent.SerializeToString,
-                response_deserializer=protos_dot_doors__pb2.ControlBatch.FromString,
-                _registered_method=True)
         self.Metrics = channel.unary_unary(
                 '/splitserve.v1.Doors/Metrics',
                 request_serializer=protos_dot_doors__pb2.MetricsRequest.SerializeToString,
@@ -48,13 +43,6 @@ class DoorsStub:
 
 class DoorsServicer:
     """Missing associated documentation comment in .proto file."""
-
-    def Attach(self, request_iterator, context):
-        """One stream for each door. Its end, by whatever side, is the end of the door.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def Metrics(self, request, context):
         """What /metrics says, of all doors together.
@@ -66,11 +54,6 @@ class DoorsServicer:
 
 def add_DoorsServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Attach': grpc.stream_stream_rpc_method_handler(
-                    servicer.Attach,
-                    request_deserializer=protos_dot_doors__pb2.DoorEvent.FromString,
-                    response_serializer=protos_dot_doors__pb2.ControlBatch.SerializeToString,
-            ),
             'Metrics': grpc.unary_unary_rpc_method_handler(
                     servicer.Metrics,
                     request_deserializer=protos_dot_doors__pb2.MetricsRequest.FromString,
@@ -86,33 +69,6 @@ def add_DoorsServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Doors:
     """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Attach(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/splitserve.v1.Doors/Attach',
-            protos_dot_doors__pb2.DoorEvent.SerializeToString,
-            protos_dot_doors__pb2.ControlBatch.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def Metrics(request,

@@ -11,6 +11,7 @@ from grpc_health.v1 import health
 
 from coordinator.door_settings import DoorSettings
 from coordinator.doors.forwarding import ForwardedAdmin, ForwardedStatus
+from coordinator.doors.messages import ASKED
 from coordinator.doors.public import Behind, PublicDoor
 from coordinator.doors.remote import RemoteControl
 from coordinator.doors.tls import ServerTls
@@ -37,7 +38,7 @@ def run(settings: DoorSettings) -> None:
 async def _serve(settings: DoorSettings) -> None:
     async with (
         kept_spares(),
-        grpc.aio.insecure_channel(f"unix:{settings.control_socket}", options=LOCAL_OPTIONS) as channel,
+        grpc.aio.insecure_channel(f"unix:{settings.control_socket}{ASKED}", options=LOCAL_OPTIONS) as channel,
     ):
         await Door(settings, channel).run()
 
@@ -49,7 +50,9 @@ class Door:
         given = settings.coordinator
         self._stub = doors_pb2_grpc.DoorsStub(channel)
         self._admin = inference_pb2_grpc.AdminStub(channel)
-        self._control = RemoteControl(self._stub, number=settings.door_number, stream_interval=given.stream_interval)
+        self._control = RemoteControl(
+            settings.control_socket, number=settings.door_number, stream_interval=given.stream_interval
+        )
         self._tls = (
             ServerTls(given.tls.files, verifies_clients=given.tls_verify_clients) if given.tls.files.cert else None
         )

@@ -1,5 +1,5 @@
-"""What a door asks of control, which places and tracks. Where one process is both, it asks in place (LocalControl); each
-of several doors is a process of its own and asks over a socket (coordinator/doors/remote.py)."""
+"""What a door asks of control, which places and tracks. Where one process is both, it asks in place (LocalControl);
+each of several doors is a process of its own and asks over a socket (coordinator/doors/remote.py)."""
 
 import time
 from collections.abc import Iterator, Sequence

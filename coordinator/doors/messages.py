@@ -1,7 +1,8 @@
 """Between our own types and what a door and control tell each other (protos/doors.proto). Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 from coordinator.control.calls import CallRecord
 from coordinator.control.capacity import Capacity
@@ -12,6 +13,8 @@ from coordinator.traces.carrier import TRACEPARENT, TRACESTATE, Carrier
 from protos import doors_pb2, inference_pb2
 from protos.convert import pooling_from_wire, pooling_to_wire, sampling_from_wire, sampling_to_wire
 from serving_core.errors import RequestError
+
+ASKED: Final = ".asked"  # behind the path of control's socket: of the one where it answers single questions, over gRPC
 
 
 def error_to_wire(error: RequestError) -> doors_pb2.DoorError:
@@ -105,7 +108,7 @@ def plan_from_wire(wire: doors_pb2.NewCall) -> tuple[AnswerPlan, list[SoFar]]:
 class Situation:
     """What a door knows of the fleet."""
 
-    capacity: Capacity = Capacity(None, None, None, None)
+    capacity: Capacity = field(default_factory=lambda: Capacity(None, None, None, None))
     is_serving: bool = False
     why_not_ready: str = "the server starts"
     ready_nodes: frozenset[str] = frozenset()

@@ -17,6 +17,7 @@ from typing import Any, Final
 from coordinator.control.calls import CallRecord
 from coordinator.control.capacity import Capacity
 from coordinator.control.so_far import SoFar
+from coordinator.doors.frames import framed, read_frame
 from coordinator.doors.generation import Generation
 from coordinator.doors.messages import (
     Situation,
@@ -29,7 +30,7 @@ from coordinator.doors.messages import (
 from coordinator.doors.validation import AnswerPlan
 from coordinator.text.answers import Answer, AnswerText
 from coordinator.traces.carrier import CARRIER
-from protos import doors_pb2, doors_pb2_grpc, inference_pb2
+from protos import doors_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.reasons import DRAINING, DUPLICATE_REQUEST_ID
 from serving_core.waiting import first_to_end
@@ -50,10 +51,11 @@ class _Call:
 
 
 class RemoteControl:
-    """One door's end of Doors.Attach, and so what doors/control.py says of control."""
+    """One door's end of the stream, and so what doors/control.py says of control."""
 
-    def __init__(self, stub: doors_pb2_grpc.DoorsStub, *, number: int, stream_interval: int) -> None:
-        self._stub = stub
+    def __init__(self, path: str, *, number: int, stream_interval: int) -> None:
+        """The path is that of control's socket."""
+        self._path = path
         self._number = number
         self._stream_interval = stream_interval
         self._situation = Situation()
@@ -65,13 +67,13 @@ class RemoteControl:
         self._by_request: dict[str, int] = {}
 
     async def run(self) -> None:
-        """Speaks with control until it ends the stream in good order. Raises AioRpcError when the stream breaks."""
-        stream = self._stub.Attach()
-        self._send(hello=doors_pb2.DoorHello(number=self._number))
+        """Speaks with control until it ends the stream. Raises ConnectionError when it breaks."""
+        reader, writer = await asyncio.open_unix_connection(self._path)
+        writer.write(_framed(doors_pb2.DoorEvent(hello=doors_pb2.DoorHello(number=self._number))))
         try:
-            await first_to_end(self._read(stream), self._write(stream), self._is_overrun.wait())
+            await first_to_end(self._read(reader), self._write(writer), self._is_overrun.wait())
         finally:
-            stream.cancel()
+            writer.close()
             gone = RequestError(DRAINING, "the server has stopped")
             for call in self._calls.values():
                 _refuse(call, gone)
@@ -139,9 +141,7 @@ class RemoteControl:
         call = self._calls[number] = _Call(generation, list(answers))
         self._by_request[plan.request_id] = number
         info, now = info_to_wire(record, CARRIER.get()), time.monotonic()
-        self._send(
-            begin=call_to_wire(info, plan, so_fars, asked, number=number, begun_s=now, deadline_s=deadline_s)
-        )
+        self._send(begin=call_to_wire(info, plan, so_fars, asked, number=number, begun_s=now, deadline_s=deadline_s))
         try:
             async with asyncio.timeout(ADMIT_DEADLINE_S):
                 await call.admitted
@@ -170,13 +170,16 @@ class RemoteControl:
             return
         self._unsent.put_nowait(doors_pb2.DoorEvent(**event))
 
-    async def _write(self, stream: Any) -> None:
+    async def _write(self, writer: asyncio.StreamWriter) -> None:
         while True:
-            await stream.write(await self._unsent.get())
+            writer.write(_framed(await self._unsent.get()))
+            while not self._unsent.empty():
+                writer.write(_framed(self._unsent.get_nowait()))
+            await writer.drain()
 
-    async def _read(self, stream: Any) -> None:
-        async for batch in stream:
-            self._take(batch)
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while (message := await read_frame(reader)) is not None:
+            self._take(doors_pb2.ControlBatch.FromString(message))
             await asyncio.sleep(0)  # those who wait for what has come go on first
             self._send(taken=doors_pb2.BatchTaken())
 
@@ -222,6 +225,10 @@ class RemoteControl:
             stop, num_tokens = answer.matched_stop, answer.num_tokens
             at = {"number": came.number, "index": came.index}
             self._send(stopped=doors_pb2.Stopped(stop=stop, num_tokens=num_tokens, **at))
+
+
+def _framed(event: doors_pb2.DoorEvent) -> bytes:
+    return framed(event.SerializeToString())
 
 
 def _refuse(call: _Call, error: RequestError) -> None:
