@@ -1,7 +1,7 @@
 """What control has to say to one door, gathered until the door has taken what was said before. Bounded."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from coordinator.control.calls import CallRecord
@@ -79,14 +79,18 @@ class DoorLink:
         self._is_over = True
         self._news.set()
 
+    async def within(self, taking: Awaitable[object]) -> None:
+        """Waits for what the door does soon if it does anything. Raises DoorLost."""
+        try:
+            async with asyncio.timeout(TAKE_DEADLINE_S):
+                await taking
+        except TimeoutError as error:
+            raise DoorLost(f"it has taken nothing for {TAKE_DEADLINE_S:g} s") from error
+
     async def next(self) -> doors_pb2.ControlBatch | None:
         """What there is to say, when the door has taken what was said before; after BEAT_S it may be nothing. None at
         the end. Raises DoorLost."""
-        try:
-            async with asyncio.timeout(TAKE_DEADLINE_S):
-                await self._taken.wait()
-        except TimeoutError as error:
-            raise DoorLost(f"it has taken nothing for {TAKE_DEADLINE_S:g} s") from error
+        await self.within(self._taken.wait())
         try:
             async with asyncio.timeout(BEAT_S):
                 await self._news.wait()

@@ -110,7 +110,7 @@ class DoorService(doors_pb2_grpc.DoorsServicer):  # type: ignore[misc]
     async def _write(self, link: DoorLink, writer: asyncio.StreamWriter) -> None:
         while (batch := await link.next()) is not None:
             writer.write(framed(batch.SerializeToString()))
-            await writer.drain()  # of one batch, which the door has not taken: it is not long before `next` gives up
+            await link.within(writer.drain())
 
     async def _read(self, link: DoorLink, reader: asyncio.StreamReader) -> None:
         while (message := await read_frame(reader)) is not None:

@@ -123,8 +123,12 @@ class CoordinatorServer:
         self.fleet_port = listen(self._fleet, settings.fleet_host, settings.fleet_port, fleet_tls)
         self.port, self.http_port = self._public.port, self._public.http_port
         await self._public.report()
-        await self._fleet.start()
-        await self._public.start()
+        try:
+            await self._fleet.start()
+            await self._public.start()
+        except BaseException:
+            await self.stop()
+            raise
         self._supervision = asyncio.create_task(self._supervise())
         dialled = "clients may dial port %d, nodes port %d, HTTP clients %s"
         logger.info(dialled, self.port, self.fleet_port, self.http_port if self.http_port >= 0 else "none")

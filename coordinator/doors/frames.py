@@ -10,14 +10,14 @@ HEAD_BYTES: Final = 4
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
     """The next message; None at the end. Raises ConnectionError where it breaks off or cannot be one."""
+    if not (head := await reader.read(1)):
+        return None
     try:
-        num_bytes = int.from_bytes(await reader.readexactly(HEAD_BYTES))
+        num_bytes = int.from_bytes(head + await reader.readexactly(HEAD_BYTES - 1))
         if num_bytes > MAX_FRAME_BYTES:
             raise ConnectionError(f"a message of {num_bytes} bytes, the limit is {MAX_FRAME_BYTES}")
         return await reader.readexactly(num_bytes)
     except asyncio.IncompleteReadError as error:
-        if not error.partial:
-            return None
         raise ConnectionError("a message broke off") from error
 
 
