@@ -35,7 +35,7 @@ from serving_core.ports import Port, SharedPort
 logger = logging.getLogger(__name__)
 
 START_DEADLINE_S: Final = 120.0
-STOP_DEADLINE_S: Final = 3 * STOP_GRACE_S
+STOP_DEADLINE_S: Final = 4 * STOP_GRACE_S
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 10.0
 CALM_S: Final = 60.0

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from coordinator.control.calls import CallRecord
 from coordinator.control.journal import Journal
@@ -35,6 +35,8 @@ if TYPE_CHECKING:  # what it imports is of an extra
     from coordinator.traces.export import Trace, Traces
 
 logger = logging.getLogger(__name__)
+
+HELLO_DEADLINE_S: Final = 10.0
 
 
 class DoorService(doors_pb2_grpc.DoorsServicer):  # type: ignore[misc]
@@ -86,7 +88,8 @@ class DoorService(doors_pb2_grpc.DoorsServicer):  # type: ignore[misc]
 
     async def attach(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Speaks with one door until the stream ends."""
-        hello = await read_frame(reader)
+        async with asyncio.timeout(HELLO_DEADLINE_S):
+            hello = await read_frame(reader)
         number = doors_pb2.DoorEvent.FromString(hello or b"").hello.number
         link = self._links[number] = DoorLink(number)
         link.fleet(self._state())

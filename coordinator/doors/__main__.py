@@ -76,6 +76,7 @@ class Door:
             await self._public.stop()
 
     async def _open(self) -> None:
+        await self._control.changed.wait()  # what can be served is known
         await self._public.report()
         self._public.listen()
         await self._public.start()

@@ -129,6 +129,12 @@ def test_streams_of_the_other_door_are_unharmed(doors):
     check_exact([each for each in asked if each.error is None])
 
 
+def test_a_door_that_hangs_is_given_up_and_its_clients_go_on(doors):
+    asked, _ = asyncio.run(ask_all(doors, lambda: os.kill(pids(doors)[0], signal.SIGSTOP), resume=True))
+    check_exact(asked)
+    assert "door 1 is given up: it has taken nothing for 20 s" in doors.children["coordinator"].output()
+
+
 def test_answers_survive_the_node_that_writes_them(doors):
     asked, _ = asyncio.run(ask_all(doors, lambda: doors.kill("decode-0")))
     check_exact(asked)
