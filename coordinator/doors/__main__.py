@@ -10,7 +10,7 @@ import grpc
 from grpc_health.v1 import health
 
 from coordinator.door_settings import DoorSettings
-from coordinator.doors.forwarding import ForwardedAdmin, ForwardedStatus
+from coordinator.doors.forwarding import ForwardedAdmin, ForwardedStatus, asked
 from coordinator.doors.messages import ASKED
 from coordinator.doors.public import Behind, PublicDoor
 from coordinator.doors.remote import RemoteControl
@@ -23,7 +23,6 @@ from serving_core.flags import settings_command
 from serving_core.process import run_process
 from serving_core.waiting import first_to_end
 
-METRICS_DEADLINE_S = 20.0
 TLS_LOOK_S = 0.25
 
 
@@ -97,12 +96,12 @@ class Door:
         self._control.changed.clear()
 
     async def _metrics(self) -> bytes:
-        response = await self._stub.Metrics(doors_pb2.MetricsRequest(), timeout=METRICS_DEADLINE_S)
+        response = await asked(self._stub.Metrics, doors_pb2.MetricsRequest())
         return bytes(response.text)
 
     async def _overview(self, after: int | None) -> inference_pb2.Overview:
         request = inference_pb2.GetOverviewRequest(after=after)
-        overview: inference_pb2.Overview = await self._admin.GetOverview(request, timeout=METRICS_DEADLINE_S)
+        overview: inference_pb2.Overview = await asked(self._admin.GetOverview, request)
         return overview
 
 

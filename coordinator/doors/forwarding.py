@@ -1,5 +1,6 @@
 """What a door does not answer itself: passed on to control as it came, and its answer passed back."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -9,9 +10,9 @@ import grpc
 from coordinator.doors.inference_service import write
 from protos import inference_pb2_grpc
 from serving_core.errors import RequestError
-from serving_core.reasons import DRAINING
+from serving_core.reasons import DEADLINE_EXCEEDED, DRAINING
 
-DEADLINE_S: Final = 60.0  # of what has none
+DEADLINE_S: Final = 30.0
 
 
 class ForwardedStatus:
@@ -44,13 +45,23 @@ class ForwardedAdmin(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
 
     async def Drain(self, request: Any, context: Any) -> None:
         async with _passing_back(context):
-            async for progress in self._stub.Drain(request, timeout=context.time_remaining()):
+            async for progress in self._stub.Drain(request):
                 await write(context, progress)
+
+
+async def asked(method: Any, request: Any) -> Any:
+    """What control says to a single question. Its deadline is not gRPC's, which goes by the wall clock. Raises
+    RequestError or AioRpcError."""
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            return await method(request)
+    except TimeoutError as error:
+        raise RequestError(DEADLINE_EXCEEDED, f"control has not answered within {DEADLINE_S:g} s") from error
 
 
 async def _ask(method: Any, request: Any, context: Any) -> Any:
     async with _passing_back(context):
-        return await method(request, timeout=min(DEADLINE_S, context.time_remaining() or DEADLINE_S))
+        return await asked(method, request)
 
 
 @asynccontextmanager

@@ -204,6 +204,7 @@ def test_http_counts_refusals_and_stops_are_one_account(doors):
         with pytest.raises(urllib.error.HTTPError) as caught:
             post(doors, "/v1/completions", {**asked, "prompt": [10**6]})
         assert caught.value.code == 400
+        caught.value.close()
     after = [total(doors, sample) for sample in (finished, refused, called)]
     gained = [now - then for now, then in zip(after, before, strict=True)]
     assert gained == [NUM_CLIENTS, NUM_CLIENTS, 2 * NUM_CLIENTS + 1]
