@@ -23,7 +23,7 @@ from tests.tiny_models import write_fake_model
 STEP_S = 0.02
 NUM_CHANNELS = 16
 DEADLINE_S = 300.0
-LENGTHS = {1: 400, 100: 400, 1000: 100}  # tokens of each answer, by how many there are
+LENGTHS = {1: 200, 100: 200, 1000: 60}  # tokens of each answer, by how many there are
 GENERATE = "/splitserve.v1.Inference/Generate"
 
 
