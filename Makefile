@@ -9,8 +9,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PROTOC := $(BIN)/python -m grpc_tools.protoc -I.
-MESSAGES := protos/fleet.proto protos/inference.proto protos/ranks.proto
-SERVICES := protos/fleet.proto protos/inference.proto
+MESSAGES := protos/doors.proto protos/fleet.proto protos/inference.proto protos/ranks.proto
+SERVICES := protos/doors.proto protos/fleet.proto protos/inference.proto
 
 .PHONY: demo test test-long faults fuzz soak compose-demo check format tables setup model protos check-protos clean
 

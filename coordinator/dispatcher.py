@@ -8,7 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from coordinator.control import drains
 from coordinator.control.calls import CallRecord
@@ -62,18 +62,44 @@ class NodeLink:
         return command
 
 
+class Call(Protocol):
+    """Who hears what becomes of a call: a Generation, or what stands for one at another process's door."""
+
+    embedding: bytes
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def answer_ids(self) -> Sequence[str]: ...
+    def fail(self, error: RequestError) -> None: ...
+
+
+class Recipient(Protocol):
+    """Who hears of one answer of a call: an Answer, or what stands for one."""
+
+    @property
+    def generation(self) -> Call: ...
+    @property
+    def matched_stop(self) -> str | None: ...
+    def add(self, tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None) -> None: ...
+    def end(self, complete: inference_pb2.Complete) -> None: ...
+
+
 class Dispatcher:
     """The hub between clients, nodes and the pure parts: registry, tracker and roles."""
 
-    def __init__(self, registry: Registry, tracker: Tracker, roles: Roles, journal: Journal) -> None:
+    def __init__(
+        self, registry: Registry, tracker: Tracker, roles: Roles, journal: Journal, *, stream_interval: int = 1
+    ) -> None:
+        self._stream_interval = stream_interval
         self._registry = registry
         self._tracker = tracker
         self._roles = roles
         self._journal = journal
         self._kinds = Kinds()
         self._links: dict[Node, NodeLink] = {}
-        self._generations: dict[str, Generation] = {}
-        self._answers: dict[str, Answer] = {}
+        self._generations: dict[str, Call] = {}
+        self._answers: dict[str, Recipient] = {}
         self.is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -214,21 +240,41 @@ class Dispatcher:
     ) -> Generation:
         """Begins the answers of one call, or goes on with them; `close` must follow. What becomes of them is written
         down in `record`. Raises RequestError, and then nothing has begun."""
+        num_ended = sum(so_far.has_ended for so_far, _ in beginnings)
+        generation = Generation(
+            plan.request_id, len(plan.samplings), num_ended=num_ended, stream_interval=self._stream_interval
+        )
+        answers = [Answer(generation, index, text) for index, (_, text) in enumerate(beginnings)]
+        so_fars = [so_far for so_far, _ in beginnings]
+        self.begin(plan, so_fars, generation, answers, slo, arrived_s=arrived_s, deadline_s=deadline_s, record=record)
+        return generation
+
+    def begin(
+        self,
+        plan: AnswerPlan,
+        so_fars: Sequence[SoFar],
+        call: Call,
+        answers: Sequence[Recipient],
+        slo: Slo | None,
+        *,
+        arrived_s: float,
+        deadline_s: float,
+        record: CallRecord | None = None,
+    ) -> None:
+        """What `submit` does, for whoever is to hear of the call and of each of its answers."""
         if self.is_draining:
             raise RequestError(DRAINING, "the server is draining")
         if plan.request_id in self._generations:
             raise RequestError(DUPLICATE_REQUEST_ID, f"request {plan.request_id} is live already")
-        num_ended = sum(so_far.has_ended for so_far, _ in beginnings)
-        generation = Generation(plan.request_id, len(plan.samplings), num_ended=num_ended)
-        self._generations[plan.request_id] = generation
+        self._generations[plan.request_id] = call
         self._journal.begun(record or CallRecord(plan.request_id))
         self._idle.clear()
         prompt = Prompt(plan.prompt, plan.cache_salt, plan.adapter)  # one for all answers, so that it is hashed once
         try:
-            for index, (sampling, (so_far, text)) in enumerate(zip(plan.samplings, beginnings, strict=True)):
+            for index, (sampling, so_far, answer) in enumerate(zip(plan.samplings, so_fars, answers, strict=True)):
                 if so_far.has_ended:
                     continue
-                answer_id = generation.answer_ids[index]
+                answer_id = call.answer_ids[index]
                 instructions = self._tracker.submit(
                     answer_id,
                     prompt,
@@ -239,12 +285,20 @@ class Dispatcher:
                     so_far=so_far,
                     pooling=plan.pooling,
                 )
-                self._answers[answer_id] = Answer(generation, index, text)
+                self._answers[answer_id] = answer
                 self._apply(instructions)
         except Exception:
-            self.close(generation)
+            self.close(call)
             raise
-        return generation
+
+    def stopped(self, answer_id: str) -> None:
+        """A stop string has ended the answer, as its door has found."""
+        self._apply(self._tracker.finish(answer_id, inference_pb2.FINISH_REASON_STOP, time.monotonic()))
+
+    def give_up(self, call: Call, error: RequestError) -> None:
+        """Ends a live call with an error, as its door wants."""
+        if self._generations.get(call.request_id) is call:
+            self._apply(self._fail(call, error))
 
     def abort(self, request_id: str) -> bool:
         """Ends all answers of a live call as aborted. False for an unknown one."""
@@ -256,7 +310,7 @@ class Dispatcher:
             self._apply(self._tracker.finish(answer_id, inference_pb2.FINISH_REASON_ABORT, now))
         return True
 
-    def close(self, generation: Generation) -> None:
+    def close(self, generation: Call) -> None:
         """The call is over, for whatever reason: what is still running of it is dropped."""
         del self._generations[generation.request_id]
         if not self._generations:
@@ -337,7 +391,7 @@ class Dispatcher:
         self._journal.ended(end)
         return instructions
 
-    def _fail(self, generation: Generation, error: RequestError) -> list[Instruction]:
+    def _fail(self, generation: Call, error: RequestError) -> list[Instruction]:
         """Ends a call with an error, which is then the end of all its answers."""
         generation.fail(error)
         now = time.monotonic()
@@ -346,6 +400,6 @@ class Dispatcher:
             instructions += self._tracker.fail(answer_id, error, now)
         return instructions
 
-    def _forget(self, generation: Generation) -> list[str]:
+    def _forget(self, generation: Call) -> list[str]:
         """Nothing more goes to the answers of a call: those that had not ended."""
         return [answer_id for answer_id in generation.answer_ids if self._answers.pop(answer_id, None) is not None]

@@ -1,14 +1,13 @@
-"""The coordinator's two gRPC servers and its HTTP server, put together: start, drain, stop."""
+"""The coordinator put together: control, which places and tracks and which nodes dial, and its door or doors."""
 
 import asyncio
 import logging
 import secrets
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 
 from coordinator.control.journal import Journal
 from coordinator.control.ledger import Ledger
@@ -18,41 +17,24 @@ from coordinator.control.overview import Overview
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.registry import MAX_FIRST_SESSION, Registry
 from coordinator.control.roles import Roles
-from coordinator.control.router import has_path
 from coordinator.control.slo import SloClasses, parse_slo_classes
 from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher
+from coordinator.door_processes import Doors
+from coordinator.door_service import DoorService
 from coordinator.doors.admin_service import AdminService
-from coordinator.doors.authentication import NO_API_KEY, NO_FLEET_SECRET, BearerAuthentication, BearerSecrets
-from coordinator.doors.caps import SPARE, connection_caps
+from coordinator.doors.authentication import NO_FLEET_SECRET, BearerAuthentication, BearerSecrets
+from coordinator.doors.control import LocalControl
 from coordinator.doors.exposition import Exposition
-from coordinator.doors.front import Front, ServedModel
-from coordinator.doors.http.app import make_app
 from coordinator.doors.http.counting import HttpCounts
-from coordinator.doors.http.page import Page
-from coordinator.doors.http.serving import HttpServer
-from coordinator.doors.inference_service import InferenceService
-from coordinator.doors.reflection import add_reflection
-from coordinator.doors.sampling_defaults import neutral_defaults, read_sampling_defaults
-from coordinator.doors.statuses import StatusInterceptor
+from coordinator.doors.public import STOP_GRACE_S, Behind, PublicDoor, caps
+from coordinator.doors.status_service import StatusService
 from coordinator.doors.tls import ServerTls
 from coordinator.fleet_service import FleetService
-from coordinator.settings import (
-    ADMIT_ALL,
-    CoordinatorSettings,
-    api_keys,
-    check_settings,
-    model_names,
-    origins,
-)
-from coordinator.text.answer_format import AnswerFormat, answer_format
-from coordinator.text.structures import Structures
-from coordinator.text.tokenizer import read_tokenizer
-from protos import inference_pb2, inference_pb2_grpc
-from serving_core.channels import fleet_options, listen, public_options
-from serving_core.descriptors import num_descriptors
-from serving_core.errors import ModelError, SettingsError
-from serving_core.model_config import read_model_config
+from coordinator.served_model import read_served_model
+from coordinator.settings import ADMIT_ALL, CoordinatorSettings, check_settings
+from protos import inference_pb2
+from serving_core.channels import fleet_options, listen
 from serving_core.ports import Port, check_ports
 
 if TYPE_CHECKING:  # what it imports is of an extra
@@ -60,11 +42,6 @@ if TYPE_CHECKING:  # what it imports is of an extra
 
 logger = logging.getLogger(__name__)
 
-INFERENCE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
-ADMIN: Final = inference_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
-IDLE_CONNECTIONS_PER_CALL: Final = 2
-SPARE_CALLS: Final = 256  # beyond the answers in flight: health watchers, status queries, calls to be refused politely
-STOP_GRACE_S: Final = 1.0
 MAX_TICK_S: Final = 0.25
 
 
@@ -75,7 +52,7 @@ class CoordinatorServer:
     def __init__(self, settings: CoordinatorSettings) -> None:
         check_settings(settings)
         self._settings = settings
-        self._model = _read_model(settings)
+        self._model = read_served_model(settings)
         config = self._model.config
         self._registry = Registry(
             {
@@ -91,12 +68,12 @@ class CoordinatorServer:
         )
         ledger = Ledger()
         slo_classes = parse_slo_classes(settings.slo_class)
-        metrics = self._metrics = Metrics(slo_classes)
-        journal = Journal(metrics)
+        self._metrics = Metrics(slo_classes)
+        self._journal = Journal(self._metrics)
         self._tracker = Tracker(
             self._registry,
             ledger,
-            metrics,
+            self._metrics,
             first_epoch=secrets.randbelow(NUM_EPOCHS),
             max_live=settings.max_num_queued_reqs,
             max_restarts=settings.max_restarts,
@@ -106,45 +83,27 @@ class CoordinatorServer:
             admits_late=settings.admission == ADMIT_ALL,
         )
         roles = Roles(self._registry, ledger, policy=settings.roles)
-        self._dispatcher = Dispatcher(self._registry, self._tracker, roles, journal)
+        self._dispatcher = Dispatcher(
+            self._registry, self._tracker, roles, self._journal, stream_interval=settings.stream_interval
+        )
         self._overview = Overview(
             self._registry,
             ledger,
             self._tracker,
-            metrics,
+            self._metrics,
             model_name=self._model.name,
             start_s=time.monotonic(),
             limits={each.name: each.limits for each in slo_classes},
         )
-        self._http_counts = HttpCounts()
-        self._exposition = Exposition(metrics, self._tracker, self._registry, self._model.name, self._http_counts)
         self._traces = _traces(settings)
-        self._front = Front(
-            self._model,
-            self._registry,
-            self._dispatcher,
-            journal,
-            max_logprobs=settings.max_logprobs,
-            request_timeout_s=settings.request_timeout_s,
-            strict_fields=settings.strict_fields,
-            slo_classes=SloClasses(slo_classes),
-            traces=self._traces,
-        )
-        self._max_calls = settings.max_num_queued_reqs + SPARE_CALLS
-        self._caps = connection_caps(
-            num_descriptors(),
-            useful=IDLE_CONNECTIONS_PER_CALL * self._max_calls,
-            wanted=settings.max_connections,
-            wanted_per_peer=settings.max_connections_per_peer,
-        )
-        self._health = health.aio.HealthServicer()
+        self._slo_classes = SloClasses(slo_classes)
         files, verifies = settings.tls.files, settings.tls_verify_clients
         self._tls = ServerTls(files, verifies_clients=verifies) if files.cert else None
-        holders = api_keys(settings)
-        self._api_keys = BearerSecrets(holders) if holders else None
-        self._public, self._fleet = self._public_server(), self._fleet_server()
+        self._caps = caps(settings)
+        self._health = health.aio.HealthServicer()
+        self._fleet = self._fleet_server()
+        self._public: PublicDoor | Doors = self._door() if settings.doors == 1 else self._doors()
         self._supervision: asyncio.Task[None] | None = None
-        self._http = self._http_server() if settings.http_port >= 0 else None
         self.port = self.fleet_port = 0  # the ports listened on, once started
         self.http_port = -1  # likewise; -1 without HTTP
 
@@ -159,20 +118,20 @@ class CoordinatorServer:
             ]
         )
         tls = self._tls
-        public_tls = tls.grpc_credentials(verifies=settings.tls_verify_clients) if tls else None
         fleet_tls = tls.grpc_credentials(verifies=True) if tls and settings.tls.tls_ca else None
-        self.port = listen(self._public, settings.host, settings.port, public_tls)
+        self._public.listen()
         self.fleet_port = listen(self._fleet, settings.fleet_host, settings.fleet_port, fleet_tls)
-        if self._http is not None:
-            self.http_port = self._http.listen(settings.http_host, settings.http_port)
-        await self._report_health()
-        await self._fleet.start()
-        await self._public.start()
-        if self._http is not None:
-            await self._http.start()
+        self.port, self.http_port = self._public.port, self._public.http_port
+        await self._public.report()
+        try:
+            await self._fleet.start()
+            await self._public.start()
+        except BaseException:
+            await self.stop()
+            raise
         self._supervision = asyncio.create_task(self._supervise())
         dialled = "clients may dial port %d, nodes port %d, HTTP clients %s"
-        logger.info(dialled, self.port, self.fleet_port, self.http_port if self._http is not None else "none")
+        logger.info(dialled, self.port, self.fleet_port, self.http_port if self.http_port >= 0 else "none")
         caps = self._caps
         capped = "at most %d connections of gRPC clients, %d of HTTP clients (%d of one address) and %d of nodes"
         logger.info(capped, caps.public, caps.http, caps.http_per_peer, caps.fleet)
@@ -184,20 +143,13 @@ class CoordinatorServer:
 
     def reread_api_keys(self) -> None:
         """Takes the API keys that are in their file now, from the next call on; those before stay where it has none."""
-        assert self._api_keys is not None, "there is no file of API keys"
-        try:
-            holders = api_keys(self._settings)
-        except SettingsError as error:
-            logger.warning("the API keys stay what they were: %s", error)
-        else:
-            self._api_keys.replace(holders)
-            logger.info("%d API keys are in force", len(holders))
+        self._public.reread_api_keys()
 
     async def drain(self) -> None:
         """Refuses new calls and returns when the live ones have ended, or after drain_s."""
         logger.info("draining")
         self._dispatcher.drain()
-        await self._report_health()
+        await self._public.report()
         try:
             async with asyncio.timeout(self._settings.drain_s):
                 await self._dispatcher.idle()
@@ -210,51 +162,51 @@ class CoordinatorServer:
             self._supervision.cancel()
         self._dispatcher.drain()
         self._dispatcher.stop()
-        stopping = [self._public.stop(STOP_GRACE_S), self._fleet.stop(STOP_GRACE_S)]
-        if self._http is not None:
-            stopping.append(self._http.stop(STOP_GRACE_S))
-        await asyncio.gather(*stopping)
+        await asyncio.gather(self._public.stop(), self._fleet.stop(STOP_GRACE_S))
         if self._traces is not None:
             await self._traces.stop()
         logger.info("stopped")
 
-    def _public_server(self) -> grpc.aio.Server:
-        interceptors: list[grpc.aio.ServerInterceptor] = [StatusInterceptor()]
-        if self._api_keys is not None:
-            interceptors.insert(0, BearerAuthentication(self._api_keys, NO_API_KEY))
-        server = grpc.aio.server(
-            interceptors=interceptors,
-            options=public_options(self._caps.public, longest_call_s=self._settings.request_timeout_s),
-            maximum_concurrent_rpcs=self._max_calls,
-        )
-        service = InferenceService(
-            self._front,
-            self._registry,
-            self._tracker,
-            self._dispatcher,
-            self._metrics,
-            instance_id=self._settings.instance_id,
-        )
-        inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
-        admin = AdminService(self._dispatcher, self._tracker, self._overview)
-        inference_pb2_grpc.add_AdminServicer_to_server(admin, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        add_reflection((INFERENCE, ADMIN, health.SERVICE_NAME), server)
-        return server
+    def _door(self) -> PublicDoor:
+        """Beside control, in one process."""
+        counts = HttpCounts()
+        exposition = self._exposition(counts)
 
-    def _http_server(self) -> HttpServer:
-        app = make_app(
-            self._front,
-            self._is_serving,
-            self._exposition,
-            Page(self._overview) if self._settings.ui else None,
-            counts=self._http_counts,
-            secrets=self._api_keys,
-            allowed_origins=origins(self._settings.allowed_origins),
-            max_calls=min(self._max_calls, self._caps.http - SPARE),
+        async def metrics() -> bytes:
+            return exposition.render()
+
+        async def overview(after: int | None) -> inference_pb2.Overview:
+            return self._overview.to_wire(time.monotonic(), after=after)
+
+        control = LocalControl(self._registry, self._dispatcher, self._journal, self._slo_classes, self._traces)
+        behind = Behind(control, self._status(), self._admin(), metrics, overview, counts.ended)
+        return PublicDoor(self._settings, self._model, behind, self._tls, self._health)
+
+    def _doors(self) -> Doors:
+        """As processes of their own."""
+        counts = HttpCounts()
+        exposition = self._exposition(counts)
+        service = DoorService(
+            self._registry,
+            self._dispatcher,
+            self._journal,
+            self._slo_classes,
+            count_call=counts.ended,
+            metrics=exposition.render,
+            traces=self._traces,
         )
-        context, caps = self._tls.http_context() if self._tls else None, self._caps
-        return HttpServer(app, max_connections=caps.http, max_per_peer=caps.http_per_peer, tls=context)
+        return Doors(self._settings, service, self._status(), self._admin(), self._health)
+
+    def _exposition(self, counts: HttpCounts) -> Exposition:
+        return Exposition(self._metrics, self._tracker, self._registry, self._model.name, counts)
+
+    def _status(self) -> StatusService:
+        return StatusService(
+            self._registry, self._tracker, self._dispatcher, self._metrics, instance_id=self._settings.instance_id
+        )
+
+    def _admin(self) -> AdminService:
+        return AdminService(self._dispatcher, self._tracker, self._overview)
 
     def _fleet_server(self) -> grpc.aio.Server:
         secret = self._settings.fleet_secret
@@ -280,40 +232,7 @@ class CoordinatorServer:
             self._overview.tick(time.monotonic())
             if self._tls is not None:
                 self._tls.refresh()
-            await self._report_health()
-
-    async def _report_health(self) -> None:
-        is_path = has_path(self._registry.nodes, embeds=self._registry.embeds)
-        is_ready = is_path and not self._dispatcher.is_draining
-        status = health_pb2.HealthCheckResponse
-        await self._health.set(INFERENCE, status.SERVING if is_ready else status.NOT_SERVING)
-
-    async def _is_serving(self) -> bool:
-        """What the health service says."""
-        reply = await self._health.Check(health_pb2.HealthCheckRequest(service=INFERENCE), None)
-        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-def _read_model(settings: CoordinatorSettings) -> ServedModel:
-    if not settings.model:
-        raise ModelError("no model folder was given")
-    folder = Path(settings.model)
-    config = read_model_config(folder, settings.model_impl, settings.runner)
-    tokenizer = read_tokenizer(
-        folder,
-        chat_template=settings.chat_template,
-        template_kwargs_json=settings.chat_template_kwargs,
-        embeds=config.embedder is not None,
-    )
-    return ServedModel(
-        names=model_names(settings.served_model_name) or [folder.resolve().name],
-        config=config,
-        tokenizer=tokenizer,
-        answer_format=_answer_format(settings, tokenizer.template_words),
-        structures=Structures(folder, config.eos_token_ids),
-        max_model_len=settings.max_model_len or config.max_position_embeddings,
-        sampling_defaults=_sampling_defaults(settings, folder),
-    )
+            await self._public.report()
 
 
 def _traces(settings: CoordinatorSettings) -> "Traces | None":
@@ -322,24 +241,3 @@ def _traces(settings: CoordinatorSettings) -> "Traces | None":
     from coordinator.traces.export import Traces
 
     return Traces(settings.otlp_endpoint)
-
-
-def _answer_format(settings: CoordinatorSettings, template: str) -> AnswerFormat:
-    found = answer_format(settings.tool_call_parser, settings.reasoning_parser, template)
-    if found.has_calls or found.thinks:
-        told = "calls of tools are read as %s, thoughts %s"
-        logger.info(told, found.calls, "apart from the answer" if found.thinks else "as the answer")
-    return found
-
-
-def _sampling_defaults(settings: CoordinatorSettings, folder: Path) -> inference_pb2.SamplingParams:
-    neutral = neutral_defaults()
-    if settings.generation_config == "none":
-        return neutral
-    defaults, problems = read_sampling_defaults(folder)
-    for problem in problems:
-        logger.warning("ignored in generation_config.json: %s", problem)
-    if defaults != neutral:
-        named = ", ".join(f"{field.name} {value:g}" for field, value in defaults.ListFields())
-        logger.info("requests that do not say otherwise are sampled as the model's folder says: %s", named)
-    return defaults

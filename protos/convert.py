@@ -86,7 +86,7 @@ def job_to_wire(
         adapter=request.adapter,
         grammar=request.sampling.grammar,
         is_suspect=is_suspect,
-        pooling=None if request.pooling is None else _pooling_to_wire(request.pooling),
+        pooling=None if request.pooling is None else pooling_to_wire(request.pooling),
     )
 
 
@@ -100,15 +100,16 @@ def request_from_wire(job: fleet_pb2.Job) -> Request:
         sampling=sampling_from_wire(job.sampling_params, job.grammar),
         cache_salt=job.cache_salt,
         adapter=job.adapter,
-        pooling=_pooling_from_wire(job.pooling) if job.HasField("pooling") else None,
+        pooling=pooling_from_wire(job.pooling) if job.HasField("pooling") else None,
     )
 
 
-def _pooling_to_wire(pooling: Pooling) -> fleet_pb2.Pooling:
+def pooling_to_wire(pooling: Pooling) -> fleet_pb2.Pooling:
     return fleet_pb2.Pooling(kind=pooling.kind, normalizes=pooling.normalizes, num_dimensions=pooling.num_dimensions)
 
 
-def _pooling_from_wire(wire: fleet_pb2.Pooling) -> Pooling:
+def pooling_from_wire(wire: fleet_pb2.Pooling) -> Pooling:
+    """The inverse of pooling_to_wire."""
     return Pooling(wire.kind, wire.normalizes, wire.num_dimensions)
 
 

@@ -25,6 +25,8 @@ CHANNEL_OPTIONS: Final[tuple[Option, ...]] = (
     ("grpc.enable_retries", 1),
 )
 
+_SHARES_PORT: Final = "grpc.so_reuseport"
+
 # Without the ping settings a server ends healthy idle streams whose clients keep alive ("too_many_pings").
 SERVER_OPTIONS: Final[tuple[Option, ...]] = (
     *_KEEPALIVE,
@@ -37,17 +39,25 @@ SERVER_OPTIONS: Final[tuple[Option, ...]] = (
     # Whoever connects speaks HTTP/2 soon, and has a call now and then, or makes room for others.
     ("grpc.server_handshake_timeout_ms", 5000),
     ("grpc.max_connection_idle_ms", 60_000),
-    ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server that shares it
+    (_SHARES_PORT, 0),  # a port in use is an error, not a second server that shares it
+)
+
+# Between processes of one coordinator, which trust each other: a batch has what is bounded elsewhere.
+LOCAL_OPTIONS: Final[tuple[Option, ...]] = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),
 )
 
 MAX_CONNECTION_AGE_S: Final = 3600.0
 
 
-def public_options(max_connections: int, *, longest_call_s: float) -> tuple[Option, ...]:
+def public_options(max_connections: int, *, longest_call_s: float, shares_port: bool = False) -> tuple[Option, ...]:
     """Of the server that clients dial. A connection that has become old takes no more calls, and those under way end
-    before it does."""
+    before it does. Servers of this user may share a port, if they all say so."""
     return (
-        *SERVER_OPTIONS,
+        *(option for option in SERVER_OPTIONS if option[0] != _SHARES_PORT),
+        (_SHARES_PORT, int(shares_port)),
         ("grpc.max_receive_message_length", 4 * 2**20),
         ("grpc.max_allowed_incoming_connections", max_connections),  # further ones are closed at once
         ("grpc.max_connection_age_ms", round(1000 * MAX_CONNECTION_AGE_S)),

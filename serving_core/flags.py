@@ -6,6 +6,7 @@ holds it: `--name-file`, SPLITSERVE_NAME_FILE.
 """
 
 import dataclasses
+import os
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -146,6 +147,18 @@ def to_argv(settings: Any) -> list[str]:
         else:
             argv += [f"--{_kebab(field.name)}", str(value)]
     return argv
+
+
+def secrets_environment(settings: Any) -> dict[str, str]:
+    """The environment that goes with `to_argv`: secrets in it, and no variable that would change a flag."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            environment |= secrets_environment(value)
+        elif field.metadata["secret"] and value:
+            environment[ENV_PREFIX + field.name.upper()] = value
+    return environment
 
 
 def _parameter(field: "dataclasses.Field[Any]", hint: Any) -> click.Parameter:

@@ -58,3 +58,39 @@ def _why(error: OSError, port: Port, earlier: Sequence[Port]) -> str:
     if taken_by := next((other.flag for other in earlier if other.port == port.port), None):
         return f"is that of {taken_by} too"
     return f"is in use on {port.host:.80}"
+
+
+class SharedPort:
+    """A port that processes of one owner listen on together, each with SO_REUSEPORT. Its lock ends with the owner's
+    process; no other owner gets the port meanwhile, even while none of the processes lives. Linux only."""
+
+    def __init__(self, port: Port) -> None:
+        """0 takes a free one. Raises SettingsError."""
+        family, address = _addresses(port)[0]
+        self._sockets: list[socket.socket] = [socket.socket(family)]
+        holder = self._sockets[0]
+        try:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            holder.bind(address)  # and does not listen: connections go to those who do
+            self.number: int = holder.getsockname()[1]
+            self._sockets.append(_lock(self.number))
+        except OSError as error:
+            self.close()
+            raise SettingsError(f"{port.flag} {port.port} {_why(error, port, ())}") from error
+
+    def close(self) -> None:
+        """Gives it up."""
+        for each in self._sockets:
+            each.close()
+
+
+def _lock(number: int) -> socket.socket:
+    """A name that one process of this network namespace can have at a time. Raises OSError where another one has it."""
+    lock = socket.socket(socket.AF_UNIX)
+    try:
+        lock.bind(f"\0splitserve/port/{number}")
+    except OSError:
+        lock.close()
+        raise
+    return lock

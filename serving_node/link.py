@@ -37,6 +37,7 @@ WELCOME_DEADLINE_S: Final = 10.0
 RETRY_MIN_S: Final = 0.1
 RETRY_MAX_S: Final = 2.0
 MAX_UNSENT_EVENTS: Final = 10_000
+MAX_JOINED_TOKENS: Final = 4096  # of steps that wait, in one message
 TAKEN_S: Final = 0.1  # at most, for the coordinator to be told that a suspect is here
 
 Unsent = asyncio.Queue["fleet_pb2.NodeEvent | None"]  # None: nothing more will come
@@ -82,6 +83,7 @@ class FleetLink:
         self._settings = settings
         self._spares = spares
         self._unsent: Unsent = asyncio.Queue(MAX_UNSENT_EVENTS)
+        self._last_step: fleet_pb2.StepTokens | None = None  # where it is the last event that waits
         self._attached = False
         self._stopping = asyncio.Event()
         self._retry_s = RETRY_MIN_S
@@ -100,15 +102,28 @@ class FleetLink:
             return
         for kind, body in event.items():
             _note("attempt failed" if kind == "failed" else f"told: {kind}", body)
+        if self._join(event.get("step_tokens")):
+            return
+        queued = fleet_pb2.NodeEvent(**event)
         try:
-            self._unsent.put_nowait(fleet_pb2.NodeEvent(**event))
+            self._unsent.put_nowait(queued)
+            self._last_step = queued.step_tokens if queued.HasField("step_tokens") else None
         except asyncio.QueueFull:
             logger.error("%d events unsent: the stream to the coordinator is given up", MAX_UNSENT_EVENTS)
             self._attached = False
 
+    def _join(self, step: fleet_pb2.StepTokens | None) -> bool:
+        """Adds a step to the one that waits right before it: a coordinator that is behind takes both for less."""
+        last = self._last_step
+        if step is None or last is None or len(last.tokens) + len(step.tokens) > MAX_JOINED_TOKENS:
+            return False
+        last.MergeFrom(step)
+        return True
+
     def stop(self) -> None:
         """Lets `run` return after what is queued has gone out."""
         self._stopping.set()
+        self._last_step = None
         if self._attached and not self._unsent.full():
             self._unsent.put_nowait(None)
 
@@ -128,7 +143,7 @@ class FleetLink:
                     logger.warning("not attached: %s", why)
                 self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
             self._attached = False
-            self._unsent = asyncio.Queue(MAX_UNSENT_EVENTS)
+            self._unsent, self._last_step = asyncio.Queue(MAX_UNSENT_EVENTS), None
             node.detached()
             await _wait(self._stopping, self._retry_s)
             await first_to_end(self._stopping.wait(), node.recovered())
@@ -175,6 +190,8 @@ class FleetLink:
 
     async def _write(self, call: Any) -> None:
         while (event := await self._unsent.get()) is not None:
+            if self._unsent.empty():
+                self._last_step = None  # it is on its way
             reach("before", event)
             await call.write(event)
             self._unsent.task_done()

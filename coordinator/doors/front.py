@@ -5,16 +5,12 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from coordinator.control.calls import CallRecord
-from coordinator.control.journal import Journal
-from coordinator.control.registry import Registry
-from coordinator.control.router import does, why_no_path
-from coordinator.control.slo import SloClasses
 from coordinator.control.so_far import NOTHING, SoFar
-from coordinator.dispatcher import Dispatcher
 from coordinator.doors.authentication import ASKER
+from coordinator.doors.control import Control
 from coordinator.doors.embedding import as_question, check_writes, embedder_of, most_kept, plan_embedding
 from coordinator.doors.generation import Generation
 from coordinator.doors.resuming import check_counts, read_so_far
@@ -26,15 +22,10 @@ from coordinator.text.answers import AnswerText
 from coordinator.text.chat_template import RenderOptions
 from coordinator.text.structures import Structures
 from coordinator.text.tokenizer import Tokenizer, TokenLimit
-from coordinator.traces.carrier import CARRIER
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.model_config import ModelConfig
 from serving_core.reasons import ABORTED, DEADLINE_EXCEEDED
-from serving_core.shapes import DECODE, PREFILL
-
-if TYPE_CHECKING:  # what it imports is of an extra
-    from coordinator.traces.export import Traces
 
 WRITE_TIMEOUT_S: Final = 30.0  # for a client that has stopped reading, at every door
 
@@ -83,25 +74,17 @@ class Front:
     def __init__(
         self,
         model: ServedModel,
-        registry: Registry,
-        dispatcher: Dispatcher,
-        journal: Journal,
+        control: Control,
         *,
         max_logprobs: int,
         request_timeout_s: float,
         strict_fields: bool,
-        slo_classes: SloClasses,
-        traces: "Traces | None" = None,
     ) -> None:
         self.model = model
         self.unknown_fields = UnknownFields(strict=strict_fields)
-        self._registry = registry
-        self._dispatcher = dispatcher
-        self._journal = journal
+        self._control = control
         self._max_logprobs = max_logprobs
         self.request_timeout_s = request_timeout_s
-        self._slo_classes = slo_classes
-        self._traces = traces
 
     @asynccontextmanager
     async def answer(
@@ -115,7 +98,7 @@ class Front:
             try:
                 yield call
             finally:
-                self._dispatcher.close(call.generation)
+                self._control.close(call.generation)
 
     async def _begin(
         self, request: inference_pb2.GenerateRequest, remaining_s: float | None, record: CallRecord
@@ -134,11 +117,10 @@ class Front:
             limits = self.limits()
             plan = plan_answers(request, prompt, limits, self.model.sampling_defaults, grammar)
             so_far = read_so_far(request, plan, limits, self.model.config.eos_token_ids)
-            slo = self._slo_classes.slo_of(request, len(prompt), self._registry.nodes)
             beginnings = [await self._beginning(plan, each) for each in so_far]
             begun_s = time.monotonic()
-            generation = self._dispatcher.submit(
-                plan, beginnings, slo, arrived_s=arrived_s, deadline_s=arrived_s + timeout_s, record=record
+            generation = await self._control.begin(
+                plan, beginnings, request, deadline_s=arrived_s + timeout_s, record=record
             )
         record.begun_s, record.num_prompt_tokens = begun_s, len(prompt)
         record.sampling, record.num_answers = plan.samplings[0], len(plan.samplings)
@@ -151,15 +133,12 @@ class Front:
         record = CallRecord(
             request_id, ASKER.get(), operation=operation, model=model or self.model.name, arrived_s=arrived_s
         )
-        trace = self._traces.begin(record, CARRIER.get()) if self._traces is not None else None
-        try:
-            yield record
-        except Exception as error:
-            record.failure = error.reason if isinstance(error, RequestError) else type(error).__name__
-            raise
-        finally:
-            if self._traces is not None and trace is not None:
-                self._traces.end(trace, time.monotonic())
+        with self._control.recorded(record):
+            try:
+                yield record
+            except Exception as error:
+                record.failure = error.reason if isinstance(error, RequestError) else type(error).__name__
+                raise
 
     async def embed(self, request: inference_pb2.EmbedRequest, remaining_s: float | None = None) -> Embedding:
         """The embedding that a request with an id asks for, within remaining_s. Raises RequestError."""
@@ -172,7 +151,7 @@ class Front:
                     raise RequestError(ABORTED, f"request {request.request_id} was aborted")
                 return Embedding(generation.embedding, response.complete)
             finally:
-                self._dispatcher.close(generation)
+                self._control.close(generation)
 
     async def _begin_embedding(
         self, request: inference_pb2.EmbedRequest, remaining_s: float | None, record: CallRecord
@@ -188,11 +167,10 @@ class Front:
             async with within(timeout_s):
                 prompt = await self._tokenize_cut(question, most_kept(request, limits), limits)
             plan = plan_embedding(request, prompt, limits, self.model.config)
-            slo = self._slo_classes.slo_of(question, len(prompt), self._registry.nodes)
             beginning = await self._beginning(plan, NOTHING)
             record.begun_s, record.num_prompt_tokens = time.monotonic(), len(prompt)
-            return self._dispatcher.submit(
-                plan, [beginning], slo, arrived_s=arrived_s, deadline_s=arrived_s + timeout_s, record=record
+            return await self._control.begin(
+                plan, [beginning], question, deadline_s=arrived_s + timeout_s, record=record
             )
 
     async def _tokenize_cut(
@@ -209,12 +187,12 @@ class Front:
     @property
     def adapters(self) -> Sequence[str]:
         """The LoRA adapters that requests may name as their model."""
-        return self._registry.adapters or ()
+        return self._control.capacity().adapters or ()
 
     @property
     def num_live(self) -> int:
         """Answers that are under way, or wait to be."""
-        return self._dispatcher.num_live
+        return self._control.num_live
 
     @contextmanager
     def noting_refusal(self, record: CallRecord) -> Iterator[None]:
@@ -222,17 +200,16 @@ class Front:
         try:
             yield
         except RequestError as error:
-            self._journal.refused(record, error)
+            self._control.refused(record, error)
             raise
 
     def why_not_ready(self) -> str:
         """Why no request can be answered now; empty where one can."""
-        return "the server is draining" if self._dispatcher.is_draining else why_no_path(self._registry.nodes)
+        return self._control.why_not_ready()
 
     def is_ready(self, node_name: str) -> bool:
         """Whether a node of this name is attached and ready."""
-        node = self._registry.find(node_name)
-        return node is not None and node.is_ready
+        return self._control.is_ready(node_name)
 
     async def tokenize(self, request: inference_pb2.GenerateRequest, limit: TokenLimit) -> list[int]:
         """The token ids of a request's input. Raises RequestError when there is no way to them, or are too many."""
@@ -268,21 +245,17 @@ class Front:
 
     def limits(self) -> Limits:
         """What can be served at this moment."""
-        prefill, decode = ([node for node in self._registry.nodes if does(node, role)] for role in (PREFILL, DECODE))
-        if self._registry.embeds:
-            decode = []
-        lengths = [self.model.max_model_len]
-        lengths += [max(node.hello.max_model_len for node in nodes) for nodes in (prefill, decode) if nodes]
+        there, own = self._control.capacity(), self.model.max_model_len
         return Limits(
             served_model_names=self.model.names,
             vocab_size=self.model.config.vocab_size,
-            max_model_len=min(lengths),
+            max_model_len=own if there.max_model_len is None else min(own, there.max_model_len),
             max_logprobs=self._max_logprobs,
-            prefill_pool_tokens=max((node.pool_tokens for node in prefill), default=None),
-            decode_pool_tokens=max((node.pool_tokens for node in decode), default=None),
-            adapters=self._registry.adapters,
+            prefill_pool_tokens=there.prefill_pool_tokens,
+            decode_pool_tokens=there.decode_pool_tokens,
+            adapters=there.adapters,
             eos_token_ids=self.model.config.eos_token_ids,
-            least_answer_tokens=0 if self._registry.embeds else 1,
+            least_answer_tokens=1 if self.model.config.embedder is None else 0,
         )
 
 

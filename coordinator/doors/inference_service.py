@@ -1,47 +1,36 @@
 """The public gRPC service."""
 
 import asyncio
-import importlib.metadata
 import logging
 import secrets
-import time
-from typing import Any
+from typing import Any, Protocol
 
-from coordinator.control.metrics import Metrics
-from coordinator.control.registry import Registry
-from coordinator.control.tracker import Tracker
-from coordinator.dispatcher import Dispatcher
 from coordinator.doors.front import WRITE_TIMEOUT_S, Call, Front
 from coordinator.doors.unknown_fields import WARNING_HEADER, unknown_in_message
-from coordinator.doors.validation import MAX_ABORTED, check_count
 from coordinator.traces.carrier import CARRIER, carrier_of
 from protos import inference_pb2
-from protos.convert import MAX_TOKENS_HEADER, MODEL_HEADER, PROTOCOL_VERSION
+from protos.convert import MAX_TOKENS_HEADER, MODEL_HEADER
 from serving_core.telemetry import CURRENT_REQUEST
 
 logger = logging.getLogger(__name__)
 
 
+class Status(Protocol):
+    """What control answers; a stub of the same service does too."""
+
+    async def Abort(self, request: inference_pb2.AbortRequest, context: Any) -> inference_pb2.AbortResponse: ...
+    async def GetServerInfo(self, request: Any, context: Any) -> inference_pb2.GetServerInfoResponse: ...
+    async def GetLoads(self, request: Any, context: Any) -> inference_pb2.GetLoadsResponse: ...
+
+
 class InferenceService:
     """Serves Inference. Its methods raise RequestError; the interceptor turns it into a status."""
 
-    def __init__(
-        self,
-        front: Front,
-        registry: Registry,
-        tracker: Tracker,
-        dispatcher: Dispatcher,
-        metrics: Metrics,
-        *,
-        instance_id: str,
-    ) -> None:
+    def __init__(self, front: Front, status: Status) -> None:
         self._front = front
-        self._registry = registry
-        self._tracker = tracker
-        self._dispatcher = dispatcher
-        self._metrics = metrics
-        self._instance_id = instance_id or secrets.token_hex(16)
-        self._start_s = time.monotonic()
+        self.Abort = status.Abort
+        self.GetServerInfo = status.GetServerInfo
+        self.GetLoads = status.GetLoads
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         request.request_id = request.request_id or secrets.token_hex(16)
@@ -74,15 +63,6 @@ class InferenceService:
             timeline=complete.timeline,
         )
 
-    async def Abort(self, request: inference_pb2.AbortRequest, _: Any) -> inference_pb2.AbortResponse:
-        check_count("request_ids", len(request.request_ids), MAX_ABORTED)
-        response = inference_pb2.AbortResponse()
-        for request_id in request.request_ids:
-            known = self._dispatcher.abort(request_id)
-            (response.aborted if known else response.unknown).append(request_id)
-            await asyncio.sleep(0)  # others go on meanwhile
-        return response
-
     async def GetModelInfo(self, _request: Any, _context: Any) -> inference_pb2.GetModelInfoResponse:
         model = self._front.model
         return inference_pb2.GetModelInfoResponse(
@@ -95,22 +75,6 @@ class InferenceService:
             default_sampling_params=model.sampling_defaults,
             adapters=self._front.adapters,
             embedding_size=0 if model.config.embedder is None else model.config.hidden_size,
-        )
-
-    async def GetServerInfo(self, _request: Any, _context: Any) -> inference_pb2.GetServerInfoResponse:
-        return inference_pb2.GetServerInfoResponse(
-            version=importlib.metadata.version("splitserve"),
-            protocol_version=PROTOCOL_VERSION,
-            uptime_s=time.monotonic() - self._start_s,
-            instance_id=self._instance_id,
-            nodes=[node.hello.node for node in self._registry.nodes],
-        )
-
-    async def GetLoads(self, _request: Any, _context: Any) -> inference_pb2.GetLoadsResponse:
-        # Live are also answers that have ended but that nodes have yet to let go of: at 0 the fleet holds nothing.
-        loads = [node.load for node in self._registry.nodes]
-        return inference_pb2.GetLoadsResponse(
-            nodes=loads, num_live_requests=self._tracker.num_open, slo_classes=self._metrics.attainment.to_wire()
         )
 
 

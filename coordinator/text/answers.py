@@ -96,6 +96,11 @@ class Answer:
         """The stop string that has ended the answer."""
         return self._text.matched_stop
 
+    @property
+    def num_tokens(self) -> int:
+        """That it has by now."""
+        return self._text.num_tokens
+
     def add(self, tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None = None) -> None:
         """Takes the next tokens; those after a stop string are dropped. With the first comes how much of the prompt was
         cached. Raises RequestError for a slow reader."""

@@ -11,6 +11,7 @@ that cannot be used raises SettingsError.
 """
 
 import asyncio
+import itertools
 import json
 import threading
 import time
@@ -59,8 +60,16 @@ _OPTIONS: Final[tuple[Option, ...]] = (
 )
 
 
+def _options(num_channels: int) -> tuple[Option, ...]:
+    """Channels of the same options would share a connection."""
+    if num_channels < 1:
+        raise ValueError(f"num_channels must be at least 1, not {num_channels}")
+    return (*_OPTIONS, ("grpc.use_local_subchannel_pool", 1)) if num_channels > 1 else _OPTIONS
+
+
 class Client:
-    """A blocking client of one server. `timeout_s` is the deadline of each call that names none."""
+    """A blocking client of one server. `timeout_s` is the deadline of each call that names none. Calls take turns on
+    `num_channels` connections: each stays at one door of a server that has several."""
 
     def __init__(
         self,
@@ -72,16 +81,22 @@ class Client:
         tls_cert: str = "",
         tls_key: str = "",
         tls_server_name: str = "",
+        num_channels: int = 1,
     ) -> None:
         dialling = Dialling.of(target, TlsFiles(tls_cert, tls_key, tls_ca), tls_server_name)
         self._target = str(dialling)
         self._timeout_s = timeout_s
         self._metadata = _metadata(api_key)
-        self._channel = dialling.channel(_OPTIONS)
-        self._inference = inference_pb2_grpc.InferenceStub(self._channel)
-        self._admin = inference_pb2_grpc.AdminStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._channels = [dialling.channel(_options(num_channels)) for _ in range(num_channels)]
+        self._stubs = itertools.cycle([inference_pb2_grpc.InferenceStub(channel) for channel in self._channels])
+        self._admin = inference_pb2_grpc.AdminStub(self._channels[0])
+        self._health = health_pb2_grpc.HealthStub(self._channels[0])
         self._closed = threading.Event()
+
+    @property
+    def _inference(self) -> inference_pb2_grpc.InferenceStub:
+        """One channel after the other."""
+        return next(self._stubs)
 
     def __enter__(self) -> Self:
         return self
@@ -92,7 +107,8 @@ class Client:
     def close(self) -> None:
         """Cancels the calls that still run."""
         self._closed.set()
-        self._channel.close()
+        for channel in self._channels:
+            channel.close()
 
     def generate(
         self,
@@ -244,16 +260,22 @@ class AsyncClient:
         tls_cert: str = "",
         tls_key: str = "",
         tls_server_name: str = "",
+        num_channels: int = 1,
     ) -> None:
         dialling = Dialling.of(target, TlsFiles(tls_cert, tls_key, tls_ca), tls_server_name)
         self._target = str(dialling)
         self._timeout_s = timeout_s
         self._metadata = _metadata(api_key)
-        self._channel = dialling.aio_channel(_OPTIONS)
-        self._inference = inference_pb2_grpc.InferenceStub(self._channel)
-        self._admin = inference_pb2_grpc.AdminStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._channels = [dialling.aio_channel(_options(num_channels)) for _ in range(num_channels)]
+        self._stubs = itertools.cycle([inference_pb2_grpc.InferenceStub(channel) for channel in self._channels])
+        self._admin = inference_pb2_grpc.AdminStub(self._channels[0])
+        self._health = health_pb2_grpc.HealthStub(self._channels[0])
         self._closed = asyncio.Event()
+
+    @property
+    def _inference(self) -> inference_pb2_grpc.InferenceStub:
+        """One channel after the other."""
+        return next(self._stubs)
 
     async def __aenter__(self) -> Self:
         return self
@@ -264,7 +286,8 @@ class AsyncClient:
     async def close(self) -> None:
         """Cancels the calls that still run."""
         self._closed.set()
-        await self._channel.close()
+        for channel in self._channels:
+            await channel.close()
 
     def generate(
         self,

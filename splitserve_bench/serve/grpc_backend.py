@@ -87,7 +87,7 @@ class GrpcBackend:
 async def describe_grpc(target: Target, deadline_s: float) -> ServedModel:
     """Raises BenchError when the server does not answer in time, or does not serve target.model."""
     try:
-        tls = {"tls_cert": target.tls.cert, "tls_key": target.tls.key, "tls_ca": target.tls.ca}
+        tls: dict[str, Any] = {"tls_cert": target.tls.cert, "tls_key": target.tls.key, "tls_ca": target.tls.ca}
         async with AsyncClient(target.address, api_key=target.api_key, timeout_s=deadline_s, **tls) as client:
             info = await client.model_info()
     except ClientError as error:

@@ -18,12 +18,12 @@ from starlette.types import ASGIApp
 
 from coordinator.control.calls import CallRecord
 from coordinator.doors.authentication import ASKER, BearerSecrets
-from coordinator.doors.exposition import CONTENT_TYPE, Exposition
+from coordinator.doors.exposition import CONTENT_TYPE
 from coordinator.doors.front import Front, within
 from coordinator.doors.http.answering import Answering, unless_gone
 from coordinator.doors.http.anthropic_messages import MessagesCall
 from coordinator.doors.http.bodies import read_json
-from coordinator.doors.http.counting import Counting, HttpCounts
+from coordinator.doors.http.counting import CountCall, Counting
 from coordinator.doors.http.dialects import Dialect, Translation
 from coordinator.doors.http.door import REQUEST_ID_HEADER, Door, request_id_for
 from coordinator.doors.http.embeddings import AskedEmbeddings, check_size, embed_all, parse_embeddings, response_body
@@ -56,15 +56,17 @@ MAX_LISTED_TOKENS: Final = 2**17  # at /tokenize and /detokenize, or what the co
 
 IsServing = Callable[[], Awaitable[bool]]
 """Whether requests can be answered now."""
+Metrics = Callable[[], Awaitable[bytes]]
+"""The text of all figures, of type CONTENT_TYPE."""
 
 
 class Endpoints:
     """What is answered at each path."""
 
-    def __init__(self, front: Front, is_serving: IsServing, exposition: Exposition) -> None:
+    def __init__(self, front: Front, is_serving: IsServing, metrics: Metrics) -> None:
         self._front = front
         self._is_serving = is_serving
-        self._exposition = exposition
+        self._metrics = metrics
         self._created = int(time.time())
 
     def routes(self) -> list[Route]:
@@ -186,7 +188,7 @@ class Endpoints:
         return JSONResponse({"version": importlib.metadata.version("splitserve")})
 
     async def metrics(self, _: Request) -> Response:
-        return Response(self._exposition.render(), headers={"content-type": CONTENT_TYPE})
+        return Response(await self._metrics(), headers={"content-type": CONTENT_TYPE})
 
     async def _translated(self, request: Request, call: Translation) -> ASGIApp:
         answer_format = self._front.model.answer_format
@@ -294,18 +296,18 @@ def _listed(token_ids: list[int], limit: TokenLimit) -> list[int]:
 def make_app(
     front: Front,
     is_serving: IsServing,
-    exposition: Exposition,
+    metrics: Metrics,
     page: Page | None,
     *,
-    counts: HttpCounts,
+    count_call: CountCall,
     secrets: BearerSecrets | None,
     allowed_origins: Collection[str],
     max_calls: int,
 ) -> Starlette:
     """The application. With secrets, every call but health checks must bring one. Web pages of the allowed origins
     may call it, and read its answers. With a page it has that too."""
-    routes = Endpoints(front, is_serving, exposition).routes() + (page.routes() if page else [])
-    counting = Middleware(Counting, counts=counts, routes=routes)
+    routes = Endpoints(front, is_serving, metrics).routes() + (page.routes() if page else [])
+    counting = Middleware(Counting, count_call=count_call, routes=routes)
     door = Middleware(Door, secrets=secrets, allowed_origins=allowed_origins, max_calls=max_calls)
     app = Starlette(
         routes=routes,

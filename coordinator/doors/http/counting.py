@@ -3,7 +3,7 @@
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from starlette.routing import Route
@@ -17,6 +17,9 @@ OTHER: Final = "other"  # the method or the path of a call that we have no word 
 UNCOUNTED: Final = ("/health", "/ready", "/ping", "/metrics")  # what asks by the clock
 _PARAMETER: Final = re.compile(r"{[^}]*}")
 _KEPT: Final = re.compile(r"{(\w+):\w+}")
+
+CountCall = Callable[[str, str, int, float], None]
+"""Is told of every call that is over: its endpoint, its method, its status and its seconds."""
 
 
 class HttpCounts:
@@ -45,9 +48,9 @@ class HttpCounts:
 class Counting:
     """ASGI middleware, around everything else."""
 
-    def __init__(self, app: ASGIApp, *, counts: HttpCounts, routes: Sequence[Route]) -> None:
+    def __init__(self, app: ASGIApp, *, count_call: CountCall, routes: Sequence[Route]) -> None:
         self._app = app
-        self._counts = counts
+        self._count_call = count_call
         self._handlers = [
             (re.compile(_PARAMETER.sub(".*", route.path)), _KEPT.sub(r"{\1}", route.path)) for route in routes
         ]
@@ -69,7 +72,7 @@ class Counting:
             await self._app(scope, receive, noting)
         finally:
             method = scope["method"] if scope["method"] in METHODS else OTHER
-            self._counts.ended(self._handler(scope["path"]), method, status, time.monotonic() - began_s)
+            self._count_call(self._handler(scope["path"]), method, status, time.monotonic() - began_s)
 
     def _handler(self, path: str) -> str:
         return next((name for pattern, name in self._handlers if pattern.fullmatch(path)), OTHER)

@@ -1,6 +1,5 @@
 """The page at /ui that shows what goes on: three files without data, and what the page asks for."""
 
-import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -11,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from coordinator.control.overview import Overview
 from coordinator.doors.validation import bad
+from protos import inference_pb2
 
 OVERVIEW_PATH: Final = "/ui/overview"
 _FILES: Final = {
@@ -23,6 +22,10 @@ _FILES: Final = {
 PAGE_PATHS: Final = tuple(_FILES)
 _FOLDER: Final = Path(__file__).parent / "ui"
 MAX_DIGITS: Final = 20
+
+AskOverview = Callable[[int | None], Awaitable[inference_pb2.Overview]]
+"""What goes on now; the number is `after` of GetOverviewRequest."""
+
 # Nothing but its own files and calls of its own server: no other page may hold it, no text in it can become code.
 _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -41,7 +44,7 @@ class Page:
     """Its files are read once; its paths are PAGE_PATHS, and OVERVIEW_PATH, which needs the API key where there is
     one."""
 
-    def __init__(self, overview: Overview) -> None:
+    def __init__(self, overview: AskOverview) -> None:
         self._overview = overview
         self._files = {path: (_FOLDER / name).read_bytes() for path, (name, _) in _FILES.items()}
 
@@ -50,7 +53,7 @@ class Page:
 
     async def overview(self, request: Request) -> Response:
         """The Overview message as JSON; ?after=N is as in GetOverviewRequest."""
-        overview = self._overview.to_wire(time.monotonic(), after=_after(request.query_params.get("after")))
+        overview = await self._overview(_after(request.query_params.get("after")))
         told = MessageToJson(
             overview, preserving_proto_field_name=True, always_print_fields_with_no_presence=True, indent=None
         )

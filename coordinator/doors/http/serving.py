@@ -59,9 +59,10 @@ class HttpServer:
         self._server.lifespan = config.lifespan_class(config)
         self._socket: socket.socket | None = None
 
-    def listen(self, host: str, port: int) -> int:
-        """The port listened on; 0 takes a free one. Raises SettingsError."""
-        self._socket = _listening_socket(host, port)
+    def listen(self, host: str, port: int, *, shares_port: bool = False) -> int:
+        """The port listened on; 0 takes a free one. Others of this user may share it, if they say so too. Raises
+        SettingsError."""
+        self._socket = _listening_socket(host, port, shares_port)
         bound: int = self._socket.getsockname()[1]
         return bound
 
@@ -210,13 +211,14 @@ def _connection_class(kept: "Connections[_Connection]") -> type[Any]:
     return type("Connection", (_Connection,), {"kept": kept, "reminder": Reminder()})
 
 
-def _listening_socket(host: str, port: int) -> socket.socket:
+def _listening_socket(host: str, port: int, shares_port: bool = False) -> socket.socket:
     host = host.strip("[]")
     is_ipv6 = ":" in host
     try:
         return socket.create_server(
             (host, port),
             family=socket.AF_INET6 if is_ipv6 else socket.AF_INET,
+            reuse_port=shares_port,
             dualstack_ipv6=is_ipv6 and socket.has_dualstack_ipv6(),
         )
     except OSError as error:

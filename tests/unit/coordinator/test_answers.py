@@ -1,6 +1,7 @@
 """From sampled tokens to what the client reads: chunks, stop strings, the end."""
 
 import asyncio
+import contextlib
 import itertools
 
 import pytest
@@ -205,3 +206,43 @@ def test_an_error_comes_after_what_is_queued():
     assert asyncio.run(generation.next()).chunk.text == "a"
     with pytest.raises(RequestError, match="gone"):
         asyncio.run(generation.next())
+
+
+def chunk(first_index, text):
+    return inference_pb2.Chunk(first_token_index=first_index, token_ids=map(ord, text), text=text)
+
+
+async def read_ready(generation):
+    """What goes out without waiting for more."""
+    read = []
+    with contextlib.suppress(TimeoutError):
+        while True:
+            async with asyncio.timeout(0):
+                read.append(await generation.next())
+    return [(each.index, each.chunk.first_token_index, each.chunk.text) for each in read if each is not None]
+
+
+async def test_tokens_are_held_until_there_are_enough_of_them():
+    generation = Generation("r", 1, stream_interval=3)
+    generation.push_chunk(0, chunk(0, "a"))
+    assert await read_ready(generation) == [(0, 0, "a")]  # the first never waits
+    generation.push_chunk(0, chunk(1, "b"))
+    generation.push_chunk(0, chunk(2, "c"))
+    assert await read_ready(generation) == []
+    generation.push_chunk(0, chunk(3, "d"))
+    assert await read_ready(generation) == [(0, 1, "bcd")]
+
+
+async def test_the_end_does_not_wait_for_more_tokens():
+    generation = Generation("r", 2, stream_interval=5)
+    for index in (0, 1):
+        generation.push_chunk(index, chunk(0, "a"))
+        generation.push_chunk(index, chunk(1, "b"))
+    await read_ready(generation)
+    generation.push_chunk(0, chunk(2, "c"))
+    generation.push_complete(0, inference_pb2.Complete(completion_tokens=3))
+    assert await read_ready(generation) == [(0, 1, "bc"), (0, 0, "")]
+    generation.fail(RequestError("WORKER_LOST", "gone"))
+    assert (await generation.next()).chunk.text == "b"
+    with pytest.raises(RequestError, match="gone"):
+        await generation.next()

@@ -593,7 +593,7 @@ def test_a_client_that_does_not_read_is_cut_off(tmp_path, monkeypatch):
     monkeypatch.setattr(serving, "WRITE_TIMEOUT_S", 0.2)
     listening = serving._listening_socket
 
-    def with_small_buffer(host, port):
+    def with_small_buffer(host, port, shares_port):
         bound = listening(host, port)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # inherited by its connections
         return bound
@@ -716,7 +716,7 @@ def test_draining_refuses_new_calls_and_lets_live_ones_finish(tmp_path):
 
 
 def test_stopping_ends_live_streams_with_an_error_and_cuts_off_who_dawdles(tmp_path, monkeypatch):
-    monkeypatch.setattr("coordinator.server.STOP_GRACE_S", 0.3)
+    monkeypatch.setattr("coordinator.doors.public.STOP_GRACE_S", 0.3)
 
     async def scenario():
         async with http_cluster(tmp_path) as (c, client):

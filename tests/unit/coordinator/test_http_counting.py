@@ -45,7 +45,7 @@ ROUTES = [
 @pytest.fixture
 def counted():
     counts = HttpCounts()
-    app = Starlette(routes=ROUTES, middleware=[Middleware(Counting, counts=counts, routes=ROUTES)])
+    app = Starlette(routes=ROUTES, middleware=[Middleware(Counting, count_call=counts.ended, routes=ROUTES)])
 
     async def call(*calls):
         transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)

@@ -137,7 +137,7 @@ def test_a_start_names_what_it_takes_and_what_it_does_not(tmp_path, caplog):
     write(tmp_path, temperature=0.2, top_p=7)
 
     async def scenario():
-        with caplog.at_level(logging.INFO, logger="coordinator.server"):
+        with caplog.at_level(logging.INFO, logger="coordinator.served_model"):
             async with cluster(tmp_path, nodes=()):
                 pass
 

@@ -1,11 +1,13 @@
 """Ports, against sockets that really listen."""
 
+import contextlib
 import socket
+import sys
 
 import pytest
 
 from serving_core.errors import SettingsError
-from serving_core.ports import Port, check_ports
+from serving_core.ports import Port, SharedPort, check_ports
 
 LOOPBACK = "127.0.0.1"
 
@@ -54,3 +56,26 @@ def test_an_address_of_another_machine(free, host):
 
 def test_any_free_port_and_no_port_are_not_looked_at():
     check_ports([Port("--grpc-port", "192.0.2.1", 0), Port("--http-port", "192.0.2.1", -1)])
+
+
+def shared(port):
+    return SharedPort(Port("--port", LOOPBACK, port))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ports are shared on Linux alone")
+def test_a_shared_port_is_its_owners_alone(free):
+    with contextlib.closing(shared(free)) as held:
+        assert held.number == free
+        with pytest.raises(SettingsError, match=f"--port {free} is in use on {LOOPBACK}"):
+            shared(free)
+        for _ in range(2):  # its processes
+            socket.create_server((LOOPBACK, free), reuse_port=True).close()
+        with socket.create_server((LOOPBACK, free), reuse_port=True), pytest.raises(SettingsError, match="is in use"):
+            check_ports([Port("--port", LOOPBACK, free)])
+    shared(free).close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ports are shared on Linux alone")
+def test_any_port_can_be_shared():
+    with contextlib.closing(shared(0)) as one, contextlib.closing(shared(0)) as other:
+        assert 0 < one.number != other.number > 0

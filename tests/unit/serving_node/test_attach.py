@@ -114,6 +114,40 @@ def cancelled(name):
     return fleet_pb2.Cancelled(attempt=fleet_pb2.Attempt(request_id=name))
 
 
+async def test_steps_that_wait_travel_together_and_pass_nothing_else():
+    read, node = [], Node()
+
+    async def read_all(coordinator, context):
+        await welcome(coordinator, context)
+        await context.write(fleet_pb2.NodeCommand(cancel=fleet_pb2.Cancel()))
+        while (event := await coordinator.read(context)) is not grpc.aio.EOF:
+            read.append(event)
+
+    coordinator = Coordinator(read_all)
+    async with asyncio.timeout(DEADLINE_S), serving(coordinator) as link:
+        running = asyncio.create_task(link.run(node))
+        while not node.commands:
+            await asyncio.sleep(0.01)
+        for index in range(3):
+            link.send(step_tokens=step_of(index))
+        link.send(cancelled=cancelled("a"))
+        for index in range(3, 5):
+            link.send(step_tokens=step_of(index))
+        link.stop()
+        await running
+    told = [event for event in read if not event.HasField("heartbeat")]
+    steps = [[token.index for token in event.step_tokens.tokens] for event in told]
+    assert [index for step in steps for index in step] == [0, 1, 2, 3, 4]
+    assert [step[0] for step in steps if step] in ([0, 3], [0, 1, 3])  # one may have been on its way already
+    assert sum(event.HasField("cancelled") for event in told) == 1
+    assert steps.index([]) == next(i for i, step in enumerate(steps) if 3 in step) - 1
+
+
+def step_of(index):
+    attempt = fleet_pb2.Attempt(request_id="r/0", epoch=1)
+    return fleet_pb2.StepTokens(tokens=[fleet_pb2.SampledToken(attempt=attempt, index=index)], step_s=0.1)
+
+
 async def test_hello_then_heartbeat_then_events_in_order_and_none_is_lost_at_the_end():
     done = asyncio.Event()
 

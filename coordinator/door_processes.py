@@ -1,0 +1,168 @@
+"""The doors of a coordinator that has several: each a process, all at the same ports.
+
+Control holds the ports, starts the doors and starts those again that end. A door ends with control, whatever kills
+that, and costs nothing but its own connections. Other coordinators cannot share the ports: each is locked.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+
+from coordinator.door_service import DoorService
+from coordinator.door_settings import DoorSettings
+from coordinator.doors.messages import ASKED
+from coordinator.doors.public import STOP_GRACE_S, set_health
+from coordinator.doors.statuses import StatusInterceptor
+from coordinator.settings import CoordinatorSettings
+from protos import doors_pb2_grpc, inference_pb2_grpc
+from serving_core.backoff import Backoff
+from serving_core.channels import LOCAL_OPTIONS
+from serving_core.errors import SettingsError
+from serving_core.flags import secrets_environment, to_argv
+from serving_core.ports import Port, SharedPort
+
+logger = logging.getLogger(__name__)
+
+START_DEADLINE_S: Final = 120.0
+STOP_DEADLINE_S: Final = 4 * STOP_GRACE_S
+FIRST_PAUSE_S: Final = 0.1
+LONGEST_PAUSE_S: Final = 10.0
+CALM_S: Final = 60.0
+
+
+class Doors:
+    """All of them. Must be made on a running event loop; `stop` gives everything back."""
+
+    def __init__(
+        self, settings: CoordinatorSettings, service: DoorService, status: Any, admin: Any, health: Any
+    ) -> None:
+        self._settings = settings
+        self._service = service
+        self._health = health
+        self._server = grpc.aio.server(interceptors=[StatusInterceptor()], options=LOCAL_OPTIONS)
+        doors_pb2_grpc.add_DoorsServicer_to_server(service, self._server)
+        inference_pb2_grpc.add_InferenceServicer_to_server(status, self._server)
+        inference_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
+        self._folder: Path | None = None
+        self._streams: asyncio.Server | None = None
+        self._held: list[SharedPort] = []
+        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._keepers: list[asyncio.Task[None]] = []
+        self._is_stopping = False
+        self.port = 0  # once listened on
+        self.http_port = -1  # likewise; -1 without HTTP
+        service.lose = self._kill
+
+    def listen(self) -> None:
+        """Takes the ports for the doors. Raises SettingsError."""
+        settings = self._settings
+        self.port = self._hold(Port("--port", settings.host, settings.port))
+        if settings.http_port >= 0:
+            self.http_port = self._hold(Port("--http-port", settings.http_host, settings.http_port))
+
+    async def start(self) -> None:
+        """Returns when every door listens. Raises SettingsError when one cannot."""
+        self._folder = Path(tempfile.mkdtemp(prefix="splitserve-doors-"))  # for this user alone
+        path = self._folder / "control"
+        asked = path.with_name(path.name + ASKED)
+        self._server.add_insecure_port(f"unix:{asked}")
+        self._streams = await asyncio.start_unix_server(self._service.attach, path)
+        for each in (path, asked):
+            each.chmod(0o600)
+        await self._server.start()
+        numbers = range(1, self._settings.doors + 1)
+        self._service.opened.update((number, asyncio.Event()) for number in numbers)
+        self._keepers = [asyncio.create_task(self._keep(number, path)) for number in numbers]
+        opened = asyncio.gather(*(event.wait() for event in self._service.opened.values()))
+        parts: list[asyncio.Future[Any]] = [opened, *self._keepers]
+        try:
+            await asyncio.wait(parts, timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+            for keeper in self._keepers:
+                if keeper.done():
+                    keeper.result()
+            if not opened.done():
+                raise SettingsError(f"the doors do not listen after {START_DEADLINE_S:g} s")
+        finally:
+            opened.cancel()
+            with suppress(asyncio.CancelledError):
+                await opened
+        logger.info("%d doors are open", len(numbers))
+
+    async def stop(self) -> None:
+        """Ends the doors, after what there is to tell them, and gives the ports back."""
+        self._is_stopping = True
+        self._service.end()
+        if self._keepers:
+            await asyncio.wait(self._keepers, timeout=STOP_DEADLINE_S)
+        for number in list(self._processes):
+            self._kill(number)
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await self._server.stop(None)
+        if self._streams is not None:
+            self._streams.close()
+        for held in self._held:
+            held.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder)
+
+    async def report(self) -> None:
+        """Tells health watchers of the fleet's port, and the doors, what is so now."""
+        await set_health(self._health, is_serving=self._service.is_serving)
+        self._service.tell()
+
+    def reread_api_keys(self) -> None:
+        """Has every door take the API keys that are in their file now."""
+        for process in self._processes.values():
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGHUP)
+
+    def _hold(self, port: Port) -> int:
+        held = SharedPort(port)
+        self._held.append(held)
+        return held.number
+
+    def _kill(self, number: int) -> None:
+        if (process := self._processes.get(number)) is not None:
+            with suppress(ProcessLookupError):
+                process.kill()
+
+    async def _keep(self, number: int, path: Path) -> None:
+        """Has door `number` run, again and again. Raises SettingsError where it has never come to listen."""
+        pauses = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, calm_s=CALM_S)
+        opened = self._service.opened[number]
+        while not self._is_stopping:
+            process = self._processes[number] = await self._spawn(number, path)
+            try:
+                code = await process.wait()
+            finally:
+                del self._processes[number]
+            if self._is_stopping:
+                return
+            if not opened.is_set():
+                raise SettingsError(f"door {number} has ended at its start, with code {code}")
+            pause_s = pauses.next_s(time.monotonic())
+            logger.error("door %d has ended with code %d: it starts again in %g s", number, code, pause_s)
+            await asyncio.sleep(pause_s)
+
+    async def _spawn(self, number: int, path: Path) -> asyncio.subprocess.Process:
+        given = dataclasses.replace(self._settings, port=self.port, http_port=self.http_port)
+        settings = DoorSettings(given, str(path), number)
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "serving_core.child", str(os.getpid())),
+            *(sys.executable, "-m", "coordinator.doors", *to_argv(settings)),
+            env=secrets_environment(settings),
+            stdin=asyncio.subprocess.DEVNULL,
+        )

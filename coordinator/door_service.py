@@ -1,0 +1,208 @@
+"""Control's end of the doors' streams: each door of this coordinator holds one. Its end is the end of the door's calls.
+
+Everything here runs on the event loop, beside the streams of nodes.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from coordinator.control.calls import CallRecord
+from coordinator.control.journal import Journal
+from coordinator.control.registry import Registry
+from coordinator.control.slo import SloClasses
+from coordinator.dispatcher import Dispatcher
+from coordinator.door_link import DoorCall, DoorLink, DoorLost
+from coordinator.doors.control import LocalControl
+from coordinator.doors.frames import framed, read_frame
+from coordinator.doors.http.counting import CountCall
+from coordinator.doors.messages import (
+    Situation,
+    error_from_wire,
+    info_from_wire,
+    plan_from_wire,
+    situation_to_wire,
+)
+from coordinator.traces.carrier import Carrier
+from protos import doors_pb2, doors_pb2_grpc
+from serving_core.errors import RequestError
+from serving_core.reasons import ENGINE_ERROR, WORKER_LOST
+from serving_core.waiting import first_to_end
+
+if TYPE_CHECKING:  # what it imports is of an extra
+    from coordinator.traces.export import Trace, Traces
+
+logger = logging.getLogger(__name__)
+
+HELLO_DEADLINE_S: Final = 10.0
+
+
+class DoorService(doors_pb2_grpc.DoorsServicer):  # type: ignore[misc]
+    """Serves Doors."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        dispatcher: Dispatcher,
+        journal: Journal,
+        slo_classes: SloClasses,
+        *,
+        count_call: CountCall,
+        metrics: Callable[[], bytes],
+        traces: "Traces | None",
+    ) -> None:
+        self._registry = registry
+        self._dispatcher = dispatcher
+        self._journal = journal
+        self._slo_classes = slo_classes
+        self._count_call = count_call
+        self._metrics = metrics
+        self._traces = traces
+        self._control = LocalControl(registry, dispatcher, journal, slo_classes)
+        self._links: dict[int, DoorLink] = {}
+        self._told = b""
+        self.opened: dict[int, asyncio.Event] = {}  # by door: set while it listens
+        self.lose: Callable[[int], None] = lambda number: None  # is told of a door that hangs
+
+    @property
+    def is_serving(self) -> bool:
+        return self._control.is_serving
+
+    def tell(self) -> None:
+        """Tells all doors of the fleet, if it has changed."""
+        state = self._state()
+        if (told := state.SerializeToString(deterministic=True)) != self._told:
+            self._told = told
+            for link in self._links.values():
+                link.fleet(state)
+
+    def end(self) -> None:
+        """The streams end, after what is still to be said."""
+        for link in self._links.values():
+            link.end()
+
+    async def Metrics(self, _request: Any, _context: Any) -> doors_pb2.MetricsResponse:
+        return doors_pb2.MetricsResponse(text=self._metrics())
+
+    async def attach(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Speaks with one door until the stream ends."""
+        async with asyncio.timeout(HELLO_DEADLINE_S):
+            hello = await read_frame(reader)
+        number = doors_pb2.DoorEvent.FromString(hello or b"").hello.number
+        link = self._links[number] = DoorLink(number)
+        link.fleet(self._state())
+        try:
+            await first_to_end(self._read(link, reader), self._write(link, writer))
+        except DoorLost as error:
+            logger.error("door %d is given up: %s", number, error)
+            self.lose(number)
+        except ConnectionError as error:
+            logger.warning("the stream of door %d has broken: %s", number, error)
+        except Exception:
+            logger.exception("the stream of door %d has failed", number)
+            self.lose(number)
+        finally:
+            writer.close()
+            if self._links.get(number) is link:  # the door may be back already
+                del self._links[number]
+            for call_number in list(link.calls):
+                self._over(link, call_number, WORKER_LOST)  # and nodes let go of it
+
+    async def _write(self, link: DoorLink, writer: asyncio.StreamWriter) -> None:
+        while (batch := await link.next()) is not None:
+            writer.write(framed(batch.SerializeToString()))
+            await link.within(writer.drain())
+
+    async def _read(self, link: DoorLink, reader: asyncio.StreamReader) -> None:
+        while (message := await read_frame(reader)) is not None:
+            event = doors_pb2.DoorEvent.FromString(message)
+            kind = event.WhichOneof("event")
+            if kind == "taken":
+                link.taken()
+            elif kind == "opened":
+                self.opened[link.number].set()
+            else:
+                self._handle(link, kind, getattr(event, kind))
+
+    def _handle(self, link: DoorLink, kind: str, body: Any) -> None:
+        match kind:
+            case "begin":
+                self._begin(link, body)
+            case "over":
+                self._over(link, body.number, body.failure)
+            case "stopped":
+                self._stopped(link, body)
+            case "failed":
+                if (call := link.calls.get(body.number)) is not None:
+                    self._dispatcher.give_up(call, error_from_wire(body.error))
+            case "refused":
+                self._refused(*info_from_wire(body.info), error_from_wire(body.error))
+            case "http_call":
+                self._count_call(body.handler, body.method, body.status, body.seconds)
+            case _:
+                raise AssertionError(f"{kind} is not what a door says")
+
+    def _begin(self, link: DoorLink, asked: doors_pb2.NewCall) -> None:
+        """What is refused here the door tells of, as of all that it refuses."""
+        plan, so_fars = plan_from_wire(asked)
+        record, carrier = info_from_wire(asked.info)
+        call = DoorCall(link, asked.number, len(plan.samplings), record)
+        call.trace = self._begin_trace(record, carrier)  # of one that is refused nothing is sent
+        try:
+            slo = self._slo_classes.slo_of(asked.limits, len(plan.prompt), self._registry.nodes)
+            self._dispatcher.begin(
+                plan,
+                so_fars,
+                call,
+                call.answers,
+                slo,
+                arrived_s=record.arrived_s,
+                deadline_s=asked.deadline_s,
+                record=record,
+            )
+        except RequestError as error:
+            link.admitted(asked.number, error)
+            return
+        except Exception:
+            logger.exception("a call could not begin", extra={"request_id": plan.request_id})
+            link.admitted(asked.number, RequestError(ENGINE_ERROR, "internal error"))
+            return
+        record.begun_s, record.num_prompt_tokens = asked.begun_s, len(plan.prompt)
+        record.sampling, record.num_answers = plan.samplings[0], len(plan.samplings)
+        link.calls[asked.number] = call
+        link.admitted(asked.number, None)
+
+    def _over(self, link: DoorLink, number: int, failure: str) -> None:
+        if (call := link.calls.pop(number, None)) is None:
+            return
+        self._dispatcher.close(call)
+        call.record.failure = failure
+        self._end_trace(call.trace)
+
+    def _stopped(self, link: DoorLink, event: doors_pb2.Stopped) -> None:
+        if (call := link.calls.get(event.number)) is not None:
+            call.answers[event.index].stopped(event.stop, event.num_tokens)
+            self._dispatcher.stopped(call.answer_ids[event.index])
+
+    def _refused(self, record: CallRecord, carrier: Carrier, error: RequestError) -> None:
+        """One without an operation could not even be read, and has no trace."""
+        trace = self._begin_trace(record, carrier) if record.operation else None
+        self._journal.refused(record, error)
+        record.failure = error.reason
+        self._end_trace(trace)
+
+    def _begin_trace(self, record: CallRecord, carrier: Carrier) -> "Trace | None":
+        return self._traces.begin(record, carrier) if self._traces is not None else None
+
+    def _end_trace(self, trace: "Trace | None") -> None:
+        if self._traces is not None and trace is not None:
+            self._traces.end(trace, time.monotonic())
+
+    def _state(self) -> doors_pb2.FleetState:
+        control = self._control
+        ready = frozenset(node.name for node in self._registry.nodes if node.is_ready)
+        return situation_to_wire(
+            Situation(control.capacity(), control.is_serving, control.why_not_ready(), ready, control.num_live)
+        )

@@ -1,0 +1,15 @@
+"""What a door process is told, beside the coordinator's own settings."""
+
+from dataclasses import dataclass, field
+
+from coordinator.settings import CoordinatorSettings
+from serving_core.flags import flag
+
+
+@dataclass(frozen=True, slots=True)
+class DoorSettings:
+    """Settings of one door."""
+
+    coordinator: CoordinatorSettings = field(default_factory=CoordinatorSettings)
+    control_socket: str = flag("", "Path of the socket at which control is asked.")
+    door_number: int = flag(0, "Which of the doors this one is.", minimum=0)

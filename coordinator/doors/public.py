@@ -1,0 +1,177 @@
+"""One public door: the gRPC server and the HTTP server that clients dial, and what stands behind both."""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_health.v1.health import SERVICE_NAME as HEALTH
+
+from coordinator.doors.authentication import NO_API_KEY, BearerAuthentication, BearerSecrets
+from coordinator.doors.caps import SPARE, Caps, connection_caps
+from coordinator.doors.control import Control
+from coordinator.doors.front import Front, ServedModel
+from coordinator.doors.http.app import Metrics, make_app
+from coordinator.doors.http.counting import CountCall
+from coordinator.doors.http.page import AskOverview, Page
+from coordinator.doors.http.serving import HttpServer
+from coordinator.doors.inference_service import InferenceService, Status
+from coordinator.doors.reflection import add_reflection
+from coordinator.doors.statuses import StatusInterceptor
+from coordinator.doors.tls import ServerTls
+from coordinator.settings import CoordinatorSettings, api_keys, origins
+from protos import inference_pb2, inference_pb2_grpc
+from serving_core.channels import listen, public_options
+from serving_core.descriptors import num_descriptors
+from serving_core.errors import SettingsError
+
+logger = logging.getLogger(__name__)
+
+INFERENCE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+ADMIN: Final = inference_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
+IDLE_CONNECTIONS_PER_CALL: Final = 2
+SPARE_CALLS: Final = 256  # beyond the answers in flight: health watchers, status queries, calls to be refused politely
+STOP_GRACE_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """What a door turns to for what is not its own: control, in the same process or over a socket."""
+
+    control: Control
+    status: Status
+    admin: Any  # an AdminServicer
+    metrics: Metrics
+    overview: AskOverview
+    count_call: CountCall
+
+
+class PublicDoor:
+    """Must be made on a running event loop. Raises SettingsError."""
+
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        model: ServedModel,
+        behind: Behind,
+        tls: ServerTls | None,
+        health: HealthServicer,
+    ) -> None:
+        self._settings = settings
+        self._behind = behind
+        self._tls = tls
+        self._front = Front(
+            model,
+            behind.control,
+            max_logprobs=settings.max_logprobs,
+            request_timeout_s=settings.request_timeout_s,
+            strict_fields=settings.strict_fields,
+        )
+        self._max_calls = settings.max_num_queued_reqs + SPARE_CALLS
+        self._caps = caps(settings)
+        self._health = health
+        holders = api_keys(settings)
+        self._api_keys = BearerSecrets(holders) if holders else None
+        self._public = self._public_server()
+        self._http = self._http_server() if settings.http_port >= 0 else None
+        self.port = 0  # that is listened on, once it is
+        self.http_port = -1  # likewise; -1 without HTTP
+
+    def listen(self) -> None:
+        """Has both ports. Raises SettingsError."""
+        settings, tls = self._settings, self._tls
+        credentials = tls.grpc_credentials(verifies=settings.tls_verify_clients) if tls else None
+        self.port = listen(self._public, settings.host, settings.port, credentials)
+        if self._http is not None:
+            shares = settings.doors > 1
+            self.http_port = self._http.listen(settings.http_host, settings.http_port, shares_port=shares)
+
+    async def start(self) -> None:
+        """Serves, after `listen`."""
+        await self._public.start()
+        if self._http is not None:
+            await self._http.start()
+
+    async def stop(self) -> None:
+        """Closes both ports, and after a grace ends all calls."""
+        stopping = [self._public.stop(STOP_GRACE_S)]
+        if self._http is not None:
+            stopping.append(self._http.stop(STOP_GRACE_S))
+        await asyncio.gather(*stopping)
+
+    async def report(self) -> None:
+        """Has the health service say what is so now."""
+        await set_health(self._health, is_serving=self._behind.control.is_serving)
+
+    def reread_api_keys(self) -> None:
+        """Takes the API keys that are in their file now, from the next call on; those before stay where it has none."""
+        assert self._api_keys is not None, "there is no file of API keys"
+        try:
+            holders = api_keys(self._settings)
+        except SettingsError as error:
+            logger.warning("the API keys stay what they were: %s", error)
+        else:
+            self._api_keys.replace(holders)
+            logger.info("%d API keys are in force", len(holders))
+
+    def _public_server(self) -> grpc.aio.Server:
+        interceptors: list[grpc.aio.ServerInterceptor] = [StatusInterceptor()]
+        if self._api_keys is not None:
+            interceptors.insert(0, BearerAuthentication(self._api_keys, NO_API_KEY))
+        settings = self._settings
+        server = grpc.aio.server(
+            interceptors=interceptors,
+            options=public_options(
+                self._caps.public, longest_call_s=settings.request_timeout_s, shares_port=settings.doors > 1
+            ),
+            maximum_concurrent_rpcs=self._max_calls,
+        )
+        service = InferenceService(self._front, self._behind.status)
+        inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
+        inference_pb2_grpc.add_AdminServicer_to_server(self._behind.admin, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        add_reflection((INFERENCE, ADMIN, HEALTH), server)
+        return server
+
+    def _http_server(self) -> HttpServer:
+        app = make_app(
+            self._front,
+            self._is_serving,
+            self._behind.metrics,
+            Page(self._behind.overview) if self._settings.ui else None,
+            count_call=self._behind.count_call,
+            secrets=self._api_keys,
+            allowed_origins=origins(self._settings.allowed_origins),
+            max_calls=min(self._max_calls, self._caps.http - SPARE),
+        )
+        context = self._tls.http_context() if self._tls else None
+        return HttpServer(app, max_connections=self._caps.http, max_per_peer=self._caps.http_per_peer, tls=context)
+
+    async def _is_serving(self) -> bool:
+        """What the health service says."""
+        reply = await self._health.Check(health_pb2.HealthCheckRequest(service=INFERENCE), None)
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def caps(settings: CoordinatorSettings) -> Caps:
+    """Of each of its doors; those of nodes are control's. Raises SettingsError."""
+    doors, wanted, per_peer = settings.doors, settings.max_connections, settings.max_connections_per_peer
+    if doors > 1 and wanted and wanted // doors <= SPARE:
+        raise SettingsError(
+            f"max_connections ({wanted}) is divided over {doors} doors, each of which must get more than {SPARE}"
+        )
+    return connection_caps(
+        num_descriptors(),
+        useful=IDLE_CONNECTIONS_PER_CALL * (settings.max_num_queued_reqs + SPARE_CALLS),
+        wanted=wanted // doors,
+        wanted_per_peer=max(1, per_peer // doors) if per_peer else 0,
+    )
+
+
+async def set_health(health: HealthServicer, *, is_serving: bool) -> None:
+    """What the health service says from now on."""
+    status = health_pb2.HealthCheckResponse
+    await health.set(INFERENCE, status.SERVING if is_serving else status.NOT_SERVING)

@@ -1,0 +1,239 @@
+"""Control as a door sees it that is a process of its own: over a socket of this machine.
+
+What a client asks is checked and tokenized here, then control hears of it (NewCall) and says whether it has begun
+(Admitted). Tokens come in batches of all answers. The next batch comes when this door says that it has taken the one
+before; so a door that is behind takes several tokens of an answer at once.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from coordinator.control.calls import CallRecord
+from coordinator.control.capacity import Capacity
+from coordinator.control.so_far import SoFar
+from coordinator.doors.frames import framed, read_frame
+from coordinator.doors.generation import Generation
+from coordinator.doors.messages import (
+    Situation,
+    call_to_wire,
+    error_from_wire,
+    error_to_wire,
+    info_to_wire,
+    situation_from_wire,
+)
+from coordinator.doors.validation import AnswerPlan
+from coordinator.text.answers import Answer, AnswerText
+from coordinator.traces.carrier import CARRIER
+from protos import doors_pb2, inference_pb2
+from serving_core.errors import RequestError
+from serving_core.reasons import DRAINING, DUPLICATE_REQUEST_ID
+from serving_core.waiting import first_to_end
+
+logger = logging.getLogger(__name__)
+
+ADMIT_DEADLINE_S: Final = 30.0
+MAX_UNSENT_EVENTS: Final = 100_000
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call that control knows of, or will."""
+
+    generation: Generation
+    answers: list[Answer | None]  # None: it has ended
+    admitted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class RemoteControl:
+    """One door's end of the stream, and so what doors/control.py says of control."""
+
+    def __init__(self, path: str, *, number: int, stream_interval: int) -> None:
+        """The path is that of control's socket."""
+        self._path = path
+        self._number = number
+        self._stream_interval = stream_interval
+        self._situation = Situation()
+        self.changed = asyncio.Event()  # set when the fleet has changed; whoever waits for it clears it
+        self._unsent: asyncio.Queue[doors_pb2.DoorEvent] = asyncio.Queue()
+        self._is_overrun = asyncio.Event()
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, _Call] = {}
+        self._by_request: dict[str, int] = {}
+
+    async def run(self) -> None:
+        """Speaks with control until it ends the stream. Raises ConnectionError when it breaks."""
+        reader, writer = await asyncio.open_unix_connection(self._path)
+        writer.write(_framed(doors_pb2.DoorEvent(hello=doors_pb2.DoorHello(number=self._number))))
+        try:
+            await first_to_end(self._read(reader), self._write(writer), self._is_overrun.wait())
+        finally:
+            writer.close()
+            gone = RequestError(DRAINING, "the server has stopped")
+            for call in self._calls.values():
+                _refuse(call, gone)
+
+    def opened(self) -> None:
+        """The door listens."""
+        self._send(opened=doors_pb2.Opened())
+
+    # ---- the door's view ----
+
+    @property
+    def num_live(self) -> int:
+        return self._situation.num_live
+
+    @property
+    def is_serving(self) -> bool:
+        return self._situation.is_serving
+
+    def capacity(self) -> Capacity:
+        return self._situation.capacity
+
+    def why_not_ready(self) -> str:
+        return self._situation.why_not_ready
+
+    def is_ready(self, node_name: str) -> bool:
+        return node_name in self._situation.ready_nodes
+
+    @contextmanager
+    def recorded(self, record: CallRecord) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if record.number:
+                self._send(over=doors_pb2.CallOver(number=record.number, failure=record.failure))
+
+    def refused(self, record: CallRecord, error: RequestError) -> None:
+        info = info_to_wire(record, CARRIER.get())
+        self._send(refused=doors_pb2.Refused(info=info, error=error_to_wire(error)))
+
+    def count_call(self, handler: str, method: str, status: int, seconds: float) -> None:
+        """An HTTP call is over."""
+        self._send(http_call=doors_pb2.HttpCall(handler=handler, method=method, status=status, seconds=seconds))
+
+    async def begin(
+        self,
+        plan: AnswerPlan,
+        beginnings: Sequence[tuple[SoFar, AnswerText]],
+        asked: inference_pb2.GenerateRequest,
+        *,
+        deadline_s: float,
+        record: CallRecord,
+    ) -> Generation:
+        if plan.request_id in self._by_request:
+            raise RequestError(DUPLICATE_REQUEST_ID, f"request {plan.request_id} is live already")
+        so_fars = [so_far for so_far, _ in beginnings]
+        num_ended = sum(so_far.has_ended for so_far in so_fars)
+        generation = Generation(
+            plan.request_id, len(plan.samplings), num_ended=num_ended, stream_interval=self._stream_interval
+        )
+        number = record.number = next(self._numbers)
+        answers = [
+            None if so_far.has_ended else Answer(generation, index, text)
+            for index, (so_far, text) in enumerate(beginnings)
+        ]
+        call = self._calls[number] = _Call(generation, list(answers))
+        self._by_request[plan.request_id] = number
+        info, now = info_to_wire(record, CARRIER.get()), time.monotonic()
+        self._send(begin=call_to_wire(info, plan, so_fars, asked, number=number, begun_s=now, deadline_s=deadline_s))
+        try:
+            async with asyncio.timeout(ADMIT_DEADLINE_S):
+                await call.admitted
+        except RequestError:
+            record.number = 0  # control knows of no such call
+            self.close(generation)
+            raise
+        except TimeoutError as error:
+            self.close(generation)
+            raise RequestError(DRAINING, f"control has not answered within {ADMIT_DEADLINE_S:g} s") from error
+        except asyncio.CancelledError:
+            self.close(generation)
+            raise
+        return generation
+
+    def close(self, generation: Generation) -> None:
+        """Nothing more goes to the call. Control hears of it at the end of `recorded`."""
+        del self._calls[self._by_request.pop(generation.request_id)]
+
+    # ---- the stream ----
+
+    def _send(self, **event: Any) -> None:
+        if self._unsent.qsize() >= MAX_UNSENT_EVENTS:
+            logger.error("%d events unsent: control does not read them, and this door ends", MAX_UNSENT_EVENTS)
+            self._is_overrun.set()
+            return
+        self._unsent.put_nowait(doors_pb2.DoorEvent(**event))
+
+    async def _write(self, writer: asyncio.StreamWriter) -> None:
+        while True:
+            writer.write(_framed(await self._unsent.get()))
+            while not self._unsent.empty():
+                writer.write(_framed(self._unsent.get_nowait()))
+            await writer.drain()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while (message := await read_frame(reader)) is not None:
+            self._take(doors_pb2.ControlBatch.FromString(message))
+            await asyncio.sleep(0)  # those who wait for what has come go on first
+            self._send(taken=doors_pb2.BatchTaken())
+
+    def _take(self, batch: doors_pb2.ControlBatch) -> None:
+        if batch.HasField("fleet"):
+            self._situation = situation_from_wire(batch.fleet)
+            self.changed.set()
+        for admitted in batch.admitted:
+            self._admitted(admitted)
+        for tokens in batch.tokens:
+            self._tokens_came(tokens)
+        for ended in batch.ended:
+            if (call := self._calls.get(ended.number)) is not None:
+                answer, call.answers[ended.index] = call.answers[ended.index], None
+                call.generation.embedding = ended.embedding
+                if answer is not None:
+                    answer.end(ended.complete)
+        for failed in batch.failed:
+            if (call := self._calls.get(failed.number)) is not None:
+                _refuse(call, error_from_wire(failed.error))
+
+    def _admitted(self, admitted: doors_pb2.Admitted) -> None:
+        call = self._calls.get(admitted.number)
+        if call is None or call.admitted.done():
+            return
+        if admitted.HasField("error"):
+            call.admitted.set_exception(error_from_wire(admitted.error))
+        else:
+            call.admitted.set_result(None)
+
+    def _tokens_came(self, came: doors_pb2.AnswerTokens) -> None:
+        call = self._calls.get(came.number)
+        answer = call.answers[came.index] if call is not None else None
+        if call is None or answer is None or answer.matched_stop is not None:
+            return
+        try:
+            answer.add(came.tokens, came.num_cached_tokens if came.HasField("num_cached_tokens") else None)
+        except RequestError as slow_reader:
+            _refuse(call, slow_reader)
+            self._send(failed=doors_pb2.CallFailed(number=came.number, error=error_to_wire(slow_reader)))
+            return
+        if answer.matched_stop is not None:
+            stop, num_tokens = answer.matched_stop, answer.num_tokens
+            at = {"number": came.number, "index": came.index}
+            self._send(stopped=doors_pb2.Stopped(stop=stop, num_tokens=num_tokens, **at))
+
+
+def _framed(event: doors_pb2.DoorEvent) -> bytes:
+    return framed(event.SerializeToString())
+
+
+def _refuse(call: _Call, error: RequestError) -> None:
+    """The call ends with the error, whether it has begun or not."""
+    call.answers = [None] * len(call.answers)
+    if not call.admitted.done():
+        call.admitted.set_exception(error)
+    call.generation.fail(error)

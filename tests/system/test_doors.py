@@ -1,0 +1,221 @@
+"""Two doors and a control process: streams over both, what is lost with one of them, and who may share their ports."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections import Counter
+
+import grpc
+import grpc.aio
+import psutil
+import pytest
+
+from protos import inference_pb2, inference_pb2_grpc
+from splitserve import AsyncClient
+from splitserve.client.errors import ClientError
+from tests.system.cluster import free_port, wait_until
+from tests.system.oracle import fake_answer
+from tests.tiny_models import write_fake_model
+
+pytestmark = pytest.mark.long  # two doors, three nodes, and all of them again after they were killed
+
+DEADLINE_S = 120.0
+NUM_CLIENTS = 12  # each on a connection of its own: both doors have some of them but once in 2000 times
+LENGTH = 150
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def doors(start_cluster, tmp_path_factory):
+    model = write_fake_model(tmp_path_factory.mktemp("model") / "fake", step_s=0.01, token_s=0.0002)
+    coordinator = {"doors": 2, "node_wait_s": 60}
+    return start_cluster(model, num_decode=2, http=True, coordinator=coordinator)
+
+
+@pytest.fixture(autouse=True)
+def _whole(doors):
+    yield
+    doors.heal()
+    wait_until(lambda: len(pids(doors)) == 2, "both doors run", DEADLINE_S)
+    doors.wait_all_free(deadline_s=60)
+
+
+def pids(cluster):
+    """Of the doors, in the order of their numbers."""
+    coordinator = psutil.Process(cluster.children["coordinator"].process.pid)
+    found = {}
+    for child in coordinator.children():
+        line = child.cmdline()
+        if "coordinator.doors" in line:
+            found[line[line.index("--door-number") + 1]] = child.pid
+    return [pid for _, pid in sorted(found.items())]
+
+
+def num_connections(cluster, pid):
+    """Of gRPC clients, at a door."""
+    everyone = psutil.Process(pid).net_connections("tcp")
+    return sum(each.status == psutil.CONN_ESTABLISHED and each.laddr.port == cluster.port for each in everyone)
+
+
+class Asked:
+    """One client's answer, as it has come so far."""
+
+    def __init__(self, prompt):
+        self.prompt = prompt
+        self.token_ids = []
+        self.error = None
+
+    async def read(self, client, *, resume):
+        try:
+            async for chunk in client.generate(self.prompt, max_tokens=LENGTH, resume=resume, **GREEDY):
+                self.token_ids += chunk.token_ids
+        except ClientError as error:
+            self.error = error
+
+
+async def ask_all(cluster, strike, *, resume=False):
+    """Answers of as many clients, all of which have begun when the fault strikes; and what the strike gives."""
+    async with AsyncClient(cluster.target, num_channels=NUM_CLIENTS) as client:
+        asked = [Asked([5, 6, 7 + index]) for index in range(NUM_CLIENTS)]
+        tasks = [asyncio.create_task(each.read(client, resume=resume)) for each in asked]
+        await until_all_stream(asked)
+        struck = strike()
+        await asyncio.gather(*tasks)
+    return asked, struck
+
+
+async def until_all_stream(asked):
+    async with asyncio.timeout(DEADLINE_S):
+        while not all(len(each.token_ids) >= 5 for each in asked):
+            await asyncio.sleep(0.01)
+
+
+def check_exact(asked):
+    for each in asked:
+        assert each.error is None
+        assert each.token_ids == fake_answer(each.prompt, LENGTH)
+
+
+def kill_door(cluster, number):
+    """How many clients it had."""
+    pid = pids(cluster)[number - 1]
+    num_clients = num_connections(cluster, pid)
+    os.kill(pid, signal.SIGKILL)
+    return num_clients
+
+
+def test_both_doors_serve(doors):
+    asked, numbers = asyncio.run(ask_all(doors, lambda: [num_connections(doors, pid) for pid in pids(doors)]))
+    check_exact(asked)
+    assert sum(numbers) == NUM_CLIENTS
+    assert all(numbers)
+
+
+def test_a_killed_door_costs_its_own_streams_and_their_clients_go_on(doors):
+    asked, num_lost = asyncio.run(ask_all(doors, lambda: kill_door(doors, 1), resume=True))
+    check_exact(asked)
+    assert num_lost
+    assert "door 1 has ended with code -9" in doors.children["coordinator"].output()
+
+
+def test_streams_of_the_other_door_are_unharmed(doors):
+    asked, num_lost = asyncio.run(ask_all(doors, lambda: kill_door(doors, 2)))
+    assert len([each for each in asked if each.error is not None]) == num_lost
+    check_exact([each for each in asked if each.error is None])
+
+
+def test_a_door_that_hangs_is_given_up_and_its_clients_go_on(doors):
+    asked, _ = asyncio.run(ask_all(doors, lambda: os.kill(pids(doors)[0], signal.SIGSTOP), resume=True))
+    check_exact(asked)
+    assert "door 1 is given up: it has taken nothing for 20 s" in doors.children["coordinator"].output()
+
+
+def test_answers_survive_the_node_that_writes_them(doors):
+    asked, _ = asyncio.run(ask_all(doors, lambda: doors.kill("decode-0")))
+    check_exact(asked)
+
+
+def test_a_call_can_be_aborted_and_named_once_at_any_door(doors):
+    async def scenario():
+        options = (("grpc.use_local_subchannel_pool", 1),)
+        channels = [grpc.aio.insecure_channel(doors.target, options=options) for _ in range(NUM_CLIENTS)]
+        stubs = [inference_pb2_grpc.InferenceStub(channel) for channel in channels]
+        request = inference_pb2.GenerateRequest(request_id="the-one", text="hello")
+        request.sampling_params.max_tokens = 3000
+        request.sampling_params.ignore_eos = True
+        call = stubs[0].Generate(request, timeout=DEADLINE_S)
+        assert (await call.read()).chunk.token_ids
+        codes = Counter()
+        for stub in stubs[1:]:  # which both doors have some of
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Generate(request, timeout=DEADLINE_S).read()
+            codes[caught.value.code()] += 1
+        assert codes == {grpc.StatusCode.ALREADY_EXISTS: NUM_CLIENTS - 1}
+        abort = inference_pb2.AbortRequest(request_ids=["the-one", "another"])
+        aborted = await stubs[1].Abort(abort, timeout=DEADLINE_S)
+        assert (list(aborted.aborted), list(aborted.unknown)) == (["the-one"], ["another"])
+        while not (response := await call.read()).HasField("complete"):
+            pass
+        assert response.complete.finish_reason == inference_pb2.FINISH_REASON_ABORT
+        for channel in channels:
+            await channel.close()
+
+    asyncio.run(scenario())
+
+
+def post(cluster, path, body):
+    request = urllib.request.Request(
+        cluster.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
+        return json.loads(response.read())
+
+
+def get(cluster, path):
+    with urllib.request.urlopen(cluster.url + path, timeout=DEADLINE_S) as response:
+        return response.read().decode()
+
+
+def total(cluster, sample):
+    lines = [line for line in get(cluster, "/metrics").splitlines() if line.startswith(sample)]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def test_http_counts_refusals_and_stops_are_one_account(doors):
+    finished, refused, called = (
+        'splitserve_requests_finished_total{finished_reason="stop"}',
+        "splitserve_requests_refused_total",
+        'http_requests_total{handler="/v1/completions"',
+    )
+    before = [total(doors, sample) for sample in (finished, refused, called)]
+    prompt = [5, 6, 7]
+    text = post(doors, "/v1/completions", {"prompt": prompt, "max_tokens": 60, "ignore_eos": True, "temperature": 0})
+    text = text["choices"][0]["text"]
+    stop = text[20:23]
+    asked = {"prompt": prompt, "max_tokens": 3000, "ignore_eos": True, "temperature": 0, "stop": stop}
+    for _ in range(NUM_CLIENTS):
+        choice = post(doors, "/v1/completions", asked)["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == (text[: text.index(stop)], "stop")
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            post(doors, "/v1/completions", {**asked, "prompt": [10**6]})
+        assert caught.value.code == 400
+        caught.value.close()
+    after = [total(doors, sample) for sample in (finished, refused, called)]
+    gained = [now - then for now, then in zip(after, before, strict=True)]
+    assert gained == [NUM_CLIENTS, NUM_CLIENTS, 2 * NUM_CLIENTS + 1]
+    assert json.loads(get(doors, "/ready")) == {"ready": True}
+    assert len(json.loads(get(doors, "/ui/overview"))["nodes"]) == 3
+
+
+def test_nobody_else_can_have_the_ports(doors, tmp_path):
+    for flags in ([], ["--doors", "2"]):
+        command = [sys.executable, "-m", "coordinator", str(doors.model), "--port", str(doors.port), *flags]
+        command += ["--fleet-port", str(free_port()), "--http-port", "-1"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=tmp_path, check=False)
+        assert ended.returncode == 2
+        assert f"coordinator: --port {doors.port} is in use on 127.0.0.1" in ended.stderr

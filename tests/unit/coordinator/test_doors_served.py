@@ -1,0 +1,87 @@
+"""A coordinator with two door processes, its nodes spoken for by the test."""
+
+import asyncio
+import shutil
+import sys
+
+import grpc
+import pytest
+
+from protos import inference_pb2, inference_pb2_grpc
+from serving_core.errors import SettingsError
+from tests.scripted_nodes import begin, cluster, hand_over, read_all, refusal_of, run, step
+
+OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
+
+
+async def until_serving(c):
+    """Doors hear of nodes soon."""
+    while (await c.stub.GetModelInfo(inference_pb2.GetModelInfoRequest())).max_model_len != 1000:
+        await asyncio.sleep(0.01)
+
+
+async def answer(c, call, text, **options):
+    """Has the call answered with the text, a token at a time."""
+    attempt, job = await begin(c)
+    await hand_over(c, attempt, text[0], num_cached_tokens=0)
+    for index, char in enumerate(text[1:], start=1):
+        finish = inference_pb2.FINISH_REASON_LENGTH if index == len(text) - 1 else 0
+        await step(c.nodes["d0"], attempt, index, char, finish)
+    return attempt, job
+
+
+def test_answers_refusals_and_stops_pass_through_the_doors(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, doors=2, stream_interval=4) as c:
+            await until_serving(c)
+            call = c.generate("hello", max_tokens=10, seed=3)
+            _, job = await answer(c, call, "abcdefghij")
+            assert (job.sampling_params.seed, job.num_prompt_tokens) == (3, 5)
+            text, token_ids, completes = await read_all(call)
+            assert (text, token_ids) == ("abcdefghij", list(map(ord, "abcdefghij")))
+            assert completes[0].finish_reason == inference_pb2.FINISH_REASON_LENGTH
+
+            call = c.generate("hello", request_id="s", max_tokens=10, stop=["de"])
+            attempt, _ = await begin(c)
+            await hand_over(c, attempt, "a")
+            await step(c.nodes["d0"], attempt, 1, "bcde")
+            await c.nodes["d0"].answer_cancel(attempt)
+            text, _, (complete,) = await read_all(call)
+            assert (text, complete.matched_stop_str, complete.completion_tokens) == ("abc", "de", 5)
+
+            code, info, _ = await refusal_of(c.generate("hello", request_id="t", max_tokens=0))
+            assert (code, info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "BAD_PARAM")
+            asked = inference_pb2.GenerateRequest(request_id="u", text="hello", slo_class="x")
+            code, info, _ = await refusal_of(c.stub.Generate(asked))  # which control refuses
+            assert (code, info.metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, "slo_class")
+            await c.until_nothing_is_live()
+
+    run(scenario())
+
+
+def test_a_call_ends_with_its_client_at_whatever_door(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, doors=2) as c:
+            await until_serving(c)
+            target = f"127.0.0.1:{c.server.port}"
+            async with grpc.aio.insecure_channel(target, options=OWN_CONNECTION) as channel:
+                request = inference_pb2.GenerateRequest(request_id="r", text="hello")
+                call = inference_pb2_grpc.InferenceStub(channel).Generate(request)
+                attempt, _ = await begin(c)
+                await hand_over(c, attempt, "a")
+                assert (await call.read()).chunk.text == "a"
+                call.cancel()
+            await c.nodes["d0"].answer_cancel(attempt)
+            await c.until_nothing_is_live()
+
+    run(scenario())
+
+
+def test_a_door_that_cannot_open_is_the_end_of_the_start(tmp_path, monkeypatch):
+    async def scenario():
+        with pytest.raises(SettingsError, match=r"door \d has ended at its start, with code 1"):
+            async with cluster(tmp_path, doors=2):
+                pass
+
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    run(scenario())
