@@ -48,7 +48,13 @@ def by_hand(folder, texts, kind):
 @pytest.mark.parametrize("kind", [MEAN, LAST])
 @pytest.mark.parametrize(
     "family",
-    ["mistral", "qwen3", pytest.param("llama", marks=pytest.mark.long), pytest.param("qwen2", marks=pytest.mark.long)],
+    [
+        "mistral",
+        "qwen3",
+        "gemma2",
+        pytest.param("llama", marks=pytest.mark.long),
+        pytest.param("qwen2", marks=pytest.mark.long),
+    ],
 )
 def test_embeddings_are_those_of_transformers_however_texts_are_cut(tmp_path, family, kind):
     folder = write_tiny_embedder(tmp_path / "tiny", family)
