@@ -60,10 +60,11 @@ def test_embeddings_are_those_of_transformers_however_texts_are_cut(tmp_path, fa
     folder = write_tiny_embedder(tmp_path / "tiny", family)
     engine = engine_of(folder)
     expected = by_hand(folder, TEXTS, kind)
+    tolerance = 5e-5 if family == "gemma2" else 1e-5  # which norms twice as often, and to twice the size
     for chunk_tokens in (1, 4, 100):
         found = embedded(engine, TEXTS, Pooling(kind, normalizes=False), chunk_tokens)
         for vector, other in zip(found, expected, strict=True):
-            assert vector == pytest.approx(other, abs=1e-5)
+            assert vector == pytest.approx(other, abs=tolerance)
 
 
 def test_a_model_with_a_head_embeds_without_it(tmp_path):
