@@ -151,6 +151,13 @@ def test_every_path(family, kind, native, flag, folder_of, monkeypatch):
         check(loaded, (2, 3))
 
 
+def test_norms_that_stay_float32_do_not_hide_what_is_computed_in(folder_of):
+    """Beside quantized weights they are all that there is of plain ones."""
+    loaded = load(folder_of("gemma3"), dtype="float16", quantization="int8")
+    assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.float32}
+    assert not loaded.is_history_free
+
+
 @pytest.mark.parametrize("flag", [False, True])
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8_e4m3"])
 def test_keys_and_values_in_8_bits_are_not_promised(kv_cache_dtype, flag, folder_of):

@@ -219,3 +219,14 @@ def test_what_is_not_described_is_left_to_transformers(model_type, fields, sente
 @pytest.mark.parametrize("fields", [{"clip_qkv": None}, {"clip_qkv": False}, {"use_cache": True, "auto_map": {}}])
 def test_what_is_off_or_without_effect_is_no_hindrance(fields, read):
     assert not read({**CONFIGS["olmo2"], **fields}).is_foreign
+
+
+def test_gemmas_without_a_head_make_embeddings_unless_attention_goes_both_ways(read):
+    headless = {**CONFIGS["gemma2"], "architectures": ["Gemma2Model"]}
+    assert read(headless).embedder is not None
+    with pytest.raises(ModelError, match="attention that goes both ways is not supported"):
+        read({**headless, "use_bidirectional_attention": True})
+    with pytest.raises(ModelError, match="architecture 'Gemma3TextModel' is not supported"):  # EmbeddingGemma
+        read({**CONFIGS["gemma3_text"], "architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True})
+    with pytest.raises(ModelError, match="architecture 'Gemma3ForConditionalGeneration' is not supported"):
+        read({**CONFIGS["gemma3_text"], "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"})
