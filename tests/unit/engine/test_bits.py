@@ -96,7 +96,10 @@ def products_are_native(kind):
     return kind.get("quantization") is not None or best_variant(getattr(torch, kind["dtype"])) is not None
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *DESCRIBED])
+@pytest.mark.parametrize(
+    "family",
+    [*FAMILIES, *(pytest.param(each, marks=pytest.mark.long if each == "gemma" else ()) for each in DESCRIBED)],
+)
 @pytest.mark.parametrize("dtype", [str(dtype).removeprefix("torch.") for dtype in DENSE_VARIANTS])
 def test_the_cut_of_a_prompt_changes_no_bit(family, dtype, folder_of):
     """By the best kernels, as they are without any flag."""

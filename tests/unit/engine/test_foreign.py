@@ -121,6 +121,7 @@ def test_our_decoder_answers_as_transformers_of_other_granites(fields, tmp_path)
     assert answers(load(folder, model_impl="native")) == generated(folder, PROMPTS, NUM_TOKENS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
