@@ -198,7 +198,8 @@ class Engine:
     def _choose_attention(self, num_heads: int, *, verifies: bool) -> Attention:
         """Raises ModelError where what transformers computes with it is not what it computes with its own."""
         if not self.config.is_foreign:
-            return choose_attention(self.pool, num_heads, score_scale=self.config.differences.score_scale)
+            ours = self.config.differences
+            return choose_attention(self.pool, num_heads, score_scale=ours.score_scale, softcap=ours.score_softcap)
         from engine.foreign.decoder import ForeignDecoder
         from engine.foreign.verification import check_model
 
@@ -219,7 +220,7 @@ class Engine:
         if self.config.is_foreign or self.layout.is_quantized or tp_size > MOST_INVARIANT_RANKS:
             return False
         assert isinstance(self.model, LlamaDecoder)
-        return isinstance(self.attention, NativeAttention) and self.model.is_invariant
+        return isinstance(self.attention, NativeAttention) and self.model.is_invariant(self.pool.compute_dtype)
 
     def _make_invariant(self, dtype: torch.dtype, num_heads: int) -> bool:
         """Takes the fastest attention with which the bits have no history, as far as that shows; whether there is

@@ -21,8 +21,9 @@ from typing import Final, Protocol
 import torch
 
 from engine.model.rope import Rotation
-from engine.model.steps import Steps, TorchSteps, add_scaled, normed
+from engine.model.steps import Steps, TorchSteps, add_scaled, capped, normed
 from engine.native.steps import ELEMENTS, NativeSteps
+from serving_core.differences import SILU
 
 TILE_ROWS: Final = (1, 4, 8, 16, 32, 64, 128, 256)  # that are tried
 CALL_ROWS: Final = 32  # what one more product costs beside its rows, in rows
@@ -154,8 +155,11 @@ class TiledSteps(TorchSteps):
         turned = exact.roll(heads.shape[-1] // 2, -1) * signed_sines
         return (exact * cosines).add_(turned).to(heads.dtype)
 
-    def gate(self, gates_and_ups: torch.Tensor) -> torch.Tensor:
-        return self._in_tiles("gate", super().gate, gates_and_ups)
+    def gate(self, gates_and_ups: torch.Tensor, activation: str = SILU) -> torch.Tensor:
+        return self._in_tiles(activation, partial(super().gate, activation=activation), gates_and_ups)
+
+    def cap(self, logits: torch.Tensor, cap: float) -> None:
+        logits.copy_(self._in_tiles("cap", lambda tile: capped(tile.float(), cap), logits))
 
     def _in_tiles(self, name: str, function: Rows, rows: torch.Tensor) -> torch.Tensor:
         key = (name, rows.shape[1], rows.dtype)

@@ -11,7 +11,9 @@ from typing import Any, Final
 from serving_core.errors import ModelError
 from serving_core.experts import EXPERTS_NAMES, QWEN_NAMES, Experts, mixtral_experts, olmoe_experts, qwen_experts
 from serving_core.json_fields import JsonFields
-from serving_core.rope_config import rope_kind, rotary_share
+from serving_core.rope_config import FULL, SLIDING, Rope, read_rope, rope_kind, rotary_share
+
+SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"  # what becomes of gates, by the names of transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,17 +21,24 @@ class Differences:
     """What a decoder does otherwise, from its tokens to its logits. The defaults are Llama's."""
 
     embedding_scale: float = 1.0  # how many times the vectors of tokens go in
+    rounds_embedding_scale: bool = False  # to the dtype that is computed in
     centers_norms: bool = False  # norms take the mean away first
+    norm_offset: float = 0.0  # what is added to the stored weights of norms, in float32
     is_parallel: bool = False  # attention and feed-forward read the same, and both are added
-    norms_outputs: bool = False  # norms stand behind attention and feed-forward, not before
+    norms_inputs: bool = True  # norms stand before attention and feed-forward
+    norms_outputs: bool = False  # norms stand behind them
     norms_projections: bool = False  # all queries of a token are normed as one, and all its keys
     is_fused: bool = False  # one stored tensor holds queries, keys and values, another one gates and ups
     rotary_dim: int | None = None  # elements of a head that are rotated, its first ones; None: all
     rotates_neighbours: bool = False  # elements of a pair are next to each other
     unrotated_layers: tuple[int, ...] = ()
+    sliding_rope: Rope | None = None  # of layers with a window, where these rotate in another way
     score_scale: float | None = None  # of queries times keys; None: one over the root of head_dim
+    score_softcap: float | None = None  # scores become cap * tanh(score / cap)
+    activation: str = SILU  # of gates
     residual_scale: float = 1.0  # how many times what attention and feed-forward give is added
     logit_scale: float = 1.0
+    logit_softcap: float | None = None  # likewise
     experts: Experts | None = None  # in place of a feed-forward
 
     @property
@@ -71,7 +80,7 @@ def read_layer_types(config: JsonFields, usual: list[bool]) -> list[bool]:
     layer_types, num_layers = config.raw("layer_types"), len(usual)
     if layer_types is None:
         return usual
-    known = {"full_attention": False, "sliding_attention": True}
+    known = {FULL: False, SLIDING: True}
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise config.error("layer_types", f"a list of {num_layers} names")
     if unknown := [name for name in layer_types if name not in known]:
@@ -92,6 +101,41 @@ def _cohere2(config: JsonFields, head_dim: int, num_layers: int) -> Differences:
     return replace(_cohere(config, head_dim, num_layers), unrotated_layers=unrotated)
 
 
+def _gemma(config: JsonFields, head_dim: int, num_layers: int) -> Differences:
+    """Here "gelu" means its approximation, too."""
+    return _with_gelu(config, "hidden_act", ("gelu", GELU_TANH))
+
+
+def _gemma2(config: JsonFields, head_dim: int, num_layers: int) -> Differences:
+    return replace(_with_four_norms(config), score_softcap=_softcap(config, "attn_logit_softcapping"))
+
+
+def _gemma3(config: JsonFields, head_dim: int, num_layers: int) -> Differences:
+    rope = read_rope(config, config.integer("max_position_embeddings"), layer_type=SLIDING)
+    return replace(_with_four_norms(config), sliding_rope=rope)
+
+
+def _with_four_norms(config: JsonFields) -> Differences:
+    return replace(
+        _with_gelu(config, "hidden_activation", (GELU_TANH,)),
+        norms_outputs=True,
+        score_scale=config.positive("query_pre_attn_scalar") ** -0.5,
+        logit_softcap=_softcap(config, "final_logit_softcapping"),
+    )
+
+
+def _with_gelu(config: JsonFields, name: str, known: tuple[str, ...]) -> Differences:
+    """What all of Gemma have."""
+    if config.text(name) not in known:
+        raise ModelError(f"{name} {config.text(name)!r:.80} is not supported; supported is {' and '.join(known)}")
+    scale = config.integer("hidden_size") ** 0.5
+    return Differences(embedding_scale=scale, rounds_embedding_scale=True, norm_offset=1.0, activation=GELU_TANH)
+
+
+def _softcap(config: JsonFields, name: str) -> float | None:
+    return None if config.raw(name) is None else config.positive(name)
+
+
 def _granite(config: JsonFields, head_dim: int, num_layers: int) -> Differences:
     return Differences(
         embedding_scale=config.positive("embedding_multiplier", 1.0),
@@ -106,7 +150,7 @@ def _mixtral(config: JsonFields, head_dim: int, num_layers: int) -> Differences:
 
 
 def _olmo2(config: JsonFields, head_dim: int, num_layers: int) -> Differences:
-    return Differences(norms_outputs=True, norms_projections=True)
+    return Differences(norms_inputs=False, norms_outputs=True, norms_projections=True)
 
 
 def _olmoe(config: JsonFields, head_dim: int, num_layers: int) -> Differences:
@@ -176,6 +220,22 @@ NAMES_WITHOUT_EFFECT: Final = (  # on what is computed: of training, of files, o
     "transformers_version",
     "use_cache",
 )
+_GEMMA_DEFAULTS: Final = {"head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True}
+_GEMMA2_DEFAULTS: Final = {
+    **_GEMMA_DEFAULTS,
+    "hidden_activation": GELU_TANH,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+_GEMMA2_NAMES: Final = (
+    "attention_bias",
+    "final_logit_softcapping",
+    "hidden_activation",
+    "layer_types",
+    "query_pre_attn_scalar",
+    "sliding_window",
+)
 FAMILIES: Final = {
     "Cohere2ForCausalLM": Family(
         "cohere2",
@@ -200,6 +260,26 @@ FAMILIES: Final = {
         ("attention_bias", "logit_scale"),
         {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "rope_theta": 5e5, "tie_word_embeddings": True},
         eps_name="layer_norm_eps",
+    ),
+    "Gemma2ForCausalLM": Family(
+        "gemma2",
+        _gemma2,
+        (*_GEMMA2_NAMES, "attn_logit_softcapping"),
+        {**_GEMMA2_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        {"sliding_window_size": 4096},
+    ),
+    "Gemma3ForCausalLM": Family(
+        "gemma3_text",
+        _gemma3,
+        (*_GEMMA2_NAMES, "_sliding_window_pattern", "rope_local_base_freq", "sliding_window_pattern"),
+        {**_GEMMA2_DEFAULTS, "max_position_embeddings": 131_072, "rope_theta": 1e6},
+    ),
+    "GemmaForCausalLM": Family(
+        "gemma",
+        _gemma,
+        ("attention_bias",),
+        {**_GEMMA_DEFAULTS, "hidden_act": GELU_TANH, "num_key_value_heads": 16},
+        {"hidden_activation": GELU_TANH},
     ),
     "GraniteForCausalLM": Family(
         "granite",

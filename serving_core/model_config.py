@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serving_core.differences import FAMILIES, Differences, check_names, eps_name, read_layer_types
+from serving_core.differences import FAMILIES, SILU, Differences, check_names, eps_name, read_layer_types
 from serving_core.embedders import Embedder, read_embedder
 from serving_core.errors import ModelError
 from serving_core.experts import Experts
 from serving_core.json_fields import JsonFields, read_json_object
 from serving_core.layout import DTYPE_BYTES, KVLayout, Widths
-from serving_core.rope_config import DefaultRope, Rope, read_rope
+from serving_core.rope_config import FULL, DefaultRope, Rope, read_rope
 from serving_core.stored_quantization import StoredQuantization, read_stored_quantization
 
 logger = logging.getLogger(__name__)
@@ -88,6 +88,12 @@ class ModelConfig:
         """Whether transformers computes it."""
         return self.model_impl == TRANSFORMERS
 
+    def rope_of(self, layer: int) -> Rope | None:
+        """How a layer rotates queries and keys; None where it does not."""
+        if layer in self.differences.unrotated_layers:
+            return None
+        return (self.sliding_windows[layer] and self.differences.sliding_rope) or self.rope
+
     def kv_layout(self, block_size: int, dtype: str) -> KVLayout:
         """How the whole model's KV cache lies in memory."""
         widths = Widths(self.head_dim, self.v_head_dim or self.head_dim)
@@ -115,7 +121,7 @@ def read_model_config(folder: Path, model_impl: str = "auto", runner: str = "aut
     try:
         fields = _native_fields(said, architecture) if is_native else _foreign_fields(config)
     except ModelError as error:
-        if family is None or model_impl != "auto":
+        if family is None or model_impl != "auto" or is_headless:  # of which transformers computes none
             raise
         logger.info("%s is left to transformers: %s", architecture, error)
         fields = _foreign_fields(config)
@@ -140,6 +146,8 @@ def _native_fields(config: JsonFields, architecture: str) -> dict[str, Any]:
     if architecture in FAMILIES:
         check_names(config, architecture)
         differences = FAMILIES[architecture].read(config, head_dim, num_layers)
+    if differences.activation == SILU and config.text("hidden_act", SILU) != SILU:
+        raise ModelError(f"hidden_act {config.text('hidden_act')!r} is not supported; supported is {SILU}")
     if differences.rearranges and config.raw("quantization_config") is not None:
         raise ModelError(f"a quantization_config is not supported for {architecture}: its weights are rearranged")
     max_position_embeddings = config.integer("max_position_embeddings")
@@ -153,11 +161,16 @@ def _native_fields(config: JsonFields, architecture: str) -> dict[str, Any]:
         "head_dim": head_dim,
         "max_position_embeddings": max_position_embeddings,
         "rms_norm_eps": config.number(eps_name(architecture), 1e-6),
-        "rope": read_rope(config, max_position_embeddings, may_be_partial=differences.rotary_dim is not None),
+        "rope": read_rope(
+            config,
+            max_position_embeddings,
+            may_be_partial=differences.rotary_dim is not None,
+            layer_type=None if differences.sliding_rope is None else FULL,
+        ),
         "qkv_bias": _has_qkv_bias(config, architecture) or (architecture in _WITH_ATTENTION_BIAS and bias),
         "o_bias": architecture in _WITH_ATTENTION_BIAS and bias,
         "mlp_bias": architecture in _WITH_MLP_BIAS and config.boolean("mlp_bias", False),
-        "qk_norm": architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+        "qk_norm": architecture in ("Gemma3ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         "sliding_windows": _sliding_windows(config, architecture, num_layers, differences.unrotated_layers),
         "stored_quantization": read_stored_quantization(config),
         "differences": differences,
@@ -220,6 +233,9 @@ _WITH_ATTENTION_BIAS = (
     *_WITH_MLP_BIAS,
     "Cohere2ForCausalLM",
     "CohereForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GemmaForCausalLM",
     "Olmo2ForCausalLM",
     "OlmoeForCausalLM",
     "Qwen3ForCausalLM",
@@ -256,9 +272,6 @@ def _with_head(name: str) -> str:
 
 
 def _refuse_unsupported(config: JsonFields) -> None:
-    activation = config.text("hidden_act", "silu")
-    if activation != "silu":
-        raise ModelError(f"hidden_act {activation!r} is not supported; supported is silu")
     if not config.boolean("is_causal", True) or config.boolean("use_bidirectional_attention", False):
         raise ModelError("attention that goes both ways is not supported, and config.json asks for it")
 
@@ -302,6 +315,10 @@ def _sliding_windows(
     if architecture == "Cohere2ForCausalLM":  # what rotates has a window
         window = config.integer("sliding_window")
         return tuple(None if layer in unrotated_layers else window for layer in range(num_layers))
+    if architecture in ("Gemma2ForCausalLM", "Gemma3ForCausalLM"):
+        every = 2 if architecture == "Gemma2ForCausalLM" else config.integer("sliding_window_pattern", 6)
+        slides = read_layer_types(config, [(layer + 1) % every > 0 for layer in range(num_layers)])
+        return tuple(config.integer("sliding_window") if slide else None for slide in slides)
     if architecture != "SmolLM3ForCausalLM" and not architecture.startswith("Qwen"):
         return (None,) * num_layers
     slides = [False] * num_layers

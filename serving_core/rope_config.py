@@ -7,6 +7,7 @@ from serving_core.errors import ModelError
 from serving_core.json_fields import JsonFields
 
 DEFAULT_THETA = 10_000.0
+FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +71,14 @@ def rotary_share(config: JsonFields) -> float:
     return _rope_fields(config).number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
 
 
-def read_rope(config: JsonFields, max_position_embeddings: int, *, may_be_partial: bool = False) -> Rope:
+def read_rope(
+    config: JsonFields, max_position_embeddings: int, *, may_be_partial: bool = False, layer_type: str | None = None
+) -> Rope:
     """The rotary embedding that a config.json asks for, in the spelling of transformers 4 (rope_theta, rope_scaling)
-    or 5 (rope_parameters). Raises ModelError for kinds we do not know."""
+    or 5 (rope_parameters): in all layers, or where they differ in those of a type. Raises ModelError for kinds we do
+    not know."""
+    if layer_type is not None:
+        config = _of_layers(config, layer_type)
     rope = _rope_fields(config)
     _refuse_unknown_shapes(config, rope, may_be_partial)
     theta = rope.positive("rope_theta", config.positive("rope_theta", DEFAULT_THETA))
@@ -95,11 +101,27 @@ def _rope_fields(config: JsonFields) -> JsonFields:
     return config.nested("rope_scaling") or config.nested("rope_parameters") or JsonFields({}, "rope_parameters")
 
 
+def _of_layers(config: JsonFields, layer_type: str) -> JsonFields:
+    """What a config.json of Gemma 3 says of the layers of a type, as if it were of all."""
+    by_type = config.nested("rope_parameters") or JsonFields({}, "rope_parameters")
+    scaling = config.raw("rope_scaling")
+    if by_type.names and scaling is not None:
+        raise ModelError("rope_parameters and rope_scaling together are not supported")
+    if unknown := [name for name in by_type.names if name not in (FULL, SLIDING)]:
+        raise by_type.unsupported(unknown[0])
+    theta = config.raw("rope_theta") if layer_type == FULL else config.number("rope_local_base_freq", DEFAULT_THETA)
+    given = by_type.raw(layer_type) or (scaling if layer_type == FULL else None)
+    found = JsonFields({"rope_theta": theta, "rope_parameters": given}, f"config.json for {layer_type}")
+    if rope_kind(found) not in ("default", "linear"):
+        raise ModelError(f"rope type {rope_kind(found)!r} is not supported for layers of one type alone")
+    return found
+
+
 def _refuse_unknown_shapes(config: JsonFields, rope: JsonFields, may_be_partial: bool) -> None:
     for fields in (config, rope):
         if not may_be_partial and fields.number("partial_rotary_factor", 1.0) != 1.0:
             raise ModelError("a partial_rotary_factor other than 1 is not supported; rotation covers the whole head")
-    if "full_attention" in rope or "sliding_attention" in rope:
+    if FULL in rope or SLIDING in rope:
         raise ModelError("rope parameters that differ by layer type are not supported; all layers share one rope")
 
 

@@ -24,6 +24,10 @@ _WHOLE_HEADS = {**_SIZES, "head_dim": 12}
 _GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 512}
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}
+_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # architecture: the prefix of its classes in transformers, and its config
@@ -58,7 +62,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 7,
         },
     ),
-    "gemma3": ("Gemma3", {**_SIZES, **_WINDOWS, "query_pre_attn_scalar": 7}),
+    "gemma3": ("Gemma3", {**_SIZES, **_WINDOWS, "query_pre_attn_scalar": 7, "rope_parameters": _ROPES}),
     "gpt_neox": ("GPTNeoX", {**_WHOLE_HEADS, "num_key_value_heads": 4, "rotary_pct": 0.5}),
     "gpt2": ("GPT2", _GPT2),
     "mixtral": ("Mixtral", {**_SIZES, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
@@ -86,7 +90,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "v_head_dim": 12,
         },
     ),
-    "gemma": ("Gemma", _SIZES),
+    "gemma": ("Gemma", {**_SIZES, "attention_bias": True}),
     "cohere": ("Cohere", _WHOLE_HEADS),
     "olmo": ("Olmo", {**_WHOLE_HEADS, "clip_qkv": 0.7}),
     "olmo3": ("Olmo3", {**_WHOLE_HEADS, **_WINDOWS}),
@@ -200,6 +204,7 @@ def architecture_of(family: str) -> str:
 
 
 DESCRIBED = [family for family in FAMILIES if architecture_of(family) in DESCRIPTIONS]  # that our decoder computes too
+GEMMAS = ("gemma", "gemma2", "gemma3")  # likewise
 MIXTURES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # of these, with experts
 
 

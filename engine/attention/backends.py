@@ -18,12 +18,17 @@ TOLERANCE = 0.05  # 16-bit outputs of two kernels on values of order 1
 
 
 def choose_attention(
-    pool: PagedKVPool, num_heads: int, *, score_scale: float | None = None, portable_only: bool = False
+    pool: PagedKVPool,
+    num_heads: int,
+    *,
+    score_scale: float | None = None,
+    softcap: float | None = None,
+    portable_only: bool = False,
 ) -> Attention:
     """On a CPU the compiled kernels, on CUDA varlen_attn if it works with this pool and agrees with the portable
     backend, which serves otherwise, and where only it can do what a model asks for. To be called before the pool holds
     anything. Raises SettingsError for a pool whose K and V are not of one width in all layers, which no other takes."""
-    portable = PortableAttention(pool, num_heads, score_scale)
+    portable = PortableAttention(pool, num_heads, score_scale, softcap)
     if portable_only:
         return portable
     pool.layout.check_uniform()
@@ -40,12 +45,13 @@ def invariant_attentions(attention: Attention, num_heads: int) -> Iterator[Atten
     if not isinstance(attention, PortableAttention):
         yield attention
     if not isinstance(attention, NativeAttention):
-        yield TiledAttention(attention.pool, num_heads, attention.score_scale)
+        yield TiledAttention(attention.pool, num_heads, attention.score_scale, attention.softcap)
 
 
 def _native_or(portable: PortableAttention, num_heads: int) -> Attention:
     try:
-        return NativeAttention(portable.pool, num_heads, score_scale=portable.score_scale)
+        scoring = (portable.score_scale, portable.softcap)
+        return NativeAttention(portable.pool, num_heads, None, *scoring)
     except ValueError as error:
         logger.warning("attention is portable: %s", error)
         return portable
@@ -55,6 +61,9 @@ def _varlen_or(portable: PortableAttention, num_heads: int) -> Attention:
     pool = portable.pool
     if pool.layout.is_quantized:
         logger.warning("varlen_attn does not take a KV pool of %s, attention is portable", pool.layout.dtype)
+        return portable
+    if portable.softcap is not None:
+        logger.warning("varlen_attn does not cap scores, attention is portable")
         return portable
     from engine.attention.varlen import VarlenAttention
 

@@ -32,12 +32,17 @@ class NativeAttention:
     name = "native"
 
     def __init__(
-        self, pool: PagedKVPool, num_heads: int, variant: str | None = None, score_scale: float | None = None
+        self,
+        pool: PagedKVPool,
+        num_heads: int,
+        variant: str | None = None,
+        score_scale: float | None = None,
+        softcap: float | None = None,
     ) -> None:
         """Takes the best variant of the CPU unless one is named. Raises ValueError when there is none, SettingsError
         for a pool whose K and V are not of one width in all layers."""
         self.pool = pool
-        self.score_scale = score_scale
+        self.score_scale, self.softcap = score_scale, softcap
         self._plane = pool.layout.plane
         self.variant, self._library, self._kernel = _find_kernel(pool, variant)
         self.num_heads: Final = num_heads
@@ -111,6 +116,7 @@ class NativeAttention:
             plane_bytes=plane.num_bytes,
             data_bytes=plane.data_bytes,
             score_scale=plane.width**-0.5 if self.score_scale is None else self.score_scale,
+            softcap=self.softcap or 0.0,
             window=window or 0,
             num_threads=torch.get_num_threads(),
             block_tables=batch.block_tables.data_ptr(),

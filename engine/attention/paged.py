@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import ForwardBatch
+from engine.model.steps import capped
 
 QUERY_CHUNK: Final = 64  # query rows in one call: more would compute scores that the causal mask throws away
 PADDING_BLOCKS: Final = 8  # how unequal the contexts of one call may be, in blocks
@@ -29,6 +30,7 @@ class Attention(Protocol):
     name: str
     pool: PagedKVPool
     score_scale: float | None  # of queries times keys; None: one over the root of a key's width
+    softcap: float | None  # each score becomes softcap * tanh(score / softcap); None: it stays
 
     def plan(self, batch: ForwardBatch, window: int | None) -> Any:
         """What `attend` needs to know of a batch; the same for all layers with this window."""
@@ -78,16 +80,18 @@ class Scoring:
     counts as one more score, of a key without a value."""
 
     softcap: float | None
-    sinks: torch.Tensor | None  # [num_heads]
+    sinks: torch.Tensor | None = None  # [num_heads]
+    scale: float | None = None  # of scores; None: one over the root of a key's width
 
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
         """As scaled_dot_product_attention, of [N, Hkv, Q * H / Hkv, D]: heads that share a key are next to each
         other."""
-        scores = (queries @ keys.transpose(-1, -2)).float() * queries.shape[-1] ** -0.5
+        scale = queries.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scores = (queries @ keys.transpose(-1, -2)).float() * scale
         if self.softcap is not None:
-            scores = torch.tanh(scores / self.softcap) * self.softcap
+            scores = capped(scores, self.softcap)
         scores = scores + mask
         if self.sinks is not None:
             by_key = self.sinks.float().view(1, keys.shape[1], -1)
@@ -102,10 +106,14 @@ class PortableAttention:
 
     name = "portable"
 
-    def __init__(self, pool: PagedKVPool, num_heads: int, score_scale: float | None = None) -> None:
+    def __init__(
+        self, pool: PagedKVPool, num_heads: int, score_scale: float | None = None, softcap: float | None = None
+    ) -> None:
         self.pool = pool
-        self.score_scale = score_scale
-        self._attention = functools.partial(functional.scaled_dot_product_attention, scale=score_scale)
+        self.score_scale, self.softcap = score_scale, softcap
+        self._attention: _AttentionOf = functools.partial(functional.scaled_dot_product_attention, scale=score_scale)
+        if softcap is not None:
+            self._attention = Scoring(softcap, scale=score_scale).attend
         self._num_kv_heads = pool.layout.num_kv_heads
         self._heads_per_key = num_heads // pool.layout.num_kv_heads
 

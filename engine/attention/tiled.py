@@ -16,6 +16,7 @@ import torch
 from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import ForwardBatch
 from engine.invariant import PROBE_SEED, Rows, agreeing_sizes, in_tiles, telling_rows
+from engine.model.steps import capped
 
 TILE_KEYS: Final = 256
 LOWEST: Final = -1e30  # less than any score; unlike with -inf, differences from it are numbers
@@ -102,9 +103,11 @@ class TiledAttention:
     name = "tiled"
 
     @torch.inference_mode()
-    def __init__(self, pool: PagedKVPool, num_heads: int, score_scale: float | None = None) -> None:
+    def __init__(
+        self, pool: PagedKVPool, num_heads: int, score_scale: float | None = None, softcap: float | None = None
+    ) -> None:
         self.pool = pool
-        self.score_scale = score_scale
+        self.score_scale, self.softcap = score_scale, softcap
         self._num_kv_heads, self._head_dim = pool.layout.num_kv_heads, pool.layout.head_dim
         self._heads_per_key = num_heads // self._num_kv_heads
         shape = (2, TILE_KEYS, self._num_kv_heads, self._head_dim)
@@ -173,6 +176,8 @@ class TiledAttention:
             seeing = slice(max(0, tile - group.start) * self._heads_per_key, None)  # those before see none of it
             keys, values = self._tile(layer, group, tile)
             scores = self._score(rows[seeing], keys)
+            if self.softcap is not None:
+                scores = capped(scores, self.softcap)
             hidden = _hidden(group.positions[seeing], tile, group.window)
             scores.view(-1, num_requests, self._num_kv_heads, TILE_KEYS).masked_fill_(hidden, -torch.inf)
             largest = scores.amax(-1, keepdim=True).clamp_min_(LOWEST)

@@ -25,6 +25,7 @@ class VarlenAttention:
     def __init__(self, pool: PagedKVPool, score_scale: float | None = None) -> None:
         self.pool = pool
         self.score_scale = score_scale
+        self.softcap: float | None = None
 
     def plan(self, batch: ForwardBatch, window: int | None) -> _Plan:
         return _Plan(batch, window=(NO_LIMIT if window is None else window - 1, 0))

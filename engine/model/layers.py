@@ -17,6 +17,7 @@ from engine.native.dense_linear import DenseMatrix
 from engine.native.dense_linear import best_variant as best_dense_variant
 from engine.parallel import RankGroup
 from engine.quantization.quantized_linear import QuantizedMatrix, quantized_matrix
+from serving_core.differences import SILU
 from serving_core.sharding import Extent, Shard, whole
 
 
@@ -179,22 +180,41 @@ class ScaledEmbedding(Embedding):
     """Gives its vectors so many times. Its logits are as without."""
 
     def __init__(
-        self, vocabulary: Extent, size: int, group: RankGroup, is_head: bool, gives_logits: bool, scale: float
+        self,
+        vocabulary: Extent,
+        size: int,
+        group: RankGroup,
+        is_head: bool,
+        gives_logits: bool,
+        scale: float,
+        rounds_scale: bool,
     ) -> None:
         super().__init__(vocabulary, size, group, is_head, gives_logits)
         self._scale = scale
+        self._rounds_scale = rounds_scale
+
+    def pack(self, bits: int | None) -> None:
+        super().pack(bits)
+        if self._rounds_scale:
+            self._scale = torch.tensor(self._scale, dtype=self._dtype, device="cpu").item()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return super().forward(ids).mul_(self._scale)
 
 
 def embedding(
-    vocabulary: Extent, size: int, group: RankGroup, is_head: bool, gives_logits: bool, scale: float
+    vocabulary: Extent,
+    size: int,
+    group: RankGroup,
+    is_head: bool,
+    gives_logits: bool,
+    scale: float,
+    rounds_scale: bool = False,
 ) -> Embedding:
-    """One that gives its vectors `scale` times."""
+    """One that gives its vectors `scale` times, which may be rounded to their dtype first."""
     if scale == 1:
         return Embedding(vocabulary, size, group, is_head, gives_logits)
-    return ScaledEmbedding(vocabulary, size, group, is_head, gives_logits, scale)
+    return ScaledEmbedding(vocabulary, size, group, is_head, gives_logits, scale, rounds_scale)
 
 
 class RMSNorm(Layer):
@@ -202,16 +222,20 @@ class RMSNorm(Layer):
 
     centers = False
 
-    def __init__(self, size: int, eps: float, delta_scale: float = 1.0, gain: float = 1.0) -> None:
-        """`delta_scale`: how many times a delta is added first; `gain`: how many times the result is given."""
+    def __init__(self, size: int, eps: float, delta_scale: float = 1.0, gain: float = 1.0, offset: float = 0.0) -> None:
+        """`delta_scale`: how many times a delta is added first; `gain`: how many times the result is given; `offset`:
+        what is added to the weights, which are float32 then."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps: Final = eps
         self.delta_scale: Final = delta_scale
         self._gain = gain
+        self._offset = offset
 
     def pack(self, bits: int | None) -> None:
-        """The gain goes into the weights."""
+        """The gain and the offset go into the weights."""
+        if self._offset:
+            self.weight.data = self.weight.data.float() + self._offset
         self.weight.data.mul_(self._gain)
 
     def forward(self, x: torch.Tensor, steps: Steps, delta: torch.Tensor | None = None) -> torch.Tensor:
@@ -347,19 +371,26 @@ class RowParallel(Linear):
         return projected
 
 
-class SwiGLU(nn.Module):
-    """Gated feed-forward layer (arXiv 2002.05202)."""
+class FeedForward(nn.Module):
+    """With gates (arXiv 2002.05202)."""
 
     def __init__(
-        self, hidden_size: int, shard: Shard, bias: bool, group: RankGroup, stored_as: str | None = None
+        self,
+        hidden_size: int,
+        shard: Shard,
+        bias: bool,
+        group: RankGroup,
+        stored_as: str | None = None,
+        activation: str = SILU,
     ) -> None:
-        """`stored_as`: the one name under which the checkpoint holds gates and ups."""
+        """`stored_as`: the one name under which the checkpoint holds gates and ups; `activation`: of the gates."""
         super().__init__()
+        self.activation: Final = activation
         parts = {"gate_proj": shard.neurons, "up_proj": shard.neurons}
         self.gate_up_proj = Linear(whole(hidden_size), parts, bias, stored_as=stored_as)
         self.down_proj = RowParallel(shard.neurons, "down_proj", hidden_size, bias, shard, group)
 
     def forward(self, x: torch.Tensor, steps: Steps, deltas: Deltas | None = None) -> torch.Tensor:
         """x [T, E] -> [T, E]"""
-        projected: torch.Tensor = self.down_proj(steps.gate(self.gate_up_proj(x, deltas)), deltas)
+        projected: torch.Tensor = self.down_proj(steps.gate(self.gate_up_proj(x, deltas), self.activation), deltas)
         return projected

@@ -21,13 +21,13 @@ from engine.model.experts import MixtureOfExperts
 from engine.model.layers import (
     Deltas,
     Embedding,
+    FeedForward,
     Layer,
     LayerNorm,
     Linear,
     Packed,
     RMSNorm,
     RowParallel,
-    SwiGLU,
     embedding,
 )
 from engine.model.lora import Adapters
@@ -40,7 +40,7 @@ from engine.pipeline import Pipeline
 from serving_core.differences import Differences
 from serving_core.model_config import ModelConfig
 from serving_core.requests import OnLayer
-from serving_core.rope_config import DEFAULT_THETA, DefaultRope
+from serving_core.rope_config import DEFAULT_THETA, DefaultRope, Rope
 from serving_core.sharding import Extent, Shard, is_first_holder, share_of, whole
 
 # Every report interrupts a core that computes: after each layer they cost a tenth of a prefill, every eighth 3 %.
@@ -53,7 +53,7 @@ class Pass:
     """What all layers need to know of one pass through the decoder."""
 
     batch: ForwardBatch
-    rotations: dict[bool, Rotation]  # of layers that rotate, and of those that do not
+    rotations: dict[Rope | None, Rotation]  # for each rope, and None for layers that do not rotate
     attention: Attention
     plans: dict[int | None, Any]  # of `attention`, for each window
     steps: Steps
@@ -67,7 +67,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.layer: Final = layer
         self.window: Final = config.sliding_windows[layer]
-        self.rotates: Final = layer not in config.differences.unrotated_layers
+        self.rope: Final = config.rope_of(layer)
         self._head_dim = config.head_dim
         queries, keys = shard.query_heads.times(config.head_dim), shard.kv_heads.times(config.head_dim)
         self.qkv_proj = Linear(
@@ -78,8 +78,8 @@ class SelfAttention(nn.Module):
             rows=_ordered_rows(config, shard),
         )
         self.o_proj = RowParallel(queries, "o_proj", config.hidden_size, config.o_bias, shard, group)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.q_norm = _plain_norm(config, config.head_dim) if config.qk_norm else None
+        self.k_norm = _plain_norm(config, config.head_dim) if config.qk_norm else None
 
     @property
     def head_norms(self) -> HeadNorms | None:
@@ -96,7 +96,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
         """x [T, E] -> [T, E]"""
         heads = self.project(x, now).view(x.shape[0], -1, self._head_dim)  # [T, H + 2 K, D]
-        attention, rotation = now.attention, now.rotations[self.rotates]
+        attention, rotation = now.attention, now.rotations[self.rope]
         queries = now.steps.place(heads, rotation, attention.pool, self.layer, now.batch.slots, self.head_norms)
         attended = attention.attend(queries, self.layer, now.plans[self.window])
         projected: torch.Tensor = self.o_proj(attended.flatten(1), now.deltas)
@@ -109,8 +109,8 @@ class NormedAttention(SelfAttention):
     def __init__(self, config: ModelConfig, layer: int, shard: Shard, group: RankGroup) -> None:
         super().__init__(config, layer, shard, group)
         self._queries, self._keys = (heads.times(config.head_dim) for heads in (shard.query_heads, shard.kv_heads))
-        self.q_norm: RMSNorm = RMSNorm(self._queries.total, config.rms_norm_eps)
-        self.k_norm: RMSNorm = RMSNorm(self._keys.total, config.rms_norm_eps)
+        self.q_norm: RMSNorm = _plain_norm(config, self._queries.total)
+        self.k_norm: RMSNorm = _plain_norm(config, self._keys.total)
         self._group = group
         self._gives_keys = is_first_holder(shard, group.size)
 
@@ -154,13 +154,14 @@ class DecoderLayer(nn.Module):
         self._feed_forward = "mlp"  # as the checkpoint calls it
         if experts is None or layer in experts.dense_layers:
             stored_as = "gate_up_proj" if config.differences.is_fused else None
-            self.mlp = SwiGLU(config.hidden_size, shard, config.mlp_bias, group, stored_as)
+            sizes = (config.hidden_size, shard, config.mlp_bias)
+            self.mlp = FeedForward(*sizes, group, stored_as, config.differences.activation)
         else:
             self._feed_forward = experts.module
             self.add_module(experts.module, MixtureOfExperts(config.hidden_size, experts, shard, group))
 
     @property
-    def feed_forward(self) -> SwiGLU | MixtureOfExperts:
+    def feed_forward(self) -> FeedForward | MixtureOfExperts:
         return self._modules[self._feed_forward]  # type: ignore[return-value]
 
 
@@ -178,16 +179,21 @@ class PreNormLayer(DecoderLayer):
 
 
 class PostNormLayer(DecoderLayer):
-    """Each has a norm behind, which adds what it gives to x."""
+    """Each has a norm behind, which adds what it gives to x, and in some models one before."""
 
     def __init__(self, config: ModelConfig, layer: int, shard: Shard, group: RankGroup) -> None:
         super().__init__(config, layer, shard, group)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        has_four = config.differences.norms_inputs
+        self.input_layernorm = _plain_norm(config, config.hidden_size) if has_four else None
+        self.post_attention_layernorm = _plain_norm(config, config.hidden_size)
+        self.pre_feedforward_layernorm = _plain_norm(config, config.hidden_size) if has_four else None
+        self.post_feedforward_layernorm = _plain_norm(config, config.hidden_size)
 
     def forward(self, x: torch.Tensor, delta: torch.Tensor | None, now: Pass) -> None:
-        self.post_attention_layernorm.add_to(x, self.self_attn(x, now), now.steps)
-        self.post_feedforward_layernorm.add_to(x, self.feed_forward(x, now.steps, now.deltas), now.steps)
+        normed = x if self.input_layernorm is None else self.input_layernorm(x, now.steps)
+        self.post_attention_layernorm.add_to(x, self.self_attn(normed, now), now.steps)
+        normed = x if self.pre_feedforward_layernorm is None else self.pre_feedforward_layernorm(x, now.steps)
+        self.post_feedforward_layernorm.add_to(x, self.feed_forward(normed, now.steps, now.deltas), now.steps)
 
 
 class ParallelLayer(DecoderLayer):
@@ -229,19 +235,18 @@ class LlamaDecoder(nn.Module):
         differences, tied = config.differences, config.tie_word_embeddings and not self.embeds
         self.embed_tokens: Embedding | None = None
         if shard.is_first or (shard.is_last and tied):
-            self.embed_tokens = embedding(
-                shard.vocabulary, config.hidden_size, group, tied, shard.is_last, differences.embedding_scale
-            )
+            scale = (differences.embedding_scale, differences.rounds_embedding_scale)
+            self.embed_tokens = embedding(shard.vocabulary, config.hidden_size, group, tied, shard.is_last, *scale)
         self.lm_head: Linear | None = None
         if shard.is_last and not tied and not self.embeds:
             self.lm_head = Linear(whole(config.hidden_size), {"lm_head": shard.vocabulary}, bias=False)
         layers = {str(layer): _layer_class(differences)(config, layer, shard, group) for layer in shard.layers.held}
         self.layers = nn.ModuleDict(layers)  # by their numbers in the model
         self.own_layers: Final = list(layers.values())
-        self.rotaries: dict[bool, Rotary] = {
-            rotates: _rotary(config, device, rotates)
-            for rotates in {layer.self_attn.rotates for layer in self.own_layers}
+        self.rotaries: dict[Rope | None, Rotary] = {
+            rope: _rotary(config, device, rope) for rope in {layer.self_attn.rope for layer in self.own_layers}
         }
+        self.logit_softcap: Final = differences.logit_softcap
         gain = 1.0 if self.embeds else differences.logit_scale
         self.norm = _norm(config, gain) if shard.is_last else None
         self.adapters = Adapters()
@@ -256,13 +261,11 @@ class LlamaDecoder(nn.Module):
             if isinstance(module, Layer):
                 module.make_invariant(tiling)
         self.steps = invariant_steps(self.steps, dtype)
-        self.rotaries = {rotates: TiledRotary(rotary, device) for rotates, rotary in self.rotaries.items()}
+        self.rotaries = {rope: TiledRotary(rotary, device) for rope, rotary in self.rotaries.items()}
 
-    @property
-    def is_invariant(self) -> bool:
-        """Whether the bits of a row depend on no other, if its attention's do not either."""
+    def is_invariant(self, dtype: torch.dtype) -> bool:
+        """Whether the bits of a row of this dtype depend on no other, if its attention's do not either."""
         layers = (module for module in self.modules() if isinstance(module, Layer))
-        dtype = next(self.parameters()).dtype  # as all weights that are not packed
         return are_invariant(self.steps, dtype) and all(layer.is_invariant for layer in layers)
 
     @property
@@ -283,9 +286,9 @@ class LlamaDecoder(nn.Module):
 
     @property
     def some_layers(self) -> list[DecoderLayer]:
-        """One of each window, rotated and not, and kind of feed-forward, and the last, in their order."""
+        """One of each window, rope and kind of feed-forward, and the last, in their order."""
         layers = self.own_layers
-        kinds = [(layer.self_attn.window, layer.self_attn.rotates, type(layer.feed_forward)) for layer in layers]
+        kinds = [(layer.self_attn.window, layer.self_attn.rope, type(layer.feed_forward)) for layer in layers]
         first = {kind: place for place, kind in reversed(list(enumerate(kinds)))}
         return [layers[place] for place in sorted({*first.values(), len(layers) - 1})]
 
@@ -312,7 +315,7 @@ class LlamaDecoder(nn.Module):
         x, delta = self._begin(batch, attention.pool.compute_dtype)
         now = Pass(
             batch,
-            {rotates: rotary.tables(batch.positions, x.dtype) for rotates, rotary in self.rotaries.items()},
+            {rope: rotary.tables(batch.positions, x.dtype) for rope, rotary in self.rotaries.items()},
             attention,
             {window: attention.plan(batch, window) for window in self.windows},
             self.steps,
@@ -353,9 +356,12 @@ class LlamaDecoder(nn.Module):
     def _head_logits(self, x: torch.Tensor) -> torch.Tensor:
         if self.lm_head is not None:
             logits: torch.Tensor = self.lm_head(x)
-            return logits
-        assert self.embed_tokens is not None
-        return self.embed_tokens.logits(x)
+        else:
+            assert self.embed_tokens is not None
+            logits = self.embed_tokens.logits(x)
+        if self.logit_softcap is not None:
+            self.steps.cap(logits, self.logit_softcap)
+        return logits
 
 
 def _layer_class(differences: Differences) -> type[DecoderLayer]:
@@ -366,14 +372,20 @@ def _layer_class(differences: Differences) -> type[DecoderLayer]:
 
 def _norm(config: ModelConfig, gain: float = 1.0) -> RMSNorm:
     """One before attention, feed-forward or head."""
-    kind = LayerNorm if config.differences.centers_norms else RMSNorm
-    return kind(config.hidden_size, config.rms_norm_eps, config.differences.residual_scale, gain)
+    differences = config.differences
+    kind = LayerNorm if differences.centers_norms else RMSNorm
+    return kind(config.hidden_size, config.rms_norm_eps, differences.residual_scale, gain, differences.norm_offset)
 
 
-def _rotary(config: ModelConfig, device: torch.device, rotates: bool) -> RotaryEmbedding:
-    if not rotates:
+def _plain_norm(config: ModelConfig, size: int) -> RMSNorm:
+    """One of heads, or one that adds nothing as it reads."""
+    return RMSNorm(size, config.rms_norm_eps, offset=config.differences.norm_offset)
+
+
+def _rotary(config: ModelConfig, device: torch.device, rope: Rope | None) -> RotaryEmbedding:
+    if rope is None:
         return RotaryEmbedding(DefaultRope(DEFAULT_THETA), config.head_dim, device, rotary_dim=0)
-    return RotaryEmbedding(config.rope, config.head_dim, device, config.differences.rotary_dim)
+    return RotaryEmbedding(rope, config.head_dim, device, config.differences.rotary_dim)
 
 
 def _ordered_rows(config: ModelConfig, shard: Shard) -> list[int] | None:

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from engine.cache.kv_pool import PagedKVPool
 from engine.model.rope import Rotation, rotate
+from serving_core.differences import GELU_TANH, SILU
 
 
 class HeadNorms(NamedTuple):
@@ -28,13 +29,20 @@ def add_scaled(x: torch.Tensor, delta: torch.Tensor | None, scale: float) -> Non
 
 def normed(x: torch.Tensor, weight: torch.Tensor, eps: float, centers: bool) -> torch.Tensor:
     """As `Steps.norm` without a delta."""
+    if weight.dtype != x.dtype:
+        return normed(x.float(), weight, eps, centers).to(x.dtype)
     if centers:
         return functional.layer_norm(x, weight.shape, weight, None, eps)
     return functional.rms_norm(x, weight.shape, weight, eps)
 
 
+def capped(scores: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(score / cap) of each."""
+    return (scores / cap).tanh_().mul_(cap)
+
+
 class Steps(Protocol):
-    """All tensors of a call are of one dtype and on one device."""
+    """All tensors of a call are of one dtype and on one device; weights of norms may be float32 instead."""
 
     def norm(
         self,
@@ -63,8 +71,11 @@ class Steps(Protocol):
         """Of heads [T, H + 2 K, D], which are queries, keys and values, norms and rotates queries and keys; writes keys
         and values to the pool at slots [T]; gives the queries [T, H, D]. `heads` is of no use afterwards."""
 
-    def gate(self, gates_and_ups: torch.Tensor) -> torch.Tensor:
-        """silu of the first half of the columns [T, 2 I], times the second: [T, I]."""
+    def gate(self, gates_and_ups: torch.Tensor, activation: str = SILU) -> torch.Tensor:
+        """The activation of the first half of the columns [T, 2 I], times the second: [T, I]."""
+
+    def cap(self, logits: torch.Tensor, cap: float) -> None:
+        """Makes of each of logits [S, vocab_size] cap * tanh(logit / cap), in place."""
 
     def likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each row of [S, vocab_size] the largest number, as float32, and where it is first, as int64. Not a number
@@ -113,10 +124,17 @@ class TorchSteps:
         """Heads [T, N, D] turned by the tables of their positions."""
         return rotate(heads, *rotation)
 
-    def gate(self, gates_and_ups: torch.Tensor) -> torch.Tensor:
+    def gate(self, gates_and_ups: torch.Tensor, activation: str = SILU) -> torch.Tensor:
         gates, ups = gates_and_ups.chunk(2, -1)
-        return functional.silu(gates).mul_(ups)
+        return _activated(gates, activation).mul_(ups)
+
+    def cap(self, logits: torch.Tensor, cap: float) -> None:
+        logits.copy_(capped(logits.float(), cap))
 
     def likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         highest, tokens = logits.max(dim=-1)
         return highest.float(), tokens
+
+
+def _activated(gates: torch.Tensor, activation: str) -> torch.Tensor:
+    return functional.gelu(gates, approximate="tanh") if activation == GELU_TANH else functional.silu(gates)

@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define ATTENTION_VERSION 2 /* of everything below; engine/native/library.py expects the same */
+#define ATTENTION_VERSION 3 /* of everything below; engine/native/library.py expects the same */
 
 #define TILE_KEYS 256   /* keys that are scored at a time; tiles start at multiples of it */
 #define TILE_ROWS 192   /* query rows, times heads that share a key, that see one packed tile of keys */
@@ -44,6 +44,7 @@ typedef struct {
     int64_t plane_bytes;     /* of one block in one layer, K or V alone */
     int64_t data_bytes;      /* of a plane without its scales */
     float score_scale;
+    float softcap;           /* scores become softcap * tanh(score / softcap); 0: none */
     int32_t window;          /* 0: none */
     int32_t num_threads;
     int32_t num_units;

@@ -61,6 +61,7 @@ static void weigh_block(const Plan *plan, const Unit *unit, const Shape *shape, 
     const float *value_scales = plan->plane_bytes > plan->data_bytes ? scratch->value_scales : NULL;
     float largest[LANES], sums[LANES] = {0};
     if (value_scales) scale_columns(scratch->scores, BLOCK_ROWS, first, end, scratch->key_scales);
+    cap_scores(plan, scratch->scores, BLOCK_ROWS, first, end);
     for (int32_t row = BLOCK_ROWS; row < LANES; ++row) largest[row] = LOWEST;
     for (int32_t row = 0; row < BLOCK_ROWS; ++row) {
         float *scores = scratch->scores + row * TILE_KEYS;

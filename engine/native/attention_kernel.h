@@ -28,6 +28,8 @@
 
 #include VECTOR_HEADER
 
+#include "vector_tanh.h"
+
 #if PAIRS
 typedef uint16_t Number; /* what products take */
 #define NUMBER BFLOAT16
@@ -55,7 +57,7 @@ typedef struct {
     int32_t is_direct; /* the pool's own rows can be used */
     int32_t tile_rows;
     int32_t num_heads;
-    float scale;       /* of scores, whose exponentials are powers of 2 */
+    float scale;       /* of scores, capped where they are, whose exponentials are powers of 2 */
 } Shape;
 
 INLINE Shape shape_of(const Plan *plan) {
@@ -65,7 +67,7 @@ INLINE Shape shape_of(const Plan *plan) {
     shape.is_direct = plan->pool_element == NUMBER && plan->head_dim == shape.dim;
     shape.num_heads = plan->num_heads;
     shape.tile_rows = (int32_t)ceil_to(larger(TILE_ROWS, plan->num_heads), BLOCK_ROWS);
-    shape.scale = plan->score_scale * LOG2_E;
+    shape.scale = plan->softcap > 0.0f ? LOG2_E : plan->score_scale * LOG2_E;
     return shape;
 }
 

@@ -133,6 +133,17 @@ static void scale_columns(float *scores, int32_t num_rows, int32_t first, int32_
         }
 }
 
+/* scores [num_rows, TILE_KEYS] in columns first .. end, scaled and capped, where the plan has a cap. */
+static void cap_scores(const Plan *plan, float *scores, int32_t num_rows, int32_t first, int32_t end) {
+    if (plan->softcap <= 0.0f) return;
+    vec cap = vec_all(plan->softcap), factor = vec_all(plan->score_scale / plan->softcap);
+    for (int32_t row = 0; row < num_rows; ++row)
+        for (int32_t i = first; i < end; i += LANES) {
+            float *at = scores + row * TILE_KEYS + i;
+            vec_store(at, vec_mul(cap, vec_tanh(vec_mul(vec_load(at), factor))));
+        }
+}
+
 INLINE float larger_of(float a, float b) { return b > a ? b : a; } /* a, if b is not a number */
 
 /* The largest score in [first, end), multiples of LANES. */

@@ -150,6 +150,7 @@ static void weigh_head(const Call *call, const Unit *unit, const Shape *shape, c
                     scales + first);
         scale_columns(scratch->scores + head * TILE_KEYS, shape->group, 0, padded, scratch->key_scales);
     }
+    cap_scores(plan, scratch->scores + head * TILE_KEYS, shape->group, 0, padded);
     for (int32_t last = head + shape->group; head < last; ++head) {
         float *scores = scratch->scores + head * TILE_KEYS;
         for (int32_t i = 0; i < first; ++i) scores[i] = -INFINITY;

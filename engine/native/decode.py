@@ -11,7 +11,7 @@ import torch
 
 from engine.attention.native import NativeAttention
 from engine.forward_batch import ForwardBatch
-from engine.model.layers import Linear, Packed, RMSNorm, SwiGLU
+from engine.model.layers import FeedForward, Linear, Packed, RMSNorm
 from engine.model.llama import (
     DecoderLayer,
     LlamaDecoder,
@@ -28,7 +28,7 @@ from engine.quantization.quantized_linear import QuantizedMatrix
 
 MOST_ROWS: Final = 64
 OPERATIONS_PER_LAYER: Final = 15  # seven at most, and four products of at most two
-OPERATIONS_AFTER: Final = 3  # a norm and the head
+OPERATIONS_AFTER: Final = 4  # a norm, the head and a cap
 
 Recordable: TypeAlias = DenseMatrix | QuantizedMatrix
 
@@ -70,9 +70,9 @@ class NativeDecode:
         num_rows, buffers, decoder = len(batch.token_ids), self._buffers, self._decoder
         assert decoder.embed_tokens is not None
         buffers.x[:num_rows] = decoder.embed_tokens(batch.token_ids)
-        for rotates, rotary in decoder.rotaries.items():
+        for rope, rotary in decoder.rotaries.items():
             rotation = rotary.tables(batch.positions, buffers.x.dtype)
-            for table, values in zip(buffers.rotations[rotates], rotation, strict=True):
+            for table, values in zip(buffers.rotations[rope], rotation, strict=True):
                 table[:num_rows] = values
         buffers.slots[:num_rows] = batch.slots
         plans = {window: self._attention.plan(batch, window) for window in self._plans}
@@ -90,14 +90,16 @@ class NativeDecode:
         assert decoder.norm is not None
         self._record_norm(decoder.norm, delta)
         self._record_product(decoder.head, buffers.normed, buffers.logits)
+        if decoder.logit_softcap is not None:
+            self._steps.record_cap(self._program, buffers.logits, decoder.logit_softcap)
 
     def _record_layer(self, layer: DecoderLayer, delta: torch.Tensor | None) -> torch.Tensor | None:
         """What is still to be added to x before the layer is `delta`, and behind it what this gives."""
         buffers = self._buffers
         if isinstance(layer, PostNormLayer):
-            self._record_attention(layer.self_attn, buffers.x)
+            self._record_attention(layer.self_attn, self._record_reading(layer.input_layernorm))
             self._record_norm_onto(layer.post_attention_layernorm)
-            self._record_mlp(layer, buffers.x)
+            self._record_mlp(layer, self._record_reading(layer.pre_feedforward_layernorm))
             self._record_norm_onto(layer.post_feedforward_layernorm)
             return None
         if isinstance(layer, ParallelLayer):
@@ -118,7 +120,7 @@ class NativeDecode:
         self._record_product(block.qkv_proj.matrix, x, buffers.heads)
         if isinstance(block, NormedAttention):
             self._record_projection_norms(block)
-        rotation = buffers.rotations[block.rotates]
+        rotation = buffers.rotations[block.rope]
         self._steps.record_place(program, buffers.heads, rotation, pool, block.layer, buffers.slots, block.head_norms)
         self._attention.record(program, self._plans[block.window], buffers.heads, block.layer, buffers.attended)
         self._record_product(block.o_proj.matrix, buffers.attended, buffers.delta)
@@ -132,10 +134,17 @@ class NativeDecode:
 
     def _record_mlp(self, layer: DecoderLayer, x: torch.Tensor) -> None:
         buffers, mlp = self._buffers, layer.feed_forward
-        assert isinstance(mlp, SwiGLU)
+        assert isinstance(mlp, FeedForward)
         self._record_product(mlp.gate_up_proj.matrix, x, buffers.gates_and_ups)
-        self._steps.record_gate(self._program, buffers.gates_and_ups, buffers.gated)
+        self._steps.record_gate(self._program, buffers.gates_and_ups, buffers.gated, mlp.activation)
         self._record_product(mlp.down_proj.matrix, buffers.gated, buffers.delta)
+
+    def _record_reading(self, norm: RMSNorm | None) -> torch.Tensor:
+        """x, or what its norm gives where there is one."""
+        if norm is None:
+            return self._buffers.x
+        self._record_norm(norm, None)
+        return self._buffers.normed
 
     def _record_norm(self, norm: RMSNorm, delta: torch.Tensor | None) -> None:
         buffers = self._buffers
@@ -158,7 +167,7 @@ class _Buffers:
         layout, head = attention.pool.layout, decoder.head
         first = decoder.own_layers[0]
         assert decoder.norm is not None
-        assert isinstance(first.feed_forward, SwiGLU)
+        assert isinstance(first.feed_forward, FeedForward)
         down = first.feed_forward.down_proj.matrix
         assert isinstance(head, Recordable)
         assert isinstance(down, Recordable)
@@ -170,7 +179,7 @@ class _Buffers:
         self.attended = rows(num_heads, layout.head_dim)
         self.gates_and_ups, self.gated = rows(2 * neurons), rows(neurons)
         self.logits = rows(head.num_outputs)
-        self.rotations = {rotates: (rows(1, layout.head_dim), rows(1, layout.head_dim)) for rotates in decoder.rotaries}
+        self.rotations = {rope: (rows(1, layout.head_dim), rows(1, layout.head_dim)) for rope in decoder.rotaries}
         self.slots = torch.empty(MOST_ROWS, dtype=torch.int64)
 
 

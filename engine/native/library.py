@@ -20,7 +20,7 @@ from serving_core.errors import SettingsError
 
 logger = logging.getLogger(__name__)
 
-VERSION: Final = 2  # ATTENTION_VERSION in native/attention.h
+VERSION: Final = 3  # ATTENTION_VERSION in native/attention.h
 VARIANTS: Final = ("amx", "avx512_bf16", "avx512", "avx2", "plain")  # the fastest first
 ENVIRONMENT: Final = "SPLITSERVE_NATIVE"
 OFF: Final = "off"
@@ -44,6 +44,7 @@ class Plan(ctypes.Structure):
         ("plane_bytes", ctypes.c_int64),
         ("data_bytes", ctypes.c_int64),
         ("score_scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
         ("window", ctypes.c_int32),
         ("num_threads", ctypes.c_int32),
         ("num_units", ctypes.c_int32),

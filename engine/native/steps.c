@@ -15,6 +15,7 @@ typedef struct {
         Placement placement;
         Gating gating;
         Search search;
+        Capping capping;
     } step;
 } StepData;
 
@@ -76,6 +77,11 @@ static void describe_gate(Operation *operation, const StepKernel *kernel, Gating
     *(StepData *)operation->data = (StepData){.compute = kernel->gate, .step.gating = step};
 }
 
+static void describe_cap(Operation *operation, const StepKernel *kernel, Capping step) {
+    operation->kind = &rows_alone;
+    *(StepData *)operation->data = (StepData){.compute = kernel->cap, .step.capping = step};
+}
+
 /* All rows by num_threads threads of `parallel` (GOMP_parallel), or by this one alone. */
 EXPORTED void steps_norm(const StepKernel *kernel, Parallel *parallel, int32_t num_threads, const Norm *step,
                          int32_t num_rows) {
@@ -93,10 +99,17 @@ EXPORTED int32_t steps_place(const StepKernel *kernel, Parallel *parallel, int32
 }
 
 EXPORTED void steps_gate(const StepKernel *kernel, Parallel *parallel, int32_t num_threads, int32_t element,
-                         int32_t num_rows, int32_t num_columns, const uint8_t *gates, int64_t stride,
-                         uint8_t *output) {
+                         int32_t activation, int32_t num_rows, int32_t num_columns, const uint8_t *gates,
+                         int64_t stride, uint8_t *output) {
     Operation operation;
-    describe_gate(&operation, kernel, (Gating){element, num_columns, gates, stride, output});
+    describe_gate(&operation, kernel, (Gating){element, activation, num_columns, gates, stride, output});
+    run_operations(&operation, 1, num_rows, parallel, num_threads);
+}
+
+EXPORTED void steps_cap(const StepKernel *kernel, Parallel *parallel, int32_t num_threads, int32_t element,
+                        int32_t num_rows, int32_t num_columns, uint8_t *rows, int64_t stride, float cap) {
+    Operation operation;
+    describe_cap(&operation, kernel, (Capping){element, num_columns, cap, rows, stride});
     run_operations(&operation, 1, num_rows, parallel, num_threads);
 }
 
@@ -135,10 +148,18 @@ EXPORTED int32_t steps_add_place(Program *program, const StepKernel *kernel, con
     return 0;
 }
 
-EXPORTED int32_t steps_add_gate(Program *program, const StepKernel *kernel, int32_t element, int32_t num_columns,
-                                const uint8_t *gates, int64_t stride, uint8_t *output) {
+EXPORTED int32_t steps_add_gate(Program *program, const StepKernel *kernel, int32_t element, int32_t activation,
+                                int32_t num_columns, const uint8_t *gates, int64_t stride, uint8_t *output) {
     Operation *operation = next_operation(program);
     if (operation == NULL) return -1;
-    describe_gate(operation, kernel, (Gating){element, num_columns, gates, stride, output});
+    describe_gate(operation, kernel, (Gating){element, activation, num_columns, gates, stride, output});
+    return 0;
+}
+
+EXPORTED int32_t steps_add_cap(Program *program, const StepKernel *kernel, int32_t element, int32_t num_columns,
+                               uint8_t *rows, int64_t stride, float cap) {
+    Operation *operation = next_operation(program);
+    if (operation == NULL) return -1;
+    describe_cap(operation, kernel, (Capping){element, num_columns, cap, rows, stride});
     return 0;
 }

@@ -8,14 +8,17 @@
 
 #include <stdint.h>
 
-#define STEPS_VERSION 2 /* of everything below; engine/native/steps.py expects the same */
+#define STEPS_VERSION 3 /* of everything below; engine/native/steps.py expects the same */
 
 enum Element { FLOAT32, BFLOAT16 };
+
+enum Activation { SILU, GELU_TANH };
 
 /* x += delta * delta_scale, where there is one; output = x / root mean square of x * weight, or is increased by that.
  * What is added to x is rounded once. A norm that centers takes the mean of x away first, and does not increase. */
 typedef struct {
     int32_t element;
+    int32_t weight_element; /* the same, or FLOAT32 */
     int32_t num_columns;
     int32_t increases;
     int32_t centers;
@@ -42,6 +45,7 @@ typedef struct {
  * weights, and rotated in place; keys and values are then written to the pool, where there is one. */
 typedef struct {
     int32_t element;
+    int32_t weight_element; /* the same, or FLOAT32 */
     int32_t num_heads;
     int32_t num_kv_heads;
     int32_t head_dim;
@@ -57,9 +61,10 @@ typedef struct {
     const int64_t *slots;        /* [num_rows] */
 } Placement;
 
-/* output [num_rows, num_columns] = silu(gates) * ups; a row has num_columns gates, then as many ups */
+/* output [num_rows, num_columns] = activation(gates) * ups; a row has num_columns gates, then as many ups */
 typedef struct {
     int32_t element;
+    int32_t activation;
     int32_t num_columns;
     const uint8_t *gates;
     int64_t stride;
@@ -76,10 +81,19 @@ typedef struct {
     int64_t *places;
 } Search;
 
+/* rows = cap * tanh(rows / cap), rounded once */
+typedef struct {
+    int32_t element;
+    int32_t num_columns;
+    float cap;
+    uint8_t *rows;
+    int64_t stride;
+} Capping;
+
 typedef void StepRow(const void *step, int64_t row);
 
 typedef struct {
-    StepRow *norm, *sum, *place, *gate, *search;
+    StepRow *norm, *sum, *place, *gate, *search, *cap;
 } StepKernel;
 
 extern const StepKernel steps_plain;

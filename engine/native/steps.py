@@ -14,9 +14,11 @@ from engine.model.rope import Rotation
 from engine.model.steps import HeadNorms, Steps, TorchSteps
 from engine.native import library as native_library
 from engine.native.program import NativeProgram
+from serving_core.differences import GELU_TANH, SILU
 
-VERSION: Final = 2  # STEPS_VERSION in native/steps.h
+VERSION: Final = 3  # STEPS_VERSION in native/steps.h
 ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1}
+ACTIVATIONS: Final = {SILU: 0, GELU_TANH: 1}
 VARIANTS: Final = ("avx512", "avx2", "plain")  # the fastest first
 
 _VARIANT_OF: Final = {"amx": "avx512", "avx512_bf16": "avx512", "avx512": "avx512", "avx2": "avx2", "plain": "plain"}
@@ -28,6 +30,7 @@ class Norm(ctypes.Structure):
 
     _fields_ = [
         ("element", ctypes.c_int32),
+        ("weight_element", ctypes.c_int32),
         ("num_columns", ctypes.c_int32),
         ("increases", ctypes.c_int32),
         ("centers", ctypes.c_int32),
@@ -48,6 +51,7 @@ class Placement(ctypes.Structure):
 
     _fields_ = [
         ("element", ctypes.c_int32),
+        ("weight_element", ctypes.c_int32),
         ("num_heads", ctypes.c_int32),
         ("num_kv_heads", ctypes.c_int32),
         ("head_dim", ctypes.c_int32),
@@ -77,21 +81,24 @@ class StepLibrary:
         self._kernel.restype = pointer
         self._kernel.argtypes = [ctypes.c_char_p]
         self.norm, self.place, self.gate = library.steps_norm, library.steps_place, library.steps_gate
-        self.search = library.steps_search
+        self.search, self.cap = library.steps_search, library.steps_cap
         self.norm.argtypes = [*run, pointer, int32]
         self.place.argtypes = [*run, pointer, int32, int64]
-        self.gate.argtypes = [*rows, pointer, int64, pointer]
+        self.gate.argtypes = [*run, int32, int32, int32, int32, pointer, int64, pointer]
         self.search.argtypes = [*rows, pointer, int64, pointer, pointer]
-        for function in (self.norm, self.gate, self.search):
+        self.cap.argtypes = [*rows, pointer, int64, ctypes.c_float]
+        for function in (self.norm, self.gate, self.search, self.cap):
             function.restype = None
         self.add_norm, self.add_place = library.steps_add_norm, library.steps_add_place
-        self.add_gate = library.steps_add_gate
+        self.add_gate, self.add_cap = library.steps_add_gate, library.steps_add_cap
         self.add_sum = library.steps_add_sum
         self.add_norm.argtypes = [pointer, pointer, pointer]
         self.add_sum.argtypes = [pointer, pointer, int32, int32, pointer, pointer]
         self.add_place.argtypes = [pointer, pointer, pointer, int64]
-        self.add_gate.argtypes = [pointer, pointer, int32, int32, pointer, int64, pointer]
-        for function in (self.place, self.add_norm, self.add_sum, self.add_place, self.add_gate):
+        self.add_gate.argtypes = [pointer, pointer, int32, int32, int32, pointer, int64, pointer]
+        self.add_cap.argtypes = [pointer, pointer, int32, int32, pointer, int64, ctypes.c_float]
+        adding = (self.add_norm, self.add_sum, self.add_place, self.add_gate, self.add_cap)
+        for function in (self.place, *adding):
             function.restype = int32
         is_ours = library.steps_version() == VERSION
         for size, structure in ((library.steps_norm_bytes, Norm), (library.steps_placement_bytes, Placement)):
@@ -191,16 +198,17 @@ class NativeSteps:
             pool.store(layer, slots, heads[:, -2 * num_kv_heads : -num_kv_heads], heads[:, -num_kv_heads:])
         return heads[:, : num_all_heads - 2 * num_kv_heads]
 
-    def gate(self, gates_and_ups: torch.Tensor) -> torch.Tensor:
+    def gate(self, gates_and_ups: torch.Tensor, activation: str = SILU) -> torch.Tensor:
         element = ELEMENTS.get(gates_and_ups.dtype)
         if element is None or gates_and_ups.stride(1) != 1:
-            return self._portable.gate(gates_and_ups)
+            return self._portable.gate(gates_and_ups, activation)
         num_rows, num_columns = gates_and_ups.shape[0], gates_and_ups.shape[1] // 2
         output = gates_and_ups.new_empty((num_rows, num_columns))
         self._library.gate(
             self._kernel,
             *_threads(num_rows * num_columns),
             element,
+            ACTIVATIONS[activation],
             num_rows,
             num_columns,
             gates_and_ups.data_ptr(),
@@ -208,6 +216,14 @@ class NativeSteps:
             output.data_ptr(),
         )
         return output
+
+    def cap(self, logits: torch.Tensor, cap: float) -> None:
+        element = ELEMENTS.get(logits.dtype)
+        if element is None or logits.stride(1) != 1:
+            self._portable.cap(logits, cap)
+            return
+        rows = (*logits.shape, logits.data_ptr(), logits.stride(0) * logits.itemsize)
+        self._library.cap(self._kernel, *_threads(logits.numel()), element, *rows, cap)
 
     def likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         element = ELEMENTS.get(logits.dtype)
@@ -272,16 +288,26 @@ class NativeSteps:
         num_slots = pool.num_blocks * pool.layout.block_size
         program.add(self._library.add_place, self._kernel, ctypes.addressof(placement), num_slots)
 
-    def record_gate(self, program: NativeProgram, gates_and_ups: torch.Tensor, output: torch.Tensor) -> None:
+    def record_gate(
+        self, program: NativeProgram, gates_and_ups: torch.Tensor, output: torch.Tensor, activation: str = SILU
+    ) -> None:
         """Adds `gate` to a program, of rows in contiguous tensors of float32 or bfloat16."""
         program.add(
             self._library.add_gate,
             self._kernel,
             ELEMENTS[output.dtype],
+            ACTIVATIONS[activation],
             output.shape[1],
             gates_and_ups.data_ptr(),
             gates_and_ups.shape[1] * output.itemsize,
             output.data_ptr(),
+        )
+
+    def record_cap(self, program: NativeProgram, logits: torch.Tensor, cap: float) -> None:
+        """Adds `cap` to a program, of rows in a contiguous tensor of float32 or bfloat16."""
+        kind = (ELEMENTS[logits.dtype], logits.shape[1])
+        program.add(
+            self._library.add_cap, self._kernel, *kind, logits.data_ptr(), logits.shape[1] * logits.itemsize, cap
         )
 
 
@@ -303,6 +329,7 @@ def _norm(
     size = x.itemsize
     return Norm(
         ELEMENTS[x.dtype],
+        ELEMENTS[weight.dtype],
         x.shape[1],
         increases,
         centers,
@@ -328,12 +355,13 @@ def _placement(
 ) -> Placement:
     """Of contiguous heads [T, H + 2 K, D]. A quantized pool is not written to."""
     num_kv_heads, (_, num_all_heads, head_dim) = pool.layout.num_kv_heads, heads.shape
-    placement = Placement(ELEMENTS[heads.dtype], num_all_heads - 2 * num_kv_heads, num_kv_heads, head_dim)
+    element = ELEMENTS[heads.dtype]
+    placement = Placement(element, element, num_all_heads - 2 * num_kv_heads, num_kv_heads, head_dim)
     placement.heads, placement.stride = heads.data_ptr(), num_all_heads * head_dim * heads.itemsize
     placement.cosines, placement.signed_sines = (table.data_ptr() for table in rotation)
     if norms is not None:
         placement.query_weight, placement.key_weight = norms.query_weight.data_ptr(), norms.key_weight.data_ptr()
-        placement.eps = norms.eps
+        placement.eps, placement.weight_element = norms.eps, ELEMENTS[norms.query_weight.dtype]
     if not pool.layout.is_quantized:
         placement.keys, placement.values = pool.keys(layer).data_ptr(), pool.values(layer).data_ptr()
         placement.slots = slots.data_ptr()

@@ -20,6 +20,8 @@
 
 #include VECTOR_HEADER
 
+#include "vector_tanh.h"
+
 #define LOG2_E 1.44269504088896340736f
 #define NUM_SUMS 4       /* that do not wait for each other */
 #define SEARCH_CHUNK 512 /* elements among which the first of the largest is sought one by one */
@@ -106,18 +108,19 @@ INLINE vec inverse_of(int32_t element, uint8_t *x, const uint8_t *delta, float d
     return vec_all(1.0f / sqrtf(total_of(sums) / (float)count + eps));
 }
 
-INLINE vec normed(int32_t element, const uint8_t *x, const uint8_t *weight, vec inverse, int32_t at, int32_t end) {
-    return vec_mul(vec_mul(read(element, x, at, end), inverse), read(element, weight, at, end));
+INLINE vec normed(int32_t element, int32_t weight_element, const uint8_t *x, const uint8_t *weight, vec inverse,
+                  int32_t at, int32_t end) {
+    return vec_mul(vec_mul(read(element, x, at, end), inverse), read(weight_element, weight, at, end));
 }
 
-INLINE void write_normed(int32_t element, uint8_t *output, const uint8_t *x, const uint8_t *weight, vec inverse,
-                         int32_t at, int32_t end) {
-    write(element, output, at, end, normed(element, x, weight, inverse, at, end));
+INLINE void write_normed(int32_t element, int32_t weight_element, uint8_t *output, const uint8_t *x,
+                         const uint8_t *weight, vec inverse, int32_t at, int32_t end) {
+    write(element, output, at, end, normed(element, weight_element, x, weight, inverse, at, end));
 }
 
-INLINE void add_normed(int32_t element, uint8_t *output, const uint8_t *x, const uint8_t *weight, vec inverse,
-                       int32_t at, int32_t end) {
-    vec a = vec_rounded(element, normed(element, x, weight, inverse, at, end));
+INLINE void add_normed(int32_t element, int32_t weight_element, uint8_t *output, const uint8_t *x,
+                       const uint8_t *weight, vec inverse, int32_t at, int32_t end) {
+    vec a = vec_rounded(element, normed(element, weight_element, x, weight, inverse, at, end));
     write(element, output, at, end, vec_add(read(element, output, at, end), a));
 }
 
@@ -137,13 +140,14 @@ INLINE void add_centered_squares(int32_t element, const uint8_t *x, vec negated_
     sums[at / LANES % NUM_SUMS] = vec_fma(a, a, sums[at / LANES % NUM_SUMS]);
 }
 
-INLINE void write_centered(int32_t element, uint8_t *output, const uint8_t *x, const uint8_t *weight, vec negated_mean,
-                           vec inverse, int32_t at, int32_t end) {
+INLINE void write_centered(int32_t element, int32_t weight_element, uint8_t *output, const uint8_t *x,
+                           const uint8_t *weight, vec negated_mean, vec inverse, int32_t at, int32_t end) {
     vec a = vec_mul(centered(element, x, negated_mean, at, end), inverse);
-    write(element, output, at, end, vec_mul(a, read(element, weight, at, end)));
+    write(element, output, at, end, vec_mul(a, read(weight_element, weight, at, end)));
 }
 
-INLINE void center_as(int32_t element, const Norm *step, uint8_t *output, uint8_t *x, const uint8_t *delta) {
+INLINE void center_as(int32_t element, int32_t weight_element, const Norm *step, uint8_t *output, uint8_t *x,
+                      const uint8_t *delta) {
     int32_t count = step->num_columns;
     vec sums[NUM_SUMS], squares[NUM_SUMS], scale = vec_all(step->delta_scale);
     for (int i = 0; i < NUM_SUMS; ++i) sums[i] = squares[i] = vec_zero();
@@ -151,25 +155,27 @@ INLINE void center_as(int32_t element, const Norm *step, uint8_t *output, uint8_
     vec negated_mean = vec_all(-total_of(sums) / (float)count);
     FOR_EACH_VECTOR(count, add_centered_squares, element, x, negated_mean, squares);
     vec inverse = vec_all(1.0f / sqrtf(total_of(squares) / (float)count + step->eps));
-    FOR_EACH_VECTOR(count, write_centered, element, output, x, step->weight, negated_mean, inverse);
+    FOR_EACH_VECTOR(count, write_centered, element, weight_element, output, x, step->weight, negated_mean, inverse);
 }
 
-INLINE void norm_as(int32_t element, const Norm *step, int64_t row) {
+INLINE void norm_as(int32_t element, int32_t weight_element, const Norm *step, int64_t row) {
     int32_t count = step->num_columns;
     uint8_t *x = step->x + row * step->x_stride, *output = step->output + row * step->output_stride;
     const uint8_t *delta = step->delta == NULL ? NULL : step->delta + row * step->delta_stride;
     if (step->centers) {
-        center_as(element, step, output, x, delta);
+        center_as(element, weight_element, step, output, x, delta);
         return;
     }
     vec inverse = inverse_of(element, x, delta, step->delta_scale, step->eps, count);
-    if (step->increases) FOR_EACH_VECTOR(count, add_normed, element, output, x, step->weight, inverse);
-    else FOR_EACH_VECTOR(count, write_normed, element, output, x, step->weight, inverse);
+    if (step->increases) FOR_EACH_VECTOR(count, add_normed, element, weight_element, output, x, step->weight, inverse);
+    else FOR_EACH_VECTOR(count, write_normed, element, weight_element, output, x, step->weight, inverse);
 }
 
-static void norm(const void *step, int64_t row) {
-    if (((const Norm *)step)->element == BFLOAT16) norm_as(BFLOAT16, step, row);
-    else norm_as(FLOAT32, step, row);
+static void norm(const void *data, int64_t row) {
+    const Norm *step = data;
+    if (step->element == FLOAT32) norm_as(FLOAT32, FLOAT32, step, row);
+    else if (step->weight_element == FLOAT32) norm_as(BFLOAT16, FLOAT32, step, row);
+    else norm_as(BFLOAT16, BFLOAT16, step, row);
 }
 
 INLINE void add_up(int32_t element, uint8_t *x, const uint8_t *delta, int32_t at, int32_t end) {
@@ -203,19 +209,20 @@ INLINE void turn(int32_t element, uint8_t *head, const uint8_t *cosines, const u
     FOR_EACH_VECTOR(half, turn_pairs, element, head, cosines, signed_sines, half * bytes_of(element));
 }
 
-INLINE void norm_head(int32_t element, uint8_t *head, const uint8_t *weight, float eps, int32_t count) {
+INLINE void norm_head(int32_t element, int32_t weight_element, uint8_t *head, const uint8_t *weight, float eps,
+                      int32_t count) {
     vec inverse = inverse_of(element, head, NULL, 1.0f, eps, count);
-    FOR_EACH_VECTOR(count, write_normed, element, head, head, weight, inverse);
+    FOR_EACH_VECTOR(count, write_normed, element, weight_element, head, head, weight, inverse);
 }
 
-INLINE void place_as(int32_t element, const Placement *step, int64_t row) {
+INLINE void place_as(int32_t element, int32_t weight_element, const Placement *step, int64_t row) {
     int32_t head_dim = step->head_dim, num_rotated = step->num_heads + step->num_kv_heads;
     int64_t head_bytes = head_dim * bytes_of(element), token_bytes = step->num_kv_heads * head_bytes;
     uint8_t *heads = step->heads + row * step->stride;
     for (int32_t head = 0; head < num_rotated; ++head) {
         uint8_t *at = heads + head * head_bytes;
         const uint8_t *weight = head < step->num_heads ? step->query_weight : step->key_weight;
-        if (weight != NULL) norm_head(element, at, weight, step->eps, head_dim);
+        if (weight != NULL) norm_head(element, weight_element, at, weight, step->eps, head_dim);
         turn(element, at, step->cosines + row * head_bytes, step->signed_sines + row * head_bytes, head_dim / 2);
     }
     if (step->keys == NULL) return;
@@ -223,35 +230,60 @@ INLINE void place_as(int32_t element, const Placement *step, int64_t row) {
     memcpy(step->values + step->slots[row] * token_bytes, heads + num_rotated * head_bytes, (size_t)token_bytes);
 }
 
-static void place(const void *step, int64_t row) {
-    if (((const Placement *)step)->element == BFLOAT16) place_as(BFLOAT16, step, row);
-    else place_as(FLOAT32, step, row);
+static void place(const void *data, int64_t row) {
+    const Placement *step = data;
+    if (step->element == FLOAT32) place_as(FLOAT32, FLOAT32, step, row);
+    else if (step->weight_element == FLOAT32) place_as(BFLOAT16, FLOAT32, step, row);
+    else place_as(BFLOAT16, BFLOAT16, step, row);
 }
 
-/* x / (1 + e^-x); e^-|x| does not overflow */
-INLINE vec silu(vec x) {
+/* x / (1 + e^-z), where z is x, or 2 sqrt(2 / pi) (x + 0.044715 x^3): so that it is x (1 + tanh(z / 2)) / 2. z has the
+ * sign of x, and e^-|z| does not overflow. */
+INLINE vec activated(int32_t activation, vec x) {
     vec negated = vec_mul(x, vec_all(-1.0f)), magnitude = vec_max(x, negated);
+    if (activation == GELU_TANH)
+        magnitude = vec_mul(magnitude, vec_fma(vec_mul(x, x), vec_all(0.0713548162726f), vec_all(1.5957691216057f)));
     vec power = vec_exp2(vec_mul(magnitude, vec_all(-LOG2_E)));
     vec positive = vec_max(x, vec_zero()), negative = vec_max(negated, vec_zero());
     return (positive - negative * power) / (power + vec_all(1.0f));
 }
 
-INLINE void write_gated(int32_t element, uint8_t *output, const uint8_t *gates, const uint8_t *ups, int32_t at,
-                        int32_t end) {
-    vec gate = vec_rounded(element, silu(read(element, gates, at, end)));
+INLINE void write_gated(int32_t element, int32_t activation, uint8_t *output, const uint8_t *gates, const uint8_t *ups,
+                        int32_t at, int32_t end) {
+    vec gate = vec_rounded(element, activated(activation, read(element, gates, at, end)));
     write(element, output, at, end, vec_mul(gate, read(element, ups, at, end)));
 }
 
-INLINE void gate_as(int32_t element, const Gating *step, int64_t row) {
+INLINE void gate_as(int32_t element, int32_t activation, const Gating *step, int64_t row) {
     int32_t count = step->num_columns;
     const uint8_t *gates = step->gates + row * step->stride, *ups = gates + count * bytes_of(element);
     uint8_t *output = step->output + row * count * bytes_of(element);
-    FOR_EACH_VECTOR(count, write_gated, element, output, gates, ups);
+    FOR_EACH_VECTOR(count, write_gated, element, activation, output, gates, ups);
 }
 
-static void gate(const void *step, int64_t row) {
-    if (((const Gating *)step)->element == BFLOAT16) gate_as(BFLOAT16, step, row);
-    else gate_as(FLOAT32, step, row);
+INLINE void gate_with(int32_t activation, const Gating *step, int64_t row) {
+    if (step->element == BFLOAT16) gate_as(BFLOAT16, activation, step, row);
+    else gate_as(FLOAT32, activation, step, row);
+}
+
+static void gate(const void *data, int64_t row) {
+    const Gating *step = data;
+    if (step->activation == GELU_TANH) gate_with(GELU_TANH, step, row);
+    else gate_with(SILU, step, row);
+}
+
+INLINE void write_capped(int32_t element, uint8_t *row, vec cap, vec inverse, int32_t at, int32_t end) {
+    write(element, row, at, end, vec_mul(cap, vec_tanh(vec_mul(read(element, row, at, end), inverse))));
+}
+
+INLINE void cap_as(int32_t element, const Capping *step, int64_t row) {
+    vec cap = vec_all(step->cap), inverse = vec_all(1.0f / step->cap);
+    FOR_EACH_VECTOR(step->num_columns, write_capped, element, step->rows + row * step->stride, cap, inverse);
+}
+
+static void cap(const void *step, int64_t row) {
+    if (((const Capping *)step)->element == BFLOAT16) cap_as(BFLOAT16, step, row);
+    else cap_as(FLOAT32, step, row);
 }
 
 /* Finds the largest of a row by integers in the order of the numbers: both zeros are the same, and not a number, whose
@@ -304,4 +336,4 @@ static void search(const void *data, int64_t row) {
     step->places[row] = place;
 }
 
-const StepKernel STEP_KERNEL = {norm, sum, place, gate, search};
+const StepKernel STEP_KERNEL = {norm, sum, place, gate, search, cap};

@@ -59,6 +59,7 @@ PROMPTS: Final = ListOf("COUNTxLENGTH,...", parse_prompts)
 @click.option("--batch-invariant", is_flag=True, help="As of nodes; measured without it too, for the price.")
 @click.option("--weights-memory-bytes", default="0", type=SizeRange(0), help="As of nodes: layers beyond are on disk.")
 @click.option("--weights-disk-path", default="", help="Folder on that disk; empty takes the one for temporary files.")
+@click.option("--with-transformers", is_flag=True, help="Measured with --model-impl transformers too, to compare.")
 @click.option("--prompts", default="1x512,8x512,16x128", show_default=True, type=PROMPTS, help="Prompts to prefill.")
 @click.option("--batches", default="1,4,8,16,32", show_default=True, type=COUNTS, help="Requests in a decode step.")
 @click.option("--contexts", default="128,512", show_default=True, type=COUNTS, help="Tokens before a decode step.")
@@ -84,6 +85,7 @@ def engine_command(
     batch_invariant: bool,
     weights_memory_bytes: int,
     weights_disk_path: str,
+    with_transformers: bool,
     prompts: tuple[PromptSize, ...],
     batches: tuple[int, ...],
     contexts: tuple[int, ...],
@@ -109,25 +111,28 @@ def engine_command(
         weights_memory_bytes=weights_memory_bytes,
         weights_disk_path=weights_disk_path,
     )
-    from splitserve_bench.engine.engine import measure_engine  # imports torch, which help can do without
+    from splitserve_bench.engine.engine import measure_engine, measure_transformers  # import torch, unlike help
 
     imports_s = process_age_s()
-    without = []
+    without, theirs = [], []
     with model_folder(model, shape, layers, report) as folder:
         if batch_invariant:
             plain = dataclasses.replace(settings, batch_invariant=False)
             report(f"first {WITHOUT_FLAG}:")
             without = [our_result(measure_engine(folder, plain, sizes, threads, imports_s, report), WITHOUT_FLAG)]
+        if with_transformers:
+            report("first with --model-impl transformers:")
+            theirs = [measure_transformers(folder, settings, sizes, threads, report)]
         figures = measure_engine(folder, settings, sizes, threads, imports_s, report)
-    compared, price = (ratios(our_result(figures), others) for others in (peers, without))
+    compared, price, gain = (ratios(our_result(figures), others) for others in (peers, without, theirs))
     if as_json:
-        rows = {"ratios": compared, "price": price}
+        rows = {"ratios": compared, "price": price, "gain": gain}
         listed = {name: [dataclasses.asdict(ratio) for ratio in each] for name, each in rows.items()}
         click.echo(json.dumps({**dataclasses.asdict(figures), **listed}))
         return
     from splitserve_bench.engine.report import engine_view
 
-    stdout.print(engine_view(figures, compared, price))
+    stdout.print(engine_view(figures, compared, price, gain))
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from engine.engine import Engine
 from engine.model.experts import MixtureOfExperts
 from engine.model.llama import LlamaDecoder
 from serving_core.errors import SettingsError
-from serving_core.model_config import FAKE_ARCHITECTURE, read_model_config
+from serving_core.model_config import FAKE_ARCHITECTURE, TRANSFORMERS, read_model_config
 from serving_core.settings import EngineSettings
 from splitserve.launch.models import Report
 from splitserve_bench.engine.costs import decode_flops, decode_kv_bytes, prompt_flops
@@ -30,7 +30,6 @@ from splitserve_bench.engine.disk import measure_disk
 from splitserve_bench.engine.driver import CHUNK_TOKENS, NUM_STEPS, DecodeRun, PromptRun, most_tokens, num_blocks_for
 from splitserve_bench.engine.figures import (
     DecodeFigures,
-    DiskFigures,
     EngineBench,
     EngineFigures,
     MachineFigures,
@@ -42,10 +41,12 @@ from splitserve_bench.engine.figures import (
     StructuredFigures,
 )
 from splitserve_bench.engine.machine import better_of, measure_machine
+from splitserve_bench.engine.peers import DECODE, LOAD, PREFILL, PeerResult, decode_key
 from splitserve_bench.engine.stopwatch import PARTS, watching
 from splitserve_bench.engine.structured import measure_structured
 
 PROFILED_BATCH: Final = 16
+BY_TRANSFORMERS: Final = "--model-impl transformers"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,7 +90,10 @@ def measure_engine(
         report("GEMM rate and memory bandwidth of this machine ...")
         before = measure_machine(engine.pool.device, dtype)
         prefill_s = {size: _prefill_s(engine, size, sizes.repeats, report) for size in sizes.prompts}
-        decode, profile, structured, disk = _decode(engine, sizes, report)
+        run = DecodeRun(engine, max(sizes.batches), max(sizes.contexts))
+        decode = _decode(engine, run, sizes, report)
+        profile, structured = _profile_decode(engine, run, sizes, report)
+        disk = measure_disk(engine, run, sizes.repeats)
         profiles = (profile, _profile_prompt(engine, sizes, report))
         report("GEMM rate and memory bandwidth once more ...")
         machine = better_of(before, measure_machine(engine.pool.device, dtype))
@@ -105,6 +109,25 @@ def measure_engine(
         structured=structured,
         disk=disk,
     )
+
+
+def measure_transformers(
+    folder: Path, settings: EngineSettings, sizes: EngineBench, num_threads: int, report: Report
+) -> PeerResult:
+    """Load, prefill and decode as `measure_engine` has them, with transformers' modelling code. Raises ModelError or
+    SettingsError when it does not compute the model with such settings."""
+    config = read_model_config(folder, TRANSFORMERS)
+    num_blocks = num_blocks_for(sizes, config.kv_layout(settings.block_size, config.dtype))
+    settings = dataclasses.replace(settings, model=str(folder), num_kv_blocks=num_blocks, model_impl=TRANSFORMERS)
+    with threads(num_threads):
+        engine, start = _start(settings, 0.0)
+        theirs = {(LOAD, ""): start.load_s + start.warm_up_s}
+        for size in sizes.prompts:
+            median_s = statistics.median(_prefill_s(engine, size, sizes.repeats, report))
+            theirs[PREFILL, str(size)] = size.count * size.num_tokens / median_s
+        for each in _decode(engine, DecodeRun(engine, max(sizes.batches), max(sizes.contexts)), sizes, report):
+            theirs[DECODE, decode_key(each.batch, each.context_tokens)] = statistics.median(each.steps_s) * 1e3
+    return PeerResult(BY_TRANSFORMERS, theirs)
 
 
 @contextmanager
@@ -136,12 +159,8 @@ def _prefill_s(engine: Engine, size: PromptSize, repeats: int, report: Report) -
     return [prompts.run_s() for _ in range(repeats)]
 
 
-def _decode(
-    engine: Engine, sizes: EngineBench, report: Report
-) -> tuple[list[_Decode], ProfileFigures, StructuredFigures | None, DiskFigures | None]:
-    """All batches at all contexts; and a profile of one batch at the longest, what grammars cost there if that is asked
-    for, and what is read of a disk."""
-    run = DecodeRun(engine, max(sizes.batches), max(sizes.contexts))
+def _decode(engine: Engine, run: DecodeRun, sizes: EngineBench, report: Report) -> list[_Decode]:
+    """All batches at all contexts."""
     measured = []
     for context_tokens in sizes.contexts:
         report(f"computing {max(sizes.batches)} contexts of {context_tokens} tokens ...")
@@ -155,16 +174,22 @@ def _decode(
                 run.rewind(batch)
                 samples_s.append(run.run_s(batch))
             measured.append(_Decode(batch, context_tokens, samples_s))
+    return measured
+
+
+def _profile_decode(
+    engine: Engine, run: DecodeRun, sizes: EngineBench, report: Report
+) -> tuple[ProfileFigures, StructuredFigures | None]:
+    """Of one batch at the longest context; and what grammars cost there if that is asked for."""
     batch = max((each for each in sizes.batches if each <= PROFILED_BATCH), default=min(sizes.batches))
     name = f"a decode step of {batch} requests at {max(sizes.contexts)} tokens"
     report(f"profile of {name} ...")
     steps = _Steps(name, NUM_STEPS, lambda: run.rewind(batch), lambda: run.run_s(batch))
     profile = _profile(engine, steps, sizes.repeats)
-    disk = measure_disk(engine, run, sizes.repeats)
     if not sizes.structured:
-        return measured, profile, None, disk
+        return profile, None
     report(f"decode steps of {batch} requests with grammars ...")
-    return measured, profile, measure_structured(engine, run, batch, sizes.repeats), disk
+    return profile, measure_structured(engine, run, batch, sizes.repeats)
 
 
 def _profile_prompt(engine: Engine, sizes: EngineBench, report: Report) -> ProfileFigures:

@@ -58,8 +58,13 @@ def our_result(figures: EngineFigures, name: str = "splitserve") -> PeerResult:
     """Ours in the peers' terms: medians, and loading with the first steps but without imports."""
     ours = {(LOAD, ""): figures.start.load_s + figures.start.warm_up_s}
     ours |= {(PREFILL, str(each.prompts)): each.tokens_per_s for each in figures.prefill}
-    ours |= {(DECODE, f"b{each.batch}_ctx{each.context_tokens}"): each.step_s * 1e3 for each in figures.decode}
+    ours |= {(DECODE, decode_key(each.batch, each.context_tokens)): each.step_s * 1e3 for each in figures.decode}
     return PeerResult(name, ours)
+
+
+def decode_key(batch: int, context_tokens: int) -> str:
+    """Under which a result has steps of so many requests at so long contexts."""
+    return f"b{batch}_ctx{context_tokens}"
 
 
 def ratios(ours: PeerResult, peers: Sequence[PeerResult]) -> list[Ratio]:

@@ -18,7 +18,7 @@ SEED: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a model of the Llama, Qwen3 or Qwen3-MoE family with a tied head and bfloat16 weights."""
+    """The sizes of a model of the Llama, Qwen3, Qwen3-MoE or Gemma 3 family with a tied head and bfloat16 weights."""
 
     architecture: str
     model_type: str
@@ -36,7 +36,11 @@ class Shape:
 
     @property
     def has_head_norms(self) -> bool:
-        return self.model_type.startswith("qwen3")
+        return self.model_type.startswith(("gemma3", "qwen3"))
+
+    @property
+    def has_four_norms(self) -> bool:
+        return self.model_type.startswith("gemma3")
 
     @property
     def num_parameters(self) -> int:
@@ -48,6 +52,7 @@ class Shape:
 
 
 SHAPES: Final = {
+    "gemma-3-1b": Shape("Gemma3ForCausalLM", "gemma3_text", 1152, 26, 4, 1, 256, 6912, 262144, 32768),
     "qwen3-0.6b": Shape("Qwen3ForCausalLM", "qwen3", 1024, 28, 16, 8, 128, 3072, 151936, 40960),
     "qwen3-30b-a3b": Shape("Qwen3MoeForCausalLM", "qwen3_moe", 2048, 48, 32, 4, 128, 6144, 151936, 40960, 128, 8, 768),
     "llama-3.2-1b": Shape("LlamaForCausalLM", "llama", 2048, 16, 32, 8, 64, 8192, 128256, 131072),
@@ -83,7 +88,7 @@ def write_random_model(folder: Path, shape: Shape) -> None:
         return weight.normal_(0, DEVIATION, generator=generator)
 
     def norm(size: int) -> torch.Tensor:
-        return torch.ones(size, dtype=torch.bfloat16)
+        return torch.full((size,), 0.0 if shape.has_four_norms else 1.0, dtype=torch.bfloat16)
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_config(shape), indent=2))
@@ -101,10 +106,11 @@ def _config(shape: Shape) -> dict[str, Any]:
         "moe_intermediate_size": shape.expert_size,
         "norm_topk_prob": True,
     }
+    gemma = {"query_pre_attn_scalar": shape.head_dim, "sliding_window": 512}
     return {
         "architectures": [shape.architecture],
         "model_type": shape.model_type,
-        "hidden_act": "silu",
+        **(gemma if shape.has_four_norms else {"hidden_act": "silu"}),
         "hidden_size": shape.hidden_size,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
@@ -132,6 +138,8 @@ def _layer(path: str, shape: Shape, matrix: Callable[[int, int], Any], norm: Cal
         "self_attn.o_proj": matrix(hidden, heads),
         "post_attention_layernorm": norm(hidden),
     }
+    if shape.has_four_norms:
+        tensors |= {name: norm(hidden) for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm")}
     feed_forwards = {f"mlp.experts.{expert}": shape.expert_size for expert in range(shape.num_experts)}
     if feed_forwards:
         tensors["mlp.gate"] = matrix(shape.num_experts, hidden)

@@ -20,7 +20,9 @@ from splitserve_bench.engine.figures import (
 from splitserve_bench.engine.peers import DECODE, LOAD, PREFILL, Ratio
 
 
-def engine_view(figures: EngineFigures, compared: Sequence[Ratio], price: Sequence[Ratio] = ()) -> Group:
+def engine_view(
+    figures: EngineFigures, compared: Sequence[Ratio], price: Sequence[Ratio] = (), gain: Sequence[Ratio] = ()
+) -> Group:
     """Everything, one below the other."""
     described = ", ".join(f"{name} {value}" for name, value in figures.engine.items())
     start = figures.start
@@ -48,6 +50,8 @@ def engine_view(figures: EngineFigures, compared: Sequence[Ratio], price: Sequen
         parts += ["", "against the best of the peers, whose figures are read from files:", ratio_table(compared)]
     if price:
         parts += ["", "the price of --batch-invariant, in this process:", ratio_table(price, "without it")]
+    if gain:
+        parts += ["", "against --model-impl transformers, in this process:", ratio_table(gain, "with it")]
     return Group(*parts)  # type: ignore[arg-type]
 
 

@@ -15,7 +15,7 @@ import torch
 import engine.engine
 from engine.engine import Engine
 from engine.model.experts import MixtureOfExperts
-from engine.model.layers import Linear, RMSNorm, SwiGLU
+from engine.model.layers import FeedForward, Linear, RMSNorm
 from engine.model.llama import DecoderLayer, LlamaDecoder, SelfAttention
 from splitserve_bench.engine.machine import synchronize
 
@@ -33,7 +33,7 @@ PART_OF_MODULE: Final = (
     (RMSNorm, NORMS),
     (DecoderLayer, NORMS),
     (SelfAttention, ROTATION),
-    (SwiGLU, ACTIVATION),
+    (FeedForward, ACTIVATION),
     (LlamaDecoder, REST),
 )
 

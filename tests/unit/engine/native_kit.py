@@ -74,18 +74,18 @@ class Scene:
         starts = self.batch.query_starts.tolist()
         return slice(starts[index], starts[index + 1])
 
-    def expected(self, window):
+    def expected(self, window, softcap=None):
         """Attention in float64, one request and head at a time."""
         outputs = []
         for index, share in enumerate(self.shares):
             blocks = torch.tensor(share.block_ids)
             keys, values = (plane.flatten(0, 1).double().numpy() for plane in self.pool.gather(LAYER, blocks))
             query = self.query[self.rows(index)].double().numpy()
-            outputs.append(_attend(query, keys, values, share.start, window))
+            outputs.append(_attend(query, keys, values, share.start, window, softcap))
         return torch.from_numpy(np.concatenate(outputs))
 
 
-def _attend(query, keys, values, start, window):
+def _attend(query, keys, values, start, window, softcap):
     num_tokens, num_heads, head_dim = query.shape
     length, num_kv_heads = start + num_tokens, keys.shape[1]
     distances = start + np.arange(num_tokens)[:, None] - np.arange(length)
@@ -94,6 +94,7 @@ def _attend(query, keys, values, start, window):
     for head in range(num_heads):
         kv_head = head * num_kv_heads // num_heads
         scores = query[:, head] @ keys[:length, kv_head].T / head_dim**0.5
+        scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
         scores[hidden] = -np.inf
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         output[:, head] = weights @ values[:length, kv_head] / weights.sum(axis=1, keepdims=True)

@@ -21,7 +21,7 @@ HEAD_DIM = 6
 SIZES = [(0, 1), (0, 150), (37, 70), (15, 1), (16, 1), (400, 1), (3, 13), (0, 64), (200, 1)]
 
 
-def naive(query, keys, values, start, window, scale=HEAD_DIM**-0.5):
+def naive(query, keys, values, start, window, scale=HEAD_DIM**-0.5, softcap=None):
     """One request, one query row and one head at a time, in float64."""
     num_heads, num_kv_heads = query.shape[1], keys.shape[1]
     output = torch.empty(query.shape, dtype=torch.float64)
@@ -31,6 +31,7 @@ def naive(query, keys, values, start, window, scale=HEAD_DIM**-0.5):
         for head in range(num_heads):
             seen = slice(first, position + 1), head * num_kv_heads // num_heads
             scores = keys[seen].double() @ query[row, head].double() * scale
+            scores = scores if softcap is None else softcap * (scores / softcap).tanh()
             output[row, head] = scores.softmax(0) @ values[seen].double()
     return output
 
@@ -46,7 +47,7 @@ def shares_of(sizes, block_size, generator):
     return shares, sum(counts)
 
 
-def check(backend, sizes, block_size, num_heads, num_kv_heads, window, dtype="float32", scale=None):
+def check(backend, sizes, block_size, num_heads, num_kv_heads, window, dtype="float32", scale=None, softcap=None):
     generator = torch.Generator().manual_seed(0)
     shares, num_blocks = shares_of(sizes, block_size, generator)
     pool = PagedKVPool(KVLayout.uniform(2, num_kv_heads, HEAD_DIM, block_size, dtype), num_blocks, CPU)
@@ -56,14 +57,14 @@ def check(backend, sizes, block_size, num_heads, num_kv_heads, window, dtype="fl
     batch = build_batch(shares, block_size, CPU)
     query = torch.randn(len(batch.token_ids), num_heads, HEAD_DIM, generator=generator)
 
-    attention = backend(pool, num_heads, score_scale=scale)
+    attention = backend(pool, num_heads, score_scale=scale, softcap=softcap)
     output = attention.attend(query, 1, attention.plan(batch, window))
 
     starts = batch.query_starts.tolist()
     for index, share in enumerate(shares):
         rows = slice(starts[index], starts[index + 1])
         keys, values = (plane.flatten(0, 1) for plane in pool.gather(1, torch.tensor(share.block_ids)))
-        expected = naive(query[rows], keys, values, share.start, window, scale or HEAD_DIM**-0.5)
+        expected = naive(query[rows], keys, values, share.start, window, scale or HEAD_DIM**-0.5, softcap)
         torch.testing.assert_close(output[rows].double(), expected, rtol=0, atol=1e-5)
 
 
@@ -75,8 +76,10 @@ def test_mixed_batch(num_heads, num_kv_heads, window, backend):
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, pytest.param(NativeAttention, marks=needs_library)])
-def test_a_scale_of_the_models_own(backend):
-    check(backend, SIZES, 16, 6, 2, None, scale=0.9)
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_a_scale_and_a_cap_of_the_models_own(backend, softcap):
+    check(backend, SIZES, 16, 6, 2, None, scale=0.9, softcap=softcap)
+    check(backend, SIZES, 16, 6, 2, 50, softcap=softcap)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -12,7 +12,7 @@ from engine.native.dense_linear import VARIANTS as DENSE_VARIANTS
 from engine.native.dense_linear import best_variant
 from engine.native.library import ENVIRONMENT, OFF
 from serving_core.settings import EngineSettings
-from tests.foreign_models import DESCRIBED, MIXTURES, write_any_model
+from tests.foreign_models import DESCRIBED, GEMMAS, MIXTURES, write_any_model
 from tests.tiny_models import write_fake_model
 from tests.unit.engine.company import BLOCK_SIZE, Neighbour, has_variant
 from tests.unit.engine.histories_kit import (
@@ -97,7 +97,10 @@ def products_are_native(kind):
     return kind.get("quantization") is not None or best_variant(getattr(torch, kind["dtype"])) is not None
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *DESCRIBED])
+@pytest.mark.parametrize(
+    "family",
+    [*FAMILIES, *(pytest.param(each, marks=pytest.mark.long if each == "gemma" else ()) for each in DESCRIBED)],
+)
 @pytest.mark.parametrize("dtype", [str(dtype).removeprefix("torch.") for dtype in DENSE_VARIANTS])
 def test_the_cut_of_a_prompt_changes_no_bit(family, dtype, folder_of):
     """By the best kernels, as they are without any flag."""
@@ -109,7 +112,10 @@ def test_the_cut_of_a_prompt_changes_no_bit(family, dtype, folder_of):
     check(loaded, range(1, 5))
 
 
-@pytest.mark.parametrize("family", ["mistral", *DESCRIBED])
+@pytest.mark.parametrize(
+    "family",
+    ["mistral", *(pytest.param(each, marks=pytest.mark.long if each in GEMMAS else ()) for each in DESCRIBED)],
+)
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_nor_does_it_without_kernels_with_the_flag(dtype, family, folder_of, monkeypatch):
     monkeypatch.setenv(ENVIRONMENT, OFF)
@@ -147,6 +153,13 @@ def test_every_path(family, kind, native, flag, folder_of, monkeypatch):
     assert loaded.is_history_free == (flag or by_default)
     if loaded.is_history_free:
         check(loaded, (2, 3))
+
+
+def test_norms_that_stay_float32_do_not_hide_what_is_computed_in(folder_of):
+    """Beside quantized weights they are all that there is of plain ones."""
+    loaded = load(folder_of("gemma3"), dtype="float16", quantization="int8")
+    assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.float32}
+    assert not loaded.is_history_free
 
 
 @pytest.mark.parametrize("flag", [False, True])

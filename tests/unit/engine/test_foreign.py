@@ -16,9 +16,17 @@ from serving_core.blocks import BlockAllocator
 from serving_core.errors import ModelError, SettingsError
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
-from tests.foreign_models import DESCRIBED, FAMILIES, UNTRIED, architecture_of, generated, write_foreign_model
+from tests.foreign_models import (
+    DESCRIBED,
+    FAMILIES,
+    GEMMAS,
+    UNTRIED,
+    architecture_of,
+    generated,
+    write_foreign_model,
+)
 from tests.toy_scheduler import greedy, run_all
-from tests.unit.engine.test_llama import choose_native
+from tests.unit.engine.test_llama import choose_native, transformers_model
 
 PROMPTS = [[5, 6, 7], [(7 * at * at + 3) % 250 for at in range(41)], [(11 * at + at * at) % 250 for at in range(90)]]
 NUM_TOKENS = 24
@@ -113,6 +121,40 @@ def test_our_decoder_answers_as_transformers_of_other_granites(fields, tmp_path)
     assert answers(load(folder, model_impl="native")) == generated(folder, PROMPTS, NUM_TOKENS)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("gemma", {"attention_bias": False, "num_key_value_heads": 1, "hidden_act": "gelu"}),
+        ("gemma2", {"attention_bias": True, "tie_word_embeddings": False, "attn_logit_softcapping": None}),
+        ("gemma2", {"final_logit_softcapping": None, "layer_types": None, "sliding_window": 5}),
+        ("gemma3", {"attention_bias": True, "final_logit_softcapping": 3.0, "rope_parameters": None}),
+        ("gemma3", {"tie_word_embeddings": False, "layer_types": ["sliding_attention"] * 4}),
+    ],
+)
+def test_our_decoder_answers_as_transformers_of_other_gemmas(family, fields, tmp_path):
+    folder = write_foreign_model(tmp_path, family, **fields)
+    engine = load(folder, model_impl="native")
+    assert answers(engine, chunk_tokens=19, joins_at=[3, 0, 1]) == generated(folder, PROMPTS, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("family", GEMMAS)
+def test_a_bfloat16_gemma_is_as_close_to_the_truth_as_that_of_transformers(family, tmp_path):
+    """Which scales vectors by a rounded number, and adds 1 to weights in float32."""
+    folder = write_foreign_model(tmp_path, family, spread=0.1)
+    with torch.inference_mode():
+        truth, rounded = (
+            transformers_model(folder, dtype)(torch.tensor([PROMPTS[2]])).logits[0, -1].float().log_softmax(-1)
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+    engine = load(folder, model_impl="native", dtype="bfloat16")
+    ((token,),) = run_all(engine, [PROMPTS[2]], greedy(1, logprobs=len(truth)), chunk_tokens=40)
+    ours = torch.tensor([logprob for _, logprob in sorted(token.top_logprobs)])
+    our_error, their_error = ((logprobs - truth).square().mean().sqrt() for logprobs in (ours, rounded))
+    assert their_error > 1e-4  # the comparison is not between two float32 models
+    assert our_error < 1.5 * their_error
+
+
 def test_cached_prefixes_serve(tmp_path):
     folder = write_foreign_model(tmp_path, "cohere2")
     engine = load(folder, model_impl="transformers")
@@ -162,7 +204,7 @@ def untried(monkeypatch):
 @pytest.mark.parametrize("family", [UNTRIED, "gemma2", "gpt_oss", "gpt_neox"])
 def test_untried_architectures_are_compared_first(family, tmp_path, untried, caplog):
     with caplog.at_level("INFO", "engine.foreign.verification"):
-        load(write_foreign_model(tmp_path, family))
+        load(write_foreign_model(tmp_path, family), model_impl="transformers")
     assert "agrees here with transformers' own attention" in caplog.text
 
 
@@ -179,8 +221,8 @@ def test_scores_that_are_not_capped_are_found_out(tmp_path, untried, monkeypatch
     with pytest.raises(
         ModelError, match=r"Gemma2ForCausalLM is off by [\d.]+ of its logits .* --no-verify-model serves"
     ):
-        load(folder)
-    assert load(folder, verify_model=False).config.is_foreign
+        load(folder, model_impl="transformers")
+    assert load(folder, model_impl="transformers", verify_model=False).config.is_foreign
 
 
 @pytest.mark.parametrize(

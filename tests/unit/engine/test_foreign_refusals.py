@@ -111,7 +111,7 @@ def test_a_width_that_only_transformers_knows(tmp_path):
         json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "head_dim"})
     )
     with pytest.raises(ModelError, match=r"layer 0 has 256 \+ 256 elements in K \+ V, and config.json says 12 \+ 12"):
-        load(folder)
+        load(folder, model_impl="transformers")
 
 
 def test_code_in_the_folder_is_never_run(tmp_path):

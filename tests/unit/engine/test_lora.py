@@ -74,7 +74,14 @@ def test_a_mixed_batch_answers_as_the_models_do_that_the_adapters_stand_for(is_n
     assert token_ids(answers) == [answer for name in NAMES for answer in expected[name]]
 
 
-@pytest.mark.parametrize("family", [family for family in DESCRIBED if family not in ("phi3", *MIXTURES)])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=pytest.mark.long if family in ("gemma", "gemma3") else ())
+        for family in DESCRIBED
+        if family not in ("phi3", *MIXTURES)
+    ],
+)
 def test_families_that_are_described_take_adapters(family, tmp_path):
     """In their order of weights, and before norms of projections."""
     model = write_foreign_model(tmp_path / "model", family)

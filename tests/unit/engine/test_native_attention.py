@@ -39,8 +39,8 @@ def restore_threads():
     torch.set_num_threads(num_threads)
 
 
-def attend(scene, window=None, variant=None):
-    attention = NativeAttention(scene.pool, scene.num_heads, variant)
+def attend(scene, window=None, variant=None, softcap=None):
+    attention = NativeAttention(scene.pool, scene.num_heads, variant, softcap=softcap)
     return attention.attend(scene.query, LAYER, attention.plan(scene.batch, window))
 
 
@@ -51,10 +51,11 @@ def attend_alone(scene, index, variant=None):
     return attention.attend(scene.query[scene.rows(index)], LAYER, plan)
 
 
-def check(scene, window, variant):
-    output = attend(scene, window, variant)
+def check(scene, window, variant, softcap=None):
+    output = attend(scene, window, variant, softcap)
     assert output.dtype == scene.query.dtype
-    torch.testing.assert_close(output.double(), scene.expected(window), rtol=0, atol=TOLERANCES[output.dtype])
+    expected = scene.expected(window, softcap)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=TOLERANCES[output.dtype])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -78,15 +79,23 @@ def test_float16(variant, shape):
     check(Scene(SIZES, num_heads, num_kv_heads, head_dim, block_size, "float16"), window, variant)
 
 
+@pytest.mark.parametrize("softcap", [0.5, 2.0, 50.0])
 @pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", runnable_variants("bfloat16", "bfloat16"))
+def test_capped_scores(variant, dtype, window, softcap):
+    check(Scene(SIZES, 9, 3, 64, 16, dtype), window, variant, softcap)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (100, None), (100, 1.5)])
 @pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3"])
 @pytest.mark.parametrize("variant", runnable_variants("int8", "float32"))
-def test_quantized_pools(variant, dtype, compute_dtype, window):
+def test_quantized_pools(variant, dtype, compute_dtype, window, softcap):
     scene = Scene(SIZES, 6, 2, 20, 16, dtype, compute_dtype)
-    output = attend(scene, window, variant)
+    output = attend(scene, window, variant, softcap)
     scene.pool.compute_dtype = torch.float32  # or gather would round what the kernels read unrounded
-    expected = scene.expected(window)
+    expected = scene.expected(window, softcap)
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=TOLERANCES[compute_dtype])
 
 
@@ -144,7 +153,15 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(dtype):
     assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, (8, 1, 64, 16, 300), (3, 3, 40, 16, 300)])
+@pytest.mark.parametrize(
+    ("shape", "softcap"),
+    [
+        *((shape, None) for shape in SHAPES),
+        ((8, 1, 64, 16, 300), None),
+        ((3, 3, 40, 16, 300), None),
+        ((8, 4, 64, 16, 300), 2.0),
+    ],
+)
 @pytest.mark.parametrize(
     ("dtype", "compute_dtype"),
     [
@@ -157,7 +174,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(dtype):
     ],
 )
 @pytest.mark.parametrize("variant", runnable_variants())
-def test_the_bits_of_a_prompt_do_not_depend_on_how_it_is_cut(variant, dtype, compute_dtype, shape):
+def test_the_bits_of_a_prompt_do_not_depend_on_how_it_is_cut(variant, dtype, compute_dtype, shape, softcap):
     """Into chunks and single rows; the single rows of one batch are those of a decode step."""
     num_heads, num_kv_heads, head_dim, block_size, window = shape
     if native_library().kernel(variant, dtype, str(compute_dtype or dtype).removeprefix("torch.")) is None:
@@ -165,8 +182,8 @@ def test_the_bits_of_a_prompt_do_not_depend_on_how_it_is_cut(variant, dtype, com
     if compute_dtype is not None:
         block_size = 16  # quantized planes are multiples of 4 bytes
     scene = Scene([(0, 600)], num_heads, num_kv_heads, head_dim, block_size, dtype, compute_dtype)
-    whole = attend(scene, window, variant)
-    attention = NativeAttention(scene.pool, num_heads, variant)
+    whole = attend(scene, window, variant, softcap)
+    attention = NativeAttention(scene.pool, num_heads, variant, softcap=softcap)
     (share,) = scene.shares
     draw = random.Random(0)
     bounds = [0, *sorted(draw.sample(range(1, 600), 12)), 600]
@@ -202,13 +219,14 @@ def test_keys_before_the_window_are_not_read(sizes, variant):
     assert torch.equal(attend(scene, 50, variant), before)
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("variant", runnable_variants("bfloat16", "bfloat16"))
-def test_what_is_not_a_number_stays_in_its_row(variant):
+def test_what_is_not_a_number_stays_in_its_row(variant, softcap):
     scene = Scene([(0, 40), (90, 1), (300, 1)], 4, 2, 64, 16, "bfloat16")
-    before = attend(scene, variant=variant)
+    before = attend(scene, None, variant, softcap)
     scene.query[7, 1] = torch.nan
-    scene.query[40, 3] = torch.inf
-    after = attend(scene, variant=variant)
+    scene.query[40, 3] = torch.nan if softcap else torch.inf  # a cap takes in what is infinite
+    after = attend(scene, None, variant, softcap)
     assert after[7, 1].isnan().all()
     assert after[40, 3].isnan().all()
     for row, head in ((7, 1), (40, 3)):

@@ -112,7 +112,7 @@ def kinds():
     """Each model in bfloat16, and the first one in every way, by default; all in every way among the long tests."""
     for number, name in enumerate(MODELS):
         for dtype, quantization in itertools.product(("bfloat16", "float32"), ("none", "int8", "int4", "w8a8")):
-            is_long = number and (dtype, quantization) != ("bfloat16", "none")
+            is_long = (number and (dtype, quantization) != ("bfloat16", "none")) or name == "gemma"
             yield pytest.param(name, dtype, quantization, marks=pytest.mark.long if is_long else ())
 
 

@@ -8,6 +8,7 @@ from engine.model.rope import RotaryEmbedding
 from engine.model.steps import HeadNorms, TorchSteps
 from engine.native.library import ENVIRONMENT
 from engine.native.steps import VARIANTS, NativeSteps, StepLibrary, choose_steps, step_library
+from serving_core.differences import GELU_TANH, SILU
 from serving_core.layout import KVLayout
 from serving_core.rope_config import DefaultRope
 
@@ -32,6 +33,7 @@ variants = pytest.mark.parametrize(
     [pytest.param(name, marks=pytest.mark.skipif(not has(name), reason=f"no {name} here")) for name in VARIANTS],
 )
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+activations = pytest.mark.parametrize("activation", [SILU, GELU_TANH])
 
 
 @pytest.fixture(autouse=True)
@@ -143,39 +145,93 @@ def test_norm_of_numbers_at_the_limits(variant):
     torch.testing.assert_close(NativeSteps(variant).norm(x, weight, EPS), expected, equal_nan=True)
 
 
-def gate_in_float64(gates_and_ups):
+@variants
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norms_with_weights_of_float32(variant, shape):
+    """Between bfloat16, as torch computes it: rounded once."""
+    x, delta = random(*shape, dtype=torch.bfloat16), random(*shape, dtype=torch.bfloat16, seed=2)
+    weight, steps = random(shape[1], seed=1) + 1, NativeSteps(variant)
+    for centers in (False, True) if shape[1] > 2 else (False,):
+        normed = steps.norm(strided(x), weight, EPS, None, 1.0, centers)
+        expected = norm_in_float64(x, weight, centers)
+        torch.testing.assert_close(normed.double(), expected, rtol=2**-8, atol=1e-4)
+        theirs = TorchSteps().norm(x, weight, EPS, None, 1.0, centers)
+        assert (normed != theirs).float().mean() < 0.01 or normed.numel() < 500
+        torch.testing.assert_close(normed, theirs, rtol=2**-7, atol=1e-4)
+    ours = strided(x)
+    steps.norm_onto(ours, strided(delta), weight, EPS)
+    assert torch.equal(ours, x + steps.norm(delta, weight, EPS))
+
+
+def gate_in_float64(gates_and_ups, activation):
     gates, ups = gates_and_ups.double().chunk(2, -1)
+    if activation == GELU_TANH:
+        return gates / (1 + (-2 * (2 / torch.pi) ** 0.5 * (gates + 0.044715 * gates**3)).exp()) * ups
     return gates / (1 + (-gates).exp()) * ups
 
 
 @variants
 @dtypes
+@activations
 @pytest.mark.parametrize("shape", SHAPES)
-def test_gate(variant, dtype, shape):
+def test_gate(variant, dtype, activation, shape):
     gates_and_ups = random(shape[0], 2 * shape[1], dtype=dtype, scale=8.0)
-    gated = NativeSteps(variant).gate(strided(gates_and_ups))
-    # e^-x of float32 is off by more than its last bits where silu is next to nothing.
+    gated = NativeSteps(variant).gate(strided(gates_and_ups), activation)
+    # e^-x of float32 is off by more than its last bits where the activation is next to nothing.
     tolerance = {"rtol": 4e-6 if dtype == torch.float32 else 2**-7, "atol": 1e-30}
-    torch.testing.assert_close(gated.double(), gate_in_float64(gates_and_ups), **tolerance)
-    expected = TorchSteps().gate(gates_and_ups)
+    if activation == GELU_TANH:
+        tolerance = {"rtol": 1e-4 if dtype == torch.float32 else 2**-7, "atol": 1e-12}
+    torch.testing.assert_close(gated.double(), gate_in_float64(gates_and_ups, activation), **tolerance)
+    expected = TorchSteps().gate(gates_and_ups, activation)
+    tolerance["atol"] = 1e-5 if activation == GELU_TANH else 1e-30  # of what torch takes from 1 by tanh
     torch.testing.assert_close(gated, expected, **tolerance)
     if dtype == torch.bfloat16:
-        assert (gated != expected).float().mean() < 0.001
+        is_large = expected.abs() > (0 if activation == SILU else 1e-3)
+        assert ((gated != expected) & is_large).float().mean() < 0.001
 
 
 @variants
 @dtypes
-def test_gate_of_numbers_at_the_limits(variant, dtype):
+@activations
+def test_gate_of_numbers_at_the_limits(variant, dtype, activation):
     gates = torch.tensor([0.0, -0.0, 90.0, -90.0, 3e38, -3e38, torch.inf, torch.nan, 1e-30, -1e-30, 88.8, -88.8])
     rows = torch.cat((gates, torch.ones(len(gates)))).to(dtype).unsqueeze(0)
-    gated = NativeSteps(variant).gate(rows)
-    torch.testing.assert_close(gated, TorchSteps().gate(rows), rtol=2e-6, atol=1e-36, equal_nan=True)
+    gated = NativeSteps(variant).gate(rows, activation)
+    expected = TorchSteps().gate(rows, activation)
+    torch.testing.assert_close(gated, expected, rtol=2e-6, atol=1e-36, equal_nan=True)
+
+
+@variants
+@dtypes
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("cap", [0.7, 30.0])
+def test_cap(variant, dtype, shape, cap):
+    logits = random(*shape, dtype=dtype, scale=20.0)
+    ours, theirs = strided(logits), logits.clone()
+    around = ours.as_strided((shape[0], shape[1] + 7), (shape[1] + 7, 1), 0)
+    NativeSteps(variant).cap(ours, cap)
+    TorchSteps().cap(theirs, cap)
+    tolerance = {"rtol": 5e-7 if dtype == torch.float32 else 2**-8, "atol": 1e-30}
+    torch.testing.assert_close(ours.double(), cap * (logits.double() / cap).tanh(), **tolerance)
+    torch.testing.assert_close(ours, theirs, **{**tolerance, "rtol": 2 * tolerance["rtol"]})
+    assert around[:, [0, 1, 2, -4, -3, -2, -1]].isnan().all()
+
+
+@variants
+@dtypes
+def test_cap_of_numbers_at_the_limits(variant, dtype):
+    logits = torch.tensor([[0.0, -0.0, 1e-30, -1e-30, 400.0, -3e38, torch.inf, -torch.inf, torch.nan]]).to(dtype)
+    capped = logits.clone()
+    NativeSteps(variant).cap(capped, 50.0)
+    expected = 50 * (logits.double() / 50).tanh()
+    torch.testing.assert_close(capped.double(), expected, rtol=2**-8, atol=0, equal_nan=True)
+    assert capped[0, :-1].abs().max() <= 50
 
 
 class Placing:
     """Random queries, keys and values of tokens at random positions, and scattered slots of a pool."""
 
-    def __init__(self, num_tokens, heads, dtype, kv_dtype=None, has_norms=False, block_size=4):
+    def __init__(self, num_tokens, heads, dtype, kv_dtype=None, has_norms=False, block_size=4, norm_dtype=None):
         num_heads, self.num_kv_heads, head_dim = heads
         generator = torch.Generator().manual_seed(5)
         self.heads = random(num_tokens, num_heads + 2 * self.num_kv_heads, head_dim, dtype=dtype)
@@ -185,8 +241,8 @@ class Placing:
         self._layout = KVLayout.uniform(2, self.num_kv_heads, head_dim, block_size, kv_dtype)
         self._num_blocks = num_tokens // block_size + 3
         self.slots = torch.randperm(self._num_blocks * block_size, generator=generator)[:num_tokens]
-        weights = (random(head_dim, dtype=dtype, seed=seed) for seed in (3, 4))
-        self.norms = HeadNorms(*weights, EPS) if has_norms else None
+        weights = (random(head_dim, dtype=norm_dtype or dtype, seed=seed) for seed in (3, 4))
+        self.norms = HeadNorms(*weights, EPS) if has_norms or norm_dtype else None
         self._dtype = dtype
 
     def run(self, steps, rows=slice(None)):
@@ -213,6 +269,15 @@ def test_place(variant, dtype, heads, has_norms):
             torch.testing.assert_close(given_, expected, rtol=0, atol=2e-6)
         else:
             assert torch.equal(given_, expected)
+
+
+@variants
+@pytest.mark.parametrize("heads", HEADS)
+def test_place_with_norms_of_float32(variant, heads):
+    placing = Placing(11, heads, torch.bfloat16, norm_dtype=torch.float32)
+    for given_, expected in zip(placing.run(NativeSteps(variant)), placing.run(TorchSteps()), strict=True):
+        torch.testing.assert_close(given_, expected, rtol=0, atol=0.1)
+        assert (given_ != expected).float().mean() < 0.01
 
 
 @variants
@@ -285,6 +350,10 @@ def all_results(steps, num_tokens, dtype, rows=slice(None)):
     summed = delta[rows].abs()  # and what is added: so that nothing cancels out
     steps.norm_onto(summed, x.abs(), weight.abs(), EPS)
     gated = steps.gate(random(num_tokens, 600, dtype=dtype)[rows])
+    approximated = steps.gate(random(num_tokens, 600, dtype=dtype)[rows], GELU_TANH)
+    capped = random(num_tokens, 999, dtype=dtype)[rows].clone()
+    steps.cap(capped, 2.0)
+    offset = steps.norm(x, weight.float(), EPS)
     highest, tokens = steps.likeliest(random(num_tokens, 999, dtype=dtype)[rows])
     placing = Placing(num_tokens, (5, 2, 20), dtype, has_norms=True)
     queries, keys, values = placing.run(steps, rows)
@@ -295,6 +364,9 @@ def all_results(steps, num_tokens, dtype, rows=slice(None)):
         centered,
         summed,
         gated,
+        approximated,
+        capped,
+        offset,
         highest,
         tokens,
         queries,

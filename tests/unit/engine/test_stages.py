@@ -20,6 +20,7 @@ EXACT = {  # kinds of layers, of what goes from stage to stage, and of settings
     "bfloat16": ("qwen3", {"dtype": "bfloat16", "tie_word_embeddings": True, "head_dim": 16}),
     "window": ("mistral", {"sliding_window": 11}),
     "norms behind": ("olmo2", {}),
+    "norms on both sides, tied": ("gemma2", {}),
     "parallel layers": ("cohere", {}),
     "experts": ("mixtral", {}),
 }

@@ -21,7 +21,7 @@ from serving_core.requests import Share
 from serving_core.settings import EngineSettings
 from tests.toy_scheduler import greedy, run_all
 
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 
 
 def rank_case(folder, prompts, num_tokens, chunk_tokens, **settings):

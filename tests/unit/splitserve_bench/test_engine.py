@@ -135,6 +135,23 @@ def test_a_shape_is_measured_without_a_model(run, monkeypatch):
     assert 2 * READ_PARAMETERS <= padded <= 1.05 * 2 * READ_PARAMETERS
 
 
+@pytest.mark.long
+def test_transformers_can_be_measured_beside_it(run, monkeypatch):
+    tiny = Shape("Gemma3ForCausalLM", "gemma3_text", 48, 3, 4, 1, 12, 80, 260, 1024)
+    monkeypatch.setitem(SHAPES, "gemma-3-1b", tiny)
+    result = run("--shape", "gemma-3-1b", *SIZES, "--with-transformers", "--json")
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.stdout)
+    assert figures["engine"]["model_impl"] == "native"
+    gain = {(row["kind"], row["key"]): row for row in figures["gain"]}
+    keys = {("prefill", "2x40"), ("prefill", "1x24")}
+    assert gain.keys() == {("load", ""), *keys, *(("decode", f"b{b}_ctx{c}") for b in (1, 3) for c in (20, 36))}
+    row = gain["decode", "b1_ctx20"]
+    assert row["peer"] == "--model-impl transformers"
+    assert row["ours"] == pytest.approx(figures["decode"][0]["step_s"] * 1e3)
+    assert row["ratio"] == pytest.approx(row["ours"] / row["theirs"])
+
+
 def test_the_price_of_batch_invariance_can_be_measured(tmp_path, run):
     folder = write_tiny_model(tmp_path / "model")
     result = run(folder, *SIZES, "--batch-invariant", "--json")
