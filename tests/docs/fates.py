@@ -93,6 +93,18 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
     ),
     (r"splitserve up MODEL --ray", By(_SYSTEM + "test_ray.py::up")),
     (r"ray start", Nobody("Ray's own command; tests/system/test_ray.py has a cluster of logical hosts")),
+    (
+        r"splitserve up MODEL --weights-memory-bytes",
+        By("tests/unit/engine/test_offload.py::test_answers_are_those_of_the_model_in_memory"),
+    ),
+    (
+        r"splitserve up MODEL --speculation",
+        By(_SYSTEM + "test_speculation.py::test_answers_that_move"),
+    ),
+    (
+        r"splitserve up --kv-(host|disk)-bytes",
+        By(_SYSTEM + "test_kv_tiers.py::test_a_chat_whose_beginning_was_evicted"),
+    ),
     (r"torchrun ", By(_SYSTEM + "test_tensor_parallel.py::test_ranks_started_together_as_torchrun_does")),
     (
         r"splitserve (coordinator|prefill|decode|both) .*--tls",
@@ -113,6 +125,10 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
     (r"splitserve simulate", By(_BENCH + "test_simulate.py::test_it_says_what_bench_serve_says")),
     (r"splitserve plan ", By(_BENCH + "test_plan.py::test_the_command_finds_a_plan_and_says_how_to_run_it")),
     (r"splitserve bench engine", By(_BENCH + "test_engine.py::test_the_tables_show_every_figure")),
+    (r"splitserve bench prompts", By(_BENCH + "test_prompts.py::test_rows_for_each_size_and_kind_of_weights")),
+    (r"splitserve bench weights", By(_BENCH + "test_weights.py::test_figures_of_plain_and_of_quantized_weights")),
+    (r"splitserve bench transfer", By(_BENCH + "test_transfer.py::test_the_command")),
+    (r"splitserve bench speculation", By(_BENCH + "test_speculation.py::test_the_command")),
     (r"splitserve bench compare", By(_SYSTEM + "test_bench_compare.py::test_each_contender_answers_the_same_requests")),
     (
         r"splitserve bench overload --profile",
