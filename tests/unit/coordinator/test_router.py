@@ -15,6 +15,7 @@ from serving_core.blocks import BlockAllocator
 from serving_core.errors import RequestError
 from serving_core.prefix import GRAFT, BlockNames, hint_of, root_name
 from serving_core.shapes import Shape
+from serving_core.tiers import TierIndex
 from serving_node.cache_report import CacheReport
 from tests import fleet_events as events
 
@@ -247,7 +248,7 @@ def test_coordinator_and_node_agree_on_what_a_real_allocator_holds(rounds):
     def hear(cache_changed):
         left_out.append(registry.cache_changed(node, cache_changed))
 
-    report = CacheReport(allocator, makers, hear)
+    report = CacheReport(allocator, TierIndex(0, 0), makers, hear)
     for length, first, salt, made, is_told in rounds:
         token_ids = TOKENS[first:length]
         names = BlockNames(root_name(events.MODEL, salt), events.BLOCK_SIZE)

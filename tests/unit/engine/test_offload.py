@@ -134,7 +134,7 @@ def threads():
     ("family", "dtype", "quantization"),
     [
         ("llama", "float32", "none"),
-        ("mistral", "bfloat16", "int8"),
+        ("mistral", "bfloat16", "w8a8"),
         ("qwen2", "float16", "none"),
         ("qwen3", "bfloat16", "int4"),
     ],
