@@ -34,7 +34,7 @@ from splitserve_bench.doctor.split_model import (
 )
 
 PREFILL_NODE, DECODE_NODE = "prefill node", "decode node"
-TRANSPORT: Final = "zmq-ipc"
+TRANSPORT: Final = "zmq-shm"  # as between two nodes of one machine
 TRANSFER_TOKENS: Final = (16, 512, 2048)
 TRANSFER_REPEATS: Final = 5
 NODE_MODULE: Final = "splitserve_bench.doctor.node"

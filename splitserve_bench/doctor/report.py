@@ -9,7 +9,7 @@ from rich.text import Text
 
 from serving_core.units import size_of
 from splitserve.commands.terminal import plain_table
-from splitserve_bench.doctor.doctor import DoctorFigures, PaysBetween
+from splitserve_bench.doctor.doctor import TRANSPORT, DoctorFigures, PaysBetween
 
 STYLES: Final = {"split": "green", "even": "", "colocated": "yellow"}
 
@@ -143,7 +143,7 @@ def _corridor_line(figures: DoctorFigures) -> str:
     taken_s = figures.costs.hand_over_s(last)
     share = taken_s / figures.costs.prefill.prefill_s(last)
     return (
-        f"corridor (zmq-ipc): {corridor.latency_s * 1e3:.2f} ms and {corridor.bytes_per_s / 1e9:.2f} GB/s; a token has "
-        f"{size_of(figures.costs.token_bytes)} of KV, so that a prompt of {last} tokens is handed over in "
+        f"corridor ({TRANSPORT}): {corridor.latency_s * 1e3:.2f} ms and {corridor.bytes_per_s / 1e9:.2f} GB/s; a "
+        f"token has {size_of(figures.costs.token_bytes)} of KV, so that a prompt of {last} tokens is handed over in "
         f"{taken_s * 1e3:.1f} ms, {share:.1%} of its computation"
     )
