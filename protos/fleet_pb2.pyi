@@ -196,7 +196,7 @@ class StepTokens(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., step_s: _Optional[float] = ...) -> None: ...
 
 class SampledToken(_message.Message):
-    __slots__ = ("attempt", "index", "token_id", "finish_reason", "logprob", "top", "prompt_logprobs")
+    __slots__ = ("attempt", "index", "token_id", "finish_reason", "logprob", "top", "prompt_logprobs", "num_proposed", "num_accepted")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -204,6 +204,8 @@ class SampledToken(_message.Message):
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TOP_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROPOSED_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     index: int
     token_id: int
@@ -211,7 +213,9 @@ class SampledToken(_message.Message):
     logprob: float
     top: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TopLogprob]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., index: _Optional[int] = ..., token_id: _Optional[int] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[_inference_pb2.TopLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    num_proposed: int
+    num_accepted: int
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., index: _Optional[int] = ..., token_id: _Optional[int] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[_inference_pb2.TopLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., num_proposed: _Optional[int] = ..., num_accepted: _Optional[int] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("attempt", "reason", "message")

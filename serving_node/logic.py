@@ -304,7 +304,11 @@ class NodeLogic:
         for resident, work in zip(residents, works, strict=True):
             self._advance(resident, work)
         step_tokens = fleet_pb2.StepTokens(step_s=step_s)
-        ended = [resident for resident, taken in given if self._answer_all(resident, taken, step_tokens, now)]
+        ended = [
+            resident
+            for work, (resident, taken) in zip(works, given, strict=True)
+            if self._answer_all(resident, taken, step_tokens, len(work.candidates), now)
+        ]
         if step_tokens.tokens:
             self._endings.tell(step_tokens=step_tokens)
         self._hand_overs.note_read(residents, now)
@@ -394,17 +398,21 @@ class NodeLogic:
         resident: Resident,
         tokens: Sequence[SampledToken],
         step_tokens: fleet_pb2.StepTokens,
+        num_candidates: int,
         now: float,
     ) -> bool:
         """The tokens of a request that a step has given. The KV of all but the last is there: they were candidates,
         none of which ends an answer. Tells whether the last one does."""
-        has_ended = False
+        has_ended, told = False, step_tokens.tokens
+        num_before = len(told)
         for index, token in enumerate(tokens):
             if index:
                 resident.num_computed += 1
                 self._leases.publish(resident)
             if _is_token(token):
                 has_ended = self._answer(resident, token, step_tokens, now)
+        if num_candidates and len(told) > num_before:
+            told[-1].num_proposed, told[-1].num_accepted = num_candidates, len(told) - num_before - 1
         return has_ended
 
     def _answer(self, resident: Resident, token: SampledToken, step_tokens: fleet_pb2.StepTokens, now: float) -> bool:

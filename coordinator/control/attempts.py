@@ -144,6 +144,8 @@ class TrackedRequest:
     num_kv_bytes_saved: int = 0
     num_moves: int = 0
     num_moved_kv_bytes: int = 0  # of num_kv_bytes
+    num_proposed: int = 0  # candidates that nodes have computed for it
+    num_accepted: int = 0  # of these, the ones that came
     move_pause_s: float = 0.0  # from the last token before a move to the first one after it, over all moves
     move: Move | None = None
     moved_s: float | None = None  # when the last move was over, however it ended

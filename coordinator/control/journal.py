@@ -103,8 +103,13 @@ def _figures(complete: inference_pb2.Complete) -> dict[str, Any]:
         "kv_bytes": complete.kv_bytes,
         **(_moves(complete) if timeline.num_moves else {}),
         **({"resumed_tokens": complete.resumed_tokens} if complete.resumed_tokens else {}),
+        **(_candidates(complete) if complete.proposed_tokens else {}),
         **{name: round(getattr(timeline, name), 6) for name in SECONDS},
     }
+
+
+def _candidates(complete: inference_pb2.Complete) -> dict[str, Any]:
+    return {"proposed_tokens": complete.proposed_tokens, "accepted_tokens": complete.accepted_tokens}
 
 
 def _moves(complete: inference_pb2.Complete) -> dict[str, Any]:

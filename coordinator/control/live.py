@@ -265,6 +265,10 @@ class LiveAnswers:
             tokens.append(early)
             output.append(early.token_id)
             finish_reason = early.finish_reason
+        for each in tokens:
+            if each.num_proposed:
+                request.num_proposed += each.num_proposed
+                request.num_accepted += min(each.num_accepted, each.num_proposed)
         gap_s, is_first = request.timeline.tokens(now), len(output) == len(tokens)
         self.metrics.tokens_came(len(tokens), gap_s, is_first=is_first)
         if request.move is not None:

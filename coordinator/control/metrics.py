@@ -36,6 +36,8 @@ class Metrics:
         self.num_kv_bytes = 0
         self.num_kv_bytes_saved = 0
         self.num_moved_kv_bytes = 0
+        self.num_proposed = 0
+        self.num_accepted = 0
         self.num_restarts = 0
         self.num_kept = 0
         self.moves = Counter[str]()  # by outcome
@@ -74,6 +76,8 @@ class Metrics:
         self.inference.observe(timeline.e2e_s - timeline.prefill_queue_s)
         self.prompt_lengths.observe(complete.prompt_tokens)
         self.answer_lengths.observe(complete.completion_tokens)
+        self.num_proposed += complete.proposed_tokens
+        self.num_accepted += complete.accepted_tokens
         if complete.completion_tokens and not complete.resumed_tokens:
             self._first_and_others(complete)
 

@@ -45,6 +45,8 @@ def completion(
         moved_kv_bytes=min(request.num_moved_kv_bytes, MAX_BYTES),
         attainment=attainment(request),
         resumed_tokens=request.num_resumed,
+        proposed_tokens=request.num_proposed,
+        accepted_tokens=request.num_accepted,
     )
 
 

@@ -115,6 +115,8 @@ def _totals(metrics: Metrics) -> Iterator[Figure]:
     yield total("kv_transferred_bytes", "KV that travelled between nodes.", metrics.num_kv_bytes)
     yield total("kv_saved_bytes", "KV that decode nodes held already.", metrics.num_kv_bytes_saved)
     yield total("moved_kv_bytes", "Of the KV that travelled, that of answers that moved.", metrics.num_moved_kv_bytes)
+    yield total("proposed_tokens", "Candidates that were computed for answers that have ended.", metrics.num_proposed)
+    yield total("accepted_tokens", "Of those, the ones that became tokens.", metrics.num_accepted)
     yield total("answers_kept", "Answers written where their prompts were read, for want of room.", metrics.num_kept)
     yield total("request_restarts", "Answers that began again on other nodes, after a failure.", metrics.num_restarts)
     finish_reasons, failures = FINISH_REASONS.values(), metrics.transfers_failed

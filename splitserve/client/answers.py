@@ -86,7 +86,8 @@ class Completion:
     there, counts the bytes of all its transfers, but the cached tokens of its first prefill alone. moved_kv_bytes are
     those of kv_bytes that travelled because it moved. attainment is None where the request had neither limits nor a
     class. num_resumes counts the calls that went on with the answer after one had broken off; then timeline and bytes
-    are of the last call alone, and resumed_tokens are those of completion_tokens that had come before it.
+    are of the last call alone, and resumed_tokens are those of completion_tokens that had come before it. Of candidates
+    that speculation proposed, accepted_tokens became tokens of the answer.
     """
 
     finish_reason: str
@@ -100,6 +101,8 @@ class Completion:
     moved_kv_bytes: int
     attainment: Attainment | None = None
     resumed_tokens: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
     num_resumes: int = 0
 
 

@@ -217,13 +217,15 @@ def duration_of(seconds: float) -> str:
 
 
 def _savings(completion: Completion) -> list[str]:
-    """A line about cached tokens, KV that travelled and moves, or nothing when there was none of them."""
+    """A line about cached tokens, KV that travelled, candidates and moves, or nothing when there was none of them."""
     parts, timeline = [], completion.timeline
     if completion.cached_tokens:
         parts.append(f"{completion.prompt_tokens} prompt tokens, {completion.cached_tokens} of them cached")
     if completion.kv_bytes or completion.kv_bytes_saved:
         saved = f", {size_of(completion.kv_bytes_saved)} saved" if completion.kv_bytes_saved else ""
         parts.append(f"{size_of(completion.kv_bytes)} of KV sent{saved}")
+    if completion.proposed_tokens:
+        parts.append(f"{completion.accepted_tokens} of {completion.proposed_tokens} candidates came")
     if timeline.num_moves:
         times = "once" if timeline.num_moves == 1 else f"{timeline.num_moves} times"
         pause = f"paused for {timeline.move_pause_s * 1e3:.1f} ms"

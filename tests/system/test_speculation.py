@@ -18,6 +18,7 @@ pytestmark = pytest.mark.long
 ENGINE = {"dtype": "bfloat16", "block_size": 16, "num_kv_blocks": 600}
 DEADLINE_S = 200.0
 MAX_TOKENS = 250
+FEW = range(40, 44)
 WAYS = (
     {"temperature": 0.0},
     {"temperature": 0.0, "frequency_penalty": 0.02},
@@ -27,9 +28,9 @@ WAYS = (
 
 
 def _questions():
-    """Phrases said again and again, which even a model of random weights takes up."""
+    """A model of random weights says nothing twice. It is left with few tokens, which soon come as before."""
     prompts = [[(7 * index + at % (9 + index)) % 250 for at in range(60)] for index in range(2 * len(WAYS))]
-    fields = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "logprobs": 2}
+    fields = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "logprobs": 2, "logit_bias": dict.fromkeys(FEW, 100.0)}
     return [{"prompt": prompt, **WAYS[index % len(WAYS)], **fields} for index, prompt in enumerate(prompts)]
 
 
@@ -40,7 +41,9 @@ def _expected(model, questions):
         pytest.skip("bits depend on the batch here, so nothing is promised")
     asked = [dict(question) for question in questions]
     prompts = [question.pop("prompt") for question in asked]
-    return run_all(engine, prompts, [SamplingParams(**question) for question in asked])
+    biases = [tuple(question.pop("logit_bias").items()) for question in asked]
+    params = [SamplingParams(**question, logit_bias=bias) for question, bias in zip(asked, biases, strict=True)]
+    return run_all(engine, prompts, params)
 
 
 async def test_answers_that_move(start_cluster, tmp_path):
@@ -68,6 +71,7 @@ async def test_answers_that_move(start_cluster, tmp_path):
         assert told == [[(token_id, logprob) for token_id, logprob in token.top_logprobs] for token in tokens]
     assert sum(answer.complete.timeline.num_moves for answer in answers) >= 2
     assert not any(answer.complete.timeline.num_restarts for answer in answers)
+    assert any(answer.complete.accepted_tokens for answer in answers)
     cluster.wait_all_free()
 
 
@@ -79,6 +83,9 @@ async def test_one_answer_takes_fewer_steps_than_tokens(start_cluster, tmp_path)
     async with cluster.connect() as stub, asyncio.timeout(DEADLINE_S):
         answer = await stream(stub, request(**question)).complete()
     assert answer.token_ids == [token.token_id for token in tokens]
+    end = answer.complete
+    assert 0 < end.accepted_tokens <= end.proposed_tokens
+    # The first token is the prefill node's; each other one took a step, but for those that had been candidates.
+    cluster.wait_all_free()  # loads are told now and then: these are from behind the end
     (decode,) = [name for name in cluster.names if name.startswith("decode")]
-    assert cluster.loads()[decode].num_steps < len(tokens)
-    cluster.wait_all_free()
+    assert cluster.loads()[decode].num_steps == len(tokens) - 1 - end.accepted_tokens

@@ -46,6 +46,8 @@ COUNTERS = {
     "splitserve_request_restarts_total": None,
     "splitserve_moved_kv_bytes_total": None,
     "splitserve_moves_total": None,
+    "splitserve_proposed_tokens_total": None,
+    "splitserve_accepted_tokens_total": None,
     "splitserve_answers_kept_total": None,
     "splitserve_requests_finished_total": None,
     "splitserve_slo_answers_total": None,

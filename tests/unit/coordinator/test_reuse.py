@@ -117,6 +117,20 @@ def test_a_moved_answer_adds_its_transfers_up_and_keeps_the_cached_tokens_of_its
     assert (complete.cached_tokens, complete.kv_bytes, complete.kv_bytes_saved) == (16, 1030, 507)
 
 
+def test_an_answer_adds_up_what_its_nodes_proposed_and_what_came(world):
+    world.submit(token_ids=TOKENS)
+    world.first(world.attempt)
+    early = events.sampled(world.attempt, 2, 102, num_proposed=3, num_accepted=1)
+    assert world.tell("d0", events.step_tokens(early)) == []  # waits for the token before it
+    assert world.tell("d0", events.step_tokens(events.sampled(world.attempt, 1, 101))) == ["emit 1:101 2:102"]
+    assert world.tell("d0", events.step_tokens(early)) == []  # a repeated token counts once
+    world.lose("d0")
+    world.first(world.attempt, index=3)
+    last = events.sampled(world.attempt, 4, 104, events.LENGTH, num_proposed=2, num_accepted=2**32 - 1)
+    world.tell("d1", events.step_tokens(last))
+    assert (world.outcome.proposed_tokens, world.outcome.accepted_tokens) == (5, 3)
+
+
 def test_an_attempt_that_gave_no_token_does_not_count_as_the_first_prefill(world):
     world.submit(token_ids=TOKENS)
     world.lose("p0")

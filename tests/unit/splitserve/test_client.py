@@ -77,6 +77,8 @@ def test_an_answer_becomes_typed_chunks(script, target, asked):
             kv_bytes=2**40,
             kv_bytes_saved=9,
             moved_kv_bytes=4,
+            proposed_tokens=6,
+            accepted_tokens=1,
         ),
     ]
     first, second, last = asked(target)
@@ -89,6 +91,7 @@ def test_an_answer_becomes_typed_chunks(script, target, asked):
     assert (end.finish_reason, end.matched_stop) == ("stop", ".")
     assert (end.prompt_tokens, end.completion_tokens, end.cached_tokens) == (5, 3, 2)
     assert (end.kv_bytes, end.kv_bytes_saved, end.moved_kv_bytes) == (2**40, 9, 4)
+    assert (end.proposed_tokens, end.accepted_tokens) == (6, 1)
     assert (end.timeline.prefill_s, end.timeline.decode_node, end.timeline.num_restarts) == (1.5, "d0", 1)
     assert (end.timeline.num_moves, end.timeline.move_pause_s) == (2, 0.5)
 
