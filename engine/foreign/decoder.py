@@ -104,7 +104,7 @@ class _Trial:
 
     def attend(self, call: Call) -> torch.Tensor:
         self.calls.append(call)
-        return call.queries.new_zeros((*call.queries.shape[:2], call.values.shape[2]))
+        return call.queries.new_zeros(call.output_shape)
 
 
 class _Paged:
@@ -122,12 +122,13 @@ class _Paged:
         if window not in self._plans:
             self._plans[window] = attention.plan(self._batch, window)
         attend = self._scored(call) if call.is_scored else attention.attend
+        queries = call.queries if call.expansion is None else call.expansion.absorbed(call.queries)
         # Backends scale by the width of a head. (Not to be done where it changes nothing: it rounds.)
-        factor = call.scaling * call.queries.shape[2] ** 0.5
-        queries = call.queries if abs(factor - 1) < 1e-9 else call.queries * factor
+        factor = call.scaling * queries.shape[2] ** 0.5
+        queries = queries if abs(factor - 1) < 1e-9 else queries * factor
         attended = attend(queries, call.layer, self._plans[window])
         self._report(call.layer + 1)
-        return attended
+        return attended if call.expansion is None else call.expansion.expanded(attended)
 
     def _scored(self, call: Call) -> Callable[[torch.Tensor, int, Any], torch.Tensor]:
         attention, scoring = self._attention, Scoring(call.softcap, call.sinks)
@@ -155,8 +156,9 @@ class _Divided:
             keys=call.keys[:, self._keys],
             values=call.values[:, self._keys],
             sinks=None if call.sinks is None else call.sinks[self._queries],
+            expansion=None if call.expansion is None else call.expansion.of(self._queries),
         )
-        attended = call.queries.new_zeros((*call.queries.shape[:2], call.values.shape[2]))
+        attended = call.queries.new_zeros(call.output_shape)
         attended[:, self._queries] = self._step.attend(own)
         self._group.all_reduce(attended)
         return attended

@@ -28,6 +28,7 @@ from transformers.utils.logging import disable_progress_bar
 from engine.foreign.decoder import ForeignDecoder, in_a_line
 from engine.foreign.division import Cut, divide, leave_biases
 from engine.foreign.interface import NAME
+from engine.foreign.latent import keep_latents
 from engine.model.checkpoint import Checkpoint, Part, whole_tensor
 from engine.model.weights import open_checkpoint
 from engine.parallel import RankGroup
@@ -76,7 +77,9 @@ def load_foreign(
         raise ModelError(
             f"transformers cannot build {config.architecture} of this config.json: {in_a_line(error)}"
         ) from error
-    cuts = divide(model, group, config.num_kv_heads)
+    if config.has_latent_kv:
+        keep_latents(model, NAME)
+    cuts = divide(model, group, config.num_heads if config.has_latent_kv else config.num_kv_heads)
     if group.size > 1 and not cuts:
         logger.warning("transformers has no plan to divide %s: every rank holds all weights", config.architecture)
     _fill(model, open_checkpoint(folder), cuts, dtype, device)
