@@ -69,7 +69,8 @@ def divide(model: Any, group: RankGroup, num_heads: int) -> dict[str, Cut]:
             if style is not None:
                 cuts[f"{path}.{name}"] = _cut(module, name, style, group)
         style = plan.get(_pattern(path))
-        if style is not None and path not in tied:
+        is_held = next(module.parameters(), None) is not None
+        if style is not None and is_held and path not in tied:
             cuts |= {f"{path}.{name}": cut for name, cut in _divide_module(module, style, group).items()}
     return cuts
 
