@@ -301,7 +301,7 @@ def _build_model(
         require("transformers")
         from engine.foreign.loading import load_foreign  # here, as it takes seconds to import
 
-        return load_foreign(folder, config, layout, dtype, device, shard, of_stage, pipeline, settings.max_model_len)
+        return load_foreign(folder, config, layout, dtype, device, shard, of_stage, pipeline, settings)
     with torch.device("meta"):
         decoder = LlamaDecoder(config, device, shard, of_stage, pipeline)
     placement = None

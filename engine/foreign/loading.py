@@ -29,6 +29,7 @@ from engine.foreign.decoder import ForeignDecoder, in_a_line
 from engine.foreign.division import Cut, divide, leave_biases
 from engine.foreign.interface import NAME
 from engine.foreign.latent import keep_latents
+from engine.foreign.quantized import check_quantizable, quantize_model
 from engine.foreign.stages import keep_stage
 from engine.model.checkpoint import Checkpoint, Part, whole_tensor
 from engine.model.weights import open_checkpoint
@@ -37,6 +38,7 @@ from engine.pipeline import Pipeline
 from serving_core.errors import ModelError
 from serving_core.layout import KVLayout
 from serving_core.model_config import ModelConfig
+from serving_core.settings import EngineSettings
 from serving_core.sharding import Extent, Shard
 from serving_core.weight_files import FLOATS
 
@@ -64,14 +66,14 @@ def load_foreign(
     shard: Shard,
     group: RankGroup,
     pipeline: Pipeline | None,
-    max_model_len: int,
+    settings: EngineSettings,
 ) -> tuple[ForeignDecoder, int]:
     """One rank's part of a model and the bytes of its weights. `layout` is that of the rank's pool, `group` are the
     ranks that compute the same layers, `pipeline` is where there are others. Raises ModelError
     with one sentence for what transformers does not know, and where the model does not do what our attention and our
     cache can; SettingsError for ranks that cannot divide it."""
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    theirs = _read_config(folder, config, max_model_len or config.max_position_embeddings)
+    theirs = _read_config(folder, config, settings.max_model_len or config.max_position_embeddings)
     theirs.dtype, theirs._attn_implementation = dtype, NAME
     model_class = _class_of(theirs, config.architecture)
     try:
@@ -89,10 +91,14 @@ def load_foreign(
     cuts = divide(model, group, config.num_heads if config.has_latent_kv else config.num_kv_heads)
     if group.size > 1 and not cuts:
         logger.warning("transformers has no plan to divide %s: every rank holds all weights", config.architecture)
+    quantizes = settings.quantization != "none"
+    if quantizes:
+        check_quantizable(model, settings.quantization)
     _fill(model, open_checkpoint(folder), names, cuts, dtype, device)
     leave_biases(model, cuts, group.rank)
     model.train(False)
-    num_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    num_bytes = quantize_model(model, settings.quantization) if quantizes else 0
+    num_bytes += sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     return ForeignDecoder(model, group, shard, device, layout, pipeline), num_bytes
 
 

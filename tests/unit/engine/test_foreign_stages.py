@@ -1,11 +1,13 @@
 """Models that transformers computes in stages, real processes over gloo: answers are those of its own `generate`."""
 
+import json
+
 import pytest
 
 from engine.engine import Engine
 from serving_core.settings import EngineSettings
 from tests.foreign_models import FAMILIES, UNTRIED, generated, write_foreign_model
-from tests.unit.engine.test_foreign import NUM_TOKENS, PROMPTS
+from tests.unit.engine.test_foreign import NUM_TOKENS, PROMPTS, rounded
 from tests.unit.serving_node.rank_process import TIMEOUT_S, rank_processes, run_ranks
 
 QUICK = {  # a tied head, and what is kept of latents
@@ -82,10 +84,15 @@ def test_two_stages_of_two_ranks_answer_as_transformers(tmp_path):
 
 
 @pytest.mark.long
-def test_stages_of_what_no_test_tries_are_refused(tmp_path):
-    from json import dumps
+def test_two_stages_of_two_ranks_with_quantized_weights(tmp_path):
+    staged = Staged(tmp_path, {"starcoder2": ("starcoder2", {})}, num_ranks=4, quantization="int8")
+    rounded(staged.folders["starcoder2"], num_ranks=2)
+    staged.check("starcoder2")
 
-    (tmp_path / "cases.json").write_text(dumps({"case": case(write_foreign_model(tmp_path / "model", UNTRIED))}))
+
+@pytest.mark.long
+def test_stages_of_what_no_test_tries_are_refused(tmp_path):
+    (tmp_path / "cases.json").write_text(json.dumps({"case": case(write_foreign_model(tmp_path / "model", UNTRIED))}))
     with rank_processes(2, "tests.unit.serving_node.rank_process", tmp_path, "cpu") as processes:
         outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
     for output in outputs:
