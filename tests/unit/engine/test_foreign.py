@@ -156,8 +156,9 @@ def test_a_bfloat16_gemma_is_as_close_to_the_truth_as_that_of_transformers(famil
     assert our_error < 1.5 * their_error
 
 
-def test_cached_prefixes_serve(tmp_path):
-    folder = write_foreign_model(tmp_path, "cohere2")
+@pytest.mark.parametrize("family", ["cohere2", "deepseek_v3"])
+def test_cached_prefixes_serve(family, tmp_path):
+    folder = write_foreign_model(tmp_path, family)
     engine = load(folder, model_impl="transformers")
     allocator = BlockAllocator(engine.num_blocks)
     prompts = [PROMPTS[2], [*PROMPTS[2][:50], 1, 2, 3]]
@@ -165,6 +166,13 @@ def test_cached_prefixes_serve(tmp_path):
     for prompt, answer in zip(prompts, expected, strict=True):
         assert answers(engine, [prompt], allocator=allocator) == [answer]
     assert allocator.blocks_by_name
+
+
+def test_a_latent_takes_the_place_of_keys_and_values(tmp_path):
+    """Of 4 heads of 16 + 12 numbers 20 + 6 that all share."""
+    engine = load(write_foreign_model(tmp_path, "deepseek_v3"))
+    assert engine.kv_pool_bytes == 64 * 8 * 4 * (20 + 6) * 4  # blocks, tokens, layers, numbers of 4 bytes
+    assert engine.pool.values(0).numel() == 0
 
 
 def test_names_as_the_hub_has_them(tmp_path):
@@ -227,8 +235,8 @@ def test_scores_that_are_not_capped_are_found_out(tmp_path, untried, monkeypatch
 
 
 def rounded(folder, num_ranks=1):
-    """The same checkpoint with what is quantized of it rounded to 8 bits, made whole again. Inputs of what ends attention
-    and feed-forwards are divided over ranks, which have scales of their own."""
+    """The same checkpoint with what is quantized of it rounded to 8 bits, made whole again. Inputs of what ends
+    attention and feed-forwards are divided over ranks, which have scales of their own."""
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         if tensor.ndim == 2 and name.startswith("model.layers.") and "kv_b_proj" not in name:
