@@ -69,20 +69,13 @@ def load_foreign(
     settings: EngineSettings,
 ) -> tuple[ForeignDecoder, int]:
     """One rank's part of a model and the bytes of its weights. `layout` is that of the rank's pool, `group` are the
-    ranks that compute the same layers, `pipeline` is where there are others. Raises ModelError
+    ranks that compute the same layers, `pipeline` leads to other stages, if there are any. Raises ModelError
     with one sentence for what transformers does not know, and where the model does not do what our attention and our
     cache can; SettingsError for ranks that cannot divide it."""
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    theirs = _read_config(folder, config, settings.max_model_len or config.max_position_embeddings)
-    theirs.dtype, theirs._attn_implementation = dtype, NAME
-    model_class = _class_of(theirs, config.architecture)
-    try:
-        with ContextManagers(model_class.get_init_context(dtype, False, False, None)):
-            model = model_class(theirs)
-    except UNREADABLE as error:
-        raise ModelError(
-            f"transformers cannot build {config.architecture} of this config.json: {in_a_line(error)}"
-        ) from error
+    model = _build(
+        _read_config(folder, config, settings.max_model_len or config.max_position_embeddings), config, dtype
+    )
     if config.has_latent_kv:
         keep_latents(model, NAME)
     names = model.state_dict()
@@ -100,6 +93,19 @@ def load_foreign(
     num_bytes = quantize_model(model, settings.quantization) if quantizes else 0
     num_bytes += sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     return ForeignDecoder(model, group, shard, device, layout, pipeline), num_bytes
+
+
+def _build(theirs: PreTrainedConfig, config: ModelConfig, dtype: torch.dtype) -> Any:
+    """The whole model, on the meta device."""
+    theirs.dtype, theirs._attn_implementation = dtype, NAME
+    model_class = _class_of(theirs, config.architecture)
+    try:
+        with ContextManagers(model_class.get_init_context(dtype, False, False, None)):
+            return model_class(theirs)
+    except UNREADABLE as error:
+        raise ModelError(
+            f"transformers cannot build {config.architecture} of this config.json: {in_a_line(error)}"
+        ) from error
 
 
 def _read_config(folder: Path, config: ModelConfig, max_model_len: int) -> PreTrainedConfig:

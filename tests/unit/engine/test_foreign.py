@@ -251,7 +251,7 @@ def rounded(folder, num_ranks=1):
     ("family", "fields"),
     [
         ("starcoder2", {}),  # with biases
-        ("phi3", {}),  # one module for several projections
+        pytest.param("phi3", {}, marks=pytest.mark.long),  # one module for several projections
         ("deepseek_v3", {"first_k_dense_replace": 4}),  # without experts: layers of latent KV
     ],
 )
@@ -264,7 +264,7 @@ def test_quantized_weights_answer_as_rounded_ones_do(family, fields, tmp_path):
     assert found == generated(rounded(folder), PROMPTS, NUM_TOKENS)
 
 
-@pytest.mark.parametrize("quantization", ["int4", "w8a8"])
+@pytest.mark.parametrize("quantization", [pytest.param("int4", marks=pytest.mark.long), "w8a8"])
 def test_other_quantizations_serve(quantization, tmp_path):
     """And change what is answered, as models this small must."""
     folder = write_foreign_model(tmp_path, "starcoder2")
