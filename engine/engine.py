@@ -296,13 +296,14 @@ def _build_model(
     """The model and the bytes of its weights."""
     if config.architecture == FAKE_ARCHITECTURE:
         return FakeModel(config, folder, group), 0
+    of_stage = pipeline.stage if pipeline else group
     if config.is_foreign:
         require("transformers")
         from engine.foreign.loading import load_foreign  # here, as it takes seconds to import
 
-        return load_foreign(folder, config, layout, dtype, device, shard, group, settings.max_model_len)
+        return load_foreign(folder, config, layout, dtype, device, shard, of_stage, pipeline, settings)
     with torch.device("meta"):
-        decoder = LlamaDecoder(config, device, shard, pipeline.stage if pipeline else group, pipeline)
+        decoder = LlamaDecoder(config, device, shard, of_stage, pipeline)
     placement = None
     if settings.weights_memory_bytes:
         if device.type != "cpu":

@@ -65,9 +65,12 @@ class KVLayout:
     dtype: str
 
     @classmethod
-    def uniform(cls, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: str) -> "KVLayout":
-        """That of a whole model whose K and V have head_dim elements a head in all layers."""
-        return cls(0, (Widths(head_dim, head_dim),) * num_layers, num_kv_heads, block_size, dtype)
+    def uniform(
+        cls, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: str, *, is_latent: bool = False
+    ) -> "KVLayout":
+        """That of a whole model whose K and V have head_dim elements a head in all layers; latents have no V."""
+        widths = Widths(head_dim, 0 if is_latent else head_dim)
+        return cls(0, (widths,) * num_layers, num_kv_heads, block_size, dtype)
 
     @property
     def layers(self) -> range:
@@ -89,6 +92,11 @@ class KVLayout:
     def head_dim(self) -> int:
         """The one width of K and V in all layers. Raises SettingsError as check_uniform."""
         return self.plane.width
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether all layers are alike, and have no V."""
+        return len(set(self.widths)) == 1 and not self.widths[0].values
 
     @property
     def is_quantized(self) -> bool:
@@ -125,6 +133,13 @@ class KVLayout:
             first += count
         return ", ".join(parts)
 
+    @property
+    def heads_text(self) -> str:
+        """`4 KV heads of 64 float32 values`: what a layer keeps of a token. Raises SettingsError as check_uniform."""
+        if self.is_latent:
+            return f"a latent of {self.widths[0].keys} {self.dtype} values"
+        return f"{self.num_kv_heads} KV heads of {self.head_dim} {self.dtype} values"
+
     def __str__(self) -> str:
         return f"{self.block_size} tokens and {self.num_kv_heads} heads of {self.dtype}, K + V {self.layers_text}"
 
@@ -155,13 +170,15 @@ class KVLayout:
         return replace(self, first_layer=layers.start, widths=self.widths[first : first + len(layers)])
 
     def uniform_fields(self) -> dict[str, Any]:
-        """What `uniform` takes to make that of a whole model. Raises SettingsError as check_uniform."""
+        """What `uniform` takes to make that of a whole model. Raises SettingsError as check_uniform, but not of
+        latents."""
         return {
             "num_layers": self.num_layers,
             "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
+            "head_dim": self.widths[0].keys if self.is_latent else self.head_dim,
             "block_size": self.block_size,
             "dtype": self.dtype,
+            **({"is_latent": True} if self.is_latent else {}),
         }
 
     def _layer_bytes(self, widths: Widths) -> int:

@@ -16,7 +16,7 @@ from serving_core.embedders import Embedder, read_embedder
 from serving_core.errors import ModelError
 from serving_core.experts import Experts
 from serving_core.json_fields import JsonFields, read_json_object
-from serving_core.layout import DTYPE_BYTES, KVLayout, Widths
+from serving_core.layout import DTYPE_BYTES, KVLayout
 from serving_core.rope_config import FULL, DefaultRope, Rope, read_rope
 from serving_core.stored_quantization import StoredQuantization, read_stored_quantization
 
@@ -74,7 +74,7 @@ class ModelConfig:
     stored_quantization: StoredQuantization | None
     differences: Differences
     model_impl: str = NATIVE
-    v_head_dim: int | None = None  # of V, where its heads are not as wide as those of K
+    has_latent_kv: bool = False  # its cache has one vector of each token, of which all heads make keys and values
     config_digest: str = ""  # of a foreign one: SHA-256 of all that config.json says
     embedder: Embedder | None = None  # of a model that makes embeddings, and writes no answers
 
@@ -96,8 +96,8 @@ class ModelConfig:
 
     def kv_layout(self, block_size: int, dtype: str) -> KVLayout:
         """How the whole model's KV cache lies in memory."""
-        widths = Widths(self.head_dim, self.v_head_dim or self.head_dim)
-        return KVLayout(0, (widths,) * self.num_layers, self.num_kv_heads, block_size, dtype)
+        sizes = (self.num_layers, self.num_kv_heads, self.head_dim, block_size, dtype)
+        return KVLayout.uniform(*sizes, is_latent=self.has_latent_kv)
 
 
 def read_model_config(folder: Path, model_impl: str = "auto", runner: str = "auto") -> ModelConfig:
@@ -214,11 +214,11 @@ def _foreign_fields(config: JsonFields) -> dict[str, Any]:
 
 
 def _kv_heads(sizes: JsonFields, num_heads: int, head_dim: int) -> dict[str, Any]:
-    """How many there are and their widths. Of latent KV those of the keys and values that it stands for."""
+    """How many there are and their widths. Of latent KV: one, of keys alone."""
     if sizes.raw("kv_lora_rank") is None:
         return {"num_kv_heads": _num_kv_heads(sizes, num_heads), "head_dim": sizes.integer("head_dim", head_dim)}
-    key_dim = sizes.integer("qk_nope_head_dim") + sizes.integer("qk_rope_head_dim")
-    return {"num_kv_heads": num_heads, "head_dim": key_dim, "v_head_dim": sizes.integer("v_head_dim")}
+    latent_dim = sizes.integer("kv_lora_rank") + sizes.integer("qk_rope_head_dim")
+    return {"num_kv_heads": 1, "head_dim": latent_dim, "has_latent_kv": True}
 
 
 _OTHER_NAMES = {  # of GPT-2 and its kin

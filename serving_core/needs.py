@@ -126,10 +126,6 @@ def _check_foreign(settings: EngineSettings, config: ModelConfig) -> None:
     computed = f"transformers computes {config.architecture}"
     if config.embedder is not None:
         raise SettingsError(f"{computed}, and embeddings are made by models that our own code computes")
-    if settings.pipeline_parallel_size > 1:
-        raise SettingsError(f"--pipeline-parallel-size {settings.pipeline_parallel_size}: {computed}, in one stage")
-    if settings.quantization != "none":
-        raise SettingsError(f"--quantization {settings.quantization}: {computed}, with weights as they are")
     if settings.lora:
         raise SettingsError(f"--lora: {computed}, and adapters are for models that our own code computes")
     if settings.weights_memory_bytes:

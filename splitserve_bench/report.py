@@ -54,8 +54,8 @@ def transfer_view(measured: TransferReport) -> Group:
     """The transfers, and the yardsticks beside them."""
     layout = measured.layout
     line = (
-        f"{layout.num_layers} layers, {layout.num_kv_heads} KV heads of {layout.head_dim} {layout.dtype} values, "
-        f"blocks of {layout.block_size} tokens; {measured.num_cpus} CPUs for both ends"
+        f"{layout.num_layers} layers, {layout.heads_text}, blocks of {layout.block_size} tokens; "
+        f"{measured.num_cpus} CPUs for both ends"
     )
     times = ("ms", "median", "quartiles")
     shares = ("sender CPU ms", "checksums", "receiver CPU ms", "checksums")

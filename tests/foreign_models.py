@@ -23,6 +23,21 @@ _SIZES = {
 _WHOLE_HEADS = {**_SIZES, "head_dim": 12}
 _GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 512}
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
+_LATENT = {
+    **{name: value for name, value in _SIZES.items() if name != "head_dim"},
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 20,
+    "moe_intermediate_size": 24,
+    "n_group": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "topk_group": 1,
+    "v_head_dim": 12,
+}
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}
 _ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
@@ -72,24 +87,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_moe": ("Qwen3Moe", {**_SIZES, **_EXPERTS, "moe_intermediate_size": 24}),
     "olmoe": ("Olmoe", {**_WHOLE_HEADS, **_EXPERTS}),
-    "deepseek_v3": (
-        "DeepseekV3",
-        {
-            **{name: value for name, value in _SIZES.items() if name != "head_dim"},
-            "num_key_value_heads": 4,
-            "first_k_dense_replace": 1,
-            "kv_lora_rank": 20,
-            "moe_intermediate_size": 24,
-            "n_group": 2,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "q_lora_rank": 24,
-            "qk_nope_head_dim": 10,
-            "qk_rope_head_dim": 6,
-            "topk_group": 1,
-            "v_head_dim": 12,
-        },
-    ),
+    "deepseek_v2": ("DeepseekV2", {**_LATENT, "q_lora_rank": None, "topk_method": "greedy"}),
+    "deepseek_v3": ("DeepseekV3", _LATENT),
+    "glm4_moe_lite": ("Glm4MoeLite", _LATENT),
     "gemma": ("Gemma", {**_SIZES, "attention_bias": True}),
     "cohere": ("Cohere", _WHOLE_HEADS),
     "olmo": ("Olmo", {**_WHOLE_HEADS, "clip_qkv": 0.7}),

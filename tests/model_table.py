@@ -1,7 +1,7 @@
 """The table of architectures in docs/models.md: `python -m tests.model_table` writes it anew.
 
-Its rows are those that tests try: answers against transformers' `generate` on one rank and on two, and through a split
-cluster; and refusals word for word.
+Its rows are those that tests try: answers against transformers' `generate` on one rank, on two and in two stages, and
+through a split cluster; and refusals word for word.
 """
 
 from typing import Final
@@ -15,11 +15,13 @@ PAGE: Final = DOCS / "models.md"
 
 def table() -> str:
     """The part of the page between the marks."""
-    lines = ["| architecture | computed by | weights of several ranks |", "|---|---|---|"]
+    lines = ["| architecture | computed by | weights of several ranks | kept of a token |", "|---|---|---|---|"]
     for architecture, family in sorted((architecture_of(family), family) for family in FAMILIES):
         is_native = architecture in MODEL_TYPES
         weights = "each rank holds all" if family in (*WITHOUT_PLAN, *HEAD_ALONE) else "divided"
-        lines.append(f"| `{architecture}` | {'us, or transformers' if is_native else 'transformers'} | {weights} |")
+        kept = "a latent" if "kv_lora_rank" in FAMILIES[family][1] else "keys, values"
+        computed_by = "us, or transformers" if is_native else "transformers"
+        lines.append(f"| `{architecture}` | {computed_by} | {weights} | {kept} |")
     lines += ["", "| refused | with the sentence |", "|---|---|"]
     lines += [f"| `{architecture}` | {refused.sentence} |" for architecture, refused in sorted(REFUSED.items())]
     return "\n".join(lines) + "\n"

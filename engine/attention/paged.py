@@ -131,10 +131,13 @@ class PortableAttention:
     def attend(
         self, query: torch.Tensor, layer: int, plan: list[_Gathering], scoring: Scoring | None = None
     ) -> torch.Tensor:
+        """Where a layer has no V, keys are attended."""
         attention = self._attention if scoring is None else scoring.attend
-        output = query.new_empty((*query.shape[:2], self.pool.layout.planes(layer)[1].width))
+        width = self.pool.layout.planes(layer)[1].width
+        output = query.new_empty((*query.shape[:2], width or query.shape[2]))
         for gathering in plan:
             keys, values = self.pool.gather(layer, gathering.blocks)
+            values = values if width else keys
             for group in gathering.groups:
                 output[group.rows] = self._attend_group(query[group.rows], keys, values, group, attention)
         return output

@@ -8,9 +8,11 @@ from torch import nn
 
 from engine.attention.paged import Attention, PortableAttention, Scoring
 from engine.foreign.interface import NAME, Call, Step, answering
+from engine.foreign.stages import Handover
 from engine.forward_batch import ForwardBatch
 from engine.model.llama import LAYERS_PER_REPORT
 from engine.parallel import LEADER, RankGroup
+from engine.pipeline import Pipeline
 from serving_core.errors import ModelError
 from serving_core.layout import KVLayout
 from serving_core.requests import OnLayer
@@ -25,14 +27,26 @@ class ForeignDecoder:
     """One rank's part of a loaded model."""
 
     def __init__(
-        self, model: nn.Module, group: RankGroup, shard: Shard, device: torch.device, layout: KVLayout
+        self,
+        model: nn.Module,
+        group: RankGroup,
+        shard: Shard,
+        device: torch.device,
+        layout: KVLayout,
+        pipeline: Pipeline | None,
     ) -> None:
-        """Tries the model out. `layout` is that of the rank's pool. Raises ModelError unless each of its layers asks
-        once, and in order, for attention over keys and values as they lie there."""
+        """Tries the model out, whose layers the ranks of `group` compute. `layout` is that of the rank's pool. Raises
+        ModelError unless each of its layers asks once, and in order, for attention over keys and values as they lie
+        there."""
         self._model: Any = model
         self._group = group
         self._shard = shard
+        handover = None if pipeline is None else Handover(model, shard, pipeline)
         asked = self._ask(device)
+        if handover is not None:
+            handover.is_on = True
+        self.is_staged: Final = handover is not None
+        """Whether other stages compute some of its layers."""
         self._is_divided: Final = _is_divided(asked, layout, shard)
         """Whether each rank's model asks for the attention of that rank's heads; else of all."""
         self.needs_portable: Final = any(call.is_unusual for call in asked)
@@ -42,7 +56,7 @@ class ForeignDecoder:
         self, batch: ForwardBatch, attention: Attention, on_layer: OnLayer | None = None
     ) -> torch.Tensor | None:
         """Writes the batch's keys and values into the pool. Gives the logits [S, vocab_size] of the wanted rows on
-        rank 0, None on the others."""
+        rank 0 of the last stage, None on the others."""
         step: Step = _Paged(batch, attention, on_layer)
         if not self._is_divided:
             step = _Divided(step, self._group, self._shard)
@@ -75,7 +89,7 @@ class ForeignDecoder:
         ).logits.squeeze(0)
         if len(logits) != len(rows):
             raise ModelError(f"{type(self._model).__name__} gives logits of other tokens than those that were wanted")
-        return logits if self._group.rank == LEADER else None
+        return logits if self._shard.is_last and self._group.rank == LEADER else None
 
     @torch.inference_mode()
     def _ask(self, device: torch.device) -> list[Call]:
@@ -104,7 +118,7 @@ class _Trial:
 
     def attend(self, call: Call) -> torch.Tensor:
         self.calls.append(call)
-        return call.queries.new_zeros((*call.queries.shape[:2], call.values.shape[2]))
+        return call.queries.new_zeros(call.output_shape)
 
 
 class _Paged:
@@ -122,12 +136,13 @@ class _Paged:
         if window not in self._plans:
             self._plans[window] = attention.plan(self._batch, window)
         attend = self._scored(call) if call.is_scored else attention.attend
+        queries = call.queries if call.expansion is None else call.expansion.absorbed(call.queries)
         # Backends scale by the width of a head. (Not to be done where it changes nothing: it rounds.)
-        factor = call.scaling * call.queries.shape[2] ** 0.5
-        queries = call.queries if abs(factor - 1) < 1e-9 else call.queries * factor
+        factor = call.scaling * queries.shape[2] ** 0.5
+        queries = queries if abs(factor - 1) < 1e-9 else queries * factor
         attended = attend(queries, call.layer, self._plans[window])
-        self._report(call.layer + 1)
-        return attended
+        self._report(call.layer + 1 - attention.pool.layout.first_layer)
+        return attended if call.expansion is None else call.expansion.expanded(attended)
 
     def _scored(self, call: Call) -> Callable[[torch.Tensor, int, Any], torch.Tensor]:
         attention, scoring = self._attention, Scoring(call.softcap, call.sinks)
@@ -155,8 +170,9 @@ class _Divided:
             keys=call.keys[:, self._keys],
             values=call.values[:, self._keys],
             sinks=None if call.sinks is None else call.sinks[self._queries],
+            expansion=None if call.expansion is None else call.expansion.of(self._queries),
         )
-        attended = call.queries.new_zeros((*call.queries.shape[:2], call.values.shape[2]))
+        attended = call.queries.new_zeros(call.output_shape)
         attended[:, self._queries] = self._step.attend(own)
         self._group.all_reduce(attended)
         return attended

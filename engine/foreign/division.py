@@ -50,14 +50,15 @@ class Cut:
         return sum(map(len, self.runs(self.total, self.parts)))
 
 
-def divide(model: Any, group: RankGroup, num_kv_heads: int) -> dict[str, Cut]:
-    """Makes this rank's part of a model that is on the meta device. Gives what it holds of each parameter that is
-    divided, by its name. Raises ModelError for a plan that asks for more than we can, or SettingsError for ranks whose
-    parts would not be equal."""
+def divide(model: Any, group: RankGroup, num_heads: int) -> dict[str, Cut]:
+    """Makes this rank's part of a model that is on the meta device, of whose `num_heads` KV heads, or of those that
+    latents stand for, all ranks are to have equally many. Gives what it holds of each parameter that is divided, by its
+    name. Raises ModelError for a plan that asks for more than we can, or SettingsError for ranks whose parts would not
+    be equal."""
     plan: Mapping[str, str] = model.tp_plan if group.size > 1 else {}
-    if plan and num_kv_heads % group.size:
+    if plan and num_heads % group.size:
         raise SettingsError(
-            f"--tensor-parallel-size {group.size}: transformers computes this model, and its {num_kv_heads} KV heads "
+            f"--tensor-parallel-size {group.size}: transformers computes this model, and its {num_heads} KV heads "
             "are to be divided equally"
         )
     tied = {name.rpartition(".")[0] for name in model.all_tied_weights_keys}
@@ -68,7 +69,8 @@ def divide(model: Any, group: RankGroup, num_kv_heads: int) -> dict[str, Cut]:
             if style is not None:
                 cuts[f"{path}.{name}"] = _cut(module, name, style, group)
         style = plan.get(_pattern(path))
-        if style is not None and path not in tied:
+        is_held = next(module.parameters(), None) is not None
+        if style is not None and is_held and path not in tied:
             cuts |= {f"{path}.{name}": cut for name, cut in _divide_module(module, style, group).items()}
     return cuts
 

@@ -13,6 +13,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from engine.foreign.latent import Expansion, expansion_of
 from engine.foreign.sight import MaskFunction, Sight, sight_of
 from serving_core.errors import ModelError
 
@@ -32,7 +33,7 @@ WITHOUT_EFFECT: Final = (  # on attention: what else layers are told, and what o
 
 class Call(NamedTuple):
     """What one layer asks for: T tokens, H heads, K key heads. Scores are capped at softcap, and a sink of each head
-    takes part in the sum of their weights."""
+    takes part in the sum of their weights. Of latents keys are the vectors of tokens, and values are of no width."""
 
     layer: int
     queries: torch.Tensor  # [T, H, D]
@@ -42,6 +43,7 @@ class Call(NamedTuple):
     window: int | None
     softcap: float | None
     sinks: torch.Tensor | None  # [H]
+    expansion: Expansion | None  # of latents
 
     @property
     def is_scored(self) -> bool:
@@ -52,6 +54,12 @@ class Call(NamedTuple):
     def is_unusual(self) -> bool:
         """Whether not every backend can."""
         return self.is_scored or self.keys.shape[2] != self.values.shape[2]
+
+    @property
+    def output_shape(self) -> tuple[int, int, int]:
+        """[T, H, width of V]"""
+        width = self.values.shape[2] if self.expansion is None else self.expansion.values.shape[1]
+        return self.queries.shape[0], self.queries.shape[1], width
 
 
 class Step(Protocol):
@@ -101,7 +109,7 @@ def _attend(
         raise ModelError(f"{type(module).__name__} asks for a window of {sliding_window} under a mask of {window}")
     queries, keys, values = (heads.squeeze(0).transpose(0, 1) for heads in (query, key, value))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = Call(layer, queries, keys, values, scaling, window, softcap, s_aux)
+    call = Call(layer, queries, keys, values, scaling, window, softcap, s_aux, expansion_of(module))
     return _step.get().attend(call).unsqueeze(0), None
 
 

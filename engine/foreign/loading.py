@@ -28,12 +28,17 @@ from transformers.utils.logging import disable_progress_bar
 from engine.foreign.decoder import ForeignDecoder, in_a_line
 from engine.foreign.division import Cut, divide, leave_biases
 from engine.foreign.interface import NAME
+from engine.foreign.latent import keep_latents
+from engine.foreign.quantized import check_quantizable, quantize_model
+from engine.foreign.stages import keep_stage
 from engine.model.checkpoint import Checkpoint, Part, whole_tensor
 from engine.model.weights import open_checkpoint
 from engine.parallel import RankGroup
+from engine.pipeline import Pipeline
 from serving_core.errors import ModelError
 from serving_core.layout import KVLayout
 from serving_core.model_config import ModelConfig
+from serving_core.settings import EngineSettings
 from serving_core.sharding import Extent, Shard
 from serving_core.weight_files import FLOATS
 
@@ -60,30 +65,47 @@ def load_foreign(
     device: torch.device,
     shard: Shard,
     group: RankGroup,
-    max_model_len: int,
+    pipeline: Pipeline | None,
+    settings: EngineSettings,
 ) -> tuple[ForeignDecoder, int]:
-    """One rank's part of a model and the bytes of its weights. `layout` is that of the rank's pool. Raises ModelError
+    """One rank's part of a model and the bytes of its weights. `layout` is that of the rank's pool, `group` are the
+    ranks that compute the same layers, `pipeline` leads to other stages, if there are any. Raises ModelError
     with one sentence for what transformers does not know, and where the model does not do what our attention and our
     cache can; SettingsError for ranks that cannot divide it."""
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    theirs = _read_config(folder, config, max_model_len or config.max_position_embeddings)
+    model = _build(
+        _read_config(folder, config, settings.max_model_len or config.max_position_embeddings), config, dtype
+    )
+    if config.has_latent_kv:
+        keep_latents(model, NAME)
+    names = model.state_dict()
+    if pipeline is not None:
+        keep_stage(model, shard)
+    cuts = divide(model, group, config.num_heads if config.has_latent_kv else config.num_kv_heads)
+    if group.size > 1 and not cuts:
+        logger.warning("transformers has no plan to divide %s: every rank holds all weights", config.architecture)
+    quantizes = settings.quantization != "none"
+    if quantizes:
+        check_quantizable(model, settings.quantization)
+    _fill(model, open_checkpoint(folder), names, cuts, dtype, device)
+    leave_biases(model, cuts, group.rank)
+    model.train(False)
+    num_bytes = quantize_model(model, settings.quantization) if quantizes else 0
+    num_bytes += sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    return ForeignDecoder(model, group, shard, device, layout, pipeline), num_bytes
+
+
+def _build(theirs: PreTrainedConfig, config: ModelConfig, dtype: torch.dtype) -> Any:
+    """The whole model, on the meta device."""
     theirs.dtype, theirs._attn_implementation = dtype, NAME
     model_class = _class_of(theirs, config.architecture)
     try:
         with ContextManagers(model_class.get_init_context(dtype, False, False, None)):
-            model = model_class(theirs)
+            return model_class(theirs)
     except UNREADABLE as error:
         raise ModelError(
             f"transformers cannot build {config.architecture} of this config.json: {in_a_line(error)}"
         ) from error
-    cuts = divide(model, group, config.num_kv_heads)
-    if group.size > 1 and not cuts:
-        logger.warning("transformers has no plan to divide %s: every rank holds all weights", config.architecture)
-    _fill(model, open_checkpoint(folder), cuts, dtype, device)
-    leave_biases(model, cuts, group.rank)
-    model.train(False)
-    num_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    return ForeignDecoder(model, group, shard, device, layout), num_bytes
 
 
 def _read_config(folder: Path, config: ModelConfig, max_model_len: int) -> PreTrainedConfig:
@@ -147,16 +169,20 @@ class _Stored:
         return self._checkpoint.read_all(part._replace(extents=tuple(extents)))
 
 
-def _stored(model: PreTrainedModel, checkpoint: Checkpoint, cuts: Mapping[str, Cut]) -> dict[str, Any]:
-    """All tensors of the checkpoint, less what other ranks hold."""
+def _stored(
+    model: PreTrainedModel, checkpoint: Checkpoint, names: dict[str, Any], cuts: Mapping[str, Cut]
+) -> dict[str, Any]:
+    """All tensors of the checkpoint, less what other ranks hold. `names` are those of the whole model."""
     lock = Lock()
     conversions = get_model_conversion_mapping(model)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
     operations = {pattern: each.operations for each in converters for pattern in each.source_patterns}
-    targets, stored = model.state_dict(), {}
+    held, stored = model.state_dict().keys(), {}
     for name in sorted(checkpoint.names(), key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, targets)
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, names)
+        if target in names and target not in held:
+            continue
         if target not in cuts:
             stored[name] = _Stored(checkpoint, name, lock, 0, None)
             continue
@@ -173,7 +199,12 @@ def _stored(model: PreTrainedModel, checkpoint: Checkpoint, cuts: Mapping[str, C
 
 
 def _fill(
-    model: PreTrainedModel, checkpoint: Checkpoint, cuts: Mapping[str, Cut], dtype: torch.dtype, device: torch.device
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    names: dict[str, Any],
+    cuts: Mapping[str, Cut],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     conversions: list[Any] = list(get_model_conversion_mapping(model))
     load_config = LoadStateDictConfig(
@@ -182,7 +213,7 @@ def _fill(
         device_map={"": device},
         weight_mapping=conversions,
     )
-    found, _ = model._load_pretrained_model(model, _stored(model, checkpoint, cuts), None, load_config)
+    found, _ = model._load_pretrained_model(model, _stored(model, checkpoint, names, cuts), None, load_config)
     model._adjust_missing_and_unexpected_keys(found)
     if missing := sorted(found.missing_keys - model.all_tied_weights_keys.keys()):
         raise ModelError(f"the weights lack {_spell(missing)}")

@@ -124,8 +124,8 @@ def size_lines(plan: TransferPlan, layout: KVLayout, prompt_tokens: int) -> list
     num_blocks = layout.num_blocks_for(prompt_tokens)
     total = sum(lane.prompt_bytes or 0 for lane in plan.lanes)
     lines = [
-        f"one token takes {size_of(layout.token_bytes)} of KV: {layout.num_layers} layers, {layout.num_kv_heads} heads "
-        f"of {layout.head_dim} {layout.dtype} values, K and V",
+        f"one token takes {size_of(layout.token_bytes)} of KV: {layout.num_layers} layers, {layout.heads_text}"
+        + (", which every rank holds whole" if layout.is_latent else ", K and V"),
         f"a prompt of {prompt_tokens} tokens is {num_blocks} block{'s'[: num_blocks - 1]} of {layout.block_size}, "
         f"{size_of(num_blocks * layout.block_bytes)}; {size_of(total)} are sent",
     ]

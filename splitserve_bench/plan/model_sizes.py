@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from serving_core.errors import ModelError
 from serving_core.experts import Experts
 from serving_core.json_fields import JsonFields, read_json_object
 from serving_core.layout import DTYPE_BYTES, KVLayout
@@ -108,6 +109,8 @@ def read_model_sizes(folder: Path) -> ModelSizes:
         if fields.raw("model_type") == "bloom":
             return _bloom(fields, name)
     config = read_model_config(folder)
+    if config.has_latent_kv:
+        raise ModelError(f"{config.architecture} has latent KV, and what attention over it costs is not known here")
     return ModelSizes(
         name=name,
         num_layers=config.num_layers,

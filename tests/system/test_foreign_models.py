@@ -18,13 +18,22 @@ NUM_TOKENS = 24
     [*((family, "transformers") for family in FAMILIES), *((family, "native") for family in DESCRIBED)],
 )
 async def test_answers_are_those_of_transformers(family, model_impl, tmp_path):
+    await check_answers(write_foreign_model(tmp_path / "model", family), tmp_path, model_impl)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt2"])
+async def test_prompts_are_read_in_two_stages(family, tmp_path):
     model = write_foreign_model(tmp_path / "model", family)
+    await check_answers(model, tmp_path, "transformers", pipeline_parallel_size=2)
+
+
+async def check_answers(model, tmp_path, model_impl, **prefill):
     cluster = Cluster(
         model,
         tmp_path,
         coordinator={"model_impl": model_impl},
         node={"model_impl": model_impl, "num_kv_blocks": 64, "block_size": 8},
-        prefill={"max_num_batched_tokens": 19},
+        prefill={"max_num_batched_tokens": 19, **prefill},
         decode={"tensor_parallel_size": 2},
         start_deadline_s=DEADLINE_S,
     ).start()

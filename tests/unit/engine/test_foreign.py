@@ -12,6 +12,7 @@ from engine.engine import Engine
 from engine.foreign import interface
 from engine.foreign.sight import Sight
 from engine.foreign.tried import TRIED, TRIED_WITH
+from engine.quantization.weight_quantization import quantize
 from serving_core.blocks import BlockAllocator
 from serving_core.errors import ModelError, SettingsError
 from serving_core.requests import Request, SamplingParams, Work
@@ -155,8 +156,9 @@ def test_a_bfloat16_gemma_is_as_close_to_the_truth_as_that_of_transformers(famil
     assert our_error < 1.5 * their_error
 
 
-def test_cached_prefixes_serve(tmp_path):
-    folder = write_foreign_model(tmp_path, "cohere2")
+@pytest.mark.parametrize("family", ["cohere2", "deepseek_v3"])
+def test_cached_prefixes_serve(family, tmp_path):
+    folder = write_foreign_model(tmp_path, family)
     engine = load(folder, model_impl="transformers")
     allocator = BlockAllocator(engine.num_blocks)
     prompts = [PROMPTS[2], [*PROMPTS[2][:50], 1, 2, 3]]
@@ -164,6 +166,13 @@ def test_cached_prefixes_serve(tmp_path):
     for prompt, answer in zip(prompts, expected, strict=True):
         assert answers(engine, [prompt], allocator=allocator) == [answer]
     assert allocator.blocks_by_name
+
+
+def test_a_latent_takes_the_place_of_keys_and_values(tmp_path):
+    """Of 4 heads of 16 + 12 numbers 20 + 6 that all share."""
+    engine = load(write_foreign_model(tmp_path, "deepseek_v3"))
+    assert engine.kv_pool_bytes == 64 * 8 * 4 * (20 + 6) * 4  # blocks, tokens, layers, numbers of 4 bytes
+    assert engine.pool.values(0).numel() == 0
 
 
 def test_names_as_the_hub_has_them(tmp_path):
@@ -225,10 +234,60 @@ def test_scores_that_are_not_capped_are_found_out(tmp_path, untried, monkeypatch
     assert load(folder, model_impl="transformers", verify_model=False).config.is_foreign
 
 
+def rounded(folder, num_ranks=1):
+    """The same checkpoint with what is quantized of it rounded to 8 bits, made whole again. Inputs of what ends
+    attention and feed-forwards are divided over ranks, which have scales of their own."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2 and name.startswith("model.layers.") and "kv_b_proj" not in name:
+            is_divided = name.endswith(("o_proj.weight", "c_proj.weight"))
+            parts = tensor.chunk(num_ranks if is_divided else 1, dim=1)
+            tensors[name] = torch.cat([quantize(part, 8).dense() for part in parts], dim=1)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("starcoder2", {}),  # with biases
+        pytest.param("phi3", {}, marks=pytest.mark.long),  # one module for several projections
+        ("deepseek_v3", {"first_k_dense_replace": 4}),  # without experts: layers of latent KV
+    ],
+)
+def test_quantized_weights_answer_as_rounded_ones_do(family, fields, tmp_path):
+    folder = write_foreign_model(tmp_path, family, **fields)
+    plain = load(folder, model_impl="transformers")
+    engine = load(folder, model_impl="transformers", quantization="int8")
+    assert engine.weight_bytes < 0.7 * plain.weight_bytes
+    found = answers(engine, chunk_tokens=19, joins_at=[3, 0, 1])
+    assert found == generated(rounded(folder), PROMPTS, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("quantization", [pytest.param("int4", marks=pytest.mark.long), "w8a8"])
+def test_other_quantizations_serve(quantization, tmp_path):
+    """And change what is answered, as models this small must."""
+    folder = write_foreign_model(tmp_path, "starcoder2")
+    found = answers(load(folder, quantization=quantization), chunk_tokens=19)
+    assert [len(answer) for answer in found] == [NUM_TOKENS] * len(PROMPTS)
+    assert found != generated(folder, PROMPTS, NUM_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("family", "sentence"),
+    [
+        ("granitemoe", "--quantization int8: transformers computes GraniteMoeForCausalLM, with experts as they are"),
+        ("gpt2", "--quantization int8: transformers computes GPT2LMHeadModel, without linear modules"),
+    ],
+)
+def test_models_whose_weights_would_stay_are_not_quantized(family, sentence, tmp_path):
+    with pytest.raises(ModelError, match=sentence):
+        load(write_foreign_model(tmp_path, family), quantization="int8")
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"quantization": "int8"}, "--quantization int8: transformers computes Starcoder2ForCausalLM, with weights as"),
         ({"batch_invariant": True}, "--batch-invariant: transformers computes Starcoder2ForCausalLM"),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size is 2, and there are 1 ranks"),
         ({"model_impl": "native"}, "architecture 'Starcoder2ForCausalLM' is not supported; supported are LlamaFor"),

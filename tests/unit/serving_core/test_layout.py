@@ -101,14 +101,26 @@ def test_a_layout_in_words():
     )
 
 
-def test_what_makes_a_uniform_layout_makes_it_again():
-    layout = KVLayout.uniform(30, 3, 64, 16, "bfloat16")
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_what_makes_a_uniform_layout_makes_it_again(is_latent):
+    layout = KVLayout.uniform(30, 3, 64, 16, "bfloat16", is_latent=is_latent)
     assert KVLayout.uniform(**layout.uniform_fields()) == layout
+    assert layout.is_latent == is_latent
+    assert layout.heads_text == ("a latent of" if is_latent else "3 KV heads of") + " 64 bfloat16 values"
+
+
+@pytest.mark.parametrize("widths", [WIDTHS, (Widths(8, 0), Widths(6, 0)), (Widths(8, 8), Widths(16, 16))])
+def test_what_wants_one_width_refuses_several_with_the_widths(widths):
+    layout = KVLayout(5, widths, 2, 4, "float32")
+    for ask in (layout.uniform_fields, lambda: layout.heads_text):
+        with pytest.raises(SettingsError, match=r"of one width in all layers .*: 8 \+ \d+ in layer"):
+            ask()
+    assert not layout.is_latent
 
 
 @pytest.mark.parametrize("widths", [WIDTHS, (Widths(8, 0),), (Widths(8, 8), Widths(16, 16))])
-def test_what_wants_one_width_refuses_several_with_the_widths(widths):
+def test_what_computes_with_one_width_refuses_several_with_the_widths(widths):
     layout = KVLayout(5, widths, 2, 4, "float32")
-    for ask in (layout.check_uniform, layout.uniform_fields, lambda: layout.head_dim, lambda: layout.plane):
+    for ask in (layout.check_uniform, lambda: layout.head_dim, lambda: layout.plane):
         with pytest.raises(SettingsError, match=r"of one width in all layers .*: 8 \+ \d+ in layer"):
             ask()

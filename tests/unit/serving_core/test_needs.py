@@ -6,12 +6,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from engine.engine import Engine
-from serving_core.errors import ModelError, SettingsError
+from serving_core.errors import ModelError
 from serving_core.layout import KVLayout
 from serving_core.model_config import read_model_config
 from serving_core.needs import check_settings, needs_of, num_blocks_for
 from serving_core.settings import EngineSettings
 from serving_core.weight_files import INDEX_FILE, stored_tensors
+from tests.foreign_models import write_foreign_model
 from tests.tiny_models import write_fake_model, write_tiny_model
 
 
@@ -82,11 +83,14 @@ def test_every_rank_has_as_many_blocks_as_fit_where_the_most_layers_are():
     assert num_blocks_for(settings, layout, 1) == 9
 
 
-def test_what_transformers_computes_has_one_stage(folder):
-    settings = EngineSettings(model=str(folder), model_impl="transformers", pipeline_parallel_size=2)
-    config = read_model_config(folder, "transformers")
-    with pytest.raises(SettingsError, match=r"--pipeline-parallel-size 2: transformers computes .*, in one stage"):
-        check_settings(settings, config, 1)
+def test_every_rank_of_a_stage_holds_latents_whole(tmp_path):
+    folder = write_foreign_model(tmp_path, "deepseek_v3")
+    grid = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    settings = EngineSettings(model=str(folder), num_kv_blocks=7, block_size=16, **grid)
+    config = read_model_config(folder)
+    check_settings(settings, config, 2)
+    # 4 layers, of which a rank has two; 20 + 6 numbers of 4 bytes.
+    assert needs_of(settings, config).pool_bytes == 4 * 7 * 2 * 16 * (20 + 6) * 4
 
 
 def test_the_fake_model_has_no_weights(tmp_path):

@@ -119,9 +119,24 @@ def test_the_model_folder_tells_heads_and_bytes(tmp_path):
     code, text, _ = run(str(model), "--decode-tp", "2", "--prompt-tokens", "1000")
     assert code == 0
     # 2 layers x 4 heads x 64 values x 4 bytes x 2 for K and V: 4 KiB; 63 blocks of 16 tokens: 1008 of them.
-    assert "one token takes 4.0 KiB of KV: 2 layers, 4 heads of 64 float32 values, K and V" in text
+    assert "one token takes 4.0 KiB of KV: 2 layers, 4 KV heads of 64 float32 values, K and V" in text
     assert "a prompt of 1000 tokens is 63 blocks of 16, 3.9 MiB; 3.9 MiB are sent" in text
     assert "lane prefill rank 0 → decode rank 1 moves 2.0 KiB of each token, 2.0 MiB of the prompt" in text
+
+
+def test_a_latent_is_one_head_that_every_rank_holds(tmp_path):
+    sizes = {"hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "vocab_size": 129280}
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "dtype": "bfloat16", "max_position_embeddings": 4096}
+    names = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, **latent, **names, "intermediate_size": 18432}))
+    code, text, _ = run(str(tmp_path), "--prefill-tp", "2", "--decode-tp", "2", "--prompt-tokens", "16")
+    assert code == 0
+    # 61 layers x (512 + 64) values x 2 bytes, where keys and values would be 128 heads of 192 + 128.
+    assert "one token takes 68.6 KiB of KV: 61 layers, a latent of 576 bfloat16 values, which every rank" in text
+    assert "a prompt of 16 tokens is 1 block of 16, 1.1 MiB; 2.1 MiB are sent" in text
+    assert "decode rank 1 holds 68.6 KiB of each token" in text
+    layout = json.loads(run(str(tmp_path), "--json")[1])["layout"]
+    assert (layout["num_kv_heads"], layout["head_dim"], layout["is_latent"]) == (1, 576, True)
 
 
 def test_replicated_heads_are_sent_more_than_once(tmp_path):

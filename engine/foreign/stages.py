@@ -1,0 +1,104 @@
+"""One stage of a model of transformers: some layers of its one list of layers, the embeddings where it is the first
+stage, the head where it is the last.
+
+The model's own code runs on every stage. Layers of other stages give what they get, and embeddings zeros; in place of
+that the stage's first layer takes what the stage before sends, and what its last one gives goes to the stage behind.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from engine.pipeline import Pipeline
+from serving_core.errors import ModelError
+from serving_core.sharding import Shard
+
+VECTORS: Final = 3  # dimensions of what goes from layer to layer: [1, T, E]
+
+
+class Handover:
+    """What a stage takes and gives. At first neither, so that a model can be tried out."""
+
+    def __init__(self, model: nn.Module, shard: Shard, pipeline: Pipeline) -> None:
+        self.is_on = False
+        self._pipeline = pipeline
+        self._name = type(model).__name__
+        own = _layers(model, shard.layers.total)[shard.layers.held.start : shard.layers.held.stop]
+        if not shard.is_first:
+            own[0].register_forward_pre_hook(self._receive)
+        if not shard.is_last:
+            own[-1].register_forward_hook(self._send)
+
+    def _receive(self, layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        vectors = self._checked(inputs[0] if inputs else None)
+        if not self.is_on:
+            return inputs
+        _, num_tokens, width = vectors.shape
+        return (self._pipeline.receive(num_tokens, width, vectors.dtype).unsqueeze(0), *inputs[1:])
+
+    def _send(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        vectors, taken = self._checked(output), self._checked(inputs[0] if inputs else None)
+        if vectors.dtype != taken.dtype:
+            raise ModelError(f"layers of {self._name} give {vectors.dtype} and take {taken.dtype}: no stages can")
+        if self.is_on:
+            self._pipeline.send(vectors.squeeze(0).clone())
+
+    def _checked(self, given: Any) -> torch.Tensor:
+        if not isinstance(given, torch.Tensor) or given.ndim != VECTORS or len(given) != 1:
+            raise ModelError(f"what goes from layer to layer of {self._name} is not one vector of each token")
+        return given
+
+
+def keep_stage(model: Any, shard: Shard) -> None:
+    """Takes from a model on the meta device what other stages compute. Raises ModelError for one that cannot be
+    divided so."""
+    layers = _layers(model, shard.layers.total)
+    for number, layer in enumerate(layers):
+        if number not in shard.layers.held:
+            _empty(layer, _pass_on)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None:
+        raise ModelError(f"{type(model).__name__} cannot be divided into stages: it names no head")
+    if not shard.is_last:
+        _empty(head, _pass_on)
+    inside = set(layers.modules())
+    for module in model.modules():
+        is_wanted = shard.is_first or (shard.is_last and module is embedding and model.all_tied_weights_keys)
+        if isinstance(module, nn.Embedding) and module not in inside and not is_wanted:
+            _empty(module, _Zeros(module.embedding_dim, model.dtype))
+    kept = model.state_dict().keys()
+    tied = model.all_tied_weights_keys
+    model.all_tied_weights_keys = {name: source for name, source in tied.items() if {name, source} <= kept}
+
+
+def _layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
+    """The outermost list of so many."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise ModelError(f"{type(model).__name__} cannot be divided into stages: it has no one list of {num_layers} layers")
+
+
+def _empty(module: Any, forward: Callable[..., torch.Tensor]) -> None:
+    """Leaves its attributes alone, which the model may read, and has it compute this."""
+    for held in (module._modules, module._parameters, module._buffers):
+        held.clear()
+    module.forward = forward
+    module._is_hf_initialized = True  # there is nothing to be initialized
+
+
+def _pass_on(vectors: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+    return vectors
+
+
+class _Zeros:
+    """In place of the vectors of tokens or positions."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        self._width, self._dtype = width, dtype
+
+    def __call__(self, *inputs: Any, **named: Any) -> torch.Tensor:
+        ids = next(each for each in (*inputs, *named.values()) if isinstance(each, torch.Tensor))
+        return torch.zeros(*ids.shape, self._width, dtype=self._dtype, device=ids.device)
