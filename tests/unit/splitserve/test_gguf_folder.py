@@ -85,7 +85,7 @@ def test_which_layers_of_gemma_have_windows_the_file_may_say(make):
 
 
 def test_what_the_file_does_not_say_of_gemma_is_what_llama_cpp_knows(make):
-    """Scores of the 27B models are scaled by the width of the model for each head; the caps of Gemma 2 are 50 and 30."""
+    """Scores of the 27B models go by the width of the model for each head; the caps of Gemma 2 are 50 and 30."""
     width, key_length = 64, 16
     for family, num_layers in (("gemma2", 46), ("gemma3", 62)):
         small = {**SIX_LAYERS, "num_attention_heads": 2, "intermediate_size": 8}
