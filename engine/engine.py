@@ -310,6 +310,6 @@ def _build_model(
             raise SettingsError(f"--weights-memory-bytes: only CPUs read weights from disk, and this is {device.type}")
         placement = Placement(decoder.own_layers, settings.weights_memory_bytes, settings.weights_disk_path)
     what = (settings.quantization, config.stored_quantization, placement)
-    num_bytes = load_weights(decoder, folder, dtype, device, *what)
+    num_bytes = load_weights(decoder, folder, dtype, device, *what, is_text_part=config.is_text_part)
     decoder.on_disk = placement.finish() if placement else None
     return decoder, num_bytes

@@ -7,7 +7,7 @@ of its parts, whose weights stay where they are. Torch-free.
 import functools
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
@@ -33,6 +33,13 @@ IN_LAYER: Final = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+NORMS_OF_OUTPUTS: Final = {  # where attention and feed-forward have norms before and behind them
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+LAYERS: Final = {"gemma2": IN_LAYER | NORMS_OF_OUTPUTS, "gemma3": IN_LAYER | NORMS_OF_OUTPUTS}  # of others IN_LAYER
+GEMMAS: Final = ("gemma", "gemma2", "gemma3")
 INTERLEAVED: Final = (".q_proj.weight", ".q_proj.bias", ".k_proj.weight", ".k_proj.bias")
 Identity = tuple[int, ...]
 
@@ -49,14 +56,19 @@ class GgufWeights:
         if model.digest != made_of:
             raise _replaced(self._links[0])
         self.headers_bytes: Final = [len(header) for header in model.headers]
+        self._architecture = str(model.metadata.get("general.architecture"))
+        in_layer = LAYERS.get(self._architecture, IN_LAYER)
         self.tensors: Final = {
-            checkpoint_name(name): tensor for name, tensor in model.tensors.items() if name != ROPE_FACTORS
+            checkpoint_name(name, in_layer): tensor for name, tensor in model.tensors.items() if name != ROPE_FACTORS
         }
-        self._is_llama = model.metadata.get("general.architecture") == "llama"
 
     def is_interleaved(self, name: str) -> bool:
         """Whether the rows of each head alternate between its halves, as llama.cpp rotates Llama's."""
-        return self._is_llama and name.endswith(INTERLEAVED)
+        return self._architecture == "llama" and name.endswith(INTERLEAVED)
+
+    def addend(self, name: str) -> float:
+        """What was added to a tensor when it was written: to Gemma's norms what a decoder of it adds by itself."""
+        return 1.0 if self._architecture in GEMMAS and name.endswith("norm.weight") else 0.0
 
     @contextmanager
     def open(self) -> Iterator[list[BufferedReader]]:
@@ -93,14 +105,14 @@ def links_of(folder: Path) -> list[Path]:
     return [folder / LINK, *itertools.takewhile(Path.is_symlink, itertools.islice(links, 1, None))]
 
 
-def checkpoint_name(name: str) -> str:
+def checkpoint_name(name: str, in_layer: Mapping[str, str]) -> str:
     """A tensor's name in a Hugging Face checkpoint; one that is not known gets a name that none has there."""
     module, _, attribute = name.rpartition(".")
     if module in OUTSIDE:
         return f"{OUTSIDE[module]}.{attribute}"
     match module.split("."):
-        case ["blk", layer, part] if layer.isdecimal() and part in IN_LAYER:
-            return f"model.layers.{layer}.{IN_LAYER[part]}.{attribute}"
+        case ["blk", layer, part] if layer.isdecimal() and part in in_layer:
+            return f"model.layers.{layer}.{in_layer[part]}.{attribute}"
     return f"gguf:{name}"
 
 

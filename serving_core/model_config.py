@@ -19,6 +19,7 @@ from serving_core.json_fields import JsonFields, read_json_object
 from serving_core.layout import DTYPE_BYTES, KVLayout
 from serving_core.rope_config import FULL, DefaultRope, Rope, read_rope
 from serving_core.stored_quantization import StoredQuantization, read_stored_quantization
+from serving_core.text_parts import is_whole, text_config
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class ModelConfig:
     has_latent_kv: bool = False  # its cache has one vector of each token, of which all heads make keys and values
     config_digest: str = ""  # of a foreign one: SHA-256 of all that config.json says
     embedder: Embedder | None = None  # of a model that makes embeddings, and writes no answers
+    is_text_part: bool = False  # of a checkpoint that has more than a decoder of text
 
     @property
     def experts(self) -> Experts | None:
@@ -110,6 +112,10 @@ def read_model_config(folder: Path, model_impl: str = "auto", runner: str = "aut
     if not folder.is_dir():
         raise ModelError(f"there is no model folder {folder}")
     config = read_json_object(folder / "config.json")
+    if is_text_part := is_whole(config):
+        if model_impl == TRANSFORMERS:
+            raise ModelError("of a model that sees pictures our own decoders alone compute the text, not transformers")
+        model_impl, config = NATIVE, text_config(config, f"the text_config of {folder / 'config.json'}")
     architecture, model_type, is_headless = _architecture(config, model_impl)
     family = FAMILIES.get(architecture)
     said = config if family is None else config.with_defaults(family.defaults)
@@ -134,6 +140,7 @@ def read_model_config(folder: Path, model_impl: str = "auto", runner: str = "aut
         bos_token_id=next(iter(_token_ids(sources, "bos_token_id", vocab_size)), None),
         eos_token_ids=_token_ids(sources, "eos_token_id", vocab_size),
         embedder=read_embedder(folder, config, runner, is_headless=is_headless),
+        is_text_part=is_text_part,
         **fields,
     )
 

@@ -13,6 +13,7 @@ from serving_core.model_config import FAKE_ARCHITECTURE, ModelConfig, read_model
 from serving_core.settings import EngineSettings
 from serving_core.sharding import check_num_ranks, check_pp_size, check_tp_size, rank_layout
 from serving_core.stored_quantization import FP8, FP8_SCALES, check_quantization
+from serving_core.text_parts import text_names
 from serving_core.weight_files import StoredTensor, stored_tensors
 
 MOST_INVARIANT_RANKS: Final = 2  # whose sum does not depend on the order
@@ -96,6 +97,8 @@ def needs_of(settings: EngineSettings, config: ModelConfig) -> Needs:
     if config.architecture == FAKE_ARCHITECTURE:
         return Needs(0, pool_bytes)
     tensors = stored_tensors(Path(settings.model))
+    if config.is_text_part:
+        tensors = {name: tensors[stored] for name, stored in text_names(tensors).items()}
     if config.tie_word_embeddings or config.embedder is not None:
         tensors.pop(TIED_HEAD, None)
     if config.stored_quantization is not None and config.stored_quantization.become_floats:

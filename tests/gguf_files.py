@@ -12,7 +12,8 @@ import gguf
 import numpy as np
 from safetensors.numpy import load_file
 
-from tests.tiny_models import BOS, CHAT_TEMPLATE, EOS, SPECIAL_TOKENS, byte_vocabulary, write_tiny_model
+from tests.foreign_models import write_any_model
+from tests.tiny_models import BOS, CHAT_TEMPLATE, EOS, SPECIAL_TOKENS, byte_vocabulary
 
 MERGES = ["Ġ t", "h e", "i n", "Ġt he"]
 TOKENS = [*sorted(byte_vocabulary(), key=byte_vocabulary().get), *SPECIAL_TOKENS, *("".join(m.split()) for m in MERGES)]
@@ -22,6 +23,9 @@ MODEL_ARCHS = {
     "mistral": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "gemma": gguf.MODEL_ARCH.GEMMA,
+    "gemma2": gguf.MODEL_ARCH.GEMMA2,
+    "gemma3": gguf.MODEL_ARCH.GEMMA3,
 }
 Change = Callable[[gguf.GGUFWriter], None]
 
@@ -39,7 +43,7 @@ def write_gguf(
     """Writes a file and, in a folder beside it with its name less the suffix, the model that it was made of: the
     weights are the same where `stored` is F32. `change` may add to what is written, or replace metadata. With
     `part_tensors` the model is in parts of so many tensors; given is the first then."""
-    folder = write_tiny_model(file.with_suffix(""), family, seed=seed, **{**SIZES, **config})
+    folder = write_any_model(file.with_suffix(""), family, seed=seed, **{**SIZES, **config})
     said = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[MODEL_ARCHS[family]], split_max_tensors=part_tensors)
     _add_config(writer, said)
@@ -75,9 +79,20 @@ def _add_config(writer: gguf.GGUFWriter, said: dict[str, Any]) -> None:
     writer.add_key_length(said["head_dim"])
     writer.add_value_length(said["head_dim"])
     writer.add_layer_norm_rms_eps(said["rms_norm_eps"])
-    writer.add_rope_freq_base(said["rope_parameters"]["rope_theta"])
-    writer.add_rope_dimension_count(said["head_dim"])
     writer.add_vocab_size(said["vocab_size"])
+    ropes = said["rope_parameters"]
+    rope = ropes.get("full_attention", ropes)  # of Gemma 3, whose other rope llama.cpp knows
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if not said["model_type"].startswith("gemma"):
+        writer.add_rope_dimension_count(said["head_dim"])
+    elif said["model_type"] != "gemma":
+        writer.add_sliding_window(said["sliding_window"])
+        for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if said[cap] is not None:
+                getattr(writer, f"add_{cap}")(said[cap])
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
@@ -105,6 +120,8 @@ def _add_tensors(
         if MODEL_ARCHS[family] is gguf.MODEL_ARCH.LLAMA and (num_heads := heads.get(name.split(".")[-2])):
             halves = tensor.reshape(num_heads, 2, -1, *tensor.shape[1:])
             tensor = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(tensor.shape)
+        if family.startswith("gemma") and name.endswith("norm.weight"):
+            tensor = tensor + 1
         kind = stored if tensor.ndim > 1 else gguf.GGMLQuantizationType.F32
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert theirs is not None, name

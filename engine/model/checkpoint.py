@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from serving_core.errors import ModelError
 from serving_core.sharding import Extent, whole
+from serving_core.text_parts import text_names
 from serving_core.weight_files import FLOATS
 
 MAPPED_BYTES: Final = 32 * 2**20  # mapped pages count as our memory, so mappings are let go this often
@@ -112,3 +113,23 @@ class SafetensorsCheckpoint(Checkpoint):
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"{file} is not a safetensors file: {error}") from error
         return self._open[file]
+
+
+class TextPart(Checkpoint):
+    """Of the tensors of a model that sees pictures those of its text, as a decoder alone has them."""
+
+    def __init__(self, whole: Checkpoint) -> None:
+        self._whole = whole
+        self._stored = text_names(whole.names())
+
+    def names(self) -> set[str]:
+        return set(self._stored)
+
+    def describe(self, name: str) -> tuple[tuple[int, ...], str]:
+        return self._whole.describe(self._stored[name])
+
+    def read(self, part: Part) -> Iterator[tuple[int, torch.Tensor]]:
+        return self._whole.read(part._replace(name=self._stored[part.name]))
+
+    def read_all(self, part: Part) -> torch.Tensor:
+        return self._whole.read_all(part._replace(name=self._stored[part.name]))

@@ -43,6 +43,7 @@ class GgufCheckpoint(Checkpoint):
 
     def read(self, part: Part) -> Iterator[tuple[int, torch.Tensor]]:
         tensor, is_interleaved = self._weights.tensors[part.name], self._weights.is_interleaved(part.name)
+        addend = self._weights.addend(part.name)
         is_vector = len(part.extents) == 1
         rows, columns = (whole(1), part.extents[0]) if is_vector else part.extents
         step = max(1, PIECE_ELEMENTS // columns.total)
@@ -54,7 +55,7 @@ class GgufCheckpoint(Checkpoint):
 
             def read(piece: range) -> torch.Tensor:
                 floats = torch.from_numpy(_floats(file, tensor, piece, columns))
-                floats = floats[0] if is_vector else floats
+                floats = floats[0] - addend if is_vector else floats
                 return _halves_of_heads(floats, self._head_dim) if is_interleaved else floats
 
             for first in range(0, len(pieces), self._at_once):

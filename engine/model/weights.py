@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import nn
 
-from engine.model.checkpoint import Checkpoint, Part, SafetensorsCheckpoint
+from engine.model.checkpoint import Checkpoint, Part, SafetensorsCheckpoint, TextPart
 from engine.model.layers import Layer, Linear
 from engine.model.llama import LlamaDecoder
 from engine.native.linear_library import best_variant
@@ -60,16 +60,18 @@ def load_weights(
     quantization: str = "none",
     stored: StoredQuantization | None = None,
     placement: Placement | None = None,
+    *,
+    is_text_part: bool = False,
 ) -> int:
     """Gives every parameter of a model built on the meta device its values, cast to dtype, and packs them; gives
     the bytes they take. `quantization` is a value of --quantization, `stored` how the checkpoint is quantized,
-    `placement` where they go if not all into memory.
+    `placement` where they go if not all into memory; `is_text_part`: the checkpoint has more than text.
 
     Reads of the files what the parameters take, and takes little memory beyond them. Raises ModelError, before
     anything is loaded, when a tensor is missing, unknown, of another shape or of a dtype that is not a float of 16
     or 32 bits. What another stage takes is that stage's to check.
     """
-    checkpoint = open_checkpoint(folder, ROOT)
+    checkpoint = TextPart(open_checkpoint(folder)) if is_text_part else open_checkpoint(folder, ROOT)
     if stored is not None and stored.become_floats:
         checkpoint, stored = Fp8Checkpoint(checkpoint, stored), None
     targets = list(_targets(model, checkpoint, stored))

@@ -5,13 +5,18 @@ Only what is understood is served: a key of the architecture's own that is not k
 
 import struct
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
 from serving_core.errors import ModelError
 from serving_core.gguf_parts import ROPE_FACTORS, GgufModel
 from serving_core.json_fields import JsonFields
+from splitserve.gguf import gemma
 
 ARCHITECTURES: Final = {  # Mistral's models are called llama, too
+    "gemma": ("GemmaForCausalLM", "gemma"),
+    "gemma2": ("Gemma2ForCausalLM", "gemma2"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
@@ -47,7 +52,11 @@ NEUTRAL: Final = {  # served where they say this
 POOLING: Final = "pooling_type"
 POOLINGS: Final = {1: "mean_tokens", 3: "lasttoken"}  # llama.cpp's numbers of what sentence-transformers calls so
 ENDINGS: Final = ("eos", "eot", "eom")  # of a text, a turn, a message to a tool
-TURN_ENDINGS: Final = ("<|eot_id|>", "<|im_end|>")  # end an answer whether or not the file says so, as in llama.cpp
+TURN_ENDINGS: Final = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<end_of_turn>",
+)  # end an answer whether or not the file says so, as in llama.cpp
 SAMPLING: Final = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
@@ -63,13 +72,16 @@ def config_of(model: GgufModel, where: str) -> dict[str, Any]:
     if name not in ARCHITECTURES:
         raise ModelError(f"{where} has architecture {name!r:.80}; supported are {', '.join(ARCHITECTURES)}")
     own = {key.removeprefix(f"{name}."): value for key, value in model.metadata.items() if key.startswith(f"{name}.")}
-    _refuse_unknown(own, where)
+    _refuse_unknown(own, gemma.USED.get(name, frozenset()), where)
     fields = JsonFields(own, where)
     architecture, model_type = ARCHITECTURES[name]
     hidden_size, num_heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
     context = fields.integer("context_length")
-    _refuse_unserved(fields, head_dim, context)
+    _refuse_unserved(fields, head_dim)
+    rope = _rope(fields, _rope_factors(model, head_dim))
+    if name not in gemma.USED:
+        _refuse_window(fields, context)
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -82,11 +94,11 @@ def config_of(model: GgufModel, where: str) -> dict[str, Any]:
         "head_dim": head_dim,
         "max_position_embeddings": context,
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope(fields, _rope_factors(model, head_dim)),
         "attention_bias": "blk.0.attn_q.bias" in model.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in model.tensors,
         "tie_word_embeddings": "output.weight" not in model.tensors,
         "dtype": SERVED_AS,
+        **(gemma.gemma_config(name, fields, rope) if name in gemma.USED else {"rope_parameters": rope}),
     }
 
 
@@ -119,19 +131,22 @@ def modules_of(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"modules.json": modules, "1_Pooling/config.json": {f"pooling_mode_{POOLINGS[kind]}": True}}
 
 
-def _refuse_unknown(own: Mapping[str, Any], where: str) -> None:
+def _refuse_unknown(own: Mapping[str, Any], also_used: AbstractSet[str], where: str) -> None:
     for key, value in own.items():
         says_nothing = isinstance(value, int | float | str) and not value
-        is_harmless = value == NEUTRAL[key] if key in NEUTRAL else key in USED | OF_NO_USE or says_nothing
+        is_harmless = value == NEUTRAL[key] if key in NEUTRAL else key in USED | OF_NO_USE | also_used or says_nothing
         is_harmless |= key == POOLING and type(value) is int and value in POOLINGS
         if not is_harmless:
             raise ModelError(f"{where} says {key} {value!r:.40}, and a model with that cannot be served")
 
 
-def _refuse_unserved(fields: JsonFields, head_dim: int, context: int) -> None:
+def _refuse_unserved(fields: JsonFields, head_dim: int) -> None:
     for key in ("rope.dimension_count", "attention.value_length"):
         if fields.integer(key, head_dim) != head_dim:
             raise fields.error(key, f"as large as a head ({head_dim})")
+
+
+def _refuse_window(fields: JsonFields, context: int) -> None:
     if 0 < fields.integer("attention.sliding_window", context, minimum=0) < context:
         raise fields.error("attention.sliding_window", f"absent, 0 or the context ({context})")
 

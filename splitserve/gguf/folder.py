@@ -12,11 +12,11 @@ from coordinator.text.tokenizer import read_tokenizer
 from serving_core.errors import ModelError
 from serving_core.gguf_parts import GgufModel, open_parts, parts_of, read_model
 from serving_core.gguf_weights import SOURCE, link_name
-from serving_core.model_config import read_model_config
+from serving_core.model_config import NATIVE, read_model_config
 from splitserve.gguf.config import config_of, generation_config_of, modules_of
 from splitserve.gguf.tokenizer import tokenizer_config_of, tokenizer_of
 
-VERSION: Final = 3  # of what is made of a header; another one does not find the folders of this one
+VERSION: Final = 4  # of what is made of a header; another one does not find the folders of this one
 NAME_CHARS: Final = 32  # of a digest, as a folder's name
 
 
@@ -45,7 +45,7 @@ def gguf_folder(file: Path, root: Path, defaults: Mapping[str, Any] | None = Non
                 (made / file_name).write_text(content, encoding="utf-8")
             for part, target in enumerate(files):
                 (made / link_name(part)).symlink_to(target)
-            read_model_config(made)  # refuses what cannot be served before it is kept
+            read_model_config(made, NATIVE)  # refuses what cannot be served before it is kept
             read_tokenizer(made)
             _move(made, folder)
     except OSError as error:

@@ -23,6 +23,7 @@ from serving_core.model_config import read_model_config
 from serving_core.settings import EngineSettings
 from serving_core.sharding import Extent, shard_of, whole
 from splitserve.gguf.folder import gguf_folder
+from tests.foreign_models import generated
 from tests.gguf_files import write_gguf
 from tests.tiny_models import FAMILIES
 from tests.toy_scheduler import greedy, run_all
@@ -98,6 +99,36 @@ def test_every_rank_reads_its_part_of_the_very_weights_that_were_written(made, f
         found, written = (parameters(each, rank, tp_size) for each in (folder, file.with_suffix("")))
         assert found.keys() == written.keys()
         assert all(torch.equal(found[name], written[name]) for name in found)
+
+
+GEMMA3_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("gemma", {"attention_bias": False}),
+        ("gemma2", {"query_pre_attn_scalar": 16}),
+        ("gemma3", {"num_hidden_layers": 7, "layer_types": None, "rope_parameters": GEMMA3_ROPES}),
+    ],
+)
+def test_gemma_answers_as_transformers_does_from_what_the_file_was_made_of(made, family, config):
+    """transformers' own reading of the file knows neither the caps nor the second rope."""
+    config |= {"query_pre_attn_scalar": 16, "tie_word_embeddings": True} if family != "gemma" else {}
+    file, folder = made(family, **config)
+    written = file.with_suffix("")
+    found, known = read_model_config(folder), read_model_config(written)
+    assert (found.differences, found.rope, found.sliding_windows) == (
+        known.differences,
+        known.rope,
+        known.sliding_windows,
+    )
+    expected = generated(written, PROMPTS, NUM_TOKENS)
+    assert answers(folder, dtype="float32") == expected
+    assert answers(folder) == answers(written, dtype="bfloat16")  # norms too are what they were
 
 
 def test_a_file_without_quantization_answers_as_the_folder_it_was_made_of(made):

@@ -150,7 +150,10 @@ def test_custom_code_is_ignored_not_run(read, tmp_path):
     [
         ({"architectures": ["BertForMaskedLM"]}, "'BertForMaskedLM' is not supported: its attention goes both"),
         ({"architectures": None, "model_type": "gpt_oss"}, "'gpt_oss' is not supported; supported are LlamaFor"),
-        ({"architectures": ["LlavaForConditionalGeneration"]}, "'LlavaForConditionalGeneration' is not supported"),
+        (
+            {"architectures": ["Idefics3ForConditionalGeneration"]},
+            "'Idefics3ForConditionalGeneration' is not supported",
+        ),
         ({"architectures": []}, "architectures .* must be a list of one name"),
         ({"model_type": "mistral"}, "model_type .* must be 'llama' for LlamaForCausalLM"),
         ({"quantization_config": {"bits": 4}}, "quant_method '' of a quantization_config is not supported"),

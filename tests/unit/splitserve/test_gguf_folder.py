@@ -23,7 +23,7 @@ from serving_core.rope_config import DefaultRope, FactorRope, LinearRope, YarnRo
 from serving_core.settings import EngineSettings
 from splitserve.gguf.folder import gguf_folder
 from splitserve.launch.models import LocalModel, resolve
-from tests.gguf_files import TOKENS, replace, write, write_gguf
+from tests.gguf_files import MERGES, TOKENS, replace, write, write_gguf
 from tests.tiny_models import BOS, CHAT_TEMPLATE, EOS, FAMILIES
 
 Kind = gguf.GGUFValueType
@@ -68,6 +68,64 @@ def test_a_file_may_say_how_it_pools(make, number, kind):
         make("qwen3", {"qwen3.pooling_type": 2})
 
 
+def windows(folder):
+    return [window is not None for window in read_model_config(folder).sliding_windows]
+
+
+SIX_LAYERS = {"num_hidden_layers": 6, "query_pre_attn_scalar": 16, "layer_types": None}
+
+
+def test_which_layers_of_gemma_have_windows_the_file_may_say(make):
+    assert windows(make("gemma2", **SIX_LAYERS)) == [True, False] * 3
+    assert windows(make("gemma3", **SIX_LAYERS)) == [True] * 5 + [False]
+    by_period = {"gemma3.attention.sliding_window_pattern": 3}
+    assert windows(make("gemma3", by_period, **SIX_LAYERS)) == [True, True, False] * 2
+    listed = [True, False, False, True, True, False]
+    assert windows(make("gemma3", {"gemma3.attention.sliding_window_pattern": listed}, **SIX_LAYERS)) == listed
+
+
+def test_what_the_file_does_not_say_of_gemma_is_what_llama_cpp_knows(make):
+    """Scores of the 27B models go by the width of the model for each head; the caps of Gemma 2 are 50 and 30."""
+    width, key_length = 64, 16
+    for family, num_layers in (("gemma2", 46), ("gemma3", 62)):
+        small = {**SIX_LAYERS, "num_attention_heads": 2, "intermediate_size": 8}
+        scales = [
+            read_model_config(make(family, **{**small, "num_hidden_layers": layers})).differences.score_scale
+            for layers in (num_layers, 6)
+        ]
+        assert scales == [(width / 2) ** -0.5, key_length**-0.5]
+    caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    differences = read_model_config(make("gemma2", **SIX_LAYERS, **caps)).differences
+    assert (differences.score_softcap, differences.logit_softcap) == (50.0, 30.0)
+    said = {"gemma3.rope.freq_base_swa": 20_000.0, "gemma3.final_logit_softcapping": 7.0}
+    differences = read_model_config(make("gemma3", said, **SIX_LAYERS)).differences
+    assert (differences.sliding_rope, differences.logit_softcap) == (DefaultRope(20_000.0), 7.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "said", "sentence"),
+    [
+        ("gemma", {"gemma.final_logit_softcapping": 5.0}, r"says final_logit_softcapping 5\.0"),
+        ("gemma3", {"gemma3.attn_logit_softcapping": 5.0}, r"says attn_logit_softcapping 5\.0"),
+        ("gemma2", {"gemma2.attn_logit_softcapping": -5.0}, "attn_logit_softcapping in .* finite number of at least 0"),
+        ("gemma2", {"gemma2.attention.sliding_window": 0}, "sliding_window in .* must be an integer of at least 1"),
+        ("gemma3", {"gemma3.attention.sliding_window_pattern": [True]}, "a list of 4 times true or false"),
+        ("gemma3", {"gemma3.attention.sliding_window_pattern": "some"}, "sliding_window_pattern in .* an integer"),
+        ("gemma3", {"gemma3.rope.scaling.type": "yarn", "gemma3.rope.scaling.original_context_length": 9}, "'yarn'"),
+    ],
+)
+def test_what_gemma_cannot_have_is_a_sentence(make, family, said, sentence):
+    with pytest.raises(ModelError, match=sentence):
+        make(family, said, **({} if family == "gemma" else {"query_pre_attn_scalar": 16}))
+
+
+def test_the_turn_of_gemma_ends_an_answer(make):
+    tokens = [*TOKENS[:-1], "<end_of_turn>"]
+    merges = [merge for merge in MERGES if "".join(merge.split()) in tokens]
+    folder = make(said={"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": merges})
+    assert read_model_config(folder).eos_token_ids == (EOS, len(TOKENS) - 1)
+
+
 ROPES = {
     "as it is": ({}, DefaultRope(10_000.0)),
     "by name": ({"llama.rope.scaling.type": "none"}, DefaultRope(10_000.0)),
@@ -101,7 +159,10 @@ def test_a_rope_of_factors_is_part_of_what_a_folder_is_made_of(make):
 
 
 REFUSED = {
-    "another architecture": ({"general.architecture": "gemma3"}, "'gemma3'; supported are llama, qwen2, qwen3"),
+    "another architecture": (
+        {"general.architecture": "mamba"},
+        "'mamba'; supported are gemma, gemma2, gemma3, llama, qwen2, qwen3",
+    ),
     "experts": ({"llama.expert_count": 8}, "says expert_count 8, and a model with that cannot be served"),
     "a soft cap": ({"llama.attn_logit_softcapping": 30.0}, r"says attn_logit_softcapping 30\.0"),
     "an encoder": ({"llama.attention.causal": False}, "says attention.causal False"),

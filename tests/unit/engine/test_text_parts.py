@@ -1,0 +1,179 @@
+"""Checkpoints of models that see pictures: their text through our decoder, against transformers' whole model."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from engine.engine import Engine
+from serving_core.errors import ModelError
+from serving_core.model_config import read_model_config
+from serving_core.needs import needs_of
+from serving_core.settings import EngineSettings
+from serving_core.text_parts import text_names
+from tests.tiny_models import BOS, EOS, VOCAB_SIZE, write_tokenizer
+from tests.toy_scheduler import greedy, run_all
+
+IMAGE = 255  # a token that no prompt has
+PROMPTS = [list(b"The"), list(b"a longer prompt, of two blocks at least"), list(b"ab" * 30)]
+NUM_TOKENS = 24
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+}
+GEMMA = {"query_pre_attn_scalar": 7, "sliding_window": 13, "_sliding_window_pattern": 2}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+WHOLES = {  # what they are called in transformers, what their text has, and what they say of pictures
+    "Gemma3": (GEMMA, {"mm_tokens_per_image": 4, "image_token_index": IMAGE}),
+    "InternVL": ({}, {"image_token_id": IMAGE}),
+    "Llava": ({}, {"image_token_index": IMAGE}),
+    "Mistral3": ({"sliding_window": 13}, {"image_token_index": IMAGE}),
+}
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Writes a random model, and gives its folder."""
+
+    def make(name, **whole):
+        transformers.utils.logging.disable_progress_bar()
+        text, pictures = WHOLES[name]
+        kind = getattr(transformers, f"{name}Config")
+        known = kind()
+        configs = {
+            "text_config": type(known.text_config)(**{**SIZES, **text}),
+            "vision_config": type(known.vision_config)(**VISION),
+        }
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{name}ForConditionalGeneration")(kind(**configs, **pictures, **whole))
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                parameter.normal_(1.0 if "norm" in parameter_name else 0.0, 0.25)
+        model.save_pretrained(tmp_path / name)
+        write_tokenizer(tmp_path / name)
+        return tmp_path / name
+
+    return make
+
+
+def settings(folder, **more):
+    return EngineSettings(model=str(folder), num_kv_blocks=64, device="cpu", **more)
+
+
+def answers(folder):
+    runs = run_all(Engine(settings(folder)), PROMPTS, greedy(NUM_TOKENS, ignore_eos=True))
+    return [[token.token_id for token in run] for run in runs]
+
+
+def answers_of_the_whole(folder, name):
+    kind = getattr(transformers, f"{name}ForConditionalGeneration")
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    sizes = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "eos_token_id": None}
+    found = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **sizes)
+        found.append(output[0, len(prompt) :].tolist())
+    return found
+
+
+def rewrite(folder, change):
+    """Has config.json changed in place."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("name", WHOLES)
+def test_text_is_answered_as_by_the_whole_model(make, name):
+    folder = make(name, tie_word_embeddings=name != "Llava")
+    assert answers(folder) == answers_of_the_whole(folder, name)
+
+
+def test_names_of_newer_checkpoints_are_the_same_tensors(make):
+    folder = make("Llava")
+    before, file = answers(folder), folder / "model.safetensors"
+    newer = {
+        name.replace("language_model.model.", "model.language_model.")
+        .replace("language_model.lm_head.", "lm_head.")
+        .replace("vision_tower.", "model.vision_tower.", 1): tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(newer, file)
+    assert answers(folder) == before
+
+
+def test_no_memory_is_counted_for_what_sees(make):
+    folder = make("Gemma3")
+    config = read_model_config(folder)
+    text_bytes = sum(
+        tensor.nbytes
+        for name, tensor in load_file(folder / "model.safetensors").items()
+        if name.startswith("language_model.")
+    )
+    assert needs_of(settings(folder), config).weight_bytes == text_bytes
+
+
+def test_what_text_config_leaves_out_is_what_transformers_takes(make):
+    folder = make("Gemma3")
+
+    def leave_out(config):
+        for name in ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters"):
+            del config["text_config"][name]
+        config["eos_token_id"] = [EOS, BOS]
+
+    rewrite(folder, leave_out)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    found, known = read_model_config(folder), transformers.AutoConfig.from_pretrained(folder).text_config
+    for name, theirs in {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}.items():
+        assert getattr(found, name) == getattr(known, theirs)
+    assert (found.vocab_size, found.head_dim) == (known.vocab_size, known.head_dim)
+    assert found.rope.theta == known.rope_parameters["full_attention"]["rope_theta"]
+    assert found.eos_token_ids == (EOS, BOS)
+
+
+def test_what_cannot_be_served_of_them_is_a_sentence(make):
+    folder = make("Gemma3")
+    with pytest.raises(ModelError, match="our own decoders alone compute the text, not transformers"):
+        read_model_config(folder, "transformers")
+    rewrite(folder, lambda config: config["text_config"].update(no_such=3))
+    with pytest.raises(ModelError, match="our own decoder of Gemma3ForCausalLM does not know no_such"):
+        read_model_config(folder)
+    rewrite(folder, lambda config: config["text_config"].update(model_type="mamba"))
+    with pytest.raises(ModelError, match="architecture 'mamba' is not supported"):
+        read_model_config(folder)
+    rewrite(folder, lambda config: config.update(text_config=[]))
+    with pytest.raises(ModelError, match=r"text_config in .* must be an object in Gemma3ForConditionalGeneration"):
+        read_model_config(folder)
+
+
+def test_a_tensor_that_is_there_twice_is_refused():
+    with pytest.raises(ModelError, match=r"both lm_head\.weight and language_model\.lm_head\.weight"):
+        text_names(["lm_head.weight", "language_model.lm_head.weight"])
+
+
+def test_a_tensor_of_neither_is_refused(make):
+    folder = make("Llava")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "audio_tower.weight": torch.zeros(2)}, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"the weights hold audio_tower\.weight, which the model has no use for"):
+        Engine(settings(folder))
