@@ -4,10 +4,12 @@ import gc
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # The same examples each time, and none fails for the time that it takes: machines differ, and may be busy.
-settings.register_profile("deterministic", deadline=None, derandomize=True)
+settings.register_profile(
+    "deterministic", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("deterministic")
 
 # The files that take longest come first, so that no worker is left alone with one of them at the end.
