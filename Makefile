@@ -24,9 +24,9 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -q --dist loa
 test: setup model
 	$(PYTEST) -n 4 -m "not long"
 
-# What is long by nature: every size of ranks, every kernel, whole comparisons.
+# What is long by nature: every size of ranks, every kernel, whole comparisons. More of it waits than of the others.
 test-long: setup model
-	$(PYTEST) -n auto --maxprocesses 4 -m long
+	$(PYTEST) -n 3 -m long
 
 # Every row of the matrix of faults, with real processes: what struck, what became of requests, what was lost.
 faults: setup
