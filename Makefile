@@ -24,7 +24,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -q --dist loa
 test: setup model
 	$(PYTEST) -n 4 -m "not long"
 
-# What is long by nature: every size of ranks, every kernel, whole comparisons. More of it waits than of the others.
+# What is long by nature: every size of ranks, every kernel, whole comparisons.
 test-long: setup model
 	$(PYTEST) -n 3 -m long
 
