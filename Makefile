@@ -17,15 +17,16 @@ SERVICES := protos/doors.proto protos/fleet.proto protos/inference.proto
 demo: setup
 	@$(BIN)/splitserve demo
 
-# Workers share the tests, each process of them computes with one thread.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q --dist worksteal --durations=15
+# Workers share the tests, a file's with one worker so that its cluster starts once; tests/conftest.py has the order. Each
+# process computes with one thread, and what a thousand of them import is compiled once, whatever the environment says.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -q --dist loadfile --no-loadscope-reorder --durations=15
 
 test: setup model
 	$(PYTEST) -n 4 -m "not long"
 
 # What is long by nature: every size of ranks, every kernel, whole comparisons.
 test-long: setup model
-	$(PYTEST) -n auto --maxprocesses 4 -m long
+	$(PYTEST) -n 3 -m long
 
 # Every row of the matrix of faults, with real processes: what struck, what became of requests, what was lost.
 faults: setup

@@ -1,7 +1,55 @@
 """What all tests share."""
 
-from hypothesis import settings
+import gc
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
 
 # The same examples each time, and none fails for the time that it takes: machines differ, and may be busy.
-settings.register_profile("deterministic", deadline=None, derandomize=True)
+settings.register_profile(
+    "deterministic", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("deterministic")
+
+# The files that take longest come first, so that no worker is left alone with one of them at the end.
+LONGEST = (
+    "system/test_bits",
+    "system/test_foreign_models",
+    "system/test_moves",
+    "schedules/test_schedules",
+    "faults/test_matrix",
+    "unit/splitserve_bench/test_goodput_more",
+    "system/test_ray",
+    "system/test_faults",
+    "system/test_stages",
+    "unit/engine/test_bits",
+    "system/test_tensor_parallel",
+    "system/test_start",
+    "unit/splitserve/test_launcher",
+    "unit/engine/test_foreign_ranks",
+    "system/test_resume",
+    "unit/serving_node/test_slack",
+    "unit/splitserve_bench/test_goodput_knowledge",
+    "unit/splitserve_bench/test_dominance_sample",
+    "unit/engine/test_tensor_parallel",
+    "unit/kv_transfer/test_faults",
+    "unit/engine/test_foreign",
+    "unit/serving_node/test_logic_fleet",
+    "unit/splitserve_bench/test_goodput_overload",
+    "unit/splitserve_bench/test_serve_command",
+    "unit/splitserve_bench/test_simulate_property",
+)
+TESTS = Path(__file__).parent
+
+gc.disable()  # until all is collected: ten thousand tests would be looked through again and again
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {TESTS / f"{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()

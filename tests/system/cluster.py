@@ -28,8 +28,8 @@ from tests.tls_kit import flags_of
 SERVICE = "splitserve.v1.Inference"
 FLEET_SECRET = "known-to-the-tests-alone"
 HEARTBEAT_S = 0.2
-START_DEADLINE_S = 60.0
-CALL_DEADLINE_S = 20.0
+START_DEADLINE_S = 180.0
+CALL_DEADLINE_S = 60.0
 
 Flags = Mapping[str, object]
 """Flags of a process by their names with underscores."""
@@ -40,8 +40,8 @@ _CHANNEL_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 5000),  # which is the time that one attempt may take
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.keepalive_time_ms", 1000),
-    ("grpc.keepalive_timeout_ms", 1000),
-    ("grpc.http2.ping_timeout_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 5000),
+    ("grpc.http2.ping_timeout_ms", 5000),
 )
 
 
@@ -111,7 +111,7 @@ class Child:
     def kill(self) -> None:
         """SIGKILL, also to a stopped process, and waits for its end."""
         self.process.kill()
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=60)
 
     def wait(self, deadline_s: float) -> int:
         """The exit code."""
@@ -120,7 +120,7 @@ class Child:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.name} still runs after {deadline_s:g} s\n{_tail(self.output())}") from None
 
-    def stop(self, deadline_s: float = 20.0) -> int:
+    def stop(self, deadline_s: float = 60.0) -> int:
         """SIGTERM; the exit code."""
         self.send(signal.SIGTERM)
         return self.wait(deadline_s)
@@ -265,7 +265,7 @@ class Cluster:
                 self.start_coordinator() if name == "coordinator" else self.start_node(name)
         self.wait_complete()
 
-    def stop(self, deadline_s: float = 20.0) -> None:
+    def stop(self, deadline_s: float = 60.0) -> None:
         """Stops nodes, then the coordinator, with SIGTERM; fails on a bad exit code or a traceback in a log."""
         troubles = []
         nodes = [child for name, child in self.children.items() if name != "coordinator"]
@@ -341,7 +341,7 @@ class Cluster:
         request = health_pb2.HealthCheckRequest(service=SERVICE)
         with self.channel(port) as channel:
             try:
-                reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=1, metadata=self._metadata)
+                reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=5, metadata=self._metadata)
             except grpc.RpcError:
                 return False
         return reply.status == health_pb2.HealthCheckResponse.SERVING
@@ -375,7 +375,7 @@ class Cluster:
         """Names of the attached nodes that take requests."""
         return {name for name, load in self.loads().items() if load.state == "ready"}
 
-    def wait_all_free(self, deadline_s: float = 10.0) -> None:
+    def wait_all_free(self, deadline_s: float = 60.0) -> None:
         """Until no request is left and every block of every node is free, and stays so for some heartbeats:
         a load report may be one heartbeat old."""
         free_since: float | None = None

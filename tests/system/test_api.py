@@ -52,8 +52,8 @@ def test_health(cluster, service):
     message = health_pb2.HealthCheckRequest(service=service)
     with cluster.channel() as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        assert health.Check(message, timeout=5).status == health_pb2.HealthCheckResponse.SERVING
-        watch = health.Watch(message, timeout=5)
+        assert health.Check(message, timeout=60).status == health_pb2.HealthCheckResponse.SERVING
+        watch = health.Watch(message, timeout=60)
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
         watch.cancel()
 
@@ -63,9 +63,9 @@ def test_health_of_an_unknown_service(cluster):
     with cluster.channel() as channel:
         health = health_pb2_grpc.HealthStub(channel)
         with pytest.raises(grpc.RpcError) as raised:
-            health.Check(message, timeout=5)
+            health.Check(message, timeout=60)
         assert raised.value.code() is grpc.StatusCode.NOT_FOUND
-        watch = health.Watch(message, timeout=5)
+        watch = health.Watch(message, timeout=60)
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         watch.cancel()
 
@@ -75,7 +75,7 @@ def test_reflection(cluster):
     symbol = reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE)
     with cluster.channel() as channel:
         reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
-        listed, found = reflection.ServerReflectionInfo(iter([listing, symbol]), timeout=5)
+        listed, found = reflection.ServerReflectionInfo(iter([listing, symbol]), timeout=60)
     services = {service.name for service in listed.list_services_response.service}
     assert {SERVICE, "grpc.health.v1.Health"} <= services
     assert "splitserve.v1.Fleet" not in services
@@ -87,7 +87,7 @@ def test_reflection(cluster):
 
 def test_model_info(cluster, reference):
     with cluster.stub() as stub:
-        info = stub.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=5)
+        info = stub.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=60)
     config = reference.model.config
     assert info.served_model_name == "tiny-test"
     assert info.architecture == "LlamaForCausalLM"

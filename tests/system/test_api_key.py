@@ -18,15 +18,15 @@ def cluster(start_cluster, tmp_path_factory):
 
 
 CALLS = {
-    "Generate": lambda stub, metadata: list(stub.Generate(request([1], max_tokens=1), timeout=5, metadata=metadata)),
-    "Abort": lambda stub, metadata: stub.Abort(inference_pb2.AbortRequest(), timeout=5, metadata=metadata),
+    "Generate": lambda stub, metadata: list(stub.Generate(request([1], max_tokens=1), timeout=60, metadata=metadata)),
+    "Abort": lambda stub, metadata: stub.Abort(inference_pb2.AbortRequest(), timeout=60, metadata=metadata),
     "GetModelInfo": lambda stub, metadata: stub.GetModelInfo(
-        inference_pb2.GetModelInfoRequest(), timeout=5, metadata=metadata
+        inference_pb2.GetModelInfoRequest(), timeout=60, metadata=metadata
     ),
     "GetServerInfo": lambda stub, metadata: stub.GetServerInfo(
-        inference_pb2.GetServerInfoRequest(), timeout=5, metadata=metadata
+        inference_pb2.GetServerInfoRequest(), timeout=60, metadata=metadata
     ),
-    "GetLoads": lambda stub, metadata: stub.GetLoads(inference_pb2.GetLoadsRequest(), timeout=5, metadata=metadata),
+    "GetLoads": lambda stub, metadata: stub.GetLoads(inference_pb2.GetLoadsRequest(), timeout=60, metadata=metadata),
 }
 BAD_METADATA = {
     "no key": (),

@@ -68,7 +68,8 @@ async def check(model, sizes, except_for=(), **flags):
     return figures
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 async def test_nothing_that_happens_to_an_answer_changes_a_bit(dtype, tmp_path):
     model = write_model(tmp_path / "model", dtype=dtype)
     figures = await check(model, FEW)

@@ -19,7 +19,7 @@ from tests.tiny_models import write_fake_model
 
 NUM_DESCRIPTORS = 1024
 PROMPT = list(range(100))
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # what an HTTP/2 client says first
 
 
@@ -120,7 +120,7 @@ async def answers(cluster):
 
 def is_healthy(cluster):
     with contextlib.suppress(httpx2.HTTPError):
-        return httpx2.get(f"{cluster.url}/health", timeout=5, trust_env=False).status_code == 200
+        return httpx2.get(f"{cluster.url}/health", timeout=30, trust_env=False).status_code == 200
     return False
 
 

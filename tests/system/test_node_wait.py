@@ -59,7 +59,7 @@ async def test_answers_outlive_the_restart_of_all_nodes_of_a_role(cluster, role)
         for answering in streams:
             await answering.tokens(3)
         _kill_at_once(cluster, names)
-        wait_until(lambda: not cluster.attached() & set(names), "both are lost", 20)
+        wait_until(lambda: not cluster.attached() & set(names), "both are lost", 60)
         streams += _start(stub, questions[4:])
         assert not cluster.is_serving()
         for name in names:

@@ -35,7 +35,7 @@ def client(cluster):
 
 @pytest.fixture
 def http(cluster):
-    with httpx2.Client(base_url=cluster.url, timeout=20) as client:
+    with httpx2.Client(base_url=cluster.url, timeout=60) as client:
         yield client
 
 

@@ -123,7 +123,7 @@ async def test_the_router_sends_a_prompt_to_where_its_beginning_is(start_cluster
         for seed in range(6):
             answer = await ask(stub, _prompt(seed, 200), max_tokens=4, **GREEDY)
             places[seed] = (answer.complete.timeline.prefill_node, answer.complete.timeline.decode_node)
-        wait_until(lambda: sum(node.num_blocks_cached for node in cluster.loads().values()) >= 6 * 2 * 25, "told", 5.0)
+        wait_until(lambda: sum(node.num_blocks_cached for node in cluster.loads().values()) >= 6 * 2 * 25, "told", 60.0)
         for seed in reversed(range(6)):
             answer = await ask(stub, [*_prompt(seed, 200), 1, 2, 3], max_tokens=4, **GREEDY)
             assert (answer.complete.timeline.prefill_node, answer.complete.timeline.decode_node) == places[seed]

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import threading
+import time
 
 import httpx2
 import openai
@@ -20,7 +21,7 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed (Debian: apt install prometheus)"),
 ]
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 # What has nothing to show in a cluster where all is well: ratios without a divisor, and what is shown above 0.
 QUIET = (
     "splitserve_requests_failed_total",
@@ -39,12 +40,12 @@ def cluster(start_cluster, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def api(cluster, tmp_path_factory):
-    """Of a Prometheus that scrapes the cluster four times a second, while requests run."""
+    """Of a Prometheus that scrapes the cluster every two seconds, while requests run."""
     folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
     nodes = [f"127.0.0.1:{port}" for port in ports(cluster).values()]
     jobs = {"splitserve": [f"127.0.0.1:{cluster.http_port}"], "splitserve-nodes": nodes}
     scrapes = [{"job_name": name, "static_configs": [{"targets": targets}]} for name, targets in jobs.items()]
-    config = {"global": {"scrape_interval": "250ms", "scrape_timeout": "200ms"}, "scrape_configs": scrapes}
+    config = {"global": {"scrape_interval": "2s", "scrape_timeout": "2s"}, "scrape_configs": scrapes}
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     argv = [PROMETHEUS, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
     over = threading.Event()
@@ -73,8 +74,8 @@ def ask(cluster, over):
 
 
 def result(api, query):
-    query = query.replace("$__rate_interval", "30s")
-    reply = httpx2.get(f"{api}/query", params={"query": query}, timeout=DEADLINE_S).json()
+    query = query.replace("$__rate_interval", "60s")
+    reply = httpx2.get(f"{api}/query", params={"query": query}, timeout=DEADLINE_S).raise_for_status().json()
     assert reply["status"] == "success", reply
     return reply["data"]["result"]
 
@@ -82,22 +83,31 @@ def result(api, query):
 def is_there(api, query):
     try:
         return bool(result(api, query))
-    except httpx2.TransportError:  # it is starting
+    except httpx2.HTTPError:  # it is starting
         return False
 
 
+def wait_for_results(api, queries):
+    """Until each has had a result, though not all at once: on a busy machine a scrape fails, and its series pause."""
+    missing = list(queries)
+    end = time.monotonic() + DEADLINE_S
+    while missing := [query for query in missing if not result(api, query)]:
+        assert time.monotonic() < end, f"nothing to show within {DEADLINE_S:g} s: {missing}"
+        time.sleep(0.5)
+
+
 def test_panels_fill(api):
-    wait_until(lambda: is_there(api, "rate(splitserve_generation_tokens_total[30s]) > 0"), "a rate", DEADLINE_S)
+    wait_until(lambda: is_there(api, "rate(splitserve_generation_tokens_total[60s]) > 0"), "a rate", DEADLINE_S)
     asked = [query for where, query, _ in queries() if not where.startswith("alert")]
     asked = [query for query in asked if not any(word in query for word in QUIET)]
     assert len(asked) > 40
-    wait_until(lambda: all(result(api, query) for query in asked), "every panel has something to show", DEADLINE_S)
+    wait_for_results(api, asked)
 
 
 def test_vllms_panels_fill(api):
-    asked = [query.replace("[1m]", "[30s]") for query in vllm_queries("fake")]
+    asked = [query.replace("[1m]", "[60s]") for query in vllm_queries("fake")]
     wait_until(lambda: is_there(api, asked[0]), "a rate", DEADLINE_S)
-    assert [query for query in asked if not result(api, query)] == []
+    wait_for_results(api, asked)
 
 
 def test_no_alert_is_raised(api):

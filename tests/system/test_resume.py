@@ -97,7 +97,8 @@ async def hear(client, heard, prompt, **options):
 
 async def hear_all(cluster, questions, *strikes):
     """The answers to questions that are asked at once. A strike is a process that is killed and starts again, and the
-    tokens more that the first of them has by then."""
+    tokens more that the first of them has by then; each of the others has one more, so that each strike costs each call
+    a resume."""
     async with AsyncClient(cluster.target) as client:
         answers = [Heard() for _ in questions]
         tasks = [
@@ -105,9 +106,10 @@ async def hear_all(cluster, questions, *strikes):
             for heard, question in zip(answers, questions, strict=True)
         ]
         for name, num_tokens in strikes:
-            before = answers[0].num_tokens
+            wanted = [answer.num_tokens + (1 if index else num_tokens) for index, answer in enumerate(answers)]
             async with asyncio.timeout(DEADLINE_S):
-                while answers[0].num_tokens < before + num_tokens:
+                while any(answer.num_tokens < most for answer, most in zip(answers, wanted, strict=True)):
+                    assert not any(task.done() for task in tasks), "an answer was over before the strike"
                     await asyncio.sleep(0.001)
             await asyncio.to_thread(restart, cluster, name)
         return await asyncio.gather(*tasks)

@@ -73,7 +73,7 @@ SHAPES = {
 }
 
 
-QUICK = ("llama, grouped queries, tied head, tcp", "mistral, sliding window of 20, tcp")
+QUICK = ("mistral, sliding window of 20, tcp",)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.long
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 RANK_LOST = 3  # exit code
-PROMISED_S = 10.0
+PROMISED_S = 60.0
 
 # Heads divide evenly, unevenly, and not at all: then they are replicated.
 PAIRS = [
@@ -59,7 +59,7 @@ async def test_answers_equal_transformers(transport, prefill_tp, decode_tp, num_
 def _check_memory(cluster, tp_sizes, num_kv_heads):
     """Each rank's pool holds its own heads alone: 3 layers, K and V, 200 blocks of 8 tokens, heads of 8 floats."""
     for name, tp_size in tp_sizes.items():
-        wait_until(lambda name=name, tp_size=tp_size: len(cluster.loads()[name].ranks) == tp_size, "all ranks", 5.0)
+        wait_until(lambda name=name, tp_size=tp_size: len(cluster.loads()[name].ranks) == tp_size, "all ranks", 60.0)
         ranks = cluster.loads()[name].ranks
         assert [rank.rank for rank in ranks] == list(range(tp_size))
         heads = [rank.kv_pool_bytes // (3 * 2 * 200 * 8 * 8 * 4) for rank in ranks]
@@ -109,13 +109,13 @@ async def test_the_loss_of_a_rank_is_the_loss_of_its_node(name, number, cluster)
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.token_ids == fake_answer(prompt, 60)
     assert node.wait(PROMISED_S) == RANK_LOST
-    wait_until(lambda: not follower.is_running(), "the follower ends with its node", 5.0)
+    wait_until(lambda: not follower.is_running(), "the follower ends with its node", 60.0)
 
 
 async def test_a_killed_leader_leaves_no_follower_behind(cluster):
     follower = _follower(cluster, "decode-1")
     cluster.kill("decode-1")
-    wait_until(lambda: not follower.is_running(), "the follower ends with its node", 5.0)
+    wait_until(lambda: not follower.is_running(), "the follower ends with its node", 60.0)
     async with cluster.connect() as stub:
         answer = await ask(stub, [5, 6, 7], max_tokens=12, **GREEDY)
     assert answer.token_ids == fake_answer([5, 6, 7], 12)

@@ -31,7 +31,7 @@ def sampled(*token_ids, first_index=0):
 
 def next_batch(link):
     async def bounded():
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return await link.next()
 
     return asyncio.run(bounded())

@@ -13,7 +13,7 @@ from coordinator.doors.tls import ServerTls
 from serving_core.tls import TlsFiles, client_context
 from tests.tls_kit import authority, files_of
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
 

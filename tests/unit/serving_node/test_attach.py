@@ -20,7 +20,7 @@ from serving_node.link import RETRY_MIN_S, FleetLink, LinkSettings
 from serving_node.moves import MAX_TAIL_TOKENS
 from tests.tls_kit import authority, flags_of
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Coordinator(fleet_pb2_grpc.FleetServicer):

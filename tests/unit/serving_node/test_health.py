@@ -11,7 +11,7 @@ from serving_core.errors import SettingsError
 from serving_node.health import FOLLOWER_STATES, check_health_port, health_port, node_states
 from serving_node.settings import NodeSettings
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 

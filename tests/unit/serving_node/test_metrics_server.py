@@ -17,7 +17,7 @@ from serving_node import metrics_server
 from serving_node.metrics_server import MetricsServer
 
 HOST = "127.0.0.1"
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @contextlib.asynccontextmanager

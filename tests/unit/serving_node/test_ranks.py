@@ -41,7 +41,7 @@ async def test_reports_come_with_their_rank(monkeypatch):
         watching = asyncio.create_task(followers.watch())
         leaders[1].send(granted=ranks_pb2.Granted(epoch=5))
         beating = asyncio.create_task(leaders[0].beat())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not (reports and followers.loads):
                 await asyncio.sleep(0.01)
         for task in (watching, beating):
@@ -71,19 +71,19 @@ async def test_a_follower_that_is_gone_ends_the_node(monkeypatch):
         watching = asyncio.create_task(followers.watch())
         leaders[0].stream.close()
         with pytest.raises(Died, match="ended"):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await watching
 
 
 async def test_a_follower_that_says_nothing_ends_the_node(monkeypatch):
     let_die_raise(monkeypatch, "serving_node.ranks.leading")
     monkeypatch.setattr(leading, "BEAT_S", 0.02)
-    monkeypatch.setattr(leading, "SILENCE_S", 0.2)
+    monkeypatch.setattr(leading, "SILENCE_S", 1.0)
     async with crew(monkeypatch, 2) as (followers, leaders):
         followers.on_event = lambda rank, event: None
         beating = asyncio.create_task(leaders[0].beat())
         with pytest.raises(Died, match="rank 2 has said nothing"):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await followers.watch()
         beating.cancel()
 
@@ -99,7 +99,7 @@ async def test_a_follower_hears_that_rank_0_is_gone(monkeypatch):
     async with crew(monkeypatch, 1) as (followers, leaders):
         followers.streams[1].close()
         with pytest.raises(RankLost):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await leaders[0].command()
 
 
@@ -135,7 +135,7 @@ async def test_strangers_are_sent_away_and_the_follower_is_let_in(monkeypatch):
         stranger = await dial(meeting.host, meeting.port, ranks_pb2.RankCommand)
         stranger.send(ranks_pb2.RankEvent(hello=hello))
         with pytest.raises(RankLost):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await stranger.receive()
         stranger.close()
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", b"\x00\x00\x00\x05hello", b""):

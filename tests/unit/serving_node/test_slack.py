@@ -131,13 +131,18 @@ def kept_schedule(seed, monkeypatch):
         assert each.spent_s <= each.allowed_s + ROUNDING_S
 
 
-@pytest.mark.parametrize("hundred", range(5))
+hundreds = pytest.mark.parametrize(
+    "hundred", [0, 1, *(pytest.param(each, marks=pytest.mark.long) for each in (2, 3, 4))]
+)
+
+
+@hundreds
 def test_with_exact_costs_no_token_is_late_because_of_a_chunk(hundred, monkeypatch):
     for seed in range(100 * hundred, 100 * hundred + 100):
         exact_schedule(seed, monkeypatch)
 
 
-@pytest.mark.parametrize("hundred", range(5))
+@hundreds
 def test_with_exact_costs_every_limit_that_steps_alone_would_keep_is_kept(hundred, monkeypatch):
     for seed in range(100 * hundred, 100 * hundred + 100):
         kept_schedule(seed, monkeypatch)
@@ -170,10 +175,13 @@ def learnt():
     return costs
 
 
+@pytest.mark.parametrize(
+    "seeds", [range(75), pytest.param(range(75, 300), marks=pytest.mark.long)], ids=["75", "225 more"]
+)
 @pytest.mark.parametrize("model", [lambda: ExactCosts(WEIGHTS), learnt], ids=["known", "learnt"])
-def test_where_steps_take_a_fifth_more_or_less_chunks_make_next_to_nobody_late(model):
+def test_where_steps_take_a_fifth_more_or_less_chunks_make_next_to_nobody_late(model, seeds):
     num_judged = num_late = 0
-    for seed in range(300):
+    for seed in seeds:
         found = noisy_misses(seed, model())
         num_judged, num_late = num_judged + found[0], num_late + found[1]
     assert num_late / num_judged <= 0.01, (num_late, num_judged)

@@ -13,7 +13,7 @@ from serving_core.tls import read_tls
 from splitserve.cli import main
 from tests.tls_kit import files_of, serial_of
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 ROLES = ("coordinator", "node", "client")
 
 

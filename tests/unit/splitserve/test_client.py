@@ -28,7 +28,7 @@ from splitserve.client.errors import (
 from splitserve.client.questions import Sampling, generate_request
 from tests.scripted_server import Script, chunk, complete, refusal, serving
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from splitserve.client.clients import READINESS
 from tests.scripted_nodes import cluster, run
 from tests.tls_kit import authority, flags_of
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 def check(*arguments, **environment):

@@ -353,6 +353,7 @@ def _lives(client: Client) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_the_demo_answers_shows_the_timeline_and_leaves_nothing():
     try:
         demo_folder(print)

@@ -217,7 +217,7 @@ async def run(target, *words):
     return output.decode()
 
 
-@pytest.mark.parametrize("kind", SERVERS)
+@pytest.mark.parametrize("kind", ["splitserve", pytest.param("openai", marks=pytest.mark.long)])
 async def test_a_server_is_loaded_in_stages(kind, tmp_path):
     script = Script()
     async with SERVERS[kind](script) as target:

@@ -25,6 +25,9 @@ from tests.unit.splitserve_bench.load_servers import (
 )
 
 FEW = ("--num-prompts", "6", "--random-input-len", "20", "--random-output-len", "4")
+most_of_one = pytest.mark.parametrize(
+    "serving", ["splitserve", pytest.param("openai", marks=pytest.mark.long)], indirect=True
+)
 PNG = b"\x89PNG"
 
 
@@ -88,6 +91,7 @@ async def test_what_failed_is_a_miss_in_the_table(serving):
     assert script.most_live <= 6
 
 
+@most_of_one
 async def test_files_and_pictures(serving, tmp_path):
     detailed = ["--save-detailed", "--plots", "pictures", "--metadata", "chips=2", "where=here", "--label", "mine"]
     async with serving(Script()) as target:
@@ -155,6 +159,7 @@ async def test_what_the_model_cannot_take_is_clipped():
     assert "vocabulary" in errors
 
 
+@most_of_one
 async def test_ctrl_c_tells_what_came_and_leaves_no_process(serving):
     script = Script()
     async with serving(script) as target:
@@ -178,6 +183,7 @@ async def test_ctrl_c_tells_what_came_and_leaves_no_process(serving):
     assert not any(child.is_running() for child in children)
 
 
+@most_of_one
 async def test_what_came_is_told_when_the_generator_dies(serving):
     script = Script()
     async with serving(script) as target:

@@ -11,16 +11,22 @@ from tests.unit.splitserve_bench.simulated_world import BLOCK_SIZE, FLEETS, Worl
 
 TROUBLES = ("cancel", "lose", "flip", "drain")
 PRIORITIES = (-1, 0, 1)
+seeds_of_60 = pytest.mark.parametrize(
+    "seeds", [range(20), pytest.param(range(20, 60), marks=pytest.mark.long)], ids=["20", "40 more"]
+)
 
 
-def test_without_trouble_everyone_gets_the_whole_answer():
+@pytest.mark.parametrize(
+    "seeds", [range(50), pytest.param(range(50, 150), marks=pytest.mark.long)], ids=["50", "100 more"]
+)
+def test_without_trouble_everyone_gets_the_whole_answer(seeds):
     seen = Counter()
-    for seed in range(150):
+    for seed in seeds:
         world = World(seed)
         outcomes = world.run()
         assert not [outcome.error for outcome in outcomes if outcome.error], f"seed {seed}"
         seen += world.seen
-    assert seen["whole"] == 150 * 20
+    assert seen["whole"] == len(seeds) * 20
     assert min(seen[each] for each in ("preempted", "kept", "moved", "handed over")) > 5, seen
 
 
@@ -39,10 +45,11 @@ def test_limits_and_priorities_let_nobody_wait_for_ever(has_limits, priorities):
         assert not [outcome.error for outcome in outcomes if outcome.error], f"seed {seed}"
 
 
+@seeds_of_60
 @pytest.mark.parametrize("trouble", TROUBLES)
-def test_one_kind_of_trouble(trouble):
+def test_one_kind_of_trouble(trouble, seeds):
     seen = Counter()
-    for seed in range(60):
+    for seed in seeds:
         world = World(seed, troubles=(trouble,))
         outcomes = world.run()
         if trouble != "lose":
@@ -63,10 +70,11 @@ def test_all_kinds_of_trouble_together():
     assert min(seen[each] for each in names) > 10, seen
 
 
-def test_nodes_and_coordinator_have_the_same_deadlines_and_priorities():
+@seeds_of_60
+def test_nodes_and_coordinator_have_the_same_deadlines_and_priorities(seeds):
     """Later or, of what a node begins itself, earlier by a message at most; over attempts and moves too."""
     seen = Counter()
-    for seed in range(60):
+    for seed in seeds:
         world = World(seed, troubles=TROUBLES, has_limits=True, priorities=PRIORITIES)
         world.watch(lambda world=world: seen.update(compare_deadlines(world)))
         world.run()
@@ -98,14 +106,15 @@ def compare_deadlines(world):
                     yield "after a move"
 
 
+@seeds_of_60
 @pytest.mark.parametrize(
     "limits", [pytest.param(False, marks=pytest.mark.long), True], ids=["no limits", "limits and priorities"]
 )
 @pytest.mark.parametrize("troubles", [pytest.param((), marks=pytest.mark.long), TROUBLES], ids=["calm", "trouble"])
-def test_streaks_change_nothing(troubles, limits):
+def test_streaks_change_nothing(troubles, limits, seeds):
     """Steps that are taken in for less give what single steps give, to the last bit of every time."""
     asked = {"has_limits": True, "priorities": PRIORITIES} if limits else {}
-    for seed in range(60):
+    for seed in seeds:
         one, other = (World(seed, troubles=troubles, takes_streaks=takes, **asked) for takes in (True, False))
         assert one.run() == other.run(), f"seed {seed}"
         assert one.agenda.now == other.agenda.now
