@@ -9,11 +9,13 @@ import sys
 from contextlib import asynccontextmanager
 
 import httpx2
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving_core.tls import TlsFiles, client_context
 from splitserve import AsyncClient
+from splitserve.client.errors import ClientError
 from tests.system.cluster import wait_until
 from tests.system.oracle import fake_answer
 from tests.tiny_models import write_fake_model
@@ -43,8 +45,11 @@ def keys_file(tmp_path_factory):
 @pytest.fixture(scope="module")
 def doors(start_cluster, tmp_path_factory, certs, keys_file):
     model = write_fake_model(tmp_path_factory.mktemp("model") / "fake", step_s=0.03)
-    coordinator = {"doors": 2, "tls_verify_clients": True, "api_keys_file": keys_file, "served_model_name": "fake"}
-    return start_cluster(model, http=True, certs=certs, coordinator=coordinator, env={"SPLITSERVE_API_KEY": "root"})
+    coordinator = {"doors": 2, "tls_verify_clients": True, "api_keys_file": keys_file, "drain_s": 2}
+    env = {"SPLITSERVE_API_KEY": "root"}
+    return start_cluster(
+        model, http=True, certs=certs, coordinator=coordinator, node={"block_size": 8, "drain_s": 2}, env=env
+    )
 
 
 def bearer(key):
@@ -172,3 +177,26 @@ async def test_certificates_are_exchanged_at_both_while_streams_run(doors, certs
 
 def is_everywhere(certs, serial, port, protocol):
     return all(shown_at(port, certs, "client", protocol) == serial for _ in range(NUM_CLIENTS))
+
+
+async def test_all_end_in_time_that_are_told_to_at_once(doors, certs):
+    """With streams under way at both doors, which no drain can wait for. The last test: nothing runs after it."""
+    files = files_of(certs, "client")
+    tls = {"tls_ca": files.ca, "tls_cert": files.cert, "tls_key": files.key}
+    coordinator = psutil.Process(doors.children["coordinator"].process.pid)
+    processes = coordinator.children(recursive=True)
+    assert len([each for each in processes if "coordinator.doors" in each.cmdline()]) == 2
+    async with AsyncClient(doors.target, api_key=KEY, num_channels=NUM_CLIENTS, **tls) as client:
+        came = [[] for _ in range(NUM_CLIENTS)]
+        reading = [asyncio.create_task(read(client, [5, 6, number], came[number])) for number in range(NUM_CLIENTS)]
+        async with asyncio.timeout(DEADLINE_S):
+            while not all(came):
+                await asyncio.sleep(0.01)
+        for child in doors.children.values():
+            child.send(signal.SIGTERM)
+        ended = await asyncio.gather(*reading, return_exceptions=True)
+    assert all(isinstance(error, ClientError) for error in ended)
+    codes = [await asyncio.to_thread(child.wait, DEADLINE_S) for child in doors.children.values()]
+    assert codes == [0, 0, 0]
+    _, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
+    assert not alive
