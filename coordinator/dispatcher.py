@@ -351,13 +351,13 @@ class Dispatcher:
         work = deque(instructions)
         while work:
             match work.popleft():
+                case Emit(answer_id, tokens, num_cached_tokens):
+                    work.extend(self._emit(answer_id, tokens, num_cached_tokens))
                 case Send(node, command):
                     link = self._links.get(node)
                     if link is not None and not link.send(command):
                         unread = RequestError(WORKER_LOST, f"{MAX_UNSENT_COMMANDS} commands are unread")
                         work.extend(self._lose(node, unread))
-                case Emit(answer_id, tokens, num_cached_tokens):
-                    work.extend(self._emit(answer_id, tokens, num_cached_tokens))
                 case Embedded(answer_id, embedding):
                     if (answer := self._answers.get(answer_id)) is not None:
                         answer.generation.embedding = embedding

@@ -1,13 +1,15 @@
 """What control has to say to one door, gathered until the door has taken what was said before. Bounded."""
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from coordinator.control.calls import CallRecord
 from coordinator.doors.messages import error_to_wire
 from protos import doors_pb2, fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
+from serving_core.figures import Figure, counter, gauge
 
 if TYPE_CHECKING:  # what it imports is of an extra
     from coordinator.traces.export import Trace
@@ -27,8 +29,9 @@ class DoorLink:
     def __init__(self, number: int) -> None:
         self.number = number
         self.calls: dict[int, DoorCall] = {}
+        self.cpu_s = 0.0  # of CPU time, that the door has used
         self._batch = doors_pb2.ControlBatch()
-        self._tokens: dict[tuple[int, int], doors_pb2.AnswerTokens] = {}  # of the batch, by call and answer
+        self._runs: list[_Run] = []  # of the batch
         self._num_tokens = 0
         self._news = asyncio.Event()
         self._taken = asyncio.Event()
@@ -49,16 +52,21 @@ class DoorLink:
         self, number: int, index: int, tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None
     ) -> None:
         """The next tokens of an answer; they belong to the link from now on."""
-        told = self._tokens.get((number, index))
-        if told is None:
-            told = self._tokens[number, index] = self._batch.tokens.add(
-                number=number, index=index, num_cached_tokens=num_cached_tokens
-            )
-        for token in tokens:
-            token.ClearField("attempt")
-        told.tokens.extend(tokens)
+        if not self._runs:
+            self._runs.append(_Run())
+            self._news.set()
+        run = self._runs[-1]
         self._num_tokens += len(tokens)
-        self._news.set()
+        if num_cached_tokens is not None or not all(_is_plain(token) for token in tokens):
+            run.add_others(number, index, tokens, num_cached_tokens)
+            return
+        if run.others and (number, index) in run.others:  # which these follow
+            run = _Run()
+            self._runs.append(run)
+        for token in tokens:
+            run.numbers.append(number)
+            run.indexes.append(index)
+            run.token_ids.append(token.token_id)
 
     def ended(self, number: int, index: int, complete: inference_pb2.Complete, embedding: bytes) -> None:
         """The end of an answer."""
@@ -70,8 +78,9 @@ class DoorLink:
         self._batch.failed.add(number=number, error=error_to_wire(error))
         self._news.set()
 
-    def taken(self) -> None:
-        """The door has taken a batch."""
+    def taken(self, cpu_s: float) -> None:
+        """The door has taken a batch, and used so much CPU time by now."""
+        self.cpu_s = cpu_s
         self._taken.set()
 
     def end(self) -> None:
@@ -90,7 +99,8 @@ class DoorLink:
     async def next(self) -> doors_pb2.ControlBatch | None:
         """What there is to say, when the door has taken what was said before; after BEAT_S it may be nothing. None at
         the end. Raises DoorLost."""
-        await self.within(self._taken.wait())
+        if not self._taken.is_set():
+            await self.within(self._taken.wait())
         try:
             async with asyncio.timeout(BEAT_S):
                 await self._news.wait()
@@ -99,13 +109,45 @@ class DoorLink:
         if self._num_tokens > MAX_UNTAKEN_TOKENS:
             raise DoorLost(f"{self._num_tokens} tokens are untaken, the limit is {MAX_UNTAKEN_TOKENS}")
         batch, self._batch = self._batch, doors_pb2.ControlBatch()
+        batch.runs.extend(run.to_wire() for run in self._runs)
         if self._is_over and not batch.ByteSize():
             return None
-        self._tokens, self._num_tokens = {}, 0
+        self._runs, self._num_tokens = [], 0
         if not self._is_over:
             self._news.clear()
         self._taken.clear()
         return batch
+
+
+@dataclass(slots=True)
+class _Run:
+    """Tokens to be told: lists of those of which there is nothing else to tell, and then the others."""
+
+    numbers: list[int] = field(default_factory=list)
+    indexes: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    others: dict[tuple[int, int], doors_pb2.AnswerTokens] = field(default_factory=dict)  # by call and answer
+
+    def add_others(
+        self, number: int, index: int, tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None
+    ) -> None:
+        told = self.others.get((number, index))
+        if told is None:
+            told = self.others[number, index] = doors_pb2.AnswerTokens(
+                number=number, index=index, num_cached_tokens=num_cached_tokens
+            )
+        for token in tokens:
+            token.ClearField("attempt")
+        told.tokens.extend(tokens)
+
+    def to_wire(self) -> doors_pb2.TokenRun:
+        others = self.others.values()
+        return doors_pb2.TokenRun(numbers=self.numbers, indexes=self.indexes, token_ids=self.token_ids, others=others)
+
+
+def _is_plain(token: fleet_pb2.SampledToken) -> bool:
+    """Whether there is nothing to tell of the token but itself."""
+    return not (token.finish_reason or token.HasField("logprob") or token.prompt_logprobs)
 
 
 class DoorCall:
@@ -148,3 +190,14 @@ class DoorAnswer:
             complete.matched_stop_str, complete.completion_tokens = self._stop
         call = self.generation
         call.link.ended(call.number, self._index, complete, call.embedding)
+
+
+def door_figures(links: Iterable[DoorLink]) -> Iterator[Figure]:
+    """What each door has to do."""
+
+    def by_door(values: Iterable[float]) -> list[tuple[dict[str, str], float]]:
+        return [({"door": str(link.number)}, value) for link, value in zip(doors, values, strict=True)]
+
+    doors = sorted(links, key=lambda link: link.number)
+    yield gauge("door_calls", "Calls that are live at a door.", by_door(len(each.calls) for each in doors))
+    yield counter("door_cpu_seconds", "CPU time that a door has used.", by_door(each.cpu_s for each in doors))

@@ -6,7 +6,7 @@ Everything here runs on the event loop, beside the streams of nodes.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from coordinator.control.calls import CallRecord
@@ -14,7 +14,7 @@ from coordinator.control.journal import Journal
 from coordinator.control.registry import Registry
 from coordinator.control.slo import SloClasses
 from coordinator.dispatcher import Dispatcher
-from coordinator.door_link import DoorCall, DoorLink, DoorLost
+from coordinator.door_link import DoorCall, DoorLink, DoorLost, door_figures
 from coordinator.doors.control import LocalControl
 from coordinator.doors.frames import framed, read_frame
 from coordinator.doors.http.counting import CountCall
@@ -28,6 +28,7 @@ from coordinator.doors.messages import (
 from coordinator.traces.carrier import Carrier
 from protos import doors_pb2, doors_pb2_grpc
 from serving_core.errors import RequestError
+from serving_core.figures import Figure
 from serving_core.reasons import ENGINE_ERROR, WORKER_LOST
 from serving_core.waiting import first_to_end
 
@@ -83,6 +84,10 @@ class DoorService(doors_pb2_grpc.DoorsServicer):  # type: ignore[misc]
         for link in self._links.values():
             link.end()
 
+    def figures(self) -> Iterator[Figure]:
+        """What /metrics says of each door."""
+        return door_figures(self._links.values())
+
     async def Metrics(self, _request: Any, _context: Any) -> doors_pb2.MetricsResponse:
         return doors_pb2.MetricsResponse(text=self._metrics())
 
@@ -113,14 +118,15 @@ class DoorService(doors_pb2_grpc.DoorsServicer):  # type: ignore[misc]
     async def _write(self, link: DoorLink, writer: asyncio.StreamWriter) -> None:
         while (batch := await link.next()) is not None:
             writer.write(framed(batch.SerializeToString()))
-            await link.within(writer.drain())
+            if writer.transport.get_write_buffer_size():
+                await link.within(writer.drain())
 
     async def _read(self, link: DoorLink, reader: asyncio.StreamReader) -> None:
         while (message := await read_frame(reader)) is not None:
             event = doors_pb2.DoorEvent.FromString(message)
             kind = event.WhichOneof("event")
             if kind == "taken":
-                link.taken()
+                link.taken(event.taken.cpu_s)
             elif kind == "opened":
                 self.opened[link.number].set()
             else:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 import grpc
@@ -35,6 +36,7 @@ from coordinator.served_model import read_served_model
 from coordinator.settings import ADMIT_ALL, CoordinatorSettings, check_settings
 from protos import inference_pb2
 from serving_core.channels import fleet_options, listen
+from serving_core.figures import Figure
 from serving_core.ports import Port, check_ports
 
 if TYPE_CHECKING:  # what it imports is of an extra
@@ -185,20 +187,20 @@ class CoordinatorServer:
     def _doors(self) -> Doors:
         """As processes of their own."""
         counts = HttpCounts()
-        exposition = self._exposition(counts)
         service = DoorService(
             self._registry,
             self._dispatcher,
             self._journal,
             self._slo_classes,
             count_call=counts.ended,
-            metrics=exposition.render,
+            metrics=lambda: exposition.render(),
             traces=self._traces,
         )
+        exposition = self._exposition(counts, service.figures)
         return Doors(self._settings, service, self._status(), self._admin(), self._health)
 
-    def _exposition(self, counts: HttpCounts) -> Exposition:
-        return Exposition(self._metrics, self._tracker, self._registry, self._model.name, counts)
+    def _exposition(self, counts: HttpCounts, doors: Callable[[], Iterable[Figure]] = tuple) -> Exposition:
+        return Exposition(self._metrics, self._tracker, self._registry, self._model.name, counts, doors)
 
     def _status(self) -> StatusService:
         return StatusService(

@@ -51,8 +51,10 @@ class Opened(_message.Message):
     def __init__(self) -> None: ...
 
 class BatchTaken(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("cpu_s",)
+    CPU_S_FIELD_NUMBER: _ClassVar[int]
+    cpu_s: float
+    def __init__(self, cpu_s: _Optional[float] = ...) -> None: ...
 
 class NewCall(_message.Message):
     __slots__ = ("number", "info", "prompt", "cache_salt", "adapter", "pooling", "sampling_params", "grammar", "seeds", "so_far", "limits", "deadline_s", "begun_s")
@@ -180,18 +182,18 @@ class DoorError(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ControlBatch(_message.Message):
-    __slots__ = ("fleet", "admitted", "tokens", "ended", "failed")
+    __slots__ = ("fleet", "admitted", "runs", "ended", "failed")
     FLEET_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     fleet: FleetState
     admitted: _containers.RepeatedCompositeFieldContainer[Admitted]
-    tokens: _containers.RepeatedCompositeFieldContainer[AnswerTokens]
+    runs: _containers.RepeatedCompositeFieldContainer[TokenRun]
     ended: _containers.RepeatedCompositeFieldContainer[AnswerEnded]
     failed: _containers.RepeatedCompositeFieldContainer[CallEnded]
-    def __init__(self, fleet: _Optional[_Union[FleetState, _Mapping]] = ..., admitted: _Optional[_Iterable[_Union[Admitted, _Mapping]]] = ..., tokens: _Optional[_Iterable[_Union[AnswerTokens, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[AnswerEnded, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[CallEnded, _Mapping]]] = ...) -> None: ...
+    def __init__(self, fleet: _Optional[_Union[FleetState, _Mapping]] = ..., admitted: _Optional[_Iterable[_Union[Admitted, _Mapping]]] = ..., runs: _Optional[_Iterable[_Union[TokenRun, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[AnswerEnded, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[CallEnded, _Mapping]]] = ...) -> None: ...
 
 class FleetState(_message.Message):
     __slots__ = ("is_serving", "why_not_ready", "max_model_len", "prefill_pool_tokens", "decode_pool_tokens", "knows_adapters", "adapters", "ready_nodes", "num_live")
@@ -222,6 +224,18 @@ class Admitted(_message.Message):
     number: int
     error: DoorError
     def __init__(self, number: _Optional[int] = ..., error: _Optional[_Union[DoorError, _Mapping]] = ...) -> None: ...
+
+class TokenRun(_message.Message):
+    __slots__ = ("numbers", "indexes", "token_ids", "others")
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    INDEXES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
+    numbers: _containers.RepeatedScalarFieldContainer[int]
+    indexes: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    others: _containers.RepeatedCompositeFieldContainer[AnswerTokens]
+    def __init__(self, numbers: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., others: _Optional[_Iterable[_Union[AnswerTokens, _Mapping]]] = ...) -> None: ...
 
 class AnswerTokens(_message.Message):
     __slots__ = ("number", "index", "num_cached_tokens", "tokens")

@@ -9,6 +9,7 @@ from typing import Final
 
 from prometheus_client.core import Metric
 
+from coordinator.door_link import DoorLink, door_figures
 from coordinator.doors.exposition import Exposition
 from coordinator.doors.http.counting import HttpCounts
 from decode_node.speculation import SpeculationCounts
@@ -28,14 +29,16 @@ OF_SAMPLES: Final = ("le",)  # labels that every histogram has
 
 
 def coordinator_metrics() -> list[Metric]:
-    """What the coordinator of a fleet of four nodes tells."""
+    """What the coordinator of a fleet of four nodes tells, with two doors."""
     world, http = World(), HttpCounts()
     http.ended("/v1/completions", "POST", 200, 0.1)
     steps = [0] * (len(BATCH) + 1)
     for name in ("p0", "p1", "d0", "d1"):
         beat = events.heartbeat(num_blocks_free=100, step_tokens=steps, tier=inference_pb2.TierLoad()).heartbeat
         world.registry.heartbeat(world.registry.find(name), beat, 0.0)
-    return list(Exposition(world.metrics, world.tracker, world.registry, "m", http).collect())
+    doors = [DoorLink(1), DoorLink(2)]
+    told = Exposition(world.metrics, world.tracker, world.registry, "m", http, lambda: door_figures(doors))
+    return list(told.collect())
 
 
 def node_metrics() -> list[Metric]:

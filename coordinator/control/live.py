@@ -286,6 +286,24 @@ class LiveAnswers:
             complete.matched_token_id = output[-1]
         return [emit, *self.end(request, complete, now)]
 
+    def go_on(self, node: Node, token: fleet_pb2.SampledToken, now: float) -> Emit | None:
+        """Does for less what is done with nearly every token: the next one of an answer that goes on where it was. None
+        where there is more to it, and then nothing is done."""
+        about = token.attempt
+        request = self._requests.get(about.request_id)
+        if request is None or request.waits_until_s is not None or request.move is not None:
+            return None
+        if token.finish_reason or token.num_proposed:
+            return None
+        attempt, output, timeline = request.attempt, request.output, request.timeline
+        is_current = attempt.epoch == about.epoch and attempt.decode is node and attempt.first_token_s is not None
+        if not is_current or token.index != len(output) or attempt.early or timeline.phase is not Phase.DECODE:
+            return None
+        output.append(token.token_id)
+        self.metrics.tokens_came(1, timeline.tokens(now), is_first=False)
+        self.ledger.tokens_came(request.request_id, node, 1)
+        return Emit(request.request_id, [token])
+
     def _note_ended(self, request: TrackedRequest) -> None:
         """It has all its tokens."""
         num_prompt, num_output = len(request.prompt), len(request.output)

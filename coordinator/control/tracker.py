@@ -177,6 +177,9 @@ class Tracker:
         node.num_tokens_written += len(event.tokens)
         instructions: list[Instruction] = []
         for token in event.tokens:
+            if (emit := live.go_on(node, token, now)) is not None:
+                instructions.append(emit)
+                continue
             request = live.on(node, token.attempt)
             if request is None or node is not request.attempt.decode:
                 request = self._moves.find_told_before(node, token)

@@ -4,7 +4,7 @@ Every figure has a name of ours. Where vLLM has the same figure, it stands under
 counter and with vLLM's labels: `engine` is the node that says it, or COORDINATOR for what is measured here.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Final
 
@@ -45,12 +45,15 @@ class Exposition(Collector):
         registry: Registry,
         model_name: str,
         http: HttpCounts | None = None,
+        doors: Callable[[], Iterable[Figure]] = tuple,
     ) -> None:
+        """`doors` tells the figures of each, where there are several."""
         self._metrics = metrics
         self._tracker = tracker
         self._registry = registry
         self._model_name = model_name
         self._http = http or HttpCounts()
+        self._doors = doors
         self._process = ProcessCollector(registry=None)
 
     def render(self) -> bytes:
@@ -60,7 +63,7 @@ class Exposition(Collector):
     def collect(self) -> Iterator[Metric]:
         nodes = self._registry.nodes
         own = (_times(self._metrics), _totals(self._metrics), _by_class(self._metrics), _live(self._tracker))
-        figures = list(chain(*own, node_figures(nodes)))
+        figures = list(chain(*own, self._doors(), node_figures(nodes)))
         yield from families(figures)
         for figure in figures:
             for name in figure.vllm:

@@ -10,14 +10,16 @@ HEAD_BYTES: Final = 4
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
     """The next message; None at the end. Raises ConnectionError where it breaks off or cannot be one."""
-    if not (head := await reader.read(1)):
-        return None
+    head = b""
     try:
-        num_bytes = int.from_bytes(head + await reader.readexactly(HEAD_BYTES - 1))
+        head = await reader.readexactly(HEAD_BYTES)
+        num_bytes = int.from_bytes(head)
         if num_bytes > MAX_FRAME_BYTES:
             raise ConnectionError(f"a message of {num_bytes} bytes, the limit is {MAX_FRAME_BYTES}")
         return await reader.readexactly(num_bytes)
     except asyncio.IncompleteReadError as error:
+        if not head and not error.partial:
+            return None
         raise ConnectionError("a message broke off") from error
 
 

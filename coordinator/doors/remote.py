@@ -30,7 +30,7 @@ from coordinator.doors.messages import (
 from coordinator.doors.validation import AnswerPlan
 from coordinator.text.answers import Answer, AnswerText
 from coordinator.traces.carrier import CARRIER
-from protos import doors_pb2, inference_pb2
+from protos import doors_pb2, fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.reasons import DRAINING, DUPLICATE_REQUEST_ID
 from serving_core.waiting import first_to_end
@@ -181,7 +181,7 @@ class RemoteControl:
         while (message := await read_frame(reader)) is not None:
             self._take(doors_pb2.ControlBatch.FromString(message))
             await asyncio.sleep(0)  # those who wait for what has come go on first
-            self._send(taken=doors_pb2.BatchTaken())
+            self._send(taken=doors_pb2.BatchTaken(cpu_s=time.process_time()))
 
     def _take(self, batch: doors_pb2.ControlBatch) -> None:
         if batch.HasField("fleet"):
@@ -189,8 +189,8 @@ class RemoteControl:
             self.changed.set()
         for admitted in batch.admitted:
             self._admitted(admitted)
-        for tokens in batch.tokens:
-            self._tokens_came(tokens)
+        for run in batch.runs:
+            self._run_came(run)
         for ended in batch.ended:
             if (call := self._calls.get(ended.number)) is not None:
                 answer, call.answers[ended.index] = call.answers[ended.index], None
@@ -210,21 +210,36 @@ class RemoteControl:
         else:
             call.admitted.set_result(None)
 
-    def _tokens_came(self, came: doors_pb2.AnswerTokens) -> None:
-        call = self._calls.get(came.number)
-        answer = call.answers[came.index] if call is not None else None
+    def _run_came(self, run: doors_pb2.TokenRun) -> None:
+        plain: dict[tuple[int, int], list[fleet_pb2.SampledToken]] = {}
+        for number, index, token_id in zip(run.numbers, run.indexes, run.token_ids, strict=True):
+            plain.setdefault((number, index), []).append(fleet_pb2.SampledToken(token_id=token_id))
+        for (number, index), tokens in plain.items():
+            self._tokens_came(number, index, tokens)
+        for each in run.others:
+            num_cached_tokens = each.num_cached_tokens if each.HasField("num_cached_tokens") else None
+            self._tokens_came(each.number, each.index, each.tokens, num_cached_tokens)
+
+    def _tokens_came(
+        self,
+        number: int,
+        index: int,
+        tokens: Sequence[fleet_pb2.SampledToken],
+        num_cached_tokens: int | None = None,
+    ) -> None:
+        call = self._calls.get(number)
+        answer = call.answers[index] if call is not None else None
         if call is None or answer is None or answer.matched_stop is not None:
             return
         try:
-            answer.add(came.tokens, came.num_cached_tokens if came.HasField("num_cached_tokens") else None)
+            answer.add(tokens, num_cached_tokens)
         except RequestError as slow_reader:
             _refuse(call, slow_reader)
-            self._send(failed=doors_pb2.CallFailed(number=came.number, error=error_to_wire(slow_reader)))
+            self._send(failed=doors_pb2.CallFailed(number=number, error=error_to_wire(slow_reader)))
             return
         if answer.matched_stop is not None:
             stop, num_tokens = answer.matched_stop, answer.num_tokens
-            at = {"number": came.number, "index": came.index}
-            self._send(stopped=doors_pb2.Stopped(stop=stop, num_tokens=num_tokens, **at))
+            self._send(stopped=doors_pb2.Stopped(number=number, index=index, stop=stop, num_tokens=num_tokens))
 
 
 def _framed(event: doors_pb2.DoorEvent) -> bytes:

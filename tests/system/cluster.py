@@ -29,6 +29,7 @@ SERVICE = "splitserve.v1.Inference"
 FLEET_SECRET = "known-to-the-tests-alone"
 HEARTBEAT_S = 0.2
 START_DEADLINE_S = 180.0
+STOP_DEADLINE_S = 60.0  # a node that has requests left may take 30 s to drain, and more to end
 CALL_DEADLINE_S = 60.0
 
 Flags = Mapping[str, object]
@@ -120,7 +121,7 @@ class Child:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.name} still runs after {deadline_s:g} s\n{_tail(self.output())}") from None
 
-    def stop(self, deadline_s: float = 60.0) -> int:
+    def stop(self, deadline_s: float = STOP_DEADLINE_S) -> int:
         """SIGTERM; the exit code."""
         self.send(signal.SIGTERM)
         return self.wait(deadline_s)
@@ -265,7 +266,7 @@ class Cluster:
                 self.start_coordinator() if name == "coordinator" else self.start_node(name)
         self.wait_complete()
 
-    def stop(self, deadline_s: float = 60.0) -> None:
+    def stop(self, deadline_s: float = STOP_DEADLINE_S) -> None:
         """Stops nodes, then the coordinator, with SIGTERM; fails on a bad exit code or a traceback in a log."""
         troubles = []
         nodes = [child for name, child in self.children.items() if name != "coordinator"]

@@ -17,6 +17,12 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     return report
 
 
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)], ids=["one door", "two doors"])
+def num_doors(request: pytest.FixtureRequest) -> int:
+    """For what holds however many doors the coordinator has."""
+    return int(request.param)
+
+
 @pytest.fixture(scope="module")
 def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Starts clusters that live as long as the module; each must stop cleanly."""

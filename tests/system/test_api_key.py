@@ -13,8 +13,9 @@ KEY = "key-of-the-test"
 
 
 @pytest.fixture(scope="module")
-def cluster(start_cluster, tmp_path_factory):
-    return start_cluster(write_fake_model(tmp_path_factory.mktemp("model")), env={"SPLITSERVE_API_KEY": KEY})
+def cluster(start_cluster, tmp_path_factory, num_doors):
+    model = write_fake_model(tmp_path_factory.mktemp("model"))
+    return start_cluster(model, env={"SPLITSERVE_API_KEY": KEY}, coordinator={"doors": num_doors})
 
 
 CALLS = {

@@ -16,9 +16,9 @@ DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def cluster(start_cluster, tmp_path_factory):
+def cluster(start_cluster, tmp_path_factory, num_doors):
     model = write_fake_model(tmp_path_factory.mktemp("fake"), step_s=0.005)
-    return start_cluster(model, http=True, coordinator={"served_model_name": "fake"})
+    return start_cluster(model, http=True, coordinator={"served_model_name": "fake", "doors": num_doors})
 
 
 def values(cluster):

@@ -35,7 +35,7 @@ def receiver():
 
 
 @pytest.fixture(scope="module")
-def _cluster(start_cluster, tmp_path_factory, receiver):
+def _cluster(start_cluster, tmp_path_factory, receiver, num_doors):
     model = write_fake_model(tmp_path_factory.mktemp("model"), step_s=0.01, token_s=0.0002)
     return start_cluster(
         model,
@@ -44,6 +44,7 @@ def _cluster(start_cluster, tmp_path_factory, receiver):
         http=True,
         env=AT_ONCE,
         coordinator={
+            "doors": num_doors,
             "served_model_name": "fake",
             "otlp_endpoint": receiver.endpoint,
             "log_level": "debug",

@@ -1,6 +1,7 @@
 """What control says to a door: several tokens of an answer at once where the door is behind, and never without end."""
 
 import asyncio
+from collections import defaultdict
 
 import pytest
 
@@ -38,8 +39,14 @@ def next_batch(link):
 
 
 def told(batch):
-    """Tokens by call and answer."""
-    return {(each.number, each.index): [token.token_id for token in each.tokens] for each in batch.tokens}
+    """Tokens by call and answer, in the order in which a door takes them."""
+    found = defaultdict(list)
+    for run in batch.runs:
+        for number, index, token_id in zip(run.numbers, run.indexes, run.token_ids, strict=True):
+            found[number, index].append(token_id)
+        for each in run.others:
+            found[each.number, each.index] += [token.token_id for token in each.tokens]
+    return found
 
 
 def test_steps_that_wait_for_the_door_travel_together(link):
@@ -49,18 +56,41 @@ def test_steps_that_wait_for_the_door_travel_together(link):
     for index, token_id in enumerate((9, 10), start=1):
         call.answers[0].add(sampled(token_id, first_index=index), None)
         call.answers[1].add(sampled(token_id + 10, first_index=index), None)
-    link.taken()
+    link.taken(0.0)
     batch = next_batch(link)
     assert told(batch) == {(5, 0): [9, 10], (5, 1): [19, 20]}
-    assert not any(token.HasField("attempt") for each in batch.tokens for token in each.tokens)
+    (run,) = batch.runs
+    assert not run.others
+
+
+def test_a_token_with_more_to_tell_is_told_whole_and_in_its_place(link):
+    """What scores its prompt has a first token of which there is more to tell, and plain ones behind it."""
+    answer, other = call_of(link).answers
+    answer.add(sampled(8), None)
+    scored = sampled(9, first_index=1)
+    scored[0].logprob = -0.5
+    answer.add(scored, None)
+    other.add(sampled(7), None)
+    answer.add(sampled(10, first_index=2), None)
+    last = sampled(11, first_index=3)
+    last[0].finish_reason = inference_pb2.FINISH_REASON_LENGTH
+    answer.add(last, None)
+    batch = next_batch(link)
+    assert told(batch) == {(5, 0): [8, 9, 10, 11], (5, 1): [7]}
+    others = [token for run in batch.runs for each in run.others for token in each.tokens]
+    assert [token.HasField("logprob") for token in others] == [True, False]
+    assert others[1].finish_reason == inference_pb2.FINISH_REASON_LENGTH
+    assert not any(token.HasField("attempt") for token in others)
 
 
 def test_the_first_tokens_say_how_much_was_cached(link):
     call = call_of(link)
     call.answers[0].add(sampled(8), 0)
     call.answers[1].add(sampled(8), None)
-    first, other = next_batch(link).tokens
-    assert (first.HasField("num_cached_tokens"), other.HasField("num_cached_tokens")) == (True, False)
+    (run,) = next_batch(link).runs
+    (first,) = run.others
+    assert (first.index, first.HasField("num_cached_tokens")) == (0, True)
+    assert list(run.indexes) == [1]
 
 
 def test_an_answer_is_told_whole_in_one_batch(link):
@@ -110,5 +140,16 @@ def test_after_the_end_comes_nothing_but_what_was_said_before(link):
     call_of(link).answers[0].add(sampled(1), None)
     link.end()
     assert told(next_batch(link)) == {(5, 0): [1]}
-    link.taken()
+    link.taken(0.0)
     assert next_batch(link) is None
+
+
+def test_figures_of_each_door(link):
+    other = DoorLink(2)
+    other.calls[5] = call_of(other)
+    link.taken(1.5)
+    figures = {figure.name: figure.values for figure in door_link.door_figures([other, link])}
+    assert figures == {
+        "door_calls": [({"door": "1"}, 0), ({"door": "2"}, 1)],
+        "door_cpu_seconds": [({"door": "1"}, 1.5), ({"door": "2"}, 0.0)],
+    }

@@ -1,0 +1,202 @@
+"""Two doors over TLS, with certificates of clients and API keys: who gets in at either, and what can be exchanged while
+both serve; and what one hears of all at whichever door one asks."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+
+import httpx2
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from serving_core.tls import TlsFiles, client_context
+from splitserve import AsyncClient
+from splitserve.client.errors import ClientError
+from tests.system.cluster import wait_until
+from tests.system.oracle import fake_answer
+from tests.tiny_models import write_fake_model
+from tests.tls_kit import authority, files_of, serial_of, shown_at
+
+pytestmark = pytest.mark.long  # a whole cluster over TLS
+
+DEADLINE_S = 120.0
+NUM_CLIENTS = 12  # each on a connection of its own: both doors have some of them but once in 2000 times
+KEY, NEXT_KEY = "key-of-ann", "another-key-of-ann"
+LENGTH = 3000  # more than there is time for
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def certs(tmp_path_factory):
+    return authority(tmp_path_factory.mktemp("tls") / "certs")
+
+
+@pytest.fixture(scope="module")
+def keys_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text(f"ann {KEY}\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def doors(start_cluster, tmp_path_factory, certs, keys_file):
+    model = write_fake_model(tmp_path_factory.mktemp("model") / "fake", step_s=0.03)
+    coordinator = {"doors": 2, "tls_verify_clients": True, "api_keys_file": keys_file, "drain_s": 2}
+    env = {"SPLITSERVE_API_KEY": "root"}
+    return start_cluster(
+        model, http=True, certs=certs, coordinator=coordinator, node={"block_size": 8, "drain_s": 2}, env=env
+    )
+
+
+def bearer(key):
+    return {"authorization": f"Bearer {key}"}
+
+
+def asking(doors, certs, role="client"):
+    """One connection, so one door."""
+    files = files_of(certs, role)
+    return httpx2.Client(base_url=doors.url, verify=client_context(files), timeout=DEADLINE_S)
+
+
+def statuses(doors, certs, key):
+    """What as many connections hear."""
+    found = set()
+    for _ in range(NUM_CLIENTS):
+        with asking(doors, certs) as client:
+            found.add(client.get("/v1/models", headers=bearer(key)).status_code)
+    return found
+
+
+def samples(doors, certs):
+    with asking(doors, certs) as client:
+        text = client.get("/metrics", headers=bearer(KEY)).text
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def by_door(found, name):
+    return {labels[0]: value for (each, *labels), value in found.items() if each == name}
+
+
+def test_nobody_gets_in_without_certificate_and_key(doors, certs):
+    assert statuses(doors, certs, KEY) == {200}
+    assert statuses(doors, certs, "wrong") == {401}
+    bare = client_context(TlsFiles(ca=str(certs / "ca.crt")))
+    for _ in range(NUM_CLIENTS):
+        with pytest.raises(httpx2.TransportError):
+            httpx2.get(f"{doors.url}/v1/models", headers=bearer(KEY), verify=bare, timeout=DEADLINE_S)
+
+
+def test_both_doors_read_the_keys_again(doors, certs, keys_file):
+    keys_file.write_text(f"ann {NEXT_KEY}\n")
+    doors.children["coordinator"].send(signal.SIGHUP)
+    try:
+        wait_until(lambda: statuses(doors, certs, NEXT_KEY) == {200}, "the new key is in force", DEADLINE_S)
+        assert statuses(doors, certs, KEY) == {401}
+    finally:
+        keys_file.write_text(f"ann {KEY}\n")
+        doors.children["coordinator"].send(signal.SIGHUP)
+    wait_until(lambda: statuses(doors, certs, KEY) == {200}, "the old key is in force again", DEADLINE_S)
+
+
+async def read(client, prompt, came):
+    named = {"request_id": f"stream-{prompt[-1]}", "resume": False}
+    async for chunk in client.generate(prompt, max_tokens=LENGTH, **named, **GREEDY):
+        came += chunk.token_ids
+
+
+@asynccontextmanager
+async def streams(doors, certs):
+    """Answers of as many connections, all of which are under way; they are aborted in the end, and must be right."""
+    files = files_of(certs, "client")
+    tls = {"tls_ca": files.ca, "tls_cert": files.cert, "tls_key": files.key}
+    async with AsyncClient(doors.target, api_key=KEY, num_channels=NUM_CLIENTS, **tls) as client:
+        came = {number: [] for number in range(NUM_CLIENTS)}
+        reading = [asyncio.create_task(read(client, [5, 6, number], tokens)) for number, tokens in came.items()]
+        async with asyncio.timeout(DEADLINE_S):
+            while not all(came.values()):
+                await asyncio.sleep(0.01)
+            yield
+            await client.abort([f"stream-{number}" for number in came])
+            await asyncio.gather(*reading)
+    for number, tokens in came.items():
+        assert len(tokens) < LENGTH
+        assert tokens == fake_answer([5, 6, number], len(tokens))
+
+
+async def test_at_whichever_door_one_hears_of_all(doors, certs):
+    async with streams(doors, certs):
+        everyone = await asyncio.gather(*(asyncio.to_thread(samples, doors, certs) for _ in range(NUM_CLIENTS)))
+        for found in everyone:
+            calls = by_door(found, "splitserve_door_calls")
+            assert calls.keys() == {"1", "2"}
+            assert all(calls.values())
+            assert sum(calls.values()) == found["splitserve_requests_running",] == NUM_CLIENTS
+            assert all(by_door(found, "splitserve_door_cpu_seconds_total").values())
+        await asyncio.to_thread(check_pages, doors, certs)
+        shown = await asyncio.to_thread(top, doors, certs)
+    assert "prefill-0" in shown
+    assert "decode-0" in shown
+
+
+def check_pages(doors, certs):
+    for _ in range(NUM_CLIENTS):
+        with asking(doors, certs) as client:
+            overview = client.get("/ui/overview", params={"after": 0}, headers=bearer(KEY)).json()
+            assert client.get("/ui").status_code == 200
+        assert {life["answer_id"] for life in overview["live"]} == {f"stream-{i}/0" for i in range(NUM_CLIENTS)}
+        assert len(overview["nodes"]) == len(doors.names)
+
+
+def top(doors, certs):
+    files = files_of(certs, "client")
+    tls = ("--tls-ca", files.ca, "--tls-cert", files.cert, "--tls-key", files.key)
+    command = [sys.executable, "-m", "splitserve", "top", "--once", "--server", doors.target, *tls]
+    environment = {**os.environ, "SPLITSERVE_API_KEY": KEY}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    return done.stdout
+
+
+async def test_certificates_are_exchanged_at_both_while_streams_run(doors, certs):
+    async with streams(doors, certs):
+        authority(certs)
+        after = serial_of(certs / "coordinator.crt")
+        for port, protocol in ((doors.port, "h2"), (doors.http_port, "http/1.1")):
+            await asyncio.to_thread(
+                wait_until, lambda at=(port, protocol): is_everywhere(certs, after, *at), "it is new", DEADLINE_S
+            )
+    assert doors.attached() == set(doors.names)
+
+
+def is_everywhere(certs, serial, port, protocol):
+    return all(shown_at(port, certs, "client", protocol) == serial for _ in range(NUM_CLIENTS))
+
+
+async def test_all_end_in_time_that_are_told_to_at_once(doors, certs):
+    """With streams under way at both doors, which no drain can wait for. The last test: nothing runs after it."""
+    files = files_of(certs, "client")
+    tls = {"tls_ca": files.ca, "tls_cert": files.cert, "tls_key": files.key}
+    coordinator = psutil.Process(doors.children["coordinator"].process.pid)
+    processes = coordinator.children(recursive=True)
+    assert len([each for each in processes if "coordinator.doors" in each.cmdline()]) == 2
+    async with AsyncClient(doors.target, api_key=KEY, num_channels=NUM_CLIENTS, **tls) as client:
+        came = [[] for _ in range(NUM_CLIENTS)]
+        reading = [asyncio.create_task(read(client, [5, 6, number], came[number])) for number in range(NUM_CLIENTS)]
+        async with asyncio.timeout(DEADLINE_S):
+            while not all(came):
+                await asyncio.sleep(0.01)
+        for child in doors.children.values():
+            child.send(signal.SIGTERM)
+        ended = await asyncio.gather(*reading, return_exceptions=True)
+    assert all(isinstance(error, ClientError) for error in ended)
+    codes = [await asyncio.to_thread(child.wait, DEADLINE_S) for child in doors.children.values()]
+    assert codes == [0, 0, 0]
+    _, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
+    assert not alive
