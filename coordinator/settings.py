@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from coordinator.control.loans import AUTO as LEND_AUTO
+from coordinator.control.loans import LENDS
 from coordinator.control.placement.policies import AUTO as AUTO_POLICY
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.roles import AUTO, FIXED
@@ -118,6 +120,12 @@ class CoordinatorSettings:
         "Which nodes a request goes to: those where the fewest miss their limits, then those that cost the fewest "
         "seconds (auto); the latter alone (sum); never or always two nodes; or by another rule, to compare with.",
         choices=tuple(POLICIES),
+    )
+    kv_lending: str = flag(
+        LEND_AUTO,
+        "When a node that reads a prompt gets blocks of it from another one that holds more: where they come faster "
+        "than they are computed, as measured (auto), always or never.",
+        choices=LENDS,
     )
     admission: str = flag(
         ADMIT_ALL,

@@ -16,7 +16,7 @@ class Attempt(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class NodeEvent(_message.Message):
-    __slots__ = ("hello", "heartbeat", "first_token", "reserved", "transferred", "committed", "step_tokens", "failed", "cancelled", "cache_changed", "revoked", "move_failed", "taken", "embedded")
+    __slots__ = ("hello", "heartbeat", "first_token", "reserved", "transferred", "committed", "step_tokens", "failed", "cancelled", "cache_changed", "revoked", "move_failed", "taken", "embedded", "borrowing", "borrowed")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,8 @@ class NodeEvent(_message.Message):
     MOVE_FAILED_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
     EMBEDDED_FIELD_NUMBER: _ClassVar[int]
+    BORROWING_FIELD_NUMBER: _ClassVar[int]
+    BORROWED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     heartbeat: Heartbeat
     first_token: FirstToken
@@ -45,10 +47,12 @@ class NodeEvent(_message.Message):
     move_failed: MoveFailed
     taken: Taken
     embedded: Embedded
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., transferred: _Optional[_Union[Transferred, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., step_tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., cancelled: _Optional[_Union[Cancelled, _Mapping]] = ..., cache_changed: _Optional[_Union[CacheChanged, _Mapping]] = ..., revoked: _Optional[_Union[Revoked, _Mapping]] = ..., move_failed: _Optional[_Union[MoveFailed, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., embedded: _Optional[_Union[Embedded, _Mapping]] = ...) -> None: ...
+    borrowing: Borrowing
+    borrowed: Borrowed
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., transferred: _Optional[_Union[Transferred, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., step_tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., cancelled: _Optional[_Union[Cancelled, _Mapping]] = ..., cache_changed: _Optional[_Union[CacheChanged, _Mapping]] = ..., revoked: _Optional[_Union[Revoked, _Mapping]] = ..., move_failed: _Optional[_Union[MoveFailed, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., embedded: _Optional[_Union[Embedded, _Mapping]] = ..., borrowing: _Optional[_Union[Borrowing, _Mapping]] = ..., borrowed: _Optional[_Union[Borrowed, _Mapping]] = ...) -> None: ...
 
 class NodeCommand(_message.Message):
-    __slots__ = ("welcome", "refusal", "reserve", "prefill", "deliver", "cancel", "reshape", "migrate", "keep", "begun", "attempt")
+    __slots__ = ("welcome", "refusal", "reserve", "prefill", "deliver", "cancel", "reshape", "migrate", "keep", "begun", "lend", "attempt")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +63,7 @@ class NodeCommand(_message.Message):
     MIGRATE_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
+    LEND_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refusal: Refusal
@@ -70,8 +75,9 @@ class NodeCommand(_message.Message):
     migrate: Migrate
     keep: Keep
     begun: Begun
+    lend: Lend
     attempt: Attempt
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., deliver: _Optional[_Union[Deliver, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., reshape: _Optional[_Union[Reshape, _Mapping]] = ..., migrate: _Optional[_Union[Migrate, _Mapping]] = ..., keep: _Optional[_Union[Keep, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., deliver: _Optional[_Union[Deliver, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., reshape: _Optional[_Union[Reshape, _Mapping]] = ..., migrate: _Optional[_Union[Migrate, _Mapping]] = ..., keep: _Optional[_Union[Keep, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., lend: _Optional[_Union[Lend, _Mapping]] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("node", "num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_queued", "tp_size", "session", "max_num_batched_tokens", "shape", "home", "kv_keys", "pp_size", "num_tier_blocks")
@@ -217,6 +223,26 @@ class SampledToken(_message.Message):
     num_accepted: int
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., index: _Optional[int] = ..., token_id: _Optional[int] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[_inference_pb2.TopLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., num_proposed: _Optional[int] = ..., num_accepted: _Optional[int] = ...) -> None: ...
 
+class Borrowing(_message.Message):
+    __slots__ = ("attempt", "ticket")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    attempt: Attempt
+    ticket: bytes
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+
+class Borrowed(_message.Message):
+    __slots__ = ("attempt", "num_blocks", "num_bytes", "seconds")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    attempt: Attempt
+    num_blocks: int
+    num_bytes: int
+    seconds: float
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., num_blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
 class Failed(_message.Message):
     __slots__ = ("attempt", "reason", "message")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -260,7 +286,7 @@ class Refusal(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("attempt", "token_ids", "num_prompt_tokens", "sampling_params", "cache_salt", "age", "due", "priority", "adapter", "grammar", "is_suspect", "pooling")
+    __slots__ = ("attempt", "token_ids", "num_prompt_tokens", "sampling_params", "cache_salt", "age", "due", "priority", "adapter", "grammar", "is_suspect", "pooling", "borrow")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -273,6 +299,7 @@ class Job(_message.Message):
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     IS_SUSPECT_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
+    BORROW_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
@@ -285,7 +312,24 @@ class Job(_message.Message):
     grammar: str
     is_suspect: bool
     pooling: Pooling
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., age: _Optional[int] = ..., due: _Optional[_Union[Due, _Mapping]] = ..., priority: _Optional[int] = ..., adapter: _Optional[str] = ..., grammar: _Optional[str] = ..., is_suspect: _Optional[bool] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ...) -> None: ...
+    borrow: Borrow
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., age: _Optional[int] = ..., due: _Optional[_Union[Due, _Mapping]] = ..., priority: _Optional[int] = ..., adapter: _Optional[str] = ..., grammar: _Optional[str] = ..., is_suspect: _Optional[bool] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ..., borrow: _Optional[_Union[Borrow, _Mapping]] = ...) -> None: ...
+
+class Borrow(_message.Message):
+    __slots__ = ("epoch", "num_tokens", "tp_size", "pp_size", "sender_keys", "patience_s")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SENDER_KEYS_FIELD_NUMBER: _ClassVar[int]
+    PATIENCE_S_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    num_tokens: int
+    tp_size: int
+    pp_size: int
+    sender_keys: _containers.RepeatedScalarFieldContainer[bytes]
+    patience_s: float
+    def __init__(self, epoch: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tp_size: _Optional[int] = ..., pp_size: _Optional[int] = ..., sender_keys: _Optional[_Iterable[bytes]] = ..., patience_s: _Optional[float] = ...) -> None: ...
 
 class Pooling(_message.Message):
     __slots__ = ("kind", "normalizes", "num_dimensions")
@@ -370,6 +414,20 @@ class Begun(_message.Message):
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ...) -> None: ...
+
+class Lend(_message.Message):
+    __slots__ = ("attempt", "ticket", "token_ids", "cache_salt", "adapter")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    attempt: Attempt
+    ticket: bytes
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    cache_salt: str
+    adapter: str
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., ticket: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Tail(_message.Message):
     __slots__ = ("token_ids", "made")

@@ -382,7 +382,7 @@ class TopLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Complete(_message.Message):
-    __slots__ = ("finish_reason", "matched_token_id", "matched_stop_str", "prompt_tokens", "completion_tokens", "cached_tokens", "timeline", "kv_bytes", "kv_bytes_saved", "moved_kv_bytes", "attainment", "resumed_tokens", "proposed_tokens", "accepted_tokens")
+    __slots__ = ("finish_reason", "matched_token_id", "matched_stop_str", "prompt_tokens", "completion_tokens", "cached_tokens", "timeline", "kv_bytes", "kv_bytes_saved", "moved_kv_bytes", "attainment", "resumed_tokens", "proposed_tokens", "accepted_tokens", "lent_kv_bytes")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     MATCHED_STOP_STR_FIELD_NUMBER: _ClassVar[int]
@@ -397,6 +397,7 @@ class Complete(_message.Message):
     RESUMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LENT_KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     finish_reason: FinishReason
     matched_token_id: int
     matched_stop_str: str
@@ -411,7 +412,8 @@ class Complete(_message.Message):
     resumed_tokens: int
     proposed_tokens: int
     accepted_tokens: int
-    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ..., kv_bytes: _Optional[int] = ..., kv_bytes_saved: _Optional[int] = ..., moved_kv_bytes: _Optional[int] = ..., attainment: _Optional[_Union[Attainment, _Mapping]] = ..., resumed_tokens: _Optional[int] = ..., proposed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
+    lent_kv_bytes: int
+    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ..., kv_bytes: _Optional[int] = ..., kv_bytes_saved: _Optional[int] = ..., moved_kv_bytes: _Optional[int] = ..., attainment: _Optional[_Union[Attainment, _Mapping]] = ..., resumed_tokens: _Optional[int] = ..., proposed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., lent_kv_bytes: _Optional[int] = ...) -> None: ...
 
 class Attainment(_message.Message):
     __slots__ = ("slo_class", "ttft_ms", "tpot_ms", "ttft_met", "tpot_met")
@@ -428,7 +430,7 @@ class Attainment(_message.Message):
     def __init__(self, slo_class: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., ttft_met: _Optional[bool] = ..., tpot_met: _Optional[bool] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("prefill_queue_s", "prefill_s", "credit_wait_s", "transfer_s", "decode_queue_s", "decode_s", "e2e_s", "ttft_s", "prefill_node", "decode_node", "num_restarts", "num_moves", "move_pause_s")
+    __slots__ = ("prefill_queue_s", "prefill_s", "credit_wait_s", "transfer_s", "decode_queue_s", "decode_s", "e2e_s", "ttft_s", "prefill_node", "decode_node", "num_restarts", "num_moves", "move_pause_s", "loan_s")
     PREFILL_QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     CREDIT_WAIT_S_FIELD_NUMBER: _ClassVar[int]
@@ -442,6 +444,7 @@ class Timeline(_message.Message):
     NUM_RESTARTS_FIELD_NUMBER: _ClassVar[int]
     NUM_MOVES_FIELD_NUMBER: _ClassVar[int]
     MOVE_PAUSE_S_FIELD_NUMBER: _ClassVar[int]
+    LOAN_S_FIELD_NUMBER: _ClassVar[int]
     prefill_queue_s: float
     prefill_s: float
     credit_wait_s: float
@@ -455,7 +458,8 @@ class Timeline(_message.Message):
     num_restarts: int
     num_moves: int
     move_pause_s: float
-    def __init__(self, prefill_queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., credit_wait_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., e2e_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., num_restarts: _Optional[int] = ..., num_moves: _Optional[int] = ..., move_pause_s: _Optional[float] = ...) -> None: ...
+    loan_s: float
+    def __init__(self, prefill_queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., credit_wait_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., e2e_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., num_restarts: _Optional[int] = ..., num_moves: _Optional[int] = ..., move_pause_s: _Optional[float] = ..., loan_s: _Optional[float] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_ids",)

@@ -1,11 +1,20 @@
 """The blocks of a node's requests, shared by name. Pure."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from serving_core.blocks import BlockAllocator
+from serving_core.blocks import BlockAllocator, BlockLease
 from serving_core.layout import KVLayout
-from serving_core.prefix import CHUNK, GRAFT, MAX_MAKERS, ORIGIN_BYTES, STEP
+from serving_core.prefix import CHUNK, GRAFT, MAX_MAKERS, ORIGIN_BYTES, STEP, BlockNames
 from serving_core.residents import Resident, Stage
+
+
+class Loan(NamedTuple):
+    """Blocks of which those behind the first ones are yet to come from another node."""
+
+    lease: BlockLease
+    names: list[bytes]  # of the first ones
+    makers: list[bytes]  # of the same
 
 
 class Leases:
@@ -95,13 +104,16 @@ class Leases:
             return
         num_tokens = resident.num_computed
         names, num_full = resident.names, self._full_blocks(num_tokens)
-        is_told = sum(num_blocks for _, num_blocks in made) == self.blocks_for(num_tokens)
-        makers = [maker for maker, num_blocks in made for _ in range(num_blocks)] if is_told else []
-        num_found = len(names.makers)
-        if not is_told or makers[:num_found] != names.makers or not self._know(makers):
-            makers = [GRAFT] * self.blocks_for(num_tokens)
-        names.add(resident.request.token_ids, *makers[num_found:num_full])
+        makers = self._makers_there(names.makers, self.blocks_for(num_tokens), made)
+        names.add(resident.request.token_ids, *makers[len(names.makers) : num_full])
         names.begun_by = b"".join(makers[num_full:])
+
+    def _makers_there(self, found: list[bytes], num_blocks: int, made: Sequence[tuple[bytes, int]]) -> list[bytes]:
+        """Of so many blocks that are copies behind those `found` here: as they are told of, or GRAFT."""
+        is_told = sum(num_made for _, num_made in made) == num_blocks
+        makers = [maker for maker, num_made in made for _ in range(num_made)] if is_told else []
+        is_alike = is_told and makers[: len(found)] == found
+        return makers if is_alike and self._know(makers) else [GRAFT] * num_blocks
 
     def makers_of(self, resident: Resident) -> list[bytes]:
         """Of all blocks with computed KV; none where they have no names."""
@@ -160,12 +172,37 @@ class Leases:
         """Names of the leading full blocks of num_tokens tokens that are held, wherever that may be."""
         return resident.names.find(resident.request.token_ids, self._full_blocks(num_tokens), self._makers, is_held)[0]
 
+    def lend(self, names: BlockNames, token_ids: Sequence[int]) -> tuple[BlockLease, list[bytes]]:
+        """Holds the leading full blocks of these tokens that the pool has, and tells who made them."""
+        found, makers = self._find_named(names, token_ids, len(token_ids))
+        return self._allocator.allocate(len(found), found), makers
+
+    def begin_loan(self, resident: Resident, num_tokens: int) -> Loan:
+        """Blocks for the leading full blocks of num_tokens tokens: those that the pool has, and others to be filled.
+        Raises OutOfBlocks."""
+        names, makers = self._find(resident, num_tokens)
+        return Loan(self._allocator.allocate(self._full_blocks(num_tokens), names), names, makers)
+
+    def lent(self, resident: Resident, loan: Loan, num_blocks: int, made: Sequence[tuple[bytes, int]]) -> None:
+        """So many leading blocks of a loan are there; `made` as for `copied`. The prompt has not begun: it is to find
+        them."""
+        names = resident.names
+        names.begin(list(loan.names), list(loan.makers))
+        names.add(resident.request.token_ids, *self._makers_there(loan.makers, num_blocks, made)[len(loan.makers) :])
+        loan.lease.publish(names.names)
+        names.begin([], [])
+
     def _find(self, resident: Resident, num_tokens: int) -> tuple[list[bytes], list[bytes]]:
         """Names and makers of the leading full blocks of num_tokens tokens that the pool holds."""
+        return self._find_named(resident.names, resident.request.token_ids, num_tokens)
+
+    def _find_named(
+        self, names: BlockNames, token_ids: Sequence[int], num_tokens: int
+    ) -> tuple[list[bytes], list[bytes]]:
         if not self._allocator.caching:
             return [], []
         is_held = self._allocator.blocks_by_name.__contains__
-        return resident.names.find(resident.request.token_ids, self._full_blocks(num_tokens), self._makers, is_held)
+        return names.find(token_ids, self._full_blocks(num_tokens), self._makers, is_held)
 
     def _full_blocks(self, num_tokens: int) -> int:
         return num_tokens // self._layout.block_size

@@ -68,6 +68,17 @@ class Move:
     has_caught_up: bool = False  # what was full has left
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Another node's leading blocks of a prompt, which may be had."""
+
+    epoch: int  # of the transfer that they would come by
+    num_tokens: int
+    source_tp: int  # ranks of each stage of that node
+    source_pp: int  # its stages
+    patience_s: float  # after which what has not come is computed
+
+
 @dataclass(slots=True, eq=False)
 class Resident:
     """One request on this node, from the command that brings it until nothing is held for it."""
@@ -101,7 +112,8 @@ class Resident:
     tail: Sequence[int] = ()  # tokens that the other node does not know; they follow the last block
     num_evictions: int = 0
     draft: Any = None  # what decode_node/speculation.py knows of its text
-    is_loading: bool = False  # blocks of it are being read back from the second tier
+    is_loading: bool = False  # blocks of it are being read back from the second tier, or come from another node
+    offer: Offer | None = None  # until it was taken or left
     has_looked: bool = False  # there, since it was queued
     ending: dict[str, Any] | None = None  # what the coordinator is told when nothing is held any more; {}: nothing
     num_given: int = field(init=False)  # tokens that came with the command

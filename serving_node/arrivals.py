@@ -10,7 +10,7 @@ from serving_core.adapter_names import adapter_key
 from serving_core.errors import RequestError
 from serving_core.prefix import BlockNames, root_name
 from serving_core.requests import Guide
-from serving_core.residents import Resident, Residents, Stage
+from serving_core.residents import Offer, Resident, Residents, Stage
 
 
 class Arrivals:
@@ -63,5 +63,11 @@ class Arrivals:
             source_tp=0 if is_read_here or reserve is None else max(1, reserve.prefill_tp_size),
             source_pp=1 if reserve is None else max(1, reserve.prefill_pp_size),
             num_ahead=num_ahead,
+            offer=_offer(job.borrow) if is_read_here and job.HasField("borrow") else None,
         )
         self._residents.add(resident)
+
+
+def _offer(borrow: fleet_pb2.Borrow) -> Offer:
+    source_tp, source_pp = max(1, borrow.tp_size), max(1, borrow.pp_size)
+    return Offer(borrow.epoch, borrow.num_tokens, source_tp, source_pp, borrow.patience_s)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from serving_core.residents import Resident
+from serving_core.residents import Offer, Resident
 from serving_core.tiers import Copies
 
 
@@ -55,6 +55,26 @@ class FinishSend:
 
 
 @dataclass(frozen=True, slots=True)
+class Borrow:
+    """Open these blocks, but for those that are here already, to the node that makes the offer; report `granted`, then
+    `received`."""
+
+    offer: Offer
+    block_ids: list[int]
+    num_cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lend:
+    """Send these blocks, which are final, by the ticket, with the tail behind them; report `sent` when it is over."""
+
+    epoch: int
+    ticket: bytes
+    block_ids: list[int]
+    tail: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class CancelTransfer:
     """End the transfer of this epoch, in whichever direction."""
 
@@ -84,5 +104,7 @@ class CancelLoad:
     load_id: int
 
 
-Decision = Tell | Beat | Receive | Send | SendMore | FinishSend | CancelTransfer | Spill | Load | CancelLoad
+Decision = (
+    Tell | Beat | Receive | Send | SendMore | FinishSend | Borrow | Lend | CancelTransfer | Spill | Load | CancelLoad
+)
 Decide = Callable[[Decision], None]

@@ -24,10 +24,12 @@ from serving_core.requests import Guide, SampledToken, Work, finish_reason
 from serving_core.residents import Resident, Residents, Stage
 from serving_core.shapes import Shape, check_shape, role_of
 from serving_node.arrivals import Arrivals
+from serving_node.borrowing import Borrowings
 from serving_node.cache_report import CacheReport
 from serving_node.decisions import Beat, Decision
 from serving_node.endings import Endings
 from serving_node.handovers import HandOvers
+from serving_node.lending import Lending
 from serving_node.moves import Moves
 from serving_node.room import Room
 from serving_node.second_tier import NO_TIER, SecondTier, TierPlan
@@ -92,6 +94,8 @@ class NodeLogic:
             on_committed=self._cache_report.tell,
         )
         self._moves = Moves(residents, leases, self._hand_overs, self._endings)
+        self._borrowings = Borrowings(leases, self._reading, self._endings, block_bytes)
+        self._lending = Lending(leases, self._endings, fingerprint)
         self._writing = Writing(residents, leases, self._hand_overs.revoke)
         num_candidates = limits.num_speculative_tokens if is_history_free else 0
         self.speculation = Speculation(
@@ -134,7 +138,7 @@ class NodeLogic:
     @property
     def wake_at_s(self) -> float | None:
         """When the next `tick` is due."""
-        wakes = (self._hand_overs.wake_at_s, self._tier.wake_at_s)
+        wakes = (self._hand_overs.wake_at_s, self._tier.wake_at_s, self._borrowings.wake_at_s)
         return min((at_s for at_s in wakes if at_s is not None), default=None)
 
     def describe(self, load: inference_pb2.NodeLoad) -> None:
@@ -153,9 +157,9 @@ class NodeLogic:
         load.num_blocks = self._allocator.num_blocks
         load.num_blocks_free = self._allocator.num_free
         load.num_blocks_cached = self._allocator.num_cached
-        load.num_blocks_leaked = self._allocator.num_leaked(
-            [*(each.lease for each in self._residents if each.lease), *self._tier.held]
-        )
+        leases = [each.lease for each in self._residents if each.lease]
+        lent = [*self._borrowings.held, *self._lending.held]
+        load.num_blocks_leaked = self._allocator.num_leaked([*leases, *self._tier.held, *lent])
         load.step_tokens.extend(self.steps.tokens.counts)
         load.num_step_tokens = self.steps.num_prompt_tokens + self.steps.num_answer_tokens
         load.num_preemptions = self._writing.num_preemptions
@@ -181,6 +185,8 @@ class NodeLogic:
         self._is_calm = False
         for resident in list(self._residents):
             self._endings.end(resident)
+        self._borrowings.detached()
+        self._lending.detached()
 
     def handle(self, command: fleet_pb2.NodeCommand, now: float, guide: Guide | None = None) -> None:
         """Does what the coordinator wants. What is not known is answered as failed. A command that brings a job with a
@@ -196,6 +202,8 @@ class NodeLogic:
                 self._moves.migrate(command.migrate)
             case "keep":
                 self._moves.keep(command.keep)
+            case "lend":
+                self._lending.lend(command.lend)
             case "begun":
                 self._begun(command.begun.attempt, now)
             case "cancel":
@@ -248,7 +256,8 @@ class NodeLogic:
         cancelled = fleet_pb2.Cancelled(attempt=attempt)
         resident = self._residents.find(attempt)
         if resident is None:
-            self._endings.tell(cancelled=cancelled)
+            if not self._borrowings.cancel(attempt):
+                self._endings.tell(cancelled=cancelled)
             return
         if resident.ending == {}:  # it was to end without a word
             resident.ending = {"cancelled": cancelled}
@@ -276,10 +285,15 @@ class NodeLogic:
         max_tokens = self._limits.max_num_batched_tokens
         budget = min(self._shape.prompt_tokens or max_tokens, max_tokens - sum(work.num_tokens for work in works))
         answers = [self._residents.of(work.request) for work in works]
-        may_start = self._room.gate(lambda resident, num_spare: self._tier.holds_up(resident, num_spare, now))
+        may_start = self._room.gate(lambda resident, num_spare: self._holds_up(resident, num_spare, now))
         works += self._reading.plan(budget, may_start, self._start, answers, now)
         self._hand_overs.note_read(self._residents.in_stage(Stage.READING), now)
         return self.speculation.extend(works)
+
+    def _holds_up(self, resident: Resident, num_spare: int, now: float) -> bool:
+        """Whether blocks of a prompt come from elsewhere first: this node's own ones are the nearer."""
+        is_read_back = self._tier.holds_up(resident, num_spare, now)
+        return is_read_back or self._borrowings.holds_up(resident, num_spare, now)
 
     def _start(self, resident: Resident) -> bool:
         if not self._room.start(resident):
@@ -467,12 +481,18 @@ class NodeLogic:
     # ---- transfers ----
 
     def granted(self, epoch: int, ticket: bytes) -> None:
-        """Every rank awaits the blocks of a `Receive`: this ticket lets the other node send them."""
-        self._hand_overs.granted(epoch, ticket)
+        """Every rank awaits the blocks of a `Receive` or a `Borrow`: this ticket lets the other node send them."""
+        if epoch in self._borrowings:
+            self._borrowings.granted(epoch, ticket)
+        else:
+            self._hand_overs.granted(epoch, ticket)
 
     def received(self, epoch: int, result: Received | TransferFailed, now: float) -> None:
-        """A `Receive` is over."""
-        self._hand_overs.received(epoch, result, now)
+        """A `Receive` or a `Borrow` is over."""
+        if epoch in self._borrowings:
+            self._borrowings.received(epoch, result, now)
+        else:
+            self._hand_overs.received(epoch, result, now)
         self._grant()
 
     def caught_up(self, epoch: int) -> None:
@@ -480,9 +500,12 @@ class NodeLogic:
         self._moves.caught_up(epoch)
 
     def sent(self, epoch: int, result: Sent | TransferFailed, now: float) -> None:
-        """A `Send` is over."""
-        transfers = self._moves if epoch in self._moves else self._hand_overs
-        transfers.sent(epoch, result, now)
+        """A `Send` or a `Lend` is over."""
+        if epoch in self._lending:
+            self._lending.sent(epoch, result)
+        else:
+            transfers = self._moves if epoch in self._moves else self._hand_overs
+            transfers.sent(epoch, result, now)
         self._grant()
 
     def loaded(self, load_id: int, num_good: int, now: float) -> None:
@@ -494,6 +517,7 @@ class NodeLogic:
         """Ends what has waited too long for another node."""
         self._hand_overs.tick(now)
         self._tier.tick(now)
+        self._borrowings.tick(now)
         self._grant()
 
     def _grant(self) -> None:

@@ -31,10 +31,12 @@ from serving_core.waiting import first_to_end
 from serving_node.compiling import Compiling
 from serving_node.decisions import (
     Beat,
+    Borrow,
     CancelLoad,
     CancelTransfer,
     Decision,
     FinishSend,
+    Lend,
     Load,
     Receive,
     Send,
@@ -169,8 +171,7 @@ class NodeRunner:
         return fleet_pb2.Heartbeat(load=load, step_age_s=self._stepper.step_age_s)
 
     def handle(self, command: fleet_pb2.NodeCommand) -> None:
-        if command.HasField("reserve"):
-            self._transfers.admit(command.reserve.sender_keys)
+        self._transfers.admit([*command.reserve.sender_keys, *_job_of(command).borrow.sender_keys])
         self._compiling.take(command)
         if not self._compiling.is_idle:
             self._idle.clear()
@@ -358,42 +359,47 @@ class NodeRunner:
                 self._link.send(heartbeat=self.heartbeat())
             case Receive(resident=resident, num_blocks=num_blocks):
                 self._receive(resident, num_blocks)
-            case Send(resident=resident, block_ids=block_ids):
-                self._transfers.send(resident.request.epoch, resident.ticket, block_ids)
-            case SendMore(resident=resident, block_ids=block_ids):
-                self._transfers.send_more(resident.request.epoch, block_ids)
-            case FinishSend(resident=resident, block_ids=block_ids, tail=tail):
-                self._transfers.finish(resident.request.epoch, block_ids, tail)
-            case CancelTransfer(epoch=epoch):
-                self._transfers.cancel(epoch)
+            case Borrow(offer=offer, block_ids=block_ids, num_cached=num_cached):
+                self._open(offer.epoch, offer.source_tp, offer.source_pp, block_ids, num_cached, offer.num_tokens)
+            case Send() | SendMore() | FinishSend() | Lend() | CancelTransfer():
+                self._transfers.carry_out(decision)
             case Spill() | Load() | CancelLoad():
                 self._tier.carry_out(decision)
 
     def _receive(self, resident: Resident, num_blocks: int) -> None:
         assert resident.lease is not None
-        epoch = resident.request.epoch
+        self._open(
+            resident.request.epoch,
+            resident.source_tp,
+            resident.source_pp,
+            resident.lease.block_ids[:num_blocks],
+            resident.num_cached_blocks,
+            len(resident.request.token_ids),
+        )
+
+    def _open(
+        self, epoch: int, source_tp: int, source_pp: int, block_ids: list[int], num_cached: int, num_tokens: int
+    ) -> None:
+        """Lets a node of so many ranks and stages write to these blocks, but for the leading cached ones."""
         try:
-            ticket = self._draw_ticket(resident, num_blocks)
+            ticket = Ticket.draw(
+                epoch=epoch,
+                layout=self._engine.model_layout,
+                prefill_tp=source_tp,
+                prefill_pp=source_pp,
+                decode_tp=self._tp_size,
+                decode_pp=self._pp_size,
+                addresses=self._transfers.addresses,
+                num_blocks=len(block_ids),
+                num_cached_blocks=num_cached,
+                num_tokens=num_tokens,
+                ttl_s=self._settings.ticket_ttl_s,
+            ).encode()
         except TransferError as error:
             self._logic.received(epoch, TransferFailed(reasons.TRANSFER_FAILED, str(error)), time.monotonic())
             return
         self._tickets[epoch] = ticket
-        self._transfers.receive(epoch, ticket, resident.lease.block_ids[:num_blocks])
-
-    def _draw_ticket(self, resident: Resident, num_blocks: int) -> bytes:
-        return Ticket.draw(
-            epoch=resident.request.epoch,
-            layout=self._engine.model_layout,
-            prefill_tp=resident.source_tp,
-            prefill_pp=resident.source_pp,
-            decode_tp=self._tp_size,
-            decode_pp=self._pp_size,
-            addresses=self._transfers.addresses,
-            num_blocks=num_blocks,
-            num_cached_blocks=resident.num_cached_blocks,
-            num_tokens=len(resident.request.token_ids),
-            ttl_s=self._settings.ticket_ttl_s,
-        ).encode()
+        self._transfers.receive(epoch, ticket, block_ids)
 
     def _tick(self) -> None:
         self._logic.tick(time.monotonic())
@@ -405,3 +411,8 @@ class NodeRunner:
         wake_at_s = self._logic.wake_at_s
         loop = asyncio.get_running_loop()
         self._alarm.set(None if wake_at_s is None else loop.time() + wake_at_s - time.monotonic())
+
+
+def _job_of(command: fleet_pb2.NodeCommand) -> fleet_pb2.Job:
+    """Of a prompt that is to be read here; an empty one of any other command."""
+    return command.prefill.job if command.HasField("prefill") else command.reserve.job

@@ -24,6 +24,29 @@ def tell_sender(reserve: fleet_pb2.Reserve, sender: Node) -> None:
     reserve.sender_keys.extend(sender.hello.kv_keys)
 
 
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """What the node that reads is to have from another one: the blocks of so many leading tokens, num_lent of which it
+    does not hold. It is to wait for them for patience_s at most."""
+
+    lender: Node
+    num_tokens: int
+    num_lent: int
+    patience_s: float
+    epoch: int = 0  # of the transfer, once there is an attempt
+
+    def to_wire(self) -> fleet_pb2.Borrow:
+        lender = self.lender
+        return fleet_pb2.Borrow(
+            epoch=self.epoch,
+            num_tokens=self.num_tokens,
+            tp_size=lender.tp_size,
+            pp_size=lender.pp_size,
+            sender_keys=lender.hello.kv_keys,
+            patience_s=self.patience_s,
+        )
+
+
 @dataclass(slots=True, eq=False)
 class Attempt:
     """One try at a request on one pair of nodes; `prefill` is `decode` where one node does both, or reads and nobody
@@ -34,6 +57,7 @@ class Attempt:
     decode: Node
     first_index: int  # of the token that the prefill node samples
     started_s: float
+    loan: Loan | None = None  # until it is over
     granted_s: float | None = None  # when the decode node gave blocks
     revoked_s: float | None = None  # when it last took them back
     prefill_holds: bool = True  # whether the node may hold something of the attempt
@@ -142,6 +166,8 @@ class TrackedRequest:
     num_cached_tokens: int = 0  # of the prompt, on the node that gave the first token; later attempts read more
     num_kv_bytes: int = 0  # that travelled, over all attempts
     num_kv_bytes_saved: int = 0
+    lent_kv_bytes: int = 0  # that other nodes lent, over all attempts; in none of these
+    loan_s: float = 0.0  # that they took
     num_moves: int = 0
     num_moved_kv_bytes: int = 0  # of num_kv_bytes
     num_proposed: int = 0  # candidates that nodes have computed for it
@@ -247,12 +273,18 @@ class TrackedRequest:
         to_decode.reserve.job.CopyFrom(job)  # in its place: each copy is one of the whole prompt
         if attempt.is_local:
             to_decode.reserve.local_prefill = True
+            self._offer(to_decode.reserve.job)
             yield attempt.decode, to_decode
             return
         tell_sender(to_decode.reserve, attempt.prefill)
         yield attempt.decode, to_decode
         to_prefill.prefill.job.CopyFrom(job)
+        self._offer(to_prefill.prefill.job)
         yield attempt.prefill, to_prefill
+
+    def _offer(self, job: fleet_pb2.Job) -> None:
+        if self.attempt.loan is not None:
+            job.borrow.CopyFrom(self.attempt.loan.to_wire())
 
     def count_kv(self, event: fleet_pb2.Committed) -> bool:
         """Adds what the current attempt's transfer has moved and saved. False for a repeated report, which changes

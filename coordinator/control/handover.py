@@ -1,11 +1,12 @@
 """What it has cost lately to move answers from a prefill node to a decode node. Pure."""
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
 
 from coordinator.control.attempts import Attempt
+from coordinator.control.loans import NEVER, LoanCosts, Loans
 
 MAX_SAMPLES: Final = 31
 MAX_AGE_S: Final = 30.0
@@ -17,11 +18,13 @@ class HandoverCosts:
     """Medians over recent answers, in seconds.
 
     credit_s is the wait for blocks on the decode node, from the start of the attempt. move_s is what follows once the
-    first token is there and the blocks are granted: transfer and decode queue, up to the first decode step.
+    first token is there and the blocks are granted: transfer and decode queue, up to the first decode step. loans are
+    what it takes to have blocks of prompts from other nodes.
     """
 
     credit_s: float = 0.0
     move_s: float = 0.0
+    loans: LoanCosts = field(default_factory=LoanCosts)
 
 
 class Handover:
@@ -31,8 +34,10 @@ class Handover:
     made, would else keep answers away, and then nothing would ever show that it has become faster.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lends: str = NEVER) -> None:
+        """`lends`: when nodes lend each other blocks, one of coordinator.control.loans.LENDS."""
         self._credits, self._moves = _Samples(), _Samples()
+        self.loans = Loans(lends)
 
     def granted(self, attempt: Attempt, now: float) -> None:
         """The decode node has granted blocks to the attempt now."""
@@ -45,7 +50,7 @@ class Handover:
         self._moves.add(step_start_s - max(attempt.granted_s, attempt.first_token_s), now)
 
     def costs(self, now: float) -> HandoverCosts:
-        return HandoverCosts(self._credits.median_s(now), self._moves.median_s(now))
+        return HandoverCosts(self._credits.median_s(now), self._moves.median_s(now), self.loans.costs(now))
 
 
 class _Samples:

@@ -5,6 +5,7 @@ every tick, the oldest first. How many may wait is bounded by how many may be li
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from math import inf
 from typing import Final, NamedTuple
@@ -54,13 +55,14 @@ class LiveAnswers:
         first_epoch: int,
         max_restarts: int,
         node_wait_s: float,
+        lends: str,
         policy: Policy,
         admits_late: bool,
     ) -> None:
         self.registry = registry
         self.ledger = ledger
         self.metrics = metrics
-        self.handover = Handover()
+        self.handover = Handover(lends)
         self.lengths = Lengths()
         self.lives = Lives()
         self.arrivals = Pace()  # of new requests, those that are refused too
@@ -245,11 +247,15 @@ class LiveAnswers:
     def _try_on(self, request: TrackedRequest, placed: Placed, now: float) -> list[Instruction]:
         """Gives the request to these nodes."""
         prefill, decode, prompt = placed.reader, placed.writer, request.known
-        request.attempt = Attempt(self.next_epoch(), prefill, decode, first_index=len(request.output), started_s=now)
+        epoch, loan = self.next_epoch(), placed.loan
+        if loan is not None:
+            loan = replace(loan, epoch=self.next_epoch())
+        request.attempt = Attempt(epoch, prefill, decode, len(request.output), now, loan)
         request.timeline.placed(now, prefill.name, decode.name, begins=True)
         if (due := request.due) is not None:
             self.ledger.owe(request.request_id, due, len(request.output), self._num_left(request))
-        self.ledger.read(request.request_id, prefill, prompt.tokens_to_compute(prefill))
+        num_lent = 0 if loan is None else loan.num_lent
+        self.ledger.read(request.request_id, prefill, prompt.tokens_to_compute(prefill) - num_lent)
         if request.pooling is None:
             self.ledger.write(request.request_id, decode, len(prompt))
         return [Send(node, command) for node, command in request.commands(prompt, now)]

@@ -5,12 +5,17 @@ The names under which all this is shown stand in coordinator/doors/exposition.py
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Final
 
 from coordinator.control.attainment import AttainmentCounts
 from coordinator.control.slo import UNNAMED, SloClass
 from coordinator.control.timeline import Phase
 from protos import inference_pb2
 from serving_core.histograms import TOKENS, Histogram
+
+# How a loan ended: with blocks, or without any, which are then computed.
+LENT: Final = "lent"
+NOT_LENT: Final = "not_lent"
 
 
 class Metrics:
@@ -38,9 +43,13 @@ class Metrics:
         self.num_moved_kv_bytes = 0
         self.num_proposed = 0
         self.num_accepted = 0
+        self.num_blocks_lent = 0
+        self.num_lent_kv_bytes = 0
+        self.loan = Histogram()
         self.num_restarts = 0
         self.num_kept = 0
         self.moves = Counter[str]()  # by outcome
+        self.loans = Counter[str]()  # by outcome
         # by reason
         self.finished = Counter[str]()
         self.failed = Counter[str]()
@@ -63,6 +72,13 @@ class Metrics:
         """A transfer is complete."""
         self.num_kv_bytes += num_bytes
         self.num_kv_bytes_saved += num_bytes_saved
+
+    def borrowed(self, num_blocks: int, num_bytes: int, seconds: float) -> None:
+        """A loan of blocks to a node that reads is over."""
+        self.num_blocks_lent += num_blocks
+        self.num_lent_kv_bytes += num_bytes
+        self.loans[LENT if num_blocks else NOT_LENT] += 1
+        self.loan.observe(seconds)
 
     def answered(self, finish_reason: str, complete: inference_pb2.Complete) -> None:
         """An answer has ended. The times of one that nobody waited for say nothing."""

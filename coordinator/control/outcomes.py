@@ -33,6 +33,7 @@ def completion(
         num_restarts=request.num_restarts,
         num_moves=request.num_moves,
         move_pause_s=request.move_pause_s,
+        loan_s=request.loan_s,
     )
     return inference_pb2.Complete(
         finish_reason=finish_reason,
@@ -43,6 +44,7 @@ def completion(
         kv_bytes=min(request.num_kv_bytes, MAX_BYTES),
         kv_bytes_saved=min(request.num_kv_bytes_saved, MAX_BYTES),
         moved_kv_bytes=min(request.num_moved_kv_bytes, MAX_BYTES),
+        lent_kv_bytes=min(request.lent_kv_bytes, MAX_BYTES),
         attainment=attainment(request),
         resumed_tokens=request.num_resumed,
         proposed_tokens=request.num_proposed,

@@ -5,6 +5,7 @@
     FirstToken   to the client at once; of an answer with limits, Begun to the decode node
     Embedded     the end, where an embedding was wanted: of such a request Prefill alone went out
     Revoked      the decode node has taken its blocks back; another Reserved will come
+    Borrowing    Lend, with the ticket, to a node that holds more of the prompt: coordinator/control/lending.py
     Committed    the decode node has all KV (Transferred is the prefill node's word for the same)
     StepTokens   to the client, strictly by index: they may come before FirstToken, over the other stream
     Failed       a new attempt on other nodes, or the end; so does a lost node. What a full node turns away goes to
@@ -28,8 +29,11 @@ from coordinator.control import balance, drains, relief
 from coordinator.control.attempts import TrackedRequest
 from coordinator.control.instructions import Embedded, End, Instruction, Send
 from coordinator.control.ledger import Ledger
+from coordinator.control.lending import EVENTS as LOAN_EVENTS
+from coordinator.control.lending import Lending
 from coordinator.control.live import LiveAnswers, TokenRow
 from coordinator.control.lives import Lives
+from coordinator.control.loans import NEVER
 from coordinator.control.metrics import Metrics
 from coordinator.control.moves import Moves, keep
 from coordinator.control.outcomes import completion, end_error, ended_before, restart_error, too_late, with_progress
@@ -65,6 +69,7 @@ class Tracker:
         max_restarts: int,
         keep_after_s: float,
         node_wait_s: float = 0.0,
+        lends: str = NEVER,
         policy: Policy = POLICIES[AUTO],
         admits_late: bool = True,
     ) -> None:
@@ -80,10 +85,12 @@ class Tracker:
             first_epoch=first_epoch,
             max_restarts=max_restarts,
             node_wait_s=node_wait_s,
+            lends=lends,
             policy=policy,
             admits_late=admits_late,
         )
         self._moves = Moves(self._live)
+        self._lending = Lending(self._live)
         self._max_live = max_live
         self._keep_after_s = keep_after_s
         self._age = 0  # requests that were ever admitted
@@ -166,10 +173,16 @@ class Tracker:
         if kind == "step_tokens":
             return self.step_tokens(node, body, now)
         was_asked = kind in ("failed", "cancelled") and self._live.releases.settle(node, body.attempt.epoch)
+        if kind == "failed" and (borrower := self._lending.find(node, body.attempt)) is not None:
+            return self._lending.lost(borrower, now)
         if (moving := self._moves.find(node, body.attempt)) is not None:
             return [*self._moves.handle(moving, kind, body, now), *self._relocate(now)]
         request = self._live.on(node, body.attempt)
-        return [] if request is None or was_asked else self._on_event(request, node, kind, body, now)
+        if request is None or was_asked:
+            return []
+        if kind in LOAN_EVENTS:
+            return self._lending.handle(request, node, kind, body, now)
+        return self._on_event(request, node, kind, body, now)
 
     def step_tokens(self, node: Node, event: fleet_pb2.StepTokens, now: float) -> list[Instruction]:
         """What `handle` does with the tokens of a step, which are most of what nodes tell."""
@@ -208,6 +221,7 @@ class Tracker:
         instructions: list[Instruction] = []
         for request in self._live:
             instructions += self._moves.lose(request, node, now)
+            instructions += self._lending.lose(request, node, now)
             if request in self._live and node in (request.attempt.prefill, request.attempt.decode):
                 instructions += self._lose_part(request, node, now)
         return instructions

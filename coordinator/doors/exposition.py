@@ -14,7 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 
 from coordinator.control.instructions import MoveOutcome
-from coordinator.control.metrics import Metrics
+from coordinator.control.metrics import LENT, NOT_LENT, Metrics
 from coordinator.control.outcomes import FINISH_REASONS
 from coordinator.control.registry import Registry
 from coordinator.control.timeline import Phase
@@ -92,6 +92,7 @@ def _times(metrics: Metrics) -> Iterator[Figure]:
         yield figure(name, help, observed, name)
     help = "From the last token before a running answer moved to the first one after it."
     yield figure("move_pause_seconds", help, metrics.move_pause)
+    yield figure("loan_seconds", "From a node's room for blocks to the end of the loan.", metrics.loan)
     for phase, observed in metrics.phases.items():
         help = f"Part of an answer's time: {phase.value.replace('_', ' ')}."
         yield figure(f"request_{phase.value}_seconds", help, observed, *filter(None, [VLLM_PHASES.get(phase)]))
@@ -120,11 +121,14 @@ def _totals(metrics: Metrics) -> Iterator[Figure]:
     yield total("moved_kv_bytes", "Of the KV that travelled, that of answers that moved.", metrics.num_moved_kv_bytes)
     yield total("proposed_tokens", "Candidates that were computed for answers that have ended.", metrics.num_proposed)
     yield total("accepted_tokens", "Of those, the ones that became tokens.", metrics.num_accepted)
+    yield total("blocks_lent", "Of prompts, that came from other nodes which held them.", metrics.num_blocks_lent)
+    yield total("lent_kv_bytes", "KV of those blocks.", metrics.num_lent_kv_bytes)
     yield total("answers_kept", "Answers written where their prompts were read, for want of room.", metrics.num_kept)
     yield total("request_restarts", "Answers that began again on other nodes, after a failure.", metrics.num_restarts)
     finish_reasons, failures = FINISH_REASONS.values(), metrics.transfers_failed
     help = "Answers that ended well."
     yield totals("requests_finished", help, "finished_reason", finish_reasons, metrics.finished)
+    yield totals("loans", "Loans of blocks to nodes that read.", "outcome", (LENT, NOT_LENT), metrics.loans)
     outcomes = [outcome.value for outcome in MoveOutcome]
     yield totals("moves", "Moves of running answers to other nodes.", "outcome", outcomes, metrics.moves)
     yield totals("requests_failed", "Answers that ended with an error.", "reason", CODES, metrics.failed)

@@ -17,6 +17,7 @@ from prefill_node.outgoing import Outgoing
 from protos import ranks_pb2
 from serving_core.layout import KVLayout
 from serving_core.requests import OnLayer, Share, Work
+from serving_node.decisions import CancelTransfer, FinishSend, Lend, Send, SendMore
 from serving_node.ranks.leading import Followers, Leader
 
 OnGranted = Callable[[int], None]
@@ -70,6 +71,21 @@ class NodeTransfers:
         """Senders with these keys may dial every rank from now on."""
         if (new := self._listener.allow(keys)) and self._followers:
             self._followers.send(admit=ranks_pb2.Admit(keys=new))
+
+    def carry_out(self, decision: Send | SendMore | FinishSend | Lend | CancelTransfer) -> None:
+        """Does what the logic has decided about what leaves."""
+        match decision:
+            case Send(resident=resident, block_ids=block_ids):
+                self.send(resident.request.epoch, resident.ticket, block_ids)
+            case SendMore(resident=resident, block_ids=block_ids):
+                self.send_more(resident.request.epoch, block_ids)
+            case FinishSend(resident=resident, block_ids=block_ids, tail=tail):
+                self.finish(resident.request.epoch, block_ids, tail)
+            case Lend(epoch=epoch, ticket=ticket, block_ids=block_ids, tail=tail):
+                self.send(epoch, ticket, block_ids)
+                self.finish(epoch, block_ids, tail)
+            case CancelTransfer(epoch=epoch):
+                self.cancel(epoch)
 
     def receive(self, epoch: int, ticket: bytes, block_ids: Sequence[int]) -> None:
         """Opens these blocks on every rank; on_granted is called when all have, perhaps at once."""

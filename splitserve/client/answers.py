@@ -44,7 +44,8 @@ class Timeline:
     """Where a request's time went: the six phases add up to e2e_s.
 
     num_restarts counts how often it began again on other nodes, num_moves how often its running answer went to another
-    node with its KV, and move_pause_s the seconds that it stood still for that.
+    node with its KV, and move_pause_s the seconds that it stood still for that. loan_s are those of prefill_queue_s in
+    which blocks of the prompt came from another node.
     """
 
     prefill_queue_s: float
@@ -60,6 +61,7 @@ class Timeline:
     num_restarts: int
     num_moves: int
     move_pause_s: float
+    loan_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,8 @@ class Completion:
     cached_tokens are those of the prompt that did not have to be computed, kv_bytes the KV that travelled to the
     decode node, kv_bytes_saved the KV that it held already. An answer that was moved to other nodes, or began again
     there, counts the bytes of all its transfers, but the cached tokens of its first prefill alone. moved_kv_bytes are
-    those of kv_bytes that travelled because it moved. attainment is None where the request had neither limits nor a
+    those of kv_bytes that travelled because it moved. lent_kv_bytes are KV of the prompt that another node lent to the
+    one that read it. attainment is None where the request had neither limits nor a
     class. num_resumes counts the calls that went on with the answer after one had broken off; then timeline and bytes
     are of the last call alone, and resumed_tokens are those of completion_tokens that had come before it. Of candidates
     that speculation proposed, accepted_tokens became tokens of the answer.
@@ -104,6 +107,7 @@ class Completion:
     proposed_tokens: int = 0
     accepted_tokens: int = 0
     num_resumes: int = 0
+    lent_kv_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

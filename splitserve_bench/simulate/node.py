@@ -20,7 +20,18 @@ from serving_core.rates import NUM_RECENT, StepRates
 from serving_core.requests import SampledToken, Work
 from serving_core.residents import Resident
 from serving_core.shapes import preset, role_of
-from serving_node.decisions import Beat, CancelTransfer, Decision, FinishSend, Receive, Send, SendMore, Tell
+from serving_node.decisions import (
+    Beat,
+    Borrow,
+    CancelTransfer,
+    Decision,
+    FinishSend,
+    Lend,
+    Receive,
+    Send,
+    SendMore,
+    Tell,
+)
 from serving_node.logic import Limits, NodeLogic
 from serving_node.settings import NodeSettings
 from serving_node.streak import Streak
@@ -278,12 +289,19 @@ class SimulatedNode:
                 self._corridor.ready(self, resident.request.epoch, len(block_ids), since_s=self._agenda.now)
             case FinishSend(resident=resident, block_ids=block_ids, tail=tail):
                 self._corridor.finish(self, resident.request.epoch, len(block_ids), tail)
+            case Borrow(offer=offer, block_ids=block_ids, num_cached=num_cached):
+                self._open(offer.epoch, len(block_ids), num_cached, offer.num_tokens)
+            case Lend(epoch=epoch, ticket=ticket, block_ids=block_ids, tail=tail):
+                self._corridor.send(self, epoch, ticket, len(block_ids))
+                self._corridor.finish(self, epoch, len(block_ids), tail)
             case CancelTransfer(epoch=epoch):
                 self._corridor.cancel(self, epoch)
 
     def _receive(self, resident: Resident, num_blocks: int) -> None:
-        epoch, num_cached = resident.request.epoch, resident.num_cached_blocks
         num_tokens = len(resident.request.token_ids)
+        self._open(resident.request.epoch, num_blocks, resident.num_cached_blocks, num_tokens)
+
+    def _open(self, epoch: int, num_blocks: int, num_cached: int, num_tokens: int) -> None:
         ticket = self._corridor.open(self, epoch, num_blocks=num_blocks, num_cached=num_cached, num_tokens=num_tokens)
         self.logic.granted(epoch, ticket)
 

@@ -284,7 +284,7 @@ def node_command(data: bytes) -> None:
         convert.job_to_wire(convert.request_from_wire(job))
         convert.due_from_wire(job.due, 0.0)
     convert.shape_from_wire(command.reshape.shape)
-    Ticket.decode(command.deliver.ticket)
+    Ticket.decode(command.deliver.ticket or command.lend.ticket)
 
 
 @refuses(DecodeError)

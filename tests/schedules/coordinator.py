@@ -73,6 +73,7 @@ class SimulatedCoordinator:
             max_restarts=settings.max_restarts,
             keep_after_s=settings.keep_after_s,
             node_wait_s=settings.node_wait_s,
+            lends=settings.kv_lending,
         )
         roles = Roles(self._registry, self._ledger, policy=settings.roles)
         self.dispatcher = Dispatcher(self._registry, self.tracker, roles, Journal(self.metrics))
@@ -181,6 +182,7 @@ class SimulatedCoordinator:
         metrics = self.metrics
         counts = {"restarted": metrics.num_restarts, "kept": metrics.num_kept}
         counts |= {f"move {outcome}": count for outcome, count in metrics.moves.items()}
+        counts |= {f"loan {outcome}": count for outcome, count in metrics.loans.items()}
         return Counter(counts | {"whole": metrics.finished["length"], "failed": metrics.failed.total()})
 
     def rests(self):

@@ -203,16 +203,23 @@ class SimulatedNode:
             "lanes": len(self._receiver._lanes) + len(self._sender._lanes),
             "tickets": len(self.runner._tickets) + len(transfers._ungranted),
             "parts of transfers": len(transfers._sent._open) + len(transfers._received._open),
+            "loans": len(list(logic._borrowings.held)) + len(list(logic._lending.held)),
             "alarms": int(logic.wake_at_s is not None),
         }
         return [Rest(self._loop.now, self.name, what, count) for what, count in held.items()]
 
+    def _leases(self):
+        """By whom they are held: requests, and loans in either direction."""
+        logic = self.runner._logic
+        yield from ((each.key, each.lease) for each in logic.residents if each.lease is not None)
+        yield from ((("borrowed", epoch), each.loan.lease) for epoch, each in logic._borrowings._under_way.items())
+        yield from ((("lent", epoch), lease) for epoch, (_, lease) in logic._lending._under_way.items())
+
     def _wrote(self, block_ids, epoch, by):
         holders = {block: [] for block in block_ids}
-        for resident in self.runner._logic.residents:
-            if resident.lease is not None:
-                for block in resident.lease.block_ids:
-                    if block in holders:
-                        holders[block].append(resident.key)
+        for key, lease in self._leases():
+            for block in lease.block_ids:
+                if block in holders:
+                    holders[block].append(key)
         for block, who in holders.items():
             self._record(Wrote(self._loop.now, self.name, block, epoch, by, tuple(who)))

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from coordinator.control.loans import ALWAYS
+from coordinator.control.loans import AUTO as AUTO_LENDING
 from coordinator.control.roles import AUTO, FIXED
 from coordinator.control.slo import Slo
 from coordinator.settings import CoordinatorSettings
@@ -90,6 +92,7 @@ def plan_of(seed, kinds=FAULTS):
         node_wait_s=random.choice([0.0, 5.0, 5.0]),
         roles=random.choice([FIXED, FIXED, AUTO]),
         step_timeout_s=20.0,
+        kv_lending=Random(f"{seed} lending").choice([ALWAYS, ALWAYS, AUTO_LENDING]),
     )
     num_faults = 0 if not kinds or random.random() < 0.05 else random.randint(1, 9)
     faults = [_fault(random, kinds, sorted(roles), asks) for _ in range(num_faults)]

@@ -21,7 +21,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cluster(start_cluster, model):
-    return start_cluster(model, node={"num_kv_blocks": 400}, prefill={"max_num_batched_tokens": 64})
+    """Nothing is lent: what each node holds itself is counted (test_lending.py has the rest)."""
+    alone, sizes = {"kv_lending": "never"}, {"max_num_batched_tokens": 64}
+    return start_cluster(model, node={"num_kv_blocks": 400}, prefill=sizes, coordinator=alone)
 
 
 def _prompt(seed, length):

@@ -81,7 +81,7 @@ class _Weighing:
     def placed(self, reader: Node, writer: Node) -> Placed:
         num_late = self._num_late(reader, writer)
         wait_s = self._lateness.on(reader).wait_s() if num_late and self._lateness is not None else 0.0
-        return Placed(reader, writer, num_late, wait_s)
+        return Placed(reader, writer, num_late, wait_s, self._costs.reading(reader).loan)
 
     def order(self, pair: Pair) -> _Order:
         reader, writer = pair

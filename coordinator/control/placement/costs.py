@@ -6,6 +6,7 @@
              or, if that is later, until the writer has read the prompts that it was given, for they slow it down
     one      wait for credit + read
     others   answers that the reader writes meanwhile * tokens to compute there / its rate
+    lent     what another node holds of the prompt, where it takes less to come than to be computed: as measured
 
 `others` is what they pay, and comes on top: each of them waits while the reader computes the prompt. They are the
 answers that it goes on with, those whose prompts it reads before this one, and of those that are still to be handed
@@ -24,17 +25,20 @@ from math import ceil
 from statistics import median
 from typing import NamedTuple
 
+from coordinator.control.attempts import Loan
 from coordinator.control.handover import HandoverCosts
 from coordinator.control.ledger import Ledger
+from coordinator.control.loans import NEVER
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node
 
 
 class _Reading(NamedTuple):
-    """Seconds until a node has read the prompt, and those that its answers wait for that."""
+    """Seconds until a node has read the prompt, and those that its answers wait for that; what it is lent for it."""
 
     own_s: float
     others_s: float
+    loan: Loan | None = None
 
 
 class _Writing(NamedTuple):
@@ -60,6 +64,8 @@ class Costs:
         readers = [node for node in nodes if node.usable.reads]
         self._num_queued = sum(ledger.of(node).tokens_to_compute for node in readers)
         self._rates = sum(self._rate[node] for node in readers)
+        self._to_compute: dict[Node, int] = {}
+        self._holder = self._find_holder(nodes)
         self._readings: dict[Node, _Reading] = {}
         self._writings: dict[Node, _Writing] = {}
 
@@ -83,13 +89,40 @@ class Costs:
         return self._writings[node]
 
     def _read(self, node: Node) -> _Reading:
-        num_own_tokens = self._prompt.tokens_to_compute(node)
+        num_own_tokens, loan = self._tokens_to_compute(node), self._loan(node)
+        loan_s = 0.0
+        if loan is not None:
+            num_own_tokens -= loan.num_lent
+            loan_s = self._handover.loans.seconds((loan.lender.name, node.name), loan.num_lent)
         num_tokens = self._ledger.of(node).tokens_to_compute + num_own_tokens
-        own_s = num_tokens / self._rate[node]
+        own_s = loan_s + num_tokens / self._rate[node]
         num_others = self._num_writing_within(node, own_s)
         if num_others:
             own_s += ceil(num_tokens / node.usable.prompt_tokens) * node.load.step_s
-        return _Reading(own_s, num_others * num_own_tokens / self._rate[node])
+        return _Reading(own_s, num_others * num_own_tokens / self._rate[node], loan)
+
+    def _tokens_to_compute(self, node: Node) -> int:
+        if node not in self._to_compute:
+            self._to_compute[node] = self._prompt.tokens_to_compute(node)
+        return self._to_compute[node]
+
+    def _find_holder(self, nodes: Sequence[Node]) -> Node | None:
+        """The node that holds most of the prompt; None where nothing is lent."""
+        if self._handover.loans.lends == NEVER or not self.are_known:
+            return None
+        ready = [node for node in nodes if node.is_ready]
+        return min(ready, key=lambda node: (self._tokens_to_compute(node), node.name), default=None)
+
+    def _loan(self, node: Node) -> Loan | None:
+        """What the node had better have from the one that holds most."""
+        if self._holder is None or self._holder is node:
+            return None
+        num_left = self._tokens_to_compute(self._holder)
+        num_lent = self._tokens_to_compute(node) - num_left
+        computed_s, loans = num_lent / self._rate[node], self._handover.loans
+        if not loans.is_worth((self._holder.name, node.name), num_lent, computed_s):
+            return None
+        return Loan(self._holder, len(self._prompt) - num_left, num_lent, loans.patience_s(computed_s))
 
     def _write(self, node: Node) -> _Writing:
         account, num_taken = self._ledger.of(node), self._ledger.tokens_taken(node) + len(self._prompt)

@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from coordinator.control.attempts import Loan
 from coordinator.control.handover import HandoverCosts
 from coordinator.control.ledger import Ledger
 from coordinator.control.prompts import Prompt
@@ -30,13 +31,15 @@ class Placed(NamedTuple):
     """The node that reads the prompt and the node that writes the answer: the same one, or two with a hand-over.
 
     num_late: how many of all answers with limits are expected to miss one because of it, itself among them; wait_s:
-    seconds after which it would have its first token in time, as far as that is what is late.
+    seconds after which it would have its first token in time, as far as that is what is late; loan: what
+    the node that reads is lent.
     """
 
     reader: Node
     writer: Node
     num_late: int = 0
     wait_s: float = 0.0
+    loan: Loan | None = None
 
 
 class Policy(Protocol):

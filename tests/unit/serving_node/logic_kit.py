@@ -19,9 +19,11 @@ from serving_core.residents import Stage
 from serving_core.shapes import preset
 from serving_node.decisions import (
     Beat,
+    Borrow,
     CancelLoad,
     CancelTransfer,
     FinishSend,
+    Lend,
     Load,
     Receive,
     Send,
@@ -115,6 +117,8 @@ class Node:
         self.events = []
         self.opened = {}  # by epoch
         self.sending = {}
+        self.borrowing = {}
+        self.lending = {}
         self.cancelled = []  # epochs of transfers that are to end
         self.works = []  # of the step that runs
         self.hints = set()  # blocks that the coordinator believes to be here
@@ -187,6 +191,7 @@ class Node:
         priority=0,
         adapter="",
         pooling=None,
+        borrow=None,
         **sampling,
     ):
         """All begin alike, and have nothing to share unless they are given the same salt."""
@@ -202,7 +207,10 @@ class Node:
             adapter=adapter,
             pooling=pooling,
         )
-        return request, convert.job_to_wire(request, self._num_requests if age is None else age, due, priority)
+        wire = convert.job_to_wire(request, self._num_requests if age is None else age, due, priority)
+        if borrow is not None:
+            wire.borrow.CopyFrom(borrow)
+        return request, wire
 
     # ---- steps ----
 
@@ -403,6 +411,8 @@ class Node:
                 assert not sending.is_finished
                 assert block_ids[: len(sending.block_ids)] == sending.block_ids
                 sending.block_ids, sending.is_finished, sending.tail = list(block_ids), True, tail
+            case Borrow() | Lend():
+                self._do_loan(decision)
             case CancelTransfer(epoch=epoch):
                 self.cancelled.append(epoch)
             case Spill() | Load() | CancelLoad():
@@ -423,6 +433,19 @@ class Node:
         self.kv.spoil(block_ids, range(num_cached * BLOCK_SIZE, num_blocks * BLOCK_SIZE))  # it may begin to arrive
         if self.grants_at_once:
             self.logic.granted(epoch, ticket)
+
+    def _do_loan(self, decision):
+        if isinstance(decision, Lend):
+            self.lending[decision.epoch] = decision
+        else:
+            self._open_to_lender(decision.offer.epoch, decision)
+
+    def _open_to_lender(self, epoch, borrow):
+        self.borrowing[epoch] = borrow
+        num_blocks = len(borrow.block_ids)
+        self.kv.spoil(borrow.block_ids, range(borrow.num_cached * BLOCK_SIZE, num_blocks * BLOCK_SIZE))
+        ticket = a_ticket(num_blocks, num_cached=borrow.num_cached, num_tokens=num_blocks * BLOCK_SIZE, epoch=epoch)
+        self.logic.granted(epoch, ticket)
 
     def _do_in_tier(self, decision):
         match decision:
@@ -470,6 +493,8 @@ class Node:
         assert self.logic.is_idle
         assert not self.opened
         assert not self.sending
+        assert not self.borrowing
+        assert not self.lending
         assert self.num_free == self.allocator.num_blocks
         assert self.logic.wake_at_s is None
         load = self.load
@@ -485,10 +510,10 @@ def token_of(tail):
     return token_id
 
 
-def a_ticket(num_blocks, *, num_cached=0, num_tokens):
+def a_ticket(num_blocks, *, num_cached=0, num_tokens, epoch=1):
     """No two are alike."""
     return Ticket.draw(
-        epoch=1,
+        epoch=epoch,
         layout=LAYOUT,
         prefill_tp=1,
         decode_tp=1,

@@ -1,0 +1,87 @@
+"""Blocks that a node wrote while it answered travel back to the node that reads the chat's next turn."""
+
+import random
+
+import pytest
+
+from tests.system.answers import ask
+from tests.system.oracle import Reference
+from tests.tiny_models import write_tiny_model
+
+BLOCK_SIZE = 8
+GREEDY = {"temperature": 0, "ignore_eos": True}
+ALWAYS = {"kv_lending": "always"}
+CASES = {
+    "one rank each": {},
+    "two ranks read, one writes": {"prefill": {"tensor_parallel_size": 2}},
+    "one reads, two stages write": {"decode": {"pipeline_parallel_size": 2}},
+    "8 bits": {"node": {"kv_cache_dtype": "int8", "dtype": "float32"}},
+    "torch_dist": {"node": {"kv_transport": "torch_dist"}},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model"), num_key_value_heads=2)
+
+
+def _prompt(seed, length):
+    return [random.Random(seed).randrange(256) for _ in range(length)]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "one rank each" else pytest.param(name, marks=pytest.mark.long) for name in CASES]
+)
+async def test_a_chat_of_three_turns(start_cluster, model, name):
+    """Of what was asked and answered before, all full blocks are there where the next turn is read."""
+    case = CASES[name]
+    node = {"num_kv_blocks": 100, **case.get("node", {})}
+    cluster = start_cluster(model, coordinator=ALWAYS, **{**case, "node": node})
+    reference, chat, num_known, lent = Reference(model), _prompt(1, 60), 0, []
+    async with cluster.connect() as stub:
+        for turn in range(3):
+            answer = await ask(stub, chat, max_tokens=30, **GREEDY)
+            if name != "8 bits":
+                assert answer.token_ids == reference.greedy(chat, 30, eos_token_id=-1)
+            assert answer.complete.cached_tokens == num_known // BLOCK_SIZE * BLOCK_SIZE
+            lent.append(answer.complete.lent_kv_bytes)
+            num_known = len(chat) + 29  # no step has computed the KV of an answer's last token
+            chat = [*chat, *answer.token_ids, *_prompt(10 + turn, 20)]
+            assert (answer.complete.timeline.loan_s > 0) == (turn > 0)
+        again = await ask(stub, chat[: -20 - 30], max_tokens=30, **GREEDY)
+        assert again.token_ids == answer.token_ids  # with all of it in the pool
+    # 60, 110 and 160 tokens were asked for; of the second, 56 were read there before, and so 4 blocks were lent.
+    assert lent[0] == 0 < lent[1] == lent[2]
+    cluster.wait_all_free()
+    cluster.stop()
+
+
+async def test_never_means_never(start_cluster, model):
+    cluster = start_cluster(model, coordinator={"kv_lending": "never"}, node={"num_kv_blocks": 100})
+    chat = _prompt(1, 60)
+    async with cluster.connect() as stub:
+        answer = await ask(stub, chat, max_tokens=30, **GREEDY)
+        again = await ask(stub, [*chat, *answer.token_ids, 1, 2], max_tokens=2, **GREEDY)
+    assert (again.complete.cached_tokens, again.complete.lent_kv_bytes) == (56, 0)
+    cluster.stop()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("struck", ["on.lend=kill", "on.lend=sleep:2"])
+async def test_a_lender_that_dies_or_stands_still(start_cluster, model, struck):
+    """What it held is computed, or comes late: the answer is the same."""
+    env = {"SPLITSERVE_FAILPOINTS": struck}
+    cluster = start_cluster(model, num_decode=2, coordinator=ALWAYS, node={"num_kv_blocks": 100}, env=env)
+    reference, chat = Reference(model), _prompt(1, 100)
+    async with cluster.connect() as stub:
+        answer = await ask(stub, chat, max_tokens=30, **GREEDY)
+        lender = cluster.children[answer.complete.timeline.decode_node]
+        if "kill" in struck:
+            cluster.expect_end(lender.name)
+        chat = [*chat, *answer.token_ids, *_prompt(9, 20)]
+        again = await ask(stub, chat, max_tokens=20, **GREEDY)
+    assert again.token_ids == reference.greedy(chat, 20, eos_token_id=-1)
+    if "kill" in struck:
+        assert again.complete.lent_kv_bytes == 0
+        assert not lender.is_running
+    cluster.stop()

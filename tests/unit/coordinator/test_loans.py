@@ -1,0 +1,225 @@
+"""When nodes lend each other blocks of prompts: the price, the placement by it, and what the tracker makes of it."""
+
+import pytest
+
+from coordinator.control.handover import HandoverCosts
+from coordinator.control.ledger import Ledger
+from coordinator.control.loans import (
+    ALWAYS,
+    AUTO,
+    LEAST_PATIENCE_S,
+    MAX_AGE_S,
+    MIN_SAMPLES,
+    NEVER,
+    PATIENCE_S,
+    UNMEASURED_S,
+    Loans,
+)
+from coordinator.control.placement.policies import POLICIES
+from coordinator.control.placement.policy import Wanted
+from coordinator.control.prompts import Prompt
+from coordinator.control.registry import Registry
+from protos import fleet_pb2
+from serving_core.shapes import Shape
+from tests import fleet_events as events
+from tests.unit.coordinator.tracker_kit import World
+
+PAIR = ("d0", "p0")
+TOKENS = list(range(1, 101))
+HINTS = events.block_hints(TOKENS)  # six full blocks of 16
+RATE = 1000.0
+
+
+# ---- the price ----
+
+
+def measured(*loans, lends=AUTO, now=0.0):
+    known = Loans(lends)
+    for num_tokens, seconds in loans:
+        known.ended(PAIR, num_tokens, seconds, now)
+    return known.costs(now)
+
+
+def test_what_was_never_measured_is_tried():
+    costs = measured(*[(100, 9.0)] * (MIN_SAMPLES - 1))
+    assert costs.seconds(PAIR, 100) == UNMEASURED_S
+    assert costs.is_worth(PAIR, 100, 1.1 * UNMEASURED_S)
+    assert not costs.is_worth(PAIR, 100, UNMEASURED_S)
+
+
+@pytest.mark.parametrize(("num_tokens", "seconds"), [(100, 0.2), (50, 0.2), (200, 0.4)])
+def test_a_price_is_never_less_than_was_measured(num_tokens, seconds):
+    """Fewer tokens may take as long, and more as much longer as they are more."""
+    costs = measured((100, 0.2), (100, 0.1), (100, 0.9))
+    assert costs.seconds(PAIR, num_tokens) == pytest.approx(seconds)
+    assert costs.is_worth(PAIR, num_tokens, seconds + 0.01)
+    assert not costs.is_worth(PAIR, num_tokens, seconds)
+    assert costs.seconds(("d1", "p0"), num_tokens) == UNMEASURED_S  # another pair's
+
+
+def test_old_loans_count_no_more():
+    known = Loans(AUTO)
+    for _ in range(MIN_SAMPLES):
+        known.ended(PAIR, 100, 9.0, 0.0)
+    assert known.costs(MAX_AGE_S).seconds(PAIR, 100) == 9.0
+    assert known.costs(MAX_AGE_S + 1).seconds(PAIR, 100) == UNMEASURED_S
+
+
+def test_always_and_never_ask_for_no_price():
+    slow = [(100, 9.0)] * MIN_SAMPLES
+    assert measured(*slow, lends=ALWAYS).is_worth(PAIR, 1, 0.0)
+    assert not measured(lends=NEVER).is_worth(PAIR, 100, 9.0)
+    assert not measured(lends=ALWAYS).is_worth(PAIR, 0, 9.0)
+
+
+def test_patience_is_what_computing_takes():
+    assert measured().patience_s(3.0) == 3.0
+    assert measured().patience_s(0.0) == LEAST_PATIENCE_S
+    assert measured(lends=ALWAYS).patience_s(0.0) == PATIENCE_S
+
+
+# ---- placement ----
+
+
+def admit(registry, name, hints=()):
+    node = registry.admit(events.hello(name, tp_size=2).hello, 0.0)
+    registry.heartbeat(node, events.heartbeat("ready", prefill_tokens_per_s=RATE).heartbeat, 0.0)
+    registry.cache_changed(node, events.cache_changed(hints).cache_changed)
+    return node
+
+
+def placed(lends=AUTO, held={"d0": HINTS}, loans=(), names=("p0", "d0"), queued=None):  # noqa: B006
+    registry, ledger = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9), Ledger()
+    nodes = {name: admit(registry, name, held.get(name, ())) for name in names}
+    for name, num_tokens in (queued or {}).items():
+        ledger.read(f"of {name}", nodes[name], num_tokens)
+    costs = HandoverCosts(loans=measured(*loans, lends=lends))
+    return POLICIES["auto"].place(registry.nodes, ledger, Wanted(Prompt(TOKENS), 110), costs, 0.0)
+
+
+def test_the_reader_is_lent_what_the_writer_holds():
+    loan = placed().loan
+    assert (loan.lender.name, loan.num_tokens, loan.num_lent) == ("d0", 96, 96)
+    assert loan.to_wire().tp_size == 2
+
+
+def test_what_the_reader_holds_is_not_lent():
+    loan = placed(held={"d0": HINTS, "p0": HINTS[:4]}).loan
+    assert (loan.num_tokens, loan.num_lent) == (96, 32)
+    assert placed(held={"d0": HINTS, "p0": HINTS}).loan is None
+
+
+@pytest.mark.parametrize(
+    ("lends", "loan_s", "is_lent"),
+    [(AUTO, 0.09, True), (AUTO, 0.097, False), (ALWAYS, 9.0, True), (NEVER, 0.0, False)],
+)
+def test_blocks_travel_where_that_is_faster_than_computing_them(lends, loan_s, is_lent):
+    """96 tokens take 0.096 s to be computed."""
+    assert (placed(lends, loans=[(96, loan_s)] * MIN_SAMPLES).loan is not None) == is_lent
+
+
+def test_the_node_that_holds_the_prompt_is_preferred_while_its_queue_is_short():
+    """And one that holds nothing is lent it where the queue is longer than the loan takes."""
+    options = {"names": ("p0", "p1", "d0"), "held": {"p1": HINTS}}
+    near = placed(**options)
+    assert (near.reader.name, near.loan) == ("p1", None)
+    far = placed(**options, queued={"p1": 500})
+    assert (far.reader.name, far.loan.lender.name) == ("p0", "p1")
+    alone = placed(**options, queued={"p1": 500}, lends=NEVER)
+    assert (alone.reader.name, alone.loan) == ("p0", None)
+
+
+def test_without_rates_there_is_no_price():
+    registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
+    nodes = [registry.admit(events.hello(name).hello, 0.0) for name in ("p0", "d0")]
+    for node in nodes:
+        registry.heartbeat(node, events.heartbeat("ready").heartbeat, 0.0)
+    registry.cache_changed(nodes[1], events.cache_changed(HINTS).cache_changed)
+    costs = HandoverCosts(loans=measured(lends=ALWAYS))
+    assert POLICIES["auto"].place(registry.nodes, Ledger(), Wanted(Prompt(TOKENS), 110), costs, 0.0).loan is None
+
+
+# ---- the tracker ----
+
+
+class Lending(World):
+    """A world in which d1 holds the prompt, and p0 is to read it."""
+
+    def __init__(self):
+        super().__init__(("p0", "d0"), lends=ALWAYS)
+        self.attach("d1", shape=Shape(0, 64, takes_handovers=False))  # so d0 writes the answer
+        for name in ("p0", "d0", "d1"):
+            self.rate(name)
+        self.holds("d1", HINTS)
+        self.submit(token_ids=TOKENS)
+        (self.borrow,) = [job.borrow for job in self.jobs if job.HasField("borrow")]
+        self.of_loan = fleet_pb2.Attempt(request_id="r/0", epoch=self.borrow.epoch)
+
+    def rate(self, name):
+        beat = events.heartbeat("ready", prefill_tokens_per_s=RATE)
+        self.registry.heartbeat(self.registry.find(name), beat.heartbeat, 0.0)
+
+    def borrowing(self, ticket=b"ticket"):
+        body = fleet_pb2.Borrowing(attempt=self.jobs[0].attempt, ticket=ticket)
+        return self.tell("p0", fleet_pb2.NodeEvent(borrowing=body))
+
+    def borrowed(self, num_blocks=6, seconds=0.5, now=0.0):
+        sizes = {"num_blocks": num_blocks, "num_bytes": 10 * num_blocks, "seconds": seconds}
+        body = fleet_pb2.Borrowed(attempt=self.jobs[0].attempt, **sizes)
+        return self.tell("p0", fleet_pb2.NodeEvent(borrowed=body), now)
+
+    def lender_fails(self):
+        failed = fleet_pb2.Failed(attempt=self.of_loan, reason="TRANSFER_FAILED", message="it has nothing")
+        return self.tell("d1", fleet_pb2.NodeEvent(failed=failed))
+
+
+def test_a_ticket_goes_to_the_lender_and_the_loan_is_counted():
+    world = Lending()
+    assert world.borrow.num_tokens == 96
+    assert world.borrow.epoch != world.jobs[0].attempt.epoch
+    assert world.account("p0")[0] == 4  # tokens that it is to compute
+    assert world.borrowing() == ["lend d1"]
+    assert world.attempt == world.of_loan
+    assert world.borrowed() == []
+    metrics = world.metrics
+    assert (metrics.num_blocks_lent, metrics.num_lent_kv_bytes, metrics.loans["lent"]) == (6, 60, 1)
+    world.first(world.jobs[0].attempt)
+    attempt = world.jobs[0].attempt
+    world.tell("d0", events.committed(attempt))
+    world.step(attempt, 1, events.LENGTH)
+    assert (world.outcome.lent_kv_bytes, world.outcome.timeline.loan_s) == (60, 0.5)
+
+
+def test_a_lender_that_has_nothing_ends_the_loan_and_not_the_request():
+    world = Lending()
+    world.borrowing()
+    assert world.lender_fails() == ["cancel p0"]
+    assert world.attempt == world.of_loan
+    assert world.borrowed(num_blocks=0) == []
+    assert world.metrics.loans["not_lent"] == 1
+    cancelled = fleet_pb2.NodeEvent(cancelled=fleet_pb2.Cancelled(attempt=world.of_loan))
+    assert world.tell("p0", cancelled) == []
+    assert world.first(world.jobs[0].attempt) == ["emit 0:100"]
+
+
+def test_a_lender_that_is_lost_ends_the_loan_and_not_the_request():
+    world = Lending()
+    world.borrowing()
+    assert world.lose("d1") == ["cancel p0"]
+    assert world.attempt == world.of_loan
+    assert world.first(world.jobs[0].attempt) == ["emit 0:100"]
+
+
+def test_one_that_asks_for_what_a_lost_node_was_to_lend_is_told_so():
+    world = Lending()
+    assert world.lose("d1") == ["cancel p0"]
+    assert world.borrowing() == ["cancel p0"]
+
+
+def test_what_others_say_of_a_loan_counts_for_nothing():
+    world = Lending()
+    world.borrowing()
+    assert world.tell("d0", fleet_pb2.NodeEvent(failed=fleet_pb2.Failed(attempt=world.of_loan))) == []
+    odd = fleet_pb2.Borrowed(attempt=world.jobs[0].attempt, num_blocks=9)
+    assert world.tell("d0", fleet_pb2.NodeEvent(borrowed=odd)) == []
+    assert world.metrics.num_blocks_lent == 0

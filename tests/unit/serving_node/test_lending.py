@@ -1,0 +1,244 @@
+"""Blocks that one node's logic lends another one's, over KV that tells whether what a step reads is that of its own
+tokens, and whether a block's name is what its bits depend on."""
+
+import pytest
+
+from kv_transfer.results import Received, Sent, TransferFailed
+from protos import convert, fleet_pb2
+from serving_node.second_tier import TierPlan
+from tests.toy_kv import ORIGINS, answer_of
+from tests.unit.serving_node.logic_kit import BLOCK_BYTES, BLOCK_SIZE, Node, a_ticket, prompt_of
+
+EPOCH = 1000
+PATIENCE_S = 5.0
+FIRST = prompt_of(18)
+CHAT = [*FIRST, *answer_of(FIRST, 9)]
+NEXT = [*CHAT, *prompt_of(7, first=1)]
+NUM_HELD = len(CHAT) - 1  # the last token of an answer has no KV
+
+
+def a_borrow(num_tokens=NUM_HELD // BLOCK_SIZE * BLOCK_SIZE):
+    return fleet_pb2.Borrow(epoch=EPOCH, num_tokens=num_tokens, tp_size=1, pp_size=1, patience_s=PATIENCE_S)
+
+
+def lender(**options):
+    """A node that has written an answer."""
+    node = Node(origin=ORIGINS[0], **options)
+    node.local("first", FIRST, salt="", max_tokens=9)
+    node.steps()
+    return node
+
+
+def asked_to_borrow(node, prompt=NEXT, **borrow):
+    """The next turn has come to a node that is to read it; it may lack blocks of others."""
+    node.prefill("next", prompt, salt="", borrow=a_borrow(**borrow))
+    return node.begin()
+
+
+def asked_to_lend(node, reader, prompt=NEXT):
+    attempt = fleet_pb2.Attempt(request_id="next", epoch=EPOCH)
+    ticket = reader.event("next", "borrowing").ticket
+    node.handle(lend=fleet_pb2.Lend(attempt=attempt, ticket=ticket, token_ids=prompt))
+    return node.lending.get(EPOCH)
+
+
+def carry(node, reader):
+    """The lent blocks arrive, as they are in the lender's pool now."""
+    lend, borrow = node.lending.pop(EPOCH), reader.borrowing.pop(EPOCH)
+    new = slice(borrow.num_cached, len(lend.block_ids))
+    reader.kv.copy_from(node.kv, lend.block_ids[new], borrow.block_ids[new])
+    num_bytes = len(lend.block_ids[new]) * BLOCK_BYTES
+    reader.logic.received(EPOCH, Received(lend.tail, num_bytes), reader.now)
+    reader._settle()
+    node.logic.sent(EPOCH, Sent(num_bytes), node.now)
+    node._settle()
+
+
+def fails(node, message="lost on the way"):
+    """What was under way to the node that borrows has ended."""
+    del node.borrowing[EPOCH]
+    node.logic.received(EPOCH, TransferFailed("TRANSFER_FAILED", message), node.now)
+    node._settle()
+
+
+def read_out(reader):
+    """The prompt is read, as if it had never waited, and let go."""
+    shares = [share for step in reader.steps() for share in step]
+    assert reader.tokens("next") == answer_of(NEXT, 1)
+    (resident,) = reader.logic.residents
+    reader.cancel(resident.request)
+    return shares
+
+
+@pytest.mark.parametrize("is_history_free", [True, False])
+def test_an_answers_blocks_are_read_nowhere_else_again(is_history_free):
+    node, reader = lender(is_history_free=is_history_free), Node(origin=ORIGINS[1], is_history_free=is_history_free)
+    assert asked_to_borrow(reader) == []
+    assert reader.load.num_blocks_leaked == 0
+    asked_to_lend(node, reader)
+    assert node.load.num_blocks_leaked == 0
+    assert node.num_free == node.allocator.num_blocks - NUM_HELD // BLOCK_SIZE  # nobody else can have them
+    carry(node, reader)
+    assert (reader.event("next", "borrowed").num_blocks, reader.event("next", "borrowed").num_bytes) == (6, 600)
+    assert set(node.allocator.blocks_by_name) == set(reader.allocator.blocks_by_name)  # under the same names
+    assert read_out(reader) == [("next", 24, len(NEXT) - 24)]
+    assert reader.event("next", "first_token").num_cached_tokens == 24
+    reader.check_empty()
+    node.check_empty()
+
+
+def test_only_what_the_reader_lacks_travels():
+    node, reader = lender(), Node(origin=ORIGINS[1])
+    reader.has_read("before", FIRST, salt="")
+    asked_to_borrow(reader)
+    lend = asked_to_lend(node, reader)
+    assert (reader.borrowing[EPOCH].num_cached, len(lend.block_ids)) == (4, 6)
+    carry(node, reader)  # behind blocks that this node has computed itself: copies that bear a name of their own
+    assert reader.event("next", "borrowed").num_blocks == 2
+    shares = [share for step in reader.steps() for share in step]
+    assert shares == [("next", 24, len(NEXT) - 24)]
+    assert reader.tokens("next") == answer_of(NEXT, 1)
+
+
+def test_others_are_read_while_blocks_come():
+    node, reader = lender(), Node(origin=ORIGINS[1])
+    asked_to_borrow(reader)
+    reader.prefill("other", prompt_of(5))
+    assert reader.step() == [("other", 0, 5)]
+    asked_to_lend(node, reader)
+    carry(node, reader)
+    assert reader.step() == [("next", 24, len(NEXT) - 24)]
+
+
+def test_a_lender_that_needed_its_blocks_for_others_lends_what_is_left():
+    node, reader = lender(num_blocks=8), Node(origin=ORIGINS[1])
+    node.local("other", prompt_of(16, first=2), salt="", max_tokens=1)
+    node.steps()
+    asked_to_borrow(reader)
+    lend = asked_to_lend(node, reader)
+    num_left = len(lend.block_ids)
+    assert 0 < num_left < 6
+    carry(node, reader)
+    assert read_out(reader) == [("next", num_left * BLOCK_SIZE, len(NEXT) - num_left * BLOCK_SIZE)]
+    reader.check_empty()
+
+
+def test_a_lender_that_has_nothing_says_so_and_the_prompt_is_computed():
+    node, reader = Node(origin=ORIGINS[0]), Node(origin=ORIGINS[1])
+    asked_to_borrow(reader)
+    assert asked_to_lend(node, reader) is None
+    assert "no more of the tokens" in node.event("next", "failed").message
+    reader.handle(cancel=fleet_pb2.Cancel(attempt=node.event("next", "failed").attempt))
+    assert reader.cancelled == [EPOCH]
+    assert read_before_the_end(reader) == [("next", 0, len(NEXT))]
+    fails(reader)
+    assert reader.words("next")[-2:] == ["borrowed", "cancelled"]
+    assert reader.event("next", "cancelled").attempt.epoch == EPOCH
+
+
+def read_before_the_end(reader):
+    """The prompt does not wait for the end of the transfer, whose blocks nobody else can have until then."""
+    share = reader.step()
+    assert reader.num_free < reader.allocator.num_blocks - -(-len(NEXT) // BLOCK_SIZE)
+    assert reader.load.num_blocks_leaked == 0
+    return share
+
+
+def test_what_is_late_is_computed():
+    reader = Node(origin=ORIGINS[1])
+    asked_to_borrow(reader)
+    assert reader.logic.wake_at_s == PATIENCE_S
+    reader.tick(PATIENCE_S - 0.1)
+    assert reader.begin() == []
+    reader.tick(PATIENCE_S)
+    assert reader.cancelled == [EPOCH]
+    assert reader.step() == [("next", 0, len(NEXT))]
+    fails(reader)
+    assert reader.event("next", "borrowed").num_blocks == 0
+
+
+def test_a_tail_that_tells_of_more_than_came_is_not_believed():
+    node, reader = lender(), Node(origin=ORIGINS[1])
+    asked_to_borrow(reader)
+    lend = asked_to_lend(node, reader)
+    for tail, num_bytes in ((lend.tail, 5 * BLOCK_BYTES), (b"\xff", 600)):
+        reader.borrowing.pop(EPOCH, None)
+        if EPOCH in reader.logic._borrowings:
+            reader.logic.received(EPOCH, Received(tail, num_bytes), reader.now)
+            reader._settle()
+    assert reader.event("next", "borrowed").num_blocks == 0
+    assert read_out(reader) == [("next", 0, len(NEXT))]
+
+
+def test_a_prompt_that_is_cancelled_while_its_blocks_come():
+    node, reader = lender(), Node(origin=ORIGINS[1])
+    asked_to_borrow(reader)
+    asked_to_lend(node, reader)
+    (resident,) = reader.logic.residents
+    reader.cancel(resident.request)
+    carry(node, reader)  # for whoever asks again
+    assert reader.load.num_blocks_leaked == 0
+    reader.check_empty()
+
+
+def test_what_is_there_meanwhile_is_not_asked_for():
+    reader = lender()
+    assert asked_to_borrow(reader) == [("next", 24, len(NEXT) - 24)]
+    assert not reader.borrowing
+
+
+def test_the_second_tier_comes_first():
+    """Its blocks are nearer; what it lacks is not asked for where it holds as much."""
+    tier = TierPlan(num_host=16, host_s=0.001, reads_always=True)
+    reader = lender(num_blocks=9, tier=tier)
+    reader.local("other", prompt_of(35, first=2), salt="", max_tokens=1)
+    reader.steps()
+    reader.prefill("next", NEXT, salt="", borrow=a_borrow())
+    assert reader.begin() == [("next", 24, len(NEXT) - 24)]
+    assert reader.num_loads == 1
+    assert not reader.borrowing
+
+
+def test_a_coordinator_that_is_gone_ends_loans():
+    node, reader = lender(), Node(origin=ORIGINS[1])
+    asked_to_borrow(reader)
+    asked_to_lend(node, reader)
+    reader.detached()
+    node.detached()
+    assert reader.cancelled == node.cancelled == [EPOCH]
+    fails(reader)
+    del node.lending[EPOCH]
+    node.logic.sent(EPOCH, TransferFailed("TRANSFER_FAILED", "cancelled"), node.now)
+    node._settle()
+    node.check_empty()
+    assert reader.num_free == reader.allocator.num_blocks
+
+
+@pytest.mark.parametrize("ticket", [b"odd", a_ticket(6, num_tokens=24, epoch=EPOCH + 1)])
+def test_a_ticket_that_is_not_the_loans_lends_nothing(ticket):
+    node = lender()
+    attempt = fleet_pb2.Attempt(request_id="next", epoch=EPOCH)
+    node.handle(lend=fleet_pb2.Lend(attempt=attempt, ticket=ticket, token_ids=NEXT))
+    assert not node.lending
+    assert node.event("next", "failed").attempt == attempt
+    node.check_empty()
+
+
+def test_other_salts_and_adapters_find_nothing():
+    node, reader = lender(), Node(origin=ORIGINS[1])
+    asked_to_borrow(reader)
+    attempt = fleet_pb2.Attempt(request_id="next", epoch=EPOCH)
+    ticket = reader.event("next", "borrowing").ticket
+    for other in ({"cache_salt": "b"}, {"adapter": "one"}):
+        node.handle(lend=fleet_pb2.Lend(attempt=attempt, ticket=ticket, token_ids=NEXT, **other))
+    assert not node.lending
+
+
+def test_runs_of_makers_that_a_tail_cannot_tell_are_not_lent(monkeypatch):
+    monkeypatch.setattr("serving_node.lending.MAX_MADE", 1)
+    node, reader = lender(is_history_free=False), Node(origin=ORIGINS[1])
+    asked_to_borrow(reader)
+    assert len(asked_to_lend(node, reader).block_ids) == 4  # of chunks; the steps' have another maker
+    assert len(convert.from_tail(node.lending[EPOCH].tail)[1]) == 1
+    carry(node, reader)
+    assert read_out(reader)[0][1] == 16
