@@ -214,7 +214,9 @@ def test_a_coordinator_that_is_gone_ends_loans():
     assert reader.num_free == reader.allocator.num_blocks
 
 
-@pytest.mark.parametrize("ticket", [b"odd", a_ticket(6, num_tokens=24, epoch=EPOCH + 1)])
+@pytest.mark.parametrize(
+    "ticket", [b"odd", a_ticket(6, num_tokens=24, epoch=EPOCH + 1)], ids=["odd", "of another epoch"]
+)
 def test_a_ticket_that_is_not_the_loans_lends_nothing(ticket):
     node = lender()
     attempt = fleet_pb2.Attempt(request_id="next", epoch=EPOCH)
