@@ -410,7 +410,8 @@ class NodeRunner:
             return
         wake_at_s = self._logic.wake_at_s
         loop = asyncio.get_running_loop()
-        self._alarm.set(None if wake_at_s is None else loop.time() + wake_at_s - time.monotonic())
+        # The difference first: a moment that is rounded down would come again and again at the same time.
+        self._alarm.set(None if wake_at_s is None else loop.time() + (wake_at_s - time.monotonic()))
 
 
 def _job_of(command: fleet_pb2.NodeCommand) -> fleet_pb2.Job:

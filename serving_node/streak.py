@@ -23,6 +23,7 @@ class StreakToken:
     index: int
     token_id: int
     finish_reason: int = 0
+    num_proposed: int = 0  # streaks have no candidates
 
 
 @dataclass(slots=True)

@@ -1,0 +1,27 @@
+"""`splitserve bench reuse` with the real clusters that it starts: the same answers, and of a second turn little is read."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from splitserve_bench.commands import reuse
+from tests.tiny_models import write_fake_model
+
+ARGUMENTS = ["--conversations", "2", "--turn-tokens", "100", "--requests", "2", "--shared-tokens", "100"]
+ARGUMENTS += ["--own-tokens", "20", "--output-tokens", "40", "--json"]
+
+
+@pytest.mark.long
+def test_what_was_read_or_written_is_not_read_again(tmp_path):
+    model = write_fake_model(tmp_path / "fake", step_s=0.002, token_s=0.0005)
+    result = CliRunner().invoke(reuse, [str(model), *ARGUMENTS])
+    assert result.exit_code == 0, result.output
+    figures = {each["name"]: each for each in json.loads(result.stdout)}
+    assert all(each["num_equal"] == each["num_requests"] == 2 for each in figures.values())
+    chat, beginning = figures["second turn of a chat"], figures["shared beginning"]
+    assert (
+        chat["cached_tokens"] >= 2 * 96
+    )  # what was read before, in blocks of 16; and of the answer, where that is lent
+    assert beginning["cached_tokens"] == 96
+    assert all(each["kv_bytes_saved"] > 0 for each in figures.values())
