@@ -1,4 +1,4 @@
-"""`splitserve bench reuse` with the real clusters that it starts: the same answers, and of a second turn little is read."""
+"""`splitserve bench reuse` with the clusters that it starts: the same answers, and little of a second turn is read."""
 
 import json
 
@@ -22,6 +22,6 @@ def test_what_was_read_or_written_is_not_read_again(tmp_path):
     chat, beginning = figures["second turn of a chat"], figures["shared beginning"]
     assert (
         chat["cached_tokens"] >= 2 * 96
-    )  # what was read before, in blocks of 16; and of the answer, where that is lent
+    )  # of 100 in blocks of 16; and of the answer, where that is lent
     assert beginning["cached_tokens"] == 96
     assert all(each["kv_bytes_saved"] > 0 for each in figures.values())
