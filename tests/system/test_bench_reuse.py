@@ -20,8 +20,6 @@ def test_what_was_read_or_written_is_not_read_again(tmp_path):
     figures = {each["name"]: each for each in json.loads(result.stdout)}
     assert all(each["num_equal"] == each["num_requests"] == 2 for each in figures.values())
     chat, beginning = figures["second turn of a chat"], figures["shared beginning"]
-    assert (
-        chat["cached_tokens"] >= 2 * 96
-    )  # of 100 in blocks of 16; and of the answer, where that is lent
+    assert chat["cached_tokens"] >= 2 * 96  # of 100 in blocks of 16; and of the answer, where that is lent
     assert beginning["cached_tokens"] == 96
     assert all(each["kv_bytes_saved"] > 0 for each in figures.values())
