@@ -52,7 +52,8 @@ async def test_same_in_a_crowd_after_preemptions_and_on_other_nodes(cluster):
         assert answer.token_ids == alone[index // 2].token_ids
         assert answer.text == alone[index // 2].text
         assert len(answer.token_ids) == MAX_TOKENS
-    assert {answer.complete.timeline.decode_node for answer in crowd} == {"decode-0", "decode-1"}
+    # An answer that waits too long for room is written where its prompt was read.
+    assert {answer.complete.timeline.decode_node for answer in crowd} >= {"decode-0", "decode-1"}
     assert {answer.complete.timeline.prefill_node for answer in crowd} == {"prefill-0", "prefill-1"}
     cluster.wait_all_free()
     assert _preemptions(cluster) > before
@@ -96,7 +97,7 @@ async def test_same_after_their_decode_node_was_killed(cluster):
         answers = [await answering.complete() for answering in streams]
     assert any(answer.complete.timeline.num_restarts == 1 for answer in answers), "nothing was moved"
     for answer in answers:
-        assert answer.complete.timeline.decode_node == "decode-1"
+        assert answer.complete.timeline.decode_node != "decode-0"
         assert answer.token_ids == undisturbed.token_ids
         assert answer.text == undisturbed.text
     cluster.heal()
