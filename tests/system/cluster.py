@@ -4,6 +4,7 @@ Every process has a process group of its own and is killed by its pid alone. Log
 """
 
 import contextlib
+import json
 import os
 import random
 import resource
@@ -16,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -128,6 +130,10 @@ class Child:
 
     def output(self) -> str:
         return self.log.read_text(errors="replace")
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What it has written as JSON, less a line that is not whole yet."""
+        return [json.loads(line) for line in self.output().split("\n")[:-1]]
 
 
 def _limit_descriptors(number: int) -> None:

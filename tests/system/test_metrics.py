@@ -1,6 +1,5 @@
 """/metrics and the log of a real cluster, beside what its clients saw."""
 
-import json
 import time
 
 import httpx2
@@ -82,5 +81,4 @@ def test_totals_are_what_clients_saw(cluster):
 
 
 def journal(cluster):
-    lines = [json.loads(line) for line in cluster.children["coordinator"].output().splitlines()]
-    return [line for line in lines if line["event"].startswith("request ")]
+    return [line for line in cluster.children["coordinator"].lines() if line["event"].startswith("request ")]

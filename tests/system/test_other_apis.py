@@ -80,7 +80,7 @@ def test_calls_that_have_to_come(openais, anthropics):
 
 def test_whose_key_it_was_is_in_the_log_and_the_key_is_not(cluster, openais):
     openais.responses.create(model="m", input="hi", max_output_tokens=2)
-    lines = [json.loads(line) for line in cluster.children["coordinator"].output().splitlines()]
+    lines = cluster.children["coordinator"].lines()
     assert {line["asker"] for line in lines if line["event"] == "request finished"} == {"ann"}
     written = "".join(child.output() for child in cluster.children.values())
     assert not [key for key in (KEY, OPERATORS) if key in written]
