@@ -73,10 +73,12 @@ class StaticDecode:
             and batch.block_tables.shape[1] <= self._inputs.block_tables.shape[1]
         )
 
-    def run(self, batch: ForwardBatch) -> torch.Tensor:
+    def run(self, batch: ForwardBatch, on_taken: Callable[[], None] | None = None) -> torch.Tensor:
         """[B, vocab_size], good until the next run."""
         num_rows = len(batch.token_ids)
         self._fill(batch, num_rows)
+        if on_taken is not None:
+            on_taken()
         self._replays[next(size for size in self.sizes if size >= num_rows)]()
         return self._logits[:num_rows]
 

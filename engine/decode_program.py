@@ -1,5 +1,6 @@
 """What computes a whole decode step at once, where that is faster than one module after the other."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -20,9 +21,9 @@ class DecodeProgram(Protocol):
     def matches(self, batch: ForwardBatch) -> bool:
         """Whether it computes such batches."""
 
-    def run(self, batch: ForwardBatch) -> torch.Tensor:
+    def run(self, batch: ForwardBatch, on_taken: Callable[[], None] | None = None) -> torch.Tensor:
         """Writes the batch's keys and values into the pool. Gives the logits [S, vocab_size], which are good until the
-        next run."""
+        next run. `on_taken` is called when kernels have what they need, and are to begin."""
 
 
 def num_scratch_blocks(settings: EngineSettings, device: torch.device, tp_size: int) -> int:

@@ -31,6 +31,7 @@ from engine.pipeline import Pipeline
 from engine.pooling import pool
 from engine.sampler import sample
 from engine.scores import take_scores
+from engine.step_clock import BUILD, COMPUTE, HAND_OVER, SAMPLE, StepClock
 from serving_core.adapters import adapter_facts, read_adapters
 from serving_core.errors import ModelError, SettingsError
 from serving_core.extras import require
@@ -73,7 +74,7 @@ class Engine:
     A peer that does not keep up makes both raise RuntimeError, after which the engine is of no use.
 
     `model` and `attention` compute a step, or `program`, where it is not None, a whole one of decoding. Between steps
-    they may be replaced by others that compute the same.
+    they may be replaced by others that compute the same, and `clock` by another one.
     """
 
     def __init__(self, settings: EngineSettings, group: RankGroup | None = None) -> None:
@@ -83,6 +84,7 @@ class Engine:
             raise SettingsError("no model folder was given")
         folder = Path(settings.model)
         self.group: Final = group or alone()
+        self.clock = StepClock()
         self.config: Final = read_model_config(folder, settings.model_impl, settings.runner)
         device = choose_device(settings.device)
         dtype = compute_dtype(settings, self.config)
@@ -155,8 +157,15 @@ class Engine:
         have come (Work.take); an embedder gives an embedding. Changes nothing of the requests but their scores, and
         what is pooled of them. Candidates are for an engine that `is_history_free`."""
         assert self.group.rank == LEADER, "the other ranks follow"
+        self.clock.lap(HAND_OVER)
         logits = self._step([work.share for work in works], on_layer)
         assert logits is not None, "rank 0 has them"
+        self.clock.lap(COMPUTE)
+        tokens = self._tokens(logits, works)
+        self.clock.lap(SAMPLE)
+        return tokens
+
+    def _tokens(self, logits: torch.Tensor, works: Sequence[Work]) -> list[SampledToken]:
         if self.config.embedder is not None:
             return pool(logits, works)
         if any(work.num_scored for work in works):
@@ -243,7 +252,7 @@ class Engine:
         """What the model gives for the wanted rows, on rank 0."""
         if self._pipeline is not None:
             return self._step_of_stages(self._pipeline, shares, on_layer)
-        return self._logits(build_batch(shares, self.layout.block_size, self._device), on_layer)
+        return self._logits(self._batch(shares), on_layer)
 
     def _step_of_stages(
         self, pipeline: Pipeline, shares: Sequence[Share], on_layer: OnLayer | None
@@ -253,17 +262,23 @@ class Engine:
         logits: list[torch.Tensor] = []
         num_rows = 0
         for number, part in enumerate(parts, 1):
-            batch = build_batch(part, self.layout.block_size, self._device)
+            batch = self._batch(part)
             num_rows += len(batch.logit_rows)
             rows = self._logits(batch, on_layer if number == len(parts) else None)
+            self.clock.lap(COMPUTE)
             logits += [] if rows is None else [rows]
         together = torch.cat(logits) if logits else None
         width = self.config.vocab_size if self.config.embedder is None else self.config.hidden_size
         return pipeline.logits_on_leader(together, num_rows, width, self.pool.compute_dtype)
 
+    def _batch(self, shares: Sequence[Share]) -> ForwardBatch:
+        batch = build_batch(shares, self.layout.block_size, self._device)
+        self.clock.lap(BUILD)
+        return batch
+
     def _logits(self, batch: ForwardBatch, on_layer: OnLayer | None) -> torch.Tensor | None:
         if self.program is not None and on_layer is None and self.program.matches(batch):
-            return self.program.run(batch)
+            return self.program.run(batch, lambda: self.clock.lap(BUILD))
         return self.model(batch, self.attention, on_layer)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from decode_node.speculation import SpeculationCounts
+from engine.step_clock import StepClock
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
 from protos import inference_pb2
@@ -24,6 +25,8 @@ class Observed(Protocol):
     def speculation(self) -> SpeculationCounts: ...
     @property
     def step_age_s(self) -> float: ...
+    @property
+    def clock(self) -> StepClock: ...
     @property
     def residents(self) -> Residents: ...
     def load(self) -> inference_pb2.NodeLoad: ...
@@ -69,6 +72,8 @@ class NodeExposition:
         yield histogram("step_answers", "Answers that one step wrote.", [({"node": name}, steps.answers)])
         computed: dict[str, float] = {"prefill": steps.num_prompt_tokens, "decode": steps.num_answer_tokens}
         yield counter("computed_tokens", "Tokens computed, of prompts and of answers.", self._by("phase", computed))
+        help = "Seconds of steps by part: plan, build, compute, sample, after, send, threads, and idle between them."
+        yield counter("step_part_seconds", help, self._by("part", self._node.clock.seconds))
         yield from self._candidates()
         yield gauge("step_age_seconds", "Of the step that runs; 0 when idle.", self._one(self._node.step_age_s))
         memory: dict[str, float] = {str(rank.rank): rank.rss_bytes for rank in load.ranks}

@@ -8,6 +8,7 @@ from typing import Final
 from decode_node.speculation import SpeculationCounts
 from engine.cache.tier_store import TierStore
 from engine.engine import Engine
+from engine.step_clock import AFTER, HAND_OVER, IDLE, PLAN, SEND, StepClock
 from engine.stepper import Stepper
 from kv_transfer.ends.alarm import Alarm
 from kv_transfer.ends.receiver import KVReceiver
@@ -248,6 +249,10 @@ class NodeRunner:
         return self._stepper.step_age_s
 
     @property
+    def clock(self) -> StepClock:
+        return self._engine.clock
+
+    @property
     def residents(self) -> Residents:
         return self._logic.residents
 
@@ -284,8 +289,11 @@ class NodeRunner:
     # ---- steps ----
 
     def _plan(self) -> list[Work]:
+        self.clock.lap(IDLE)
         works = self._logic.plan(time.monotonic())
+        self.clock.lap(PLAN)
         self._carry_out(wakes=False)
+        self.clock.lap(SEND)
         return works
 
     async def _step(self, works: list[Work]) -> None:
@@ -300,9 +308,12 @@ class NodeRunner:
             self._followers.fail_step(error)
             self._logic.step_failed(works, error, time.monotonic())
         else:
+            self.clock.lap(HAND_OVER)
             self._logic.step_done(works, tokens, step_s, time.monotonic())
+            self.clock.lap(AFTER)
         self._works = []
         self._carry_out()
+        self.clock.lap(SEND)
 
     # ---- transfers ----
 

@@ -13,6 +13,7 @@ from coordinator.door_link import DoorLink, door_figures
 from coordinator.doors.exposition import Exposition
 from coordinator.doors.http.counting import HttpCounts
 from decode_node.speculation import SpeculationCounts
+from engine.step_clock import StepClock
 from protos import inference_pb2
 from serving_core.figures import families
 from serving_core.histograms import BATCH, Histogram
@@ -44,7 +45,7 @@ def coordinator_metrics() -> list[Metric]:
 def node_metrics() -> list[Metric]:
     """What a node tells at its own port, but for its process."""
     load = inference_pb2.NodeLoad(ranks=[inference_pb2.RankLoad(rank=0)], tier=inference_pb2.TierLoad())
-    counts = {"steps": StepCounts(), "speculation": SpeculationCounts()}
+    counts = {"steps": StepCounts(), "speculation": SpeculationCounts(), "clock": StepClock()}
     node = SimpleNamespace(name="n", **counts, step_age_s=0.0, residents=Residents(), load=lambda: load)
     transport = SimpleNamespace(num_shared_bytes=0)
     end = SimpleNamespace(num_bytes=0, num_failed=0, seconds=Histogram(), transport=transport)

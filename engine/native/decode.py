@@ -5,6 +5,7 @@ Between its modules a decoder would return to Python, and wake and join its thre
 
 import ctypes
 import functools
+from collections.abc import Callable
 from typing import Final, TypeAlias
 
 import torch
@@ -64,7 +65,7 @@ class NativeDecode:
         """At most MOST_ROWS tokens, which are all wanted and of the model alone."""
         return not batch.adapted_rows and len(batch.logit_rows) == len(batch.token_ids) <= MOST_ROWS
 
-    def run(self, batch: ForwardBatch) -> torch.Tensor:
+    def run(self, batch: ForwardBatch, on_taken: Callable[[], None] | None = None) -> torch.Tensor:
         """[T, vocab_size], good until the next run. Raises IndexError, and writes nothing, when a slot is not in the
         pool."""
         num_rows, buffers, decoder = len(batch.token_ids), self._buffers, self._decoder
@@ -78,6 +79,8 @@ class NativeDecode:
         plans = {window: self._attention.plan(batch, window) for window in self._plans}
         for window, plan in plans.items():
             self._plans[window].value = plan.address
+        if on_taken is not None:
+            on_taken()
         if not self._program.run(num_rows):
             raise IndexError(f"there is a slot outside the {self._attention.pool.num_blocks} blocks of the KV pool")
         return buffers.logits[:num_rows]

@@ -19,7 +19,7 @@ GREEDY: Final = SamplingParams(max_tokens=2**30, temperature=0, ignore_eos=True)
 def num_blocks_for(sizes: EngineBench, layout: KVLayout) -> int:
     """Blocks of a pool that holds all prompts, or all contexts, of one measurement at a time."""
     of_prompts = [each.count * layout.num_blocks_for(each.num_tokens) for each in sizes.prompts]
-    longest = layout.num_blocks_for(max(sizes.contexts) + NUM_STEPS)
+    longest = layout.num_blocks_for(max(sizes.contexts) + NUM_STEPS) + 1  # a node keeps one more free for each
     return max(*of_prompts, max(sizes.batches) * longest)
 
 

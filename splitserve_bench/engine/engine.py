@@ -6,6 +6,7 @@
 4. The machine: the GEMM rate and the read bandwidth that torch reaches with as many threads, before and after the rest.
    What prefill and decode cost (see costs.py) is divided by them.
 5. A profile of one decode step and one prompt by part.
+6. What a node does between two decode steps.
 """
 
 import dataclasses
@@ -32,6 +33,7 @@ from splitserve_bench.engine.figures import (
     DecodeFigures,
     EngineBench,
     EngineFigures,
+    LoopFigures,
     MachineFigures,
     PartFigures,
     PrefillFigures,
@@ -41,6 +43,7 @@ from splitserve_bench.engine.figures import (
     StructuredFigures,
 )
 from splitserve_bench.engine.machine import better_of, measure_machine
+from splitserve_bench.engine.node_loop import measure_loop
 from splitserve_bench.engine.peers import DECODE, LOAD, PREFILL, PeerResult, decode_key
 from splitserve_bench.engine.stopwatch import PARTS, watching
 from splitserve_bench.engine.structured import measure_structured
@@ -94,6 +97,7 @@ def measure_engine(
         decode = _decode(engine, run, sizes, report)
         profile, structured = _profile_decode(engine, run, sizes, report)
         disk = measure_disk(engine, run, sizes.repeats)
+        loop = _loop(engine, sizes, report)
         profiles = (profile, _profile_prompt(engine, sizes, report))
         report("GEMM rate and memory bandwidth once more ...")
         machine = better_of(before, measure_machine(engine.pool.device, dtype))
@@ -106,6 +110,7 @@ def measure_engine(
         prefill=tuple(_prefill_figures(engine, machine, size, prefill_s[size]) for size in sizes.prompts),
         decode=tuple(_decode_figures(engine, machine, each) for each in decode),
         profiles=profiles,
+        loop=loop,
         structured=structured,
         disk=disk,
     )
@@ -190,6 +195,16 @@ def _profile_decode(
         return profile, None
     report(f"decode steps of {batch} requests with grammars ...")
     return profile, measure_structured(engine, run, batch, sizes.repeats)
+
+
+def _loop(engine: Engine, sizes: EngineBench, report: Report) -> tuple[LoopFigures, ...]:
+    """Of all batches at the shortest context."""
+    context_tokens = min(sizes.contexts)
+    figures = []
+    for batch in sizes.batches:
+        report(f"a node's loop with {batch} answers at {context_tokens} tokens ...")
+        figures.append(measure_loop(engine, batch, context_tokens, sizes.repeats))
+    return tuple(figures)
 
 
 def _profile_prompt(engine: Engine, sizes: EngineBench, report: Report) -> ProfileFigures:

@@ -76,6 +76,18 @@ class DecodeFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class LoopFigures:
+    """What a node does between two decode steps of a batch, by the parts of engine/step_clock.py, beside the time that
+    a step computes: CPU time, and time by the clock, each of the repeat in which it is least."""
+
+    batch: int
+    context_tokens: int
+    step_s: float
+    cpu_s: dict[str, float]
+    clock_s: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class PartFigures:
     """One part of a step, without the parts within it."""
 
@@ -131,5 +143,6 @@ class EngineFigures:
     prefill: tuple[PrefillFigures, ...]
     decode: tuple[DecodeFigures, ...]
     profiles: tuple[ProfileFigures, ...]
+    loop: tuple[LoopFigures, ...]
     structured: StructuredFigures | None = None
     disk: DiskFigures | None = None

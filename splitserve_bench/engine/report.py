@@ -6,12 +6,14 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
+from engine.step_clock import BETWEEN
 from serving_core.units import size_of
 from splitserve.commands.terminal import plain_table
 from splitserve_bench.engine.figures import (
     DecodeFigures,
     DiskFigures,
     EngineFigures,
+    LoopFigures,
     MachineFigures,
     PrefillFigures,
     ProfileFigures,
@@ -42,6 +44,7 @@ def engine_view(
     ]
     for profile in figures.profiles:
         parts += ["", profile_line(profile), profile_table(profile)]
+    parts += ["", "a node between two decode steps, ms of CPU time:", loop_table(figures.loop)]
     if figures.disk is not None:
         parts += ["", disk_line(figures.disk)]
     if figures.structured is not None:
@@ -98,6 +101,17 @@ def decode_table(rows: Sequence[DecodeFigures], machine: MachineFigures) -> Tabl
             f"{row.bandwidth_share:.0%}",
             f"{row.gemm_share:.0%}",
         )
+    return table
+
+
+def loop_table(rows: Sequence[LoopFigures]) -> Table:
+    """CPU time by part, and the sum of all parts beside a step, by the clock too."""
+    numbers = ("context tokens", *BETWEEN, "all", "by the clock", "a step's computation")
+    table = plain_table("batch", numbers=numbers)
+    for row in rows:
+        seconds = [*row.cpu_s.values(), sum(row.cpu_s.values()), sum(row.clock_s.values())]
+        texts = [f"{each * 1e3:.3f}" for each in seconds]
+        table.add_row(str(row.batch), str(row.context_tokens), *texts, f"{row.step_s * 1e3:.2f}")
     return table
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from types import SimpleNamespace
 
+from engine.step_clock import StepClock
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
 from serving_core.layout import KVLayout
@@ -130,6 +131,7 @@ class SimulatedEngine:
         self._step_s, self._token_s = random.choice([0.004, 0.015, 0.04]), random.choice([0.0001, 0.002])
         self.stalls_s = 0.0  # in the next step
         self.fails = False  # the next step
+        self.clock = StepClock()
 
     def step(self, works, on_layer=None):
         parts = [(work.share, work.request.cache_salt, work.request.epoch) for work in works]

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 import engine.engine
 from engine.engine import Engine
 from engine.native.dense_linear import best_variant
+from engine.step_clock import BETWEEN
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
 from splitserve.cli import main
@@ -65,6 +66,7 @@ def test_the_json_holds_every_figure(tmp_path, run):
     _check_prefill(figures["prefill"], figures["machine"]["gemm_flops_per_s"])
     _check_decode(figures["decode"], figures["machine"]["read_bytes_per_s"])
     _check_profiles(figures["profiles"])
+    _check_loop(figures["loop"])
     structured = figures["structured"]
     assert (structured["batch"], structured["vocab_size"]) == (3, 260)
     assert min(structured["step_s"], structured["plain_step_s"]) > 0
@@ -104,6 +106,13 @@ def _check_profiles(profiles):
         assert calls[ATTENTION] == 1 + 3  # a plan, then once a layer
 
 
+def _check_loop(rows):
+    assert [(row["batch"], row["context_tokens"]) for row in rows] == [(1, 20), (3, 20)]
+    for row in rows:
+        assert list(row["cpu_s"]) == list(row["clock_s"]) == list(BETWEEN)
+        assert min(row["step_s"], *row["cpu_s"].values(), *row["clock_s"].values()) > 0
+
+
 def test_the_tables_show_every_figure(tmp_path, run):
     folder = write_tiny_model(tmp_path / "model")
     peer = tmp_path / "peer.json"
@@ -117,6 +126,7 @@ def test_the_tables_show_every_figure(tmp_path, run):
         "2x40",
         "of the bandwidth",
         *PARTS,
+        *BETWEEN,
         "decode b3_ctx36, ms",
         "[a]",
         "ahead",
