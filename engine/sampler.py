@@ -32,12 +32,12 @@ def sample(
     overflows."""
     errors = forbid(logits, requests)
     highest, likeliest = steps.likeliest(logits)
-    tokens = likeliest.masked_fill(~torch.isfinite(highest), NO_TOKEN).tolist()  # the first to await the device
-    if NO_TOKEN in tokens:
+    tokens = likeliest.tolist()  # the first to await the device
+    if not all(map(math.isfinite, highest.tolist())):
         raise ModelError("the model's logits are not finite numbers")
     sampled = [
-        SampledToken(token) if _is_plain(request) else _sample_row(row.float(), request, eos_token_ids)
-        for row, token, request in zip(logits, tokens, requests, strict=True)
+        SampledToken(token) if _is_plain(request) else _sample_row(logits[row].float(), request, eos_token_ids)
+        for row, (token, request) in enumerate(zip(tokens, requests, strict=True))
     ]
     for row, error in errors.items():
         sampled[row] = SampledToken(NO_TOKEN, error=error)

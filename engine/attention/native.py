@@ -49,6 +49,7 @@ class NativeAttention:
         self._query_dtype = pool.compute_dtype
         self._planes = {layer: _plane_addresses(pool, layer) for layer in pool.layout.layers}
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._template: Final = self._make_template()
 
     def plan(self, batch: ForwardBatch, window: int | None) -> NativePlan:
         plan = self._empty_plan(batch, window)
@@ -105,6 +106,15 @@ class NativeAttention:
         )
 
     def _empty_plan(self, batch: ForwardBatch, window: int | None) -> Plan:
+        plan = Plan.from_buffer_copy(self._template)
+        plan.window = window or 0
+        plan.num_threads = torch.get_num_threads()
+        plan.block_tables = batch.block_tables.data_ptr()
+        plan.table_stride = batch.block_tables.stride(0)
+        return plan
+
+    def _make_template(self) -> Plan:
+        """What all plans have in common."""
         plane = self._plane
         return Plan(
             num_heads=self.num_heads,
@@ -117,10 +127,6 @@ class NativeAttention:
             data_bytes=plane.data_bytes,
             score_scale=plane.width**-0.5 if self.score_scale is None else self.score_scale,
             softcap=self.softcap or 0.0,
-            window=window or 0,
-            num_threads=torch.get_num_threads(),
-            block_tables=batch.block_tables.data_ptr(),
-            table_stride=batch.block_tables.stride(0),
             kernel=self._kernel,
         )
 
