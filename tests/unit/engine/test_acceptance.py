@@ -121,7 +121,9 @@ def test_steps_with_candidates_run_as_one_program(folders, monkeypatch):
         pytest.skip("there is no native program here")
     runs = []
     run = engine.program.run
-    monkeypatch.setattr(engine.program, "run", lambda batch: runs.append(len(batch.token_ids)) or run(batch))
+    monkeypatch.setattr(
+        engine.program, "run", lambda batch, *rest: runs.append(len(batch.token_ids)) or run(batch, *rest)
+    )
     sampling = SamplingParams(max_tokens=20, temperature=0, logprobs=5, ignore_eos=True)
     tokens, planes = {}, {}
     for name in ("program", "modules"):
