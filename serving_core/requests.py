@@ -117,10 +117,11 @@ class Share:
         return len(self.token_ids)
 
 
-class SampledToken(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SampledToken:
     """What one Work that samples gives, or a token of a prompt with its score. Logprobs are natural logs of the model's
     own distribution, before penalties, bias and temperature (vLLM calls them raw), and like vLLM's over the tokens that
-    a grammar allows. A tuple, as Work is."""
+    a grammar allows."""
 
     token_id: int
     logprob: float | None = None

@@ -55,7 +55,7 @@ class NativeAttention:
         plan = self._empty_plan(batch, window)
         address = ctypes.addressof(plan)
         units, counts = self._units(address, batch)
-        num_units, num_partials, num_scores = counts.tolist()
+        num_units, num_partials, num_scores = counts
         most_threads = plan.num_threads
         num_threads = most_threads if num_scores >= _SHARED_WORK else 1
         plan.partial_floats = self._library.partial_floats(address)
@@ -130,10 +130,10 @@ class NativeAttention:
             kernel=self._kernel,
         )
 
-    def _units(self, plan: int, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _units(self, plan: int, batch: ForwardBatch) -> tuple[torch.Tensor, list[int]]:
         """The units of a batch, as bytes; and how many units, partial results and scores they are."""
         num_requests = len(batch.kv_lengths)
-        counts = torch.zeros(3, dtype=torch.int64)
+        counts = (ctypes.c_int64 * 3)()
         capacity = 2 * num_requests * self.pool.layout.num_kv_heads
         while True:
             units = torch.empty(capacity * self._library.unit_bytes, dtype=torch.uint8)
@@ -144,12 +144,11 @@ class NativeAttention:
                 num_requests,
                 units.data_ptr(),
                 capacity,
-                counts.data_ptr(),
+                ctypes.addressof(counts),
             )
-            num_units = int(counts[0])
-            if num_units <= capacity:
-                return units, counts
-            capacity = num_units
+            if counts[0] <= capacity:
+                return units, list(counts)
+            capacity = counts[0]
 
 
 def _find_kernel(pool: PagedKVPool, variant: str | None) -> tuple[str, NativeLibrary, int]:
