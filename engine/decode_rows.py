@@ -14,7 +14,8 @@ SPARE_COLUMNS: Final = 8  # of block tables, beyond those in use
 
 
 class DecodeRows:
-    """One engine's, on a CPU. A batch is good until the next call.
+    """One engine's, on a CPU, whose pool is not quantized: that one knows slots by their tensor, which here is the same
+    in each step. A batch is good until the next call.
 
     Invariant: while there are works, the arrays are the memory of the batch's tensors, and hold what build_batch makes
     of the works. A step follows on that when it computes the one token behind each of the same works, in their order.

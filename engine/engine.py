@@ -109,8 +109,8 @@ class Engine:
         self._grammars = Grammars(folder, self.eos_token_ids)
         self._device = device
         self._steps = choose_steps(device)
-        is_whole_on_cpu = self._pipeline is None and device.type == "cpu"
-        self._rows = DecodeRows(self.layout.block_size) if is_whole_on_cpu else None
+        keeps_rows = device.type == "cpu" and self._pipeline is None and not self.layout.is_quantized
+        self._rows = DecodeRows(self.layout.block_size) if keeps_rows else None
         torch_dtype: torch.dtype = getattr(torch, dtype)
 
         def load() -> tuple[Model, int]:

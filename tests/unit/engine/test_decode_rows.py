@@ -7,11 +7,15 @@ import pytest
 import torch
 
 from engine.decode_rows import SPARE_COLUMNS, DecodeRows
+from engine.engine import Engine
 from engine.forward_batch import build_batch
 from serving_core.requests import Request, SamplingParams, Work
+from serving_core.settings import EngineSettings
+from tests.tiny_models import write_tiny_model
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
+GREEDY = SamplingParams(max_tokens=99, temperature=0, logprobs=3, ignore_eos=True)
 
 
 class Answer:
@@ -103,3 +107,30 @@ def test_tables_that_are_full_are_built_anew():
         followed.append(has_followed)
         answer.append()
     assert followed.count(False) == 2
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_an_engine_gives_with_them_what_it_gives_without(tmp_path, kv_cache_dtype):
+    """Tokens and logprobs to the bit: of three answers, one of which ends early."""
+    folder = write_tiny_model(tmp_path / "model")
+    settings = EngineSettings(model=str(folder), num_kv_blocks=32, block_size=BLOCK_SIZE, kv_cache_dtype=kv_cache_dtype)
+    given = []
+    for has_rows in (True, False):
+        engine = Engine(settings)
+        if not has_rows:
+            engine._rows = None
+        requests = [Request(str(n), 0, [*range(3 + n, 9 + 2 * n)], 6 + n, GREEDY) for n in range(3)]
+        blocks = [[*range(10 * n, 10 * n + 10)] for n in range(3)]
+        tokens = []
+        for step in range(14):
+            live = [0, 1, 2] if step < 8 else [0, 2]
+            starts = [len(requests[n].token_ids) - 1 if step else 0 for n in live]
+            works = [
+                Work(requests[n], start, len(requests[n].token_ids) - start, blocks[n])
+                for n, start in zip(live, starts, strict=True)
+            ]
+            tokens += engine.step(works)
+            for n, token in zip(live, tokens[-len(live) :], strict=True):
+                requests[n].token_ids.append(token.token_id)
+        given.append(tokens)
+    assert given[0] == given[1]
