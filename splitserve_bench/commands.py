@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from splitserve_bench.dominance.command import dominance_command
 from splitserve_bench.engine.command import engine_command
 from splitserve_bench.engine.prompts_command import prompts_command
 from splitserve_bench.models import writing_model
+from splitserve_bench.options import ListOf
 from splitserve_bench.overload.command import overload_command
 from splitserve_bench.serve.serve_command import serve_command
 from splitserve_bench.simulate.reality_command import reality_command
@@ -44,6 +46,17 @@ bench.add_command(overload_command)
 bench.add_command(dominance_command)
 bench.add_command(reality_command)
 bench.add_command(speculation_command)
+
+
+def parse_division(text: str) -> tuple[int, int]:
+    """Raises ValueError."""
+    found = re.fullmatch(r"([1-9]\d?)x([1-9]\d?)", text, re.ASCII)
+    if found is None:
+        raise ValueError(f"{text!r} is not of the form STAGESxRANKS, such as 2x1")
+    return int(found[1]), int(found[2])
+
+
+DIVISIONS: Final = ListOf("STAGESxRANKS,...", parse_division)
 
 
 def as_json_option(command: Command) -> Command:
@@ -164,6 +177,32 @@ def reuse(model: str, dtype: str, as_json: bool, **counts: int) -> None:
         dtype=dtype,
     )
     _run(measure_reuse(writing_model(model, report), sizes, report), _records, reuse_table, as_json)
+
+
+@bench.command()
+@click.argument("model", default="")
+@click.option(
+    "--divisions",
+    default="1x1,2x1,1x2",
+    show_default=True,
+    type=DIVISIONS,
+    help="Stages, and ranks of each of them.",
+)
+@count_option("--prompt-tokens", 512, "Length of the prompts.")
+@count_option("--prompts", 4, "Prompts, and answers, at once.", minimum=2)
+@count_option("--output-tokens", 32, "Length of the answers.", minimum=8)
+@count_option("--repeats", 5, "Prompts one after the other, and how often several are asked at once.")
+@click.option("--dtype", default="auto", show_default=True, type=click.Choice(DTYPES), help="Compute dtype.")
+@as_json_option
+@needs("node")
+def ranks(model: str, divisions: tuple[tuple[int, int], ...], dtype: str, as_json: bool, **counts: int) -> None:
+    """Divide MODEL by layers and within layers, over ranks on the same CPUs: times, and what each rank holds."""
+    from splitserve_bench.clusters.ranks import Division, RanksBench, measure_ranks
+    from splitserve_bench.report import ranks_table
+
+    sizes = RanksBench(counts["prompt_tokens"], counts["prompts"], counts["output_tokens"], counts["repeats"], dtype)
+    ways = [Division(*each) for each in divisions]
+    _run(measure_ranks(writing_model(model, report), ways, sizes, report), _records, ranks_table, as_json)
 
 
 @bench.command("kv-tiers")
