@@ -1,5 +1,6 @@
 """What a GGUF file says of a mixture of experts: the config of the model that it was made of, or one sentence."""
 
+import json
 import random
 
 import gguf
@@ -12,9 +13,11 @@ from serving_core.errors import ModelError
 from serving_core.gguf_header import read_header
 from serving_core.model_config import read_model_config
 from serving_core.needs import needs_of
+from serving_core.rope_config import DefaultRope
 from serving_core.settings import EngineSettings
 from splitserve.gguf.folder import gguf_folder
-from tests.gguf_files import MIXTURES, replace, write_gguf
+from tests.gguf_files import MERGES, MIXTURES, TOKENS, replace, write_gguf
+from tests.tiny_models import CHAT_TEMPLATE, EOS
 from tests.unit.splitserve.test_gguf_folder import served_or_refused
 
 Kind = gguf.GGUFValueType
@@ -87,6 +90,33 @@ HARMLESS = {
 def test_what_files_say_beside_changes_nothing(make, tmp_path, family, said):
     found = read_model_config(make(family, saying(said)))
     assert found.experts == read_model_config(tmp_path / "tiny").experts
+
+
+def test_the_metadata_of_published_files_is_taken(make):
+    """As llama.cpp's converter and quantizer write it for Qwen3-Coder."""
+    tokens = [*TOKENS[:-1], "<|im_end|>"]
+    said = {
+        "general.type": "model",
+        "general.size_label": "30B-A3B",
+        "general.tags": ["text-generation"],
+        "general.file_type": 15,
+        "general.quantization_version": 2,
+        "general.sampling.temp": 0.75,
+        "qwen3moe.rope.freq_base": 1e7,
+        "qwen3moe.expert_shared_feed_forward_length": 0,
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": MERGES[:3],
+        "tokenizer.ggml.padding_token_id": EOS,
+        "tokenizer.ggml.add_bos_token": False,
+        "quantize.imatrix.file": "imatrix.dat",
+        "quantize.imatrix.entries_count": 384,
+    }
+    folder = make("qwen3_moe", saying(said), stored="Q8_0")
+    config = read_model_config(folder)
+    assert (config.rope, config.eos_token_ids) == (DefaultRope(1e7), (EOS, len(tokens) - 1))
+    assert json.loads((folder / "tokenizer_config.json").read_text())["chat_template"] == CHAT_TEMPLATE
+    assert json.loads((folder / "generation_config.json").read_text())["temperature"] == 0.75
 
 
 def without(name):
