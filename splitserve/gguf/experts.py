@@ -71,7 +71,9 @@ def _check_tensors(
 ) -> None:
     """So that what is built for all experts is no more than the file has."""
     num_layers, hidden_size = fields.integer("block_count"), fields.integer("embedding_length")
-    if (count := num_layers * num_experts * len(PROJECTIONS)) > MOST_EXPERT_TENSORS:
+    num_stacked = sum(f"{STACKED}." in name for name in tensors)
+    count = num_experts * max(num_stacked, num_layers * len(PROJECTIONS))
+    if count > MOST_EXPERT_TENSORS:
         raise ModelError(
             f"{where} says that it has {count} projections of experts; at most {MOST_EXPERT_TENSORS} are read"
         )

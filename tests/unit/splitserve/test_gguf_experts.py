@@ -193,6 +193,17 @@ def test_an_expert_that_an_older_file_lacks_is_named(make):
         make("mixtral", without("blk.1.ffn_up.5.weight"), stacks=False)
 
 
+def test_no_more_tensors_of_experts_are_made_than_a_model_may_have(make):
+    """Those of layers that it lacks count, too: each is as many tensors as there are experts."""
+
+    def change(writer):
+        for layer in range(2, 400):
+            writer.add_tensor(f"blk.{layer}.ffn_up_exps.weight", np.zeros((660, 1, 1), np.float32))
+
+    with pytest.raises(ModelError, match="says that it has 266640 projections of experts; at most 262144 are read"):
+        make("mixtral", change, num_local_experts=660, intermediate_size=2, hidden_size=4, head_dim=2)
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 @given(seed=st.integers(0, 2**32))
 def test_whatever_bytes_are_changed_it_is_served_or_refused(mixture, tmp_path, seed):
