@@ -70,10 +70,15 @@ def _varlen_or(portable: PortableAttention, num_heads: int) -> Attention:
     candidate = VarlenAttention(pool, portable.score_scale)
     try:
         difference = _largest_difference(candidate, portable, num_heads)
-    except (RuntimeError, ValueError, NotImplementedError) as error:
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+        NotImplementedError,
+    ) as error:  # TypeError: an older torch's lacks pages
         logger.warning("varlen_attn does not take this KV pool, attention is portable: %s", error)
         return portable
-    if difference > TOLERANCE:
+    if not difference <= TOLERANCE:  # nor if it is not a number
         logger.warning("varlen_attn is off by %f here, attention is portable", difference)
         return portable
     return candidate
