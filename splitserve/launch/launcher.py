@@ -78,8 +78,8 @@ class Cluster:
         place = Place(free_port(), str(self._socket_dir), secrets.token_hex(16), self._instance_id, cpus)
         place = replace(place, cuda_devices=cuda_devices(os.environ))
         if settings.ray:  # which knows its hosts, their CPUs and their addresses
-            of_hosts = {"socket_dir": "", "cpus": (), "cuda_devices": ()}
-            place = replace(place, fleet_port=free_port(fleet_host), fleet_host=fleet_host, **of_hosts)
+            place = replace(place, fleet_port=free_port(fleet_host), socket_dir="", cpus=(), fleet_host=fleet_host)
+            place = replace(place, cuda_devices=())
         how = (passed.get(name) or "auto" for name in ("model_impl", "runner"))
         embeds = read_model_config(model.folder, *how).embedder is not None
         self.num_nodes: Final = num_nodes(settings, embeds=embeds)
