@@ -184,7 +184,7 @@ class _Peer:
         """What a command gives. Raises BenchError."""
         match command:
             case {"open": dict(layout), "transports": [*transports], "keys": [*hexes]}:
-                device = device_of(command["device"], is_sender=False)
+                device = device_of(command.get("device", CPU.type), is_sender=False)
                 pool = PagedKVPool(KVLayout.uniform(**layout), command["pool_blocks"], device)
                 keys = [*map(bytes.fromhex, hexes)]
                 listeners = {name: listener_of(name, self._folder, keys, device) for name in transports}
