@@ -99,7 +99,9 @@ def _largest_difference(candidate: Attention, reference: Attention, num_heads: i
     for plane in planes:
         plane.normal_()
     query = torch.randn(len(batch.token_ids), num_heads, layout.head_dim, device=device).to(planes[0].dtype)
-    outputs = [backend.attend(query, layer, backend.plan(batch, None)) for backend in (candidate, reference)]
-    for plane in planes:
-        plane.zero_()
+    try:
+        outputs = [backend.attend(query, layer, backend.plan(batch, None)) for backend in (candidate, reference)]
+    finally:
+        for plane in planes:
+            plane.zero_()
     return float((outputs[0] - outputs[1]).abs().max())
