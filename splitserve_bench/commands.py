@@ -10,11 +10,12 @@ import click
 
 from serving_core.extras import needs
 from serving_core.layout import QUANTIZED_DTYPES
-from serving_core.settings import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineSettings
+from serving_core.settings import DEVICES, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineSettings
 from splitserve.commands.plan_transfer import layout_of
 from splitserve.commands.terminal import report, stdout
 from splitserve.signals import run_to_end
 from splitserve_bench.compare.compare_command import compare_command
+from splitserve_bench.device.device_command import device_command
 from splitserve_bench.dominance.command import dominance_command
 from splitserve_bench.engine.command import engine_command
 from splitserve_bench.engine.prompts_command import prompts_command
@@ -26,6 +27,7 @@ from splitserve_bench.simulate.reality_command import reality_command
 from splitserve_bench.speculation.command import speculation_command
 
 TRANSPORTS: Final = ("zmq-shm", "zmq-ipc", "zmq-tcp", "zmq-curve", "torch_dist-gloo", "loopback")
+NCCL: Final = "torch_dist-nccl"  # between two CUDA devices
 PROMPT_TOKENS: Final = (16, 128, 512, 2048, 8192)
 OVERLAP_PROMPT_TOKENS: Final = (16, 32, 64, 128, 256, 512, 1024)
 CONTEXT_TOKENS: Final = (128, 512, 2048)
@@ -39,6 +41,7 @@ def bench() -> None:
 
 
 bench.add_command(engine_command)
+bench.add_command(device_command)
 bench.add_command(prompts_command)
 bench.add_command(serve_command)
 bench.add_command(compare_command)
@@ -107,7 +110,7 @@ def cluster(model: str, streams: int, prompt_tokens: int, output_tokens: int, re
     default=TRANSPORTS,
     show_default=True,
     multiple=True,
-    type=click.Choice(TRANSPORTS),
+    type=click.Choice((*TRANSPORTS, NCCL)),
     help="What moves the blocks; give it again for more.",
 )
 @prompt_tokens_option(PROMPT_TOKENS)
@@ -122,6 +125,7 @@ def cluster(model: str, streams: int, prompt_tokens: int, output_tokens: int, re
 )
 @click.option("--kv-cache-dtype", default="auto", show_default=True, type=click.Choice(KV_CACHE_DTYPES))
 @click.option("--scattered", is_flag=True, help="Blocks of a prompt lie anywhere in the pool, not side by side.")
+@click.option("--device", default="cpu", show_default=True, type=click.Choice(DEVICES[1:]), help="Where the pools are.")
 @count_option("--repeats", 9, "Transfers of each kind.")
 @as_json_option
 @needs("node")
@@ -132,6 +136,7 @@ def transfer(
     block_sizes: tuple[int, ...],
     kv_cache_dtype: str,
     scattered: bool,
+    device: str,
     repeats: int,
     as_json: bool,
 ) -> None:
@@ -140,7 +145,8 @@ def transfer(
     from splitserve_bench.report import transfer_views
 
     layouts = [layout_of(model, block_size, kv_cache_dtype) for block_size in dict.fromkeys(block_sizes)]
-    sizes = TransferBench(tuple(dict.fromkeys(transports)), tuple(dict.fromkeys(prompt_tokens)), repeats, scattered)
+    lengths = tuple(dict.fromkeys(prompt_tokens))
+    sizes = TransferBench(tuple(dict.fromkeys(transports)), lengths, repeats, scattered, device)
 
     async def measure() -> list[TransferReport]:
         return [await measure_transfer(layout, sizes, report) for layout in layouts]

@@ -124,6 +124,7 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
     (r"splitserve doctor", By(_BENCH + "test_doctor.py::test_the_command_measures_a_model")),
     (r"splitserve simulate", By(_BENCH + "test_simulate.py::test_it_says_what_bench_serve_says")),
     (r"splitserve plan ", By(_BENCH + "test_plan.py::test_the_command_finds_a_plan_and_says_how_to_run_it")),
+    (r"splitserve bench device", By(_BENCH + "test_device.py::test_every_step_can_be_done_in_tiny_sizes")),
     (r"splitserve bench engine", By(_BENCH + "test_engine.py::test_the_tables_show_every_figure")),
     (r"splitserve bench prompts", By(_BENCH + "test_prompts.py::test_rows_for_each_size_and_kind_of_weights")),
     (r"splitserve bench weights", By(_BENCH + "test_weights.py::test_figures_of_plain_and_of_quantized_weights")),
