@@ -70,12 +70,7 @@ def _varlen_or(portable: PortableAttention, num_heads: int) -> Attention:
     candidate = VarlenAttention(pool, portable.score_scale)
     try:
         difference = _largest_difference(candidate, portable, num_heads)
-    except (
-        RuntimeError,
-        TypeError,
-        ValueError,
-        NotImplementedError,
-    ) as error:  # TypeError: an older torch's lacks pages
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:  # TypeError: an older one lacks pages
         logger.warning("varlen_attn does not take this KV pool, attention is portable: %s", error)
         return portable
     if not difference <= TOLERANCE:  # nor if it is not a number
