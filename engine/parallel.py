@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup, Store, TCPStore  # type: ignore[attr
 from torch.nn import functional
 
 from serving_core.errors import SettingsError
-from serving_core.sharding import ranks_text
+from serving_core.sharding import ranks_text, share_of
 
 MOST_EXCHANGED_BYTES: Final = 16 * 1024
 LENGTH_BYTES: Final = 4
@@ -39,6 +39,13 @@ class RankGroup(Protocol):
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Turns the tensor, in place and on every rank, into the sum over the ranks."""
 
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's share of the rows [T, size] of the sum over the ranks, which is added up in their order. Every
+        rank's share is share_of(T, rank, size), and none is empty."""
+
+    def all_gather(self, local: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """The ranks' shares of so many rows, one below the other, on every rank."""
+
     def gather_columns(self, local: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
         """The ranks' tensors [rows, widths[rank]] side by side on rank 0, None on the others."""
 
@@ -57,6 +64,12 @@ class _Alone:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         pass
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def all_gather(self, local: torch.Tensor, num_rows: int) -> torch.Tensor:
+        return local
 
     def gather_columns(self, local: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
         return local
@@ -82,6 +95,28 @@ class _Joined:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         distributed.all_reduce(tensor, group=self._group)
+
+    # (By all_to_all, as shares may be unequal, and as gloo's own reduce_scatter sums up all rows on every rank.)
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        shares = self._shares(len(tensor))
+        ours = shares[self.rank]
+        parts = tensor.new_empty(self.size, ours, tensor.shape[1])
+        distributed.all_to_all_single(parts.flatten(0, 1), tensor, [ours] * self.size, shares, group=self._group)
+        total = parts[0] + parts[1]
+        for part in parts[2:]:
+            total += part
+        return total
+
+    def all_gather(self, local: torch.Tensor, num_rows: int) -> torch.Tensor:
+        shares = self._shares(num_rows)
+        rows = local.new_empty(num_rows, local.shape[1])
+        sent = local.repeat(self.size, 1)
+        distributed.all_to_all_single(rows, sent, shares, [len(local)] * self.size, group=self._group)
+        return rows
+
+    def _shares(self, num_rows: int) -> list[int]:
+        return [len(share_of(num_rows, rank, self.size)) for rank in range(self.size)]
 
     def gather_columns(self, local: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
         widest, num_rows = max(widths), local.shape[0]

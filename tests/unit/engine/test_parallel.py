@@ -43,6 +43,12 @@ def test_collectives_of_three_ranks():
     assert [follower["columns"] for follower in followers] == [[None] * 4] * 2
 
 
+@pytest.mark.parametrize("tp_size", [2, 3])
+def test_divided_rows_are_those_of_the_whole_sum(tp_size):
+    """Of two ranks to the bit, whatever the number of rows."""
+    assert run_group(tp_size, "divided_rows") == [[]] * tp_size
+
+
 @pytest.mark.parametrize("num_kv_heads", [2, 1])
 def test_a_wrong_block_on_another_rank_changes_the_answer_of_the_fake_model(num_kv_heads, tmp_path):
     folder = write_fake_model(tmp_path, num_kv_heads=num_kv_heads)
@@ -64,6 +70,8 @@ def test_the_group_of_one():
     assert (group.rank, group.size) == (0, 1)
     assert tensor.tolist() == [[1, 1, 1], [1, 1, 1]]
     assert group.gather_columns(tensor, [3]) is tensor
+    assert group.reduce_scatter(tensor) is tensor
+    assert group.all_gather(tensor, 2) is tensor
     assert group.exchange(b"data") == [b"data"]
     with pytest.raises(ValueError, match=f"{MOST_EXCHANGED_BYTES} are the most"):
         group.exchange(bytes(MOST_EXCHANGED_BYTES + 1))
