@@ -1,5 +1,5 @@
-"""Ranks that divide a step by tokens between the products of a layer, real processes over gloo: of two ranks, to the bit
-what they answer undivided, and that is what transformers answers."""
+"""Ranks that divide a step by tokens between the products of a layer, real processes over gloo: two of them answer to
+the bit as they do undivided, and that is what transformers answers."""
 
 import json
 
@@ -32,7 +32,9 @@ MODELS = {  # kinds of layers, of what is between their products, and of setting
     "w8a8": ("llama", {}, {"quantization": "w8a8"}),
     "int8 cache": ("llama", {}, {"kv_cache_dtype": "int8"}),
 }
-OF_TRANSFORMERS = ["llama", "norms behind", "norms on both sides, tied", "parallel layers", "experts"]
+ADAPTED = "adapter"
+QUICK = ["llama", "bfloat16"]
+OF_TRANSFORMERS = {"llama", "norms behind", "norms on both sides, tied", "parallel layers", "experts"}
 
 
 @pytest.fixture(scope="module")
@@ -46,68 +48,75 @@ def adapter(folders, tmp_path_factory):
     return write_adapter(tmp_path_factory.mktemp("adapters") / "sql", folders["llama"], seed=5)
 
 
-def cases(folders, adapter, min_tokens, **settings):
-    """What is divided is in chunks of 70, so that the last ones have few tokens."""
-
-    def case(name, **more):
-        divided = {"sequence_parallel_min_tokens": min_tokens}
-        return rank_case(folders[name], PROMPTS, NUM_NEW_TOKENS, 70, **divided, **settings, **more)
-
-    found = {name: case(name, **more) for name, (*_, more) in MODELS.items()}
-    lora = {**case("llama", lora=[f"sql={adapter}"]), "adapters": ["", "sql", "sql"] * 5}
-    return found | {"adapter": lora}
-
-
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
-def tp_size(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def whole(tp_size, folders, adapter, tmp_path_factory):
-    """What rank 0 samples, and what each rank says of itself."""
-    return run_ranks(tmp_path_factory.mktemp("whole"), tp_size, cases(folders, adapter, 0))
+@pytest.fixture(
+    scope="module",
+    params=[(2, QUICK), *(pytest.param((size, [*MODELS, ADAPTED]), marks=pytest.mark.long) for size in (2, 3))],
+    ids=["2, some", "2", "3"],
+)
+def ranks(request, folders, adapter, tmp_path_factory):
+    """How many there are, which cases they were given, and of each, undivided and divided, what rank 0 sampled and what
+    each rank says of itself."""
+    tp_size, names = request.param
+    given = {
+        f"{name} {min_tokens}": case(name, folders, adapter, sequence_parallel_min_tokens=min_tokens)
+        for name in names
+        for min_tokens in (0, 1)
+    }
+    return tp_size, names, *run_ranks(tmp_path_factory.mktemp("ranks"), tp_size, given)
 
 
-@pytest.fixture(scope="module")
-def divided(tp_size, folders, adapter, tmp_path_factory):
-    return run_ranks(tmp_path_factory.mktemp("divided"), tp_size, cases(folders, adapter, 1))
+def case(name, folders, adapter, **settings):
+    """In chunks of 70, so that the last ones have few tokens."""
+    if name == ADAPTED:
+        lora = rank_case(folders["llama"], PROMPTS, NUM_NEW_TOKENS, 70, lora=[f"sql={adapter}"], **settings)
+        return {**lora, "adapters": ["", "sql", "sql"] * 5}
+    return rank_case(folders[name], PROMPTS, NUM_NEW_TOKENS, 70, **MODELS[name][2], **settings)
 
 
 def token_ids(answers):
     return [[token["token_id"] for token in answer] for answer in answers]
 
 
-@pytest.mark.parametrize("name", [*MODELS, "adapter"])
-def test_answers_are_those_of_ranks_that_have_all_tokens(name, tp_size, whole, divided):
-    if tp_size == 2:
-        assert divided[0][name] == whole[0][name]  # with the logprobs of the whole vocabulary
-    elif name != "bfloat16":  # where a sum in another order turns a token now and then
-        assert token_ids(divided[0][name]) == token_ids(whole[0][name])
-
-
-@pytest.mark.parametrize("name", OF_TRANSFORMERS)
-def test_tokens_are_those_of_transformers(name, folders, divided):
-    expected = generated(folders[name], PROMPTS, NUM_NEW_TOKENS)
+def check_tokens(answers, folder):
+    """Up to where transformers ends an answer."""
+    expected = generated(folder, PROMPTS, NUM_NEW_TOKENS)
     assert any(len(answer) == NUM_NEW_TOKENS for answer in expected)
-    for ids, answer in zip(expected, token_ids(divided[0][name]), strict=True):
+    for ids, answer in zip(expected, token_ids(answers), strict=True):
         assert answer[: len(ids)] == ids
 
 
-def test_traits_tell_where_bits_may_differ(tp_size, whole, divided):
-    for before, after in zip(whole[1], divided[1], strict=True):
-        assert after["llama"]["description"]["sequence_parallel_min_tokens"] == "1"
-        same = before["llama"]["traits"] == after["llama"]["traits"]
-        is_exact = tp_size == 2 and before["llama"]["description"]["attention"] == "native"
-        assert same == is_exact
+def test_answers_are_those_of_ranks_that_have_all_tokens(ranks):
+    tp_size, names, sampled, _ = ranks
+    for name in names:
+        whole, divided = sampled[f"{name} 0"], sampled[f"{name} 1"]
+        if tp_size == 2:
+            assert divided == whole, name  # with the logprobs of the whole vocabulary
+        elif name != "bfloat16":  # where a sum in another order turns a token now and then
+            assert token_ids(divided) == token_ids(whole), name
+
+
+def test_tokens_are_those_of_transformers(folders, ranks):
+    _, names, sampled, _ = ranks
+    for name in OF_TRANSFORMERS & set(names):
+        check_tokens(sampled[f"{name} 1"], folders[name])
+
+
+def test_traits_tell_where_bits_may_differ(ranks):
+    tp_size, _, _, facts = ranks
+    for rank in facts:
+        whole, divided = rank["llama 0"], rank["llama 1"]
+        assert divided["description"]["sequence_parallel_min_tokens"] == "1"
+        is_exact = tp_size == 2 and whole["description"]["attention"] == "native"
+        assert (whole["traits"] == divided["traits"]) == is_exact
 
 
 @pytest.mark.long
 def test_stages_of_two_ranks_pass_on_their_share(folders, adapter, tmp_path):
-    given = cases(folders, adapter, 1, pipeline_parallel_size=2)
-    sampled, _ = run_ranks(tmp_path, 4, {name: given[name] for name in OF_TRANSFORMERS})
+    settings = {"sequence_parallel_min_tokens": 1, "pipeline_parallel_size": 2}
+    given = {name: case(name, folders, adapter, **settings) for name in OF_TRANSFORMERS}
+    sampled, _ = run_ranks(tmp_path, 4, given)
     for name in OF_TRANSFORMERS:
-        test_tokens_are_those_of_transformers(name, folders, (sampled,))
+        check_tokens(sampled[name], folders[name])
 
 
 def test_only_large_steps_with_prompts_are_divided():
@@ -129,6 +138,7 @@ def test_only_large_steps_with_prompts_are_divided():
     assert not is_divided(1, min_tokens=1)
 
 
+@pytest.mark.long
 def test_ranks_that_were_told_otherwise_are_refused(tmp_path):
     folder = write_tiny_model(tmp_path / "model")
     outputs = []

@@ -46,6 +46,7 @@ def collectives(_):
                 columns.append(
                     None if gathered is None else [str(gathered.dtype), list(gathered.shape), *gathered.tolist()]
                 )
+    differing = differing_rows(group)
     given = group.exchange(b"\0abc" * group.rank)
     largest = group.exchange(bytes([group.rank]) * MOST_EXCHANGED_BYTES)
     listening = {c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
@@ -54,6 +55,7 @@ def collectives(_):
         "size": group.size,
         "sums": sums,
         "columns": columns,
+        "differing": differing,
         "given": [data.hex() for data in given],
         "largest": [[len(data), *set(data)] for data in largest],
         "listening": sorted(listening),
@@ -61,9 +63,15 @@ def collectives(_):
 
 
 def divided_rows(_):
+    group = joined(60)
+    differing = differing_rows(group)
+    group.close()
+    return differing
+
+
+def differing_rows(group):
     """Where the outcome of rows that are divided, and put together again, is not what all_reduce gives: numbers of
     rows, and types."""
-    group = joined(60)
     differing = []
     with torch.inference_mode():
         for dtype in DTYPES[:3]:
@@ -77,7 +85,6 @@ def divided_rows(_):
                 is_same = torch.equal(own, whole[held.start : held.stop]) and own.dtype == dtype
                 if not is_same or not agree(whole, summed, exactly=group.size == 2):
                     differing.append([num_rows, str(dtype)])
-    group.close()
     return differing
 
 
