@@ -96,27 +96,37 @@ class _Joined:
     def all_reduce(self, tensor: torch.Tensor) -> None:
         distributed.all_reduce(tensor, group=self._group)
 
-    # (By all_to_all, as shares may be unequal, and as gloo's own reduce_scatter sums up all rows on every rank.)
-
     def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
-        shares = self._shares(len(tensor))
-        ours = shares[self.rank]
-        parts = tensor.new_empty(self.size, ours, tensor.shape[1])
-        distributed.all_to_all_single(parts.flatten(0, 1), tensor, [ours] * self.size, shares, group=self._group)
+        given = torch.split(tensor, self._shares(len(tensor)))
+        parts = [given[rank] if rank == self.rank else torch.empty_like(given[self.rank]) for rank in range(self.size)]
+        self._swap(given, parts)
         total = parts[0] + parts[1]
         for part in parts[2:]:
             total += part
         return total
 
     def all_gather(self, local: torch.Tensor, num_rows: int) -> torch.Tensor:
-        shares = self._shares(num_rows)
         rows = local.new_empty(num_rows, local.shape[1])
-        sent = local.repeat(self.size, 1)
-        distributed.all_to_all_single(rows, sent, shares, [len(local)] * self.size, group=self._group)
+        parts = torch.split(rows, self._shares(num_rows))
+        parts[self.rank].copy_(local)
+        self._swap([local] * self.size, parts)
         return rows
 
     def _shares(self, num_rows: int) -> list[int]:
         return [len(share_of(num_rows, rank, self.size)) for rank in range(self.size)]
+
+    def _swap(self, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]) -> None:
+        """Gives each other rank its tensor, and takes that rank's. (Collectives of the backends want equal shares, and
+        gloo's reduce_scatter sums up all rows on every rank.)"""
+        both = ((distributed.isend, given), (distributed.irecv, taken))
+        operations = [
+            distributed.P2POp(operation, tensors[peer], group=self._group, group_peer=peer)
+            for peer in range(self.size)
+            if peer != self.rank
+            for operation, tensors in both
+        ]
+        for work in distributed.batch_isend_irecv(operations):
+            work.wait()
 
     def gather_columns(self, local: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
         widest, num_rows = max(widths), local.shape[0]

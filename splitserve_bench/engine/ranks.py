@@ -6,14 +6,16 @@ torchrun --nproc-per-node 2 -m splitserve_bench.engine.ranks MODEL
 import os
 import statistics
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from engine.engine import Engine
 from engine.parallel import LEADER, RankGroup, choose_device, join
@@ -101,17 +103,37 @@ def _step(engine: Engine, num_tokens: int) -> Callable[[], None]:
     return step
 
 
+class _Held(TorchDispatchMode):
+    """The bytes of all tensors that are made while it is entered, as long as each is there."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most_bytes = 0
+        self._num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {id(each.untyped_storage()) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        made = func(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            if isinstance(each, torch.Tensor) and id(each.untyped_storage()) not in given:
+                self._take(each.untyped_storage())
+        return made
+
+    def _take(self, storage: torch.UntypedStorage) -> None:
+        self._num_bytes += storage.nbytes()
+        self.most_bytes = max(self.most_bytes, self._num_bytes)
+        weakref.finalize(storage, self._let_go, storage.nbytes())
+
+    def _let_go(self, num_bytes: int) -> None:
+        self._num_bytes -= num_bytes
+
+
 def _peak_bytes(step: Callable[[], None]) -> int:
     """The most that a step holds at a time beyond what was there before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    held = _Held()
+    with held:
         step()
-    assert profiled.profiler is not None
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = most = 0
-    for event in sorted(events, key=lambda each: each.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most
+    return held.most_bytes
 
 
 if __name__ == "__main__":
