@@ -100,8 +100,9 @@ class _Joined:
         given = torch.split(tensor, self._shares(len(tensor)))
         parts = [given[rank] if rank == self.rank else torch.empty_like(given[self.rank]) for rank in range(self.size)]
         self._swap(given, parts)
-        total = parts[0] + parts[1]
-        for part in parts[2:]:
+        # In the order of the ranks, and in memory of its own: what was given can be let go.
+        total, other = (parts[1], parts[0]) if self.rank == LEADER else (parts[0], parts[1])
+        for part in (other, *parts[2:]):
             total += part
         return total
 
