@@ -105,7 +105,10 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
         r"splitserve up --kv-(host|disk)-bytes",
         By(_SYSTEM + "test_kv_tiers.py::test_a_chat_whose_beginning_was_evicted"),
     ),
-    (r"torchrun .* splitserve_bench.engine.ranks", By(_BENCH + "test_ranks.py::test_divided_steps_hold_less")),
+    (
+        r"torchrun .* splitserve_bench.engine.sequence_parallel",
+        By(_BENCH + "test_sequence_parallel.py::test_divided_steps_hold_less"),
+    ),
     (r"torchrun ", By(_SYSTEM + "test_tensor_parallel.py::test_ranks_started_together_as_torchrun_does")),
     (
         r"splitserve (coordinator|prefill|decode|both) .*--tls",

@@ -1,6 +1,6 @@
 """What it costs and saves the ranks of a node to divide prompts by tokens, beside the same ranks that do not, in turn:
 
-torchrun --nproc-per-node 2 -m splitserve_bench.engine.ranks MODEL
+torchrun --nproc-per-node 2 -m splitserve_bench.engine.sequence_parallel MODEL
 """
 
 import os

@@ -14,7 +14,7 @@ LINE = re.compile(r" +(\d+) tokens (whole|divided) +\d+ tokens/s, CPU ms .* most
 def test_divided_steps_hold_less(tmp_path):
     folder = write_tiny_model(tmp_path / "model", hidden_size=480, intermediate_size=80)
     arguments = (folder, "--tokens", "100,201", "--repeats", "1")
-    with rank_processes(2, "splitserve_bench.engine.ranks", *arguments) as processes:
+    with rank_processes(2, "splitserve_bench.engine.sequence_parallel", *arguments) as processes:
         leader, follower = (process.communicate(timeout=TIMEOUT_S)[0] for process in processes)
     lines = [match.groups() for line in leader.splitlines() if (match := LINE.fullmatch(line))]
     assert [line[:2] for line in lines] == [(num, name) for num in ("100", "201") for name in ("whole", "divided")]
