@@ -57,7 +57,7 @@ class DoorLink:
             self._news.set()
         run = self._runs[-1]
         self._num_tokens += len(tokens)
-        if num_cached_tokens is not None or not all(_is_plain(token) for token in tokens):
+        if num_cached_tokens is not None or not all(map(_is_plain, tokens)):
             run.add_others(number, index, tokens, num_cached_tokens)
             return
         if run.others and (number, index) in run.others:  # which these follow

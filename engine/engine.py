@@ -144,6 +144,7 @@ class Engine:
             "threads": str(torch.get_num_threads()),
             "tp_size": str(tp_size),
             "pp_size": str(pp_size),
+            "sequence_parallel_min_tokens": str(settings.sequence_parallel_min_tokens if tp_size > 1 else 0),
             "layers_on_disk": str(self._num_on_disk()),
             "batch_invariant": "yes" if settings.batch_invariant else "no",
             "model_impl": f"transformers {version('transformers')}" if self.config.is_foreign else NATIVE,
@@ -295,6 +296,14 @@ class Engine:
         return self.model(batch, self.attention, on_layer)
 
 
+def _check_alike(group: RankGroup, settings: EngineSettings) -> None:
+    """Raises SettingsError on every rank where they would not call each other alike."""
+    told = group.exchange(str(settings.sequence_parallel_min_tokens).encode())
+    if len(set(told)) > 1:
+        values = ", ".join(value.decode() for value in told)
+        raise SettingsError(f"--sequence-parallel-min-tokens must be the same on all ranks, and is {values}")
+
+
 def _on_all_ranks(group: RankGroup, load: Callable[[], T]) -> T:
     """What it gives. Raises ModelError on every rank where it does on one."""
     said, loaded = b"", None
@@ -330,8 +339,9 @@ def _build_model(
         from engine.foreign.loading import load_foreign  # here, as it takes seconds to import
 
         return load_foreign(folder, config, layout, dtype, device, shard, of_stage, pipeline, settings)
+    _check_alike(group, settings)
     with torch.device("meta"):
-        decoder = LlamaDecoder(config, device, shard, of_stage, pipeline)
+        decoder = LlamaDecoder(config, device, shard, of_stage, pipeline, settings.sequence_parallel_min_tokens)
     placement = None
     if settings.weights_memory_bytes:
         if device.type != "cpu":

@@ -9,14 +9,20 @@ import torch
 from engine.native import library
 
 COUNTS: Final = "num_"  # of what torch tells of a CPU: cores and sockets, which show in the number of threads
-NOTHING_TO_KERNELS: Final = ("threads", "program", "pp_size", "layers_on_disk")  # of what an engine says of itself
+NOTHING_TO_KERNELS: Final = (  # of what an engine says of itself
+    "threads",
+    "program",
+    "pp_size",
+    "sequence_parallel_min_tokens",
+    "layers_on_disk",
+)
 
 
 def engine_traits(description: Mapping[str, str], device: torch.device, *, kernels_alone: bool) -> dict[str, str]:
     """Equal for engines of one fingerprint that give equal bits for equal steps; the inverse is not promised. Takes
     an engine's description of itself, and whether compiled kernels compute all of it that adds anything up: to these
-    the number of threads is nothing, nor are stages, nor is a step as one program, and of the CPU its instructions
-    alone count."""
+    the number of threads is nothing, nor are stages or tokens divided over two ranks, nor is a step as one program,
+    and of the CPU its instructions alone count."""
     left_out = NOTHING_TO_KERNELS if kernels_alone else ()
     traits = {key: value for key, value in description.items() if key not in left_out} | {"torch": torch.__version__}
     if device.type == "cpu":

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup, Store, TCPStore  # type: ignore[attr
 from torch.nn import functional
 
 from serving_core.errors import SettingsError
-from serving_core.sharding import ranks_text
+from serving_core.sharding import ranks_text, share_of
 
 MOST_EXCHANGED_BYTES: Final = 16 * 1024
 LENGTH_BYTES: Final = 4
@@ -39,6 +39,13 @@ class RankGroup(Protocol):
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Turns the tensor, in place and on every rank, into the sum over the ranks."""
 
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's share of the rows [T, size] of the sum over the ranks, which is added up in their order. Every
+        rank's share is share_of(T, rank, size), and none is empty."""
+
+    def all_gather(self, local: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """The ranks' shares of so many rows, one below the other, on every rank."""
+
     def gather_columns(self, local: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
         """The ranks' tensors [rows, widths[rank]] side by side on rank 0, None on the others."""
 
@@ -57,6 +64,12 @@ class _Alone:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         pass
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def all_gather(self, local: torch.Tensor, num_rows: int) -> torch.Tensor:
+        return local
 
     def gather_columns(self, local: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
         return local
@@ -82,6 +95,39 @@ class _Joined:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         distributed.all_reduce(tensor, group=self._group)
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        given = torch.split(tensor, self._shares(len(tensor)))
+        parts = [given[rank] if rank == self.rank else torch.empty_like(given[self.rank]) for rank in range(self.size)]
+        self._swap(given, parts)
+        # In the order of the ranks, and in memory of its own: what was given can be let go.
+        total, other = (parts[1], parts[0]) if self.rank == LEADER else (parts[0], parts[1])
+        for part in (other, *parts[2:]):
+            total += part
+        return total
+
+    def all_gather(self, local: torch.Tensor, num_rows: int) -> torch.Tensor:
+        rows = local.new_empty(num_rows, local.shape[1])
+        parts = torch.split(rows, self._shares(num_rows))
+        parts[self.rank].copy_(local)
+        self._swap([local] * self.size, parts)
+        return rows
+
+    def _shares(self, num_rows: int) -> list[int]:
+        return [len(share_of(num_rows, rank, self.size)) for rank in range(self.size)]
+
+    def _swap(self, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]) -> None:
+        """Gives each other rank its tensor, and takes that rank's. (Collectives of the backends want equal shares, and
+        gloo's reduce_scatter sums up all rows on every rank.)"""
+        both = ((distributed.isend, given), (distributed.irecv, taken))
+        operations = [
+            distributed.P2POp(operation, tensors[peer], group=self._group, group_peer=peer)
+            for peer in range(self.size)
+            if peer != self.rank
+            for operation, tensors in both
+        ]
+        for work in distributed.batch_isend_irecv(operations):
+            work.wait()
 
     def gather_columns(self, local: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
         widest, num_rows = max(widths), local.shape[0]

@@ -9,7 +9,7 @@ import math
 import os
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Final, NamedTuple
 
@@ -95,6 +95,12 @@ class GgufTensor:
     @property
     def end(self) -> int:
         return self.start + self.num_bytes
+
+    def slices(self) -> Iterator["GgufTensor"]:
+        """Those along its first dimension, one after the other; it must have two or more."""
+        shape, size_bytes = self.shape[1:], self.num_bytes // self.shape[0]
+        for index in range(self.shape[0]):
+            yield GgufTensor(shape, self.type_id, self.start + index * size_bytes, self.part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,38 +7,19 @@ of its parts, whose weights stay where they are. Torch-free.
 import functools
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from typing import Final
 
 from serving_core.errors import ModelError
+from serving_core.gguf_names import checkpoint_tensors
 from serving_core.gguf_parts import MOST_PARTS, ROPE_FACTORS, open_parts, read_model
 
 LINK: Final = "model.gguf"
 SOURCE: Final = "model.gguf.source"  # the digest of what the folder was made of
 
-OUTSIDE: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-IN_LAYER: Final = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-NORMS_OF_OUTPUTS: Final = {  # where attention and feed-forward have norms before and behind them
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-LAYERS: Final = {"gemma2": IN_LAYER | NORMS_OF_OUTPUTS, "gemma3": IN_LAYER | NORMS_OF_OUTPUTS}  # of others IN_LAYER
 GEMMAS: Final = ("gemma", "gemma2", "gemma3")
 INTERLEAVED: Final = (".q_proj.weight", ".q_proj.bias", ".k_proj.weight", ".k_proj.bias")
 Identity = tuple[int, ...]
@@ -57,10 +38,8 @@ class GgufWeights:
             raise _replaced(self._links[0])
         self.headers_bytes: Final = [len(header) for header in model.headers]
         self._architecture = str(model.metadata.get("general.architecture"))
-        in_layer = LAYERS.get(self._architecture, IN_LAYER)
-        self.tensors: Final = {
-            checkpoint_name(name, in_layer): tensor for name, tensor in model.tensors.items() if name != ROPE_FACTORS
-        }
+        weights = {name: tensor for name, tensor in model.tensors.items() if name != ROPE_FACTORS}
+        self.tensors: Final = checkpoint_tensors(model.metadata, weights)
 
     def is_interleaved(self, name: str) -> bool:
         """Whether the rows of each head alternate between its halves, as llama.cpp rotates Llama's."""
@@ -103,17 +82,6 @@ def links_of(folder: Path) -> list[Path]:
     """The links to all parts: the first always, and those that follow it."""
     links = (folder / link_name(part) for part in range(MOST_PARTS))
     return [folder / LINK, *itertools.takewhile(Path.is_symlink, itertools.islice(links, 1, None))]
-
-
-def checkpoint_name(name: str, in_layer: Mapping[str, str]) -> str:
-    """A tensor's name in a Hugging Face checkpoint; one that is not known gets a name that none has there."""
-    module, _, attribute = name.rpartition(".")
-    if module in OUTSIDE:
-        return f"{OUTSIDE[module]}.{attribute}"
-    match module.split("."):
-        case ["blk", layer, part] if layer.isdecimal() and part in in_layer:
-            return f"model.layers.{layer}.{in_layer[part]}.{attribute}"
-    return f"gguf:{name}"
 
 
 def _identity(now: os.stat_result) -> Identity:

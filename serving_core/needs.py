@@ -133,6 +133,8 @@ def _check_foreign(settings: EngineSettings, config: ModelConfig) -> None:
         raise SettingsError(f"--lora: {computed}, and adapters are for models that our own code computes")
     if settings.weights_memory_bytes:
         raise SettingsError(f"--weights-memory-bytes: {computed}, with all weights in memory")
+    if settings.sequence_parallel_min_tokens:
+        raise SettingsError(f"--sequence-parallel-min-tokens: {computed}, with all tokens on every rank")
     if settings.batch_invariant:
         raise SettingsError(f"--batch-invariant: {computed}, in a way in which bits have a history")
 
@@ -146,5 +148,7 @@ def _check_fake(settings: EngineSettings, dtype: str) -> None:
         raise SettingsError("--lora: the fake model has no weights")
     if settings.weights_memory_bytes:
         raise SettingsError("--weights-memory-bytes: the fake model has no weights")
+    if settings.sequence_parallel_min_tokens:
+        raise SettingsError("--sequence-parallel-min-tokens: the fake model has no products between which to divide")
     if settings.kv_cache_dtype != "auto":
         raise SettingsError(f"--kv-cache-dtype {settings.kv_cache_dtype}: the fake model counts in float32")

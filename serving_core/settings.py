@@ -69,6 +69,12 @@ class EngineSettings:
         minimum=1,
         maximum=64,
     )
+    sequence_parallel_min_tokens: int = flag(
+        0,
+        "Tokens from which on the ranks of a layer divide a step with prompts by tokens, between the layer's products. "
+        "0: each rank has them all.",
+        minimum=0,
+    )
     rank_timeout_s: float = flag(60.0, "Seconds a rank waits for the others before the node ends.", minimum=1.0)
     cpus: str = flag(
         "",

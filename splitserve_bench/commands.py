@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
@@ -9,21 +10,24 @@ import click
 
 from serving_core.extras import needs
 from serving_core.layout import QUANTIZED_DTYPES
-from serving_core.settings import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineSettings
+from serving_core.settings import DEVICES, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineSettings
 from splitserve.commands.plan_transfer import layout_of
 from splitserve.commands.terminal import report, stdout
 from splitserve.signals import run_to_end
 from splitserve_bench.compare.compare_command import compare_command
+from splitserve_bench.device.device_command import device_command
 from splitserve_bench.dominance.command import dominance_command
 from splitserve_bench.engine.command import engine_command
 from splitserve_bench.engine.prompts_command import prompts_command
 from splitserve_bench.models import writing_model
+from splitserve_bench.options import ListOf
 from splitserve_bench.overload.command import overload_command
 from splitserve_bench.serve.serve_command import serve_command
 from splitserve_bench.simulate.reality_command import reality_command
 from splitserve_bench.speculation.command import speculation_command
 
 TRANSPORTS: Final = ("zmq-shm", "zmq-ipc", "zmq-tcp", "zmq-curve", "torch_dist-gloo", "loopback")
+NCCL: Final = "torch_dist-nccl"  # between two CUDA devices
 PROMPT_TOKENS: Final = (16, 128, 512, 2048, 8192)
 OVERLAP_PROMPT_TOKENS: Final = (16, 32, 64, 128, 256, 512, 1024)
 CONTEXT_TOKENS: Final = (128, 512, 2048)
@@ -37,6 +41,7 @@ def bench() -> None:
 
 
 bench.add_command(engine_command)
+bench.add_command(device_command)
 bench.add_command(prompts_command)
 bench.add_command(serve_command)
 bench.add_command(compare_command)
@@ -44,6 +49,17 @@ bench.add_command(overload_command)
 bench.add_command(dominance_command)
 bench.add_command(reality_command)
 bench.add_command(speculation_command)
+
+
+def parse_division(text: str) -> tuple[int, int]:
+    """Raises ValueError."""
+    found = re.fullmatch(r"([1-9]\d?)x([1-9]\d?)", text, re.ASCII)
+    if found is None:
+        raise ValueError(f"{text!r} is not of the form STAGESxRANKS, such as 2x1")
+    return int(found[1]), int(found[2])
+
+
+DIVISIONS: Final = ListOf("STAGESxRANKS,...", parse_division)
 
 
 def as_json_option(command: Command) -> Command:
@@ -94,7 +110,7 @@ def cluster(model: str, streams: int, prompt_tokens: int, output_tokens: int, re
     default=TRANSPORTS,
     show_default=True,
     multiple=True,
-    type=click.Choice(TRANSPORTS),
+    type=click.Choice((*TRANSPORTS, NCCL)),
     help="What moves the blocks; give it again for more.",
 )
 @prompt_tokens_option(PROMPT_TOKENS)
@@ -109,6 +125,7 @@ def cluster(model: str, streams: int, prompt_tokens: int, output_tokens: int, re
 )
 @click.option("--kv-cache-dtype", default="auto", show_default=True, type=click.Choice(KV_CACHE_DTYPES))
 @click.option("--scattered", is_flag=True, help="Blocks of a prompt lie anywhere in the pool, not side by side.")
+@click.option("--device", default="cpu", show_default=True, type=click.Choice(DEVICES[1:]), help="Where the pools are.")
 @count_option("--repeats", 9, "Transfers of each kind.")
 @as_json_option
 @needs("node")
@@ -119,6 +136,7 @@ def transfer(
     block_sizes: tuple[int, ...],
     kv_cache_dtype: str,
     scattered: bool,
+    device: str,
     repeats: int,
     as_json: bool,
 ) -> None:
@@ -127,7 +145,8 @@ def transfer(
     from splitserve_bench.report import transfer_views
 
     layouts = [layout_of(model, block_size, kv_cache_dtype) for block_size in dict.fromkeys(block_sizes)]
-    sizes = TransferBench(tuple(dict.fromkeys(transports)), tuple(dict.fromkeys(prompt_tokens)), repeats, scattered)
+    lengths = tuple(dict.fromkeys(prompt_tokens))
+    sizes = TransferBench(tuple(dict.fromkeys(transports)), lengths, repeats, scattered, device)
 
     async def measure() -> list[TransferReport]:
         return [await measure_transfer(layout, sizes, report) for layout in layouts]
@@ -164,6 +183,32 @@ def reuse(model: str, dtype: str, as_json: bool, **counts: int) -> None:
         dtype=dtype,
     )
     _run(measure_reuse(writing_model(model, report), sizes, report), _records, reuse_table, as_json)
+
+
+@bench.command()
+@click.argument("model", default="")
+@click.option(
+    "--divisions",
+    default="1x1,2x1,1x2",
+    show_default=True,
+    type=DIVISIONS,
+    help="Stages, and ranks of each of them.",
+)
+@count_option("--prompt-tokens", 512, "Length of the prompts.")
+@count_option("--prompts", 4, "Prompts, and answers, at once.", minimum=2)
+@count_option("--output-tokens", 32, "Length of the answers.", minimum=8)
+@count_option("--repeats", 5, "Prompts one after the other, and how often several are asked at once.")
+@click.option("--dtype", default="auto", show_default=True, type=click.Choice(DTYPES), help="Compute dtype.")
+@as_json_option
+@needs("node")
+def ranks(model: str, divisions: tuple[tuple[int, int], ...], dtype: str, as_json: bool, **counts: int) -> None:
+    """Divide MODEL by layers and within layers, over ranks on the same CPUs: times, and what each rank holds."""
+    from splitserve_bench.clusters.ranks import Division, RanksBench, measure_ranks
+    from splitserve_bench.report import ranks_table
+
+    sizes = RanksBench(counts["prompt_tokens"], counts["prompts"], counts["output_tokens"], counts["repeats"], dtype)
+    ways = [Division(*each) for each in divisions]
+    _run(measure_ranks(writing_model(model, report), ways, sizes, report), _records, ranks_table, as_json)
 
 
 @bench.command("kv-tiers")

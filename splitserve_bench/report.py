@@ -12,6 +12,7 @@ from splitserve_bench.accuracy.kv_cache import KVAccuracy
 from splitserve_bench.accuracy.weights_accuracy import WeightsAccuracy
 from splitserve_bench.clusters.cluster import ClusterBench, ClusterFigures
 from splitserve_bench.clusters.overlap import OverlapFigures, pays_from
+from splitserve_bench.clusters.ranks import RanksFigures
 from splitserve_bench.clusters.reuse import ReuseFigures
 from splitserve_bench.clusters.tiers import TierFigures
 from splitserve_bench.corridor.transfer import TransferFigures, TransferReport
@@ -90,6 +91,25 @@ def tiers_table(all_figures: Sequence[TierFigures]) -> Table:
             f"{done.write_s:.2f}" if done else "-",
             f"{done.saved_s:.2f}" if done else "-",
             f"{figures.num_equal}/{figures.num_requests}",
+        )
+    return table
+
+
+def ranks_table(all_figures: Sequence[RanksFigures]) -> Table:
+    """What each way of dividing the model gave."""
+    times = ("start s", "prompt ms", "token ms", "prompts at once, tokens/s", "token ms, at once")
+    table = plain_table("the model in", numbers=(*times, "weights, by rank", "resident, by rank", "equal answers"))
+    for figures in all_figures:
+        table.add_row(
+            str(figures.division),
+            f"{figures.start_s:.1f}",
+            f"{figures.lone_prompt_s * 1e3:.0f}",
+            f"{figures.lone_tpot_s * 1e3:.1f}",
+            f"{figures.prompt_tokens_per_s:.0f}",
+            f"{figures.tpot_s * 1e3:.1f}",
+            ", ".join(map(size_of, figures.weight_bytes)),
+            ", ".join(map(size_of, figures.rss_bytes)),
+            f"{figures.num_equal}/{figures.num_answers}",
         )
     return table
 

@@ -4,13 +4,15 @@ The tokenizer is byte-level: a token id below 256 is that byte, as in tests/tiny
 """
 
 import json
+import re
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import gguf
 import numpy as np
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from tests.foreign_models import write_any_model
 from tests.tiny_models import BOS, CHAT_TEMPLATE, EOS, SPECIAL_TOKENS, byte_vocabulary
@@ -26,7 +28,18 @@ MODEL_ARCHS = {
     "gemma": gguf.MODEL_ARCH.GEMMA,
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
+    "olmoe": gguf.MODEL_ARCH.OLMOE,
+    "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
 }
+MIXTURES: dict[str, dict[str, Any]] = {  # sizes that blocks of 32 divide, and what files cannot say
+    "mixtral": {"sliding_window": None},
+    "olmoe": {},
+    "qwen2_moe": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+    "qwen3_moe": {"moe_intermediate_size": 32, "norm_topk_prob": True},
+}
+OF_EXPERT: Final = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
 Change = Callable[[gguf.GGUFWriter], None]
 
 
@@ -38,18 +51,22 @@ def write_gguf(
     seed: int = 0,
     change: Change = lambda writer: None,
     part_tensors: int = 0,
+    stacks: bool = True,
     **config: Any,
 ) -> Path:
-    """Writes a file and, in a folder beside it with its name less the suffix, the model that it was made of: the
-    weights are the same where `stored` is F32. `change` may add to what is written, or replace metadata. With
-    `part_tensors` the model is in parts of so many tensors; given is the first then."""
-    folder = write_any_model(file.with_suffix(""), family, seed=seed, **{**SIZES, **config})
+    """Writes a file and, in a folder beside it with its name less the suffix, a model of the same weights, as floats of
+    what the file has. `change` may add to what is written, or replace metadata. With
+    `part_tensors` the model is in parts of so many tensors; given is the first then. Unless it `stacks` them, each
+    expert has tensors of its own, as in older files of Mixtral."""
+    fields = {**SIZES, **MIXTURES.get(family, {}), **config}
+    folder = write_any_model(file.with_suffix(""), family, seed=seed, **fields)
     said = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[MODEL_ARCHS[family]], split_max_tensors=part_tensors)
     _add_config(writer, said)
     _add_tokenizer(writer)
-    tensors = load_file(folder / "model.safetensors")
-    _add_tensors(writer, family, said, tensors, gguf.GGMLQuantizationType[stored])
+    kind = gguf.GGMLQuantizationType[stored]
+    tensors = _rounded(folder / "model.safetensors", kind)
+    _add_tensors(writer, family, said, _stacked(tensors) if stacks else tensors, kind)
     change(writer)
     write(writer)
     num_parts = len(writer.tensors)
@@ -94,6 +111,18 @@ def _add_config(writer: gguf.GGUFWriter, said: dict[str, Any]) -> None:
             if said[cap] is not None:
                 getattr(writer, f"add_{cap}")(said[cap])
 
+    if said["model_type"] in MIXTURES:
+        _add_experts(writer, said)
+
+
+def _add_experts(writer: gguf.GGUFWriter, said: dict[str, Any]) -> None:
+    writer.add_expert_count(said.get("num_experts", said.get("num_local_experts")))
+    writer.add_expert_used_count(said["num_experts_per_tok"])
+    if "moe_intermediate_size" in said:
+        writer.add_expert_feed_forward_length(said["moe_intermediate_size"])
+    if "shared_expert_intermediate_size" in said:
+        writer.add_expert_shared_feed_forward_length(said["shared_expert_intermediate_size"])
+
 
 def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_tokenizer_model("gpt2")
@@ -105,6 +134,31 @@ def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_bos_token_id(BOS)
     writer.add_eos_token_id(EOS)
     writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def _rounded(file: Path, kind: gguf.GGMLQuantizationType) -> dict[str, np.ndarray]:
+    """The tensors of a file, which it has from now on as they come out of blocks of that kind."""
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if _is_quantized(name, tensor):
+            tensors[name] = gguf.dequantize(gguf.quantize(tensor, kind), kind)
+    save_file(tensors, file, {"format": "pt"})
+    return tensors
+
+
+def _is_quantized(name: str, tensor: np.ndarray) -> bool:
+    return tensor.ndim > 1 and not name.endswith("shared_expert_gate.weight")
+
+
+def _stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """With one tensor of all experts of a layer for each projection."""
+    found, experts = dict[str, np.ndarray](), defaultdict[str, dict[int, np.ndarray]](dict)
+    for name, tensor in tensors.items():
+        if number := OF_EXPERT.search(name):
+            experts[OF_EXPERT.sub("", name)][int(number[1])] = tensor
+        else:
+            found[name] = tensor
+    return found | {name: np.stack([each[number] for number in sorted(each)]) for name, each in experts.items()}
 
 
 def _add_tensors(
@@ -122,7 +176,11 @@ def _add_tensors(
             tensor = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(tensor.shape)
         if family.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor + 1
-        kind = stored if tensor.ndim > 1 else gguf.GGMLQuantizationType.F32
-        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        kind = stored if _is_quantized(name, tensor) else gguf.GGMLQuantizationType.F32
+        if name.endswith("shared_expert_gate.weight"):  # one row
+            tensor = tensor[0]
+        theirs = names.get_name(OF_EXPERT.sub("", name), try_suffixes=(".weight", ".bias"))
         assert theirs is not None, name
+        if number := OF_EXPERT.search(name):
+            theirs = theirs.replace("_exps", f".{number[1]}")
         writer.add_tensor(theirs, gguf.quantize(tensor, kind), raw_dtype=kind)

@@ -70,10 +70,10 @@ def _varlen_or(portable: PortableAttention, num_heads: int) -> Attention:
     candidate = VarlenAttention(pool, portable.score_scale)
     try:
         difference = _largest_difference(candidate, portable, num_heads)
-    except (RuntimeError, ValueError, NotImplementedError) as error:
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:  # TypeError: an older one lacks pages
         logger.warning("varlen_attn does not take this KV pool, attention is portable: %s", error)
         return portable
-    if difference > TOLERANCE:
+    if not difference <= TOLERANCE:  # nor if it is not a number
         logger.warning("varlen_attn is off by %f here, attention is portable", difference)
         return portable
     return candidate
@@ -94,7 +94,9 @@ def _largest_difference(candidate: Attention, reference: Attention, num_heads: i
     for plane in planes:
         plane.normal_()
     query = torch.randn(len(batch.token_ids), num_heads, layout.head_dim, device=device).to(planes[0].dtype)
-    outputs = [backend.attend(query, layer, backend.plan(batch, None)) for backend in (candidate, reference)]
-    for plane in planes:
-        plane.zero_()
+    try:
+        outputs = [backend.attend(query, layer, backend.plan(batch, None)) for backend in (candidate, reference)]
+    finally:
+        for plane in planes:
+            plane.zero_()
     return float((outputs[0] - outputs[1]).abs().max())

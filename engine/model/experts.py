@@ -13,10 +13,10 @@ from torch import nn
 
 from engine.model.dispatch import Shared
 from engine.model.layers import Deltas, Linear
+from engine.model.residual import Residual
 from engine.model.steps import Steps
 from engine.native.dispatch import choose_dispatch
 from engine.native.grouped import GroupedProduct, grouped_product
-from engine.parallel import RankGroup
 from serving_core.experts import Experts
 from serving_core.sharding import Extent, Shard, share_of, whole
 
@@ -49,15 +49,14 @@ class Expert(nn.Module):
 class MixtureOfExperts(nn.Module):
     """In place of a feed-forward."""
 
-    def __init__(self, hidden_size: int, experts: Experts, shard: Shard, group: RankGroup) -> None:
+    def __init__(self, hidden_size: int, experts: Experts, shard: Shard, tp_size: int) -> None:
         super().__init__()
 
         def neurons(total: int) -> Extent:
-            return Extent(total, share_of(total, shard.rank, group.size))
+            return Extent(total, share_of(total, shard.rank, tp_size))
 
         self._num_chosen: Final = experts.num_chosen
         self._is_normalized: Final = experts.is_normalized
-        self._group = group
         self.gate = Gate(hidden_size, "gate", experts.num_experts)
         own = neurons(experts.intermediate_size)
         each = (Expert(hidden_size, own, experts.projections) for _ in range(experts.num_experts))
@@ -72,8 +71,8 @@ class MixtureOfExperts(nn.Module):
         """Memory that the weights of all experts take, once they are there, less those of the shared one."""
         return sum(layer.num_bytes for layer in self.experts.modules() if isinstance(layer, Linear))
 
-    def forward(self, x: torch.Tensor, steps: Steps, deltas: Deltas | None = None) -> torch.Tensor:
-        """x [T, E] -> [T, E], on every rank. Reads the weights of those experts alone that some token takes. Of
+    def forward(self, x: torch.Tensor, steps: Steps, residual: Residual, deltas: Deltas | None = None) -> torch.Tensor:
+        """x [T, E] -> this rank's rows. Reads the weights of those experts alone that some token takes. Of
         `deltas` there are none here: adapters of experts are refused."""
         dispatch = choose_dispatch(x.device)
         routing = dispatch.route(self.gate(x), self._num_chosen, self._is_normalized)
@@ -81,9 +80,7 @@ class MixtureOfExperts(nn.Module):
         shared = None
         if self.shared_expert is not None:
             shared = Shared(self.shared_expert(x, steps), self.shared_expert_gate(x))
-        mixed = dispatch.mix(rows, routing, shared)
-        self._group.all_reduce(mixed)
-        return mixed
+        return residual.summed(dispatch.mix(rows, routing, shared))
 
     def _outputs(self, rows: torch.Tensor, starts: torch.Tensor, steps: Steps) -> torch.Tensor:
         """What the experts give for rows that are sorted by them."""

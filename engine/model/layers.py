@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from engine.invariant import Rows, Tiling
+from engine.model.residual import Residual
 from engine.model.steps import Steps
 from engine.native.dense_linear import DenseMatrix
 from engine.native.dense_linear import best_variant as best_dense_variant
@@ -359,16 +360,11 @@ class Linear(Layer):
 
 
 class RowParallel(Linear):
-    """A projection of inputs of which each rank has a part; its output is whole on every rank."""
+    """A projection of inputs of which each rank has a part; its output is a part of the sum over the ranks, as what is
+    added for this rank's inputs is."""
 
-    def __init__(self, inputs: Extent, name: str, num_outputs: int, bias: bool, shard: Shard, group: RankGroup) -> None:
+    def __init__(self, inputs: Extent, name: str, num_outputs: int, bias: bool, shard: Shard) -> None:
         super().__init__(inputs, {name: whole(num_outputs)}, bias, adds_bias=shard.rank == 0)
-        self._group = group
-
-    def forward(self, x: torch.Tensor, deltas: Deltas | None = None) -> torch.Tensor:
-        projected = super().forward(x, deltas)  # a part of the sum, as what is added for this rank's inputs is
-        self._group.all_reduce(projected)
-        return projected
 
 
 class FeedForward(nn.Module):
@@ -379,7 +375,6 @@ class FeedForward(nn.Module):
         hidden_size: int,
         shard: Shard,
         bias: bool,
-        group: RankGroup,
         stored_as: str | None = None,
         activation: str = SILU,
     ) -> None:
@@ -388,9 +383,9 @@ class FeedForward(nn.Module):
         self.activation: Final = activation
         parts = {"gate_proj": shard.neurons, "up_proj": shard.neurons}
         self.gate_up_proj = Linear(whole(hidden_size), parts, bias, stored_as=stored_as)
-        self.down_proj = RowParallel(shard.neurons, "down_proj", hidden_size, bias, shard, group)
+        self.down_proj = RowParallel(shard.neurons, "down_proj", hidden_size, bias, shard)
 
-    def forward(self, x: torch.Tensor, steps: Steps, deltas: Deltas | None = None) -> torch.Tensor:
-        """x [T, E] -> [T, E]"""
-        projected: torch.Tensor = self.down_proj(steps.gate(self.gate_up_proj(x, deltas), self.activation), deltas)
-        return projected
+    def forward(self, x: torch.Tensor, steps: Steps, residual: Residual, deltas: Deltas | None = None) -> torch.Tensor:
+        """x [T, E] -> this rank's rows"""
+        gated = steps.gate(self.gate_up_proj(x, deltas), self.activation)
+        return residual.summed(self.down_proj(gated, deltas))

@@ -31,6 +31,7 @@ from engine.model.layers import (
     embedding,
 )
 from engine.model.lora import Adapters
+from engine.model.residual import Residual, residual_of
 from engine.model.rope import RotaryEmbedding, Rotation, head_order
 from engine.model.steps import HeadNorms, Steps
 from engine.native.steps import choose_steps
@@ -57,6 +58,7 @@ class Pass:
     attention: Attention
     plans: dict[int | None, Any]  # of `attention`, for each window
     steps: Steps
+    residual: Residual
     deltas: Deltas | None  # None: no row is computed with an adapter
 
 
@@ -77,7 +79,7 @@ class SelfAttention(nn.Module):
             stored_as="qkv_proj" if config.differences.is_fused else None,
             rows=_ordered_rows(config, shard),
         )
-        self.o_proj = RowParallel(queries, "o_proj", config.hidden_size, config.o_bias, shard, group)
+        self.o_proj = RowParallel(queries, "o_proj", config.hidden_size, config.o_bias, shard)
         self.q_norm = _plain_norm(config, config.head_dim) if config.qk_norm else None
         self.k_norm = _plain_norm(config, config.head_dim) if config.qk_norm else None
 
@@ -94,13 +96,12 @@ class SelfAttention(nn.Module):
         return projected
 
     def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
-        """x [T, E] -> [T, E]"""
+        """x [T, E] -> this rank's rows"""
         heads = self.project(x, now).view(x.shape[0], -1, self._head_dim)  # [T, H + 2 K, D]
         attention, rotation = now.attention, now.rotations[self.rope]
         queries = now.steps.place(heads, rotation, attention.pool, self.layer, now.batch.slots, self.head_norms)
         attended = attention.attend(queries, self.layer, now.plans[self.window])
-        projected: torch.Tensor = self.o_proj(attended.flatten(1), now.deltas)
-        return projected
+        return now.residual.summed(self.o_proj(attended.flatten(1), now.deltas))
 
 
 class NormedAttention(SelfAttention):
@@ -143,7 +144,8 @@ class NormedAttention(SelfAttention):
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each with a norm and a residual around.
 
-    Changes x [T, E] in place. What it gives, like `delta` of the layer before, is still to be added; None: nothing.
+    Takes this rank's rows of x [T, E] and changes them in place. What it gives, like `delta` of the layer before, is
+    still to be added to them; None: nothing.
     """
 
     def __init__(self, config: ModelConfig, layer: int, shard: Shard, group: RankGroup) -> None:
@@ -154,15 +156,20 @@ class DecoderLayer(nn.Module):
         self._feed_forward = "mlp"  # as the checkpoint calls it
         if experts is None or layer in experts.dense_layers:
             stored_as = "gate_up_proj" if config.differences.is_fused else None
-            sizes = (config.hidden_size, shard, config.mlp_bias)
-            self.mlp = FeedForward(*sizes, group, stored_as, config.differences.activation)
+            activation = config.differences.activation
+            self.mlp = FeedForward(config.hidden_size, shard, config.mlp_bias, stored_as, activation)
         else:
             self._feed_forward = experts.module
-            self.add_module(experts.module, MixtureOfExperts(config.hidden_size, experts, shard, group))
+            self.add_module(experts.module, MixtureOfExperts(config.hidden_size, experts, shard, group.size))
 
     @property
     def feed_forward(self) -> FeedForward | MixtureOfExperts:
         return self._modules[self._feed_forward]  # type: ignore[return-value]
+
+    def fed_forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
+        """x [T, E] -> this rank's rows"""
+        outputs: torch.Tensor = self.feed_forward(x, now.steps, now.residual, now.deltas)
+        return outputs
 
 
 class PreNormLayer(DecoderLayer):
@@ -173,9 +180,9 @@ class PreNormLayer(DecoderLayer):
         self.input_layernorm, self.post_attention_layernorm = _norm(config), _norm(config)
 
     def forward(self, x: torch.Tensor, delta: torch.Tensor | None, now: Pass) -> torch.Tensor:
-        delta = self.self_attn(self.input_layernorm(x, now.steps, delta), now)
-        normed = self.post_attention_layernorm(x, now.steps, delta)
-        return self.feed_forward(normed, now.steps, now.deltas)  # type: ignore[no-any-return]
+        whole = now.residual.whole
+        delta = self.self_attn(whole(self.input_layernorm(x, now.steps, delta)), now)
+        return self.fed_forward(whole(self.post_attention_layernorm(x, now.steps, delta)), now)
 
 
 class PostNormLayer(DecoderLayer):
@@ -190,10 +197,11 @@ class PostNormLayer(DecoderLayer):
         self.post_feedforward_layernorm = _plain_norm(config, config.hidden_size)
 
     def forward(self, x: torch.Tensor, delta: torch.Tensor | None, now: Pass) -> None:
+        whole = now.residual.whole
         normed = x if self.input_layernorm is None else self.input_layernorm(x, now.steps)
-        self.post_attention_layernorm.add_to(x, self.self_attn(normed, now), now.steps)
+        self.post_attention_layernorm.add_to(x, self.self_attn(whole(normed), now), now.steps)
         normed = x if self.pre_feedforward_layernorm is None else self.pre_feedforward_layernorm(x, now.steps)
-        self.post_feedforward_layernorm.add_to(x, self.feed_forward(normed, now.steps, now.deltas), now.steps)
+        self.post_feedforward_layernorm.add_to(x, self.fed_forward(whole(normed), now), now.steps)
 
 
 class ParallelLayer(DecoderLayer):
@@ -204,9 +212,9 @@ class ParallelLayer(DecoderLayer):
         self.input_layernorm = _norm(config)
 
     def forward(self, x: torch.Tensor, delta: torch.Tensor | None, now: Pass) -> torch.Tensor:
-        normed = self.input_layernorm(x, now.steps, delta)
+        normed = now.residual.whole(self.input_layernorm(x, now.steps, delta))
         x.add_(self.self_attn(normed, now))
-        return self.feed_forward(normed, now.steps, now.deltas)  # type: ignore[no-any-return]
+        return self.fed_forward(normed, now)
 
 
 class LlamaDecoder(nn.Module):
@@ -219,12 +227,14 @@ class LlamaDecoder(nn.Module):
         shard: Shard,
         group: RankGroup,
         pipeline: Pipeline | None = None,
+        min_divided_tokens: int = 0,
     ) -> None:
         """`device` is where it will compute, `shard` the part of the group's rank. Without a pipeline there is one
-        stage."""
+        stage. The ranks divide the residual stream of prompts from `min_divided_tokens` on; 0: never."""
         super().__init__()
         self._group = group
         self._pipeline = pipeline
+        self._min_divided_tokens = min_divided_tokens
         self._shard = shard
         self._hidden_size = config.hidden_size
         self._leaves_delta = not config.differences.norms_outputs
@@ -312,13 +322,15 @@ class LlamaDecoder(nn.Module):
         """Writes the batch's keys and values into the pool. Gives the logits [S, vocab_size] of the wanted rows, or of
         an embedder what its last norm gives [S, E], on rank 0 of the last stage, None on the others. Goes through all
         layers, unless some are given to try things out."""
-        x, delta = self._begin(batch, attention.pool.compute_dtype)
+        residual = residual_of(batch, self._group, self._min_divided_tokens)
+        x, delta = self._begin(batch, residual, attention.pool.compute_dtype)
         now = Pass(
             batch,
             {rope: rotary.tables(batch.positions, x.dtype) for rope, rotary in self.rotaries.items()},
             attention,
             {window: attention.plan(batch, window) for window in self.windows},
             self.steps,
+            residual,
             self.adapters.deltas_for(batch.adapted_rows),
         )
         for num_done, layer in enumerate(layers or self.own_layers, 1):
@@ -329,19 +341,22 @@ class LlamaDecoder(nn.Module):
             self._pass_on(x, delta)
             return None
         wanted = batch.logit_rows
-        delta = None if delta is None else delta.index_select(0, wanted)
-        x = self.norm(x.index_select(0, wanted), self.steps, delta)
+        delta = None if delta is None else residual.picked(delta, wanted)
+        x = self.norm(residual.picked(x, wanted), self.steps, delta)
         if self.embeds:
             return x if self._group.rank == LEADER else None
         return self._group.gather_columns(self._head_logits(x), self._vocabulary_widths)
 
-    def _begin(self, batch: ForwardBatch, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the first layer takes: the tokens' vectors, or what the stage before passes on."""
+    def _begin(
+        self, batch: ForwardBatch, residual: Residual, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the first layer takes: this rank's rows of the tokens' vectors, or of what the stage before passes
+        on."""
         if self._shard.is_first:
             assert self.embed_tokens is not None
-            return self.embed_tokens(batch.token_ids), None
+            return residual.kept(self.embed_tokens(batch.token_ids)), None
         assert self._pipeline is not None
-        shape = (len(batch.token_ids), self._hidden_size)
+        shape = (len(residual.own), self._hidden_size)
         x = self._pipeline.receive(*shape, dtype)
         return x, self._pipeline.receive(*shape, dtype) if self._leaves_delta else None
 

@@ -20,6 +20,7 @@ OUTPUTS: Final = 16  # of a vector of weights, as in native/linear.h
 DEPTH: Final = 4  # inputs of a vector
 MOST_INPUTS: Final = 2**16  # of 8 bits
 _TILE_ELEMENTS: Final = 2**20  # weights that are made whole at a time
+_DEVICE_TILE_ELEMENTS: Final = 2**25  # on others than CPUs, where each call costs more than what it computes
 
 
 class QuantizedMatrix:
@@ -162,7 +163,8 @@ class QuantizedMatrix:
         return outputs
 
     def _multiply_whole(self, x: torch.Tensor) -> torch.Tensor:
-        step = max(1, _TILE_ELEMENTS // self.num_inputs)
+        num_elements = _TILE_ELEMENTS if x.device.type == "cpu" else _DEVICE_TILE_ELEMENTS
+        step = max(1, num_elements // self.num_inputs)
         outputs = x.new_empty((x.shape[0], self.num_outputs))
         for first in range(0, self.num_outputs, step):
             tile = torch.arange(first, min(first + step, self.num_outputs), device=x.device)

@@ -11,15 +11,18 @@ from typing import Any, Final
 from serving_core.errors import ModelError
 from serving_core.gguf_parts import ROPE_FACTORS, GgufModel
 from serving_core.json_fields import JsonFields
-from splitserve.gguf import gemma
+from splitserve.gguf import experts, gemma
 
-ARCHITECTURES: Final = {  # Mistral's models are called llama, too
+ARCHITECTURES: Final = {  # Mistral's models are called llama, too, and so is Mixtral
     "gemma": ("GemmaForCausalLM", "gemma"),
     "gemma2": ("Gemma2ForCausalLM", "gemma2"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
     "llama": ("LlamaForCausalLM", "llama"),
+    "olmoe": ("OlmoeForCausalLM", "olmoe"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
 }
 SERVED_AS: Final = "bfloat16"
 USED: Final = {
@@ -45,6 +48,8 @@ USED: Final = {
 OF_NO_USE: Final = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
 NEUTRAL: Final = {  # served where they say this
     "attention.causal": True,
+    "expert_gating_func": 1,  # a softmax
+    "expert_weights_scale": 1.0,
     "rope.scaling.attn_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
@@ -72,7 +77,8 @@ def config_of(model: GgufModel, where: str) -> dict[str, Any]:
     if name not in ARCHITECTURES:
         raise ModelError(f"{where} has architecture {name!r:.80}; supported are {', '.join(ARCHITECTURES)}")
     own = {key.removeprefix(f"{name}."): value for key, value in model.metadata.items() if key.startswith(f"{name}.")}
-    _refuse_unknown(own, gemma.USED.get(name, frozenset()), where)
+    of_experts = experts.used_of(name, own)
+    _refuse_unknown(own, gemma.USED.get(name, of_experts), where)
     fields = JsonFields(own, where)
     architecture, model_type = ARCHITECTURES[name]
     hidden_size, num_heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
@@ -82,7 +88,7 @@ def config_of(model: GgufModel, where: str) -> dict[str, Any]:
     rope = _rope(fields, _rope_factors(model, head_dim))
     if name not in gemma.USED:
         _refuse_window(fields, context)
-    return {
+    config = {
         "architectures": [architecture],
         "model_type": model_type,
         "vocab_size": _vocab_size(model, where),
@@ -98,8 +104,13 @@ def config_of(model: GgufModel, where: str) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_up.bias" in model.tensors,
         "tie_word_embeddings": "output.weight" not in model.tensors,
         "dtype": SERVED_AS,
-        **(gemma.gemma_config(name, fields, rope) if name in gemma.USED else {"rope_parameters": rope}),
+        "rope_parameters": rope,
     }
+    if name in gemma.USED:
+        config |= gemma.gemma_config(name, fields, rope)
+    if of_experts:
+        config |= experts.experts_config(name, fields, model.tensors, where)
+    return config
 
 
 def generation_config_of(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:

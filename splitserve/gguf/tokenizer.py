@@ -45,6 +45,7 @@ class Splitting:
 
 SPLITTINGS: Final = {
     "gpt-2": Splitting(),
+    "olmo": Splitting(composes=True),
     "smollm": Splitting(digits_alone=True),
     "qwen2": Splitting(_QWEN_2, composes=True),
     "deepseek-r1-qwen": Splitting(_QWEN_2),

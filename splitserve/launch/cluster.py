@@ -1,6 +1,7 @@
 """A cluster as a plan: which processes, with which settings. Pure; the launcher carries it out."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -75,7 +76,8 @@ class Process:
 class Place:
     """What the machine gives a cluster: a free port, a folder for sockets, a secret, an id that no other cluster has,
     the CPUs it may use, and the address at which nodes find the coordinator. Without a folder, the host of each node
-    says where KV arrives."""
+    says where KV arrives. Of several CUDA devices, by the names that CUDA_VISIBLE_DEVICES takes, each rank gets one in
+    turn."""
 
     fleet_port: int
     socket_dir: str
@@ -83,6 +85,7 @@ class Place:
     instance_id: str
     cpus: tuple[int, ...]
     fleet_host: str = LOOPBACK
+    cuda_devices: tuple[str, ...] = ()
 
 
 # Flags of the processes that the plan sets itself.
@@ -137,6 +140,7 @@ def plan_cluster(
     nodes = [(room, f"{room.role}-{i}", *sizes[room]) for room in sizes for i in range(counts[room.role])]
     over_ipc = place.socket_dir and given.get("kv_transport", "zmq") == "zmq"
     rank_cpus = iter(divide_cpus(place.cpus, sum(tp_size * pp_size for _, _, tp_size, pp_size in nodes)))
+    rank_devices = itertools.cycle(place.cuda_devices)
     given_nodes = {name: value for name, value in given.items() if given.get("tls_ca") or name not in FOR_THE_FLEET}
     for room, name, tp_size, pp_size in nodes:
         own = {
@@ -147,7 +151,11 @@ def plan_cluster(
             "pipeline_parallel_size": pp_size,
             "cpus": ",".join(filter(None, (next(rank_cpus) for _ in range(tp_size * pp_size)))),
         }
-        processes.append(_process(room, name, {**given_nodes, **shared, **own}))
+        process = _process(room, name, {**given_nodes, **shared, **own})
+        if 1 < len(place.cuda_devices) >= tp_size * pp_size:
+            visible = {"CUDA_VISIBLE_DEVICES": ",".join(itertools.islice(rank_devices, tp_size * pp_size))}
+            process = dataclasses.replace(process, environment={**process.environment, **visible})
+        processes.append(process)
     return processes
 
 

@@ -32,7 +32,7 @@ from splitserve.client.clients import AsyncClient
 from splitserve.client.errors import ClientError, Unavailable
 from splitserve.launch.cluster import LOOPBACK, NO_HTTP, ClusterSettings, Place, num_nodes, plan_cluster
 from splitserve.launch.models import LocalModel, Report
-from splitserve.launch.preflight import check_processes, missing_kernels
+from splitserve.launch.preflight import check_processes, cuda_devices, missing_kernels
 from splitserve.launch.rooms import COORDINATOR
 from splitserve.launch.supervisor import Death, Supervisor
 
@@ -76,8 +76,10 @@ class Cluster:
         cpus = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
         self._instance_id = secrets.token_hex(16)
         place = Place(free_port(), str(self._socket_dir), secrets.token_hex(16), self._instance_id, cpus)
+        place = replace(place, cuda_devices=cuda_devices(os.environ))
         if settings.ray:  # which knows its hosts, their CPUs and their addresses
             place = replace(place, fleet_port=free_port(fleet_host), socket_dir="", cpus=(), fleet_host=fleet_host)
+            place = replace(place, cuda_devices=())
         how = (passed.get(name) or "auto" for name in ("model_impl", "runner"))
         embeds = read_model_config(model.folder, *how).embedder is not None
         self.num_nodes: Final = num_nodes(settings, embeds=embeds)

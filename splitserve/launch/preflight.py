@@ -21,6 +21,7 @@ from serving_core.units import size_of
 from splitserve.launch.cluster import LOOPBACK, ClusterSettings, Process
 
 CUDA_DRIVER: Final = "libcuda.so.1"
+CUDA_DEVICES: Final = Path("/proc/driver/nvidia/gpus")  # an entry for each
 NO_KERNELS: Final = (
     "There are no compiled kernels (set-up makes them where it finds a C compiler): PyTorch computes everything, "
     "and a token of a single answer takes about 3 times as long"  # docs/benchmarks.md
@@ -85,6 +86,15 @@ def _check_memory(engines: Sequence[EngineSettings], config: ModelConfig) -> Non
 def _on_cpu(settings: EngineSettings) -> bool:
     """Whether the node will compute on CPUs; with --device auto as far as that shows without torch."""
     return settings.device == "cpu" or (settings.device == "auto" and not _has_cuda_driver())
+
+
+def cuda_devices(environment: Mapping[str, str], listed: Path = CUDA_DEVICES) -> tuple[str, ...]:
+    """The CUDA devices that processes of this environment may use, as CUDA_VISIBLE_DEVICES names them; none where the
+    driver does not list any."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return tuple(name.strip() for name in visible.split(",") if name.strip())
+    return tuple(map(str, range(len(list(listed.iterdir()))))) if listed.is_dir() else ()
 
 
 @functools.cache

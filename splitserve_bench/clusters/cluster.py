@@ -127,7 +127,7 @@ async def _measure_streams(cluster: Cluster, client: AsyncClient, prompts: Promp
     coordinator = psutil.Process(cluster.pid("coordinator"))
     cpu_before_s = _cpu_s(coordinator)
     questions = [prompts.draw() for _ in range(sizes.num_streams)]
-    arrivals = await asyncio.gather(*(_arrivals(client, prompt, sizes.output_tokens) for prompt in questions))
+    arrivals = await asyncio.gather(*(arrivals_of(client, prompt, sizes.output_tokens) for prompt in questions))
     cpu_s = _cpu_s(coordinator) - cpu_before_s
     watching.cancel()
     if not steps_s:
@@ -139,7 +139,7 @@ async def _measure_streams(cluster: Cluster, client: AsyncClient, prompts: Promp
     )
 
 
-async def _arrivals(client: AsyncClient, prompt: Sequence[int], num_tokens: int) -> list[float]:
+async def arrivals_of(client: AsyncClient, prompt: Sequence[int], num_tokens: int) -> list[float]:
     """When each token of one answer came."""
     arrivals: list[float] = []
     async for chunk in client.generate(prompt, max_tokens=num_tokens, **GREEDY):

@@ -19,10 +19,19 @@ from typing import Final
 from serving_core.layout import KVLayout
 from splitserve.launch.models import Report
 from splitserve_bench.corridor.transfer_ends import Ends, PeerProcess, Sample, open_ends, peer_process
-from splitserve_bench.corridor.transfer_peer import GLOO, LOOPBACK, ZMQ_CURVE, ZMQ_IPC, ZMQ_SHM, ZMQ_TCP
+from splitserve_bench.corridor.transfer_peer import (
+    GLOO,
+    LOOPBACK,
+    NCCL,
+    ZMQ_CURVE,
+    ZMQ_IPC,
+    ZMQ_SHM,
+    ZMQ_TCP,
+    check_device,
+)
 from splitserve_bench.corridor.yardsticks import CHECKED, COPY, TCP, UNIX, XXH3, YARDSTICKS, Plain, Spread, spread_of
 
-YARDSTICK_OF: Final = {ZMQ_SHM: TCP, ZMQ_IPC: TCP, ZMQ_TCP: TCP, ZMQ_CURVE: TCP, GLOO: TCP, LOOPBACK: COPY}
+YARDSTICK_OF: Final = dict.fromkeys((ZMQ_SHM, ZMQ_IPC, ZMQ_TCP, ZMQ_CURVE, GLOO, NCCL), TCP) | {LOOPBACK: COPY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +42,7 @@ class TransferBench:
     prompt_tokens: tuple[int, ...]
     repeats: int
     is_scattered: bool  # whether a prompt's blocks lie anywhere in the pool, instead of side by side
+    device: str = "cpu"  # where both pools are; of several CUDA devices on two
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +88,15 @@ class TransferReport:
 
 async def measure_transfer(layout: KVLayout, sizes: TransferBench, report: Report) -> TransferReport:
     """Starts the receiving process, measures, stops it. Raises BenchError, and SettingsError when the pools do not fit
-    into the memory."""
+    into the memory, or a transport does not move blocks of the device."""
+    check_device(sizes.transports, sizes.device)
     pool_blocks = layout.num_blocks_for(max(sizes.prompt_tokens))
     transfers: list[TransferFigures] = []
     yardsticks: list[YardstickFigures] = []
     with tempfile.TemporaryDirectory(prefix="splitserve-") as folder:
         async with (
             peer_process(folder) as (peer, num_cpus),
-            open_ends(layout, pool_blocks, sizes.transports, sizes.is_scattered, peer) as ends,
+            open_ends(layout, pool_blocks, sizes.transports, sizes.is_scattered, peer, sizes.device) as ends,
         ):
             for prompt_tokens in sizes.prompt_tokens:
                 report(f"blocks of {layout.block_size}, prompts of {prompt_tokens} tokens ...")

@@ -29,6 +29,7 @@ from splitserve_bench.corridor.transfer_peer import (
     Arrival,
     Target,
     block_ids_of,
+    device_of,
     dialer_of,
     digest_of,
     fill,
@@ -162,19 +163,27 @@ async def _until_shared(dialer: Dialer, ticket: bytes) -> None:
 
 @asynccontextmanager
 async def open_ends(
-    layout: KVLayout, pool_blocks: int, transports: tuple[str, ...], is_scattered: bool, peer: PeerProcess
+    layout: KVLayout,
+    pool_blocks: int,
+    transports: tuple[str, ...],
+    is_scattered: bool,
+    peer: PeerProcess,
+    device_name: str = CPU.type,
 ) -> AsyncIterator[Ends]:
     """Both ends of each transport, connected on the first transfer. Raises SettingsError when a pool is too large."""
-    pool = PagedKVPool(layout, pool_blocks, CPU)
+    device = device_of(device_name, is_sender=True)
+    pool = PagedKVPool(layout, pool_blocks, device)
     fill(pool, range(pool_blocks), is_random=True)
     remote = [name for name in transports if name != LOOPBACK]
     network, here = LoopbackNetwork(), None
-    dialers = {name: network.dialer() if name == LOOPBACK else dialer_of(name) for name in transports}
+    dialers = {name: network.dialer() if name == LOOPBACK else dialer_of(name, device) for name in transports}
     keys = [dialer.key.hex() for dialer in dialers.values() if dialer.key]
-    await peer.ask(open=layout.uniform_fields(), pool_blocks=pool_blocks, transports=remote, keys=keys)
+    await peer.ask(
+        open=layout.uniform_fields(), pool_blocks=pool_blocks, device=device_name, transports=remote, keys=keys
+    )
     receiving: dict[str, Receiving] = dict.fromkeys(remote, peer)
     if LOOPBACK in transports:
-        here = Target(PagedKVPool(layout, pool_blocks, CPU), {LOOPBACK: network.listener(LOOPBACK)})
+        here = Target(PagedKVPool(layout, pool_blocks, device), {LOOPBACK: network.listener(LOOPBACK)})
         receiving[LOOPBACK] = _Here(here)
     senders = {name: KVSender(dialers[name], store_of(name, pool), deadline_s=DEADLINE_S) for name in transports}
     try:

@@ -29,7 +29,7 @@ from kv_transfer.transports.tensor_payload import TensorStore
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
 from kv_transfer.transports.transport import Dialer, Listener
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
-from serving_core.errors import SplitServeError
+from serving_core.errors import SettingsError, SplitServeError
 from serving_core.layout import KVLayout
 from splitserve_bench.corridor.yardsticks import CHECKED_BYTES
 from splitserve_bench.errors import BenchError
@@ -37,7 +37,9 @@ from splitserve_bench.prompts import SEED
 
 ZMQ_SHM = "zmq-shm"  # as nodes of one machine do it; the others of ZeroMQ share no memory
 ZMQ_IPC, ZMQ_TCP, ZMQ_CURVE, GLOO, LOOPBACK = "zmq-ipc", "zmq-tcp", "zmq-curve", "torch_dist-gloo", "loopback"
+NCCL = "torch_dist-nccl"
 TRANSPORTS: Final = (ZMQ_SHM, ZMQ_IPC, ZMQ_TCP, ZMQ_CURVE, GLOO, LOOPBACK)
+BY_TORCH: Final = (GLOO, NCCL)
 CPU: Final = torch.device("cpu")
 DEADLINE_S: Final = 60.0  # of one transfer, and of everything else that one end waits for
 ACKNOWLEDGED: Final = b"."
@@ -103,10 +105,27 @@ class Target:
         self._result.set_result(result)
 
 
-def listener_of(transport: str, folder: str, keys: Sequence[bytes]) -> Listener:
+def check_device(transports: Sequence[str], device: str) -> None:
+    """Raises SettingsError for what does not move blocks of this kind of device, or wants more of them than there
+    are."""
+    num_devices = torch.cuda.device_count()
+    if device != CPU.type and not num_devices:
+        raise SettingsError(f"--device {device}: there is no CUDA device here")
+    if NCCL in transports and (device == CPU.type or num_devices < 2):
+        raise SettingsError(f"{NCCL} moves blocks between two CUDA devices: --device cuda, where there are two")
+    if GLOO in transports and device != CPU.type:
+        raise SettingsError(f"{GLOO} moves blocks in host memory, and --device is {device}")
+
+
+def device_of(name: str, *, is_sender: bool) -> torch.device:
+    """Where one end has its pool: of several CUDA devices each has one."""
+    return CPU if name == CPU.type else torch.device(name, 0 if is_sender else torch.cuda.device_count() - 1)
+
+
+def listener_of(transport: str, folder: str, keys: Sequence[bytes], device: torch.device) -> Listener:
     """A new receiving end of a transport between processes, for dialers with these keys."""
-    if transport == GLOO:
-        return TorchDistListener("dist://127.0.0.1:*", CPU)
+    if transport in BY_TORCH:
+        return TorchDistListener("dist://127.0.0.1:*", device)
     endpoint = f"ipc://{folder}/kv.sock" if transport == ZMQ_IPC else "tcp://127.0.0.1:*"
     keyring = Keyring() if transport == ZMQ_CURVE else None
     listener = ZmqListener(endpoint, keyring, shares_memory=transport == ZMQ_SHM)
@@ -114,14 +133,14 @@ def listener_of(transport: str, folder: str, keys: Sequence[bytes]) -> Listener:
     return listener
 
 
-def dialer_of(transport: str) -> Dialer:
+def dialer_of(transport: str, device: torch.device) -> Dialer:
     """The sending end that goes with listener_of."""
-    return TorchDistDialer(CPU) if transport == GLOO else ZmqDialer(shares_memory=transport == ZMQ_SHM)
+    return TorchDistDialer(device) if transport in BY_TORCH else ZmqDialer(shares_memory=transport == ZMQ_SHM)
 
 
 def store_of(transport: str, pool: PagedKVPool) -> KVStore:
     """The pool as the transport wants it."""
-    return TensorStore(pool) if transport == GLOO else pool
+    return TensorStore(pool) if transport in BY_TORCH else pool
 
 
 def block_ids_of(num_blocks: int, pool_blocks: int, is_scattered: bool) -> list[int]:
@@ -164,9 +183,12 @@ class _Peer:
     async def answer(self, command: dict[str, Any]) -> dict[str, Any]:
         """What a command gives. Raises BenchError."""
         match command:
-            case {"open": dict(layout), "pool_blocks": pool_blocks, "transports": [*transports], "keys": [*hexes]}:
-                pool, keys = PagedKVPool(KVLayout.uniform(**layout), pool_blocks, CPU), [*map(bytes.fromhex, hexes)]
-                self._target = Target(pool, {name: listener_of(name, self._folder, keys) for name in transports})
+            case {"open": dict(layout), "transports": [*transports], "keys": [*hexes]}:
+                device = device_of(command.get("device", CPU.type), is_sender=False)
+                pool = PagedKVPool(KVLayout.uniform(**layout), command["pool_blocks"], device)
+                keys = [*map(bytes.fromhex, hexes)]
+                listeners = {name: listener_of(name, self._folder, keys, device) for name in transports}
+                self._target = Target(pool, listeners)
                 return {}
             case {"grant": transport, "num_blocks": num_blocks, "is_scattered": is_scattered}:
                 assert self._target is not None

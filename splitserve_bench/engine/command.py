@@ -18,7 +18,7 @@ from serving_core.settings import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, Engine
 from splitserve.commands.terminal import report, stdout
 from splitserve.launch.models import Report
 from splitserve.launch.process_age import process_age_s
-from splitserve_bench.engine.figures import EngineBench, PromptSize
+from splitserve_bench.engine.figures import STEP_TOKENS, EngineBench, PromptSize
 from splitserve_bench.engine.peers import our_result, ratios, read_peers
 from splitserve_bench.engine.random_models import SHAPES, shape_of, write_random_model
 from splitserve_bench.models import writing_model
@@ -56,11 +56,22 @@ PROMPTS: Final = ListOf("COUNTxLENGTH,...", parse_prompts)
 @click.option("--dtype", default="auto", show_default=True, type=click.Choice(DTYPES), help="Compute dtype.")
 @click.option("--quantization", default="none", show_default=True, type=click.Choice(QUANTIZATIONS))
 @click.option("--kv-cache-dtype", default="auto", show_default=True, type=click.Choice(KV_CACHE_DTYPES))
+@click.option("--block-size", default=EngineSettings().block_size, show_default=True, type=click.IntRange(1, 1024))
+@click.option("--enforce-eager", is_flag=True, help="As of nodes: no CUDA graphs.")
 @click.option("--batch-invariant", is_flag=True, help="As of nodes; measured without it too, for the price.")
 @click.option("--weights-memory-bytes", default="0", type=SizeRange(0), help="As of nodes: layers beyond are on disk.")
 @click.option("--weights-disk-path", default="", help="Folder on that disk; empty takes the one for temporary files.")
 @click.option("--with-transformers", is_flag=True, help="Measured with --model-impl transformers too, to compare.")
 @click.option("--prompts", default="1x512,8x512,16x128", show_default=True, type=PROMPTS, help="Prompts to prefill.")
+@click.option(
+    "--max-num-batched-tokens",
+    "step_tokens",
+    default=STEP_TOKENS,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Tokens of prompts in a step.",
+)
+@click.option("--shared-steps", "shares_steps", is_flag=True, help="Prompts share steps, as in nodes.")
 @click.option("--batches", default="1,4,8,16,32", show_default=True, type=COUNTS, help="Requests in a decode step.")
 @click.option("--contexts", default="128,512", show_default=True, type=COUNTS, help="Tokens before a decode step.")
 @click.option("--structured", is_flag=True, help="What a grammar for each answer costs a step; needs a MODEL.")
@@ -82,11 +93,15 @@ def engine_command(
     dtype: str,
     quantization: str,
     kv_cache_dtype: str,
+    block_size: int,
+    enforce_eager: bool,
     batch_invariant: bool,
     weights_memory_bytes: int,
     weights_disk_path: str,
     with_transformers: bool,
     prompts: tuple[PromptSize, ...],
+    step_tokens: int,
+    shares_steps: bool,
     batches: tuple[int, ...],
     contexts: tuple[int, ...],
     structured: bool,
@@ -102,11 +117,15 @@ def engine_command(
     peers = [result for file in peer_files for result in read_peers(file)]
     if structured and shape:
         raise click.UsageError("--structured needs a MODEL: --shape has no tokenizer")
-    sizes = EngineBench(prompts, tuple(sorted(batches)), tuple(sorted(contexts)), repeats, structured)
+    sizes = EngineBench(
+        prompts, tuple(sorted(batches)), tuple(sorted(contexts)), repeats, structured, step_tokens, shares_steps
+    )
     settings = EngineSettings(
         dtype=dtype,
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
+        block_size=block_size,
+        enforce_eager=enforce_eager,
         batch_invariant=batch_invariant,
         weights_memory_bytes=weights_memory_bytes,
         weights_disk_path=weights_disk_path,

@@ -28,7 +28,7 @@ from serving_core.settings import EngineSettings
 from splitserve.launch.models import Report
 from splitserve_bench.engine.costs import decode_flops, decode_kv_bytes, prompt_flops
 from splitserve_bench.engine.disk import measure_disk
-from splitserve_bench.engine.driver import CHUNK_TOKENS, NUM_STEPS, DecodeRun, PromptRun, most_tokens, num_blocks_for
+from splitserve_bench.engine.driver import NUM_STEPS, DecodeRun, PromptRun, most_tokens, num_blocks_for
 from splitserve_bench.engine.figures import (
     DecodeFigures,
     EngineBench,
@@ -92,8 +92,8 @@ def measure_engine(
         dtype: torch.dtype = getattr(torch, engine.description["dtype"])
         report("GEMM rate and memory bandwidth of this machine ...")
         before = measure_machine(engine.pool.device, dtype)
-        prefill_s = {size: _prefill_s(engine, size, sizes.repeats, report) for size in sizes.prompts}
-        run = DecodeRun(engine, max(sizes.batches), max(sizes.contexts))
+        prefill_s = {size: _prefill_s(engine, size, sizes, report) for size in sizes.prompts}
+        run = DecodeRun(engine, max(sizes.batches), max(sizes.contexts), sizes.step_tokens)
         decode = _decode(engine, run, sizes, report)
         profile, structured = _profile_decode(engine, run, sizes, report)
         disk = measure_disk(engine, run, sizes.repeats)
@@ -128,9 +128,10 @@ def measure_transformers(
         engine, start = _start(settings, 0.0)
         theirs = {(LOAD, ""): start.load_s + start.warm_up_s}
         for size in sizes.prompts:
-            median_s = statistics.median(_prefill_s(engine, size, sizes.repeats, report))
+            median_s = statistics.median(_prefill_s(engine, size, sizes, report))
             theirs[PREFILL, str(size)] = size.count * size.num_tokens / median_s
-        for each in _decode(engine, DecodeRun(engine, max(sizes.batches), max(sizes.contexts)), sizes, report):
+        run = DecodeRun(engine, max(sizes.batches), max(sizes.contexts), sizes.step_tokens)
+        for each in _decode(engine, run, sizes, report):
             theirs[DECODE, decode_key(each.batch, each.context_tokens)] = statistics.median(each.steps_s) * 1e3
     return PeerResult(BY_TRANSFORMERS, theirs)
 
@@ -156,12 +157,13 @@ def _start(settings: EngineSettings, imports_s: float) -> tuple[Engine, StartFig
     return engine, StartFigures(imports_s, loaded_s - begin_s, warm_s - loaded_s, ready_s)
 
 
-def _prefill_s(engine: Engine, size: PromptSize, repeats: int, report: Report) -> list[float]:
+def _prefill_s(engine: Engine, size: PromptSize, sizes: EngineBench, report: Report) -> list[float]:
     """Seconds of each repeat."""
     report(f"prefill of {size.count} prompts of {size.num_tokens} tokens ...")
-    PromptRun(engine, dataclasses.replace(size, count=1)).run_s()  # the first of its shapes
-    prompts = PromptRun(engine, size)
-    return [prompts.run_s() for _ in range(repeats)]
+    first = size if sizes.shares_steps else dataclasses.replace(size, count=1)
+    PromptRun(engine, first, sizes.step_tokens, shares_steps=sizes.shares_steps).run_s()  # the first of its shapes
+    prompts = PromptRun(engine, size, sizes.step_tokens, shares_steps=sizes.shares_steps)
+    return [prompts.run_s() for _ in range(sizes.repeats)]
 
 
 def _decode(engine: Engine, run: DecodeRun, sizes: EngineBench, report: Report) -> list[_Decode]:
@@ -208,8 +210,8 @@ def _loop(engine: Engine, sizes: EngineBench, report: Report) -> tuple[LoopFigur
 
 
 def _profile_prompt(engine: Engine, sizes: EngineBench, report: Report) -> ProfileFigures:
-    num_tokens = min(CHUNK_TOKENS, max(each.num_tokens for each in sizes.prompts))
-    prompt = PromptRun(engine, PromptSize(1, num_tokens))
+    num_tokens = min(sizes.step_tokens, max(each.num_tokens for each in sizes.prompts))
+    prompt = PromptRun(engine, PromptSize(1, num_tokens), sizes.step_tokens)
     name = f"a prompt of {num_tokens} tokens in one chunk"
     report(f"profile of {name} ...")
     return _profile(engine, _Steps(name, 1, lambda: None, prompt.run_s), sizes.repeats)

@@ -1,6 +1,9 @@
 """What `splitserve bench engine` measures, as plain data. Times are seconds, rates are per second."""
 
 from dataclasses import dataclass
+from typing import Final
+
+STEP_TOKENS: Final = 512  # of prompts in one step, unless another number is given
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,8 @@ class EngineBench:
     contexts: tuple[int, ...]
     repeats: int
     structured: bool = False  # what a grammar for each answer costs a step, too
+    step_tokens: int = STEP_TOKENS  # of prompts in one step
+    shares_steps: bool = False  # of several prompts, as in a node; else each has steps of its own
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from splitserve_bench.engine.figures import MachineFigures
 CPU_SHAPES: Final = ((512, 1024, 1024), (512, 2048, 2048), (512, 4096, 4096))  # rows, inputs, outputs
 CUDA_SHAPES: Final = ((4096, 4096, 4096), (8192, 8192, 8192))
 MOST_BUFFER_BYTES: Final = 2**30  # far larger than caches, so that memory is what is read
+MOST_DEVICE_BYTES: Final = 2**32  # beside which the start of a kernel is nothing; torch.dot takes no more
 LEAST_SAMPLES: Final = 3
 SAMPLE_S: Final = 0.25  # how long each kind of product or read is tried
 FLOAT_BYTES: Final = 4
@@ -77,7 +78,10 @@ def _gemms(device: torch.device, dtype: torch.dtype) -> list[tuple[float, str]]:
 @torch.inference_mode()
 def _reads(device: torch.device) -> list[tuple[float, str]]:
     """Rates with the names of what reached them."""
-    num_bytes = min(MOST_BUFFER_BYTES, available_bytes() // 4)
+    if device.type == "cuda":
+        num_bytes = min(MOST_DEVICE_BYTES, torch.cuda.mem_get_info(device)[0] // 4)
+    else:
+        num_bytes = min(MOST_BUFFER_BYTES, available_bytes() // 4)
     buffer = torch.ones(num_bytes // FLOAT_BYTES, device=device)  # written, so that it lies in memory of its own
     reads: list[tuple[str, Callable[[], object]]] = [
         ("amax", buffer.amax),

@@ -55,6 +55,7 @@ SHAPES: Final = {
     "gemma-3-1b": Shape("Gemma3ForCausalLM", "gemma3_text", 1152, 26, 4, 1, 256, 6912, 262144, 32768),
     "qwen3-0.6b": Shape("Qwen3ForCausalLM", "qwen3", 1024, 28, 16, 8, 128, 3072, 151936, 40960),
     "qwen3-30b-a3b": Shape("Qwen3MoeForCausalLM", "qwen3_moe", 2048, 48, 32, 4, 128, 6144, 151936, 40960, 128, 8, 768),
+    "llama-3.1-8b": Shape("LlamaForCausalLM", "llama", 4096, 32, 32, 8, 128, 14336, 128256, 131072),
     "llama-3.2-1b": Shape("LlamaForCausalLM", "llama", 2048, 16, 32, 8, 64, 8192, 128256, 131072),
     "smollm2-135m": Shape("LlamaForCausalLM", "llama", 576, 30, 9, 3, 64, 1536, 49152, 8192),
 }
@@ -77,15 +78,17 @@ def shape_of(name: str, num_layers: int) -> Shape:
 
 
 def write_random_model(folder: Path, shape: Shape) -> None:
-    """Writes config.json and model.safetensors into the folder, the same ones each time; no tokenizer."""
+    """Writes config.json and model.safetensors into the folder, the same ones each time on one kind of device; no
+    tokenizer."""
     import torch
     from safetensors.torch import save_file
 
-    generator = torch.Generator().manual_seed(SEED)
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # which draws billions of numbers at once
+    generator = torch.Generator(device).manual_seed(SEED)
 
     def matrix(num_outputs: int, num_inputs: int) -> torch.Tensor:
-        weight = torch.empty(num_outputs, num_inputs, dtype=torch.bfloat16)
-        return weight.normal_(0, DEVIATION, generator=generator)
+        weight = torch.empty(num_outputs, num_inputs, dtype=torch.bfloat16, device=device)
+        return weight.normal_(0, DEVIATION, generator=generator).cpu()
 
     def norm(size: int) -> torch.Tensor:
         return torch.full((size,), 0.0 if shape.has_four_norms else 1.0, dtype=torch.bfloat16)

@@ -105,6 +105,10 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
         r"splitserve up --kv-(host|disk)-bytes",
         By(_SYSTEM + "test_kv_tiers.py::test_a_chat_whose_beginning_was_evicted"),
     ),
+    (
+        r"torchrun .* splitserve_bench.engine.sequence_parallel",
+        By(_BENCH + "test_sequence_parallel.py::test_divided_steps_hold_less"),
+    ),
     (r"torchrun ", By(_SYSTEM + "test_tensor_parallel.py::test_ranks_started_together_as_torchrun_does")),
     (
         r"splitserve (coordinator|prefill|decode|both) .*--tls",
@@ -124,6 +128,7 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
     (r"splitserve doctor", By(_BENCH + "test_doctor.py::test_the_command_measures_a_model")),
     (r"splitserve simulate", By(_BENCH + "test_simulate.py::test_it_says_what_bench_serve_says")),
     (r"splitserve plan ", By(_BENCH + "test_plan.py::test_the_command_finds_a_plan_and_says_how_to_run_it")),
+    (r"splitserve bench device", By(_BENCH + "test_device.py::test_every_step_can_be_done_in_tiny_sizes")),
     (r"splitserve bench engine", By(_BENCH + "test_engine.py::test_the_tables_show_every_figure")),
     (r"splitserve bench prompts", By(_BENCH + "test_prompts.py::test_rows_for_each_size_and_kind_of_weights")),
     (r"splitserve bench weights", By(_BENCH + "test_weights.py::test_figures_of_plain_and_of_quantized_weights")),
@@ -159,6 +164,7 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
         Nobody("a step of the host's, for the commands behind it"),
     ),
     (r"curl http://localhost:8000/v1/models -H", _COMPOSE),
+    (r"kubectl kustomize ", By("tests/unit/deploy/test_kustomize.py::test_it_makes_the_same_of_them")),
     (r"kubectl ", _CLUSTER),
 )
 

@@ -92,6 +92,7 @@ class Habits:
     num_clients: int = 8
     lengths: tuple[int, ...] = (5, 60, 300)
     max_tokens: tuple[int, ...] = (4, 30, 80)
+    num_turns: int = 1  # of a chat, each of which asks with all that was said before
 
 
 class Load:
@@ -126,8 +127,18 @@ class Load:
 
     async def _client(self, rng: random.Random) -> None:
         while not self._is_over:
-            prompt = [rng.randrange(256) for _ in range(rng.choice(self._habits.lengths))]
-            asked = self.ask(prompt, rng.choice(self._habits.max_tokens))
+            await self._chat(rng)
+
+    async def _chat(self, rng: random.Random) -> None:
+        """One question, and the others of its chat."""
+        said: list[int] = []
+        for _ in range(self._habits.num_turns):
+            said += [rng.randrange(256) for _ in range(rng.choice(self._habits.lengths))]
+            asked = self.ask(said, rng.choice(self._habits.max_tokens))
             await asked.stream.end(ANSWER_DEADLINE_S)
             if asked.stream.error is not None:
                 await asyncio.sleep(PAUSE_S)
+                return
+            if self._is_over:
+                return
+            said += asked.stream.answer.token_ids

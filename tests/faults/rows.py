@@ -17,7 +17,7 @@ USUAL = Habits()
 class Row:
     """One fault. No row may lose, double or change a token of any answer, or leave a block behind."""
 
-    number: str  # as in F1 to F22
+    number: str  # as in F1 to F23
     fault: str
     strike: Callable[[Scene], Awaitable[None]]
     sign: str | Callable[[Scene], bool] = ""  # of its detection: words in the coordinator's log, or what tells it
@@ -37,6 +37,8 @@ class Row:
 
 LONG_ANSWERS = Habits(lengths=(30, 60), max_tokens=(250,))
 SHORT_PROMPTS = Habits(lengths=(5, 60), max_tokens=(4, 30, 80))
+CHATS = Habits(lengths=(60, 150), max_tokens=(40,), num_turns=4)
+LENDS = {"coordinator": {"kv_lending": "always"}}
 LARGE = Habits(lengths=(300, 600), max_tokens=(4, 30))
 TINY_POOL = {"num_kv_blocks": 64}
 BOTH_DECODE = ("decode-0", "decode-1")
@@ -283,5 +285,40 @@ ROWS = (
         flags={"coordinator": {"node_wait_s": 1}},
         may_fail=("UNAVAILABLE NO_PREFILL_WORKER",),
         must_fail=True,
+    ),
+    Row(
+        "F23",
+        "lender killed as it is to lend",
+        at_failpoint("decode-0"),
+        sign="decode-0 lost",
+        flags=LENDS,
+        failpoints={"decode-0": "on.lend:3=kill"},
+        habits=CHATS,
+    ),
+    Row(
+        "F23",
+        "borrower killed while it borrows",
+        at_failpoint("prefill-0"),
+        sign="prefill-0 lost",
+        flags=LENDS,
+        failpoints={"prefill-0": "after.borrowing:3=kill"},
+        habits=CHATS,
+        must_retry=True,
+    ),
+    Row(
+        "F23",
+        "lender stands still for 2 s",
+        at_failpoint("decode-0"),
+        flags=LENDS,
+        failpoints={"decode-0": "on.lend:3=sleep:2"},
+        habits=CHATS,
+    ),
+    Row(
+        "F23",
+        "bits of loans flip",
+        strikes.proxy_strikes("prefill-0", for_s=3.0),
+        flags=LENDS,
+        proxied={"prefill-0": Fault(flip_every=40)},
+        habits=CHATS,
     ),
 )

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from splitserve.gguf.folder import gguf_folder
-from tests.gguf_files import write_gguf
+from tests.gguf_files import MIXTURES, write_gguf
 from tests.system.answers import ask, ask_all, request
 from tests.system.cluster import Child, free_port, wait_until
 from tests.system.oracle import Reference
@@ -27,6 +27,7 @@ def folder_of(path, **options):
         ("llama", "Q4_1", 1, 1),
         pytest.param("llama", "Q8_0", 2, 1, marks=pytest.mark.long),
         pytest.param("qwen2", "Q5_0", 1, 2, marks=pytest.mark.long),
+        pytest.param("qwen3_moe", "Q8_0", 2, 1, marks=pytest.mark.long),
     ],
 )
 async def test_answers_equal_transformers(start_cluster, tmp_path, family, stored, prefill_tp, decode_tp):
@@ -41,7 +42,8 @@ async def test_answers_equal_transformers(start_cluster, tmp_path, family, store
     prompts = [[rng.randrange(256) for _ in range(length)] for length in LENGTHS]
     async with cluster.connect() as stub:
         answers = await ask_all(stub, [request(prompt, **GREEDY) for prompt in prompts])
-    reference = Reference(folder)
+    # What files say of the sizes of mixtures transformers does not read, so it reads the model that they were made of.
+    reference = Reference(tmp_path / "tiny" if family in MIXTURES else folder)
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.token_ids == reference.greedy(prompt, GREEDY["max_tokens"], eos_token_id=-1)
     cluster.wait_all_free()

@@ -24,16 +24,19 @@ PROMISED_S = 60.0
 
 # Heads divide evenly, unevenly, and not at all: then they are replicated.
 PAIRS = [
-    pytest.param("zmq", 2, 1, 3, id="zmq 2x1, 3 heads"),
-    pytest.param("zmq", 1, 2, 3, id="zmq 1x2, 3 heads"),
-    pytest.param("zmq", 4, 2, 1, id="zmq 4x2, 1 head"),
-    pytest.param("torch_dist", 1, 1, 2, id="torch_dist 1x1, 2 heads"),
-    pytest.param("torch_dist", 2, 4, 3, id="torch_dist 2x4, 3 heads"),
+    pytest.param("zmq", 2, 1, 3, 0, id="zmq 2x1, 3 heads"),
+    pytest.param("zmq", 1, 2, 3, 0, id="zmq 1x2, 3 heads"),
+    pytest.param("zmq", 4, 2, 1, 0, id="zmq 4x2, 1 head"),
+    pytest.param("torch_dist", 1, 1, 2, 0, id="torch_dist 1x1, 2 heads"),
+    pytest.param("torch_dist", 2, 4, 3, 0, id="torch_dist 2x4, 3 heads"),
+    pytest.param("zmq", 2, 2, 3, 5, id="zmq 2x2, 3 heads, divided by tokens"),
 ]
 
 
-@pytest.mark.parametrize(("transport", "prefill_tp", "decode_tp", "num_kv_heads"), PAIRS)
-async def test_answers_equal_transformers(transport, prefill_tp, decode_tp, num_kv_heads, start_cluster, tmp_path):
+@pytest.mark.parametrize(("transport", "prefill_tp", "decode_tp", "num_kv_heads", "min_tokens"), PAIRS)
+async def test_answers_equal_transformers(
+    transport, prefill_tp, decode_tp, num_kv_heads, min_tokens, start_cluster, tmp_path
+):
     model = write_tiny_model(
         tmp_path / "model",
         num_key_value_heads=num_kv_heads,
@@ -45,7 +48,7 @@ async def test_answers_equal_transformers(transport, prefill_tp, decode_tp, num_
     cluster = start_cluster(
         model,
         ipc=transport == "zmq",
-        node={"kv_transport": transport, "num_kv_blocks": 200},
+        node={"kv_transport": transport, "num_kv_blocks": 200, "sequence_parallel_min_tokens": min_tokens},
         prefill={"tensor_parallel_size": prefill_tp, "max_num_batched_tokens": 64},
         decode={"tensor_parallel_size": decode_tp, "max_num_seqs": 3},
     )

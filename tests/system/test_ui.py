@@ -1,10 +1,13 @@
 """The page at /ui in a real browser, at a real cluster: an answer streams, survives the death of the node that writes
 it, and its picture shows how; the node comes back."""
 
+import contextlib
+import http.client
+import json
 import os
 import signal
+import time
 
-import httpx2
 import psutil
 import pytest
 from tokenizers import Tokenizer
@@ -20,6 +23,7 @@ pytestmark = [
 ]
 
 START_DEADLINE_S = 120.0
+DEADLINE_S = 60.0
 NUM_TOKENS = 256  # what the page asks for
 STEP_S = 0.03
 TEXT = "document.querySelector('.message.assistant').textContent"
@@ -50,11 +54,12 @@ def up(model, tmp_path):
     """Starts `splitserve up`; what it serves at /ui has this address."""
     port, started = free_port(), []
 
-    def start(**env):
+    def start(doors=1, **env):
         flags = {
             "grpc_port": free_port(),
             "http_port": port,
             "decode": 2,
+            "doors": doors,
             "log_dir": tmp_path / "logs",
         }
         child = Child("up", "splitserve", "up", str(model), flags=flags, log=tmp_path / "log", env=env)
@@ -78,14 +83,38 @@ def pid_of(up, node):
     return found
 
 
+def overviews(up, url, doors):
+    """What the page is told by each of so many doors; the kernel gives each connection to one of them."""
+    address = url.removeprefix("http://")
+    told, end_s = {}, time.monotonic() + DEADLINE_S
+    while len(told) < doors:
+        assert time.monotonic() < end_s, f"only {len(told)} of {doors} doors have had a connection"
+        with contextlib.closing(http.client.HTTPConnection(address, timeout=30)) as connection:
+            connection.request("GET", "/ui/overview?after=0")
+            answer = json.loads(connection.getresponse().read())
+            told[taker(up, connection.sock.getsockname())] = answer
+    return list(told.values())
+
+
+def taker(up, client):
+    [found] = [
+        process.pid
+        for process in psutil.Process(up.process.pid).children(recursive=True)
+        if any("coordinator" in word for word in process.cmdline())
+        and any(each.raddr == client for each in process.net_connections("tcp"))
+    ]
+    return found
+
+
 def say(page, text):
     page.ask("document.getElementById('question').focus()")
     page.write(text)
     page.press("Enter")
 
 
-def test_a_message_streams_and_survives_the_node_that_writes_its_answer(up, model):
-    child, url = up()
+@pytest.mark.parametrize("doors", [1, 2])
+def test_a_message_streams_and_survives_the_node_that_writes_its_answer(up, model, doors):
+    child, url = up(doors)
     with browser() as page:
         page.open(f"{url}/ui")
         page.until(f"{NODES}.length === 3")
@@ -94,8 +123,10 @@ def test_a_message_streams_and_survives_the_node_that_writes_its_answer(up, mode
         lengths = [page.until(f"{TEXT}.length > {least} && {TEXT}.length") for least in (5, 15, 25)]
         assert lengths == sorted(set(lengths))
         assert page.ask("document.getElementById('send').disabled")
-        [life] = httpx2.get(f"{url}/ui/overview", params={"after": 0}, timeout=30).json()["live"]
-        writer = life["spans"][-1]["decode_node"]
+        told = overviews(child, url, doors)
+        assert [sorted(node["load"]["name"] for node in each["nodes"]) for each in told] == [ALL_NODES] * doors
+        [writer] = {life["spans"][-1]["decode_node"] for each in told for life in each["live"]}
+        assert all(each["live"] for each in told)  # whichever of them has the stream
         os.kill(pid_of(child, writer), signal.SIGKILL)
         page.until(f"!{NODES}.includes({writer!r})")
         page.until(f"{NODES}.includes({writer!r})")  # it has come back

@@ -193,6 +193,10 @@ def test_messages_that_are_none(message, field):
         ({"stream_options": True}, "stream_options must be an object, not true"),
         ({"model": 3}, "model must be a string of valid Unicode, not 3"),
         ({"best_of": True}, "best_of (true) is not supported: as many answers are made as n asks for"),
+        ({"use_beam_search": True}, "use_beam_search (true) is not supported: there is no beam search, answers are "
+                                    "sampled or greedy"),
+        ({"num_beams": 4}, "num_beams (4) is not supported: there is no beam search, answers are sampled or greedy"),
+        ({"beam_width": 2}, "beam_width (2) is not supported: there is no beam search, answers are sampled or greedy"),
         ({"suffix": "end"}, 'suffix ("end") is not supported: an answer fills no gap'),
         ({"allowed_token_ids": []}, "allowed_token_ids is empty: an answer needs at least one token"),
         ({"allowed_token_ids": "a"}, "allowed_token_ids must be a list of integers within "

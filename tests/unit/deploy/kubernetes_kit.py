@@ -4,11 +4,14 @@ import os
 import re
 from functools import cache
 
+import yaml
+
 from serving_core.flags import settings_command
 from splitserve.launch.rooms import ROOMS, flat
 from tests.tls_kit import authority
 from tests.unit.deploy.kustomize_kit import ROOT, render
 
+PAGE = (ROOT.parents[1] / "docs" / "kubernetes.md").read_text()
 IMAGE = "splitserve"
 MODEL = "/models/m"
 VARIABLE = re.compile(r"\$\((\w+)\)")
@@ -22,6 +25,12 @@ VARIANTS = {
     "cpu with tls": ("overlays/cpu", "components/tls"),
     "gpu with hpa": ("overlays/gpu", "components/hpa"),
 }
+
+
+def example():
+    """The overlay of your own that the docs show."""
+    (text,) = re.findall(r"```yaml\n(apiVersion: kustomize.*?)```", PAGE, re.DOTALL)
+    return yaml.safe_load(text)
 
 
 @cache

@@ -1,6 +1,6 @@
 """Renders kustomizations, as far as those of deploy/kubernetes go: resources, components, generated ConfigMaps, and
 strategic merge patches that name their object. What it does not know it refuses. Unlike kustomize it adds no hash to
-the names of ConfigMaps, and what patches add to a list comes last.
+the names of ConfigMaps and sorts no objects; test_kustomize.py compares all else, where kustomize is.
 """
 
 import copy
@@ -99,8 +99,7 @@ def _merged(value, change, field=""):
             merged[key] = _merged(value[key], each, key) if key in value else copy.deepcopy(each)
         return {key: each for key, each in merged.items() if each is not None}
     if isinstance(value, list) and isinstance(change, list) and (key := MERGE_KEYS.get(field)):
-        by_key = {each[key]: each for each in value}
-        for each in change:
-            by_key[each[key]] = _merged(by_key[each[key]], each) if each[key] in by_key else copy.deepcopy(each)
-        return list(by_key.values())
+        before = {each[key]: each for each in value}
+        changed = {each[key]: _merged(before.get(each[key], {}), each) for each in change}
+        return [*changed.values(), *(each for name, each in before.items() if name not in changed)]
     return copy.deepcopy(change)

@@ -38,6 +38,7 @@ def test_what_an_engine_says_of_itself(folder):
         "threads": str(torch.get_num_threads()),
         "tp_size": "1",
         "pp_size": "1",
+        "sequence_parallel_min_tokens": "0",
         "layers_on_disk": "0",
         "batch_invariant": "no",
         "model_impl": "native",

@@ -48,7 +48,7 @@ def test_a_packed_projection_computes_what_it_did(bits, dtype, bias):
 @pytest.mark.parametrize("bits", BITS)
 def test_only_one_rank_adds_the_bias(bits):
     for rank, added in ((0, True), (1, False)):
-        layer = RowParallel(whole(32), "o", 16, True, SHARD.__class__(rank, *[whole(1)] * 5), alone())
+        layer = RowParallel(whole(32), "o", 16, True, SHARD.__class__(rank, *[whole(1)] * 5))
         filled = fill(layer, torch.float32)
         layer.pack(bits)
         x = random(3, 32, seed=7)

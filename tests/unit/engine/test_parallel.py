@@ -29,6 +29,7 @@ def test_collectives_of_three_ranks():
     for rank in (leader, *followers):
         assert rank["size"] == 3
         assert rank["sums"] == [[[3, 6], [9, 30]]] * 4  # 0 + 10 + 20
+        assert rank["differing"] == []  # of rows that are divided, from the whole sum
         assert rank["given"] == ["", b"\0abc".hex(), (b"\0abc" * 2).hex()]
         assert rank["largest"] == [[MOST_EXCHANGED_BYTES, rank] for rank in range(3)]
         assert set(rank["listening"]) <= {"127.0.0.1"}  # nothing that another machine could reach
@@ -41,6 +42,11 @@ def test_collectives_of_three_ranks():
         ["torch.bfloat16", [0, 6]],
     ]
     assert [follower["columns"] for follower in followers] == [[None] * 4] * 2
+
+
+@pytest.mark.long
+def test_rows_divided_over_two_ranks_are_to_the_bit_those_of_the_whole_sum():
+    assert run_group(2, "divided_rows") == [[], []]
 
 
 @pytest.mark.parametrize("num_kv_heads", [2, 1])
@@ -64,6 +70,8 @@ def test_the_group_of_one():
     assert (group.rank, group.size) == (0, 1)
     assert tensor.tolist() == [[1, 1, 1], [1, 1, 1]]
     assert group.gather_columns(tensor, [3]) is tensor
+    assert group.reduce_scatter(tensor) is tensor
+    assert group.all_gather(tensor, 2) is tensor
     assert group.exchange(b"data") == [b"data"]
     with pytest.raises(ValueError, match=f"{MOST_EXCHANGED_BYTES} are the most"):
         group.exchange(bytes(MOST_EXCHANGED_BYTES + 1))

@@ -13,8 +13,10 @@ import torch
 
 from engine.engine import Engine
 from engine.parallel import MOST_EXCHANGED_BYTES, join
+from serving_core.errors import SettingsError
 from serving_core.requests import Request, Work
 from serving_core.settings import EngineSettings
+from serving_core.sharding import share_of
 from tests.toy_scheduler import greedy
 
 CPU = torch.device("cpu")
@@ -44,6 +46,7 @@ def collectives(_):
                 columns.append(
                     None if gathered is None else [str(gathered.dtype), list(gathered.shape), *gathered.tolist()]
                 )
+    differing = differing_rows(group)
     given = group.exchange(b"\0abc" * group.rank)
     largest = group.exchange(bytes([group.rank]) * MOST_EXCHANGED_BYTES)
     listening = {c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
@@ -52,10 +55,42 @@ def collectives(_):
         "size": group.size,
         "sums": sums,
         "columns": columns,
+        "differing": differing,
         "given": [data.hex() for data in given],
         "largest": [[len(data), *set(data)] for data in largest],
         "listening": sorted(listening),
     }
+
+
+def divided_rows(_):
+    group = joined(60)
+    differing = differing_rows(group)
+    group.close()
+    return differing
+
+
+def differing_rows(group):
+    """Where the outcome of rows that are divided, and put together again, is not what all_reduce gives: numbers of
+    rows, and types."""
+    differing = []
+    with torch.inference_mode():
+        for dtype in DTYPES[:3]:
+            for num_rows in range(group.size, 12):
+                part = torch.randn(num_rows, 5, generator=torch.Generator().manual_seed(group.rank)).to(dtype)
+                summed = part.clone()
+                group.all_reduce(summed)
+                own = group.reduce_scatter(part)
+                whole = group.all_gather(own, num_rows)
+                held = share_of(num_rows, group.rank, group.size)
+                is_same = torch.equal(own, whole[held.start : held.stop]) and own.dtype == dtype
+                if not is_same or not agree(whole, summed, exactly=group.size == 2):
+                    differing.append([num_rows, str(dtype)])
+    return differing
+
+
+def agree(one, other, *, exactly):
+    """More than two numbers may be added up in another order."""
+    return torch.equal(one, other) if exactly else torch.allclose(one, other, rtol=0.02, atol=0.05)
 
 
 def wrong_block(folder):
@@ -73,6 +108,18 @@ def wrong_block(folder):
             engine.pool.keys(1)[5, 2, -1, :] += 1
     group.close()
     return tokens
+
+
+def unlike_ranks(folder):
+    """What an engine says whose ranks were given unlike settings."""
+    group = joined(60)
+    try:
+        Engine(EngineSettings(model=folder, device="cpu", sequence_parallel_min_tokens=10 + group.rank), group)
+    except SettingsError as error:
+        return str(error)
+    finally:
+        group.close()
+    return "nothing"
 
 
 def peer_that_is_gone(_):

@@ -11,6 +11,7 @@ from serving_core.errors import SettingsError
 from serving_core.flags import build, fields_of, settings_command
 from splitserve.launch.cluster import PLANNED, ClusterSettings, Place, plan_cluster, up_settings_class
 from splitserve.launch.models import LocalModel
+from splitserve.launch.preflight import cuda_devices
 from splitserve.launch.rooms import COORDINATOR, DECODE, PREFILL, ROOMS, command_of, environment_of, flat, replaced
 
 MODEL = LocalModel(Path("/models/tiny"), "tiny")
@@ -203,3 +204,28 @@ def test_nodes_get_a_certificate_with_a_ca_alone():
         assert (coordinator["tls_cert"], coordinator["tls_key"]) == ("c", "k")
         for node in nodes:
             assert (node["tls_cert"], node["tls_key"], node["tls_ca"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        (("0", "1", "2"), ["0", "1", "2,0"]),
+        (("GPU-a", "GPU-b"), ["GPU-a", "GPU-b", "GPU-a,GPU-b"]),
+        (("3",), [None, None, None]),  # all share the one that there is
+        ((), [None, None, None]),
+    ],
+)
+def test_each_rank_gets_a_cuda_device_in_turn(devices, expected, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    settings = ClusterSettings(prefill=2, decode=1, decode_tp=2)
+    _, *nodes = plan_cluster(settings, {}, MODEL, dataclasses.replace(PLACE, cuda_devices=devices))
+    assert [node.environment.get("CUDA_VISIBLE_DEVICES") for node in nodes] == expected
+
+
+def test_the_cuda_devices_that_there_are(tmp_path):
+    assert cuda_devices({}, tmp_path / "none") == ()
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / name).mkdir()
+    assert cuda_devices({}, tmp_path) == ("0", "1")
+    assert cuda_devices({"CUDA_VISIBLE_DEVICES": "1, GPU-c"}, tmp_path) == ("1", "GPU-c")
+    assert cuda_devices({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()

@@ -161,9 +161,9 @@ def test_a_rope_of_factors_is_part_of_what_a_folder_is_made_of(make):
 REFUSED = {
     "another architecture": (
         {"general.architecture": "mamba"},
-        "'mamba'; supported are gemma, gemma2, gemma3, llama, qwen2, qwen3",
+        "'mamba'; supported are gemma, gemma2, gemma3, llama, olmoe, qwen2, qwen2moe, qwen3, qwen3moe",
     ),
-    "experts": ({"llama.expert_count": 8}, "says expert_count 8, and a model with that cannot be served"),
+    "experts": ({"llama.expert_used_count": 2}, "says expert_used_count 2, and a model with that cannot be served"),
     "a soft cap": ({"llama.attn_logit_softcapping": 30.0}, r"says attn_logit_softcapping 30\.0"),
     "an encoder": ({"llama.attention.causal": False}, "says attention.causal False"),
     "a scaled yarn": ({"llama.rope.scaling.attn_factor": 0.5}, r"says rope\.scaling\.attn_factor 0\.5"),

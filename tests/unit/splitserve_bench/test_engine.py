@@ -18,7 +18,7 @@ from serving_core.settings import EngineSettings
 from splitserve.cli import main
 from splitserve_bench.engine import engine as bench_engine
 from splitserve_bench.engine import machine, stopwatch
-from splitserve_bench.engine.driver import NUM_STEPS, DecodeRun, PromptRun, num_blocks_for
+from splitserve_bench.engine.driver import NUM_STEPS, DecodeRun, PromptRun, chunks_of, num_blocks_for
 from splitserve_bench.engine.engine import read_weight_bytes
 from splitserve_bench.engine.figures import EngineBench, PromptSize
 from splitserve_bench.engine.random_models import SHAPES, Shape
@@ -292,3 +292,12 @@ def test_watches_change_no_answer_and_go_away(tmp_path):
     assert engine.engine.sample is sample
     assert "step" not in vars(loaded)
     assert not any("forward" in vars(module) for module in loaded.model.modules())
+
+
+def test_steps_of_each_prompt_alone_and_of_several():
+    size = PromptSize(3, 5)
+    alone = [[(prompt, start, count)] for prompt in range(3) for start, count in ((0, 4), (4, 1))]
+    assert chunks_of(size, 4, shares_steps=False) == alone
+    shared = [[(0, 0, 4)], [(0, 4, 1), (1, 0, 3)], [(1, 3, 2), (2, 0, 2)], [(2, 2, 3)]]
+    assert chunks_of(size, 4, shares_steps=True) == shared
+    assert chunks_of(size, 100, shares_steps=True) == [[(0, 0, 5), (1, 0, 5), (2, 0, 5)]]

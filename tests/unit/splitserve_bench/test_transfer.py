@@ -187,3 +187,22 @@ def test_the_command(tmp_path):
     ]
     assert {each["name"] for each in reports[1]["yardsticks"]} == {*YARDSTICKS}
     assert "prompts of 16 tokens" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("transport", "device", "sentence"),
+    [
+        ("torch_dist-nccl", "cpu", "torch_dist-nccl moves blocks between two CUDA devices"),
+        pytest.param(
+            "zmq-tcp",
+            "cuda",
+            "--device cuda: there is no CUDA device here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+        ),
+    ],
+)
+def test_a_device_that_it_does_not_move_blocks_of(tmp_path, transport, device, sentence):
+    folder = write_fake_model(tmp_path / "model")
+    arguments = ["bench", "transfer", str(folder), "--transport", transport, "--device", device, "--repeats", "1"]
+    refused = CliRunner().invoke(main, arguments)
+    assert (refused.exit_code, sentence in refused.output) == (2, True), refused.output
