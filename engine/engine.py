@@ -16,7 +16,6 @@ from engine.attention.native import NativeAttention
 from engine.attention.paged import Attention
 from engine.cache.kv_pool import PagedKVPool
 from engine.decode_program import DecodeProgram, choose_program, num_scratch_blocks
-from engine.decode_rows import DecodeRows
 from engine.fake import FakeModel
 from engine.forward_batch import ForwardBatch, build_batch
 from engine.histories import differing_histories
@@ -109,8 +108,6 @@ class Engine:
         self._grammars = Grammars(folder, self.eos_token_ids)
         self._device = device
         self._steps = choose_steps(device)
-        keeps_rows = device.type == "cpu" and self._pipeline is None and not self.layout.is_quantized
-        self._rows = DecodeRows(self.layout.block_size) if keeps_rows else None
         torch_dtype: torch.dtype = getattr(torch, dtype)
 
         def load() -> tuple[Model, int]:
@@ -162,7 +159,7 @@ class Engine:
         what is pooled of them. Candidates are for an engine that `is_history_free`."""
         assert self.group.rank == LEADER, "the other ranks follow"
         self.clock.lap(HAND_OVER)
-        logits = self._lead(works, on_layer)
+        logits = self._step([work.share for work in works], on_layer)
         assert logits is not None, "rank 0 has them"
         self.clock.lap(COMPUTE)
         tokens = self._tokens(logits, works)
@@ -250,16 +247,6 @@ class Engine:
                 return True
             logger.warning("--batch-invariant: with %s attention, bits differ %s", attention.name, " and ".join(told))
         return False
-
-    def _lead(self, works: Sequence[Work], on_layer: OnLayer | None) -> torch.Tensor | None:
-        """As _step, of works."""
-        if self._rows is None:
-            return self._step([work.share for work in works], on_layer)
-        batch = self._rows.follow(works)
-        if batch is None:
-            batch = self._rows.take(works, self._batch([work.share for work in works]))
-        self.clock.lap(BUILD)
-        return self._logits(batch, on_layer)
 
     @torch.inference_mode()
     def _step(self, shares: Sequence[Share], on_layer: OnLayer | None) -> torch.Tensor | None:
