@@ -133,6 +133,7 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
     (r"splitserve bench prompts", By(_BENCH + "test_prompts.py::test_rows_for_each_size_and_kind_of_weights")),
     (r"splitserve bench weights", By(_BENCH + "test_weights.py::test_figures_of_plain_and_of_quantized_weights")),
     (r"splitserve bench transfer", By(_BENCH + "test_transfer.py::test_the_command")),
+    (r"splitserve bench ranks", By(_SYSTEM + "test_bench_ranks.py::test_a_model_in_stages_and_over_ranks")),
     (r"splitserve bench reuse", By(_SYSTEM + "test_bench_reuse.py::test_what_was_read_or_written_is_not_read_again")),
     (r"splitserve bench speculation", By(_BENCH + "test_speculation.py::test_the_command")),
     (r"splitserve bench compare", By(_SYSTEM + "test_bench_compare.py::test_each_contender_answers_the_same_requests")),
