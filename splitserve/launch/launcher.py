@@ -75,11 +75,11 @@ class Cluster:
         self._socket_dir = Path(tempfile.gettempdir()) / f"splitserve-{secrets.token_hex(4)}"
         cpus = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
         self._instance_id = secrets.token_hex(16)
-        place = Place(free_port(), str(self._socket_dir), secrets.token_hex(16), self._instance_id, cpus)
-        place = replace(place, cuda_devices=cuda_devices(os.environ))
-        if settings.ray:  # which knows its hosts, their CPUs and their addresses
-            place = replace(place, fleet_port=free_port(fleet_host), socket_dir="", cpus=(), fleet_host=fleet_host)
-            place = replace(place, cuda_devices=())
+        secret, cuda = secrets.token_hex(16), cuda_devices(os.environ)
+        place = Place(free_port(), str(self._socket_dir), secret, self._instance_id, cpus, cuda_devices=cuda)
+        if settings.ray:  # which knows its hosts, their CPUs, devices and addresses
+            place = replace(place, fleet_port=free_port(fleet_host), fleet_host=fleet_host)
+            place = replace(place, socket_dir="", cpus=(), cuda_devices=())
         how = (passed.get(name) or "auto" for name in ("model_impl", "runner"))
         embeds = read_model_config(model.folder, *how).embedder is not None
         self.num_nodes: Final = num_nodes(settings, embeds=embeds)
