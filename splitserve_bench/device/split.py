@@ -42,8 +42,9 @@ class SplitBench:
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterTimes:
-    """Medians of one cluster's answers, at the client: the first one, which pays for first calls, does not count."""
+class Times:
+    """Of one answer, at the client; or the medians of a cluster's, of which the first one, which pays for first calls,
+    does not count."""
 
     ttft_s: float
     tpot_s: float
@@ -57,16 +58,14 @@ class SplitFigures:
     num_answers: int
     num_equal: int
     cuda_devices: tuple[str, ...]
-    one_node: ClusterTimes
-    split: ClusterTimes
+    one_node: Times
+    split: Times
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
     token_ids: tuple[int, ...]
-    ttft_s: float
-    tpot_s: float
-    handoff_s: float
+    times: Times
 
 
 async def measure_split(folder: Path, sizes: SplitBench) -> SplitFigures:
@@ -104,14 +103,14 @@ async def _answer(client: AsyncClient, prompt: Sequence[int], num_tokens: int) -
     if len(token_ids) != num_tokens:
         raise BenchError(f"an answer has {len(token_ids)} tokens, and {num_tokens} were asked for")
     tpot_s = (arrivals[-1] - arrivals[0]) / (num_tokens - 1)
-    return _Answer(tuple(token_ids), arrivals[0] - started_at, tpot_s, handoff_s)
+    return _Answer(tuple(token_ids), Times(arrivals[0] - started_at, tpot_s, handoff_s))
 
 
-def _times(answers: Sequence[_Answer]) -> ClusterTimes:
-    return ClusterTimes(
-        ttft_s=statistics.median(answer.ttft_s for answer in answers),
-        tpot_s=statistics.median(answer.tpot_s for answer in answers),
-        handoff_s=statistics.median(answer.handoff_s for answer in answers),
+def _times(answers: Sequence[_Answer]) -> Times:
+    return Times(
+        ttft_s=statistics.median(answer.times.ttft_s for answer in answers),
+        tpot_s=statistics.median(answer.times.tpot_s for answer in answers),
+        handoff_s=statistics.median(answer.times.handoff_s for answer in answers),
     )
 
 
