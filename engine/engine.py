@@ -39,7 +39,7 @@ from serving_core.fingerprint import fingerprint
 from serving_core.grammars import Grammars
 from serving_core.layout import KVLayout
 from serving_core.model_config import FAKE_ARCHITECTURE, NATIVE, ModelConfig, read_model_config
-from serving_core.needs import MOST_INVARIANT_RANKS, check_settings, compute_dtype, model_layout, num_blocks_for
+from serving_core.needs import check_settings, compute_dtype, model_layout, num_blocks_for
 from serving_core.prefix import origin_of
 from serving_core.requests import Guide, OnLayer, Request, SampledToken, SamplingParams, Share, Work
 from serving_core.settings import EngineSettings
@@ -95,6 +95,7 @@ class Engine:
         check_settings(settings, self.config, tp_size)
         is_fake = self.config.architecture == FAKE_ARCHITECTURE
         self._pipeline = None if pp_size == 1 or is_fake else Pipeline(self.group, pp_size, device)
+        self._of_stage = self._pipeline.stage if self._pipeline else self.group
         shard = shard_of(self.config, rank, tp_size, pp_size)
         self.model_layout: Final = model_layout(settings, self.config)  # of all ranks together
         self.layout: Final = rank_layout(self.model_layout, rank, tp_size, pp_size)
@@ -123,7 +124,7 @@ class Engine:
         num_allocated = self.num_blocks + num_scratch_blocks(settings, device, self.group.size)
         self.pool: Final = PagedKVPool(self.layout, num_allocated, device, torch_dtype)
         self.attention = self._choose_attention(len(shard.query_heads.held), verifies=settings.verify_model)
-        kernels_alone = not any(self.group.exchange(b"" if self._is_by_kernels(tp_size) else b"torch"))  # on any rank
+        kernels_alone = not any(self.group.exchange(b"" if self._is_by_kernels() else b"torch"))  # on any rank
         self.is_history_free: Final = kernels_alone or (
             settings.batch_invariant and self._make_invariant(torch_dtype, len(shard.query_heads.held))
         )
@@ -223,11 +224,11 @@ class Engine:
         on_disk = self.model.on_disk if isinstance(self.model, LlamaDecoder) else None
         return 0 if on_disk is None else len(on_disk.layer_bytes)
 
-    def _is_by_kernels(self, tp_size: int) -> bool:
+    def _is_by_kernels(self) -> bool:
         """Whether compiled kernels, whose bits have no history, compute all of it that adds anything up."""
         if isinstance(self.model, FakeModel):
             return True
-        if self.config.is_foreign or self.layout.is_quantized or tp_size > MOST_INVARIANT_RANKS:
+        if self.config.is_foreign or self.layout.is_quantized or not self._of_stage.adds_alike:
             return False
         assert isinstance(self.model, LlamaDecoder)
         return isinstance(self.attention, NativeAttention) and self.model.is_invariant(self.pool.compute_dtype)

@@ -17,7 +17,9 @@ from torch import distributed
 from torch.distributed import ProcessGroup, Store, TCPStore  # type: ignore[attr-defined]
 from torch.nn import functional
 
+from engine.shared_sums import SharedSums, share
 from serving_core.errors import SettingsError
+from serving_core.needs import MOST_INVARIANT_RANKS
 from serving_core.sharding import ranks_text, share_of
 
 MOST_EXCHANGED_BYTES: Final = 16 * 1024
@@ -35,6 +37,10 @@ class RankGroup(Protocol):
     @property
     def size(self) -> int:
         """The number of ranks."""
+
+    @property
+    def adds_alike(self) -> bool:
+        """Whether the bits of a sum do not depend on what else is summed up with it."""
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Turns the tensor, in place and on every rank, into the sum over the ranks."""
@@ -61,6 +67,7 @@ class _Alone:
 
     rank = LEADER
     size = 1
+    adds_alike = True
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         pass
@@ -87,16 +94,33 @@ class _Joined:
     def __init__(
         self, rank: int, size: int, device: torch.device, timeout: timedelta, group: ProcessGroup | None = None
     ) -> None:
+        """To be made on all of its ranks."""
         self.rank = rank
         self.size = size
         self._device = device
         self._timeout = timeout
         self._group = group
+        self._stages: list[_Joined] = []
+        self._shared = share(self, timeout.total_seconds()) if device.type == "cpu" else None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether sums go through memory of this machine."""
+        return self._shared is not None
+
+    @property
+    def adds_alike(self) -> bool:
+        return self.is_shared or self.size <= MOST_INVARIANT_RANKS
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        distributed.all_reduce(tensor, group=self._group)
+        if self._shared is not None and self._shared.takes(tensor):
+            self._shared.all_reduce(tensor)
+        else:
+            distributed.all_reduce(tensor, group=self._group)
 
     def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._shared is not None and self._shared.takes(tensor):
+            return self._shared.reduce_scatter(tensor, share_of(len(tensor), self.rank, self.size))
         given = torch.split(tensor, self._shares(len(tensor)))
         parts = [given[rank] if rank == self.rank else torch.empty_like(given[self.rank]) for rank in range(self.size)]
         self._swap(given, parts)
@@ -108,6 +132,10 @@ class _Joined:
 
     def all_gather(self, local: torch.Tensor, num_rows: int) -> torch.Tensor:
         rows = local.new_empty(num_rows, local.shape[1])
+        if self._shared is not None and local.is_contiguous():
+            row_bytes = rows.element_size() * rows.shape[1]
+            self._shared.gather(local, [row_bytes * count for count in self._shares(num_rows)], rows)
+            return rows
         parts = torch.split(rows, self._shares(num_rows))
         parts[self.rank].copy_(local)
         self._swap([local] * self.size, parts)
@@ -133,6 +161,8 @@ class _Joined:
         widest, num_rows = max(widths), local.shape[0]
         if num_rows == 0:
             return local.new_empty(0, sum(widths)) if self.rank == LEADER else None
+        if self._shared is not None:
+            return self._gather_shared(self._shared, local.contiguous(), widths)
         padded = functional.pad(local, (0, widest - local.shape[1])).contiguous()
         if self.rank != LEADER:
             distributed.gather(padded, group=self._group, group_dst=LEADER)
@@ -140,6 +170,16 @@ class _Joined:
         parts = list(padded.new_empty(self.size, num_rows, widest))
         distributed.gather(padded, parts, group=self._group, group_dst=LEADER)
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+
+    def _gather_shared(self, shared: SharedSums, local: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
+        counts = [local.shape[0] * width for width in widths]
+        gathered = local.new_empty(sum(counts)) if self.rank == LEADER else None
+        shared.gather(local, [count * local.element_size() for count in counts], gathered)
+        if gathered is None:
+            return None
+        return torch.cat(
+            [part.view(-1, width) for part, width in zip(torch.split(gathered, counts), widths, strict=True)], 1
+        )
 
     def exchange(self, data: bytes) -> list[bytes]:
         framed = len(_bounded(data)).to_bytes(LENGTH_BYTES, "little") + data.ljust(MOST_EXCHANGED_BYTES, b"\0")
@@ -155,9 +195,14 @@ class _Joined:
             return alone()
         stages = [list(range(first, first + tp_size)) for first in range(0, self.size, tp_size)]
         groups = [distributed.new_group(ranks, timeout=self._timeout) for ranks in stages]  # every rank makes them all
-        return _Joined(self.rank % tp_size, tp_size, self._device, self._timeout, groups[self.rank // tp_size])
+        own = groups[self.rank // tp_size]
+        self._stages.append(_Joined(self.rank % tp_size, tp_size, self._device, self._timeout, own))
+        return self._stages[-1]
 
     def close(self) -> None:
+        for group in (self, *self._stages):
+            if group._shared is not None:
+                group._shared.close()
         distributed.destroy_process_group()
 
 

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
+from engine.native.library import native_library
 from engine.parallel import MOST_EXCHANGED_BYTES, alone, choose_device, join
 from serving_core.errors import SettingsError
 from tests.tiny_models import write_fake_model
@@ -47,6 +48,18 @@ def test_collectives_of_three_ranks():
 @pytest.mark.long
 def test_rows_divided_over_two_ranks_are_to_the_bit_those_of_the_whole_sum():
     assert run_group(2, "divided_rows") == [[], []]
+
+
+@pytest.mark.skipif(native_library() is None, reason="the native kernels were not built")
+@pytest.mark.parametrize("tp_size", [2, 3])
+def test_ranks_of_one_machine_add_up_in_their_order_through_shared_memory(tp_size):
+    assert run_group(tp_size, "shared_sums") == [[True, True, []]] * tp_size
+
+
+def test_without_kernels_they_do_not_share(monkeypatch):
+    monkeypatch.setenv("SPLITSERVE_NATIVE", "off")
+    for is_shared, adds_alike, _ in run_group(2, "shared_sums"):
+        assert (is_shared, adds_alike) == (False, True)
 
 
 @pytest.mark.parametrize("num_kv_heads", [2, 1])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.engine import Engine
-from engine.native.library import ENVIRONMENT, OFF
+from engine.native.library import ENVIRONMENT, OFF, native_library
 from serving_core.settings import EngineSettings
 from tests.foreign_models import DESCRIBED, MIXTURES, write_any_model
 from tests.tiny_models import VOCAB_SIZE, write_fake_model, write_tiny_model
@@ -155,3 +155,12 @@ def test_with_the_flag_two_ranks_of_torch_change_no_bit_by_the_cut(models, tmp_p
     model = case(models["gqa-3-of-9"], dtype="float32", batch_invariant=True)
     sampled, _ = run_ranks(tmp_path, 2, {str(size): {**model, "chunk_tokens": size} for size in (7, 1000)})
     assert sampled["7"] == sampled["1000"]
+
+
+@pytest.mark.skipif(native_library() is None, reason="the native kernels were not built")
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_nor_do_ranks_of_one_machine_by_kernels(models, tmp_path, num_ranks):
+    model = case(models["bfloat16"])
+    sampled, facts = run_ranks(tmp_path, num_ranks, {str(size): {**model, "chunk_tokens": size} for size in (7, 1000)})
+    assert sampled["7"] == sampled["1000"]
+    assert [rank["7"]["traits"]["history_free"] for rank in facts] == ["yes"] * num_ranks

@@ -3,6 +3,7 @@
 `python -m tests.unit.serving_node.group_process NAME ARGUMENT` prints one line of JSON. NAME is a function below.
 """
 
+import functools
 import json
 import os
 import sys
@@ -122,8 +123,36 @@ def unlike_ranks(folder):
     return "nothing"
 
 
-def peer_that_is_gone(_):
+def shared_sums(_):
+    """Where what goes through shared memory is not the sum in the order of the ranks: types and numbers of rows, of
+    less than fits one slot, and of more."""
     group = joined(60)
+    differing = []
+    with torch.inference_mode():
+        for dtype in (torch.float32, torch.bfloat16):
+            for num_rows in (3, 4, 7, 150, 1200):
+                parts = [
+                    (torch.randn(num_rows, 577, generator=torch.Generator().manual_seed(rank)) * 9).to(dtype)
+                    for rank in range(group.size)
+                ]
+                expected = functools.reduce(torch.add, parts)
+                summed, given = parts[group.rank].clone(), parts[group.rank].clone()
+                group.all_reduce(summed)
+                own = group.reduce_scatter(given)
+                whole = group.all_gather(own, num_rows)
+                columns = group.gather_columns(parts[group.rank][:, : 5 + group.rank], [5, 6, 7][: group.size])
+                wanted = torch.cat([part[:, : 5 + rank] for rank, part in enumerate(parts)], 1)
+                is_wanted = columns is None if group.rank else torch.equal(columns, wanted)
+                if not (torch.equal(summed, expected) and torch.equal(whole, expected) and is_wanted):
+                    differing.append([str(dtype), num_rows])
+    is_shared, adds_alike = group.is_shared, group.adds_alike
+    group.close()
+    return [is_shared, adds_alike, differing]
+
+
+def peer_that_is_gone(_):
+    """Which is noticed at once, and not when the time is up."""
+    group = joined(600)
     if group.rank == 1:
         os._exit(1)
     return _error_of_a_sum(group)
