@@ -67,6 +67,10 @@ class Speculation:
             extended.append(work._replace(candidates=candidates) if candidates else work)
         return extended
 
+    def may_extend(self, num_answers: int) -> bool:
+        """Whether a step of so many answers alone may get candidates."""
+        return self._num_candidates > 0 and self._gate.least_probability(num_answers) < 1
+
     def took(self, works: Sequence[Work], nums_given: Sequence[int], step_s: float) -> None:
         """A step of answers alone is done, and has given each so many tokens."""
         if not self._num_candidates:

@@ -73,7 +73,10 @@ class StaticDecode:
             and batch.block_tables.shape[1] <= self._inputs.block_tables.shape[1]
         )
 
-    def run(self, batch: ForwardBatch, on_taken: Callable[[], None] | None = None) -> torch.Tensor:
+    def plan(self, batch: ForwardBatch) -> None:
+        """Nothing: all that a graph needs is the batch."""
+
+    def run(self, batch: ForwardBatch, plan: None = None, on_taken: Callable[[], None] | None = None) -> torch.Tensor:
         """[B, vocab_size], good until the next run."""
         num_rows = len(batch.token_ids)
         self._fill(batch, num_rows)

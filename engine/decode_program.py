@@ -1,7 +1,7 @@
 """What computes a whole decode step at once, where that is faster than one module after the other."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -21,7 +21,10 @@ class DecodeProgram(Protocol):
     def matches(self, batch: ForwardBatch) -> bool:
         """Whether it computes such batches."""
 
-    def run(self, batch: ForwardBatch, on_taken: Callable[[], None] | None = None) -> torch.Tensor:
+    def plan(self, batch: ForwardBatch) -> Any:
+        """What `run` needs beside the batch; its tokens may be unknown, and another batch may run meanwhile."""
+
+    def run(self, batch: ForwardBatch, plan: Any, on_taken: Callable[[], None] | None = None) -> torch.Tensor:
         """Writes the batch's keys and values into the pool. Gives the logits [S, vocab_size], which are good until the
         next run. `on_taken` is called when kernels have what they need, and are to begin."""
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 
@@ -17,7 +17,7 @@ from engine.attention.paged import Attention
 from engine.cache.kv_pool import PagedKVPool
 from engine.decode_program import DecodeProgram, choose_program, num_scratch_blocks
 from engine.fake import FakeModel
-from engine.forward_batch import ForwardBatch, build_batch
+from engine.forward_batch import Built, ForwardBatch, build_batch
 from engine.histories import differing_histories
 from engine.micro_batches import micro_batches
 from engine.model.llama import LlamaDecoder
@@ -153,6 +153,43 @@ class Engine:
         """What the bits of answers depend on beside the fingerprint."""
         self.origin: Final = origin_of(self.traits)
 
+    @property
+    def builds_ahead(self) -> bool:
+        """Whether `build_ahead` and `step_behind` may be called."""
+        return self.group.size == 1 and self.config.embedder is None
+
+    @torch.inference_mode()
+    def build_ahead(self, works: Sequence[Work]) -> Built:
+        """What the step of these works computes, one token of each that is not known yet. May be called beside a
+        running step, by one thread at a time."""
+        shares = [Share((0,), work.start, work.block_ids, True, adapter=work.request.adapter) for work in works]
+        batch = build_batch(shares, self.layout.block_size, self._device)
+        return Built(batch, self._program_plan(batch, None))
+
+    @torch.inference_mode()
+    def step_behind(
+        self,
+        works: Sequence[Work],
+        built: Built,
+        before: Sequence[SampledToken],
+        on_begun: Callable[[], None],
+        until_known: Callable[[], None],
+    ) -> list[SampledToken]:
+        """As `step` of works that were built ahead, whose tokens are those of the step before. Calls `on_begun` when
+        the computation begins, and `until_known` before it looks at the requests, which are to have these tokens by
+        then."""
+        self.clock.lap(HAND_OVER)
+        token_ids = torch.tensor([token.token_id for token in before], dtype=torch.int64, device="cpu")
+        built.batch.token_ids.copy_(token_ids)
+        logits = self._logits(built, None, on_begun)
+        assert logits is not None, "this is the only rank"
+        self.clock.lap(COMPUTE)
+        until_known()
+        self.clock.lap(HAND_OVER)
+        tokens = self._tokens(logits, works)
+        self.clock.lap(SAMPLE)
+        return tokens
+
     @torch.inference_mode()
     def step(self, works: Sequence[Work], on_layer: OnLayer | None = None) -> list[SampledToken]:
         """Computes these shares on rank 0; gives one token for each that samples, in order, and more where candidates
@@ -254,7 +291,7 @@ class Engine:
         """What the model gives for the wanted rows, on rank 0."""
         if self._pipeline is not None:
             return self._step_of_stages(self._pipeline, shares, on_layer)
-        return self._logits(self._batch(shares), on_layer)
+        return self._logits(self._built(shares, on_layer), on_layer)
 
     def _step_of_stages(
         self, pipeline: Pipeline, shares: Sequence[Share], on_layer: OnLayer | None
@@ -264,24 +301,43 @@ class Engine:
         logits: list[torch.Tensor] = []
         num_rows = 0
         for number, part in enumerate(parts, 1):
-            batch = self._batch(part)
-            num_rows += len(batch.logit_rows)
-            rows = self._logits(batch, on_layer if number == len(parts) else None)
+            relay = on_layer if number == len(parts) else None
+            built = self._built(part, relay)
+            num_rows += len(built.batch.logit_rows)
+            rows = self._logits(built, relay)
             self.clock.lap(COMPUTE)
             logits += [] if rows is None else [rows]
         together = torch.cat(logits) if logits else None
         width = self.config.vocab_size if self.config.embedder is None else self.config.hidden_size
         return pipeline.logits_on_leader(together, num_rows, width, self.pool.compute_dtype)
 
-    def _batch(self, shares: Sequence[Share]) -> ForwardBatch:
+    def _built(self, shares: Sequence[Share], on_layer: OnLayer | None) -> Built:
         batch = build_batch(shares, self.layout.block_size, self._device)
+        built = Built(batch, self._program_plan(batch, on_layer))
         self.clock.lap(BUILD)
-        return batch
+        return built
 
-    def _logits(self, batch: ForwardBatch, on_layer: OnLayer | None) -> torch.Tensor | None:
-        if self.program is not None and on_layer is None and self.program.matches(batch):
-            return self.program.run(batch, lambda: self.clock.lap(BUILD))
-        return self.model(batch, self.attention, on_layer)
+    def _program_plan(self, batch: ForwardBatch, on_layer: OnLayer | None) -> tuple[Any] | None:
+        """What the program runs the batch by; None where it does not compute such a step."""
+        if self.program is None or on_layer is not None or not self.program.matches(batch):
+            return None
+        return (self.program.plan(batch),)
+
+    def _logits(
+        self, built: Built, on_layer: OnLayer | None, on_begun: Callable[[], None] | None = None
+    ) -> torch.Tensor | None:
+        """`on_begun` is called when kernels have what they need, or before the first one does."""
+
+        def begin() -> None:
+            self.clock.lap(BUILD)
+            if on_begun is not None:
+                on_begun()
+
+        if built.plan is not None:
+            assert self.program is not None
+            return self.program.run(built.batch, *built.plan, begin)
+        begin()
+        return self.model(built.batch, self.attention, on_layer)
 
 
 def _check_alike(group: RankGroup, settings: EngineSettings) -> None:

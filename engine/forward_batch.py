@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +31,13 @@ class ForwardBatch:
     def wanting(self, rows: torch.Tensor) -> "ForwardBatch":
         """The same batch, with the logits of other rows wanted."""
         return replace(self, logit_rows=rows)
+
+
+class Built(NamedTuple):
+    """A batch, and what the program that computes it runs it by; None where none does."""
+
+    batch: ForwardBatch
+    plan: tuple[Any] | None
 
 
 def build_batch(shares: Sequence[Share], block_size: int, device: torch.device) -> ForwardBatch:

@@ -1,20 +1,71 @@
-"""Runs an engine's steps in a thread of its own, so that a node's event loop stays free, and counts them."""
+"""Runs an engine's steps in a thread of its own, so that a node's event loop stays free, and counts them.
+
+While a step runs, the loop may offer the one behind it. When the first is done, the thread decides by its result
+whether the offered one follows. If so it begins at once, and the loop takes the first one's result in meanwhile; what
+the second one gives may depend on that, so its end waits for it.
+"""
 
 import asyncio
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from serving_core.failpoints import reach
 from serving_core.requests import OnLayer
 
 NUM_RECENT_STEPS: Final = 64
+TAKEN_IN_DEADLINE_S: Final = 600.0  # for the loop, to take in what a step gave
 
 P = TypeVar("P")  # one part of a step: a Work on rank 0, a Share on a follower
 R = TypeVar("R")  # what a step gives: the sampled tokens on rank 0, nothing on a follower
+
+
+class Stepped(NamedTuple, Generic[R]):
+    """A step is done."""
+
+    result: R
+    step_s: float
+    goes_on: bool = False  # the step ahead of it has begun
+
+
+@dataclass(eq=False)
+class Step(Generic[P, R]):
+    """One that runs."""
+
+    parts: Sequence[P]
+    done: "asyncio.Future[Stepped[R]]"
+    ahead: "Ahead[P, R] | None" = None  # offered; at most once, and any time
+
+
+@dataclass(eq=False)
+class Ahead(Step[P, R]):
+    """One that is to begin as soon as the step before it is done, if it follows."""
+
+    follows: Callable[[R], bool] = field(kw_only=True)  # tells by what the step before gave, in the engine's thread
+    compute: Callable[[R, Callable[[], None], Callable[[], None]], R] = field(kw_only=True)
+    """Computes it behind what the step before gave, in the engine's thread. Calls the second when its computation
+    begins, the third before it needs what the loop makes of the step before."""
+    _is_taken_in: threading.Event = field(default_factory=threading.Event)
+    _is_given_up: bool = False
+
+    def take_in(self) -> None:
+        """The loop has taken in the step before."""
+        self._is_taken_in.set()
+
+    def give_up(self) -> None:
+        """Nobody will take in the step before: this one is to fail."""
+        self._is_given_up = True
+        self._is_taken_in.set()
+
+    def wait(self) -> None:
+        """Returns when the step before is taken in. Raises RuntimeError when it will not be."""
+        if not self._is_taken_in.wait(TAKEN_IN_DEADLINE_S) or self._is_given_up:
+            raise RuntimeError("what the step before gave was not taken in")
 
 
 class Stepper(Generic[P, R]):
@@ -26,6 +77,7 @@ class Stepper(Generic[P, R]):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
         self._started_at: float | None = None
+        self._running: Step[P, R] | None = None
         self.num_steps = 0
 
     async def run(
@@ -46,23 +98,65 @@ class Stepper(Generic[P, R]):
     async def step(self, parts: Sequence[P], on_layer: OnLayer | None = None) -> tuple[R, float]:
         """What the step gives, and the seconds it took. `on_layer` is called on the event loop, and not after this
         returns."""
-        assert self._started_at is None, "two steps at a time"
-        self._started_at = time.monotonic()
-        try:
-            loop = asyncio.get_running_loop()
-            relay = None if on_layer is None else _on_loop(loop, on_layer)
-            result = await loop.run_in_executor(self._thread, self._computed, parts, relay)
-        finally:
-            step_s = time.monotonic() - self._started_at
-            self._started_at = None
-            self.num_steps += 1
-        self._recent_s.append(step_s)
+        result, step_s, _ = await self.begin(parts, on_layer).done
         return result, step_s
 
-    def _computed(self, parts: Sequence[P], on_layer: OnLayer | None) -> R:
-        """In the engine's thread."""
+    def begin(self, parts: Sequence[P], on_layer: OnLayer | None = None) -> Step[P, R]:
+        """Starts a step, of which `done` is to be awaited. `on_layer` is called on the event loop, and not after
+        that."""
+        assert self._running is None, "two steps at a time"
+        loop = asyncio.get_running_loop()
+        self._running = step = Step(parts, loop.create_future())
+        self._started_at = time.monotonic()
+        relay = None if on_layer is None else _on_loop(loop, on_layer)
+        loop.run_in_executor(self._thread, self._computed, loop, step, relay).add_done_callback(self._ended)
+        return step
+
+    def _computed(self, loop: asyncio.AbstractEventLoop, step: Step[P, R], on_layer: OnLayer | None) -> R:
+        """In the engine's thread: this step and those that follow it. Gives what the last one does."""
         reach("step")
-        return self._compute(parts, on_layer)
+        result = self._compute(step.parts, on_layer)
+        while (ahead := step.ahead) is not None and ahead.follows(result):
+            now, begun_at = time.monotonic(), self._started_at
+            assert begun_at is not None
+            self._started_at = now
+            tell = _Once(loop, self._followed, step, Stepped(result, now - begun_at, goes_on=True))
+            try:
+                reach("step")
+                result = ahead.compute(result, tell, ahead.wait)
+            finally:
+                tell()
+            step = ahead
+        return result
+
+    def _followed(self, step: Step[P, R], stepped: Stepped[R]) -> None:
+        """On the loop: a step is done, and the one ahead of it runs."""
+        self._running = step.ahead
+        self._count(stepped.step_s)
+        if not step.done.done():
+            step.done.set_result(stepped)
+
+    def _ended(self, future: "asyncio.Future[R]") -> None:
+        """On the loop: no step runs any more."""
+        step, begun_at = self._running, self._started_at
+        assert step is not None
+        assert begun_at is not None
+        self._running = self._started_at = None
+        step_s, error = time.monotonic() - begun_at, future.exception()
+        if error is not None:
+            self.num_steps += 1
+        else:
+            self._count(step_s)
+        if step.done.done():
+            return  # nobody waits for it
+        if error is not None:
+            step.done.set_exception(error)
+        else:
+            step.done.set_result(Stepped(future.result(), step_s))
+
+    def _count(self, step_s: float) -> None:
+        self.num_steps += 1
+        self._recent_s.append(step_s)
 
     @property
     def step_s(self) -> float:
@@ -72,11 +166,25 @@ class Stepper(Generic[P, R]):
     @property
     def step_age_s(self) -> float:
         """Seconds the running step has taken so far; 0 when idle."""
-        return 0.0 if self._started_at is None else time.monotonic() - self._started_at
+        started_at = self._started_at
+        return 0.0 if started_at is None else time.monotonic() - started_at
 
     def close(self) -> None:
         """Waits for the running step, then ends the thread."""
         self._thread.shutdown(wait=True)
+
+
+class _Once:
+    """Has a function called on the loop, the first time that it is called itself."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> None:
+        self._call: tuple[object, ...] | None = (function, *arguments)
+        self._loop = loop
+
+    def __call__(self) -> None:
+        if self._call is not None:
+            call, self._call = self._call, None
+            self._loop.call_soon_threadsafe(*call)  # type: ignore[arg-type]
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, on_layer: OnLayer) -> OnLayer:

@@ -182,11 +182,21 @@ class Work(NamedTuple):
 
 def finish_reason(request: Request, eos_token_ids: Sequence[int]) -> FinishReason | None:
     """Whether the last token of the request ends its answer. (Stop strings are the coordinator's business.)"""
-    sampling, last = request.sampling, request.token_ids[-1]
-    if request.num_output_tokens >= sampling.min_tokens and (
+    return _reason_of(request.sampling, request.token_ids[-1], request.num_output_tokens, eos_token_ids)
+
+
+def would_end(request: Request, token_id: int, eos_token_ids: Sequence[int]) -> bool:
+    """Whether this token, were it the next one of the request, would end its answer."""
+    return _reason_of(request.sampling, token_id, request.num_output_tokens + 1, eos_token_ids) is not None
+
+
+def _reason_of(
+    sampling: SamplingParams, last: int, num_output_tokens: int, eos_token_ids: Sequence[int]
+) -> FinishReason | None:
+    if num_output_tokens >= sampling.min_tokens and (
         last in sampling.stop_token_ids or (last in eos_token_ids and not sampling.ignore_eos)
     ):
         return FinishReason.STOP
-    if request.num_output_tokens >= sampling.max_tokens:
+    if num_output_tokens >= sampling.max_tokens:
         return FinishReason.LENGTH
     return None

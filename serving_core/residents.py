@@ -103,7 +103,8 @@ class Resident:
     has_first_token: bool = False
     reading_since_s: float | None = None  # when the first step began that computed some of the prompt
     in_step: bool = False
-    num_candidates: int = 0  # of the running step, behind the known tokens: so many more may be known when it is done
+    num_candidates: int = 0  # of the running step, or 1 of the one that may follow it at once: so many more tokens than
+    # one may be known when it is done
     is_sending: bool = False  # a rank may read the blocks
     is_receiving: bool = False  # a rank may write to the blocks
     is_revoked: bool = False  # the grant is being taken back

@@ -20,7 +20,7 @@ from serving_core.errors import RequestError
 from serving_core.layout import KVLayout
 from serving_core.leases import Leases
 from serving_core.rates import StepRates
-from serving_core.requests import Guide, SampledToken, Work, finish_reason
+from serving_core.requests import Guide, SampledToken, Work, finish_reason, would_end
 from serving_core.residents import Resident, Residents, Stage
 from serving_core.shapes import Shape, check_shape, role_of
 from serving_node.arrivals import Arrivals
@@ -30,6 +30,7 @@ from serving_node.decisions import Beat, Decision
 from serving_node.endings import Endings
 from serving_node.handovers import HandOvers
 from serving_node.lending import Lending
+from serving_node.lookahead import works_ahead
 from serving_node.moves import Moves
 from serving_node.room import Room
 from serving_node.second_tier import NO_TIER, SecondTier, TierPlan
@@ -280,6 +281,19 @@ class NodeLogic:
                 resident.reading_since_s = now
         return works
 
+    def plan_ahead(self, works: Sequence[Work]) -> list[Work]:
+        """What `plan` would give behind this planned step of answers, should none of them end by it and nothing else
+        happen before it ends; empty where others might have a part in it. Its tokens are not known yet."""
+        return [] if self.speculation.may_extend(len(works)) else works_ahead(works, self._residents, self._leases)
+
+    def ends_any(self, works: Sequence[Work], tokens: Sequence[SampledToken]) -> bool:
+        """Whether the tokens that a step gives, one for each of its works, end any answer. Looks at the requests alone:
+        may be called by another thread while the step runs."""
+        return any(
+            not _is_token(token) or would_end(work.request, token.token_id, self._eos_token_ids)
+            for work, token in zip(works, tokens, strict=True)
+        )
+
     def _plan(self, now: float) -> list[Work]:
         works = self._writing.plan()
         max_tokens = self._limits.max_num_batched_tokens
@@ -309,14 +323,23 @@ class NodeLogic:
         """Those of a step whose blocks may leave while it is being computed."""
         return [work for work in works if self._residents.of(work.request).is_outgoing]
 
-    def step_done(self, works: Sequence[Work], tokens: Sequence[SampledToken], step_s: float, now: float) -> None:
-        """Takes in a finished step, whose full blocks others may use from now on."""
+    def step_done(
+        self,
+        works: Sequence[Work],
+        tokens: Sequence[SampledToken],
+        step_s: float,
+        now: float,
+        *,
+        goes_on: bool = False,
+    ) -> None:
+        """Takes in a finished step, whose full blocks others may use from now on. `goes_on`: it ended no answer, and
+        what was planned ahead of it runs since, as if `plan` had given it."""
         residents = [self._residents.of(work.request) for work in works]
         sampled = iter(tokens)
         given = [(resident, work.take(sampled)) for resident, work in zip(residents, works, strict=True)]
         self._count_step(residents, works, [len(taken) for _, taken in given], step_s)
         for resident, work in zip(residents, works, strict=True):
-            self._advance(resident, work)
+            self._advance(resident, work, goes_on)
         step_tokens = fleet_pb2.StepTokens(step_s=step_s)
         ended = [
             resident
@@ -401,9 +424,9 @@ class NodeLogic:
             self._endings.fail(resident, reasons.ENGINE_ERROR, f"the step failed ({type(error).__name__})")
         self._settle_step(residents)
 
-    def _advance(self, resident: Resident, work: Work) -> None:
+    def _advance(self, resident: Resident, work: Work, goes_on: bool) -> None:
         """Its share of the step is done, but for what comes of candidates."""
-        resident.in_step, resident.num_candidates = False, 0
+        resident.in_step, resident.num_candidates = goes_on, 0
         resident.num_computed += work.num_tokens
         self._leases.publish(resident)
 

@@ -3,13 +3,15 @@
 import asyncio
 import logging
 import time
-from typing import Final
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
 
 from decode_node.speculation import SpeculationCounts
 from engine.cache.tier_store import TierStore
 from engine.engine import Engine
 from engine.step_clock import AFTER, HAND_OVER, IDLE, PLAN, SEND, StepClock
-from engine.stepper import Stepper
+from engine.stepper import Ahead, Step, Stepper
 from kv_transfer.ends.alarm import Alarm
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
@@ -136,6 +138,7 @@ class NodeRunner:
         self._pp_size: Final = settings.engine.pipeline_parallel_size
         self._tp_size: Final = self._transfers.num_ranks // self._pp_size
         self._compiling = Compiling(engine.guide, self._pass_on, self._refuse)
+        self._looks_ahead: Final = engine.builds_ahead and not len(followers)
         self._works: list[Work] = []  # of the running step; none between two
         self._absences = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, calm_s=CALM_S)
         self._tickets: dict[int, bytes] = {}  # drawn, and not yet open on every rank, by epoch
@@ -297,23 +300,68 @@ class NodeRunner:
         return works
 
     async def _step(self, works: list[Work]) -> None:
-        self._works = works
+        """This step, and those that follow it at once."""
+        step: Step[Work, list[SampledToken]] | None = None
+        try:
+            step = self._begin(works)
+            while step is not None:
+                self._works = list(step.parts)
+                self._look_ahead(step)
+                step = await self._finish(step)
+        finally:
+            self._works = []
+            if step is not None and step.ahead is not None:
+                step.ahead.give_up()
+
+    def _begin(self, works: list[Work]) -> Step[Work, list[SampledToken]] | None:
         try:
             self._followers.announce(works)
             sends = self._logic.sends_while(works)
-            tokens, step_s = await self._stepper.step(works, self._transfers.on_layer(sends) if sends else None)
+            return self._stepper.begin(works, self._transfers.on_layer(sends) if sends else None)
         except Exception as error:
-            request_ids = [work.request.request_id for work in works[:MAX_NAMED]]
-            logger.exception("a step failed", extra={"fields": {"request_ids": request_ids}})
-            self._followers.fail_step(error)
-            self._logic.step_failed(works, error, time.monotonic())
-        else:
+            logger.exception("a step failed", extra=_naming(works))
+            self._step_failed(works, error)
+            return None
+
+    def _look_ahead(self, step: Step[Work, list[SampledToken]]) -> None:
+        """Offers the engine the step behind this one, unless something happens until then."""
+        if not self._looks_ahead or not (works := self._logic.plan_ahead(step.parts)):
+            return
+        self._carry_out(wakes=False)
+        built = self._engine.build_ahead(works)
+
+        def follows(tokens: list[SampledToken]) -> bool:
+            return not self._work.is_set() and not self._logic.ends_any(step.parts, tokens)
+
+        compute = partial(self._engine.step_behind, works, built)
+        step.ahead = Ahead(works, asyncio.get_running_loop().create_future(), follows=follows, compute=compute)
+
+    async def _finish(self, step: Step[Work, list[SampledToken]]) -> Step[Work, list[SampledToken]] | None:
+        """Takes in what the step gives. Gives the one that has followed it, if one has."""
+        works = step.parts
+        try:
+            tokens, step_s, goes_on = await step.done
+        except Exception as error:
+            logger.exception("a step failed", extra=_naming(works))
+            self._step_failed(works, error)
+            return None
+        if not goes_on:
             self.clock.lap(HAND_OVER)
-            self._logic.step_done(works, tokens, step_s, time.monotonic())
-            self.clock.lap(AFTER)
-        self._works = []
-        self._carry_out()
+        self._logic.step_done(works, tokens, step_s, time.monotonic(), goes_on=goes_on)
+        if goes_on:
+            assert step.ahead is not None
+            step.ahead.take_in()
+            self._carry_out(wakes=False)
+            return step.ahead
+        self.clock.lap(AFTER)
+        self._carry_out(wakes=False)
         self.clock.lap(SEND)
+        return None
+
+    def _step_failed(self, works: Sequence[Work], error: Exception) -> None:
+        self._followers.fail_step(error)
+        self._logic.step_failed(works, error, time.monotonic())
+        self._carry_out(wakes=False)
 
     # ---- transfers ----
 
@@ -423,6 +471,11 @@ class NodeRunner:
         loop = asyncio.get_running_loop()
         # The difference first: a moment that is rounded down would come again and again at the same time.
         self._alarm.set(None if wake_at_s is None else loop.time() + (wake_at_s - time.monotonic()))
+
+
+def _naming(works: Sequence[Work]) -> dict[str, Any]:
+    """For a line of the log about these."""
+    return {"fields": {"request_ids": [work.request.request_id for work in works[:MAX_NAMED]]}}
 
 
 def _job_of(command: fleet_pb2.NodeCommand) -> fleet_pb2.Job:

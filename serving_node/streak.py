@@ -96,10 +96,10 @@ def take_in(streak: Streak, token_ids: Sequence[Sequence[int]], leases: Leases) 
     return full[-1]
 
 
-def grow(full: Sequence[Resident], leases: Leases) -> bool:
-    """Gives those that have filled a block one for their next token, if they have none. Tells whether there were
+def grow(full: Sequence[Resident], leases: Leases, num_tokens: int = 1) -> bool:
+    """Gives those that have filled a block one for their next tokens, if they have none. Tells whether there were
     enough; else nobody got any."""
-    missing = [leases.num_missing(each, each.num_computed + 1) for each in full]
+    missing = [leases.num_missing(each, each.num_computed + num_tokens) for each in full]
     if sum(missing) > leases.num_free:
         return False
     for resident, num_missing in zip(full, missing, strict=True):

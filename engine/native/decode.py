@@ -5,12 +5,12 @@ Between its modules a decoder would return to Python, and wake and join its thre
 
 import ctypes
 import functools
-from collections.abc import Callable
-from typing import Final, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 
-from engine.attention.native import NativeAttention
+from engine.attention.native import NativeAttention, NativePlan
 from engine.forward_batch import ForwardBatch
 from engine.model.layers import FeedForward, Linear, Packed, RMSNorm
 from engine.model.llama import (
@@ -22,10 +22,12 @@ from engine.model.llama import (
     PreNormLayer,
     SelfAttention,
 )
+from engine.model.rope import Rotation
 from engine.native.dense_linear import DenseMatrix
 from engine.native.program import NativeProgram
 from engine.native.steps import ELEMENTS, NativeSteps
 from engine.quantization.quantized_linear import QuantizedMatrix
+from serving_core.rope_config import Rope
 
 MOST_ROWS: Final = 64
 OPERATIONS_PER_LAYER: Final = 15  # seven at most, and four products of at most two
@@ -47,6 +49,13 @@ def is_recordable(decoder: LlamaDecoder, attention: NativeAttention) -> bool:
     return all(map(_is_recordable, (*matrices, decoder.head)))
 
 
+class NativeDecodePlan(NamedTuple):
+    """What of a run can be made before its tokens are known. By window, and by rope."""
+
+    attention: Mapping[int | None, NativePlan]
+    rotations: Mapping[Rope | None, Rotation]
+
+
 class NativeDecode:
     """Steps of at most MOST_ROWS tokens that are all wanted: one of each request, or with candidates behind it. The
     number of threads is torch's."""
@@ -65,20 +74,27 @@ class NativeDecode:
         """At most MOST_ROWS tokens, which are all wanted and of the model alone."""
         return not batch.adapted_rows and len(batch.logit_rows) == len(batch.token_ids) <= MOST_ROWS
 
-    def run(self, batch: ForwardBatch, on_taken: Callable[[], None] | None = None) -> torch.Tensor:
+    def plan(self, batch: ForwardBatch) -> NativeDecodePlan:
+        dtype = self._buffers.x.dtype
+        return NativeDecodePlan(
+            {window: self._attention.plan(batch, window) for window in self._plans},
+            {rope: rotary.tables(batch.positions, dtype) for rope, rotary in self._decoder.rotaries.items()},
+        )
+
+    def run(
+        self, batch: ForwardBatch, plan: NativeDecodePlan, on_taken: Callable[[], None] | None = None
+    ) -> torch.Tensor:
         """[T, vocab_size], good until the next run. Raises IndexError, and writes nothing, when a slot is not in the
         pool."""
         num_rows, buffers, decoder = len(batch.token_ids), self._buffers, self._decoder
         assert decoder.embed_tokens is not None
         buffers.x[:num_rows] = decoder.embed_tokens(batch.token_ids)
-        for rope, rotary in decoder.rotaries.items():
-            rotation = rotary.tables(batch.positions, buffers.x.dtype)
+        for rope, rotation in plan.rotations.items():
             for table, values in zip(buffers.rotations[rope], rotation, strict=True):
                 table[:num_rows] = values
         buffers.slots[:num_rows] = batch.slots
-        plans = {window: self._attention.plan(batch, window) for window in self._plans}
-        for window, plan in plans.items():
-            self._plans[window].value = plan.address
+        for window, of_window in plan.attention.items():
+            self._plans[window].value = of_window.address
         if on_taken is not None:
             on_taken()
         if not self._program.run(num_rows):

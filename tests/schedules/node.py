@@ -121,6 +121,7 @@ class SimulatedEngine:
     kv_pool_bytes = weight_bytes = 0
     group = SimpleNamespace(rank=0)
     guide = None  # nobody asks for a grammar
+    builds_ahead = False
 
     def __init__(self, name, sizes, pool, random):
         self.num_blocks, self.is_history_free = sizes.num_blocks, sizes.is_history_free

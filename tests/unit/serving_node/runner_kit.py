@@ -31,18 +31,28 @@ class GatedEngine:
         self._gate = threading.Semaphore(0)
         self.is_open = True
         self.plans = []
+        self.num_behind = 0  # of them, those that followed the one before at once
         self.error = None
 
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
     def step(self, works, on_layer=None):
+        self._begin(works)
+        return self._engine.step(works, on_layer)
+
+    def step_behind(self, works, built, before, on_begun, until_known):
+        self.num_behind += 1
+        on_begun()
+        self._begin(works)
+        return self._engine.step_behind(works, built, before, on_begun, until_known)
+
+    def _begin(self, works):
         self.plans.append([(work.request.request_id, work.start, work.num_tokens) for work in works])
         if not self.is_open:
             assert self._gate.acquire(timeout=DEADLINE_S), "the test never let the step end"
         if self.error is not None:
             raise self.error
-        return self._engine.step(works, on_layer)
 
     def let_one_end(self):
         self._gate.release()
