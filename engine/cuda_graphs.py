@@ -76,7 +76,7 @@ class StaticDecode:
     def plan(self, batch: ForwardBatch) -> None:
         """Nothing: all that a graph needs is the batch."""
 
-    def run(self, batch: ForwardBatch, plan: None = None, on_taken: Callable[[], None] | None = None) -> torch.Tensor:
+    def run(self, batch: ForwardBatch, on_taken: Callable[[], None] | None = None, plan: None = None) -> torch.Tensor:
         """[B, vocab_size], good until the next run."""
         num_rows = len(batch.token_ids)
         self._fill(batch, num_rows)

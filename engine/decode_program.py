@@ -22,9 +22,9 @@ class DecodeProgram(Protocol):
         """Whether it computes such batches."""
 
     def plan(self, batch: ForwardBatch) -> Any:
-        """What `run` needs beside the batch; its tokens may be unknown, and another batch may run meanwhile."""
+        """What `run` would make of the batch first. Its tokens may be unknown, and another batch may run meanwhile."""
 
-    def run(self, batch: ForwardBatch, plan: Any, on_taken: Callable[[], None] | None = None) -> torch.Tensor:
+    def run(self, batch: ForwardBatch, on_taken: Callable[[], None] | None = None, plan: Any = None) -> torch.Tensor:
         """Writes the batch's keys and values into the pool. Gives the logits [S, vocab_size], which are good until the
         next run. `on_taken` is called when kernels have what they need, and are to begin."""
 

@@ -164,7 +164,8 @@ class Engine:
         running step, by one thread at a time."""
         shares = [Share((0,), work.start, work.block_ids, True, adapter=work.request.adapter) for work in works]
         batch = build_batch(shares, self.layout.block_size, self._device)
-        return Built(batch, self._program_plan(batch, None))
+        program = self.program
+        return Built(batch, program.plan(batch) if program is not None and program.matches(batch) else None)
 
     @torch.inference_mode()
     def step_behind(
@@ -181,7 +182,7 @@ class Engine:
         self.clock.lap(HAND_OVER)
         token_ids = torch.tensor([token.token_id for token in before], dtype=torch.int64, device="cpu")
         built.batch.token_ids.copy_(token_ids)
-        logits = self._logits(built, None, on_begun)
+        logits = self._logits(built.batch, None, built.plan, on_begun)
         assert logits is not None, "this is the only rank"
         self.clock.lap(COMPUTE)
         until_known()
@@ -291,7 +292,7 @@ class Engine:
         """What the model gives for the wanted rows, on rank 0."""
         if self._pipeline is not None:
             return self._step_of_stages(self._pipeline, shares, on_layer)
-        return self._logits(self._built(shares, on_layer), on_layer)
+        return self._logits(self._batch(shares), on_layer)
 
     def _step_of_stages(
         self, pipeline: Pipeline, shares: Sequence[Share], on_layer: OnLayer | None
@@ -301,43 +302,39 @@ class Engine:
         logits: list[torch.Tensor] = []
         num_rows = 0
         for number, part in enumerate(parts, 1):
-            relay = on_layer if number == len(parts) else None
-            built = self._built(part, relay)
-            num_rows += len(built.batch.logit_rows)
-            rows = self._logits(built, relay)
+            batch = self._batch(part)
+            num_rows += len(batch.logit_rows)
+            rows = self._logits(batch, on_layer if number == len(parts) else None)
             self.clock.lap(COMPUTE)
             logits += [] if rows is None else [rows]
         together = torch.cat(logits) if logits else None
         width = self.config.vocab_size if self.config.embedder is None else self.config.hidden_size
         return pipeline.logits_on_leader(together, num_rows, width, self.pool.compute_dtype)
 
-    def _built(self, shares: Sequence[Share], on_layer: OnLayer | None) -> Built:
+    def _batch(self, shares: Sequence[Share]) -> ForwardBatch:
         batch = build_batch(shares, self.layout.block_size, self._device)
-        built = Built(batch, self._program_plan(batch, on_layer))
         self.clock.lap(BUILD)
-        return built
-
-    def _program_plan(self, batch: ForwardBatch, on_layer: OnLayer | None) -> tuple[Any] | None:
-        """What the program runs the batch by; None where it does not compute such a step."""
-        if self.program is None or on_layer is not None or not self.program.matches(batch):
-            return None
-        return (self.program.plan(batch),)
+        return batch
 
     def _logits(
-        self, built: Built, on_layer: OnLayer | None, on_begun: Callable[[], None] | None = None
+        self,
+        batch: ForwardBatch,
+        on_layer: OnLayer | None,
+        plan: Any = None,
+        on_begun: Callable[[], None] | None = None,
     ) -> torch.Tensor | None:
-        """`on_begun` is called when kernels have what they need, or before the first one does."""
+        """`plan` is the program's, if it was made before. `on_begun` is called when kernels have what they need, or
+        before the first one does."""
 
         def begin() -> None:
             self.clock.lap(BUILD)
             if on_begun is not None:
                 on_begun()
 
-        if built.plan is not None:
-            assert self.program is not None
-            return self.program.run(built.batch, *built.plan, begin)
+        if self.program is not None and on_layer is None and self.program.matches(batch):
+            return self.program.run(batch, begin, plan)
         begin()
-        return self.model(built.batch, self.attention, on_layer)
+        return self.model(batch, self.attention, on_layer)
 
 
 def _check_alike(group: RankGroup, settings: EngineSettings) -> None:

@@ -34,10 +34,10 @@ class ForwardBatch:
 
 
 class Built(NamedTuple):
-    """A batch, and what the program that computes it runs it by; None where none does."""
+    """A batch, and the plan of the program that computes it, if there is one."""
 
     batch: ForwardBatch
-    plan: tuple[Any] | None
+    plan: Any
 
 
 def build_batch(shares: Sequence[Share], block_size: int, device: torch.device) -> ForwardBatch:

@@ -1,4 +1,6 @@
-"""Where the time of a node's steps goes: how long they compute, and each part of what is done between two of them."""
+"""Where the time of a node's steps goes: how long they compute, and each part of what is done between two of them.
+What is done beside a step that computes is no part of its own.
+"""
 
 import time
 from collections.abc import Callable

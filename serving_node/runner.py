@@ -328,7 +328,11 @@ class NodeRunner:
         if not self._looks_ahead or not (works := self._logic.plan_ahead(step.parts)):
             return
         self._carry_out(wakes=False)
-        built = self._engine.build_ahead(works)
+        try:
+            built = self._engine.build_ahead(works)
+        except Exception:
+            logger.exception("the step ahead was not built, and is planned anew", extra=_naming(works))
+            return
 
         def follows(tokens: list[SampledToken]) -> bool:
             return not self._work.is_set() and not self._logic.ends_any(step.parts, tokens)

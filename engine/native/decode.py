@@ -82,11 +82,15 @@ class NativeDecode:
         )
 
     def run(
-        self, batch: ForwardBatch, plan: NativeDecodePlan, on_taken: Callable[[], None] | None = None
+        self,
+        batch: ForwardBatch,
+        on_taken: Callable[[], None] | None = None,
+        plan: NativeDecodePlan | None = None,
     ) -> torch.Tensor:
         """[T, vocab_size], good until the next run. Raises IndexError, and writes nothing, when a slot is not in the
         pool."""
         num_rows, buffers, decoder = len(batch.token_ids), self._buffers, self._decoder
+        plan = plan or self.plan(batch)
         assert decoder.embed_tokens is not None
         buffers.x[:num_rows] = decoder.embed_tokens(batch.token_ids)
         for rope, rotation in plan.rotations.items():

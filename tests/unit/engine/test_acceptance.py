@@ -1,6 +1,7 @@
 """Answers with candidates, right and wrong ones, against the same answers without: tokens and logprobs to the bit."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from coordinator.text.constraints import to_grammar
 from coordinator.text.structures import WHITESPACE
 from engine.engine import Engine
 from engine.native.decode import NativeDecode
-from serving_core.requests import Request, SampledToken, SamplingParams, Work, finish_reason
+from serving_core.requests import Request, SampledToken, SamplingParams, Work, finish_reason, would_end
 from serving_core.settings import EngineSettings
 from tests.lora_adapters import write_adapter
 from tests.tiny_models import EOS, VOCAB_SIZE, write_tiny_model
@@ -76,6 +77,43 @@ def answers(engine, requests, propose):
     return given, num_steps
 
 
+def answers_ahead(engine, requests):
+    """The same, where each step that ends no answer is followed by one that was built before its tokens were known."""
+    blocks = {id(request): range(n * BLOCKS_OF_ONE, (n + 1) * BLOCKS_OF_ONE) for n, request in enumerate(requests)}
+    given: dict[str, list[SampledToken]] = {request.request_id: [] for request in requests}
+    computed, live, num_behind, told = dict.fromkeys(given, 0), list(requests), 0, []
+
+    def works_of(tokens_of):
+        return [Work(each, computed[each.request_id], tokens_of(each), blocks[id(each)]) for each in live]
+
+    def num_left(request):
+        return len(request.token_ids) - computed[request.request_id]
+
+    def ends(tokens):
+        return [would_end(each, token.token_id, engine.eos_token_ids) for each, token in zip(live, tokens, strict=True)]
+
+    def take_in(tokens):
+        for request, token in zip(live, tokens, strict=True):
+            given[request.request_id].append(token)
+            computed[request.request_id] = len(request.token_ids)
+            request.token_ids.append(token.token_id)
+
+    while live:
+        tokens = engine.step(works_of(num_left))
+        while not any(ends(tokens)):
+            computed |= {each.request_id: len(each.token_ids) for each in live}
+            works, until_known = works_of(lambda each: 1), partial(take_in, tokens)
+            tokens = engine.step_behind(
+                works, engine.build_ahead(works), tokens, lambda: told.append("begun"), until_known
+            )
+            num_behind += 1
+        ended = ends(tokens)
+        take_in(tokens)
+        live = [each for each, has_ended in zip(live, ended, strict=True) if not has_ended]
+    assert len(told) == num_behind
+    return given, num_behind
+
+
 def oracle(engine, expected, seed):
     """Candidates that are right up to a random place, none of which may end the answer."""
     draw = random.Random(seed)
@@ -111,6 +149,23 @@ def test_candidates_change_nothing_but_the_number_of_steps(kind, folders):
         given, num_fewer = answers(engine, requests_of(engine), oracle(engine, expected, seed))
         assert given == expected
         assert num_fewer < num_steps / 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_that_are_built_ahead_change_nothing(kind, folders):
+    model, adapter = folders
+    num_blocks = 2 * len(SAMPLINGS) * BLOCKS_OF_ONE
+    fields = {"block_size": BLOCK_SIZE, "num_kv_blocks": num_blocks, "lora": (f"sql={adapter}",), "device": "cpu"}
+    engine = Engine(EngineSettings(model=str(model), **fields, **KINDS[kind]))
+    for only in ("", "sql"):  # of the model alone there is a program
+
+        def wanted(only=only):
+            return [request for request in requests_of(engine) if request.adapter in ("", only)]
+
+        expected, num_steps = answers(engine, wanted(), lambda request, most: ())
+        given, num_behind = answers_ahead(engine, wanted())
+        assert given == expected
+        assert num_behind > num_steps / 2
 
 
 def test_steps_with_candidates_run_as_one_program(folders, monkeypatch):

@@ -184,7 +184,7 @@ _next_epoch = iter(range(1000, 10**9)).__next__
 
 
 def make_request(name, prompt, *, epoch=None, num_prompt_tokens=None, max_tokens=4, **sampling):
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, **{"ignore_eos": True, **sampling})
+    sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0, "ignore_eos": True, **sampling})
     return Request(name, epoch or _next_epoch(), list(prompt), num_prompt_tokens or len(prompt), sampling)
 
 
