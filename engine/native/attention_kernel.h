@@ -49,7 +49,7 @@ INLINE vec vec_merge(vec a, vec of_a, vec b, vec of_b) { return vec_fma(b, of_b,
 
 #define LOG2_E 1.44269504088896340736f
 #define LINE_WORDS 16 /* of memory, and of a cache */
-#define AHEAD_KEYS 32 /* what is asked of memory is needed so many keys later */
+#define AHEAD_KEYS 48 /* what is asked of memory is needed so many keys later */
 #define LOWEST -1e30f /* less than any scaled score; unlike with -INFINITY, differences from it are numbers */
 
 typedef struct {

@@ -1,8 +1,10 @@
 /* Products of packed rows, and how the results of tiles of keys become one.
  *
  * The scores of a tile, its largest, the weights relative to that and the sums of weighted values depend on a row and
- * the tile's keys alone: each sum goes over the depth, or the keys, in their order. The results of tiles are merged in
- * the order of the tiles. So a row has the same bits in a chunk, however long, and alone, in splits.
+ * the tile's keys alone. A score is four sums, each of every fourth word in their order, of which two and two are added:
+ * so four neighbouring words of a key stay together, and rows of the pool need not be transposed. Values are summed in
+ * the order of the keys. The results of tiles are merged in the order of the tiles. So a row has the same bits in a
+ * chunk, however long, and alone, in splits.
  */
 
 /* a [BLOCK_ROWS, depth] times b [depth, vectors], in words: c becomes c * kept plus the product * added, of each row. */

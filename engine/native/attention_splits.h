@@ -3,7 +3,8 @@
 
 #define STEP_KEYS 32 /* so many keys are taken of one head before those of the next; a multiple of LANES */
 
-/* Rows of one key head: of numbers, and what is fetched meanwhile, of the same length. */
+/* Rows of one key head, and others of the same length that are fetched meanwhile: bit by bit, since memory takes few
+ * requests at a time, and who makes more has to wait. */
 typedef struct {
     const uint8_t *const *rows;
     const uint8_t *const *ahead;
@@ -12,12 +13,12 @@ typedef struct {
 
 /* Scores of LANES keys for the queries of `heads` heads. */
 INLINE void score_some(const uint32_t *queries, int32_t words, HeadRows from, float *scores, const int heads) {
-    vec sums[SCORE_HEADS][4];
+    vec sums[SPLIT_HEADS][4];
     for (int head = 0; head < heads; ++head)
         for (int i = 0; i < 4; ++i) sums[head][i] = vec_zero();
     for (int32_t at = 0; at < words; at += 4 * FOURS) {
         int64_t offset = from.offset + (int64_t)at * 4;
-        vec left[SCORE_HEADS][FOURS];
+        vec left[SPLIT_HEADS][FOURS];
         for (int head = 0; head < heads; ++head)
             for (int j = 0; j < FOURS; ++j) left[head][j] = vec_all_fours(queries + head * words + at + 4 * j);
         for (int i = 0; i < 4; ++i) {
@@ -37,16 +38,14 @@ static void score_keys(const Shape *shape, const Scratch *scratch, int32_t kv_he
                        HeadRows from) {
     int32_t words = shape->words, last = (kv_head + 1) * shape->group;
     for (int32_t key = first; key < first + count; key += LANES, from.rows += LANES, from.ahead += LANES)
-        for (int32_t head = kv_head * shape->group; head < last; head += SCORE_HEADS) {
+        for (int32_t head = kv_head * shape->group; head < last; head += SPLIT_HEADS) {
             const uint32_t *queries = scratch->queries + (int64_t)head * words;
             float *scores = scratch->scores + head * TILE_KEYS + key;
-            switch (smaller(SCORE_HEADS, last - head)) {
+            switch (smaller(SPLIT_HEADS, last - head)) {
             case 1: score_some(queries, words, from, scores, 1); break;
             case 2: score_some(queries, words, from, scores, 2); break;
-#if SCORE_HEADS > 2
+#if SPLIT_HEADS > 2
             case 3: score_some(queries, words, from, scores, 3); break;
-#endif
-#if SCORE_HEADS > 3
             case 4: score_some(queries, words, from, scores, 4); break;
 #endif
             }
@@ -57,7 +56,7 @@ static void score_keys(const Shape *shape, const Scratch *scratch, int32_t kv_he
 INLINE void sum_values(const Number *weights, HeadRows from, int32_t at, int32_t count, float *outputs, int32_t dim,
                        const int heads, const int vectors) {
     int64_t offset = from.offset + at * (int64_t)sizeof(Number);
-    vec sums[VALUE_HEADS][4];
+    vec sums[SPLIT_HEADS][4];
     for (int head = 0; head < heads; ++head)
         for (int i = 0; i < vectors; ++i) sums[head][i] = vec_load(outputs + head * dim + at + i * LANES);
     for (int32_t key = 0; key < count; key += NUMBERS_PER_WORD) {
@@ -93,11 +92,11 @@ INLINE void sum_some_heads(const Shape *shape, const Scratch *scratch, int32_t h
 /* Adds the weighted values first .. first + count, whose rows are in `from`, to the outputs of one key head. */
 static void sum_head(const Shape *shape, const Scratch *scratch, int32_t kv_head, int32_t first, int32_t count,
                      HeadRows from) {
-    for (int32_t head = kv_head * shape->group, rest = shape->group; rest > 0; head += VALUE_HEADS, rest -= VALUE_HEADS)
-        switch (smaller(VALUE_HEADS, rest)) {
+    for (int32_t head = kv_head * shape->group, rest = shape->group; rest > 0; head += SPLIT_HEADS, rest -= SPLIT_HEADS)
+        switch (smaller(SPLIT_HEADS, rest)) {
         case 1: sum_some_heads(shape, scratch, head, first, count, from, 1); break;
         case 2: sum_some_heads(shape, scratch, head, first, count, from, 2); break;
-#if VALUE_HEADS > 2
+#if SPLIT_HEADS > 2
         case 3: sum_some_heads(shape, scratch, head, first, count, from, 3); break;
         case 4: sum_some_heads(shape, scratch, head, first, count, from, 4); break;
 #endif

@@ -5,8 +5,7 @@
 #define BLOCK_ROWS 6
 #define BLOCK_VECTORS 2
 #define SCORE_ROWS 3
-#define SCORE_HEADS 3
-#define VALUE_HEADS 2
+#define SPLIT_HEADS 2
 #define FOURS 1
 #define HAS_FLOAT16 1
 

@@ -4,9 +4,8 @@
 #define LANES 16
 #define BLOCK_ROWS 6    /* rows and vectors of a product that stays in registers */
 #define BLOCK_VECTORS 4
-#define SCORE_ROWS 6    /* rows whose sums for a block of keys stay in registers */
-#define SCORE_HEADS 4   /* the same beside words of more keys */
-#define VALUE_HEADS 4   /* heads whose sums of values stay in registers */
+#define SCORE_ROWS 6    /* rows whose sums for LANES keys stay in registers */
+#define SPLIT_HEADS 4   /* heads of a split whose sums do */
 #define FOURS 2         /* vectors that load_fours gives */
 #define HAS_FLOAT16 1
 

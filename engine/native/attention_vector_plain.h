@@ -4,8 +4,7 @@
 #define BLOCK_ROWS 4
 #define BLOCK_VECTORS 2
 #define SCORE_ROWS 2
-#define SCORE_HEADS 2
-#define VALUE_HEADS 2
+#define SPLIT_HEADS 2
 #define FOURS 1
 #define HAS_FLOAT16 0
 
