@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
+from coordinator.control.loans import LEAST_PATIENCE_S
+from coordinator.control.registry import VERSION_KEY
 from kv_transfer.results import Received, Sent, TransferFailed
 from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION, shape_to_wire
@@ -44,8 +46,8 @@ from splitserve_bench.simulate.stretch import Stretch
 from splitserve_bench.simulate.toy_model import ToyModel
 
 TIMES: Final = NodeSettings()
-LEAST_TIMEOUT_S: Final = min(TIMES.credit_timeout_s, TIMES.ticket_timeout_s)
-FINGERPRINT: Final = {"protocol_version": PROTOCOL_VERSION}
+LEAST_TIMEOUT_S: Final = min(TIMES.credit_timeout_s, TIMES.ticket_timeout_s, LEAST_PATIENCE_S)
+FINGERPRINT: Final = {"model": "toy"}  # names of blocks are rooted in it
 
 
 class SimulatedNode:
@@ -88,7 +90,9 @@ class SimulatedNode:
         self.logic.attached()
         sizes, shape = self._sizes, self.logic.shape
         return fleet_pb2.Hello(
-            node=inference_pb2.NodeInfo(name=self.name, role=role_of(shape), fingerprint=FINGERPRINT),
+            node=inference_pb2.NodeInfo(
+                name=self.name, role=role_of(shape), fingerprint={**FINGERPRINT, VERSION_KEY: PROTOCOL_VERSION}
+            ),
             num_blocks=sizes.num_blocks,
             block_size=sizes.block_size,
             max_model_len=sizes.max_model_len,
