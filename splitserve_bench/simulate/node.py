@@ -140,9 +140,10 @@ class SimulatedNode:
         """Plans a step after all that happens at this moment, unless one is running."""
         if not self._works and not self._is_to_plan:
             self._is_to_plan = True
-            self._agenda.after(0.0, self._plan)
+            self._agenda.after(0.0, partial(self._plan, is_first=True))
 
-    def _plan(self) -> None:
+    def _plan(self, *, is_first: bool = False) -> None:
+        """`is_first`: unlike a step that follows another one at once."""
         self._is_to_plan = False
         if self.is_lost or self._works:
             return
@@ -150,6 +151,7 @@ class SimulatedNode:
         self._carry_out(wakes=False)
         if self._works:
             self._load = load_of(self._works)
+            self._load.is_first = is_first
             streak = self.logic.streak(self._works)
             self._streak = streak if streak.num_steps and self._takes_streaks else None
             self._start_step()

@@ -47,7 +47,8 @@ class StepProfile:
     """Seconds of steps: answers by batch and mean context, prompts by chunk and the context before it, in tokens.
 
     A step of both takes mixed_factor times the sum, or the longer part where that is more. overhead_s is what a node
-    takes for a step beyond its engine, and prompt_overhead_s what it takes beyond that for one with prompts.
+    takes for a step beyond its engine, and prompt_overhead_s what it takes beyond that for one with prompts that it has
+    waited for: doctor measures it with requests that are alone.
     """
 
     answers: Grid

@@ -26,6 +26,7 @@ from tests.unit.splitserve_bench.simulate_kit import (
     MESSAGE_S,
     NUM_LAYERS,
     PROFILE,
+    PROMPT_S,
     VOCAB_SIZE,
     chunk_s,
     request,
@@ -59,6 +60,16 @@ def test_a_lone_request_where_both_is_done():
 def test_a_long_prompt_takes_several_steps():
     (outcome,) = outcomes_of(COLOCATED, request(0, 1030, 1))
     assert outcome.arrivals_s == pytest.approx([DOOR_S + 2 * MESSAGE_S + 2 * chunk_s(512) + chunk_s(6)])
+
+
+@pytest.mark.parametrize("num_waiting", [1, 3])
+def test_only_the_first_of_a_row_of_chunks_finds_a_node_that_waits(num_waiting):
+    """What is measured with requests that are alone is no cost of those behind each other."""
+    slow = replace(PROFILE, steps=replace(PROFILE.steps, prompt_overhead_s=0.050))
+    planned = [request(index, 1030, 1) for index in range(num_waiting)]
+    *_, last = simulate(slow, COLOCATED, planned, max_concurrency=None, request_timeout_s=100.0)
+    all_s = chunk_s(1030 * num_waiting) + PROMPT_S * (-(-1030 * num_waiting // 512) - 1)  # each chunk has what it can
+    assert last.arrivals_s == pytest.approx([DOOR_S + 2 * MESSAGE_S + 0.050 + all_s])
 
 
 def test_a_lone_request_of_two_nodes():
