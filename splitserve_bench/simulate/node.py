@@ -25,16 +25,20 @@ from serving_core.shapes import preset, role_of
 from serving_node.decisions import (
     Beat,
     Borrow,
+    CancelLoad,
     CancelTransfer,
     Decision,
     FinishSend,
     Lend,
+    Load,
     Receive,
     Send,
     SendMore,
+    Spill,
     Tell,
 )
 from serving_node.logic import Limits, NodeLogic
+from serving_node.second_tier import TierPlan
 from serving_node.settings import NodeSettings
 from serving_node.streak import Streak
 from splitserve_bench.simulate.agenda import Agenda
@@ -79,6 +83,7 @@ class SimulatedNode:
         self._stretch: Stretch | None = None  # that it is of, unless it is one by itself
         self._load = StepLoad()  # of the running step
         self._started_s = 0.0  # the running step
+        self._tier_free_s = 0.0  # when all that is to be read back is
         self._alarm_s: float | None = None  # when the logic's next tick is planned
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT)
         self.num_steps = 0
@@ -100,6 +105,7 @@ class SimulatedNode:
             max_num_queued=sizes.max_num_queued,
             tp_size=1,
             max_num_batched_tokens=sizes.max_num_batched_tokens,
+            num_tier_blocks=sizes.tier.num_blocks,
             shape=shape_to_wire(shape),
             home=shape_to_wire(self.logic.home),
         )
@@ -287,6 +293,15 @@ class SimulatedNode:
                 self.line.send(fleet_pb2.NodeEvent(**event))
             case Beat():
                 self.beat()
+            case Load(load_id=load_id, slots=slots):
+                self._read_back(load_id, slots)
+            case Spill() | CancelLoad():
+                pass  # writing takes no step's time, and who gave a load up does not mind its end
+            case _:
+                self._transfer(decision)
+
+    def _transfer(self, decision: Decision) -> None:
+        match decision:
             case Receive(resident=resident, num_blocks=num_blocks):
                 self._receive(resident, num_blocks)
             case Send(resident=resident, block_ids=block_ids):
@@ -311,6 +326,20 @@ class SimulatedNode:
         ticket = self._corridor.open(self, epoch, num_blocks=num_blocks, num_cached=num_cached, num_tokens=num_tokens)
         self.logic.granted(epoch, ticket)
 
+    def _read_back(self, load_id: int, slots: Sequence[int]) -> None:
+        """One load after the other."""
+        tier = self._sizes.tier
+        num_disk = sum(slot >= tier.num_host_blocks for slot in slots)
+        seconds = (len(slots) - num_disk) * tier.host_block_s + num_disk * tier.disk_block_s
+        self._tier_free_s = max(self._agenda.now, self._tier_free_s) + seconds
+        self._agenda.at(self._tier_free_s, lambda: self._loaded(load_id, len(slots)))
+
+    def _loaded(self, load_id: int, num_blocks: int) -> None:
+        if not self.is_lost:
+            self._settle()
+            self.logic.loaded(load_id, num_blocks, self._agenda.now)
+            self._carry_out()
+
     def _set_alarm(self) -> None:
         if self._alarm_s is not None and self._alarm_s <= self._agenda.now + LEAST_TIMEOUT_S:
             return  # nobody can have come since who is to wake it before
@@ -329,6 +358,7 @@ class SimulatedNode:
 
 
 def _logic(allocator: BlockAllocator, sizes: NodeSizes, role: str, costs: Costs) -> NodeLogic:
+    tier = sizes.tier
     limits = Limits(
         sizes.max_num_batched_tokens,
         sizes.max_answers,
@@ -348,4 +378,5 @@ def _logic(allocator: BlockAllocator, sizes: NodeSizes, role: str, costs: Costs)
         eos_token_ids=(),
         rates=StepRates(costs.prefill_tokens_per_s),
         costs=StepCosts(costs.prefill_tokens_per_s),
+        tier=TierPlan(tier.num_host_blocks, tier.num_disk_blocks, tier.host_block_s, tier.disk_block_s),
     )

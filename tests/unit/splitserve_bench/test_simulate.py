@@ -15,7 +15,7 @@ from splitserve_bench.simulate.agenda import Agenda
 from splitserve_bench.simulate.clients import LoadClients
 from splitserve_bench.simulate.costs import ProfileCosts
 from splitserve_bench.simulate.fleet import Fleet, FleetSize, simulate
-from splitserve_bench.simulate.profile import CorridorProfile
+from splitserve_bench.simulate.profile import CorridorProfile, TierProfile, read_profile
 from splitserve_bench.simulate.toy_model import ToyModel
 from tests.unit.splitserve_bench.simulate_kit import (
     BLOCK_BYTES,
@@ -27,6 +27,7 @@ from tests.unit.splitserve_bench.simulate_kit import (
     NUM_LAYERS,
     PROFILE,
     PROMPT_S,
+    SIZES,
     VOCAB_SIZE,
     chunk_s,
     request,
@@ -141,6 +142,24 @@ def test_a_turn_goes_where_its_beginning_is():
     for turn in chats(2, size=FleetSize(0, 0, 2), every_s=0.0):
         assert turn.timeline["prefill_s"] == pytest.approx(chunk_s(180 - 160))
         assert turn.timeline["loan_s"] == 0.0
+
+
+@pytest.mark.parametrize(("num_host", "num_disk", "read_s"), [(8, 0, 0.006), (0, 8, 0.024), (2, 6, 0.018)])
+def test_what_the_pool_gave_up_is_read_back_where_that_is_faster_than_computing_it(num_host, num_disk, read_s):
+    """A pool of 10 blocks gives up the six of the first prompt for the second one's."""
+    tier = TierProfile(num_host, num_disk, host_block_s=0.001, disk_block_s=0.004)
+    small = replace(PROFILE, node=replace(SIZES, num_blocks=10, tier=tier))
+    first, other = request(0, 98, 2), request(1, 150, 2, at_s=5.0)
+    planned = [first, other, replace(first, index=2, send_at_s=10.0)]
+    *_, again = simulate(small, COLOCATED, planned, max_concurrency=None, request_timeout_s=100.0)
+    assert again.timeline["prefill_s"] == pytest.approx(chunk_s(2))
+    assert again.timeline["prefill_queue_s"] == pytest.approx(2 * MESSAGE_S + read_s)
+
+
+def test_a_profile_may_have_a_second_tier(tmp_path):
+    profile = replace(PROFILE, node=replace(SIZES, tier=TierProfile(5, 7, 0.001, 0.002)))
+    profile.save(tmp_path / "profile.json")
+    assert read_profile(tmp_path / "profile.json") == profile
 
 
 def test_answers_beside_each_other_share_their_steps():
