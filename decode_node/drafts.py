@@ -68,8 +68,6 @@ class Drafts:
         self._running: list[tuple[Resident, _Text]] = []
         self._num_answers = 0  # of the step to come
         self._is_stopped = False
-        self.num_read_tokens = 0
-        self.draft_s = 0.0
 
     def plan(self) -> list[DraftWork]:
         """What is to be computed before the next step, which no step runs beside. `drafted` or `failed` is to follow,
@@ -94,8 +92,6 @@ class Drafts:
     def drafted(self, works: Sequence[DraftWork], candidates: Sequence[list[int]], draft_s: float) -> None:
         """What was planned is done, and has given these."""
         num_read, num_candidates = sum(map(_num_read, works)), sum(map(len, candidates))
-        self.num_read_tokens += num_read
-        self.draft_s += draft_s
         self._budget.add(-draft_s)
         if num_candidates and not num_read:
             self._gate.drafted(self._num_answers, num_candidates, draft_s)
