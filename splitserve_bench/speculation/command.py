@@ -36,6 +36,7 @@ ITSELF = "MODEL"  # as its own draft model
     help="As of nodes.",
 )
 @click.option("--draft-layers", type=click.IntRange(1), help="A draft model of the model's first layers, so many.")
+@click.option("--free-drafts", is_flag=True, help="As if a draft model took no time: the most it gains.")
 @click.option("--max-tokens", default=200, show_default=True, type=click.IntRange(2), help="Of each answer.")
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="With and without, by turns.")
 @click.option("--threads", default=0, type=click.IntRange(0), help="Threads; by default what torch takes.")
@@ -48,6 +49,7 @@ def speculation_command(
     speculative_model: str,
     speculative_quantization: str,
     draft_layers: int | None,
+    free_drafts: bool,
     max_tokens: int,
     repeats: int,
     threads: int,
@@ -63,7 +65,7 @@ def speculation_command(
         draft = None
         if draft_folder is not None:
             draft = EngineSettings(model=str(draft_folder), quantization=speculative_quantization)
-        figures = measure_speculation(folder, KINDS, sorted(set(batches)), *sizes, report, draft)
+        figures = measure_speculation(folder, KINDS, sorted(set(batches)), *sizes, report, draft, are_free=free_drafts)
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(each) for each in figures]))
     else:

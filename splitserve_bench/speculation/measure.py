@@ -69,9 +69,11 @@ def measure_speculation(
     threads: int,
     report: Callable[[str], None],
     draft: EngineSettings | None = None,
+    *,
+    are_free: bool = False,
 ) -> list[SpeculationFigures]:
-    """A row for each kind and batch; with the model of `draft`, which writes ahead, or else with lookup. Raises
-    SettingsError where candidates could change answers."""
+    """A row for each kind and batch; with the model of `draft`, which writes ahead, as if for nothing if drafts
+    `are_free`, or else with lookup. Raises SettingsError where candidates could change answers."""
     from engine.drafting import Drafter
     from engine.engine import Engine
 
@@ -82,11 +84,14 @@ def measure_speculation(
             raise SettingsError("the bits of this engine's answers depend on the batch: there is no speculation")
         engine.warm_up()
         drafter = None if draft is None else Drafter(Engine(draft))
-        nodes = {batch: (_Node(engine, batch), _Node(engine, batch, num_candidates, drafter)) for batch in batches}
+        nodes = {
+            batch: (_Node(engine, batch), _Node(engine, batch, num_candidates, drafter, are_free=are_free))
+            for batch in batches
+        }
         for kind in kinds:
             prompts, sampling = prompts_of(kind, folder, max(batches)), _sampling(kind, max_tokens)
-            for batch, (plain, node) in nodes.items():
-                runs = [_pair(plain, node, prompts[:batch], sampling) for _ in range(repeats)]
+            for batch, node in nodes.items():
+                runs = [_pair(plain[batch], node, prompts[:batch], sampling) for _ in range(repeats)]
                 figures.append(_figures(kind, batch, runs))
                 report(f"{kind}, batch {batch}: {figures[-1].speedup:.2f} times as fast")
     return figures
@@ -122,14 +127,25 @@ def _figures(kind: str, batch: int, runs: Sequence[tuple[_Run, _Run]]) -> Specul
 class _Node:
     """An engine behind a node's logic, for so many answers at a time."""
 
-    def __init__(self, engine: "Engine", batch: int, num_candidates: int = 0, drafter: "Drafter | None" = None) -> None:
+    def __init__(
+        self,
+        engine: "Engine",
+        batch: int,
+        num_candidates: int = 0,
+        drafter: "Drafter | None" = None,
+        *,
+        are_free: bool = False,
+    ) -> None:
         from serving_node.drafting import draft_model_of
 
-        self._engine, self._drafter = engine, drafter
+        draft = draft_model_of(drafter)
+        if draft is not None and are_free:
+            draft = dataclasses.replace(draft, step_s=0.0)
+        self._engine, self._drafter, self._are_free = engine, drafter, are_free
         self._logic = NodeLogic(
             BlockAllocator(engine.num_blocks, caching=False),
             engine.layout,
-            Limits(MOST_TOKENS, batch, batch, NEVER_S, NEVER_S, num_candidates, draft_model_of(drafter)),
+            Limits(MOST_TOKENS, batch, batch, NEVER_S, NEVER_S, num_candidates, draft),
             preset(BOTH, max_num_batched_tokens=MOST_TOKENS, max_num_seqs=batch),
             block_bytes=engine.layout.block_bytes,
             fingerprint=engine.fingerprint,
@@ -152,10 +168,10 @@ class _Node:
         took_s, num_shares, num_given, before_s = 0.0, 0, 0, self._clock()
         while works := self._logic.plan(before_s):
             num_before = sum(len(request.token_ids) for request in known)
-            self._step(works)
+            free_s = self._step(works)
             now_s = self._clock()
             if all(work.num_tokens == 1 for work in works):
-                took_s += now_s - before_s
+                took_s += now_s - before_s - free_s
                 num_shares += len(works)
                 num_given += sum(len(request.token_ids) for request in known) - num_before
             before_s = now_s
@@ -165,17 +181,20 @@ class _Node:
         answers = [request.output for request in known]
         return _Run(answers, num_given / took_s, num_proposed, num_accepted, num_shares, num_given)
 
-    def _step(self, works: list[Work]) -> None:
-        """And what follows it, before the next one is planned."""
+    def _step(self, works: list[Work]) -> float:
+        """And what follows it, before the next one is planned. Gives the seconds of it that do not count."""
         begun_s = self._clock()
         tokens = self._engine.step(works)
-        step_s = self._clock() - begun_s
-        self._logic.step_done(works, tokens, step_s, begun_s)
+        self._logic.step_done(works, tokens, self._clock() - begun_s, begun_s)
         self._logic.take_decisions()
         drafts = self._logic.speculation.drafts
-        if self._drafter is not None and drafts is not None and (ahead := drafts.plan()):
-            begun_s = self._clock()
-            drafts.drafted(ahead, self._drafter.write_ahead(ahead), self._clock() - begun_s)
+        if self._drafter is None or drafts is None or not (ahead := drafts.plan()):
+            return 0.0
+        begun_s = self._clock()
+        candidates = self._drafter.write_ahead(ahead)
+        draft_s = self._clock() - begun_s
+        drafts.drafted(ahead, candidates, 0.0 if self._are_free else draft_s)
+        return draft_s if self._are_free else 0.0
 
 
 @contextmanager
