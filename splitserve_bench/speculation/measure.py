@@ -84,10 +84,8 @@ def measure_speculation(
             raise SettingsError("the bits of this engine's answers depend on the batch: there is no speculation")
         engine.warm_up()
         drafter = None if draft is None else Drafter(Engine(draft))
-        nodes = {
-            batch: (_Node(engine, batch), _Node(engine, batch, num_candidates, drafter, are_free=are_free))
-            for batch in batches
-        }
+        plain = {batch: _Node(engine, batch) for batch in batches}
+        nodes = {batch: _Node(engine, batch, num_candidates, drafter, are_free=are_free) for batch in batches}
         for kind in kinds:
             prompts, sampling = prompts_of(kind, folder, max(batches)), _sampling(kind, max_tokens)
             for batch, node in nodes.items():
