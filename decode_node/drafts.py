@@ -74,11 +74,9 @@ class Drafts:
         unless it is nothing."""
         self._let_go()
         self._num_answers = num_answers = self._residents.count(Stage.WRITING)
-        if self._is_stopped or not num_answers or self._residents.count(Stage.READING) or not self._budget.is_open:
+        if not num_answers or self._residents.count(Stage.READING) or not self.may_plan(num_answers):
             return []
-        least_probability = self._gate.least_probability_of_drafts(num_answers, self._model.step_s)
-        if least_probability >= 1:
-            return []
+        least_probability = self._least_probability(num_answers)
         works: list[DraftWork] = []
         num_to_read, room = MOST_READ, self._most_rows - num_answers
         for resident in self._residents.in_stage(Stage.WRITING):
@@ -88,6 +86,10 @@ class Drafts:
                 num_to_read -= _num_read(work)
                 room -= work.num_candidates
         return works
+
+    def may_plan(self, num_answers: int) -> bool:
+        """Whether it may compute anything between steps of so many answers, as far as its time goes."""
+        return not self._is_stopped and self._budget.is_open and self._least_probability(num_answers) < 1
 
     def drafted(self, works: Sequence[DraftWork], candidates: Sequence[list[int]], draft_s: float) -> None:
         """What was planned is done, and has given these."""
@@ -137,6 +139,9 @@ class Drafts:
         """Every block is free, or an answer's."""
         self._allocator.check_integrity()
         assert not self._allocator.num_leaked([text.lease for text in self._texts.values() if text is not None])
+
+    def _least_probability(self, num_answers: int) -> float:
+        return self._gate.least_probability_of_drafts(num_answers, self._model.step_s)
 
     def _let_go(self) -> None:
         """Of answers that have ended or are written elsewhere."""

@@ -47,29 +47,33 @@ class Stepper(Generic[P, R]):
     async def step(self, parts: Sequence[P], on_layer: OnLayer | None = None) -> tuple[R, float]:
         """What the step gives, and the seconds it took. `on_layer` is called on the event loop, and not after this
         returns."""
-        relay = None if on_layer is None else _on_loop(asyncio.get_running_loop(), on_layer)
+        assert self._started_at is None, "two steps at a time"
+        self._started_at = time.monotonic()
         try:
-            result, step_s = await self.between(lambda: self._computed(parts, relay))
+            loop = asyncio.get_running_loop()
+            relay = None if on_layer is None else _on_loop(loop, on_layer)
+            result = await loop.run_in_executor(self._thread, self._computed, parts, relay)
         finally:
+            step_s = time.monotonic() - self._started_at
+            self._started_at = None
             self.num_steps += 1
         self._recent_s.append(step_s)
-        return result, step_s
-
-    async def between(self, compute: Callable[[], T]) -> tuple[T, float]:
-        """What is to be computed between two steps, in the engine's thread too, and the seconds it took."""
-        assert self._started_at is None, "two steps at a time"
-        started_at = self._started_at = time.monotonic()
-        try:
-            result = await asyncio.get_running_loop().run_in_executor(self._thread, compute)
-        finally:
-            step_s = time.monotonic() - started_at
-            self._started_at = None
         return result, step_s
 
     def _computed(self, parts: Sequence[P], on_layer: OnLayer | None) -> R:
         """In the engine's thread."""
         reach("step")
         return self._compute(parts, on_layer)
+
+    async def between(self, compute: Callable[[], T]) -> tuple[T, float]:
+        """What is to be computed between two steps, in the engine's thread too, and the seconds it took."""
+        assert self._started_at is None, "a step runs"
+        self._started_at = time.monotonic()
+        try:
+            result = await asyncio.get_running_loop().run_in_executor(self._thread, compute)
+            return result, self.step_age_s
+        finally:
+            self._started_at = None
 
     @property
     def step_s(self) -> float:
