@@ -203,7 +203,7 @@ class NodeRunner:
 
     async def recovered(self) -> None:
         was_stuck = self._stepper.step_age_s > LEAST_S
-        while self._works:
+        while self._works or self._stepper.step_age_s:  # a draft model may be what is stuck
             expected_s = self._logic.expected_step_s(self._works)
             check_hope(self._stepper.step_age_s, expected_s, self._settings.stuck_exit_s)
             await asyncio.sleep(CHECK_S)
