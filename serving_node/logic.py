@@ -48,7 +48,7 @@ class Limits:
     credit_timeout_s: float
     ticket_timeout_s: float
     num_speculative_tokens: int = 0  # candidates for an answer in a step
-    draft_model: DraftModel | None = None  # of the model that writes them
+    draft_model: DraftModel | None = None  # which writes them; None: they are looked up
 
 
 class NodeLogic:
