@@ -178,6 +178,15 @@ class Engine:
         requests = [work.request for work in sampling]
         return sample(logits, requests, self.eos_token_ids, self._steps) if requests else []
 
+    @torch.inference_mode()
+    def likeliest(self, shares: Sequence[Share]) -> list[int]:
+        """Computes these shares, of which each samples or wants no logits at all; gives the likeliest token behind each
+        that samples, by the model alone. For a model whose only rank this is."""
+        logits = self._step(shares, None)
+        assert logits is not None, "it has one rank"
+        ends = torch.tensor([share.num_scored + 1 for share in shares if share.samples]).cumsum(0) - 1
+        return logits[ends.to(logits.device)].argmax(-1).tolist() if len(ends) else []
+
     def follow(self, shares: Sequence[Share], on_layer: OnLayer | None = None) -> None:
         """Computes on another rank what rank 0 computes in its step."""
         assert self.group.rank != LEADER, "rank 0 leads"

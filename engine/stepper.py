@@ -15,6 +15,7 @@ NUM_RECENT_STEPS: Final = 64
 
 P = TypeVar("P")  # one part of a step: a Work on rank 0, a Share on a follower
 R = TypeVar("R")  # what a step gives: the sampled tokens on rank 0, nothing on a follower
+T = TypeVar("T")
 
 
 class Stepper(Generic[P, R]):
@@ -63,6 +64,16 @@ class Stepper(Generic[P, R]):
         """In the engine's thread."""
         reach("step")
         return self._compute(parts, on_layer)
+
+    async def between(self, compute: Callable[[], T]) -> tuple[T, float]:
+        """What is to be computed between two steps, in the engine's thread too, and the seconds it took."""
+        assert self._started_at is None, "a step runs"
+        self._started_at = time.monotonic()
+        try:
+            result = await asyncio.get_running_loop().run_in_executor(self._thread, compute)
+            return result, self.step_age_s
+        finally:
+            self._started_at = None
 
     @property
     def step_s(self) -> float:

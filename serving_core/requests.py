@@ -117,6 +117,14 @@ class Share:
         return len(self.token_ids)
 
 
+class DraftWork(NamedTuple):
+    """What a draft model is to compute for one answer: a share of the text, and so many likely tokens behind it. Where
+    there are any, block_ids covers them too."""
+
+    share: Share
+    num_candidates: int
+
+
 @dataclass(frozen=True, slots=True)
 class SampledToken:
     """What one Work that samples gives, or a token of a prompt with its score. Logprobs are natural logs of the model's

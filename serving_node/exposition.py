@@ -72,7 +72,7 @@ class NodeExposition:
         yield histogram("step_answers", "Answers that one step wrote.", [({"node": name}, steps.answers)])
         computed: dict[str, float] = {"prefill": steps.num_prompt_tokens, "decode": steps.num_answer_tokens}
         yield counter("computed_tokens", "Tokens computed, of prompts and of answers.", self._by("phase", computed))
-        help = "Seconds of steps by part: plan, build, compute, sample, after, send, threads, and idle between them."
+        help = "Seconds of steps by part: plan, build, compute, sample, draft, after, send, threads, and idle."
         yield counter("step_part_seconds", help, self._by("part", self._node.clock.seconds))
         yield from self._candidates()
         yield gauge("step_age_seconds", "Of the step that runs; 0 when idle.", self._one(self._node.step_age_s))

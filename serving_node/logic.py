@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from decode_node.credit import Credit
+from decode_node.drafts import DraftModel
 from decode_node.speculation import Speculation
 from decode_node.writing import Writing
 from kv_transfer.results import Received, Sent, TransferFailed
@@ -47,6 +48,7 @@ class Limits:
     credit_timeout_s: float
     ticket_timeout_s: float
     num_speculative_tokens: int = 0  # candidates for an answer in a step
+    draft_model: DraftModel | None = None  # which writes them; None: they are looked up
 
 
 class NodeLogic:
@@ -99,7 +101,7 @@ class NodeLogic:
         self._writing = Writing(residents, leases, self._hand_overs.revoke)
         num_candidates = limits.num_speculative_tokens if is_history_free else 0
         self.speculation = Speculation(
-            residents, leases, eos_token_ids, num_candidates, most_tokens=limits.max_num_batched_tokens
+            residents, leases, eos_token_ids, num_candidates, limits.max_num_batched_tokens, limits.draft_model
         )
         self._room = Room(residents, leases, self._reading, self._credit, self._writing, costs, limits.max_num_seqs)
         self.steps = StepCounts()

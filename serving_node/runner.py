@@ -7,8 +7,9 @@ from typing import Final
 
 from decode_node.speculation import SpeculationCounts
 from engine.cache.tier_store import TierStore
+from engine.drafting import Drafter
 from engine.engine import Engine
-from engine.step_clock import AFTER, HAND_OVER, IDLE, PLAN, SEND, StepClock
+from engine.step_clock import AFTER, DRAFT, HAND_OVER, IDLE, PLAN, SEND, StepClock
 from engine.stepper import Stepper
 from kv_transfer.ends.alarm import Alarm
 from kv_transfer.ends.receiver import KVReceiver
@@ -45,6 +46,7 @@ from serving_node.decisions import (
     Spill,
     Tell,
 )
+from serving_node.drafting import draft_model_of, write_ahead
 from serving_node.link import FleetLink
 from serving_node.logic import Limits, NodeLogic
 from serving_node.ranks.leading import Followers
@@ -78,6 +80,7 @@ class NodeRunner:
         rates: StepRates,
         store: TierStore | None = None,
         tier: TierPlan = NO_TIER,
+        drafter: Drafter | None = None,
     ) -> None:
         """`store` has the slots of `tier` on this rank. Raises SettingsError."""
         max_tokens, max_num_seqs = settings.max_num_batched_tokens, settings.max_num_seqs
@@ -94,6 +97,7 @@ class NodeRunner:
         self._name = name
         self._incarnation: Final = new_incarnation()
         self._engine = engine
+        self._drafter = drafter
         self._fingerprint = {**engine.fingerprint, "kv_transport": settings.kv_transport}
         self._followers = followers
         self._link = link
@@ -105,6 +109,7 @@ class NodeRunner:
             settings.credit_timeout_s,
             settings.ticket_timeout_s,
             settings.num_speculative_tokens if settings.speculation != OFF else 0,
+            draft_model_of(drafter),
         )
         self._logic = NodeLogic(
             BlockAllocator(engine.num_blocks, caching=settings.engine.enable_prefix_caching),
@@ -198,7 +203,7 @@ class NodeRunner:
 
     async def recovered(self) -> None:
         was_stuck = self._stepper.step_age_s > LEAST_S
-        while self._works:
+        while self._works or self._stepper.step_age_s:  # a draft model may be what is stuck
             expected_s = self._logic.expected_step_s(self._works)
             check_hope(self._stepper.step_age_s, expected_s, self._settings.stuck_exit_s)
             await asyncio.sleep(CHECK_S)
@@ -224,11 +229,15 @@ class NodeRunner:
             num_steps=self._stepper.num_steps,
             step_s=self._stepper.step_s,
             rss_bytes=resident_bytes(),
-            ranks=rank_loads(self._engine, self._followers),
+            ranks=rank_loads(self._engines, self._followers),
             tier=None
             if store is None
             else inference_pb2.TierLoad(num_unwritten=store.num_unwritten, write_s=store.write_s),
         )
+
+    @property
+    def _engines(self) -> list[Engine]:
+        return [self._engine] if self._drafter is None else [self._engine, self._drafter.engine]
 
     # ---- the view of those who watch ----
 
@@ -314,6 +323,9 @@ class NodeRunner:
         self._works = []
         self._carry_out()
         self.clock.lap(SEND)
+        if self._drafter is not None and (drafts := self._logic.speculation.drafts) is not None:
+            await write_ahead(self._drafter, drafts, self._stepper)
+            self.clock.lap(DRAFT)
 
     # ---- transfers ----
 
