@@ -133,7 +133,7 @@ class AnnexedAttention:
     def attend(self, query: torch.Tensor, layer: int, plan: _AnnexedPlan) -> torch.Tensor:
         for rows in plan.requests:
             queries = query[rows.first_row : rows.end_row].contiguous()
-            data = memoryview(queries.view(torch.uint8).numpy()).cast("B")
+            data = queries.view(torch.uint8).numpy().data.cast("B")
             for annex in rows.annexes:
                 annex.ask(layer, data)
         for rows in plan.requests:

@@ -29,7 +29,7 @@ class PoolAnnex:
 
 
 def move_tiles(scene, variant, request, sizes):
-    """Annexes of a request's leading tiles, each in a pool of its own; the request's own blocks are then overwritten."""
+    """Annexes of a request's leading tiles, each in a pool of its own; its own blocks of them are overwritten."""
     layout, own = scene.pool.layout, scene.shares[request].block_ids
     blocks_each, annexes, at = TILE_KEYS // layout.block_size, [], 0
     for num_tiles in sizes:
