@@ -8,8 +8,9 @@ from typing import Final
 from kv_transfer.annexes.wire import Kind, hear_answer, tell
 from kv_transfer.errors import TransferError
 
-CONNECT_S: Final = 3.0
-ANSWER_S: Final = 10.0  # for each message
+ROOM_S: Final = 3.0  # to connect, and to hear whether there is room
+PUT_S: Final = 10.0  # for each layer's tiles
+ANSWER_S: Final = 2.5  # for partials, for which a step waits; a node whose step takes 3 s counts as stuck
 
 
 class Annex:
@@ -56,19 +57,20 @@ def open_annex(
     """Puts as many of these tiles there as the node has room for; None where it has none. `read` gives the keys and
     values of a layer's leading tiles, so many. Raises OSError or TransferError."""
     host, _, port = address.rpartition(":")
-    connection = socket.create_connection((host.strip("[]"), int(port)), CONNECT_S)
+    connection = socket.create_connection((host.strip("[]"), int(port)), ROOM_S)
     try:
-        connection.settimeout(ANSWER_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         tell(connection, Kind.OPEN, key, number=most_tiles)
         header, _ = hear_answer(connection, Kind.OPENED)
         if not 0 < header.number <= most_tiles:
             connection.close()
             return None
+        connection.settimeout(PUT_S)
         for layer in layers:
             keys, values = read(layer, header.number)
             tell(connection, Kind.PUT, b"".join((keys, values)), layer=layer)
             hear_answer(connection, Kind.PUT)
+        connection.settimeout(ANSWER_S)
     except BaseException:
         connection.close()
         raise
