@@ -16,6 +16,7 @@ from kv_transfer.errors import TransferError
 KEY_BYTES: Final = 32
 MAX_BYTES: Final = 2**30  # of one message's payload
 _HEADER: Final = struct.Struct("<4sIIQI")  # magic with the kind, layer, a number, bytes behind it, their checksum
+HEADER_BYTES: Final = _HEADER.size
 _MAGIC: Final = b"SSA"
 
 
@@ -48,7 +49,7 @@ def tell(
 
 def hear(connection: socket.socket) -> Header | None:
     """What comes next, but for its payload; None when the other end has hung up. Raises TransferError."""
-    data = _receive(connection, _HEADER.size, may_end=True)
+    data = _receive(connection, HEADER_BYTES, may_end=True)
     if not data:
         return None
     magic, layer, number, num_bytes, checksum = _HEADER.unpack(data)

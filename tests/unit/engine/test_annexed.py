@@ -6,6 +6,10 @@ import torch
 from engine.attention.annexed import TILE_KEYS, AnnexedAttention, PartialAttention
 from engine.attention.native import NativeAttention
 from engine.cache.kv_pool import PagedKVPool
+from engine.engine import Engine
+from serving_core.requests import Request, SamplingParams, Work
+from serving_core.settings import EngineSettings
+from tests.tiny_models import write_tiny_model
 from tests.unit.engine.native_kit import CPU, LAYER, Scene, needs_library, runnable_variants
 
 pytestmark = needs_library
@@ -62,3 +66,71 @@ def test_bits_are_those_of_one_pool(variant, num_threads, dtype):
             assert torch.equal(annexed.attend(scene.query, LAYER, plan), expected)
     finally:
         torch.set_num_threads(threads_before)
+
+
+class LostAnnex:
+    num_tiles = 2
+
+    def ask(self, layer, queries):
+        raise ConnectionError("it is gone")
+
+
+def _engine(folder, dtype="float32"):
+    return Engine(EngineSettings(model=str(folder), num_kv_blocks=160, block_size=8, max_model_len=1200, dtype=dtype))
+
+
+def _request(name, length):
+    sampling = SamplingParams(max_tokens=40, temperature=0, logprobs=3)
+    return Request(name, 0, [(7 * place + len(name)) % 250 for place in range(length)], length, sampling)
+
+
+def _answer(engine, request, block_ids, start, chunks, beside=None):
+    """Reads in chunks from `start` on, then writes some tokens; gives all with their log-probabilities."""
+    given = []
+    for num_tokens in [*chunks, *[1] * 6]:
+        works = [Work(request, start, num_tokens, block_ids)]
+        if beside is not None:
+            works.insert(len(given) % 2, Work(beside, len(beside.token_ids) - 1, 1, range(150, 160)))
+        tokens = engine.step(works)
+        sampling = [work.request for work in works if work.samples]
+        own = [token for token, each in zip(tokens, sampling, strict=True) if each is request]
+        given += own
+        request.token_ids += [token.token_id for token in own]
+        start += num_tokens
+    return given
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model"), num_key_value_heads=2, max_position_embeddings=1200)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_gives_the_bits_of_one_pool(folder, dtype):
+    """Two tiles of three are on another engine; the rest of the prompt is read in chunks, beside another request."""
+    engine, host = _engine(folder, dtype), _engine(folder, dtype)
+    if not engine.takes_annexes:
+        pytest.skip(f"the kernels of this CPU promise nothing for {dtype}")
+    whole = _answer(engine, _request("a", 700), range(100), 0, [700])
+    request, beside = _request("a", 700), _request("beside", 30)
+    engine.step([Work(beside, 0, 30, range(150, 160))])
+    engine.step([Work(request, 0, 512, range(100))])
+    for layer in engine.layout.layers:
+        host.pool.write(layer, range(5, 69), *engine.pool.read(layer, range(64)))
+        host.pool.keys(layer)[69:] = engine.pool.keys(layer)[:64] = float("nan")
+    request.annexes = [PoolAnnex(host.attention, 2, list(range(5, 69)))]
+    annexed = _answer(engine, request, [0] * 64 + list(range(100, 136)), 512, [100, 88], beside)
+    assert annexed == whole
+
+
+def test_who_loses_an_annex_loses_nobody_else(folder):
+    engine = _engine(folder)
+    if not engine.takes_annexes:
+        pytest.skip("the kernels of this CPU promise nothing for float32")
+    request, other = _request("a", 700), _request("b", 30)
+    [alone] = engine.step([Work(other, 0, 30, range(4))])
+    request.annexes = [LostAnnex()]
+    _, beside = engine.step([Work(request, 699, 1, [0] * 64 + list(range(100, 136))), Work(other, 0, 30, range(4))])
+    assert request.annex_error == "it is gone"
+    assert not other.annex_error
+    assert beside == alone
