@@ -29,8 +29,8 @@ class Writing:
         residents: Residents,
         leases: Leases,
         revoke: Callable[[Resident], None],
-        fit: Callable[[Resident, int], int],
-        waits: Callable[[Resident], bool],
+        fit: Callable[[Resident, int], int] = lambda _, num_tokens: num_tokens,
+        waits: Callable[[Resident], bool] = lambda _: False,
     ) -> None:
         """`revoke` begins to take a grant back; its blocks come free later. Of a request that has hosts, `fit` tells
         how many of so many tokens it has blocks for, and `waits`, whether it is to get some through them."""

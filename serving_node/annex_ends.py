@@ -94,7 +94,7 @@ class AnnexEnds:
         for host in hosts:
             try:
                 annex = open_annex(host.address, host.key, most_tiles, self._layers, read, **self._sizes)
-            except (OSError, TransferError) as error:
+            except (OSError, ValueError, TransferError) as error:
                 logger.warning("a node takes no blocks of a request: %s", error or type(error).__name__)
                 continue
             if annex is not None:

@@ -48,7 +48,9 @@ class Annexing:
         num_missing = leases.num_missing(resident, resident.num_computed + num_tokens)
         if num_got := min(num_missing, leases.num_free):
             leases.grow(resident, num_got)
-        if num_got < num_missing and resident not in self._held_up:
+        if num_got == num_missing:
+            self._held_up.pop(resident, None)
+        elif resident not in self._held_up:
             self._begin(resident)
             if resident.is_annexing:
                 return 0

@@ -16,6 +16,7 @@ class Capacity:
     prefill_pool_tokens: int | None
     decode_pool_tokens: int | None
     adapters: tuple[str, ...] | None  # None: no node has come that could tell
+    own_pool_tokens: int | None = None  # of the largest pool of those that write, by itself
 
 
 def capacity(registry: Registry) -> Capacity:
@@ -28,5 +29,6 @@ def capacity(registry: Registry) -> Capacity:
         max_model_len=min(lengths, default=None),
         prefill_pool_tokens=max((node.reach_tokens for node in prefill), default=None),
         decode_pool_tokens=max((node.reach_tokens for node in decode), default=None),
+        own_pool_tokens=max((node.pool_tokens for node in decode), default=None),
         adapters=None if registry.adapters is None else tuple(registry.adapters),
     )

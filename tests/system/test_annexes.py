@@ -10,6 +10,8 @@ from tests.system.answers import ask, reason, refusal, request, stream
 from tests.system.oracle import Reference
 from tests.tiny_models import write_tiny_model
 
+pytestmark = pytest.mark.long
+
 BLOCK_SIZE = 8
 POOL_TOKENS = 1024
 GREEDY = {"temperature": 0, "ignore_eos": True}

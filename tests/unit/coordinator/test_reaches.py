@@ -46,6 +46,7 @@ def test_a_node_reaches_as_far_as_those_that_would_hold_blocks_for_it(registry):
     third = admit(registry, "c")
     assert (first.reach_tokens, first.max_request_tokens) == (POOL + 224, 384)
     assert capacity(registry).decode_pool_tokens == POOL + 224
+    assert capacity(registry).own_pool_tokens == POOL
     registry.lose(third)
     assert first.reach_tokens == POOL + 112
     limits = {"max_num_batched_tokens": 512, "max_num_seqs": 64}

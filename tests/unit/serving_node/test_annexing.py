@@ -7,14 +7,18 @@ import pytest
 from protos import convert, fleet_pb2
 from serving_core.blocks import BlockAllocator
 from serving_core.costs import StepCosts
+from serving_core.errors import SettingsError
 from serving_core.rates import StepRates
 from serving_core.requests import Request, SampledToken, SamplingParams
 from serving_core.residents import Stage
 from serving_core.shapes import preset
+from serving_node.annex_ends import tile_tokens
 from serving_node.annexing import PATIENCE_S, RETRY_S
 from serving_node.decisions import CloseAnnexes, OpenAnnex, Tell
 from serving_node.hosting import Hosting
+from serving_node.link import LinkSettings
 from serving_node.logic import Limits, NodeLogic
+from serving_node.settings import NodeSettings
 from tests.toy_kv import FINGERPRINT, HERE
 from tests.unit.serving_node.logic_kit import LAYOUT, prompt_of
 
@@ -198,3 +202,17 @@ def test_a_host_keeps_a_quarter_of_its_pool(most, given):
     hosting.release(3)  # which never got any
     allocator.check_integrity()
     assert allocator.num_free == 8
+
+
+@pytest.mark.parametrize(
+    ("can", "fields", "why"),
+    [
+        (False, {}, "compiled kernels"),
+        (True, {"kv_bind": "tcp://192.0.2.1:1", "link": LinkSettings(tls=NodeTls(tls_ca="ca.pem"))}, "in the open"),
+    ],
+)
+def test_a_node_that_cannot_says_so(can, fields, why):
+    engine = SimpleNamespace(takes_annexes=can)
+    assert tile_tokens(NodeSettings(**fields), engine) == 0
+    with pytest.raises(SettingsError, match=why):
+        tile_tokens(NodeSettings(**fields, kv_annexes=True), engine)
