@@ -12,6 +12,7 @@ from serving_core.rates import StepRates
 from serving_core.requests import Request, SampledToken, SamplingParams
 from serving_core.residents import Stage
 from serving_core.shapes import preset
+from serving_core.tls_settings import TlsSettings
 from serving_node.annex_ends import tile_tokens
 from serving_node.annexing import PATIENCE_S, RETRY_S
 from serving_node.decisions import CloseAnnexes, OpenAnnex, Tell
@@ -208,7 +209,7 @@ def test_a_host_keeps_a_quarter_of_its_pool(most, given):
     ("can", "fields", "why"),
     [
         (False, {}, "compiled kernels"),
-        (True, {"kv_bind": "tcp://192.0.2.1:1", "link": LinkSettings(tls=NodeTls(tls_ca="ca.pem"))}, "in the open"),
+        (True, {"kv_bind": "tcp://192.0.2.1:1", "link": LinkSettings(tls=TlsSettings(tls_ca="ca.pem"))}, "in the open"),
     ],
 )
 def test_a_node_that_cannot_says_so(can, fields, why):
