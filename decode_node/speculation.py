@@ -140,7 +140,7 @@ class Speculation:
         """Of one answer, at most `room`."""
         resident, request = self._residents.of(work.request), work.request
         most = min(room, self._num_candidates, request.sampling.max_tokens - request.num_output_tokens - 1)
-        if most <= 0 or work.num_tokens != 1 or resident.move is not None:
+        if most <= 0 or work.num_tokens != 1 or resident.move is not None or resident.hosts:
             return []
         candidates = self._source.candidates(resident, most)
         if candidates:

@@ -92,6 +92,8 @@ class NodeExposition:
         states: dict[str, float] = {"used": load.num_blocks - load.num_blocks_free, "cached": num_cached}
         yield gauge("kv_blocks", "KV blocks, by state.", self._by("state", {**states, "free": num_free}))
         yield gauge("kv_blocks_leaked", "In use, but by no request: always 0.", self._one(load.num_blocks_leaked))
+        yield gauge("kv_blocks_hosted", "In use by other nodes' requests.", self._one(load.num_blocks_hosted))
+        yield counter("annexes", "Runs of blocks that requests have had on other nodes.", self._one(load.num_annexes))
         if load.HasField("tier"):
             yield from self._second_tier(load.tier)
 

@@ -11,6 +11,7 @@ from engine.drafting import Drafter
 from engine.engine import Engine
 from engine.step_clock import AFTER, DRAFT, HAND_OVER, IDLE, PLAN, SEND, StepClock
 from engine.stepper import Stepper
+from kv_transfer.annexes.annex import Annex
 from kv_transfer.ends.alarm import Alarm
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
@@ -30,16 +31,19 @@ from serving_core.requests import Guide, SampledToken, Work
 from serving_core.residents import Resident, Residents
 from serving_core.shapes import preset
 from serving_core.waiting import first_to_end
+from serving_node.annex_ends import AnnexEnds, tile_tokens
 from serving_node.compiling import Compiling
 from serving_node.decisions import (
     Beat,
     Borrow,
     CancelLoad,
     CancelTransfer,
+    CloseAnnexes,
     Decision,
     FinishSend,
     Lend,
     Load,
+    OpenAnnex,
     Receive,
     Send,
     SendMore,
@@ -47,6 +51,7 @@ from serving_node.decisions import (
     Tell,
 )
 from serving_node.drafting import draft_model_of, write_ahead
+from serving_node.hosting import most_hosted_tokens
 from serving_node.link import FleetLink
 from serving_node.logic import Limits, NodeLogic
 from serving_node.ranks.leading import Followers
@@ -110,6 +115,7 @@ class NodeRunner:
             settings.ticket_timeout_s,
             settings.num_speculative_tokens if settings.speculation != OFF else 0,
             draft_model_of(drafter),
+            tile_tokens(settings, engine),
         )
         self._logic = NodeLogic(
             BlockAllocator(engine.num_blocks, caching=settings.engine.enable_prefix_caching),
@@ -140,6 +146,9 @@ class NodeRunner:
         self._tier = NodeTier(store, followers, self._loaded)
         self._pp_size: Final = settings.engine.pipeline_parallel_size
         self._tp_size: Final = self._transfers.num_ranks // self._pp_size
+        self._annexes: AnnexEnds | None = None
+        if self._limits.tile_tokens:
+            self._annexes = AnnexEnds(settings, engine, self._logic.host, self._hosted, self._opened)
         self._compiling = Compiling(engine.guide, self._pass_on, self._refuse)
         self._works: list[Work] = []  # of the running step; none between two
         self._absences = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, calm_s=CALM_S)
@@ -168,6 +177,7 @@ class NodeRunner:
             home=convert.shape_to_wire(self._logic.home),
             kv_keys=self._transfers.keys,
             num_tier_blocks=self._num_tier_blocks,
+            annexes=self._annex_offer(),
         )
 
     def heartbeat(self) -> fleet_pb2.Heartbeat:
@@ -353,6 +363,28 @@ class NodeRunner:
         self._logic.loaded(load_id, num_good, time.monotonic())
         self._carry_out()
 
+    # ---- annexes ----
+
+    def _annex_offer(self) -> fleet_pb2.AnnexOffer | None:
+        if self._annexes is None:
+            return None
+        most = most_hosted_tokens(self._engine.num_blocks, self._engine.layout.block_size, self._limits.tile_tokens)
+        host = fleet_pb2.AnnexHost(address=self._annexes.address, key=self._annexes.key)
+        return fleet_pb2.AnnexOffer(host=host, num_tokens=most)
+
+    def _opened(self, resident: Resident, annex: Annex | None) -> None:
+        self._logic.opened(resident, annex, time.monotonic())
+        self._carry_out()
+
+    def _hosted(self, number: int) -> None:
+        self._logic.hosted(number)
+        self._carry_out()
+
+    async def close(self) -> None:
+        """Ends the annexes of others here."""
+        if self._annexes is not None:
+            await asyncio.to_thread(self._annexes.close)
+
     # ---- decisions ----
 
     def _carry_out(self, *, wakes: bool = True) -> None:
@@ -388,6 +420,12 @@ class NodeRunner:
                 self._transfers.carry_out(decision)
             case Spill() | Load() | CancelLoad():
                 self._tier.carry_out(decision)
+            case OpenAnnex():
+                assert self._annexes is not None
+                self._annexes.open(decision)
+            case CloseAnnexes(annexes=annexes):
+                for annex in annexes:
+                    annex.close()
 
     def _receive(self, resident: Resident, num_blocks: int) -> None:
         assert resident.lease is not None

@@ -62,8 +62,11 @@ async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
                         settings, role, name, engine, sender, receiver, followers, link, rates, store, plan, drafter
                     )
                     health = health_port(settings, node_states(node, link))
-                    async with health, _told(settings, NodeExposition(node, sender, receiver)):
-                        await serve(node, link, drain_s=settings.link.drain_s)
+                    try:
+                        async with health, _told(settings, NodeExposition(node, sender, receiver)):
+                            await serve(node, link, drain_s=settings.link.drain_s)
+                    finally:
+                        await node.close()
                     followers.stop()
             finally:
                 await sender.close()

@@ -78,6 +78,9 @@ class NodeSettings:
     kv_shared_memory: bool = flag(
         True, "Send KV blocks through shared memory to nodes of this machine that do so too (zmq); else over --kv-bind."
     )
+    kv_annexes: bool = flag(
+        False, "Let requests that are longer than a node's pool have their oldest blocks in other nodes' pools."
+    )
     overlap_min_tokens: int = flag(
         16, "Prompts with fewer tokens send their blocks at the end, not layer by layer.", minimum=0
     )
