@@ -24,11 +24,11 @@ class Credit:
         self._leases = leases
         self._max_num_queued = max_num_queued
 
-    def check(self, num_tokens: int) -> None:
+    def check(self, num_tokens: int, *, may_grow_out: bool = False) -> None:
         """Raises RequestError when the queue is full, or an answer that ends with so many tokens could never be written
-        here."""
+        here, unless it `may_grow_out` of the pool."""
         num_blocks = self._leases.blocks_for(num_tokens)
-        if num_blocks > self._leases.num_blocks:
+        if num_blocks > self._leases.num_blocks and not may_grow_out:
             raise RequestError(
                 reasons.PROMPT_TOO_LONG,
                 f"prompt and max_tokens need {num_blocks} KV blocks, the decode node has {self._leases.num_blocks}",

@@ -24,8 +24,17 @@ MAX_EVICTIONS: Final = 2  # of one finished prompt
 class Writing:
     """The running answers of one node."""
 
-    def __init__(self, residents: Residents, leases: Leases, revoke: Callable[[Resident], None]) -> None:
-        """`revoke` begins to take a grant back; its blocks come free later."""
+    def __init__(
+        self,
+        residents: Residents,
+        leases: Leases,
+        revoke: Callable[[Resident], None],
+        fit: Callable[[Resident, int], int] = lambda _, num_tokens: num_tokens,
+        waits: Callable[[Resident], bool] = lambda _: False,
+    ) -> None:
+        """`revoke` begins to take a grant back; its blocks come free later. Of a request that has hosts, `fit` tells
+        how many of so many tokens it has blocks for, and `waits`, whether it is to get some through them."""
+        self._fit, self._waits = fit, waits
         self._residents = residents
         self._leases = leases
         self._revoke = revoke
@@ -46,8 +55,13 @@ class Writing:
         """Whether it has blocks for its next token; others, or it itself, may have to give way. Those in `taken` have
         their place in the step already."""
         num_missing = self._leases.num_missing(resident, resident.num_computed + resident.num_to_compute)
-        if not num_missing:
+        if not num_missing and not resident.is_annexing:
             return True
+        if resident.hosts:
+            if self._fit(resident, resident.num_to_compute) >= resident.num_to_compute:
+                return True
+            if self._waits(resident):
+                return False
         while num_missing > self._leases.num_free:
             if any(each.is_revoked for each in self._residents):
                 return False  # its blocks come free in a moment

@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol, TypeVar
 import torch
 
 from engine.acceptance import sample_with_candidates
+from engine.attention.annexed import TILE_KEYS, AnnexedAttention, PartialAttention
 from engine.attention.backends import choose_attention, invariant_attentions
 from engine.attention.native import NativeAttention
 from engine.attention.paged import Attention
@@ -198,12 +199,47 @@ class Engine:
         what is pooled of them. Candidates are for an engine that `is_history_free`."""
         assert self.group.rank == LEADER, "the other ranks follow"
         self.clock.lap(HAND_OVER)
-        logits = self._step([work.share for work in works], on_layer)
+        if any(work.request.annexes for work in works):
+            logits: torch.Tensor | None = self._step_with_annexes(works, on_layer)
+        else:
+            logits = self._step([work.share for work in works], on_layer)
         assert logits is not None, "rank 0 has them"
         self.clock.lap(COMPUTE)
         tokens = self._tokens(logits, works)
         self.clock.lap(SAMPLE)
         return tokens
+
+    @property
+    def takes_annexes(self) -> bool:
+        """Whether requests may have blocks on other nodes, with the bits that they would have without."""
+        decoder, whole_tiles = self.model, TILE_KEYS % self.layout.block_size == 0
+        if not isinstance(decoder, LlamaDecoder) or not isinstance(self.attention, NativeAttention):
+            return False
+        return self.group.size == 1 and self.is_history_free and decoder.windows == {None} and whole_tiles
+
+    def partial_attention(self) -> PartialAttention:
+        """For other nodes' requests, beside the steps of this one. Of an engine that `takes_annexes`."""
+        assert isinstance(self.attention, NativeAttention)
+        return PartialAttention(self.attention)
+
+    def _step_with_annexes(self, works: Sequence[Work], on_layer: OnLayer | None) -> torch.Tensor:
+        """Each that has annexes is computed by itself: with one of them it alone is lost."""
+        annexed = iter([self._with_annexes(work) for work in works if work.request.annexes])
+        plain = [work.share for work in works if not work.request.annexes]
+        logits = self._step(plain, on_layer) if plain else None
+        rest = iter(() if logits is None else torch.split(logits, [each.num_scored + each.samples for each in plain]))
+        return torch.cat([next(annexed if work.request.annexes else rest) for work in works])
+
+    def _with_annexes(self, work: Work) -> torch.Tensor:
+        batch, request = self._batch([work.share]), work.request
+        assert isinstance(self.attention, NativeAttention)
+        try:
+            logits = self.model(batch, AnnexedAttention(self.attention, [request.annexes]), None)
+        except OSError as error:
+            request.annex_error = str(error) or type(error).__name__
+            return torch.zeros((len(batch.logit_rows), self.config.vocab_size), dtype=self.pool.compute_dtype)
+        assert logits is not None
+        return logits
 
     def _tokens(self, logits: torch.Tensor, works: Sequence[Work]) -> list[SampledToken]:
         if self.config.embedder is not None:
@@ -215,6 +251,15 @@ class Engine:
             return sample_with_candidates(logits, sampling, self.eos_token_ids, self._steps)
         requests = [work.request for work in sampling]
         return sample(logits, requests, self.eos_token_ids, self._steps) if requests else []
+
+    @torch.inference_mode()
+    def likeliest(self, shares: Sequence[Share]) -> list[int]:
+        """Computes these shares, of which each samples or wants no logits at all; gives the likeliest token behind each
+        that samples, by the model alone. For a model whose only rank this is."""
+        logits = self._step(shares, None)
+        assert logits is not None, "it has one rank"
+        ends = torch.tensor([share.num_scored + 1 for share in shares if share.samples]).cumsum(0) - 1
+        return logits[ends.to(logits.device)].argmax(-1).tolist() if len(ends) else []
 
     def follow(self, shares: Sequence[Share], on_layer: OnLayer | None = None) -> None:
         """Computes on another rank what rank 0 computes in its step."""

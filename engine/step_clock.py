@@ -11,10 +11,11 @@ HAND_OVER = "threads"  # from the event loop to the engine's thread, or back
 BUILD = "build"  # the tensors of a batch
 COMPUTE = "compute"  # of CUDA devices only what starts it: the first to await them is `sample`
 SAMPLE = "sample"  # tokens out of logits
+DRAFT = "draft"  # what a draft model computes, between two steps
 AFTER = "after"  # what tokens mean: ends, records, blocks that are full
 SEND = "send"  # what the coordinator is told, and other decisions
 IDLE = "idle"  # nothing to compute
-PARTS: Final = (PLAN, BUILD, COMPUTE, SAMPLE, AFTER, SEND, HAND_OVER, IDLE)
+PARTS: Final = (PLAN, BUILD, COMPUTE, SAMPLE, DRAFT, AFTER, SEND, HAND_OVER, IDLE)
 BETWEEN: Final = (PLAN, BUILD, SAMPLE, AFTER, SEND, HAND_OVER)
 
 

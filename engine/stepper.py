@@ -23,6 +23,7 @@ TAKEN_IN_DEADLINE_S: Final = 600.0  # for the loop, to take in what a step gave
 
 P = TypeVar("P")  # one part of a step: a Work on rank 0, a Share on a follower
 R = TypeVar("R")  # what a step gives: the sampled tokens on rank 0, nothing on a follower
+T = TypeVar("T")
 
 
 class Stepped(NamedTuple, Generic[R]):
@@ -157,6 +158,16 @@ class Stepper(Generic[P, R]):
     def _count(self, step_s: float) -> None:
         self.num_steps += 1
         self._recent_s.append(step_s)
+
+    async def between(self, compute: Callable[[], T]) -> tuple[T, float]:
+        """What is to be computed between two steps, in the engine's thread too, and the seconds it took."""
+        assert self._started_at is None, "a step runs"
+        self._started_at = time.monotonic()
+        try:
+            result = await asyncio.get_running_loop().run_in_executor(self._thread, compute)
+            return result, self.step_age_s
+        finally:
+            self._started_at = None
 
     @property
     def step_s(self) -> float:

@@ -15,6 +15,8 @@ Without limits and priorities the oldest comes first.
 import math
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from itertools import accumulate
+from operator import le
 from typing import Final
 
 from serving_core.costs import StepCosts
@@ -60,7 +62,10 @@ class Order:
 
     def _timely(self, prompts: list[Resident], now: float) -> list[Resident]:
         limited = [(each, at_s) for each in prompts if (at_s := due_s(each)) < math.inf]
-        seconds = [self._costs.chunk_s(each.num_computed, each.num_to_compute, is_first=True) for each, _ in limited]
+        if not limited:
+            return []
+        of_chunk = self._costs.weights.of_chunk
+        seconds = [of_chunk(each.num_computed, each.num_to_compute, is_first=True) for each, _ in limited]
         found = timely(seconds, [at_s - now for _, at_s in limited], [each.priority for each, _ in limited])
         return [limited[index][0] for index in found]
 
@@ -69,8 +74,10 @@ def timely(seconds: Sequence[float], dues_s: Sequence[float], priorities: Sequen
     """Of jobs that take so long and are due so much later, the places of the most that can be done in time one after
     the other, in the order of doing. Of those that are due at once the first comes first. With `priorities` they are
     the most of the lowest value, then the most of the next beside those, and so on."""
+    by_due = sorted(range(len(dues_s)), key=dues_s.__getitem__)
+    if all(map(le, accumulate([seconds[index] for index in by_due]), [dues_s[index] for index in by_due])):
+        return by_due
     priorities = priorities or [0] * len(dues_s)
-    by_due = sorted(range(len(dues_s)), key=lambda index: dues_s[index])
     chosen: set[int] = set()
     for priority in sorted(set(priorities)):
         passed_s, longest = 0.0, list[tuple[float, int]]()

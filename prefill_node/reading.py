@@ -29,7 +29,17 @@ MAX_SCORED_TOKENS: Final = 256  # of one step: the logits of each are held at on
 class Reading:
     """The prompts of one node."""
 
-    def __init__(self, residents: Residents, leases: Leases, costs: StepCosts, *, max_num_queued: int) -> None:
+    def __init__(
+        self,
+        residents: Residents,
+        leases: Leases,
+        costs: StepCosts,
+        *,
+        max_num_queued: int,
+        fit: Callable[[Resident, int], int] = lambda _, num_tokens: num_tokens,
+    ) -> None:
+        """`fit` tells of a prompt that has hosts how many of so many tokens it has blocks for."""
+        self._fit = fit
         self._residents = residents
         self._leases = leases
         self._slack, self._order = Slack(costs), Order(costs)
@@ -37,10 +47,11 @@ class Reading:
         self.num_prompt_tokens = 0  # of all prompts that ever started
         self.num_cached_tokens = 0  # of them, those that were not to be computed
 
-    def check(self, num_tokens: int) -> None:
-        """Raises RequestError when the queue is full, or a prompt of so many tokens can never fit."""
+    def check(self, num_tokens: int, *, may_grow_out: bool = False) -> None:
+        """Raises RequestError when the queue is full, or a prompt of so many tokens can never fit, unless it
+        `may_grow_out` of the pool."""
         num_blocks = self._leases.blocks_for(num_tokens)
-        if num_blocks > self._leases.num_blocks:
+        if num_blocks > self._leases.num_blocks and not may_grow_out:
             raise RequestError(
                 reasons.PROMPT_TOO_LONG,
                 f"the prompt needs {num_blocks} KV blocks, the prefill node has {self._leases.num_blocks}",
@@ -76,6 +87,8 @@ class Reading:
                 self._begin(resident)
             is_scored = resident.request.is_scored
             num_asked = min(budget, resident.num_to_compute, scorable if is_scored else budget)
+            if resident.hosts and (num_asked := self._fit(resident, num_asked)) == 0:
+                continue
             num_tokens = self._slack.afford(resident, num_asked) if num_asked else 0
             scorable -= num_tokens * is_scored
             if num_tokens:
@@ -99,7 +112,10 @@ class Reading:
         return self._leases.num_needed(resident, self.tokens_to_hold(resident), num_cacheable=num_cacheable(resident))
 
     def tokens_to_hold(self, resident: Resident) -> int:
-        """Tokens that a prompt gets blocks for: with a new one that is answered here, the first of the answer."""
+        """Tokens that a prompt gets blocks for: with a new one that is answered here, the first of the answer. One that
+        has hosts gets more as it goes."""
+        if resident.hosts:
+            return 1
         return resident.num_given if resident.hands_over else len(resident.request.token_ids) + resident.computes_prompt
 
     @property

@@ -196,7 +196,7 @@ class ControlBatch(_message.Message):
     def __init__(self, fleet: _Optional[_Union[FleetState, _Mapping]] = ..., admitted: _Optional[_Iterable[_Union[Admitted, _Mapping]]] = ..., runs: _Optional[_Iterable[_Union[TokenRun, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[AnswerEnded, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[CallEnded, _Mapping]]] = ...) -> None: ...
 
 class FleetState(_message.Message):
-    __slots__ = ("is_serving", "why_not_ready", "max_model_len", "prefill_pool_tokens", "decode_pool_tokens", "knows_adapters", "adapters", "ready_nodes", "num_live")
+    __slots__ = ("is_serving", "why_not_ready", "max_model_len", "prefill_pool_tokens", "decode_pool_tokens", "knows_adapters", "adapters", "ready_nodes", "num_live", "own_pool_tokens")
     IS_SERVING_FIELD_NUMBER: _ClassVar[int]
     WHY_NOT_READY_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +206,7 @@ class FleetState(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     READY_NODES_FIELD_NUMBER: _ClassVar[int]
     NUM_LIVE_FIELD_NUMBER: _ClassVar[int]
+    OWN_POOL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     is_serving: bool
     why_not_ready: str
     max_model_len: int
@@ -215,7 +216,8 @@ class FleetState(_message.Message):
     adapters: _containers.RepeatedScalarFieldContainer[str]
     ready_nodes: _containers.RepeatedScalarFieldContainer[str]
     num_live: int
-    def __init__(self, is_serving: _Optional[bool] = ..., why_not_ready: _Optional[str] = ..., max_model_len: _Optional[int] = ..., prefill_pool_tokens: _Optional[int] = ..., decode_pool_tokens: _Optional[int] = ..., knows_adapters: _Optional[bool] = ..., adapters: _Optional[_Iterable[str]] = ..., ready_nodes: _Optional[_Iterable[str]] = ..., num_live: _Optional[int] = ...) -> None: ...
+    own_pool_tokens: int
+    def __init__(self, is_serving: _Optional[bool] = ..., why_not_ready: _Optional[str] = ..., max_model_len: _Optional[int] = ..., prefill_pool_tokens: _Optional[int] = ..., decode_pool_tokens: _Optional[int] = ..., knows_adapters: _Optional[bool] = ..., adapters: _Optional[_Iterable[str]] = ..., ready_nodes: _Optional[_Iterable[str]] = ..., num_live: _Optional[int] = ..., own_pool_tokens: _Optional[int] = ...) -> None: ...
 
 class Admitted(_message.Message):
     __slots__ = ("number", "error")

@@ -80,7 +80,7 @@ class NodeCommand(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., deliver: _Optional[_Union[Deliver, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., reshape: _Optional[_Union[Reshape, _Mapping]] = ..., migrate: _Optional[_Union[Migrate, _Mapping]] = ..., keep: _Optional[_Union[Keep, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., lend: _Optional[_Union[Lend, _Mapping]] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("node", "num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_queued", "tp_size", "session", "max_num_batched_tokens", "shape", "home", "kv_keys", "pp_size", "num_tier_blocks")
+    __slots__ = ("node", "num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_queued", "tp_size", "session", "max_num_batched_tokens", "shape", "home", "kv_keys", "pp_size", "num_tier_blocks", "annexes")
     NODE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +95,7 @@ class Hello(_message.Message):
     KV_KEYS_FIELD_NUMBER: _ClassVar[int]
     PP_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_TIER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ANNEXES_FIELD_NUMBER: _ClassVar[int]
     node: _inference_pb2.NodeInfo
     num_blocks: int
     block_size: int
@@ -109,7 +110,24 @@ class Hello(_message.Message):
     kv_keys: _containers.RepeatedScalarFieldContainer[bytes]
     pp_size: int
     num_tier_blocks: int
-    def __init__(self, node: _Optional[_Union[_inference_pb2.NodeInfo, _Mapping]] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_queued: _Optional[int] = ..., tp_size: _Optional[int] = ..., session: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., shape: _Optional[_Union[_inference_pb2.Shape, _Mapping]] = ..., home: _Optional[_Union[_inference_pb2.Shape, _Mapping]] = ..., kv_keys: _Optional[_Iterable[bytes]] = ..., pp_size: _Optional[int] = ..., num_tier_blocks: _Optional[int] = ...) -> None: ...
+    annexes: AnnexOffer
+    def __init__(self, node: _Optional[_Union[_inference_pb2.NodeInfo, _Mapping]] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_queued: _Optional[int] = ..., tp_size: _Optional[int] = ..., session: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., shape: _Optional[_Union[_inference_pb2.Shape, _Mapping]] = ..., home: _Optional[_Union[_inference_pb2.Shape, _Mapping]] = ..., kv_keys: _Optional[_Iterable[bytes]] = ..., pp_size: _Optional[int] = ..., num_tier_blocks: _Optional[int] = ..., annexes: _Optional[_Union[AnnexOffer, _Mapping]] = ...) -> None: ...
+
+class AnnexHost(_message.Message):
+    __slots__ = ("address", "key")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    key: bytes
+    def __init__(self, address: _Optional[str] = ..., key: _Optional[bytes] = ...) -> None: ...
+
+class AnnexOffer(_message.Message):
+    __slots__ = ("host", "num_tokens")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    host: AnnexHost
+    num_tokens: int
+    def __init__(self, host: _Optional[_Union[AnnexHost, _Mapping]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("load", "step_age_s")
@@ -286,7 +304,7 @@ class Refusal(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("attempt", "token_ids", "num_prompt_tokens", "sampling_params", "cache_salt", "age", "due", "priority", "adapter", "grammar", "is_suspect", "pooling", "borrow")
+    __slots__ = ("attempt", "token_ids", "num_prompt_tokens", "sampling_params", "cache_salt", "age", "due", "priority", "adapter", "grammar", "is_suspect", "pooling", "borrow", "hosts")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -300,6 +318,7 @@ class Job(_message.Message):
     IS_SUSPECT_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
     BORROW_FIELD_NUMBER: _ClassVar[int]
+    HOSTS_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
@@ -313,7 +332,8 @@ class Job(_message.Message):
     is_suspect: bool
     pooling: Pooling
     borrow: Borrow
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., age: _Optional[int] = ..., due: _Optional[_Union[Due, _Mapping]] = ..., priority: _Optional[int] = ..., adapter: _Optional[str] = ..., grammar: _Optional[str] = ..., is_suspect: _Optional[bool] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ..., borrow: _Optional[_Union[Borrow, _Mapping]] = ...) -> None: ...
+    hosts: _containers.RepeatedCompositeFieldContainer[AnnexHost]
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., age: _Optional[int] = ..., due: _Optional[_Union[Due, _Mapping]] = ..., priority: _Optional[int] = ..., adapter: _Optional[str] = ..., grammar: _Optional[str] = ..., is_suspect: _Optional[bool] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ..., borrow: _Optional[_Union[Borrow, _Mapping]] = ..., hosts: _Optional[_Iterable[_Union[AnnexHost, _Mapping]]] = ...) -> None: ...
 
 class Borrow(_message.Message):
     __slots__ = ("epoch", "num_tokens", "tp_size", "pp_size", "sender_keys", "patience_s")

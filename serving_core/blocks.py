@@ -54,6 +54,13 @@ class BlockLease:
             self._allocator._name(self._block_ids[new], names[new])
             self.num_published = len(names)
 
+    def shed(self, num_blocks: int) -> None:
+        """Gives the leading blocks back, of which none was ever published."""
+        assert not self._released, "a released lease was used"
+        assert not self.num_published, "a published block was shed"
+        self._allocator._put_back(self._block_ids[:num_blocks])
+        del self._block_ids[:num_blocks]
+
     def release(self) -> None:
         """Gives every block back."""
         assert not self._released, "a lease was released twice"
@@ -154,8 +161,11 @@ class BlockAllocator:
 
     def _give_back(self, lease: BlockLease) -> None:
         del self._leases[id(lease)]
+        self._put_back(lease._block_ids)
+
+    def _put_back(self, block_ids: Sequence[int]) -> None:
         num_leases, name_of = self._num_leases, self._name_of
-        for block in reversed(lease._block_ids):  # a prefix loses its tail before its head: without that, nothing
+        for block in reversed(block_ids):  # a prefix loses its tail before its head: without that, nothing
             num_leases[block] = num_left = num_leases[block] - 1  # behind it can be found
             if num_left:
                 continue

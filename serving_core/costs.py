@@ -80,7 +80,8 @@ class StepCosts:
         self._believed = [0.0] * NUM_WEIGHTS
         self._believed[4] = 1 / start_tokens_per_s if start_tokens_per_s > 0 else 0.0
         self._new: deque[tuple[StepLoad, float]] = deque(maxlen=MEMORY)
-        self._products = [[0.0] * NUM_WEIGHTS for _ in range(NUM_WEIGHTS)]  # of figures over seconds, summed
+        # Of figures over seconds, summed: of each with itself and those after it.
+        self._products = [[0.0] * (NUM_WEIGHTS - i) for i in range(NUM_WEIGHTS)]
         self._sums = [0.0] * NUM_WEIGHTS
         self._most = [0.0] * NUM_WEIGHTS  # of each figure, in any step
         self._weights = StepWeights(*self._believed)
@@ -130,16 +131,16 @@ class StepCosts:
         return once_s / token_s if token_s > 0 else inf
 
     def _take_in(self, figures: tuple[float, ...], step_s: float) -> None:
-        self._most = [max(most, figure) for most, figure in zip(self._most, figures, strict=True)]
+        self._most = list(map(max, self._most, figures))
         shares = [figure / step_s for figure in figures]
-        for row, share in zip(self._products, shares, strict=True):
-            row[:] = [KEPT * old + share * other for old, other in zip(row, shares, strict=True)]
+        for i, (row, share) in enumerate(zip(self._products, shares, strict=True)):
+            self._products[i] = [KEPT * old + share * other for old, other in zip(row, shares[i:], strict=True)]
         self._sums = [KEPT * old + share for old, share in zip(self._sums, shares, strict=True)]
 
     def _fit(self) -> StepWeights:
         """Each weight as it was believed to be as far as steps tell nothing of it. Those that would be below 0 are 0,
         and the others explain the steps without them."""
-        sizes = [sqrt(row[i]) or 1.0 for i, row in enumerate(self._products)]
+        sizes = [sqrt(row[0]) or 1.0 for row in self._products]
         weights, places = [0.0] * NUM_WEIGHTS, list(range(NUM_WEIGHTS))
         while places:
             found = self._fit_of(places, sizes)
@@ -152,7 +153,13 @@ class StepCosts:
 
     def _fit_of(self, places: list[int], sizes: list[float]) -> list[float]:
         """Of these figures alone, times their sizes."""
-        matrix = [[self._products[i][j] / (sizes[i] * sizes[j]) for j in places] for i in places]
+        size = len(places)
+        matrix = [[0.0] * size for _ in places]
+        for row, i in enumerate(places):
+            products, own = self._products[i], sizes[i]
+            for column in range(row, size):
+                j = places[column]
+                matrix[row][column] = matrix[column][row] = products[j - i] / (own * sizes[j])
         right = [self._sums[i] / sizes[i] + TRUST[i] * self._believed[i] * sizes[i] for i in places]
         for row, i in enumerate(places):
             matrix[row][row] += TRUST[i]
@@ -162,11 +169,15 @@ class StepCosts:
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
     """Of linear equations with a positive definite matrix, both of which are used up."""
     size = len(right)
-    for i in range(size):
-        for j in range(i + 1, size):
-            factor = matrix[j][i] / matrix[i][i]
-            matrix[j] = [a - factor * b for a, b in zip(matrix[j], matrix[i], strict=True)]
+    for i, pivot in enumerate(matrix):
+        behind = range(i + 1, size)
+        for j in behind:
+            row = matrix[j]
+            factor = row[i] / pivot[i]
+            for k in behind:
+                row[k] -= factor * pivot[k]
             right[j] -= factor * right[i]
     for i in reversed(range(size)):
-        right[i] = (right[i] - sum(matrix[i][j] * right[j] for j in range(i + 1, size))) / matrix[i][i]
+        row = matrix[i]
+        right[i] = (right[i] - sum([row[j] * right[j] for j in range(i + 1, size)])) / row[i]
     return right

@@ -1,7 +1,7 @@
 """The blocks of a node's requests, shared by name. Pure."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from serving_core.blocks import BlockAllocator, BlockLease
 from serving_core.layout import KVLayout
@@ -28,6 +28,8 @@ class Leases:
         self._origin = origin
         self._of_chunk = origin + CHUNK
         self._of_step = self._of_chunk if is_history_free else origin + STEP
+        self.on_annexes_left: Callable[[Sequence[Any]], None] | None = None
+        """Hears of annexes whose request has given its blocks back."""
         self._makers = [*dict.fromkeys((self._of_chunk, self._of_step)), GRAFT]
 
     @property
@@ -75,8 +77,20 @@ class Leases:
     def num_missing(self, resident: Resident, num_tokens: int) -> int:
         """Blocks that the lease lacks for num_tokens tokens in all."""
         assert resident.lease is not None
-        num_missing = self._layout.num_blocks_for(num_tokens) - len(resident.lease.block_ids)
+        num_held = resident.num_annexed_blocks + len(resident.lease.block_ids)
+        num_missing = self._layout.num_blocks_for(num_tokens) - num_held
         return num_missing if num_missing > 0 else 0
+
+    def num_tokens_held(self, resident: Resident) -> int:
+        """Tokens that there are blocks for, here and in annexes."""
+        assert resident.lease is not None
+        return (resident.num_annexed_blocks + len(resident.lease.block_ids)) * self._layout.block_size
+
+    def shed(self, resident: Resident, num_blocks: int) -> None:
+        """The leading blocks are in an annex now."""
+        assert resident.lease is not None
+        resident.lease.shed(num_blocks)
+        resident.num_annexed_blocks += num_blocks
 
     def grow(self, resident: Resident, num_blocks: int) -> None:
         """Adds blocks. Raises OutOfBlocks."""
@@ -88,7 +102,7 @@ class Leases:
         were not `copied`, this node has just computed, as the resident's stage says."""
         assert resident.lease is not None
         num_full = self._full_blocks(resident.num_computed)
-        if not self._allocator.caching or num_full <= resident.lease.num_published:
+        if not self._allocator.caching or resident.hosts or num_full <= resident.lease.num_published:
             return
         names = resident.names
         if (num_new := num_full - len(names.names)) > 0:
@@ -158,7 +172,10 @@ class Leases:
             resident.lease.release()
             resident.lease = None
             resident.names.begin([], [])
-            resident.num_computed = 0
+            resident.num_computed = resident.num_annexed_blocks = 0
+            if resident.request.annexes and self.on_annexes_left is not None:
+                self.on_annexes_left(resident.request.annexes)
+                resident.request.annexes = ()
 
     def num_cached_tokens(self, resident: Resident) -> int:
         """Tokens whose KV was there when the resident got its blocks."""
@@ -193,7 +210,10 @@ class Leases:
         names.begin([], [])
 
     def _find(self, resident: Resident, num_tokens: int) -> tuple[list[bytes], list[bytes]]:
-        """Names and makers of the leading full blocks of num_tokens tokens that the pool holds."""
+        """Names and makers of the leading full blocks of num_tokens tokens that the pool holds; none where some are to
+        go to annexes."""
+        if resident.hosts:
+            return [], []
         return self._find_named(resident.names, resident.request.token_ids, num_tokens)
 
     def _find_named(

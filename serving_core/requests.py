@@ -80,6 +80,8 @@ class Request:
     guide: Guide | None = None  # where its tokens are chosen and it has a grammar
     pooling: Pooling | None = None  # the answer is the embedding of the prompt; None: tokens
     pooled: Any = None  # the engine's own: of a mean, the sum so far
+    annexes: Sequence[Any] = ()  # where its oldest blocks lie on other nodes (engine/attention/annexed.py)
+    annex_error: str = ""  # why one of them is lost: what the step gave for the request means nothing
 
     @property
     def num_output_tokens(self) -> int:
@@ -115,6 +117,14 @@ class Share:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+
+class DraftWork(NamedTuple):
+    """What a draft model is to compute for one answer: a share of the text, and so many likely tokens behind it. Where
+    there are any, block_ids covers them too."""
+
+    share: Share
+    num_candidates: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,14 @@ class Offer:
     patience_s: float  # after which what has not come is computed
 
 
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A node that may hold blocks of a request which is longer than its own node's pool."""
+
+    address: str
+    key: bytes
+
+
 @dataclass(slots=True, eq=False)
 class Resident:
     """One request on this node, from the command that brings it until nothing is held for it."""
@@ -116,6 +124,9 @@ class Resident:
     is_loading: bool = False  # blocks of it are being read back from the second tier, or come from another node
     offer: Offer | None = None  # until it was taken or left
     has_looked: bool = False  # there, since it was queued
+    hosts: tuple[Host, ...] = ()  # where it is longer than the pool: who may hold its oldest blocks
+    num_annexed_blocks: int = 0  # that they hold; the lease has those behind them
+    is_annexing: bool = False  # some are on their way there
     ending: dict[str, Any] | None = None  # what the coordinator is told when nothing is held any more; {}: nothing
     num_given: int = field(init=False)  # tokens that came with the command
 
@@ -139,7 +150,7 @@ class Resident:
     @property
     def is_busy(self) -> bool:
         """Whether a step or a transfer still touches the blocks."""
-        return self.in_step or self.is_sending or self.is_receiving
+        return self.in_step or self.is_sending or self.is_receiving or self.is_annexing
 
     @property
     def num_to_compute(self) -> int:
@@ -156,7 +167,10 @@ class Resident:
     def work(self, num_tokens: int) -> Work:
         """Its share of a step that computes num_tokens more."""
         assert self.lease is not None
-        return Work(self.request, self.num_computed, num_tokens, self.lease.block_ids)
+        block_ids = self.lease.block_ids
+        if self.num_annexed_blocks:  # what stands in their place is not read
+            block_ids = [0] * self.num_annexed_blocks + block_ids
+        return Work(self.request, self.num_computed, num_tokens, block_ids)
 
 
 class Residents:

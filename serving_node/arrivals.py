@@ -10,7 +10,7 @@ from serving_core.adapter_names import adapter_key
 from serving_core.errors import RequestError
 from serving_core.prefix import BlockNames, root_name
 from serving_core.requests import Guide
-from serving_core.residents import Offer, Resident, Residents, Stage
+from serving_core.residents import Host, Offer, Resident, Residents, Stage
 
 
 class Arrivals:
@@ -23,12 +23,15 @@ class Arrivals:
         credit: Credit,
         fingerprint: Mapping[str, str],
         block_size: int,
+        *,
+        takes_annexes: bool = False,
     ) -> None:
         self._residents = residents
         self._reading = reading
         self._credit = credit
         self._fingerprint = fingerprint
         self._block_size = block_size
+        self._takes_annexes = takes_annexes
 
     def take_in(
         self, job: fleet_pb2.Job, now: float, reserve: fleet_pb2.Reserve | None = None, guide: Guide | None = None
@@ -44,13 +47,14 @@ class Arrivals:
         if self._residents.find(request) is not None:
             message = f"attempt {request.epoch} of the request was announced twice"
             raise RequestError(reasons.DUPLICATE_REQUEST_ID, message)
+        hosts = tuple(Host(each.address, each.key) for each in job.hosts) if self._takes_annexes else ()
         num_ahead = 0
         if reserve is not None:
             num_to_come = request.sampling.max_tokens - request.num_output_tokens
-            self._credit.check(len(request.token_ids) + num_to_come)
+            self._credit.check(len(request.token_ids) + num_to_come, may_grow_out=bool(hosts))
             num_ahead = min(reserve.num_tokens_ahead, num_to_come)
         if is_read_here:
-            self._reading.check(len(request.token_ids))
+            self._reading.check(len(request.token_ids), may_grow_out=bool(hosts))
         resident = Resident(
             request,
             job.age,
@@ -63,6 +67,7 @@ class Arrivals:
             source_tp=0 if is_read_here or reserve is None else max(1, reserve.prefill_tp_size),
             source_pp=1 if reserve is None else max(1, reserve.prefill_pp_size),
             num_ahead=num_ahead,
+            hosts=hosts,
             offer=_offer(job.borrow) if is_read_here and job.HasField("borrow") else None,
         )
         self._residents.add(resident)

@@ -34,6 +34,8 @@ class CacheReport:
     def _changes(self) -> tuple[list[bytes], list[bytes]]:
         """Of both together: a block that goes from the one to the other is held all the time."""
         (stored, removed), (put, dropped) = self._allocator.take_changes(), self._tier.take_changes()
+        if not (stored or removed or put or dropped):
+            return [], []
         is_held = {name: self._is_held(name) for name in (*stored, *put, *removed, *dropped)}
         new = [name for name in dict.fromkeys([*stored, *put]) if is_held[name]]
         return new, [name for name in dict.fromkeys([*removed, *dropped]) if not is_held[name]]

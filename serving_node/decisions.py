@@ -1,6 +1,6 @@
 """What a node's logic decides; the runner carries it out, in order."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +104,35 @@ class CancelLoad:
     load_id: int
 
 
+@dataclass(frozen=True, slots=True)
+class OpenAnnex:
+    """Put leading blocks of the resident, in whole tiles, on a host that has room for some; report `opened`."""
+
+    resident: Resident
+    block_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CloseAnnexes:
+    """Nothing is to be asked of them any more."""
+
+    annexes: Sequence[Any]
+
+
 Decision = (
-    Tell | Beat | Receive | Send | SendMore | FinishSend | Borrow | Lend | CancelTransfer | Spill | Load | CancelLoad
+    Tell
+    | Beat
+    | Receive
+    | Send
+    | SendMore
+    | FinishSend
+    | Borrow
+    | Lend
+    | CancelTransfer
+    | Spill
+    | Load
+    | CancelLoad
+    | OpenAnnex
+    | CloseAnnexes
 )
 Decide = Callable[[Decision], None]

@@ -72,7 +72,7 @@ class NodeExposition:
         yield histogram("step_answers", "Answers that one step wrote.", [({"node": name}, steps.answers)])
         computed: dict[str, float] = {"prefill": steps.num_prompt_tokens, "decode": steps.num_answer_tokens}
         yield counter("computed_tokens", "Tokens computed, of prompts and of answers.", self._by("phase", computed))
-        help = "Seconds of steps by part: plan, build, compute, sample, after, send, threads, and idle between them."
+        help = "Seconds of steps by part: plan, build, compute, sample, draft, after, send, threads, and idle."
         yield counter("step_part_seconds", help, self._by("part", self._node.clock.seconds))
         yield from self._candidates()
         yield gauge("step_age_seconds", "Of the step that runs; 0 when idle.", self._one(self._node.step_age_s))
@@ -92,6 +92,8 @@ class NodeExposition:
         states: dict[str, float] = {"used": load.num_blocks - load.num_blocks_free, "cached": num_cached}
         yield gauge("kv_blocks", "KV blocks, by state.", self._by("state", {**states, "free": num_free}))
         yield gauge("kv_blocks_leaked", "In use, but by no request: always 0.", self._one(load.num_blocks_leaked))
+        yield gauge("kv_blocks_hosted", "In use by other nodes' requests.", self._one(load.num_blocks_hosted))
+        yield counter("annexes", "Runs of blocks that requests have had on other nodes.", self._one(load.num_annexes))
         if load.HasField("tier"):
             yield from self._second_tier(load.tier)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from decode_node.credit import Credit
+from decode_node.drafts import DraftModel
 from decode_node.speculation import Speculation
 from decode_node.writing import Writing
 from kv_transfer.results import Received, Sent, TransferFailed
@@ -23,12 +24,14 @@ from serving_core.rates import StepRates
 from serving_core.requests import Guide, SampledToken, Work, finish_reason, would_end
 from serving_core.residents import Resident, Residents, Stage
 from serving_core.shapes import Shape, check_shape, role_of
+from serving_node.annexing import Annexing, Opened
 from serving_node.arrivals import Arrivals
 from serving_node.borrowing import Borrowings
 from serving_node.cache_report import CacheReport
 from serving_node.decisions import Beat, Decision
 from serving_node.endings import Endings
 from serving_node.handovers import HandOvers
+from serving_node.hosting import Hosting
 from serving_node.lending import Lending
 from serving_node.lookahead import works_ahead
 from serving_node.moves import Moves
@@ -48,6 +51,8 @@ class Limits:
     credit_timeout_s: float
     ticket_timeout_s: float
     num_speculative_tokens: int = 0  # candidates for an answer in a step
+    draft_model: DraftModel | None = None  # which writes them; None: they are looked up
+    tile_tokens: int = 0  # of what an annex holds; 0: there are none
 
 
 class NodeLogic:
@@ -78,11 +83,16 @@ class NodeLogic:
         self._residents = residents = Residents()
         self._leases = leases = Leases(allocator, layout, origin, is_history_free=is_history_free)
         self._endings = Endings(residents, leases)
-        self._reading = Reading(residents, leases, costs, max_num_queued=limits.max_num_queued)
+        self._annexing = annexing = Annexing(residents, leases, self._endings, limits.tile_tokens)
+        self.hosting = Hosting(allocator, layout.block_size, limits.tile_tokens)
+        self._reading = Reading(residents, leases, costs, max_num_queued=limits.max_num_queued, fit=annexing.fit)
         self._tier = SecondTier(tier, allocator, leases, self._reading, costs, block_bytes)
         self._cache_report = CacheReport(allocator, self._tier.index, leases.makers, self._endings.tell)
         self._credit = Credit(residents, leases, max_num_queued=limits.max_num_queued)
-        self._arrivals = Arrivals(residents, self._reading, self._credit, fingerprint, layout.block_size)
+        takes_annexes = limits.tile_tokens > 0
+        self._arrivals = Arrivals(
+            residents, self._reading, self._credit, fingerprint, layout.block_size, takes_annexes=takes_annexes
+        )
         self._hand_overs = HandOvers(
             residents,
             leases,
@@ -97,10 +107,10 @@ class NodeLogic:
         self._moves = Moves(residents, leases, self._hand_overs, self._endings)
         self._borrowings = Borrowings(leases, self._reading, self._endings, block_bytes)
         self._lending = Lending(leases, self._endings, fingerprint)
-        self._writing = Writing(residents, leases, self._hand_overs.revoke)
+        self._writing = Writing(residents, leases, self._hand_overs.revoke, annexing.fit, annexing.waits)
         num_candidates = limits.num_speculative_tokens if is_history_free else 0
         self.speculation = Speculation(
-            residents, leases, eos_token_ids, num_candidates, most_tokens=limits.max_num_batched_tokens
+            residents, leases, eos_token_ids, num_candidates, limits.max_num_batched_tokens, limits.draft_model
         )
         self._room = Room(residents, leases, self._reading, self._credit, self._writing, costs, limits.max_num_seqs)
         self.steps = StepCounts()
@@ -139,7 +149,8 @@ class NodeLogic:
     @property
     def wake_at_s(self) -> float | None:
         """When the next `tick` is due."""
-        wakes = (self._hand_overs.wake_at_s, self._tier.wake_at_s, self._borrowings.wake_at_s)
+        others = (self._tier.wake_at_s, self._borrowings.wake_at_s, self._annexing.wake_at_s)
+        wakes = (self._hand_overs.wake_at_s, *others)
         return min((at_s for at_s in wakes if at_s is not None), default=None)
 
     def describe(self, load: inference_pb2.NodeLoad) -> None:
@@ -159,8 +170,9 @@ class NodeLogic:
         load.num_blocks_free = self._allocator.num_free
         load.num_blocks_cached = self._allocator.num_cached
         leases = [each.lease for each in self._residents if each.lease]
-        lent = [*self._borrowings.held, *self._lending.held]
+        lent = [*self._borrowings.held, *self._lending.held, *self.hosting.held]
         load.num_blocks_leaked = self._allocator.num_leaked([*leases, *self._tier.held, *lent])
+        load.num_blocks_hosted, load.num_annexes = self.hosting.num_blocks, self._annexing.num_opened
         load.step_tokens.extend(self.steps.tokens.counts)
         load.num_step_tokens = self.steps.num_prompt_tokens + self.steps.num_answer_tokens
         load.num_preemptions = self._writing.num_preemptions
@@ -305,7 +317,10 @@ class NodeLogic:
         return self.speculation.extend(works)
 
     def _holds_up(self, resident: Resident, num_spare: int, now: float) -> bool:
-        """Whether blocks of a prompt come from elsewhere first: this node's own ones are the nearer."""
+        """Whether blocks of a prompt come from elsewhere first: this node's own ones are the nearer. Those of one that
+        has hosts have no names to be found by."""
+        if resident.hosts:
+            return False
         is_read_back = self._tier.holds_up(resident, num_spare, now)
         return is_read_back or self._borrowings.holds_up(resident, num_spare, now)
 
@@ -336,7 +351,8 @@ class NodeLogic:
         what was planned ahead of it runs since, as if `plan` had given it."""
         residents = [self._residents.of(work.request) for work in works]
         sampled = iter(tokens)
-        given = [(resident, work.take(sampled)) for resident, work in zip(residents, works, strict=True)]
+        taken_by = [(resident, work.take(sampled)) for resident, work in zip(residents, works, strict=True)]
+        given = [(each, [] if each.request.annex_error else taken) for each, taken in taken_by]
         self._count_step(residents, works, [len(taken) for _, taken in given], step_s)
         for resident, work in zip(residents, works, strict=True):
             self._advance(resident, work, goes_on)
@@ -351,6 +367,8 @@ class NodeLogic:
         self._hand_overs.note_read(residents, now)
         for resident in ended:
             self._endings.end(resident)
+        for resident in residents:
+            self._annexing.check(resident)
         for resident, taken in given:
             if taken and taken[-1].embedding:
                 self._embedded(resident, taken[-1], now)
@@ -536,11 +554,26 @@ class NodeLogic:
         self._tier.loaded(load_id, num_good, now)
         self._grant()
 
+    def opened(self, resident: Resident, annex: Opened | None, now: float) -> None:
+        """An `OpenAnnex` is over: so many tiles of the request are there, or none of its hosts has room."""
+        self._annexing.opened(resident, annex, now)
+        self._grant()
+
+    def host(self, number: int, most_tiles: int) -> list[int]:
+        """Blocks for tiles of another node's request, perhaps none."""
+        return [] if self.is_draining else self.hosting.lease(number, most_tiles)
+
+    def hosted(self, number: int) -> None:
+        """Blocks that were another node's are free."""
+        self.hosting.release(number)
+        self._grant()
+
     def tick(self, now: float) -> None:
         """Ends what has waited too long for another node."""
         self._hand_overs.tick(now)
         self._tier.tick(now)
         self._borrowings.tick(now)
+        self._annexing.tick(now)
         self._grant()
 
     def _grant(self) -> None:

@@ -15,13 +15,16 @@ from serving_node.streak import grow, is_calm
 
 def works_ahead(works: Sequence[Work], residents: Residents, leases: Leases) -> list[Work]:
     """One token more of each answer of the running step, whose own is not known yet; with the blocks for it. Empty
-    where the step is of anything but all answers, one is at its last token, or blocks are short."""
+    where the step is of anything but all answers, one is at its last token or may have blocks elsewhere, or blocks are
+    short."""
     if len(works) != residents.count(Stage.WRITING) or not is_calm(residents):
         return []
     at_work = [residents.of(work.request) for work in works]
     for work, resident in zip(works, at_work, strict=True):
         request = work.request
         if resident.stage is not Stage.WRITING or work.num_tokens != 1 or work.candidates or not resident.in_step:
+            return []
+        if resident.hosts:
             return []
         if request.num_output_tokens + 1 >= request.sampling.max_tokens:
             return []

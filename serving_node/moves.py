@@ -117,6 +117,8 @@ class Moves:
         """Raises TransferError where it cannot move."""
         if resident.stage is not Stage.WRITING:
             raise TransferError("the answer is not being written now")
+        if resident.hosts:
+            raise TransferError("the answer is longer than a pool, and stays")
         if resident.is_sending:
             raise TransferError("the transfer before this one has not ended")
         num_tokens = len(resident.request.token_ids) + resident.num_candidates

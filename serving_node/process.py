@@ -61,8 +61,10 @@ def run_node(role: str, settings: NodeSettings) -> None:
         check_network(settings)
         check_health_port(settings)
         from serving_core.needs import check_model  # needs packages of the extra
+        from serving_node.draft_model import check_draft_model
 
         check_model(settings.engine)
+        check_draft_model(settings)
         if started_rank() is None and size > 1:
             start_followers(PACKAGES[role], settings, node_name)
         if cpus := settings.engine.cpus:

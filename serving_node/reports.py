@@ -1,7 +1,7 @@
 """What every node tells of itself: who it is, and how busy."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from engine.engine import Engine
 from protos import inference_pb2
@@ -29,16 +29,16 @@ def node_info(
     )
 
 
-def rank_load(engine: Engine) -> inference_pb2.RankLoad:
-    """The memory that this process takes."""
+def rank_load(*engines: Engine) -> inference_pb2.RankLoad:
+    """The memory that this process takes, whose first engine is the node's."""
     return inference_pb2.RankLoad(
-        rank=engine.group.rank,
+        rank=engines[0].group.rank,
         rss_bytes=resident_bytes(),
-        kv_pool_bytes=engine.kv_pool_bytes,
-        weight_bytes=engine.weight_bytes,
+        kv_pool_bytes=sum(engine.kv_pool_bytes for engine in engines),
+        weight_bytes=sum(engine.weight_bytes for engine in engines),
     )
 
 
-def rank_loads(engine: Engine, followers: Followers) -> list[inference_pb2.RankLoad]:
-    """The memory of every rank of the node, by rank."""
-    return [rank_load(engine), *(followers.loads[rank] for rank in sorted(followers.loads))]
+def rank_loads(engines: Sequence[Engine], followers: Followers) -> list[inference_pb2.RankLoad]:
+    """The memory of every rank of the node, by rank; rank 0 has these engines."""
+    return [rank_load(*engines), *(followers.loads[rank] for rank in sorted(followers.loads))]

@@ -233,6 +233,8 @@ def _lets_go_soon(resident: Resident) -> bool:
         return True  # its sender gave it up, and it is cancelled in a moment
     if resident.stage is Stage.STOPPED:
         return True  # the coordinator hears of it, and it goes or goes on
+    if resident.is_annexing:
+        return True
     if resident.is_loading:
         return True  # its blocks come, or it starts without them
     return resident.is_revoked or resident.is_ending or (resident.is_sending and resident.lease is not None)

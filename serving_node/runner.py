@@ -9,9 +9,11 @@ from typing import Any, Final
 
 from decode_node.speculation import SpeculationCounts
 from engine.cache.tier_store import TierStore
+from engine.drafting import Drafter
 from engine.engine import Engine
-from engine.step_clock import AFTER, HAND_OVER, IDLE, PLAN, SEND, StepClock
+from engine.step_clock import AFTER, DRAFT, HAND_OVER, IDLE, PLAN, SEND, StepClock
 from engine.stepper import Ahead, Step, Stepper
+from kv_transfer.annexes.annex import Annex
 from kv_transfer.ends.alarm import Alarm
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
@@ -31,22 +33,27 @@ from serving_core.requests import Guide, SampledToken, Work
 from serving_core.residents import Resident, Residents
 from serving_core.shapes import preset
 from serving_core.waiting import first_to_end
+from serving_node.annex_ends import AnnexEnds, tile_tokens
 from serving_node.compiling import Compiling
 from serving_node.decisions import (
     Beat,
     Borrow,
     CancelLoad,
     CancelTransfer,
+    CloseAnnexes,
     Decision,
     FinishSend,
     Lend,
     Load,
+    OpenAnnex,
     Receive,
     Send,
     SendMore,
     Spill,
     Tell,
 )
+from serving_node.drafting import draft_model_of, write_ahead
+from serving_node.hosting import most_hosted_tokens
 from serving_node.link import FleetLink
 from serving_node.logic import Limits, NodeLogic
 from serving_node.ranks.leading import Followers
@@ -80,6 +87,7 @@ class NodeRunner:
         rates: StepRates,
         store: TierStore | None = None,
         tier: TierPlan = NO_TIER,
+        drafter: Drafter | None = None,
     ) -> None:
         """`store` has the slots of `tier` on this rank. Raises SettingsError."""
         max_tokens, max_num_seqs = settings.max_num_batched_tokens, settings.max_num_seqs
@@ -96,6 +104,7 @@ class NodeRunner:
         self._name = name
         self._incarnation: Final = new_incarnation()
         self._engine = engine
+        self._drafter = drafter
         self._fingerprint = {**engine.fingerprint, "kv_transport": settings.kv_transport}
         self._followers = followers
         self._link = link
@@ -107,6 +116,8 @@ class NodeRunner:
             settings.credit_timeout_s,
             settings.ticket_timeout_s,
             settings.num_speculative_tokens if settings.speculation != OFF else 0,
+            draft_model_of(drafter),
+            tile_tokens(settings, engine),
         )
         self._logic = NodeLogic(
             BlockAllocator(engine.num_blocks, caching=settings.engine.enable_prefix_caching),
@@ -137,6 +148,9 @@ class NodeRunner:
         self._tier = NodeTier(store, followers, self._loaded)
         self._pp_size: Final = settings.engine.pipeline_parallel_size
         self._tp_size: Final = self._transfers.num_ranks // self._pp_size
+        self._annexes: AnnexEnds | None = None
+        if self._limits.tile_tokens:
+            self._annexes = AnnexEnds(settings, engine, self._logic.host, self._hosted, self._opened)
         self._compiling = Compiling(engine.guide, self._pass_on, self._refuse)
         self._looks_ahead: Final = engine.builds_ahead and not len(followers)
         self._works: list[Work] = []  # of the running step; none between two
@@ -166,6 +180,7 @@ class NodeRunner:
             home=convert.shape_to_wire(self._logic.home),
             kv_keys=self._transfers.keys,
             num_tier_blocks=self._num_tier_blocks,
+            annexes=self._annex_offer(),
         )
 
     def heartbeat(self) -> fleet_pb2.Heartbeat:
@@ -201,7 +216,7 @@ class NodeRunner:
 
     async def recovered(self) -> None:
         was_stuck = self._stepper.step_age_s > LEAST_S
-        while self._works:
+        while self._works or self._stepper.step_age_s:  # a draft model may be what is stuck
             expected_s = self._logic.expected_step_s(self._works)
             check_hope(self._stepper.step_age_s, expected_s, self._settings.stuck_exit_s)
             await asyncio.sleep(CHECK_S)
@@ -227,11 +242,15 @@ class NodeRunner:
             num_steps=self._stepper.num_steps,
             step_s=self._stepper.step_s,
             rss_bytes=resident_bytes(),
-            ranks=rank_loads(self._engine, self._followers),
+            ranks=rank_loads(self._engines, self._followers),
             tier=None
             if store is None
             else inference_pb2.TierLoad(num_unwritten=store.num_unwritten, write_s=store.write_s),
         )
+
+    @property
+    def _engines(self) -> list[Engine]:
+        return [self._engine] if self._drafter is None else [self._engine, self._drafter.engine]
 
     # ---- the view of those who watch ----
 
@@ -300,7 +319,7 @@ class NodeRunner:
         return works
 
     async def _step(self, works: list[Work]) -> None:
-        """This step, and those that follow it at once."""
+        """This step, those that follow it at once, and what is to be computed before the next."""
         step: Step[Work, list[SampledToken]] | None = None
         try:
             step = self._begin(works)
@@ -312,6 +331,9 @@ class NodeRunner:
             self._works = []
             if step is not None and step.ahead is not None:
                 step.ahead.give_up()
+        if self._drafter is not None and (drafts := self._logic.speculation.drafts) is not None:
+            await write_ahead(self._drafter, drafts, self._stepper)
+            self.clock.lap(DRAFT)
 
     def _begin(self, works: list[Work]) -> Step[Work, list[SampledToken]] | None:
         try:
@@ -393,6 +415,28 @@ class NodeRunner:
         self._logic.loaded(load_id, num_good, time.monotonic())
         self._carry_out()
 
+    # ---- annexes ----
+
+    def _annex_offer(self) -> fleet_pb2.AnnexOffer | None:
+        if self._annexes is None:
+            return None
+        most = most_hosted_tokens(self._engine.num_blocks, self._engine.layout.block_size, self._limits.tile_tokens)
+        host = fleet_pb2.AnnexHost(address=self._annexes.address, key=self._annexes.key)
+        return fleet_pb2.AnnexOffer(host=host, num_tokens=most)
+
+    def _opened(self, resident: Resident, annex: Annex | None) -> None:
+        self._logic.opened(resident, annex, time.monotonic())
+        self._carry_out()
+
+    def _hosted(self, number: int) -> None:
+        self._logic.hosted(number)
+        self._carry_out()
+
+    async def close(self) -> None:
+        """Ends the annexes of others here."""
+        if self._annexes is not None:
+            await asyncio.to_thread(self._annexes.close)
+
     # ---- decisions ----
 
     def _carry_out(self, *, wakes: bool = True) -> None:
@@ -428,6 +472,12 @@ class NodeRunner:
                 self._transfers.carry_out(decision)
             case Spill() | Load() | CancelLoad():
                 self._tier.carry_out(decision)
+            case OpenAnnex():
+                assert self._annexes is not None
+                self._annexes.open(decision)
+            case CloseAnnexes(annexes=annexes):
+                for annex in annexes:
+                    annex.close()
 
     def _receive(self, resident: Resident, num_blocks: int) -> None:
         assert resident.lease is not None

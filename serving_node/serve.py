@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager, closing
 import torch
 
 from engine.cache.tier_store import TierStore
+from engine.drafting import Drafter
 from engine.engine import Engine
 from engine.parallel import choose_device, join
 from engine.stepper import Stepper
@@ -19,6 +20,8 @@ from serving_core.descriptors import Spares, kept_spares
 from serving_core.errors import SettingsError
 from serving_core.rates import StepRates
 from serving_core.requests import Share
+from serving_core.units import size_of
+from serving_node.draft_model import draft_engine
 from serving_node.exposition import NodeExposition
 from serving_node.exposure import is_encrypted
 from serving_node.health import FOLLOWER_STATES, health_port, node_states
@@ -44,6 +47,7 @@ async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
     with closing(join(device, tp_size, flags.rank_timeout_s, pp_size)) as group:
         engine = Engine(flags, group)
         prefill_tokens_per_s = engine.warm_up()
+        drafter = _drafter(settings, engine)
         async with kept_spares() as spares, _second_tier(settings, engine) as (store, plan):
             sender, receiver = _ends(settings, engine, device, spares)
             try:
@@ -55,15 +59,30 @@ async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
                     await followers.gather(group.exchange)
                     link, rates = FleetLink(settings.link, spares), StepRates(prefill_tokens_per_s)
                     node = NodeRunner(
-                        settings, role, name, engine, sender, receiver, followers, link, rates, store, plan
+                        settings, role, name, engine, sender, receiver, followers, link, rates, store, plan, drafter
                     )
                     health = health_port(settings, node_states(node, link))
-                    async with health, _told(settings, NodeExposition(node, sender, receiver)):
-                        await serve(node, link, drain_s=settings.link.drain_s)
+                    try:
+                        async with health, _told(settings, NodeExposition(node, sender, receiver)):
+                            await serve(node, link, drain_s=settings.link.drain_s)
+                    finally:
+                        await node.close()
                     followers.stop()
             finally:
                 await sender.close()
                 await receiver.close()
+
+
+def _drafter(settings: NodeSettings, engine: Engine) -> Drafter | None:
+    """The draft model, if there is one that may be of use. Raises SettingsError or ModelError."""
+    flags = draft_engine(settings)
+    if flags is None or not engine.is_history_free:
+        return None
+    drafts = Engine(flags)
+    drafts.warm_up()
+    weights, pool = size_of(drafts.weight_bytes), size_of(drafts.kv_pool_bytes)
+    logger.info("draft model: weights %s, %d KV blocks in %s", weights, drafts.num_blocks, pool)
+    return Drafter(drafts)
 
 
 @asynccontextmanager

@@ -5,12 +5,13 @@ from typing import Final
 
 from kv_transfer.endpoints import KV_TRANSPORTS
 from serving_core.flags import flag
-from serving_core.settings import EngineSettings
+from serving_core.settings import QUANTIZATIONS, EngineSettings
 from serving_core.shapes import BOTH, DECODE, PREFILL
 from serving_node.link import LinkSettings
 
 OFF: Final = "off"
-SPECULATIONS: Final = (OFF, "lookup")
+DRAFT: Final = "draft"
+SPECULATIONS: Final = (OFF, "lookup", DRAFT)
 PACKAGES: Final = {PREFILL: "prefill_node", DECODE: "decode_node", BOTH: "serving_node"}
 """What `python -m` starts a node as, by the role that it begins in."""
 
@@ -34,12 +35,26 @@ class TierSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftSettings:
+    """The model that writes ahead with `--speculation draft`."""
+
+    speculative_model: str = flag("", "Folder of a smaller model with the same tokens, for --speculation draft.")
+    speculative_quantization: str = flag(
+        "none", "Bits of its weights, made when they are loaded; none takes them as they are.", choices=QUANTIZATIONS
+    )
+    speculative_kv_cache_memory_bytes: int = flag(
+        64 * 2**20, "Size of its own KV pool; answers that find no room there go without it.", minimum=1
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class NodeSettings:
     """Settings of one node, whatever its role."""
 
     engine: EngineSettings = field(default_factory=EngineSettings)
     link: LinkSettings = field(default_factory=LinkSettings)
     tier: TierSettings = field(default_factory=TierSettings)
+    drafting: DraftSettings = field(default_factory=DraftSettings)
     max_num_batched_tokens: int = flag(
         512, "Most tokens in one step; bounds the chunks of prompts, beside one token of each answer.", minimum=1
     )
@@ -49,7 +64,8 @@ class NodeSettings:
     )
     speculation: str = flag(
         OFF,
-        "Whether a step computes likely next tokens along: lookup takes them from the prompt and the answer so far.",
+        "Whether a step computes likely next tokens along: lookup takes them from the prompt and the answer so far, "
+        "draft has a smaller model write them.",
         choices=SPECULATIONS,
     )
     num_speculative_tokens: int = flag(
@@ -61,6 +77,9 @@ class NodeSettings:
     )
     kv_shared_memory: bool = flag(
         True, "Send KV blocks through shared memory to nodes of this machine that do so too (zmq); else over --kv-bind."
+    )
+    kv_annexes: bool = flag(
+        False, "Let requests that are longer than a node's pool have their oldest blocks in other nodes' pools."
     )
     overlap_min_tokens: int = flag(
         16, "Prompts with fewer tokens send their blocks at the end, not layer by layer.", minimum=0

@@ -112,6 +112,6 @@ def _num_steps(resident: Resident, eos_token_ids: Sequence[int]) -> int:
     """Steps that do not end it."""
     request, sampling = resident.request, resident.request.sampling
     may_end = bool(sampling.stop_token_ids) or (bool(eos_token_ids) and not sampling.ignore_eos)
-    if resident.stage is not Stage.WRITING or resident.num_to_compute != 1 or may_end:
+    if resident.stage is not Stage.WRITING or resident.num_to_compute != 1 or may_end or resident.hosts:
         return 0
     return sampling.max_tokens - request.num_output_tokens - 1

@@ -58,6 +58,7 @@ class Attempt:
     first_index: int  # of the token that the prefill node samples
     started_s: float
     loan: Loan | None = None  # until it is over
+    hosts: Sequence[Node] = ()  # of a request that is longer than the pool: who may hold some of it
     granted_s: float | None = None  # when the decode node gave blocks
     revoked_s: float | None = None  # when it last took them back
     prefill_holds: bool = True  # whether the node may hold something of the attempt
@@ -274,6 +275,7 @@ class TrackedRequest:
         if attempt.is_local:
             to_decode.reserve.local_prefill = True
             self._offer(to_decode.reserve.job)
+            to_decode.reserve.job.hosts.extend([node.hello.annexes.host for node in attempt.hosts])
             yield attempt.decode, to_decode
             return
         tell_sender(to_decode.reserve, attempt.prefill)

@@ -100,6 +100,11 @@ class Ledger:
                 part.tokens_to_compute, part.is_written, request.due, request.num_output, num_left, part.is_to_come
             )
 
+    def num_unread(self, node: Node) -> int:
+        """Answers with limits that a node is to write, and whose prompts it has yet to read."""
+        parts = [request.parts[node] for request in self._limited.get(node, {}).values()]
+        return sum([part.is_written and part.tokens_to_compute > 0 for part in parts])
+
     def most_left(self, node: Node) -> int:
         """Tokens that are expected of one answer with limits that the node writes: the most."""
         return max((each.num_left for each in self.owed(node) if each.is_written), default=0)

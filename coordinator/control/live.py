@@ -250,7 +250,8 @@ class LiveAnswers:
         epoch, loan = self.next_epoch(), placed.loan
         if loan is not None:
             loan = replace(loan, epoch=self.next_epoch())
-        request.attempt = Attempt(epoch, prefill, decode, len(request.output), now, loan)
+        hosts = self.registry.hosts_of(decode) if request.max_tokens > decode.pool_tokens else ()
+        request.attempt = Attempt(epoch, prefill, decode, len(request.output), now, loan, hosts)
         request.timeline.placed(now, prefill.name, decode.name, begins=True)
         if (due := request.due) is not None:
             self.ledger.owe(request.request_id, due, len(request.output), self._num_left(request))

@@ -56,6 +56,7 @@ class Node:
     pp_size: int = field(init=False)  # its stages; one that does not say has 1
     block_size: int = field(init=False)
     pool_tokens: int = field(init=False)  # that the node's KV pool holds
+    reach_tokens: int = field(init=False)  # of the pool, and of others that may hold annexes of its requests
     max_request_tokens: int = field(init=False)  # of the longest request that the node can serve
 
     def __post_init__(self) -> None:
@@ -63,7 +64,11 @@ class Node:
         self.name, self.block_size = hello.node.name, hello.block_size
         self.tp_size, self.pp_size = max(1, hello.tp_size), max(1, hello.pp_size)
         self.pool_tokens = hello.num_blocks * hello.block_size
-        self.max_request_tokens = min(self.pool_tokens, hello.max_model_len)
+        self.set_reach(self.pool_tokens)
+
+    def set_reach(self, num_tokens: int) -> None:
+        self.reach_tokens = num_tokens
+        self.max_request_tokens = min(num_tokens, self.hello.max_model_len)
 
     @property
     def role(self) -> str:
@@ -173,7 +178,9 @@ class Registry:
         node.step_weights = _weights(heartbeat.load)
         node.is_stopping = heartbeat.load.state != READY
         if heartbeat.load.HasField("shape"):
-            node.shape = shape_from_wire(heartbeat.load.shape)
+            before, node.shape = node.shape, shape_from_wire(heartbeat.load.shape)
+            if node.shape != before:
+                self._reckon_reaches()
         if node.shape == node.asked:
             node.asked = None
         _complete(node)
@@ -211,6 +218,23 @@ class Registry:
 
     def _sort(self) -> None:
         self._by_name = [self._nodes[name] for name in sorted(self._nodes)]
+        self._reckon_reaches()
+
+    def _reckon_reaches(self) -> None:
+        for node in self.nodes:
+            node.set_reach(node.pool_tokens + sum(host.hello.annexes.num_tokens for host in self.hosts_of(node)))
+
+    def hosts_of(self, node: Node) -> list[Node]:
+        """Those that may hold blocks of its requests, the one with most room first. Only a node that both reads and
+        writes has some, and only such as compute to the same bits."""
+        if not node.hello.HasField("annexes") or not (node.shape.reads and node.shape.writes):
+            return []
+
+        def is_host(other: Node) -> bool:
+            is_alike = other.traits == node.traits and other.block_size == node.block_size
+            return other is not node and is_alike and other.hello.HasField("annexes")
+
+        return sorted(filter(is_host, self.nodes), key=lambda host: (-host.load.num_blocks_free, host.name))
 
     def _check_name(self, hello: fleet_pb2.Hello) -> None:
         name = hello.node.name
@@ -286,6 +310,15 @@ def _check_hello(hello: fleet_pb2.Hello) -> None:
         raise RequestError(BAD_PARAM, f"tp_size of node {info.name} is {hello.tp_size}, the limit is {MAX_TP_SIZE}")
     if (num_ranks := max(1, hello.tp_size) * hello.pp_size) > MAX_TP_SIZE:
         raise RequestError(BAD_PARAM, f"node {info.name} has {num_ranks} ranks, the limit is {MAX_TP_SIZE}")
+    annexes = hello.annexes
+    if len(annexes.host.key) not in (0, KV_KEY_BYTES) or len(annexes.host.address) > MAX_NAME_CHARS:
+        raise RequestError(
+            BAD_PARAM, f"what node {info.name} says of annexes is no address and a key of {KV_KEY_BYTES} bytes"
+        )
+    if annexes.num_tokens > hello.num_blocks * hello.block_size:
+        raise RequestError(
+            BAD_PARAM, f"node {info.name} would hold {annexes.num_tokens} tokens for others, over its pool"
+        )
     if len(hello.kv_keys) > MAX_TP_SIZE or any(len(key) != KV_KEY_BYTES for key in hello.kv_keys):
         raise RequestError(BAD_PARAM, f"node {info.name} must have {MAX_TP_SIZE} keys of {KV_KEY_BYTES} bytes at most")
 

@@ -68,5 +68,5 @@ def roomiest(nodes: Iterable[Node], ledger: Ledger, num_tokens: int, max_tokens:
         has_seat = ledger.of(node).num_answers < node.usable.seats
         return node.usable.takes_handovers and has_seat and free(node) >= num_tokens
 
-    able = [node for node in fitting(nodes, DECODE, max_tokens) if has_room(node)]
+    able = [node for node in fitting(nodes, DECODE, max_tokens) if max_tokens <= node.pool_tokens and has_room(node)]
     return min(able, key=lambda node: (-free(node), node.name), default=None)

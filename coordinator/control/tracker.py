@@ -400,7 +400,7 @@ class Tracker:
     def _keep(self, request: TrackedRequest, now: float) -> list[Instruction]:
         """Answers a prompt where it was read, if that can be: the decode node has had no room for it for too long."""
         attempt, reader = request.attempt, request.attempt.prefill
-        if not reader.is_ready or request.max_tokens > reader.max_request_tokens:
+        if not reader.is_ready or request.max_tokens > min(reader.max_request_tokens, reader.pool_tokens):
             return []
         cancel = self._live.cancel(request, attempt.decode, attempt.epoch, now)
         self._ledger.let_go(request.request_id, attempt.decode)

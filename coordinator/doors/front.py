@@ -253,6 +253,7 @@ class Front:
             max_logprobs=self._max_logprobs,
             prefill_pool_tokens=there.prefill_pool_tokens,
             decode_pool_tokens=there.decode_pool_tokens,
+            own_pool_tokens=there.own_pool_tokens,
             adapters=there.adapters,
             eos_token_ids=self.model.config.eos_token_ids,
             least_answer_tokens=1 if self.model.config.embedder is None else 0,

@@ -123,6 +123,7 @@ def situation_to_wire(situation: Situation) -> doors_pb2.FleetState:
         max_model_len=capacity.max_model_len,
         prefill_pool_tokens=capacity.prefill_pool_tokens,
         decode_pool_tokens=capacity.decode_pool_tokens,
+        own_pool_tokens=capacity.own_pool_tokens,
         knows_adapters=capacity.adapters is not None,
         adapters=capacity.adapters or (),
         ready_nodes=sorted(situation.ready_nodes),
@@ -139,5 +140,6 @@ def situation_from_wire(wire: doors_pb2.FleetState) -> Situation:
         given("prefill_pool_tokens"),
         given("decode_pool_tokens"),
         tuple(wire.adapters) if wire.knows_adapters else None,
+        given("own_pool_tokens"),
     )
     return Situation(capacity, wire.is_serving, wire.why_not_ready, frozenset(wire.ready_nodes), wire.num_live)

@@ -62,6 +62,7 @@ class Limits:
     max_logprobs: int
     prefill_pool_tokens: int | None
     decode_pool_tokens: int | None
+    own_pool_tokens: int | None = None  # of the largest one of those that write, without what others may hold for it
     adapters: Collection[str] | None = ()  # None: no node has come that could tell
     eos_token_ids: Collection[int] = ()
     least_answer_tokens: int = 1  # that there must be room for; 0 where the model makes embeddings
@@ -289,10 +290,14 @@ def _max_tokens(
     limits: Limits,
     defaults: inference_pb2.SamplingParams,
 ) -> int:
-    """A default gives way to what there is room for, and to min_tokens; what the client asks for does not."""
+    """A default gives way to what one pool has room for, if the prompt leaves it any, and to min_tokens; what the
+    client asks for does not."""
     limit, what = _context(limits)
     room = limit - num_prompt_tokens
     if not params.HasField("max_tokens"):
+        own = limits.own_pool_tokens
+        if own is not None and num_prompt_tokens + params.min_tokens < own:
+            room = min(room, own - num_prompt_tokens)
         return min(room, max(defaults.max_tokens, params.min_tokens)) if defaults.HasField("max_tokens") else room
     if params.max_tokens < 1:
         raise bad("max_tokens", f"must be at least 1, not {params.max_tokens}")

@@ -27,7 +27,7 @@ class NativePlan:
 class NativeAttention:
     """Takes pools on the CPU of every dtype. The bits of a row's output depend on that row and its keys alone, neither
     on the rest of its chunk or batch nor on the number of threads, which is torch's. Not to be called by two threads at
-    a time."""
+    a time, but for `plan`, which another one may call beside."""
 
     name = "native"
 
@@ -50,26 +50,36 @@ class NativeAttention:
         self._planes = {layer: _plane_addresses(pool, layer) for layer in pool.layout.layers}
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._template: Final = self._make_template()
+        self.head_dim: Final[int] = self._plane.width
+        self.num_partial_floats: Final[int] = self._library.partial_floats(ctypes.addressof(self._template))
+        """Of what one split gives."""
 
     def plan(self, batch: ForwardBatch, window: int | None) -> NativePlan:
-        plan = self._empty_plan(batch, window)
-        address = ctypes.addressof(plan)
-        units, counts = self._units(address, batch)
+        plan = self.empty_plan(batch.block_tables, window)
+        units, counts = self._units(ctypes.addressof(plan), batch)
         num_units, num_partials, num_scores = counts
-        most_threads = plan.num_threads
-        num_threads = most_threads if num_scores >= _SHARED_WORK else 1
-        plan.partial_floats = self._library.partial_floats(address)
-        partials = torch.empty(num_partials * plan.partial_floats)
+        partials = torch.empty(num_partials * self.num_partial_floats)
         num_finished = torch.zeros(num_partials, dtype=torch.int32)
-        scratch_bytes = self._library.scratch_bytes(address)
-        if self._scratch.numel() < most_threads * scratch_bytes:
-            self._scratch = torch.empty(most_threads * scratch_bytes, dtype=torch.uint8)
-        plan.num_units, plan.num_threads = num_units, num_threads
-        plan.units, plan.partials = units.data_ptr(), partials.data_ptr()
-        plan.num_finished = num_finished.data_ptr()
-        plan.scratch, plan.scratch_bytes = self._scratch.data_ptr(), scratch_bytes
-        owners = (plan, batch, units, partials, num_finished, self._scratch)
+        plan.num_units, plan.units = num_units, units.data_ptr()
+        plan.partials, plan.num_finished = partials.data_ptr(), num_finished.data_ptr()
+        return self.finish(plan, (batch, units, partials, num_finished), num_scores)
+
+    def finish(self, plan: Plan, owners: tuple[Any, ...], num_scores: int) -> NativePlan:
+        """A plan with units, which compute so many scores, and their owners; with scratch for the threads that are
+        worth waking."""
+        address, most_threads = ctypes.addressof(plan), plan.num_threads
+        scratch_bytes, scratch = self._library.scratch_bytes(address), self._scratch
+        if scratch.numel() < most_threads * scratch_bytes:
+            scratch = self._scratch = torch.empty(most_threads * scratch_bytes, dtype=torch.uint8)
+        plan.partial_floats = self.num_partial_floats
+        plan.num_threads = num_threads = most_threads if num_scores >= _SHARED_WORK else 1
+        plan.scratch, plan.scratch_bytes = scratch.data_ptr(), scratch_bytes
+        owners = (plan, *owners, scratch)
         return NativePlan(address, parallel_function() if num_threads > 1 else None, owners)
+
+    def another(self) -> "NativeAttention":
+        """The same over the same pool, for another thread."""
+        return NativeAttention(self.pool, self.num_heads, self.variant, self.score_scale, self.softcap)
 
     def attend(self, query: torch.Tensor, layer: int, plan: NativePlan) -> torch.Tensor:
         num_rows, num_heads, head_dim = query.shape
@@ -105,12 +115,13 @@ class NativeAttention:
             output.data_ptr(),
         )
 
-    def _empty_plan(self, batch: ForwardBatch, window: int | None) -> Plan:
+    def empty_plan(self, block_tables: torch.Tensor, window: int | None) -> Plan:
+        """Without units."""
         plan = Plan.from_buffer_copy(self._template)
         plan.window = window or 0
         plan.num_threads = torch.get_num_threads()
-        plan.block_tables = batch.block_tables.data_ptr()
-        plan.table_stride = batch.block_tables.stride(0)
+        plan.block_tables = block_tables.data_ptr()
+        plan.table_stride = block_tables.stride(0)
         return plan
 
     def _make_template(self) -> Plan:

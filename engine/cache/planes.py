@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from engine.native.huge_memory import huge_zeros
 from serving_core.layout import SCALE_BYTES, KVLayout, Plane
 
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -24,10 +25,13 @@ def empty_stacks(layout: KVLayout, layer: int, num_blocks: int, device: torch.de
     """All planes of a layer, zero: K, then V."""
     keys, values = layout.planes(layer)
     shapes = [(keys, 2)] if keys == values else [(keys, 1), (values, 1)]
-    return [
-        Stack(plane, torch.zeros((height, num_blocks, plane.num_bytes), dtype=torch.uint8, device=device))
-        for plane, height in shapes
-    ]
+    return [Stack(plane, _zeros((height, num_blocks, plane.num_bytes), device)) for plane, height in shapes]
+
+
+def _zeros(shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":  # a request's blocks may lie anywhere, and each has addresses to be looked up
+        return huge_zeros(math.prod(shape)).view(shape)
+    return torch.zeros(shape, dtype=torch.uint8, device=device)
 
 
 class HeadSlice:

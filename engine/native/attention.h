@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define ATTENTION_VERSION 3 /* of everything below; engine/native/library.py expects the same */
+#define ATTENTION_VERSION 4 /* of everything below; engine/native/library.py expects the same */
 
 #define TILE_KEYS 256   /* keys that are scored at a time; tiles start at multiples of it */
 #define TILE_ROWS 192   /* query rows, times heads that share a key, that see one packed tile of keys */

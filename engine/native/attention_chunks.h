@@ -1,11 +1,16 @@
 /* Many query rows of one request: tiles of keys and values are packed once for all rows and heads that see them. */
 
-static void multiply_block(const uint32_t *a, int64_t a_stride, const uint32_t *b, int64_t b_stride,
-                           int64_t vector_stride, int32_t depth, float *c, int64_t c_stride, const float *kept,
-                           const float *added, int32_t vectors) {
-    const int rows = BLOCK_ROWS;
-    if (kept) multiply_some(a, a_stride, b, b_stride, vector_stride, depth, c, c_stride, kept, added, rows, vectors);
-    else multiply_some(a, a_stride, b, b_stride, vector_stride, depth, c, c_stride, NULL, NULL, rows, vectors);
+static void sum_block(const uint32_t *weights, const uint32_t *values, int32_t depth, float *outputs, int32_t dim,
+                      const float *kept, const float *added, int32_t vectors) {
+    const int64_t stride = TILE_KEYS / NUMBERS_PER_WORD;
+    switch (vectors) {
+    case 1: multiply(weights, stride, values, dim, depth, outputs, dim, kept, added, 1); break;
+    case 2: multiply(weights, stride, values, dim, depth, outputs, dim, kept, added, 2); break;
+#if BLOCK_VECTORS > 2
+    case 3: multiply(weights, stride, values, dim, depth, outputs, dim, kept, added, 3); break;
+    case 4: multiply(weights, stride, values, dim, depth, outputs, dim, kept, added, 4); break;
+#endif
+    }
 }
 
 static void pack_values(const Shape *shape, const Scratch *scratch, int32_t first, int32_t end) {
@@ -14,7 +19,7 @@ static void pack_values(const Shape *shape, const Scratch *scratch, int32_t firs
 #if PAIRS
         for (int32_t at = 0; at < shape->words; at += LANES) {
             vec pairs[2];
-            interleave(vec_load(scratch->rows[key] + at), vec_load(scratch->rows[key + 1] + at), pairs);
+            interleave(vec_load(scratch->rows[key] + at * 4), vec_load(scratch->rows[key + 1] + at * 4), pairs);
             vec_store(words + 2 * at, pairs[0]);
             vec_store(words + 2 * at + LANES, pairs[1]);
         }
@@ -33,13 +38,13 @@ static void pack_tile(const Call *call, const Unit *unit, const Shape *shape, co
     float *scales[] = {scratch->key_scales, scratch->value_scales};
     const uint8_t *planes[] = {call->keys, call->values};
     for (int is_value = 0; is_value < 2; ++is_value) {
-        for (int32_t i = start; i < first; ++i) scratch->rows[i] = scratch->zeros;
+        for (int32_t i = start; i < first; ++i) scratch->rows[i] = (const uint8_t *)scratch->zeros;
         for (int32_t i = start; i < first; ++i) scales[is_value][i] = 0.0f;
-        find_rows(call->plan, unit->request, unit->kv_head, first_key, end_key, planes[is_value], scratch->key_rows);
+        find_rows(call->plan, unit->request, unit->kv_head, first_key, end_key, planes[is_value], scratch->pool_rows);
         find_scales(call->plan, unit->request, unit->kv_head, first_key, end_key, planes[is_value],
                     scales[is_value] + first);
-        number_rows(call->plan, shape, scratch, scratch->key_rows, 0, end - first, scratch->rows + first);
-        for (int32_t i = end; i < padded; ++i) scratch->rows[i] = scratch->zeros;
+        number_rows(call->plan, shape, scratch, scratch->pool_rows, 0, end - first, scratch->rows + first);
+        for (int32_t i = end; i < padded; ++i) scratch->rows[i] = (const uint8_t *)scratch->zeros;
         (is_value ? pack_values : pack_keys)(shape, scratch, start, padded);
     }
 }
@@ -82,18 +87,18 @@ static void attend_block(const Plan *plan, const Unit *unit, const Shape *shape,
     int32_t first = larger(0, first_seen(plan, first_position) - tile) / LANES * LANES;
     int32_t end = (int32_t)ceil_to(smaller(TILE_KEYS, last_position + 1 - tile), LANES);
     if (first >= end) return;
-    for (int32_t key = first; key < end; key += BLOCK_VECTORS * LANES)
-        multiply_block(scratch->queries + (int64_t)block * shape->words, shape->words,
-                       scratch->packed_keys + (int64_t)key * shape->words, LANES, (int64_t)shape->words * LANES,
-                       shape->words, scratch->scores + key, TILE_KEYS, NULL, NULL,
-                       smaller(BLOCK_VECTORS, (end - key) / LANES));
+    for (int32_t key = first; key < end; key += LANES)
+        for (int32_t row = 0; row < BLOCK_ROWS; row += SCORE_ROWS)
+            score_packed(scratch->queries + (int64_t)(block + row) * shape->words, shape->words,
+                         scratch->packed_keys + (int64_t)key * shape->words, scratch->scores + row * TILE_KEYS + key,
+                         SCORE_ROWS);
     float kept[LANES], added[LANES];
     weigh_block(plan, unit, shape, scratch, block, tile, first, end, kept, added);
     for (int32_t at = 0; at < shape->dim; at += BLOCK_VECTORS * LANES)
-        multiply_block((const uint32_t *)(scratch->weights + first), TILE_KEYS / NUMBERS_PER_WORD,
-                       scratch->packed_values + (int64_t)first * shape->words + at, shape->dim, LANES,
-                       (end - first) / NUMBERS_PER_WORD, scratch->outputs + (int64_t)block * shape->dim + at,
-                       shape->dim, kept, added, smaller(BLOCK_VECTORS, (shape->dim - at) / LANES));
+        sum_block((const uint32_t *)(scratch->weights + first),
+                  scratch->packed_values + (int64_t)first * shape->words + at, (end - first) / NUMBERS_PER_WORD,
+                  scratch->outputs + (int64_t)block * shape->dim + at, shape->dim, kept, added,
+                  smaller(BLOCK_VECTORS, (shape->dim - at) / LANES));
 }
 
 static void attend_rows(const Call *call, const Unit *unit, uint8_t *memory) {

@@ -48,6 +48,8 @@ INLINE void vec_store_numbers(Number *to, vec a) { vec_store(to, a); }
 INLINE vec vec_merge(vec a, vec of_a, vec b, vec of_b) { return vec_fma(b, of_b, vec_mul(a, of_a)); }
 
 #define LOG2_E 1.44269504088896340736f
+#define LINE_WORDS 16 /* of memory, and of a cache */
+#define AHEAD_KEYS 48 /* what is asked of memory is needed so many keys later */
 #define LOWEST -1e30f /* less than any scaled score; unlike with -INFINITY, differences from it are numbers */
 
 typedef struct {
@@ -72,14 +74,13 @@ INLINE Shape shape_of(const Plan *plan) {
 }
 
 typedef struct {
-    uint32_t *zeros;                 /* [words], a row */
-    const uint8_t **key_rows;        /* [TILE_KEYS] in the pool */
-    const uint8_t **value_rows;
-    const uint32_t **rows;           /* [TILE_KEYS + LANES] of numbers */
+    uint32_t *zeros;                 /* [num_kv_heads, words], of a token */
+    const uint8_t **pool_rows;       /* [2 * TILE_KEYS + AHEAD_KEYS] in the order in which they are read */
+    const uint8_t **rows;            /* [TILE_KEYS + LANES] of numbers */
     float *key_scales;               /* [TILE_KEYS + LANES] of a quantized pool */
     float *value_scales;
     uint32_t *converted;             /* [TILE_KEYS, words] */
-    uint32_t *packed_keys;           /* [TILE_KEYS / LANES, words, LANES] */
+    uint32_t *packed_keys;           /* [TILE_KEYS / LANES, words / 4, 4, LANES] */
     uint32_t *packed_values;         /* [TILE_KEYS / NUMBERS_PER_WORD, dim] */
     uint32_t *queries;               /* [tile_rows, words] */
     float *scores;                   /* [num_heads or BLOCK_ROWS, TILE_KEYS] */
@@ -100,9 +101,8 @@ static int64_t lay_out(Scratch *scratch, const Shape *shape, uint8_t *memory) {
     int64_t used = 0, row_bytes = 4 * (int64_t)shape->words, rows = shape->tile_rows;
     int64_t score_rows = larger(shape->num_heads, BLOCK_ROWS);
     int64_t scales_bytes = 4 * (TILE_KEYS + LANES);
-    scratch->zeros = carve(memory, &used, row_bytes);
-    scratch->key_rows = carve(memory, &used, TILE_KEYS * sizeof(void *));
-    scratch->value_rows = carve(memory, &used, TILE_KEYS * sizeof(void *));
+    scratch->zeros = carve(memory, &used, row_bytes * shape->num_heads / shape->group);
+    scratch->pool_rows = carve(memory, &used, (2 * TILE_KEYS + AHEAD_KEYS) * sizeof(void *));
     scratch->rows = carve(memory, &used, (TILE_KEYS + LANES) * sizeof(void *));
     scratch->key_scales = carve(memory, &used, scales_bytes);
     scratch->value_scales = carve(memory, &used, scales_bytes);

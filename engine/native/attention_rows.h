@@ -112,16 +112,16 @@ INLINE void fetch(const uint8_t *row, int64_t num_bytes) {
 /* `count` rows of the pool, from `offset` bytes on, as rows of numbers; then rows of zeros up to the next multiple of
  * LANES. Those that must be converted are in scratch->converted until the next call. */
 static void number_rows(const Plan *plan, const Shape *shape, const Scratch *scratch, const uint8_t *const *from,
-                        int64_t offset, int32_t count, const uint32_t **rows) {
+                        int64_t offset, int32_t count, const uint8_t **rows) {
     if (shape->is_direct)
-        for (int32_t i = 0; i < count; ++i) rows[i] = (const uint32_t *)(from[i] + offset);
+        for (int32_t i = 0; i < count; ++i) rows[i] = from[i] + offset;
     else
         for (int32_t i = 0; i < count; ++i) {
             uint32_t *row = scratch->converted + (int64_t)i * shape->words;
             read_row((Number *)row, from[i] + offset, plan->pool_element, plan->head_dim, shape->dim);
-            rows[i] = row;
+            rows[i] = (const uint8_t *)row;
         }
-    for (int32_t i = count; i < ceil_to(count, LANES); ++i) rows[i] = scratch->zeros;
+    for (int32_t i = count; i < ceil_to(count, LANES); ++i) rows[i] = (const uint8_t *)scratch->zeros;
 }
 
 /* scores [num_rows, TILE_KEYS] times the scale of each key; value scales are taken into the weights likewise. */

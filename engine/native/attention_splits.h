@@ -1,50 +1,75 @@
 /* A single query row over the keys of one tile: each key and value is read once, from where it lies in the pool. All
  * key heads of a unit are taken for some keys before the next keys, since that is the order of memory. */
 
-#define STEP_KEYS 32  /* so many keys are taken of one head before those of the next; a multiple of LANES */
-#define AHEAD_KEYS 32 /* what is asked of memory is needed so many keys later */
+#define STEP_KEYS 32 /* so many keys are taken of one head before those of the next; a multiple of LANES */
 
-/* Scores of `count` packed keys, from column `first` on, for the queries of `heads` heads. */
-INLINE void score_heads(const Shape *shape, const Scratch *scratch, int32_t head, int32_t first, int32_t count,
-                        const int heads) {
-    for (int32_t key = 0; key < count; key += BLOCK_VECTORS * LANES)
-        multiply_some(scratch->queries + (int64_t)head * shape->words, shape->words,
-                      scratch->packed_keys + (int64_t)key * shape->words, LANES, (int64_t)shape->words * LANES,
-                      shape->words, scratch->scores + head * TILE_KEYS + first + key, TILE_KEYS, NULL, NULL, heads,
-                      smaller(BLOCK_VECTORS, (int32_t)ceil_to(count - key, LANES) / LANES));
+/* Rows of one key head, and others of the same length that are fetched meanwhile: bit by bit, since memory takes few
+ * requests at a time, and who makes more has to wait. */
+typedef struct {
+    const uint8_t *const *rows;
+    const uint8_t *const *ahead;
+    int64_t offset; /* in all of them, in bytes */
+} HeadRows;
+
+/* Scores of LANES keys for the queries of `heads` heads. */
+INLINE void score_some(const uint32_t *queries, int32_t words, HeadRows from, float *scores, const int heads) {
+    vec sums[SPLIT_HEADS][4];
+    for (int head = 0; head < heads; ++head)
+        for (int i = 0; i < 4; ++i) sums[head][i] = vec_zero();
+    for (int32_t at = 0; at < words; at += 4 * FOURS) {
+        int64_t offset = from.offset + (int64_t)at * 4;
+        vec left[SPLIT_HEADS][FOURS];
+        for (int head = 0; head < heads; ++head)
+            for (int j = 0; j < FOURS; ++j) left[head][j] = vec_all_fours(queries + head * words + at + 4 * j);
+        for (int i = 0; i < 4; ++i) {
+            vec right[FOURS];
+            load_fours(from.rows + i, offset, right);
+            if (at % LINE_WORDS == 0)
+                for (int key = i; key < LANES; key += 4) fetch(from.ahead[key] + offset, LINE_WORDS * 4);
+            for (int head = 0; head < heads; ++head)
+                for (int j = 0; j < FOURS; ++j) sums[head][i] = vec_dot(sums[head][i], left[head][j], right[j]);
+        }
+    }
+    for (int head = 0; head < heads; ++head) vec_store(scores + head * TILE_KEYS, vec_sums_of_fours(sums[head]));
 }
 
-/* Scores of `count` keys, whose numbers are in scratch->rows, for the queries of one key head. */
-static void score_keys(const Shape *shape, const Scratch *scratch, int32_t kv_head, int32_t first, int32_t count) {
-    pack_keys(shape, scratch, 0, (int32_t)ceil_to(count, LANES));
-    for (int32_t head = kv_head * shape->group, rest = shape->group; rest > 0; head += BLOCK_ROWS, rest -= BLOCK_ROWS)
-        switch (smaller(BLOCK_ROWS, rest)) {
-        case 1: score_heads(shape, scratch, head, first, count, 1); break;
-        case 2: score_heads(shape, scratch, head, first, count, 2); break;
-        case 3: score_heads(shape, scratch, head, first, count, 3); break;
-        case 4: score_heads(shape, scratch, head, first, count, 4); break;
-#if BLOCK_ROWS > 4
-        case 5: score_heads(shape, scratch, head, first, count, 5); break;
-        case 6: score_heads(shape, scratch, head, first, count, 6); break;
+/* Scores of the keys first .. first + count, whose rows are in `from`, for the queries of one key head. */
+static void score_keys(const Shape *shape, const Scratch *scratch, int32_t kv_head, int32_t first, int32_t count,
+                       HeadRows from) {
+    int32_t words = shape->words, last = (kv_head + 1) * shape->group;
+    for (int32_t key = first; key < first + count; key += LANES, from.rows += LANES, from.ahead += LANES)
+        for (int32_t head = kv_head * shape->group; head < last; head += SPLIT_HEADS) {
+            const uint32_t *queries = scratch->queries + (int64_t)head * words;
+            float *scores = scratch->scores + head * TILE_KEYS + key;
+            switch (smaller(SPLIT_HEADS, last - head)) {
+            case 1: score_some(queries, words, from, scores, 1); break;
+            case 2: score_some(queries, words, from, scores, 2); break;
+#if SPLIT_HEADS > 2
+            case 3: score_some(queries, words, from, scores, 3); break;
+            case 4: score_some(queries, words, from, scores, 4); break;
 #endif
+            }
         }
 }
 
 /* Adds `count` weighted values to `vectors` vectors, from `at` on, of the outputs of `heads` heads. */
-INLINE void sum_values(const Number *weights, const uint32_t *const *rows, int32_t at, int32_t count, float *outputs,
-                       int32_t dim, const int heads, const int vectors) {
-    vec sums[VALUE_HEADS][4];
+INLINE void sum_values(const Number *weights, HeadRows from, int32_t at, int32_t count, float *outputs, int32_t dim,
+                       const int heads, const int vectors) {
+    int64_t offset = from.offset + at * (int64_t)sizeof(Number);
+    vec sums[SPLIT_HEADS][4];
     for (int head = 0; head < heads; ++head)
         for (int i = 0; i < vectors; ++i) sums[head][i] = vec_load(outputs + head * dim + at + i * LANES);
     for (int32_t key = 0; key < count; key += NUMBERS_PER_WORD) {
         vec values[4];
 #if PAIRS
         for (int i = 0; i < vectors; i += 2)
-            interleave(vec_load(rows[key] + at / 2 + i * LANES / 2), vec_load(rows[key + 1] + at / 2 + i * LANES / 2),
-                       values + i);
+            interleave(vec_load(from.rows[key] + offset + i * LANES * 2),
+                       vec_load(from.rows[key + 1] + offset + i * LANES * 2), values + i);
 #else
-        for (int i = 0; i < vectors; ++i) values[i] = vec_load(rows[key] + at + i * LANES);
+        for (int i = 0; i < vectors; ++i) values[i] = vec_load(from.rows[key] + offset + i * LANES * 4);
 #endif
+        for (int i = 0; i < NUMBERS_PER_WORD; ++i)
+            fetch(from.ahead[key + i] + offset, vectors * LANES * (int64_t)sizeof(Number));
         for (int head = 0; head < heads; ++head) {
             vec weight = vec_all_words(weights + head * TILE_KEYS + key);
             for (int i = 0; i < vectors; ++i) sums[head][i] = vec_dot(sums[head][i], weight, values[i]);
@@ -55,45 +80,72 @@ INLINE void sum_values(const Number *weights, const uint32_t *const *rows, int32
 }
 
 INLINE void sum_some_heads(const Shape *shape, const Scratch *scratch, int32_t head, int32_t first, int32_t count,
-                           const int heads) {
+                           HeadRows from, const int heads) {
     const Number *weights = scratch->weights + head * TILE_KEYS + first;
     float *outputs = scratch->outputs + (int64_t)head * shape->dim;
     int32_t at = 0;
     for (; at + 4 * LANES <= shape->dim; at += 4 * LANES)
-        sum_values(weights, scratch->rows, at, count, outputs, shape->dim, heads, 4);
-    if (at < shape->dim) sum_values(weights, scratch->rows, at, count, outputs, shape->dim, heads, 2);
+        sum_values(weights, from, at, count, outputs, shape->dim, heads, 4);
+    if (at < shape->dim) sum_values(weights, from, at, count, outputs, shape->dim, heads, 2);
 }
 
-/* Adds `count` weighted values, whose numbers are in scratch->rows, to the outputs of one key head. */
-static void sum_head(const Shape *shape, const Scratch *scratch, int32_t kv_head, int32_t first, int32_t count) {
-    for (int32_t head = kv_head * shape->group, rest = shape->group; rest > 0; head += VALUE_HEADS, rest -= VALUE_HEADS)
-        switch (smaller(VALUE_HEADS, rest)) {
-        case 1: sum_some_heads(shape, scratch, head, first, count, 1); break;
-        case 2: sum_some_heads(shape, scratch, head, first, count, 2); break;
-#if VALUE_HEADS > 2
-        case 3: sum_some_heads(shape, scratch, head, first, count, 3); break;
-        case 4: sum_some_heads(shape, scratch, head, first, count, 4); break;
+/* Adds the weighted values first .. first + count, whose rows are in `from`, to the outputs of one key head. */
+static void sum_head(const Shape *shape, const Scratch *scratch, int32_t kv_head, int32_t first, int32_t count,
+                     HeadRows from) {
+    for (int32_t head = kv_head * shape->group, rest = shape->group; rest > 0; head += SPLIT_HEADS, rest -= SPLIT_HEADS)
+        switch (smaller(SPLIT_HEADS, rest)) {
+        case 1: sum_some_heads(shape, scratch, head, first, count, from, 1); break;
+        case 2: sum_some_heads(shape, scratch, head, first, count, from, 2); break;
+#if SPLIT_HEADS > 2
+        case 3: sum_some_heads(shape, scratch, head, first, count, from, 3); break;
+        case 4: sum_some_heads(shape, scratch, head, first, count, from, 4); break;
 #endif
         }
 }
 
-/* Fetches the rows first .. end of the keys of a tile; those beyond its `count` keys are those of its values. */
-static void fetch_rows(const Scratch *scratch, int32_t count, int32_t first, int32_t end, int64_t num_bytes) {
-    for (int32_t i = first; i < smaller(end, 2 * count); ++i)
-        fetch(i < count ? scratch->key_rows[i] : scratch->value_rows[i - count], num_bytes);
+/* The rows of the pool that a split reads: of `first` keys that it does not see, of those that it does, up to a
+ * multiple of LANES; of as many values; then what the next unit reads first. Gives how many there are of each. */
+static int32_t find_all_rows(const Call *call, const Unit *unit, const Scratch *scratch, int32_t first) {
+    const Plan *plan = call->plan;
+    const uint8_t **rows = scratch->pool_rows;
+    int32_t end = first + unit->end_key - unit->first_key, count = (int32_t)ceil_to(end, LANES);
+    find_rows(plan, unit->request, unit->kv_head, unit->first_key, unit->end_key, call->keys, rows + first);
+    for (int32_t i = first; i < end; ++i) rows[count + i] = rows[i] + (call->values - call->keys);
+    for (int is_value = 0; is_value < 2; ++is_value, rows += count) {
+        for (int32_t i = 0; i < first; ++i) rows[i] = (const uint8_t *)scratch->zeros;
+        for (int32_t i = end; i < count; ++i) rows[i] = (const uint8_t *)scratch->zeros;
+    }
+    const Unit *next = unit + 1;
+    int32_t num_ahead = 0;
+    if (next < plan->units + plan->num_units) {
+        num_ahead = smaller(AHEAD_KEYS, next->end_key - next->first_key);
+        find_rows(plan, next->request, next->kv_head, next->first_key, next->first_key + num_ahead, call->keys, rows);
+    }
+    for (; num_ahead < AHEAD_KEYS; ++num_ahead) rows[num_ahead] = (const uint8_t *)scratch->zeros;
+    return count;
+}
+
+/* Of `count` rows of the pool, which are `ahead` of those that are fetched, the numbers of one key head. */
+INLINE HeadRows head_rows(const Plan *plan, const Shape *shape, const Scratch *scratch, const uint8_t *const *from,
+                          int64_t offset, int32_t count) {
+    const uint8_t *const *ahead = from + AHEAD_KEYS;
+    if (shape->is_direct) return (HeadRows){from, ahead, offset};
+    for (int32_t i = 0; i < count; ++i)
+        fetch(ahead[i] + offset, (int64_t)plan->head_dim * element_bytes(plan->pool_element));
+    number_rows(plan, shape, scratch, from, offset, count, scratch->rows);
+    return (HeadRows){scratch->rows, scratch->rows, 0};
 }
 
 /* The scores of `count` keys, and after that (is_value) the sums of their values: in the order of memory. */
 static void attend_keys(const Plan *plan, const Unit *unit, const Shape *shape, const Scratch *scratch, int32_t count,
                         int is_value) {
     int64_t row_bytes = (int64_t)plan->head_dim * element_bytes(plan->pool_element);
-    const uint8_t *const *from = is_value ? scratch->value_rows : scratch->key_rows;
+    const uint8_t *const *from = scratch->pool_rows + (is_value ? count : 0);
     for (int32_t key = 0; key < count; key += STEP_KEYS) {
-        int32_t ahead = key + AHEAD_KEYS + (is_value ? count : 0), step = smaller(STEP_KEYS, count - key);
-        fetch_rows(scratch, count, ahead, ahead + STEP_KEYS, row_bytes * unit->num_kv_heads);
+        int32_t step = smaller(STEP_KEYS, count - key);
         for (int32_t kv_head = 0; kv_head < unit->num_kv_heads; ++kv_head) {
-            number_rows(plan, shape, scratch, from + key, kv_head * row_bytes, step, scratch->rows);
-            (is_value ? sum_head : score_keys)(shape, scratch, kv_head, key, step);
+            HeadRows rows = head_rows(plan, shape, scratch, from + key, kv_head * row_bytes, step);
+            (is_value ? sum_head : score_keys)(shape, scratch, kv_head, key, step, rows);
         }
     }
 }
@@ -169,15 +221,13 @@ static void attend_split(const Call *call, const Unit *unit, uint8_t *memory) {
     lay_out(&scratch, &shape, memory);
     int32_t first = unit->first_key % TILE_KEYS % LANES, end = first + unit->end_key - unit->first_key;
     size_t num_heads = (size_t)unit->num_kv_heads * (size_t)shape.group;
-    memset(scratch.zeros, 0, (size_t)shape.words * 4);
+    memset(scratch.zeros, 0, (size_t)unit->num_kv_heads * (size_t)shape.words * 4);
     memset(scratch.outputs, 0, num_heads * (size_t)shape.dim * 4);
     read_queries(call, unit, &shape, scratch.queries);
-    find_rows(plan, unit->request, unit->kv_head, unit->first_key, unit->end_key, call->keys, scratch.key_rows + first);
-    for (int32_t i = 0; i < first; ++i) scratch.key_rows[i] = scratch.key_rows[first]; /* of weight 0 */
-    for (int32_t i = 0; i < end; ++i) scratch.value_rows[i] = scratch.key_rows[i] + (call->values - call->keys);
-    attend_keys(plan, unit, &shape, &scratch, end, 0);
+    int32_t count = find_all_rows(call, unit, &scratch, first);
+    attend_keys(plan, unit, &shape, &scratch, count, 0);
     for (int32_t kv_head = 0; kv_head < unit->num_kv_heads; ++kv_head)
         weigh_head(call, unit, &shape, &scratch, kv_head, first, end);
-    attend_keys(plan, unit, &shape, &scratch, end, 1);
+    attend_keys(plan, unit, &shape, &scratch, count, 1);
     finish_split(call, unit, &shape, &scratch);
 }

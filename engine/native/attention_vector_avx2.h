@@ -4,7 +4,9 @@
 #define LANES 8
 #define BLOCK_ROWS 6
 #define BLOCK_VECTORS 2
-#define VALUE_HEADS 2
+#define SCORE_ROWS 3
+#define SPLIT_HEADS 2
+#define FOURS 1
 #define HAS_FLOAT16 1
 
 typedef __m256 vec;
@@ -72,21 +74,13 @@ INLINE vec vec_exp2(vec x) {
     return vec_mul(exp2_fraction(_mm256_sub_ps(x, whole)), vec_bits(_mm256_slli_epi32(exponent, 23)));
 }
 
-/* words[i * LANES + j] = word `from + i` of rows[j] */
-INLINE void transpose_words(const uint32_t *const *rows, int64_t from, uint32_t *words) {
-    vec a[8], b[8];
-    for (int i = 0; i < 8; ++i) a[i] = vec_load(rows[i] + from);
-    for (int i = 0; i < 8; i += 2) {
-        b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
-        b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
-    }
-    for (int i = 0; i < 8; i += 4)
-        for (int j = 0; j < 2; ++j) {
-            a[i + 2 * j] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0x44);
-            a[i + 2 * j + 1] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0xee);
-        }
-    for (int i = 0; i < 4; ++i) {
-        vec_store(words + LANES * i, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
-        vec_store(words + LANES * (i + 4), _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
-    }
+INLINE vec vec_all_fours(const void *from) { return _mm256_broadcast_ps(from); }
+
+/* Of rows 0 and 4 four words each. */
+INLINE void load_fours(const uint8_t *const *rows, int64_t offset, vec *fours) {
+    vec first = _mm256_castps128_ps256(_mm_loadu_ps((const float *)(rows[0] + offset)));
+    fours[0] = _mm256_insertf128_ps(first, _mm_loadu_ps((const float *)(rows[4] + offset)), 1);
 }
+
+/* Sums of neighbours: in each 128 bits two of a, then two of b. */
+INLINE vec vec_sums_of_two(vec a, vec b) { return _mm256_hadd_ps(a, b); }

@@ -4,7 +4,9 @@
 #define LANES 16
 #define BLOCK_ROWS 6    /* rows and vectors of a product that stays in registers */
 #define BLOCK_VECTORS 4
-#define VALUE_HEADS 4   /* heads whose sums of values stay in registers */
+#define SCORE_ROWS 6    /* rows whose sums for LANES keys stay in registers */
+#define SPLIT_HEADS 4   /* heads of a split whose sums do */
+#define FOURS 2         /* vectors that load_fours gives */
 #define HAS_FLOAT16 1
 
 typedef __m512 vec;
@@ -68,28 +70,21 @@ INLINE vec vec_exp2(vec x) {
     return _mm512_scalef_ps(exp2_fraction(f), x);
 }
 
-/* words[i * LANES + j] = word `from + i` of rows[j] */
-INLINE void transpose_words(const uint32_t *const *rows, int64_t from, uint32_t *words) {
-    __m512i a[16], b[16];
-    for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(rows[i] + from);
-    for (int i = 0; i < 16; i += 2) {
-        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4)
-        for (int j = 0; j < 2; ++j) {
-            a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
-            a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
-        }
-    for (int i = 0; i < 16; i += 8)
-        for (int j = 0; j < 4; ++j) {
-            b[i + j] = _mm512_shuffle_i32x4(a[i + j], a[i + j + 4], 0x88);
-            b[i + j + 4] = _mm512_shuffle_i32x4(a[i + j], a[i + j + 4], 0xdd);
-        }
-    for (int j = 0; j < 8; ++j) {
-        _mm512_storeu_si512(words + LANES * j, _mm512_shuffle_i32x4(b[j], b[j + 8], 0x88));
-        _mm512_storeu_si512(words + LANES * (j + 8), _mm512_shuffle_i32x4(b[j], b[j + 8], 0xdd));
-    }
+INLINE vec vec_all_fours(const void *from) { return _mm512_broadcast_f32x4(_mm_loadu_ps(from)); }
+
+/* Of rows 0, 4, 8 and 12 four words each, and then the next four. */
+INLINE void load_fours(const uint8_t *const *rows, int64_t offset, vec *fours) {
+    __m512d a = _mm512_castpd256_pd512(_mm256_loadu_pd((const double *)(rows[0] + offset)));
+    __m512d b = _mm512_castpd256_pd512(_mm256_loadu_pd((const double *)(rows[8] + offset)));
+    vec first = _mm512_castpd_ps(_mm512_insertf64x4(a, _mm256_loadu_pd((const double *)(rows[4] + offset)), 1));
+    vec second = _mm512_castpd_ps(_mm512_insertf64x4(b, _mm256_loadu_pd((const double *)(rows[12] + offset)), 1));
+    fours[0] = _mm512_shuffle_f32x4(first, second, 0x88);
+    fours[1] = _mm512_shuffle_f32x4(first, second, 0xdd);
+}
+
+/* Sums of neighbours: in each 128 bits two of a, then two of b. */
+INLINE vec vec_sums_of_two(vec a, vec b) {
+    return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
 }
 
 #ifdef HAS_BF16

@@ -3,7 +3,9 @@
 #define LANES 4
 #define BLOCK_ROWS 4
 #define BLOCK_VECTORS 2
-#define VALUE_HEADS 2
+#define SCORE_ROWS 2
+#define SPLIT_HEADS 2
+#define FOURS 1
 #define HAS_FLOAT16 0
 
 typedef float vec __attribute__((vector_size(16)));
@@ -82,8 +84,10 @@ INLINE vec vec_exp2(vec x) {
     return exp2_fraction(clamped - __builtin_convertvector(whole, vec)) * (vec)((whole + 127) << 23);
 }
 
-/* words[i * LANES + j] = word `from + i` of rows[j] */
-INLINE void transpose_words(const uint32_t *const *rows, int64_t from, uint32_t *words) {
-    for (int i = 0; i < LANES; ++i)
-        for (int j = 0; j < LANES; ++j) words[LANES * i + j] = rows[j][from + i];
-}
+INLINE vec vec_all_fours(const void *from) { return vec_load(from); }
+
+/* Four words of a row. */
+INLINE void load_fours(const uint8_t *const *rows, int64_t offset, vec *fours) { fours[0] = vec_load(rows[0] + offset); }
+
+/* Sums of neighbours: two of a, then two of b. */
+INLINE vec vec_sums_of_two(vec a, vec b) { return (vec){a[0] + a[1], a[2] + a[3], b[0] + b[1], b[2] + b[3]}; }

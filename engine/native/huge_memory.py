@@ -54,6 +54,13 @@ def huge_chunk(num_bytes: int) -> torch.Tensor:
     return whole[start : start + num_bytes]
 
 
+def huge_zeros(num_bytes: int) -> torch.Tensor:
+    """Bytes that are 0, in huge pages where they fill one."""
+    if not _HAS_HUGE_PAGES or num_bytes < PAGE_BYTES:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+    return huge_chunk(num_bytes)
+
+
 _for_weights: Memory = HugeMemory()
 
 

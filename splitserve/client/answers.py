@@ -230,6 +230,7 @@ class NodeLoad:
     each answer in it, of each token before those; of chunks of prompts, of each of their tokens, of each pair of a
     token and one before it. They are empty while no request has had limits. step_tokens are steps by how many tokens
     they computed, and num_step_tokens all of these; num_blocks_leaked, blocks in use by no request, are always 0.
+    num_blocks_hosted are in use by requests of other nodes, num_annexes what requests of this one have had there.
     """
 
     name: str
@@ -256,6 +257,8 @@ class NodeLoad:
     step_tokens: tuple[int, ...]
     num_step_tokens: int
     num_blocks_leaked: int
+    num_blocks_hosted: int
+    num_annexes: int
     ranks: tuple[RankLoad, ...]
     tier: TierLoad | None = None  # None without a second tier
 

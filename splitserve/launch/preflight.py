@@ -40,6 +40,7 @@ def check_processes(processes: Sequence[Process], *, are_here: bool = True) -> N
     """Raises SettingsError or ModelError where a process of a plan would not start, as far as that can be known
     without loading the weights, or where the nodes are here and need more memory together than is free."""
     from serving_core.needs import check_settings as check_engine  # here, as it reads what the extra `node` brings
+    from serving_node.draft_model import check_draft_model
 
     coordinator, *nodes = (process.settings for process in processes)
     check_settings(coordinator)
@@ -57,8 +58,9 @@ def check_processes(processes: Sequence[Process], *, are_here: bool = True) -> N
         if computed.is_foreign:
             require("transformers")
         check_engine(node.engine, computed, node.engine.tensor_parallel_size)
+    drafts = [draft for node in nodes if (draft := check_draft_model(node)) is not None]
     if are_here:
-        _check_memory([node.engine for node in nodes], config)
+        _check_memory(len(nodes), [*((node.engine, config) for node in nodes), *drafts])
 
 
 def missing_kernels(settings: EngineSettings) -> str:
@@ -66,18 +68,19 @@ def missing_kernels(settings: EngineSettings) -> str:
     return NO_KERNELS if _on_cpu(settings) and wanted_variants() and native_library() is None else ""
 
 
-def _check_memory(engines: Sequence[EngineSettings], config: ModelConfig) -> None:
-    """Raises ModelError where the weights are not whole, and SettingsError where CPUs compute and their memory is too
-    small. What a GPU holds its node tells."""
+def _check_memory(num_nodes: int, engines: Sequence[tuple[EngineSettings, ModelConfig]]) -> None:
+    """Of all engines of so many nodes. Raises ModelError where the weights are not whole, and SettingsError where CPUs
+    compute and their memory is too small. What a GPU holds its node tells."""
     from serving_core.needs import needs_of
 
-    once = functools.cache(lambda settings: needs_of(settings, config))
-    each = [once(replace(settings, cpus="")) for settings in engines]
+    alike = [(replace(settings, cpus=""), config) for settings, config in engines]
+    needs = {settings: needs_of(settings, config) for settings, config in dict(alike).items()}
+    each = [needs[settings] for settings, _ in alike]
     weight_bytes, pool_bytes = sum(need.weight_bytes for need in each), sum(need.pool_bytes for need in each)
     available = available_bytes()
-    if _on_cpu(engines[0]) and weight_bytes + pool_bytes > available:
+    if _on_cpu(engines[0][0]) and weight_bytes + pool_bytes > available:
         raise SettingsError(
-            f"{len(each)} nodes need {size_of(weight_bytes + pool_bytes)} of memory (weights {size_of(weight_bytes)}, "
+            f"{num_nodes} nodes need {size_of(weight_bytes + pool_bytes)} of memory (weights {size_of(weight_bytes)}, "
             f"KV pools {size_of(pool_bytes)}), and {size_of(available)} are free; "
             "--kv-cache-memory-bytes and --quantization make it less"
         )

@@ -13,7 +13,7 @@ from splitserve_bench.serve.records import Outcome, PlannedRequest
 from splitserve_bench.simulate.fleet import FleetSize, simulate
 from splitserve_bench.simulate.profile import Profile
 
-SIMULATED_FLAGS: Final = frozenset({"policy", "admission", "roles"})
+SIMULATED_FLAGS: Final = frozenset({"policy", "admission", "roles", "kv_lending"})
 
 
 @dataclass(frozen=True, slots=True)

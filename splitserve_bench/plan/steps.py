@@ -40,7 +40,7 @@ def chunk_part_s(steps: Steps, load: StepLoad) -> float:
 
 
 class MeasuredSteps:
-    """Of a profile that `splitserve doctor --save` has written."""
+    """Of a profile that `splitserve doctor --save` has written; prompts as on a node that reads one after the other."""
 
     def __init__(self, profile: Profile) -> None:
         self._steps, self._costs = profile.steps, ProfileCosts(profile)
@@ -49,8 +49,7 @@ class MeasuredSteps:
         return self._steps.answers.at(num_answers, context_tokens) + self._steps.overhead_s
 
     def chunk_s(self, num_tokens: float, before_tokens: float) -> float:
-        steps = self._steps
-        return steps.prompts.at(num_tokens, before_tokens) + steps.overhead_s + steps.prompt_overhead_s
+        return self._steps.prompts.at(num_tokens, before_tokens) + self._steps.overhead_s
 
     def both_s(self, load: StepLoad) -> float:
         return self._costs.step_s(load)

@@ -97,6 +97,13 @@ size_options = options_of(
         type=click.Choice(("all", "timely")),
         help="Which requests with limits are taken, as the coordinator's.",
     ),
+    click.option(
+        "--kv-lending",
+        default="auto",
+        show_default=True,
+        type=click.Choice(("auto", "always", "never")),
+        help="When nodes lend each other blocks of prompts, as the coordinator's.",
+    ),
 )
 fleet_options = options_of(
     size_options,
@@ -124,6 +131,7 @@ def simulate_command(
     roles: str,
     policy: str,
     admission: str,
+    kv_lending: str,
     limits: bool,
     request_rates: tuple[float, ...],
     **flags: Any,
@@ -134,7 +142,7 @@ def simulate_command(
     from splitserve_bench.simulate.fleet import FleetSize
     from splitserve_bench.simulate.profile import read_profile
 
-    size = FleetSize(prefill, decode, both, roles, policy, admission)
+    size = FleetSize(prefill, decode, both, roles, policy, admission, kv_lending)
     size.check()
     if len(request_rates) > 1 and (flags["result_filename"] or flags["plots"]):
         raise SettingsError("--result-filename and --plots are of one load: give one --request-rate with them")

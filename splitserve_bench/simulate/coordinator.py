@@ -67,6 +67,7 @@ class SimulatedCoordinator:
             max_restarts=settings.max_restarts,
             keep_after_s=settings.keep_after_s,
             node_wait_s=settings.node_wait_s,
+            lends=settings.kv_lending,
             policy=POLICIES[settings.policy],
             admits_late=settings.admission == ADMIT_ALL,
         )

@@ -15,12 +15,14 @@ START_TOKENS: Final = 256  # of the prompt whose speed a node knows when it star
 @dataclass(slots=True)
 class StepLoad:
     """What a step computes: a token of each of so many answers with num_cached tokens before them in all, and chunks of
-    prompts; num_before are the tokens before each of their tokens' chunk, summed."""
+    prompts; num_before are the tokens before each of their tokens' chunk, summed. Before one that `is_first` the node
+    waited."""
 
     num_answers: int = 0
     num_cached: int = 0
     num_prompt_tokens: int = 0
     num_before: int = 0
+    is_first: bool = False
 
 
 def load_of(works: Iterable[Work]) -> StepLoad:
@@ -77,8 +79,8 @@ class ProfileCosts:
             prompts_s = steps.prompts.at(load.num_prompt_tokens, load.num_before / load.num_prompt_tokens)
         both = load.num_answers and load.num_prompt_tokens
         together_s = (answers_s + prompts_s) * (steps.mixed_factor if both else 1.0)
-        overhead_s = steps.overhead_s + (steps.prompt_overhead_s if load.num_prompt_tokens else 0.0)
-        return max(LEAST_STEP_S, max(answers_s, prompts_s, together_s) + overhead_s)
+        waited_s = steps.prompt_overhead_s if load.num_prompt_tokens and load.is_first else 0.0
+        return max(LEAST_STEP_S, max(answers_s, prompts_s, together_s) + steps.overhead_s + waited_s)
 
     def _row(self, num_answers: int) -> Row:
         if num_answers not in self._answers:

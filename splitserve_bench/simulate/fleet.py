@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from coordinator.control.loans import AUTO as LEND_AUTO
 from coordinator.control.placement.policies import AUTO
 from coordinator.control.roles import FIXED
 from coordinator.settings import ADMIT_ALL, CoordinatorSettings
@@ -24,7 +25,8 @@ MOST_NODES: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class FleetSize:
-    """How many nodes begin in each role, whether the coordinator changes that, and how it places requests."""
+    """How many nodes begin in each role, whether the coordinator changes that, how it places requests, and when nodes
+    lend each other blocks."""
 
     prefill: int
     decode: int
@@ -32,17 +34,21 @@ class FleetSize:
     roles: str = FIXED
     policy: str = AUTO
     admission: str = ADMIT_ALL
+    kv_lending: str = LEND_AUTO
 
     def __str__(self) -> str:
         counts = {"P": self.prefill, "D": self.decode, "B": self.both}
         name = "+".join(f"{count}{letter}" for letter, count in counts.items() if count)
         others = ((self.roles, FIXED), (self.policy, AUTO), (self.admission, ADMIT_ALL))
-        return "-".join([name, *(value for value, usual in others if value != usual)])
+        lending = [] if self.kv_lending == LEND_AUTO else [f"lending_{self.kv_lending}"]
+        return "-".join([name, *(value for value, usual in others if value != usual), *lending])
 
     @property
     def settings(self) -> CoordinatorSettings:
         """Of the fleet's coordinator."""
-        return CoordinatorSettings(roles=self.roles, policy=self.policy, admission=self.admission)
+        return CoordinatorSettings(
+            roles=self.roles, policy=self.policy, admission=self.admission, kv_lending=self.kv_lending
+        )
 
     def check(self) -> None:
         """Raises SettingsError for a fleet that could not answer."""

@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
+from coordinator.control.loans import LEAST_PATIENCE_S
+from coordinator.control.registry import VERSION_KEY
 from kv_transfer.results import Received, Sent, TransferFailed
 from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION, shape_to_wire
@@ -23,16 +25,20 @@ from serving_core.shapes import preset, role_of
 from serving_node.decisions import (
     Beat,
     Borrow,
+    CancelLoad,
     CancelTransfer,
     Decision,
     FinishSend,
     Lend,
+    Load,
     Receive,
     Send,
     SendMore,
+    Spill,
     Tell,
 )
 from serving_node.logic import Limits, NodeLogic
+from serving_node.second_tier import TierPlan
 from serving_node.settings import NodeSettings
 from serving_node.streak import Streak
 from splitserve_bench.simulate.agenda import Agenda
@@ -44,8 +50,8 @@ from splitserve_bench.simulate.stretch import Stretch
 from splitserve_bench.simulate.toy_model import ToyModel
 
 TIMES: Final = NodeSettings()
-LEAST_TIMEOUT_S: Final = min(TIMES.credit_timeout_s, TIMES.ticket_timeout_s)
-FINGERPRINT: Final = {"protocol_version": PROTOCOL_VERSION}
+LEAST_TIMEOUT_S: Final = min(TIMES.credit_timeout_s, TIMES.ticket_timeout_s, LEAST_PATIENCE_S)
+FINGERPRINT: Final = {"model": "toy"}  # names of blocks are rooted in it
 
 
 class SimulatedNode:
@@ -77,6 +83,7 @@ class SimulatedNode:
         self._stretch: Stretch | None = None  # that it is of, unless it is one by itself
         self._load = StepLoad()  # of the running step
         self._started_s = 0.0  # the running step
+        self._tier_free_s = 0.0  # when all that is to be read back is
         self._alarm_s: float | None = None  # when the logic's next tick is planned
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT)
         self.num_steps = 0
@@ -88,7 +95,9 @@ class SimulatedNode:
         self.logic.attached()
         sizes, shape = self._sizes, self.logic.shape
         return fleet_pb2.Hello(
-            node=inference_pb2.NodeInfo(name=self.name, role=role_of(shape), fingerprint=FINGERPRINT),
+            node=inference_pb2.NodeInfo(
+                name=self.name, role=role_of(shape), fingerprint={**FINGERPRINT, VERSION_KEY: PROTOCOL_VERSION}
+            ),
             num_blocks=sizes.num_blocks,
             block_size=sizes.block_size,
             max_model_len=sizes.max_model_len,
@@ -96,6 +105,7 @@ class SimulatedNode:
             max_num_queued=sizes.max_num_queued,
             tp_size=1,
             max_num_batched_tokens=sizes.max_num_batched_tokens,
+            num_tier_blocks=sizes.tier.num_blocks,
             shape=shape_to_wire(shape),
             home=shape_to_wire(self.logic.home),
         )
@@ -136,9 +146,10 @@ class SimulatedNode:
         """Plans a step after all that happens at this moment, unless one is running."""
         if not self._works and not self._is_to_plan:
             self._is_to_plan = True
-            self._agenda.after(0.0, self._plan)
+            self._agenda.after(0.0, partial(self._plan, is_first=True))
 
-    def _plan(self) -> None:
+    def _plan(self, *, is_first: bool = False) -> None:
+        """`is_first`: unlike a step that follows another one at once."""
         self._is_to_plan = False
         if self.is_lost or self._works:
             return
@@ -146,6 +157,7 @@ class SimulatedNode:
         self._carry_out(wakes=False)
         if self._works:
             self._load = load_of(self._works)
+            self._load.is_first = is_first
             streak = self.logic.streak(self._works)
             self._streak = streak if streak.num_steps and self._takes_streaks else None
             self._start_step()
@@ -281,6 +293,15 @@ class SimulatedNode:
                 self.line.send(fleet_pb2.NodeEvent(**event))
             case Beat():
                 self.beat()
+            case Load(load_id=load_id, slots=slots):
+                self._read_back(load_id, slots)
+            case Spill() | CancelLoad():
+                pass  # writing takes no step's time, and who gave a load up does not mind its end
+            case _:
+                self._transfer(decision)
+
+    def _transfer(self, decision: Decision) -> None:
+        match decision:
             case Receive(resident=resident, num_blocks=num_blocks):
                 self._receive(resident, num_blocks)
             case Send(resident=resident, block_ids=block_ids):
@@ -305,6 +326,20 @@ class SimulatedNode:
         ticket = self._corridor.open(self, epoch, num_blocks=num_blocks, num_cached=num_cached, num_tokens=num_tokens)
         self.logic.granted(epoch, ticket)
 
+    def _read_back(self, load_id: int, slots: Sequence[int]) -> None:
+        """One load after the other."""
+        tier = self._sizes.tier
+        num_disk = sum(slot >= tier.num_host_blocks for slot in slots)
+        seconds = (len(slots) - num_disk) * tier.host_block_s + num_disk * tier.disk_block_s
+        self._tier_free_s = max(self._agenda.now, self._tier_free_s) + seconds
+        self._agenda.at(self._tier_free_s, lambda: self._loaded(load_id, len(slots)))
+
+    def _loaded(self, load_id: int, num_blocks: int) -> None:
+        if not self.is_lost:
+            self._settle()
+            self.logic.loaded(load_id, num_blocks, self._agenda.now)
+            self._carry_out()
+
     def _set_alarm(self) -> None:
         if self._alarm_s is not None and self._alarm_s <= self._agenda.now + LEAST_TIMEOUT_S:
             return  # nobody can have come since who is to wake it before
@@ -323,6 +358,7 @@ class SimulatedNode:
 
 
 def _logic(allocator: BlockAllocator, sizes: NodeSizes, role: str, costs: Costs) -> NodeLogic:
+    tier = sizes.tier
     limits = Limits(
         sizes.max_num_batched_tokens,
         sizes.max_answers,
@@ -342,4 +378,5 @@ def _logic(allocator: BlockAllocator, sizes: NodeSizes, role: str, costs: Costs)
         eos_token_ids=(),
         rates=StepRates(costs.prefill_tokens_per_s),
         costs=StepCosts(costs.prefill_tokens_per_s),
+        tier=TierPlan(tier.num_host_blocks, tier.num_disk_blocks, tier.host_block_s, tier.disk_block_s),
     )

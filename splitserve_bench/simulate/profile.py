@@ -17,6 +17,21 @@ MOST_PLACES: Final = 1000  # of a grid, in either direction
 
 
 @dataclass(frozen=True, slots=True)
+class TierProfile:
+    """Blocks that each node keeps in host memory and in a file when its pool gives them up, and the seconds to read one
+    back; doctor measures none, so it is for who knows them."""
+
+    num_host_blocks: int = 0
+    num_disk_blocks: int = 0
+    host_block_s: float = 0.0
+    disk_block_s: float = 0.0
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_host_blocks + self.num_disk_blocks
+
+
+@dataclass(frozen=True, slots=True)
 class NodeSizes:
     """What a node holds and takes in."""
 
@@ -30,6 +45,7 @@ class NodeSizes:
     max_num_seqs: int
     max_num_queued: int
     overlap_min_tokens: int
+    tier: TierProfile = TierProfile()
 
     @property
     def max_answers(self) -> int:
@@ -47,7 +63,8 @@ class StepProfile:
     """Seconds of steps: answers by batch and mean context, prompts by chunk and the context before it, in tokens.
 
     A step of both takes mixed_factor times the sum, or the longer part where that is more. overhead_s is what a node
-    takes for a step beyond its engine, and prompt_overhead_s what it takes beyond that for one with prompts.
+    takes for a step beyond its engine, and prompt_overhead_s what it takes beyond that for one with prompts that it has
+    waited for: doctor measures it with requests that are alone.
     """
 
     answers: Grid
@@ -121,8 +138,20 @@ def read_profile(path: Path) -> Profile:
 
 def _sizes(fields: JsonFields) -> NodeSizes:
     may_be_0 = ("overlap_min_tokens",)
-    names = [each.name for each in dataclasses.fields(NodeSizes)]
-    return NodeSizes(**{name: fields.integer(name, minimum=0 if name in may_be_0 else 1) for name in names})
+    names = [each.name for each in dataclasses.fields(NodeSizes) if each.type is int]
+    numbers = {name: fields.integer(name, minimum=0 if name in may_be_0 else 1) for name in names}
+    return NodeSizes(**numbers, tier=_tier(fields.nested("tier")))
+
+
+def _tier(fields: JsonFields | None) -> TierProfile:
+    if fields is None:
+        return TierProfile()
+    return TierProfile(
+        fields.integer("num_host_blocks", 0, minimum=0),
+        fields.integer("num_disk_blocks", 0, minimum=0),
+        fields.number("host_block_s", 0.0),
+        fields.number("disk_block_s", 0.0),
+    )
 
 
 def _grid(fields: JsonFields) -> Grid:

@@ -2,13 +2,17 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import click
 from rich.table import Table
 
 from serving_core.extras import needs
+from serving_core.settings import QUANTIZATIONS, EngineSettings
 from splitserve.commands.terminal import plain_table, report, stdout
 from splitserve.launch.models import resolve
 from splitserve_bench.engine.command import COUNTS
@@ -16,11 +20,23 @@ from splitserve_bench.engine.command import COUNTS
 if TYPE_CHECKING:
     from splitserve_bench.speculation.measure import SpeculationFigures
 
+ITSELF = "MODEL"  # as its own draft model
+
 
 @click.command("speculation")
 @click.argument("model", default="")
 @click.option("--batches", default="1,4,16", show_default=True, type=COUNTS, help="Answers at a time.")
 @click.option("--num-speculative-tokens", default=8, show_default=True, type=click.IntRange(1, 32), help="As of nodes.")
+@click.option("--speculative-model", default="", help="A draft model, in place of lookup; MODEL: the model itself.")
+@click.option(
+    "--speculative-quantization",
+    default="none",
+    show_default=True,
+    type=click.Choice(QUANTIZATIONS),
+    help="As of nodes.",
+)
+@click.option("--draft-layers", type=click.IntRange(1), help="A draft model of the model's first layers, so many.")
+@click.option("--free-drafts", is_flag=True, help="As if a draft model took no time: the most it gains.")
 @click.option("--max-tokens", default=200, show_default=True, type=click.IntRange(2), help="Of each answer.")
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="With and without, by turns.")
 @click.option("--threads", default=0, type=click.IntRange(0), help="Threads; by default what torch takes.")
@@ -30,27 +46,48 @@ def speculation_command(
     model: str,
     batches: tuple[int, ...],
     num_speculative_tokens: int,
+    speculative_model: str,
+    speculative_quantization: str,
+    draft_layers: int | None,
+    free_drafts: bool,
     max_tokens: int,
     repeats: int,
     threads: int,
     as_json: bool,
 ) -> None:
-    """Measure what --speculation lookup gains MODEL: code edits, summaries with quotes, chat, random tokens."""
+    """Measure what --speculation gains MODEL: code edits, summaries with quotes, chat, random tokens."""
     from splitserve_bench.speculation.measure import measure_speculation
     from splitserve_bench.speculation.texts import KINDS
 
     folder = resolve(model, report).folder
     sizes = (num_speculative_tokens, max_tokens, repeats, threads)
-    figures = measure_speculation(folder, KINDS, sorted(set(batches)), *sizes, report)
+    with _draft_folder(folder, speculative_model, draft_layers) as draft_folder:
+        draft = None
+        if draft_folder is not None:
+            draft = EngineSettings(model=str(draft_folder), quantization=speculative_quantization)
+        figures = measure_speculation(folder, KINDS, sorted(set(batches)), *sizes, report, draft, are_free=free_drafts)
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(each) for each in figures]))
     else:
-        stdout.print(speculation_table(figures))
+        stdout.print(speculation_table(figures, "lookup" if draft is None else "draft"))
 
 
-def speculation_table(rows: Sequence["SpeculationFigures"]) -> Table:
-    """Rates without and with candidates, and what came of these."""
-    numbers = ("batch", "tokens/s off", "lookup", "ratio", "candidates a token", "of them came", "tokens a step")
+@contextmanager
+def _draft_folder(folder: Path, model: str, num_layers: int | None) -> Iterator[Path | None]:
+    """Of the draft model; None where there is none."""
+    if num_layers is None:
+        yield folder if model == ITSELF else resolve(model, report).folder if model else None
+        return
+    from splitserve_bench.speculation.first_layers import write_first_layers
+
+    with TemporaryDirectory(prefix="first-layers-") as written:
+        write_first_layers(folder, num_layers, Path(written))
+        yield Path(written)
+
+
+def speculation_table(rows: Sequence["SpeculationFigures"], source: str) -> Table:
+    """Rates without and with candidates of this source, and what came of these."""
+    numbers = ("batch", "tokens/s off", source, "ratio", "candidates a token", "of them came", "tokens a step")
     table = plain_table("text", numbers=numbers)
     for row in rows:
         table.add_row(

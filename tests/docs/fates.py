@@ -98,6 +98,10 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
         By("tests/unit/engine/test_offload.py::test_answers_are_those_of_the_model_in_memory"),
     ),
     (
+        r"splitserve up MODEL --speculation draft",
+        By(_SYSTEM + "test_speculation.py::test_a_draft_model_writes_ahead_of_answers_that_move_and_begin_again"),
+    ),
+    (
         r"splitserve up MODEL --speculation",
         By(_SYSTEM + "test_speculation.py::test_answers_that_move"),
     ),

@@ -10,7 +10,7 @@ from serving_core.requests import SamplingParams
 from serving_core.settings import EngineSettings
 from splitserve import AsyncClient
 from tests.system.answers import request, stream
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import write_fake_model, write_tiny_model
 from tests.toy_scheduler import run_all
 
 pytestmark = pytest.mark.long
@@ -89,3 +89,48 @@ async def test_one_answer_takes_fewer_steps_than_tokens(start_cluster, tmp_path)
     cluster.wait_all_free()  # loads are told now and then: these are from behind the end
     (decode,) = [name for name in cluster.names if name.startswith("decode")]
     assert cluster.loads()[decode].num_steps == len(tokens) - 1 - end.accepted_tokens
+
+
+DRAFTED_TOKENS = 80
+DRAFTED = 6  # answers
+WAYS_OF_FAKE = ({"temperature": 0.0}, {"temperature": 0.5, "seed": 5}, {"temperature": 0.0, "presence_penalty": 1.5})
+
+
+async def test_a_draft_model_writes_ahead_of_answers_that_move_and_begin_again(start_cluster, tmp_path):
+    """The draft model says what the model says, and takes no time where that takes 50 ms a step."""
+    model = write_fake_model(tmp_path / "model", step_s=0.05)
+    small = write_fake_model(tmp_path / "small", num_layers=1)
+    fields = {"max_tokens": DRAFTED_TOKENS, "ignore_eos": True}
+    questions = [
+        {"prompt": [97 + (at * index) % 20 for at in range(10 + 30 * index)], **WAYS_OF_FAKE[index % 3], **fields}
+        for index in range(DRAFTED)
+    ]
+    engine = Engine(EngineSettings(model=str(write_fake_model(tmp_path / "quick")), num_kv_blocks=200))
+    asked = [dict(question) for question in questions]
+    prompts = [question.pop("prompt") for question in asked]
+    expected = run_all(engine, prompts, [SamplingParams(**question) for question in asked])
+    node = {"max_num_seqs": 8, "speculation": "draft", "speculative_model": str(small), "num_speculative_tokens": 4}
+    cluster = start_cluster(model, node=node, num_prefill=1, num_decode=2, coordinator={"heartbeat_s": 0.05})
+    async with cluster.connect() as stub, AsyncClient(cluster.target) as client, asyncio.timeout(DEADLINE_S):
+        streams = [stream(stub, request(**question)) for question in questions]
+        for answering in streams:
+            await answering.tokens(15)
+        _, lost, left = cluster.names
+        await client.set_role(lost, "prefill")  # what it writes moves
+        while cluster.loads()[lost].num_running:
+            await asyncio.sleep(0.02)
+        await client.set_role(lost, "decode")
+        again = [stream(stub, request(**question)) for question in questions]
+        for answering in again:
+            await answering.tokens(5)
+        cluster.kill(lost)
+        answers = [await answering.complete() for answering in (*streams, *again)]
+    for answer, tokens in zip(answers, [*expected, *expected], strict=True):
+        assert answer.token_ids == [token.token_id for token in tokens]
+    assert any(answer.complete.timeline.num_moves for answer in answers)
+    assert any(answer.complete.timeline.num_restarts for answer in answers)
+    assert sum(answer.complete.accepted_tokens for answer in answers) > 0
+    assert all(answer.complete.accepted_tokens <= answer.complete.proposed_tokens for answer in answers)
+    (rank,) = cluster.loads()[left].ranks
+    assert rank.kv_pool_bytes > 512 * 2**20  # of both models
+    cluster.wait_all_free()

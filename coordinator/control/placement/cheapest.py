@@ -48,7 +48,8 @@ class Cheapest:
             least = spared(readers, ledger)
             has_other = any(node is not least and not costs.writing(node).is_full for node in writers)
             weighing = _Weighing(costs, lateness, least if has_other else None, wanted.avoid)
-        alone, two = list(weighing.alone(readers, writers)), list(weighing.two(readers, writers))
+        alone = list(weighing.alone(readers, writers))
+        two = list(weighing.two(*_within_pools(readers, writers, wanted)))
         allowed = [*(two if self._may_be_two else ()), *(alone if self._may_be_alone else ())]
         pairs = allowed or [*two, *alone]
         if not pairs:
@@ -56,6 +57,14 @@ class Cheapest:
             raise RequestError(NO_DECODE_WORKER, message)
         reader, writer = min(pairs, key=weighing.order)
         return weighing.placed(reader, writer)
+
+
+def _within_pools(
+    readers: Sequence[Node], writers: Sequence[Node], wanted: Wanted
+) -> tuple[Sequence[Node], Sequence[Node]]:
+    """Those that need no annexes: a hand-over is from pool to pool."""
+    some_readers = [node for node in readers if len(wanted.prompt) <= node.pool_tokens]
+    return some_readers, [node for node in writers if wanted.num_tokens <= node.pool_tokens]
 
 
 class _Order(NamedTuple):

@@ -66,8 +66,7 @@ def step_s(node: Node, ledger: Ledger, num_more: int = 0, num_more_cached: int =
     """Seconds of a step of the node with all its answers, and so many more behind so many tokens; 0 where there are
     none. An answer whose prompt the node has yet to read is in none."""
     account = ledger.of(node)
-    num_unread = sum(each.is_written and each.num_to_compute > 0 for each in ledger.owed(node))
-    num_answers = account.num_answers - num_unread + num_more
+    num_answers = account.num_answers - ledger.num_unread(node) + num_more
     if not num_answers:
         return 0.0
     return node.step_weights.of_step(StepLoad(num_answers, account.tokens_held + num_more_cached))

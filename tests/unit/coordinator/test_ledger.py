@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from coordinator.control.ledger import Account, Ledger
 from coordinator.control.registry import Registry
+from serving_core.due import Due
 from tests import fleet_events as events
 
 
@@ -42,6 +43,19 @@ def test_a_prompt_is_the_readers_until_its_first_token_and_the_answer_grows_wher
     assert accounts(ledger, nodes) == [Account(), Account(0, 103, 1, 0), Account()]
     ledger.end("r")
     assert accounts(ledger, nodes) == [Account()] * 3
+
+
+def test_unread_are_answers_with_limits_whose_prompts_the_node_that_writes_them_has_to_read(ledger, nodes):
+    both, other, _ = nodes
+    due = Due(1.0, 0.1)
+    for name, reader in (("own", both), ("elsewhere", other), ("unlimited", both)):
+        if name != "unlimited":
+            ledger.owe(name, due, 0, 8)
+        ledger.read(name, reader, 70)
+        ledger.write(name, both, 100)
+    assert (ledger.num_unread(both), ledger.num_unread(other)) == (1, 0)
+    ledger.first_token("own", 0.0)
+    assert ledger.num_unread(both) == 0
 
 
 def test_a_node_that_reads_and_writes_the_same_request_counts_both(ledger, nodes):

@@ -208,6 +208,10 @@ def test_an_open_request_gets_the_defaults_and_what_the_context_still_holds():
     assert sampling == SamplingParams(max_tokens=90, seed=sampling.seed)
     assert plan(limits=dataclasses.replace(LIMITS, decode_pool_tokens=50)).samplings[0].max_tokens == 40
     assert plan().samplings[0].seed != sampling.seed  # drawn anew
+    longer_than_a_pool = dataclasses.replace(LIMITS, decode_pool_tokens=100, own_pool_tokens=30)
+    assert plan(limits=longer_than_a_pool).samplings[0].max_tokens == 20  # one that asks for more gets it
+    assert plan(Wire(max_tokens=70), limits=longer_than_a_pool).samplings[0].max_tokens == 70
+    assert plan(num_prompt_tokens=40, limits=longer_than_a_pool).samplings[0].max_tokens == 60
     no_nodes = dataclasses.replace(LIMITS, prefill_pool_tokens=None, decode_pool_tokens=None)
     assert plan(num_prompt_tokens=99, limits=no_nodes).samplings[0].max_tokens == 1
 

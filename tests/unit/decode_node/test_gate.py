@@ -4,7 +4,19 @@ import math
 
 import pytest
 
-from decode_node.gate import FIRST_SHARE, FORGET_STEPS, LEAST_STEPS, MARGIN, NUM_RECENT, Gate, Record
+from decode_node.gate import (
+    BUDGET_S,
+    BUDGET_SHARE,
+    FIRST_SHARE,
+    FORGET_STEPS,
+    LEAST_STEPS,
+    MARGIN,
+    MOST_GAINED_S,
+    NUM_RECENT,
+    Budget,
+    Gate,
+    Record,
+)
 
 
 def gate_with(num_answers=1, step_s=0.010):
@@ -93,3 +105,56 @@ def test_candidates_that_never_come_end_soon():
     assert num_computed * 0.1 < 2
     assert record.num_worth_it(3, MARGIN * 0.1, 8) == 0
     assert record.num_worth_it(32, MARGIN * 0.1, 8) > 0
+
+
+def test_a_draft_models_candidates_are_to_be_worth_its_time_too():
+    """A step of 10 ms: it takes 2 ms to write a token for one answer, at first as it said itself, and a candidate
+    makes the step 1 ms longer."""
+    gate = gate_with()
+    assert gate.least_probability_of_drafts(1, 0.002) == FIRST_SHARE
+    assert gate.least_probability_of_drafts(1, 0.009) == pytest.approx(MARGIN * 0.9)
+    gate.took(1, 4, 0.014)
+    assert gate.least_probability_of_drafts(1, 0.002) == pytest.approx(MARGIN * 0.3)
+    gate.drafted(1, 4, 0.012)
+    assert gate.least_probability_of_drafts(1, 0.002) == pytest.approx(MARGIN * 0.4)
+    assert gate.least_probability(1) == pytest.approx(MARGIN * 0.1)
+
+
+def test_it_writes_for_many_answers_at_once():
+    """20 ms for 16 answers, for which it takes 4 ms together: a fifth of what their tokens take, if all have one."""
+    gate = gate_with(16, 0.020)
+    gate.took(16, 16, 0.024)
+    assert gate.least_probability_of_drafts(16, 0.004) == pytest.approx(MARGIN * 0.4)
+    gate.drafted(16, 32, 0.016)
+    assert gate.least_probability_of_drafts(16, 0.004) == pytest.approx(MARGIN * 0.6)
+    for _ in range(FORGET_STEPS):
+        gate.took(16, 0, 0.020)
+    assert gate.least_probability_of_drafts(16, 0.004) == FIRST_SHARE
+
+
+def test_a_budget_grows_by_the_time_of_steps_and_by_what_was_gained():
+    budget = Budget()
+    budget.add(-BUDGET_S - 0.1)
+    assert not budget.is_open
+    budget.took(0.1 / BUDGET_SHARE * 0.9)
+    assert not budget.is_open
+    budget.took(0.1 / BUDGET_SHARE * 0.2)
+    assert budget.is_open
+    budget.took(1e6)
+    budget.add(-BUDGET_S)
+    assert not budget.is_open
+    budget.add(1e6)
+    budget.took(1.0)
+    budget.add(-MOST_GAINED_S)
+    assert not budget.is_open
+
+
+def test_what_is_expected_weighs_against_what_came():
+    """Of 4 and none, and 0.5 that weighs two candidates: (4 + 1) / (4 + 2), then (3.6 + 1) / (3.6 + 1 + 2)."""
+    record = Record()
+    record.add(4, 4)
+    assert record.expected(0.5, 2) == pytest.approx(5 / 6)
+    record.add(4, 0)
+    assert record.expected(0.5, 2) == pytest.approx(4.6 / 6.6)
+    record.forget()
+    assert record.expected(0.5, 2) == pytest.approx((0.9 * 3.6 + 1) / (0.9 * 4.6 + 2))

@@ -1,7 +1,10 @@
+import mmap
+
 import pytest
 import torch
 
 from engine.cache.kv_pool import PagedKVPool
+from engine.native.huge_memory import PAGE_BYTES
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
 
@@ -28,6 +31,18 @@ def test_read_gives_the_k_planes_and_the_v_planes_in_order(dtype, block_ids):
     for buffer, tensor in zip(pool.read(1, block_ids), (pool.keys(1), pool.values(1)), strict=True):
         assert bytes(buffer) == b"".join(plane(tensor, block) for block in block_ids)
         assert buffer.readonly
+
+
+@pytest.mark.parametrize("num_blocks", [10, 2000])
+def test_large_pools_are_zero_at_first_too_and_start_with_a_huge_page(num_blocks):
+    pool = PagedKVPool(KVLayout.uniform(2, 3, 64, 16, "bfloat16"), num_blocks, CPU)
+    for layer in range(2):
+        assert not pool.keys(layer).any()
+        assert not pool.values(layer).any()
+        if hasattr(mmap, "MADV_HUGEPAGE") and 2 * pool.keys(layer).nbytes >= PAGE_BYTES:
+            assert pool.keys(layer).data_ptr() % PAGE_BYTES == 0
+    pool.values(1)[-1] = 1.0
+    assert set(bytes(pool.read(1, [num_blocks - 1])[1])) == {0x80, 0x3F}
 
 
 def test_neighbours_are_read_as_views():

@@ -1,6 +1,6 @@
 """Parts of steps, by a clock that is told what time it is."""
 
-from engine.step_clock import BETWEEN, BUILD, COMPUTE, IDLE, PARTS, PLAN, StepClock
+from engine.step_clock import BETWEEN, BUILD, COMPUTE, DRAFT, IDLE, PARTS, PLAN, StepClock
 
 
 def test_parts_sum_up_to_the_time_from_the_start_to_the_last_lap():
@@ -14,4 +14,4 @@ def test_parts_sum_up_to_the_time_from_the_start_to_the_last_lap():
         COMPUTE: 4.0,
         IDLE: 16.0,
     }
-    assert {*BETWEEN, COMPUTE, IDLE} == {*PARTS} == {*clock.seconds}
+    assert {*BETWEEN, COMPUTE, DRAFT, IDLE} == {*PARTS} == {*clock.seconds}

@@ -87,6 +87,7 @@ class Node:
         is_history_free=False,
         costs=None,
         candidates=0,
+        draft_model=None,
         tier=NO_TIER,
     ):
         self.name = name
@@ -98,7 +99,7 @@ class Node:
         self.logic = NodeLogic(
             self.allocator,
             LAYOUT,
-            Limits(budget, seats, max_num_queued, credit_timeout_s, ticket_timeout_s, candidates),
+            Limits(budget, seats, max_num_queued, credit_timeout_s, ticket_timeout_s, candidates, draft_model),
             preset(role, max_num_batched_tokens=budget, max_num_seqs=seats),
             block_bytes=BLOCK_BYTES,
             fingerprint=FINGERPRINT,

@@ -1,6 +1,7 @@
 """What the coordinator hears late and nodes learn from noise costs little, as own assignments count and costs are
 fitted to many steps."""
 
+from collections import Counter
 from dataclasses import replace
 from random import Random
 
@@ -8,8 +9,8 @@ import pytest
 
 from coordinator.settings import ADMIT_ALL, ADMIT_TIMELY
 from splitserve_bench.simulate.costs import ProfileCosts
-from tests.unit.splitserve_bench.goodput_kit import KNEES, attainment, fleet_of
-from tests.unit.splitserve_bench.simulate_kit import PROFILE
+from tests.unit.splitserve_bench.goodput_kit import KNEES, Door, World, attainment, fleet_of
+from tests.unit.splitserve_bench.simulate_kit import PROFILE, request
 
 pytestmark = pytest.mark.long
 
@@ -50,6 +51,23 @@ def test_heartbeats_that_are_a_second_old_cost_little(counts, admission, times):
         for seconds in (0.05, 1.0)
     )
     assert seldom >= often - MOST_LOST_TO_AGE[times]
+
+
+class Watched(Door):
+    """Knows where each answer was written first."""
+
+    def ended(self, request_id, outcome):
+        self.nodes = [*getattr(self, "nodes", ()), outcome.timeline.decode_node]
+        super().ended(request_id, outcome)
+
+
+@pytest.mark.parametrize("counts", [(0, 0, 8), (4, 8, 0)], ids=str)
+def test_a_crowd_is_shared_out_though_no_heartbeat_comes_in_between(counts):
+    """What is assigned counts at once, so 80 who come at one moment do not herd to where there was least to do."""
+    planned = [request(index, 64, 8) for index in range(80)]
+    outcomes, door = World(fleet_of(counts, ADMIT_ALL), planned, door=Watched).run()
+    assert [each.error for each in outcomes] == [""] * 80
+    assert set(Counter(door.nodes).values()) == {10}
 
 
 @cells

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -9,10 +10,12 @@ from click.testing import CliRunner
 from coordinator.settings import CoordinatorSettings
 from serving_core.errors import SettingsError
 from splitserve.cli import main
+from splitserve_bench.serve.records import PlannedRequest
 from splitserve_bench.simulate.agenda import Agenda
 from splitserve_bench.simulate.clients import LoadClients
 from splitserve_bench.simulate.costs import ProfileCosts
 from splitserve_bench.simulate.fleet import Fleet, FleetSize, simulate
+from splitserve_bench.simulate.profile import CorridorProfile, TierProfile, read_profile
 from splitserve_bench.simulate.toy_model import ToyModel
 from tests.unit.splitserve_bench.simulate_kit import (
     BLOCK_BYTES,
@@ -23,6 +26,8 @@ from tests.unit.splitserve_bench.simulate_kit import (
     MESSAGE_S,
     NUM_LAYERS,
     PROFILE,
+    PROMPT_S,
+    SIZES,
     VOCAB_SIZE,
     chunk_s,
     request,
@@ -58,6 +63,16 @@ def test_a_long_prompt_takes_several_steps():
     assert outcome.arrivals_s == pytest.approx([DOOR_S + 2 * MESSAGE_S + 2 * chunk_s(512) + chunk_s(6)])
 
 
+@pytest.mark.parametrize("num_waiting", [1, 3])
+def test_only_the_first_of_a_row_of_chunks_finds_a_node_that_waits(num_waiting):
+    """What is measured with requests that are alone is no cost of those behind each other."""
+    slow = replace(PROFILE, steps=replace(PROFILE.steps, prompt_overhead_s=0.050))
+    planned = [request(index, 1030, 1) for index in range(num_waiting)]
+    *_, last = simulate(slow, COLOCATED, planned, max_concurrency=None, request_timeout_s=100.0)
+    all_s = chunk_s(1030 * num_waiting) + PROMPT_S * (-(-1030 * num_waiting // 512) - 1)  # each chunk has what it can
+    assert last.arrivals_s == pytest.approx([DOOR_S + 2 * MESSAGE_S + 0.050 + all_s])
+
+
 def test_a_lone_request_of_two_nodes():
     """The ticket is there before the prompt is read, so all but the last layer of its blocks has left by then."""
     (outcome,) = outcomes_of(SPLIT, request(0, 100, 3))
@@ -88,6 +103,63 @@ def test_what_was_read_before_is_not_read_again():
     first, second = outcomes_of(SPLIT, again, later)
     assert first.timeline["prefill_s"] == pytest.approx(chunk_s(101))
     assert second.timeline["prefill_s"] == pytest.approx(chunk_s(101 - 6 * BLOCK_SIZE))
+
+
+def chats(count, profile=PROFILE, size=SPLIT, every_s=20.0):
+    """What becomes of the second turns, of which one comes every 20 s. A first one leaves 160 tokens where it was
+    written and 96 where it was read."""
+    firsts = [request(chat, 100, 61, at_s=chat * every_s) for chat in range(count)]
+    texts = [[*each.prompt, *ToyModel(VOCAB_SIZE).following(each.prompt, 61)] for each in firsts]
+    seconds = [
+        PlannedRequest(count + chat, 20.0 * chat + 10.0, (*text, *range(19)), 2) for chat, text in enumerate(texts)
+    ]
+    outcomes = simulate(profile, size, [*firsts, *seconds], max_concurrency=None, request_timeout_s=100.0)
+    return outcomes[count:]
+
+
+def test_a_turn_is_lent_what_the_answer_before_has_left_where_that_is_faster_than_computing_it():
+    """Four blocks that travel take 4 ms, and 64 tokens that are computed 64."""
+    (lent,), (computed,) = chats(1), chats(1, size=replace(SPLIT, kv_lending="never"))
+    assert computed.timeline["prefill_s"] == pytest.approx(chunk_s(180 - 96))
+    assert lent.timeline["prefill_s"] == pytest.approx(chunk_s(180 - 160))
+    loan_s = 2 * MESSAGE_S + 4 * BLOCK_S + LATENCY_S
+    assert lent.timeline["loan_s"] == pytest.approx(loan_s)
+    assert lent.arrivals_s[0] - 10.0 == pytest.approx(DOOR_S + 2 * MESSAGE_S + loan_s + chunk_s(20))
+    check_phases(lent)
+
+
+def test_loans_that_take_longer_than_computing_end_when_that_has_been_measured():
+    """What is not there in time is computed after all: the least patience is 250 ms."""
+    slow = replace(PROFILE, corridor=CorridorProfile(LATENCY_S, BLOCK_BYTES / 0.1))
+    turns = chats(5, slow)
+    assert [each.error for each in turns] == [""] * 5
+    assert [each.timeline["loan_s"] for each in turns] == pytest.approx([0.25] * 3 + [0.0] * 2)
+    assert [each.timeline["prefill_s"] for each in turns] == pytest.approx([chunk_s(180 - 96)] * 5)
+
+
+def test_a_turn_goes_where_its_beginning_is():
+    """The first turns come at once, so each of two nodes has one of them; nothing has to travel."""
+    for turn in chats(2, size=FleetSize(0, 0, 2), every_s=0.0):
+        assert turn.timeline["prefill_s"] == pytest.approx(chunk_s(180 - 160))
+        assert turn.timeline["loan_s"] == 0.0
+
+
+@pytest.mark.parametrize(("num_host", "num_disk", "read_s"), [(8, 0, 0.006), (0, 8, 0.024), (2, 6, 0.018)])
+def test_what_the_pool_gave_up_is_read_back_where_that_is_faster_than_computing_it(num_host, num_disk, read_s):
+    """A pool of 10 blocks gives up the six of the first prompt for the second one's."""
+    tier = TierProfile(num_host, num_disk, host_block_s=0.001, disk_block_s=0.004)
+    small = replace(PROFILE, node=replace(SIZES, num_blocks=10, tier=tier))
+    first, other = request(0, 98, 2), request(1, 150, 2, at_s=5.0)
+    planned = [first, other, replace(first, index=2, send_at_s=10.0)]
+    *_, again = simulate(small, COLOCATED, planned, max_concurrency=None, request_timeout_s=100.0)
+    assert again.timeline["prefill_s"] == pytest.approx(chunk_s(2))
+    assert again.timeline["prefill_queue_s"] == pytest.approx(2 * MESSAGE_S + read_s)
+
+
+def test_a_profile_may_have_a_second_tier(tmp_path):
+    profile = replace(PROFILE, node=replace(SIZES, tier=TierProfile(5, 7, 0.001, 0.002)))
+    profile.save(tmp_path / "profile.json")
+    assert read_profile(tmp_path / "profile.json") == profile
 
 
 def test_answers_beside_each_other_share_their_steps():

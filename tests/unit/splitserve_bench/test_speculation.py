@@ -4,12 +4,18 @@ import json
 
 import pytest
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
+from engine.engine import Engine
+from serving_core.errors import SettingsError
+from serving_core.settings import EngineSettings
 from splitserve_bench.commands import bench
 from splitserve_bench.speculation import texts
+from splitserve_bench.speculation.first_layers import write_first_layers
 from splitserve_bench.speculation.measure import measure_speculation
 from splitserve_bench.speculation.texts import CHAT, KINDS, RANDOM, prompts_of
 from tests.tiny_models import write_fake_model, write_tiny_model
+from tests.toy_scheduler import greedy, run_all
 
 MAX_TOKENS = 20
 
@@ -33,6 +39,37 @@ def test_it_counts_what_steps_gave(tmp_path):
         assert row.speedup == pytest.approx(row.tokens_per_s / row.plain_tokens_per_s)
 
 
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_first_layers_are_a_model(tmp_path, num_layers):
+    """It says what the model says whose other layers add nothing."""
+    folder = write_tiny_model(tmp_path / "all", dtype="bfloat16")
+    written = tmp_path / "first"
+    written.mkdir()
+    write_first_layers(folder, num_layers, written)
+    tensors, first = load_file(folder / "model.safetensors"), load_file(written / "model.safetensors")
+    assert len(first) < len(tensors)
+    for name, tensor in tensors.items():
+        layer = int(name.split(".")[2]) if ".layers." in name else 0
+        if layer >= num_layers and name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+    save_file(tensors, folder / "model.safetensors")
+    prompts = prompts_of(RANDOM, folder, 2)
+    answers = [run_all(Engine(EngineSettings(model=str(each))), prompts, greedy(8)) for each in (folder, written)]
+    assert answers[0] == answers[1]
+    with pytest.raises(SettingsError, match="--draft-layers 3: the model has 3"):
+        write_first_layers(folder, 3, written)
+
+
+def test_a_draft_model_that_is_free_is_worth_it(tmp_path):
+    """The model itself, of which all comes."""
+    folder = write_tiny_model(tmp_path, dtype="bfloat16", max_position_embeddings=2048)
+    draft = EngineSettings(model=str(folder))
+    (row,) = measure_speculation(folder, [CHAT], [2], 4, 3 * MAX_TOKENS, 1, 1, lambda text: None, draft, are_free=True)
+    assert row.proposed > 0
+    assert row.accepted == 1
+    assert row.tokens_per_step == pytest.approx(1 / (1 - row.proposed))
+
+
 def test_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(texts, "KINDS", (RANDOM,))
     folder = write_tiny_model(tmp_path, dtype="bfloat16", max_position_embeddings=512)
@@ -41,5 +78,8 @@ def test_the_command(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     (row,) = json.loads(result.stdout)
     assert row["kind"] == RANDOM
-    result = CliRunner().invoke(bench, ["speculation", str(folder), *options])
-    assert "tokens/s off" in result.stdout
+    for more in ([], ["--draft-layers", "1"], ["--speculative-model", "MODEL", "--free-drafts"]):
+        result = CliRunner().invoke(bench, ["speculation", str(folder), *options, *more])
+        assert result.exit_code == 0, result.output
+        assert "tokens/s off" in result.stdout
+        assert ("draft" in result.stdout) == bool(more)

@@ -1,0 +1,59 @@
+"""Writes likely tokens ahead with a second, smaller model. What it writes decides about time alone: a token is taken
+where the first model gives it."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from engine.engine import Engine
+from serving_core.requests import DraftWork, Share
+
+MEASURED_STEPS: Final = 8
+ALL_WANTED_TOKENS: Final = 2  # of a share, up to which logits of each cost less than leaving some out
+
+
+class Drafter:
+    """A model that computes what decode_node/drafts.py plans, for all answers together. To be called by the thread
+    that computes steps, between two of them."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Of one rank, with a pool of its own."""
+        self.engine: Final = engine
+
+    def measure_step_s(self) -> float:
+        """Seconds that it takes for one token of one answer. To be called before its pool holds anything."""
+        taken_s, work = [], DraftWork(Share([0], 0, [0], samples=True), 1)
+        for _ in range(MEASURED_STEPS):
+            started_at = time.perf_counter()
+            self.write_ahead([work])
+            taken_s.append(time.perf_counter() - started_at)
+        return statistics.median(taken_s)
+
+    def write_ahead(self, works: Sequence[DraftWork]) -> list[list[int]]:
+        """The candidates of each, in order: the likeliest token, and the likeliest one behind that."""
+        if chunks := [work.share for work in works if not work.num_candidates]:
+            self.engine.likeliest(chunks)
+        written: list[list[int]] = [[] for _ in works]
+        going = [(place, _all_wanted(work.share)) for place, work in enumerate(works) if work.num_candidates]
+        while going:
+            token_ids = self.engine.likeliest([share for _, share in going])
+            for (place, _), token_id in zip(going, token_ids, strict=True):
+                written[place].append(token_id)
+            going = [
+                (place, _behind(share, written[place][-1]))
+                for place, share in going
+                if len(written[place]) < works[place].num_candidates
+            ]
+        return written
+
+
+def _all_wanted(share: Share) -> Share:
+    """With the logits of every token wanted, as a program of decoding gives them, where there are few."""
+    return replace(share, num_scored=share.num_tokens - 1) if share.num_tokens <= ALL_WANTED_TOKENS else share
+
+
+def _behind(share: Share, token_id: int) -> Share:
+    """The one token that follows a share."""
+    return Share([token_id], share.start + share.num_tokens, share.block_ids, samples=True)

@@ -1,0 +1,77 @@
+"""One annex, seen from the node whose request it is."""
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from kv_transfer.annexes.wire import Kind, hear_answer, tell
+from kv_transfer.errors import TransferError
+
+ROOM_S: Final = 3.0  # to connect, and to hear whether there is room
+PUT_S: Final = 10.0  # for each layer's tiles
+ANSWER_S: Final = 2.5  # for partials, for which a step waits; a node whose step takes 3 s counts as stuck
+
+
+class Annex:
+    """Whole tiles of a request in another node's pool. Used by one thread at a time, closed by any."""
+
+    def __init__(self, connection: socket.socket, num_tiles: int, *, row_bytes: int, partial_bytes: int) -> None:
+        self.num_tiles: Final = num_tiles
+        self._connection = connection
+        self._row_bytes, self._partial_bytes = row_bytes, partial_bytes
+        self._num_rows = 0
+
+    def ask(self, layer: int, queries: memoryview) -> None:
+        """Asks for the partials of these rows. Raises OSError, as `answer` does."""
+        self._num_rows = len(queries) // self._row_bytes
+        tell(self._connection, Kind.ASK, queries, layer=layer, number=self._num_rows)
+
+    def answer(self) -> memoryview:
+        """The partials [rows, num_tiles] of what was asked for."""
+        try:
+            _, payload = hear_answer(
+                self._connection, Kind.PARTIALS, self._num_rows * self.num_tiles * self._partial_bytes
+            )
+        except TransferError as error:
+            raise ConnectionError(str(error)) from error
+        return memoryview(payload)
+
+    def close(self) -> None:
+        """The other node's blocks are free."""
+        with contextlib.suppress(OSError):  # it is gone already
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+
+def open_annex(
+    address: str,
+    key: bytes,
+    most_tiles: int,
+    layers: Iterable[int],
+    read: Callable[[int, int], tuple[memoryview, memoryview]],
+    *,
+    row_bytes: int,
+    partial_bytes: int,
+) -> Annex | None:
+    """Puts as many of these tiles there as the node has room for; None where it has none. `read` gives the keys and
+    values of a layer's leading tiles, so many. Raises OSError or TransferError."""
+    host, _, port = address.rpartition(":")
+    connection = socket.create_connection((host.strip("[]"), int(port)), ROOM_S)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tell(connection, Kind.OPEN, key, number=most_tiles)
+        header, _ = hear_answer(connection, Kind.OPENED)
+        if not 0 < header.number <= most_tiles:
+            connection.close()
+            return None
+        connection.settimeout(PUT_S)
+        for layer in layers:
+            keys, values = read(layer, header.number)
+            tell(connection, Kind.PUT, b"".join((keys, values)), layer=layer)
+            hear_answer(connection, Kind.PUT)
+        connection.settimeout(ANSWER_S)
+    except BaseException:
+        connection.close()
+        raise
+    return Annex(connection, header.number, row_bytes=row_bytes, partial_bytes=partial_bytes)

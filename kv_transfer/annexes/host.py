@@ -1,0 +1,168 @@
+"""The end of annexes that holds them: a port, and a thread for each connection to it."""
+
+import contextlib
+import hmac
+import logging
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+from kv_transfer.annexes.wire import KEY_BYTES, Header, Kind, hear, hear_payload, tell
+from kv_transfer.errors import TransferError
+from serving_core.errors import SettingsError
+from serving_core.layout import KVLayout
+
+logger = logging.getLogger(__name__)
+
+MAX_ANNEXES: Final = 64  # at a time; more are refused
+IDLE_S: Final = 600.0  # after which an annex that nobody asks for anything is given up
+MESSAGE_S: Final = 10.0
+MAX_ROWS: Final = 1 << 16  # of queries in one message
+MAX_ANSWER_BYTES: Final = 2**30
+
+
+class Partials(Protocol):
+    """What computes them."""
+
+    @property
+    def row_bytes(self) -> int: ...
+    @property
+    def partial_bytes(self) -> int: ...
+
+    def partials(self, queries: bytearray, layer: int, block_ids: Sequence[int]) -> Any: ...
+
+
+class Pool(Protocol):
+    """Where tiles are put."""
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+    def write(self, layer: int, block_ids: Sequence[int], keys: memoryview, values: memoryview) -> None: ...
+
+
+class AnnexHost:
+    """Blocks come from `lease`, which is given most tiles and gives the blocks of as many as there is room for, and go
+    by `release`. Both are called by threads of this object."""
+
+    def __init__(
+        self,
+        address: str,
+        key: bytes,
+        pool: Pool,
+        partials: Partials,
+        lease: Callable[[int, int], list[int]],
+        release: Callable[[int], None],
+        tile_tokens: int,
+    ) -> None:
+        """`lease` and `release` are given a number of the annex. Raises SettingsError where it cannot listen."""
+        self._pool, self._partials, self._key = pool, partials, key
+        self._lease, self._release = lease, release
+        self._layout = pool.layout
+        self._blocks_each = tile_tokens // self._layout.block_size
+        self._computes = threading.Lock()  # one at a time, beside the node's own steps
+        self._lock = threading.Lock()
+        self._connections: dict[int, socket.socket] = {}
+        self._num_opened = 0
+        self._is_closed = False
+        try:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            self._listener = socket.create_server((address.strip("[]"), 0), family=family)
+        except OSError as error:
+            raise SettingsError(f"cannot listen for annexes on {address}: {error.strerror or error}") from error
+        self.address: Final = f"{address}:{self._listener.getsockname()[1]}"
+        self._threads = [threading.Thread(target=self._accept, name="annexes", daemon=True)]
+        self._threads[0].start()
+
+    def close(self) -> None:
+        """Ends all of them."""
+        with self._lock:
+            self._is_closed = True
+            connections = list(self._connections.values())
+        for connection in (self._listener, *connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in list(self._threads):
+            thread.join(MESSAGE_S)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            with self._lock:
+                if self._is_closed or len(self._connections) >= MAX_ANNEXES:
+                    connection.close()
+                    continue
+                self._num_opened += 1
+                number = self._num_opened
+                self._connections[number] = connection
+            thread = threading.Thread(
+                target=self._serve, args=(number, connection), name=f"annex-{number}", daemon=True
+            )
+            self._threads = [each for each in self._threads if each.is_alive()] + [thread]
+            thread.start()
+
+    def _serve(self, number: int, connection: socket.socket) -> None:
+        try:
+            connection.settimeout(MESSAGE_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self._hold(number, connection)
+        except (OSError, TransferError, RuntimeError) as error:
+            if not self._is_closed:
+                logger.warning("an annex is given up: %s", error or type(error).__name__)
+        finally:
+            connection.close()
+            self._release(number)
+            with self._lock:
+                del self._connections[number]
+
+    def _hold(self, number: int, connection: socket.socket) -> None:
+        header = hear(connection)
+        if header is None:
+            return
+        if header.kind is not Kind.OPEN:
+            raise TransferError("the first message opens no annex")
+        if not hmac.compare_digest(bytes(hear_payload(connection, header, KEY_BYTES)), self._key):
+            raise TransferError("it was asked for with another key")
+        block_ids = self._lease(number, header.number)
+        num_tiles = len(block_ids) // self._blocks_each
+        tell(connection, Kind.OPENED, number=num_tiles)
+        missing = set(self._layout.layers)
+        while num_tiles and (header := self._next(connection)) is not None:
+            if header.kind is Kind.PUT and header.layer in missing:
+                self._put(connection, header, block_ids)
+                missing.discard(header.layer)
+            elif header.kind is Kind.ASK and not missing and header.layer in self._layout.layers:
+                self._answer(connection, header, block_ids)
+            else:
+                raise TransferError(f"{header.kind.name} of layer {header.layer} is not to come now")
+
+    def _next(self, connection: socket.socket) -> Header | None:
+        connection.settimeout(IDLE_S)
+        header = hear(connection)
+        connection.settimeout(MESSAGE_S)
+        return header
+
+    def _put(self, connection: socket.socket, header: Header, block_ids: list[int]) -> None:
+        num_bytes = self._layout.plane_bytes(header.layer)
+        sizes = [each * len(block_ids) for each in num_bytes]
+        payload = memoryview(hear_payload(connection, header, sum(sizes)))
+        self._pool.write(header.layer, block_ids, payload[: sizes[0]], payload[sizes[0] :])
+        tell(connection, Kind.PUT)
+
+    def _answer(self, connection: socket.socket, header: Header, block_ids: list[int]) -> None:
+        num_tiles = len(block_ids) // self._blocks_each
+        num_bytes = header.number * num_tiles * self._partials.partial_bytes
+        if not 0 < header.number <= MAX_ROWS or num_bytes > MAX_ANSWER_BYTES:
+            raise TransferError(f"partials of {header.number} rows are asked for, over the limit")
+        queries = hear_payload(connection, header, header.number * self._partials.row_bytes)
+        with self._computes:
+            partials = self._partials.partials(queries, header.layer, block_ids)
+        tell(connection, Kind.PARTIALS, partials.data, layer=header.layer)

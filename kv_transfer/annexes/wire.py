@@ -1,0 +1,92 @@
+"""What the two ends of an annex say to each other: one message is asked, one is answered.
+
+OPEN(key, most tiles)  ->  OPENED(tiles), none where there is no room
+PUT(layer, KV)         ->  PUT, once for each layer
+ASK(layer, rows)       ->  PARTIALS
+"""
+
+import socket
+import struct
+import zlib
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+from kv_transfer.errors import TransferError
+
+KEY_BYTES: Final = 32
+MAX_BYTES: Final = 2**30  # of one message's payload
+_HEADER: Final = struct.Struct("<4sIIQI")  # magic with the kind, layer, a number, bytes behind it, their checksum
+HEADER_BYTES: Final = _HEADER.size
+_MAGIC: Final = b"SSA"
+
+
+class Kind(IntEnum):
+    OPEN = 1
+    OPENED = 2
+    PUT = 3
+    ASK = 4
+    PARTIALS = 5
+
+
+class Header(NamedTuple):
+    kind: Kind
+    layer: int
+    number: int
+    num_bytes: int
+    checksum: int
+
+
+def tell(
+    connection: socket.socket, kind: Kind, payload: bytes | memoryview = b"", *, layer: int = 0, number: int = 0
+) -> None:
+    """Raises OSError when the other end does not take it in time."""
+    view = memoryview(payload).cast("B")
+    header = _HEADER.pack(_MAGIC + bytes([kind]), layer, number, len(view), zlib.crc32(view))
+    connection.sendall(header)
+    if len(view):
+        connection.sendall(view)
+
+
+def hear(connection: socket.socket) -> Header | None:
+    """What comes next, but for its payload; None when the other end has hung up. Raises TransferError."""
+    data = _receive(connection, HEADER_BYTES, may_end=True)
+    if not data:
+        return None
+    magic, layer, number, num_bytes, checksum = _HEADER.unpack(data)
+    if magic[:3] != _MAGIC or magic[3] not in list(Kind):
+        raise TransferError("a message of an annex begins with something else")
+    if num_bytes > MAX_BYTES:
+        raise TransferError(f"a message of an annex has {num_bytes} bytes, the limit is {MAX_BYTES}")
+    return Header(Kind(magic[3]), layer, number, num_bytes, checksum)
+
+
+def hear_payload(connection: socket.socket, header: Header, num_bytes: int) -> bytearray:
+    """What the header announced, which must be so many bytes. Raises TransferError."""
+    if header.num_bytes != num_bytes:
+        raise TransferError(f"a message of an annex has {header.num_bytes} bytes in place of {num_bytes}")
+    payload = _receive(connection, num_bytes)
+    if zlib.crc32(payload) != header.checksum:
+        raise TransferError("a message of an annex is damaged")
+    return payload
+
+
+def hear_answer(connection: socket.socket, kind: Kind, num_bytes: int = 0) -> tuple[Header, bytearray]:
+    """The answer to what was asked. Raises OSError or TransferError."""
+    header = hear(connection)
+    if header is None:
+        raise TransferError("the node that holds an annex has hung up")
+    if header.kind is not kind:
+        raise TransferError(f"an annex answers {header.kind.name} in place of {kind.name}")
+    return header, hear_payload(connection, header, num_bytes)
+
+
+def _receive(connection: socket.socket, num_bytes: int, *, may_end: bool = False) -> bytearray:
+    data = bytearray(num_bytes)
+    view, at = memoryview(data), 0
+    while at < num_bytes:
+        if not (num_new := connection.recv_into(view[at:])):
+            if may_end and not at:
+                return bytearray()
+            raise TransferError("an annex's connection ended within a message")
+        at += num_new
+    return data

@@ -1,0 +1,116 @@
+"""Both ends of a node's annexes: opens those of its own requests, holds those of others."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final, TypeVar
+
+from engine.attention.annexed import TILE_KEYS
+from engine.engine import Engine
+from kv_transfer.annexes.annex import Annex, open_annex
+from kv_transfer.annexes.host import AnnexHost
+from kv_transfer.annexes.wire import KEY_BYTES
+from kv_transfer.endpoints import endpoint_of, host_of
+from kv_transfer.errors import TransferError
+from serving_core.errors import SettingsError
+from serving_core.residents import Host, Resident
+from serving_node.decisions import OpenAnnex
+from serving_node.exposure import is_encrypted
+from serving_node.settings import NodeSettings
+
+logger = logging.getLogger(__name__)
+
+MAX_OPENING: Final = 4  # at a time; others wait their turn
+LOOP_S: Final = 5.0  # for the node's loop to lease blocks
+
+T = TypeVar("T")
+
+
+def tile_tokens(settings: NodeSettings, engine: Engine) -> int:
+    """Tokens of a tile; 0 where the node has nothing to do with annexes. Raises SettingsError where it was told to, and
+    cannot."""
+    if not settings.kv_annexes:
+        return 0
+    if not engine.takes_annexes:
+        raise SettingsError(
+            "--kv-annexes is for one rank of one stage that computes all with the compiled kernels, "
+            "without windows, in blocks that divide 256 tokens (docs/limits.md)"
+        )
+    if is_encrypted(settings):
+        raise SettingsError("--kv-annexes: annexes travel in the open, and --tls-ca asks for TLS off loopback")
+    return TILE_KEYS
+
+
+class AnnexEnds:
+    """Made where there are tiles, in the node's loop."""
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        engine: Engine,
+        lease: Callable[[int, int], list[int]],
+        release: Callable[[int], None],
+        on_opened: Callable[[Resident, Annex | None], None],
+    ) -> None:
+        """`lease`, `release` and `on_opened` are called in the loop. Raises SettingsError."""
+        self._loop = asyncio.get_running_loop()
+        self._pool, self._layers = engine.pool, engine.layout.layers
+        self._blocks_each = TILE_KEYS // engine.layout.block_size
+        self._lease, self._release, self._on_opened = lease, release, on_opened
+        self._threads = ThreadPoolExecutor(MAX_OPENING, thread_name_prefix="annexes")
+        self.key: Final = secrets.token_bytes(KEY_BYTES)
+        partials = engine.partial_attention()
+        self._sizes = {"row_bytes": partials.row_bytes, "partial_bytes": partials.partial_bytes}
+        where = host_of(endpoint_of(settings.kv_transport, settings.kv_bind, 0)) or "127.0.0.1"
+        self._host = AnnexHost(where, self.key, engine.pool, partials, self._leased, self._released, TILE_KEYS)
+
+    @property
+    def address(self) -> str:
+        return self._host.address
+
+    def open(self, decision: OpenAnnex) -> None:
+        """Reports to `on_opened`."""
+        opening = self._threads.submit(self._open, decision.resident.hosts, decision.block_ids)
+
+        def report(ended: "Future[Annex | None]") -> None:
+            self._in_loop(lambda: self._on_opened(decision.resident, ended.result()))
+
+        opening.add_done_callback(report)
+
+    def close(self) -> None:
+        """To be called beside the loop, which ends what is held here."""
+        self._host.close()
+        self._threads.shutdown(wait=True)
+
+    def _open(self, hosts: tuple[Host, ...], block_ids: list[int]) -> Annex | None:
+        """On the first host that has room."""
+
+        def read(layer: int, num_tiles: int) -> tuple[memoryview, memoryview]:
+            return self._pool.read(layer, block_ids[: num_tiles * self._blocks_each])
+
+        most_tiles = len(block_ids) // self._blocks_each
+        for host in hosts:
+            try:
+                annex = open_annex(host.address, host.key, most_tiles, self._layers, read, **self._sizes)
+            except (OSError, ValueError, TransferError) as error:
+                logger.warning("a node takes no blocks of a request: %s", error or type(error).__name__)
+                continue
+            if annex is not None:
+                return annex
+        return None
+
+    def _leased(self, number: int, most_tiles: int) -> list[int]:
+        leased: Future[list[int]] = Future()
+        self._in_loop(lambda: leased.set_result(self._lease(number, most_tiles)))
+        return leased.result(LOOP_S)
+
+    def _released(self, number: int) -> None:
+        self._in_loop(lambda: self._release(number))
+
+    def _in_loop(self, function: Callable[[], object]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function)
+        except RuntimeError:  # the loop is closed, and the pool is gone with it
+            logger.debug("an annex ends after its node")

@@ -1,0 +1,111 @@
+"""Requests that are longer than any pool of the cluster: their oldest blocks lie on other nodes."""
+
+import asyncio
+import random
+import signal
+
+import pytest
+
+from tests.system.answers import ask, reason, refusal, request, stream
+from tests.system.oracle import Reference
+from tests.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.long
+
+BLOCK_SIZE = 8
+POOL_TOKENS = 1024
+GREEDY = {"temperature": 0, "ignore_eos": True}
+NODE = {"num_kv_blocks": POOL_TOKENS // BLOCK_SIZE, "kv_annexes": True, "dtype": "float32"}
+FOUR = {"num_prefill": 0, "num_decode": 0, "num_both": 4, "node": NODE}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    return write_tiny_model(folder, num_key_value_heads=2, max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="module")
+def _cluster(start_cluster, model):
+    return start_cluster(model, **FOUR)
+
+
+@pytest.fixture
+def cluster(_cluster):
+    _cluster.heal()
+    yield _cluster
+    _cluster.heal()
+    _cluster.wait_all_free()
+
+
+def _prompt(seed, length):
+    return [random.Random(seed).randrange(256) for _ in range(length)]
+
+
+def check_greedy(model, prompt, token_ids):
+    """Each token is what transformers finds likeliest behind all that came before it: the answer that its `generate`
+    gives, token by token."""
+    logits = Reference(model).logits([*prompt, *token_ids])
+    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == token_ids
+
+
+async def test_an_answer_three_times_as_long_as_any_pool(cluster, model):
+    prompt = _prompt(1, 40)
+    num_tokens = 3 * POOL_TOKENS - len(prompt)
+    async with cluster.connect() as stub:
+        answer = await ask(stub, prompt, max_tokens=num_tokens, **GREEDY)
+    assert sum(load.num_annexes for load in cluster.loads().values()) >= 3
+    assert len(answer.token_ids) == num_tokens
+    check_greedy(model, prompt, answer.token_ids)
+
+
+async def test_a_prompt_longer_than_any_pool_beside_others(cluster, model):
+    """It is read in chunks, while answers that fit are written on all nodes."""
+    long, short = _prompt(2, 2500), [_prompt(seed, 50) for seed in range(10, 18)]
+    reference = Reference(model)
+    async with cluster.connect() as stub:
+        asked = [ask(stub, long, max_tokens=20, **GREEDY)]
+        asked += [ask(stub, prompt, max_tokens=40, **GREEDY) for prompt in short]
+        answers = await asyncio.gather(*asked)
+    check_greedy(model, long, answers[0].token_ids)
+    for prompt, answer in zip(short, answers[1:], strict=True):
+        assert answer.token_ids == reference.greedy(prompt, 40, eos_token_id=-1)
+
+
+async def test_two_long_answers_at_once_and_one_that_is_cancelled(cluster, model):
+    prompts = [_prompt(seed, 1000) for seed in (3, 4, 5)]
+    async with cluster.connect() as stub:
+        cancelled = stream(stub, request(prompts[2], max_tokens=2000, **GREEDY))
+        await cancelled.tokens(300)
+        both = [asyncio.create_task(ask(stub, each, max_tokens=600, **GREEDY)) for each in prompts[:2]]
+        cancelled.cancel()
+        answers = await asyncio.gather(*both)
+    for prompt, answer in zip(prompts, answers, strict=False):
+        check_greedy(model, prompt, answer.token_ids)
+
+
+async def test_what_not_all_pools_together_can_hold_is_refused(cluster):
+    async with cluster.connect() as stub:
+        error = await refusal(stub, request(_prompt(6, 100), max_tokens=3300, **GREEDY))
+    assert reason(error) == "PROMPT_TOO_LONG"
+    assert "(3328)" in error.details()  # a pool, and three quarters of three others
+
+
+@pytest.mark.parametrize("strike", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_host_that_dies_or_stands_still(start_cluster, model, strike):
+    """The answer begins again elsewhere, and goes on with the same tokens."""
+    cluster = start_cluster(model, **FOUR)
+    prompt = _prompt(7, 1000)
+    async with cluster.connect() as stub:
+        asking = stream(stub, request(prompt, max_tokens=900, **GREEDY))
+        await asking.tokens(200)
+        host = max(cluster.loads().values(), key=lambda load: load.num_blocks_hosted)
+        assert host.num_blocks_hosted > 0
+        cluster.expect_end(host.name).send(strike)
+        answer = await asking.complete()
+    check_greedy(model, prompt, answer.token_ids)
+    assert answer.complete.timeline.num_restarts >= 1
+    cluster.children[host.name].kill()
+    cluster.heal()
+    cluster.wait_all_free()
+    cluster.stop()

@@ -1,0 +1,84 @@
+"""Requests that are longer than a pool: which nodes they may be given to, and who may hold some of them."""
+
+import pytest
+
+from coordinator.control.capacity import capacity
+from coordinator.control.handover import HandoverCosts
+from coordinator.control.ledger import Ledger
+from coordinator.control.placement.policies import POLICIES
+from coordinator.control.placement.policy import Wanted
+from coordinator.control.prompts import Prompt
+from coordinator.control.registry import Registry
+from coordinator.control.router import roomiest
+from protos import fleet_pb2
+from protos.convert import shape_to_wire
+from serving_core.errors import RequestError
+from serving_core.shapes import DECODE, preset
+from tests import fleet_events as events
+
+POOL = 160  # tokens, ten blocks
+KEY = bytes(32)
+
+
+@pytest.fixture
+def registry():
+    return Registry(events.MODEL, node_timeout_s=3.0, step_timeout_s=60.0)
+
+
+def admit(registry, name, role="both", *, num_tokens=112, **fields):
+    hello = events.hello(name, role, **{"num_blocks": 10, "max_model_len": 400, **fields}).hello
+    if num_tokens:
+        host = fleet_pb2.AnnexHost(address=f"{name}:1", key=KEY)
+        hello.annexes.CopyFrom(fleet_pb2.AnnexOffer(host=host, num_tokens=num_tokens))
+    return registry.admit(hello, 0.0)
+
+
+def place(registry, num_prompt, num_tokens):
+    wanted = Wanted(Prompt(list(range(num_prompt))), num_tokens)
+    return POLICIES["auto"].place(registry.nodes, Ledger(), wanted, HandoverCosts(), now=0.0)
+
+
+def test_a_node_reaches_as_far_as_those_that_would_hold_blocks_for_it(registry):
+    first = admit(registry, "a")
+    assert first.reach_tokens == first.pool_tokens == POOL
+    second = admit(registry, "b")
+    assert (first.reach_tokens, second.reach_tokens) == (POOL + 112, POOL + 112)
+    third = admit(registry, "c")
+    assert (first.reach_tokens, first.max_request_tokens) == (POOL + 224, 384)
+    assert capacity(registry).decode_pool_tokens == POOL + 224
+    assert capacity(registry).own_pool_tokens == POOL
+    registry.lose(third)
+    assert first.reach_tokens == POOL + 112
+    limits = {"max_num_batched_tokens": 512, "max_num_seqs": 64}
+    writes = shape_to_wire(preset(DECODE, **limits))
+    registry.heartbeat(first, events.heartbeat(shape=writes).heartbeat, 1.0)  # it reads no more
+    assert (first.reach_tokens, second.reach_tokens) == (POOL, POOL + 112)
+
+
+@pytest.mark.parametrize(
+    "other", [{"num_tokens": 0}, {"traits": {"cpu": "another"}}], ids=["wants none", "computes other bits"]
+)
+def test_who_is_no_host(registry, other):
+    first = admit(registry, "a")
+    admit(registry, "b", **other)
+    assert registry.hosts_of(first) == []
+    assert first.reach_tokens == POOL
+
+
+def test_a_long_request_is_read_and_written_by_one_node_and_stays(registry):
+    nodes = [admit(registry, "a"), admit(registry, "b"), admit(registry, "p", "prefill", num_tokens=0, num_blocks=100)]
+    placed = place(registry, 100, 200)
+    assert placed.reader is placed.writer
+    assert placed.writer in nodes[:2]
+    assert roomiest(nodes, Ledger(), 100, 150) is not None
+    assert roomiest(nodes, Ledger(), 100, 200) is None
+    with pytest.raises(RequestError, match="can hold 300 tokens"):
+        place(registry, 100, 300)
+
+
+@pytest.mark.parametrize("offer", [{"num_tokens": POOL + 1}, {"host": {"address": "a:1", "key": b"short"}}])
+def test_an_offer_that_cannot_be(registry, offer):
+    hello = events.hello("a", "both", num_blocks=10).hello
+    hello.annexes.CopyFrom(fleet_pb2.AnnexOffer(**offer))
+    with pytest.raises(RequestError):
+        registry.admit(hello, 0.0)

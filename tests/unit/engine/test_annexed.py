@@ -1,0 +1,136 @@
+"""Tiles that other pools hold: the bits are those of one pool."""
+
+import pytest
+import torch
+
+from engine.attention.annexed import TILE_KEYS, AnnexedAttention, PartialAttention
+from engine.attention.native import NativeAttention
+from engine.cache.kv_pool import PagedKVPool
+from engine.engine import Engine
+from serving_core.requests import Request, SamplingParams, Work
+from serving_core.settings import EngineSettings
+from tests.tiny_models import write_tiny_model
+from tests.unit.engine.native_kit import CPU, LAYER, Scene, needs_library, runnable_variants
+
+pytestmark = needs_library
+
+# A single token far behind, at the borders of tiles, and chunks over several tiles.
+SIZES = [(1100, 1), (1023, 1), (1024, 1), (1000, 90), (1024, 300)]
+ANNEXES = [(1,), (2, 1), (1, 1, 1), (3,), (1, 2)]  # tiles of each, request by request
+
+
+class PoolAnnex:
+    """Tiles in another pool of this process."""
+
+    def __init__(self, attention, num_tiles, block_ids):
+        self.partial, self.num_tiles, self._block_ids = PartialAttention(attention), num_tiles, block_ids
+
+    def ask(self, layer, queries):
+        self._answer = self.partial.partials(bytearray(queries), layer, self._block_ids)
+
+    def answer(self):
+        return memoryview(self._answer).cast("B")
+
+
+def move_tiles(scene, variant, request, sizes):
+    """Annexes of a request's leading tiles, each in a pool of its own; its own blocks of them are overwritten."""
+    layout, own = scene.pool.layout, scene.shares[request].block_ids
+    blocks_each, annexes, at = TILE_KEYS // layout.block_size, [], 0
+    for num_tiles in sizes:
+        moved = own[at : at + num_tiles * blocks_each]
+        pool = PagedKVPool(layout, len(moved) + 3, CPU, scene.pool.compute_dtype)
+        there = list(range(len(moved) + 2, 2, -1))  # in another order
+        pool.write(LAYER, there, *scene.pool.read(LAYER, moved))
+        annexes.append(PoolAnnex(NativeAttention(pool, scene.num_heads, variant), num_tiles, there))
+        at += len(moved)
+    for block in own[:at]:
+        for plane in (scene.pool.keys(LAYER), scene.pool.values(LAYER)):
+            plane[block] = float("nan")
+    return annexes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("variant", runnable_variants())
+def test_bits_are_those_of_one_pool(variant, num_threads, dtype):
+    scene = Scene(SIZES, 9, 3, 64, 16, dtype)
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        whole = NativeAttention(scene.pool, scene.num_heads, variant)
+        expected = whole.attend(scene.query, LAYER, whole.plan(scene.batch, None))
+        annexes = [move_tiles(scene, variant, request, sizes) for request, sizes in enumerate(ANNEXES)]
+        annexed = AnnexedAttention(NativeAttention(scene.pool, scene.num_heads, variant), annexes)
+        plan = annexed.plan(scene.batch, None)
+        for _ in range(2):  # as for two layers
+            assert torch.equal(annexed.attend(scene.query, LAYER, plan), expected)
+    finally:
+        torch.set_num_threads(threads_before)
+
+
+class LostAnnex:
+    num_tiles = 2
+
+    def ask(self, layer, queries):
+        raise ConnectionError("it is gone")
+
+
+def _engine(folder, dtype="float32"):
+    return Engine(EngineSettings(model=str(folder), num_kv_blocks=160, block_size=8, max_model_len=1200, dtype=dtype))
+
+
+def _request(name, length):
+    sampling = SamplingParams(max_tokens=40, temperature=0, logprobs=3)
+    return Request(name, 0, [(7 * place + len(name)) % 250 for place in range(length)], length, sampling)
+
+
+def _answer(engine, request, block_ids, start, chunks, beside=None):
+    """Reads in chunks from `start` on, then writes some tokens; gives all with their log-probabilities."""
+    given = []
+    for num_tokens in [*chunks, *[1] * 6]:
+        works = [Work(request, start, num_tokens, block_ids)]
+        if beside is not None:
+            works.insert(len(given) % 2, Work(beside, len(beside.token_ids) - 1, 1, range(150, 160)))
+        tokens = engine.step(works)
+        sampling = [work.request for work in works if work.samples]
+        own = [token for token, each in zip(tokens, sampling, strict=True) if each is request]
+        given += own
+        request.token_ids += [token.token_id for token in own]
+        start += num_tokens
+    return given
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model"), num_key_value_heads=2, max_position_embeddings=1200)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_gives_the_bits_of_one_pool(folder, dtype):
+    """Two tiles of three are on another engine; the rest of the prompt is read in chunks, beside another request."""
+    engine, host = _engine(folder, dtype), _engine(folder, dtype)
+    if not engine.takes_annexes:
+        pytest.skip(f"the kernels of this CPU promise nothing for {dtype}")
+    whole = _answer(engine, _request("a", 700), range(100), 0, [700])
+    request, beside = _request("a", 700), _request("beside", 30)
+    engine.step([Work(beside, 0, 30, range(150, 160))])
+    engine.step([Work(request, 0, 512, range(100))])
+    for layer in engine.layout.layers:
+        host.pool.write(layer, range(5, 69), *engine.pool.read(layer, range(64)))
+        host.pool.keys(layer)[69:] = engine.pool.keys(layer)[:64] = float("nan")
+    request.annexes = [PoolAnnex(host.attention, 2, list(range(5, 69)))]
+    annexed = _answer(engine, request, [0] * 64 + list(range(100, 136)), 512, [100, 88], beside)
+    assert annexed == whole
+
+
+def test_who_loses_an_annex_loses_nobody_else(folder):
+    engine = _engine(folder)
+    if not engine.takes_annexes:
+        pytest.skip("the kernels of this CPU promise nothing for float32")
+    request, other = _request("a", 700), _request("b", 30)
+    [alone] = engine.step([Work(other, 0, 30, range(4))])
+    request.annexes = [LostAnnex()]
+    _, beside = engine.step([Work(request, 699, 1, [0] * 64 + list(range(100, 136))), Work(other, 0, 30, range(4))])
+    assert request.annex_error == "it is gone"
+    assert not other.annex_error
+    assert beside == alone

@@ -1,0 +1,110 @@
+"""Answers with a draft model's candidates, by a node's own logic, against the same answers without: tokens and logprobs
+to the bit, whether it writes what comes or not."""
+
+import pytest
+
+from decode_node.drafts import DraftModel
+from engine.drafting import Drafter
+from engine.engine import Engine
+from protos import convert, fleet_pb2, inference_pb2
+from serving_core.blocks import BlockAllocator
+from serving_core.costs import StepCosts
+from serving_core.rates import StepRates
+from serving_core.requests import DraftWork, Request, SamplingParams, Share
+from serving_core.settings import EngineSettings
+from serving_core.shapes import BOTH, preset
+from serving_node.logic import Limits, NodeLogic
+from tests.tiny_models import write_fake_model, write_tiny_model
+from tests.unit.engine.test_acceptance import BLOCK_SIZE, SAMPLINGS
+
+MAX_TOKENS = 40
+BUDGET = 64
+SEATS = 16
+
+
+def read(engine, prompts, samplings, *, num_blocks, drafter=None):
+    """What each prompt is answered by a node with so many blocks, with its logprobs, and its logic. The draft model
+    takes no time: it is asked whenever it may be."""
+    model = drafter and DraftModel(drafter.engine.num_blocks, BLOCK_SIZE, drafter.engine.max_model_len, 0.0)
+    logic = NodeLogic(
+        BlockAllocator(num_blocks, caching=False),
+        engine.layout,
+        Limits(BUDGET, SEATS, 100, 1e9, 1e9, 4 if drafter else 0, model),
+        preset(BOTH, max_num_batched_tokens=BUDGET, max_num_seqs=SEATS),
+        block_bytes=1,
+        fingerprint=engine.fingerprint,
+        origin=engine.origin,
+        is_history_free=engine.is_history_free,
+        eos_token_ids=engine.eos_token_ids,
+        rates=StepRates(),
+        costs=StepCosts(),
+    )
+    for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
+        request = Request(str(index), index + 1, list(prompt), len(prompt), sampling)
+        job = convert.job_to_wire(request, request.epoch)
+        guide = engine.guide(sampling.grammar) if sampling.grammar else None
+        logic.handle(fleet_pb2.NodeCommand(reserve=fleet_pb2.Reserve(job=job, local_prefill=True)), 0.0, guide)
+    given = {str(index): [] for index in range(len(prompts))}
+    while works := logic.plan(0.0):
+        tokens = engine.step(works)
+        sampled = iter(tokens)
+        for work in works:
+            taken = [(token.token_id, token.logprob, token.top_logprobs) for token in work.take(sampled)]
+            given[work.request.request_id] += taken
+        logic.step_done(works, tokens, 1.0, 0.0)
+        logic.take_decisions()
+        if drafter and (ahead := logic.speculation.drafts.plan()):
+            logic.speculation.drafts.drafted(ahead, drafter.write_ahead(ahead), 0.0)
+            logic.speculation.drafts.check_integrity()
+    return given, logic
+
+
+def prompts_of(num):
+    return [[(7 * index + 3 * at) % 200 for at in range(5 + 3 * index)] for index in range(num)]
+
+
+def test_what_is_written_ahead_is_what_the_model_would_say(tmp_path):
+    """Chunk by chunk or at once, one answer or several, beside one that only reads."""
+    engine = Engine(EngineSettings(model=str(write_fake_model(tmp_path)), block_size=BLOCK_SIZE, num_kv_blocks=60))
+    drafter = Drafter(engine)
+    assert drafter.measure_step_s() > 0
+    texts = [list(range(97, 97 + num)) for num in (1, 2, 11)]
+    blocks = [range(20 * index, 20 * index + 20) for index in range(3)]
+    chunk = DraftWork(Share(texts[2][:7], 0, blocks[2], samples=False), 0)
+    works = [DraftWork(Share(text, 0, held, samples=True), 3) for text, held in zip(texts[:2], blocks, strict=False)]
+    *written, nothing = drafter.write_ahead([*works, chunk])
+    assert nothing == []
+    (rest,) = drafter.write_ahead([DraftWork(Share(texts[2][7:], 7, blocks[2], samples=True), 2)])
+    for text, tokens in zip(texts, [*written, rest], strict=True):
+        for token in tokens:
+            assert token == (sum(each * at for at, each in enumerate(text, 1)) + len(text)) % engine.config.vocab_size
+            text.append(token)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    folder = write_tiny_model(tmp_path_factory.mktemp("tiny"), dtype="bfloat16")
+    engine = Engine(EngineSettings(model=str(folder), block_size=BLOCK_SIZE, num_kv_blocks=400))
+    if not engine.is_history_free:
+        pytest.skip("bits depend on the batch here, so there are no candidates")
+    return engine
+
+
+@pytest.mark.parametrize("draft", ["itself", "another"])
+@pytest.mark.parametrize("num_blocks", [400, 40], ids=["room for all", "some give way"])
+def test_tokens_are_those_without(engine, tmp_path, draft, num_blocks):
+    """Greedy, sampled, penalised and structured."""
+    layers = {} if draft == "itself" else {"num_hidden_layers": 1}
+    folder = write_tiny_model(tmp_path, dtype="bfloat16", **layers)
+    drafter = Drafter(Engine(EngineSettings(model=str(folder), block_size=BLOCK_SIZE, num_kv_blocks=200)))
+    samplings = [SamplingParams(max_tokens=MAX_TOKENS, **fields) for fields in SAMPLINGS.values()]
+    prompts = prompts_of(len(samplings))
+    expected, _ = read(engine, prompts, samplings, num_blocks=400)
+    given, logic = read(engine, prompts, samplings, num_blocks=num_blocks, drafter=drafter)
+    assert given == expected
+    load = inference_pb2.NodeLoad()
+    logic.fill(load)
+    assert bool(load.num_preemptions) == (num_blocks < 400)
+    counts = logic.speculation.counts
+    assert counts.num_proposed > 0
+    assert counts.num_accepted > 0 or draft == "another"

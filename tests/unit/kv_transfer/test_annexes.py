@@ -1,0 +1,164 @@
+"""Both ends of an annex over a real socket, with a toy in the place of attention."""
+
+import socket
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from engine.cache.kv_pool import PagedKVPool
+from kv_transfer.annexes.annex import open_annex
+from kv_transfer.annexes.host import AnnexHost
+from kv_transfer.annexes.wire import HEADER_BYTES, KEY_BYTES, Kind, hear_answer, tell
+from kv_transfer.errors import TransferError
+from serving_core.blocks import BlockAllocator
+from serving_core.layout import KVLayout
+from serving_node.hosting import Hosting
+
+LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=4, block_size=8, dtype="float32")
+KEY = bytes(range(KEY_BYTES))
+TILE = 32  # tokens, four blocks
+SIZES = {"row_bytes": 8, "partial_bytes": 12}
+CPU = torch.device("cpu")
+
+
+class Toy:
+    """Says of each row and tile: the row's number, the layer, and what the tile's first block has for its first key."""
+
+    row_bytes, partial_bytes = SIZES["row_bytes"], SIZES["partial_bytes"]
+
+    def __init__(self, pool):
+        self._pool = pool
+
+    def partials(self, queries, layer, block_ids):
+        rows = np.frombuffer(queries, np.float64).astype(np.float32)
+        firsts = [float(self._pool.keys(layer)[block].flatten()[0]) for block in block_ids[:: TILE // 8]]
+        return np.array([[[row, layer, first] for first in firsts] for row in rows], np.float32)
+
+
+@pytest.fixture
+def hosting():
+    return Hosting(BlockAllocator(16), LAYOUT.block_size, TILE)  # three tiles of its four are for others
+
+
+@pytest.fixture
+def host(hosting):
+    pool = PagedKVPool(LAYOUT, 16, CPU)
+    host = AnnexHost("127.0.0.1", KEY, pool, Toy(pool), hosting.lease, hosting.release, TILE)
+    yield host
+    host.close()
+    assert hosting.num_blocks == 0
+
+
+def _open(host, pool, num_tiles, key=KEY):
+    def read(layer, num):
+        return pool.read(layer, list(range(num * TILE // LAYOUT.block_size)))
+
+    return open_annex(host.address, key, num_tiles, LAYOUT.layers, read, **SIZES)
+
+
+def _filled():
+    pool = PagedKVPool(LAYOUT, 16, CPU)
+    for layer in LAYOUT.layers:
+        for block in range(16):
+            pool.keys(layer)[block] = 100 * layer + block
+    return pool
+
+
+def _wait(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_what_is_put_there_is_asked_for_and_let_go(host, hosting):
+    annex = _open(host, _filled(), 2)
+    assert (annex.num_tiles, hosting.num_blocks) == (2, 8)
+    for layer in LAYOUT.layers:
+        annex.ask(layer, memoryview(np.array([7.0, 8.0])).cast("B"))
+        answer = np.frombuffer(annex.answer(), np.float32).reshape(2, 2, 3).tolist()
+        assert answer == [[[row, layer, 100 * layer], [row, layer, 100 * layer + 4]] for row in (7, 8)]
+    annex.close()
+    _wait(lambda: hosting.num_blocks == 0)
+
+
+def test_there_is_room_for_so_many_tiles_alone(host, hosting):
+    first = _open(host, _filled(), 2)
+    second = _open(host, _filled(), 2)
+    assert (second.num_tiles, hosting.num_blocks) == (1, 12)
+    assert _open(host, _filled(), 1) is None
+    first.close()
+    _wait(lambda: hosting.num_blocks == 4)
+    third = _open(host, _filled(), 1)
+    assert third.num_tiles == 1
+    second.close()
+    third.close()
+
+
+def test_who_has_no_key_gets_nothing(host, hosting):
+    with pytest.raises((TransferError, OSError)):
+        _open(host, _filled(), 1, key=bytes(KEY_BYTES))
+    assert hosting.num_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer", "number", "payload"),
+    [
+        (Kind.ASK, 0, 1, b"8 bytes."),  # before anything was put there
+        (Kind.PUT, 0, 0, b"too short"),
+        (Kind.PUT, 5, 0, b""),  # there is no such layer
+        (Kind.OPENED, 0, 0, b""),
+    ],
+)
+def test_what_is_not_to_come_ends_the_annex(host, hosting, kind, layer, number, payload):
+    name, _, port = host.address.rpartition(":")
+    with socket.create_connection((name, int(port)), 10) as connection:
+        tell(connection, Kind.OPEN, KEY, number=1)
+        assert hear_answer(connection, Kind.OPENED)[0].number == 1
+        tell(connection, kind, payload, layer=layer, number=number)
+        with pytest.raises((TransferError, OSError)):
+            hear_answer(connection, Kind.PUT)
+    _wait(lambda: hosting.num_blocks == 0)
+
+
+def test_damaged_bytes_are_noticed(host, hosting):
+    name, _, port = host.address.rpartition(":")
+    sizes = [each * 4 for each in LAYOUT.plane_bytes(0)]
+    with socket.create_connection((name, int(port)), 10) as connection:
+        tell(connection, Kind.OPEN, KEY, number=1)
+        hear_answer(connection, Kind.OPENED)
+        taken, kept = socket.socketpair()
+        with taken, kept:
+            tell(taken, Kind.PUT, bytes(sum(sizes)), layer=0)
+            message = _all(kept, sum(sizes))
+        message[-1] ^= 1
+        connection.sendall(message)
+        with pytest.raises((TransferError, OSError)):
+            hear_answer(connection, Kind.PUT)
+    _wait(lambda: hosting.num_blocks == 0)
+
+
+def _all(connection, num_bytes):
+    """A message with so many bytes behind its header."""
+    message = bytearray()
+    while len(message) < HEADER_BYTES + num_bytes:
+        message += connection.recv(10**6)
+    return message
+
+
+def _ask(annex):
+    annex.ask(0, memoryview(bytes(8)))
+    annex.answer()
+
+
+def test_a_host_that_ends(hosting):
+    pool = PagedKVPool(LAYOUT, 16, CPU)
+    host = AnnexHost("127.0.0.1", KEY, pool, Toy(pool), hosting.lease, hosting.release, TILE)
+    annex = _open(host, _filled(), 1)
+    host.close()
+    with pytest.raises(ConnectionError):
+        _ask(annex)
+    annex.close()
+    assert hosting.num_blocks == 0

@@ -1,0 +1,219 @@
+"""Requests that are longer than a node's pool, driven by hand: their oldest tiles leave as the pool fills up."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from protos import convert, fleet_pb2
+from serving_core.blocks import BlockAllocator
+from serving_core.costs import StepCosts
+from serving_core.errors import SettingsError
+from serving_core.rates import StepRates
+from serving_core.requests import Request, SampledToken, SamplingParams
+from serving_core.residents import Stage
+from serving_core.shapes import preset
+from serving_core.tls_settings import TlsSettings
+from serving_node.annex_ends import tile_tokens
+from serving_node.annexing import PATIENCE_S, RETRY_S
+from serving_node.decisions import CloseAnnexes, OpenAnnex, Tell
+from serving_node.hosting import Hosting
+from serving_node.link import LinkSettings
+from serving_node.logic import Limits, NodeLogic
+from serving_node.settings import NodeSettings
+from tests.toy_kv import FINGERPRINT, HERE
+from tests.unit.serving_node.logic_kit import LAYOUT, prompt_of
+
+TILE = 8  # tokens, two blocks
+
+
+class LongNode:
+    """One whose pool of eight blocks holds 32 tokens; nothing is computed."""
+
+    def __init__(self):
+        self.allocator, self.now = BlockAllocator(8), 0.0
+        self.logic = NodeLogic(
+            self.allocator,
+            LAYOUT,
+            Limits(16, 8, 100, 30.0, 60.0, tile_tokens=TILE),
+            preset("both", max_num_batched_tokens=16, max_num_seqs=8),
+            block_bytes=1,
+            fingerprint=FINGERPRINT,
+            origin=HERE,
+            is_history_free=True,
+            eos_token_ids=(),
+            rates=StepRates(),
+            costs=StepCosts(),
+        )
+        self.opening, self.closed, self.told = None, [], []
+
+    def long(self, num_tokens, max_tokens):
+        """A request that comes with a host."""
+        return self.ask("long", 1, num_tokens, max_tokens, hosts=[fleet_pb2.AnnexHost(address="host:1", key=bytes(32))])
+
+    def ask(self, name, age, num_tokens, max_tokens, hosts=()):
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request = Request(name, age, prompt_of(num_tokens, age), num_tokens, sampling)
+        wire = convert.job_to_wire(request, age)
+        wire.hosts.extend(hosts)
+        self.do(fleet_pb2.NodeCommand(reserve=fleet_pb2.Reserve(job=wire, local_prefill=True)))
+        return self.logic.residents.find(request)
+
+    def do(self, command):
+        self.logic.handle(command, self.now)
+        self.take()
+
+    def take(self):
+        for decision in self.logic.take_decisions():
+            match decision:
+                case OpenAnnex():
+                    assert self.opening is None
+                    self.opening = decision
+                case CloseAnnexes(annexes=annexes):
+                    self.closed += annexes
+                case Tell(event=event):
+                    self.told += event
+        self.allocator.check_integrity()
+        self.logic.residents.check_integrity()
+
+    def compute(self):
+        works = self.logic.plan(self.now)
+        self.take()
+        for work in works:
+            held = len(work.block_ids) * LAYOUT.block_size
+            assert held >= work.start + work.num_tokens
+        self.now += 0.1
+        self.logic.step_done(works, [SampledToken(1) for work in works if work.samples], 0.1, self.now)
+        self.take()
+        return sum(work.num_tokens for work in works)
+
+    def put(self, num_tiles):
+        decision, self.opening = self.opening, None
+        annex = SimpleNamespace(num_tiles=num_tiles) if num_tiles else None
+        self.logic.opened(decision.resident, annex, self.now)
+        self.take()
+        return len(decision.block_ids) * LAYOUT.block_size // TILE
+
+    def tick(self, now):
+        self.now = now
+        self.logic.tick(now)
+        self.take()
+
+    def run(self, most=500):
+        """Every annex holds what it is asked to."""
+        for _ in range(most):
+            if self.opening is not None:
+                self.put(1)
+            if not self.compute() and self.opening is None:
+                return
+        raise AssertionError("it goes on without end")
+
+
+def test_a_long_answer_leaves_its_oldest_tiles_and_ends():
+    node = LongNode()
+    resident = node.long(20, max_tokens=80)
+    node.run()
+    assert len(resident.request.token_ids) == 100
+    assert len(node.closed) >= (100 - 32) // TILE
+    assert "step_tokens" in node.told
+    assert node.allocator.num_free == 8
+    assert node.logic.is_idle
+
+
+def test_a_long_prompt_is_read_in_what_fits():
+    node = LongNode()
+    resident = node.long(90, max_tokens=2)
+    node.run()
+    assert resident.request.num_output_tokens == 2
+    assert node.allocator.num_free == 8
+
+
+def test_it_holds_still_while_tiles_leave_and_others_go_on():
+    node = LongNode()
+    long = node.long(20, max_tokens=50)
+    short = node.ask("short", 2, 2, max_tokens=20)
+    while node.opening is None:
+        node.compute()
+    assert long.is_annexing
+    num_long, num_short = len(long.request.token_ids), len(short.request.token_ids)
+    assert node.compute() == 1
+    assert [len(each.request.token_ids) for each in (long, short)] == [num_long, num_short + 1]
+    assert node.put(2) >= 2
+    assert long.num_annexed_blocks == 4
+    assert node.compute() == 2
+
+
+def test_nothing_is_freed_before_the_tiles_have_arrived_even_when_it_ends():
+    node = LongNode()
+    long = node.long(28, max_tokens=50)
+    while node.opening is None:
+        node.compute()
+    node.do(fleet_pb2.NodeCommand(cancel=fleet_pb2.Cancel(attempt=convert.attempt_of(long.request))))
+    assert node.allocator.num_free == 0
+    assert "cancelled" not in node.told
+    node.put(1)
+    assert "cancelled" in node.told
+    assert len(node.closed) == 1
+    assert node.allocator.num_free == 8
+
+
+def test_hosts_without_room_are_asked_again_and_then_it_fails():
+    node = LongNode()
+    node.long(28, max_tokens=50)
+    while node.opening is None:
+        node.compute()
+    num_asked = 0
+    while "failed" not in node.told:
+        if node.opening is None:
+            node.tick(node.now + RETRY_S)
+        assert node.opening is not None
+        node.put(0)
+        num_asked += 1
+        assert num_asked < 100
+    assert node.now > PATIENCE_S
+    assert node.logic.is_idle
+    assert node.allocator.num_free == 8
+
+
+def test_a_lost_annex_fails_the_attempt_and_its_token_is_not_told():
+    node = LongNode()
+    long = node.long(28, max_tokens=50)
+    while not long.num_annexed_blocks:
+        if node.opening is not None:
+            node.put(1)
+        node.compute()
+    assert long.stage is Stage.WRITING
+    num_tokens, node.told = len(long.request.token_ids), []
+    long.request.annex_error = "it is gone"
+    node.compute()
+    assert node.told == ["failed"]
+    assert len(long.request.token_ids) == num_tokens
+    assert len(node.closed) == 1
+    assert node.allocator.num_free == 8
+
+
+@pytest.mark.parametrize(("most", "given"), [(1, 1), (3, 3), (9, 3)])
+def test_a_host_keeps_a_quarter_of_its_pool(most, given):
+    allocator = BlockAllocator(8)
+    hosting = Hosting(allocator, LAYOUT.block_size, TILE)
+    assert len(hosting.lease(1, most)) == 2 * given
+    assert hosting.num_blocks == 2 * given
+    assert len(hosting.lease(2, 9)) == 2 * (3 - given)
+    hosting.release(1)
+    hosting.release(2)
+    hosting.release(3)  # which never got any
+    allocator.check_integrity()
+    assert allocator.num_free == 8
+
+
+@pytest.mark.parametrize(
+    ("can", "fields", "why"),
+    [
+        (False, {}, "compiled kernels"),
+        (True, {"kv_bind": "tcp://192.0.2.1:1", "link": LinkSettings(tls=TlsSettings(tls_ca="ca.pem"))}, "in the open"),
+    ],
+)
+def test_a_node_that_cannot_says_so(can, fields, why):
+    engine = SimpleNamespace(takes_annexes=can)
+    assert tile_tokens(NodeSettings(**fields), engine) == 0
+    with pytest.raises(SettingsError, match=why):
+        tile_tokens(NodeSettings(**fields, kv_annexes=True), engine)
