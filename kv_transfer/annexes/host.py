@@ -5,6 +5,7 @@ import hmac
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 MAX_ANNEXES: Final = 64  # at a time; more are refused
 IDLE_S: Final = 600.0  # after which an annex that nobody asks for anything is given up
 MESSAGE_S: Final = 10.0
+ACCEPT_PAUSE_S: Final = 0.1  # after a connection that could not be accepted, for want of descriptors say
 MAX_ROWS: Final = 1 << 16  # of queries in one message
 MAX_ANSWER_BYTES: Final = 2**30
 
@@ -91,8 +93,12 @@ class AnnexHost:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if self._is_closed:
+                    return
+                logger.warning("a connection for an annex was not accepted: %s", error)
+                time.sleep(ACCEPT_PAUSE_S)
+                continue
             with self._lock:
                 if self._is_closed or len(self._connections) >= MAX_ANNEXES:
                     connection.close()

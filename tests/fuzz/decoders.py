@@ -3,6 +3,7 @@ cannot read it refuses with an error that it documents; anything else that it ra
 
 import contextlib
 import json
+import socket
 import tempfile
 import zlib
 from collections.abc import Callable
@@ -40,6 +41,7 @@ from coordinator.text.answer_format import READERS, AnswerFormat
 from coordinator.text.rendering import Renderer
 from coordinator.text.tokenizer import read_tokenizer
 from kv_transfer import wire
+from kv_transfer.annexes.wire import MAX_BYTES, hear, hear_payload
 from kv_transfer.errors import TransferError
 from kv_transfer.shared_memory import notes
 from kv_transfer.ticket import Ticket
@@ -126,6 +128,18 @@ def shared_memory_note(data: bytes) -> None:
 @refuses(TransferError)
 def transfer_header(data: bytes) -> None:
     wire.decode(data)
+
+
+@refuses(TransferError)
+def annex_messages(data: bytes) -> None:
+    """By lengths that the header announces, as far as the receiver would have them."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(data)
+        theirs.shutdown(socket.SHUT_WR)
+        while (header := hear(ours)) is not None:
+            assert header.num_bytes <= MAX_BYTES
+            hear_payload(ours, header, min(header.num_bytes, len(data)))
 
 
 @refuses(TransferError)
