@@ -143,8 +143,8 @@ class NodeLogic:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is here."""
-        return not len(self._residents)
+        """Whether no request is here, nor a part of one."""
+        return not len(self._residents) and not self.hosting.num_blocks
 
     @property
     def wake_at_s(self) -> float | None:

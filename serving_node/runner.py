@@ -150,7 +150,7 @@ class NodeRunner:
         self._tp_size: Final = self._transfers.num_ranks // self._pp_size
         self._annexes: AnnexEnds | None = None
         if self._limits.tile_tokens:
-            self._annexes = AnnexEnds(settings, engine, self._logic.host, self._hosted, self._opened)
+            self._annexes = AnnexEnds(settings, engine, self._host, self._hosted, self._opened)
         self._compiling = Compiling(engine.guide, self._pass_on, self._refuse)
         self._looks_ahead: Final = engine.builds_ahead and not len(followers)
         self._works: list[Work] = []  # of the running step; none between two
@@ -356,8 +356,10 @@ class NodeRunner:
             logger.exception("the step ahead was not built, and is planned anew", extra=_naming(works))
             return
 
+        parts = step.parts  # and not the step, which would never be free again
+
         def follows(tokens: list[SampledToken]) -> bool:
-            return not self._work.is_set() and not self._logic.ends_any(step.parts, tokens)
+            return not self._work.is_set() and not self._logic.ends_any(parts, tokens)
 
         compute = partial(self._engine.step_behind, works, built)
         step.ahead = Ahead(works, asyncio.get_running_loop().create_future(), follows=follows, compute=compute)
@@ -375,10 +377,11 @@ class NodeRunner:
             self.clock.lap(HAND_OVER)
         self._logic.step_done(works, tokens, step_s, time.monotonic(), goes_on=goes_on)
         if goes_on:
-            assert step.ahead is not None
-            step.ahead.take_in()
+            ahead, step.ahead = step.ahead, None
+            assert ahead is not None
+            ahead.take_in()
             self._carry_out(wakes=False)
-            return step.ahead
+            return ahead
         self.clock.lap(AFTER)
         self._carry_out(wakes=False)
         self.clock.lap(SEND)
@@ -427,6 +430,12 @@ class NodeRunner:
     def _opened(self, resident: Resident, annex: Annex | None) -> None:
         self._logic.opened(resident, annex, time.monotonic())
         self._carry_out()
+
+    def _host(self, number: int, most_tiles: int) -> list[int]:
+        """The copies of what had these blocks are made before another node writes to them."""
+        block_ids = self._logic.host(number, most_tiles)
+        self._carry_out()
+        return block_ids
 
     def _hosted(self, number: int) -> None:
         self._logic.hosted(number)

@@ -33,8 +33,9 @@ def check_target(node: Node, nodes: Collection[Node], *, embeds: bool = False) -
 
 
 def num_left(node: Node, requests: Iterable[TrackedRequest], releases: Releases) -> int:
-    """Answers that the node still has a part in."""
-    return sum(_has_part(node, request) for request in requests) + releases.count(node)
+    """Answers that the node still has a part in; of those whose blocks it holds for other nodes, one stands for all."""
+    is_host = node.load.num_blocks_hosted > 0
+    return sum(_has_part(node, request) for request in requests) + releases.count(node) + is_host
 
 
 def prompts(requests: Iterable[TrackedRequest], nodes: Collection[Node]) -> Iterator[TrackedRequest]:

@@ -172,23 +172,25 @@ class Registry:
         return node
 
     def heartbeat(self, node: Node, heartbeat: fleet_pb2.Heartbeat, now: float) -> None:
+        before = node.is_ready, node.shape
         node.last_seen_s = now
         node.step_age_s = heartbeat.step_age_s
         node.load, node.has_told = heartbeat.load, True
         node.step_weights = _weights(heartbeat.load)
         node.is_stopping = heartbeat.load.state != READY
         if heartbeat.load.HasField("shape"):
-            before, node.shape = node.shape, shape_from_wire(heartbeat.load.shape)
-            if node.shape != before:
-                self._reckon_reaches()
+            node.shape = shape_from_wire(heartbeat.load.shape)
         if node.shape == node.asked:
             node.asked = None
         _complete(node)
+        if (node.is_ready, node.shape) != before:
+            self._reckon_reaches()
 
     def drain(self, node: Node, *, is_drained: bool = True) -> None:
         """The node is to be given nothing more, as long as it is attached; or is given work again, unless it stops."""
         node.is_drained = is_drained
         _complete(node)
+        self._reckon_reaches()
 
     def cache_changed(self, node: Node, event: fleet_pb2.CacheChanged) -> int:
         """Notes which blocks the node holds: first those removed, then those stored.
@@ -232,7 +234,7 @@ class Registry:
 
         def is_host(other: Node) -> bool:
             is_alike = other.traits == node.traits and other.block_size == node.block_size
-            return other is not node and is_alike and other.hello.HasField("annexes")
+            return other is not node and other.is_ready and is_alike and other.hello.HasField("annexes")
 
         return sorted(filter(is_host, self.nodes), key=lambda host: (-host.load.num_blocks_free, host.name))
 

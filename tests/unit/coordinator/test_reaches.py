@@ -3,12 +3,14 @@
 import pytest
 
 from coordinator.control.capacity import capacity
+from coordinator.control.drains import num_left
 from coordinator.control.handover import HandoverCosts
 from coordinator.control.ledger import Ledger
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.placement.policy import Wanted
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
+from coordinator.control.releases import Releases
 from coordinator.control.router import roomiest
 from protos import fleet_pb2
 from protos.convert import shape_to_wire
@@ -53,6 +55,25 @@ def test_a_node_reaches_as_far_as_those_that_would_hold_blocks_for_it(registry):
     writes = shape_to_wire(preset(DECODE, **limits))
     registry.heartbeat(first, events.heartbeat(shape=writes).heartbeat, 1.0)  # it reads no more
     assert (first.reach_tokens, second.reach_tokens) == (POOL, POOL + 112)
+
+
+def test_a_node_that_drains_is_given_no_blocks_of_others(registry):
+    first, second = admit(registry, "a"), admit(registry, "b")
+    registry.drain(second)
+    assert registry.hosts_of(first) == []
+    assert first.reach_tokens == POOL
+    registry.drain(second, is_drained=False)
+    assert registry.hosts_of(first) == [second]
+    assert first.reach_tokens == POOL + 112
+    registry.heartbeat(second, events.heartbeat(state="draining").heartbeat, 1.0)
+    assert first.reach_tokens == POOL
+
+
+def test_a_drain_waits_for_what_a_node_holds_for_others(registry):
+    node = admit(registry, "a")
+    assert num_left(node, [], Releases()) == 0
+    registry.heartbeat(node, events.heartbeat(num_blocks_hosted=16).heartbeat, 1.0)
+    assert num_left(node, [], Releases()) == 1
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
+from engine.cache.tier_store import TierStore
 from engine.engine import Engine
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
@@ -16,6 +17,7 @@ from serving_core.requests import Request, SamplingParams
 from serving_core.settings import EngineSettings
 from serving_node.ranks.leading import Followers
 from serving_node.runner import NodeRunner
+from serving_node.second_tier import TierPlan
 from serving_node.settings import NodeSettings
 from tests.tiny_models import VOCAB_SIZE, write_fake_model
 
@@ -77,10 +79,11 @@ class RecordedRates(StepRates):
 class Harness:
     """The node, and everything it has told its coordinator."""
 
-    def __init__(self, engine_settings, name, network, followers, settings, start_tokens_per_s):
+    def __init__(self, engine_settings, name, network, followers, settings, start_tokens_per_s, num_tier_blocks):
         self.name = name
         self.network = network
         self.engine = GatedEngine(Engine(engine_settings))
+        self.tier = TierStore(self.engine.pool, num_tier_blocks, 0) if num_tier_blocks else None
         tp_size = 1 + len(followers)
         self.sender = KVSender(network.dialer(), self.engine.pool, tp_size=tp_size, deadline_s=DEADLINE_S)
         self.receiver = KVReceiver(network.listener(name), self.engine.pool, tp_size=tp_size)
@@ -97,6 +100,8 @@ class Harness:
             followers,
             self,
             self.rates,
+            self.tier,
+            TierPlan(num_host=num_tier_blocks, reads_always=True),
         )
 
     def send(self, **event):
@@ -214,6 +219,7 @@ async def running(
     token_s=0.0,
     start_tokens_per_s=0.0,
     engine=None,
+    num_tier_blocks=0,
     **settings,
 ):
     """One node, of the fake model unless the settings of another engine are given. In the end nothing is held any
@@ -221,7 +227,8 @@ async def running(
     sizes = {"block_size": BLOCK_SIZE, "num_kv_blocks": num_blocks, "enable_prefix_caching": caching}
     engine = {"model": str(write_fake_model(tmp_path / "fake", token_s=token_s))} if engine is None else engine
     network, followers = network or LoopbackNetwork(), followers or Followers(0)
-    harness = Harness(EngineSettings(**sizes, **engine), name, network, followers, settings, start_tokens_per_s)
+    settings_of_engine = EngineSettings(**sizes, **engine)
+    harness = Harness(settings_of_engine, name, network, followers, settings, start_tokens_per_s, num_tier_blocks)
     harness.engine.is_open = not gated
     task = asyncio.create_task(harness.node.run())
     try:
@@ -236,6 +243,8 @@ async def running(
         await asyncio.gather(task, return_exceptions=True)
         await harness.sender.close()
         await harness.receiver.close()
+        if harness.tier is not None:
+            harness.tier.close()
 
 
 @asynccontextmanager

@@ -1,8 +1,12 @@
 """Steps that follow each other without the event loop in a whole node, while requests come and go."""
 
+import gc
+import weakref
+
 import pytest
 
 from coordinator.text.constraints import to_grammar
+from engine.stepper import Ahead
 from protos import fleet_pb2
 from tests.tiny_models import write_tiny_model
 from tests.unit.serving_node.runner_kit import job, make_request, running
@@ -102,3 +106,24 @@ async def test_a_step_that_fails_behind_another_fails_its_answers_alone(tmp_path
         node.local("b", range(5), max_tokens=3)
         await node.idle()
         assert [kind for kind, _ in node.of("b")] == ["first_token", "step_tokens", "step_tokens"]
+
+
+async def test_steps_that_are_over_hold_no_memory(tmp_path, monkeypatch):
+    """Without the collector, which does not see how much tensors hold."""
+    steps = weakref.WeakSet()
+    monkeypatch.setattr("serving_node.runner.Ahead", lambda *args, **more: _noted(steps, Ahead(*args, **more)))
+    async with running(tmp_path, max_num_seqs=4, max_num_batched_tokens=64) as node:
+        gc.collect()
+        gc.disable()
+        try:
+            node.local("a", range(5), max_tokens=150)
+            await node.until(lambda: node.engine.num_behind > 100)
+            assert len(steps) < 10
+            await node.idle()
+        finally:
+            gc.enable()
+
+
+def _noted(steps, step):
+    steps.add(step)
+    return step
