@@ -5,6 +5,7 @@ import sys
 from contextlib import contextmanager
 from unittest.mock import patch
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,8 +58,8 @@ class SimulatedDevice(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.computing = self.current = Stream()
-        self.num_copies = 0  # by other streams than the computing one
         self.num_computed, self.most_computed = 0, sys.maxsize
+        self.num_copied, self.most_copied = 0, sys.maxsize
 
     def current_stream(self, device):
         return self.current
@@ -77,11 +78,11 @@ class SimulatedDevice(TorchDispatchMode):
         target, source, computes = args[0], args[1].detach(), self.current is self.computing
 
         def copy():
-            if computes and self.num_computed == self.most_computed:
+            if self.num_computed == self.most_computed if computes else self.num_copied == self.most_copied:
                 return False
             target.copy_(source)
             self.num_computed += computes
-            self.num_copies += not computes
+            self.num_copied += not computes
             return True
 
         self.current.queue.append(copy)
@@ -125,14 +126,31 @@ def test_in_any_order_that_events_allow_each_layer_computes_with_its_own_weights
     assert offloaded.num_read_bytes % offloaded.layer_bytes[0] == 0
 
 
-def test_the_next_layer_is_copied_while_one_computes():
+@pytest.fixture
+def two_steps():
+    """Of five layers, which were asked for: the device, and what goes as far as may be."""
     device = SimulatedDevice()
     modules, offloaded = layers_on(device, 5)
-    outputs = torch.full((10, 3), -1.0)
     with device:
-        for place, row in enumerate(outputs):
-            modules[place % 5](row)
-    for device.most_computed in range(11):
+        for number in (*range(5), *range(5)):
+            modules[number](torch.zeros(3))
+
+    def advance():
         while device.computing.advance() or offloaded._copying.advance():
             pass
-        assert (device.num_computed, device.num_copies) == (device.most_computed, device.most_computed + ROOM)
+
+    return device, advance
+
+
+def test_the_next_layer_is_copied_while_one_computes(two_steps):
+    device, advance = two_steps
+    for device.most_computed in range(11):
+        advance()
+        assert (device.num_computed, device.num_copied) == (device.most_computed, device.most_computed + ROOM)
+
+
+def test_a_layer_waits_for_its_own_copy_alone(two_steps):
+    device, advance = two_steps
+    for device.most_copied in range(11):
+        advance()
+        assert (device.num_copied, device.num_computed) == (device.most_copied, device.most_copied)
