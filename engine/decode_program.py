@@ -42,7 +42,7 @@ def choose_program(
     """The fastest one for these; None where module after module is all there is. `exact`: its logits must be the
     model's to the bit. Requests own the first num_blocks blocks of the pool, the others are scratch. To be called
     before the pool holds anything."""
-    if not isinstance(model, LlamaDecoder) or model.on_disk is not None:  # modules wait for their weights
+    if not isinstance(model, LlamaDecoder) or model.offloaded is not None:  # modules wait for their weights
         return None
     if isinstance(attention, NativeAttention):
         return NativeDecode(model, attention) if is_recordable(model, attention) else None

@@ -25,7 +25,7 @@ from engine.model.llama import LlamaDecoder
 from engine.model.lora_weights import load_adapters
 from engine.model.weights import load_weights
 from engine.native.steps import choose_steps
-from engine.offload.placement import Placement
+from engine.offload.placement import Placement, choose_store
 from engine.origin import engine_traits
 from engine.parallel import LEADER, RankGroup, alone, choose_device
 from engine.pipeline import Pipeline
@@ -144,7 +144,7 @@ class Engine:
             "tp_size": str(tp_size),
             "pp_size": str(pp_size),
             "sequence_parallel_min_tokens": str(settings.sequence_parallel_min_tokens if tp_size > 1 else 0),
-            "layers_on_disk": str(self._num_on_disk()),
+            "layers_offloaded": str(self._num_offloaded()),
             "batch_invariant": "yes" if settings.batch_invariant else "no",
             "model_impl": f"transformers {version('transformers')}" if self.config.is_foreign else NATIVE,
         }
@@ -303,9 +303,9 @@ class Engine:
             check_model(self.model, attention, self.group, self.config, self.max_model_len)
         return attention
 
-    def _num_on_disk(self) -> int:
-        on_disk = self.model.on_disk if isinstance(self.model, LlamaDecoder) else None
-        return 0 if on_disk is None else len(on_disk.layer_bytes)
+    def _num_offloaded(self) -> int:
+        offloaded = self.model.offloaded if isinstance(self.model, LlamaDecoder) else None
+        return 0 if offloaded is None else len(offloaded.layer_bytes)
 
     def _is_by_kernels(self) -> bool:
         """Whether compiled kernels, whose bits have no history, compute all of it that adds anything up."""
@@ -430,10 +430,9 @@ def _build_model(
         decoder = LlamaDecoder(config, device, shard, of_stage, pipeline, settings.sequence_parallel_min_tokens)
     placement = None
     if settings.weights_memory_bytes:
-        if device.type != "cpu":
-            raise SettingsError(f"--weights-memory-bytes: only CPUs read weights from disk, and this is {device.type}")
-        placement = Placement(decoder.own_layers, settings.weights_memory_bytes, settings.weights_disk_path)
+        store = choose_store(settings, device)
+        placement = Placement(decoder.own_layers, settings.weights_memory_bytes, store)
     what = (settings.quantization, config.stored_quantization, placement)
     num_bytes = load_weights(decoder, folder, dtype, device, *what, is_text_part=config.is_text_part)
-    decoder.on_disk = placement.finish() if placement else None
+    decoder.offloaded = placement.finish() if placement else None
     return decoder, num_bytes

@@ -14,7 +14,7 @@ NOTHING_TO_KERNELS: Final = (  # of what an engine says of itself
     "program",
     "pp_size",
     "sequence_parallel_min_tokens",
-    "layers_on_disk",
+    "layers_offloaded",
 )
 
 

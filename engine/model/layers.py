@@ -63,6 +63,11 @@ class Layer(nn.Module):
         return True
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it computes with, but for what is packed for a CPU; to be asked after `pack`."""
+        return list(self.parameters(recurse=False))
+
+    @property
     def num_bytes(self) -> int:
         """Memory that the filled layer takes."""
         return sum(parameter.nbytes for parameter in self.parameters(recurse=False))
@@ -342,6 +347,10 @@ class Linear(Layer):
     @property
     def is_invariant(self) -> bool:
         return self._tiled is not None or _is_native(self._matrix)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return super().tensors + (self._matrix.tensors if isinstance(self._matrix, QuantizedMatrix) else [])
 
     @property
     def num_bytes(self) -> int:

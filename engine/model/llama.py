@@ -260,8 +260,8 @@ class LlamaDecoder(nn.Module):
         gain = 1.0 if self.embeds else differences.logit_scale
         self.norm = _norm(config, gain) if shard.is_last else None
         self.adapters = Adapters()
-        self.on_disk: OffloadedLayers | None = None
-        """The layers whose weights are read as they compute; None: all are in memory."""
+        self.offloaded: OffloadedLayers | None = None
+        """The layers whose weights are read as they compute; None: all are where they compute."""
 
     def make_invariant(self, dtype: torch.dtype, device: torch.device) -> None:
         """To be called once filled: from then on the bits of a row depend on no other, if its attention's do not

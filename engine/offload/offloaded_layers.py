@@ -1,104 +1,48 @@
-"""Layers whose weights are on disk: read by a thread while the layers before them compute, and let go behind them."""
+"""What is known of layers whose weights are elsewhere, wherever that is, and of those that put them there."""
 
-import logging
-import threading
-import time
-import weakref
 from collections.abc import Mapping
-from typing import Final
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 from torch import nn
 
-from engine.offload.layer_file import PIECE_BYTES, LayerFile, LayerMemory
-from engine.offload.residence import Residence
-
-logger = logging.getLogger(__name__)
-
-READ_TIMEOUT_S: Final = 60.0  # for one layer
+from engine.model.layers import Layer
 
 
-class OffloadedLayers:
-    """Reads ahead for one model, whose layers say when they begin and end. Made of layers that were written to the file
-    and are not in memory."""
+class OffloadedLayers(Protocol):
+    """Reads ahead for one model, whose layers say when they begin and end."""
 
-    def __init__(self, file: LayerFile, layers: Mapping[int, tuple[nn.Module, LayerMemory, int]]) -> None:
-        """Each with its memory and its place in the file."""
-        self.layer_bytes: Final = {number: memory.num_bytes for number, (_, memory, _) in layers.items()}
-        self.num_read_bytes = 0
-        self.read_s = 0.0
-        self._file = file
-        self._places = {number: (memory, start) for number, (_, memory, start) in layers.items()}
-        self._residence = Residence(list(layers))
-        self._loaded: set[int] = set()
-        self._changed = threading.Condition()
-        self._error: Exception | None = None
-        self._is_closed = False
-        for number, (module, _, _) in layers.items():
-            module.register_forward_pre_hook(lambda *_, number=number: self._begin(number))
-            module.register_forward_hook(lambda *_, number=number: self._end(number))
-            weakref.finalize(module, self.close)
-        threading.Thread(target=self._read_ahead, name="weights", daemon=True).start()
+    @property
+    def where(self) -> str:
+        """In words: on disk, or in host memory."""
+
+    @property
+    def layer_bytes(self) -> Mapping[int, int]:
+        """Of each of these layers, by its number."""
+
+    @property
+    def num_read_bytes(self) -> int:
+        """So far."""
 
     def read_alone(self) -> tuple[int, float]:
-        """Reads all of them once, for nothing; to be called between steps. Gives bytes and seconds. Raises OSError."""
-        scratch = LayerMemory()
-        scratch.empty(PIECE_BYTES)
-        num_pieces = sum(self.layer_bytes.values()) // PIECE_BYTES
-        began_s = time.perf_counter()
-        for piece in range(num_pieces):
-            self._file.read(scratch, piece * PIECE_BYTES)
-        return num_pieces * PIECE_BYTES, time.perf_counter() - began_s
+        """Reads all of them once, for nothing; to be called between steps. Gives bytes and seconds."""
 
-    def close(self) -> None:
-        """Ends the thread, soon. No layer is to compute any more."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
 
-    def _begin(self, layer: int) -> None:
-        """Waits until it is there. Raises RuntimeError when it cannot be read."""
-        with self._changed:
-            self._residence.begin(layer)
-            self._changed.notify_all()
-            is_there = self._changed.wait_for(lambda: layer in self._loaded or self._error, READ_TIMEOUT_S)
-        if self._error is not None:
-            raise RuntimeError(f"weights cannot be read from {self._file.folder}: {self._error}") from self._error
-        if not is_there:
-            raise RuntimeError(f"weights were not read from {self._file.folder} within {READ_TIMEOUT_S:g} s")
+class LayerStore(Protocol):
+    """Takes layers one at a time, as they are loaded."""
 
-    def _end(self, layer: int) -> None:
-        with self._changed:
-            self._residence.end(layer)
-            self._changed.notify_all()
+    def begin(self) -> None:
+        """Another layer comes."""
 
-    def _read_ahead(self) -> None:
-        try:
-            while (layer := self._next()) is not None:
-                memory, start = self._places[layer]
-                began_s = time.perf_counter()
-                self._file.read(memory, start)
-                with self._changed:
-                    self.read_s += time.perf_counter() - began_s
-                    self.num_read_bytes += self.layer_bytes[layer]
-                    self._loaded.add(layer)
-                    self._changed.notify_all()
-        except Exception as error:  # for the thread that computes
-            logger.debug("reading weights failed", exc_info=True)
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
-        finally:
-            self._file.close()
+    def holding(self, module: Layer) -> AbstractContextManager[None]:
+        """Where a module of the layer is to be filled and packed."""
 
-    def _next(self) -> int | None:
-        """Lets layers go that are not wanted, and waits for one that is; None: it is over."""
-        with self._changed:
-            while not self._is_closed:
-                to_let_go, to_read = self._residence.next_move(self._loaded)
-                for layer in to_let_go:
-                    self._places[layer][0].let_go()
-                    self._loaded.discard(layer)
-                if to_read is not None:
-                    return to_read
-                self._changed.wait()
-        return None
+    @property
+    def held_bytes(self) -> int:
+        """Of the layer that came last, what can be elsewhere."""
+
+    def offload(self, number: int, layer: nn.Module) -> None:
+        """Puts that layer elsewhere. Raises SettingsError when there is no room for it."""
+
+    def finish(self) -> OffloadedLayers | None:
+        """To be called when all layers have come. None: none was put elsewhere."""

@@ -1,79 +1,88 @@
-"""Where each layer's weights go while a model is loaded: into memory, or through it onto disk."""
+"""Where each layer's weights go while a model is loaded: where they compute, or elsewhere."""
 
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+import torch
 from torch import nn
 
 from engine.model.layers import Layer
-from engine.native.huge_memory import weights_in
-from engine.offload.layer_file import LayerFile, LayerMemory
-from engine.offload.offloaded_layers import OffloadedLayers
-from engine.offload.residence import ROOM, layers_on_disk
+from engine.offload.layers_on_disk import DiskStore
+from engine.offload.layers_on_host import HostStore
+from engine.offload.offloaded_layers import LayerStore, OffloadedLayers
+from engine.offload.residence import ROOM, layers_elsewhere
+from serving_core.errors import SettingsError
+from serving_core.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
+
+
+def choose_store(settings: EngineSettings, device: torch.device) -> LayerStore:
+    """Disk beside a CPU, host memory beside other devices. Raises SettingsError for what these cannot."""
+    if device.type == "cpu":
+        return DiskStore(settings.weights_disk_path)
+    if settings.weights_disk_path:
+        raise SettingsError(f"--weights-disk-path: beside {device.type} layers are in host memory, and not on disk")
+    if settings.batch_invariant:
+        said = "--batch-invariant tries products out at the start, and not all are on the device then"
+        raise SettingsError(f"--weights-memory-bytes: {said}")
+    return HostStore(device)
 
 
 class Placement:
     """To be told of every module of a model as it is loaded, in the model's order: what is before the layers, the
     layers, what is behind them. The sizes of layers are judged by that of the first one, once it is there."""
 
-    def __init__(self, layers: Sequence[nn.Module], memory_bytes: int, folder: str) -> None:
-        """Raises SettingsError when the folder cannot be written."""
+    def __init__(self, layers: Sequence[nn.Module], memory_bytes: int, store: LayerStore) -> None:
         self._layers = layers
         self._number_of = {id(part): number for number, layer in enumerate(layers) for part in layer.modules()}
         self._num_elements = [sum(each.numel() for each in layer.parameters()) for layer in layers]
         self._memory_bytes: Final = memory_bytes
         self._other_bytes = self._first_bytes = 0  # of what is in no layer, and of the first one
-        self._file = LayerFile(folder)
-        self._on_disk: list[int] | None = None  # not known yet
-        self._memory = LayerMemory()
+        self._store = store
+        self._elsewhere: list[int] | None = None  # not known yet
         self._current: int | None = None
-        self._written: dict[int, tuple[nn.Module, LayerMemory, int]] = {}
 
     @contextlib.contextmanager
     def of(self, module: Layer) -> Iterator[None]:
-        """Where the module is to be filled and packed. Raises SettingsError when memory or disk are too small."""
+        """Where the module is to be filled and packed. Raises SettingsError when there is too little memory here or
+        room elsewhere."""
         number = self._number_of.get(id(module))
         if number != self._current:
             self._finish_layer()
-            self._current, self._memory = number, LayerMemory()
-        if number is None or (self._on_disk is not None and number not in self._on_disk):
+            self._current = number
+            self._store.begin()
+        if number is None or (self._elsewhere is not None and number not in self._elsewhere):
             yield
         else:
-            with weights_in(self._memory):
+            with self._store.holding(module):
                 yield
-            for parameter in module.parameters(recurse=False):
-                parameter.data = self._memory.moved(parameter.data)
         if number is None:
             self._other_bytes += module.num_bytes
-        elif self._on_disk is None:
+        elif self._elsewhere is None:
             self._first_bytes += module.num_bytes
 
     def finish(self) -> OffloadedLayers | None:
-        """To be called when all is loaded. None: all of it is in memory."""
+        """To be called when all is loaded. None: all of it is where it computes."""
         self._finish_layer()
-        if not self._written:
-            self._file.close()
-            return None
-        on_disk = OffloadedLayers(self._file, self._written)
-        num_bytes = sum(on_disk.layer_bytes.values())
-        where = f"{num_bytes} bytes, are on disk in {self._file.folder}, and {ROOM} in memory at a time"
-        logger.info("%d of %d layers, %s", len(self._written), len(self._layers), where)
-        return on_disk
+        offloaded = self._store.finish()
+        if offloaded is not None:
+            what = f"{len(offloaded.layer_bytes)} of {len(self._layers)} layers, {sum(offloaded.layer_bytes.values())}"
+            how = f"{ROOM} are read at a time, and no decode step is computed as one program or graph"
+            logger.info("%s bytes, are %s: %s", what, offloaded.where, how)
+        return offloaded
 
     def _finish_layer(self) -> None:
-        number, memory = self._current, self._memory
-        self._current = None
+        number, self._current = self._current, None
         if number is None:
             return
-        if self._on_disk is None:
-            element_bytes = memory.num_bytes / self._num_elements[number]
+        if self._elsewhere is None:
+            held_bytes = self._store.held_bytes
+            element_bytes = held_bytes / self._num_elements[number]
             sizes = [round(element_bytes * each) for each in self._num_elements]
-            stays_bytes = max(0, self._first_bytes - memory.num_bytes) * len(self._layers)  # scales, of quantized ones
-            self._on_disk = layers_on_disk(sizes, self._other_bytes + stays_bytes, self._memory_bytes)
-        if number in self._on_disk:
-            self._written[number] = self._layers[number], memory, self._file.append(memory)
-            memory.let_go()
+            stays_bytes = max(0, self._first_bytes - held_bytes) * len(self._layers)  # scales, of quantized ones
+            self._elsewhere = layers_elsewhere(sizes, self._other_bytes + stays_bytes, self._memory_bytes)
+        if number in self._elsewhere:
+            self._store.offload(number, self._layers[number])

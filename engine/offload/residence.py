@@ -9,7 +9,7 @@ from serving_core.errors import SettingsError
 ROOM: Final = 2  # layers: the one that computes, and the one that is read meanwhile
 
 
-def layers_on_disk(layer_bytes: Sequence[int], other_bytes: int, memory_bytes: int) -> list[int]:
+def layers_elsewhere(layer_bytes: Sequence[int], other_bytes: int, memory_bytes: int) -> list[int]:
     """The layers, by number, that do not stay in memory, so that what is there at any time fits: `other_bytes`, the
     layers that stay, and ROOM others. They are spread evenly, as reading one takes longer than computing one.
 
@@ -26,7 +26,7 @@ def layers_on_disk(layer_bytes: Sequence[int], other_bytes: int, memory_bytes: i
 
 
 class Residence:
-    """Of the layers that are kept on disk, those that are wanted in memory now: at most ROOM, the first one first.
+    """Of the layers that are kept elsewhere, those that are wanted in memory now: at most ROOM, the first one first.
 
     Steps go through them in order and begin again, but may begin anywhere.
     """

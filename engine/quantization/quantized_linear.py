@@ -64,9 +64,14 @@ class QuantizedMatrix:
         return self._address
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it computes with."""
+        parts = (self._weights, self._scales, self._zeros, self._bias, self.columns)
+        return [tensor for tensor in parts if tensor is not None]
+
+    @property
     def num_bytes(self) -> int:
-        extra = sum(tensor.nbytes for tensor in (self._bias, self.columns) if tensor is not None)
-        return self._weights.nbytes + self._scales.nbytes + self._zeros.nbytes + extra
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def put(self, first_output: int, weight: QuantizedWeight) -> None:
         """Fills in outputs; the first is a multiple of 16, and so is their number unless they are the last."""

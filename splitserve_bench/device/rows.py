@@ -89,6 +89,9 @@ def _engine(name: str, figures: Mapping[str, Any], nominal: Rates | None) -> Ite
             (row["bandwidth_share"], of_nominal),
             DECODE_AIM if is_main and row["batch"] == 1 else None,
         )
+    if offload := figures.get("offload"):
+        rate, alone = offload["bytes_per_s"], offload["alone_bytes_per_s"]
+        yield Row(name, f"weights {offload['where']}, read by decode steps", rate / 1e9, "GB/s", rate / alone)
     yield from _ratios(name, figures)
 
 

@@ -15,6 +15,7 @@ DEVICE, ENGINE, TESTS, SPLIT, TRANSFER, NOTHING = "device", "engine", "tests", "
 GPU_TESTS: Final = Path("tests/gpu")
 JUNIT_FILE: Final = "gpu_tests.xml"
 PEER_FILE: Final = "vllm.json"
+OFFLOAD_LIMIT: Final = "8GiB"  # half of the default shape's weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,7 @@ def steps_of(sizes: Sizes, machine: Machine, model: Path, out: Path) -> list[Ste
         _engine("kv-fp8", sizes, folder, ("--kv-cache-dtype", "fp8_e4m3")),
         _engine("weights-int8", sizes, folder, ("--quantization", "int8")),
         _engine("weights-w8a8", sizes, folder, ("--quantization", "w8a8")),
+        _engine("weights-elsewhere", sizes, folder, ("--weights-memory-bytes", OFFLOAD_LIMIT)),
         _split("split-2", sizes, folder, several, {}),
     ]
 

@@ -27,7 +27,6 @@ from serving_core.model_config import FAKE_ARCHITECTURE, TRANSFORMERS, read_mode
 from serving_core.settings import EngineSettings
 from splitserve.launch.models import Report
 from splitserve_bench.engine.costs import decode_flops, decode_kv_bytes, prompt_flops
-from splitserve_bench.engine.disk import measure_disk
 from splitserve_bench.engine.driver import NUM_STEPS, DecodeRun, PromptRun, most_tokens, num_blocks_for
 from splitserve_bench.engine.figures import (
     DecodeFigures,
@@ -44,6 +43,7 @@ from splitserve_bench.engine.figures import (
 )
 from splitserve_bench.engine.machine import better_of, measure_machine
 from splitserve_bench.engine.node_loop import measure_loop
+from splitserve_bench.engine.offload import measure_offload
 from splitserve_bench.engine.peers import DECODE, LOAD, PREFILL, PeerResult, decode_key
 from splitserve_bench.engine.stopwatch import PARTS, watching
 from splitserve_bench.engine.structured import measure_structured
@@ -96,7 +96,7 @@ def measure_engine(
         run = DecodeRun(engine, max(sizes.batches), max(sizes.contexts), sizes.step_tokens)
         decode = _decode(engine, run, sizes, report)
         profile, structured = _profile_decode(engine, run, sizes, report)
-        disk = measure_disk(engine, run, sizes.repeats)
+        offload = measure_offload(engine, run, sizes.repeats)
         loop = _loop(engine, sizes, report)
         profiles = (profile, _profile_prompt(engine, sizes, report))
         report("GEMM rate and memory bandwidth once more ...")
@@ -112,7 +112,7 @@ def measure_engine(
         profiles=profiles,
         loop=loop,
         structured=structured,
-        disk=disk,
+        offload=offload,
     )
 
 

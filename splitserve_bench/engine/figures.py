@@ -124,10 +124,11 @@ class StructuredFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class DiskFigures:
-    """Layers whose weights are on disk: what decode steps of one request read of them, and what is read of the same
-    file while nothing computes."""
+class OffloadFigures:
+    """Layers whose weights are elsewhere, on disk or in host memory: what decode steps of one request read of them, and
+    what is read from there while nothing computes."""
 
+    where: str
     num_layers: int
     num_bytes: int
     step_bytes: float
@@ -150,4 +151,4 @@ class EngineFigures:
     profiles: tuple[ProfileFigures, ...]
     loop: tuple[LoopFigures, ...]
     structured: StructuredFigures | None = None
-    disk: DiskFigures | None = None
+    offload: OffloadFigures | None = None

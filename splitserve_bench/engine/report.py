@@ -11,10 +11,10 @@ from serving_core.units import size_of
 from splitserve.commands.terminal import plain_table
 from splitserve_bench.engine.figures import (
     DecodeFigures,
-    DiskFigures,
     EngineFigures,
     LoopFigures,
     MachineFigures,
+    OffloadFigures,
     PrefillFigures,
     ProfileFigures,
     StructuredFigures,
@@ -45,8 +45,8 @@ def engine_view(
     for profile in figures.profiles:
         parts += ["", profile_line(profile), profile_table(profile)]
     parts += ["", "a node between two decode steps, ms of CPU time:", loop_table(figures.loop)]
-    if figures.disk is not None:
-        parts += ["", disk_line(figures.disk)]
+    if figures.offload is not None:
+        parts += ["", offload_line(figures.offload)]
     if figures.structured is not None:
         parts += ["", structured_line(figures.structured)]
     if compared:
@@ -58,13 +58,13 @@ def engine_view(
     return Group(*parts)  # type: ignore[arg-type]
 
 
-def disk_line(disk: DiskFigures) -> str:
-    """What is read of weights on disk, beside what that disk gives."""
+def offload_line(offload: OffloadFigures) -> str:
+    """What is read of weights that are elsewhere, beside what can be read from there."""
+    rate, alone = offload.bytes_per_s / 1e9, offload.alone_bytes_per_s / 1e9
     return (
-        f"{disk.num_layers} layers, {size_of(disk.num_bytes)}, are on disk: a decode step of one request takes "
-        f"{disk.step_s:.2f} s and reads {size_of(round(disk.step_bytes))}, {disk.bytes_per_s / 1e9:.2f} GB/s, "
-        f"{disk.bytes_per_s / disk.alone_bytes_per_s:.0%} of the {disk.alone_bytes_per_s / 1e9:.2f} GB/s that are read "
-        "while nothing computes"
+        f"{offload.num_layers} layers, {size_of(offload.num_bytes)}, are {offload.where}: a decode step of one request "
+        f"takes {offload.step_s:.2f} s and reads {size_of(round(offload.step_bytes))}, {rate:.2f} GB/s, "
+        f"{rate / alone:.0%} of the {alone:.2f} GB/s that are read while nothing computes"
     )
 
 

@@ -13,7 +13,6 @@ from engine.engine import Engine
 from kv_transfer.ends.receiver import KVReceiver, Received
 from kv_transfer.ends.sender import KVSender, Sent
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
-from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout, Widths
 from serving_core.requests import SamplingParams
 from serving_core.settings import EngineSettings
@@ -117,11 +116,6 @@ def test_an_adapter(tmp_path):
         for device in ("cpu", DEVICE)
     ]
     assert answers[1] == answers[0]
-
-
-def test_layers_on_disk_are_for_cpus(tmp_path):
-    with pytest.raises(SettingsError, match="--weights-memory-bytes: only CPUs"):
-        engine_of(write_tiny_model(tmp_path), weights_memory_bytes=1)
 
 
 def random_pool(layout, device=DEVICE):

@@ -39,7 +39,7 @@ def test_what_an_engine_says_of_itself(folder):
         "tp_size": "1",
         "pp_size": "1",
         "sequence_parallel_min_tokens": "0",
-        "layers_on_disk": "0",
+        "layers_offloaded": "0",
         "batch_invariant": "no",
         "model_impl": "native",
     }

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.engine import Engine
 from engine.offload.layer_file import PIECE_BYTES, LayerFile, LayerMemory
-from engine.offload.residence import ROOM, Residence, layers_on_disk
+from engine.offload.residence import ROOM, Residence, layers_elsewhere
 from serving_core.errors import SettingsError
 from serving_core.settings import EngineSettings
 from tests.tiny_models import VOCAB_SIZE, write_fake_model, write_tiny_model
@@ -25,20 +25,20 @@ SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6}
 
 
 def test_layers_that_do_not_fit_are_spread_evenly():
-    assert layers_on_disk([10] * 6, 5, 65) == []
-    assert layers_on_disk([10] * 6, 5, 64) == [1, 3, 5]
-    assert layers_on_disk([10] * 6, 5, 25) == [0, 1, 2, 3, 4, 5]
-    assert layers_on_disk([10] * 6, 5, 45) == [1, 2, 4, 5]
+    assert layers_elsewhere([10] * 6, 5, 65) == []
+    assert layers_elsewhere([10] * 6, 5, 64) == [1, 3, 5]
+    assert layers_elsewhere([10] * 6, 5, 25) == [0, 1, 2, 3, 4, 5]
+    assert layers_elsewhere([10] * 6, 5, 45) == [1, 2, 4, 5]
     with pytest.raises(SettingsError, match=r"--weights-memory-bytes 24: these weights take 25 at least"):
-        layers_on_disk([10] * 6, 5, 24)
+        layers_elsewhere([10] * 6, 5, 24)
     with pytest.raises(SettingsError, match=r"--weights-memory-bytes 24: these weights take 25 at least"):
-        layers_on_disk([10, 10], 5, 24)
+        layers_elsewhere([10, 10], 5, 24)
 
 
 @given(st.lists(st.integers(1, 1000), min_size=3, max_size=80), st.integers(0, 5000), st.integers(0, 100_000))
 def test_what_is_in_memory_fits(sizes, others, limit):
     try:
-        on_disk = layers_on_disk(sizes, others, limit)
+        on_disk = layers_elsewhere(sizes, others, limit)
     except SettingsError:
         assert others + 2 * max(sizes) > limit
         return
@@ -146,7 +146,7 @@ def test_answers_are_those_of_the_model_in_memory(tmp_path, family, dtype, quant
     expected = answers(whole)
     limit = whole.weight_bytes * 3 // 4
     engine = engine_of(folder, weights_memory_bytes=limit, weights_disk_path=str(tmp_path), **settings)
-    on_disk = engine.model.on_disk
+    on_disk = engine.model.offloaded
     assert 1 < len(on_disk.layer_bytes) <= 6
     assert answers(engine) == expected
     assert on_disk.num_read_bytes > 24 * min(on_disk.layer_bytes.values())
@@ -178,15 +178,15 @@ def test_every_rank_of_every_stage_keeps_to_its_own_limit(tmp_path):
     settings = {"pipeline_parallel_size": 2, "weights_memory_bytes": round(outside / 2 + 2.6 * layer)}
     expected = run_ranks(tmp_path, 4, {"tiny": rank_case(folder, PROMPTS, 8, 64, pipeline_parallel_size=2)})
     sampled, facts = run_ranks(tmp_path, 4, {"tiny": rank_case(folder, PROMPTS, 8, 64, **settings)})
-    assert [rank["tiny"]["description"]["layers_on_disk"] for rank in facts] == ["3"] * 4
+    assert [rank["tiny"]["description"]["layers_offloaded"] for rank in facts] == ["3"] * 4
     assert sampled == expected[0]
 
 
 def test_a_limit_that_holds_all_leaves_all_in_memory(tmp_path):
     folder = write_tiny_model(tmp_path / "model", **SIZES)
     engine = engine_of(folder, weights_memory_bytes=2**30)
-    assert engine.model.on_disk is None
-    assert engine.description["layers_on_disk"] == "0"
+    assert engine.model.offloaded is None
+    assert engine.description["layers_offloaded"] == "0"
     assert engine.program is not None
 
 
@@ -210,6 +210,6 @@ def test_what_cannot_be_read_any_more_ends_the_step(tmp_path):
     folder = write_tiny_model(tmp_path / "model", **SIZES)
     engine = engine_of(folder, weights_memory_bytes=engine_of(folder).weight_bytes * 3 // 4)
     answers(engine)
-    os.ftruncate(engine.model.on_disk._file._file, 0)
+    os.ftruncate(engine.model.offloaded._file._file, 0)
     with pytest.raises(RuntimeError, match=r"^weights cannot be read from .*: .* bytes of \d+ were read"):
         answers(engine)

@@ -199,6 +199,7 @@ FIGURES = {
         {"kind": "decode", "key": "b1_ctx512", "ratio": 2.0, "peer": "vllm"},
         {"kind": "prefill", "key": "1x1024", "ratio": 1.5, "peer": "vllm"},
     ],
+    "offload": {"where": "in host memory", "bytes_per_s": 40e9, "alone_bytes_per_s": 50e9},
 }
 
 
@@ -221,6 +222,8 @@ def test_shares_and_aims_of_the_data_sheet():
     assert (decode.value, decode.of_nominal, decode.is_met) == (5.0, pytest.approx(0.65), False)
     assert rows["engine", "decode step, batch 64, context 512"].is_met is None
     assert rows["eager", "decode step, batch 1, context 512"].is_met is None
+    offload = rows["engine", "weights in host memory, read by decode steps"]
+    assert (offload.value, offload.unit, offload.of_measured) == (40.0, "GB/s", 0.8)
     rates = {name: (row.value, row.is_met) for (_, name), row in rows.items() if "rate over" in name}
     assert rates == {
         "decode b64_ctx512, rate over that of vllm": (1.25, True),

@@ -1,0 +1,165 @@
+"""Layers whose weights are in host memory: copied by a stream of their own while the layers before them compute, into
+places on the device that they take in turn.
+
+Streams wait for each other, and the host for none. A copy waits for all that was to be computed when it was asked for,
+the layer that had its place before among that; a layer waits for its own copy. A CPU has no streams to wait: there the
+same code copies at once, which is of use to tests alone.
+"""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import nn
+
+from engine.model.layers import Layer
+from engine.offload.residence import ROOM, Residence
+from serving_core.errors import SettingsError
+from serving_core.memory import available_bytes
+
+ALIGNMENT: Final = 512  # as torch gives out on a device: which kernels compute may depend on it
+PIECE_BYTES: Final = 64 * 2**20  # that are pinned at once: torch rounds up to the next power of two
+
+
+class HostStore:
+    """Takes layers off the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tensors: list[torch.Tensor] = []
+        self._layers: dict[int, HostLayer] = {}
+
+    def begin(self) -> None:
+        self._tensors = []
+
+    @contextlib.contextmanager
+    def holding(self, module: Layer) -> Iterator[None]:
+        yield
+        self._tensors += module.tensors
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(map(_reserved, self._tensors))
+
+    def offload(self, number: int, layer: nn.Module) -> None:
+        if (num_bytes := self.held_bytes) > (free_bytes := available_bytes()):
+            said = f"a layer takes {num_bytes} bytes of host memory, and {free_bytes} are free"
+            raise SettingsError(f"--weights-memory-bytes: {said}")
+        try:
+            self._layers[number] = HostLayer(layer, self._tensors, self._device)
+        except RuntimeError as error:
+            raise SettingsError(f"--weights-memory-bytes: {num_bytes} bytes cannot be pinned: {error}") from error
+
+    def finish(self) -> "LayersOnHost | None":
+        return LayersOnHost(self._layers, self._device) if self._layers else None
+
+
+class HostLayer:
+    """One layer. While it has no place on the device its tensors have their shapes alone, beside a CPU: what computes
+    with them on the device then fails."""
+
+    def __init__(self, module: nn.Module, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+        """Takes the tensors off the device. Raises RuntimeError when there is no memory."""
+        self.module: Final = module
+        self._tensors = tensors
+        self._nowhere = [torch.zeros((), dtype=each.dtype, device="cpu").expand(each.shape) for each in tensors]
+        self.num_bytes: Final = sum(map(_reserved, tensors))
+        together = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        for view, tensor in zip(self.views(together), tensors, strict=True):
+            view.copy_(tensor)
+        self._pieces = [_pinned(piece) for piece in torch.split(together, PIECE_BYTES)]
+        self.bind(None)
+
+    def views(self, place: torch.Tensor) -> list[torch.Tensor]:
+        """Its tensors, as they lie in a place."""
+        starts = itertools.accumulate(map(_reserved, self._nowhere), initial=0)
+        return [
+            place[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip(starts, self._nowhere, strict=False)
+        ]
+
+    def bind(self, views: Sequence[torch.Tensor] | None) -> None:
+        """From then on it computes with these; None: it does not compute."""
+        for tensor, view in zip(self._tensors, views or self._nowhere, strict=True):
+            tensor.data = view
+
+    def copy_to(self, place: torch.Tensor) -> None:
+        """By the current stream."""
+        for piece, part in zip(self._pieces, torch.split(place[: self.num_bytes], PIECE_BYTES), strict=True):
+            part.copy_(piece, non_blocking=True)
+
+
+class LayersOnHost:
+    """Reads ahead for one model, whose layers say when they begin and end. To be called by one thread at a time."""
+
+    where: Final = "in host memory"
+
+    def __init__(self, layers: Mapping[int, HostLayer], device: torch.device) -> None:
+        self.layer_bytes: Final = {number: layer.num_bytes for number, layer in layers.items()}
+        self.num_read_bytes = 0
+        self._layers, self._device = layers, device
+        self._streams = torch.get_device_module(device)
+        self._copying = self._streams.Stream(device)
+        self._places = [
+            torch.empty(max(self.layer_bytes.values()), dtype=torch.uint8, device=device) for _ in range(ROOM)
+        ]
+        self._copied = [self._streams.Event() for _ in self._places]
+        self._views = {number: [layer.views(place) for place in self._places] for number, layer in layers.items()}
+        self._free = list(range(ROOM))  # places
+        self._place_of: dict[int, int] = {}
+        self._residence = Residence(list(layers))
+        for place in self._places:
+            if place.is_cuda:
+                place.record_stream(self._copying)  # once let go, it is not given out while a copy goes on
+        for number, layer in layers.items():
+            layer.module.register_forward_pre_hook(lambda *_, number=number: self._begin(number))
+            layer.module.register_forward_hook(lambda *_, number=number: self._end(number))
+
+    def read_alone(self) -> tuple[int, float]:
+        """Copies all of them once, for nothing; to be called between steps. Gives bytes and seconds."""
+        self._streams.synchronize(self._device)
+        before, began_s = self.num_read_bytes, time.perf_counter()
+        for number in self._layers:
+            self._begin(number)
+            self._end(number)
+        self._streams.synchronize(self._device)
+        return self.num_read_bytes - before, time.perf_counter() - began_s
+
+    def _begin(self, layer: int) -> None:
+        self._residence.begin(layer)
+        self._read_ahead()
+        self._streams.current_stream(self._device).wait_event(self._copied[self._place_of[layer]])
+
+    def _end(self, layer: int) -> None:
+        self._residence.end(layer)
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        while True:
+            to_let_go, to_read = self._residence.next_move(self._place_of)
+            for layer in to_let_go:
+                self._layers[layer].bind(None)
+                self._free.append(self._place_of.pop(layer))
+            if to_read is None:
+                return
+            self._copy(to_read, self._free.pop())
+
+    def _copy(self, layer: int, place: int) -> None:
+        self._copying.wait_stream(self._streams.current_stream(self._device))
+        with self._streams.stream(self._copying):
+            self._layers[layer].copy_to(self._places[place])
+        self._copied[place].record(self._copying)
+        self._layers[layer].bind(self._views[layer][place])
+        self._place_of[layer] = place
+        self.num_read_bytes += self.layer_bytes[layer]
+
+
+def _reserved(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _pinned(piece: torch.Tensor) -> torch.Tensor:
+    return torch.empty(piece.shape, dtype=piece.dtype, device="cpu", pin_memory=piece.is_cuda).copy_(piece)
