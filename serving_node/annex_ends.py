@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, TypeVar
 
-from engine.attention.annexed import TILE_KEYS
+from engine.attention.partial import TILE_KEYS
 from engine.engine import Engine
 from kv_transfer.annexes.annex import Annex, open_annex
 from kv_transfer.annexes.host import AnnexHost
