@@ -5,8 +5,9 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from kv_transfer.annexes.wire import Kind, hear_answer, tell
+from kv_transfer.annexes.wire import MAX_BYTES, Kind, hear_answer, tell
 from kv_transfer.errors import TransferError
+from serving_core.layout import KVLayout
 
 ROOM_S: Final = 3.0  # to connect, and to hear whether there is room
 PUT_S: Final = 10.0  # for each layer's tiles
@@ -58,6 +59,12 @@ class Annex:
         except TransferError as error:
             self.close()
             raise ConnectionError(str(error)) from error
+
+
+def most_tiles_of(layout: KVLayout, tile_tokens: int) -> int:
+    """Of one annex: each layer's tiles are put there in one message."""
+    tile_bytes = max(sum(layout.plane_bytes(layer)) for layer in layout.layers) * (tile_tokens // layout.block_size)
+    return MAX_BYTES // tile_bytes
 
 
 def open_annex(

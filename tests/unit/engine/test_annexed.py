@@ -163,14 +163,16 @@ def test_an_engine_gives_the_bits_of_one_pool(folder, dtype):
     assert annexed == whole
 
 
-def test_who_loses_an_annex_loses_nobody_else(folder):
+@pytest.mark.parametrize("num_tokens", [1, 2 * PART_ROWS])
+def test_who_loses_an_annex_loses_nobody_else(folder, num_tokens):
     engine = _engine(folder)
     if not engine.takes_annexes:
         pytest.skip("the kernels of this CPU promise nothing for float32")
     request, other = _request("a", 700), _request("b", 30)
     [alone] = engine.step([Work(other, 0, 30, range(4))])
     request.annexes = [LostAnnex()]
-    _, beside = engine.step([Work(request, 699, 1, [0] * 64 + list(range(100, 136))), Work(other, 0, 30, range(4))])
+    work = Work(request, 700 - num_tokens, num_tokens, [0] * 64 + list(range(100, 136)))
+    _, beside = engine.step([work, Work(other, 0, 30, range(4))])
     assert request.annex_error == "it is gone"
     assert not other.annex_error
     assert beside == alone

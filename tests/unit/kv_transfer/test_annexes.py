@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.cache.kv_pool import PagedKVPool
-from kv_transfer.annexes.annex import open_annex
+from kv_transfer.annexes.annex import most_tiles_of, open_annex
 from kv_transfer.annexes.host import MAX_ROWS, AnnexHost
 from kv_transfer.annexes.wire import HEADER_BYTES, KEY_BYTES, Kind, hear_answer, tell
 from kv_transfer.errors import TransferError
@@ -113,6 +113,11 @@ def test_there_is_room_for_so_many_tiles_alone(host, hosting):
     assert third.num_tiles == 1
     second.close()
     third.close()
+
+
+def test_an_annex_is_put_there_in_messages_within_the_limit():
+    wide = KVLayout.uniform(num_layers=2, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
+    assert most_tiles_of(wide, 256) == 2**30 // (2 * 256 * 8 * 128 * 2)  # keys and values, of two bytes
 
 
 def test_who_has_no_key_gets_nothing(host, hosting):
