@@ -11,10 +11,11 @@ from typing import Any, Final, Protocol, TypeVar
 import torch
 
 from engine.acceptance import sample_with_candidates
-from engine.attention.annexed import TILE_KEYS, AnnexedAttention, PartialAttention
+from engine.attention.annexed import AnnexedAttention
 from engine.attention.backends import choose_attention, invariant_attentions
 from engine.attention.native import NativeAttention
 from engine.attention.paged import Attention
+from engine.attention.partial import TILE_KEYS, PartialAttention
 from engine.cache.kv_pool import PagedKVPool
 from engine.decode_program import DecodeProgram, choose_program, num_scratch_blocks
 from engine.fake import FakeModel
@@ -234,7 +235,7 @@ class Engine:
         batch, request = self._batch([work.share]), work.request
         assert isinstance(self.attention, NativeAttention)
         try:
-            logits = self.model(batch, AnnexedAttention(self.attention, [request.annexes]), None)
+            logits = self.model(batch, AnnexedAttention(self.attention, request.annexes), None)
         except OSError as error:
             request.annex_error = str(error) or type(error).__name__
             return torch.zeros((len(batch.logit_rows), self.config.vocab_size), dtype=self.pool.compute_dtype)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, TypeVar
 
-from engine.attention.annexed import TILE_KEYS
+from engine.attention.partial import TILE_KEYS
 from engine.engine import Engine
-from kv_transfer.annexes.annex import Annex, open_annex
+from kv_transfer.annexes.annex import Annex, most_tiles_of, open_annex
 from kv_transfer.annexes.host import AnnexHost
 from kv_transfer.annexes.wire import KEY_BYTES
 from kv_transfer.endpoints import endpoint_of, host_of
@@ -58,6 +58,7 @@ class AnnexEnds:
         self._loop = asyncio.get_running_loop()
         self._pool, self._layers = engine.pool, engine.layout.layers
         self._blocks_each = TILE_KEYS // engine.layout.block_size
+        self._most_tiles = most_tiles_of(engine.layout, TILE_KEYS)
         self._lease, self._release, self._on_opened = lease, release, on_opened
         self._threads = ThreadPoolExecutor(MAX_OPENING, thread_name_prefix="annexes")
         self.key: Final = secrets.token_bytes(KEY_BYTES)
@@ -90,7 +91,7 @@ class AnnexEnds:
         def read(layer: int, num_tiles: int) -> tuple[memoryview, memoryview]:
             return self._pool.read(layer, block_ids[: num_tiles * self._blocks_each])
 
-        most_tiles = len(block_ids) // self._blocks_each
+        most_tiles = min(len(block_ids) // self._blocks_each, self._most_tiles)
         for host in hosts:
             try:
                 annex = open_annex(host.address, host.key, most_tiles, self._layers, read, **self._sizes)

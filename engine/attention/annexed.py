@@ -1,198 +1,161 @@
 """Attention over tokens whose oldest blocks lie in other nodes' pools: annexes.
 
-The kernel takes keys in tiles of TILE_KEYS positions and merges what each tile gives from the first to the last. So a
-tile may be computed wherever its keys lie: the node that holds it gives its *partials* (of each row and head the
-weighted values, the largest score and the sum of the weights), and the node whose request it is merges all of them. The
-bits are those of one pool, if both nodes compute with the same kernel.
+The kernel takes keys in tiles of TILE_KEYS positions and merges what each tile gives from the first to the last. A
+*partial* is what some keys gave for a row: of each head the weighted values, the largest score and the sum of the
+weights. It may be computed wherever the keys lie, and the bits are those of one pool, if all nodes compute with the
+same kernel.
+
+- The row of an answer: all nodes compute the partials of their tiles at the same time, and the node whose request it
+  is merges them.
+- The rows of a prompt's chunk go through the nodes, the oldest tiles first: each goes on from the partials of those
+  before it, as one pool would from tile to tile. So what travels does not grow with the tiles. The chunk goes in
+  parts, and each node has another one at a time.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from itertools import pairwise
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine.attention.native import NativeAttention, NativePlan
+from engine.attention.partial import TILE_KEYS, plan_of, splits_of_row, units_of_rows
 from engine.forward_batch import ForwardBatch
 
-TILE_KEYS: Final = 256  # native/attention.h
-_NEVER: Final = 2**31 - 1  # splits of a row that no one counts up to: whoever computes partials merges nothing
-
-_UNIT: Final = (  # Unit of native/attention.h
-    "request",
-    "kv_head",
-    "num_kv_heads",
-    "first_row",
-    "num_rows",
-    "first_position",
-    "first_key",
-    "end_key",
-    "partial",
-    "first_partial",
-    "num_splits",
-)
-_Units = npt.NDArray[np.int32]
+PART_ROWS: Final = 64  # of a chunk that go to a node together: fewer leave nodes idle less, and compute less at once
 
 
 class Annex(Protocol):
-    """Whole tiles of one request on another node, behind those of the annex before it."""
+    """Whole tiles of one request on another node, behind those of the annex before it. All raise OSError."""
 
     @property
     def num_tiles(self) -> int: ...
 
-    def ask(self, layer: int, queries: memoryview) -> None:
-        """Asks for the partials of these rows of queries, in the pool's compute dtype. Raises OSError, as `answer`."""
+    def ask(self, layer: int, query: memoryview) -> None:
+        """Asks for the partials of this row, in the pool's compute dtype."""
 
     def answer(self) -> memoryview:
-        """The partials [rows, num_tiles, partial_floats] of what was asked for, float32."""
+        """The partials [num_tiles, partial_floats] of the row that was asked for, float32."""
 
-
-class PartialAttention:
-    """What a node computes for another one: partials of tiles that lie in its pool. Used by one thread at a time."""
-
-    def __init__(self, attention: NativeAttention) -> None:
-        """Computes like this attention, and beside it."""
-        self._attention = attention.another()
-        self.partial_bytes: Final = 4 * self._attention.num_partial_floats  # of one row and tile
-        self.row_bytes: Final = attention.num_heads * attention.head_dim * attention.pool.compute_dtype.itemsize
-
-    def partials(
-        self, queries: bytes | bytearray | memoryview, layer: int, block_ids: Sequence[int]
-    ) -> npt.NDArray[np.float32]:
-        """Of these rows over all tiles that the blocks hold, [rows, tiles, partial_floats]: all keys are seen."""
-        attention = self._attention
-        query = torch.frombuffer(queries, dtype=attention.pool.compute_dtype)
-        query = query.view(-1, attention.num_heads, attention.head_dim)
-        num_rows, num_tiles = len(query), len(block_ids) * attention.pool.layout.block_size // TILE_KEYS
-        rows, tiles = np.divmod(np.arange(num_rows * num_tiles, dtype=np.int32), np.int32(num_tiles))
-        units = _units_of(attention, rows, tiles * TILE_KEYS, (tiles + 1) * TILE_KEYS)
-        _set(units, "partial", np.arange(len(units)))
-        _set(units, "num_splits", _NEVER)
-        partials = np.empty((num_rows, num_tiles, attention.num_partial_floats), np.float32)
-        table = torch.tensor([list(block_ids)], dtype=torch.int32)
-        plan = _plan(attention, table, units, partials, np.zeros(1, np.int32))
-        attention.attend(query, layer, plan)
-        return partials
+    def carry(self, layer: int, queries: memoryview, partials: memoryview) -> memoryview:
+        """The partials [rows, partial_floats] of these rows over all keys up to the annex's last one, from those over
+        all keys before the annex; those of no keys are empty. By any thread, one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
-class _AnnexedPlan:
-    native: NativePlan
-    partials: npt.NDArray[np.float32]  # [rows * splits of each, partial_floats]
-    num_finished: npt.NDArray[np.int32]
-    requests: "list[_Rows]"
+class _RowPlan:
+    """Of one row: own tiles, then what merges all."""
+
+    own: NativePlan
+    merging: NativePlan
+    annexed: npt.NDArray[np.float32]  # [tiles, partial_floats], where the kernel finds what annexes give
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
-    """The rows of one request, and where their partials are."""
+class _Part:
+    """Of rows of a chunk: own keys, behind those of annexes."""
 
     first_row: int
     end_row: int
-    first_partial: int
-    num_splits: list[int]  # of each row, those on other nodes included
-    annexes: Sequence[Annex]
-
-    @property
-    def num_annexed(self) -> int:
-        return sum(annex.num_tiles for annex in self.annexes)
+    native: NativePlan
+    annexed: npt.NDArray[np.float32]  # [rows, partial_floats], likewise
 
 
 class AnnexedAttention:
-    """Attention for requests that all have annexes, in their order in the batch. Block tables count from token 0: what
-    stands for annexed blocks is not read."""
+    """Attention for one request that has annexes. The block table counts from token 0: what stands for annexed blocks
+    is not read."""
 
     name = "annexed"
 
-    def __init__(self, attention: NativeAttention, annexes: Sequence[Sequence[Annex]]) -> None:
+    def __init__(self, attention: NativeAttention, annexes: Sequence[Annex]) -> None:
+        assert annexes, "a request without annexes is like any other"
         self._attention = attention
         self.pool = attention.pool
         self.score_scale, self.softcap = attention.score_scale, attention.softcap
         self._annexes = annexes
+        self._num_tiles = sum(annex.num_tiles for annex in annexes)
 
-    def plan(self, batch: ForwardBatch, window: int | None) -> _AnnexedPlan:
+    def plan(self, batch: ForwardBatch, window: int | None) -> "_RowPlan | list[_Part]":
         assert window is None, "an engine with windows takes no annexes"
-        starts, lengths = batch.query_starts.tolist(), batch.kv_lengths.tolist()
-        requests, parts, num_partials = [], [], 0
-        for request, annexes in enumerate(self._annexes):
-            first_row, end_row = starts[request], starts[request + 1]
-            num_seen = np.arange(lengths[request] - (end_row - first_row), lengths[request]) + 1
-            num_splits = -(-num_seen // TILE_KEYS)
-            rows = _Rows(first_row, end_row, num_partials, num_splits.tolist(), annexes)
-            requests.append(rows)
-            parts.append(self._units_of(request, rows, num_seen))
-            num_partials += int(num_splits.sum())
-        units = np.concatenate(parts)
-        partials = np.empty((num_partials, self._attention.num_partial_floats), np.float32)
-        num_finished = np.zeros(num_partials, np.int32)
-        native = _plan(self._attention, batch.block_tables, units, partials, num_finished)
-        return _AnnexedPlan(native, partials, num_finished, requests)
+        assert len(batch.kv_lengths) == 1, "each request with annexes is computed by itself"
+        length, num_rows = int(batch.kv_lengths[0]), batch.longest_query
+        start = length - num_rows
+        assert start >= self._num_tiles * TILE_KEYS, "rows are behind what has left"
+        if num_rows == 1:
+            return self._plan_row(batch.block_tables, length)
+        parts = -(-num_rows // PART_ROWS)
+        ends = [num_rows * part // parts for part in range(parts + 1)]
+        return [self._plan_part(batch.block_tables, start, *rows) for rows in pairwise(ends)]
 
-    def attend(self, query: torch.Tensor, layer: int, plan: _AnnexedPlan) -> torch.Tensor:
-        for rows in plan.requests:
-            queries = query[rows.first_row : rows.end_row].contiguous()
-            data = queries.view(torch.uint8).numpy().data.cast("B")
-            for annex in rows.annexes:
-                annex.ask(layer, data)
-        for rows in plan.requests:
-            self._take_answers(rows, plan)
-        return self._attention.attend(query, layer, plan.native)
+    def attend(self, query: torch.Tensor, layer: int, plan: "_RowPlan | list[_Part]") -> torch.Tensor:
+        if isinstance(plan, _RowPlan):
+            return self._attend_row(query, layer, plan)
+        return self._attend_parts(query, layer, plan)
 
-    def _take_answers(self, rows: _Rows, plan: _AnnexedPlan) -> None:
-        """Puts the partials of annexes where the kernel finds them, as if it had computed them itself."""
-        answers = [
-            np.frombuffer(annex.answer(), np.float32).reshape(rows.end_row - rows.first_row, annex.num_tiles, -1)
-            for annex in rows.annexes
-        ]
-        together, at = np.concatenate(answers, axis=1), rows.first_partial
-        for partials, num_splits in zip(together, rows.num_splits, strict=True):
-            plan.partials[at : at + rows.num_annexed] = partials
-            plan.num_finished[at] = rows.num_annexed
-            at += num_splits
+    def _attend_row(self, query: torch.Tensor, layer: int, plan: _RowPlan) -> torch.Tensor:
+        for annex in self._annexes:
+            annex.ask(layer, _bytes_of(query))
+        self._attention.attend(query, layer, plan.own)
+        at = 0
+        for annex in self._annexes:
+            partials = np.frombuffer(annex.answer(), np.float32).reshape(annex.num_tiles, -1)
+            plan.annexed[at : at + annex.num_tiles] = partials
+            at += annex.num_tiles
+        return self._attention.attend(query, layer, plan.merging)
 
-    def _units_of(self, request: int, rows: _Rows, num_seen: npt.NDArray[np.int64]) -> _Units:
-        """One for each row and tile of a request that lies here."""
-        num_annexed, splits = rows.num_annexed, np.array(rows.num_splits)
-        num_own = splits - num_annexed
-        assert (num_own > 0).all(), "a row's own key lies here"
-        first_partials = rows.first_partial + np.cumsum(splits) - splits
-        index = np.repeat(np.arange(len(splits)), num_own)
-        tiles = np.concatenate([np.arange(num_annexed, end) for end in splits])
-        ends = np.minimum((tiles + 1) * TILE_KEYS, num_seen[index])
-        units = _units_of(self._attention, rows.first_row + index, tiles * TILE_KEYS, ends)
-        _set(units, "request", request)
-        _set(units, "first_position", num_seen[index] - 1)
-        _set(units, "partial", first_partials[index] + tiles)
-        _set(units, "first_partial", first_partials[index])
-        _set(units, "num_splits", splits[index])
-        return units
+    def _attend_parts(self, query: torch.Tensor, layer: int, parts: list[_Part]) -> torch.Tensor:
+        """A thread for each annex takes all parts to it, one after the other; this one computes them in the end."""
+        queries = [query[part.first_row : part.end_row] for part in parts]
+        carried: list[Future[memoryview]] | None = None
+        with ExitStack() as threads:
+            for annex in self._annexes:
+                thread = ThreadPoolExecutor(1, thread_name_prefix="annexed")
+                threads.callback(thread.shutdown, cancel_futures=True)
+                before: Sequence[Future[memoryview] | None] = carried or [None] * len(parts)
+                carried = [
+                    thread.submit(_carry, annex, layer, rows, partials)
+                    for rows, partials in zip(queries, before, strict=True)
+                ]
+            assert carried is not None
+            outputs = []
+            for part, rows, partials in zip(parts, queries, carried, strict=True):
+                part.annexed[:] = np.frombuffer(partials.result(), np.float32).reshape(part.annexed.shape)
+                outputs.append(self._attention.attend(rows, layer, part.native))
+        return torch.cat(outputs)
+
+    def _plan_row(self, block_tables: torch.Tensor, length: int) -> _RowPlan:
+        attention, num_annexed = self._attention, self._num_tiles
+        num_splits = -(-length // TILE_KEYS)
+        partials = np.empty((num_splits, attention.num_partial_floats), np.float32)
+        num_finished = np.zeros(1, np.int32)
+        own = splits_of_row(attention, num_annexed, length, num_splits)
+        merging = own[-1:].copy()
+        merging["first_key"] = merging["end_key"]
+        own_plan, merging_plan = (
+            plan_of(attention, block_tables, units, partials, num_finished) for units in (own, merging)
+        )
+        return _RowPlan(own_plan, merging_plan, partials[:num_annexed])
+
+    def _plan_part(self, block_tables: torch.Tensor, start: int, first_row: int, end_row: int) -> _Part:
+        """Its rows are counted from its first one."""
+        partials = np.empty((end_row - first_row, self._attention.num_partial_floats), np.float32)
+        units = units_of_rows(self._attention, end_row - first_row)
+        units["first_position"] = start + first_row + units["first_row"]
+        units["first_key"] = self._num_tiles * TILE_KEYS
+        units["end_key"] = units["first_position"] + units["num_rows"]
+        units["first_partial"] = units["first_row"]
+        return _Part(first_row, end_row, plan_of(self._attention, block_tables, units, partials), partials)
 
 
-def _units_of(attention: NativeAttention, rows: Any, first_keys: Any, end_keys: Any) -> _Units:
-    """A split for each, over all heads."""
-    units = np.zeros((len(rows), len(_UNIT)), np.int32)
-    _set(units, "num_kv_heads", attention.pool.layout.num_kv_heads)
-    _set(units, "num_rows", 1)
-    for name, values in (("first_row", rows), ("first_key", first_keys), ("end_key", end_keys)):
-        _set(units, name, values)
-    return units
+def _carry(annex: Annex, layer: int, queries: torch.Tensor, before: "Future[memoryview] | None") -> memoryview:
+    return annex.carry(layer, _bytes_of(queries), memoryview(b"") if before is None else before.result())
 
 
-def _set(units: _Units, name: str, values: Any) -> None:
-    units[:, _UNIT.index(name)] = values
-
-
-def _plan(
-    attention: NativeAttention,
-    block_tables: torch.Tensor,
-    units: _Units,
-    partials: npt.NDArray[np.float32],
-    num_finished: npt.NDArray[np.int32],
-) -> NativePlan:
-    units = np.ascontiguousarray(units)
-    plan = attention.empty_plan(block_tables, None)
-    plan.num_units, plan.units = len(units), units.ctypes.data
-    plan.partials, plan.num_finished = partials.ctypes.data, num_finished.ctypes.data
-    return attention.finish(plan, (block_tables, units, partials, num_finished), int(units[:, 7].sum()))
+def _bytes_of(queries: torch.Tensor) -> memoryview:
+    data: memoryview = queries.contiguous().view(torch.uint8).numpy().data.cast("B")
+    return data

@@ -108,7 +108,8 @@ EXPORTED void attention_units(const Plan *plan, const int32_t *query_starts, con
             if (num_rows < 1 || (num_rows == 1) != is_single) continue;
             Unit unit = {.request = request, .first_row = query_starts[request], .num_rows = num_rows,
                          .num_kv_heads = is_single ? split_heads : 1,
-                         .first_position = kv_lengths[request] - num_rows, .partial = -1};
+                         .first_position = kv_lengths[request] - num_rows, .partial = -1,
+                         .first_partial = -1};
             for (; unit.kv_head < plan->num_kv_heads; unit.kv_head += unit.num_kv_heads)
                 (is_single ? put_splits : put_rows)(plan, unit, units, capacity, counts);
         }

@@ -9,15 +9,16 @@
 
 #include <stdint.h>
 
-#define ATTENTION_VERSION 4 /* of everything below; engine/native/library.py expects the same */
+#define ATTENTION_VERSION 5 /* of everything below; engine/native/library.py expects the same */
 
 #define TILE_KEYS 256   /* keys that are scored at a time; tiles start at multiples of it */
 #define TILE_ROWS 192   /* query rows, times heads that share a key, that see one packed tile of keys */
 
 enum Element { FLOAT32, BFLOAT16, FLOAT16, INT8, FP8_E4M3 };
 
-/* Work on key heads: either `num_rows` consecutive query rows of a request over all the keys they see, or the single
- * query row of a request over the keys of one tile, a split. */
+/* Work on key heads: either `num_rows` consecutive query rows of a request over keys that they see, or the single query
+ * row of a request over the keys of one tile, a split; a split without keys makes the output of a row whose others are
+ * all there. */
 typedef struct {
     int32_t request;
     int32_t kv_head;        /* the first of num_kv_heads; of several rows there is one */
@@ -25,10 +26,11 @@ typedef struct {
     int32_t first_row;      /* in the query */
     int32_t num_rows;
     int32_t first_position; /* of the first row in its request: it sees the keys up to itself */
-    int32_t first_key;      /* a split's own keys */
+    int32_t first_key;      /* its own keys */
     int32_t end_key;
-    int32_t partial;        /* of a split: where its result goes; -1 when it is the only one */
-    int32_t first_partial;  /* of the splits of the same row and key heads */
+    int32_t partial;        /* where its result goes, or that of the first of its rows; -1 when that is the output */
+    int32_t first_partial;  /* of the splits of the same row and key heads; or where rows find what all keys before
+                             * first_key gave, of all heads of the first one: -1 when there are none */
     int32_t num_splits;     /* of that row; 0 where it is not about splits */
 } Unit;
 
@@ -51,7 +53,7 @@ typedef struct {
     const int32_t *block_tables;
     int64_t table_stride;    /* in elements */
     const Unit *units;
-    float *partials;         /* of each split of several */
+    float *partials;         /* of each split of several, and of rows over some of their keys */
     int64_t partial_floats;
     int32_t *num_finished;   /* splits, one count at each first_partial; zero between calls */
     uint8_t *scratch;        /* scratch_bytes() for each thread */

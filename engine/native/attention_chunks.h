@@ -101,6 +101,24 @@ static void attend_block(const Plan *plan, const Unit *unit, const Shape *shape,
                   smaller(BLOCK_VECTORS, (shape->dim - at) / LANES));
 }
 
+/* Between a unit's rows and partial results, one a row from `partial` on, of all heads as those of a split are. */
+static void copy_partials(const Call *call, const Unit *unit, const Shape *shape, const Scratch *scratch,
+                          int32_t partial, int is_result) {
+    const Plan *plan = call->plan;
+    int32_t group = shape->group, head = unit->kv_head * group, dim = shape->dim;
+    size_t num_bytes[] = {(size_t)(group * dim) * sizeof(float), (size_t)group * sizeof(float),
+                          (size_t)group * sizeof(float)};
+    for (int32_t row = 0; row < unit->num_rows; ++row) {
+        float *there = plan->partials + ((int64_t)partial + row) * plan->partial_floats;
+        float *largest = there + (int64_t)plan->num_heads * dim;
+        float *theirs[] = {there + (int64_t)head * dim, largest + head, largest + plan->num_heads + head};
+        float *ours[] = {scratch->outputs + (int64_t)row * group * dim, scratch->largest + row * group,
+                         scratch->sums + row * group};
+        for (int i = 0; i < 3; ++i)
+            memcpy(is_result ? theirs[i] : ours[i], is_result ? ours[i] : theirs[i], num_bytes[i]);
+    }
+}
+
 static void attend_rows(const Call *call, const Unit *unit, uint8_t *memory) {
     const Plan *plan = call->plan;
     Shape shape = shape_of(plan);
@@ -113,10 +131,15 @@ static void attend_rows(const Call *call, const Unit *unit, uint8_t *memory) {
     memset(scratch.outputs, 0, (size_t)padded * (size_t)shape.dim * 4);
     for (int32_t row = 0; row < padded + LANES; ++row) scratch.largest[row] = LOWEST;
     memset(scratch.sums, 0, (size_t)(padded + LANES) * 4);
+    if (unit->first_partial >= 0) copy_partials(call, unit, &shape, &scratch, unit->first_partial, 0);
     for (int32_t tile = unit->first_key / TILE_KEYS * TILE_KEYS; tile < unit->end_key; tile += TILE_KEYS) {
         pack_tile(call, unit, &shape, &scratch, tile);
         for (int32_t block = 0; block < padded; block += BLOCK_ROWS)
             attend_block(plan, unit, &shape, &scratch, block, tile);
+    }
+    if (unit->partial >= 0) {
+        copy_partials(call, unit, &shape, &scratch, unit->partial, 1);
+        return;
     }
     for (int32_t row = 0; row < num_rows; ++row)
         write_output(call, unit->first_row + row / shape.group, unit->kv_head * shape.group + row % shape.group,

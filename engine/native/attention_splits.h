@@ -168,6 +168,13 @@ static void combine_head(const Call *call, const Unit *unit, const Shape *shape,
     write_output(call, unit->first_row, unit->kv_head * shape->group + head, outputs, sums[0]);
 }
 
+/* The output of a row whose splits are all there. */
+static void combine(const Call *call, const Unit *unit, const Shape *shape, const Scratch *scratch) {
+    atomic_store((atomic_int *)call->plan->num_finished + unit->first_partial, 0);
+    for (int32_t head = 0; head < unit->num_kv_heads * shape->group; ++head)
+        combine_head(call, unit, shape, head, scratch->outputs);
+}
+
 /* Puts a split's result aside; whoever finishes the last split of a row makes its output. */
 static void finish_split(const Call *call, const Unit *unit, const Shape *shape, const Scratch *scratch) {
     int32_t num_heads = unit->num_kv_heads * shape->group;
@@ -183,9 +190,7 @@ static void finish_split(const Call *call, const Unit *unit, const Shape *shape,
     memcpy(partial + num_outputs, scratch->largest, (size_t)num_heads * sizeof(float));
     memcpy(partial + num_outputs + num_heads, scratch->sums, (size_t)num_heads * sizeof(float));
     atomic_int *num_finished = (atomic_int *)call->plan->num_finished + unit->first_partial;
-    if (atomic_fetch_add(num_finished, 1) + 1 < unit->num_splits) return;
-    atomic_store(num_finished, 0);
-    for (int32_t head = 0; head < num_heads; ++head) combine_head(call, unit, shape, head, scratch->outputs);
+    if (atomic_fetch_add(num_finished, 1) + 1 == unit->num_splits) combine(call, unit, shape, scratch);
 }
 
 /* Weights of the scores of one key head, of which the row sees the columns first .. end. */
@@ -219,6 +224,10 @@ static void attend_split(const Call *call, const Unit *unit, uint8_t *memory) {
     Shape shape = shape_of(plan);
     Scratch scratch;
     lay_out(&scratch, &shape, memory);
+    if (unit->first_key == unit->end_key) {
+        combine(call, unit, &shape, &scratch);
+        return;
+    }
     int32_t first = unit->first_key % TILE_KEYS % LANES, end = first + unit->end_key - unit->first_key;
     size_t num_heads = (size_t)unit->num_kv_heads * (size_t)shape.group;
     memset(scratch.zeros, 0, (size_t)unit->num_kv_heads * (size_t)shape.words * 4);

@@ -2,11 +2,12 @@
 
 import contextlib
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from kv_transfer.annexes.wire import Kind, hear_answer, tell
+from kv_transfer.annexes.wire import MAX_BYTES, Kind, hear_answer, tell
 from kv_transfer.errors import TransferError
+from serving_core.layout import KVLayout
 
 ROOM_S: Final = 3.0  # to connect, and to hear whether there is room
 PUT_S: Final = 10.0  # for each layer's tiles
@@ -14,27 +15,31 @@ ANSWER_S: Final = 2.5  # for partials, for which a step waits; a node whose step
 
 
 class Annex:
-    """Whole tiles of a request in another node's pool. Used by one thread at a time, closed by any."""
+    """Whole tiles of a request in another node's pool. Used by one thread at a time, closed by any. What fails raises
+    OSError, and closes it."""
 
     def __init__(self, connection: socket.socket, num_tiles: int, *, row_bytes: int, partial_bytes: int) -> None:
         self.num_tiles: Final = num_tiles
         self._connection = connection
         self._row_bytes, self._partial_bytes = row_bytes, partial_bytes
-        self._num_rows = 0
 
-    def ask(self, layer: int, queries: memoryview) -> None:
-        """Asks for the partials of these rows. Raises OSError, as `answer` does."""
-        self._num_rows = len(queries) // self._row_bytes
-        tell(self._connection, Kind.ASK, queries, layer=layer, number=self._num_rows)
+    def ask(self, layer: int, query: memoryview) -> None:
+        """Asks for the partials of this row."""
+        with self._closed_by_errors():
+            tell(self._connection, Kind.ASK, query, layer=layer)
 
     def answer(self) -> memoryview:
-        """The partials [rows, num_tiles] of what was asked for."""
-        try:
-            _, payload = hear_answer(
-                self._connection, Kind.PARTIALS, self._num_rows * self.num_tiles * self._partial_bytes
-            )
-        except TransferError as error:
-            raise ConnectionError(str(error)) from error
+        """The partials [num_tiles] of the row that was asked for."""
+        with self._closed_by_errors():
+            _, payload = hear_answer(self._connection, Kind.PARTIALS, self.num_tiles * self._partial_bytes)
+        return memoryview(payload)
+
+    def carry(self, layer: int, queries: memoryview, partials: memoryview) -> memoryview:
+        """The partials [rows] of these rows over all keys up to the last one there, from those over the keys before."""
+        num_rows = len(queries) // self._row_bytes
+        with self._closed_by_errors():
+            tell(self._connection, Kind.CARRY, b"".join((queries, partials)), layer=layer, number=num_rows)
+            _, payload = hear_answer(self._connection, Kind.PARTIALS, num_rows * self._partial_bytes)
         return memoryview(payload)
 
     def close(self) -> None:
@@ -42,6 +47,24 @@ class Annex:
         with contextlib.suppress(OSError):  # it is gone already
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
+
+    @contextlib.contextmanager
+    def _closed_by_errors(self) -> Iterator[None]:
+        """An answer that did not come in time must not be taken for the next one."""
+        try:
+            yield
+        except OSError:
+            self.close()
+            raise
+        except TransferError as error:
+            self.close()
+            raise ConnectionError(str(error)) from error
+
+
+def most_tiles_of(layout: KVLayout, tile_tokens: int) -> int:
+    """Of one annex: each layer's tiles are put there in one message."""
+    tile_bytes = max(sum(layout.plane_bytes(layer)) for layer in layout.layers) * (tile_tokens // layout.block_size)
+    return MAX_BYTES // tile_bytes
 
 
 def open_annex(

@@ -20,8 +20,7 @@ MAX_ANNEXES: Final = 64  # at a time; more are refused
 IDLE_S: Final = 600.0  # after which an annex that nobody asks for anything is given up
 MESSAGE_S: Final = 10.0
 ACCEPT_PAUSE_S: Final = 0.1  # after a connection that could not be accepted, for want of descriptors say
-MAX_ROWS: Final = 1 << 16  # of queries in one message
-MAX_ANSWER_BYTES: Final = 2**30
+MAX_ROWS: Final = 1024  # of queries in one message
 
 
 class Partials(Protocol):
@@ -32,7 +31,8 @@ class Partials(Protocol):
     @property
     def partial_bytes(self) -> int: ...
 
-    def partials(self, queries: bytearray, layer: int, block_ids: Sequence[int]) -> Any: ...
+    def partials(self, query: memoryview, layer: int, block_ids: Sequence[int]) -> Any: ...
+    def carry(self, queries: memoryview, partials: memoryview, layer: int, block_ids: Sequence[int]) -> Any: ...
 
 
 class Pool(Protocol):
@@ -145,8 +145,8 @@ class AnnexHost:
             if header.kind is Kind.PUT and header.layer in missing:
                 self._put(connection, header, block_ids)
                 missing.discard(header.layer)
-            elif header.kind is Kind.ASK and not missing and header.layer in self._layout.layers:
-                self._answer(connection, header, block_ids)
+            elif not missing and header.layer in self._layout.layers and header.kind in (Kind.ASK, Kind.CARRY):
+                (self._answer if header.kind is Kind.ASK else self._carry)(connection, header, block_ids)
             else:
                 raise TransferError(f"{header.kind.name} of layer {header.layer} is not to come now")
 
@@ -164,11 +164,20 @@ class AnnexHost:
         tell(connection, Kind.PUT)
 
     def _answer(self, connection: socket.socket, header: Header, block_ids: list[int]) -> None:
-        num_tiles = len(block_ids) // self._blocks_each
-        num_bytes = header.number * num_tiles * self._partials.partial_bytes
-        if not 0 < header.number <= MAX_ROWS or num_bytes > MAX_ANSWER_BYTES:
-            raise TransferError(f"partials of {header.number} rows are asked for, over the limit")
-        queries = hear_payload(connection, header, header.number * self._partials.row_bytes)
+        query = hear_payload(connection, header, self._partials.row_bytes)
         with self._computes:
-            partials = self._partials.partials(queries, header.layer, block_ids)
+            partials = self._partials.partials(memoryview(query), header.layer, block_ids)
+        tell(connection, Kind.PARTIALS, partials.data, layer=header.layer)
+
+    def _carry(self, connection: socket.socket, header: Header, block_ids: list[int]) -> None:
+        if not 0 < header.number <= MAX_ROWS:
+            raise TransferError(f"{header.number} rows come in one message, the limit is {MAX_ROWS}")
+        row_bytes, partial_bytes = self._partials.row_bytes, self._partials.partial_bytes
+        num_bytes = header.number * row_bytes
+        is_first = header.num_bytes == num_bytes
+        payload = memoryview(
+            hear_payload(connection, header, num_bytes if is_first else num_bytes + header.number * partial_bytes)
+        )
+        with self._computes:
+            partials = self._partials.carry(payload[:num_bytes], payload[num_bytes:], header.layer, block_ids)
         tell(connection, Kind.PARTIALS, partials.data, layer=header.layer)

@@ -1,8 +1,9 @@
 """What the two ends of an annex say to each other: one message is asked, one is answered.
 
-OPEN(key, most tiles)  ->  OPENED(tiles), none where there is no room
-PUT(layer, KV)         ->  PUT, once for each layer
-ASK(layer, rows)       ->  PARTIALS
+OPEN(key, most tiles)                   ->  OPENED(tiles), none where there is no room
+PUT(layer, KV)                          ->  PUT, once for each layer
+ASK(layer, query)                       ->  PARTIALS, one for each tile
+CARRY(layer, queries, partials so far)  ->  PARTIALS, one for each row; the first annex gets none
 """
 
 import socket
@@ -26,6 +27,7 @@ class Kind(IntEnum):
     PUT = 3
     ASK = 4
     PARTIALS = 5
+    CARRY = 6
 
 
 class Header(NamedTuple):

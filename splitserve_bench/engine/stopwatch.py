@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 import engine.engine
+from engine.attention.annexed import AnnexedAttention
 from engine.engine import Engine
 from engine.model.experts import MixtureOfExperts
 from engine.model.layers import FeedForward, Linear, RMSNorm
@@ -87,6 +88,7 @@ def watching(loaded: Engine) -> Iterator[Stopwatch]:
         watch(engine.engine, "sample", SAMPLING)
         watch(loaded.attention, "plan", ATTENTION)
         watch(loaded.attention, "attend", ATTENTION)
+        watch(AnnexedAttention, "attend", ATTENTION)  # and what it waits for
         decoder = loaded.model
         assert isinstance(decoder, LlamaDecoder)
         for path, module in decoder.named_modules():

@@ -1,10 +1,13 @@
 """Tiles that other pools hold: the bits are those of one pool."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from engine.attention.annexed import TILE_KEYS, AnnexedAttention, PartialAttention
+from engine.attention.annexed import PART_ROWS, AnnexedAttention
 from engine.attention.native import NativeAttention
+from engine.attention.partial import TILE_KEYS, PartialAttention
 from engine.cache.kv_pool import PagedKVPool
 from engine.engine import Engine
 from serving_core.requests import Request, SamplingParams, Work
@@ -14,9 +17,17 @@ from tests.unit.engine.native_kit import CPU, LAYER, Scene, needs_library, runna
 
 pytestmark = needs_library
 
-# A single token far behind, at the borders of tiles, and chunks over several tiles.
-SIZES = [(1100, 1), (1023, 1), (1024, 1), (1000, 90), (1024, 300)]
-ANNEXES = [(1,), (2, 1), (1, 1, 1), (3,), (1, 2)]  # tiles of each, request by request
+# Rows behind so many tiles of annexes: single ones at the borders of tiles, chunks of a part and of many, over several
+# tiles of their own.
+CASES = [
+    ((1100, 1), (1,)),
+    ((1023, 1), (2, 1)),
+    ((1024, 1), (1, 1, 2)),
+    ((512, 2), (2,)),
+    ((1000, PART_ROWS), (1, 1, 1)),
+    ((1024, 300), (1, 2)),
+    ((1024, 3 * PART_ROWS + 1), (4,)),
+]
 
 
 class PoolAnnex:
@@ -25,16 +36,20 @@ class PoolAnnex:
     def __init__(self, attention, num_tiles, block_ids):
         self.partial, self.num_tiles, self._block_ids = PartialAttention(attention), num_tiles, block_ids
 
-    def ask(self, layer, queries):
-        self._answer = self.partial.partials(bytearray(queries), layer, self._block_ids)
+    def ask(self, layer, query):
+        self._answer = self.partial.partials(bytearray(query), layer, self._block_ids)
 
     def answer(self):
         return memoryview(self._answer).cast("B")
 
+    def carry(self, layer, queries, partials):
+        carried = self.partial.carry(bytearray(queries), partials, layer, self._block_ids)
+        return memoryview(carried).cast("B")
 
-def move_tiles(scene, variant, request, sizes):
+
+def move_tiles(scene, variant, sizes):
     """Annexes of a request's leading tiles, each in a pool of its own; its own blocks of them are overwritten."""
-    layout, own = scene.pool.layout, scene.shares[request].block_ids
+    layout, own = scene.pool.layout, scene.shares[0].block_ids
     blocks_each, annexes, at = TILE_KEYS // layout.block_size, [], 0
     for num_tiles in sizes:
         moved = own[at : at + num_tiles * blocks_each]
@@ -49,29 +64,54 @@ def move_tiles(scene, variant, request, sizes):
     return annexes
 
 
+@pytest.fixture
+def num_threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+# Heads of queries and of keys, and their size.
+@pytest.mark.parametrize(
+    ("heads", "num_threads"), [((9, 3, 64), 1), ((4, 4, 80), 2), ((8, 1, 32), 3)], indirect=["num_threads"]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("variant", runnable_variants())
-def test_bits_are_those_of_one_pool(variant, num_threads, dtype):
-    scene = Scene(SIZES, 9, 3, 64, 16, dtype)
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
+@pytest.mark.usefixtures("num_threads")
+def test_bits_are_those_of_one_pool(variant, dtype, heads):
+    for size, annexes in CASES:
+        scene = Scene([size], *heads, 16, dtype)
         whole = NativeAttention(scene.pool, scene.num_heads, variant)
         expected = whole.attend(scene.query, LAYER, whole.plan(scene.batch, None))
-        annexes = [move_tiles(scene, variant, request, sizes) for request, sizes in enumerate(ANNEXES)]
-        annexed = AnnexedAttention(NativeAttention(scene.pool, scene.num_heads, variant), annexes)
+        annexed = AnnexedAttention(
+            NativeAttention(scene.pool, scene.num_heads, variant), move_tiles(scene, variant, annexes)
+        )
         plan = annexed.plan(scene.batch, None)
         for _ in range(2):  # as for two layers
-            assert torch.equal(annexed.attend(scene.query, LAYER, plan), expected)
-    finally:
-        torch.set_num_threads(threads_before)
+            assert torch.equal(annexed.attend(scene.query, LAYER, plan), expected), (size, annexes)
+
+
+def test_rows_may_be_read_in_any_chunks():
+    """Rows that go through the same annexes one by one, as an answer's do, have the bits that they have in a chunk."""
+    chunk = Scene([(1024, 70)], 9, 3, 64)
+    variant = NativeAttention(chunk.pool, chunk.num_heads).variant
+    annexed = AnnexedAttention(NativeAttention(chunk.pool, chunk.num_heads), move_tiles(chunk, variant, (1, 2)))
+    together = annexed.attend(chunk.query, LAYER, annexed.plan(chunk.batch, None))
+    [share] = chunk.shares
+    for row in (0, 63, 69):
+        batch = chunk.batch_of([replace(share, start=1024 + row, token_ids=[0])])
+        alone = annexed.attend(chunk.query[row : row + 1], LAYER, annexed.plan(batch, None))
+        assert torch.equal(alone[0], together[row])
 
 
 class LostAnnex:
     num_tiles = 2
 
-    def ask(self, layer, queries):
+    def ask(self, layer, query):
+        raise ConnectionError("it is gone")
+
+    def carry(self, layer, queries, partials):
         raise ConnectionError("it is gone")
 
 
@@ -123,14 +163,16 @@ def test_an_engine_gives_the_bits_of_one_pool(folder, dtype):
     assert annexed == whole
 
 
-def test_who_loses_an_annex_loses_nobody_else(folder):
+@pytest.mark.parametrize("num_tokens", [1, 2 * PART_ROWS])
+def test_who_loses_an_annex_loses_nobody_else(folder, num_tokens):
     engine = _engine(folder)
     if not engine.takes_annexes:
         pytest.skip("the kernels of this CPU promise nothing for float32")
     request, other = _request("a", 700), _request("b", 30)
     [alone] = engine.step([Work(other, 0, 30, range(4))])
     request.annexes = [LostAnnex()]
-    _, beside = engine.step([Work(request, 699, 1, [0] * 64 + list(range(100, 136))), Work(other, 0, 30, range(4))])
+    work = Work(request, 700 - num_tokens, num_tokens, [0] * 64 + list(range(100, 136)))
+    _, beside = engine.step([work, Work(other, 0, 30, range(4))])
     assert request.annex_error == "it is gone"
     assert not other.annex_error
     assert beside == alone

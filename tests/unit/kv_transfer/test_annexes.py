@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine.cache.kv_pool import PagedKVPool
-from kv_transfer.annexes.annex import open_annex
-from kv_transfer.annexes.host import AnnexHost
+from kv_transfer.annexes.annex import most_tiles_of, open_annex
+from kv_transfer.annexes.host import MAX_ROWS, AnnexHost
 from kv_transfer.annexes.wire import HEADER_BYTES, KEY_BYTES, Kind, hear_answer, tell
 from kv_transfer.errors import TransferError
 from serving_core.blocks import BlockAllocator
@@ -24,17 +24,23 @@ CPU = torch.device("cpu")
 
 
 class Toy:
-    """Says of each row and tile: the row's number, the layer, and what the tile's first block has for its first key."""
+    """Says of a row and a tile: the row's number, the layer, and what the tile's first block has for its first key. Of
+    rows that come with partials it says these plus one."""
 
     row_bytes, partial_bytes = SIZES["row_bytes"], SIZES["partial_bytes"]
 
     def __init__(self, pool):
         self._pool = pool
 
-    def partials(self, queries, layer, block_ids):
-        rows = np.frombuffer(queries, np.float64).astype(np.float32)
+    def partials(self, query, layer, block_ids):
+        [row] = np.frombuffer(query, np.float64)
         firsts = [float(self._pool.keys(layer)[block].flatten()[0]) for block in block_ids[:: TILE // 8]]
-        return np.array([[[row, layer, first] for first in firsts] for row in rows], np.float32)
+        return np.array([[row, layer, first] for first in firsts], np.float32)
+
+    def carry(self, queries, partials, layer, block_ids):
+        if partials:
+            return np.frombuffer(partials, np.float32) + 1
+        return np.concatenate([self.partials(row, layer, block_ids[:1]) for row in np.frombuffer(queries, np.float64)])
 
 
 @pytest.fixture
@@ -77,9 +83,21 @@ def test_what_is_put_there_is_asked_for_and_let_go(host, hosting):
     annex = _open(host, _filled(), 2)
     assert (annex.num_tiles, hosting.num_blocks) == (2, 8)
     for layer in LAYOUT.layers:
-        annex.ask(layer, memoryview(np.array([7.0, 8.0])).cast("B"))
-        answer = np.frombuffer(annex.answer(), np.float32).reshape(2, 2, 3).tolist()
-        assert answer == [[[row, layer, 100 * layer], [row, layer, 100 * layer + 4]] for row in (7, 8)]
+        annex.ask(layer, memoryview(np.array([7.0])).cast("B"))
+        answer = np.frombuffer(annex.answer(), np.float32).reshape(2, 3).tolist()
+        assert answer == [[7, layer, 100 * layer], [7, layer, 100 * layer + 4]]
+        queries = memoryview(np.array([7.0, 8.0])).cast("B")
+        begun = annex.carry(layer, queries, memoryview(b""))
+        assert np.frombuffer(begun, np.float32).tolist() == [7, layer, 100 * layer, 8, layer, 100 * layer]
+        ended = annex.carry(layer, queries, begun)
+        assert np.frombuffer(ended, np.float32).tolist() == [
+            8,
+            layer + 1,
+            100 * layer + 1,
+            9,
+            layer + 1,
+            100 * layer + 1,
+        ]
     annex.close()
     _wait(lambda: hosting.num_blocks == 0)
 
@@ -97,6 +115,11 @@ def test_there_is_room_for_so_many_tiles_alone(host, hosting):
     third.close()
 
 
+def test_an_annex_is_put_there_in_messages_within_the_limit():
+    wide = KVLayout.uniform(num_layers=2, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
+    assert most_tiles_of(wide, 256) == 2**30 // (2 * 256 * 8 * 128 * 2)  # keys and values, of two bytes
+
+
 def test_who_has_no_key_gets_nothing(host, hosting):
     with pytest.raises((TransferError, OSError)):
         _open(host, _filled(), 1, key=bytes(KEY_BYTES))
@@ -106,7 +129,8 @@ def test_who_has_no_key_gets_nothing(host, hosting):
 @pytest.mark.parametrize(
     ("kind", "layer", "number", "payload"),
     [
-        (Kind.ASK, 0, 1, b"8 bytes."),  # before anything was put there
+        (Kind.ASK, 0, 0, b"8 bytes."),  # before anything was put there
+        (Kind.CARRY, 0, 1, b"8 bytes."),
         (Kind.PUT, 0, 0, b"too short"),
         (Kind.PUT, 5, 0, b""),  # there is no such layer
         (Kind.OPENED, 0, 0, b""),
@@ -121,6 +145,27 @@ def test_what_is_not_to_come_ends_the_annex(host, hosting, kind, layer, number, 
         with pytest.raises((TransferError, OSError)):
             hear_answer(connection, Kind.PUT)
     _wait(lambda: hosting.num_blocks == 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "num_bytes"),
+    [
+        (Kind.ASK, 0, 16),  # two rows
+        (Kind.CARRY, 0, 0),
+        (Kind.CARRY, MAX_ROWS + 1, 8 * (MAX_ROWS + 1)),
+        (Kind.CARRY, 2, 2 * 8 + 12),  # partials of one row
+    ],
+)
+def test_rows_that_are_not_as_announced_end_the_annex(host, hosting, kind, number, num_bytes):
+    annex = _open(host, _filled(), 1)
+    tell(annex._connection, kind, bytes(num_bytes), layer=0, number=number)
+    with pytest.raises((TransferError, OSError)):
+        hear_answer(annex._connection, Kind.PARTIALS)
+    _wait(lambda: hosting.num_blocks == 0)
+    with pytest.raises((OSError, TransferError)):
+        annex.carry(0, memoryview(bytes(8)), memoryview(b""))
+    with pytest.raises(OSError, match="descriptor"):  # closed by the first failure, and asked no more
+        _ask(annex)
 
 
 def test_damaged_bytes_are_noticed(host, hosting):
