@@ -224,19 +224,25 @@ class Engine:
         return PartialAttention(self.attention)
 
     def _step_with_annexes(self, works: Sequence[Work], on_layer: OnLayer | None) -> torch.Tensor:
-        """Each that has annexes is computed by itself: with one of them it alone is lost."""
-        annexed = iter([self._with_annexes(work) for work in works if work.request.annexes])
+        """Each that has annexes is computed by itself: with one of them it alone is lost. For a node that is silent a
+        step waits once."""
+        silent: set[str] = set()
+        annexed = iter([self._with_annexes(work, silent) for work in works if work.request.annexes])
         plain = [work.share for work in works if not work.request.annexes]
         logits = self._step(plain, on_layer) if plain else None
         rest = iter(() if logits is None else torch.split(logits, [each.num_scored + each.samples for each in plain]))
         return torch.cat([next(annexed if work.request.annexes else rest) for work in works])
 
-    def _with_annexes(self, work: Work) -> torch.Tensor:
+    def _with_annexes(self, work: Work, silent: set[str]) -> torch.Tensor:
+        """Adds the addresses of nodes that do not answer."""
         batch, request = self._batch([work.share]), work.request
         assert isinstance(self.attention, NativeAttention)
         try:
+            if lost := silent.intersection(annex.address for annex in request.annexes):
+                raise TimeoutError(f"{lost.pop()} does not answer")
             logits = self.model(batch, AnnexedAttention(self.attention, request.annexes), None)
         except OSError as error:
+            silent.update(annex.address for annex in request.annexes if annex.is_silent)
             request.annex_error = str(error) or type(error).__name__
             return torch.zeros((len(batch.logit_rows), self.config.vocab_size), dtype=self.pool.compute_dtype)
         assert logits is not None

@@ -76,7 +76,10 @@ class AnnexEnds:
         opening = self._threads.submit(self._open, decision.resident.hosts, decision.block_ids)
 
         def report(ended: "Future[Annex | None]") -> None:
-            self._in_loop(lambda: self._on_opened(decision.resident, ended.result()))
+            if error := ended.exception():
+                logger.error("an annex was not opened", exc_info=error)
+            annex = None if error else ended.result()
+            self._in_loop(lambda: self._on_opened(decision.resident, annex))
 
         opening.add_done_callback(report)
 

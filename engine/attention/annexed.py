@@ -34,7 +34,15 @@ class Annex(Protocol):
     """Whole tiles of one request on another node, behind those of the annex before it. All raise OSError."""
 
     @property
+    def address(self) -> str:
+        """Of the other node."""
+
+    @property
     def num_tiles(self) -> int: ...
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it has failed because the other node did not answer in time."""
 
     def ask(self, layer: int, query: memoryview) -> None:
         """Asks for the partials of this row, in the pool's compute dtype."""

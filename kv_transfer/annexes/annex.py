@@ -18,8 +18,12 @@ class Annex:
     """Whole tiles of a request in another node's pool. Used by one thread at a time, closed by any. What fails raises
     OSError, and closes it."""
 
-    def __init__(self, connection: socket.socket, num_tiles: int, *, row_bytes: int, partial_bytes: int) -> None:
+    def __init__(
+        self, address: str, connection: socket.socket, num_tiles: int, *, row_bytes: int, partial_bytes: int
+    ) -> None:
+        self.address: Final = address
         self.num_tiles: Final = num_tiles
+        self.is_silent = False  # it has not answered in time
         self._connection = connection
         self._row_bytes, self._partial_bytes = row_bytes, partial_bytes
 
@@ -53,7 +57,8 @@ class Annex:
         """An answer that did not come in time must not be taken for the next one."""
         try:
             yield
-        except OSError:
+        except OSError as error:
+            self.is_silent = isinstance(error, TimeoutError)
             self.close()
             raise
         except TransferError as error:
@@ -97,4 +102,4 @@ def open_annex(
     except BaseException:
         connection.close()
         raise
-    return Annex(connection, header.number, row_bytes=row_bytes, partial_bytes=partial_bytes)
+    return Annex(address, connection, header.number, row_bytes=row_bytes, partial_bytes=partial_bytes)

@@ -109,8 +109,13 @@ class AnnexHost:
             thread = threading.Thread(
                 target=self._serve, args=(number, connection), name=f"annex-{number}", daemon=True
             )
+            try:
+                thread.start()
+            except RuntimeError as error:
+                logger.warning("there is no thread for an annex: %s", error)
+                self._forget(number, connection)
+                continue
             self._threads = [each for each in self._threads if each.is_alive()] + [thread]
-            thread.start()
 
     def _serve(self, number: int, connection: socket.socket) -> None:
         try:
@@ -124,10 +129,13 @@ class AnnexHost:
             if not self._is_closed:
                 logger.warning("an annex is given up: %s", error or type(error).__name__)
         finally:
-            connection.close()
             self._release(number)
-            with self._lock:
-                del self._connections[number]
+            self._forget(number, connection)
+
+    def _forget(self, number: int, connection: socket.socket) -> None:
+        connection.close()
+        with self._lock:
+            del self._connections[number]
 
     def _hold(self, number: int, connection: socket.socket) -> None:
         header = hear(connection)

@@ -8,6 +8,7 @@ CARRY(layer, queries, partials so far)  ->  PARTIALS, one for each row; the firs
 
 import socket
 import struct
+import time
 import zlib
 from enum import IntEnum
 from typing import Final, NamedTuple
@@ -16,6 +17,7 @@ from kv_transfer.errors import TransferError
 
 KEY_BYTES: Final = 32
 MAX_BYTES: Final = 2**30  # of one message's payload
+LEAST_S: Final = 0.001  # for what has come already
 _HEADER: Final = struct.Struct("<4sIIQI")  # magic with the kind, layer, a number, bytes behind it, their checksum
 HEADER_BYTES: Final = _HEADER.size
 _MAGIC: Final = b"SSA"
@@ -83,12 +85,19 @@ def hear_answer(connection: socket.socket, kind: Kind, num_bytes: int = 0) -> tu
 
 
 def _receive(connection: socket.socket, num_bytes: int, *, may_end: bool = False) -> bytearray:
-    data = bytearray(num_bytes)
+    """All of it within the connection's timeout, which counts for each piece otherwise."""
+    limit_s = connection.gettimeout()
+    assert limit_s, "no wait without a deadline"
+    data, ends_s = bytearray(num_bytes), time.monotonic() + limit_s
     view, at = memoryview(data), 0
-    while at < num_bytes:
-        if not (num_new := connection.recv_into(view[at:])):
-            if may_end and not at:
-                return bytearray()
-            raise TransferError("an annex's connection ended within a message")
-        at += num_new
+    try:
+        while at < num_bytes:
+            connection.settimeout(max(ends_s - time.monotonic(), LEAST_S))
+            if not (num_new := connection.recv_into(view[at:])):
+                if may_end and not at:
+                    return bytearray()
+                raise TransferError("an annex's connection ended within a message")
+            at += num_new
+    finally:
+        connection.settimeout(limit_s)
     return data

@@ -135,6 +135,7 @@ def annex_messages(data: bytes) -> None:
     """By lengths that the header announces, as far as the receiver would have them."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
+        ours.settimeout(10)
         theirs.sendall(data)
         theirs.shutdown(socket.SHUT_WR)
         while (header := hear(ours)) is not None:

@@ -33,6 +33,8 @@ CASES = [
 class PoolAnnex:
     """Tiles in another pool of this process."""
 
+    address, is_silent = "here", False
+
     def __init__(self, attention, num_tiles, block_ids):
         self.partial, self.num_tiles, self._block_ids = PartialAttention(attention), num_tiles, block_ids
 
@@ -108,11 +110,18 @@ def test_rows_may_be_read_in_any_chunks():
 class LostAnnex:
     num_tiles = 2
 
+    def __init__(self, address="there", *, is_silent=False):
+        self.address, self._times_out = address, is_silent
+        self.is_silent = False
+        self.num_asked = 0
+
     def ask(self, layer, query):
+        self.num_asked += 1
+        self.is_silent = self._times_out
         raise ConnectionError("it is gone")
 
     def carry(self, layer, queries, partials):
-        raise ConnectionError("it is gone")
+        self.ask(layer, queries)
 
 
 def _engine(folder, dtype="float32"):
@@ -176,3 +185,22 @@ def test_who_loses_an_annex_loses_nobody_else(folder, num_tokens):
     assert request.annex_error == "it is gone"
     assert not other.annex_error
     assert beside == alone
+
+
+def test_for_a_node_that_is_silent_a_step_waits_once(folder):
+    engine = _engine(folder)
+    if not engine.takes_annexes:
+        pytest.skip("the kernels of this CPU promise nothing for float32")
+    annexes = [LostAnnex(is_silent=True), LostAnnex(), LostAnnex("elsewhere"), LostAnnex("elsewhere")]
+    requests = [_request(f"a{number}", 700) for number in range(4)]
+    for request, annex in zip(requests, annexes, strict=True):
+        request.annexes = [annex]
+    block_ids = [0] * 64 + list(range(100, 136))
+    engine.step([Work(request, 699, 1, block_ids) for request in requests])
+    assert [annex.num_asked for annex in annexes] == [1, 0, 1, 1]  # those elsewhere are lost, and not silent
+    assert [request.annex_error for request in requests] == [
+        "it is gone",
+        "there does not answer",
+        "it is gone",
+        "it is gone",
+    ]

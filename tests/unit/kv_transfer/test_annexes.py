@@ -1,6 +1,7 @@
 """Both ends of an annex over a real socket, with a toy in the place of attention."""
 
 import socket
+import threading
 import time
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from engine.cache.kv_pool import PagedKVPool
-from kv_transfer.annexes.annex import most_tiles_of, open_annex
+from kv_transfer.annexes.annex import Annex, most_tiles_of, open_annex
 from kv_transfer.annexes.host import MAX_ROWS, AnnexHost
 from kv_transfer.annexes.wire import HEADER_BYTES, KEY_BYTES, Kind, hear_answer, tell
 from kv_transfer.errors import TransferError
@@ -207,3 +208,33 @@ def test_a_host_that_ends(hosting):
         _ask(annex)
     annex.close()
     assert hosting.num_blocks == 0
+
+
+def test_an_answer_that_comes_byte_by_byte_is_late_all_the_same():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(0.3)
+        is_over = threading.Event()
+
+        def trickle():
+            while not is_over.wait(0.05):
+                theirs.sendall(b"S")
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        try:
+            with pytest.raises(TimeoutError):  # HEADER_BYTES would have come after a second
+                hear_answer(ours, Kind.PARTIALS)
+            assert ours.gettimeout() == 0.3
+        finally:
+            is_over.set()
+            thread.join()
+
+
+def test_an_annex_that_is_not_answered_is_silent():
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        connection = socket.create_connection(frozen.getsockname(), 0.1)
+        annex = Annex("frozen", connection, 1, **SIZES)
+        with pytest.raises(TimeoutError):
+            _ask(annex)
+    assert annex.is_silent

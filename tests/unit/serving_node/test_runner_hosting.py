@@ -1,10 +1,13 @@
 """Blocks that a node gives to another one's request were somebody's before."""
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 
 from kv_transfer.annexes.annex import open_annex
+from serving_core.residents import Host
+from serving_node.decisions import OpenAnnex
 from tests.tiny_models import write_tiny_model
 from tests.unit.serving_node.runner_kit import make_request, running
 from tests.unit.serving_node.test_runner_ahead import send
@@ -45,3 +48,14 @@ def _host_others(node):
     assert annex is not None
     assert annex.num_tiles == NUM_TILES
     annex.close()
+
+
+async def test_a_host_that_cannot_even_be_asked_has_no_room(tmp_path):
+    engine = {"model": str(write_tiny_model(tmp_path / "tiny")), "device": "cpu", "dtype": "bfloat16"}
+    told = []
+    async with running(tmp_path, engine=engine, kv_annexes=True) as node:
+        ends = node.node._annexes
+        ends._on_opened = lambda resident, annex: told.append(annex)
+        ends.open(OpenAnnex(SimpleNamespace(hosts=(Host("127.0.0.1:99999", bytes(32)),)), list(range(64))))
+        await node.until(lambda: told == [None])
+        await node.node.close()
