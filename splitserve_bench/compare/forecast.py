@@ -33,7 +33,8 @@ class Forecaster:
         flags = {**self.flags, **dict(contender.flags)}
         if profile is None or not flags.keys() <= SIMULATED_FLAGS:
             return None
-        size = FleetSize(contender.prefill, contender.decode, contender.both, **flags)
+        counts = contender.prefill, contender.decode, contender.both
+        size = FleetSize(*counts, **flags, nodes_per_machine=contender.num_nodes)
         return simulate(profile, size, planned, max_concurrency=None, request_timeout_s=request_timeout_s)
 
 

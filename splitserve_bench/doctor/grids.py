@@ -1,7 +1,8 @@
 """Steps of one node by what is in them, as `splitserve doctor --save` measures them: an engine in a process of its own.
 
 `python -m splitserve_bench.doctor.grids TASK` takes a JSON object with the fields of GridTask, and talks as
-processes.py says. Of repeats the fastest counts, which others on the machine disturb least.
+processes.py says. Of repeats the fastest counts, which others on the machine disturb least. When all is measured it
+goes on with steps until it is killed, so that another one is beside a busy one all the time.
 """
 
 import dataclasses
@@ -9,7 +10,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -43,8 +44,12 @@ class GridFigures:
     mixed_factor: float
 
 
-def measure_grid(task: GridTask) -> GridFigures:
-    """In this process, whose cores are settled. Raises ModelError or SettingsError."""
+Step = Callable[[], object]
+
+
+def measure_grid(task: GridTask) -> tuple[GridFigures, Step]:
+    """In this process, whose cores are settled; with what takes a step like the last ones. Raises ModelError or
+    SettingsError."""
     from engine.engine import Engine  # torch, whose threads are as many as there are cores when it is imported
     from serving_core.model_config import read_model_config
     from splitserve_bench.engine.driver import NUM_STEPS
@@ -57,12 +62,10 @@ def measure_grid(task: GridTask) -> GridFigures:
     num_requests = 1 if is_of_prompts else max(task.rows) + 1
     engine = Engine(dataclasses.replace(settings, num_kv_blocks=num_requests * layout.num_blocks_for(most_tokens)))
     engine.warm_up()
-    if is_of_prompts:
-        return GridFigures(_prompts_s(engine, task), 1.0)
-    return GridFigures(*_answers_s(engine, task))
+    return _prompts(engine, task) if is_of_prompts else _answers(engine, task)
 
 
-def _answers_s(engine: Any, task: GridTask) -> tuple[tuple[tuple[float, ...], ...], float]:
+def _answers(engine: Any, task: GridTask) -> tuple[GridFigures, Step]:
     from splitserve_bench.engine.driver import DecodeRun
 
     run = DecodeRun(engine, max(task.rows) + 1, max(task.columns))  # one more, of which mixed steps compute a chunk
@@ -74,7 +77,8 @@ def _answers_s(engine: Any, task: GridTask) -> tuple[tuple[tuple[float, ...], ..
         columns.append([_step_s(run, batch, task.repeats) for batch in task.rows])
         if context_tokens == min(task.columns):
             factors = [_mixed_factor(engine, run, batch, context_tokens, task.repeats) for batch in task.rows]
-    return tuple(zip(*columns, strict=True)), statistics.median(factors)
+    figures = GridFigures(tuple(zip(*columns, strict=True)), statistics.median(factors))
+    return figures, lambda: _step_s(run, task.rows[-1], 1)
 
 
 def _step_s(run: Any, batch: int, repeats: int) -> float:
@@ -97,7 +101,7 @@ def _mixed_factor(engine: Any, run: Any, batch: int, context_tokens: int, repeat
     return mixed_s / (answers_s + prompt_s)
 
 
-def _prompts_s(engine: Any, task: GridTask) -> tuple[tuple[float, ...], ...]:
+def _prompts(engine: Any, task: GridTask) -> tuple[GridFigures, Step]:
     """Every chunk is the last of its prompt: it samples, too."""
     from splitserve_bench.engine.driver import DecodeRun
 
@@ -108,7 +112,9 @@ def _prompts_s(engine: Any, task: GridTask) -> tuple[tuple[float, ...], ...]:
         for chunk in task.rows:
             run.extend(context_tokens + chunk - 1)
             seconds[chunk, context_tokens] = _fastest(engine, [run.work(0, context_tokens, chunk)], task.repeats)
-    return tuple(tuple(seconds[chunk, context] for context in task.columns) for chunk in task.rows)
+    last = run.work(0, task.columns[-1], task.rows[-1])
+    rows = tuple(tuple(seconds[chunk, context] for context in task.columns) for chunk in task.rows)
+    return GridFigures(rows, 1.0), lambda: engine.step([last])
 
 
 def _fastest(engine: Any, works: Sequence[Any], repeats: int) -> float:
@@ -128,7 +134,10 @@ def main() -> None:
     task = GridTask(**{**fields, **lists})
     try:
         pin(task.cpus)
-        _say(figures=dataclasses.asdict(measure_grid(task)))
+        figures, step = measure_grid(task)
+        _say(figures=dataclasses.asdict(figures))
+        while True:
+            step()
     except SplitServeError as error:
         _say(error=str(error))
 

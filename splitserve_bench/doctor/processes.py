@@ -1,7 +1,8 @@
 """Measures something in a process of its own, on its own cores, and tells how far it is.
 
 The process is `python -m MODULE TASK`, TASK a JSON object. It says one JSON object a line on stdout: {"progress": text}
-and at the end {"figures": object} or, when the model or the sizes cannot be used, {"error": text}.
+and at the end {"figures": object} or, when the model or the sizes cannot be used, {"error": text}. It may go on with
+work then, for others to be measured beside it, until it is killed.
 """
 
 import asyncio
@@ -24,9 +25,12 @@ One = TypeVar("One")
 Other = TypeVar("Other")
 
 
-async def figures_of(module: str, task: Any, name: str, report: Report) -> dict[str, Any]:
-    """What the module's process finds; `task` is a dataclass. The process is gone at the end. Raises BenchError, and
-    SettingsError for what the process cannot use."""
+async def figures_of(
+    module: str, task: Any, name: str, report: Report, together: asyncio.Barrier | None = None
+) -> dict[str, Any]:
+    """What the module's process finds; `task` is a dataclass. The process is gone at the end; one that is measured
+    `together` with others goes on until the last of them has been. Raises BenchError, and SettingsError for what it
+    cannot use."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "serving_core.child", str(os.getpid())),
         *(sys.executable, "-m", module, json.dumps(dataclasses.asdict(task))),
@@ -36,7 +40,10 @@ async def figures_of(module: str, task: Any, name: str, report: Report) -> dict[
     )
     try:
         async with asyncio.timeout(MEASURE_S):
-            return await _figures(process, name, report)
+            figures = await _figures(process, name, report)
+            if together is not None:
+                await together.wait()
+            return figures
     except TimeoutError as error:
         raise BenchError(f"the {name} was not measured within {MEASURE_S:g} s") from error
     finally:

@@ -1,10 +1,13 @@
 """What `splitserve doctor --save` measures beyond what it shows: a profile for `splitserve simulate`.
 
-1. Steps by what is in them, on a node that reads and one that writes, at the same time where there are cores for both.
-2. A cluster of two nodes is asked one request after the other: what a message, the door, the corridor and a node's own
+1. Steps by what is in them, on a node that reads and one that writes, at the same time where there are cores for both:
+   each beside a busy one from its first step to its last.
+2. A few of them once more on each node alone: what share of that time they take while the other one rests.
+3. A cluster of two nodes is asked one request after the other: what a message, the door, the corridor and a node's own
    work around a step take is what remains of its timelines when the steps are taken away.
 """
 
+import asyncio
 import dataclasses
 import statistics
 import tempfile
@@ -45,16 +48,8 @@ async def measure_profile(
     """`bytes_per_s` is the corridor's. Raises BenchError, ModelError and SettingsError."""
     cpus, (parts, at_once) = all_cpus(), node_cpus(all_cpus(), sizes.cores)
     node = node_sizes(model.folder, settings)
-    answers, prompts = _tasks(model.folder, settings, sizes, parts, node.max_model_len)
-    of_prompts, of_answers = await both(
-        _grid(prompts, PREFILL_NODE, report), _grid(answers, DECODE_NODE, report), at_once=at_once
-    )
-    steps = StepProfile(
-        answers=Grid(answers.rows, answers.columns, of_answers.seconds),
-        prompts=Grid(prompts.rows, prompts.columns, of_prompts.seconds),
-        mixed_factor=of_answers.mixed_factor,
-        overhead_s=0.0,
-    )
+    tasks = _tasks(model.folder, settings, sizes, parts, node.max_model_len)
+    steps = await _steps(*tasks, report, at_once=at_once)
     report("a cluster, one request after the other ...")
     flags = {name: getattr(settings, name) for name in ("dtype", "quantization", "kv_cache_dtype")}
     outcomes = await _lone_requests(model, cpus[: sizes.cores * (1 + at_once)], flags, node, report)
@@ -64,12 +59,12 @@ async def measure_profile(
 def profile_of(
     model: str, cores: int, node: NodeSizes, steps: StepProfile, bytes_per_s: float, outcomes: Sequence[Outcome]
 ) -> Profile:
-    """From steps without overhead, and what became of requests that were alone in a cluster of two nodes; all of one
-    length."""
+    """From steps without overhead, and what became of requests that were alone in a cluster of two nodes, one of which
+    rested while the other one worked; all of one length."""
     num_prompt_tokens = outcomes[0].num_prompt_tokens
-    answer_s = steps.answers.at(1, num_prompt_tokens + LONE_OUTPUT_TOKENS / 2)
+    answer_s = steps.answers.at(1, num_prompt_tokens + LONE_OUTPUT_TOKENS / 2) * steps.answers_alone_factor
     overhead_s = _median(outcomes, lambda each: (tpot_s(each) or 0.0) - answer_s)
-    chunk_s = steps.prompts.at(num_prompt_tokens, 0) + overhead_s
+    chunk_s = steps.prompts.at(num_prompt_tokens, 0) * steps.prompts_alone_factor + overhead_s
     prompt_overhead_s = _median(outcomes, lambda each: _phase(each, "prefill_s") - chunk_s)
     message_s = _median(outcomes, lambda each: _phase(each, "prefill_queue_s") / 2)
     door_s = _median(outcomes, lambda each: (ttft_s(each) or 0.0) - _phase(each, "ttft_s"))
@@ -116,8 +111,45 @@ def _tasks(
     )
 
 
-async def _grid(task: GridTask, name: str, report: Report) -> GridFigures:
-    figures = await figures_of(GRIDS_MODULE, task, name, report)
+async def _steps(answers: GridTask, prompts: GridTask, report: Report, *, at_once: bool) -> StepProfile:
+    """Without overhead. Nodes on the same cores, which take turns, are no neighbours."""
+    together = asyncio.Barrier(2) if at_once else None
+    of_prompts, of_answers = await both(
+        _grid(prompts, PREFILL_NODE, report, together), _grid(answers, DECODE_NODE, report, together), at_once=at_once
+    )
+    steps = StepProfile(
+        answers=Grid(answers.rows, answers.columns, of_answers.seconds),
+        prompts=Grid(prompts.rows, prompts.columns, of_prompts.seconds),
+        mixed_factor=of_answers.mixed_factor,
+        overhead_s=0.0,
+    )
+    if not at_once:
+        return steps
+    few_answers, few_prompts = few_of(answers), few_of(prompts)
+    answers_alone = await _grid(few_answers, f"{DECODE_NODE}, alone", report)
+    prompts_alone = await _grid(few_prompts, f"{PREFILL_NODE}, alone", report)
+    return dataclasses.replace(
+        steps,
+        answers_alone_factor=alone_factor(steps.answers, few_answers, answers_alone),
+        prompts_alone_factor=alone_factor(steps.prompts, few_prompts, prompts_alone),
+    )
+
+
+def few_of(task: GridTask) -> GridTask:
+    """Every second row of it, with the fewest tokens before them."""
+    return dataclasses.replace(task, rows=task.rows[::-2][::-1], columns=task.columns[:1])
+
+
+def alone_factor(beside: Grid, task: GridTask, alone: GridFigures) -> float:
+    """What steps take alone, of what they take beside a busy node: median over those that were measured both ways. Not
+    above 1, as noise can make it."""
+    places = [(row, column) for row in range(len(task.rows)) for column in range(len(task.columns))]
+    shares = [alone.seconds[row][column] / beside.at(task.rows[row], task.columns[column]) for row, column in places]
+    return min(1.0, statistics.median(shares))
+
+
+async def _grid(task: GridTask, name: str, report: Report, together: asyncio.Barrier | None = None) -> GridFigures:
+    figures = await figures_of(GRIDS_MODULE, task, name, report, together)
     return GridFigures(tuple(map(tuple, figures["seconds"])), figures["mixed_factor"])
 
 

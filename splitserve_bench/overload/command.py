@@ -118,6 +118,7 @@ def overload_command(
     policy: str,
     admission: str,
     kv_lending: str,
+    nodes_per_machine: int,
     **flags: Any,
 ) -> None:
     """Send a server more than it can take for a while, then less: goodput by 5-second window, who was turned away and
@@ -133,7 +134,7 @@ def overload_command(
     if not limits.by_name():
         raise SettingsError("without limits nothing is late: give --goodput, such as ttft:500 tpot:40")
     options.check()
-    size = FleetSize(prefill, decode, both, roles, policy, admission, kv_lending)
+    size = FleetSize(prefill, decode, both, roles, policy, admission, kv_lending, nodes_per_machine)
     if profile_path is None and size != FleetSize(0, 0):
         raise SettingsError("--prefill, --decode, --both and what their coordinator does are simulated: give --profile")
     asked = Asked(options, parse_stages(stages, request_rate), limits, attainment, Output(plot, save_path, as_json))

@@ -104,6 +104,14 @@ size_options = options_of(
         type=click.Choice(("auto", "always", "never")),
         help="When nodes lend each other blocks of prompts, as the coordinator's.",
     ),
+    click.option(
+        "--nodes-per-machine",
+        default=2,
+        show_default=True,
+        type=click.IntRange(1),
+        help="How many share one, in the order prefill, decode, both: where the profile says so, a node is faster "
+        "while its neighbours rest.",
+    ),
 )
 fleet_options = options_of(
     size_options,
@@ -132,6 +140,7 @@ def simulate_command(
     policy: str,
     admission: str,
     kv_lending: str,
+    nodes_per_machine: int,
     limits: bool,
     request_rates: tuple[float, ...],
     **flags: Any,
@@ -142,7 +151,7 @@ def simulate_command(
     from splitserve_bench.simulate.fleet import FleetSize
     from splitserve_bench.simulate.profile import read_profile
 
-    size = FleetSize(prefill, decode, both, roles, policy, admission, kv_lending)
+    size = FleetSize(prefill, decode, both, roles, policy, admission, kv_lending, nodes_per_machine)
     size.check()
     if len(request_rates) > 1 and (flags["result_filename"] or flags["plots"]):
         raise SettingsError("--result-filename and --plots are of one load: give one --request-rate with them")

@@ -62,21 +62,24 @@ class Costs(Protocol):
 
 
 class ProfileCosts:
-    """As a profile says."""
+    """As a profile says, of a node beside another one at work, or of one that is alone on its machine."""
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, *, is_alone: bool = False) -> None:
         self._steps, self._corridor, self._control = profile.steps, profile.corridor, profile.control
+        self._answers_factor = profile.steps.answers_alone_factor if is_alone else 1.0
+        self._prompts_factor = profile.steps.prompts_alone_factor if is_alone else 1.0
         self._answers: dict[int, Row] = {}  # by how many there are, of those that were asked for
-        self.prefill_tokens_per_s = START_TOKENS / profile.steps.prompts.at(START_TOKENS, 0)
+        self.prefill_tokens_per_s = START_TOKENS / (profile.steps.prompts.at(START_TOKENS, 0) * self._prompts_factor)
 
     def step_s(self, load: StepLoad) -> float:
         """Answers and prompts together take the sum of both times the mixed factor, but no less than either alone: that
         factor is one of short chunks, which share the reading of the weights."""
         steps, answers_s, prompts_s = self._steps, 0.0, 0.0
         if load.num_answers:
-            answers_s = self._row(load.num_answers).at(load.num_cached / load.num_answers)
+            answers_s = self._row(load.num_answers).at(load.num_cached / load.num_answers) * self._answers_factor
         if load.num_prompt_tokens:
-            prompts_s = steps.prompts.at(load.num_prompt_tokens, load.num_before / load.num_prompt_tokens)
+            before_tokens = load.num_before / load.num_prompt_tokens
+            prompts_s = steps.prompts.at(load.num_prompt_tokens, before_tokens) * self._prompts_factor
         both = load.num_answers and load.num_prompt_tokens
         together_s = (answers_s + prompts_s) * (steps.mixed_factor if both else 1.0)
         waited_s = steps.prompt_overhead_s if load.num_prompt_tokens and load.is_first else 0.0

@@ -16,17 +16,19 @@ from splitserve_bench.simulate.clients import LoadClients
 from splitserve_bench.simulate.coordinator import Clients, SimulatedCoordinator
 from splitserve_bench.simulate.corridor import Corridor
 from splitserve_bench.simulate.costs import Costs, ProfileCosts
+from splitserve_bench.simulate.machine import Machine
 from splitserve_bench.simulate.node import SimulatedNode
 from splitserve_bench.simulate.profile import NodeSizes, Profile
 from splitserve_bench.simulate.toy_model import ToyModel
 
 MOST_NODES: Final = 1024
+NODES_PER_MACHINE: Final = 2  # as doctor measures them
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSize:
-    """How many nodes begin in each role, whether the coordinator changes that, how it places requests, and when nodes
-    lend each other blocks."""
+    """How many nodes begin in each role, whether the coordinator changes that, how it places requests, when nodes lend
+    each other blocks, and how many of them share a machine."""
 
     prefill: int
     decode: int
@@ -35,13 +37,15 @@ class FleetSize:
     policy: str = AUTO
     admission: str = ADMIT_ALL
     kv_lending: str = LEND_AUTO
+    nodes_per_machine: int = NODES_PER_MACHINE
 
     def __str__(self) -> str:
         counts = {"P": self.prefill, "D": self.decode, "B": self.both}
         name = "+".join(f"{count}{letter}" for letter, count in counts.items() if count)
         others = ((self.roles, FIXED), (self.policy, AUTO), (self.admission, ADMIT_ALL))
         lending = [] if self.kv_lending == LEND_AUTO else [f"lending_{self.kv_lending}"]
-        return "-".join([name, *(value for value, usual in others if value != usual), *lending])
+        shared = [] if self.nodes_per_machine == NODES_PER_MACHINE else [f"{self.nodes_per_machine}_a_machine"]
+        return "-".join([name, *(value for value, usual in others if value != usual), *lending, *shared])
 
     @property
     def settings(self) -> CoordinatorSettings:
@@ -54,6 +58,8 @@ class FleetSize:
         """Raises SettingsError for a fleet that could not answer."""
         if not 0 < self.prefill + self.decode + self.both <= MOST_NODES:
             raise SettingsError(f"a fleet has 1 to {MOST_NODES} nodes, not {self.prefill + self.decode + self.both}")
+        if self.nodes_per_machine < 1:
+            raise SettingsError(f"a machine has 1 node or more, not {self.nodes_per_machine}")
         if not (self.prefill + self.both and self.decode + self.both):
             raise SettingsError(f"{self} cannot answer: some node has to read prompts and some to write answers")
 
@@ -82,7 +88,9 @@ class Fleet:
         self.coordinator = SimulatedCoordinator(agenda, clients, settings or CoordinatorSettings())
         self.nodes: dict[str, SimulatedNode] = {}
 
-    def start(self, name: str, role: str, costs: Costs, sizes: NodeSizes | None = None) -> SimulatedNode:
+    def start(
+        self, name: str, role: str, costs: Costs, sizes: NodeSizes | None = None, machine: Machine | None = None
+    ) -> SimulatedNode:
         """One more node, or one in the place of a lost one; of the fleet's sizes unless it has others."""
         node = SimulatedNode(
             name,
@@ -92,6 +100,7 @@ class Fleet:
             costs,
             self._agenda,
             self.corridor,
+            machine=machine,
             takes_streaks=self._takes_streaks,
         )
         self.nodes[name] = node
@@ -101,7 +110,7 @@ class Fleet:
     def lose(self, name: str) -> None:
         """The node's process is gone."""
         node = self.nodes.pop(name)
-        node.is_lost = True
+        node.lost()
         self.corridor.lose(node)
         self.coordinator.lose(node)
 
@@ -125,9 +134,19 @@ def simulate(
         request_timeout_s=request_timeout_s,
     )
     fleet = Fleet(agenda, clients, profile.node, model, size.settings)
-    costs = ProfileCosts(profile)
-    for name, role in size.nodes():
-        fleet.start(name, role, costs)
+    _start_nodes(fleet, profile, size)
     clients.start(fleet.coordinator)
     agenda.run(lambda: clients.is_over)
     return clients.outcomes
+
+
+def _start_nodes(fleet: Fleet, profile: Profile, size: FleetSize) -> None:
+    """Those that share a machine follow each other. Who shares none, or where that makes no difference, needs none."""
+    beside, alone = ProfileCosts(profile), ProfileCosts(profile, is_alone=True)
+    nodes = size.nodes()
+    for first in range(0, len(nodes), size.nodes_per_machine):
+        on_machine = nodes[first : first + size.nodes_per_machine]
+        has_company = len(on_machine) > 1
+        machine = Machine(alone) if has_company and profile.steps.knows_neighbours else None
+        for name, role in on_machine:
+            fleet.start(name, role, beside if has_company else alone, machine=machine)

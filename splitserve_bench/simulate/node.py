@@ -45,6 +45,7 @@ from splitserve_bench.simulate.agenda import Agenda
 from splitserve_bench.simulate.corridor import Corridor
 from splitserve_bench.simulate.costs import Costs, StepLoad, load_of
 from splitserve_bench.simulate.line import EventLine
+from splitserve_bench.simulate.machine import Machine, Progress
 from splitserve_bench.simulate.profile import NodeSizes
 from splitserve_bench.simulate.stretch import Stretch
 from splitserve_bench.simulate.toy_model import ToyModel
@@ -67,22 +68,27 @@ class SimulatedNode:
         agenda: Agenda,
         corridor: Corridor,
         *,
+        machine: Machine | None = None,
         takes_streaks: bool = True,
     ) -> None:
-        """`takes_streaks`: whether steps that allow it are taken in for less, which changes nothing else."""
+        """`machine`: that it shares with nodes whose steps bear on its own. `takes_streaks`: whether steps that allow
+        it are taken in for less, which changes nothing else."""
         self.name, self.costs = name, costs
         self.line: EventLine  # to the coordinator, once it is attached
         self.is_lost = False
         self._sizes, self._model, self._agenda, self._corridor = sizes, model, agenda, corridor
-        self._takes_streaks = takes_streaks
+        self._machine, self._takes_streaks = machine, takes_streaks
+        self._pace = costs  # of the running step, as the other nodes of its machine are
         self.allocator = BlockAllocator(sizes.num_blocks)
         self.logic = _logic(self.allocator, sizes, role, costs)
         self._is_carrying_out = self._is_to_plan = False
         self._works: Sequence[Work] = ()  # of the running step, or of the first of its streak
         self._streak: Streak | None = None  # that the running step is of
         self._stretch: Stretch | None = None  # that it is of, unless it is one by itself
+        self._stretch_s: Sequence[float] = ()  # what each of its steps takes
         self._load = StepLoad()  # of the running step
         self._started_s = 0.0  # the running step
+        self._progress: Progress | None = None  # of the running step, unless it is of a stretch
         self._tier_free_s = 0.0  # when all that is to be read back is
         self._alarm_s: float | None = None  # when the logic's next tick is planned
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT)
@@ -134,6 +140,12 @@ class SimulatedNode:
         """Whether a step runs."""
         return bool(self._works)
 
+    def lost(self) -> None:
+        """Its process is gone."""
+        self.is_lost = True
+        if self._machine is not None:
+            self._machine.rests(self)
+
     def detached(self) -> None:
         """The coordinator has given the node up, which attaches again."""
         self._settle()
@@ -161,19 +173,50 @@ class SimulatedNode:
             streak = self.logic.streak(self._works)
             self._streak = streak if streak.num_steps and self._takes_streaks else None
             self._start_step()
+        elif self._machine is not None:
+            self._machine.rests(self)
 
     def _start_step(self) -> None:
         self._started_s = self._agenda.now
+        if self._machine is not None:
+            self._machine.works(self)
+            self._pace = self._machine.costs(self)
         streak = self._streak
         num_ahead = 0 if streak is None else self.logic.num_steps_ahead(streak)
         if streak is not None and num_ahead > 1:
             self._start_stretch(streak, num_ahead)
         else:
-            self._agenda.after(self.costs.step_s(self._load), self._stepped)
+            self._begin_alone(self._pace.step_s(self._load))
 
-    def _stepped(self) -> None:
-        if self.is_lost:
+    def _begin_alone(self, seconds: float) -> None:
+        """The running step is one by itself, and would take so long as its neighbours are now."""
+        self._progress = Progress(self._started_s, seconds)
+        self._end_at(self._progress.ends_s)
+
+    def _end_at(self, end_s: float) -> None:
+        self._agenda.at(end_s, partial(self._stepped, end_s))
+
+    def pace_changed(self) -> None:
+        """Another node of the machine has begun to work, or rests: what is left of the running step goes on at the rate
+        of now."""
+        assert self._machine is not None
+        pace = self._machine.costs(self)
+        if pace is self._pace:
             return
+        self._pace = pace
+        self._settle()
+        self._do_all()
+        assert self._progress is not None, "who rests is told nothing"
+        planned_s = self._progress.ends_s
+        self._progress.go_on(self._agenda.now, pace.step_s(self._load))
+        if self._progress.ends_s != planned_s:
+            self._end_at(self._progress.ends_s)
+
+    def _stepped(self, end_s: float) -> None:
+        """An end that has been put off, or brought forward, does nothing."""
+        if self.is_lost or self._progress is None or self._progress.ends_s != end_s:
+            return
+        self._progress = None
         streak, ended_s = self._streak, self._agenda.now
         if streak is not None and self.logic.goes_on(streak):
             stretch = Stretch(streak, self._model, self._started_s, [ended_s])
@@ -193,11 +236,13 @@ class SimulatedNode:
 
     def _start_stretch(self, streak: Streak, num_steps: int) -> None:
         """All that comes of these steps is known, unless something else happens before they are over."""
-        ends_s, end_s, load = list[float](), self._started_s, replace(self._load)
+        ends_s, seconds, end_s, load = list[float](), list[float](), self._started_s, replace(self._load)
         for _ in range(num_steps):
-            end_s += self.costs.step_s(load)
+            seconds.append(self._pace.step_s(load))
+            end_s += seconds[-1]
             ends_s.append(end_s)
             load.num_cached += load.num_answers
+        self._stretch_s = seconds
         self._stretch = stretch = Stretch(streak, self._model, self._started_s, ends_s)
         self.line.begin(stretch)
         self._agenda.at(end_s, partial(self._end_stretch, stretch))
@@ -216,10 +261,10 @@ class SimulatedNode:
         self._stretch = None
         num_ended = stretch.num_ended(self._agenda.now)
         self.line.end(num_ended)
-        self._agenda.at(stretch.ends_s[num_ended], self._stepped)
         if num_ended:
             stretch.cut(num_ended)
             self._take_in(stretch)
+        self._begin_alone(self._stretch_s[num_ended])
 
     def _go_on(self, stretch: Stretch) -> None:
         """Steps of a streak are over, and the next one begins."""

@@ -60,7 +60,9 @@ class NodeSizes:
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """Seconds of steps: answers by batch and mean context, prompts by chunk and the context before it, in tokens.
+    """Seconds of steps: answers by batch and mean context, prompts by chunk and the context before it, in tokens; all
+    of them beside another node of the same machine that is at work. While none is, the seconds of answers and prompts
+    are so many times as long: at most 1, which is no difference.
 
     A step of both takes mixed_factor times the sum, or the longer part where that is more. overhead_s is what a node
     takes for a step beyond its engine, and prompt_overhead_s what it takes beyond that for one with prompts that it has
@@ -72,6 +74,13 @@ class StepProfile:
     mixed_factor: float
     overhead_s: float
     prompt_overhead_s: float = 0.0
+    answers_alone_factor: float = 1.0
+    prompts_alone_factor: float = 1.0
+
+    @property
+    def knows_neighbours(self) -> bool:
+        """Whether it makes a difference what other nodes of the machine do."""
+        return (self.answers_alone_factor, self.prompts_alone_factor) != (1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,24 +125,36 @@ def read_profile(path: Path) -> Profile:
         fields = read_json_object(path)
         if (found := fields.integer("format")) != FORMAT:
             raise fields.error("format", f"{FORMAT}, as of this version's `splitserve doctor --save`: {found} is not")
-        steps = _nested(fields, "steps")
         corridor, control = _nested(fields, "corridor"), _nested(fields, "control")
         return Profile(
             model=fields.text("model"),
             cores=fields.integer("cores"),
             node=_sizes(_nested(fields, "node")),
-            steps=StepProfile(
-                answers=_grid(_nested(steps, "answers")),
-                prompts=_grid(_nested(steps, "prompts")),
-                mixed_factor=steps.positive("mixed_factor"),
-                overhead_s=steps.number("overhead_s"),
-                prompt_overhead_s=steps.number("prompt_overhead_s", 0.0),
-            ),
+            steps=_steps(_nested(fields, "steps")),
             corridor=CorridorProfile(corridor.number("latency_s"), corridor.positive("bytes_per_s")),
             control=ControlProfile(control.number("message_s"), control.number("door_s")),
         )
     except ModelError as error:
         raise SettingsError(f"--profile: {error}") from error
+
+
+def _steps(fields: JsonFields) -> StepProfile:
+    return StepProfile(
+        answers=_grid(_nested(fields, "answers")),
+        prompts=_grid(_nested(fields, "prompts")),
+        mixed_factor=fields.positive("mixed_factor"),
+        overhead_s=fields.number("overhead_s"),
+        prompt_overhead_s=fields.number("prompt_overhead_s", 0.0),
+        answers_alone_factor=_alone_factor(fields, "answers_alone_factor"),
+        prompts_alone_factor=_alone_factor(fields, "prompts_alone_factor"),
+    )
+
+
+def _alone_factor(fields: JsonFields, name: str) -> float:
+    factor = fields.positive(name, 1.0)
+    if factor > 1:
+        raise fields.error(name, f"at most 1, as a node is no slower alone: {factor:g} is not")
+    return factor
 
 
 def _sizes(fields: JsonFields) -> NodeSizes:

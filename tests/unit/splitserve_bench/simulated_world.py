@@ -13,6 +13,7 @@ from splitserve_bench.serve.records import PlannedRequest
 from splitserve_bench.simulate.agenda import Agenda
 from splitserve_bench.simulate.clients import LoadClients
 from splitserve_bench.simulate.fleet import Fleet
+from splitserve_bench.simulate.machine import Machine
 from splitserve_bench.simulate.toy_model import ToyModel
 from tests.unit.splitserve_bench.simulate_kit import SIZES
 
@@ -56,9 +57,20 @@ class WildCosts:
         return num_bytes * 1e-7
 
 
+class AloneCosts(WildCosts):
+    """Of a node whose neighbours rest: so many times as long."""
+
+    def __init__(self, beside, factor):
+        self._beside, self._factor = beside, factor
+
+    def step_s(self, load):
+        return self._beside.step_s(load) * self._factor
+
+
 class World:
     """One fleet under one load. `troubles` are names of methods, each of which befalls it a few times; with
-    `has_limits` most requests have some. Their priorities are any of these, and the first one's is the last."""
+    `has_limits` most requests have some. Their priorities are any of these, and the first one's is the last. With an
+    `alone_factor` all nodes share a machine."""
 
     def __init__(
         self,
@@ -71,6 +83,7 @@ class World:
         num_blocks=None,
         has_limits=False,
         priorities=(0,),
+        alone_factor=None,
     ):
         self.random = Random(seed)
         self.seen = Counter()
@@ -98,11 +111,15 @@ class World:
             self._ask_for_more(self.fleet.coordinator.tracker, has_limits, priorities)
         self.costs = WildCosts(self.random)
         self.roles = {f"{role}{index}": role for index, role in enumerate(fleet or self.random.choice(FLEETS))}
+        self.machine = None if alone_factor is None else Machine(AloneCosts(self.costs, alone_factor))
         for name, role in self.roles.items():
-            self.fleet.start(name, role, self.costs)
+            self._start(name, role)
         for trouble in troubles:
             for _ in range(self.random.randint(1, 4)):
                 self.agenda.at(self.random.random() * 1.2, getattr(self, trouble))
+
+    def _start(self, name, role):
+        self.fleet.start(name, role, self.costs, machine=self.machine)
 
     def _request(self, index):
         """Of any size that fits; many begin alike."""
@@ -183,7 +200,7 @@ class World:
         if name in self.fleet.nodes:
             self.fleet.lose(name)
             self.seen["lost"] += 1
-            self.agenda.after(self.random.random() * 0.5, lambda: self.fleet.start(name, self.roles[name], self.costs))
+            self.agenda.after(self.random.random() * 0.5, lambda: self._start(name, self.roles[name]))
 
     def flip(self):
         with suppress(RequestError):  # the last reader and the last writer stay
@@ -203,6 +220,6 @@ class World:
             return
         if node.logic.is_idle and not self.fleet.coordinator.num_left(node.name):
             self.fleet.lose(node.name)
-            self.fleet.start(node.name, self.roles[node.name], self.costs)
+            self._start(node.name, self.roles[node.name])
         else:
             self.agenda.after(0.05, lambda: self._restart_when_idle(node))

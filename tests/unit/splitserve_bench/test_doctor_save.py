@@ -1,23 +1,36 @@
 """`splitserve doctor --save`: what of a cluster's timelines becomes of a profile, and the steps of a tiny model."""
 
+import asyncio
 import dataclasses
 import json
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
 from serving_core.settings import EngineSettings
 from splitserve.cli import main
-from splitserve_bench.doctor.grids import ANSWERS, PROMPTS, GridTask, measure_grid
-from splitserve_bench.doctor.saving import LONE_OUTPUT_TOKENS, LONE_PROMPT_TOKENS, node_sizes, profile_of
+from splitserve_bench.doctor.grids import ANSWERS, PROMPTS, GridFigures, GridTask, measure_grid
+from splitserve_bench.doctor.processes import figures_of
+from splitserve_bench.doctor.saving import (
+    GRIDS_MODULE,
+    LONE_OUTPUT_TOKENS,
+    LONE_PROMPT_TOKENS,
+    alone_factor,
+    few_of,
+    node_sizes,
+    profile_of,
+)
 from splitserve_bench.engine.random_models import Shape, write_random_model
 from splitserve_bench.serve.records import Outcome
 from splitserve_bench.simulate.fleet import FleetSize, simulate
+from splitserve_bench.simulate.grid import Grid
 from splitserve_bench.simulate.profile import read_profile
 from tests.tiny_models import write_tokenizer
 from tests.unit.splitserve_bench.simulate_kit import PROFILE, SIZES, request, step_s
 
 TINY = Shape("LlamaForCausalLM", "llama", 48, 3, 4, 2, 12, 80, 260, 1024)
+DEADLINE_S = 300.0
 BLOCK_BYTES = 16 * 2 * 3 * 2 * 12 * 2  # tokens, K and V, layers, heads, head size, bytes of a bfloat16
 
 
@@ -57,6 +70,30 @@ def test_what_is_left_of_a_lone_request_is_control_and_overhead():
     assert (profile.corridor.latency_s, profile.corridor.bytes_per_s) == (pytest.approx(0.004), 5e8)
 
 
+def test_one_node_rests_while_the_other_one_works_for_a_lone_request():
+    """So its steps are those of a node that is alone."""
+    steps = dataclasses.replace(PROFILE.steps, answers_alone_factor=0.75, prompts_alone_factor=0.5)
+    first_s = PROFILE.steps.prompts.at(LONE_PROMPT_TOKENS, 0) * 0.5 + 0.012
+    outcome = lone(
+        0.2, step_s(1) * 0.75 + 0.002, queue_s=0.006, prefill_s=first_s, server_first_s=0.193, transfer_s=0.0
+    )
+    found = profile_of("paper", 1, SIZES, steps, 5e8, [outcome]).steps
+    assert (found.overhead_s, found.prompt_overhead_s) == (pytest.approx(0.002), pytest.approx(0.010))
+    assert (found.answers_alone_factor, found.prompts_alone_factor) == (0.75, 0.5)
+
+
+def test_the_share_that_steps_take_alone_is_the_median_of_a_few():
+    """Of every second row up to the last one, with the fewest tokens before them."""
+    task = GridTask({}, "", ANSWERS, (1, 2, 4, 8, 16), (32, 256), 3)
+    few = few_of(task)
+    assert (few.rows, few.columns) == ((1, 4, 16), (32,))
+    assert dataclasses.replace(few, rows=task.rows, columns=task.columns) == task
+    seconds = ((1.0, 9.0), (2.0, 9.0), (3.0, 9.0), (4.0, 9.0), (5.0, 9.0))
+    beside = Grid(task.rows, task.columns, seconds)
+    assert alone_factor(beside, few, GridFigures(((0.9,), (1.8,), (2.5,)), 1.0)) == pytest.approx(0.6)
+    assert alone_factor(beside, few, GridFigures(((1.1,), (9.0,), (2.5,)), 1.0)) == 1.0
+
+
 def test_noise_makes_no_time_negative():
     outcome = lone(0.1, step_s(1) - 0.01, queue_s=0.0, server_first_s=0.2, transfer_s=0.0)
     profile = profile_of("paper", 1, SIZES, PROFILE.steps, 5e8, [outcome])
@@ -73,12 +110,44 @@ def test_the_sizes_of_a_node(tiny):
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_steps_of_a_tiny_model(tiny, kv_cache_dtype):
     settings = dataclasses.asdict(EngineSettings(model=str(tiny), device="cpu", kv_cache_dtype=kv_cache_dtype))
-    answers = measure_grid(GridTask(settings, "", ANSWERS, (1, 3), (8, 40), 1))
-    prompts = measure_grid(GridTask(settings, "", PROMPTS, (1, 5, 64), (0, 33), 1))
+    answers, another_answer = measure_grid(GridTask(settings, "", ANSWERS, (1, 3), (8, 40), 1))
+    prompts, another_chunk = measure_grid(GridTask(settings, "", PROMPTS, (1, 5, 64), (0, 33), 1))
+    for _ in range(3):  # as often as the other node needs
+        another_answer()
+        another_chunk()
     assert [len(row) for row in answers.seconds] == [2, 2]
     assert [len(row) for row in prompts.seconds] == [2, 2, 2]
     assert all(seconds > 0 for row in (*answers.seconds, *prompts.seconds) for seconds in row)
     assert answers.mixed_factor > 0
+
+
+async def test_who_is_measured_first_goes_on_until_the_other_one_is(tiny):
+    """Else the other one would be measured beside a node that rests."""
+    task = GridTask(dataclasses.asdict(EngineSettings(model=str(tiny), device="cpu")), "", PROMPTS, (8,), (0,), 1)
+    together, others = asyncio.Barrier(2), set(psutil.Process().children())
+
+    def started():
+        return set(psutil.Process().children()) - others
+
+    async with asyncio.timeout(DEADLINE_S):
+        first = asyncio.create_task(figures_of(GRIDS_MODULE, task, "first", str, together))
+        while not together.n_waiting:
+            await asyncio.sleep(0.01)
+        [node] = started()
+        spent_s = cpu_s(node)
+        while cpu_s(node) < spent_s + 0.1:
+            await asyncio.sleep(0.01)
+        assert not first.done()
+        second = await figures_of(GRIDS_MODULE, task, "second", str, together)
+    assert len((await first)["seconds"]) == len(second["seconds"]) == 1
+    assert not started()
+
+
+def cpu_s(process):
+    """Of it and those that it has started."""
+    with process.oneshot():
+        times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
 
 
 @pytest.mark.long
@@ -91,6 +160,8 @@ def test_the_command_saves_what_a_simulation_reads(tiny, tmp_path):
     assert json.loads(done.stdout.splitlines()[-1])["model"] == "tiny"
     profile = read_profile(path)
     assert (profile.model, profile.cores, profile.node.vocab_size) == ("tiny", 1, 260)
+    assert 0 < profile.steps.answers_alone_factor <= 1
+    assert 0 < profile.steps.prompts_alone_factor <= 1
     planned = [request(0, 40, 5)]
     (outcome,) = simulate(profile, FleetSize(1, 1), planned, max_concurrency=None, request_timeout_s=60.0)
     assert outcome.num_output_tokens == 5

@@ -51,6 +51,17 @@ def test_a_profile_is_read_as_it_was_saved(tmp_path):
     assert read_profile(tmp_path / "profile.json") == PROFILE
 
 
+def test_a_profile_may_say_what_nodes_take_from_each_other(tmp_path):
+    path, steps = tmp_path / "profile.json", replace(PROFILE.steps, answers_alone_factor=0.9, prompts_alone_factor=0.7)
+    replace(PROFILE, steps=steps).save(path)
+    assert read_profile(path).steps == steps
+    fields = json.loads(path.read_text())
+    del fields["steps"]["answers_alone_factor"], fields["steps"]["prompts_alone_factor"]
+    path.write_text(json.dumps(fields))  # as one of before
+    assert read_profile(path) == PROFILE
+    assert not PROFILE.steps.knows_neighbours
+
+
 @pytest.mark.parametrize(
     ("place", "value", "words"),
     [
@@ -61,6 +72,8 @@ def test_a_profile_is_read_as_it_was_saved(tmp_path):
         (("node", "overlap_min_tokens"), -1, "overlap_min_tokens"),
         (("steps", "mixed_factor"), 0, "mixed_factor"),
         (("steps", "overhead_s"), "1", "overhead_s"),
+        (("steps", "answers_alone_factor"), 1.01, "answers_alone_factor.*at most 1"),
+        (("steps", "prompts_alone_factor"), 0, "prompts_alone_factor"),
         (("steps", "answers", "rows"), [2, 1], "ascending"),
         (("steps", "answers", "columns"), [], "columns"),
         (("steps", "answers", "seconds"), [[0.1], [0.1, 0.2]], "a list of 1 numbers"),

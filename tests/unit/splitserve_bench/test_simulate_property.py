@@ -3,6 +3,7 @@ them: every request ends once, its tokens are there once and in order (the simul
 comes back, and nobody waits for ever."""
 
 from collections import Counter
+from random import Random
 
 import pytest
 
@@ -120,6 +121,32 @@ def test_streaks_change_nothing(troubles, limits, seeds):
         assert one.agenda.now == other.agenda.now
         loads = [[node.load for node in world.fleet.coordinator.registry.nodes] for world in (one, other)]
         assert loads[0] == loads[1]
+
+
+@seeds_of_60
+@pytest.mark.parametrize("troubles", [pytest.param((), marks=pytest.mark.long), TROUBLES], ids=["calm", "trouble"])
+def test_streaks_change_nothing_beside_neighbours_that_come_and_go(troubles, seeds):
+    seen = Counter()
+    for seed in seeds:
+        random = Random(seed)
+        asked = {"troubles": troubles, "has_limits": seed % 2 == 0, "alone_factor": random.uniform(0.3, 1.0)}
+        one, other = (World(seed, takes_streaks=takes, **asked) for takes in (True, False))
+        assert one.run() == other.run(), f"seed {seed}"
+        assert one.agenda.now == other.agenda.now
+        loads = [[node.load for node in world.fleet.coordinator.registry.nodes] for world in (one, other)]
+        assert loads[0] == loads[1]
+        by_itself = World(seed, **{**asked, "alone_factor": None})
+        seen["others"] += by_itself.run() != one.clients.outcomes
+    assert seen["others"] > len(seeds) // 2, "neighbours bear on each other"
+
+
+@seeds_of_60
+def test_neighbours_that_make_no_difference_change_nothing(seeds):
+    for seed in seeds:
+        asked = {"troubles": TROUBLES, "has_limits": True, "priorities": PRIORITIES}
+        one, other = World(seed, alone_factor=1.0, **asked), World(seed, **asked)
+        assert one.run() == other.run(), f"seed {seed}"
+        assert one.agenda.now == other.agenda.now
 
 
 @pytest.mark.parametrize(
