@@ -1,9 +1,10 @@
 """What a node's next step takes, as its recent steps tell. Torch-free; no I/O, no clock.
 
-A step takes so much, more for each answer in it and for each token before those; chunks of prompts cost it so much
-once, more for each token, and more for each pair of a token and one before it: a chunk of n tokens after p takes
-a + b·n + c·(p·n + n²/2). The six weights are a least-squares fit of relative errors, in which what is old counts ever
-less.
+A step takes so much, more for each answer in it and for each token before those, and more once there are several
+answers: one alone is multiplied with the weights by other, often faster code, and how much two take beyond it is not
+what each further one takes. Chunks of prompts cost it so much once, more for each token, and more for each pair of a
+token and one before it: a chunk of n tokens after p takes a + b·n + c·(p·n + n²/2). The seven weights are a
+least-squares fit of relative errors, in which what is old counts ever less.
 """
 
 from collections import deque
@@ -13,10 +14,10 @@ from typing import Final, NamedTuple
 
 MEMORY: Final = 256  # steps, after which one counts for a third
 KEPT: Final = 1 - 1 / MEMORY
-NUM_WEIGHTS: Final = 6
+NUM_WEIGHTS: Final = 7
 # In what was believed before the first step, against one that is sure. Least in what a step takes whatever it holds: as
 # long as steps are alike it is that, and not the answers or the tokens before them, of which others will hold more.
-TRUST: Final = (1e-6, 1e-4, 1e-4, 1e-4, 1e-4, 1e-4)
+TRUST: Final = (1e-6, 1e-4, 1e-4, 1e-4, 1e-4, 1e-4, 1e-4)
 FAR: Final = 4.0  # times what any step has held: beyond that, what a step takes is a guess
 
 
@@ -39,7 +40,8 @@ class StepLoad:
     def figures(self) -> tuple[float, ...]:
         """What the weights are of."""
         has_chunks = self.num_prompt_tokens > 0
-        return 1, self.num_answers, self.num_cached, has_chunks, self.num_prompt_tokens, self.num_pairs
+        has_several = self.num_answers > 1
+        return 1, self.num_answers, self.num_cached, has_chunks, self.num_prompt_tokens, self.num_pairs, has_several
 
 
 def num_pairs(start: int, num_tokens: int) -> float:
@@ -55,6 +57,7 @@ class StepWeights(NamedTuple):
     chunks_s: float = 0.0
     token_s: float = 0.0
     pair_s: float = 0.0
+    several_s: float = 0.0
 
     def of_step(self, load: StepLoad) -> float:
         """Seconds of such a step."""
@@ -63,9 +66,9 @@ class StepWeights(NamedTuple):
     def num_answers_within(self, seconds: float, num_cached: float) -> float:
         """The most, with so many tokens before each, whose step takes no longer; inf where any number would do."""
         each_s, left_s = self.answer_s + num_cached * self.cached_s, seconds - self.step_s
-        if left_s < each_s:
-            return 0.0
-        return left_s // each_s if each_s > 0 and left_s < inf else inf
+        if left_s < 2 * each_s + self.several_s:
+            return float(left_s >= each_s)
+        return (left_s - self.several_s) // each_s if each_s > 0 and left_s < inf else inf
 
     def of_chunk(self, start: int, num_tokens: int, *, is_first: bool) -> float:
         """What a chunk adds to a step, which has others already unless it is the first."""
@@ -117,7 +120,7 @@ class StepCosts:
 
     def num_tokens_within(self, seconds: float, start: int, *, is_first: bool) -> float:
         """The longest chunk that adds no more than this to a step; inf where any would do."""
-        *_, once_s, token_s, pair_s = self.weights
+        *_, once_s, token_s, pair_s, _ = self.weights
         left_s, each_s = seconds - is_first * once_s, token_s + start * pair_s
         if not 0 < left_s < inf:
             return max(0.0, left_s)
@@ -127,7 +130,7 @@ class StepCosts:
     @property
     def num_tokens_worth_it(self) -> float:
         """Of a first chunk whose tokens take as long as the chunk would without them; inf where tokens cost nothing."""
-        *_, once_s, token_s, _ = self.weights
+        *_, once_s, token_s, _, _ = self.weights
         return once_s / token_s if token_s > 0 else inf
 
     def _take_in(self, figures: tuple[float, ...], step_s: float) -> None:

@@ -4,7 +4,7 @@ Heartbeats are up to a second old, so whoever decides where work goes counts wha
 keeps the account; placement asks it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -89,6 +89,11 @@ class Ledger:
     def has_limits(self) -> bool:
         """Whether any answer has."""
         return bool(self._limited)
+
+    @property
+    def limited_nodes(self) -> Collection[Node]:
+        """Those that have a part of an answer with limits. To be read at once."""
+        return self._limited.keys()
 
     def owed(self, node: Node) -> Iterator[Owed]:
         """What a node is to do of each answer with limits. To be read at once."""

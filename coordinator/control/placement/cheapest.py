@@ -99,7 +99,7 @@ class _Weighing:
             self._is_second_choice(reader),
             self._harm(reader, writer),
             self._costs.writing(writer).is_full,
-            self._costs.seconds(reader, writer),
+            self._seconds(reader, writer),
             0 if not reader.usable.writes else 1 if reader is writer else 2,
         )
 
@@ -159,7 +159,15 @@ class _Weighing:
         waits_s = self._costs.writing(writer).credit_s
         if reader is writer:
             return self._lateness.on(reader).alone(waits_s)
-        return self._lateness.on(reader).reading() + self._lateness.on(writer).writing(waits_s)
+        read = self._lateness.on(reader)
+        return read.reading() + self._lateness.on(writer).writing(waits_s, read.own_begins_s)
+
+    def _seconds(self, reader: Node, writer: Node) -> float:
+        """A reader's answers with limits leave the prompt less than all of its time."""
+        seconds = self._costs.seconds(reader, writer)
+        if self._lateness is None:
+            return seconds
+        return seconds + max(0.0, self._lateness.on(reader).own_begins_s - self._costs.reading(reader).own_s)
 
     def _is_second_choice(self, reader: Node) -> bool:
         return reader.usable.writes and not self._costs.are_known

@@ -3,10 +3,13 @@
 A node is asked to do more: to read the prompt, to write the answer, or both. What it has with limits is known, and what
 its steps take, as it has learnt it itself. Then
 
-    answers   are late that have less time for a token than a step takes with all answers in it
-    to come   answers whose prompts other nodes read are late, too, that would have gained less on their limit by their
-              last token than the longest chunk takes that they may have to wait for when they come
+    answers   are late whose last token is: all that a node writes go on together, each step takes what it takes with
+              those that have begun and not ended, and one whose prompt is yet to be read begins when that is expected;
+              one that another node hands over must also have gained, by its last token, what the longest chunk takes
+              that it may have to wait for when it comes
     prompts   are late as far as the node could not read them in time one after the other, the most of them that it can
+
+What is expected is not what will be: of an answer's time KEPT is reckoned with, and SPENT of a prompt's beside answers.
 
 Where the node writes answers too, its prompts get the time that these leave: at once what they are ahead of their
 limits, and then of each step what the tightest limit that can be kept has left beside the answers; at least FLOOR of
@@ -20,11 +23,13 @@ answer counts as LOST late ones for each request that is to come in the time tha
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
-from coordinator.control.ledger import Ledger
+from coordinator.control.ledger import Ledger, Owed
 from coordinator.control.placement.policy import Wanted
 from coordinator.control.registry import Node
 from prefill_node.order import timely
@@ -32,6 +37,7 @@ from prefill_node.slack import FLOOR, SPENT
 from serving_core.costs import StepLoad
 from serving_core.due import Due
 
+KEPT: Final = 0.96  # of the time that answers have, for what steps take more than is expected
 LOST: Final = 2  # for each request that is expected meanwhile; found in simulation
 
 
@@ -95,48 +101,85 @@ class Lateness:
     def on(self, node: Node) -> "NodeLateness":
         """What it would be there."""
         if node not in self._nodes:
-            self._nodes[node] = NodeLateness(node, self._ledger, self._wanted, self._now)
+            self._nodes[node] = NodeLateness(node, self._ledger, self._wanted, self._now, self._begins_s)
         return self._nodes[node]
+
+    @cached_property
+    def _begins(self) -> dict[int, float]:
+        """By the identity of their dues: seconds until answers begin whose prompts are yet to be read."""
+        return {key: begins_s for node in self._ledger.limited_nodes for key, begins_s in self.on(node).reads_s()}
+
+    def _begins_s(self, due: Due) -> float:
+        return self._begins.get(id(due), 0.0)
+
+
+class _Answer(NamedTuple):
+    """That a node writes, or is to write: it begins so many seconds from now, or has begun, and has so many tokens to
+    come then, the last of which is due so much later. Another node reads its prompt where it is to come: then it may
+    have to wait for a chunk."""
+
+    begins_s: float
+    num_left: int
+    due_s: float
+    is_to_come: bool = False
 
 
 class NodeLateness:
     """What one node has, and what it would have with the request."""
 
-    def __init__(self, node: Node, ledger: Ledger, wanted: Wanted, now: float) -> None:
+    def __init__(
+        self, node: Node, ledger: Ledger, wanted: Wanted, now: float, begins_s: Callable[[Due], float]
+    ) -> None:
         self._weights, self._chunk_tokens, self._now = node.step_weights, node.usable.prompt_tokens, now
-        self._num_prompt_tokens = ledger.of(node).tokens_to_compute
+        self._begins_s = begins_s
+        account = ledger.of(node)
+        self._num_prompt_tokens = account.tokens_to_compute
         self._steps_s = step_s(node, ledger), step_s(node, ledger, 1, len(wanted.prompt))
-        owed = list(ledger.owed(node))
-        self._written = [each for each in owed if each.is_written]
-        self._jobs = [self._job(each.num_to_compute, each.due.token_s(each.num_output)) for each in owed]
-        self._to_come = [each for each in owed if each.is_to_come and each.num_left > 1]
+        self._owed = list(ledger.owed(node))
+        self._written = [each for each in self._owed if each.is_written]
+        self._jobs = [self._job(each.num_to_compute, each.due.token_s(each.num_output)) for each in self._owed]
+        self._num_unlimited = account.num_answers - len(self._written)
+        self._cached_each = (account.tokens_held + len(wanted.prompt)) / (account.num_answers + 1)
         self._requests_per_s = wanted.requests_per_s
         self._most_left = max((each.num_left for each in self._written), default=0)
-        self._own = wanted.due
         num_left = wanted.num_tokens - len(wanted.prompt) if wanted.num_left is None else wanted.num_left
         self._own_num_left = num_left - 1  # once its prompt is read
+        self._own = None if wanted.due is None else wanted.due.tpot_s
         own_due_s = math.inf if wanted.due is None else wanted.due.token_s(wanted.num_output)
         self._own_tokens = wanted.prompt.tokens_to_compute(node)
         self._own_job = self._job(self._own_tokens, own_due_s)
-        self._num_late = self._late_answers() + self._late_to_come() + self._late_prompts(self._jobs)
 
     def reading(self) -> int:
         """More that are late when it reads the prompt."""
-        num_late = self._late_answers() + self._late_to_come(self._own_tokens)
+        num_late = self._late_answers(num_prompt_tokens=self._own_tokens)
         return num_late + self._late_prompts([*self._jobs, self._own_job]) - self._num_late
 
-    def writing(self, waits_s: float) -> int:
-        """More that are late when it writes the answer, which waits so long for blocks there."""
-        num_late = self._late_answers(1) + self._late_to_come(num_more=1) + self._late_prompts(self._jobs, 1)
-        if self._own is not None:
-            num_late += waits_s > 0 or self._is_held_up(self._own, self._own_num_left, 1, 0)
-        return num_late - self._num_late
+    def writing(self, waits_s: float, begins_s: float = 0.0) -> int:
+        """More that are late when it writes the answer, which another node has read by then, and which waits so long
+        for blocks there."""
+        own = self._own_answer(max(waits_s, begins_s), is_to_come=True)
+        num_late = self._late_answers(own) + self._late_prompts(self._jobs, 1)
+        return num_late + (self._own is not None and waits_s > 0) - self._num_late
 
     def alone(self, waits_s: float) -> int:
         """More that are late when it does both: answers wait for blocks before their prompts are read."""
-        num_late = self._late_answers(1) + self._late_to_come(self._own_tokens, 1)
+        num_late = self._late_answers(self._own_answer(waits_s + self.own_begins_s), self._own_tokens)
         own = self._own_job._replace(due_s=self._own_job.due_s - waits_s)
         return num_late + self._late_prompts([*self._jobs, own]) - self._num_late
+
+    @cached_property
+    def own_begins_s(self) -> float:
+        """Until it would have read the prompt, after those that are due before it."""
+        work_s = sum(each.seconds for each in self._jobs if each.due_s <= self._own_job.due_s)
+        return self._pace(0).seconds(work_s + self._own_job.seconds)
+
+    def reads_s(self) -> Iterator[tuple[int, float]]:
+        """The identities of dues, and the seconds until it has read the prompts of which they are."""
+        pace, work_s = self._pace(0), 0.0
+        for job, owed in sorted(zip(self._jobs, self._owed, strict=True), key=lambda pair: pair[0].due_s):
+            if owed.num_to_compute:
+                work_s += job.seconds
+                yield id(owed.due), pace.seconds(work_s)
 
     def num_lost(self) -> int:
         """Requests to come that are late because it writes the answer."""
@@ -152,20 +195,49 @@ class NodeLateness:
         seconds = self._weights.of_chunk(0, num_tokens, is_first=True) if num_tokens else 0.0
         return Job(seconds, due_s - self._now)
 
-    def _late_answers(self, num_more: int = 0) -> int:
-        """Of those that it writes, and the request's own where it is one more."""
-        step_s = self._steps_s[num_more]
-        num_late = sum(each.due.tpot_s < step_s for each in self._written)
-        return num_late + (num_more > 0 and self._own is not None and self._own.tpot_s < step_s)
+    @cached_property
+    def _num_late(self) -> int:
+        return self._late_answers() + self._late_prompts(self._jobs)
 
-    def _late_to_come(self, num_prompt_tokens: int = 0, num_more: int = 0) -> int:
-        """With so many more prompt tokens to compute, and so many more answers."""
-        return sum(self._is_held_up(each.due, each.num_left - 1, num_more, num_prompt_tokens) for each in self._to_come)
+    @cached_property
+    def _answers(self) -> list[_Answer]:
+        return [self._answer(each) for each in self._written]
 
-    def _is_held_up(self, due: Due, num_left: int, num_more: int, num_prompt_tokens: int) -> bool:
-        """Whether an answer that comes with so many tokens left, and would be in time, is late for a chunk."""
-        gained_s = num_left * (due.tpot_s - self._steps_s[num_more])
-        return num_left > 0 and 0 <= gained_s < self._longest_chunk_s(num_prompt_tokens)
+    def _answer(self, owed: Owed) -> _Answer:
+        due = owed.due
+        if owed.num_output and due.began_s is not None:
+            due_s = due.token_s(owed.num_output + owed.num_left - 1) - self._now
+            return _Answer(0.0, owed.num_left, due_s)
+        num_left, begins_s = owed.num_left - 1, self._begins_s(due)
+        return _Answer(begins_s, num_left, begins_s + num_left * due.tpot_s, owed.is_to_come)
+
+    def _own_answer(self, begins_s: float, *, is_to_come: bool = False) -> _Answer:
+        num_left, tpot_s = self._own_num_left, math.inf if self._own is None else self._own
+        return _Answer(begins_s, num_left, begins_s + num_left * tpot_s if num_left else math.inf, is_to_come)
+
+    def _late_answers(self, own: _Answer | None = None, num_prompt_tokens: int = 0) -> int:
+        """Of those that it writes, and the request's own where it is one more, with so many more prompt tokens to
+        compute. One is late whose last token is, in steps of all that go on at the same time."""
+        answers = sorted([*self._answers, own] if own is not None else self._answers)
+        chunk_s, num_late = self._longest_chunk_s(num_prompt_tokens), 0
+        now_s, num_steps, place = 0.0, 0.0, 0
+        running: list[tuple[float, _Answer]] = []  # by how many steps are over when it ends
+        while place < len(answers) or running:
+            num_running = self._num_unlimited + len(running)
+            each_s = self._weights.of_step(StepLoad(num_running, num_running * self._cached_each))
+            ends_s = now_s + (running[0][0] - num_steps) * each_s if running else math.inf
+            if place < len(answers) and answers[place].begins_s <= ends_s:
+                begins_s = answers[place].begins_s
+                if running and each_s > 0:
+                    num_steps += (begins_s - now_s) / each_s
+                now_s = begins_s
+                heappush(running, (num_steps + answers[place].num_left, answers[place]))
+                place += 1
+            else:
+                now_s = ends_s
+                num_steps, ended = heappop(running)
+                num_late += now_s - ended.begins_s + ended.is_to_come * chunk_s > KEPT * (ended.due_s - ended.begins_s)
+        return num_late
 
     def _longest_chunk_s(self, num_more_tokens: int) -> float:
         """Of its prompts: the answers that have begun let none take longer than one of their tokens may."""
@@ -178,7 +250,8 @@ class NodeLateness:
         if not due:
             return 0
         pace = self._pace(num_more)
-        found = timely([each.seconds for each in due], [pace.work_s(each.due_s) for each in due])
+        left_s = [each.due_s * (SPENT if pace.share < 1 else 1) for each in due]
+        found = timely([each.seconds for each in due], [pace.work_s(each) for each in left_s])
         return len(due) - len(found)
 
     def _pace(self, num_more: int) -> Pace:

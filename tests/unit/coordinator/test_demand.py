@@ -11,7 +11,7 @@ from tests.unit.coordinator.fleet_simulation import serve
 from tests.unit.coordinator.tracker_kit import World
 
 SEATS = 8
-WEIGHTS = (0.1, 0.01, 0.0, 0.0, 0.001, 0.0)  # of a step, an answer, a token before it, ...
+WEIGHTS = (0.1, 0.01, 0.0, 0.0, 0.001, 0.0, 0.0)  # of a step, an answer, a token before it, ...
 # Of a prompt of 100 tokens half is computed, at 1,000 tokens a second. A full node writes 8 tokens in 0.18 s, so 20
 # take 0.45 s of its time; 0.5 s in all.
 USUAL = Ended(num_prompt=100, num_computed=50, num_output=21)

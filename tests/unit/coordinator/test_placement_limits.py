@@ -19,7 +19,7 @@ from tests import fleet_events as events
 
 TOKENS = list(range(1, 101))
 # A step takes 10 ms, 2 ms for each answer, nothing for the tokens before; a token of a prompt takes 1 ms.
-WEIGHTS = [0.010, 0.002, 0.0, 0.0, 0.001, 0.0]
+WEIGHTS = [0.010, 0.002, 0.0, 0.0, 0.001, 0.0, 0.0]
 NOW = 50.0
 PER_S = 5.0  # requests that come
 
@@ -35,11 +35,11 @@ class Fleet:
         self.registry.heartbeat(node, told.heartbeat, 0.0)
         return node
 
-    def reads(self, node, num_tokens, due_in_s=math.inf, writer=None):
+    def reads(self, node, num_tokens, due_in_s=math.inf, writer=None, tpot_s=math.inf):
         """One more prompt on the node, whose answer another one writes, or itself."""
         request_id = self._next()
         if due_in_s < math.inf:
-            self.ledger.owe(request_id, Due(NOW + due_in_s), 0, 10)
+            self.ledger.owe(request_id, Due(NOW + due_in_s, tpot_s), 0, 10)
         self.ledger.read(request_id, node, num_tokens)
         if writer is not None:
             self.ledger.write(request_id, writer, num_tokens)
@@ -103,16 +103,34 @@ def test_who_is_late_already_is_not_counted_again(fleet):
     assert fleet.late(p0, Due(NOW + 0.11)).reading() == 0
 
 
-def test_answers_are_late_where_a_step_with_one_more_takes_longer_than_their_limit(fleet):
+def test_answers_are_late_whose_last_tokens_come_too_late_beside_one_more(fleet):
     d0 = fleet.add("d0")
     for tpot_s in (0.013, 0.015, 0.1):
         fleet.writes(d0, tpot_s)
     # 16 ms now: two are late. 18 ms with one more.
     assert fleet.late(d0).writing(0.0) == 0
     assert fleet.late(d0, Due(tpot_s=0.017)).writing(0.0) == 1
-    fleet.writes(d0, 0.0185)  # 18 ms, and 20 ms with one more
-    assert fleet.late(d0).writing(0.0) == 1
-    assert fleet.late(d0, Due(tpot_s=0.05)).writing(0.5) == 2  # and the answer itself, which waits for blocks
+    fleet.writes(d0, 0.019)  # 18 ms, and 20 ms with one more: for so long as that one is written
+    assert fleet.late(d0).writing(0.0) == 0
+    assert fleet.late(d0, num_tokens=600).writing(0.0) == 1  # 599 * 20 + 401 * 18 ms
+    assert fleet.late(d0, num_tokens=100).writing(0.0) == 0  # 99 * 20 + 901 * 18 ms are within 0.96 * 1000 * 19
+    assert fleet.late(d0, Due(tpot_s=0.05), num_tokens=600).writing(0.5) == 2  # itself, too: it waits for blocks
+
+
+def test_an_answer_minds_nobody_who_has_ended_when_it_begins(fleet):
+    d0 = fleet.add("d0")
+    fleet.writes(d0, 0.013, num_left=20)  # 20 steps of 12 ms; 14 ms are too long for it
+    assert fleet.late(d0, Due(tpot_s=0.0128)).writing(0.0) == 2
+    assert fleet.late(d0, Due(tpot_s=0.0128)).writing(0.0, begins_s=0.25) == 0
+
+
+def test_answers_to_come_begin_when_their_prompts_are_read(fleet):
+    """One after the other: 100 ms, then 300 ms. Each is written alone, in nine steps of 12 ms."""
+    p0, d0 = fleet.add("p0"), fleet.add("d0")
+    fleet.reads(p0, 100, due_in_s=1.0, writer=d0, tpot_s=0.0128)
+    fleet.reads(p0, 300, due_in_s=2.0, writer=d0, tpot_s=0.0128)
+    assert fleet.late(d0, Due(tpot_s=0.0128)).writing(0.0, begins_s=0.22) == 0
+    assert fleet.late(d0, Due(tpot_s=0.0128)).writing(0.0, begins_s=0.15) == 2
 
 
 def test_beside_answers_a_prompt_gets_what_they_are_ahead_and_then_a_share(fleet):
@@ -121,13 +139,14 @@ def test_beside_answers_a_prompt_gets_what_they_are_ahead_and_then_a_share(fleet
     fleet.writes(b0, 0.024, num_output=11, ago_s=0.1)  # its next token is due in 164 ms
     bank_s = 0.9 * (11 * 0.024 - 0.1 - 0.012)
     in_time_s = bank_s + (0.1 - bank_s) / 0.45 if bank_s < 0.1 else 0.1
-    assert fleet.late(b0, Due(NOW + in_time_s + 1e-6)).reading() == 0
-    assert fleet.late(b0, Due(NOW + in_time_s - 1e-3)).reading() == 1
+    assert fleet.late(b0, Due(NOW + in_time_s / 0.9 + 1e-6)).reading() == 0  # and 0.9 are reckoned with, of what it has
+    assert fleet.late(b0, Due(NOW + in_time_s / 0.9 - 1e-3)).reading() == 1
     fleet.writes(b0, 0.028)  # it has just begun: nothing is ahead, and steps of 14 ms leave 10 of 24
     share = 0.9 * (1 - 0.014 / 0.024)
     bank_s = 0.9 * (0.028 - 0.014)
-    assert fleet.late(b0, Due(NOW + bank_s + (0.1 - bank_s) / share + 1e-6)).reading() == 0
-    assert fleet.late(b0, Due(NOW + bank_s + (0.1 - bank_s) / share - 1e-3)).reading() == 1
+    in_time_s = bank_s + (0.1 - bank_s) / share
+    assert fleet.late(b0, Due(NOW + in_time_s / 0.9 + 1e-6)).reading() == 0
+    assert fleet.late(b0, Due(NOW + in_time_s / 0.9 - 1e-3)).reading() == 1
 
 
 def test_answers_take_no_more_of_the_time_than_they_have_tokens_left(fleet):
@@ -135,14 +154,14 @@ def test_answers_take_no_more_of_the_time_than_they_have_tokens_left(fleet):
     b0 = fleet.add("b0")
     fleet.writes(b0, 0.024, num_left=2)
     fleet.writes(b0, 0.024, num_left=5)
-    assert fleet.late(b0, Due(NOW + 0.1 + 0.070 + 1e-6)).reading() == 0
-    assert fleet.late(b0, Due(NOW + 0.1 + 0.070 - 1e-3)).reading() == 1
+    assert fleet.late(b0, Due(NOW + (0.1 + 0.070) / 0.9 + 1e-6)).reading() == 0
+    assert fleet.late(b0, Due(NOW + (0.1 + 0.070) / 0.9 - 1e-3)).reading() == 1
 
 
 def test_an_answer_that_is_handed_over_is_late_for_a_chunk_that_takes_longer_than_it_gains(fleet):
-    """Steps of 12 ms: 18 ms gain 6 ms with each of two tokens after the first."""
+    """Steps of 12 ms: of 18 ms, 0.96 of which count, 5.28 ms are gained with each of two tokens after the first."""
     b0, due = fleet.add("b0"), Due(tpot_s=0.018)
-    fleet.reads(b0, 11)
+    fleet.reads(b0, 10)
     assert fleet.late(b0, due, num_tokens=3).writing(0.0) == 0
     fleet.reads(b0, 2)
     assert fleet.late(b0, due, num_tokens=3).writing(0.0) == 1
@@ -150,8 +169,8 @@ def test_an_answer_that_is_handed_over_is_late_for_a_chunk_that_takes_longer_tha
     assert fleet.late(b0, due, num_tokens=1).writing(0.0) == 0  # nothing of it is written there
     fleet.reads(b0, 100)
     fleet.writes(b0, 0.0145)  # which lets no chunk take longer; steps take 14 ms with one more
-    assert fleet.late(b0, Due(tpot_s=0.0212), num_tokens=3).writing(0.0) == 1
-    assert fleet.late(b0, Due(tpot_s=0.0213), num_tokens=3).writing(0.0) == 0
+    assert fleet.late(b0, Due(tpot_s=0.0221), num_tokens=3).writing(0.0) == 1
+    assert fleet.late(b0, Due(tpot_s=0.0222), num_tokens=3).writing(0.0) == 0
 
 
 @pytest.mark.parametrize(("num_tokens", "num_late"), [(9, 1), (20, 0)])
@@ -194,7 +213,7 @@ def test_work_and_time_are_two_sides_of_a_pace(bank_s, share, seconds, most_lost
 
 def test_the_fewest_late_come_before_the_fewest_seconds(fleet):
     p0 = fleet.add("p0")
-    fleet.add("p1", [0.01, 0.002, 0, 0, 0.004, 0])  # which is slower than its rate says
+    fleet.add("p1", [0.01, 0.002, 0, 0, 0.004, 0, 0])  # which is slower than its rate says
     fleet.add("d0")
     fleet.reads(p0, 50)
     assert names(fleet.place()) == "p1 d0"
@@ -209,8 +228,9 @@ def test_an_answer_goes_where_the_others_keep_their_limits(fleet):
     for _ in range(5):
         fleet.writes(d1)
     assert names(fleet.place(policy="sum")) == "p0 d0"  # with most room
-    assert names(fleet.place()) == "p0 d1"
-    assert fleet.place().num_late == 0
+    assert names(fleet.place()) == "p0 d0"  # a short one does the other no harm
+    assert names(fleet.place(num_tokens=600)) == "p0 d1"
+    assert fleet.place(num_tokens=600).num_late == 0
 
 
 def test_a_place_where_somebody_will_be_late_says_so_and_for_how_long(fleet):
@@ -270,7 +290,9 @@ def test_nobody_has_fewer_late_than_the_chosen_pair(nodes, due):
 
     def num_late(reader, writer):
         on = Lateness(fleet.ledger, Wanted(Prompt(TOKENS), 110, due=own), NOW).on
-        return on(reader).alone(0.0) if reader is writer else on(reader).reading() + on(writer).writing(0.0)
+        if reader is writer:
+            return on(reader).alone(0.0)
+        return on(reader).reading() + on(writer).writing(0.0, on(reader).own_begins_s)
 
     writers = {writer for _, writer in pairs}
     least = spared([node for node in able if node.shape.reads], fleet.ledger) if len(writers) > 1 else None

@@ -10,7 +10,7 @@ from tests.unit.coordinator.tracker_kit import World
 
 MAX_TOKENS = 200
 # A step takes 10 ms and 5 ms for each answer.
-WEIGHTS = [0.010, 0.005, 0.0, 0.0, 0.001, 0.0]
+WEIGHTS = [0.010, 0.005, 0.0, 0.0, 0.001, 0.0, 0.0]
 
 
 def learn(world, name, weights=WEIGHTS):
@@ -60,7 +60,7 @@ def test_who_keeps_its_limit_stays(tpots_s):
 
 
 def test_nobody_moves_to_where_it_would_be_late_too():
-    slow = [0.020, 0.005, 0.0, 0.0, 0.001, 0.0]
+    slow = [0.020, 0.005, 0.0, 0.0, 0.001, 0.0, 0.0]
     assert written_on_d0(0.024, 0.1, 0.1, weights=slow).tick(0.03) == []
 
 

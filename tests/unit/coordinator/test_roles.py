@@ -270,7 +270,7 @@ def test_writers_are_full_with_as_many_answers_as_keep_their_limits():
     for count, flips in ((5, []), (6, [("p0", BOTH)])):
         world = World("p0", "p1", "d0", policy=AUTO)
         for name in ("p0", "p1", "d0"):
-            world.beat(world.node(name), step_weights=[0.010, 0.002, 0.0, 0.0, 0.001, 0.0])
+            world.beat(world.node(name), step_weights=[0.010, 0.002, 0.0, 0.0, 0.001, 0.0, 0.0])
         for number in range(count):
             world.ledger.owe(f"{number}", Due(tpot_s=0.031), 0, 10)
             world.ledger.write(f"{number}", world.node("d0"), 10)

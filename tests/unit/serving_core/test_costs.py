@@ -4,10 +4,10 @@ from random import Random
 
 import pytest
 
-from serving_core.costs import StepCosts, StepLoad
+from serving_core.costs import StepCosts, StepLoad, StepWeights
 
-# Of a step, an answer, a token before it, the first chunk, a token of a prompt, a pair.
-TRUE = (0.004, 0.0015, 2e-6, 0.003, 0.001, 1e-7)
+# Of a step, an answer, a token before it, the first chunk, a token of a prompt, a pair; with several answers.
+TRUE = (0.004, 0.0015, 2e-6, 0.003, 0.001, 1e-7, 0.002)
 
 
 def load_of(num_answers, num_cached, *chunks):
@@ -57,6 +57,23 @@ def test_noise_averages_out(seed):
     ratios = [costs.step_s(load) / true_s(load) for load in (some_load(random) for _ in range(200))]
     assert sum(ratios) / len(ratios) == pytest.approx(1.0, abs=0.05)
     assert all(0.7 < ratio < 1.3 for ratio in ratios)
+
+
+def test_what_a_second_answer_takes_is_not_expected_of_each_further_one():
+    """Steps of one to three answers tell what one of eight takes."""
+    costs = StepCosts()
+    for _ in range(30):
+        for num_answers in (1, 2, 3):
+            load = load_of(num_answers, num_answers * 300)
+            costs.add(load, true_s(load))
+    load = load_of(8, 8 * 300)
+    assert costs.step_s(load) == pytest.approx(true_s(load), rel=0.02)
+
+
+@pytest.mark.parametrize(("seconds", "num_answers"), [(0.009, 0), (0.011, 1), (0.017, 1), (0.0191, 2), (0.0251, 5)])
+def test_the_answers_within_a_time_by_hand(seconds, num_answers):
+    """A step takes 8 ms, 2 ms for each answer, and 6 ms more where there are several: 10, 18, 20, 22, 24 ms."""
+    assert StepWeights(0.008, 0.002, several_s=0.006).num_answers_within(seconds, 0) == num_answers
 
 
 def test_a_node_that_has_become_slower_is_found_out():
@@ -131,7 +148,7 @@ def test_the_longest_chunk_within_a_time_takes_just_that(start, is_first, second
 def test_a_chunk_is_worth_it_when_half_of_its_time_is_that_of_its_tokens():
     costs = learnt(Random(4), 200)
     num_tokens = costs.num_tokens_worth_it
-    _, _, _, once_s, token_s, _ = costs.weights
+    _, _, _, once_s, token_s, _, _ = costs.weights
     assert num_tokens * token_s == pytest.approx(once_s)
     assert StepCosts().num_tokens_worth_it == float("inf")
 

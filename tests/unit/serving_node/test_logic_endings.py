@@ -419,7 +419,7 @@ def test_what_steps_take_is_told_from_the_first_request_with_limits_on():
     node.steps()
     assert not node.load.step_weights
     node.reserve("with", 8, due=fleet_pb2.Due(tpot_s=0.1))
-    assert len(node.load.step_weights) == 6
+    assert len(node.load.step_weights) == 7
 
 
 def test_tokens_that_are_computed_again_count_as_those_of_a_prompt(monkeypatch):

@@ -9,7 +9,7 @@ from serving_core.costs import StepCosts
 from tests.unit.serving_node.slack_kit import BUDGET, Asked, Clocked, ExactCosts
 
 # Of a step, an answer, a token before it, the first chunk, a token of a prompt, a pair: a small model on one core.
-WEIGHTS = (0.0065, 0.0015, 1e-6, 0.0034, 0.00105, 2e-8)
+WEIGHTS = (0.0065, 0.0015, 1e-6, 0.0034, 0.00105, 2e-8, 0.0)
 SEATS = 8
 SLOWEST_S = 0.0065 + SEATS * (0.0015 + 2000 * 1e-6)  # a step of answers alone, of whatever is asked here
 ROUNDING_S = 1e-9
@@ -64,7 +64,7 @@ def test_a_tight_limit_makes_chunks_as_long_as_what_is_in_the_bank():
 
 def test_where_every_chunk_costs_much_chunks_are_long():
     """A device that takes as long for one token as for hundreds."""
-    weights = (0.02, 0.001, 0.0, 0.048, 0.0001, 0.0)
+    weights = (0.02, 0.001, 0.0, 0.048, 0.0001, 0.0, 0.0)
     node = Clocked(weights, ExactCosts(weights))
     answer, prompt = Asked(0.0, 10, 300, 0.04), Asked(0.2, 1500, 1)
     found = [each for each in chunks(node.run([answer, prompt])) if each][1:]

@@ -18,8 +18,8 @@ from tests.unit.serving_node.hanging_node import HANGS
 from tests.unit.serving_node.runner_kit import answer_on_paper, running, told
 
 CHUNK = 512
-# Of a step, an answer, a token before it, the first chunk, a token of a prompt, a pair: a slow CPU.
-TRUE = (0.004, 0.0015, 2e-6, 0.003, 0.004, 2e-6)
+# Of a step, an answer, a token before it, the first chunk, a token of a prompt, a pair, several answers: a slow CPU.
+TRUE = (0.004, 0.0015, 2e-6, 0.003, 0.004, 2e-6, 0.0)
 
 
 def load_of(num_answers, num_cached, *chunks):
