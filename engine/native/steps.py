@@ -4,19 +4,21 @@ As with the attention kernels, SPLITSERVE_NATIVE names the variant that runs; wi
 """
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from engine.cache.kv_pool import PagedKVPool
+from engine.model.draws import Draw
 from engine.model.rope import Rotation
 from engine.model.steps import HeadNorms, Steps, TorchSteps
 from engine.native import library as native_library
 from engine.native.program import NativeProgram
 from serving_core.differences import GELU_TANH, SILU
 
-VERSION: Final = 3  # STEPS_VERSION in native/steps.h
+VERSION: Final = 4  # STEPS_VERSION in native/steps.h
 ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1}
 ACTIVATIONS: Final = {SILU: 0, GELU_TANH: 1}
 VARIANTS: Final = ("avx512", "avx2", "plain")  # the fastest first
@@ -68,6 +70,35 @@ class Placement(ctypes.Structure):
     ]
 
 
+class NativeDraw(ctypes.Structure):
+    """Draw in native/steps.h."""
+
+    _fields_ = [
+        ("row", ctypes.c_int64),
+        ("number", ctypes.c_double),
+        ("temperature", ctypes.c_double),
+        ("min_p", ctypes.c_double),
+        ("top_p", ctypes.c_double),
+        ("top_k", ctypes.c_int64),
+    ]
+
+
+class Drawing(ctypes.Structure):
+    """Drawing in native/steps.h."""
+
+    _fields_ = [
+        ("element", ctypes.c_int32),
+        ("num_columns", ctypes.c_int32),
+        ("rows", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("highest", ctypes.c_void_p),
+        ("draws", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
+        ("scratch_bytes", ctypes.c_int64),
+        ("tokens", ctypes.c_void_p),
+    ]
+
+
 class StepLibrary:
     """The functions of the compiled library."""
 
@@ -87,7 +118,10 @@ class StepLibrary:
         self.gate.argtypes = [*run, int32, int32, int32, int32, pointer, int64, pointer]
         self.search.argtypes = [*rows, pointer, int64, pointer, pointer]
         self.cap.argtypes = [*rows, pointer, int64, ctypes.c_float]
-        for function in (self.norm, self.gate, self.search, self.cap):
+        self.draw, self.draw_bytes = library.steps_draw, library.steps_draw_bytes
+        self.draw.argtypes = [*run, int32, pointer]
+        self.draw_bytes.argtypes, self.draw_bytes.restype = [int64], int64
+        for function in (self.norm, self.gate, self.search, self.cap, self.draw):
             function.restype = None
         self.add_norm, self.add_place = library.steps_add_norm, library.steps_add_place
         self.add_gate, self.add_cap = library.steps_add_gate, library.steps_add_cap
@@ -101,7 +135,11 @@ class StepLibrary:
         for function in (self.place, *adding):
             function.restype = int32
         is_ours = library.steps_version() == VERSION
-        for size, structure in ((library.steps_norm_bytes, Norm), (library.steps_placement_bytes, Placement)):
+        for size, structure in (
+            (library.steps_norm_bytes, Norm),
+            (library.steps_placement_bytes, Placement),
+            (library.steps_drawing_bytes, Drawing),
+        ):
             size.restype = int64
             is_ours = is_ours and size() == ctypes.sizeof(structure)
         if not is_ours:
@@ -243,6 +281,30 @@ class NativeSteps:
             tokens.data_ptr(),
         )
         return highest, tokens
+
+    def draw(self, logits: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+        element = ELEMENTS.get(logits.dtype)
+        if element is None or logits.stride(1) != 1:
+            return self._portable.draw(logits, highest, draws)
+        num_columns, tokens = logits.shape[1], torch.empty(len(draws), dtype=torch.int64)
+        parallel, num_threads = _threads(len(draws) * num_columns)
+        num_threads = min(num_threads, len(draws))
+        scratch_bytes = self._library.draw_bytes(num_columns)
+        scratch = torch.empty(num_threads * scratch_bytes, dtype=torch.uint8)
+        native_draws = (NativeDraw * len(draws))(*(NativeDraw(*draw) for draw in draws))
+        drawing = Drawing(
+            element,
+            num_columns,
+            logits.data_ptr(),
+            logits.stride(0) * logits.itemsize,
+            highest.data_ptr(),
+            ctypes.addressof(native_draws),
+            scratch.data_ptr(),
+            scratch_bytes,
+            tokens.data_ptr(),
+        )
+        self._library.draw(self._kernel, parallel, num_threads, len(draws), ctypes.addressof(drawing))
+        return tokens
 
     def record_norm(
         self,
