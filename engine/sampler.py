@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from engine.adjusting import adjust, is_adjusted
+from engine.logprobs import with_logprobs
 from engine.masks import forbid
 from engine.model.draws import Draw
 from engine.model.steps import Steps, TorchSteps
@@ -43,12 +44,14 @@ def sample(
     token_ids = tokens.tolist()  # the first to await the device
     if not all(map(math.isfinite, highest.tolist())):
         raise ModelError("the model's logits are not finite numbers")
-    sampled = [
-        SampledToken(token)
-        if request.sampling.logprobs is None
-        else with_logprobs(token, logits[row].float(), request.sampling.logprobs)
-        for row, (token, request) in enumerate(zip(token_ids, requests, strict=True))
-    ]
+    sampled = [SampledToken(token) for token in token_ids]
+    wanted = {row: request.sampling.logprobs for row, request in enumerate(requests)}
+    num_top = {row: count for row, count in wanted.items() if count is not None}
+    if num_top:
+        ours = [token_ids[row] for row in num_top]
+        scored = with_logprobs(logits, highest, [*num_top], ours, [*num_top.values()], steps)
+        for row, token in zip(num_top, scored, strict=True):
+            sampled[row] = token
     for row, error in errors.items():
         sampled[row] = SampledToken(NO_TOKEN, error=error)
     return sampled
@@ -74,15 +77,3 @@ def _draw(row: int, request: Request) -> Draw:
     sampling = request.sampling
     number = uniform(sampling.seed, request.num_output_tokens)
     return Draw(row, number, sampling.temperature, sampling.min_p, sampling.top_p, sampling.top_k)
-
-
-def with_logprobs(token: int, logits: torch.Tensor, num_top: int) -> SampledToken:
-    """The token with its logprob and those of the num_top most likely, by the row of logits [vocab_size] in float32."""
-    logprobs = logits.clone().log_softmax(-1)  # on CUDA the order of its sum depends on where a row begins
-    top = logprobs.topk(min(num_top, len(logprobs)))
-    likeliest = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    return SampledToken(
-        token,
-        float(logprobs[token]),
-        tuple((each, logprob) for each, logprob in likeliest if logprob > -math.inf),  # of those that may come
-    )

@@ -5,12 +5,14 @@ number of threads.
 """
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 
 LIKELIEST_MASS: Final = 2.0**40  # of the likeliest token; a whole vocabulary of them is less than 2^63
 CACHED_WEIGHTS: Final = 2**16  # so many at a time, on a CPU
+
+T = TypeVar("T")
 
 
 class Draw(NamedTuple):
@@ -31,20 +33,40 @@ class Draw(NamedTuple):
 
 def drawn(logits: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     """As `Steps.draw`."""
-    together = max(1, CACHED_WEIGHTS // logits.shape[1]) if logits.device.type == "cpu" else len(draws)
-    pieces = [draws[first : first + together] for first in range(0, len(draws), together)]
-    return torch.cat([_drawn(logits, highest, piece) for piece in pieces])
+    pieces = _pieces(logits, draws)
+    return torch.cat([_drawn(*_chosen(logits, highest, [draw.row for draw in piece]), piece) for piece in pieces])
+
+
+def log_totals(logits: torch.Tensor, highest: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """As `Steps.log_totals`."""
+    return torch.cat([_log_totals(*_chosen(logits, highest, piece)) for piece in _pieces(logits, rows)])
+
+
+def _pieces(logits: torch.Tensor, rows: Sequence[T]) -> list[Sequence[T]]:
+    """What is computed at a time of what there is for rows of logits."""
+    together = max(1, CACHED_WEIGHTS // logits.shape[1]) if logits.device.type == "cpu" else len(rows)
+    return [rows[first : first + together] for first in range(0, len(rows), together)]
+
+
+def _chosen(logits: torch.Tensor, highest: torch.Tensor, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Those rows alone, in float32, and their largest numbers in a column."""
+    if [*rows] != [*range(len(logits))]:
+        chosen = _on(logits.device, torch.tensor(rows))
+        logits, highest = logits[chosen], highest[chosen]
+    return logits.float(), highest[:, None]
+
+
+def _log_totals(logits: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
+    whole = _masses(logits.sub(highest).exp_()).sum(-1).double() / LIKELIEST_MASS
+    total = highest[:, 0].double() + whole.log()
+    return torch.where(highest[:, 0].isfinite(), total, torch.nan)
 
 
 def _drawn(logits: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    device, (num_rows, num_columns) = logits.device, logits.shape
-    rows = [draw.row for draw in draws]
-    if rows != [*range(num_rows)]:
-        chosen = _on(device, torch.tensor(rows))
-        logits, highest = logits[chosen], highest[chosen]
+    device, num_columns = logits.device, logits.shape[1]
     columns = torch.tensor([draw[1:5] for draw in draws], dtype=torch.float64).T[:, :, None]
     numbers, temperatures, min_p, top_p = _on(device, columns)
-    weights = logits.float().sub(highest[:, None]).div_(temperatures.float()).exp_()
+    weights = logits.sub(highest).div_(temperatures.float()).exp_()
     if any(draw.min_p > 0 for draw in draws):
         weights.mul_(weights >= min_p.float())
     top_k = [draw.top_k if 0 < draw.top_k < num_columns else 0 for draw in draws]

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from engine.cache.kv_pool import PagedKVPool
-from engine.model.draws import Draw, drawn
+from engine.model.draws import Draw, drawn, log_totals
 from engine.model.rope import Rotation, rotate
 from serving_core.differences import GELU_TANH, SILU
 
@@ -88,6 +88,10 @@ class Steps(Protocol):
         has the largest numbers. Of a row where that is not finite, any token. A draw depends on its own row alone, and
         a token of -inf does not come."""
 
+    def log_totals(self, logits: torch.Tensor, highest: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """Of each of these rows the logarithm of the sum of e^logit, float64 [len(rows)]; of logits and `highest` as in
+        `draw`, and as there each by itself. A row where that is not finite has not a number."""
+
 
 class TorchSteps:
     """The steps on every device."""
@@ -144,6 +148,9 @@ class TorchSteps:
 
     def draw(self, logits: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
         return drawn(logits, highest, draws)
+
+    def log_totals(self, logits: torch.Tensor, highest: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        return log_totals(logits, highest, rows)
 
 
 def _activated(gates: torch.Tensor, activation: str) -> torch.Tensor:

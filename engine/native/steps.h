@@ -102,7 +102,7 @@ typedef struct {
     int64_t top_k; /* 0: off */
 } Draw;
 
-/* tokens[i] is what draws[i] gives; the last of a row whose highest is not a finite number. */
+/* tokens[i] is what draws[i] gives. Of a row whose highest is not a finite number it is the last, of not a number as mass. */
 typedef struct {
     int32_t element;
     int32_t num_columns;
@@ -113,6 +113,7 @@ typedef struct {
     uint8_t *scratch;     /* for each thread steps_draw_bytes */
     int64_t scratch_bytes;
     int64_t *tokens;
+    double *masses;       /* of all that stayed */
 } Drawing;
 
 #define DRAW_CHUNK 512 /* weights that are added up in float32, before their sums are in double */

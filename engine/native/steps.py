@@ -96,6 +96,7 @@ class Drawing(ctypes.Structure):
         ("scratch", ctypes.c_void_p),
         ("scratch_bytes", ctypes.c_int64),
         ("tokens", ctypes.c_void_p),
+        ("masses", ctypes.c_void_p),
     ]
 
 
@@ -182,6 +183,7 @@ class NativeSteps:
         self.variant: Final = variant
         self._library, self._kernel = library, kernel
         self._portable = TorchSteps()
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def norm(
         self,
@@ -283,17 +285,29 @@ class NativeSteps:
         return highest, tokens
 
     def draw(self, logits: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-        element = ELEMENTS.get(logits.dtype)
-        if element is None or logits.stride(1) != 1:
+        if logits.dtype not in ELEMENTS or logits.stride(1) != 1:
             return self._portable.draw(logits, highest, draws)
-        num_columns, tokens = logits.shape[1], torch.empty(len(draws), dtype=torch.int64)
-        parallel, num_threads = _threads(len(draws) * num_columns)
-        num_threads = min(num_threads, len(draws))
+        return self._drawn(logits, highest, draws)[0]
+
+    def log_totals(self, logits: torch.Tensor, highest: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        if logits.dtype not in ELEMENTS or logits.stride(1) != 1:
+            return self._portable.log_totals(logits, highest, rows)
+        _, masses = self._drawn(logits, highest, [Draw(row, 0.0, 1.0) for row in rows])
+        return highest[[*rows]] + masses.log_()
+
+    def _drawn(
+        self, logits: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens, and the masses of all that stayed."""
+        num_columns, num_draws = logits.shape[1], len(draws)
+        tokens, masses = torch.empty(num_draws, dtype=torch.int64), torch.empty(num_draws, dtype=torch.float64)
+        parallel, num_threads = _threads(num_draws * num_columns)
+        num_threads = min(num_threads, num_draws)
         scratch_bytes = self._library.draw_bytes(num_columns)
-        scratch = torch.empty(num_threads * scratch_bytes, dtype=torch.uint8)
-        native_draws = (NativeDraw * len(draws))(*(NativeDraw(*draw) for draw in draws))
+        scratch = self._take_scratch(num_threads * scratch_bytes)
+        native_draws = (NativeDraw * num_draws)(*(NativeDraw(*draw) for draw in draws))
         drawing = Drawing(
-            element,
+            ELEMENTS[logits.dtype],
             num_columns,
             logits.data_ptr(),
             logits.stride(0) * logits.itemsize,
@@ -302,9 +316,17 @@ class NativeSteps:
             scratch.data_ptr(),
             scratch_bytes,
             tokens.data_ptr(),
+            masses.data_ptr(),
         )
-        self._library.draw(self._kernel, parallel, num_threads, len(draws), ctypes.addressof(drawing))
-        return tokens
+        self._library.draw(self._kernel, parallel, num_threads, num_draws, ctypes.addressof(drawing))
+        self._scratch = scratch
+        return tokens, masses
+
+    def _take_scratch(self, num_bytes: int) -> torch.Tensor:
+        """What the last call left, if that is enough: to touch new memory takes longer than to draw from a row. No
+        other thread gets it until it is given back."""
+        scratch, self._scratch = self._scratch, torch.empty(0, dtype=torch.uint8)
+        return scratch if len(scratch) >= num_bytes else torch.empty(num_bytes, dtype=torch.uint8)
 
     def record_norm(
         self,

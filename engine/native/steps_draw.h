@@ -149,6 +149,7 @@ static void draw(const Drawing *step, int64_t index, uint8_t *scratch) {
     float highest = step->highest[draw->row], least = fminf(fmaxf((float)draw->min_p, FLT_MIN), 1.0f);
     if (!isfinite(highest)) { /* nothing may come, or the model is broken */
         step->tokens[index] = step->num_columns - 1;
+        step->masses[index] = NAN;
         return;
     }
     if (step->element == BFLOAT16) weigh_as(BFLOAT16, step, draw, &row, highest);
@@ -159,5 +160,6 @@ static void draw(const Drawing *step, int64_t index, uint8_t *scratch) {
         least = nucleus_edge(&row, draw->top_p, mass, least);
         mass = add_masses(&row, least);
     }
+    step->masses[index] = mass;
     step->tokens[index] = token_at(&row, draw->number * mass, least);
 }
