@@ -33,7 +33,7 @@ def adjust(logits: torch.Tensor, request: Request, eos_token_ids: Sequence[int])
     for token, bias in sampling.logit_bias:
         logits[token] += bias
     if request.num_output_tokens < sampling.min_tokens:
-        logits[[*eos_token_ids, *sampling.stop_token_ids]] = -torch.inf
+        logits[_on(logits.device, (*eos_token_ids, *sampling.stop_token_ids))] = -torch.inf
     if sampling.repetition_penalty != 1:
         _penalize_repetition(logits, request.token_ids, sampling.repetition_penalty)
     if (sampling.frequency_penalty != 0 or sampling.presence_penalty != 0) and request.num_output_tokens:
@@ -42,14 +42,14 @@ def adjust(logits: torch.Tensor, request: Request, eos_token_ids: Sequence[int])
 
 def _keep(logits: torch.Tensor, token_ids: Sequence[int]) -> None:
     """Makes the logits of all other tokens -inf."""
-    allowed = torch.tensor(token_ids, device=logits.device)
+    allowed = _on(logits.device, token_ids)
     kept = logits[allowed]
     logits.fill_(-torch.inf)[allowed] = kept
 
 
 def _penalize_repetition(logits: torch.Tensor, token_ids: Sequence[int], penalty: float) -> None:
     """Over prompt and output: divides positive logits and multiplies negative ones (CTRL, arXiv 1909.05858)."""
-    seen = torch.from_numpy(_packed(token_ids)).to(logits.device)
+    seen = _on(logits.device, token_ids)
     values = logits[seen]  # a token that comes twice is written twice, with the same number
     logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
 
@@ -59,9 +59,15 @@ def _penalize_output(logits: torch.Tensor, output: Sequence[int], frequency: flo
     counts = np.bincount(_packed(output))
     seen = counts.nonzero()[0]
     penalties = frequency * torch.from_numpy(counts[seen]) + presence
-    logits[torch.from_numpy(seen).to(logits.device)] -= penalties.to(logits.device)
+    logits[_on(logits.device, seen)] -= penalties.to(logits.device, non_blocking=True)
+
+
+def _on(device: torch.device, token_ids: Sequence[int] | np.ndarray) -> torch.Tensor:
+    """Tokens as an index there, without awaiting what the device computes."""
+    packed = token_ids if isinstance(token_ids, np.ndarray) else _packed(token_ids)
+    return torch.from_numpy(packed).to(device, non_blocking=True)
 
 
 def _packed(token_ids: Sequence[int]) -> np.ndarray:
     """As int64; several times as fast as torch and numpy read a list, which may have thousands."""
-    return np.frombuffer(array("q", token_ids), dtype=np.int64)
+    return np.array(array("q", token_ids))

@@ -37,10 +37,11 @@ def sample(
     adjusted = [row for row in range(len(requests)) if row not in as_they_are]
     highest, tokens = _choose(logits, as_they_are, steps)
     if adjusted:
-        copies = logits[adjusted].float()
+        rows = torch.tensor(adjusted).to(logits.device, non_blocking=True)
+        copies = logits[rows].float()
         for copy, row in zip(copies, adjusted, strict=True):
             adjust(copy, requests[row], eos_token_ids)
-        tokens[adjusted] = _choose(copies, {place: requests[row] for place, row in enumerate(adjusted)}, steps)[1]
+        tokens[rows] = _choose(copies, {place: requests[row] for place, row in enumerate(adjusted)}, steps)[1]
     token_ids = tokens.tolist()  # the first to await the device
     if not all(map(math.isfinite, highest.tolist())):
         raise ModelError("the model's logits are not finite numbers")
@@ -69,7 +70,8 @@ def _choose(logits: torch.Tensor, requests: Mapping[int, Request], steps: Steps)
     highest, tokens = steps.likeliest(logits)
     draws = [_draw(row, request) for row, request in requests.items() if request.sampling.temperature > 0]
     if draws:
-        tokens[[draw.row for draw in draws]] = steps.draw(logits, highest, draws)
+        rows = torch.tensor([draw.row for draw in draws]).to(logits.device, non_blocking=True)
+        tokens[rows] = steps.draw(logits, highest, draws)
     return highest, tokens
 
 

@@ -90,9 +90,9 @@ typedef struct {
     int64_t stride;
 } Capping;
 
-/* How a token of a row is drawn. A token's weight is e^((logit - highest) / temperature), below FLT_MIN nothing. It stays
- * if it is at least min_p, at least the top_k-th largest, and in the nucleus of what these leave: the likeliest tokens
- * that hold top_p of the mass. What weighs as much as the last one that stays, stays too. */
+/* How a token of a row is drawn. A token's weight is e^((logit - highest) / temperature), below FLT_MIN nothing. It
+ * stays if it is at least min_p, at least the top_k-th largest, and in the nucleus of what these leave: the likeliest
+ * tokens that hold top_p of the mass. What weighs as much as the last one that stays, stays too. */
 typedef struct {
     int64_t row;
     double number; /* in [0, 1): the first token is drawn up to which the weights exceed so much of the whole */
@@ -102,7 +102,8 @@ typedef struct {
     int64_t top_k; /* 0: off */
 } Draw;
 
-/* tokens[i] is what draws[i] gives. Of a row whose highest is not a finite number it is the last, of not a number as mass. */
+/* tokens[i] is what draws[i] gives. Of a row whose highest is not a finite number it is the last, and the mass is not a
+ * number. */
 typedef struct {
     int32_t element;
     int32_t num_columns;
@@ -117,7 +118,7 @@ typedef struct {
 } Drawing;
 
 #define DRAW_CHUNK 512 /* weights that are added up in float32, before their sums are in double */
-#define MOST_GROUP 64  /* weights that are read at once */
+#define MOST_GROUP 64  /* weights that a kernel reads at once */
 
 typedef void StepRow(const void *step, int64_t row);
 

@@ -1,10 +1,12 @@
 /* Draws a token of a row at random; a part of steps_kernel.h.
  *
  * No row is sorted. How many weights, or how much of their mass, is at least some number falls as the number grows, in
- * float32 too: so the last weight that stays is found by halving the bits between which it lies, each time with one pass
- * over those that can still be it.
+ * float32 too. So the last weight that stays is found by halving the bits between which it lies, each time with one
+ * pass over those that can still be it.
  */
-#define GROUP (NUM_SUMS * LANES)
+#define GROUP (NUM_SUMS * LANES) /* weights that are read at once */
+
+_Static_assert(GROUP <= MOST_GROUP && DRAW_CHUNK % GROUP == 0, "a chunk is of whole groups");
 
 typedef struct {
     int64_t num_chunks;
