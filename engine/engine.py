@@ -252,7 +252,7 @@ class Engine:
         if self.config.embedder is not None:
             return pool(logits, works)
         if any(work.num_scored for work in works):
-            logits = take_scores(logits, works)
+            logits = take_scores(logits, works, self._steps)
         sampling = [work for work in works if work.samples]
         if any(work.candidates for work in sampling):
             return sample_with_candidates(logits, sampling, self.eos_token_ids, self._steps)

@@ -7,18 +7,20 @@ same request gets the same token in any batch, on any node and after any restart
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
 import torch
 
+from engine.adjusting import adjust, is_adjusted
+from engine.logprobs import with_logprobs
 from engine.masks import forbid
+from engine.model.draws import Draw
 from engine.model.steps import Steps, TorchSteps
 from serving_core.errors import ModelError
 from serving_core.requests import NO_TOKEN, Request, SampledToken
 
-NUCLEUS_GUESS: Final = 256  # top_p is first sought among so many tokens, and among all only if these do not reach it
 TORCH_STEPS: Final = TorchSteps()
 _SEED_MASK: Final = 2**64 - 1
 _DOUBLE_STEP: Final = 2.0**-53
@@ -31,14 +33,26 @@ def sample(
     become -inf. Raises ModelError when a row's largest logit is not a finite number: the model is broken or
     overflows."""
     errors = forbid(logits, requests)
-    highest, likeliest = steps.likeliest(logits)
-    tokens = likeliest.tolist()  # the first to await the device
+    as_they_are = {row: request for row, request in enumerate(requests) if not is_adjusted(request)}
+    adjusted = [row for row in range(len(requests)) if row not in as_they_are]
+    highest, tokens = _choose(logits, as_they_are, steps)
+    if adjusted:
+        rows = torch.tensor(adjusted).to(logits.device, non_blocking=True)
+        copies = logits[rows].float()
+        for copy, row in zip(copies, adjusted, strict=True):
+            adjust(copy, requests[row], eos_token_ids)
+        tokens[rows] = _choose(copies, {place: requests[row] for place, row in enumerate(adjusted)}, steps)[1]
+    token_ids = tokens.tolist()  # the first to await the device
     if not all(map(math.isfinite, highest.tolist())):
         raise ModelError("the model's logits are not finite numbers")
-    sampled = [
-        SampledToken(token) if _is_plain(request) else _sample_row(logits[row].float(), request, eos_token_ids)
-        for row, (token, request) in enumerate(zip(tokens, requests, strict=True))
-    ]
+    sampled = [SampledToken(token) for token in token_ids]
+    wanted = {row: request.sampling.logprobs for row, request in enumerate(requests)}
+    num_top = {row: count for row, count in wanted.items() if count is not None}
+    if num_top:
+        ours = [token_ids[row] for row in num_top]
+        scored = with_logprobs(logits, highest, [*num_top], ours, [*num_top.values()], steps)
+        for row, token in zip(num_top, scored, strict=True):
+            sampled[row] = token
     for row, error in errors.items():
         sampled[row] = SampledToken(NO_TOKEN, error=error)
     return sampled
@@ -50,101 +64,18 @@ def uniform(seed: int, position: int) -> float:
     return (int(raw) >> 11) * _DOUBLE_STEP
 
 
-def _is_plain(request: Request) -> bool:
-    """Greedy, and nothing but the likeliest token is asked for."""
+def _choose(logits: torch.Tensor, requests: Mapping[int, Request], steps: Steps) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row of logits its largest number, and its token: the likeliest, or drawn if a request of that row is not
+    greedy."""
+    highest, tokens = steps.likeliest(logits)
+    draws = [_draw(row, request) for row, request in requests.items() if request.sampling.temperature > 0]
+    if draws:
+        rows = torch.tensor([draw.row for draw in draws]).to(logits.device, non_blocking=True)
+        tokens[rows] = steps.draw(logits, highest, draws)
+    return highest, tokens
+
+
+def _draw(row: int, request: Request) -> Draw:
     sampling = request.sampling
-    return (
-        sampling.temperature == 0
-        and sampling.logprobs is None
-        and not sampling.logit_bias
-        and not sampling.allowed_token_ids
-        and request.num_output_tokens >= sampling.min_tokens
-        and sampling.repetition_penalty == 1
-        and sampling.frequency_penalty == 0
-        and sampling.presence_penalty == 0
-    )
-
-
-def _sample_row(logits: torch.Tensor, request: Request, eos_token_ids: Sequence[int]) -> SampledToken:
-    sampling = request.sampling
-    adjusted = _only(logits, sampling.allowed_token_ids) if sampling.allowed_token_ids else logits.clone()
-    for token, bias in sampling.logit_bias:
-        adjusted[token] += bias
-    if request.num_output_tokens < sampling.min_tokens:
-        adjusted[[*eos_token_ids, *sampling.stop_token_ids]] = -torch.inf
-    _penalize(adjusted, request)
-    if sampling.temperature == 0:
-        token = int(adjusted.argmax())
-    else:
-        weights = torch.exp((adjusted - adjusted.max()) / sampling.temperature)
-        weights = weights * (weights >= _least_weight(weights, request))
-        token = _draw(weights, uniform(sampling.seed, request.num_output_tokens))
-    if sampling.logprobs is None:
-        return SampledToken(token)
-    return with_logprobs(token, logits, sampling.logprobs)
-
-
-def _only(logits: torch.Tensor, token_ids: Sequence[int]) -> torch.Tensor:
-    """The logits of these tokens; -inf for all others."""
-    allowed = torch.tensor(token_ids, device=logits.device)
-    only = torch.full_like(logits, -torch.inf)
-    only[allowed] = logits[allowed]
-    return only
-
-
-def _penalize(logits: torch.Tensor, request: Request) -> None:
-    """Repetition over prompt and output: divides positive logits and multiplies negative ones (CTRL, arXiv 1909.05858).
-    Frequency and presence over the output alone: subtracts for each occurrence, and once."""
-    sampling = request.sampling
-    if sampling.repetition_penalty != 1:
-        seen = torch.unique(torch.tensor(request.token_ids, device=logits.device))
-        values = logits[seen]
-        penalty = sampling.repetition_penalty
-        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if (sampling.frequency_penalty != 0 or sampling.presence_penalty != 0) and request.num_output_tokens:
-        output = torch.tensor(request.token_ids[request.num_prompt_tokens :], device=logits.device)
-        seen, counts = torch.unique(output, return_counts=True)
-        logits[seen] -= sampling.frequency_penalty * counts + sampling.presence_penalty
-
-
-def _least_weight(weights: torch.Tensor, request: Request) -> float:
-    """The weight a token needs to stay; weights are relative to the likeliest token's, which is 1. Tokens as likely
-    as the last one that stays, stay too."""
-    sampling = request.sampling
-    least = sampling.min_p
-    if 0 < sampling.top_k < len(weights):
-        least = max(least, float(weights.topk(sampling.top_k).values[-1]))
-    if sampling.top_p < 1:
-        least = max(least, _nucleus_edge(weights[weights >= least], sampling.top_p))
-    return least
-
-
-def _nucleus_edge(weights: torch.Tensor, top_p: float) -> float:
-    """The smallest weight in the smallest set of likeliest tokens that holds top_p of the mass."""
-    target = top_p * weights.cumsum(0, dtype=torch.float64)[-1]  # unlike sum, in one order with any number of threads
-    highest = weights.topk(min(NUCLEUS_GUESS, len(weights))).values
-    masses = highest.cumsum(0, dtype=torch.float64)
-    if masses[-1] < target:
-        highest = weights.sort(descending=True).values
-        masses = highest.cumsum(0, dtype=torch.float64)
-    edge = int(torch.searchsorted(masses, target))
-    return float(highest[min(edge, len(highest) - 1)])
-
-
-def _draw(weights: torch.Tensor, number: float) -> int:
-    """Inverse transform sampling: the first token whose cumulative weight exceeds number of the whole."""
-    masses = weights.cumsum(0, dtype=torch.float64)
-    token = int(torch.searchsorted(masses, number * masses[-1], right=True))
-    return token if token < len(weights) else int(weights.nonzero()[-1])  # number * whole was rounded up to the whole
-
-
-def with_logprobs(token: int, logits: torch.Tensor, num_top: int) -> SampledToken:
-    """The token with its logprob and those of the num_top most likely, by the row of logits [vocab_size] in float32."""
-    logprobs = logits.clone().log_softmax(-1)  # on CUDA the order of its sum depends on where a row begins
-    top = logprobs.topk(min(num_top, len(logprobs)))
-    likeliest = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    return SampledToken(
-        token,
-        float(logprobs[token]),
-        tuple((each, logprob) for each, logprob in likeliest if logprob > -math.inf),  # of those that may come
-    )
+    number = uniform(sampling.seed, request.num_output_tokens)
+    return Draw(row, number, sampling.temperature, sampling.min_p, sampling.top_p, sampling.top_k)

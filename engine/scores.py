@@ -4,21 +4,27 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.sampler import with_logprobs
+from engine.logprobs import with_logprobs
+from engine.model.steps import Steps
 from serving_core.requests import Work
 
 
-def take_scores(logits: torch.Tensor, works: Sequence[Work]) -> torch.Tensor:
+def take_scores(logits: torch.Tensor, works: Sequence[Work], steps: Steps) -> torch.Tensor:
     """Adds to the scores of each request what its share of the step tells, in place of what was known from there on.
     `logits` are those of the batch of these works; gives the rows among them that tokens are sampled from."""
     left: list[int] = []
     row = 0
     for work in works:
         request, first, num_scored = work.request, work.start, work.num_scored
-        num_top = request.sampling.prompt_logprobs or 0
-        scored = zip(request.token_ids[first + 1 : first + 1 + num_scored], logits[row : row + num_scored], strict=True)
         if num_scored:
-            request.scores[first:] = [with_logprobs(token, of_token.float(), num_top) for token, of_token in scored]
+            tokens, num_top = (
+                request.token_ids[first + 1 : first + 1 + num_scored],
+                request.sampling.prompt_logprobs or 0,
+            )
+            ours = logits[row : row + num_scored]
+            highest, _ = steps.likeliest(ours)
+            scores = with_logprobs(ours, highest, range(num_scored), tokens, [num_top] * num_scored, steps)
+            request.scores[first:] = scores
         row += num_scored
         if work.samples:
             num_sampled = 1 + len(work.candidates)

@@ -3,12 +3,14 @@
 Shapes: T tokens, E hidden size, H heads, K key heads, D head size, I neurons, S rows of logits.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
 
 from engine.cache.kv_pool import PagedKVPool
+from engine.model.draws import Draw, drawn, log_totals
 from engine.model.rope import Rotation, rotate
 from serving_core.differences import GELU_TANH, SILU
 
@@ -81,6 +83,15 @@ class Steps(Protocol):
         """Of each row of [S, vocab_size] the largest number, as float32, and where it is first, as int64. Not a number
         counts as larger than any."""
 
+    def draw(self, logits: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+        """The tokens drawn, int64 [len(draws)], from rows of logits [S, vocab_size], of which `highest` [S], float32,
+        has the largest numbers. Of a row where that is not finite, any token. A draw depends on its own row alone, and
+        a token of -inf does not come."""
+
+    def log_totals(self, logits: torch.Tensor, highest: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """Of each of these rows the logarithm of the sum of e^logit, float64 [len(rows)]; of logits and `highest` as in
+        `draw`, and as there each by itself. A row where that is not finite has not a number."""
+
 
 class TorchSteps:
     """The steps on every device."""
@@ -134,6 +145,12 @@ class TorchSteps:
     def likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         highest, tokens = logits.max(dim=-1)
         return highest.float(), tokens
+
+    def draw(self, logits: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+        return drawn(logits, highest, draws)
+
+    def log_totals(self, logits: torch.Tensor, highest: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        return log_totals(logits, highest, rows)
 
 
 def _activated(gates: torch.Tensor, activation: str) -> torch.Tensor:

@@ -74,6 +74,22 @@ INLINE vec vec_exp2(vec x) {
     return vec_mul(exp2_fraction(_mm256_sub_ps(x, whole)), vec_bits(_mm256_slli_epi32(exponent, 23)));
 }
 
+/* b where a reaches `least`, else 0. */
+INLINE vec vec_where_reached(vec a, vec least, vec b) { return _mm256_and_ps(_mm256_cmp_ps(a, least, _CMP_GE_OQ), b); }
+
+/* Writes what reaches `least`, and up to a whole vector; gives its number. */
+INLINE int vec_append(float *to, vec a, vec least) {
+    int reached = _mm256_movemask_ps(_mm256_cmp_ps(a, least, _CMP_GE_OQ)), num = 0;
+    float all[LANES];
+    if (!reached) return 0;
+    vec_store(all, a);
+    for (int i = 0; i < LANES; ++i) {
+        to[num] = all[i];
+        num += reached >> i & 1;
+    }
+    return num;
+}
+
 INLINE vec vec_all_fours(const void *from) { return _mm256_broadcast_ps(from); }
 
 /* Of rows 0 and 4 four words each. */

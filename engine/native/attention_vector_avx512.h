@@ -70,6 +70,18 @@ INLINE vec vec_exp2(vec x) {
     return _mm512_scalef_ps(exp2_fraction(f), x);
 }
 
+/* b where a reaches `least`, else 0. */
+INLINE vec vec_where_reached(vec a, vec least, vec b) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, least, _CMP_GE_OQ), b);
+}
+
+/* Writes what reaches `least`, and up to a whole vector; gives its number. */
+INLINE int vec_append(float *to, vec a, vec least) {
+    __mmask16 reached = _mm512_cmp_ps_mask(a, least, _CMP_GE_OQ);
+    vec_store(to, _mm512_maskz_compress_ps(reached, a)); /* compressing into memory is slow on some */
+    return __builtin_popcount(reached);
+}
+
 INLINE vec vec_all_fours(const void *from) { return _mm512_broadcast_f32x4(_mm_loadu_ps(from)); }
 
 /* Of rows 0, 4, 8 and 12 four words each, and then the next four. */

@@ -84,6 +84,19 @@ INLINE vec vec_exp2(vec x) {
     return exp2_fraction(clamped - __builtin_convertvector(whole, vec)) * (vec)((whole + 127) << 23);
 }
 
+/* b where a reaches `least`, else 0. */
+INLINE vec vec_where_reached(vec a, vec least, vec b) { return (vec)((a >= least) & (ints)b); }
+
+/* Writes what reaches `least`, and up to a whole vector; gives its number. */
+INLINE int vec_append(float *to, vec a, vec least) {
+    int num = 0;
+    for (int i = 0; i < LANES; ++i) {
+        to[num] = a[i];
+        num += a[i] >= least[i];
+    }
+    return num;
+}
+
 INLINE vec vec_all_fours(const void *from) { return vec_load(from); }
 
 /* Four words of a row. */

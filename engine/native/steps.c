@@ -7,7 +7,10 @@
 
 /* Its units are rows. */
 typedef struct {
-    StepRow *compute;
+    union {
+        StepRow *compute;
+        const StepKernel *kernel; /* of a drawing */
+    };
     int64_t num_slots; /* of a placement */
     union {
         Norm norm;
@@ -16,6 +19,7 @@ typedef struct {
         Gating gating;
         Search search;
         Capping capping;
+        Drawing drawing;
     } step;
 } StepData;
 
@@ -26,6 +30,8 @@ EXPORTED int32_t steps_version(void) { return STEPS_VERSION; }
 EXPORTED int64_t steps_norm_bytes(void) { return sizeof(Norm); }
 
 EXPORTED int64_t steps_placement_bytes(void) { return sizeof(Placement); }
+
+EXPORTED int64_t steps_drawing_bytes(void) { return sizeof(Drawing); }
 
 /* NULL when this CPU does not have the variant. */
 EXPORTED const StepKernel *steps_kernel(const char *variant) {
@@ -60,7 +66,15 @@ static void compute(const Operation *operation, Units units, int32_t thread) {
     for (int32_t row = units.first; row < units.first + units.count; ++row) data->compute(&data->step, row);
 }
 
+static void compute_draws(const Operation *operation, Units units, int32_t thread) {
+    const StepData *data = (const StepData *)operation->data;
+    const Drawing *step = &data->step.drawing;
+    for (int32_t index = units.first; index < units.first + units.count; ++index)
+        data->kernel->draw(step, index, step->scratch + thread * step->scratch_bytes);
+}
+
 static const OperationKind rows_alone = {begin, compute, NULL}, rows_into_slots = {begin_placement, compute, NULL};
+static const OperationKind drawn_rows = {begin, compute_draws, NULL};
 
 static void describe_norm(Operation *operation, const StepKernel *kernel, const Norm *step) {
     operation->kind = &rows_alone;
@@ -120,6 +134,20 @@ EXPORTED void steps_search(const StepKernel *kernel, Parallel *parallel, int32_t
     Search step = {element, num_columns, rows, stride, highest, places};
     *(StepData *)operation.data = (StepData){.compute = kernel->search, .step.search = step};
     run_operations(&operation, 1, num_rows, parallel, num_threads);
+}
+
+/* Memory that a thread needs to draw from rows of so many columns: masses, weights, candidates and maxima of chunks. */
+EXPORTED int64_t steps_draw_bytes(int64_t num_columns) {
+    int64_t num_chunks = (num_columns + DRAW_CHUNK - 1) / DRAW_CHUNK;
+    int64_t bytes = num_chunks * 8 + 2 * num_chunks * DRAW_CHUNK * 4 + (num_chunks + 2 * MOST_GROUP) * 4;
+    return (bytes + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
+}
+
+EXPORTED void steps_draw(const StepKernel *kernel, Parallel *parallel, int32_t num_threads, int32_t num_draws,
+                         const Drawing *step) {
+    Operation operation = {.kind = &drawn_rows};
+    *(StepData *)operation.data = (StepData){.kernel = kernel, .step.drawing = *step};
+    run_operations(&operation, 1, num_draws, parallel, num_threads);
 }
 
 /* Add a step to a program, which gives the rows. Give 0, or -1 when the program is full. */

@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define STEPS_VERSION 3 /* of everything below; engine/native/steps.py expects the same */
+#define STEPS_VERSION 4 /* of everything below; engine/native/steps.py expects the same */
 
 enum Element { FLOAT32, BFLOAT16 };
 
@@ -90,10 +90,41 @@ typedef struct {
     int64_t stride;
 } Capping;
 
+/* How a token of a row is drawn. A token's weight is e^((logit - highest) / temperature), below FLT_MIN nothing. It
+ * stays if it is at least min_p, at least the top_k-th largest, and in the nucleus of what these leave: the likeliest
+ * tokens that hold top_p of the mass. What weighs as much as the last one that stays, stays too. */
+typedef struct {
+    int64_t row;
+    double number; /* in [0, 1): the first token is drawn up to which the weights exceed so much of the whole */
+    double temperature;
+    double min_p;
+    double top_p;  /* 1: off */
+    int64_t top_k; /* 0: off */
+} Draw;
+
+/* tokens[i] is what draws[i] gives. Of a row whose highest is not a finite number it is the last, and the mass is not a
+ * number. */
+typedef struct {
+    int32_t element;
+    int32_t num_columns;
+    const uint8_t *rows;
+    int64_t stride;
+    const float *highest; /* of each row */
+    const Draw *draws;
+    uint8_t *scratch;     /* for each thread steps_draw_bytes */
+    int64_t scratch_bytes;
+    int64_t *tokens;
+    double *masses;       /* of all that stayed */
+} Drawing;
+
+#define DRAW_CHUNK 512 /* weights that are added up in float32, before their sums are in double */
+#define MOST_GROUP 64  /* weights that a kernel reads at once */
+
 typedef void StepRow(const void *step, int64_t row);
 
 typedef struct {
     StepRow *norm, *sum, *place, *gate, *search, *cap;
+    void (*draw)(const Drawing *step, int64_t index, uint8_t *scratch);
 } StepKernel;
 
 extern const StepKernel steps_plain;

@@ -4,19 +4,21 @@ As with the attention kernels, SPLITSERVE_NATIVE names the variant that runs; wi
 """
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from engine.cache.kv_pool import PagedKVPool
+from engine.model.draws import Draw
 from engine.model.rope import Rotation
 from engine.model.steps import HeadNorms, Steps, TorchSteps
 from engine.native import library as native_library
 from engine.native.program import NativeProgram
 from serving_core.differences import GELU_TANH, SILU
 
-VERSION: Final = 3  # STEPS_VERSION in native/steps.h
+VERSION: Final = 4  # STEPS_VERSION in native/steps.h
 ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1}
 ACTIVATIONS: Final = {SILU: 0, GELU_TANH: 1}
 VARIANTS: Final = ("avx512", "avx2", "plain")  # the fastest first
@@ -68,6 +70,36 @@ class Placement(ctypes.Structure):
     ]
 
 
+class NativeDraw(ctypes.Structure):
+    """Draw in native/steps.h."""
+
+    _fields_ = [
+        ("row", ctypes.c_int64),
+        ("number", ctypes.c_double),
+        ("temperature", ctypes.c_double),
+        ("min_p", ctypes.c_double),
+        ("top_p", ctypes.c_double),
+        ("top_k", ctypes.c_int64),
+    ]
+
+
+class Drawing(ctypes.Structure):
+    """Drawing in native/steps.h."""
+
+    _fields_ = [
+        ("element", ctypes.c_int32),
+        ("num_columns", ctypes.c_int32),
+        ("rows", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("highest", ctypes.c_void_p),
+        ("draws", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
+        ("scratch_bytes", ctypes.c_int64),
+        ("tokens", ctypes.c_void_p),
+        ("masses", ctypes.c_void_p),
+    ]
+
+
 class StepLibrary:
     """The functions of the compiled library."""
 
@@ -87,7 +119,10 @@ class StepLibrary:
         self.gate.argtypes = [*run, int32, int32, int32, int32, pointer, int64, pointer]
         self.search.argtypes = [*rows, pointer, int64, pointer, pointer]
         self.cap.argtypes = [*rows, pointer, int64, ctypes.c_float]
-        for function in (self.norm, self.gate, self.search, self.cap):
+        self.draw, self.draw_bytes = library.steps_draw, library.steps_draw_bytes
+        self.draw.argtypes = [*run, int32, pointer]
+        self.draw_bytes.argtypes, self.draw_bytes.restype = [int64], int64
+        for function in (self.norm, self.gate, self.search, self.cap, self.draw):
             function.restype = None
         self.add_norm, self.add_place = library.steps_add_norm, library.steps_add_place
         self.add_gate, self.add_cap = library.steps_add_gate, library.steps_add_cap
@@ -101,7 +136,11 @@ class StepLibrary:
         for function in (self.place, *adding):
             function.restype = int32
         is_ours = library.steps_version() == VERSION
-        for size, structure in ((library.steps_norm_bytes, Norm), (library.steps_placement_bytes, Placement)):
+        for size, structure in (
+            (library.steps_norm_bytes, Norm),
+            (library.steps_placement_bytes, Placement),
+            (library.steps_drawing_bytes, Drawing),
+        ):
             size.restype = int64
             is_ours = is_ours and size() == ctypes.sizeof(structure)
         if not is_ours:
@@ -144,6 +183,7 @@ class NativeSteps:
         self.variant: Final = variant
         self._library, self._kernel = library, kernel
         self._portable = TorchSteps()
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def norm(
         self,
@@ -243,6 +283,50 @@ class NativeSteps:
             tokens.data_ptr(),
         )
         return highest, tokens
+
+    def draw(self, logits: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+        if logits.dtype not in ELEMENTS or logits.stride(1) != 1:
+            return self._portable.draw(logits, highest, draws)
+        return self._drawn(logits, highest, draws)[0]
+
+    def log_totals(self, logits: torch.Tensor, highest: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        if logits.dtype not in ELEMENTS or logits.stride(1) != 1:
+            return self._portable.log_totals(logits, highest, rows)
+        _, masses = self._drawn(logits, highest, [Draw(row, 0.0, 1.0) for row in rows])
+        return highest[[*rows]] + masses.log_()
+
+    def _drawn(
+        self, logits: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens, and the masses of all that stayed."""
+        num_columns, num_draws = logits.shape[1], len(draws)
+        tokens, masses = torch.empty(num_draws, dtype=torch.int64), torch.empty(num_draws, dtype=torch.float64)
+        parallel, num_threads = _threads(num_draws * num_columns)
+        num_threads = min(num_threads, num_draws)
+        scratch_bytes = self._library.draw_bytes(num_columns)
+        scratch = self._take_scratch(num_threads * scratch_bytes)
+        native_draws = (NativeDraw * num_draws)(*(NativeDraw(*draw) for draw in draws))
+        drawing = Drawing(
+            ELEMENTS[logits.dtype],
+            num_columns,
+            logits.data_ptr(),
+            logits.stride(0) * logits.itemsize,
+            highest.data_ptr(),
+            ctypes.addressof(native_draws),
+            scratch.data_ptr(),
+            scratch_bytes,
+            tokens.data_ptr(),
+            masses.data_ptr(),
+        )
+        self._library.draw(self._kernel, parallel, num_threads, num_draws, ctypes.addressof(drawing))
+        self._scratch = scratch
+        return tokens, masses
+
+    def _take_scratch(self, num_bytes: int) -> torch.Tensor:
+        """What the last call left, if that is enough: to touch new memory takes longer than to draw from a row. No
+        other thread gets it until it is given back."""
+        scratch, self._scratch = self._scratch, torch.empty(0, dtype=torch.uint8)
+        return scratch if len(scratch) >= num_bytes else torch.empty(num_bytes, dtype=torch.uint8)
 
     def record_norm(
         self,

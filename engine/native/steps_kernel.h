@@ -4,6 +4,7 @@
  */
 #include "steps.h"
 
+#include <float.h>
 #include <math.h>
 #include <string.h>
 
@@ -336,4 +337,6 @@ static void search(const void *data, int64_t row) {
     step->places[row] = place;
 }
 
-const StepKernel STEP_KERNEL = {norm, sum, place, gate, search, cap};
+#include "steps_draw.h"
+
+const StepKernel STEP_KERNEL = {norm, sum, place, gate, search, cap, draw};

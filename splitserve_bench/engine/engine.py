@@ -7,6 +7,7 @@
    What prefill and decode cost (see costs.py) is divided by them.
 5. A profile of one decode step and one prompt by part.
 6. What a node does between two decode steps.
+7. Choosing tokens: what a step takes for it, greedy and sampled.
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ from serving_core.errors import SettingsError
 from serving_core.model_config import FAKE_ARCHITECTURE, TRANSFORMERS, read_model_config
 from serving_core.settings import EngineSettings
 from splitserve.launch.models import Report
+from splitserve_bench.engine.choosing import measure_choosing
 from splitserve_bench.engine.costs import decode_flops, decode_kv_bytes, prompt_flops
 from splitserve_bench.engine.driver import NUM_STEPS, DecodeRun, PromptRun, most_tokens, num_blocks_for
 from splitserve_bench.engine.figures import (
@@ -98,6 +100,8 @@ def measure_engine(
         profile, structured = _profile_decode(engine, run, sizes, report)
         offload = measure_offload(engine, run, sizes.repeats)
         loop = _loop(engine, sizes, report)
+        report("choosing tokens ...")
+        choosing = measure_choosing(engine, _profiled_batch(sizes), sizes.repeats)
         profiles = (profile, _profile_prompt(engine, sizes, report))
         report("GEMM rate and memory bandwidth once more ...")
         machine = better_of(before, measure_machine(engine.pool.device, dtype))
@@ -111,6 +115,7 @@ def measure_engine(
         decode=tuple(_decode_figures(engine, machine, each) for each in decode),
         profiles=profiles,
         loop=loop,
+        choosing=choosing,
         structured=structured,
         offload=offload,
     )
@@ -188,7 +193,7 @@ def _profile_decode(
     engine: Engine, run: DecodeRun, sizes: EngineBench, report: Report
 ) -> tuple[ProfileFigures, StructuredFigures | None]:
     """Of one batch at the longest context; and what grammars cost there if that is asked for."""
-    batch = max((each for each in sizes.batches if each <= PROFILED_BATCH), default=min(sizes.batches))
+    batch = _profiled_batch(sizes)
     name = f"a decode step of {batch} requests at {max(sizes.contexts)} tokens"
     report(f"profile of {name} ...")
     steps = _Steps(name, NUM_STEPS, lambda: run.rewind(batch), lambda: run.run_s(batch))
@@ -197,6 +202,10 @@ def _profile_decode(
         return profile, None
     report(f"decode steps of {batch} requests with grammars ...")
     return profile, measure_structured(engine, run, batch, sizes.repeats)
+
+
+def _profiled_batch(sizes: EngineBench) -> int:
+    return max((each for each in sizes.batches if each <= PROFILED_BATCH), default=min(sizes.batches))
 
 
 def _loop(engine: Engine, sizes: EngineBench, report: Report) -> tuple[LoopFigures, ...]:

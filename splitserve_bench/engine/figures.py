@@ -124,6 +124,16 @@ class StructuredFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class ChoosingFigures:
+    """Choosing the tokens of one step, after its logits: the median of the repeats."""
+
+    way: str  # what is asked for
+    batch: int
+    vocab_size: int
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class OffloadFigures:
     """Layers whose weights are elsewhere, on disk or in host memory: what decode steps of one request read of them, and
     what is read from there while nothing computes."""
@@ -150,5 +160,6 @@ class EngineFigures:
     decode: tuple[DecodeFigures, ...]
     profiles: tuple[ProfileFigures, ...]
     loop: tuple[LoopFigures, ...]
+    choosing: tuple[ChoosingFigures, ...]
     structured: StructuredFigures | None = None
     offload: OffloadFigures | None = None

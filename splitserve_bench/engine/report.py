@@ -10,6 +10,7 @@ from engine.step_clock import BETWEEN
 from serving_core.units import size_of
 from splitserve.commands.terminal import plain_table
 from splitserve_bench.engine.figures import (
+    ChoosingFigures,
     DecodeFigures,
     EngineFigures,
     LoopFigures,
@@ -45,6 +46,9 @@ def engine_view(
     for profile in figures.profiles:
         parts += ["", profile_line(profile), profile_table(profile)]
     parts += ["", "a node between two decode steps, ms of CPU time:", loop_table(figures.loop)]
+    first = figures.choosing[0]
+    parts += ["", f"choosing tokens, of {first.batch} answers, a vocabulary of {first.vocab_size}, random logits:"]
+    parts += [choosing_table(figures.choosing)]
     if figures.offload is not None:
         parts += ["", offload_line(figures.offload)]
     if figures.structured is not None:
@@ -112,6 +116,14 @@ def loop_table(rows: Sequence[LoopFigures]) -> Table:
         seconds = [*row.cpu_s.values(), sum(row.cpu_s.values()), sum(row.clock_s.values())]
         texts = [f"{each * 1e3:.3f}" for each in seconds]
         table.add_row(str(row.batch), str(row.context_tokens), *texts, f"{row.step_s * 1e3:.2f}")
+    return table
+
+
+def choosing_table(rows: Sequence[ChoosingFigures]) -> Table:
+    """What a step takes to choose its tokens, by what is asked for."""
+    table = plain_table("asked for", numbers=("ms a step",))
+    for row in rows:
+        table.add_row(row.way, f"{row.step_s * 1e3:.2f}")
     return table
 
 

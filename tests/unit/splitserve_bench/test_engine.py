@@ -18,6 +18,7 @@ from serving_core.settings import EngineSettings
 from splitserve.cli import main
 from splitserve_bench.engine import engine as bench_engine
 from splitserve_bench.engine import machine, stopwatch
+from splitserve_bench.engine.choosing import WAYS
 from splitserve_bench.engine.driver import NUM_STEPS, DecodeRun, PromptRun, chunks_of, num_blocks_for
 from splitserve_bench.engine.engine import read_weight_bytes
 from splitserve_bench.engine.figures import EngineBench, PromptSize
@@ -67,6 +68,8 @@ def test_the_json_holds_every_figure(tmp_path, run):
     _check_decode(figures["decode"], figures["machine"]["read_bytes_per_s"])
     _check_profiles(figures["profiles"])
     _check_loop(figures["loop"])
+    assert [each["way"] for each in figures["choosing"]] == list(WAYS)
+    assert all((each["batch"], each["vocab_size"]) == (3, 260) and each["step_s"] > 0 for each in figures["choosing"])
     structured = figures["structured"]
     assert (structured["batch"], structured["vocab_size"]) == (3, 260)
     assert min(structured["step_s"], structured["plain_step_s"]) > 0

@@ -1,0 +1,116 @@
+"""Draws tokens at random from many rows of logits at once, by torch on every device, and awaits none on CUDA.
+
+Masses are whole numbers, whose sums are the same in any order: so a draw depends neither on other rows nor on the
+number of threads.
+"""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple, TypeVar
+
+import torch
+
+LIKELIEST_MASS: Final = 2.0**40  # of the likeliest token; a whole vocabulary of them is less than 2^63
+CACHED_WEIGHTS: Final = 2**16  # so many at a time, on a CPU
+
+T = TypeVar("T")
+
+
+class Draw(NamedTuple):
+    """How a token of a row of logits is drawn.
+
+    The weight of a token is e^((logit - highest) / temperature). It stays if it is at least min_p, at least the
+    top_k-th largest, and in the nucleus of what these leave: the likeliest tokens that hold top_p of the mass. What
+    weighs as much as the last one that stays, stays too.
+    """
+
+    row: int
+    number: float  # in [0, 1): the first token is drawn up to which the weights exceed so much of the whole
+    temperature: float
+    min_p: float = 0.0
+    top_p: float = 1.0  # off
+    top_k: int = 0  # off, as is a number of all tokens or more
+
+
+def drawn(logits: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """As `Steps.draw`."""
+    pieces = _pieces(logits, draws)
+    return torch.cat([_drawn(*_chosen(logits, highest, [draw.row for draw in piece]), piece) for piece in pieces])
+
+
+def log_totals(logits: torch.Tensor, highest: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """As `Steps.log_totals`."""
+    return torch.cat([_log_totals(*_chosen(logits, highest, piece)) for piece in _pieces(logits, rows)])
+
+
+def _pieces(logits: torch.Tensor, rows: Sequence[T]) -> list[Sequence[T]]:
+    """What is computed at a time of what there is for rows of logits."""
+    together = max(1, CACHED_WEIGHTS // logits.shape[1]) if logits.device.type == "cpu" else len(rows)
+    return [rows[first : first + together] for first in range(0, len(rows), together)]
+
+
+def _chosen(logits: torch.Tensor, highest: torch.Tensor, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Those rows alone, in float32, and their largest numbers in a column."""
+    if [*rows] != [*range(len(logits))]:
+        chosen = _on(logits.device, torch.tensor(rows))
+        logits, highest = logits[chosen], highest[chosen]
+    return logits.float(), highest[:, None]
+
+
+def _log_totals(logits: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
+    whole = _masses(logits.sub(highest).exp_()).sum(-1).double() / LIKELIEST_MASS
+    total = highest[:, 0].double() + whole.log()
+    return torch.where(highest[:, 0].isfinite(), total, torch.nan)
+
+
+def _drawn(logits: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    device, num_columns = logits.device, logits.shape[1]
+    columns = torch.tensor([draw[1:5] for draw in draws], dtype=torch.float64).T[:, :, None]
+    numbers, temperatures, min_p, top_p = _on(device, columns)
+    weights = logits.sub(highest).div_(temperatures.float()).exp_()
+    if any(draw.min_p > 0 for draw in draws):
+        weights.mul_(weights >= min_p.float())
+    top_k = [draw.top_k if 0 < draw.top_k < num_columns else 0 for draw in draws]
+    has_nucleus = [draw.top_p < 1 for draw in draws]
+    if any(top_k) or any(has_nucleus):
+        weights.mul_(weights >= _least_weights(weights, top_k, top_p, has_nucleus))
+    masses = _masses(weights).cumsum_(-1)
+    whole = masses[:, -1:]
+    passed = torch.minimum((numbers * whole).long(), whole - 1)  # for a product that is rounded up to the whole
+    return torch.searchsorted(masses, passed, right=True).squeeze(1).clamp_(max=num_columns - 1)
+
+
+def _on(device: torch.device, values: torch.Tensor) -> torch.Tensor:
+    return values.to(device, non_blocking=True)
+
+
+def _masses(weights: torch.Tensor) -> torch.Tensor:
+    return weights.mul(LIKELIEST_MASS).long()
+
+
+def _least_weights(
+    weights: torch.Tensor, top_k: Sequence[int], top_p: torch.Tensor, has_nucleus: Sequence[bool]
+) -> torch.Tensor:
+    """The weights [len(top_k), 1] that tokens need to be among top_k and in the nuclei, by weights that min_p left.
+    Changes these: what is not among top_k becomes 0."""
+    device, num_columns = weights.device, weights.shape[1]
+    limits = [count or (num_columns if nucleus else 1) for count, nucleus in zip(top_k, has_nucleus, strict=True)]
+    most, num_likeliest = max(limits), _on(device, torch.tensor(limits)[:, None])
+    if most == num_columns and device.type == "cpu":  # where asking is cheap and sorting is not
+        num_likeliest = torch.where(num_likeliest == most, _most_in_nuclei(weights, top_p), num_likeliest)
+        most = int(num_likeliest.max())
+    likeliest = (weights.sort(descending=True) if most == num_columns else weights.topk(most)).values
+    least = likeliest.gather(1, num_likeliest - 1) * _on(device, torch.tensor(top_k)[:, None] > 0)
+    if not any(has_nucleus):
+        return least
+    if any(top_k):
+        weights.mul_(weights >= least)
+    whole = _masses(weights).sum(-1, keepdim=True)
+    edges = torch.searchsorted(_masses(likeliest).cumsum_(-1), (top_p * whole).ceil().long())
+    return torch.where(top_p < 1, likeliest.gather(1, torch.minimum(edges, num_likeliest - 1)), least)
+
+
+def _most_in_nuclei(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """How many tokens [len(top_p), 1] have more than the weight that all below it need to be the rest of the mass."""
+    num_columns = weights.shape[1]
+    cuts = (1 - top_p) * _masses(weights).sum(-1, keepdim=True) / (LIKELIEST_MASS * num_columns)
+    return (weights >= cuts.float()).sum(-1, keepdim=True).clamp_(min=1)

@@ -1,0 +1,209 @@
+"""Drawing tokens, by torch and by every variant of the compiled kernels."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.model.draws import Draw
+from engine.model.steps import TorchSteps
+from engine.native.steps import VARIANTS, NativeSteps, step_library
+
+BELOW_ONE = 1 - 2**-53
+TOLERANCE = 1e-5
+SIZES = [1, 2, 15, 64, 511, 513, 3000, 20_011]
+SETTINGS = [
+    {},
+    {"temperature": 0.1},
+    {"temperature": 100.0},
+    {"min_p": 0.02},
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 300},
+    {"top_k": 2**40},
+    {"top_p": 0.9},
+    {"top_p": 0.5, "temperature": 0.3},
+    {"top_p": 0.95, "temperature": 100.0},
+    {"top_p": 1e-6},
+    {"top_p": 1 - 1e-6},
+    {"top_p": 0.8, "top_k": 20, "temperature": 0.7},
+    {"top_p": 0.7, "top_k": 500, "min_p": 0.001, "temperature": 2.0},
+    {"top_p": 0.9, "min_p": 0.3},
+    {"min_p": 1.0},
+]
+
+
+def kernels():
+    library = step_library()
+    for name in VARIANTS:
+        is_there = library is not None and library.kernel(name) is not None
+        yield pytest.param(name, marks=[] if is_there else pytest.mark.skip(reason=f"no {name} here"))
+
+
+@pytest.fixture(params=[*kernels(), "torch"])
+def steps(request):
+    return TorchSteps() if request.param == "torch" else NativeSteps(request.param)
+
+
+@pytest.fixture(autouse=True)
+def restore_threads():
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+def random(num_rows, num_columns, dtype=torch.float32, scale=3.0):
+    generator = torch.Generator().manual_seed(num_rows * num_columns)
+    return (torch.randn(num_rows, num_columns, generator=generator) * scale).to(dtype)
+
+
+def drawn(steps, logits, draws):
+    return steps.draw(logits, steps.likeliest(logits)[0], draws).tolist()
+
+
+def numbers_for(num_rows, count=4):
+    return np.random.default_rng(7).random((num_rows, count)).tolist()
+
+
+def weights_that_stay(logits, draw):
+    """In float64, by sorting."""
+    scores = logits.double().numpy()
+    weights = np.exp((scores - scores.max()) / draw.temperature)
+    weights[weights < draw.min_p] = 0
+    if 0 < draw.top_k < len(weights):
+        weights[weights < np.sort(weights)[-draw.top_k]] = 0
+    if draw.top_p < 1:
+        descending = np.sort(weights)[::-1]
+        masses = descending.cumsum()
+        edge = min(np.searchsorted(masses, draw.top_p * masses[-1]), len(masses) - 1)
+        weights[weights < descending[edge]] = 0
+    return weights
+
+
+def check(logits, draws, tokens):
+    """That the numbers fall into what the tokens have of the distributions."""
+    for draw, token in zip(draws, tokens, strict=True):
+        weights = weights_that_stay(logits[draw.row], draw)
+        masses = weights.cumsum() / weights.sum()
+        assert weights[token] > 0, draw
+        assert masses[token] - weights[token] / weights.sum() - TOLERANCE <= draw.number <= masses[token] + TOLERANCE
+
+
+@dtypes
+@pytest.mark.parametrize("num_columns", SIZES)
+def test_numbers_fall_into_the_shares_of_their_tokens(steps, dtype, num_columns):
+    logits = random(len(SETTINGS), num_columns, dtype)
+    numbers = numbers_for(len(SETTINGS))
+    draws = [
+        Draw(row, number, **{"temperature": 1.0, **fields})
+        for row, fields in enumerate(SETTINGS)
+        for number in numbers[row]
+    ]
+    check(logits, draws, drawn(steps, logits, draws))
+
+
+@dtypes
+@pytest.mark.parametrize("fields", SETTINGS, ids=str)
+def test_all_tokens_that_stay_and_no_others_are_drawn(steps, dtype, fields):
+    logits = random(1, 40, dtype)
+    draws = [Draw(0, (i + 0.5) / 4000, **{"temperature": 1.0, **fields}) for i in range(4000)]
+    counts = np.bincount(drawn(steps, logits, draws), minlength=40)
+    weights = weights_that_stay(logits[0], draws[0])
+    assert counts == pytest.approx(4000 * weights / weights.sum(), abs=1.01)
+    assert not counts[weights == 0].any()
+
+
+@dtypes
+@pytest.mark.parametrize("fields", SETTINGS, ids=str)
+def test_a_flat_row(steps, dtype, fields):
+    """All are as likely as the last one that stays."""
+    logits = torch.full((1, 3000), 2.5, dtype=dtype)
+    draws = [Draw(0, number, **{"temperature": 1.0, **fields}) for number in (0.0, 0.25, 0.5, 0.9, BELOW_ONE)]
+    assert drawn(steps, logits, draws) == [0, 750, 1500, 2700, 2999]
+
+
+@dtypes
+def test_a_row_that_is_nearly_flat(steps, dtype):
+    logits = random(1, 20_000, dtype)
+    settings = [{"top_p": 0.5}, {"top_p": 0.999}, {"top_k": 15_000}, {"top_k": 600, "top_p": 0.3}, {"min_p": 0.95}]
+    draws = [Draw(0, 0.3, 100.0, **fields) for fields in settings]
+    check(logits, draws, drawn(steps, logits, draws))
+
+
+@dtypes
+@pytest.mark.parametrize("num_columns", [3, 700, 5000])
+def test_forbidden_tokens_do_not_come_whatever_the_number(steps, dtype, num_columns):
+    logits = torch.full((2, num_columns), -torch.inf, dtype=dtype)
+    logits[:, num_columns // 2] = -4.0
+    logits[1, num_columns // 3] = -4.0
+    ends = {0: [num_columns // 2] * 2, 1: [num_columns // 3, num_columns // 2]}
+    for fields in SETTINGS:
+        for row, expected in ends.items():
+            draws = [Draw(row, number, **{"temperature": 1.0, **fields}) for number in (0.0, BELOW_ONE)]
+            assert drawn(steps, logits, draws) == expected
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-6, 1e6])
+def test_extreme_temperatures(steps, temperature):
+    logits = torch.tensor([[-3e38, 1.0, 2.0, 3e38, -torch.inf, 3e38]])
+    numbers = [0.0, 0.3, 0.7, BELOW_ONE]
+    draws = [Draw(0, number, temperature, top_p=top_p) for top_p in (1.0, 0.99) for number in numbers]
+    assert drawn(steps, logits, draws) == [3, 3, 5, 5] * 2
+
+
+def test_the_largest_number_of_a_long_row(steps):
+    logits = random(1, 9001)
+    logits[0, 8900:] = -torch.inf
+    for fields in ({}, {"top_p": 0.9}, {"top_k": 50}):
+        draw = Draw(0, BELOW_ONE, 1.0, **fields)
+        assert drawn(steps, logits, [draw]) == [weights_that_stay(logits[0], draw).nonzero()[0][-1]]
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_without_a_finite_highest_gives_any_token_and_changes_no_other(steps, broken):
+    logits = random(3, 900)
+    draws = [Draw(row, 0.6, 1.0, top_p=0.9, top_k=40) for row in range(3)]
+    expected = drawn(steps, logits, draws)
+    if broken > 0 or broken != broken:
+        logits[1, 77] = broken
+    else:
+        logits[1] = broken
+    tokens = drawn(steps, logits, draws)
+    assert 0 <= tokens[1] < 900
+    assert (tokens[0], tokens[2]) == (expected[0], expected[2])
+
+
+def mixed(num_rows):
+    numbers = numbers_for(num_rows, 1)
+    settings = [SETTINGS[row % len(SETTINGS)] for row in range(num_rows)]
+    return [Draw(row, numbers[row][0], **{"temperature": 1.0, **settings[row]}) for row in range(num_rows)]
+
+
+@dtypes
+@pytest.mark.parametrize("num_columns", [401, 4099])
+def test_draws_depend_on_their_own_row_alone(steps, dtype, num_columns):
+    logits, draws = random(34, num_columns, dtype), mixed(34)
+    together = drawn(steps, logits, draws)
+    alone = [drawn(steps, logits[row : row + 1].clone(), [draw._replace(row=0)])[0] for row, draw in enumerate(draws)]
+    wide = torch.full((34, num_columns + 7), torch.nan, dtype=dtype)
+    wide[:, 3:-4] = logits
+    assert together == alone
+    assert drawn(steps, wide[:, 3:-4], draws) == together
+    assert drawn(steps, logits, draws[::-3]) == together[::-3]
+
+
+@dtypes
+def test_threads_change_no_draw(steps, dtype):
+    logits, draws = random(34, 2001, dtype), mixed(34)
+    tokens = []
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        tokens.append(drawn(steps, logits, draws))
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
+def test_other_dtypes_are_left_to_torch(steps):
+    logits, draws = random(34, 300, torch.float16), mixed(34)
+    assert drawn(steps, logits, draws) == drawn(TorchSteps(), logits, draws)

@@ -1,0 +1,87 @@
+import math
+
+import pytest
+import torch
+
+from engine.logprobs import with_logprobs
+from engine.model.steps import TorchSteps
+from engine.native.steps import VARIANTS, NativeSteps, step_library
+
+
+def kernels():
+    library = step_library()
+    for name in VARIANTS:
+        is_there = library is not None and library.kernel(name) is not None
+        yield pytest.param(name, marks=[] if is_there else pytest.mark.skip(reason=f"no {name} here"))
+
+
+@pytest.fixture(params=[*kernels(), "torch"])
+def steps(request):
+    return TorchSteps() if request.param == "torch" else NativeSteps(request.param)
+
+
+@pytest.fixture(autouse=True)
+def restore_threads():
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+
+def random(num_rows, num_columns, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(num_rows * num_columns)
+    return (torch.randn(num_rows, num_columns, generator=generator) * 3).to(dtype)
+
+
+def scored(steps, logits, num_top, rows=None):
+    rows = [*range(len(logits))] if rows is None else rows
+    tokens = [(row * 7919 + 5) % logits.shape[1] for row in rows]
+    return with_logprobs(logits, steps.likeliest(logits)[0], rows, tokens, [num_top[row] for row in rows], steps)
+
+
+@dtypes
+@pytest.mark.parametrize("num_columns", [1, 3, 63, 64, 200, 1000, 5003])
+def test_logprobs_are_those_of_a_softmax(steps, dtype, num_columns):
+    logits, num_top = random(4, num_columns, dtype), [0, 1, 5, 20]
+    expected = logits.double().log_softmax(-1)
+    for row, token in enumerate(scored(steps, logits, num_top)):
+        assert token.logprob == pytest.approx(float(expected[row, token.token_id]), abs=2e-6)
+        # Of equally likely tokens the first comes first.
+        order = expected[row].sort(descending=True, stable=True).indices[: num_top[row]].tolist()
+        assert [each for each, _ in token.top_logprobs] == order
+        assert [number for _, number in token.top_logprobs] == pytest.approx(expected[row, order].tolist(), abs=2e-6)
+
+
+def test_equals_are_told_in_their_order(steps):
+    logits = torch.zeros(1, 5003)
+    logits[0, [1000, 64, 4999, 63, 5002]] = 1.0
+    (token,) = scored(steps, logits, [7])
+    assert [each for each, _ in token.top_logprobs] == [63, 64, 1000, 4999, 5002, 0, 1]
+    assert token.top_logprobs[0][1] == pytest.approx(1 - math.log(5 * math.e + 4998), abs=2e-6)
+
+
+def test_tokens_that_may_not_come_are_not_among_the_likeliest(steps):
+    logits = torch.full((1, 700), -torch.inf)
+    logits[0, [3, 600]] = torch.tensor([1.0, 2.0])
+    (token,) = with_logprobs(logits, steps.likeliest(logits)[0], [0], [3], [5], steps)
+    assert [each for each, _ in token.top_logprobs] == [600, 3]
+    assert token.logprob == pytest.approx(-1 - math.log1p(math.exp(-1)), abs=1e-6)
+
+
+@dtypes
+def test_logprobs_depend_on_their_own_row_alone(steps, dtype):
+    logits, num_top = random(23, 4099, dtype), [row % 6 for row in range(23)]
+    together = scored(steps, logits, num_top)
+    assert scored(steps, logits, num_top, rows=[*range(22, 0, -3)]) == together[:0:-3]
+    wide = torch.full((23, 4106), torch.nan, dtype=dtype)
+    wide[:, 3:-4] = logits
+    assert scored(steps, wide[:, 3:-4], num_top) == together
+    for row in (0, 11, 22):
+        alone = logits[row : row + 1].clone()
+        highest, tokens = steps.likeliest(alone)[0], [together[row].token_id]
+        assert with_logprobs(alone, highest, [0], tokens, [num_top[row]], steps) == [together[row]]
+    for num_threads in (2, 3):
+        torch.set_num_threads(num_threads)
+        assert scored(steps, logits, num_top) == together
