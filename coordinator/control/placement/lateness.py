@@ -224,7 +224,7 @@ class NodeLateness:
         running: list[tuple[float, _Answer]] = []  # by how many steps are over when it ends
         while place < len(answers) or running:
             num_running = self._num_unlimited + len(running)
-            each_s = self._weights.of_step(StepLoad(num_running, num_running * self._cached_each))
+            each_s = self._weights.of_step(StepLoad(num_running, round(num_running * self._cached_each)))
             ends_s = now_s + (running[0][0] - num_steps) * each_s if running else math.inf
             if place < len(answers) and answers[place].begins_s <= ends_s:
                 begins_s = answers[place].begins_s
