@@ -18,6 +18,7 @@ from typing import Final
 from serving_core.blocks import NameChanges
 
 KEPT: Final = 0.75  # of an estimate, when a measurement comes
+FORGOTTEN: Final = 1 / 32  # of what makes an estimate longer than the probe's, when nothing is read because of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +152,12 @@ class TierIndex:
 
 
 class TierRates:
-    """Seconds that a block takes to be read back, of host memory and of the file: measured at start, then as read."""
+    """Seconds that a block takes to be read back, of host memory and of the file: measured at start, then as read. An
+    estimate by which nothing is read could not be measured again; so it comes closer to that of the start."""
 
     def __init__(self, num_host: int, host_s: float, disk_s: float) -> None:
         self._num_host = num_host
+        self._at_start_s = (host_s, disk_s)
         self._each_s = [host_s, disk_s]
 
     def expected_s(self, slots: Sequence[int]) -> float:
@@ -166,5 +169,14 @@ class TierRates:
         expected_s = self.expected_s(slots)
         if expected_s <= 0 or read_s <= 0:
             return
-        for place in {slot >= self._num_host for slot in slots}:
+        for place in self._places(slots):
             self._each_s[place] *= KEPT + (1 - KEPT) * read_s / expected_s
+
+    def left(self, slots: Sequence[int]) -> None:
+        """They were not read, as computing seemed faster."""
+        for place in self._places(slots):
+            beyond_s = self._each_s[place] - self._at_start_s[place]
+            self._each_s[place] -= FORGOTTEN * max(0.0, beyond_s)
+
+    def _places(self, slots: Sequence[int]) -> set[bool]:
+        return {slot >= self._num_host for slot in slots}

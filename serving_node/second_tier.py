@@ -71,6 +71,7 @@ class SecondTier:
         self._block_bytes = block_bytes
         self._loads: dict[int, _Loading] = {}
         self._num_loads = 0  # that ever began
+        self._last_end_s = 0.0  # of a load
         self._decisions: list[Decision] = []
         self._told = inference_pb2.TierLoad()
         if self.index.num_slots:
@@ -138,9 +139,7 @@ class SecondTier:
         self._told.read_bytes += num_good * self._block_bytes
         self._told.read_s += read_s
         self._told.saved_s += load.computed_s * num_good / len(load.loaded) - read_s
-        if not num_lost:
-            self._rates.add(load.slots, read_s)
-        self._end(load_id)
+        self._end(load_id, now, is_measure=not num_lost)
 
     def tick(self, now: float) -> None:
         """Gives up what takes too long."""
@@ -148,8 +147,7 @@ class SecondTier:
             if now >= load.started_s + LOAD_DEADLINE_S:
                 self._decisions.append(CancelLoad(load_id))
                 self._told.num_late += 1
-                self._rates.add(load.slots, now - load.started_s)
-                self._end(load_id)
+                self._end(load_id, now, is_measure=True)
 
     def _worth_reading(self, resident: Resident) -> tuple[list[bytes], list[bytes], float] | None:
         """The names of leading blocks, of those among them that are to be read back, and the seconds that they would
@@ -162,7 +160,9 @@ class SecondTier:
             return None
         size = self._leases.block_size
         computed_s = self._costs.chunk_s(num_held * size, len(loaded) * size, is_first=False)
-        if not self._plan.reads_always and self._rates.expected_s(self.index.slots_of(loaded)) >= computed_s:
+        slots = self.index.slots_of(loaded)
+        if not self._plan.reads_always and self._rates.expected_s(slots) >= computed_s:
+            self._rates.left(slots)
             return None
         return names[: num_held + len(loaded)], loaded, computed_s
 
@@ -177,8 +177,12 @@ class SecondTier:
         resident.is_loading = True
         self._decisions.append(Load(self._num_loads, slots, lease.block_ids[-len(loaded) :]))
 
-    def _end(self, load_id: int) -> None:
+    def _end(self, load_id: int, now: float, *, is_measure: bool) -> None:
+        """Loads share one reader: the seconds in which others came to their ends are theirs."""
         load = self._loads.pop(load_id)
+        if is_measure:
+            self._rates.add(load.slots, now - max(load.started_s, self._last_end_s))
+        self._last_end_s = now
         self.index.unpin(load.loaded)
         load.lease.release()
         load.resident.is_loading, load.resident.has_looked = False, True

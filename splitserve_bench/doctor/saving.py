@@ -3,8 +3,10 @@
 1. Steps by what is in them, on a node that reads and one that writes, at the same time where there are cores for both:
    each beside a busy one from its first step to its last.
 2. A few of them once more on each node alone: what share of that time they take while the other one rests.
-3. A cluster of two nodes is asked one request after the other: what a message, the door, the corridor and a node's own
-   work around a step take is what remains of its timelines when the steps are taken away.
+3. A cluster is asked one request after the other: what a message, the door, the corridor and a node's own work around a
+   step take is what remains of its timelines when the steps are taken away. Its nodes have the cores of those above:
+   it is a node that reads and one that writes, or, where there are no cores for both, one that does both, which has no
+   corridor: its latency is then 0.
 """
 
 import asyncio
@@ -21,7 +23,7 @@ from serving_core.settings import EngineSettings
 from serving_node.settings import NodeSettings
 from splitserve.launch.models import LocalModel, Report
 from splitserve_bench.compare.arena import Arena
-from splitserve_bench.compare.contenders import SPLIT, ClusterContender
+from splitserve_bench.compare.contenders import SPLIT, ClusterContender, colocated
 from splitserve_bench.doctor.doctor import DECODE_NODE, PREFILL_NODE, DoctorBench, all_cpus, batches_of, node_cpus
 from splitserve_bench.doctor.grids import ANSWERS, PROMPTS, GridFigures, GridTask
 from splitserve_bench.doctor.processes import both, figures_of
@@ -52,15 +54,16 @@ async def measure_profile(
     steps = await _steps(*tasks, report, at_once=at_once)
     report("a cluster, one request after the other ...")
     flags = {name: getattr(settings, name) for name in ("dtype", "quantization", "kv_cache_dtype")}
-    outcomes = await _lone_requests(model, cpus[: sizes.cores * (1 + at_once)], flags, node, report)
+    contender, num_cpus = lone_cluster(sizes.cores, at_once=at_once)
+    outcomes = await _lone_requests(model, contender, cpus[:num_cpus], flags, node, report)
     return profile_of(model.name, sizes.cores, node, steps, bytes_per_s, outcomes)
 
 
 def profile_of(
     model: str, cores: int, node: NodeSizes, steps: StepProfile, bytes_per_s: float, outcomes: Sequence[Outcome]
 ) -> Profile:
-    """From steps without overhead, and what became of requests that were alone in a cluster of two nodes, one of which
-    rested while the other one worked; all of one length."""
+    """From steps without overhead, and what became of requests that were alone in a cluster of one node, or of two, one
+    of which rested while the other one worked; all of one length."""
     num_prompt_tokens = outcomes[0].num_prompt_tokens
     answer_s = steps.answers.at(1, num_prompt_tokens + LONE_OUTPUT_TOKENS / 2) * steps.answers_alone_factor
     overhead_s = _median(outcomes, lambda each: (tpot_s(each) or 0.0) - answer_s)
@@ -77,6 +80,14 @@ def profile_of(
         corridor=CorridorProfile(latency_s, bytes_per_s),
         control=ControlProfile(message_s, door_s),
     )
+
+
+def lone_cluster(cores: int, *, at_once: bool) -> tuple[ClusterContender, int]:
+    """Who is asked lone requests, and on how many CPUs: each node on as many as the steps were measured on. Two nodes,
+    or one where there are no cores for both at once."""
+    if at_once:
+        return ClusterContender("two nodes", SPLIT, 1, 1, 0), 2 * cores
+    return colocated(1, cores), cores
 
 
 def node_sizes(folder: Path, settings: EngineSettings) -> NodeSizes:
@@ -154,7 +165,12 @@ async def _grid(task: GridTask, name: str, report: Report, together: asyncio.Bar
 
 
 async def _lone_requests(
-    model: LocalModel, cpus: Sequence[int], flags: dict[str, str], node: NodeSizes, report: Report
+    model: LocalModel,
+    contender: ClusterContender,
+    cpus: Sequence[int],
+    flags: dict[str, str],
+    node: NodeSizes,
+    report: Report,
 ) -> list[Outcome]:
     prompts = Prompts(node.vocab_size, min(LONE_PROMPT_TOKENS, node.max_model_len // 2))
     planned = [PlannedRequest(index, 0.0, tuple(prompts.draw()), LONE_OUTPUT_TOKENS) for index in range(LONE_REQUESTS)]
@@ -162,7 +178,7 @@ async def _lone_requests(
     with tempfile.TemporaryDirectory(prefix="splitserve-doctor-") as logs:
         arena = Arena(model, cpus, flags, Path(logs), report)
         outcomes = await arena.run(
-            ClusterContender("two nodes", SPLIT, 1, 1, 0),
+            contender,
             warm_up,
             planned,
             max_concurrency=1,

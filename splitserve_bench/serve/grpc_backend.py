@@ -116,6 +116,7 @@ def _end(completion: Completion, reply: Reply) -> None:
     reply.num_prompt_tokens = completion.prompt_tokens
     reply.num_output_tokens = completion.completion_tokens
     reply.timeline = seconds_of(completion.timeline)
+    reply.num_cached_tokens = completion.cached_tokens
     reply.is_ended = True
 
 

@@ -78,6 +78,7 @@ class Summary:
     limits; attainment_ttft and _tpot look at one limit alone, None when it is not set. max_concurrent_requests are
     all that were under way at one moment; max_output_tokens_per_s is of the best second, seconds counted from the
     first send. phases_s are means by the field names of answers.Timeline, empty when the server tells none.
+    cached_share is of the prompt tokens, those that were not computed; None when the server does not tell.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -97,6 +98,7 @@ class Summary:
     latencies_s: dict[str, Distribution]  # by the names of LATENCIES
     send_lag_s: Distribution  # of all requests
     phases_s: dict[str, float]
+    cached_share: float | None
     misses: Misses
 
     @property
@@ -233,6 +235,7 @@ def summarize(outcomes: Sequence[Outcome], limits: Limits, duration_s: float | N
         latencies_s={name: _distribution(complete, values_of) for name, values_of in LATENCIES.items()},
         send_lag_s=Distribution(tuple(send_lag_s(outcome) for outcome in outcomes)),
         phases_s=phase_means(complete),
+        cached_share=_cached_share(complete),
         misses=count_misses([(outcome, missed(outcome, limits)) for outcome in outcomes]),
     )
 
@@ -241,6 +244,11 @@ def _attainment(outcomes: Sequence[Outcome], one: Limits) -> float | None:
     if not one.by_name() or not outcomes:
         return None
     return sum(is_good(outcome, one) for outcome in outcomes) / len(outcomes)
+
+
+def _cached_share(complete: Sequence[Outcome]) -> float | None:
+    told = [(each.num_cached_tokens, each.num_prompt_tokens) for each in complete if each.num_cached_tokens is not None]
+    return sum(cached for cached, _ in told) / sum(prompt for _, prompt in told) if told else None
 
 
 def _distribution(complete: Sequence[Outcome], values_of: Callable[[Outcome], Sequence[float | None]]) -> Distribution:

@@ -38,3 +38,22 @@ class Outcome:
     retry_after_s: float | None = None  # when it may be sent again, where the server that turned it away says so
     # Seconds by phase as the server tells them, by the field names of answers.Timeline; None when it tells none.
     timeline: Mapping[str, float] | None = None
+    num_cached_tokens: int | None = None  # of the prompt, that were not computed; None when it does not tell
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """What the second tiers of all nodes have done: full blocks that were read back, and those of prompts that were in
+    no tier, or faster computed; seconds that prompts waited for them, and what computing would have taken beyond that,
+    as the nodes reckon."""
+
+    block_tokens: int
+    num_hits: int
+    num_misses: int
+    read_s: float
+    saved_s: float
+
+    @property
+    def hit_rate(self) -> float:
+        """Of the full blocks that the pools did not hold, those read back."""
+        return self.num_hits / max(1, self.num_hits + self.num_misses)

@@ -29,6 +29,7 @@ class Reply:
         self.is_ended = False  # whether the server said that the answer ends here
         self.is_stopped = False  # whether it said that it ends for another reason than its length
         self.timeline: Mapping[str, float] | None = None
+        self.num_cached_tokens: int | None = None
         self._request = request
         self._now_s = now_s
         self._sent_s = now_s()
@@ -71,6 +72,7 @@ class Reply:
             is_refused=is_refused,
             retry_after_s=retry_after_s,
             timeline=self.timeline,
+            num_cached_tokens=self.num_cached_tokens,
         )
 
 

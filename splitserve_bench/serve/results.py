@@ -18,7 +18,7 @@ from splitserve_bench.serve.metrics import (
     ttft_s,
     ttst_s,
 )
-from splitserve_bench.serve.records import Outcome
+from splitserve_bench.serve.records import Outcome, TierUse
 
 DEFAULT_METRICS: Final = ("ttft", "tpot", "itl")
 DEFAULT_PERCENTILES: Final = (99.0,)
@@ -28,8 +28,8 @@ DEFAULT_PERCENTILES: Final = (99.0,)
 class Run:
     """What was run. An infinite request rate is everything at once, or a trace at its own times.
 
-    num_gpus are those of all nodes, None where nobody said; num_clipped the requests cut to what the model takes.
-    metadata is written as it stands.
+    num_gpus are those of all nodes, None where nobody said; num_clipped the requests cut to what the model takes; tier
+    what the second tiers of a simulated fleet did, None where it has none. metadata is written as it stands.
     """
 
     started_at: datetime
@@ -42,6 +42,7 @@ class Run:
     max_concurrency: int | None = None
     num_gpus: int | None = None
     num_clipped: int = 0
+    tier: TierUse | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -98,6 +99,11 @@ def result_json(
     if detailed:
         result |= _details(summary.outcomes)
     return result
+
+
+def read_share(tier: TierUse, summary: Summary) -> float:
+    """What was read back, in prompt tokens of complete answers; what was for answers that had been put back counts."""
+    return tier.num_hits * tier.block_tokens / max(1, summary.total_input_tokens)
 
 
 def request_lines(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
@@ -165,11 +171,18 @@ def _attainments(summary: Summary, run: Run) -> dict[str, Any]:
         "rejected": summary.num_refused,
         "clipped": run.num_clipped,
         "misses": asdict(summary.misses),
+        "cached_share": summary.cached_share,
+        "tier": None if run.tier is None else _tier(run.tier, summary),
         "phases": {name.removesuffix("_s") + "_ms": _ms(seconds) for name, seconds in summary.phases_s.items()},
         "send_lag_p50_ms": _ms(summary.send_lag_s.median),
         "send_lag_p99_ms": _ms(summary.send_lag_s.percentile(99)),
         "send_lag_max_ms": _ms(summary.send_lag_s.max),
     }
+
+
+def _tier(tier: TierUse, summary: Summary) -> dict[str, Any]:
+    shares = {"read_share": read_share(tier, summary), "hit_rate": tier.hit_rate}
+    return {**shares, **{name: getattr(tier, name) for name in ("num_hits", "num_misses", "read_s", "saved_s")}}
 
 
 def _details(outcomes: Sequence[Outcome]) -> dict[str, Any]:

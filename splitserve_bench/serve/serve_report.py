@@ -10,7 +10,8 @@ from rich.table import Table
 
 from splitserve.commands.terminal import PHASE_NAMES, plain_table
 from splitserve_bench.serve.metrics import Summary
-from splitserve_bench.serve.results import DEFAULT_METRICS, DEFAULT_PERCENTILES, Run
+from splitserve_bench.serve.records import TierUse
+from splitserve_bench.serve.results import DEFAULT_METRICS, DEFAULT_PERCENTILES, Run, read_share
 
 MAX_SEND_LAG_S: Final = 0.010
 MAX_SEND_LAG_OF_TTFT: Final = 0.05
@@ -43,6 +44,8 @@ def serve_view(
         parts += ["", attainment_line(summary), *misses_lines(summary)]
     if summary.phases_s:
         parts += ["", phases_line(summary.phases_s)]
+    if run.tier is not None:
+        parts += [tier_line(run.tier)]
     parts += [f"[yellow]{escape(line)}[/]" for line in warnings(summary, run)]
     return Group(*parts)  # type: ignore[arg-type]
 
@@ -76,6 +79,10 @@ def counts_table(summary: Summary, run: Run) -> Table:
     rows.append(("prompt and output throughput", f"{summary.per_s(total_tokens):.1f} tokens/s"))
     if summary.limits.by_name():
         rows.append(("request goodput", f"{summary.request_goodput_per_s:.2f} requests/s"))
+    if summary.cached_share is not None:
+        rows.append(("prompt tokens not computed", f"{summary.cached_share:.1%}"))
+    if run.tier is not None:
+        rows.append(("  read back from the second tier", f"{read_share(run.tier, summary):.1%}"))
     if run.num_clipped:
         rows.append(("requests clipped to what the model takes", f"{run.num_clipped}"))
     for row in rows:
@@ -128,6 +135,14 @@ def phases_line(phases_s: Mapping[str, float]) -> str:
     """Mean time of each phase."""
     return "mean of each phase: " + ", ".join(
         f"{PHASE_NAMES[field]} {seconds * 1e3:.1f} ms" for field, seconds in phases_s.items()
+    )
+
+
+def tier_line(tier: TierUse) -> str:
+    """What the second tier has found, and saved."""
+    return (
+        f"second tier: {tier.num_hits} blocks read back, {tier.hit_rate:.1%} of those that the pools did not hold, in "
+        f"{tier.read_s:.1f} s that prompts waited; computing them would have taken {tier.saved_s:.1f} s more"
     )
 
 

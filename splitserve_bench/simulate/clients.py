@@ -113,6 +113,7 @@ class LoadClients:
         else:
             answer.reply.num_output_tokens = outcome.completion_tokens
             answer.reply.timeline = _seconds_of(outcome.timeline)
+            answer.reply.num_cached_tokens = outcome.cached_tokens
             result = answer.reply.outcome()
         self._outcomes[answer.planned.index] = result
         self.is_over = len(self._outcomes) == len(self._planned)

@@ -165,7 +165,7 @@ def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions, *, t
     from splitserve_bench.serve.reporting import Reporting
     from splitserve_bench.serve.told import told
     from splitserve_bench.serve.workloads import workload_of
-    from splitserve_bench.simulate.fleet import simulate
+    from splitserve_bench.simulate.fleet import play
 
     options.check()
     reporting = Reporting(options)
@@ -174,13 +174,13 @@ def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions, *, t
     limits = parse_goodput(options.goodput)
     planned = told(workload.planned, lambda each: limits) if tells_limits else workload.planned
     began_s = perf_counter()
-    outcomes = simulate(
+    played = play(
         profile,
         size,
         planned,
         max_concurrency=options.max_concurrency,
         request_timeout_s=options.request_timeout_s,
     )
-    seconds, num_tokens = perf_counter() - began_s, sum(outcome.num_output_tokens for outcome in outcomes)
+    seconds, num_tokens = perf_counter() - began_s, sum(outcome.num_output_tokens for outcome in played.outcomes)
     report(f"{num_tokens} answer tokens simulated in {seconds:.1f} s, {num_tokens / seconds:.0f} a second")
-    reporting.show(outcomes, run)
+    reporting.show(played.outcomes, replace(run, tier=played.tier))

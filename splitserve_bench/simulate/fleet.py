@@ -10,7 +10,7 @@ from coordinator.control.roles import FIXED
 from coordinator.settings import ADMIT_ALL, CoordinatorSettings
 from serving_core.errors import SettingsError
 from serving_core.shapes import BOTH, DECODE, PREFILL
-from splitserve_bench.serve.records import Outcome, PlannedRequest
+from splitserve_bench.serve.records import Outcome, PlannedRequest, TierUse
 from splitserve_bench.simulate.agenda import Agenda
 from splitserve_bench.simulate.clients import LoadClients
 from splitserve_bench.simulate.coordinator import Clients, SimulatedCoordinator
@@ -69,6 +69,14 @@ class FleetSize:
         return [(f"{role}-{index}", role) for role, count in counts.items() for index in range(count)]
 
 
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What became of a load; and what the second tiers of the nodes did, None where they have none."""
+
+    outcomes: list[Outcome]
+    tier: TierUse | None
+
+
 class Fleet:
     """Nodes, the corridor between them, and their coordinator."""
 
@@ -124,6 +132,18 @@ def simulate(
     request_timeout_s: float,
 ) -> list[Outcome]:
     """What becomes of a load on such a fleet. The same arguments give the same outcomes."""
+    return play(profile, size, planned, max_concurrency=max_concurrency, request_timeout_s=request_timeout_s).outcomes
+
+
+def play(
+    profile: Profile,
+    size: FleetSize,
+    planned: Sequence[PlannedRequest],
+    *,
+    max_concurrency: int | None,
+    request_timeout_s: float,
+) -> Played:
+    """As simulate, and what else there is to tell."""
     agenda, model = Agenda(), ToyModel(profile.node.vocab_size)
     clients = LoadClients(
         agenda,
@@ -137,7 +157,20 @@ def simulate(
     _start_nodes(fleet, profile, size)
     clients.start(fleet.coordinator)
     agenda.run(lambda: clients.is_over)
-    return clients.outcomes
+    return Played(clients.outcomes, _tier_use(fleet, profile.node))
+
+
+def _tier_use(fleet: Fleet, sizes: NodeSizes) -> TierUse | None:
+    if not sizes.tier.num_blocks:
+        return None
+    loads = [node.tier_load for node in fleet.nodes.values()]
+    return TierUse(
+        block_tokens=sizes.block_size,
+        num_hits=sum(load.num_hits for load in loads),
+        num_misses=sum(load.num_misses for load in loads),
+        read_s=sum(load.read_s for load in loads),
+        saved_s=sum(load.saved_s for load in loads),
+    )
 
 
 def _start_nodes(fleet: Fleet, profile: Profile, size: FleetSize) -> None:

@@ -136,6 +136,13 @@ class SimulatedNode:
             self._carry_out()
 
     @property
+    def tier_load(self) -> inference_pb2.TierLoad:
+        """What its second tier has done."""
+        load = inference_pb2.NodeLoad()
+        self.logic.fill(load)
+        return load.tier
+
+    @property
     def is_in_step(self) -> bool:
         """Whether a step runs."""
         return bool(self._works)

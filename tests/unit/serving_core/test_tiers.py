@@ -130,3 +130,19 @@ def test_rates_follow_what_is_measured():
     assert rates.expected_s([2]) == pytest.approx(0.01, rel=0.01)
     assert rates.expected_s([0]) == 0.001
     TierRates(0, 0.0, 0.0).add([1], 1.0)  # nothing was known, and nothing is
+
+
+def test_what_is_not_read_for_its_rate_is_tried_again_some_time():
+    """Else one slow read could be the last one."""
+    rates = TierRates(2, 0.001, 0.1)
+    rates.add([0], 0.041)
+    assert rates.expected_s([0]) == pytest.approx(0.011)
+    for _ in range(100):
+        rates.left([0, 2])
+    assert 0.001 < rates.expected_s([0]) < 0.002
+    assert rates.expected_s([2]) == 0.1
+    faster = TierRates(2, 0.001, 0.1)
+    faster.add([0], 0.0005)
+    expected_s = faster.expected_s([0])
+    faster.left([0])
+    assert faster.expected_s([0]) == expected_s < 0.001

@@ -111,6 +111,25 @@ def test_only_what_is_read_faster_than_computed(token_s, num_loads):
     node.check_empty()
 
 
+def test_a_load_that_waits_for_another_one_is_no_slower_for_it():
+    """One is read behind the other, each block in 0.01 s as expected: what the second one waits is not its own."""
+    node = Node(num_blocks=12, tier=TierPlan(num_disk=64, disk_s=0.01, reads_always=True))
+    prompts = [prompt_of(20, first=first) for first in (0, 1)]
+    for number, prompt in enumerate([*prompts, prompt_of(44, first=2)]):
+        ask(node, f"before {number}", prompt)
+    node.loads_at_once = False
+    for number, prompt in enumerate(prompts):
+        node.local(f"again {number}", prompt, salt="")
+    node.begin()
+    assert len(node.loads) == 2
+    for load_id, load in list(node.loads.items()):
+        node.now += 0.01 * len(load.slots)
+        node.load_ends(load_id)
+        assert node.logic._tier._rates.expected_s(load.slots) == pytest.approx(0.01 * len(load.slots))
+    node.steps()
+    node.check_empty()
+
+
 def test_an_answer_that_was_put_back_reads_what_it_had():
     node = Node(num_blocks=10, tier=ALWAYS, role="decode")
     prompts = {name: prompt_of(14, first=index) for index, name in enumerate("abc")}

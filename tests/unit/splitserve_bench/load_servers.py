@@ -250,6 +250,7 @@ class _Service(inference_pb2_grpc.InferenceServicer):
             finish_reason=inference_pb2.FINISH_REASON_LENGTH,
             prompt_tokens=len(prompt),
             completion_tokens=num_tokens,
+            cached_tokens=1,
             timeline=inference_pb2.Timeline(**TIMELINE, prefill_node="p", decode_node="d"),
         )
         yield inference_pb2.GenerateResponse(complete=complete)

@@ -10,14 +10,20 @@ from click.testing import CliRunner
 
 from serving_core.settings import EngineSettings
 from splitserve.cli import main
+from splitserve.launch.models import LocalModel
+from splitserve_bench.compare.contenders import SPLIT, ClusterContender, colocated
+from splitserve_bench.doctor import saving
+from splitserve_bench.doctor.doctor import DoctorBench
 from splitserve_bench.doctor.grids import ANSWERS, PROMPTS, GridFigures, GridTask, measure_grid
 from splitserve_bench.doctor.processes import figures_of
 from splitserve_bench.doctor.saving import (
     GRIDS_MODULE,
     LONE_OUTPUT_TOKENS,
     LONE_PROMPT_TOKENS,
+    LONE_REQUESTS,
     alone_factor,
     few_of,
+    measure_profile,
     node_sizes,
     profile_of,
 )
@@ -80,6 +86,43 @@ def test_one_node_rests_while_the_other_one_works_for_a_lone_request():
     found = profile_of("paper", 1, SIZES, steps, 5e8, [outcome]).steps
     assert (found.overhead_s, found.prompt_overhead_s) == (pytest.approx(0.002), pytest.approx(0.010))
     assert (found.answers_alone_factor, found.prompts_alone_factor) == (0.75, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "cores", "contender", "given"),
+    [
+        ([0, 1], 1, ClusterContender("two nodes", SPLIT, 1, 1, 0), [0, 1]),
+        ([2, 3, 5, 7, 9], 2, ClusterContender("two nodes", SPLIT, 1, 1, 0), [2, 3, 5, 7]),
+        ([0, 1], 2, colocated(1, 2), [0, 1]),
+        ([4, 6, 8], 2, colocated(1, 2), [4, 6]),
+        ([], 3, colocated(1, 3), []),
+    ],
+)
+async def test_lone_requests_go_to_nodes_of_as_many_cores_as_the_steps_were_measured_on(
+    tiny, monkeypatch, cpus, cores, contender, given
+):
+    asked = []
+
+    class Arena:
+        def __init__(self, model, cores, flags, log_dir, report):
+            self._asked = (model, list(cores))
+
+        async def run(self, contender, warm_up, planned, *, max_concurrency, **_):
+            asked.append((*self._asked, contender, len(planned), max_concurrency))
+            return [lone(0.4, step_s(1), queue_s=0.0, server_first_s=0.3, transfer_s=0.0)]
+
+    async def steps(answers, prompts, report, *, at_once):
+        assert (answers.cpus, prompts.cpus) == saving.node_cpus(cpus, cores)[0][::-1]
+        assert at_once == (contender.num_nodes == 2)
+        return PROFILE.steps
+
+    monkeypatch.setattr(saving, "Arena", Arena)
+    monkeypatch.setattr(saving, "_steps", steps)
+    monkeypatch.setattr(saving, "all_cpus", lambda: cpus)
+    model = LocalModel(tiny, "tiny")
+    profile = await measure_profile(model, EngineSettings(), DoctorBench(cores, 2, (16,), (8,), 1), 5e8, str)
+    assert asked == [(model, given, contender, LONE_REQUESTS, 1)]
+    assert (profile.cores, profile.corridor.latency_s) == (cores, 0.0)
 
 
 def test_the_share_that_steps_take_alone_is_the_median_of_a_few():
@@ -151,15 +194,18 @@ def cpu_s(process):
 
 
 @pytest.mark.long
-def test_the_command_saves_what_a_simulation_reads(tiny, tmp_path):
+@pytest.mark.parametrize("has_all_cores", [False, True], ids=["a node of one core", "a node of all cores"])
+def test_the_command_saves_what_a_simulation_reads(tiny, tmp_path, has_all_cores):
+    """A node of all cores leaves none for a second one, so there is no corridor between two."""
     write_tokenizer(tiny)
-    path = tmp_path / "profile.json"
+    path, cores = tmp_path / "profile.json", len(saving.all_cpus()) if has_all_cores else 1
     words = ("--running", 2, "--prompt-tokens", 16, "--output-tokens", 8, "--repeats", 1, "--save", path, "--json")
-    done = CliRunner().invoke(main, ["doctor", str(tiny), *map(str, words)])
+    done = CliRunner().invoke(main, ["doctor", str(tiny), "--cores", str(cores), *map(str, words)])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout.splitlines()[-1])["model"] == "tiny"
     profile = read_profile(path)
-    assert (profile.model, profile.cores, profile.node.vocab_size) == ("tiny", 1, 260)
+    assert (profile.model, profile.cores, profile.node.vocab_size) == ("tiny", cores, 260)
+    assert profile.corridor.latency_s == 0.0 or not has_all_cores
     assert 0 < profile.steps.answers_alone_factor <= 1
     assert 0 < profile.steps.prompts_alone_factor <= 1
     planned = [request(0, 40, 5)]

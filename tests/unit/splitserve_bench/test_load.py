@@ -250,6 +250,7 @@ async def test_timelines(serving):
     async with serving(Script(), **more) as target:
         (outcome,) = await send(target, plan(1))
     assert {name: value for name, value in outcome.timeline.items() if value} == TIMELINE
+    assert outcome.num_cached_tokens == (None if serving is http_server else 1)
     assert outcome.arrival_tokens == (1,) * 6
 
 

@@ -2,6 +2,7 @@
 
 import struct
 import zlib
+from dataclasses import replace
 from datetime import datetime
 
 import pytest
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from splitserve_bench.serve.metrics import Limits, summarize
 from splitserve_bench.serve.plots import AttainmentPoint, plot_attainment, plot_latencies, plot_timeline
+from splitserve_bench.serve.records import TierUse
 from splitserve_bench.serve.results import Run
 from splitserve_bench.serve.serve_report import serve_view, warnings
 from tests.unit.splitserve_bench.bench_serve_kit import answered, failed, timeline
@@ -50,6 +52,22 @@ def test_the_report_names_figures_with_units():
     ):
         assert part in text
     assert "warning" not in text
+
+
+def test_what_was_not_computed_is_told_where_it_is_known():
+    tier = TierUse(block_tokens=5, num_hits=3, num_misses=9, read_s=0.5, saved_s=2.0)
+    text = shown(serve_view(summarize([answered(num_prompt_tokens=60, num_cached_tokens=24)], LIMITS), RUN))
+    assert "prompt tokens not computed 40.0%" in text
+    assert "second tier" not in text
+    text = shown(
+        serve_view(summarize([answered(num_prompt_tokens=60, num_cached_tokens=24)], LIMITS), replace(RUN, tier=tier))
+    )
+    assert "prompt tokens not computed 40.0% read back from the second tier 25.0%" in text
+    assert (
+        "second tier: 3 blocks read back, 25.0% of those that the pools did not hold, in 0.5 s that prompts waited; "
+        "computing them would have taken 2.0 s more" in text
+    )
+    assert "not computed" not in shown(serve_view(summarize(OUTCOMES, LIMITS), RUN))
 
 
 def test_a_report_of_nothing():

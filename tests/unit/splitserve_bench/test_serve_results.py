@@ -3,13 +3,14 @@
 import json
 import math
 import types
+from dataclasses import replace
 from datetime import datetime
 
 import pytest
 
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.metrics import Limits, summarize
-from splitserve_bench.serve.records import Outcome
+from splitserve_bench.serve.records import Outcome, TierUse
 from splitserve_bench.serve.results import (
     Run,
     file_name,
@@ -44,6 +45,8 @@ VLLM_KEYS = {
 }
 VLLM_DETAILS = {"input_lens", "output_lens", "ttfts", "itls", "start_times", "errors"}
 OUR_KEYS = {
+    "cached_share",
+    "tier",
     "slo_limits_ms",
     "slo_attainment",
     "slo_attainment_interval",
@@ -129,6 +132,19 @@ def test_gpus_and_metadata(summary):
     result = result_json(summary, run)
     assert (result["num_gpus"], result["goodput_per_gpu"], result["clipped"], result["tp"]) == (2, 0.125, 3, "1")
     assert result["completed"] == 2
+
+
+def test_what_was_not_computed():
+    """Of complete answers whose server tells it; what came of a second tier is 3 blocks of 16 tokens, of 80."""
+    told = [answered(0, num_prompt_tokens=60, num_cached_tokens=24), answered(1, num_cached_tokens=11)]
+    outcomes = [*told, answered(2), failed(3, num_cached_tokens=10)]
+    tier = TierUse(block_tokens=16, num_hits=3, num_misses=9, read_s=0.5, saved_s=2.0)
+    result = result_json(summarize(outcomes, LIMITS), replace(RUN, tier=tier))
+    assert result["cached_share"] == 0.5
+    counts = {"num_hits": 3, "num_misses": 9, "read_s": 0.5, "saved_s": 2.0}
+    assert result["tier"] == {"read_share": 0.6, "hit_rate": 0.25, **counts}
+    nothing = result_json(summarize(OUTCOMES, LIMITS), RUN)
+    assert (nothing["cached_share"], nothing["tier"]) == (None, None)
 
 
 def test_files_are_named_as_vllm_names_them():

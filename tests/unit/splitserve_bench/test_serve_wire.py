@@ -63,6 +63,7 @@ outcomes = st.builds(
     is_refused=st.booleans(),
     retry_after_s=st.none() | seconds,
     timeline=st.none() | st.dictionaries(st.text(), seconds),
+    num_cached_tokens=st.none() | counts,
 )
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -14,7 +15,7 @@ from splitserve_bench.serve.records import PlannedRequest
 from splitserve_bench.simulate.agenda import Agenda
 from splitserve_bench.simulate.clients import LoadClients
 from splitserve_bench.simulate.costs import ProfileCosts
-from splitserve_bench.simulate.fleet import Fleet, FleetSize, simulate
+from splitserve_bench.simulate.fleet import Fleet, FleetSize, play, simulate
 from splitserve_bench.simulate.profile import CorridorProfile, TierProfile, read_profile
 from splitserve_bench.simulate.toy_model import ToyModel
 from tests.unit.splitserve_bench.simulate_kit import (
@@ -151,9 +152,14 @@ def test_what_the_pool_gave_up_is_read_back_where_that_is_faster_than_computing_
     small = replace(PROFILE, node=replace(SIZES, num_blocks=10, tier=tier))
     first, other = request(0, 98, 2), request(1, 150, 2, at_s=5.0)
     planned = [first, other, replace(first, index=2, send_at_s=10.0)]
-    *_, again = simulate(small, COLOCATED, planned, max_concurrency=None, request_timeout_s=100.0)
+    played = play(small, COLOCATED, planned, max_concurrency=None, request_timeout_s=100.0)
+    *_, again = played.outcomes
     assert again.timeline["prefill_s"] == pytest.approx(chunk_s(2))
     assert again.timeline["prefill_queue_s"] == pytest.approx(2 * MESSAGE_S + read_s)
+    assert [each.num_cached_tokens for each in played.outcomes] == [0, 0, 6 * BLOCK_SIZE]
+    assert (played.tier.num_hits, played.tier.num_misses, played.tier.block_tokens) == (6, 6 + 9, BLOCK_SIZE)
+    assert played.tier.read_s == pytest.approx(read_s)
+    assert played.tier.saved_s > 0
 
 
 def test_a_profile_may_have_a_second_tier(tmp_path):
@@ -307,6 +313,23 @@ def test_it_says_what_bench_serve_says(profile):
     assert slow["median_ttft_ms"] < fast["median_ttft_ms"]
     text = run(profile, "--both", 1, *LOAD, "--request-rate", 5)
     assert "attainment" in text.stdout
+
+
+def test_it_tells_what_a_second_tier_does(tmp_path):
+    tier = TierProfile(64, 0, 0.001, 0.001)
+    path = str(tmp_path / "tier.json")
+    replace(PROFILE, node=replace(SIZES, num_blocks=16, tier=tier)).save(Path(path))
+    trace = tmp_path / "trace.jsonl"
+    ids = [0, 1, 0, 1]
+    lines = [
+        {"timestamp": 9000 * at, "input_length": 250, "output_length": 2, "hash_ids": [ids[at]]} for at in range(4)
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    load = ("--both", 1, "--dataset-name", "mooncake", "--dataset-path", trace)
+    result = json.loads(run(path, *load, "--json").stdout)
+    assert result["cached_share"] == result["tier"]["read_share"] == 2 * 15 * 16 / (4 * 250)
+    assert (result["tier"]["num_hits"], result["tier"]["hit_rate"]) == (30, 0.5)
+    assert "second tier: 30 blocks read back, 50.0% of those" in " ".join(run(path, *load).stdout.split())
 
 
 def test_how_fast_it_was_is_told_beside_the_result(profile):
