@@ -13,9 +13,10 @@ What is expected is not what will be: of an answer's time KEPT is reckoned with,
 
 Where the node writes answers too, its prompts get the time that these leave: at once what they are ahead of their
 limits, and then of each step what the tightest limit that can be kept has left beside the answers; at least FLOOR of
-the time, and all of it once the answers are over. Answers without limits leave it a chunk with each of their steps. So
-a node itself shares out its time (prefill_node/slack.py, prefill_node/order.py): what is expected here is what it will
-try. How long answers become is guessed from those that ended (coordinator/control/lengths.py).
+the time, and all of it once the answers are over. Of answers whose prompts it has yet to read BEGUN count there.
+Answers without limits leave it a chunk with each of their steps. So a node itself shares out its time
+(prefill_node/slack.py, prefill_node/order.py): what is expected here is what it will try. How long answers become is
+guessed from those that ended (coordinator/control/lengths.py).
 
 An answer also costs prompts that are not there yet: while it is being written its node reads little. Where answers are
 being written anyway one more hardly matters; so they do no harm if they leave one node alone (`spared`). On that one an
@@ -38,6 +39,7 @@ from serving_core.costs import StepLoad
 from serving_core.due import Due
 
 KEPT: Final = 0.96  # of the time that answers have, for what steps take more than is expected
+BEGUN: Final = 0.4  # of the answers whose prompts wait are written while these are read; found in simulation
 LOST: Final = 2  # for each request that is expected meanwhile; found in simulation
 
 
@@ -136,6 +138,8 @@ class NodeLateness:
         self._num_prompt_tokens = account.tokens_to_compute
         self._steps_s = step_s(node, ledger), step_s(node, ledger, 1, len(wanted.prompt))
         self._owed = list(ledger.owed(node))
+        num_begin = round(BEGUN * ledger.num_unread(node))
+        self._paces_s = step_s(node, ledger, num_begin), step_s(node, ledger, 1 + num_begin, len(wanted.prompt))
         self._written = [each for each in self._owed if each.is_written]
         self._jobs = [self._job(each.num_to_compute, each.due.token_s(each.num_output)) for each in self._owed]
         self._num_unlimited = account.num_answers - len(self._written)
@@ -256,7 +260,7 @@ class NodeLateness:
 
     def _pace(self, num_more: int) -> Pace:
         """Of prompts, beside the answers and so many more."""
-        step_s = self._steps_s[num_more]
+        step_s = self._paces_s[num_more]
         if not step_s:
             return Pace(math.inf, 1.0)
         chunk_s = self._weights.of_chunk(0, self._chunk_tokens, is_first=True)
