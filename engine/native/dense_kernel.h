@@ -146,8 +146,9 @@ INLINE void compute_block(const DenseProduct *product, const DenseUnit *unit, co
     if (unit->num_rows <= TILE_ROWS) { /* each weight is used once: it comes from memory right now */
         const int32_t ahead_words = smaller(AHEAD_WORDS, words), turn = words - ahead_words;
         /* Into the nearest cache, so that a line is waited for once: 2 rows of 135M weights take 8.4 ms, not 11.1. The
-         * loads of one row are far ahead themselves, and more work a line leaves time enough: both lose by it. */
-        const int is_near = PAIRS && rows > 1 && rows < TILE_ROWS;
+         * loads of one row are far ahead themselves, and more work a line leaves time enough: both lose by it, five
+         * rows with two threads. */
+        const int is_near = PAIRS && rows > 1 && rows < 5;
         multiply(sums, block, 0, turn, block->weights + ahead_words * block->weight_stride, element, rows, vectors,
                  vectors, is_near);
         multiply(sums, block, turn, words, next, element, rows, vectors, vectors, is_near);
@@ -213,10 +214,10 @@ static void widen(Block *block, int32_t num_rows, int32_t count, float *wide) {
 }
 #endif
 
-/* Of so many that are left. The last two blocks share them evenly: one row alone is done before the memory has given
- * the weights that are fetched beside it (7 rows of 135M weights: 11.5 ms as 4 and 3, 20.1 as 6 and 1). */
-INLINE int32_t rows_together(int32_t left) {
-    return left > TILE_ROWS && left < 2 * TILE_ROWS ? (left + 1) / 2 : smaller(left, TILE_ROWS);
+/* Of so many that are left. Where the last block fetches weights too it shares rows evenly with the one before: one row
+ * alone is done before memory has given them (7 rows of 135M weights: 11.5 ms as 4 and 3, 20.1 as 6 and 1). */
+INLINE int32_t rows_together(int32_t left, const int last_fetches) {
+    return last_fetches && left > TILE_ROWS && left < 2 * TILE_ROWS ? (left + 1) / 2 : smaller(left, TILE_ROWS);
 }
 
 INLINE void compute_as(const DenseProduct *product, const DenseUnit *unit, const DenseUnit *next, const int element) {
@@ -242,7 +243,7 @@ INLINE void compute_as(const DenseProduct *product, const DenseUnit *unit, const
             block.ahead_stride = dense_stride_of(matrix, next->vector);
         }
         for (int32_t row = 0, line = 0; row < unit->num_rows; row += block.num_rows, line += lines) {
-            block.num_rows = rows_together(unit->num_rows - row);
+            block.num_rows = rows_together(unit->num_rows - row, line + lines < PANEL_VECTORS);
             block.inputs = product->inputs + (unit->row + row) * product->input_stride + 4 * (int64_t)first;
             block.input_stride = product->input_stride;
             block.ahead = line < PANEL_VECTORS ? following + line * VECTOR_BYTES : NULL;
