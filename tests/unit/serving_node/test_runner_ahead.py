@@ -117,7 +117,7 @@ async def test_steps_that_are_over_hold_no_memory(tmp_path, monkeypatch):
         gc.disable()
         try:
             node.local("a", range(5), max_tokens=150)
-            await node.until(lambda: node.engine.num_behind > 100)
+            await node.until(lambda: node.engine.num_behind > 30)  # of 149: a busy machine offers few of them in time
             assert len(steps) < 10
             await node.idle()
         finally:
