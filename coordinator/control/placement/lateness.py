@@ -126,6 +126,11 @@ class _Answer(NamedTuple):
     is_to_come: bool = False
 
 
+def _yet_to_begin(begins_s: float, num_left: int, tpot_s: float, is_to_come: bool) -> _Answer:
+    """With so many tokens after the first; one of the first alone cannot be late for another."""
+    return _Answer(begins_s, num_left, begins_s + num_left * tpot_s if num_left else math.inf, is_to_come)
+
+
 class NodeLateness:
     """What one node has, and what it would have with the request."""
 
@@ -212,12 +217,10 @@ class NodeLateness:
         if owed.num_output and due.began_s is not None:
             due_s = due.token_s(owed.num_output + owed.num_left - 1) - self._now
             return _Answer(0.0, owed.num_left, due_s)
-        num_left, begins_s = owed.num_left - 1, self._begins_s(due)
-        return _Answer(begins_s, num_left, begins_s + num_left * due.tpot_s, owed.is_to_come)
+        return _yet_to_begin(self._begins_s(due), owed.num_left - 1, due.tpot_s, owed.is_to_come)
 
     def _own_answer(self, begins_s: float, *, is_to_come: bool = False) -> _Answer:
-        num_left, tpot_s = self._own_num_left, math.inf if self._own is None else self._own
-        return _Answer(begins_s, num_left, begins_s + num_left * tpot_s if num_left else math.inf, is_to_come)
+        return _yet_to_begin(begins_s, self._own_num_left, math.inf if self._own is None else self._own, is_to_come)
 
     def _late_answers(self, own: _Answer | None = None, num_prompt_tokens: int = 0) -> int:
         """Of those that it writes, and the request's own where it is one more, with so many more prompt tokens to

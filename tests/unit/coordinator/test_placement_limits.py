@@ -182,6 +182,13 @@ def test_a_prompt_makes_answers_late_that_are_to_come(fleet, num_tokens, num_lat
     assert fleet.late(b0).alone(0.0) == num_late
 
 
+def test_an_answer_of_one_token_is_late_for_no_other(fleet):
+    """A second node that reads for it could make it wait for a chunk, if anything were to be written."""
+    b0 = fleet.add("b0")
+    fleet.awaits(b0, 0.020, 1)
+    assert fleet.late(b0).reading() == 0
+
+
 def test_a_long_answer_spares_the_node_whose_answers_are_over_first(fleet):
     """500 tokens in steps of 14 ms are 7 s, in which 35 requests come."""
     b0, b1 = fleet.add("b0"), fleet.add("b1")
