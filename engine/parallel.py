@@ -1,15 +1,16 @@
 """The ranks of one node as seen by the model: sums, gathers and nothing else. Over torch.distributed, or alone.
 
 All ranks call the same methods in the same order with tensors of the same shape. A call that a peer does not answer
-within the group's timeout, or whose peer is gone, raises RuntimeError (with NCCL it may end the process); the group
-is of no use afterwards.
+within the group's timeout, or whose peer is gone, raises RankLost (with NCCL it may end the process); the group is of
+no use afterwards.
 """
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Final, Protocol
+from functools import wraps
+from typing import Final, ParamSpec, Protocol, TypeVar
 
 import psutil
 import torch
@@ -18,13 +19,16 @@ from torch.distributed import ProcessGroup, Store, TCPStore  # type: ignore[attr
 from torch.nn import functional
 
 from engine.shared_sums import SharedSums, share
-from serving_core.errors import SettingsError
+from serving_core.errors import RankLost, SettingsError
 from serving_core.needs import MOST_INVARIANT_RANKS
 from serving_core.sharding import ranks_text, share_of
 
 MOST_EXCHANGED_BYTES: Final = 16 * 1024
 LENGTH_BYTES: Final = 4
 LEADER: Final = 0
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class RankGroup(Protocol):
@@ -60,6 +64,19 @@ class RankGroup(Protocol):
 
     def close(self) -> None:
         """Leaves the group. To be called before the process ends."""
+
+
+def needs_peers(call: Callable[P, R]) -> Callable[P, R]:
+    """For what talks to other ranks: torch.distributed's RuntimeError for their loss becomes RankLost."""
+
+    @wraps(call)
+    def told(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError as error:
+            raise RankLost(str(error)) from error
+
+    return told
 
 
 class _Alone:
@@ -112,12 +129,14 @@ class _Joined:
     def adds_alike(self) -> bool:
         return self.is_shared or self.size <= MOST_INVARIANT_RANKS
 
+    @needs_peers
     def all_reduce(self, tensor: torch.Tensor) -> None:
         if self._shared is not None and self._shared.takes(tensor):
             self._shared.all_reduce(tensor)
         else:
             distributed.all_reduce(tensor, group=self._group)
 
+    @needs_peers
     def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._shared is not None and self._shared.takes(tensor):
             return self._shared.reduce_scatter(tensor, share_of(len(tensor), self.rank, self.size))
@@ -130,6 +149,7 @@ class _Joined:
             total += part
         return total
 
+    @needs_peers
     def all_gather(self, local: torch.Tensor, num_rows: int) -> torch.Tensor:
         rows = local.new_empty(num_rows, local.shape[1])
         if self._shared is not None and local.is_contiguous():
@@ -157,6 +177,7 @@ class _Joined:
         for work in distributed.batch_isend_irecv(operations):
             work.wait()
 
+    @needs_peers
     def gather_columns(self, local: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
         widest, num_rows = max(widths), local.shape[0]
         if num_rows == 0:
@@ -181,6 +202,7 @@ class _Joined:
             [part.view(-1, width) for part, width in zip(torch.split(gathered, counts), widths, strict=True)], 1
         )
 
+    @needs_peers
     def exchange(self, data: bytes) -> list[bytes]:
         framed = len(_bounded(data)).to_bytes(LENGTH_BYTES, "little") + data.ljust(MOST_EXCHANGED_BYTES, b"\0")
         ours = torch.tensor(list(framed), dtype=torch.uint8, device=self._device)

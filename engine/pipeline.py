@@ -7,12 +7,12 @@ are what the one end has made them, so no bit depends on how many stages there a
 import torch
 from torch import distributed
 
-from engine.parallel import LEADER, RankGroup, stage_group
+from engine.parallel import LEADER, RankGroup, needs_peers, stage_group
 
 
 class Pipeline:
     """Ranks of equal number within their stages talk to each other. A call that a peer does not answer within the
-    group's timeout, or whose peer is gone, raises RuntimeError."""
+    group's timeout, or whose peer is gone, raises RankLost."""
 
     def __init__(self, node: RankGroup, num_stages: int, device: torch.device) -> None:
         """To be called on all ranks of the node, which are numbered stage by stage."""
@@ -28,6 +28,7 @@ class Pipeline:
         """The next tensor [num_rows, width] that the stage before has sent."""
         return self._received(num_rows, width, dtype, self._rank - self.stage.size)
 
+    @needs_peers
     def send(self, tensor: torch.Tensor) -> None:
         """Begins to send a tensor to the stage behind. It is not to be changed any more."""
         tensor = tensor.contiguous()
@@ -35,6 +36,7 @@ class Pipeline:
         assert work is not None, "this rank is one of the group"
         self._under_way.append((work, tensor))
 
+    @needs_peers
     def logits_on_leader(
         self, logits: torch.Tensor | None, num_rows: int, width: int, dtype: torch.dtype
     ) -> torch.Tensor | None:
@@ -51,6 +53,7 @@ class Pipeline:
         self._under_way.clear()
         return received
 
+    @needs_peers
     def _received(self, num_rows: int, width: int, dtype: torch.dtype, source: int) -> torch.Tensor:
         tensor = torch.empty(num_rows, width, dtype=dtype, device=self._device)
         if num_rows:

@@ -17,6 +17,7 @@ from typing import Final, Protocol
 import torch
 
 from engine.native.library import load, wanted_variants
+from serving_core.errors import RankLost
 
 VERSION: Final = 1  # SHARED_SUMS_VERSION in native/shared_sums.h
 SLOT_BYTES: Final = 2**18
@@ -70,7 +71,7 @@ class _Functions:
 
 class SharedSums:
     """This rank's end. All ranks call the same methods in the same order with tensors of the same shapes, which are
-    contiguous and on the CPU. A call that a peer does not answer in time, or whose peer has ended, raises RuntimeError;
+    contiguous and on the CPU. A call that a peer does not answer in time, or whose peer has ended, raises RankLost;
     this is of no use then."""
 
     def __init__(
@@ -115,9 +116,9 @@ class SharedSums:
 
     def _check(self, failed: int) -> None:
         if failed == GONE:
-            raise RuntimeError("another rank has ended")
+            raise RankLost("another rank has ended")
         if failed:
-            raise RuntimeError(f"another rank has not come within {self._view.patience_ns / 1e9:g} s")
+            raise RankLost(f"another rank has not come within {self._view.patience_ns / 1e9:g} s")
 
 
 def share(ranks: Exchange, patience_s: float) -> SharedSums | None:

@@ -4,7 +4,8 @@
     ├── SettingsError     a flag, variable or file that cannot be used; the process does not start
     ├── ModelError        a model folder that is missing, broken or not supported; the process does not start
     ├── RequestError      a request that cannot be served as asked; carries the public reason
-    └── OutOfBlocks       the KV pool has fewer free blocks than asked for
+    ├── OutOfBlocks       the KV pool has fewer free blocks than asked for
+    └── RankLost          a process of this node is gone or silent; the node ends
 
 Messages name the limit and the value, and never a path, an address or a traceback of the server: they
 reach clients as they stand. (SettingsError and ModelError reach only the person who starts the process.)
@@ -35,3 +36,7 @@ class RequestError(SplitServeError):
 
 class OutOfBlocks(SplitServeError):
     """The KV pool has fewer free blocks than asked for."""
+
+
+class RankLost(SplitServeError):
+    """A process of this node is gone or silent. The node cannot go on without it."""

@@ -10,6 +10,7 @@ from typing import Final, Protocol
 import click
 
 from serving_core.cpus import divide_cpus, parse_cpus, pin
+from serving_core.errors import RankLost
 from serving_core.extras import require
 from serving_core.flags import settings_command
 from serving_core.process import run_process
@@ -18,7 +19,6 @@ from serving_node.health import check_health_port
 from serving_node.link import FleetLink, Node
 from serving_node.ranks.leading import die, end_at_once
 from serving_node.ranks.processes import check_world, start_followers, started_rank
-from serving_node.ranks.stream import RankLost
 from serving_node.settings import PACKAGES, NodeSettings
 from serving_node.stuck import StuckForGood
 

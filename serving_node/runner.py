@@ -25,7 +25,7 @@ from serving_core import reasons
 from serving_core.backoff import Backoff
 from serving_core.blocks import BlockAllocator
 from serving_core.costs import StepCosts
-from serving_core.errors import RequestError, SettingsError
+from serving_core.errors import RankLost, RequestError, SettingsError
 from serving_core.failpoints import reach
 from serving_core.memory import resident_bytes
 from serving_core.rates import StepRates
@@ -56,7 +56,7 @@ from serving_node.drafting import draft_model_of, write_ahead
 from serving_node.hosting import most_hosted_tokens
 from serving_node.link import FleetLink
 from serving_node.logic import Limits, NodeLogic
-from serving_node.ranks.leading import Followers
+from serving_node.ranks.leading import Followers, die
 from serving_node.ranks.tiers import NodeTier
 from serving_node.ranks.transfers import NodeTransfers
 from serving_node.reports import new_incarnation, node_info, rank_loads
@@ -340,6 +340,8 @@ class NodeRunner:
             self._followers.announce(works)
             sends = self._logic.sends_while(works)
             return self._stepper.begin(works, self._transfers.on_layer(sends) if sends else None)
+        except RankLost as error:
+            die(error)
         except Exception as error:
             logger.exception("a step failed", extra=_naming(works))
             self._step_failed(works, error)
@@ -369,6 +371,8 @@ class NodeRunner:
         works = step.parts
         try:
             tokens, step_s, goes_on = await step.done
+        except RankLost as error:
+            die(error)
         except Exception as error:
             logger.exception("a step failed", extra=_naming(works))
             self._step_failed(works, error)

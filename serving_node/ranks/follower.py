@@ -8,11 +8,11 @@ from typing import Final
 from engine.cache.tier_store import TierStore
 from engine.stepper import Stepper
 from protos import ranks_pb2
+from serving_core.errors import RankLost
 from serving_core.requests import Share
 from serving_core.waiting import first_to_end
 from serving_node.process import SIGNALS
 from serving_node.ranks.leading import Leader, die, share_from_wire
-from serving_node.ranks.stream import RankLost
 from serving_node.ranks.tiers import TIER_COMMANDS, follow
 from serving_node.ranks.transfers import FollowerTransfers
 
@@ -81,6 +81,8 @@ class Follower:
         epochs = [share.epoch for share in plan.shares]
         try:
             await self._stepper.step(shares, self._transfers.on_layer(epochs, shares))
+        except RankLost as error:
+            die(error)
         except Exception as error:
             logger.exception("a step failed on a follower")
             die(error)

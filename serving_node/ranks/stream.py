@@ -8,15 +8,13 @@ from typing import Final, Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from serving_core.errors import RankLost
+
 MAX_MESSAGE_BYTES: Final = 64 * 2**20  # a step of 1024 requests of 2**17 tokens, in blocks of 16, is half of it
 LENGTH_BYTES: Final = 4
 CONNECT_DEADLINE_S: Final = 10.0
 
 M = TypeVar("M", bound=Message)
-
-
-class RankLost(Exception):
-    """A process of this node is gone or silent. The node cannot go on without it."""
 
 
 class RankStream(Generic[M]):

@@ -14,7 +14,7 @@ import torch
 
 from engine.engine import Engine
 from engine.parallel import MOST_EXCHANGED_BYTES, join
-from serving_core.errors import SettingsError
+from serving_core.errors import RankLost, SettingsError
 from serving_core.requests import Request, Work
 from serving_core.settings import EngineSettings
 from serving_core.sharding import share_of
@@ -155,24 +155,26 @@ def peer_that_is_gone(_):
     group = joined(600)
     if group.rank == 1:
         os._exit(1)
-    return _error_of_a_sum(group)
+    return _errors_of_sums(group)
 
 
 def peer_that_hangs(_):
     group = joined(3)
     if group.rank == 1:
         time.sleep(600)
-    return _error_of_a_sum(group)
+    return _errors_of_sums(group)
 
 
-def _error_of_a_sum(group):
-    try:
-        group.all_reduce(torch.ones(4))
-    except RuntimeError as error:
-        return type(error).__name__
-    finally:
-        group.close()
-    return "nothing"
+def _errors_of_sums(group):
+    """Of one that goes through shared memory, and of one that does not."""
+    errors = []
+    for dtype in (torch.float32, torch.int64):
+        try:
+            group.all_reduce(torch.ones(4, dtype=dtype))
+        except RankLost as error:
+            errors.append(type(error).__name__)
+    group.close()
+    return errors
 
 
 if __name__ == "__main__":

@@ -5,13 +5,13 @@ import asyncio
 import pytest
 
 from protos import inference_pb2, ranks_pb2
-from serving_core.errors import SettingsError
+from serving_core.errors import RankLost, SettingsError
 from serving_core.requests import Request, SamplingParams, Share, Work
 from serving_core.settings import EngineSettings
 from serving_node.ranks import leading, stream
 from serving_node.ranks.leading import Followers, Leader, Meeting, share_from_wire
 from serving_node.ranks.processes import check_world, started_rank
-from serving_node.ranks.stream import RankLost, dial
+from serving_node.ranks.stream import dial
 from tests.unit.serving_node.rank_kit import Died, crew, let_die_raise
 
 
