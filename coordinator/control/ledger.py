@@ -73,6 +73,10 @@ class Ledger:
         """What a node has. To be read at once, and only read: it goes on changing."""
         return self._accounts.get(node, NOTHING)
 
+    def is_idle(self, node: Node) -> bool:
+        """Whether it has finished all that it was given."""
+        return self.of(node) == NOTHING
+
     def tokens_taken(self, node: Node) -> int:
         """Of the node's pool: by answers, and by prompts for other nodes, which hold half of it at most where there are
         answers (serving_node/room.py)."""

@@ -178,6 +178,16 @@ def test_what_would_be_late_is_refused_with_the_wait_where_the_configuration_say
     assert world.submit("fourth", slo=Slo("", 40.0, None)) == ["reserve d0", "prefill p0"]
 
 
+def test_nodes_that_have_nothing_to_do_refuse_nobody():
+    """What is late there would be so at any time, or they are believed to be slower than they are."""
+    world = World(("p0", "d0"), admits_late=False)
+    told = events.heartbeat(prefill_tokens_per_s=1.0).heartbeat
+    world.registry.heartbeat(world.registry.find("p0"), told, 0.0)
+    assert world.submit("hopeless", slo=Slo("", 1.0, None)) == ["reserve d0", "prefill p0"]
+    with pytest.raises(RequestError, match=r"cannot be kept"):
+        world.submit("another", slo=Slo("", 1.0, None))
+
+
 def test_what_would_be_late_is_served_else():
     world = World(("p0", "d0"))
     told = events.heartbeat(prefill_tokens_per_s=1.0).heartbeat

@@ -141,9 +141,10 @@ def test_whoever_would_be_late_by_now_is_refused_with_the_wait():
     world = world_of("p0", admits_late=False)
     told = events.heartbeat(prefill_tokens_per_s=1.0).heartbeat
     world.registry.heartbeat(world.registry.find("p0"), told, 0.0)
-    world.submit(slo=Slo("", 4.0, None))  # which its 3 tokens would have kept
+    world.submit("other", slo=Slo("", 6.0, None))
+    world.submit(slo=Slo("", 7.0, None))  # which its 3 tokens behind the other's would have kept
     world.attach("d0")
-    assert world.tick(2.0) == ["end WOULD_BE_LATE"]
+    assert world.tick(2.0) == ["reserve d0", "prefill p0", "end WOULD_BE_LATE"]
     assert float(world.outcome.metadata["retry_after_s"]) >= 1.0
 
 
