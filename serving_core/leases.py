@@ -185,9 +185,11 @@ class Leases:
         """Of the leading num_cacheable tokens, those in full blocks that the pool holds."""
         return len(self._find(resident, num_cacheable)[0]) * self._layout.block_size
 
-    def names_in(self, resident: Resident, num_tokens: int, is_held: Callable[[bytes], bool]) -> list[bytes]:
-        """Names of the leading full blocks of num_tokens tokens that are held, wherever that may be."""
-        return resident.names.find(resident.request.token_ids, self._full_blocks(num_tokens), self._makers, is_held)[0]
+    def names_in(
+        self, names: BlockNames, token_ids: Sequence[int], num_tokens: int, is_held: Callable[[bytes], bool]
+    ) -> list[bytes]:
+        """Names of the leading full blocks of num_tokens of these tokens that are held, wherever that may be."""
+        return names.find(token_ids, self._full_blocks(num_tokens), self._makers, is_held)[0]
 
     def lend(self, names: BlockNames, token_ids: Sequence[int]) -> tuple[BlockLease, list[bytes]]:
         """Holds the leading full blocks of these tokens that the pool has, and tells who made them."""

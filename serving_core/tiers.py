@@ -96,8 +96,9 @@ class TierIndex:
         return [self._slot_of[name] for name in names]
 
     def forget(self, name: bytes) -> None:
-        """What was to be there is not; nothing happens where the name is gone by now."""
-        if name in self._slot_of:
+        """What was to be there is not. Nothing happens where the name is gone by now, nor while others read it, too:
+        the slot is nobody else's until they have found the same."""
+        if name in self._slot_of and self._pins[name] <= 1:
             self._free[self._place_of(name)].append(self._leave(name))
             self._uncopied.pop(name, None)
             self._changes.removed(name)

@@ -2,12 +2,13 @@
 
 What an answer has written, and what was read here, stays in the pool until it is needed for others. Another node that
 is to read a prompt which begins so gets copies: the blocks are leased until they have left, so nobody can have them for
-other tokens meanwhile, and are what they were afterwards.
+other tokens meanwhile, and are what they were afterwards. What lies in the second tier is read back first.
 """
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import accumulate, groupby
-from typing import Final
+from typing import Final, NamedTuple
 
 from kv_transfer.errors import TransferError
 from kv_transfer.results import Sent, TransferFailed
@@ -20,17 +21,29 @@ from serving_core.leases import Leases
 from serving_core.prefix import BlockNames, root_name
 from serving_node.decisions import CancelTransfer, Lend
 from serving_node.endings import Endings
+from serving_node.second_tier import SecondTier
 
 MAX_LENT: Final = 64  # at a time
+
+
+class _Asked(NamedTuple):
+    """What another node has room for."""
+
+    lend: fleet_pb2.Lend
+    ticket: Ticket
+    names: BlockNames
+    token_ids: list[int]  # of the blocks that there is room for
 
 
 class Lending:
     """The loans of one node."""
 
-    def __init__(self, leases: Leases, endings: Endings, fingerprint: Mapping[str, str]) -> None:
+    def __init__(self, leases: Leases, tier: SecondTier, endings: Endings, fingerprint: Mapping[str, str]) -> None:
         self._leases = leases
+        self._tier = tier
         self._endings = endings
         self._fingerprint = fingerprint
+        self._awaited: dict[int, _Asked] = {}  # by epoch: blocks are being read back for these
         self._under_way: dict[int, tuple[fleet_pb2.Attempt, BlockLease]] = {}  # by epoch
 
     def __contains__(self, epoch: int) -> bool:
@@ -42,14 +55,20 @@ class Lending:
         """Of blocks that are lent."""
         return [lease for _, lease in self._under_way.values()]
 
-    def lend(self, lend: fleet_pb2.Lend) -> None:
-        """Another node has room for blocks: its ticket."""
-        if lend.attempt.epoch in self._under_way:
+    def lend(self, lend: fleet_pb2.Lend, num_spare: int, now: float) -> None:
+        """Another node has room for blocks: its ticket. What is read back for it leaves num_spare blocks free."""
+        epoch = lend.attempt.epoch
+        if epoch in self._under_way or epoch in self._awaited:
             return
         try:
-            self._begin(lend, Ticket.decode(lend.ticket))
+            asked = self._asked(lend)
         except TransferError as error:
             self._fail(lend.attempt, str(error))
+            return
+        self._awaited[epoch] = asked
+        num_known, on_end = asked.ticket.num_cached_blocks, partial(self._send, asked)
+        if not self._tier.fetch(asked.names, asked.token_ids, num_known, num_spare, now, on_end):
+            self._send(asked)
 
     def sent(self, epoch: int, result: Sent | TransferFailed) -> None:
         """A transfer is over."""
@@ -60,24 +79,35 @@ class Lending:
 
     def detached(self) -> None:
         """The coordinator is gone."""
+        self._awaited.clear()
         for epoch in self._under_way:
             self._endings.decide(CancelTransfer(epoch))
 
-    def _begin(self, lend: fleet_pb2.Lend, ticket: Ticket) -> None:
+    def _asked(self, lend: fleet_pb2.Lend) -> _Asked:
         """Raises TransferError where nothing can be lent."""
-        if len(self._under_way) >= MAX_LENT:
+        if len(self._under_way) + len(self._awaited) >= MAX_LENT:
             raise TransferError(f"{MAX_LENT} loans are under way, the limit")
-        epoch, token_ids = lend.attempt.epoch, list(lend.token_ids)
+        ticket, epoch, block_size = Ticket.decode(lend.ticket), lend.attempt.epoch, self._leases.block_size
         if ticket.epoch != epoch:
             raise TransferError(f"the ticket is for epoch {ticket.epoch}, and the loan's is {epoch}")
-        root = root_name(self._fingerprint, lend.cache_salt, lend.adapter)
-        lease, makers = self._leases.lend(BlockNames(root, self._leases.block_size), token_ids)
-        makers = _tellable(makers[: ticket.num_blocks])
-        if len(makers) <= ticket.num_cached_blocks:
+        names = BlockNames(root_name(self._fingerprint, lend.cache_salt, lend.adapter), block_size)
+        token_ids = list(lend.token_ids[: ticket.num_blocks * block_size])
+        return _Asked(lend, ticket, names, token_ids)
+
+    def _send(self, asked: _Asked) -> None:
+        """All that can be had is in the pool."""
+        epoch = asked.lend.attempt.epoch
+        if self._awaited.get(epoch) is not asked:
+            return  # the coordinator has gone meanwhile
+        del self._awaited[epoch]
+        lease, makers = self._leases.lend(asked.names, asked.token_ids)
+        makers = _tellable(makers)
+        if len(makers) <= asked.ticket.num_cached_blocks:
             lease.release()
-            raise TransferError("the node holds no more of the tokens than the other one")
-        self._under_way[epoch] = lend.attempt, lease
-        self._endings.decide(Lend(epoch, lend.ticket, lease.block_ids[: len(makers)], to_tail([], makers)))
+            self._fail(asked.lend.attempt, "the node holds no more of the tokens than the other one")
+            return
+        self._under_way[epoch] = asked.lend.attempt, lease
+        self._endings.decide(Lend(epoch, asked.lend.ticket, lease.block_ids[: len(makers)], to_tail([], makers)))
 
     def _fail(self, attempt: fleet_pb2.Attempt, message: str) -> None:
         self._endings.tell(failed=fleet_pb2.Failed(attempt=attempt, reason=reasons.TRANSFER_FAILED, message=message))

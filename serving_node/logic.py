@@ -106,7 +106,7 @@ class NodeLogic:
         )
         self._moves = Moves(residents, leases, self._hand_overs, self._endings)
         self._borrowings = Borrowings(leases, self._reading, self._endings, block_bytes)
-        self._lending = Lending(leases, self._endings, fingerprint)
+        self._lending = Lending(leases, self._tier, self._endings, fingerprint)
         self._writing = Writing(residents, leases, self._hand_overs.revoke, annexing.fit, annexing.waits)
         num_candidates = limits.num_speculative_tokens if is_history_free else 0
         self.speculation = Speculation(
@@ -216,7 +216,7 @@ class NodeLogic:
             case "keep":
                 self._moves.keep(command.keep)
             case "lend":
-                self._lending.lend(command.lend)
+                self._lending.lend(command.lend, self._room.num_seated(), now)
             case "begun":
                 self._begun(command.begun.attempt, now)
             case "cancel":

@@ -66,9 +66,9 @@ class Room:
                     num_promised_seats += not resident.hands_over
                     is_head = False
                 continue
-            if self._num_seated() + num_promised_seats >= self.num_seats or self._is_behind(resident):
+            if self.num_seated() + num_promised_seats >= self.num_seats or self._is_behind(resident):
                 return
-            if not self._credit.grant(resident, num_spare=num_promised + self._num_seated()):
+            if not self._credit.grant(resident, num_spare=num_promised + self.num_seated()):
                 self._oldest_without = resident
                 return
             yield resident
@@ -82,7 +82,7 @@ class Room:
         for resident in self._residents.in_stage(*WITHOUT, Stage.READ):
             if resident.is_ending or resident.is_outgoing:
                 continue
-            if self._num_seated() + num_older >= self.num_seats:
+            if self.num_seated() + num_older >= self.num_seats:
                 break
             if resident.stage is Stage.READ:
                 self._writing.take_over(resident)
@@ -105,10 +105,10 @@ class Room:
             nonlocal is_full, capped
             if not resident.is_outgoing:
                 is_full = is_full or not self._has_seat_in_time  # none comes free while a step is planned
-                return not (is_full and _needs_seat(resident)) and not holds_up(resident, self._num_seated())
+                return not (is_full and _needs_seat(resident)) and not holds_up(resident, self.num_seated())
             if resident.age < capped and self._is_capped(resident):
                 capped = resident.age
-            return resident.age < capped and not holds_up(resident, self._num_seated())
+            return resident.age < capped and not holds_up(resident, self.num_seated())
 
         return may_start
 
@@ -121,11 +121,11 @@ class Room:
 
     @property
     def _has_free_seat(self) -> bool:
-        return self._num_seated() < self.num_seats
+        return self.num_seated() < self.num_seats
 
     @property
     def _has_seat_in_time(self) -> bool:
-        return self._has_free_seat and self._num_seated() < seats_in_time(self._seated(), self._costs)
+        return self._has_free_seat and self.num_seated() < seats_in_time(self._seated(), self._costs)
 
     def start(self, resident: Resident) -> bool:
         """Gives a prompt its blocks, unless there are too few or an older request waits for them."""
@@ -134,7 +134,7 @@ class Room:
             return False
         if resident.is_outgoing:
             self._evict_for(resident)
-        return self._reading.start(resident, num_spare=self._num_seated())
+        return self._reading.start(resident, num_spare=self.num_seated())
 
     def make_way(self) -> bool:
         """For a node that has nothing to compute: takes from the youngest what an older one lacks. Tells whether
@@ -202,7 +202,7 @@ class Room:
             return False
         return not preferred.is_ending and preferred.age < resident.age
 
-    def _num_seated(self) -> int:
+    def num_seated(self) -> int:
         """Answers that are written here, or will be as soon as their KV is there: they will need more blocks."""
         being_read = self._residents.in_stage(Stage.READING)
         return self._residents.count(*SEATED) + sum([not each.hands_over for each in being_read])

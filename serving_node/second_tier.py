@@ -3,11 +3,12 @@
 A block that the pool gives up is copied to a slot of the tier before anything else is written to it. A prompt that is
 about to start, new or put back, waits in the queue while blocks behind those that the pool holds are read back, if that
 is faster than computing them; then it starts as any other, with what the pool holds. Others start meanwhile. Whatever
-does not come, or not in time, is computed.
+does not come, or not in time, is computed. What another node is to be lent is read back by the same rule.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from prefill_node.reading import Reading, num_cacheable
@@ -15,11 +16,13 @@ from protos import inference_pb2
 from serving_core.blocks import BlockAllocator, BlockLease
 from serving_core.costs import StepCosts
 from serving_core.leases import Leases
+from serving_core.prefix import BlockNames
 from serving_core.residents import Resident
 from serving_core.tiers import TierIndex, TierRates
 from serving_node.decisions import CancelLoad, Decision, Load, Spill
 
 MAX_LOADS: Final = 4  # at a time
+MAX_FETCHED: Final = 2  # loads at which none is begun for another node: this one's prompts wait for a free one
 LOAD_DEADLINE_S: Final = 10.0
 
 
@@ -39,7 +42,7 @@ NO_TIER: Final = TierPlan()
 
 @dataclass(slots=True)
 class _Loading:
-    resident: Resident
+    on_end: Callable[[], None]  # when they are there, or will not come
     lease: BlockLease  # of the blocks that the pool held, and of those to come
     names: list[bytes]  # of them all
     loaded: list[bytes]  # of those to come
@@ -112,10 +115,36 @@ class SecondTier:
             return True
         if self._reading.num_needed(resident) + num_spare > self._allocator.num_free:
             return False  # nor is there room to start it
-        if (found := self._worth_reading(resident)) is None:
+        in_pool, loaded = self._find(resident.names, resident.request.token_ids, num_cacheable(resident))
+        computed_s = self._computed_s(len(in_pool), loaded)
+        if not self._pays(loaded, computed_s):
             return False
         if len(self._loads) < MAX_LOADS:
-            self._begin(resident, *found, now)
+            resident.is_loading = True
+            self._begin(in_pool, loaded, computed_s, now, partial(_let_start, resident))
+        return True
+
+    def fetch(
+        self,
+        names: BlockNames,
+        token_ids: Sequence[int],
+        num_known: int,
+        num_spare: int,
+        now: float,
+        on_end: Callable[[], None],
+    ) -> bool:
+        """Has full blocks of these tokens, behind those that the pool holds, read back for another node, which has the
+        first num_known: as many as leave num_spare free, where that pays. on_end is called when they are in the pool,
+        or will not come. False where nothing is read."""
+        if not self.index.num_slots or len(self._loads) >= MAX_FETCHED:
+            return False
+        in_pool, loaded = self._find(names, token_ids, len(token_ids))
+        room = self._allocator.num_free - num_spare - self._allocator.num_needed(len(in_pool), in_pool)
+        loaded = loaded[: max(0, room)]
+        computed_s = self._computed_s(len(in_pool), loaded, num_known)
+        if len(in_pool) + len(loaded) <= num_known or not self._pays(loaded, computed_s):
+            return False
+        self._begin(in_pool, loaded, computed_s, now, on_end)
         return True
 
     def note_start(self, resident: Resident) -> None:
@@ -149,32 +178,39 @@ class SecondTier:
                 self._told.num_late += 1
                 self._end(load_id, now, is_measure=True)
 
-    def _worth_reading(self, resident: Resident) -> tuple[list[bytes], list[bytes], float] | None:
-        """The names of leading blocks, of those among them that are to be read back, and the seconds that they would
-        take to be computed; None where nothing is to be read."""
-        num_cached = self._leases.num_held_tokens(resident, num_cacheable(resident))  # which are found again below
-        names = self._leases.names_in(resident, num_cacheable(resident), self._is_held)
-        num_held = num_cached // self._leases.block_size
-        loaded = self.index.run(names[num_held:])
-        if not loaded:
-            return None
-        size = self._leases.block_size
-        computed_s = self._costs.chunk_s(num_held * size, len(loaded) * size, is_first=False)
+    def _find(self, names: BlockNames, token_ids: Sequence[int], num_tokens: int) -> tuple[list[bytes], list[bytes]]:
+        """Of the leading full blocks of num_tokens of these tokens the names of those in the pool, and of those behind
+        them in the tier."""
+        is_in_pool = self._allocator.blocks_by_name.__contains__
+        in_pool = self._leases.names_in(names, token_ids, num_tokens, is_in_pool)  # which are found again now
+        held = self._leases.names_in(names, token_ids, num_tokens, self._is_held)
+        return in_pool, self.index.run(held[len(in_pool) :])
+
+    def _computed_s(self, num_in_pool: int, loaded: list[bytes], num_known: int = 0) -> float:
+        """Seconds that these would take to be computed, but for those among the first num_known."""
+        num_blocks = num_in_pool + len(loaded)
+        num_new, size = num_blocks - max(num_in_pool, num_known), self._leases.block_size
+        return (
+            self._costs.chunk_s((num_blocks - num_new) * size, num_new * size, is_first=False) if num_new > 0 else 0.0
+        )
+
+    def _pays(self, loaded: list[bytes], computed_s: float) -> bool:
+        """Whether they are to be read, if there are any."""
         slots = self.index.slots_of(loaded)
-        if not self._plan.reads_always and self._rates.expected_s(slots) >= computed_s:
+        if slots and not self._plan.reads_always and self._rates.expected_s(slots) >= computed_s:
             self._rates.left(slots)
-            return None
-        return names[: num_held + len(loaded)], loaded, computed_s
+            return False
+        return bool(slots)
 
     def _begin(
-        self, resident: Resident, names: list[bytes], loaded: list[bytes], computed_s: float, now: float
+        self, in_pool: list[bytes], loaded: list[bytes], computed_s: float, now: float, on_end: Callable[[], None]
     ) -> None:
         self.index.pin(loaded)
-        lease = self._allocator.allocate(len(names), names[: len(names) - len(loaded)])
+        names = [*in_pool, *loaded]
+        lease = self._allocator.allocate(len(names), in_pool)
         slots = self.index.slots_of(loaded)
         self._num_loads += 1
-        self._loads[self._num_loads] = _Loading(resident, lease, names, loaded, slots, computed_s, now)
-        resident.is_loading = True
+        self._loads[self._num_loads] = _Loading(on_end, lease, names, loaded, slots, computed_s, now)
         self._decisions.append(Load(self._num_loads, slots, lease.block_ids[-len(loaded) :]))
 
     def _end(self, load_id: int, now: float, *, is_measure: bool) -> None:
@@ -184,8 +220,8 @@ class SecondTier:
             self._rates.add(load.slots, now - max(load.started_s, self._last_end_s))
         self._last_end_s = now
         self.index.unpin(load.loaded)
+        load.on_end()
         load.lease.release()
-        load.resident.is_loading, load.resident.has_looked = False, True
 
     def _evicted(self, name: bytes, block_id: int) -> None:
         if self.index.put(name, block_id):
@@ -193,3 +229,7 @@ class SecondTier:
 
     def _is_held(self, name: bytes) -> bool:
         return name in self._allocator.blocks_by_name or name in self.index
+
+
+def _let_start(resident: Resident) -> None:
+    resident.is_loading, resident.has_looked = False, True

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from tests.system.answers import ask
+from tests.system.cluster import wait_until
 from tests.system.oracle import Reference
 from tests.tiny_models import write_tiny_model
 
@@ -53,6 +54,26 @@ async def test_a_chat_of_three_turns(start_cluster, model, name):
     # 60, 110 and 160 tokens were asked for; of the second, 56 were read there before, and so 4 blocks were lent.
     assert lent[0] == 0 < lent[1] == lent[2]
     cluster.wait_all_free()
+    cluster.stop()
+
+
+@pytest.mark.long
+async def test_what_the_writers_pool_gave_up_is_lent_too(start_cluster, model):
+    """Others have taken its place since, and it lies in the second tier."""
+    decode = {"num_kv_blocks": 30, "kv_host_bytes": "1MiB", "kv_read_back": "always"}
+    cluster = start_cluster(model, coordinator=ALWAYS, node={"num_kv_blocks": 100}, decode=decode)
+    reference, chat = Reference(model), _prompt(1, 60)
+    async with cluster.connect() as stub:
+        answer = await ask(stub, chat, max_tokens=30, **GREEDY)
+        for seed in (2, 3, 4):
+            await ask(stub, _prompt(seed, 60), max_tokens=30, **GREEDY)
+        cluster.wait_all_free()
+        chat = [*chat, *answer.token_ids, *_prompt(10, 20)]
+        again = await ask(stub, chat, max_tokens=20, **GREEDY)
+    assert again.token_ids == reference.greedy(chat, 20, eos_token_id=-1)
+    assert again.complete.cached_tokens == 88  # 89 tokens of the first turn have KV
+    assert again.complete.lent_kv_bytes > 0
+    wait_until(lambda: cluster.loads()["decode-0"].tier.num_hits > 0, "blocks were read back", 60.0)
     cluster.stop()
 
 

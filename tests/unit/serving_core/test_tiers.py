@@ -85,6 +85,21 @@ def test_what_is_not_there_any_more_is_forgotten():
     index.check_integrity()
 
 
+def test_what_another_reads_too_keeps_its_slot():
+    """A damaged block that two read: the slot is not given to another name before the second one has found it so."""
+    index = TierIndex(0, 2)
+    put(index, 1, 2)
+    copied(index)
+    for _ in range(2):
+        index.pin(names(1))
+    index.forget(b"\x01")
+    put(index, 3)
+    assert b"\x01" in index
+    index.unpin(names(1))
+    index.forget(b"\x01")
+    assert b"\x01" not in index
+
+
 @settings(deadline=None, max_examples=200)
 @given(
     num_host=st.integers(0, 4),

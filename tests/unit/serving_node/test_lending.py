@@ -1,11 +1,14 @@
 """Blocks that one node's logic lends another one's, over KV that tells whether what a step reads is that of its own
 tokens, and whether a block's name is what its bits depend on."""
 
+import random
+
 import pytest
 
 from kv_transfer.results import Received, Sent, TransferFailed
 from protos import convert, fleet_pb2
-from serving_node.second_tier import TierPlan
+from serving_core.costs import StepCosts
+from serving_node.second_tier import LOAD_DEADLINE_S, MAX_LOADS, TierPlan
 from tests.toy_kv import ORIGINS, answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, BLOCK_SIZE, Node, a_ticket, prompt_of
 
@@ -197,6 +200,144 @@ def test_the_second_tier_comes_first():
     assert reader.begin() == [("next", 24, len(NEXT) - 24)]
     assert reader.num_loads == 1
     assert not reader.borrowing
+
+
+def lender_with_a_tier(num_free=9, **options):
+    """Whose pool of 9 blocks has given up what it wrote, so that it lies in the second tier; of that pool so many are
+    not in use."""
+    tier = TierPlan(num_host=16, **{"host_s": 0.001, "reads_always": True, **options})
+    node = lender(num_blocks=9, tier=tier)
+    node.local("other", prompt_of(35, first=2), salt="", max_tokens=1)
+    node.steps()
+    node.loads_at_once = False
+    if num_free < 9:
+        node.local("more", prompt_of((9 - num_free) * BLOCK_SIZE - 1, first=4), salt="", max_tokens=1)
+        node.begin()
+        assert node.num_free == num_free
+    return node
+
+
+def test_what_lies_in_the_second_tier_is_lent_too():
+    node, reader = lender_with_a_tier(), Node(origin=ORIGINS[1])
+    asked_to_borrow(reader)
+    assert asked_to_lend(node, reader) is None
+    assert node.load.num_blocks_leaked == 0
+    assert asked_to_lend(node, reader) is None  # told again
+    (load_id,) = node.loads
+    node.load_ends(load_id)
+    assert len(node.lending[EPOCH].block_ids) == 6
+    carry(node, reader)
+    assert read_out(reader) == [("next", 24, len(NEXT) - 24)]
+    assert node.load.tier.num_hits == 6
+    node.check_empty()
+    reader.check_empty()
+
+
+@pytest.mark.parametrize("num_good", [0, 2])
+def test_of_damaged_blocks_those_before_them_are_lent(num_good):
+    node, reader = lender_with_a_tier(), Node(origin=ORIGINS[1])
+    asked_to_borrow(reader)
+    asked_to_lend(node, reader)
+    (load_id,) = node.loads
+    node.load_ends(load_id, num_good)
+    if num_good:
+        assert len(node.lending[EPOCH].block_ids) == num_good
+        carry(node, reader)
+        assert read_out(reader) == [("next", num_good * BLOCK_SIZE, len(NEXT) - num_good * BLOCK_SIZE)]
+    else:
+        assert "no more of the tokens" in node.event("next", "failed").message
+    node.check_empty()
+
+
+def test_blocks_that_are_read_back_too_late_are_not_lent():
+    node, reader = lender_with_a_tier(), Node(origin=ORIGINS[1])
+    asked_to_borrow(reader)
+    asked_to_lend(node, reader)
+    node.tick(node.now + LOAD_DEADLINE_S)
+    assert "no more of the tokens" in node.event("next", "failed").message
+    assert node.load.tier.num_late == 1
+    node.check_empty()
+
+
+@pytest.mark.parametrize(("num_free", "num_read"), [(7, 6), (4, 3), (1, 0)])
+def test_as_many_are_read_back_for_others_as_answers_here_leave_room_for(num_free, num_read):
+    """One answer is being written here, and may need one block more."""
+    node, reader = lender_with_a_tier(num_free), Node(origin=ORIGINS[1])
+    asked_to_borrow(reader)
+    asked_to_lend(node, reader)
+    assert [len(load.slots) for load in node.loads.values()] == [num_read] * (num_read > 0)
+
+
+def test_nothing_is_read_back_that_the_other_node_has():
+    node, reader = lender_with_a_tier(num_free=4), Node(origin=ORIGINS[1])
+    reader.has_read("before", FIRST, salt="")  # 4 blocks, and there is room to read 3
+    asked_to_borrow(reader)
+    assert asked_to_lend(node, reader) is None
+    assert node.loads == {}
+    assert "no more of the tokens" in node.event("next", "failed").message
+
+
+@pytest.mark.parametrize(("num_known", "num_loads"), [(0, 1), (4, 0)])
+def test_blocks_are_read_back_for_others_where_computing_what_they_lack_takes_longer(num_known, num_loads):
+    """Six blocks take 0.06 s to be read; computing takes 0.004 s a token."""
+    node, reader = lender_with_a_tier(host_s=0.01, reads_always=False), Node(origin=ORIGINS[1])
+    node.logic._tier._costs = StepCosts(250.0)
+    if num_known:
+        reader.has_read("before", FIRST, salt="")
+    asked_to_borrow(reader)
+    asked_to_lend(node, reader)
+    assert len(node.loads) == num_loads
+
+
+def test_a_node_keeps_some_loads_for_its_own_prompts():
+    node = lender_with_a_tier()
+    for number in range(MAX_LOADS):
+        reader = Node(origin=ORIGINS[1])
+        reader.prefill("next", NEXT[: 16 + number], salt="", borrow=a_borrow(8 + number // 2 * 4))
+        reader.begin()
+        attempt = fleet_pb2.Attempt(request_id="next", epoch=EPOCH + number)
+        ticket = reader.event("next", "borrowing").ticket
+        node.handle(lend=fleet_pb2.Lend(attempt=attempt, ticket=ticket, token_ids=NEXT))
+    assert len(node.loads) < MAX_LOADS
+
+
+def test_a_coordinator_that_is_gone_ends_what_is_read_back_for_others():
+    node, reader = lender_with_a_tier(), Node(origin=ORIGINS[1])
+    asked_to_borrow(reader)
+    asked_to_lend(node, reader)
+    node.detached()
+    (load_id,) = node.loads
+    node.load_ends(load_id)
+    assert node.lending == {}
+    node.check_empty()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_wrong_is_lent(seed):
+    """Of chats in a pool and a tier too small for them, with reads that find a part."""
+    rng = random.Random(seed)
+    tier = TierPlan(rng.randint(0, 6), rng.randint(8, 24), 0.001, 0.001, reads_always=True)
+    node, chats, num_lent = Node(origin=ORIGINS[0], num_blocks=14, tier=tier), [], 0
+    for number in range(40):
+        prompt, num_tokens = prompt_of(40, first=rng.randint(0, 2))[: rng.randint(6, 30)], rng.randint(1, 9)
+        node.loads_at_once = True
+        node.local(str(number), prompt, salt="", max_tokens=num_tokens)
+        node.steps()
+        chats.append([*prompt, *answer_of(prompt, num_tokens)])
+        node.loads_at_once = False
+        text, reader = [*rng.choice(chats), 1, 2, 3], Node(origin=ORIGINS[1])
+        asked_to_borrow(reader, text, num_tokens=(len(text) - 4) // BLOCK_SIZE * BLOCK_SIZE)
+        asked_to_lend(node, reader, text)
+        for load_id, load in list(node.loads.items()):
+            node.load_ends(load_id, rng.choice([None, None, rng.randint(0, len(load.slots))]))
+        if EPOCH in node.lending:
+            carry(node, reader)
+            num_lent += reader.event("next", "borrowed").num_blocks
+            reader.steps()
+            assert reader.tokens("next") == answer_of(text, 1)
+    assert num_lent > 0
+    assert node.load.tier.num_hits > 0
+    node.check_empty()
 
 
 def test_a_coordinator_that_is_gone_ends_loans():
