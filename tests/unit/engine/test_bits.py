@@ -54,13 +54,6 @@ KINDS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def restore_threads():
-    num_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(num_threads)
-
-
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
     """Tiny models by their family."""

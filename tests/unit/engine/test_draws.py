@@ -6,7 +6,6 @@ import torch
 
 from engine.model.draws import Draw
 from engine.model.steps import TorchSteps
-from engine.native.steps import VARIANTS, NativeSteps, step_library
 
 BELOW_ONE = 1 - 2**-53
 TOLERANCE = 1e-5
@@ -30,25 +29,6 @@ SETTINGS = [
     {"top_p": 0.9, "min_p": 0.3},
     {"min_p": 1.0},
 ]
-
-
-def kernels():
-    library = step_library()
-    for name in VARIANTS:
-        is_there = library is not None and library.kernel(name) is not None
-        yield pytest.param(name, marks=[] if is_there else pytest.mark.skip(reason=f"no {name} here"))
-
-
-@pytest.fixture(params=[*kernels(), "torch"])
-def steps(request):
-    return TorchSteps() if request.param == "torch" else NativeSteps(request.param)
-
-
-@pytest.fixture(autouse=True)
-def restore_threads():
-    num_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(num_threads)
 
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -4,28 +4,6 @@ import pytest
 import torch
 
 from engine.logprobs import with_logprobs
-from engine.model.steps import TorchSteps
-from engine.native.steps import VARIANTS, NativeSteps, step_library
-
-
-def kernels():
-    library = step_library()
-    for name in VARIANTS:
-        is_there = library is not None and library.kernel(name) is not None
-        yield pytest.param(name, marks=[] if is_there else pytest.mark.skip(reason=f"no {name} here"))
-
-
-@pytest.fixture(params=[*kernels(), "torch"])
-def steps(request):
-    return TorchSteps() if request.param == "torch" else NativeSteps(request.param)
-
-
-@pytest.fixture(autouse=True)
-def restore_threads():
-    num_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(num_threads)
-
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 

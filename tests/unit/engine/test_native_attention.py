@@ -32,13 +32,6 @@ SHAPES = [  # heads, key heads, head size, block size, window
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-@pytest.fixture(autouse=True)
-def restore_threads():
-    num_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(num_threads)
-
-
 def attend(scene, window=None, variant=None, softcap=None):
     attention = NativeAttention(scene.pool, scene.num_heads, variant, softcap=softcap)
     return attention.attend(scene.query, LAYER, attention.plan(scene.batch, window))

@@ -36,13 +36,6 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 activations = pytest.mark.parametrize("activation", [SILU, GELU_TANH])
 
 
-@pytest.fixture(autouse=True)
-def restore_threads():
-    num_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(num_threads)
-
-
 def random(*shape, dtype=torch.float32, seed=0, scale=3.0):
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
