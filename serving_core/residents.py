@@ -138,6 +138,11 @@ class Resident:
     def key(self) -> Key:
         return self.request.request_id, self.request.epoch
 
+    def note_begun(self, now: float) -> None:
+        """The first token of its answer is there. Several ways tell so: whichever comes first."""
+        if self.due is not None and self.due.began_s is None:
+            self.due.began_s = now
+
     @property
     def is_ending(self) -> bool:
         return self.ending is not None

@@ -100,7 +100,7 @@ class HandOvers:
         if resident.is_ending:
             self._endings.settle(resident)
         elif isinstance(result, Received):
-            self._commit(resident, result)
+            self._commit(resident, result, now)
         elif resident.is_revoked:
             self._credit.take_back(resident, now)
             self._endings.tell(revoked=fleet_pb2.Revoked(attempt=attempt_of(resident.request)))
@@ -164,7 +164,7 @@ class HandOvers:
         tail = to_tail(resident.tail, self._leases.makers_of(resident))
         self._endings.decide(FinishSend(resident, self._leases.filled_blocks(resident), tail))
 
-    def _commit(self, resident: Resident, received: Received) -> None:
+    def _commit(self, resident: Resident, received: Received, now: float) -> None:
         try:
             token_ids, made = from_tail(received.tail)
             self._credit.check_tail(resident, len(token_ids))
@@ -173,6 +173,7 @@ class HandOvers:
             return
         resident.is_revoked = False  # it came too late
         self._credit.commit(resident, token_ids, made)
+        resident.note_begun(now)  # the coordinator's word of that may still be on its way
         self._reading.count(resident)
         committed = fleet_pb2.Committed(
             attempt=attempt_of(resident.request),

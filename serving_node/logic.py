@@ -261,8 +261,8 @@ class NodeLogic:
     def _begun(self, attempt: fleet_pb2.Attempt, now: float) -> None:
         """Another node has given the first token of what this one writes, or wrote."""
         resident = self._residents.find(attempt)
-        if resident is not None and resident.due is not None:
-            resident.due.began_s = now
+        if resident is not None:
+            resident.note_begun(now)
 
     def _cancel(self, attempt: fleet_pb2.Attempt) -> None:
         """Every cancel is answered, that of an unknown attempt at once."""
@@ -478,8 +478,8 @@ class NodeLogic:
         reason = finish_reason(request, self._eos_token_ids)
         if is_first or reason is not None:
             self._cache_report.tell()  # before the client can ask again
-        if is_first and resident.due is not None and resident.due.began_s is None:
-            resident.due.began_s = now
+        if is_first:
+            resident.note_begun(now)
         if not resident.is_ending and is_first:
             first_token = self._first_token(resident, now)
             convert.tell_token(first_token.token, request, token, reason)

@@ -49,13 +49,19 @@ def test_another_attempt_counts_from_the_first_token_of_the_one_before():
     assert due_of(node, "a").began_s == 40.0
 
 
-def test_a_node_that_only_writes_is_told_that_the_answer_has_begun():
+@pytest.mark.parametrize("comes_first", ["the word", "the KV"])
+def test_a_node_that_only_writes_counts_from_the_first_it_hears_of_the_first_token(comes_first):
+    """Which the coordinator tells, and the KV shows: no step is to hold the answer up before both are there."""
     node = Node()
-    request = node.writes("a", 5, max_tokens=9, due=a_due(ttft_left_s=4.0, tpot_s=2.0))
+    request = node.reserve("a", 5, max_tokens=9, due=a_due(ttft_left_s=4.0, tpot_s=2.0))
     assert due_of(node, "a").token_s(1) == math.inf
-    node.tick(7.0)
-    node.handle(begun=fleet_pb2.Begun(attempt=convert.attempt_of(request)))
-    assert due_of(node, "a").token_s(1) == 9.0
+    for now, what in enumerate(["the word", "the KV"] if comes_first == "the word" else ["the KV", "the word"], 7):
+        node.tick(float(now))
+        if what == "the word":
+            node.handle(begun=fleet_pb2.Begun(attempt=convert.attempt_of(request)))
+        else:
+            node.arrive(request)
+        assert due_of(node, "a").token_s(1) == 9.0
 
 
 def test_a_word_about_an_answer_that_is_gone_or_has_no_limit_does_nothing():
