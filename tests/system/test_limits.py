@@ -72,9 +72,9 @@ def test_a_priority_that_cannot_be_is_refused_with_the_limit(client):
 
 @pytest.mark.parametrize(("num_prefill", "num_both"), [(1, 1), pytest.param(0, 1, marks=pytest.mark.long)])
 def test_what_would_be_late_is_refused_with_the_time_to_come_back(start_cluster, tmp_path, num_prefill, num_both):
-    """A prompt of at least 50 ms, of which the first token is due in one, as soon as nodes have told how fast they
-    read."""
-    model = write_fake_model(tmp_path / "fake", step_s=0.05)
+    """A prompt of at least 50 ms, of which the first token is due in one, beside a long answer, as soon as nodes have
+    told how fast they read. Nodes that have nothing to do refuse nobody."""
+    model = write_fake_model(tmp_path / "fake", step_s=0.05, max_position_embeddings=8192)
     roles = {"num_prefill": num_prefill, "num_decode": 0, "num_both": num_both}
     cluster = start_cluster(model, coordinator={"admission": "timely"}, http=True, **roles)
     with Client(cluster.target, timeout_s=DEADLINE_S) as client:
@@ -86,14 +86,18 @@ def test_what_would_be_late_is_refused_with_the_time_to_come_back(start_cluster,
                 return error
             return None
 
+        assert end_of(client, ttft_ms=1).ttft_met is False
+        beside = client.generate([1, 2, 3], max_tokens=4000, ignore_eos=True)
+        next(beside)
         wait_until(refusal, "nodes have told how fast they read", DEADLINE_S)
         assert (refusal().reason, refusal().retry_after_s) == ("WOULD_BE_LATE", 1.0)
         assert end_of(client, ttft_ms=60_000).ttft_met
         assert end_of(client) is None  # without limits nothing is refused
-    body = {"prompt": PROMPT, "max_tokens": 8, "ttft_ms": 1}
-    response = httpx2.post(f"{cluster.url}/v1/completions", json=body, timeout=DEADLINE_S)
-    assert (response.status_code, response.headers["retry-after"]) == (429, "1")
-    assert response.json()["error"]["reason"] == "WOULD_BE_LATE"
+        body = {"prompt": PROMPT, "max_tokens": 8, "ttft_ms": 1}
+        response = httpx2.post(f"{cluster.url}/v1/completions", json=body, timeout=DEADLINE_S)
+        assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+        assert response.json()["error"]["reason"] == "WOULD_BE_LATE"
+        beside.close()
 
 
 @pytest.mark.long
