@@ -8,7 +8,7 @@ import pytest
 from kv_transfer.results import Received, Sent, TransferFailed
 from protos import convert, fleet_pb2
 from serving_core.costs import StepCosts
-from serving_node.second_tier import LOAD_DEADLINE_S, MAX_LOADS, TierPlan
+from serving_node.second_tier import LOAD_DEADLINE_S, MAX_FETCHED, MAX_LOADS, TierPlan
 from tests.toy_kv import ORIGINS, answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, BLOCK_SIZE, Node, a_ticket, prompt_of
 
@@ -20,8 +20,8 @@ NEXT = [*CHAT, *prompt_of(7, first=1)]
 NUM_HELD = len(CHAT) - 1  # the last token of an answer has no KV
 
 
-def a_borrow(num_tokens=NUM_HELD // BLOCK_SIZE * BLOCK_SIZE):
-    return fleet_pb2.Borrow(epoch=EPOCH, num_tokens=num_tokens, tp_size=1, pp_size=1, patience_s=PATIENCE_S)
+def a_borrow(num_tokens=NUM_HELD // BLOCK_SIZE * BLOCK_SIZE, epoch=EPOCH):
+    return fleet_pb2.Borrow(epoch=epoch, num_tokens=num_tokens, tp_size=1, pp_size=1, patience_s=PATIENCE_S)
 
 
 def lender(**options):
@@ -38,11 +38,11 @@ def asked_to_borrow(node, prompt=NEXT, **borrow):
     return node.begin()
 
 
-def asked_to_lend(node, reader, prompt=NEXT):
-    attempt = fleet_pb2.Attempt(request_id="next", epoch=EPOCH)
+def asked_to_lend(node, reader, prompt=NEXT, epoch=EPOCH):
+    attempt = fleet_pb2.Attempt(request_id="next", epoch=epoch)
     ticket = reader.event("next", "borrowing").ticket
     node.handle(lend=fleet_pb2.Lend(attempt=attempt, ticket=ticket, token_ids=prompt))
-    return node.lending.get(EPOCH)
+    return node.lending.get(epoch)
 
 
 def carry(node, reader):
@@ -290,15 +290,14 @@ def test_blocks_are_read_back_for_others_where_computing_what_they_lack_takes_lo
 
 
 def test_a_node_keeps_some_loads_for_its_own_prompts():
+    """Of four that are asked for there is room for all."""
     node = lender_with_a_tier()
-    for number in range(MAX_LOADS):
+    for epoch in range(MAX_LOADS):
         reader = Node(origin=ORIGINS[1])
-        reader.prefill("next", NEXT[: 16 + number], salt="", borrow=a_borrow(8 + number // 2 * 4))
-        reader.begin()
-        attempt = fleet_pb2.Attempt(request_id="next", epoch=EPOCH + number)
-        ticket = reader.event("next", "borrowing").ticket
-        node.handle(lend=fleet_pb2.Lend(attempt=attempt, ticket=ticket, token_ids=NEXT))
-    assert len(node.loads) < MAX_LOADS
+        asked_to_borrow(reader, num_tokens=2 * BLOCK_SIZE, epoch=epoch)
+        asked_to_lend(node, reader, epoch=epoch)
+    assert [len(load.slots) for load in node.loads.values()] == [2] * MAX_FETCHED
+    assert MAX_FETCHED < MAX_LOADS
 
 
 def test_a_coordinator_that_is_gone_ends_what_is_read_back_for_others():
