@@ -7,7 +7,7 @@ the text, it goes on with itself: a text that repeats is continued.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 SHORTEST: Final = 3  # tokens that match; fewer tell little
@@ -44,18 +44,23 @@ class Lookup:
         """The place that the end of this text, all of which it knows, matches best, and how many tokens match; (-1, 0)
         where no place does."""
         found, longest = NOWHERE, SHORTEST - 1
-        end = len(token_ids) - 1
-        place = self._before[end] if end >= 0 else NOWHERE
-        for _ in range(MOST_TRIED):
-            if place == NOWHERE:
-                break
-            length = _matching(token_ids, place, end)
+        for place, length in self.places(token_ids):
             if length > longest:
                 found, longest = place, length
             if longest == LONGEST:
                 break
-            place = self._before[place]
         return (found, longest) if found != NOWHERE else (NOWHERE, 0)
+
+    def places(self, token_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Places that the end of this text, all of which it knows, may match, the latest first, and how many tokens
+        do."""
+        end = len(token_ids) - 1
+        place = self._before[end] if end >= 0 else NOWHERE
+        for _ in range(MOST_TRIED):
+            if place == NOWHERE:
+                return
+            yield place, _matching(token_ids, place, end)
+            place = self._before[place]
 
 
 def following(token_ids: Sequence[int], place: int, num_tokens: int) -> list[int]:

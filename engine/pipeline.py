@@ -24,6 +24,7 @@ class Pipeline:
         self._device = device
         self._under_way: list[tuple[distributed.Work, torch.Tensor]] = []
 
+    @needs_peers
     def receive(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """The next tensor [num_rows, width] that the stage before has sent."""
         return self._received(num_rows, width, dtype, self._rank - self.stage.size)
@@ -53,7 +54,6 @@ class Pipeline:
         self._under_way.clear()
         return received
 
-    @needs_peers
     def _received(self, num_rows: int, width: int, dtype: torch.dtype, source: int) -> torch.Tensor:
         tensor = torch.empty(num_rows, width, dtype=dtype, device=self._device)
         if num_rows:

@@ -73,6 +73,11 @@ class Room:
                 return
             yield resident
 
+    def num_seated(self) -> int:
+        """Answers that are written here, or will be as soon as their KV is there: they will need more blocks."""
+        being_read = self._residents.in_stage(Stage.READING)
+        return self._residents.count(*SEATED) + sum([not each.hands_over for each in being_read])
+
     def seat(self) -> bool:
         """Lets what is read and kept write here as seats come free, unless older ones need them; tells whether any
         does."""
@@ -201,11 +206,6 @@ class Room:
             self._preferred = None
             return False
         return not preferred.is_ending and preferred.age < resident.age
-
-    def num_seated(self) -> int:
-        """Answers that are written here, or will be as soon as their KV is there: they will need more blocks."""
-        being_read = self._residents.in_stage(Stage.READING)
-        return self._residents.count(*SEATED) + sum([not each.hands_over for each in being_read])
 
     def _seated(self) -> list[Resident]:
         being_read = [each for each in self._residents.in_stage(Stage.READING) if not each.hands_over]

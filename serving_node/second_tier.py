@@ -116,8 +116,7 @@ class SecondTier:
         if self._reading.num_needed(resident) + num_spare > self._allocator.num_free:
             return False  # nor is there room to start it
         in_pool, loaded = self._find(resident.names, resident.request.token_ids, num_cacheable(resident))
-        computed_s = self._computed_s(len(in_pool), loaded)
-        if not self._pays(loaded, computed_s):
+        if (computed_s := self._worth_reading(in_pool, loaded)) is None:
             return False
         if len(self._loads) < MAX_LOADS:
             resident.is_loading = True
@@ -141,8 +140,7 @@ class SecondTier:
         in_pool, loaded = self._find(names, token_ids, len(token_ids))
         room = self._allocator.num_free - num_spare - self._allocator.num_needed(len(in_pool), in_pool)
         loaded = loaded[: max(0, room)]
-        computed_s = self._computed_s(len(in_pool), loaded, num_known)
-        if len(in_pool) + len(loaded) <= num_known or not self._pays(loaded, computed_s):
+        if (computed_s := self._worth_reading(in_pool, loaded, num_known)) is None:
             return False
         self._begin(in_pool, loaded, computed_s, now, on_end)
         return True
@@ -186,21 +184,19 @@ class SecondTier:
         held = self._leases.names_in(names, token_ids, num_tokens, self._is_held)
         return in_pool, self.index.run(held[len(in_pool) :])
 
-    def _computed_s(self, num_in_pool: int, loaded: list[bytes], num_known: int = 0) -> float:
-        """Seconds that these would take to be computed, but for those among the first num_known."""
-        num_blocks = num_in_pool + len(loaded)
-        num_new, size = num_blocks - max(num_in_pool, num_known), self._leases.block_size
-        return (
-            self._costs.chunk_s((num_blocks - num_new) * size, num_new * size, is_first=False) if num_new > 0 else 0.0
-        )
-
-    def _pays(self, loaded: list[bytes], computed_s: float) -> bool:
-        """Whether they are to be read, if there are any."""
+    def _worth_reading(self, in_pool: list[bytes], loaded: list[bytes], num_known: int = 0) -> float | None:
+        """Seconds that those to be loaded would take to be computed, but for those among the first num_known; None
+        where nothing is to be read."""
+        num_before, size = max(len(in_pool), num_known), self._leases.block_size
+        num_new = len(in_pool) + len(loaded) - num_before
+        if num_new <= 0:
+            return None
+        computed_s = self._costs.chunk_s(num_before * size, num_new * size, is_first=False)
         slots = self.index.slots_of(loaded)
-        if slots and not self._plan.reads_always and self._rates.expected_s(slots) >= computed_s:
+        if not self._plan.reads_always and self._rates.expected_s(slots) >= computed_s:
             self._rates.left(slots)
-            return False
-        return bool(slots)
+            return None
+        return computed_s
 
     def _begin(
         self, in_pool: list[bytes], loaded: list[bytes], computed_s: float, now: float, on_end: Callable[[], None]

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import click
 
-from decode_node.lookup import MOST_TRIED, SHORTEST, Lookup, _matching, following
+from decode_node.lookup import SHORTEST, Lookup, following
 from engine.engine import Engine
 from serving_core.settings import EngineSettings
 from splitserve_bench.speculation.texts import CHAT, EDIT, SUMMARY, prompts_of
@@ -33,15 +33,8 @@ class Step(NamedTuple):
 def two_places(lookup: Lookup, text: Sequence[int]) -> tuple[int, int | None]:
     """The place that lookup takes, and the one with the longest match among those that go on with another token."""
     best, _ = lookup.find(text)
-    end, other, longest = len(text) - 1, None, SHORTEST - 1
-    place = lookup._before[end]
-    for _ in range(MOST_TRIED):
-        if place < 0:
-            break
-        length = _matching(text, place, end)
-        if length > longest and text[place + 1] != text[best + 1]:
-            other, longest = place, length
-        place = lookup._before[place]
+    others = [each for each in lookup.places(text) if each[1] >= SHORTEST and text[each[0] + 1] != text[best + 1]]
+    other, _ = max(others, key=lambda each: each[1], default=(None, 0))
     return best, other
 
 
