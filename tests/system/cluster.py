@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import random
-import resource
 import signal
 import socket
 import subprocess
@@ -15,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import inference_pb2, inference_pb2_grpc
 from serving_node.settings import PACKAGES
+from tests.descriptors import limited
 from tests.tls_kit import flags_of
 
 SERVICE = "splitserve.v1.Inference"
@@ -90,6 +89,8 @@ class Child:
                 argv += (
                     [f"--{'' if each else 'no-'}{spelling}"] if isinstance(each, bool) else [f"--{spelling}", str(each)]
                 )
+        if num_descriptors is not None:
+            argv = limited(argv, num_descriptors, num_descriptors)
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("SPLITSERVE_")}
         fixed = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with log.open("ab") as output:
@@ -101,7 +102,6 @@ class Child:
                 env=inherited | fixed | {key: str(value) for key, value in env.items()},
                 cwd=log.parent,
                 process_group=0,
-                preexec_fn=num_descriptors and partial(_limit_descriptors, num_descriptors),
             )
 
     @property
@@ -134,10 +134,6 @@ class Child:
     def lines(self) -> list[dict[str, Any]]:
         """What it has written as JSON, less a line that is not whole yet."""
         return [json.loads(line) for line in self.output().split("\n")[:-1]]
-
-
-def _limit_descriptors(number: int) -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (number, number))
 
 
 class Cluster:

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import resource
 import subprocess
 import sys
 
@@ -11,6 +10,7 @@ import pytest
 
 from serving_core import descriptors
 from serving_core.descriptors import Spares, connections_within, kept_spares, num_descriptors
+from tests.descriptors import limited
 from tests.unit.serving_core.scarcity import no_descriptors_left
 
 DEADLINE_S = 20.0
@@ -21,14 +21,9 @@ def limits_after_raising(soft, hard):
         "import resource; from serving_core.descriptors import raise_limit; raise_limit(); "
         "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
-    limited = subprocess.run(
-        [sys.executable, "-c", program],
-        check=True,
-        capture_output=True,
-        timeout=DEADLINE_S,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)),
-    )
-    return tuple(map(int, limited.stdout.split()))
+    argv = limited([sys.executable, "-c", program], soft, hard)
+    told = subprocess.run(argv, check=True, capture_output=True, timeout=DEADLINE_S)
+    return tuple(map(int, told.stdout.split()))
 
 
 @pytest.mark.parametrize("soft", [100, 700])
