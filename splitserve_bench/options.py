@@ -6,6 +6,8 @@ from typing import Any, ClassVar, Final
 
 import click
 
+from serving_core.units import parse_size
+
 Command = Callable[..., Any]
 
 PAIR: Final = re.compile(r"(ttft|tpot|e2el):\S*", re.ASCII)  # one limit of several after one flag
@@ -41,6 +43,18 @@ class ListOf(click.ParamType[tuple[Any, ...]]):
         if not values:
             self.fail("there must be one at least", param, ctx)
         return values
+
+
+class Size(click.ParamType[int]):
+    """Bytes, such as 80GiB."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return value if isinstance(value, int) else parse_size(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 def repeat_flags(words: Sequence[str], lists: Mapping[str, re.Pattern[str]], joined: Collection[str] = ()) -> list[str]:

@@ -17,6 +17,7 @@ from splitserve.launch.models import LocalModel
 from splitserve.signals import run_to_end
 from splitserve_bench.engine.command import COUNTS
 from splitserve_bench.models import writing_model
+from splitserve_bench.options import Size
 
 if TYPE_CHECKING:
     from splitserve_bench.doctor.doctor import DoctorBench
@@ -39,6 +40,10 @@ MOST_RUNNING: Final = 256
 @click.option("--dtype", default="auto", show_default=True, type=click.Choice(DTYPES), help="Compute dtype.")
 @click.option("--quantization", default="none", show_default=True, type=click.Choice(QUANTIZATIONS))
 @click.option("--kv-cache-dtype", default="auto", show_default=True, type=click.Choice(KV_CACHE_DTYPES))
+@click.option(
+    "--weights-memory-bytes", default=0, type=Size(), help="Of the weights, as of nodes: layers beyond are on disk."
+)
+@click.option("--weights-disk-path", default="", help="Folder on that disk, as of nodes.")
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="How often each is measured.")
 @click.option(
     "--save",
@@ -67,6 +72,8 @@ def doctor(
     dtype: str,
     quantization: str,
     kv_cache_dtype: str,
+    weights_memory_bytes: int,
+    weights_disk_path: str,
     repeats: int,
     save_path: Path | None,
     check_bits: bool,
@@ -81,6 +88,8 @@ def doctor(
         "dtype": dtype,
         "quantization": quantization,
         "kv_cache_dtype": kv_cache_dtype,
+        "weights_memory_bytes": weights_memory_bytes,
+        "weights_disk_path": weights_disk_path,
         "batch_invariant": batch_invariant,
     }
     if check_bits and save_path is not None:

@@ -31,6 +31,7 @@ class AskedNodes:
     dollars_per_h: tuple[tuple[str, float], ...] = ()
     watts: tuple[tuple[str, float], ...] = ()
     pp_sizes: tuple[int, ...] = (1,)
+    weights_memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

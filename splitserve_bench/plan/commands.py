@@ -45,8 +45,13 @@ def _up(plan: Plan, model: str) -> str:
         f"--max-num-batched-tokens {min(kind.sizes.max_num_batched_tokens for kind in kinds)}",
         f"--max-num-seqs {min(kind.sizes.max_num_seqs for kind in kinds)}",
         f"--kv-cache-memory-bytes {min(kind.kv_cache_memory_bytes for kind in kinds)}",
+        *_weights(max(kind.weights_memory_bytes for kind in kinds)),
     ]
     return f"splitserve up {shlex.quote(model)} {' '.join(flags)}{_in_flight(plan)}"
+
+
+def _weights(memory_bytes: int) -> list[str]:
+    return [f"--weights-memory-bytes {memory_bytes}"] if memory_bytes else []
 
 
 def _in_flight(plan: Plan) -> str:
@@ -63,5 +68,6 @@ def _node(placed: Placed) -> tuple[str, str, str]:
         f"--max-num-batched-tokens {kind.sizes.max_num_batched_tokens}",
         f"--max-num-seqs {kind.sizes.max_num_seqs}",
         f"--kv-cache-memory-bytes {kind.kv_cache_memory_bytes}",
+        *_weights(kind.weights_memory_bytes),
     ]
     return placed.role, kind.hardware, " ".join(flags)

@@ -2,7 +2,8 @@
 
 FLOP/s are dense 16-bit products, bandwidths are of one direction. Watts are the board's limit. Dollars are what renting
 one for an hour costs: H100 and A100 as Splitwise reckons (table V of arXiv 2311.18677: 38 and 17.6 dollars for a
-machine of eight), the others are assumptions. A device `cpu` is one core of a server with AVX-512.
+machine of eight), the others are assumptions. A device `cpu` is one core of a server with AVX-512. Layers that have no
+room come from host memory over PCIe 5 or 4, or from a disk beside a CPU.
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ class Device:
     flops: float
     bytes_per_s: float
     memory_bytes: int
+    elsewhere_bytes_per_s: float  # of weights that are not in its memory
     nvlink_bytes_per_s: float  # 0: it has none
     link: str
     dollars_per_h: float
@@ -39,11 +41,11 @@ class Link:
 
 
 _DEVICES: Final = (
-    Device("h100", 989e12, 3.35e12, 80 * GIB, 450e9, NVLINK, 4.75, 700),
-    Device("h200", 989e12, 4.8e12, 141_000_000_000, 450e9, NVLINK, 5.50, 700),
-    Device("a100", 312e12, 2.039e12, 80 * GIB, 300e9, NVLINK, 2.20, 400),
-    Device("l4", 121e12, 300e9, 24_000_000_000, 0, PCIE, 0.70, 72),
-    Device("cpu", 320e9, 12e9, 4 * GIB, 0, ETHERNET_10G, 0.05, 10),
+    Device("h100", 989e12, 3.35e12, 80 * GIB, 64e9, 450e9, NVLINK, 4.75, 700),
+    Device("h200", 989e12, 4.8e12, 141_000_000_000, 64e9, 450e9, NVLINK, 5.50, 700),
+    Device("a100", 312e12, 2.039e12, 80 * GIB, 32e9, 300e9, NVLINK, 2.20, 400),
+    Device("l4", 121e12, 300e9, 24_000_000_000, 32e9, 0, PCIE, 0.70, 72),
+    Device("cpu", 320e9, 12e9, 4 * GIB, 3e9, 0, ETHERNET_10G, 0.05, 10),
 )
 DEVICES: Final = {device.name: device for device in _DEVICES}
 _LINKS: Final = (

@@ -94,6 +94,10 @@ class ModelSizes:
         body = self.body_weights * self.stage_layers(pp) // self.num_layers
         return (body + self.head_weights) * self.dtype_bytes // tp
 
+    def rank_layer_bytes(self, tp: int) -> int:
+        """Weights of a layer on a rank, on average."""
+        return self.body_weights * self.dtype_bytes // (self.num_layers * tp)
+
     def stage_layers(self, pp: int) -> int:
         """Layers of the deepest of so many stages."""
         return -(-self.num_layers // pp)

@@ -6,6 +6,7 @@ from itertools import product
 from pathlib import Path
 from typing import Final
 
+from engine.offload.residence import layers_elsewhere
 from serving_core.errors import SettingsError
 from serving_core.json_fields import read_json_object
 from serving_core.settings import EngineSettings
@@ -54,6 +55,7 @@ class NodeKind:
     watts: float
     kv_cache_memory_bytes: int  # of each rank
     pp: int = 1  # stages of tp ranks
+    weights_memory_bytes: int = 0  # of each rank; 0: they hold all
 
     @property
     def num_devices(self) -> int:
@@ -142,6 +144,9 @@ def _measured(profile: Profile, asked: AskedNodes) -> Machines:
     """One kind, of as many devices as a node had, which counts as one."""
     if asked.both_hardware:
         raise SettingsError("--hardware is for data sheets and tables: this profile was measured on what it is of")
+    if asked.weights_memory_bytes:
+        said = "this profile has what was measured: splitserve doctor takes that flag as well"
+        raise SettingsError(f"--weights-memory-bytes is for data sheets: {said}")
     speed, control = profile.corridor.bytes_per_s, profile.control
     kind = NodeKind(
         MEASURED,
@@ -171,12 +176,15 @@ def _kind(asked: AskedNodes, model: ModelSizes, table: Table | None, hardware: s
         raise _Unfit(f"the model has {model.num_layers} layers")
     if pp > 1 and table is not None:
         raise _Unfit("tables are of one stage")
+    elsewhere_bytes = _elsewhere_bytes(asked.weights_memory_bytes, model, tp, pp)
+    if elsewhere_bytes and table is not None:
+        raise _Unfit("tables are of weights that devices hold, and these take more than --weights-memory-bytes")
     within = link_of(asked.link or (device.link if device else "pcie"), device or DEVICES["l4"])
     between = link_of(asked.host_link, device or DEVICES["l4"])
     steps: Steps
     if table is None:
         assert device is not None
-        stage = Roofline(model, device, within, tp)
+        stage = Roofline(model, device, within, tp, elsewhere_bytes * pp)
         steps = stage if pp == 1 else StagedRoofline(stage, pp)
     else:
         steps = table.steps(_entry(table, asked, hardware, tp), model, within)
@@ -196,7 +204,19 @@ def _kind(asked: AskedNodes, model: ModelSizes, table: Table | None, hardware: s
         watts=tp * pp * dict(asked.watts).get(hardware, device.watts if device else 0.0),
         kv_cache_memory_bytes=sizes.num_blocks * sizes.block_size * model.rank_token_bytes(tp, pp),
         pp=pp,
+        weights_memory_bytes=asked.weights_memory_bytes if elsewhere_bytes else 0,
     )
+
+
+def _elsewhere_bytes(memory_bytes: int, model: ModelSizes, tp: int, pp: int) -> int:
+    """Of a rank's weights, those that have no room where it computes."""
+    if not memory_bytes:
+        return 0
+    layers = [model.rank_layer_bytes(tp)] * model.stage_layers(pp)
+    try:
+        return layers[0] * len(layers_elsewhere(layers, model.rank_weight_bytes(tp, pp) - sum(layers), memory_bytes))
+    except SettingsError as error:
+        raise _Unfit(str(error)) from error
 
 
 def _entry(table: Table, asked: AskedNodes, hardware: str, tp: int) -> Entry:
@@ -218,6 +238,8 @@ def _sizes(asked: AskedNodes, model: ModelSizes, memory_bytes: int, tp: int, pp:
     engine, node = EngineSettings(), NodeSettings()
     block_size = engine.block_size
     weight_bytes = model.rank_weight_bytes(tp, pp)
+    if asked.weights_memory_bytes:
+        weight_bytes = min(weight_bytes, asked.weights_memory_bytes)
     num_blocks = (int(memory_bytes * MEMORY) - weight_bytes) // (block_size * model.rank_token_bytes(tp, pp))
     if num_blocks < 1:
         raise _Unfit(f"{weight_bytes / 1e9:.0f} GB of weights a device leave no room for KV")

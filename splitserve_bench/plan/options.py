@@ -6,8 +6,7 @@ from typing import Any, Final
 
 import click
 
-from serving_core.units import parse_size
-from splitserve_bench.options import PAIR, ListOf, options_of, repeat_flags
+from splitserve_bench.options import PAIR, ListOf, Size, options_of, repeat_flags
 from splitserve_bench.plan.asked import Asked, AskedLoad, AskedNodes
 from splitserve_bench.plan.devices import DEVICES, INFINIBAND, LINK_NAMES
 from splitserve_bench.serve.serve_options import ABOVE_0, DATASETS, RANDOM
@@ -19,7 +18,7 @@ SLO: Final = ("--goodput", "--slo")
 # Fields that are called like their flags.
 NODE_FLAGS: Final = (
     *("table_model", "host_link", "gpus_per_host"),
-    *("max_model_len", "max_num_batched_tokens", "max_num_seqs"),
+    *("max_model_len", "max_num_batched_tokens", "max_num_seqs", "weights_memory_bytes"),
 )
 LOAD_FLAGS: Final = (
     *("dataset_name", "length_scale", "random_input_len", "random_output_len", "random_range_ratio"),
@@ -68,18 +67,6 @@ def parse_figure(text: str) -> tuple[str, float]:
     return name.lower(), value
 
 
-class Size(click.ParamType[int]):
-    """Bytes, such as 80GiB."""
-
-    name = "SIZE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            return value if isinstance(value, int) else parse_size(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
 NAMES: Final = ListOf("NAME,...", parse_name)
 FIGURES: Final = ListOf("NAME=NUMBER,...", parse_figure)
 PRESETS: Final = ", ".join(DEVICES)
@@ -104,6 +91,13 @@ node_options = options_of(
     click.option("--max-model-len", default=0, type=click.IntRange(0), help="Tokens of a request; else the model's."),
     click.option("--max-num-batched-tokens", default=2048, show_default=True, type=COUNT, help="Of a node's step."),
     click.option("--max-num-seqs", default=256, show_default=True, type=click.IntRange(1, 1024), help="Of a node."),
+    click.option(
+        "--weights-memory-bytes",
+        default=0,
+        type=Size(),
+        help="Most that a device holds of the weights, such as 60GiB, as of `splitserve up`: layers beyond are in host "
+        "memory, or on a disk beside a CPU; default: nodes hold all.",
+    ),
 )
 hardware_options = options_of(
     model_option,

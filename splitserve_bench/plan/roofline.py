@@ -8,6 +8,7 @@ here.
                      bytes of the keys and values / bandwidth)
     collectives  2 a layer, of tokens · hidden size values: a ring's 2 (n-1) latencies and 2 (n-1)/n of the bytes
     kernels      so many seconds for each layer, whatever is in the step
+    elsewhere    no step is over before it has read the layers that are not in memory, meanwhile
 
 With n ranks, each has an nth of the weights and of the query heads, and the KV heads that belong to them. A step of
 prompts and answers has the products of all its tokens together, and both attentions. No figure here was fitted to a
@@ -42,12 +43,15 @@ class Roofline:
     device: Device
     link: Link
     tp: int
+    elsewhere_bytes: int = 0  # of a rank's weights
 
     def answers_s(self, num_answers: float, context_tokens: float) -> float:
-        return self._products_s(num_answers, num_answers) + self._answers_attention_s(num_answers, context_tokens)
+        products_s = self._products_s(num_answers, num_answers)
+        return max(self._elsewhere_s, products_s + self._answers_attention_s(num_answers, context_tokens))
 
     def chunk_s(self, num_tokens: float, before_tokens: float) -> float:
-        return self._products_s(num_tokens, 1) + self._chunk_attention_s(num_tokens, before_tokens)
+        products_s = self._products_s(num_tokens, 1)
+        return max(self._elsewhere_s, products_s + self._chunk_attention_s(num_tokens, before_tokens))
 
     def both_s(self, load: StepLoad) -> float:
         num_answers, num_tokens = load.num_answers, load.num_prompt_tokens
@@ -57,7 +61,11 @@ class Roofline:
         """Both in one step."""
         products_s = self._products_s(num_answers + num_tokens, num_answers + 1)
         answers_s = self._answers_attention_s(num_answers, context_tokens)
-        return products_s + answers_s + self._chunk_attention_s(num_tokens, before_tokens)
+        return max(self._elsewhere_s, products_s + answers_s + self._chunk_attention_s(num_tokens, before_tokens))
+
+    @property
+    def _elsewhere_s(self) -> float:
+        return self.elsewhere_bytes / (self.device.elsewhere_bytes_per_s * LINK)
 
     def _products_s(self, num_tokens: float, num_sampled: float) -> float:
         model = self.model

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import re
 
 import psutil
 import pytest
@@ -135,6 +136,17 @@ def test_the_tables_show_every_figure(tmp_path):
         "One output token",
     ):
         assert text in result.stdout, result.stdout
+
+
+def test_a_node_whose_weights_do_not_fit_is_measured_too(tmp_path):
+    write_random_model(tmp_path / "tiny", TINY)
+    refused = run(tmp_path / "tiny", *TINY_SIZES, "--weights-memory-bytes", "1000")
+    least = re.search(r"--weights-memory-bytes 1000: these weights take (\d+) at least", refused.stderr)
+    assert (refused.exit_code, bool(least)) == (2, True), refused.output
+    flags = ("--weights-memory-bytes", least[1], "--weights-disk-path", str(tmp_path))
+    measured = run(tmp_path / "tiny", *TINY_SIZES, *flags, "--json")
+    assert measured.exit_code == 0, measured.output
+    assert all(each["seconds"] > 0 for each in json.loads(measured.stdout)["steps"])
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,47 @@ def test_stages_hold_a_model_that_ranks_alone_do_not(nodes):
     assert "--prefill-pp 2 --decode-pp 2" in up_words
 
 
+def test_layers_that_have_no_room_are_read_while_a_step_computes(nodes):
+    model = read_model_sizes(nodes_folder(nodes))
+    layer_bytes = 2 * 1024 * (2 * (16 + 4) * 64 + 3 * 2048)
+    other_bytes = 2 * 2 * 5000 * 1024
+    small = replace(nodes, tp_sizes=(1,), weights_memory_bytes=other_bytes + 4 * layer_bytes)
+    [kind] = machines_of(small).kinds  # two layers stay, and two of the other six are there at a time
+    read_s = 6 * layer_bytes / (64e9 * LINK)
+    in_memory = Roofline(model, H100, link_of("nvlink", H100), 1)
+    assert kind.steps.answers_s(8, 500) == pytest.approx(read_s)
+    assert kind.steps.chunk_s(16384, 0) == in_memory.chunk_s(16384, 0) > read_s
+    assert kind.steps.both_s(StepLoad(8, 4000, 16, 0)) == pytest.approx(read_s)
+    weight_bytes = other_bytes + 4 * layer_bytes
+    assert kind.sizes.num_blocks == (int(80 * 2**30 * 0.9) - weight_bytes) // (16 * model.rank_token_bytes(1))
+    [staged] = machines_of(replace(small, pp_sizes=(2,))).kinds
+    assert staged.weights_memory_bytes == 0  # four layers and one of two matrices are no more than that
+    [staged] = machines_of(replace(small, pp_sizes=(2,), weights_memory_bytes=other_bytes // 2 + 3 * layer_bytes)).kinds
+    assert staged.steps.answers_s(8, 500) > 2 * 3 * layer_bytes / (64e9 * LINK)  # one stage after the other, and hops
+
+
+def test_the_commands_of_a_plan_say_what_has_no_room(nodes):
+    held_bytes = 100_000_000
+    study = study_of(asked(replace(nodes, weights_memory_bytes=held_bytes), gpus=4))
+    one, two = study.machines.kinds
+    assert (one.weights_memory_bytes, two.weights_memory_bytes) == (held_bytes, 0)  # two ranks hold 82 MB each
+    mixed = Plan((Pool(PREFILL, one, 1), Pool(DECODE, two, 1)), 4, 4)
+    assert f"--weights-memory-bytes {held_bytes}" in " ".join(commands_of(study, mixed))
+    assert "--weights-memory-bytes" not in " ".join(commands_of(study, Plan((Pool(BOTH, two, 1),), 4, 4)))
+
+
+def test_too_little_memory_for_weights_is_no_node(nodes, tmp_path):
+    with pytest.raises(SettingsError, match="h100, TP 1: --weights-memory-bytes 1000: these weights take"):
+        machines_of(replace(nodes, weights_memory_bytes=1000))
+    table = str(splitwise_file(tmp_path / "perf_model.csv"))
+    names = dict.fromkeys(("prefill_hardware", "decode_hardware", "both_hardware"), ("h100-80gb",))
+    with pytest.raises(SettingsError, match="tables are of weights that devices hold"):
+        machines_of(replace(nodes, profile=table, tp_sizes=(1,), weights_memory_bytes=10**8, **names))
+    PROFILE.save(tmp_path / "profile.json")
+    with pytest.raises(SettingsError, match="splitserve doctor takes that flag as well"):
+        machines_of(replace(paper_nodes(tmp_path), weights_memory_bytes=10**8))
+
+
 def test_a_step_of_both_reads_the_weights_once(folder):
     steps = Roofline(read_model_sizes(folder), H100, link_of("nvlink", H100), 1)
     load = StepLoad(8, 4000, 64, 0)
