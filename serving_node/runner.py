@@ -1,9 +1,10 @@
 """Runs a node's logic: commands, steps and transfers in, decisions out. Everything here is on one event loop."""
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -336,16 +337,11 @@ class NodeRunner:
             self.clock.lap(DRAFT)
 
     def _begin(self, works: list[Work]) -> Step[Work, list[SampledToken]] | None:
-        try:
+        with self._failing(works):
             self._followers.announce(works)
             sends = self._logic.sends_while(works)
             return self._stepper.begin(works, self._transfers.on_layer(sends) if sends else None)
-        except RankLost as error:
-            die(error)
-        except Exception as error:
-            logger.exception("a step failed", extra=_naming(works))
-            self._step_failed(works, error)
-            return None
+        return None
 
     def _look_ahead(self, step: Step[Work, list[SampledToken]]) -> None:
         """Offers the engine the step behind this one, unless something happens until then."""
@@ -368,15 +364,12 @@ class NodeRunner:
 
     async def _finish(self, step: Step[Work, list[SampledToken]]) -> Step[Work, list[SampledToken]] | None:
         """Takes in what the step gives. Gives the one that has followed it, if one has."""
-        works = step.parts
-        try:
-            tokens, step_s, goes_on = await step.done
-        except RankLost as error:
-            die(error)
-        except Exception as error:
-            logger.exception("a step failed", extra=_naming(works))
-            self._step_failed(works, error)
+        works, done = step.parts, None
+        with self._failing(works):
+            done = await step.done
+        if done is None:
             return None
+        tokens, step_s, goes_on = done
         if not goes_on:
             self.clock.lap(HAND_OVER)
         self._logic.step_done(works, tokens, step_s, time.monotonic(), goes_on=goes_on)
@@ -391,10 +384,18 @@ class NodeRunner:
         self.clock.lap(SEND)
         return None
 
-    def _step_failed(self, works: Sequence[Work], error: Exception) -> None:
-        self._followers.fail_step(error)
-        self._logic.step_failed(works, error, time.monotonic())
-        self._carry_out(wakes=False)
+    @contextlib.contextmanager
+    def _failing(self, works: Sequence[Work]) -> Iterator[None]:
+        """What is raised within fails these and no others; without a rank the process ends."""
+        try:
+            yield
+        except RankLost as error:
+            die(error)
+        except Exception as error:
+            logger.exception("a step failed", extra=_naming(works))
+            self._followers.fail_step(error)
+            self._logic.step_failed(works, error, time.monotonic())
+            self._carry_out(wakes=False)
 
     # ---- transfers ----
 
