@@ -9,6 +9,7 @@ import torch
 from engine.engine import Engine
 from engine.forward_batch import build_batch
 from engine.model.residual import residual_of
+from engine.native.dense_linear import best_variant
 from serving_core.errors import SettingsError
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
@@ -106,7 +107,7 @@ def test_traits_tell_where_bits_may_differ(ranks):
     for rank in facts:
         whole, divided = rank["llama 0"], rank["llama 1"]
         assert divided["description"]["sequence_parallel_min_tokens"] == "1"
-        is_exact = whole["description"]["attention"] == "native"
+        is_exact = whole["description"]["attention"] == "native" and best_variant(torch.float32) is not None
         assert (whole["traits"] == divided["traits"]) == is_exact
 
 
