@@ -73,6 +73,8 @@ def needs_peers(call: Callable[P, R]) -> Callable[P, R]:
     def told(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return call(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise  # it is this rank's
         except RuntimeError as error:
             raise RankLost(str(error)) from error
 

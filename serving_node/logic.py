@@ -216,7 +216,7 @@ class NodeLogic:
             case "keep":
                 self._moves.keep(command.keep)
             case "lend":
-                self._lending.lend(command.lend, self._room.num_seated(), now)
+                self._lending.lend(command.lend, self._room.num_awaited(), now)
             case "begun":
                 self._begun(command.begun.attempt, now)
             case "cancel":

@@ -78,6 +78,15 @@ class Room:
         being_read = self._residents.in_stage(Stage.READING)
         return self._residents.count(*SEATED) + sum([not each.hands_over for each in being_read])
 
+    def num_awaited(self) -> int:
+        """Blocks that are not for other nodes to have: what those need that have none yet, and one for each answer."""
+        without = self._residents.in_stage(*WITHOUT)
+        needed = [
+            self._reading.num_needed(each) if each.stage is Stage.QUEUED else self._credit.num_blocks(each)
+            for each in without
+        ]
+        return sum(needed) + self.num_seated()
+
     def seat(self) -> bool:
         """Lets what is read and kept write here as seats come free, unless older ones need them; tells whether any
         does."""

@@ -117,6 +117,7 @@ class SecondTier:
             return False  # nor is there room to start it
         in_pool, loaded = self._find(resident.names, resident.request.token_ids, num_cacheable(resident))
         if (computed_s := self._worth_reading(in_pool, loaded)) is None:
+            resident.has_looked = True
             return False
         if len(self._loads) < MAX_LOADS:
             resident.is_loading = True

@@ -1,9 +1,10 @@
 """Which running answers move because their node cannot keep their limit any more while another one can. Pure.
 
-An answer whose limit is shorter than a step of its node with all answers in it falls behind with each token. It moves
-to the node with most room on which a step, with this answer in it too, keeps its limit and makes nobody else late, and
-where it could still be in time. Of several on one node that goes first which is least behind. One move at a time for
-each node, and no answer twice within REST_S; so each look sees what the move before has changed.
+An answer whose limit is shorter than a step of its node with all answers in it falls behind with each token. Where
+what it is ahead does not last until its end, it moves to the node with most room on which a step, with this answer in
+it too, keeps its limit and makes nobody else late, and where it could still be in time. Of several on one node that
+goes first which is least behind. One move at a time for each node, and no answer twice within REST_S; so each look sees
+what the move before has changed.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -39,12 +40,13 @@ def departures(
 
 
 def _late(requests: Iterable[TrackedRequest], source: Node, ledger: Ledger, now: float) -> list[TrackedRequest]:
-    """Those that fall behind on a node, the one that is least behind first."""
+    """Those that fall behind on a node, and will be late there, the one that is least behind first."""
     now_s = step_s(source, ledger)
     late = [
         (each, due)
         for each in requests
         if each.attempt.decode is source and (due := each.due) is not None and due.tpot_s < now_s
+        if not _is_in_time(each, due, now_s, now)
         if may_move(each, now, rest_s=REST_S)
     ]
     return [each for each, due in sorted(late, key=lambda pair: -pair[1].token_s(len(pair[0].output)))]

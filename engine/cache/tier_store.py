@@ -53,6 +53,7 @@ class TierStore:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-tier")
         self._num_staged = 0  # rows that wait for the thread
         self._loads: dict[int, asyncio.Task[None]] = {}
+        self._turn = asyncio.Lock()  # loads are read one after the other, as each is measured
         self.num_unwritten = 0  # blocks that were to be copied and were not
         self.write_s = 0.0  # that copies took, and the thread to write
 
@@ -171,14 +172,15 @@ class TierStore:
         num_good, step = 0, max(1, CHUNK_BYTES // self._row_bytes)
         loop = asyncio.get_running_loop()
         try:
-            for first in range(0, len(slots), step):
-                chunk = slots[first : first + step]
-                checksums = [self._checksums.get(slot) for slot in chunk]
-                rows = await loop.run_in_executor(self._thread, self._read, chunk, checksums)
-                self._put(block_ids[first : first + len(rows)], rows)
-                num_good += len(rows)
-                if len(rows) < len(chunk):
-                    break
+            async with self._turn:
+                for first in range(0, len(slots), step):
+                    chunk = slots[first : first + step]
+                    checksums = [self._checksums.get(slot) for slot in chunk]
+                    rows = await loop.run_in_executor(self._thread, self._read, chunk, checksums)
+                    self._put(block_ids[first : first + len(rows)], rows)
+                    num_good += len(rows)
+                    if len(rows) < len(chunk):
+                        break
         except Exception:
             logger.exception("blocks could not be read back")
         self._loads.pop(load_id, None)

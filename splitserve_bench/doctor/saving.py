@@ -42,6 +42,7 @@ LONE_PROMPT_TOKENS: Final = 256  # one chunk, in a model of some context
 LONE_OUTPUT_TOKENS: Final = 32
 LONE_REQUESTS: Final = 12
 LONE_TIMEOUT_S: Final = 300.0
+NODE_FLAGS: Final = ("dtype", "quantization", "kv_cache_dtype", "weights_memory_bytes", "weights_disk_path")
 
 
 async def measure_profile(
@@ -53,7 +54,7 @@ async def measure_profile(
     tasks = _tasks(model.folder, settings, sizes, parts, node.max_model_len)
     steps = await _steps(*tasks, report, at_once=at_once)
     report("a cluster, one request after the other ...")
-    flags = {name: getattr(settings, name) for name in ("dtype", "quantization", "kv_cache_dtype")}
+    flags = {name: getattr(settings, name) for name in NODE_FLAGS}
     contender, num_cpus = lone_cluster(sizes.cores, at_once=at_once)
     outcomes = await _lone_requests(model, contender, cpus[:num_cpus], flags, node, report)
     return profile_of(model.name, sizes.cores, node, steps, bytes_per_s, outcomes)

@@ -41,7 +41,7 @@ class Cheapest:
         readers = candidates(nodes, PREFILL, len(wanted.prompt))
         writers = candidates(nodes, DECODE, wanted.num_tokens)
         costs = Costs(nodes, ledger, wanted.prompt, handover)
-        lateness = Lateness(ledger, wanted, now) if self._counts_late else None
+        lateness = Lateness(ledger, wanted, now, costs.num_lent) if self._counts_late else None
         if lateness is None or not lateness.is_at_stake:
             weighing = _Weighing(costs, None, None, wanted.avoid)
         else:

@@ -82,6 +82,11 @@ class Costs:
             self._readings[node] = self._read(node)
         return self._readings[node]
 
+    def num_lent(self, node: Node) -> int:
+        """Tokens of the prompt that the node would have from another one, to read it."""
+        loan = self.reading(node).loan if node.usable.reads else None
+        return 0 if loan is None else loan.num_lent
+
     def writing(self, node: Node) -> _Writing:
         """Full is a node on which the request would have to wait for credit."""
         if node not in self._writings:

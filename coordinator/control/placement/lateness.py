@@ -91,8 +91,11 @@ def spared(nodes: Sequence[Node], ledger: Ledger) -> Node | None:
 class Lateness:
     """Of one request, on any node."""
 
-    def __init__(self, ledger: Ledger, wanted: Wanted, now: float) -> None:
-        self._ledger, self._wanted, self._now = ledger, wanted, now
+    def __init__(
+        self, ledger: Ledger, wanted: Wanted, now: float, num_lent: Callable[[Node], int] = lambda node: 0
+    ) -> None:
+        """`num_lent` tells how many tokens of the prompt a node would have from another one."""
+        self._ledger, self._wanted, self._now, self._num_lent = ledger, wanted, now, num_lent
         self._nodes: dict[Node, NodeLateness] = {}
 
     @property
@@ -103,13 +106,15 @@ class Lateness:
     def on(self, node: Node) -> "NodeLateness":
         """What it would be there."""
         if node not in self._nodes:
-            self._nodes[node] = NodeLateness(node, self._ledger, self._wanted, self._now, self._begins_s)
+            num_tokens = self._wanted.prompt.tokens_to_compute(node) - self._num_lent(node)
+            self._nodes[node] = NodeLateness(node, self._ledger, self._wanted, num_tokens, self._now, self._begins_s)
         return self._nodes[node]
 
     @cached_property
     def _begins(self) -> dict[int, float]:
         """By the identity of their dues: seconds until answers begin whose prompts are yet to be read."""
-        return {key: begins_s for node in self._ledger.limited_nodes for key, begins_s in self.on(node).reads_s()}
+        nodes = [node for node in self._ledger.limited_nodes if self._ledger.of(node).tokens_to_compute]
+        return {key: begins_s for node in nodes for key, begins_s in self.on(node).reads_s()}
 
     def _begins_s(self, due: Due) -> float:
         return self._begins.get(id(due), 0.0)
@@ -135,18 +140,26 @@ class NodeLateness:
     """What one node has, and what it would have with the request."""
 
     def __init__(
-        self, node: Node, ledger: Ledger, wanted: Wanted, now: float, begins_s: Callable[[Due], float]
+        self,
+        node: Node,
+        ledger: Ledger,
+        wanted: Wanted,
+        num_own_tokens: int,
+        now: float,
+        begins_s: Callable[[Due], float],
     ) -> None:
         self._weights, self._chunk_tokens, self._now = node.step_weights, node.usable.prompt_tokens, now
         self._begins_s = begins_s
         account = ledger.of(node)
         self._num_prompt_tokens = account.tokens_to_compute
         self._steps_s = step_s(node, ledger), step_s(node, ledger, 1, len(wanted.prompt))
-        self._owed = list(ledger.owed(node))
+        owed = list(ledger.owed(node))
+        self._unread = [each for each in owed if each.num_to_compute]
         num_begin = round(BEGUN * ledger.num_unread(node))
         self._paces_s = step_s(node, ledger, num_begin), step_s(node, ledger, 1 + num_begin, len(wanted.prompt))
-        self._written = [each for each in self._owed if each.is_written]
-        self._jobs = [self._job(each.num_to_compute, each.due.token_s(each.num_output)) for each in self._owed]
+        self._written = [each for each in owed if each.is_written]
+        self._jobs = [self._job(each.num_to_compute, each.due.token_s(each.num_output)) for each in self._unread]
+        self._each_s: dict[int, float] = {}  # a step's seconds, by its answers
         self._num_unlimited = account.num_answers - len(self._written)
         self._cached_each = (account.tokens_held + len(wanted.prompt)) / (account.num_answers + 1)
         self._requests_per_s = wanted.requests_per_s
@@ -155,7 +168,7 @@ class NodeLateness:
         self._own_num_left = num_left - 1  # once its prompt is read
         self._own = None if wanted.due is None else wanted.due.tpot_s
         own_due_s = math.inf if wanted.due is None else wanted.due.token_s(wanted.num_output)
-        self._own_tokens = wanted.prompt.tokens_to_compute(node)
+        self._own_tokens = num_own_tokens
         self._own_job = self._job(self._own_tokens, own_due_s)
 
     def reading(self) -> int:
@@ -167,8 +180,10 @@ class NodeLateness:
         """More that are late when it writes the answer, which another node has read by then, and which waits so long
         for blocks there."""
         own = self._own_answer(max(waits_s, begins_s), is_to_come=True)
-        num_late = self._late_answers(own) + self._late_prompts(self._jobs, 1)
-        return num_late + (self._own is not None and waits_s > 0) - self._num_late
+        is_late = self._own is not None and waits_s > 0
+        if is_late:
+            own = own._replace(due_s=math.inf)  # it counts once
+        return self._late_answers(own) + self._late_prompts(self._jobs, 1) + is_late - self._num_late
 
     def alone(self, waits_s: float) -> int:
         """More that are late when it does both: answers wait for blocks before their prompts are read."""
@@ -185,10 +200,9 @@ class NodeLateness:
     def reads_s(self) -> Iterator[tuple[int, float]]:
         """The identities of dues, and the seconds until it has read the prompts of which they are."""
         pace, work_s = self._pace(0), 0.0
-        for job, owed in sorted(zip(self._jobs, self._owed, strict=True), key=lambda pair: pair[0].due_s):
-            if owed.num_to_compute:
-                work_s += job.seconds
-                yield id(owed.due), pace.seconds(work_s)
+        for job, owed in sorted(zip(self._jobs, self._unread, strict=True), key=lambda pair: pair[0].due_s):
+            work_s += job.seconds
+            yield id(owed.due), pace.seconds(work_s)
 
     def num_lost(self) -> int:
         """Requests to come that are late because it writes the answer."""
@@ -225,13 +239,20 @@ class NodeLateness:
     def _late_answers(self, own: _Answer | None = None, num_prompt_tokens: int = 0) -> int:
         """Of those that it writes, and the request's own where it is one more, with so many more prompt tokens to
         compute. One is late whose last token is, in steps of all that go on at the same time."""
-        answers = sorted([*self._answers, own] if own is not None else self._answers)
+        answers = [*self._answers, own] if own is not None else self._answers
         chunk_s, num_late = self._longest_chunk_s(num_prompt_tokens), 0
+        longest_s = self._step_s(self._num_unlimited + len(answers))
+
+        def is_late(answer: _Answer, elapsed_s: float) -> bool:
+            return elapsed_s + answer.is_to_come * chunk_s > KEPT * (answer.due_s - answer.begins_s)
+
+        if not any(is_late(each, each.num_left * longest_s) for each in answers):
+            return 0  # even if they all went on until the last one ends
+        answers = sorted(answers)
         now_s, num_steps, place = 0.0, 0.0, 0
         running: list[tuple[float, _Answer]] = []  # by how many steps are over when it ends
         while place < len(answers) or running:
-            num_running = self._num_unlimited + len(running)
-            each_s = self._weights.of_step(StepLoad(num_running, round(num_running * self._cached_each)))
+            each_s = self._step_s(self._num_unlimited + len(running))
             ends_s = now_s + (running[0][0] - num_steps) * each_s if running else math.inf
             if place < len(answers) and answers[place].begins_s <= ends_s:
                 begins_s = answers[place].begins_s
@@ -243,8 +264,14 @@ class NodeLateness:
             else:
                 now_s = ends_s
                 num_steps, ended = heappop(running)
-                num_late += now_s - ended.begins_s + ended.is_to_come * chunk_s > KEPT * (ended.due_s - ended.begins_s)
+                num_late += is_late(ended, now_s - ended.begins_s)
         return num_late
+
+    def _step_s(self, num_answers: int) -> float:
+        if num_answers not in self._each_s:
+            load = StepLoad(num_answers, round(num_answers * self._cached_each))
+            self._each_s[num_answers] = self._weights.of_step(load)
+        return self._each_s[num_answers]
 
     def _longest_chunk_s(self, num_more_tokens: int) -> float:
         """Of its prompts: the answers that have begun let none take longer than one of their tokens may."""
