@@ -83,7 +83,7 @@ class Costs:
         return self._readings[node]
 
     def num_lent(self, node: Node) -> int:
-        """Tokens of the prompt that the node would have from another one, to read it; 0 of one that is none of these."""
+        """Tokens of the prompt that the node would have from another one; 0 of one that is none of these."""
         loan = self.reading(node).loan if node in self._rate and node.usable.reads else None
         return 0 if loan is None else loan.num_lent
 

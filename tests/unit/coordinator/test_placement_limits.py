@@ -189,6 +189,21 @@ def test_an_answer_of_one_token_is_late_for_no_other(fleet):
     assert fleet.late(b0).reading() == 0
 
 
+def test_an_answer_that_waits_for_blocks_is_late_once(fleet):
+    d0 = fleet.add("d0")
+    own = Due(NOW + 1, 0.011)  # and a step of one takes 12 ms
+    assert fleet.late(d0, own).writing(0.0) == fleet.late(d0, own).writing(0.5) == 1
+
+
+def test_what_a_node_would_be_lent_it_need_not_read_beside_answers_either(fleet):
+    b0, b1 = fleet.add("b0"), fleet.add("b1")
+    fleet.writes(b1, 0.024)  # prompts get half of its time
+    wanted = Wanted(Prompt(TOKENS), 110, due=Due(NOW + 1))
+    whole, lent = (Lateness(fleet.ledger, wanted, NOW, num_lent).on(b1) for num_lent in (lambda _: 0, lambda _: 90))
+    assert lent.own_begins_s < whole.own_begins_s / 5
+    assert Lateness(fleet.ledger, wanted, NOW, lambda node: 90 * (node is b1)).on(b0).own_begins_s == 0.1
+
+
 def test_a_long_answer_spares_the_node_whose_answers_are_over_first(fleet):
     """500 tokens in steps of 14 ms are 7 s, in which 35 requests come."""
     b0, b1 = fleet.add("b0"), fleet.add("b1")

@@ -54,6 +54,19 @@ def test_an_answer_whose_limit_is_shorter_than_a_step_moves():
     assert world.tick(0.05) == []  # one at a time
 
 
+def test_an_answer_that_is_ahead_until_its_end_stays():
+    world = World(("p0", "d0"))
+    attempts = [write(world, f"{index}/0", tpot_s) for index, tpot_s in enumerate((0.024, 0.1, 0.1))]
+    for index in range(2, 101):
+        world.step(attempts[0], index)
+    world.attach("d1")
+    for name in ("p0", "d0", "d1"):
+        learn(world, name)
+    assert world.tick(0.03) == []  # 99 tokens in steps of 25 ms, and the last one is due in 4.7 s
+    late_s = 199 * 0.024 - 99 * 0.025
+    assert world.tick(late_s + 0.01) == ["reserve d1"]
+
+
 @pytest.mark.parametrize("tpots_s", [(0.026, 0.1, 0.1), (None, None, None), (0.024,)])
 def test_who_keeps_its_limit_stays(tpots_s):
     assert written_on_d0(*tpots_s).tick(0.03) == []

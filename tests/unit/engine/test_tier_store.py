@@ -101,6 +101,23 @@ async def test_a_damaged_file_gives_what_is_before_the_damage(tmp_path, damage):
     assert content(pool, 6) == content(pool, 7) == blank
 
 
+async def test_loads_come_one_after_the_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(tier_store, "CHUNK_BYTES", 1)
+    ended, both = [], asyncio.Event()
+
+    def note(load_id, num_good):
+        ended.append((load_id, num_good))
+        if len(ended) == 2:
+            both.set()
+
+    with closing(TierStore(filled_pool(), 8, 0, str(tmp_path))) as store:
+        store.spill(Copies([], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]))
+        store.load(1, [0, 1, 2, 3], [5, 6, 7, 8], note)
+        store.load(2, [4], [9], note)
+        await asyncio.wait_for(both.wait(), DEADLINE_S)
+    assert ended == [(1, 4), (2, 1)]
+
+
 async def test_a_slot_that_holds_nothing_is_no_block(tmp_path):
     with closing(TierStore(filled_pool(), 1, 1, str(tmp_path))) as store:
         assert await load(store, [0], [0]) == 0

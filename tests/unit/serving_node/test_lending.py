@@ -268,6 +268,15 @@ def test_as_many_are_read_back_for_others_as_answers_here_leave_room_for(num_fre
     assert [len(load.slots) for load in node.loads.values()] == [num_read] * (num_read > 0)
 
 
+def test_nothing_is_read_back_for_others_into_blocks_that_a_prompt_waits_for():
+    """One answer may need one block more, and the prompt needs five of the seven that are free."""
+    node, reader = lender_with_a_tier(num_free=7), Node(origin=ORIGINS[1])
+    node.local("waits", prompt_of(19, first=5), salt="", max_tokens=1)
+    asked_to_borrow(reader)
+    asked_to_lend(node, reader)
+    assert [len(load.slots) for load in node.loads.values()] == [1]
+
+
 def test_nothing_is_read_back_that_the_other_node_has():
     node, reader = lender_with_a_tier(num_free=4), Node(origin=ORIGINS[1])
     reader.has_read("before", FIRST, salt="")  # 4 blocks, and there is room to read 3

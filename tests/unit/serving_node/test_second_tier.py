@@ -5,6 +5,7 @@ import random
 import pytest
 
 from serving_core.costs import StepCosts
+from serving_core.residents import Stage
 from serving_node.second_tier import LOAD_DEADLINE_S, TierPlan
 from tests.toy_kv import answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, BLOCK_SIZE, Node, prompt_of
@@ -109,6 +110,24 @@ def test_only_what_is_read_faster_than_computed(token_s, num_loads):
     ask(node, "c", prompt_of(20))
     assert node.num_loads == num_loads
     node.check_empty()
+
+
+def test_a_prompt_that_cannot_start_yet_finds_once_that_reading_does_not_pay():
+    """What is not tried for long is tried again, and a prompt that waits is no trial with each step."""
+    node = Node(num_blocks=6, tier=TierPlan(num_disk=16, disk_s=0.01), costs=StepCosts(1000.0))
+    ask(node, "a", prompt_of(20))
+    ask(node, "b", prompt_of(20, first=1))
+    node.local("c", prompt_of(20), salt="")
+    tier, (resident,) = node.logic._tier, node.logic.residents.in_stage(Stage.QUEUED)
+    tier._rates.add([0], 1.0)
+    before_s = tier._rates.expected_s([0])
+    assert not tier.holds_up(resident, 0, node.now)
+    after_s = tier._rates.expected_s([0])
+    assert after_s < before_s
+    for _ in range(100):
+        assert not tier.holds_up(resident, 0, node.now)
+    assert tier._rates.expected_s([0]) == after_s
+    assert node.num_loads == 0
 
 
 def test_a_load_that_waits_for_another_one_is_no_slower_for_it():
