@@ -90,15 +90,12 @@ def test_what_would_be_late_is_refused_with_the_time_to_come_back(start_cluster,
         beside = client.generate([1, 2, 3], max_tokens=4000, ignore_eos=True)
         next(beside)
         wait_until(refusal, "nodes have told how fast they read", DEADLINE_S)
-        refused = refusal()
-        assert refused.reason == "WOULD_BE_LATE"
-        assert refused.retry_after_s >= 1.0
+        assert (refusal().reason, refusal().retry_after_s) == ("WOULD_BE_LATE", 1.0)
         assert end_of(client, ttft_ms=60_000).ttft_met
         assert end_of(client) is None  # without limits nothing is refused
         body = {"prompt": PROMPT, "max_tokens": 8, "ttft_ms": 1}
         response = httpx2.post(f"{cluster.url}/v1/completions", json=body, timeout=DEADLINE_S)
-        assert response.status_code == 429
-        assert int(response.headers["retry-after"]) >= 1
+        assert (response.status_code, response.headers["retry-after"]) == (429, "1")
         assert response.json()["error"]["reason"] == "WOULD_BE_LATE"
         beside.close()
 
