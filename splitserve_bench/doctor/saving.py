@@ -13,9 +13,9 @@ import asyncio
 import dataclasses
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from serving_core.model_config import read_model_config
 from serving_core.needs import model_layout, num_blocks_for
@@ -169,7 +169,7 @@ async def _lone_requests(
     model: LocalModel,
     contender: ClusterContender,
     cpus: Sequence[int],
-    flags: dict[str, str],
+    flags: Mapping[str, Any],
     node: NodeSizes,
     report: Report,
 ) -> list[Outcome]:
