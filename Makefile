@@ -24,9 +24,12 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -q --dist loa
 test: setup model
 	$(PYTEST) -n 4 -m "not long"
 
-# What is long by nature: every size of ranks, every kernel, whole comparisons.
+# What is long by nature: every size of ranks, every kernel, whole comparisons. With BEGIN_WITHIN=SECONDS it skips, and says
+# so, what had not begun by then.
+BEGIN_WITHIN ?=
+
 test-long: setup model
-	$(PYTEST) -n 3 -m long
+	$(PYTEST) -n 3 -m long $(if $(BEGIN_WITHIN),--begin-within $(BEGIN_WITHIN))
 
 # Every row of the matrix of faults, with real processes: what struck, what became of requests, what was lost.
 faults: setup

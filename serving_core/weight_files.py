@@ -1,5 +1,6 @@
 """Which files hold a model's weights, and which tensors are in them. Torch-free."""
 
+import json
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -66,6 +67,16 @@ def file_tensors(file: Path) -> dict[str, StoredTensor]:
             return {name: StoredTensor(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{file} is not a whole safetensors file: {error}") from error
+
+
+def tensor_places(file: Path) -> dict[str, range]:
+    """The bytes of each tensor of a safetensors file that has been opened as one."""
+    with file.open("rb") as stream:
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(header_bytes))
+    first = 8 + header_bytes
+    places = {name: tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"}
+    return {name: range(first + start, first + stop) for name, (start, stop) in places.items()}
 
 
 def _weight_map(index: Path) -> dict[str, str]:

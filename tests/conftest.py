@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import gc
+import time
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,20 @@ LONGEST = (
     "unit/splitserve_bench/test_simulate_property",
 )
 TESTS = Path(__file__).parent
+BEGAN_S = time.monotonic()
 
 gc.disable()  # until all is collected: ten thousand tests would be looked through again and again
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--begin-within", type=float, metavar="SECONDS", help="skips tests whose turn comes later")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    within_s = item.config.getoption("begin_within")
+    if within_s is not None and time.monotonic() - BEGAN_S > within_s:
+        pytest.skip(f"its turn had not come within {within_s:g} s")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,10 +9,11 @@ from typing import Any, Final, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from engine.model.read_ahead import Span
 from serving_core.errors import ModelError
 from serving_core.sharding import Extent, whole
 from serving_core.text_parts import text_names
-from serving_core.weight_files import FLOATS
+from serving_core.weight_files import FLOATS, tensor_places
 
 MAPPED_BYTES: Final = 32 * 2**20  # mapped pages count as our memory, so mappings are let go this often
 INTEGERS: Final = ("I32",)
@@ -52,6 +53,10 @@ class Checkpoint(ABC):
         """The wanted rows of a tensor in order, some at a time: the first one's index among them and their wanted
         columns."""
 
+    def spans(self, part: Part) -> Iterator[Span]:
+        """What of which files `read` will read, where that is known."""
+        yield from ()
+
     def check(self, part: Part) -> None:
         """Raises ModelError unless a tensor that is there has the shape and one of the dtypes."""
         shape, dtype = self.describe(part.name)
@@ -73,6 +78,7 @@ class SafetensorsCheckpoint(Checkpoint):
         ModelError when a file is not a safetensors file."""
         self._open: dict[Path, Any] = {}
         self._mapped_bytes = 0
+        self._places: dict[Path, dict[str, range]] = {}
         file_of = {name: file for file in files for name in self._handle(file).keys()}  # noqa: SIM118
         self._missing = "" if any(name.startswith(root) for name in file_of) else root
         self._file_of = {self._missing + name: file for name, file in file_of.items()}
@@ -96,6 +102,16 @@ class SafetensorsCheckpoint(Checkpoint):
             if self._mapped_bytes >= MAPPED_BYTES:
                 self._open.clear()
                 self._mapped_bytes = 0
+
+    def spans(self, part: Part) -> Iterator[Span]:
+        """Whole rows, whatever columns are wanted."""
+        file = self._file_of[part.name]
+        if file not in self._places:
+            self._places[file] = tensor_places(file)
+        place = self._places[file][part.name.removeprefix(self._missing)]
+        rows = part.extents[0] if part.extents else whole(1)
+        row_bytes = len(place) // rows.total
+        yield Span(file, place.start + rows.held.start * row_bytes, place.start + rows.held.stop * row_bytes)
 
     def read_all(self, part: Part) -> torch.Tensor:
         """The wanted part, copied."""
@@ -130,6 +146,9 @@ class TextPart(Checkpoint):
 
     def read(self, part: Part) -> Iterator[tuple[int, torch.Tensor]]:
         return self._whole.read(part._replace(name=self._stored[part.name]))
+
+    def spans(self, part: Part) -> Iterator[Span]:
+        return self._whole.spans(part._replace(name=self._stored[part.name]))
 
     def read_all(self, part: Part) -> torch.Tensor:
         return self._whole.read_all(part._replace(name=self._stored[part.name]))

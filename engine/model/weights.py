@@ -2,8 +2,8 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -13,6 +13,7 @@ from torch import nn
 from engine.model.checkpoint import Checkpoint, Part, SafetensorsCheckpoint, TextPart
 from engine.model.layers import Layer, Linear
 from engine.model.llama import LlamaDecoder
+from engine.model.read_ahead import read_ahead
 from engine.native.linear_library import best_variant
 from engine.offload.placement import Placement
 from engine.quantization import awq, gptq, w8a8
@@ -79,17 +80,18 @@ def load_weights(
     _check(checkpoint, parts, model.is_elsewhere)
     input_bits = INPUT_BITS.get(quantization if stored is None else stored.method, 16)
     num_bytes = num_dense = 0
-    for module, of_module in itertools.groupby(targets, key=lambda target: target.module):
-        with nullcontext() if placement is None else placement.of(module):
-            for target in of_module:
-                if not target.stored_as:
-                    _fill(target, checkpoint, dtype, device)
-                elif not _take(target, checkpoint, stored, dtype, device):
-                    num_dense += 1
-            module.pack(WEIGHT_BITS.get(quantization))
-        if isinstance(module, Linear):
-            module.round_inputs(input_bits)
-        num_bytes += module.num_bytes
+    with closing(_coming(targets, checkpoint)) as coming:
+        for module, of_module in itertools.groupby(coming, key=lambda target: target.module):
+            with nullcontext() if placement is None else placement.of(module):
+                for target in of_module:
+                    if not target.stored_as:
+                        _fill(target, checkpoint, dtype, device)
+                    elif not _take(target, checkpoint, stored, dtype, device):
+                        num_dense += 1
+                module.pack(WEIGHT_BITS.get(quantization))
+            if isinstance(module, Linear):
+                module.round_inputs(input_bits)
+            num_bytes += module.num_bytes
     is_quantized = quantization in WEIGHT_BITS or stored is not None
     if is_quantized and (device.type != "cpu" or best_variant() is None):
         logger.warning("quantized weights save memory but no time here: no kernel computes with them as they are")
@@ -110,6 +112,11 @@ def open_checkpoint(folder: Path, root: str = "") -> Checkpoint:
     from engine.model.gguf_checkpoint import GgufCheckpoint  # here, as few models need what it imports
 
     return GgufCheckpoint(folder)
+
+
+def _coming(targets: Sequence[_Target], checkpoint: Checkpoint) -> Generator[_Target]:
+    """The targets, while what fills the next ones is read ahead."""
+    return read_ahead(targets, lambda target: itertools.chain.from_iterable(map(checkpoint.spans, target.parts)))
 
 
 def _fill(target: _Target, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:

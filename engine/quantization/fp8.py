@@ -6,6 +6,7 @@ from typing import Final
 import torch
 
 from engine.model.checkpoint import Checkpoint, Part
+from engine.model.read_ahead import Span
 from serving_core.errors import ModelError
 from serving_core.sharding import Extent, whole
 from serving_core.stored_quantization import FP8, FP8_SCALES, StoredQuantization
@@ -49,6 +50,9 @@ class Fp8Checkpoint(Checkpoint):
         for row, tensor in self._checkpoint.read(part):
             first = outputs.held.start + row
             yield row, tensor.float().mul_(self._scales_of(scales, range(first, first + len(tensor)), inputs))
+
+    def spans(self, part: Part) -> Iterator[Span]:
+        return self._checkpoint.spans(part)
 
     def _scale_name(self, weight: str) -> str:
         module = weight.removesuffix(".weight")

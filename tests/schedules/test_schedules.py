@@ -12,7 +12,7 @@ import pytest
 from tests.schedules.history import Ended, problems_of, trace_of
 from tests.schedules.world import World
 
-NUM_QUICK, NUM_LONG, NUM_TOGETHER = 500, 10_500, 50
+NUM_QUICK, NUM_LONG, NUM_TOGETHER = 500, 5_500, 50
 SEED = os.environ.get("SEED")
 
 

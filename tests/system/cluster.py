@@ -30,8 +30,8 @@ SERVICE = "splitserve.v1.Inference"
 FLEET_SECRET = "known-to-the-tests-alone"
 HEARTBEAT_S = 0.2
 START_DEADLINE_S = 180.0
-STOP_DEADLINE_S = 60.0  # a node that has requests left may take 30 s to drain, and more to end
-CALL_DEADLINE_S = 60.0
+STOP_DEADLINE_S = 180.0  # a node that has requests left may take 30 s to drain, and more to end
+CALL_DEADLINE_S = 180.0
 
 Flags = Mapping[str, object]
 """Flags of a process by their names with underscores."""

@@ -23,21 +23,43 @@ def num_doors(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-@pytest.fixture(scope="module")
-def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Starts clusters that live as long as the module; each must stop cleanly."""
-    clusters: list[Cluster] = []
+class Starter:
+    """Starts clusters, and stops them; each must stop cleanly."""
 
-    def start(model: Any, **options: Any) -> Cluster:
-        cluster = Cluster(model, tmp_path_factory.mktemp("cluster"), **options).start()
-        clusters.append(cluster)
+    def __init__(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        self.clusters: list[Cluster] = []
+        self._folders = tmp_path_factory
+
+    def __call__(self, model: Any, **options: Any) -> Cluster:
+        cluster = Cluster(model, self._folders.mktemp("cluster"), **options).start()
+        self.clusters.append(cluster)
         return cluster
 
-    yield start
-    failures = []
-    for cluster in clusters:
-        try:
-            cluster.stop()
-        except AssertionError as failure:
-            failures.append(str(failure))
-    assert not failures, "\n".join(failures)
+    def stop(self, first: int = 0) -> None:
+        """All from the `first` that it started."""
+        failures = []
+        while len(self.clusters) > first:
+            try:
+                self.clusters.pop().stop()
+            except AssertionError as failure:
+                failures.append(str(failure))
+        assert not failures, "\n".join(failures)
+
+
+@pytest.fixture(scope="module")
+def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
+    """What a fixture starts lives as long as its module, what a test starts ends with it."""
+    starter = Starter(tmp_path_factory)
+    yield starter
+    starter.stop()
+
+
+@pytest.fixture(autouse=True)
+def end_what_a_test_started(request: pytest.FixtureRequest) -> Iterator[None]:
+    if "start_cluster" not in request.fixturenames:
+        yield
+        return
+    starter = request.getfixturevalue("start_cluster")
+    first = len(starter.clusters)
+    yield
+    starter.stop(first)

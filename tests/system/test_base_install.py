@@ -16,7 +16,7 @@ from tests.system.base_environment import make_base_environment
 from tests.system.cluster import Child, free_port, wait_until
 from tests.tiny_models import write_fake_model
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 IN_BASE = {
     "certs",
     "coordinator",

@@ -15,7 +15,7 @@ from tests.system.cluster import wait_until
 from tests.tiny_models import write_fake_model
 from tests.vllm_dashboards import queries as vllm_queries
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 PORT = re.compile(r"figures of this node are at port (\d+)")
 CLASSES = ("hasty=tpot:0.001", "loose=ttft:600000,tpot:600000")
 OPENMETRICS = {"accept": "application/openmetrics-text; version=1.0.0"}

@@ -19,7 +19,7 @@ from tests.tiny_models import write_fake_model
 
 NUM_DESCRIPTORS = 1024
 PROMPT = list(range(100))
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # what an HTTP/2 client says first
 
 

@@ -11,7 +11,7 @@ from splitserve.client.errors import Overloaded, Refused
 from tests.system.cluster import wait_until
 from tests.tiny_models import write_fake_model
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 PROMPT = list(range(40))
 CLASSES = ("loose=ttft:600000,tpot:600000", "hasty=tpot:0.001", "tight=ttft:1000x,tpot:1000x")
 

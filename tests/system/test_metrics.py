@@ -11,7 +11,7 @@ from tests.system.cluster import wait_until
 from tests.tiny_models import write_fake_model
 
 PROMPTS = [[index + 1] * (20 + index) for index in range(6)]
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 
 
 @pytest.fixture(scope="module")

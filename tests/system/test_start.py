@@ -11,7 +11,7 @@ from tests.system.oracle import fake_answer
 from tests.tiny_models import write_fake_model, write_tokenizer
 
 ROLES = {"coordinator": "coordinator", "prefill": "prefill_node", "decode": "decode_node"}
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from tests.tiny_models import write_fake_model
 
 pytestmark = pytest.mark.long
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 GREEDY = {"temperature": 0, "ignore_eos": True}
 SECRET = "swordfish and mustard"
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

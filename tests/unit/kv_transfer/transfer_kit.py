@@ -50,9 +50,10 @@ class ByteStore:
         self.layout = layout
         self.num_blocks = num_blocks
         fill = bytes if seed is None else random.Random(seed).randbytes
+        self._block_bytes = {layer: [plane.num_bytes for plane in layout.planes(layer)] for layer in layout.layers}
         self._planes = {
-            layer: [bytearray(fill(num_blocks * plane.num_bytes)) for plane in layout.planes(layer)]
-            for layer in layout.layers
+            layer: [bytearray(fill(num_blocks * num_bytes)) for num_bytes in sizes]
+            for layer, sizes in self._block_bytes.items()
         }
 
     def read(self, layer, block_ids):
@@ -93,7 +94,7 @@ class ByteStore:
 
     def flip(self, layer, block_id):
         """Flips a bit of a block."""
-        self._planes[layer][0][block_id * self.layout.planes(layer)[0].num_bytes] ^= 1
+        self._planes[layer][0][block_id * self._block_bytes[layer][0]] ^= 1
 
     def _kinds(self, layer, block_ids):
         """All planes of K, and where in them these blocks lie; the same of V."""
@@ -101,8 +102,8 @@ class ByteStore:
         for _, members in itertools.groupby(enumerate(block_ids), key=lambda pair: pair[1] - pair[0]):
             first, *rest = [block_id for _, block_id in members]
             runs.append((first, first + len(rest) + 1))
-        for ours, plane in zip(self._planes[layer], self.layout.planes(layer), strict=True):
-            yield ours, [(start * plane.num_bytes, stop * plane.num_bytes) for start, stop in runs]
+        for ours, num_bytes in zip(self._planes[layer], self._block_bytes[layer], strict=True):
+            yield ours, [(start * num_bytes, stop * num_bytes) for start, stop in runs]
 
 
 @dataclass

@@ -26,7 +26,7 @@ from tests.unit.serving_node.rank_kit import crew
 LAYOUT = KVLayout.uniform(num_layers=3, num_kv_heads=4, head_dim=8, block_size=4, dtype="float32")
 NUM_BLOCKS = 12
 IDS = list(range(NUM_BLOCKS))
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 
 
 class Ends:

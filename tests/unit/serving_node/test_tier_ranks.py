@@ -20,7 +20,7 @@ from tests.unit.serving_node.rank_kit import crew
 
 LAYOUT = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=4, block_size=2, dtype="float32")
 NUM_BLOCKS = 4
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 
 
 def fill(pool, block_id, value):

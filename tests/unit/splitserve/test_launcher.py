@@ -26,7 +26,7 @@ from tests.scripted_server import Script, serving
 from tests.tiny_models import write_fake_model, write_tiny_model
 
 ROOT = Path(__file__).parents[3]
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,7 @@ SCARCE, MORE = (120, 240)  # blocks; the longest request needs 51
 
 CELLS = [
     (counts, admission, times)
-    for counts in KNEES
-    for admission in (ADMIT_ALL, ADMIT_TIMELY)
+    for counts, admission in zip(KNEES, [ADMIT_ALL, ADMIT_TIMELY] * 2, strict=True)
     for times in (0.7, 1.0, 1.8)
 ]
 _before = cache(attainment)
