@@ -32,6 +32,8 @@ class AskedNodes:
     watts: tuple[tuple[str, float], ...] = ()
     pp_sizes: tuple[int, ...] = (1,)
     weights_memory_bytes: int = 0
+    quantization: str = "none"
+    kv_cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)

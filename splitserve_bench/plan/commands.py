@@ -8,6 +8,7 @@ from coordinator.settings import CoordinatorSettings
 from serving_core.errors import ModelError
 from serving_core.model_config import read_model_config
 from serving_core.shapes import BOTH, DECODE, PREFILL
+from splitserve_bench.plan.nodes import NodeKind
 from splitserve_bench.plan.plans import Placed, Plan
 from splitserve_bench.plan.study import Study
 
@@ -45,13 +46,16 @@ def _up(plan: Plan, model: str) -> str:
         f"--max-num-batched-tokens {min(kind.sizes.max_num_batched_tokens for kind in kinds)}",
         f"--max-num-seqs {min(kind.sizes.max_num_seqs for kind in kinds)}",
         f"--kv-cache-memory-bytes {min(kind.kv_cache_memory_bytes for kind in kinds)}",
-        *_weights(max(kind.weights_memory_bytes for kind in kinds)),
+        *_stored(kinds[0], max(kind.weights_memory_bytes for kind in kinds)),
     ]
     return f"splitserve up {shlex.quote(model)} {' '.join(flags)}{_in_flight(plan)}"
 
 
-def _weights(memory_bytes: int) -> list[str]:
-    return [f"--weights-memory-bytes {memory_bytes}"] if memory_bytes else []
+def _stored(kind: NodeKind, memory_bytes: int) -> list[str]:
+    """How nodes hold weights, of which only so much may be in memory, and KV."""
+    flags = [f"--weights-memory-bytes {memory_bytes}"] if memory_bytes else []
+    flags += [f"--quantization {kind.quantization}"] if kind.quantization != "none" else []
+    return [*flags, *([f"--kv-cache-dtype {kind.kv_cache_dtype}"] if kind.kv_cache_dtype != "auto" else [])]
 
 
 def _in_flight(plan: Plan) -> str:
@@ -68,6 +72,6 @@ def _node(placed: Placed) -> tuple[str, str, str]:
         f"--max-num-batched-tokens {kind.sizes.max_num_batched_tokens}",
         f"--max-num-seqs {kind.sizes.max_num_seqs}",
         f"--kv-cache-memory-bytes {kind.kv_cache_memory_bytes}",
-        *_weights(kind.weights_memory_bytes),
+        *_stored(kind, kind.weights_memory_bytes),
     ]
     return placed.role, kind.hardware, " ".join(flags)

@@ -4,7 +4,7 @@ Of models that SplitServe serves, and of OPT and BLOOM, which published tables a
 served.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -13,10 +13,14 @@ from serving_core.experts import Experts
 from serving_core.json_fields import JsonFields, read_json_object
 from serving_core.layout import DTYPE_BYTES, KVLayout
 from serving_core.model_config import read_model_config
+from serving_core.needs import WEIGHT_BITS
+from serving_core.settings import EngineSettings
 from serving_core.sharding import most_kv_heads
 
 GATED, PLAIN = 3, 2  # products of a feed-forward layer
 BLOOM_MODEL_LEN: Final = 2048
+HEAD_BITS: Final = 8  # of a head among quantized weights
+GROUP_BITS: Final = 1.25  # of each weight of 4 bits, for the scale and the zero of 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +41,33 @@ class ModelSizes:
     is_tied: bool  # one matrix for the embedding and the head
     dtype: str
     experts: Experts | None = None
+    quantization: str = "none"  # of all but embeddings, as nodes do it when they load them
+    kv_cache_dtype: str = "auto"
+
+    def stored_as(self, quantization: str, kv_cache_dtype: str) -> "ModelSizes":
+        """The same, as nodes with these flags hold it."""
+        return replace(self, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
 
     @property
     def dtype_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.quantization != "none"
+
+    @property
+    def body_weight_bytes(self) -> float:
+        """Of a weight of a layer."""
+        if not self.is_quantized:
+            return self.dtype_bytes
+        bits = WEIGHT_BITS[self.quantization]
+        return (bits + (GROUP_BITS if bits < HEAD_BITS else 0.0)) / 8
+
+    @property
+    def head_weight_bytes(self) -> float:
+        """Of a weight of the head."""
+        return HEAD_BITS / 8 if self.is_quantized else self.dtype_bytes
 
     @property
     def body_weights(self) -> int:
@@ -75,32 +102,46 @@ class ModelSizes:
     @property
     def weight_bytes(self) -> int:
         """Of all weights together."""
-        embeddings = 1 if self.is_tied else 2
-        return (self.body_weights + embeddings * self.head_weights) * self.dtype_bytes
+        return self._weight_bytes(self.body_weights, has_both_ends=True)
 
     def layout(self, block_size: int) -> KVLayout:
         """The whole model's KV cache."""
-        return KVLayout.uniform(self.num_layers, self.num_kv_heads, self.head_dim, block_size, self.dtype)
+        dtype = self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+        return KVLayout.uniform(self.num_layers, self.num_kv_heads, self.head_dim, block_size, dtype)
 
-    def rank_token_bytes(self, tp: int, pp: int = 1) -> int:
-        """KV of a token on the rank that holds most of it, of pp stages of tp ranks."""
-        of_all_layers = self.layout(1).with_heads(most_kv_heads(tp, self.num_kv_heads)).block_bytes
+    def rank_block_bytes(self, block_size: int, tp: int, pp: int = 1) -> int:
+        """KV of a block on the rank that holds most of it, of pp stages of tp ranks."""
+        of_all_layers = self.layout(block_size).with_heads(most_kv_heads(tp, self.num_kv_heads)).block_bytes
         return of_all_layers // self.num_layers * self.stage_layers(pp)
+
+    def rank_token_bytes(self, tp: int, pp: int = 1) -> float:
+        """The same of a token, in blocks as long as nodes have them by default."""
+        block_size = EngineSettings().block_size
+        return self.rank_block_bytes(block_size, tp, pp) / block_size
 
     def rank_weight_bytes(self, tp: int, pp: int = 1) -> int:
         """Weights on a rank of the stage that holds most of them."""
         if pp == 1:
             return self.weight_bytes // tp
         body = self.body_weights * self.stage_layers(pp) // self.num_layers
-        return (body + self.head_weights) * self.dtype_bytes // tp
+        return self._weight_bytes(body, has_both_ends=False) // tp
 
     def rank_layer_bytes(self, tp: int) -> int:
         """Weights of a layer on a rank, on average."""
-        return self.body_weights * self.dtype_bytes // (self.num_layers * tp)
+        return int(self.body_weights * self.body_weight_bytes) // (self.num_layers * tp)
 
     def stage_layers(self, pp: int) -> int:
         """Layers of the deepest of so many stages."""
         return -(-self.num_layers // pp)
+
+    def _weight_bytes(self, body_weights: int, *, has_both_ends: bool) -> int:
+        """Of layers, the head, or an embedding that is the larger of both, and with both ends either."""
+        head_bytes, embedding_bytes = self.head_weights * self.head_weight_bytes, self.head_weights * self.dtype_bytes
+        if self.is_tied:
+            ends_bytes = head_bytes
+        else:
+            ends_bytes = head_bytes + embedding_bytes if has_both_ends else max(head_bytes, embedding_bytes)
+        return int(body_weights * self.body_weight_bytes + ends_bytes)
 
 
 def read_model_sizes(folder: Path) -> ModelSizes:

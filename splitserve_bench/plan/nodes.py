@@ -35,6 +35,7 @@ TRANSFER_S: Final = 1e-3  # of a hand-over, beside its bytes
 DOOR_S: Final = 1e-3  # from a client to the coordinator and back
 PLACES: Final = (1, 2, 4, 8, *range(16, 128, 16), *range(128, 512, 32), *range(512, 16384, 128))
 CONTEXTS: Final = (0, 128, 512, 2048, 8192, 32768, 131072)
+QUANTIZED_FLAGS: Final = ("quantization", "kv_cache_dtype")
 MEASURED: Final = "measured"  # the hardware of a profile of `splitserve doctor --save`
 
 
@@ -56,6 +57,8 @@ class NodeKind:
     kv_cache_memory_bytes: int  # of each rank
     pp: int = 1  # stages of tp ranks
     weights_memory_bytes: int = 0  # of each rank; 0: they hold all
+    quantization: str = "none"
+    kv_cache_dtype: str = "auto"
 
     @property
     def num_devices(self) -> int:
@@ -86,8 +89,10 @@ def machines_of(asked: AskedNodes) -> Machines:
         return _measured(read_profile(path), asked)
     if not asked.model:
         raise SettingsError("--model FOLDER is needed: how large the model is decides what fits and what steps take")
-    model = read_model_sizes(Path(asked.model))
+    model = read_model_sizes(Path(asked.model)).stored_as(asked.quantization, asked.kv_cache_dtype)
     table = read_table(path) if path is not None else None
+    if table is not None:
+        _refuse_flags(asked, "tables have what was measured without it", QUANTIZED_FLAGS)
     names = dict.fromkeys((*asked.prefill_hardware, *asked.decode_hardware, *asked.both_hardware))
     if not names:
         raise SettingsError("--hardware NAME is needed, or a --profile that splitserve doctor --save has written")
@@ -144,9 +149,8 @@ def _measured(profile: Profile, asked: AskedNodes) -> Machines:
     """One kind, of as many devices as a node had, which counts as one."""
     if asked.both_hardware:
         raise SettingsError("--hardware is for data sheets and tables: this profile was measured on what it is of")
-    if asked.weights_memory_bytes:
-        said = "this profile has what was measured: splitserve doctor takes that flag as well"
-        raise SettingsError(f"--weights-memory-bytes is for data sheets: {said}")
+    said = "this profile has what was measured: splitserve doctor takes that flag as well"
+    _refuse_flags(asked, said, ("weights_memory_bytes", *QUANTIZED_FLAGS))
     speed, control = profile.corridor.bytes_per_s, profile.control
     kind = NodeKind(
         MEASURED,
@@ -164,6 +168,12 @@ def _measured(profile: Profile, asked: AskedNodes) -> Machines:
     )
     node = profile.node
     return Machines(profile.model, node.vocab_size, node.max_model_len, control.door_s, (kind,), ())
+
+
+def _refuse_flags(asked: AskedNodes, why: str, flags: Sequence[str]) -> None:
+    for flag in flags:
+        if getattr(asked, flag) not in (0, "none", "auto"):
+            raise SettingsError(f"--{flag.replace('_', '-')} is for data sheets: {why}")
 
 
 def _kind(asked: AskedNodes, model: ModelSizes, table: Table | None, hardware: str, tp: int, pp: int) -> NodeKind:
@@ -202,9 +212,11 @@ def _kind(asked: AskedNodes, model: ModelSizes, table: Table | None, hardware: s
         transfer_s=TRANSFER_S,
         dollars_per_h=tp * pp * dict(asked.dollars_per_h).get(hardware, device.dollars_per_h if device else 0.0),
         watts=tp * pp * dict(asked.watts).get(hardware, device.watts if device else 0.0),
-        kv_cache_memory_bytes=sizes.num_blocks * sizes.block_size * model.rank_token_bytes(tp, pp),
+        kv_cache_memory_bytes=sizes.num_blocks * model.rank_block_bytes(sizes.block_size, tp, pp),
         pp=pp,
         weights_memory_bytes=asked.weights_memory_bytes if elsewhere_bytes else 0,
+        quantization=asked.quantization,
+        kv_cache_dtype=asked.kv_cache_dtype,
     )
 
 
@@ -240,7 +252,7 @@ def _sizes(asked: AskedNodes, model: ModelSizes, memory_bytes: int, tp: int, pp:
     weight_bytes = model.rank_weight_bytes(tp, pp)
     if asked.weights_memory_bytes:
         weight_bytes = min(weight_bytes, asked.weights_memory_bytes)
-    num_blocks = (int(memory_bytes * MEMORY) - weight_bytes) // (block_size * model.rank_token_bytes(tp, pp))
+    num_blocks = (int(memory_bytes * MEMORY) - weight_bytes) // model.rank_block_bytes(block_size, tp, pp)
     if num_blocks < 1:
         raise _Unfit(f"{weight_bytes / 1e9:.0f} GB of weights a device leave no room for KV")
     max_model_len = min(asked.max_model_len or model.max_model_len, model.max_model_len, num_blocks * block_size)

@@ -6,6 +6,8 @@ from typing import Any, Final
 
 import click
 
+from serving_core.layout import QUANTIZED_DTYPES
+from serving_core.needs import WEIGHT_BITS
 from splitserve_bench.options import PAIR, ListOf, Size, options_of, repeat_flags
 from splitserve_bench.plan.asked import Asked, AskedLoad, AskedNodes
 from splitserve_bench.plan.devices import DEVICES, INFINIBAND, LINK_NAMES
@@ -19,6 +21,7 @@ SLO: Final = ("--goodput", "--slo")
 NODE_FLAGS: Final = (
     *("table_model", "host_link", "gpus_per_host"),
     *("max_model_len", "max_num_batched_tokens", "max_num_seqs", "weights_memory_bytes"),
+    *("quantization", "kv_cache_dtype"),
 )
 LOAD_FLAGS: Final = (
     *("dataset_name", "length_scale", "random_input_len", "random_output_len", "random_range_ratio"),
@@ -97,6 +100,20 @@ node_options = options_of(
         type=Size(),
         help="Most that a device holds of the weights, such as 60GiB, as of `splitserve up`: layers beyond are in host "
         "memory, or on a disk beside a CPU; default: nodes hold all.",
+    ),
+    click.option(
+        "--quantization",
+        default="none",
+        show_default=True,
+        type=click.Choice(["none", *WEIGHT_BITS]),
+        help="Of the weights, as of `splitserve up`.",
+    ),
+    click.option(
+        "--kv-cache-dtype",
+        default="auto",
+        show_default=True,
+        type=click.Choice(["auto", *QUANTIZED_DTYPES]),
+        help="Of keys and values, as of `splitserve up`.",
     ),
 )
 hardware_options = options_of(

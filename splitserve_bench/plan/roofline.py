@@ -9,6 +9,8 @@ here.
     collectives  2 a layer, of tokens · hidden size values: a ring's 2 (n-1) latencies and 2 (n-1)/n of the bytes
     kernels      so many seconds for each layer, whatever is in the step
     elsewhere    no step is over before it has read the layers that are not in memory, meanwhile
+    quantized    on CPUs, whose kernels compute with such weights, a step reads them as they are, at the rate of 16-bit
+                 products; on others they are made whole first: read, written and read again
 
 With n ranks, each has an nth of the weights and of the query heads, and the KV heads that belong to them. A step of
 prompts and answers has the products of all its tokens together, and both attentions. No figure here was fitted to a
@@ -69,11 +71,18 @@ class Roofline:
 
     def _products_s(self, num_tokens: float, num_sampled: float) -> float:
         model = self.model
-        read_bytes = model.read_weights(num_tokens) * model.dtype_bytes
+        read_bytes = model.read_weights(num_tokens) * self._moved_bytes(model.body_weight_bytes)
         body_s = self._bound_s(2 * model.active_weights * num_tokens, read_bytes)
-        head_s = self._bound_s(2 * model.head_weights * num_sampled, model.head_weights * model.dtype_bytes)
+        head_bytes = model.head_weights * self._moved_bytes(model.head_weight_bytes)
+        head_s = self._bound_s(2 * model.head_weights * num_sampled, head_bytes)
         ring_s = collectives_s(model, self.link, self.tp, num_tokens)
         return body_s + head_s + ring_s + LAYER_S * model.num_layers
+
+    def _moved_bytes(self, weight_bytes: float) -> float:
+        """For each weight that takes so many."""
+        if not self.model.is_quantized or self.device.multiplies_quantized:
+            return weight_bytes
+        return weight_bytes + 2 * self.model.dtype_bytes
 
     def _bound_s(self, flops: float, num_bytes: float) -> float:
         """What is divided over all ranks."""
