@@ -4,6 +4,8 @@ As with the attention kernels, SPLITSERVE_NATIVE names the variant that runs; wi
 """
 
 import ctypes
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +24,7 @@ VARIANTS: Final = {  # that are faster than torch where they run
 }
 OUTPUTS: Final = 16  # of a vector of weights, as in native/dense.h
 WORD_BYTES: Final = 4
+SLICE_OUTPUTS: Final = 1024  # that a thread packs at a time: a multiple of a panel's 64, each of which is by itself
 
 
 class Matrix(ctypes.Structure):
@@ -147,7 +150,14 @@ def _packed(library: DenseLibrary, weight: torch.Tensor) -> torch.Tensor:
     num_outputs, num_inputs = weight.shape
     padded_outputs = -(-num_outputs // OUTPUTS) * OUTPUTS
     num_words = -(-num_inputs * weight.itemsize // WORD_BYTES)
-    packed = weight_memory().empty(padded_outputs * num_words * WORD_BYTES)
-    row_bytes = weight.stride(0) * weight.itemsize
-    library.pack(weight.data_ptr(), row_bytes, num_outputs, num_inputs, ELEMENTS[weight.dtype], packed.data_ptr())
+    row_bytes, packed_bytes = weight.stride(0) * weight.itemsize, num_words * WORD_BYTES
+    packed = weight_memory().empty(padded_outputs * packed_bytes)
+
+    def pack(first: int) -> None:
+        where = weight.data_ptr() + first * row_bytes, row_bytes
+        sizes = min(SLICE_OUTPUTS, num_outputs - first), num_inputs, ELEMENTS[weight.dtype]
+        library.pack(*where, *sizes, packed.data_ptr() + first * packed_bytes)
+
+    with ThreadPoolExecutor(torch.get_num_threads(), "packing") as threads:
+        deque(threads.map(pack, range(0, num_outputs, SLICE_OUTPUTS)), maxlen=0)  # raises what they raised
     return packed
