@@ -158,6 +158,9 @@ def _packed(library: DenseLibrary, weight: torch.Tensor) -> torch.Tensor:
         sizes = min(SLICE_OUTPUTS, num_outputs - first), num_inputs, ELEMENTS[weight.dtype]
         library.pack(*where, *sizes, packed.data_ptr() + first * packed_bytes)
 
+    if num_outputs <= SLICE_OUTPUTS:
+        pack(0)
+        return packed
     with ThreadPoolExecutor(torch.get_num_threads(), "packing") as threads:
         deque(threads.map(pack, range(0, num_outputs, SLICE_OUTPUTS)), maxlen=0)  # raises what they raised
     return packed

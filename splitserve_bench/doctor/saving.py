@@ -42,7 +42,10 @@ LONE_PROMPT_TOKENS: Final = 256  # one chunk, in a model of some context
 LONE_OUTPUT_TOKENS: Final = 32
 LONE_REQUESTS: Final = 12
 LONE_TIMEOUT_S: Final = 300.0
-NODE_FLAGS: Final = ("dtype", "quantization", "kv_cache_dtype", "weights_memory_bytes", "weights_disk_path")
+NODE_FLAGS: Final = (
+    *("dtype", "quantization", "kv_cache_dtype", "weights_memory_bytes", "weights_disk_path"),
+    "batch_invariant",
+)
 
 
 async def measure_profile(

@@ -95,8 +95,9 @@ def test_products_of_any_shape(kind, num_outputs, num_inputs, num_rows, seed):
         assert_product(DenseMatrix(weight)(x), x, weight)
 
 
-def test_a_large_head(dtype):
-    weight, x = random(49152, 64, dtype=dtype), random(7, 64, seed=1, dtype=dtype)
+@pytest.mark.parametrize("num_outputs", [49152, 2 * 1024 + 37])
+def test_a_large_head(num_outputs, dtype):
+    weight, x = random(num_outputs, 64, dtype=dtype), random(7, 64, seed=1, dtype=dtype)
     assert_product(DenseMatrix(weight)(x), x, weight)
 
 
