@@ -130,7 +130,7 @@ class Embedding(Layer):
         return [Source("", (self._vocabulary, whole(self.weight.shape[1])))]
 
     def pack(self, bits: int | None) -> None:
-        """A head's weights are quantized, and vectors then read from there; or packed beside those that are read."""
+        """A head's weights are quantized, or packed, and vectors then read from there where that can be."""
         self._dtype = self.weight.dtype
         if not self._is_head:
             return
@@ -139,6 +139,8 @@ class Embedding(Layer):
             del self.weight
         elif self._gives_logits:
             self._packed = _packed(self.weight)
+            if isinstance(self._packed, DenseMatrix):
+                del self.weight
 
     def make_invariant(self, tiling: Tiling) -> None:
         if not self.is_invariant:
@@ -177,9 +179,11 @@ class Embedding(Layer):
         return functional.linear(x, self.weight) if self.matrix is None else self.matrix(x)
 
     def _vectors(self, rows: torch.Tensor) -> torch.Tensor:
-        if self._quantized is None:
-            return functional.embedding(rows, self.weight)
-        return self._quantized.rows(rows).to(self._dtype)
+        if self._quantized is not None:
+            return self._quantized.rows(rows).to(self._dtype)
+        if isinstance(self._packed, DenseMatrix):
+            return self._packed.rows(rows)
+        return functional.embedding(rows, self.weight)
 
 
 class ScaledEmbedding(Embedding):

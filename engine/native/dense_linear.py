@@ -23,8 +23,9 @@ VARIANTS: Final = {  # that are faster than torch where they run
     torch.bfloat16: ("amx", "avx512_bf16", "avx512", "avx2"),
 }
 OUTPUTS: Final = 16  # of a vector of weights, as in native/dense.h
+PANEL_OUTPUTS: Final = 64  # of a panel of weights; the last one may have fewer
 WORD_BYTES: Final = 4
-SLICE_OUTPUTS: Final = 1024  # that a thread packs at a time: a multiple of a panel's 64, each of which is by itself
+SLICE_OUTPUTS: Final = 1024  # that a thread packs at a time: a multiple of PANEL_OUTPUTS, as panels are by themselves
 
 
 class Matrix(ctypes.Structure):
@@ -97,6 +98,7 @@ class DenseMatrix:
             raise ValueError(f"there is no kernel for {weight.dtype} weights here")
         self.num_outputs, self.num_inputs = weight.shape
         self.dtype: Final = weight.dtype
+        self._padded_outputs = -(-self.num_outputs // OUTPUTS) * OUTPUTS
         self._library = library
         self._weights = _packed(library, weight.detach())
         self._bias = None if bias is None else bias.detach().float().contiguous()
@@ -118,6 +120,15 @@ class DenseMatrix:
     @property
     def num_bytes(self) -> int:
         return self._weights.nbytes + (0 if self._bias is None else self._bias.nbytes)
+
+    def rows(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The weights of these outputs [T]: [T, num_inputs]."""
+        words = self._weights.view(torch.int32)
+        num_words = len(words) // self._padded_outputs
+        panels = outputs // PANEL_OUTPUTS * PANEL_OUTPUTS
+        widths = (self._padded_outputs - panels).clamp_(max=PANEL_OUTPUTS)
+        places = (panels * num_words + outputs - panels).unsqueeze(1) + widths.unsqueeze(1) * torch.arange(num_words)
+        return words[places].view(self.dtype)[:, : self.num_inputs]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, num_inputs] -> [T, num_outputs], both of the weights' dtype"""

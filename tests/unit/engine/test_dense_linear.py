@@ -101,6 +101,14 @@ def test_a_large_head(num_outputs, dtype):
     assert_product(DenseMatrix(weight)(x), x, weight)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (16, 3), (64, 8), (65, 7), (100, 30), (500, 33)])
+def test_rows_of_the_weights_can_be_read_again(shape, dtype):
+    weight = random(*shape, dtype=dtype)
+    rows = torch.cat([torch.arange(shape[0]), torch.tensor([0, shape[0] - 1, shape[0] // 2])])
+    assert torch.equal(DenseMatrix(weight).rows(rows), weight[rows])
+    assert DenseMatrix(weight).rows(rows[:0]).shape == (0, shape[1])
+
+
 def test_weights_that_are_not_contiguous(dtype):
     wide, x = random(300, 90, dtype=dtype), random(5, 71, seed=1, dtype=dtype)
     expected = DenseMatrix(wide[::2, 3:74].contiguous())(x)
