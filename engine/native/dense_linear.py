@@ -125,10 +125,17 @@ class DenseMatrix:
         """The weights of these outputs [T]: [T, num_inputs]."""
         words = self._weights.view(torch.int32)
         num_words = len(words) // self._padded_outputs
-        panels = outputs // PANEL_OUTPUTS * PANEL_OUTPUTS
-        widths = (self._padded_outputs - panels).clamp_(max=PANEL_OUTPUTS)
-        places = (panels * num_words + outputs - panels).unsqueeze(1) + widths.unsqueeze(1) * torch.arange(num_words)
-        return words[places].view(self.dtype)[:, : self.num_inputs]
+        in_panels = self._padded_outputs // PANEL_OUTPUTS * PANEL_OUTPUTS
+        panels = words[: in_panels * num_words].view(-1, num_words, PANEL_OUTPUTS)
+        if in_panels == self._padded_outputs:
+            found = panels[outputs // PANEL_OUTPUTS, :, outputs % PANEL_OUTPUTS]
+        else:
+            is_last = outputs >= in_panels
+            last, others = outputs[is_last] - in_panels, outputs[~is_last]
+            found = words.new_empty((len(outputs), num_words))
+            found[is_last] = words[in_panels * num_words :].view(num_words, -1).t()[last]
+            found[~is_last] = panels[others // PANEL_OUTPUTS, :, others % PANEL_OUTPUTS]
+        return found.view(self.dtype)[:, : self.num_inputs]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, num_inputs] -> [T, num_outputs], both of the weights' dtype"""
