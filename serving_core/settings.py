@@ -6,7 +6,8 @@ from serving_core.flags import flag
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("none", "int8", "int4", "w8a8")
+WEIGHT_BITS = {"int8": 8, "int4": 4, "w8a8": 8}
+QUANTIZATIONS = ("none", *WEIGHT_BITS)
 MODEL_IMPLS = ("auto", "native", "transformers")
 RUNNERS = ("auto", "generate", "pooling")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8_e4m3")

@@ -20,7 +20,8 @@ from engine.quantization import awq, gptq, w8a8
 from engine.quantization.fp8 import Fp8Checkpoint
 from engine.quantization.grouped_weight import join, matrix_of
 from serving_core.errors import ModelError
-from serving_core.needs import INPUT_BITS, TIED_HEAD, WEIGHT_BITS
+from serving_core.needs import INPUT_BITS, TIED_HEAD
+from serving_core.settings import WEIGHT_BITS
 from serving_core.sharding import Extent
 from serving_core.stored_quantization import StoredQuantization
 from serving_core.weight_files import is_gguf, weight_files

@@ -13,8 +13,7 @@ from serving_core.experts import Experts
 from serving_core.json_fields import JsonFields, read_json_object
 from serving_core.layout import DTYPE_BYTES, KVLayout
 from serving_core.model_config import read_model_config
-from serving_core.needs import WEIGHT_BITS
-from serving_core.settings import EngineSettings
+from serving_core.settings import WEIGHT_BITS, EngineSettings
 from serving_core.sharding import most_kv_heads
 
 GATED, PLAIN = 3, 2  # products of a feed-forward layer

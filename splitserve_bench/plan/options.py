@@ -6,8 +6,7 @@ from typing import Any, Final
 
 import click
 
-from serving_core.layout import QUANTIZED_DTYPES
-from serving_core.needs import WEIGHT_BITS
+from serving_core.settings import KV_CACHE_DTYPES, QUANTIZATIONS
 from splitserve_bench.options import PAIR, ListOf, Size, options_of, repeat_flags
 from splitserve_bench.plan.asked import Asked, AskedLoad, AskedNodes
 from splitserve_bench.plan.devices import DEVICES, INFINIBAND, LINK_NAMES
@@ -105,14 +104,14 @@ node_options = options_of(
         "--quantization",
         default="none",
         show_default=True,
-        type=click.Choice(["none", *WEIGHT_BITS]),
+        type=click.Choice(QUANTIZATIONS),
         help="Of the weights, as of `splitserve up`.",
     ),
     click.option(
         "--kv-cache-dtype",
         default="auto",
         show_default=True,
-        type=click.Choice(["auto", *QUANTIZED_DTYPES]),
+        type=click.Choice(KV_CACHE_DTYPES),
         help="Of keys and values, as of `splitserve up`.",
     ),
 )

@@ -11,7 +11,6 @@ from click.testing import CliRunner
 
 import engine.engine
 from engine.engine import Engine
-from engine.native.dense_linear import best_variant
 from engine.step_clock import BETWEEN
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
