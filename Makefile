@@ -29,7 +29,7 @@ test: setup model
 BEGIN_WITHIN ?=
 
 test-long: setup model
-	$(PYTEST) -n 3 -m long $(if $(BEGIN_WITHIN),--begin-within $(BEGIN_WITHIN))
+	$(PYTEST) -n 3 -m long $(if $(BEGIN_WITHIN),--begin-within=$(BEGIN_WITHIN))
 
 # Every row of the matrix of faults, with real processes: what struck, what became of requests, what was lost.
 faults: setup
