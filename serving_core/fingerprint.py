@@ -10,10 +10,9 @@ from serving_core.errors import ModelError
 from serving_core.gguf_weights import gguf_weights
 from serving_core.layout import KVLayout
 from serving_core.model_config import FAKE_ARCHITECTURE, ModelConfig
-from serving_core.weight_files import is_gguf, weight_files
+from serving_core.weight_files import is_gguf, read_header_bytes, weight_files
 
 EDGE_BYTES: Final = 2**20
-_HEADER_LENGTH_BYTES: Final = 8  # a safetensors file starts with its header's length, little-endian
 
 
 def fingerprint(
@@ -46,8 +45,7 @@ def _weights_digest(folder: Path) -> str:
     for file in weight_files(folder):
         try:
             with file.open("rb") as stream:
-                header_bytes = _HEADER_LENGTH_BYTES + int.from_bytes(stream.read(_HEADER_LENGTH_BYTES), "little")
-                _digest_file(stream, header_bytes, digest)
+                _digest_file(stream, read_header_bytes(stream), digest)
         except OSError as error:
             raise ModelError(f"{file} cannot be read: {error.strerror}") from error
     return digest.hexdigest()

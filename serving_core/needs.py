@@ -10,14 +10,14 @@ from serving_core.adapters import read_adapters
 from serving_core.errors import SettingsError
 from serving_core.layout import DTYPE_BYTES, KVLayout
 from serving_core.model_config import FAKE_ARCHITECTURE, ModelConfig, read_model_config
-from serving_core.settings import WEIGHT_BITS, EngineSettings
+from serving_core.settings import EngineSettings
 from serving_core.sharding import check_num_ranks, check_pp_size, check_tp_size, rank_layout
 from serving_core.stored_quantization import FP8, FP8_SCALES, check_quantization
 from serving_core.text_parts import text_names
+from serving_core.weight_bits import WEIGHT_BITS
 from serving_core.weight_files import StoredTensor, stored_tensors
 
 MOST_INVARIANT_RANKS: Final = 2  # whose sum does not depend on the order
-INPUT_BITS: Final = {"w8a8": 8}  # to which kernels round what is multiplied with them; 16 with others
 PACKED_BYTES: Final = 4  # of the integers that hold quantized weights
 INTEGER_BYTES: Final = {"I8": 1, "U8": 1}  # of others
 TIED_HEAD: Final = "lm_head.weight"

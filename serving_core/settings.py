@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from serving_core.flags import flag
+from serving_core.weight_bits import WEIGHT_BITS
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-WEIGHT_BITS = {"int8": 8, "int4": 4, "w8a8": 8}
 QUANTIZATIONS = ("none", *WEIGHT_BITS)
 MODEL_IMPLS = ("auto", "native", "transformers")
 RUNNERS = ("auto", "generate", "pooling")

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import BinaryIO, Final, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -13,6 +13,7 @@ from serving_core.json_fields import read_json_object
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOATS: Final = ("F32", "F16", "BF16")
+_LENGTH_BYTES: Final = 8  # a safetensors file starts with the length of the JSON behind it, little-endian
 
 
 class StoredTensor(NamedTuple):
@@ -69,12 +70,16 @@ def file_tensors(file: Path) -> dict[str, StoredTensor]:
         raise ModelError(f"{file} is not a whole safetensors file: {error}") from error
 
 
+def read_header_bytes(stream: BinaryIO) -> int:
+    """How long the header is that a safetensors file says it has, from its start; leaves the stream before its JSON."""
+    return _LENGTH_BYTES + int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+
+
 def tensor_places(file: Path) -> dict[str, range]:
     """The bytes of each tensor of a safetensors file that has been opened as one."""
     with file.open("rb") as stream:
-        header_bytes = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(header_bytes))
-    first = 8 + header_bytes
+        first = read_header_bytes(stream)
+        header = json.loads(stream.read(first - _LENGTH_BYTES))
     places = {name: tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"}
     return {name: range(first + start, first + stop) for name, (start, stop) in places.items()}
 

@@ -9,8 +9,7 @@ from torch import nn
 from engine.foreign.latent import EXPAND
 from engine.quantization.quantized_linear import QuantizedMatrix, quantized_matrix
 from serving_core.errors import ModelError
-from serving_core.needs import INPUT_BITS
-from serving_core.settings import WEIGHT_BITS
+from serving_core.weight_bits import INPUT_BITS, WEIGHT_BITS
 
 EXPERTS: Final = 3  # dimensions of the weights of several in one
 

@@ -20,6 +20,7 @@ from engine.parallel import RankGroup
 from engine.quantization.quantized_linear import QuantizedMatrix, quantized_matrix
 from serving_core.differences import SILU
 from serving_core.sharding import Extent, Shard, whole
+from serving_core.weight_bits import HEAD_BITS
 
 
 class Source(NamedTuple):
@@ -96,9 +97,9 @@ def _packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> DenseMatr
 
 
 Packed: TypeAlias = DenseMatrix | OneDNNMatrix | QuantizedMatrix  # what takes the place of a plain weight
+WITH_ROWS: Final = (DenseMatrix, QuantizedMatrix)  # of these, what weights can be read from again
 
 _HAS_ONEDNN: bool = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # type: ignore[no-untyped-call]
-HEAD_BITS: Final = 8  # also among weights of 4 bits: what it rounds is seen at once
 
 
 def _is_native(matrix: object) -> bool:
@@ -117,8 +118,7 @@ class Embedding(Layer):
         self._is_head = is_head
         self._gives_logits = is_head and gives_logits
         self._dtype = torch.get_default_dtype()
-        self._quantized: QuantizedMatrix | None = None
-        self._packed: DenseMatrix | OneDNNMatrix | None = None
+        self._matrix: Packed | None = None
         self._tiled: Rows | None = None
         # (torch's own embedding draws random values, on the meta device too, at half a second.)
         self.weight = nn.Parameter(torch.empty(len(vocabulary.held), size))
@@ -135,12 +135,11 @@ class Embedding(Layer):
         if not self._is_head:
             return
         if bits is not None:
-            self._quantized = quantized_matrix(self.weight.detach(), HEAD_BITS)
-            del self.weight
+            self._matrix = quantized_matrix(self.weight.detach(), HEAD_BITS)
         elif self._gives_logits:
-            self._packed = _packed(self.weight)
-            if isinstance(self._packed, DenseMatrix):
-                del self.weight
+            self._matrix = _packed(self.weight)
+        if isinstance(self._matrix, WITH_ROWS):
+            del self.weight
 
     def make_invariant(self, tiling: Tiling) -> None:
         if not self.is_invariant:
@@ -152,8 +151,7 @@ class Embedding(Layer):
 
     @property
     def num_bytes(self) -> int:
-        matrices = (self._quantized, self._packed)
-        return super().num_bytes + sum(matrix.num_bytes for matrix in matrices if matrix is not None)
+        return super().num_bytes + (0 if self._matrix is None else self._matrix.num_bytes)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [T] -> [T, size], on every rank"""
@@ -169,7 +167,7 @@ class Embedding(Layer):
     @property
     def matrix(self) -> Packed | None:
         """What computes the logits; None: the plain weight does."""
-        return self._quantized or self._packed
+        return self._matrix
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [S, size] -> [S, ids held], for a model whose head this is"""
@@ -179,10 +177,8 @@ class Embedding(Layer):
         return functional.linear(x, self.weight) if self.matrix is None else self.matrix(x)
 
     def _vectors(self, rows: torch.Tensor) -> torch.Tensor:
-        if self._quantized is not None:
-            return self._quantized.rows(rows).to(self._dtype)
-        if isinstance(self._packed, DenseMatrix):
-            return self._packed.rows(rows)
+        if isinstance(self._matrix, WITH_ROWS):
+            return self._matrix.rows(rows).to(self._dtype)
         return functional.embedding(rows, self.weight)
 
 

@@ -24,16 +24,17 @@ class Span(NamedTuple):
 def read_ahead(items: Sequence[T], spans_of: Callable[[T], Iterable[Span]]) -> Generator[T]:
     """The items in order, while what the next ones are read from is on its way, of AHEAD_BYTES or one item at least.
     To be closed when it is not gone through to its end."""
-    coming, sizes = iter(items), deque[int]()
+    coming, sizes, ahead_bytes = iter(items), deque[int](), 0
     reader = ThreadPoolExecutor(1, "read ahead")
     try:
         for item in items:
-            while sum(sizes) < AHEAD_BYTES and (following := next(coming, None)) is not None:
+            while ahead_bytes < AHEAD_BYTES and (following := next(coming, None)) is not None:
                 spans = list(spans_of(following))
                 sizes.append(sum(span.stop - span.start for span in spans))
+                ahead_bytes += sizes[-1]
                 reader.submit(_advise, spans)
             yield item
-            sizes.popleft()
+            ahead_bytes -= sizes.popleft()
     finally:
         reader.shutdown(cancel_futures=True)
 

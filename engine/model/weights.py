@@ -20,10 +20,10 @@ from engine.quantization import awq, gptq, w8a8
 from engine.quantization.fp8 import Fp8Checkpoint
 from engine.quantization.grouped_weight import join, matrix_of
 from serving_core.errors import ModelError
-from serving_core.needs import INPUT_BITS, TIED_HEAD
-from serving_core.settings import WEIGHT_BITS
+from serving_core.needs import TIED_HEAD
 from serving_core.sharding import Extent
 from serving_core.stored_quantization import StoredQuantization
+from serving_core.weight_bits import INPUT_BITS, WEIGHT_BITS
 from serving_core.weight_files import is_gguf, weight_files
 
 logger = logging.getLogger(__name__)

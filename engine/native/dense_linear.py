@@ -25,7 +25,7 @@ VARIANTS: Final = {  # that are faster than torch where they run
 OUTPUTS: Final = 16  # of a vector of weights, as in native/dense.h
 PANEL_OUTPUTS: Final = 64  # of a panel of weights; the last one may have fewer
 WORD_BYTES: Final = 4
-SLICE_OUTPUTS: Final = 1024  # that a thread packs at a time: a multiple of PANEL_OUTPUTS, as panels are by themselves
+SLICE_OUTPUTS: Final = 16 * PANEL_OUTPUTS  # that a thread packs at a time: panels are by themselves
 
 
 class Matrix(ctypes.Structure):
@@ -98,7 +98,6 @@ class DenseMatrix:
             raise ValueError(f"there is no kernel for {weight.dtype} weights here")
         self.num_outputs, self.num_inputs = weight.shape
         self.dtype: Final = weight.dtype
-        self._padded_outputs = -(-self.num_outputs // OUTPUTS) * OUTPUTS
         self._library = library
         self._weights = _packed(library, weight.detach())
         self._bias = None if bias is None else bias.detach().float().contiguous()
@@ -123,11 +122,11 @@ class DenseMatrix:
 
     def rows(self, outputs: torch.Tensor) -> torch.Tensor:
         """The weights of these outputs [T]: [T, num_inputs]."""
-        words = self._weights.view(torch.int32)
-        num_words = len(words) // self._padded_outputs
-        in_panels = self._padded_outputs // PANEL_OUTPUTS * PANEL_OUTPUTS
+        words, padded_outputs = self._weights.view(torch.int32), _padded(self.num_outputs)
+        num_words = len(words) // padded_outputs
+        in_panels = padded_outputs // PANEL_OUTPUTS * PANEL_OUTPUTS
         panels = words[: in_panels * num_words].view(-1, num_words, PANEL_OUTPUTS)
-        if in_panels == self._padded_outputs:
+        if in_panels == padded_outputs:
             found = panels[outputs // PANEL_OUTPUTS, :, outputs % PANEL_OUTPUTS]
         else:
             is_last = outputs >= in_panels
@@ -161,15 +160,19 @@ class DenseMatrix:
         program.add(self._library.add, self._address, x.data_ptr(), row_bytes, outputs.data_ptr())
 
 
+def _padded(num_outputs: int) -> int:
+    """With those that fill the last vector."""
+    return -(-num_outputs // OUTPUTS) * OUTPUTS
+
+
 def _packed(library: DenseLibrary, weight: torch.Tensor) -> torch.Tensor:
     """[panels, words of inputs, outputs of the panel] in bytes, zeros where there is no weight."""
     if weight.stride(1) != 1:
         weight = weight.contiguous()
     num_outputs, num_inputs = weight.shape
-    padded_outputs = -(-num_outputs // OUTPUTS) * OUTPUTS
     num_words = -(-num_inputs * weight.itemsize // WORD_BYTES)
     row_bytes, packed_bytes = weight.stride(0) * weight.itemsize, num_words * WORD_BYTES
-    packed = weight_memory().empty(padded_outputs * packed_bytes)
+    packed = weight_memory().empty(_padded(num_outputs) * packed_bytes)
 
     def pack(first: int) -> None:
         where = weight.data_ptr() + first * row_bytes, row_bytes

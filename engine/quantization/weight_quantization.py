@@ -8,8 +8,9 @@ from typing import Final
 import torch
 from torch.nn import functional
 
+from serving_core.weight_bits import GROUP_SIZE_4_BIT
+
 INPUTS_MULTIPLE: Final = 16  # what group sizes are multiples of
-GROUP_SIZE_4_BIT: Final = 32
 _TILE_ELEMENTS: Final = 2**20  # whose float32 are at hand at a time
 
 

@@ -13,13 +13,13 @@ from serving_core.experts import Experts
 from serving_core.json_fields import JsonFields, read_json_object
 from serving_core.layout import DTYPE_BYTES, KVLayout
 from serving_core.model_config import read_model_config
-from serving_core.settings import WEIGHT_BITS, EngineSettings
+from serving_core.settings import EngineSettings
 from serving_core.sharding import most_kv_heads
+from serving_core.weight_bits import GROUP_SIZE_4_BIT, HEAD_BITS, WEIGHT_BITS
 
 GATED, PLAIN = 3, 2  # products of a feed-forward layer
 BLOOM_MODEL_LEN: Final = 2048
-HEAD_BITS: Final = 8  # of a head among quantized weights
-GROUP_BITS: Final = 1.25  # of each weight of 4 bits, for the scale and the zero of 32
+GROUP_BITS: Final = (32 + 8) / GROUP_SIZE_4_BIT  # of each weight of 4 bits, for the scale and the zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,17 @@ class ModelSizes:
         if not self.is_quantized:
             return self.dtype_bytes
         bits = WEIGHT_BITS[self.quantization]
-        return (bits + (GROUP_BITS if bits < HEAD_BITS else 0.0)) / 8
+        return (bits + (GROUP_BITS if bits == 4 else 0.0)) / 8
 
     @property
     def head_weight_bytes(self) -> float:
         """Of a weight of the head."""
         return HEAD_BITS / 8 if self.is_quantized else self.dtype_bytes
+
+    @property
+    def embedding_weight_bytes(self) -> float:
+        """Of a weight of the embedding."""
+        return self.head_weight_bytes if self.is_tied else self.dtype_bytes
 
     @property
     def body_weights(self) -> int:
@@ -101,7 +106,8 @@ class ModelSizes:
     @property
     def weight_bytes(self) -> int:
         """Of all weights together."""
-        return self._weight_bytes(self.body_weights, has_both_ends=True)
+        of_ends = self.embedding_weight_bytes + (0 if self.is_tied else self.head_weight_bytes)
+        return int(self.body_weights * self.body_weight_bytes + self.head_weights * of_ends)
 
     def layout(self, block_size: int) -> KVLayout:
         """The whole model's KV cache."""
@@ -119,11 +125,11 @@ class ModelSizes:
         return self.rank_block_bytes(block_size, tp, pp) / block_size
 
     def rank_weight_bytes(self, tp: int, pp: int = 1) -> int:
-        """Weights on a rank of the stage that holds most of them."""
+        """Weights on a rank of the stage that holds most of them: an embedding takes no less than a head."""
         if pp == 1:
             return self.weight_bytes // tp
         body = self.body_weights * self.stage_layers(pp) // self.num_layers
-        return self._weight_bytes(body, has_both_ends=False) // tp
+        return int(body * self.body_weight_bytes + self.head_weights * self.embedding_weight_bytes) // tp
 
     def rank_layer_bytes(self, tp: int) -> int:
         """Weights of a layer on a rank, on average."""
@@ -132,15 +138,6 @@ class ModelSizes:
     def stage_layers(self, pp: int) -> int:
         """Layers of the deepest of so many stages."""
         return -(-self.num_layers // pp)
-
-    def _weight_bytes(self, body_weights: int, *, has_both_ends: bool) -> int:
-        """Of layers, the head, or an embedding that is the larger of both, and with both ends either."""
-        head_bytes, embedding_bytes = self.head_weights * self.head_weight_bytes, self.head_weights * self.dtype_bytes
-        if self.is_tied:
-            ends_bytes = head_bytes
-        else:
-            ends_bytes = head_bytes + embedding_bytes if has_both_ends else max(head_bytes, embedding_bytes)
-        return int(body_weights * self.body_weight_bytes + ends_bytes)
 
 
 def read_model_sizes(folder: Path) -> ModelSizes:

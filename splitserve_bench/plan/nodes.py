@@ -1,5 +1,6 @@
 """The kinds of node that a plan can have: devices of one hardware, joined as ranks, that hold the model."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -57,8 +58,6 @@ class NodeKind:
     kv_cache_memory_bytes: int  # of each rank
     pp: int = 1  # stages of tp ranks
     weights_memory_bytes: int = 0  # of each rank; 0: they hold all
-    quantization: str = "none"
-    kv_cache_dtype: str = "auto"
 
     @property
     def num_devices(self) -> int:
@@ -171,8 +170,9 @@ def _measured(profile: Profile, asked: AskedNodes) -> Machines:
 
 
 def _refuse_flags(asked: AskedNodes, why: str, flags: Sequence[str]) -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(asked)}
     for flag in flags:
-        if getattr(asked, flag) not in (0, "none", "auto"):
+        if getattr(asked, flag) != defaults[flag]:
             raise SettingsError(f"--{flag.replace('_', '-')} is for data sheets: {why}")
 
 
@@ -215,8 +215,6 @@ def _kind(asked: AskedNodes, model: ModelSizes, table: Table | None, hardware: s
         kv_cache_memory_bytes=sizes.num_blocks * model.rank_block_bytes(sizes.block_size, tp, pp),
         pp=pp,
         weights_memory_bytes=asked.weights_memory_bytes if elsewhere_bytes else 0,
-        quantization=asked.quantization,
-        kv_cache_dtype=asked.kv_cache_dtype,
     )
 
 
