@@ -29,12 +29,12 @@ async def _serve(settings: CoordinatorSettings) -> None:
 
 
 async def _serve_until_stopped(server: CoordinatorServer) -> None:
-    await server.start()
     stopping, forced = asyncio.Event(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT):  # who is served may already stop it
         asyncio.get_running_loop().add_signal_handler(
             number, lambda: forced.set() if stopping.is_set() else stopping.set()
         )
+    await server.start()
     try:
         await first_to_end(stopping.wait(), server.wait())
         await first_to_end(server.drain(), forced.wait(), server.wait())

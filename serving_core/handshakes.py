@@ -3,16 +3,16 @@
 from typing import Final
 
 _LEAVES: Final = "what listens there hangs up in the handshake: it may ask for a certificate of its CA (--tls-cert)"
+_HUNG_UP: Final = ("Socket closed", "Connection reset", "Broken pipe")  # which of them is a matter of moments
 _OVER_TLS: Final = (  # the first that fits counts
     ("certificate has expired", "the certificate that is shown there has expired"),
     ("CERTIFICATE_VERIFY_FAILED", "the certificate that is shown there is of no CA that is known here: see --tls-ca"),
     ("Hostname Verification", "the certificate that is shown there is for other names than the one that was dialled"),
     ("WRONG_VERSION_NUMBER", "what listens there does not speak TLS"),
-    ("Socket closed", _LEAVES),
-    ("Connection reset", _LEAVES),
+    *((words, _LEAVES) for words in _HUNG_UP),
 )
 _HANGS_UP: Final = "what listens there hangs up at once, as a TLS port does"
-_IN_THE_OPEN: Final = (("Socket closed", _HANGS_UP), ("Connection reset", _HANGS_UP))
+_IN_THE_OPEN: Final = tuple((words, _HANGS_UP) for words in _HUNG_UP)
 
 
 def why_no_handshake(details: str, *, over_tls: bool) -> str | None:

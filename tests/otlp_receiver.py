@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 STOP_S = 5.0
 AT_ONCE = {"OTEL_BSP_SCHEDULE_DELAY": "50"}  # ms, for a process that is to send its spans soon
 

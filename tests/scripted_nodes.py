@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 
 import grpc
 import pytest
@@ -14,13 +15,13 @@ from protos import fleet_pb2, inference_pb2, inference_pb2_grpc
 from tests import fleet_events as events
 from tests.tiny_models import write_fake_model
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 SETTINGS = {
     "port": 0,
     "fleet_port": 0,
     "http_port": -1,
     "heartbeat_s": 30.0,
-    "node_timeout_s": 60.0,
+    "node_timeout_s": 6 * DEADLINE_S,  # a test has ended before
     "node_wait_s": 0.0,
     "drain_s": DEADLINE_S,
 }
@@ -43,6 +44,7 @@ class ScriptedNode:
         self._channel = channel
         self._call = call
         self.session = 0
+        self.num_sent = 0
 
     @classmethod
     async def dial(cls, port, first_event, secret=""):
@@ -54,6 +56,7 @@ class ScriptedNode:
         return node
 
     async def send(self, event):
+        self.num_sent += 1
         await self._call.write(event if isinstance(event, bytes) else event.SerializeToString())
 
     async def command(self, kind):
@@ -98,6 +101,13 @@ class Cluster:
         self.admin = inference_pb2_grpc.AdminStub(channel)
         self.nodes = {}
         self.num_reports = 0
+        self._num_heard = Counter()  # events that the coordinator has handled, by session
+        self._receive = server._dispatcher.receive
+        server._dispatcher.receive = self._count_received
+
+    def _count_received(self, link, event):
+        self._receive(link, event)
+        self._num_heard[link.node.session] += 1
 
     async def attach(self, name, **hello):
         node = await ScriptedNode.dial(self.server.fleet_port, events.hello(name, **hello))
@@ -113,6 +123,12 @@ class Cluster:
             sampling_params=inference_pb2.SamplingParams(**params),
         )
         return self.stub.Generate(request, timeout=timeout)
+
+    async def until_heard(self, *nodes):
+        """Returns when the coordinator has handled what these nodes have said: their streams overtake each other."""
+        async with asyncio.timeout(DEADLINE_S):
+            while any(self._num_heard[node.session] < node.num_sent - 1 for node in nodes):  # which are without hello
+                await asyncio.sleep(0.001)
 
     async def until_loads(self, condition):
         """Returns when a load report meets the condition."""
@@ -180,17 +196,20 @@ async def begin(c):
 
 
 async def hand_over(c, attempt, text="a", index=0, *, num_cached_tokens=0, begun=False, **num_bytes):
-    """First token, ticket and commit of an attempt on p0 and d0, which is told that it has begun if it has a limit."""
+    """First token, ticket and commit of an attempt on p0 and d0, which is told that it has begun if it has a limit; the
+    coordinator has heard of them, in this order."""
     p0, d0 = c.nodes["p0"], c.nodes["d0"]
     token = events.sampled(attempt, index, ord(text))
     await p0.send(events.first_token(token, num_cached_tokens=num_cached_tokens))
     if begun:
         assert (await d0.command("begun")).attempt == attempt
+    await c.until_heard(p0)
     await d0.send(events.reserved(attempt, b"t" * 40))
     deliver = await p0.command("deliver")
     assert (deliver.attempt, deliver.ticket) == (attempt, b"t" * 40)
     await d0.send(events.committed(attempt, **num_bytes))
     await p0.send(events.transferred(attempt))
+    await c.until_heard(p0, d0)
 
 
 async def step(node, attempt, index, text, finish_reason=0):

@@ -77,7 +77,8 @@ class Script(inference_pb2_grpc.InferenceServicer, inference_pb2_grpc.AdminServi
 
     def Generate(self, request, context):
         self._note(request, context)
-        context.add_callback(self.cancelled.set)
+        if not context.add_callback(self.cancelled.set):  # the call has ended already
+            self.cancelled.set()
         yield from self.replies
         if self.broken_off is not None:
             broken_off, self.broken_off, self.replies = self.broken_off, None, self.later

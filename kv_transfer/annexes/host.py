@@ -74,8 +74,9 @@ class AnnexHost:
         except OSError as error:
             raise SettingsError(f"cannot listen for annexes on {address}: {error.strerror or error}") from error
         self.address: Final = f"{address}:{self._listener.getsockname()[1]}"
-        self._threads = [threading.Thread(target=self._accept, name="annexes", daemon=True)]
-        self._threads[0].start()
+        self._threads: list[threading.Thread] = []  # of the connections; the acceptor's alone
+        self._acceptor = threading.Thread(target=self._accept, name="annexes", daemon=True)
+        self._acceptor.start()
 
     def close(self) -> None:
         """Ends all of them."""
@@ -85,7 +86,8 @@ class AnnexHost:
         for connection in (self._listener, *connections):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-        for thread in list(self._threads):
+        self._acceptor.join(MESSAGE_S)  # behind which there are no more threads
+        for thread in self._threads:
             thread.join(MESSAGE_S)
         self._listener.close()
 

@@ -30,6 +30,7 @@ import numpy as np
 MARGIN: Final = 1.1  # what is less than a tenth apart is even
 GRID: Final = 1.05  # ratio of neighbouring prompt lengths that are tried
 DEGREES: Final = (0, 1, 2)
+MOST_CACHED: Final = 0.9  # of a step, for what is cached: a measurement that was disturbed may say more
 
 Verdict = Literal["split", "even", "colocated"]
 
@@ -189,15 +190,17 @@ def fit_corridor(points: Sequence[tuple[int, float]]) -> CorridorCost:
 
 def fit_decode(batches: Sequence[tuple[int, float]], context_tokens: int, longer: tuple[int, int, float]) -> DecodeCost:
     """From batches and their seconds of a step at a context, and the batch, longer context and seconds of one more of
-    these batches."""
+    these batches. However long the longer one took, a step without any cache takes some time."""
     ordered = sorted(batches)
     batch, longer_tokens, longer_s = longer
     added_s = max(0.0, longer_s - dict(ordered)[batch])
+    token_s = added_s / (batch * (longer_tokens - context_tokens))
+    most_token_s = MOST_CACHED * min(seconds / (each * context_tokens) for each, seconds in ordered)
     return DecodeCost(
         tuple(each for each, _ in ordered),
         tuple(seconds for _, seconds in ordered),
         context_tokens,
-        added_s / (batch * (longer_tokens - context_tokens)),
+        min(token_s, most_token_s),
     )
 
 

@@ -22,7 +22,7 @@ def test_every_request_of_a_benchmark_succeeds(tmp_path):
         "output": f"kind=json,path={report}",
     }
     flags = [part for name, value in options.items() for part in (f"--{name}", value)]
-    subprocess.run([Path(sys.executable).with_name("guidellm"), "run", *flags], timeout=120, check=True)
+    subprocess.run([Path(sys.executable).with_name("guidellm"), "run", *flags], timeout=1200, check=True)
     [benchmark] = json.loads(report.read_text())["benchmarks"]
     totals = benchmark["metrics"]["request_totals"]
     assert (totals["successful"], totals["errored"]) == (NUM_REQUESTS, 0)

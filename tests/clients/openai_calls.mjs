@@ -6,7 +6,7 @@ import OpenAI from 'openai';
 import { zodResponseFormat } from 'openai/helpers/zod';
 import { z } from 'zod';
 
-const client = new OpenAI({ maxRetries: 0, timeout: 60_000 });
+const client = new OpenAI({ maxRetries: 0, timeout: 300_000 });
 const model = 'scripted';
 const messages = [{ role: 'user', content: 'How is the weather?' }];
 const parameters = {

@@ -15,9 +15,9 @@ from typing import Final
 
 from splitserve.launch.launcher import free_port
 
-START_S: Final = 180.0
-COMMAND_S: Final = 120.0
-STOP_S: Final = 60.0
+START_S: Final = 600.0
+COMMAND_S: Final = 300.0
+STOP_S: Final = 120.0
 TEXT: Final = "Why is the sky blue?"
 
 

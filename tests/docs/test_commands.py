@@ -77,7 +77,7 @@ def test_the_example_of_a_file_is_read(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2400)
 def test_they_do_what_the_pages_say(tmp_path):
     """In the order of the pages; after one that changes roles both decode nodes write again."""
     model = write_fake_model(tmp_path / "fake", num_kv_heads=4, max_position_embeddings=1024)

@@ -11,7 +11,7 @@ from protos import inference_pb2
 from tests.system.answers import Answer, Stream, outcome, request, stream
 from tests.system.oracle import fake_answer
 
-ANSWER_DEADLINE_S = 180.0
+ANSWER_DEADLINE_S = 240.0
 PAUSE_S = 0.2  # of a client that got no answer
 
 

@@ -23,7 +23,7 @@ from tests.faults.rows import Row
 from tests.faults.scene import DEADLINE_S, LOOK_S, Scene, move_socket, start
 from tests.system.cluster import Cluster
 
-ROW_DEADLINE_S = 400.0
+ROW_DEADLINE_S = 800.0
 JUMPING_CLOCK = Path(__file__).parent / "jumping_clock.c"
 AFTER_S = 1.0  # that the load goes on when all seems well
 

@@ -13,7 +13,7 @@ from tests.faults.load import ANSWER_DEADLINE_S, PAUSE_S, Load
 from tests.faults.proxy import Proxy
 from tests.system.cluster import Child, Cluster
 
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 LOOK_S = 0.02
 
 

@@ -93,12 +93,14 @@ async def kill_rank(scene: Scene) -> None:
 
 
 def stop(name: str) -> Strike:
-    """SIGSTOP for a while."""
+    """SIGSTOP for a while, and until a node is given up, which a busy coordinator may do late."""
 
     async def strike(scene: Scene) -> None:
         await scene.load.in_swing()
         async with scene.stopped(name):
             await asyncio.sleep(STOPPED_S)
+            if name != "coordinator":
+                await scene.until_says("coordinator", f"{name} lost")
         await scene.complete()
 
     return strike

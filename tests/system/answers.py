@@ -101,7 +101,7 @@ class Stream:
     def answer(self) -> Answer:
         return self.answers.setdefault(0, self._make_answer())
 
-    async def tokens(self, count: int, deadline_s: float = 60.0) -> None:
+    async def tokens(self, count: int, deadline_s: float = CALL_TIMEOUT_S) -> None:
         """Returns when the first answer has that many tokens."""
         async with asyncio.timeout(deadline_s), self._news:
             await self._news.wait_for(lambda: len(self.answer.token_ids) >= count or self.has_ended)

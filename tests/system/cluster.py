@@ -4,6 +4,7 @@ Every process has a process group of its own and is killed by its pid alone. Log
 """
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -29,9 +30,12 @@ from tests.tls_kit import flags_of
 SERVICE = "splitserve.v1.Inference"
 FLEET_SECRET = "known-to-the-tests-alone"
 HEARTBEAT_S = 0.2
-START_DEADLINE_S = 180.0
+NODE_TIMEOUT_S = 15.0  # so that no node is lost because a busy machine lets it wait; tests of hangs have less
+START_DEADLINE_S = 400.0
 STOP_DEADLINE_S = 180.0  # a node that has requests left may take 30 s to drain, and more to end
 CALL_DEADLINE_S = 180.0
+PORTS = range(20_000, 32_000)  # below those that the kernel hands out by itself
+WORKERS = 16  # that have ports of their own
 
 Flags = Mapping[str, object]
 """Flags of a process by their names with underscores."""
@@ -47,9 +51,20 @@ _CHANNEL_OPTIONS = (
 )
 
 
+def _own_ports() -> Iterator[int]:
+    """One after the other, from a random one on: no other worker of pytest has them, and none comes twice soon."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % WORKERS
+    own = PORTS[worker::WORKERS]
+    first = random.SystemRandom().randrange(len(own))
+    return itertools.cycle([*own[first:], *own[:first]])
+
+
+_ports = _own_ports()
+
+
 def free_port() -> int:
-    """A TCP port that nobody listens on, below the range that the kernel hands out by itself."""
-    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+    """A TCP port that nobody listens on, and that is not given again before all others were."""
+    for port in itertools.islice(_ports, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
@@ -174,7 +189,8 @@ class Cluster:
         # Not in `folder`: a socket's path may be no longer than 107 characters, and pytest's folders are deep.
         self._sockets = tempfile.TemporaryDirectory(prefix="splitserve-") if ipc else None
         self.env = {"SPLITSERVE_FLEET_SECRET": FLEET_SECRET} | dict(env or {})
-        self._coordinator_flags = {"heartbeat_s": HEARTBEAT_S} | dict(coordinator or {})
+        times = {"heartbeat_s": HEARTBEAT_S, "node_timeout_s": NODE_TIMEOUT_S}
+        self._coordinator_flags = times | dict(coordinator or {})
         self._node_flags = {"block_size": 8} | dict(node or {})
         self._coordinator_python = coordinator_python
         self._num_descriptors = num_descriptors
@@ -344,7 +360,7 @@ class Cluster:
         request = health_pb2.HealthCheckRequest(service=SERVICE)
         with self.channel(port) as channel:
             try:
-                reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=5, metadata=self._metadata)
+                reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=30, metadata=self._metadata)
             except grpc.RpcError:
                 return False
         return reply.status == health_pb2.HealthCheckResponse.SERVING
@@ -378,7 +394,7 @@ class Cluster:
         """Names of the attached nodes that take requests."""
         return {name for name, load in self.loads().items() if load.state == "ready"}
 
-    def wait_all_free(self, deadline_s: float = 60.0) -> None:
+    def wait_all_free(self, deadline_s: float = 180.0) -> None:
         """Until no request is left and every block of every node is free, and stays so for some heartbeats:
         a load report may be one heartbeat old."""
         free_since: float | None = None

@@ -16,7 +16,7 @@ BLOCK_SIZE = 8
 POOL_TOKENS = 1024
 GREEDY = {"temperature": 0, "ignore_eos": True}
 NODE = {"num_kv_blocks": POOL_TOKENS // BLOCK_SIZE, "kv_annexes": True, "dtype": "float32"}
-FOUR = {"num_prefill": 0, "num_decode": 0, "num_both": 4, "node": NODE}
+FOUR = {"num_prefill": 0, "num_decode": 0, "num_both": 4, "node": NODE, "coordinator": {"node_timeout_s": 3}}
 
 
 @pytest.fixture(scope="module")

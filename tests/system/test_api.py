@@ -14,22 +14,25 @@ from protos import inference_pb2
 from protos.inference_pb2 import AbortRequest
 from splitserve import Client
 from tests.system.answers import ask, ask_all, outcome, request, stream
-from tests.system.cluster import SERVICE, wait_until
+from tests.system.cluster import SERVICE, START_DEADLINE_S, wait_until
 from tests.system.oracle import Reference
 from tests.tiny_models import EOS, VOCAB_SIZE, write_tiny_model
 
 PROMPT = list(b"The quick brown fox jumps over the lazy dog, and")
+MAX_MODEL_LEN = 4096
+LONG = {"max_tokens": 3900, "ignore_eos": True}  # more than there is time for
 ONLY_ASCII = {token: -100.0 for token in range(VOCAB_SIZE) if not 32 <= token < 127}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", "llama", seed=5)
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    return write_tiny_model(folder, "llama", seed=5, max_position_embeddings=MAX_MODEL_LEN)
 
 
 @pytest.fixture(scope="module")
 def cluster(start_cluster, model):
-    cluster = start_cluster(model, coordinator={"served_model_name": "tiny-test"}, node={"num_kv_blocks": 400})
+    cluster = start_cluster(model, coordinator={"served_model_name": "tiny-test"}, node={"num_kv_blocks": 1600})
     yield cluster
     cluster.wait_all_free()
 
@@ -109,17 +112,17 @@ def test_server_info_and_loads(cluster):
     for name, load in cluster.loads().items():
         assert name.startswith(load.role)
         assert load.state == "ready"
-        assert load.num_blocks == 400
+        assert load.num_blocks == 1600
         assert load.rss_bytes > 2**20
 
 
 async def test_loads_show_a_running_request(cluster):
     """Every check of ours that nothing stays behind stands on these numbers."""
     async with cluster.connect() as stub:
-        answering = stream(stub, request(PROMPT, max_tokens=900, ignore_eos=True))
+        answering = stream(stub, request(PROMPT, **LONG))
         await answering.tokens(1)
         num_blocks = len(PROMPT) // 8
-        await asyncio.to_thread(wait_until, lambda: _is_held(cluster, num_blocks), "the request is in the loads", 5)
+        await asyncio.to_thread(wait_until, lambda: _is_held(cluster, num_blocks), "the request is in the loads", 60)
         answering.cancel()
         await answering.end()
     cluster.wait_all_free()
@@ -210,11 +213,11 @@ async def test_answers_of_one_and_two_tokens(cluster, reference, max_tokens):
 
 async def test_abort(cluster):
     async with cluster.connect() as stub:
-        answering = stream(stub, request(PROMPT, request_id="mine", max_tokens=900, ignore_eos=True))
+        answering = stream(stub, request(PROMPT, request_id="mine", **LONG))
         await answering.tokens(2)
         reply = await stub.Abort(AbortRequest(request_ids=["mine", "nobody's"]))
         assert (list(reply.aborted), list(reply.unknown)) == (["mine"], ["nobody's"])
-        answer = await answering.complete(5)
+        answer = await answering.complete()
         assert answer.finish_reason == "ABORT"
         assert (await stub.Abort(AbortRequest(request_ids=["mine"]))).unknown == ["mine"]
     cluster.wait_all_free()
@@ -222,7 +225,7 @@ async def test_abort(cluster):
 
 async def test_cancel_and_deadline_free_everything(cluster):
     async with cluster.connect() as stub:
-        message = request(PROMPT, max_tokens=900, ignore_eos=True)
+        message = request(PROMPT, **LONG)
         late, left = stream(stub, message, timeout=0.2), stream(stub, message)
         await left.tokens(3)
         left.cancel()
@@ -320,10 +323,10 @@ async def test_several_answers(cluster):
 
 async def test_abort_ends_every_one_of_several_answers(cluster):
     async with cluster.connect() as stub:
-        answering = stream(stub, request(PROMPT, request_id="three", n=3, max_tokens=900, ignore_eos=True))
+        answering = stream(stub, request(PROMPT, request_id="three", n=3, **LONG))
         await answering.tokens(2)
         assert (await stub.Abort(AbortRequest(request_ids=["three"]))).aborted == ["three"]
-        ended = await answering.end(5)
+        ended = await answering.end()
     assert sorted(ended.answers) == [0, 1, 2]
     assert {answer.finish_reason for answer in ended.answers.values()} == {"ABORT"}
     cluster.wait_all_free()
@@ -415,7 +418,7 @@ def test_the_client_reads_all_of_it(cluster, reference):
 
 def test_leaving_the_loop_cancels(cluster):
     with Client(cluster.target) as client:
-        for _chunk in client.generate(PROMPT, max_tokens=900, ignore_eos=True):
+        for _chunk in client.generate(PROMPT, **LONG):
             break
         cluster.wait_all_free()
 
@@ -424,8 +427,8 @@ def test_leaving_the_loop_cancels(cluster):
 
 
 async def test_a_node_with_other_weights_is_refused(cluster, tmp_path):
-    other = write_tiny_model(tmp_path / "tiny", "llama", seed=6)
+    other = write_tiny_model(tmp_path / "tiny", "llama", seed=6, max_position_embeddings=MAX_MODEL_LEN)
     intruder = cluster.start_intruder(other, "decode-7")
-    assert intruder.wait(60) != 0
+    assert intruder.wait(START_DEADLINE_S) != 0
     assert "weights" in intruder.output().splitlines()[-1]
     assert cluster.attached() == {"prefill-0", "decode-0"}

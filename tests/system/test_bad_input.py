@@ -5,18 +5,21 @@ import contextlib
 import math
 import pickle
 import socket
+import time
 
 import grpc
 import pytest
 import zmq
 
 from protos import inference_pb2
-from tests.system.answers import ask, details, reason, refusal, request, stream
-from tests.system.cluster import FLEET_SECRET, free_port
+from protos.inference_pb2 import AbortRequest
+from tests.system.answers import ask, details, outcome, reason, refusal, request, stream
+from tests.system.cluster import CALL_DEADLINE_S, FLEET_SECRET, free_port
 from tests.system.oracle import fake_answer
 from tests.tiny_models import VOCAB_SIZE, write_fake_model
 
 MAX_MODEL_LEN = 512
+LATEST_HEARTBEAT_S = 3.0
 POOL_TOKENS = 384  # of the decode node; the prefill node has more
 GENERATE = "/splitserve.v1.Inference/Generate"
 HELLO = list(b"hello")
@@ -129,10 +132,8 @@ BAD_REQUESTS = {
 def refusals(cluster):
     """The errors that all bad requests got. No node may have done a step or given a block for any of them."""
     asyncio.run(_warm_up(cluster))
-    cluster.wait_all_free()
     before = _work_done(cluster)
     errors = asyncio.run(_send_bad_requests(cluster))
-    cluster.wait_all_free()
     assert _work_done(cluster) == before
     return errors
 
@@ -149,6 +150,9 @@ async def _send_bad_requests(cluster):
 
 
 def _work_done(cluster):
+    """When all is over, and heartbeats have told of it, which a busy machine may hold up."""
+    cluster.wait_all_free()
+    time.sleep(LATEST_HEARTBEAT_S)
     return {name: load.num_steps for name, load in cluster.loads().items()}
 
 
@@ -202,27 +206,36 @@ async def test_the_served_model_by_name(cluster):
 
 
 async def test_duplicate_request_id(cluster):
-    message = request(HELLO, request_id="twice", max_tokens=60, temperature=0, ignore_eos=True)
+    message = request(HELLO, request_id="twice", max_tokens=300, temperature=0, ignore_eos=True)
     async with cluster.connect() as stub:
         first = stream(stub, message)
         await first.tokens(1)
         error = await refusal(stub, message)
         assert (error.code().name, reason(error)) == ("ALREADY_EXISTS", "DUPLICATE_REQUEST_ID")
-        assert (await first.complete()).token_ids == fake_answer(HELLO, 60)
+        assert (await first.complete()).token_ids == fake_answer(HELLO, 300)
         assert (await ask(stub, HELLO, request_id="twice", max_tokens=1)).request_id == "twice"
 
 
 async def test_more_requests_than_the_coordinator_takes(cluster):
+    """All have come long before the first answer can end, which takes 3 s. Then all but one are aborted."""
+    sampling = {"max_tokens": 300, "temperature": 0, "ignore_eos": True}
     async with cluster.connect() as stub:
-        messages = [request([number], max_tokens=100, temperature=0, ignore_eos=True) for number in range(40)]
-        ended = [await answering.end() for answering in [stream(stub, message) for message in messages]]
+        messages = [request([number], request_id=f"crowd-{number}", **sampling) for number in range(40)]
+        streams = [stream(stub, message) for message in messages]
+        async with asyncio.timeout(CALL_DEADLINE_S):
+            while sum(answering.has_ended for answering in streams) < 40 - 16:
+                await asyncio.sleep(0.01)
+        one, *others = (number for number, answering in enumerate(streams) if not answering.has_ended)
+        await stub.Abort(AbortRequest(request_ids=[f"crowd-{number}" for number in others]), timeout=CALL_DEADLINE_S)
+        ended = [await answering.end() for answering in streams]
+        assert outcome(streams[one]) == "LENGTH"
     refused = [answering.error for answering in ended if answering.error is not None]
     assert {(error.code().name, reason(error)) for error in refused} == {("RESOURCE_EXHAUSTED", "QUEUE_FULL")}
     assert all("RetryInfo" in details(error) for error in refused)
     assert len(ended) - len(refused) == 16
     for number, answering in enumerate(ended):
         if answering.error is None:
-            assert answering.answer.token_ids == fake_answer([number], 100)
+            assert answering.answer.token_ids == fake_answer([number], len(answering.answer.token_ids))
 
 
 # ---- bytes that are no request ----

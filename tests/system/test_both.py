@@ -107,23 +107,23 @@ async def test_a_prompt_that_was_read_before_is_not_computed_again(cluster):
 
 async def test_prompts_cancelled_half_way_disturb_nobody(cluster):
     bystanders = _questions(1, [5, 50, 300, 5], (100, 100))
-    impatient = _questions(2, [1500] * 6, (10, 10))
+    impatient = _questions(2, [1500] * 6, (1000, 1000))
     async with cluster.connect() as stub:
         streams = _start(stub, bystanders)
         for answering in streams:
             await answering.tokens(2)
         cancelled = _start(stub, impatient)
-        await asyncio.sleep(0.3)  # the shortest of them takes 0.75 s
+        await asyncio.sleep(0.3)  # the first of them is read in 0.75 s
         for answering in cancelled:
             answering.cancel()
-        assert {outcome(await answering.end(20)) for answering in cancelled} == {"CANCELLED"}
+        assert {outcome(await answering.end()) for answering in cancelled} == {"CANCELLED"}
         await _check(bystanders, streams)
     cluster.wait_all_free()
 
 
 @pytest.mark.parametrize("moment_s", [0.0, pytest.param(0.4, marks=pytest.mark.long)])
 async def test_a_node_killed_half_way_through_prompts(cluster, moment_s):
-    questions = _questions(moment_s, [600] * 8 + [10] * 4, (30, 30))
+    questions = _questions(moment_s, [600] * 8 + [10] * 4, (100, 100))
     async with cluster.connect() as stub:
         streams = _start(stub, questions)
         await asyncio.to_thread(wait_until, lambda: _has_work(cluster, "both-0"), "it has some of them", DEADLINE_S)

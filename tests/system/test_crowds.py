@@ -6,7 +6,7 @@ import random
 import pytest
 
 from protos.inference_pb2 import AbortRequest
-from tests.system.answers import ask, outcome, request, stream
+from tests.system.answers import CALL_TIMEOUT_S, ask, outcome, request, stream
 from tests.system.oracle import fake_answer
 from tests.tiny_models import write_fake_model
 
@@ -72,7 +72,7 @@ async def test_two_hundred_cancelled_at_random_moments(cluster):
                     await stub.Abort(AbortRequest(request_ids=[message.request_id]))
                 else:
                     answering.cancel()
-            return way, await answering.end(20), question
+            return way, await answering.end(), question
 
     async with cluster.connect() as stub:
         patient = [_question(rng, length, BYSTANDER["max_tokens"]) | BYSTANDER for length in (5, 50, 500, 900)]
@@ -102,7 +102,10 @@ async def test_two_hundred_cancelled_at_random_moments(cluster):
 async def test_slow_readers_do_not_disturb_others(cluster):
     rng = random.Random(16)
     async with cluster.connect() as slow, cluster.connect() as stub:
-        stalled = [slow.Generate(request([number], max_tokens=2000, temperature=0), timeout=60) for number in range(8)]
+        stalled = [
+            slow.Generate(request([number], max_tokens=2000, temperature=0), timeout=CALL_TIMEOUT_S)
+            for number in range(8)
+        ]
         for call in stalled:
             await call.read()
         questions = [_question(rng, 40, 100) for _ in range(8)]
@@ -119,7 +122,7 @@ async def test_slow_readers_do_not_disturb_others(cluster):
 async def test_a_closed_channel_frees_everything(cluster):
     async with cluster.connect() as stub:
         for number in range(10):
-            call = stub.Generate(request([number], max_tokens=2000, temperature=0, ignore_eos=True), timeout=60)
+            call = stub.Generate(request([number], max_tokens=2000, temperature=0, ignore_eos=True))
             await call.read()
     cluster.wait_all_free()
 

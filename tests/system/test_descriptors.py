@@ -45,6 +45,7 @@ def cluster(start_cluster, tmp_path_factory, data_port):
         write_fake_model(tmp_path_factory.mktemp("model"), step_s=0.002),
         http=True,
         num_descriptors=NUM_DESCRIPTORS,
+        coordinator={"node_timeout_s": 3},
         decode={"kv_bind": f"tcp://127.0.0.1:{data_port}"},
     )
 
@@ -171,7 +172,7 @@ async def test_1200_idle_grpc_connections_stop_nothing_else_and_go(cluster, gree
             assert is_healthy(cluster)
             assert completes(cluster)
             assert is_serving_for_the_fleet(cluster)
-        wait_until(cluster.is_serving, "the idle have made room", 100.0)
+        wait_until(cluster.is_serving, "the idle have made room", DEADLINE_S)
         await answers(cluster)
 
 

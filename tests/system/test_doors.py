@@ -1,6 +1,7 @@
 """Two doors and a control process: streams over both, what is lost with one of them, and who may share their ports."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -24,9 +25,9 @@ from tests.tiny_models import write_fake_model
 
 pytestmark = pytest.mark.long  # two doors, three nodes, and all of them again after they were killed
 
-DEADLINE_S = 120.0
-NUM_CLIENTS = 12  # each on a connection of its own: both doors have some of them but once in 2000 times
-LENGTH = 150
+DEADLINE_S = 240.0
+NUM_CLIENTS = 24  # each on a connection of its own: both doors have some of them but once in 8 million times
+LENGTH = 300
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
@@ -42,7 +43,7 @@ def _whole(doors):
     yield
     doors.heal()
     wait_until(lambda: len(pids(doors)) == 2, "both doors run", DEADLINE_S)
-    doors.wait_all_free(deadline_s=60)
+    doors.wait_all_free()
 
 
 def pids(cluster):
@@ -50,9 +51,10 @@ def pids(cluster):
     coordinator = psutil.Process(cluster.children["coordinator"].process.pid)
     found = {}
     for child in coordinator.children():
-        line = child.cmdline()
-        if "coordinator.doors" in line:
-            found[line[line.index("--door-number") + 1]] = child.pid
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            line = child.cmdline()
+            if "coordinator.doors" in line:
+                found[line[line.index("--door-number") + 1]] = child.pid
     return [pid for _, pid in sorted(found.items())]
 
 
@@ -95,6 +97,11 @@ async def until_all_stream(asked):
             await asyncio.sleep(0.01)
 
 
+def until_said(cluster, sentence):
+    """By the coordinator, which may be later than what its clients notice."""
+    wait_until(lambda: sentence in cluster.children["coordinator"].output(), sentence, DEADLINE_S)
+
+
 def check_exact(asked):
     for each in asked:
         assert each.error is None
@@ -120,7 +127,7 @@ def test_a_killed_door_costs_its_own_streams_and_their_clients_go_on(doors):
     asked, num_lost = asyncio.run(ask_all(doors, lambda: kill_door(doors, 1), resume=True))
     check_exact(asked)
     assert num_lost
-    assert "door 1 has ended with code -9" in doors.children["coordinator"].output()
+    until_said(doors, "door 1 has ended with code -9")
 
 
 def test_streams_of_the_other_door_are_unharmed(doors):
@@ -132,7 +139,7 @@ def test_streams_of_the_other_door_are_unharmed(doors):
 def test_a_door_that_hangs_is_given_up_and_its_clients_go_on(doors):
     asked, _ = asyncio.run(ask_all(doors, lambda: os.kill(pids(doors)[0], signal.SIGSTOP), resume=True))
     check_exact(asked)
-    assert "door 1 is given up: it has taken nothing for 20 s" in doors.children["coordinator"].output()
+    until_said(doors, "door 1 is given up: it has taken nothing for 20 s")
 
 
 def test_answers_survive_the_node_that_writes_them(doors):
@@ -205,9 +212,14 @@ def test_http_counts_refusals_and_stops_are_one_account(doors):
             post(doors, "/v1/completions", {**asked, "prompt": [10**6]})
         assert caught.value.code == 400
         caught.value.close()
-    after = [total(doors, sample) for sample in (finished, refused, called)]
-    gained = [now - then for now, then in zip(after, before, strict=True)]
-    assert gained == [NUM_CLIENTS, NUM_CLIENTS, 2 * NUM_CLIENTS + 1]
+
+    def gained():
+        after = [total(doors, sample) for sample in (finished, refused, called)]
+        return [now - then for now, then in zip(after, before, strict=True)]
+
+    # A call is counted when it is over, and its client may know before.
+    wait_until(lambda: gained()[2] >= 2 * NUM_CLIENTS + 1, "all calls are counted", DEADLINE_S)
+    assert gained() == [NUM_CLIENTS, NUM_CLIENTS, 2 * NUM_CLIENTS + 1]
     assert json.loads(get(doors, "/ready")) == {"ready": True}
     assert len(json.loads(get(doors, "/ui/overview"))["nodes"]) == 3
 

@@ -54,7 +54,7 @@ def test_embeddings_are_those_of_transformers(start_cluster, models, kind, tp_si
         http=True,
         node={"num_kv_blocks": 200, "max_num_batched_tokens": 24},
         prefill={"tensor_parallel_size": tp_size, "pipeline_parallel_size": pp_size},
-        start_deadline_s=240.0,
+        start_deadline_s=600.0,
     )
     with openai_client(cluster) as client:
         name = client.models.list().data[0].id

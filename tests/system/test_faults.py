@@ -15,13 +15,14 @@ import pytest
 
 from protos.inference_pb2 import AbortRequest
 from tests.system.answers import ask, details, outcome, reason, refusal, request, stream
-from tests.system.cluster import wait_until
+from tests.system.cluster import START_DEADLINE_S, STOP_DEADLINE_S, wait_until
 from tests.system.oracle import fake_answer
 from tests.tiny_models import write_fake_model
 
 # 5 s are promised on an idle machine. Without detection answers end with the deadline of their call, 240 s.
 PROMISED_S = 30.0
 DETECTION_OF_HANGS_S = 60.0  # a restarted prompt then queues on the other node
+LONG = 800  # tokens of answers that are far from their end when something strikes
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
@@ -34,7 +35,7 @@ def _cluster(start_cluster, tmp_path_factory):
         model,
         num_prefill=2,
         num_decode=2,
-        coordinator={"node_wait_s": 1},  # tests/system/test_node_wait.py has longer ones
+        coordinator={"node_wait_s": 1, "node_timeout_s": 3},  # tests/system/test_node_wait.py has longer ones
         node={"num_kv_blocks": 1000},
         prefill={"max_num_batched_tokens": 64},
     )
@@ -89,7 +90,7 @@ async def _serves(cluster):
 
 
 async def test_decode_node_killed_while_it_answers(cluster):
-    questions = _questions(12)
+    questions = _questions(12, max_tokens=300)
     async with cluster.connect() as stub:
         streams = _start(stub, questions)
         await _wait_tokens(streams, 5)
@@ -127,7 +128,7 @@ async def test_nodes_of_both_roles_killed_at_once(cluster):
 
 async def test_coordinator_killed_and_started_again(cluster):
     async with cluster.connect() as stub:
-        streams = _start(stub, _questions(10, max_tokens=300) + _questions(4, length=900, max_tokens=300))
+        streams = _start(stub, _questions(10, max_tokens=LONG) + _questions(4, length=900, max_tokens=LONG))
         await _wait_tokens(streams[:10], 3)
         killed_at = time.monotonic()
         cluster.kill("coordinator")
@@ -147,8 +148,9 @@ async def test_coordinator_killed_and_started_again(cluster):
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_last_node_of_a_role_killed(cluster, role):
     expected = f"NO_{role.upper()}_WORKER"
+    max_tokens = LONG if role == "decode" else 300
     async with cluster.connect() as stub:
-        streams = _start(stub, _questions(6, max_tokens=300) + _questions(6, length=900, max_tokens=300))
+        streams = _start(stub, _questions(6, max_tokens=max_tokens) + _questions(6, length=900, max_tokens=max_tokens))
         await _wait_tokens(streams[:6], 3)
         killed_at = time.monotonic()
         cluster.kill(f"{role}-0", f"{role}-1")
@@ -166,7 +168,7 @@ async def test_last_node_of_a_role_killed(cluster, role):
         assert "RetryInfo" in details(error)
         assert not cluster.is_serving()
         cluster.start_node(f"{role}-1")
-        wait_until(cluster.is_serving, "one node of each role is enough", 60.0)
+        wait_until(cluster.is_serving, "one node of each role is enough", START_DEADLINE_S)
         await _serves(cluster)
 
 
@@ -230,11 +232,11 @@ def _num_waits(cluster):
 
 
 def _wait_refused(cluster, num_before):
-    wait_until(lambda: _num_waits(cluster) == num_before + 1, "it says once that it waits", 60)
+    wait_until(lambda: _num_waits(cluster) == num_before + 1, "it says once that it waits", START_DEADLINE_S)
 
 
 def _wait_taken_over(cluster, old):
-    wait_until(lambda: _holders(cluster) not in ([], old), "another process is attached", 60)
+    wait_until(lambda: _holders(cluster) not in ([], old), "another process is attached", START_DEADLINE_S)
     assert len(_holders(cluster)) == 1
 
 
@@ -307,7 +309,7 @@ async def test_a_storm(cluster):
             if own.random() < 0.2:
                 await asyncio.sleep(own.uniform(0, 0.3))
                 answering.cancel()
-            await answering.end(60)
+            await answering.end()
             tokens = answering.answer.token_ids
             assert tokens == fake_answer(prompt, len(tokens)), "wrong tokens"
             outcomes.append(outcome(answering))
@@ -335,7 +337,7 @@ async def _strike(cluster, name, rng):
     if how is signal.SIGSTOP:
         child.send(signal.SIGCONT)
     else:
-        await asyncio.to_thread(child.wait, 40)
+        await asyncio.to_thread(child.wait, STOP_DEADLINE_S)
 
 
 # ---- leaving in good order ----
@@ -360,7 +362,7 @@ async def test_a_draining_node_costs_no_request(cluster, name):
         load = [asyncio.create_task(client(stub)) for _ in range(3)]
         await asyncio.sleep(1)
         leaving.send(signal.SIGTERM)
-        exit_code = await asyncio.to_thread(leaving.wait, 60.0)
+        exit_code = await asyncio.to_thread(leaving.wait, STOP_DEADLINE_S)
         await asyncio.sleep(0.5)
         stop_load.set()
         assert sum(await asyncio.gather(*load)) > 0
@@ -380,7 +382,7 @@ async def test_a_draining_coordinator_finishes_what_it_has(cluster):
         assert error.code().name == "UNAVAILABLE"
         assert reason(error) in ("DRAINING", "")  # "": the door is closed already
         await _check_answers(questions, streams)
-    assert leaving.wait(30) == 0
+    assert leaving.wait(STOP_DEADLINE_S) == 0
 
 
 @pytest.mark.long
@@ -389,13 +391,14 @@ async def test_a_second_signal_ends_the_drain(cluster):
     wait_until(lambda: "decode-1" not in cluster.loads(), "the loss of decode-1", 60.0)
     leaving = cluster.expect_end("decode-0")
     async with cluster.connect() as stub:
-        streams = _start(stub, _questions(4, max_tokens=600))
+        streams = _start(stub, _questions(4, max_tokens=LONG))
         await _wait_tokens(streams, 3)
         leaving.send(signal.SIGTERM)
+        await asyncio.to_thread(wait_until, lambda: "decode-0" not in cluster.attached(), "it drains", 60.0)
         await asyncio.sleep(0.5)
         assert leaving.is_running, "the drain did not wait for the answers"
         leaving.send(signal.SIGTERM)
-        await asyncio.to_thread(leaving.wait, 60.0)
+        await asyncio.to_thread(leaving.wait, STOP_DEADLINE_S)
         for answering in streams:
             await answering.end()
             assert outcome(answering) == "UNAVAILABLE NO_DECODE_WORKER"

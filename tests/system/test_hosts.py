@@ -28,7 +28,7 @@ COMPOSE = yaml.safe_load((Path(__file__).parents[2] / "deploy" / "docker-compose
 VARIABLE = re.compile(r"\$\{(\w+):?([-?])([^}]*)\}")
 API_KEY = "known-to-the-clients-alone"
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-START_DEADLINE_S = 240.0
+START_DEADLINE_S = 400.0
 SHORT_CUT_S = 1.0
 WORSE_S = 4.0
 # 8 kB of KV for each token: transfers are there to be hit.

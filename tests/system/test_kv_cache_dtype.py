@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.system.answers import request, stream
-from tests.system.cluster import wait_until
+from tests.system.cluster import START_DEADLINE_S, wait_until
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.long
@@ -46,5 +46,5 @@ def test_nodes_that_keep_kv_differently_are_refused(start_cluster, tmp_path):
     cluster = start_cluster(model, node={"num_kv_blocks": 50})
     other = cluster.start_node("decode-1", kv_cache_dtype="int8")
     cluster.expect_end("decode-1")
-    wait_until(lambda: not other.is_running, "the other node is refused", 60.0)
+    wait_until(lambda: not other.is_running, "the other node is refused", START_DEADLINE_S)
     assert "kv_cache_dtype is int8 and float32" in other.output()

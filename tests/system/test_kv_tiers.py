@@ -6,7 +6,7 @@ import random
 import pytest
 
 from tests.system.answers import ask, request, stream
-from tests.system.cluster import wait_until
+from tests.system.cluster import CALL_DEADLINE_S, wait_until
 from tests.system.oracle import Reference
 from tests.tiny_models import write_tiny_model
 
@@ -77,6 +77,6 @@ async def test_answers_that_gave_way_read_what_they_had(start_cluster, model):
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.token_ids == reference.greedy(prompt, 70, eos_token_id=-1)
     cluster.wait_all_free()
-    wait_until(lambda: cluster.loads()["decode-0"].tier.num_hits > 0, "blocks were read back", 60.0)
+    wait_until(lambda: cluster.loads()["decode-0"].tier.num_hits > 0, "blocks were read back", CALL_DEADLINE_S)
     assert cluster.loads()["decode-0"].num_preemptions > 0
     cluster.stop()

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.system.answers import ask
-from tests.system.cluster import wait_until
+from tests.system.cluster import CALL_DEADLINE_S, wait_until
 from tests.system.oracle import Reference
 from tests.tiny_models import write_tiny_model
 
@@ -73,7 +73,7 @@ async def test_what_the_writers_pool_gave_up_is_lent_too(start_cluster, model):
     assert again.token_ids == reference.greedy(chat, 20, eos_token_id=-1)
     assert again.complete.cached_tokens == 88  # 89 tokens of the first turn have KV
     assert again.complete.lent_kv_bytes > 0
-    wait_until(lambda: cluster.loads()["decode-0"].tier.num_hits > 0, "blocks were read back", 60.0)
+    wait_until(lambda: cluster.loads()["decode-0"].tier.num_hits > 0, "blocks were read back", CALL_DEADLINE_S)
     cluster.stop()
 
 

@@ -90,19 +90,22 @@ def test_what_would_be_late_is_refused_with_the_time_to_come_back(start_cluster,
         beside = client.generate([1, 2, 3], max_tokens=4000, ignore_eos=True)
         next(beside)
         wait_until(refusal, "nodes have told how fast they read", DEADLINE_S)
-        assert (refusal().reason, refusal().retry_after_s) == ("WOULD_BE_LATE", 1.0)
+        refused = refusal()
+        assert refused.reason == "WOULD_BE_LATE"
+        assert refused.retry_after_s >= 1.0  # how much more is for what the nodes have measured
+        assert refused.retry_after_s == round(refused.retry_after_s)
         assert end_of(client, ttft_ms=60_000).ttft_met
         assert end_of(client) is None  # without limits nothing is refused
         body = {"prompt": PROMPT, "max_tokens": 8, "ttft_ms": 1}
         response = httpx2.post(f"{cluster.url}/v1/completions", json=body, timeout=DEADLINE_S)
-        assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+        assert (response.status_code, int(response.headers["retry-after"]) >= 1) == (429, True)
         assert response.json()["error"]["reason"] == "WOULD_BE_LATE"
         beside.close()
 
 
 @pytest.mark.long
 def test_a_more_important_prompt_is_read_before_one_that_came_earlier(start_cluster, tmp_path):
-    """Both wait behind a third, until it is aborted. The one takes a step, the other 50."""
+    """Both wait behind a third, until it is aborted. The one takes a step, the other 250."""
     model = write_fake_model(tmp_path / "fake", step_s=0.01, max_position_embeddings=30_000)
     sizes = {
         "num_prefill": 0,
@@ -122,7 +125,7 @@ def test_a_more_important_prompt_is_read_before_one_that_came_earlier(start_clus
         asked = []
         for name, num_tokens, priority in (
             ("ahead", 29_000, {"priority": -100}),
-            ("earlier", 800, {}),
+            ("earlier", 4000, {}),
             ("important", 16, {"slo_class": "first"}),
         ):
             asked.append(threads.submit(ask, name, num_tokens, **priority))

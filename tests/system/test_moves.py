@@ -21,7 +21,7 @@ from tests.tiny_models import write_fake_model, write_tiny_model
 pytestmark = pytest.mark.long
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
-DEADLINE_S = 400.0
+DEADLINE_S = 800.0
 NUM_FLIPS = 36
 NUM_LIVE = 100
 
@@ -31,7 +31,7 @@ def _question(rng, max_prompt, max_tokens):
     return {"prompt": prompt, "max_tokens": rng.randint(max_tokens // 4, max_tokens)}
 
 
-async def _until(condition, deadline_s=60.0):
+async def _until(condition, deadline_s=DEADLINE_S):
     """What is true of it then."""
     async with asyncio.timeout(deadline_s):
         while not (found := condition()):
@@ -115,7 +115,7 @@ async def test_all_roles_change_under_load(start_cluster, tmp_path, capsys):
     assert counts["gave way"] > 0
     both_ways = [pair for pair in itertools.permutations(cluster.names, 2) if pairs[pair] and pairs[pair[::-1]]]
     assert both_ways, "hand-overs went one way only"
-    cluster.wait_all_free(30.0)
+    cluster.wait_all_free()
 
 
 @pytest.mark.parametrize(

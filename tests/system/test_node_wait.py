@@ -10,7 +10,7 @@ import pytest
 
 from protos import inference_pb2_grpc
 from tests.system.answers import outcome, request, stream
-from tests.system.cluster import wait_until
+from tests.system.cluster import CALL_DEADLINE_S, wait_until
 from tests.system.oracle import fake_answer
 from tests.tiny_models import write_fake_model
 
@@ -59,7 +59,7 @@ async def test_answers_outlive_the_restart_of_all_nodes_of_a_role(cluster, role)
         for answering in streams:
             await answering.tokens(3)
         _kill_at_once(cluster, names)
-        wait_until(lambda: not cluster.attached() & set(names), "both are lost", 60)
+        wait_until(lambda: not cluster.attached() & set(names), "both are lost", CALL_DEADLINE_S)
         streams += _start(stub, questions[4:])
         assert not cluster.is_serving()
         for name in names:

@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from tests.system.answers import ask, request, stream
+from tests.system.cluster import CALL_DEADLINE_S, STOP_DEADLINE_S
 from tests.system.oracle import fake_answer
 from tests.tiny_models import EOS, SPECIAL_TOKENS, write_fake_model, write_tiny_model
 
@@ -15,14 +16,16 @@ PROMPT = list(b"The quick brown fox jumps over the lazy dog, and")
 TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is ½ + ½?"}]
 KEY = "key-of-the-test"
 JSON = {"content-type": "application/json"}
-LONG = {"max_tokens": 900, "extra_body": {"ignore_eos": True}}
+MAX_MODEL_LEN = 4096
+LONG = {"max_tokens": 3900, "extra_body": {"ignore_eos": True}}  # more than there is time for
 
 
 @pytest.fixture(scope="module")
 def cluster(start_cluster, tmp_path_factory):
-    model = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", "llama", seed=5)
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    model = write_tiny_model(folder, "llama", seed=5, max_position_embeddings=MAX_MODEL_LEN)
     flags = {"served_model_name": "tiny-test"}
-    cluster = start_cluster(model, http=True, coordinator=flags, node={"num_kv_blocks": 400})
+    cluster = start_cluster(model, http=True, coordinator=flags, node={"num_kv_blocks": 1000})
     yield cluster
     cluster.wait_all_free()
 
@@ -35,7 +38,7 @@ def client(cluster):
 
 @pytest.fixture
 def http(cluster):
-    with httpx2.Client(base_url=cluster.url, timeout=60) as client:
+    with httpx2.Client(base_url=cluster.url, timeout=CALL_DEADLINE_S) as client:
         yield client
 
 
@@ -214,7 +217,7 @@ def test_cached_tokens_are_told(client):
 
 def test_models(client):
     [model] = client.models.list().data
-    assert (model.id, model.object, model.max_model_len) == ("tiny-test", "model", 1024)
+    assert (model.id, model.object, model.max_model_len) == ("tiny-test", "model", MAX_MODEL_LEN)
     assert (model.vocab_size, model.owned_by) == (260, "splitserve")
     assert client.models.retrieve("tiny-test") == model
     with pytest.raises(openai.NotFoundError):
@@ -223,7 +226,7 @@ def test_models(client):
 
 def test_tokenize_and_back(http):
     reply = http.post("/tokenize", json={"prompt": "ab½"}).json()
-    assert reply == {"count": 4, "max_model_len": 1024, "tokens": [97, 98, 194, 189]}
+    assert reply == {"count": 4, "max_model_len": MAX_MODEL_LEN, "tokens": [97, 98, 194, 189]}
     assert http.post("/detokenize", json={"tokens": [*reply["tokens"], EOS]}).json() == {"prompt": "ab½<|eos|>"}
     chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]}).json()
     assert chat["tokens"] == [256, 258, 97, EOS, 259]
@@ -262,7 +265,7 @@ def test_errors_are_of_the_clients_classes(client):
         client.completions.create(model="other", prompt="a")
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.BadRequestError) as caught:
-        _complete(client, "x" * 2000)
+        _complete(client, "x" * 5000)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
     assert str(caught.value.body["message"]).startswith(
         "This model's maximum context length is exceeded: the prompt has"
@@ -344,7 +347,7 @@ def test_with_a_key_and_to_the_end(start_cluster, tmp_path_factory):
     assert (caught.value.code, caught.value.type) == ("invalid_api_key", "invalid_request_error")
     with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key=KEY, max_retries=0) as client:
         prompt = [1, 2, 3]
-        fields = {"model": "", "prompt": prompt, "max_tokens": 200, "temperature": 0}
+        fields = {"model": "", "prompt": prompt, "max_tokens": 600, "temperature": 0}
         extra = {"ignore_eos": True, "return_token_ids": True}
         token_ids, refusals = [], []
         for event in client.completions.create(stream=True, extra_body=extra, **fields):
@@ -352,15 +355,15 @@ def test_with_a_key_and_to_the_end(start_cluster, tmp_path_factory):
             if len(token_ids) >= 5 and not refusals:
                 cluster.children["coordinator"].send(signal.SIGTERM)
                 refusals.append(_refusal_while_draining(client, fields))
-        assert token_ids == fake_answer(prompt, 200)
+        assert token_ids == fake_answer(prompt, 600)
         assert refusals == [(503, "DRAINING", "1")]
-    assert cluster.children["coordinator"].wait(10) == 0
+    assert cluster.children["coordinator"].wait(STOP_DEADLINE_S) == 0
     assert KEY not in cluster.children["coordinator"].output()
 
 
 def _refusal_while_draining(client, fields):
     """The first refusal; the signal may take a moment to be heard."""
-    for _ in range(100):
+    for _ in range(1000):
         try:
             client.completions.create(**fields | {"max_tokens": 1})
         except openai.InternalServerError as error:

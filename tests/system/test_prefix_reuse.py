@@ -6,7 +6,7 @@ import pytest
 
 from protos.inference_pb2 import GenerateRequest
 from tests.system.answers import ask, request, stream
-from tests.system.cluster import wait_until
+from tests.system.cluster import CALL_DEADLINE_S, wait_until
 from tests.system.oracle import Reference, fake_answer
 from tests.tiny_models import write_fake_model, write_tiny_model
 
@@ -125,12 +125,16 @@ async def test_the_router_sends_a_prompt_to_where_its_beginning_is(start_cluster
         for seed in range(6):
             answer = await ask(stub, _prompt(seed, 200), max_tokens=4, **GREEDY)
             places[seed] = (answer.complete.timeline.prefill_node, answer.complete.timeline.decode_node)
-        wait_until(lambda: sum(node.num_blocks_cached for node in cluster.loads().values()) >= 6 * 2 * 25, "told", 60.0)
+        wait_until(lambda: _num_cached(cluster) >= 6 * 2 * 25, "all have told", CALL_DEADLINE_S)
         for seed in reversed(range(6)):
             answer = await ask(stub, [*_prompt(seed, 200), 1, 2, 3], max_tokens=4, **GREEDY)
             assert (answer.complete.timeline.prefill_node, answer.complete.timeline.decode_node) == places[seed]
             assert answer.complete.cached_tokens == 200
     cluster.stop()
+
+
+def _num_cached(cluster):
+    return sum(node.num_blocks_cached for node in cluster.loads().values())
 
 
 @pytest.mark.long

@@ -169,11 +169,11 @@ def test_answers_of_killed_decode_nodes_are_those_of_nodes_that_live(tiny, unbro
 
 
 async def test_an_answer_without_a_token_yet_comes_too(fake):
-    prompt = [index % 256 for index in range(2000)]  # takes 2 s to read
+    prompt = [index % 256 for index in range(4000)]  # takes 4 s to read
     async with AsyncClient(fake.target) as client:
         heard = Heard()
         answering = asyncio.create_task(hear(client, heard, prompt, max_tokens=5, **GREEDY))
-        await asyncio.to_thread(wait_until, partial(is_at_work, fake), "the prompt is read", 30.0)
+        await asyncio.to_thread(wait_until, partial(is_at_work, fake), "the prompt is read", DEADLINE_S)
         await asyncio.to_thread(restart, fake)
         await answering
     assert heard.token_ids[0] == fake_answer(prompt, 5)
@@ -188,22 +188,22 @@ def is_at_work(cluster):
 def test_the_blocking_client_goes_on_and_says_so(fake, number):
     heard = Heard()
     with Client(fake.target) as client:
-        for chunk in client.generate([1, 2, 3], max_tokens=200, deadline_s=DEADLINE_S, **GREEDY):
+        for chunk in client.generate([1, 2, 3], max_tokens=400, deadline_s=DEADLINE_S, **GREEDY):
             heard.take(chunk)
             if heard.num_tokens == 20:
                 leaving = fake.expect_end("coordinator")
                 leaving.send(number)
-                leaving.wait(60.0)
+                leaving.wait(DEADLINE_S)
                 fake.start_coordinator()
-    assert heard.token_ids[0] == fake_answer([1, 2, 3], 200)
+    assert heard.token_ids[0] == fake_answer([1, 2, 3], 400)
     end = heard.ends[0]
-    assert (end.num_resumes, end.completion_tokens) == (1, 200)
-    assert 20 <= end.resumed_tokens < 200
+    assert (end.num_resumes, end.completion_tokens) == (1, 400)
+    assert 20 <= end.resumed_tokens < 400
 
 
 def test_without_resume_the_loss_is_the_callers(fake):
     with Client(fake.target) as client:
-        stream = client.generate([1, 2, 3], max_tokens=400, resume=False, **GREEDY)
+        stream = client.generate([1, 2, 3], max_tokens=1000, resume=False, **GREEDY)
         next(stream)
         restart(fake)
         with pytest.raises(Unavailable):
@@ -244,18 +244,18 @@ async def test_a_connection_that_is_cut_costs_nothing(fake):
     async with proxy(fake.port) as (port, cut), AsyncClient(f"127.0.0.1:{port}") as client:
         heard = Heard()
         next_cut = 10
-        async for chunk in client.generate([4, 5, 6], max_tokens=200, deadline_s=DEADLINE_S, **GREEDY):
+        async for chunk in client.generate([4, 5, 6], max_tokens=400, deadline_s=DEADLINE_S, **GREEDY):
             heard.take(chunk)
-            if next_cut <= heard.num_tokens < 150:
+            if next_cut <= heard.num_tokens < 250:
                 cut()
                 next_cut = heard.num_tokens + 50
-    assert heard.token_ids[0] == fake_answer([4, 5, 6], 200)
+    assert heard.token_ids[0] == fake_answer([4, 5, 6], 400)
     assert heard.num_resumes >= 2
 
 
 @pytest.mark.parametrize("flags", [(), pytest.param(("--no-resume",), marks=pytest.mark.long)])
 def test_the_command_line_goes_on_too(fake, flags):
-    options = ["--raw", "--json", "--max-tokens", "200", "--temperature", "0", "--ignore-eos", "--server", fake.target]
+    options = ["--raw", "--json", "--max-tokens", "400", "--temperature", "0", "--ignore-eos", "--server", fake.target]
     command = [sys.executable, "-m", "splitserve", "generate", "hi", *options, *flags]
     token_ids, last = [], {}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -265,12 +265,12 @@ def test_the_command_line_goes_on_too(fake, flags):
             token_ids += last["token_ids"]
             if was_short and len(token_ids) >= 20:
                 restart(fake)
-        process.wait(60.0)
+        process.wait(DEADLINE_S)
         stderr = process.stderr.read()
-    assert token_ids == fake_answer(b"hi", 200)[: len(token_ids)]
+    assert token_ids == fake_answer(b"hi", 400)[: len(token_ids)]
     if flags:
         assert process.returncode != 0
         assert "Error" in stderr
     else:
-        assert (process.returncode, len(token_ids)) == (0, 200), stderr
+        assert (process.returncode, len(token_ids)) == (0, 400), stderr
         assert last["completion"]["num_resumes"] == 1

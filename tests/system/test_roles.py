@@ -14,7 +14,7 @@ from tests.system.cluster import CALL_DEADLINE_S
 from tests.system.oracle import Reference, fake_answer
 from tests.tiny_models import write_fake_model, write_tiny_model
 
-DEADLINE_S = 240.0
+DEADLINE_S = 600.0
 NUM_ASKERS = 10
 
 # Every node becomes what it was not, so that in the middle the readers write and the writers read, and then it is again
@@ -107,7 +107,7 @@ async def test_every_role_is_flipped_and_flipped_back_under_load(start_cluster, 
     assert min(num_live) > 0
     assert pairs["prefill", "decode"] > 0
     assert pairs["decode", "prefill"] > 0
-    cluster.wait_all_free(30.0)
+    cluster.wait_all_free()
     cluster.stop()
 
 

@@ -1,10 +1,13 @@
 """A seeded sampled answer is a function of the request alone: not of neighbours, preemptions, nodes or crashes."""
 
+import asyncio
+import itertools
 import random
 
 import pytest
 
-from tests.system.answers import ask, ask_all, request, stream
+from tests.system.answers import CALL_TIMEOUT_S, ask, ask_all, request, stream
+from tests.system.cluster import wait_until
 from tests.tiny_models import write_tiny_model
 
 MAX_TOKENS = 120
@@ -37,6 +40,19 @@ def _preemptions(cluster):
     return sum(load.num_preemptions for load in cluster.loads().values())
 
 
+def _busiest_writer(cluster):
+    """As soon as one has told that it writes."""
+    found = []
+
+    def writers():
+        loads = [load for load in cluster.loads().values() if load.role == "decode" and load.num_running]
+        found[:] = sorted(loads, key=lambda load: load.num_running)
+        return bool(found)
+
+    wait_until(writers, "a node writes", CALL_TIMEOUT_S)
+    return found[-1].name
+
+
 @pytest.mark.long
 async def test_same_in_a_crowd_after_preemptions_and_on_other_nodes(cluster):
     questions = _questions(10)
@@ -44,19 +60,24 @@ async def test_same_in_a_crowd_after_preemptions_and_on_other_nodes(cluster):
     cluster.wait_all_free()
     before = _preemptions(cluster)
 
-    async with cluster.connect() as stub:
-        messages = [request(q["prompt"], seed=q["seed"], **SAMPLING) for q in questions for _ in range(2)]
-        for index, message in enumerate(messages):
-            message.cache_salt = f"{index}"  # no node has read it before, so the prompts keep both readers busy
-        crowd = await ask_all(stub, messages)
-
-    for index, answer in enumerate(crowd):
-        assert answer.token_ids == alone[index // 2].token_ids
-        assert answer.text == alone[index // 2].text
-        assert len(answer.token_ids) == MAX_TOKENS
-    # An answer that waits too long for room is written where its prompt was read.
-    assert {answer.complete.timeline.decode_node for answer in crowd} >= {"decode-0", "decode-1"}
-    assert {answer.complete.timeline.prefill_node for answer in crowd} == {"prefill-0", "prefill-1"}
+    readers, writers = set(), set()
+    async with cluster.connect() as stub, asyncio.timeout(CALL_TIMEOUT_S):
+        for crowd_number in itertools.count():
+            messages = [request(q["prompt"], seed=q["seed"], **SAMPLING) for q in questions for _ in range(2)]
+            for index, message in enumerate(messages):
+                message.cache_salt = f"{crowd_number}-{index}"  # no node has read it before
+            crowd = await ask_all(stub, messages)
+            for index, answer in enumerate(crowd):
+                assert answer.token_ids == alone[index // 2].token_ids
+                assert answer.text == alone[index // 2].text
+                assert len(answer.token_ids) == MAX_TOKENS
+                readers.add(answer.complete.timeline.prefill_node)
+                writers.add(answer.complete.timeline.decode_node)
+            # An answer that waits too long for room is written where its prompt was read; and where a node was slow, as
+            # on a busy machine, it may be spared a whole crowd.
+            if len(readers) == 2 and {"decode-0", "decode-1"} <= writers:
+                break
+    assert readers == {"prefill-0", "prefill-1"}
     cluster.wait_all_free()
     assert _preemptions(cluster) > before
 
@@ -89,17 +110,18 @@ async def test_every_int64_is_a_seed(cluster, seed):
 
 
 async def test_same_after_their_decode_node_was_killed(cluster):
-    question = _questions(1)[0] | SAMPLING | {"max_tokens": 150}
+    question = _questions(1)[0] | SAMPLING | {"max_tokens": 300}
     async with cluster.connect() as stub:
         undisturbed = await ask(stub, **question)
         streams = [stream(stub, request(**question)) for _ in range(4)]
         for answering in streams:
             await answering.tokens(5)
-        cluster.kill("decode-0")
+        lost = await asyncio.to_thread(_busiest_writer, cluster)
+        cluster.kill(lost)
         answers = [await answering.complete() for answering in streams]
     assert any(answer.complete.timeline.num_restarts == 1 for answer in answers), "nothing was moved"
     for answer in answers:
-        assert answer.complete.timeline.decode_node != "decode-0"
+        assert answer.complete.timeline.decode_node != lost
         assert answer.token_ids == undisturbed.token_ids
         assert answer.text == undisturbed.text
     cluster.heal()

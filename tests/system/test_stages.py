@@ -34,7 +34,7 @@ async def test_answers_equal_transformers(prefill, decode, model, start_cluster)
         node={"num_kv_blocks": NUM_BLOCKS},
         prefill={**flags(prefill), "max_num_batched_tokens": 256},
         decode={**flags(decode), "max_num_seqs": 3},
-        start_deadline_s=240.0,  # for up to nine processes
+        start_deadline_s=600.0,  # for up to nine processes
     )
     rng = random.Random(0)
     prompts = [[rng.randrange(256) for _ in range(length)] for length in (1, 8, 65, 100, 400)]
@@ -46,7 +46,7 @@ async def test_answers_equal_transformers(prefill, decode, model, start_cluster)
 def _check_memory(cluster, grids):
     """Each rank's pool holds its stage's layers and its own heads alone: K and V, blocks of 8, heads of 12 floats."""
     for name, (tp_size, pp_size) in grids.items():
-        wait_until(lambda name=name, num=tp_size * pp_size: len(cluster.loads()[name].ranks) == num, "all ranks", 60.0)
+        wait_until(lambda name=name, num=tp_size * pp_size: len(cluster.loads()[name].ranks) == num, "all ranks", 180.0)
         planes = [rank.kv_pool_bytes // (2 * NUM_BLOCKS * 8 * 12 * 4) for rank in cluster.loads()[name].ranks]
         layers = {1: [NUM_LAYERS], 2: [1, 2]}[pp_size]
         assert planes == [2 // tp_size * each for each in layers for _ in range(tp_size)]

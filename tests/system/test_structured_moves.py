@@ -13,7 +13,7 @@ from tests.tiny_models import write_tiny_model
 pytestmark = pytest.mark.long
 
 CLOSERS = {ord(each): 6.0 for each in '"]}'}  # a random model would rarely end a text by itself
-DEADLINE_S = 200.0
+DEADLINE_S = 600.0
 TREE = {"anyOf": [{"type": "null"}, closed(["v"], v=WORD, under={"$ref": "#/$defs/tree"})]}
 KINDS = (
     WORD,

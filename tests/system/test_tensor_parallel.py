@@ -20,7 +20,7 @@ pytestmark = pytest.mark.long
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 RANK_LOST = 3  # exit code
-PROMISED_S = 60.0
+DEADLINE_S = 180.0
 
 # Heads divide evenly, unevenly, and not at all: then they are replicated.
 PAIRS = [
@@ -62,7 +62,9 @@ async def test_answers_equal_transformers(
 def _check_memory(cluster, tp_sizes, num_kv_heads):
     """Each rank's pool holds its own heads alone: 3 layers, K and V, 200 blocks of 8 tokens, heads of 8 floats."""
     for name, tp_size in tp_sizes.items():
-        wait_until(lambda name=name, tp_size=tp_size: len(cluster.loads()[name].ranks) == tp_size, "all ranks", 60.0)
+        wait_until(
+            lambda name=name, tp_size=tp_size: len(cluster.loads()[name].ranks) == tp_size, "all ranks", DEADLINE_S
+        )
         ranks = cluster.loads()[name].ranks
         assert [rank.rank for rank in ranks] == list(range(tp_size))
         heads = [rank.kv_pool_bytes // (3 * 2 * 200 * 8 * 8 * 4) for rank in ranks]
@@ -111,14 +113,14 @@ async def test_the_loss_of_a_rank_is_the_loss_of_its_node(name, number, cluster)
         answers = [await answering.complete() for answering in streams]
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.token_ids == fake_answer(prompt, 60)
-    assert node.wait(PROMISED_S) == RANK_LOST
-    wait_until(lambda: not follower.is_running(), "the follower ends with its node", 60.0)
+    assert node.wait(DEADLINE_S) == RANK_LOST
+    wait_until(lambda: not follower.is_running(), "the follower ends with its node", DEADLINE_S)
 
 
 async def test_a_killed_leader_leaves_no_follower_behind(cluster):
     follower = _follower(cluster, "decode-1")
     cluster.kill("decode-1")
-    wait_until(lambda: not follower.is_running(), "the follower ends with its node", 60.0)
+    wait_until(lambda: not follower.is_running(), "the follower ends with its node", DEADLINE_S)
     async with cluster.connect() as stub:
         answer = await ask(stub, [5, 6, 7], max_tokens=12, **GREEDY)
     assert answer.token_ids == fake_answer([5, 6, 7], 12)
@@ -141,7 +143,7 @@ async def test_cancelled_streams_free_every_rank(cluster):
 def test_more_ranks_than_attention_heads_are_refused(tmp_path):
     model = write_tiny_model(tmp_path / "model", num_attention_heads=2, num_key_value_heads=1)
     command = [sys.executable, "-m", "decode_node", str(model), "--tensor-parallel-size", "3"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=_environment())
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=_environment())
     assert ended.returncode == 2, ended.stderr
     assert "attention heads" in ended.stderr
     assert "3" in ended.stderr
@@ -163,10 +165,10 @@ def test_ranks_started_together_as_torchrun_does(flag, start_cluster, tmp_path):
             environment = _environment() | cluster.env | {key: str(value) for key, value in world.items()}
             with (tmp_path / f"rank-{rank}.log").open("wb") as log:
                 ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-        wait_until(lambda: "together" in cluster.attached(), "the node is attached", 60.0)
+        wait_until(lambda: "together" in cluster.attached(), "the node is attached", DEADLINE_S)
         assert len(psutil.Process(ranks[0].pid).children()) == 0
         ranks[0].send_signal(signal.SIGTERM)
-        assert [rank.wait(20) for rank in ranks] == [0, 0]
+        assert [rank.wait(DEADLINE_S) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()

@@ -116,7 +116,7 @@ async def test_every_phase_of_a_request_is_in_its_trace(cluster, receiver):
     """Two seats on each node that writes are taken, so it waits for credit too."""
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "waits"}
     async with cluster.connect() as stub, httpx2.AsyncClient(base_url=cluster.url, timeout=DEADLINE_S) as http:
-        others = [stream(stub, request([1, 2, number], max_tokens=200, **GREEDY)) for number in range(4)]
+        others = [stream(stub, request([1, 2, number], max_tokens=500, **GREEDY)) for number in range(4)]
         for other in others:
             await other.tokens(2)
         body = {"model": "fake", "prompt": [7] * 40, "max_tokens": 5, "ignore_eos": True}
@@ -140,7 +140,7 @@ async def test_every_phase_of_a_request_is_in_its_trace(cluster, receiver):
 
 async def test_a_drain_is_a_move_within_the_attempt(cluster, receiver):
     async with cluster.connect() as stub, grpc.aio.insecure_channel(cluster.target) as channel:
-        answering = stream(stub, request([5, 6], request_id="moves", max_tokens=300, **GREEDY))
+        answering = stream(stub, request([5, 6], request_id="moves", max_tokens=800, **GREEDY))
         await answering.tokens(5)
         source = await writer_of(cluster, "moves")
         admin = inference_pb2_grpc.AdminStub(channel)
@@ -148,7 +148,7 @@ async def test_a_drain_is_a_move_within_the_attempt(cluster, receiver):
             pass
         answer = await answering.complete()
         await admin.SetRole(inference_pb2.SetRoleRequest(node=source, role="decode"), timeout=DEADLINE_S)
-    assert answer.token_ids == fake_answer([5, 6], 300)
+    assert answer.token_ids == fake_answer([5, 6], 800)
     root = await trace_of(receiver, "moves")
     check(root, cluster)
     [attempt] = root.below("attempt")
@@ -163,12 +163,12 @@ async def test_a_drain_is_a_move_within_the_attempt(cluster, receiver):
 
 async def test_a_node_that_dies_is_an_attempt_that_failed(cluster, receiver):
     async with cluster.connect() as stub:
-        answering = stream(stub, request([8, 9], request_id="restarts", max_tokens=200, **GREEDY))
+        answering = stream(stub, request([8, 9], request_id="restarts", max_tokens=500, **GREEDY))
         await answering.tokens(5)
         lost = await writer_of(cluster, "restarts")
         cluster.kill(lost)
         answer = await answering.complete()
-    assert answer.token_ids == fake_answer([8, 9], 200)
+    assert answer.token_ids == fake_answer([8, 9], 500)
     root = await trace_of(receiver, "restarts")
     check(root, cluster)
     first, second = root.below("attempt")

@@ -76,8 +76,9 @@ def test_a_drain_moves_the_answers_and_tells_what_is_left(tmp_path):
             assert (timeline.num_moves, timeline.num_restarts, timeline.decode_node) == (1, 0, "d1")
             states = {load.name: load.state for load in (await c.stub.GetLoads(inference_pb2.GetLoadsRequest())).nodes}
             assert states == {"p0": "ready", "d0": "draining", "d1": "ready"}
-            c.generate("hi")
+            another = c.generate("hi")
             await c.nodes["d1"].command("reserve")  # nothing new comes to d0
+            another.cancel()
 
     run(scenario())
 
@@ -116,8 +117,9 @@ def test_a_role_ends_a_drain_and_tells_who_waits_for_it(tmp_path):
             assert sentence == "node d0 drains no more: it was given a role"
             await step(c.nodes["d0"], attempt, 1, "bcd", events.LENGTH)
             assert (await read_all(call))[0] == "abcd"
-            c.generate("hi", request_id="again")
+            again = c.generate("hi", request_id="again")
             await c.nodes["d0"].command("reserve")
+            again.cancel()
 
     run(scenario())
 

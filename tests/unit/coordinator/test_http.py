@@ -282,7 +282,6 @@ def test_a_failure_after_the_first_token_is_an_event_and_nothing_is_done(tmp_pat
             if num_prompts == 2:
                 other, _ = await begin(c)
             await hand_over(c, attempt, "a")
-            await until_heard(c)
             await c.nodes["d0"].send(events.failed(attempt, "ENGINE_ERROR"))
             if num_prompts == 2:
                 for node in c.nodes.values():
@@ -307,17 +306,7 @@ async def fail_after_a_token(c):
     """Of the next answer one token comes, and then its engine fails."""
     attempt, _ = await begin(c)
     await hand_over(c, attempt, "a")
-    await until_heard(c)
     await c.nodes["d0"].send(events.failed(attempt, "ENGINE_ERROR"))
-
-
-async def until_heard(c):
-    """Returns when the coordinator has handled what the nodes have said; the events of one node keep their order."""
-    c.num_reports += 1
-    mark = c.num_reports
-    for node in c.nodes.values():
-        await node.send(events.heartbeat(num_steps=mark))
-    await c.until_loads(lambda loads: {load.num_steps for load in loads.nodes} == {mark})
 
 
 @pytest.mark.parametrize(
@@ -474,8 +463,7 @@ def test_a_client_that_leaves_ends_its_answer(tmp_path, stream, has_tokens):
             call = post(client, stream=stream)
             attempt, _ = await begin(c)
             if has_tokens:
-                await hand_over(c, attempt, "a")
-                await until_heard(c)  # or else the prefill node were cancelled too
+                await hand_over(c, attempt, "a")  # which the coordinator has heard of: else p0 were cancelled too
             call.cancel()
             for node in [c.nodes["d0"]] if has_tokens else c.nodes.values():
                 await node.answer_cancel(attempt)
@@ -716,7 +704,7 @@ def test_draining_refuses_new_calls_and_lets_live_ones_finish(tmp_path):
 
 
 def test_stopping_ends_live_streams_with_an_error_and_cuts_off_who_dawdles(tmp_path, monkeypatch):
-    monkeypatch.setattr("coordinator.doors.public.STOP_GRACE_S", 0.3)
+    monkeypatch.setattr("coordinator.doors.public.STOP_GRACE_S", 2.0)
 
     async def scenario():
         async with http_cluster(tmp_path) as (c, client):
@@ -726,7 +714,6 @@ def test_stopping_ends_live_streams_with_an_error_and_cuts_off_who_dawdles(tmp_p
             call = post(client, stream=True)
             attempt, _ = await begin(c)
             await hand_over(c, attempt, "a")
-            await until_heard(c)
             await c.server.stop()
             *_, last = events_of(await call)
             assert last["error"]["code"] == "DRAINING"

@@ -1,6 +1,8 @@
 """Heavy calls: the event loop goes on while they are checked, and what nobody waits for is not done."""
 
 import asyncio
+import functools
+import gc
 import json
 import logging
 import threading
@@ -17,6 +19,7 @@ from tests.unit.coordinator.test_http import http_cluster
 
 JSON = {"content-type": "application/json"}
 MAX_STALL_S = 0.25  # of the event loop's own processor time, which other processes do not lengthen
+MAX_STALL = 0.8  # of the time in which the largest body is read as JSON, on machines where that is more
 MIB = 2**20
 
 
@@ -69,9 +72,20 @@ def test_no_call_keeps_the_event_loop_for_long(tmp_path, kind):
             stall_s = await longest_turn_s(call)
             reply = await call
             assert reply.status_code in (200, 400, 503), reply.text[:200]
-            assert stall_s < MAX_STALL_S
+            assert stall_s < max_stall_s()
 
-    run(scenario())
+    gc.disable()  # what the tests before have left is not this call's
+    try:
+        run(scenario())
+    finally:
+        gc.enable()
+
+
+@functools.cache
+def max_stall_s():
+    before_s = time.thread_time()
+    json.loads(HEAVY["biases"][1])
+    return max(MAX_STALL_S, MAX_STALL * (time.thread_time() - before_s))
 
 
 @pytest.mark.parametrize(
@@ -108,9 +122,16 @@ def test_what_is_as_long_as_may_be_is_tokenized_there_and_back(tmp_path):
 @asynccontextmanager
 async def nobody_free(tokenizer):
     """All threads for long texts have something to do meanwhile."""
-    free = threading.Event()
-    busy = [asyncio.create_task(tokenizer._in_turn(free.wait, 2 * DEADLINE_S)) for _ in range(NUM_THREADS)]
+    free, begun = threading.Event(), []
+
+    def wait():
+        begun.append(None)
+        free.wait(2 * DEADLINE_S)
+
+    busy = [asyncio.create_task(tokenizer._in_turn(wait)) for _ in range(NUM_THREADS)]
     try:
+        while len(begun) < NUM_THREADS:
+            await asyncio.sleep(0.01)
         yield
     finally:
         free.set()

@@ -40,6 +40,7 @@ def test_nodes_get_what_they_get_when_an_answer_begins_again_on_others(tmp_path)
             sampling = job.sampling_params
             assert (sampling.seed, sampling.max_tokens, sampling.min_tokens) == (7, 8, 5)
             await c.nodes["p0"].send(events.first_token(events.sampled(attempt, 3, ord("d")), num_cached_tokens=2))
+            await c.until_heard(c.nodes["p0"])
             await c.nodes["d0"].send(events.committed(attempt))
             await step(c.nodes["d0"], attempt, 4, "ef", LENGTH)
             *parts, last = await read_to_end(call)

@@ -65,9 +65,10 @@ def test_all_answers_of_a_call_have_its_salt(tmp_path):
     async def scenario():
         async with cluster(tmp_path) as c:
             await c.report_blocks("p0", hints("tenant"))
-            c.generate(TEXT, n=2, max_tokens=5, cache_salt="tenant")
+            call = c.generate(TEXT, n=2, max_tokens=5, cache_salt="tenant")
             jobs = [(await begin(c))[1] for _ in range(2)]
             assert [job.cache_salt for job in jobs] == ["tenant"] * 2
+            call.cancel()
 
     run(scenario())
 

@@ -129,7 +129,8 @@ def test_a_failure_of_ours_is_internal_without_a_text_and_logged_once(tmp_path, 
 def test_the_clients_deadline_ends_the_answer(tmp_path):
     async def scenario():
         async with cluster(tmp_path) as c:
-            call = c.generate(timeout=0.2)
+            await c.until_nothing_is_live()  # is connected
+            call = c.generate(timeout=2.0)
             attempt, _ = await begin(c)
             assert (await refusal_of(call))[0] is grpc.StatusCode.DEADLINE_EXCEEDED
             await c.nodes["p0"].answer_cancel(attempt)

@@ -3,6 +3,7 @@ endpoint costs that does not take them."""
 
 import asyncio
 import logging
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,6 @@ from protos import inference_pb2
 from tests import fleet_events as events
 from tests.otlp_receiver import AT_ONCE, DEADLINE_S, receiving
 from tests.scripted_nodes import begin, cluster, hand_over, read_all, refusal_of, run, step
-from tests.system.cluster import free_port
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = f"00-{TRACE}-{PARENT}-01"
@@ -175,11 +175,13 @@ def test_no_word_of_a_prompt_is_in_a_span(tmp_path, receiver):
 
 
 def test_an_endpoint_that_is_not_there_costs_answers_nothing(tmp_path, caplog):
-    async def scenario():
-        async with cluster(tmp_path, otlp_endpoint=f"http://127.0.0.1:{free_port()}") as c:
+    async def scenario(port):
+        async with cluster(tmp_path, otlp_endpoint=f"http://127.0.0.1:{port}") as c:
             assert (await answer(c))[0] == "sw"
 
-    run(scenario())
+    with socket.socket() as taken:  # so that nobody listens there
+        taken.bind(("127.0.0.1", 0))
+        run(scenario(taken.getsockname()[1]))
     [told] = [record for record in caplog.records if record.getMessage() == "not all spans were sent"]
     assert told.fields == {"lost_spans": NUM_SPANS}
 
@@ -208,6 +210,7 @@ def test_an_endpoint_that_takes_nothing_costs_answers_nothing(tmp_path, receiver
 
 def test_what_waits_is_sent_at_the_end(tmp_path, receiver, monkeypatch):
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")
+    monkeypatch.setattr(export, "FLUSH_S", DEADLINE_S)
 
     async def scenario():
         async with cluster(tmp_path, otlp_endpoint=receiver.endpoint) as c:

@@ -216,4 +216,4 @@ def test_more_threads_than_cores_do_not_hang(tmp_path):
     """Also more than there are queues. In a process of its own: the threads of a pool stay for good."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
-    subprocess.run([sys.executable, "-c", CROWD, tmp_path, root], env=environment, check=True, timeout=200)
+    subprocess.run([sys.executable, "-c", CROWD, tmp_path, root], env=environment, check=True, timeout=800)

@@ -70,7 +70,7 @@ def test_the_environment_decides_for_a_process(name, shown):
         env={**os.environ, ENVIRONMENT: name},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert result.stdout == shown

@@ -156,7 +156,7 @@ def test_answers_are_those_of_the_model_in_memory(tmp_path, family, dtype, quant
     del engine
     gc.collect()
     for thread in threads():
-        thread.join(20)
+        thread.join(60)
     assert threads() == []
 
 

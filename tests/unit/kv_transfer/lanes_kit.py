@@ -13,7 +13,7 @@ from kv_transfer.ticket import Ticket
 from serving_core import reasons
 from serving_core.layout import KVLayout
 from tests.unit.engine.some_heads import planes_of
-from tests.unit.kv_transfer.transfer_kit import ByteStore, Once, epochs
+from tests.unit.kv_transfer.transfer_kit import PATIENCE_S, ByteStore, Once, epochs
 
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=4, head_dim=4, block_size=2, dtype="float32")
 IDS = range(4)
@@ -61,7 +61,7 @@ class Nodes:
         *,
         prefill_pp=1,
         decode_pp=1,
-        deadline_s=20.0,
+        deadline_s=PATIENCE_S,
         wrap=lambda dialer: dialer,
     ):
         self.layout, self.sources, self.targets = layout, sources, targets
@@ -93,7 +93,7 @@ class Nodes:
     def copies(self):
         return plan_nodes(self.prefill, self.decode, self.layout.num_kv_heads, self.layout.layers)
 
-    def ticket(self, num_blocks, *, num_cached_blocks=0, ttl_s=20.0):
+    def ticket(self, num_blocks, *, num_cached_blocks=0, ttl_s=PATIENCE_S):
         return Ticket.draw(
             epoch=next(epochs),
             layout=self.layout,

@@ -217,13 +217,13 @@ def test_an_answer_that_comes_byte_by_byte_is_late_all_the_same():
         is_over = threading.Event()
 
         def trickle():
-            while not is_over.wait(0.05):
+            while not is_over.wait(0.2):
                 theirs.sendall(b"S")
 
         thread = threading.Thread(target=trickle)
         thread.start()
         try:
-            with pytest.raises(TimeoutError):  # HEADER_BYTES would have come after a second
+            with pytest.raises(TimeoutError):  # HEADER_BYTES would have come after five seconds
                 hear_answer(ours, Kind.PARTIALS)
             assert ours.gettimeout() == 0.3
         finally:

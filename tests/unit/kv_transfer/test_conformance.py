@@ -14,6 +14,7 @@ from tests.unit.kv_transfer.transfer_kit import (
     BIG_LAYOUT,
     BIG_NUM_BLOCKS,
     LAYOUT,
+    PATIENCE_S,
     SMOLLM2,
     ByteStore,
     Fabric,
@@ -103,7 +104,7 @@ def test_many_transfers_at_once(fabric):
 
     async def scenario():
         receivers = [KVReceiver(fabric.listener(), target) for target in targets]
-        senders = [KVSender(fabric.dialer(), source, deadline_s=20.0) for source in sources]
+        senders = [KVSender(fabric.dialer(), source, deadline_s=PATIENCE_S) for source in sources]
         places = itertools.accumulate(lengths, initial=0)
         jobs = [
             (number % 3, number % 2, rng.sample(range(num_blocks), length), range(place, place + length))

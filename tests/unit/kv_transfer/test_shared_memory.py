@@ -28,6 +28,7 @@ from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
 from tests.unit.kv_transfer.transfer_kit import (
     BIG_LAYOUT,
     LAYOUT,
+    PATIENCE_S,
     ByteStore,
     Fabric,
     Once,
@@ -247,7 +248,7 @@ def test_one_end_that_is_told_not_to_keeps_both_on_the_connection(sides):
 
     async def scenario():
         receiver = KVReceiver(ZmqListener("tcp://127.0.0.1:*", shares_memory=sides[1]), target)
-        sender = KVSender(ZmqDialer(shares_memory=sides[0]), source, deadline_s=20.0)
+        sender = KVSender(ZmqDialer(shares_memory=sides[0]), source, deadline_s=PATIENCE_S)
         for _ in range(3):
             check_arrived(source, range(4), target, range(4), await transfer(sender, receiver, range(4), range(4)))
         assert not sender.transport.shares_with(receiver.address)
@@ -267,7 +268,7 @@ def test_where_no_socket_can_be_made_blocks_go_by_the_connection(shm, monkeypatc
 
     async def scenario():
         receiver = KVReceiver(shm.listener(), target)
-        sender = KVSender(shm.dialer(), source, deadline_s=20.0)
+        sender = KVSender(shm.dialer(), source, deadline_s=PATIENCE_S)
         check_arrived(source, range(4), target, range(4), await transfer(sender, receiver, range(4), range(4)))
         await sender.close()
         await receiver.close()

@@ -23,6 +23,7 @@ from kv_transfer.wire import Abort, Data, Finish, Refusal, Refused, Segment
 from serving_core.errors import SettingsError
 from tests.unit.kv_transfer.transfer_kit import (
     LAYOUT,
+    PATIENCE_S,
     ByteStore,
     Once,
     a_ticket,
@@ -228,7 +229,7 @@ def test_connections_are_bounded_and_made_again(zmq_fabric, monkeypatch):
     source, targets = ByteStore(LAYOUT, 4, seed=18), [ByteStore(LAYOUT, 4) for _ in range(5)]
 
     async def scenario():
-        sender = KVSender(zmq_fabric.dialer(), source, deadline_s=20.0)
+        sender = KVSender(zmq_fabric.dialer(), source, deadline_s=PATIENCE_S)
         receivers = [KVReceiver(zmq_fabric.listener(), target) for target in targets]
         for receiver, target in zip(receivers * 2, targets * 2, strict=True):
             check_arrived(source, range(4), target, range(4), await transfer(sender, receiver, range(4), range(4)))
@@ -259,7 +260,7 @@ def test_tickets_that_do_not_fit_are_refused(fabric, stores):
 @pytest.mark.parametrize("address", ["nonsense", "tcp://127.0.0.1", "pgm://127.0.0.1:1", "ipc://" + "x" * 200])
 def test_addresses_that_cannot_be_dialled_are_refused(stores, address):
     async def scenario():
-        sender = KVSender(zmq_transport.ZmqDialer(), stores[0], deadline_s=20.0)
+        sender = KVSender(zmq_transport.ZmqDialer(), stores[0], deadline_s=PATIENCE_S)
         with pytest.raises(TransferError, match="cannot be dialled"):
             sender.start(a_ticket(address).encode(), Once())
         assert sender.num_open == 0

@@ -19,7 +19,7 @@ from serving_core.descriptors import Spares
 from tests.unit.kv_transfer.transfer_kit import LAYOUT, ByteStore, check_arrived, pair, run, transfer, until
 from tests.unit.serving_core.scarcity import no_descriptors_left
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 FINISH = encode(Finish(bytes(16), 1, 0, 4, b""))  # which every receiver answers, if only to refuse it
 
 

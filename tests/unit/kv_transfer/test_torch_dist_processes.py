@@ -12,7 +12,16 @@ from kv_transfer.ends.sender import KVSender, Sent, TransferFailed
 from kv_transfer.transports import dist_stream
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
 from tests.unit.kv_transfer.torch_dist_kit import CPU, HostDialer, bytes_of, tensor_store
-from tests.unit.kv_transfer.transfer_kit import BIG_LAYOUT, BIG_NUM_BLOCKS, ByteStore, Once, grant, run, until
+from tests.unit.kv_transfer.transfer_kit import (
+    BIG_LAYOUT,
+    BIG_NUM_BLOCKS,
+    PATIENCE_S,
+    ByteStore,
+    Once,
+    grant,
+    run,
+    until,
+)
 
 ANY_PORT = "dist://127.0.0.1:*"
 BIG_IDS = range(BIG_NUM_BLOCKS)
@@ -42,7 +51,7 @@ def test_the_receiving_process_is_killed():
 
     async def scenario():
         async with peer_process("receive", ANY_PORT) as process:
-            sender, sent = KVSender(TorchDistDialer(CPU), source, deadline_s=30.0), Once()
+            sender, sent = KVSender(TorchDistDialer(CPU), source, deadline_s=PATIENCE_S), Once()
             sending = sender.start(await ticket_of(process), sent)
             sending.blocks_ready(BIG_IDS[:1])
             await until(lambda: sender.num_messages)
@@ -65,13 +74,13 @@ def test_the_receiving_process_hangs_and_comes_back(monkeypatch):
 
     async def scenario():
         async with peer_process("receive", ANY_PORT) as process:
-            held, sent = [], Once()
-            sender = KVSender(HostDialer(), source, deadline_s=30.0)
+            held, sent, has_begun = [], Once(), asyncio.Event()
+            sender = KVSender(HostDialer(), source, deadline_s=PATIENCE_S)
             first, second = await ticket_of(process), await ticket_of(process)
-            sending = sender.start(first, lambda result: (held.append(source.is_held), sent(result)))
+            sending = sender.start(first, lambda result: (held.append(source.is_held), sent(result)), has_begun.set)
             sending.blocks_ready(BIG_IDS[:1])
-            await until(lambda: sender.num_messages)
-            monkeypatch.setattr(dist_stream, "TIMEOUT_S", 1.0)
+            await has_begun.wait()
+            monkeypatch.setattr(dist_stream, "TIMEOUT_S", 1.0)  # of a pair that stands
             process.send_signal(signal.SIGSTOP)
             sending.finish(BIG_IDS, b"tail")
             await until(lambda: source.is_held)

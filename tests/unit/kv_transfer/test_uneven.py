@@ -17,6 +17,7 @@ from serving_core.layout import KVLayout, Widths
 from tests.unit.kv_transfer.lanes_kit import SOURCE_IDS, TARGET_IDS, check_pools, nodes_of, sliced
 from tests.unit.kv_transfer.torch_dist_kit import CPU, bytes_of, tensor_store
 from tests.unit.kv_transfer.transfer_kit import (
+    PATIENCE_S,
     ByteStore,
     Fabric,
     Once,
@@ -60,7 +61,7 @@ def test_tensors_arrive_over_torch_distributed(widths, dtype):
     source, target = tensor_store(layout, 6, seed=2), tensor_store(layout, 8)
 
     async def scenario():
-        sender = KVSender(TorchDistDialer(CPU), source, deadline_s=20.0)
+        sender = KVSender(TorchDistDialer(CPU), source, deadline_s=PATIENCE_S)
         receiver = KVReceiver(TorchDistListener("dist://127.0.0.1:*", CPU), target)
         sent, received = await transfer(sender, receiver, SOURCE_IDS, TARGET_IDS)
         assert (sent.num_bytes, received.num_bytes) == (5 * layout.block_bytes,) * 2
@@ -172,11 +173,11 @@ class Stages:
         for number, (layers, source, target) in enumerate(ends):
             layout = source.layout.with_layers(layers)
             assert layout == target.layout.with_layers(layers)
-            lane = Lane(bytes([number] * 16), 1, self._listener.address, layout, len(TARGET_IDS), 0, 20.0)
+            lane = Lane(bytes([number] * 16), 1, self._listener.address, layout, len(TARGET_IDS), 0, PATIENCE_S)
             self.owners.append(Owner(self._listener))
             receiving = ReceivingLane(lane, self._listener.payload, target, TARGET_IDS, self.owners[-1])
             self._receiving[lane.transfer_id] = receiving
-            self.sending.append(SendingLane(lane, self._dialer, source, 20.0, self.owners[-1]))
+            self.sending.append(SendingLane(lane, self._dialer, source, PATIENCE_S, self.owners[-1]))
 
     def _take(self, peer, header, frames):
         message = decode(header)

@@ -12,7 +12,7 @@ from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
 from tests.unit.kv_transfer.torch_dist_kit import CPU, tensor_store
-from tests.unit.kv_transfer.transfer_kit import BIG_LAYOUT, BIG_NUM_BLOCKS, grant, until
+from tests.unit.kv_transfer.transfer_kit import BIG_LAYOUT, BIG_NUM_BLOCKS, PATIENCE_S, grant, until
 
 
 def tell(line):
@@ -23,13 +23,14 @@ def tell(line):
 async def receive(endpoint):
     receiver = KVReceiver(TorchDistListener(endpoint, CPU), tensor_store(BIG_LAYOUT, BIG_NUM_BLOCKS))
     while await asyncio.to_thread(sys.stdin.readline):
-        ticket = grant(receiver, range(BIG_NUM_BLOCKS), lambda result: tell(type(result).__name__), ttl_s=60.0)
+        ticket = grant(receiver, range(BIG_NUM_BLOCKS), lambda result: tell(type(result).__name__))
         tell(ticket.encode().hex())
     await receiver.close()
 
 
 async def send(ticket, seconds):
-    sender = KVSender(TorchDistDialer(CPU), tensor_store(BIG_LAYOUT, BIG_NUM_BLOCKS, seed=1), deadline_s=60.0)
+    store = tensor_store(BIG_LAYOUT, BIG_NUM_BLOCKS, seed=1)
+    sender = KVSender(TorchDistDialer(CPU), store, deadline_s=PATIENCE_S)
     transfer = sender.start(bytes.fromhex(ticket), print)
     transfer.blocks_ready(range(BIG_NUM_BLOCKS // 2))
     await until(lambda: sender.num_messages > 2)

@@ -12,12 +12,12 @@ from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
 from kv_transfer.ticket import Ticket
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
-from tests.unit.kv_transfer.transfer_kit import BIG_LAYOUT, BIG_NUM_BLOCKS, ByteStore, grant, until
+from tests.unit.kv_transfer.transfer_kit import BIG_LAYOUT, BIG_NUM_BLOCKS, PATIENCE_S, ByteStore, Fabric, grant
 
 
 async def receive(endpoint, kind):
     receiver = KVReceiver(ZmqListener(endpoint, shares_memory=kind == "shm"), ByteStore(BIG_LAYOUT, BIG_NUM_BLOCKS))
-    ticket = grant(receiver, range(BIG_NUM_BLOCKS), print, ttl_s=60.0)
+    ticket = grant(receiver, range(BIG_NUM_BLOCKS), print)
     sys.stdout.write(ticket.encode().hex() + "\n")
     sys.stdout.flush()
     await asyncio.sleep(600)
@@ -25,10 +25,9 @@ async def receive(endpoint, kind):
 
 async def send(ticket, kind):
     dialer, packed = ZmqDialer(shares_memory=kind == "shm"), bytes.fromhex(ticket)
-    sender = KVSender(dialer, ByteStore(BIG_LAYOUT, BIG_NUM_BLOCKS, seed=1), deadline_s=60.0)
+    sender = KVSender(dialer, ByteStore(BIG_LAYOUT, BIG_NUM_BLOCKS, seed=1), deadline_s=PATIENCE_S)
     transfer = sender.start(packed, print)
-    if kind == "shm":
-        await until(lambda: dialer.shares_with(Ticket.decode(packed).ends[0].address))
+    await Fabric(kind, None).meet(dialer, Ticket.decode(packed).ends[0].address)
     transfer.blocks_ready(range(BIG_NUM_BLOCKS // 2))
     await asyncio.sleep(600)
 

@@ -9,7 +9,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from serving_core.channels import fleet_options, public_options
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 OPTIONS = {
     "public": lambda number: public_options(number, longest_call_s=1.0),
     "fleet": fleet_options,
@@ -33,7 +33,7 @@ async def answers(port):
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
         try:
-            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=2)
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
         except grpc.aio.AioRpcError as error:
             return error.code() is not grpc.StatusCode.UNAVAILABLE
         return True
@@ -62,7 +62,7 @@ async def test_connections_beyond_the_cap_are_closed_until_others_end(door):
 )
 async def test_who_has_no_call_is_asked_to_go(door, option, reason):
     """With a short time in place of ours."""
-    options = {**dict(OPTIONS[door](3)), option: 200}
+    options = {**dict(OPTIONS[door](3)), option: 1000}
     async with asyncio.timeout(DEADLINE_S), served([*options.items()]) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0" + b"\0\0\0\4\1\0\0\0\0")

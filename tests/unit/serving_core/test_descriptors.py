@@ -13,7 +13,7 @@ from serving_core.descriptors import Spares, connections_within, kept_spares, nu
 from tests.descriptors import limited
 from tests.unit.serving_core.scarcity import no_descriptors_left
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def limits_after_raising(soft, hard):

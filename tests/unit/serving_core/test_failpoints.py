@@ -14,7 +14,7 @@ from serving_core.errors import SettingsError
 from serving_core.failpoint_actions import COMMANDS, EVENTS, FailpointReached, Failpoints
 
 ALONE = {key: value for key, value in os.environ.items() if not key.startswith("SPLITSERVE_")}
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 
 
 @pytest.fixture

@@ -20,8 +20,11 @@ def taken():
 
 @pytest.fixture
 def free():
-    with socket.create_server((LOOPBACK, 0)) as listening:
-        return listening.getsockname()[1]
+    """Held, and not listened on: others can still do that, and nobody is given it who asks for any port."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((LOOPBACK, 0))
+        yield held.getsockname()[1]
 
 
 @pytest.mark.parametrize("host", [LOOPBACK, "localhost", "0.0.0.0"])

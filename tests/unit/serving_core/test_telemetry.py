@@ -79,7 +79,7 @@ raise ValueError("at the end\\nof all")
 @pytest.mark.parametrize("log_format", ["json", "human"])
 def test_what_others_write_is_a_line_of_ours(log_format):
     done = subprocess.run(
-        [sys.executable, "-W", "always", "-c", PROGRAM, log_format], capture_output=True, text=True, timeout=60
+        [sys.executable, "-W", "always", "-c", PROGRAM, log_format], capture_output=True, text=True, timeout=240
     )
     assert (done.returncode, done.stdout) == (1, "")
     parsed = [parse_line(line) for line in done.stderr.splitlines()]

@@ -6,6 +6,7 @@
 import functools
 import json
 import os
+import socket
 import sys
 import time
 
@@ -19,6 +20,7 @@ from serving_core.requests import Request, Work
 from serving_core.settings import EngineSettings
 from serving_core.sharding import share_of
 from tests.toy_scheduler import greedy
+from tests.unit.serving_node.rank_process import TIMEOUT_S
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
@@ -30,9 +32,22 @@ def joined(timeout_s):
     return join(CPU, int(os.environ["WORLD_SIZE"]), timeout_s)
 
 
+def meet():
+    """Returns when both of two ranks are here, however long the start of either takes."""
+    with socket.socket(socket.AF_UNIX) as door:
+        place = f"\0splitserve-meeting-{os.environ['MASTER_PORT']}"
+        if os.environ["RANK"] == "0":
+            door.bind(place)
+            door.listen()
+            door.accept()[0].close()
+        else:
+            while door.connect_ex(place):
+                time.sleep(0.01)
+
+
 def collectives(_):
     """Every method of a group, on three ranks."""
-    group = joined(60)
+    group = joined(TIMEOUT_S)
     sums = []
     with torch.inference_mode():
         for dtype in DTYPES:
@@ -64,7 +79,7 @@ def collectives(_):
 
 
 def divided_rows(_):
-    group = joined(60)
+    group = joined(TIMEOUT_S)
     differing = differing_rows(group)
     group.close()
     return differing
@@ -96,7 +111,7 @@ def agree(one, other, *, exactly):
 
 def wrong_block(folder):
     """The fake model's tokens before and after one head of one token changes on the last rank."""
-    group = joined(60)
+    group = joined(TIMEOUT_S)
     engine = Engine(EngineSettings(model=folder, device="cpu", block_size=4, num_kv_blocks=8), group)
     request = Request("r", 0, [50] * 9, 9, greedy(1))
     tokens = []
@@ -113,7 +128,7 @@ def wrong_block(folder):
 
 def unlike_ranks(folder):
     """What an engine says whose ranks were given unlike settings."""
-    group = joined(60)
+    group = joined(TIMEOUT_S)
     try:
         Engine(EngineSettings(model=folder, device="cpu", sequence_parallel_min_tokens=10 + group.rank), group)
     except SettingsError as error:
@@ -126,7 +141,7 @@ def unlike_ranks(folder):
 def shared_sums(_):
     """Where what goes through shared memory is not the sum in the order of the ranks: types and numbers of rows, of
     less than fits one slot, and of more."""
-    group = joined(60)
+    group = joined(TIMEOUT_S)
     differing = []
     with torch.inference_mode():
         for dtype in (torch.float32, torch.bfloat16):
@@ -159,7 +174,8 @@ def peer_that_is_gone(_):
 
 
 def peer_that_hangs(_):
-    group = joined(3)
+    meet()
+    group = joined(5)
     if group.rank == 1:
         time.sleep(600)
     return _errors_of_sums(group)

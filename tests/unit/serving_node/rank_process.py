@@ -21,7 +21,7 @@ from serving_core.requests import Share
 from serving_core.settings import EngineSettings
 from tests.toy_scheduler import greedy, run_all
 
-TIMEOUT_S = 240
+TIMEOUT_S = 600
 
 
 def rank_case(folder, prompts, num_tokens, chunk_tokens, **settings):
@@ -37,25 +37,31 @@ def rank_case(folder, prompts, num_tokens, chunk_tokens, **settings):
 @contextmanager
 def rank_processes(tp_size, program, *arguments):
     """Starts the ranks of a node; ends those that are left afterwards."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    meeting = {"WORLD_SIZE": str(tp_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", program, *map(str, arguments)],
-            env={**os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(tp_size)
-    ]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    with socket.socket() as held:  # and not listened on: rank 0 can still do that, and nobody else is given the port
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        meeting = {
+            "WORLD_SIZE": str(tp_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(held.getsockname()[1]),
+            "OMP_NUM_THREADS": "1",
+        }
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", program, *map(str, arguments)],
+                env={**os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(tp_size)
+        ]
+        try:
+            yield processes
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
 
 
 def run_ranks(folder, tp_size, cases, device="cpu"):

@@ -22,7 +22,7 @@ from serving_node.settings import NodeSettings
 from tests.tiny_models import VOCAB_SIZE, write_fake_model
 
 BLOCK_SIZE = 4
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 
 
 class GatedEngine:
@@ -35,22 +35,27 @@ class GatedEngine:
         self.plans = []
         self.num_behind = 0  # of them, those that followed the one before at once
         self.error = None
+        self.before_end = lambda: None  # called in the engine's thread when a step is computed
 
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
     def step(self, works, on_layer=None):
         self._begin(works)
-        return self._engine.step(works, on_layer)
+        tokens = self._engine.step(works, on_layer)
+        self.before_end()
+        return tokens
 
     def step_behind(self, works, built, before, on_begun, until_known):
         self.num_behind += 1
         on_begun()
         self._begin(works)
-        return self._engine.step_behind(works, built, before, on_begun, until_known)
+        tokens = self._engine.step_behind(works, built, before, on_begun, until_known)
+        self.before_end()
+        return tokens
 
     def _begin(self, works):
-        self.plans.append([(work.request.request_id, work.start, work.num_tokens) for work in works])
+        self.plans.append(_plan_of(works))
         if not self.is_open:
             assert self._gate.acquire(timeout=DEADLINE_S), "the test never let the step end"
         if self.error is not None:
@@ -173,12 +178,18 @@ class Harness:
         await self.until(lambda: kind in self.kinds(name))
 
     async def until_step(self, number):
-        """The step of this number, counted from 1, runs."""
-        await self.until(lambda: len(self.engine.plans) == number)
+        """The step of this number, counted from 1, runs; the node has taken in the one before, and may have offered the
+        one behind."""
+        plans = self.engine.plans
+        await self.until(lambda: len(plans) == number and _plan_of(self.node._works) == plans[-1])
 
     async def idle(self):
         async with asyncio.timeout(DEADLINE_S):
             await self.node.idle()
+
+
+def _plan_of(works):
+    return [(work.request.request_id, work.start, work.num_tokens) for work in works]
 
 
 def _names(message, name):

@@ -94,6 +94,7 @@ async def name_taken(coordinator, context):
 
 async def welcome_then_break(coordinator, context):
     await welcome(coordinator, context)
+    await coordinator.read(context)  # a heartbeat: gRPC loses a welcome that is still unread when the status comes
     await context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
 
 
@@ -335,18 +336,21 @@ async def the_public_port():
 
 
 class HangsUp(asyncio.Protocol):
-    """Answers whatever comes with these bytes, and hangs up."""
+    """Answers whatever comes with these bytes, and says no more."""
 
     def __init__(self, answer, live):
         self._answer, self._live = answer, live
+        self._has_answered = False
 
     def connection_made(self, transport):
         self._transport = transport
         self._live.add(transport)
 
     def data_received(self, data):
-        self._transport.write(self._answer)
-        self._transport.close()
+        if not self._has_answered:
+            self._has_answered = True
+            self._transport.write(self._answer)
+            self._transport.write_eof()  # and reads on: what is unread at the end would have the answer thrown away
 
     def connection_lost(self, error):
         self._live.remove(self._transport)

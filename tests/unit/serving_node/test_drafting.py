@@ -16,6 +16,14 @@ NUM_TOKENS = 16
 ENGINE_THREAD = "engine"  # begins its name
 
 
+class QuickStepper(Stepper):
+    """Whatever a busy machine takes for it, a draft model takes next to nothing."""
+
+    async def between(self, compute):
+        result, _ = await super().between(compute)
+        return result, 0.001
+
+
 class ToyDrafter:
     """Writes what comes, or fails."""
 
@@ -45,7 +53,7 @@ def node():
 
 @pytest.fixture
 def stepper():
-    stepper = Stepper(lambda parts, on_layer: None)
+    stepper = QuickStepper(lambda parts, on_layer: None)
     yield stepper
     stepper.close()
 

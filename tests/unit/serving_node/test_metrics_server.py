@@ -88,7 +88,7 @@ async def test_what_is_no_call_for_figures_gets_none(head, status):
 
 
 async def test_clients_that_hang_are_cut_off_and_others_get_their_turn(monkeypatch):
-    monkeypatch.setattr(metrics_server, "CALL_S", 0.5)
+    monkeypatch.setattr(metrics_server, "CALL_S", 1.5)
     async with server_of(three) as server:
         hanging = [await asyncio.open_connection(HOST, server.port) for _ in range(3)]
         for _, writer in hanging:
@@ -117,6 +117,7 @@ async def test_a_loop_that_is_busy_costs_the_call_alone(monkeypatch):
             client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
             head = client.recv(64)  # the loop has no turn meanwhile
         assert head.split()[1] == b"503"
+        monkeypatch.setattr(metrics_server, "FIGURES_S", DEADLINE_S)
         assert (await ask(server.port))[0] == 200
 
 

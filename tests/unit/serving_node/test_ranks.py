@@ -1,6 +1,7 @@
 """How rank 0 leads its followers: commands, reports, strangers at the door, and what silence means."""
 
 import asyncio
+import socket
 
 import pytest
 
@@ -104,12 +105,10 @@ async def test_a_follower_hears_that_rank_0_is_gone(monkeypatch):
 
 
 async def test_nobody_answers_at_the_door():
-    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    server.close()
-    await server.wait_closed()
-    with pytest.raises(RankLost, match="does not answer"):
-        await dial("127.0.0.1", port, ranks_pb2.RankCommand)
+    with socket.socket() as bound:  # which does not listen, and keeps others from it
+        bound.bind(("127.0.0.1", 0))
+        with pytest.raises(RankLost, match="does not answer"):
+            await dial(*bound.getsockname(), ranks_pb2.RankCommand)
 
 
 def test_only_a_broken_model_leaves_the_ranks_in_step(monkeypatch):

@@ -1,6 +1,7 @@
 """Steps that follow each other without the event loop in a whole node, while requests come and go."""
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -9,7 +10,7 @@ from coordinator.text.constraints import to_grammar
 from engine.stepper import Ahead
 from protos import fleet_pb2
 from tests.tiny_models import write_tiny_model
-from tests.unit.serving_node.runner_kit import job, make_request, running
+from tests.unit.serving_node.runner_kit import DEADLINE_S, job, make_request, running
 
 SAMPLINGS = {
     "greedy": {},
@@ -44,10 +45,25 @@ def send(node, request):
     node.handle(reserve=fleet_pb2.Reserve(job=job(request), local_prefill=True))
 
 
+def let_it_look_ahead(node):
+    """No step ends before the loop has had its turn to offer the one behind it, however busy the machine is."""
+    look_ahead, has_looked = node.node._look_ahead, threading.Semaphore(0)
+
+    def look(step):
+        look_ahead(step)
+        has_looked.release()
+
+    def wait():
+        assert has_looked.acquire(timeout=DEADLINE_S), "the loop never had its turn"
+
+    node.node._look_ahead, node.engine.before_end = look, wait
+
+
 @pytest.mark.parametrize("kind", [{"dtype": "bfloat16"}, {"dtype": "float32", "batch_invariant": True}])
 async def test_answers_are_those_of_a_node_that_has_nobody_else(kind, tmp_path):
     engine = {"model": str(write_tiny_model(tmp_path / "tiny")), "device": "cpu", **kind}
     async with running(tmp_path, engine=engine, num_blocks=256, max_num_seqs=8, max_num_batched_tokens=16) as node:
+        let_it_look_ahead(node)
         node.node._looks_ahead = False
         expected = {name: await alone(node, name) for name in SAMPLINGS}
         assert node.engine.num_behind == 0
@@ -113,11 +129,12 @@ async def test_steps_that_are_over_hold_no_memory(tmp_path, monkeypatch):
     steps = weakref.WeakSet()
     monkeypatch.setattr("serving_node.runner.Ahead", lambda *args, **more: _noted(steps, Ahead(*args, **more)))
     async with running(tmp_path, max_num_seqs=4, max_num_batched_tokens=64) as node:
+        let_it_look_ahead(node)
         gc.collect()
         gc.disable()
         try:
             node.local("a", range(5), max_tokens=150)
-            await node.until(lambda: node.engine.num_behind > 30)  # of 149: a busy machine offers few of them in time
+            await node.until(lambda: node.engine.num_behind > 30)  # of 149
             assert len(steps) < 10
             await node.idle()
         finally:

@@ -67,9 +67,11 @@ async def test_an_answer_that_begins_again_goes_on_within_it(tmp_path, num_known
 async def test_an_answer_that_gave_way_goes_on_within_it(tmp_path):
     names = ["a", "b", "c"]
     limits = {"num_blocks": 9, "caching": False, "max_num_seqs": 4, "max_num_batched_tokens": 32}
-    async with running(tmp_path, token_s=0.01, **limits) as node:
+    async with running(tmp_path, gated=True, **limits) as node:
         for name in names:
             node.local(name, PROMPT, **{**ASKED, "max_tokens": 20})
+        await node.until(lambda: node.load.num_running + node.load.num_waiting == len(names))  # compiled, all of them
+        node.engine.open()
         await node.idle()
         assert node.load.num_preemptions > 0, "nobody gave way"
         for name in names:

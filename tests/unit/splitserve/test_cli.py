@@ -24,7 +24,7 @@ from splitserve.launch.launcher import free_port
 from tests.scripted_server import Script, chunk, complete, refusal, serving
 from tests.tiny_models import write_fake_model
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 TIMELINE = inference_pb2.Timeline(
     prefill_queue_s=0.001,
     prefill_s=0.5,

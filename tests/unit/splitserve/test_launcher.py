@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx2
@@ -210,7 +211,8 @@ def refusal(cluster: Up, tmp_path: Path) -> str:
 def test_a_port_in_use_is_named_with_its_flag(up, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        for flag, cluster in (("--grpc-port", up(port=port)), ("--http-port", up("--http-port", str(port)))):
+        for flag, ports in (("--grpc-port", {"port": port}), ("--http-port", {})):
+            cluster = up(*(() if ports else (flag, str(port))), **ports)
             assert refusal(cluster, tmp_path) == f"Error: {flag} {port} is in use on 127.0.0.1"
 
 
@@ -333,12 +335,14 @@ def test_a_role_becomes_the_process_of_its_room(model):
         str(model),
         f"--port={port}",
         f"--fleet-port={fleet_port}",
+        "--http-port=-1",
     ]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         try:
             with Client(f"127.0.0.1:{port}") as client:
                 while not _lives(client):
                     assert process.poll() is None
+                    time.sleep(0.05)
             arguments = psutil.Process(process.pid).cmdline()
             assert arguments[1:3] == ["-m", "coordinator"]
             assert arguments[-2:] == ["--served-model-name", "fake"]

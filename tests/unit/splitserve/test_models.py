@@ -16,7 +16,7 @@ from splitserve.launch import models
 from splitserve.launch.models import DEMO_GGUF, DEMO_NAME, LocalModel, demo_folder, resolve
 from tests.gguf_files import write_gguf
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 NO_INDEX = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""}
 
 

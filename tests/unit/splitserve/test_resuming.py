@@ -175,22 +175,29 @@ def test_a_server_that_begins_again_instead_is_found_out(asked):
 def test_closing_the_client_ends_the_wait_for_the_server():
     script = Breaking([chunk("a", 0, [97]), refusal(grpc.StatusCode.UNAVAILABLE, "gone", "DRAINING", 50.0)])
 
+    async def close_soon(client):
+        await asyncio.sleep(0.2)
+        await client.close()
+
     async def closed():
-        client = AsyncClient(target)
-        asyncio.get_running_loop().call_later(0.2, lambda: asyncio.create_task(client.close()))
+        client, closing = AsyncClient(target), set()
         async for _ in client.generate("hi", deadline_s=DEADLINE_S):
-            pass
+            closing.add(asyncio.create_task(close_soon(client)))
 
     with serving(script) as target, pytest.raises(Cancelled):
         asyncio.run(closed())
     script.calls = [[chunk("a", 0, [97]), refusal(grpc.StatusCode.UNAVAILABLE, "gone", "DRAINING", 50.0)]]
     with serving(script) as target:
         client = Client(target)
-        closing = threading.Timer(0.2, client.close)
-        closing.start()
+        timer = threading.Timer(0.2, client.close)
+
+        def read():
+            for _ in client.generate("hi", deadline_s=DEADLINE_S):
+                timer.start()
+
         with pytest.raises(Cancelled):
-            list(client.generate("hi", deadline_s=DEADLINE_S))
-        closing.join()
+            read()
+        timer.join()
 
 
 # ---- the pure part ----

@@ -15,7 +15,7 @@ from serving_core.telemetry import parse_line
 from splitserve.launch.cluster import Process
 from splitserve.launch.supervisor import LastWords, Supervisor
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 FOREVER = "import time; print('started', flush=True); time.sleep(600)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + FOREVER
 

@@ -19,7 +19,7 @@ from splitserve.client.overview import to_overview
 from splitserve.commands.overview_view import bars, milliseconds, overview_view, short
 from tests.scripted_server import Script, serving
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 COLUMNS = 80
 
 

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from serving_core.errors import SettingsError
 from serving_core.settings import EngineSettings
 from splitserve.cli import main
+from splitserve_bench.corridor import transfer_ends
 from splitserve_bench.doctor.doctor import NODE_MODULE, DoctorBench, Measured, batches_of, conclude, node_cpus
 from splitserve_bench.doctor.node import NodeFigures, NodeTask
 from splitserve_bench.doctor.processes import figures_of
@@ -23,6 +24,12 @@ TINY = Shape("LlamaForCausalLM", "llama", 48, 3, 4, 2, 12, 80, 260, 1024)
 TINY_SIZES = ("--running", "2", "--prompt-tokens", "40,16", "--output-tokens", "64 8", "--repeats", "1")
 DEADLINE_S = 60.0
 TOKEN_BYTES = 2 * 3 * 2 * 12 * 2  # K and V, layers, heads, head size, bytes of a bfloat16
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """The corridor's other process may take long to begin."""
+    monkeypatch.setattr(transfer_ends, "DEADLINE_S", 600.0)
 
 
 def run(*arguments):
@@ -188,6 +195,8 @@ async def test_a_node_is_gone_even_when_it_is_cancelled_twice(tmp_path):
     async with asyncio.timeout(DEADLINE_S):
         while not (children := set(psutil.Process().children()) - others):
             await asyncio.sleep(0.01)
+    for child in children:
+        child.suspend()  # else it may find that there is no model before it is cancelled
     for _ in range(10):  # it is there before asyncio has all its pipes
         await asyncio.sleep(0.01)
     measuring.cancel()

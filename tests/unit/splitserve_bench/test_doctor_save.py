@@ -12,6 +12,7 @@ from serving_core.settings import EngineSettings
 from splitserve.cli import main
 from splitserve.launch.models import LocalModel
 from splitserve_bench.compare.contenders import SPLIT, ClusterContender, colocated
+from splitserve_bench.corridor import transfer_ends
 from splitserve_bench.doctor import saving
 from splitserve_bench.doctor.doctor import DoctorBench
 from splitserve_bench.doctor.grids import ANSWERS, PROMPTS, GridFigures, GridTask, measure_grid
@@ -36,7 +37,7 @@ from tests.tiny_models import write_tokenizer
 from tests.unit.splitserve_bench.simulate_kit import PROFILE, SIZES, request, step_s
 
 TINY = Shape("LlamaForCausalLM", "llama", 48, 3, 4, 2, 12, 80, 260, 1024)
-DEADLINE_S = 300.0
+DEADLINE_S = 800.0
 BLOCK_BYTES = 16 * 2 * 3 * 2 * 12 * 2  # tokens, K and V, layers, heads, head size, bytes of a bfloat16
 
 
@@ -195,8 +196,9 @@ def cpu_s(process):
 
 @pytest.mark.long
 @pytest.mark.parametrize("has_all_cores", [False, True], ids=["a node of one core", "a node of all cores"])
-def test_the_command_saves_what_a_simulation_reads(tiny, tmp_path, has_all_cores):
+def test_the_command_saves_what_a_simulation_reads(tiny, tmp_path, monkeypatch, has_all_cores):
     """A node of all cores leaves none for a second one, so there is no corridor between two."""
+    monkeypatch.setattr(transfer_ends, "DEADLINE_S", 600.0)  # its other process may take long to begin
     write_tokenizer(tiny)
     path, cores = tmp_path / "profile.json", len(saving.all_cpus()) if has_all_cores else 1
     words = ("--running", 2, "--prompt-tokens", 16, "--output-tokens", 8, "--repeats", 1, "--save", path, "--json")

@@ -25,7 +25,7 @@ from splitserve_bench.simulate.fleet import FleetSize, simulate
 from tests.unit.splitserve_bench.dominance_kit import dominance, figures_of, load_of, write_trace
 from tests.unit.splitserve_bench.simulate_kit import PROFILE, step_s
 
-PASS_S = 60.0
+PASS_S = 300.0
 FLEETS = ("--contender", "1P+1B-timely", "--other", "2B-never", "--other", "1P+1D", "--beside", "1P+1B")
 
 

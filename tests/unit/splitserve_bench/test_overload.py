@@ -223,7 +223,8 @@ async def test_a_server_is_loaded_in_stages(kind, tmp_path):
     async with SERVERS[kind](script) as target:
         first = json.loads(await run(target, *FEW, *STAGES, "--json"))
         assert [stage["num_good"] for stage in first["stages"]] == [4, 20, 4]
-        script.does |= dict.fromkeys(script.order[6:16], REFUSE) | {script.order[-1]: FAIL}
+        # Of the 20 of the overload those in the middle: where one stage ends, others may overtake.
+        script.does |= dict.fromkeys(script.order[9:19], REFUSE) | {script.order[-1]: FAIL}
         words = ["--save", str(tmp_path / "found.json"), "--plot", str(tmp_path / "found.png")]
         await run(target, *FEW, *STAGES, *words)
     saved = json.loads((tmp_path / "found.json").read_text())

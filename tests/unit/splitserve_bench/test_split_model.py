@@ -124,6 +124,8 @@ def test_the_costs_of_steps():
     assert (found.batches, found.steps_s, found.context_tokens) == ((4, 8), (0.02, 0.03), 128)
     assert found.cached_token_s == pytest.approx(0.00768 / 4 / 384)
     assert fit_decode([(4, 0.02)], 128, (4, 512, 0.01)).cached_token_s == 0
+    disturbed = fit_decode([(4, 0.02), (8, 0.03)], 128, (4, 512, 9.0))
+    assert min(disturbed.step_s(batch, 0) for batch in (4, 6, 8)) > 0
 
 
 @given(

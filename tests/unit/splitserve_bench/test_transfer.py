@@ -13,6 +13,7 @@ from engine.cache.kv_pool import PagedKVPool
 from kv_transfer.payload import HOST
 from serving_core.layout import KVLayout
 from splitserve.cli import main
+from splitserve_bench.corridor import transfer_ends
 from splitserve_bench.corridor.transfer import TransferReport, YardstickFigures, figures_of
 from splitserve_bench.corridor.transfer_ends import Sample, open_ends, peer_process
 from splitserve_bench.corridor.transfer_peer import TRANSPORTS, Arrival, block_ids_of, digest_of, fill
@@ -24,6 +25,13 @@ from tests.tiny_models import write_fake_model
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="bfloat16")
 SECONDS = {COPY: 0.001, XXH3: 0.01, TCP: 0.04, UNIX: 0.02, CHECKED: 0.08}
 PLAIN = {name: Spread(seconds, 9.0, 9.0, 9.0) for name, seconds in SECONDS.items()}
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """The other process may take long to begin."""
+    monkeypatch.setattr(transfer_ends, "DEADLINE_S", 600.0)
+    monkeypatch.setattr(transfer_ends, "SHARE_S", 120.0)
 
 
 def sample(commit_s, cpu_s=1.0, checksum_s=0.0, arrival=None):
