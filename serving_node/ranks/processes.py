@@ -20,6 +20,8 @@ from serving_node.ranks.leading import die
 
 LOOPBACK: Final = "127.0.0.1"
 
+_held: Final[list[socket.socket]] = []
+
 
 def started_rank() -> int | None:
     """This process's rank, where whoever started it has said so."""
@@ -54,7 +56,7 @@ def start_followers(package: str, settings: Any, name: str) -> None:
     os.environ |= {
         "WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(_held_port()),
         "GLOO_SOCKET_IFNAME": "lo",
     }
     command = [sys.executable, "-m", "serving_core.child", str(os.getpid()), sys.executable, "-m", package]
@@ -77,8 +79,11 @@ def _watch(rank: int, child: "subprocess.Popen[bytes]") -> None:
         die(f"rank {rank} has ended with code {returncode}")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _held_port() -> int:
+    """One that nobody else is given while this process lives: it is bound, so that rank 0 can still listen on it."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((LOOPBACK, 0))
+    _held.append(held)
+    port: int = held.getsockname()[1]
+    return port
