@@ -2,7 +2,7 @@
 
 import os
 
-from splitserve.interrupts import end_at_once
+from splitserve.interrupts import end_at_once, leave_to_system
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when grpc is imported: it tells of connections that idled away
 
@@ -15,7 +15,7 @@ def run() -> None:
     try:
         main(prog_name="splitserve")
     finally:
-        end_at_once()
+        leave_to_system()
 
 
 if __name__ == "__main__":

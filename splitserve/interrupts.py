@@ -1,8 +1,9 @@
 """Ctrl-C, however early: exit code 130 and no traceback.
 
 While modules are imported there is nothing to clean up, and an exception in the middle of an import may come out of it
-as another one: until a command begins, and after it has ended, Ctrl-C ends the process at once. In between it is a
-KeyboardInterrupt. Where Ctrl-C is ignored, as in a shell's background, it stays so.
+as another one: until a command begins, Ctrl-C ends the process at once, and so it does after it has ended, while the
+interpreter does. In between it is a KeyboardInterrupt. Where Ctrl-C is ignored, as in a shell's
+background, it stays so.
 """
 
 import os
@@ -22,6 +23,12 @@ def raise_again() -> None:
     """Undoes `end_at_once`, if that was called."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def leave_to_system() -> None:
+    """No handler is run any more when the interpreter ends, which may take a while or hang in somebody's threads."""
+    if signal.getsignal(signal.SIGINT) in (_end, signal.default_int_handler):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _end(*_: Any) -> None:

@@ -625,6 +625,18 @@ def test_ctrl_c_that_a_shell_has_switched_off_stays_so():
     assert (done.returncode, done.stdout) == (0, "goes on\n")
 
 
+def test_ctrl_c_ends_an_interpreter_that_does_not_end_by_itself():
+    code = (
+        "import atexit, sys, time; from splitserve import __main__; sys.argv[1:] = ['--version']; "
+        "atexit.register(lambda: (print('ending', flush=True), time.sleep(600))); __main__.run()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert [process.stdout.readline() for _ in range(2)][1] == "ending\n"
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == -signal.SIGINT
+
+
 VARIABLES = {"SPLITSERVE_BLOK_SIZE": "8", "SPLITSERVE_XYZZY": "secret", "SPLITSERVE_BLOCK_SIZE": "8", "OTHER": "1"}
 WARNING = "Warning: nothing reads SPLITSERVE_BLOK_SIZE (did you mean SPLITSERVE_BLOCK_SIZE?), SPLITSERVE_XYZZY"
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 
 import pytest
 from click.testing import CliRunner
@@ -20,6 +21,7 @@ from splitserve.commands.overview_view import bars, milliseconds, overview_view,
 from tests.scripted_server import Script, serving
 
 DEADLINE_S = 240.0
+PRESSED_AGAIN_S = 60.0  # by whoever sees nothing come of it: an exception may be lost in a library
 COLUMNS = 80
 
 
@@ -118,6 +120,13 @@ def test_a_cluster_without_nodes_and_answers_has_a_frame_too(script, target, mon
     assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "no node is attached")
 
 
+def press(process, master, key):
+    if key == b"q":
+        os.write(master, key)
+    else:
+        process.send_signal(signal.SIGINT)
+
+
 @pytest.mark.parametrize("key", [b"q", b"\x03"], ids=["q", "Ctrl-C"])
 def test_it_goes_on_until_a_key_and_leaves_the_terminal_as_it_was(script, target, key):
     master, slave = pty.openpty()
@@ -132,14 +141,14 @@ def test_it_goes_on_until_a_key_and_leaves_the_terminal_as_it_was(script, target
         while shown.count(b"decode-0") < 3:
             assert select.select([master], [], [], DEADLINE_S)[0], shown
             shown += os.read(master, 2**16)
-        if key == b"q":
-            os.write(master, key)
-        else:
-            process.send_signal(signal.SIGINT)
+        pressed_at = None
         while process.poll() is None:  # what it still writes has to be read
+            if pressed_at is None or time.monotonic() > pressed_at + PRESSED_AGAIN_S:
+                press(process, master, key)
+                pressed_at = time.monotonic()
             if select.select([master], [], [], 0.1)[0]:
                 os.read(master, 2**16)
-        assert process.returncode == (0 if key == b"q" else 130)
+        assert process.returncode in ((0,) if key == b"q" else (130, -signal.SIGINT))
         assert termios.tcgetattr(slave) == before
     finally:
         process.kill()
