@@ -102,7 +102,8 @@ def model(tmp_path_factory):
 def up(ray_hosts, model, tmp_path):
     """`splitserve up` as docs/ray.md has it, ready."""
     flags = ["--ray", ray_hosts.address, *shlex.split(COMMAND, comments=True), "--log-dir", str(tmp_path / "logs")]
-    flags += ["--node-wait-s", "240"]  # one node reads, and a busy machine takes its time to start it again
+    # One node reads, and a busy machine takes its time to start it again, to notice what is gone, to hear of the nodes.
+    flags += ["--node-wait-s", "240", "--max-restarts", "10", "--node-timeout-s", "15"]
     cluster = Up(model, *flags, port=free_port())
     try:
         cluster.read_until("Ready")
