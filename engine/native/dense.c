@@ -1,4 +1,5 @@
 /* The functions that Python calls for products with float32 and bfloat16 weights. */
+#include "amx.h"
 #include "dense.h"
 #include "groups.h"
 #include "work.h"
@@ -35,7 +36,7 @@ EXPORTED const DenseKernel *dense_kernel(const char *variant, int32_t element) {
     int has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16");
     if (!strcmp(variant, "avx512_bf16") && has_bf16)
         return element == DENSE_BFLOAT16 ? &dense_avx512_bf16 : &dense_avx512;
-    if (!strcmp(variant, "amx") && has_bf16 && dense_amx_is_there())
+    if (!strcmp(variant, "amx") && has_bf16 && amx_is_there(AMX_BFLOAT16))
         return element == DENSE_BFLOAT16 ? &dense_amx : &dense_avx512;
 #endif
     (void)variant;

@@ -52,20 +52,11 @@ typedef struct DenseKernel {
     void (*compute)(const DenseProduct *product, const DenseUnit *unit, const DenseUnit *next);
 } DenseKernel;
 
-/* Compilers that know these tiles. */
-#if defined(__clang__)
-#define KNOWS_AMX (__clang_major__ >= 12)
-#else
-#define KNOWS_AMX (__GNUC__ >= 11)
-#endif
-
 #if defined(__x86_64__)
 extern const DenseKernel dense_avx2;
 extern const DenseKernel dense_avx512;
 extern const DenseKernel dense_avx512_bf16;
 extern const DenseKernel dense_amx;
-/* Whether this CPU has tiles, and Linux lets this process use them. */
-int dense_amx_is_there(void);
 #endif
 
 static inline int32_t element_bytes(int32_t element) { return element == DENSE_BFLOAT16 ? 2 : 4; }

@@ -3,6 +3,7 @@
  * A tile of weights is 16 words of one vector as they are packed. The sums of a block stay in tiles over all inputs, a
  * word after the other, whatever the number of rows.
  */
+#include "amx.h"
 #include "dense.h"
 
 #if defined(__x86_64__) && defined(__linux__) && KNOWS_AMX
@@ -12,11 +13,8 @@
 #else
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")
 #endif
-#include <cpuid.h>
 #include <immintrin.h>
 #include <string.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #define INLINE static inline __attribute__((always_inline))
 #define FP8_UNIT 1.0f /* of conversions that are not used here, as are powers */
@@ -24,18 +22,7 @@
 #define HAS_BF16
 #include "attention_vector_avx512.h"
 
-#define TILE_ROWS 16
-#define TILE_WORDS 16
-#define TILE_BYTES (TILE_WORDS * 4) /* of a row */
-#define AHEAD_TILES 2               /* of the one in work, the weights that are fetched */
-#define PERMISSION_REQUEST 0x1023   /* ARCH_REQ_XCOMP_PERM */
-#define TILE_DATA 18                /* the part of a thread's state that tiles are */
-
-typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} TileShapes;
+#define AHEAD_TILES 2 /* of the one in work, the weights that are fetched */
 
 /* Some rows of inputs against some vectors of a panel. */
 typedef struct {
@@ -49,33 +36,21 @@ typedef struct {
     int64_t ahead_stride;
 } Block;
 
-int dense_amx_is_there(void) {
-    uint32_t a, b, c, d;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return 0;
-    return syscall(SYS_arch_prctl, PERMISSION_REQUEST, TILE_DATA) == 0;
-}
-
-/* Sums are in tiles 0 to 3: of the first row tile in 0 and 2 (and then 1 and 3), of the second one in 1 and 3. */
 INLINE void configure(int32_t first_rows, int32_t second_rows) {
-    TileShapes shapes = {.palette = 1};
-    for (int i = 0; i < 8; ++i) {
-        int is_second = second_rows && (i == 1 || i == 3 || i == 5);
-        shapes.row_bytes[i] = TILE_BYTES;
-        shapes.rows[i] = (uint8_t)(i > 5 ? TILE_WORDS : is_second ? second_rows : first_rows);
-    }
+    TileShapes shapes = tile_shapes(first_rows, second_rows);
     _tile_loadconfig(&shapes);
 }
 
 /* A tile of weights, before it is needed. */
 INLINE void fetch(const uint8_t *weights, int64_t stride) {
-    for (int word = 0; word < TILE_WORDS; ++word) __builtin_prefetch(weights + word * stride);
+    for (int word = 0; word < AMX_WORDS; ++word) __builtin_prefetch(weights + word * stride);
 }
 
 /* Meanwhile the tiles at `ahead` are fetched, if it is not NULL. */
 INLINE void multiply_tile(const uint8_t *inputs, int64_t input_stride, const uint8_t *weights, int64_t weight_stride,
                           const uint8_t *ahead, int64_t ahead_stride, const int row_tiles, const int vectors) {
     _tile_loadd(4, inputs, input_stride);
-    if (row_tiles == 2) _tile_loadd(5, inputs + TILE_ROWS * input_stride, input_stride);
+    if (row_tiles == 2) _tile_loadd(5, inputs + AMX_ROWS * input_stride, input_stride);
     _tile_loadd(6, weights, weight_stride);
     if (ahead) fetch(ahead, ahead_stride);
     _tile_dpbf16ps(0, 4, 6);
@@ -100,15 +75,16 @@ INLINE void multiply_tile(const uint8_t *inputs, int64_t input_stride, const uin
 
 /* The last words, which fill no tile, with zeros behind them. */
 INLINE void multiply_rest(const Block *block, const int32_t num_rows, const int row_tiles, const int vectors) {
-    uint8_t inputs[2 * TILE_ROWS * TILE_BYTES] = {0}, weights[TILE_WORDS * PANEL_VECTORS * VECTOR_BYTES] = {0};
-    const int64_t at = (int64_t)block->num_tiles * TILE_WORDS;
+    uint8_t inputs[2 * AMX_ROWS * AMX_BYTES] = {0}, weights[AMX_WORDS * PANEL_VECTORS * VECTOR_BYTES] = {0};
+    const int64_t at = (int64_t)block->num_tiles * AMX_WORDS;
     const int32_t words = (block->rest_bytes + 3) / 4;
     for (int32_t row = 0; row < num_rows; ++row)
-        memcpy(inputs + row * TILE_BYTES, block->inputs + row * block->input_stride + at * 4, (size_t)block->rest_bytes);
+        memcpy(inputs + row * AMX_BYTES, block->inputs + row * block->input_stride + at * 4, (size_t)block->rest_bytes);
     for (int32_t word = 0; word < words; ++word)
         memcpy(weights + word * PANEL_VECTORS * VECTOR_BYTES, block->weights + (at + word) * block->weight_stride,
                (size_t)vectors * VECTOR_BYTES);
-    multiply_tile(inputs, TILE_BYTES, weights, PANEL_VECTORS * VECTOR_BYTES, NULL, 0, row_tiles, vectors);
+    WRITTEN();
+    multiply_tile(inputs, AMX_BYTES, weights, PANEL_VECTORS * VECTOR_BYTES, NULL, 0, row_tiles, vectors);
 }
 
 INLINE void store_outputs(const float *sums, const DenseProduct *product, int32_t row, int32_t vector,
@@ -128,8 +104,8 @@ INLINE void store_outputs(const float *sums, const DenseProduct *product, int32_
 
 INLINE void compute_block(const DenseProduct *product, const Block *block, int32_t row, int32_t num_rows,
                           int32_t vector, const int row_tiles, const int vectors) {
-    float sums[4][TILE_ROWS * OUTPUTS] __attribute__((aligned(64)));
-    const int64_t step = TILE_WORDS * block->weight_stride;
+    float sums[4][AMX_ROWS * OUTPUTS] __attribute__((aligned(64)));
+    const int64_t step = AMX_WORDS * block->weight_stride;
     const int32_t own_tiles = block->ahead ? block->num_tiles - AHEAD_TILES : 0;
     _tile_zero(0);
     _tile_zero(1);
@@ -140,35 +116,35 @@ INLINE void compute_block(const DenseProduct *product, const Block *block, int32
         int64_t ahead_stride = block->weight_stride;
         if (tile >= own_tiles) {
             ahead_stride = block->ahead_stride;
-            ahead = block->ahead ? block->ahead + (tile - own_tiles) * TILE_WORDS * ahead_stride : NULL;
+            ahead = block->ahead ? block->ahead + (tile - own_tiles) * AMX_WORDS * ahead_stride : NULL;
         }
-        multiply_tile(block->inputs + tile * TILE_BYTES, block->input_stride, weights, block->weight_stride, ahead,
+        multiply_tile(block->inputs + tile * AMX_BYTES, block->input_stride, weights, block->weight_stride, ahead,
                       ahead_stride, row_tiles, vectors);
     }
     if (block->rest_bytes) multiply_rest(block, num_rows, row_tiles, vectors);
-    _tile_stored(0, sums[0], TILE_BYTES);
-    _tile_stored(1, sums[1], TILE_BYTES);
-    _tile_stored(2, sums[2], TILE_BYTES);
-    _tile_stored(3, sums[3], TILE_BYTES);
+    _tile_stored(0, sums[0], AMX_BYTES);
+    _tile_stored(1, sums[1], AMX_BYTES);
+    _tile_stored(2, sums[2], AMX_BYTES);
+    _tile_stored(3, sums[3], AMX_BYTES);
     for (int i = 0; i < vectors; ++i) {
         store_outputs(sums[row_tiles == 2 ? 2 * i : (i % 2 * 2 + i / 2)], product, row, vector + i,
-                      smaller(num_rows, TILE_ROWS));
+                      smaller(num_rows, AMX_ROWS));
         if (row_tiles == 2)
-            store_outputs(sums[2 * i + 1], product, row + TILE_ROWS, vector + i, num_rows - TILE_ROWS);
+            store_outputs(sums[2 * i + 1], product, row + AMX_ROWS, vector + i, num_rows - AMX_ROWS);
     }
 }
 
 static void compute(const DenseProduct *product, const DenseUnit *unit, const DenseUnit *next) {
     const DenseMatrix *matrix = product->matrix;
-    const int32_t row_bytes = matrix->num_inputs * 2, num_tiles = row_bytes / TILE_BYTES;
+    const int32_t row_bytes = matrix->num_inputs * 2, num_tiles = row_bytes / AMX_BYTES;
     Block block = {.input_stride = product->input_stride,
                    .weight_stride = dense_stride_of(matrix, unit->vector),
                    .num_tiles = num_tiles,
-                   .rest_bytes = row_bytes - num_tiles * TILE_BYTES};
-    for (int32_t done = 0; done < unit->num_rows; done += 2 * TILE_ROWS) {
-        const int32_t row = unit->row + done, num_rows = smaller(unit->num_rows - done, 2 * TILE_ROWS);
-        const int row_tiles = num_rows > TILE_ROWS ? 2 : 1, together = row_tiles == 2 ? 2 : 4;
-        configure(smaller(num_rows, TILE_ROWS), num_rows - TILE_ROWS > 0 ? num_rows - TILE_ROWS : 0);
+                   .rest_bytes = row_bytes - num_tiles * AMX_BYTES};
+    for (int32_t done = 0; done < unit->num_rows; done += 2 * AMX_ROWS) {
+        const int32_t row = unit->row + done, num_rows = smaller(unit->num_rows - done, 2 * AMX_ROWS);
+        const int row_tiles = num_rows > AMX_ROWS ? 2 : 1, together = row_tiles == 2 ? 2 : 4;
+        configure(smaller(num_rows, AMX_ROWS), num_rows - AMX_ROWS > 0 ? num_rows - AMX_ROWS : 0);
         block.inputs = product->inputs + row * product->input_stride;
         for (int32_t first = 0; first < unit->num_vectors; first += together) {
             const int32_t vector = unit->vector + first, vectors = smaller(unit->num_vectors - first, together);
@@ -198,5 +174,4 @@ const DenseKernel dense_amx = {compute};
 #endif
 #elif defined(__x86_64__)
 const DenseKernel dense_amx;
-int dense_amx_is_there(void) { return 0; }
 #endif

@@ -1,4 +1,5 @@
 /* The functions that Python calls for products with quantized weights. */
+#include "amx.h"
 #include "groups.h"
 #include "linear.h"
 #include "work.h"
@@ -19,12 +20,11 @@ EXPORTED int64_t linear_matrix_bytes(void) { return sizeof(Matrix); }
 EXPORTED const LinearKernel *linear_kernel(const char *variant) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (!strcmp(variant, "avx512_vnni"))
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                       __builtin_cpu_supports("avx512vnni")
-                   ? &linear_avx512_vnni
-                   : NULL;
+    const int has_vnni = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                         __builtin_cpu_supports("avx512vnni");
+    if (!strcmp(variant, "amx_int8")) return has_vnni && amx_is_there(AMX_INT8) ? &linear_amx : NULL;
+    if (!strcmp(variant, "avx512_vnni")) return has_vnni ? &linear_avx512_vnni : NULL;
     if (!strcmp(variant, "avx2"))
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &linear_avx2 : NULL;
 #endif

@@ -9,13 +9,14 @@
 
 #include <stdint.h>
 
-#define LINEAR_VERSION 2 /* of everything below; engine/native/linear_library.py expects the same */
+#define LINEAR_VERSION 3 /* of everything below; engine/native/linear_library.py expects the same */
 
 #define OUTPUTS 16     /* of a vector of weights */
 #define DEPTH 4        /* inputs of a vector of 8-bit weights; one of 4-bit weights has these and the next DEPTH */
 #define TILE_VECTORS 4 /* at most, in one tile */
 #define TILE_ROWS 4
 #define MOST_WHOLE 16  /* inputs of a row that exceed bytes */
+#define MOST_OF_BYTES 32639
 #define UNIT_ROWS 256  /* rows that one thread takes at a time */
 #define SHARED_WORK 65536 /* products; what is less is done sooner than other threads are woken */
 
@@ -36,12 +37,15 @@ typedef struct {
     const struct LinearKernel *kernel;
 } Matrix;
 
-/* Of a row of inputs of 8 bits: those that exceed them. */
+/* Of a row of inputs of 8 bits: those that exceed them, with what the bytes lack. That is also 256 times an upper byte
+ * plus a lower one, each in the place that its input has in DEPTH bytes, if it is at most MOST_OF_BYTES. */
 typedef struct {
     int32_t sum; /* of all the row's numbers */
     int32_t count;
     int32_t inputs[MOST_WHOLE];
-    int32_t rests[MOST_WHOLE]; /* what the bytes lack */
+    int32_t rests[MOST_WHOLE];
+    uint32_t lower[MOST_WHOLE];
+    uint32_t upper[MOST_WHOLE];
 } Whole;
 
 /* Rows of inputs, rounded. */
@@ -73,6 +77,7 @@ extern const LinearKernel linear_plain;
 #if defined(__x86_64__)
 extern const LinearKernel linear_avx2;
 extern const LinearKernel linear_avx512_vnni;
+extern const LinearKernel linear_amx;
 #endif
 
 static inline int64_t num_groups(const Matrix *matrix) { return matrix->padded_inputs / matrix->group_size; }

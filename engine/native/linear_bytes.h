@@ -20,19 +20,18 @@
 
 /* The bits of what an input of BYTE_LARGEST stands for. */
 static uint32_t scaling_bits(integers lanes) {
-    int32_t each[OUTPUTS];
+    int32_t each[OUTPUTS], largest_of[SCALING_LANE + 1] = {0}; /* the largest first */
     memcpy(each, &lanes, sizeof(each));
-    for (int i = 0; i <= SCALING_LANE; ++i)
-        for (int other = i + 1; other < OUTPUTS; ++other)
-            if (each[other] > each[i]) {
-                int32_t larger = each[other];
-                each[other] = each[i];
-                each[i] = larger;
-            }
+    for (int i = 0; i < OUTPUTS; ++i)
+        for (int rank = 0; rank <= SCALING_LANE; ++rank) {
+            const int32_t other = largest_of[rank];
+            largest_of[rank] = each[i] > other ? each[i] : other;
+            each[i] = each[i] > other ? other : each[i];
+        }
     float largest, chosen;
-    memcpy(&largest, &each[0], 4);
-    memcpy(&chosen, &each[SCALING_LANE], 4);
-    if (!(largest > LEAST_RATIO * chosen)) return (uint32_t)each[0];
+    memcpy(&largest, &largest_of[0], 4);
+    memcpy(&chosen, &largest_of[SCALING_LANE], 4);
+    if (!(largest > LEAST_RATIO * chosen)) return (uint32_t)largest_of[0];
     float least = largest / LARGEST_TIMES;
     if (chosen < least) chosen = least;
     uint32_t bits;
@@ -40,15 +39,18 @@ static uint32_t scaling_bits(integers lanes) {
     return bits;
 }
 
-/* Takes what exceeds bytes away from OUTPUTS numbers. Gives 0, or 1 when there is no room for it. */
-static int keep_whole(Whole *whole, int32_t at, int32_t numbers[OUTPUTS]) {
-    for (int i = 0; i < OUTPUTS; ++i) {
-        int32_t byte = numbers[i] > BYTE_LARGEST ? BYTE_LARGEST : numbers[i] < -BYTE_LARGEST ? -BYTE_LARGEST : numbers[i];
-        if (byte == numbers[i]) continue;
+/* Keeps what these of OUTPUTS numbers have beyond bytes, a bit for each. Gives 0, or 1 when there is no room for it. */
+INLINE int keep_whole(Whole *whole, int32_t at, uint32_t exceeding, integers numbers) {
+    int32_t each[OUTPUTS];
+    memcpy(each, &numbers, sizeof(each));
+    for (; exceeding; exceeding &= exceeding - 1) {
+        const int i = __builtin_ctz(exceeding), place = 8 * ((at + i) % DEPTH);
         if (whole->count == MOST_WHOLE) return 1;
+        const int32_t rest = each[i] - (each[i] > 0 ? BYTE_LARGEST : -BYTE_LARGEST), low = (int8_t)(rest & 255);
         whole->inputs[whole->count] = at + i;
-        whole->rests[whole->count++] = numbers[i] - byte;
-        numbers[i] = byte;
+        whole->rests[whole->count] = rest;
+        whole->lower[whole->count] = (uint32_t)(low & 255) << place;
+        whole->upper[whole->count++] = (uint32_t)((rest - low) / 256 & 255) << place;
     }
     return 0;
 }
@@ -65,11 +67,10 @@ INLINE int round_to_bytes(const Product *product, int32_t row, const int32_t ele
         floats some = load_inputs(inputs + at * bytes, element, matrix->num_inputs - at);
         integers numbers = integers_rounded(floats_mul(some, floats_all(inverse)));
         sum = integers_add(sum, numbers);
-        if (integers_exceed(numbers, BYTE_LARGEST)) {
-            int32_t each[OUTPUTS];
-            memcpy(each, &numbers, sizeof(each));
-            if (keep_whole(whole, at, each)) return 1;
-            memcpy(&numbers, each, sizeof(each));
+        const uint32_t exceeding = integers_exceeding(numbers, BYTE_LARGEST);
+        if (exceeding) {
+            if (keep_whole(whole, at, exceeding, numbers)) return 1;
+            numbers = integers_within(numbers, BYTE_LARGEST);
         }
         store_low_bytes(product->rounded.numbers + (int64_t)row * padded + at, numbers);
     }
@@ -95,22 +96,43 @@ INLINE void round_row_to_bytes(const Product *product, int32_t row, const int32_
            (size_t)product->matrix->padded_inputs);
 }
 
-static void finish_bytes(const Product *product, const uint8_t *weights, int64_t weight_stride, int32_t vector,
-                         int32_t row, int vectors, int rows, const integers sums[BYTE_VECTORS][BYTE_ROWS]) {
-    for (int r = 0; r < rows; ++r) {
-        const Whole *whole = &product->rounded.whole[row + r];
-        for (int i = 0; i < vectors; ++i) {
-            integers sum = integers_add(sums[i][r], integers_all(-BYTE_ZERO * whole->sum));
-            for (int32_t each = 0; each < whole->count; ++each) {
-                const int32_t input = whole->inputs[each];
-                bytes some = bytes_load(weights + i * weight_stride + (int64_t)(input / DEPTH) * (OUTPUTS * DEPTH));
-                sum = integers_add(sum, integers_mul(bytes_of(some, input % DEPTH), whole->rests[each]));
+/* Adds to the sums of some vectors what the bytes of a row lack. */
+INLINE void add_whole(const Whole *whole, const uint8_t *weights, int64_t weight_stride, const int vectors,
+                      integers *sums) {
+    integers upper[BYTE_VECTORS];
+    for (int i = 0; i < vectors; ++i) upper[i] = integers_zero();
+    for (int32_t each = 0; each < whole->count; ++each) {
+        const int32_t input = whole->inputs[each], rest = whole->rests[each];
+        const uint8_t *from = weights + (int64_t)(input / DEPTH) * (OUTPUTS * DEPTH);
+        if (rest > MOST_OF_BYTES || rest < -MOST_OF_BYTES) {
+            for (int i = 0; i < vectors; ++i) {
+                const integers some = bytes_of(bytes_load(from + i * weight_stride), input % DEPTH);
+                sums[i] = integers_add(sums[i], integers_mul(some, rest));
             }
-            floats scale = floats_load(product->matrix->scales + (int64_t)(vector + i) * OUTPUTS);
-            floats total = floats_mul(floats_from_integers(sum), scale);
-            total = floats_mul(total, floats_all(product->rounded.scales[row + r]));
-            store_outputs(product, row + r, (vector + i) * OUTPUTS, total);
+            continue;
         }
+        const word low = word_load((const int8_t *)&whole->lower[each]);
+        const word high = word_load((const int8_t *)&whole->upper[each]);
+        for (int i = 0; i < vectors; ++i) {
+            const bytes some = bytes_load(from + i * weight_stride);
+            sums[i] = dot(sums[i], some, low);
+            upper[i] = dot(upper[i], some, high);
+        }
+    }
+    for (int i = 0; i < vectors; ++i) sums[i] = integers_add(sums[i], integers_shifted_left_8(upper[i]));
+}
+
+/* What the sums of a row and of some vectors become. */
+INLINE void finish_sums(const Product *product, const uint8_t *weights, int64_t weight_stride, int32_t vector,
+                        int32_t row, const int vectors, integers *sums) {
+    const Whole *whole = &product->rounded.whole[row];
+    const floats row_scale = floats_all(product->rounded.scales[row]);
+    if (whole->count) add_whole(whole, weights, weight_stride, vectors, sums);
+    for (int i = 0; i < vectors; ++i) {
+        floats scales = floats_load(product->matrix->scales + (int64_t)(vector + i) * OUTPUTS);
+        integers sum = integers_add(sums[i], integers_all(-BYTE_ZERO * whole->sum));
+        floats total = floats_mul(floats_from_integers(sum), scales);
+        store_outputs(product, row, (vector + i) * OUTPUTS, floats_mul(total, row_scale));
     }
 }
 
@@ -120,7 +142,7 @@ INLINE void multiply_bytes(const Product *product, const uint8_t *weights, int64
     const int8_t *numbers = product->rounded.numbers + (int64_t)row * padded;
     const int8_t *later = numbers + BYTE_ROWS / 2 * (int64_t)padded;
     const uint8_t *now = weights;
-    integers sums[BYTE_VECTORS][BYTE_ROWS], kept[BYTE_VECTORS][BYTE_ROWS];
+    integers sums[BYTE_VECTORS][BYTE_ROWS], kept[BYTE_ROWS][BYTE_VECTORS];
     __asm__("" : "+r"(later)); /* or the compiler addresses all rows from the first after all */
     for (int i = 0; i < vectors; ++i)
         for (int r = 0; r < rows; ++r) sums[i][r] = integers_zero();
@@ -136,9 +158,10 @@ INLINE void multiply_bytes(const Product *product, const uint8_t *weights, int64
             for (int i = 0; i < vectors; ++i) sums[i][r] = dot(sums[i][r], some[i], inputs);
         }
     }
-    for (int i = 0; i < vectors; ++i) /* so that sums never leave their registers before */
-        for (int r = 0; r < rows; ++r) kept[i][r] = sums[i][r];
-    finish_bytes(product, weights, weight_stride, vector, row, vectors, rows, (const integers(*)[BYTE_ROWS])kept);
+    for (int r = 0; r < rows; ++r) /* so that sums never leave their registers before */
+        for (int i = 0; i < vectors; ++i) kept[r][i] = sums[i][r];
+    for (int r = 0; r < rows; ++r)
+        finish_sums(product, weights, weight_stride, vector, row + r, vectors, kept[r]);
 }
 
 INLINE void compute_byte_rows(const Product *product, const uint8_t *weights, int64_t weight_stride, int32_t vector,
@@ -156,8 +179,18 @@ INLINE void compute_byte_rows(const Product *product, const uint8_t *weights, in
     }
 }
 
+#if defined(BYTE_TILES)
+#include "linear_tiles.h"
+#endif
+
 static void compute_bytes(const Product *product, const uint8_t *weights, int64_t weight_stride, int32_t vector,
                           int32_t vectors, int32_t row, int32_t end_row) {
+#if defined(BYTE_TILES)
+    if (end_row - row >= FEWEST_TILE_ROWS) {
+        compute_tiles(product, weights, weight_stride, vector, vectors, row, end_row);
+        return;
+    }
+#endif
     for (; vectors > 0; vectors -= BYTE_VECTORS, vector += BYTE_VECTORS, weights += BYTE_VECTORS * weight_stride) {
         switch (vectors < BYTE_VECTORS ? vectors : BYTE_VECTORS) {
         case 1: compute_byte_rows(product, weights, weight_stride, vector, row, end_row, 1); break;

@@ -9,12 +9,12 @@ from typing import Final
 
 from engine.native import library as native_library
 
-VERSION: Final = 2  # LINEAR_VERSION in native/linear.h
+VERSION: Final = 3  # LINEAR_VERSION in native/linear.h
 ELEMENTS: Final = {"float32": 0, "bfloat16": 1}
-VARIANTS: Final = ("avx512_vnni", "avx2", "plain")  # the fastest first
+VARIANTS: Final = ("amx_int8", "avx512_vnni", "avx2", "plain")  # the fastest first
 
 _VARIANT_OF: Final = {
-    "amx": "avx512_vnni",
+    "amx": "amx_int8",
     "avx512_bf16": "avx512_vnni",
     "avx512": "avx512_vnni",
     "avx2": "avx2",

@@ -56,6 +56,9 @@ INLINE integers integers_add(integers a, integers b) {
 INLINE integers integers_max(integers a, integers b) {
     return INTEGERS(_mm256_max_epi32(a.low, b.low), _mm256_max_epi32(a.high, b.high));
 }
+INLINE integers integers_shifted_left_8(integers a) {
+    return INTEGERS(_mm256_slli_epi32(a.low, 8), _mm256_slli_epi32(a.high, 8));
+}
 INLINE integers integers_shifted_right_8(integers a) {
     return INTEGERS(_mm256_srai_epi32(a.low, 8), _mm256_srai_epi32(a.high, 8));
 }
@@ -63,9 +66,17 @@ INLINE integers integers_rounded(floats a) { return INTEGERS(_mm256_cvtps_epi32(
 INLINE integers integers_mul(integers a, int32_t x) {
     return INTEGERS(_mm256_mullo_epi32(a.low, _mm256_set1_epi32(x)), _mm256_mullo_epi32(a.high, _mm256_set1_epi32(x)));
 }
-INLINE int integers_exceed(integers a, int32_t limit) {
-    __m256i most = _mm256_max_epi32(_mm256_abs_epi32(a.low), _mm256_abs_epi32(a.high));
-    return _mm256_movemask_epi8(_mm256_cmpgt_epi32(most, _mm256_set1_epi32(limit))) != 0;
+INLINE uint32_t exceeding_of_half(__m256i a, int32_t limit) {
+    __m256i exceeding = _mm256_cmpgt_epi32(_mm256_abs_epi32(a), _mm256_set1_epi32(limit));
+    return (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(exceeding));
+}
+INLINE uint32_t integers_exceeding(integers a, int32_t limit) {
+    return exceeding_of_half(a.low, limit) | exceeding_of_half(a.high, limit) << 8;
+}
+INLINE integers integers_within(integers a, int32_t limit) {
+    __m256i most = _mm256_set1_epi32(limit), least = _mm256_set1_epi32(-limit);
+    return INTEGERS(_mm256_max_epi32(_mm256_min_epi32(a.low, most), least),
+                    _mm256_max_epi32(_mm256_min_epi32(a.high, most), least));
 }
 INLINE int32_t integers_max_of(integers a) {
     int32_t each[OUTPUTS], most = 0;

@@ -32,11 +32,16 @@ INLINE integers integers_zero(void) { return _mm512_setzero_si512(); }
 INLINE integers integers_all(int32_t x) { return _mm512_set1_epi32(x); }
 INLINE integers integers_add(integers a, integers b) { return _mm512_add_epi32(a, b); }
 INLINE integers integers_max(integers a, integers b) { return _mm512_max_epi32(a, b); }
+INLINE integers integers_load(const void *from) { return _mm512_loadu_si512(from); }
+INLINE integers integers_shifted_left_8(integers a) { return _mm512_slli_epi32(a, 8); }
 INLINE integers integers_shifted_right_8(integers a) { return _mm512_srai_epi32(a, 8); }
 INLINE integers integers_rounded(floats a) { return _mm512_cvtps_epi32(a); }
 INLINE integers integers_mul(integers a, int32_t x) { return _mm512_mullo_epi32(a, _mm512_set1_epi32(x)); }
-INLINE int integers_exceed(integers a, int32_t limit) {
-    return _mm512_cmpgt_epi32_mask(_mm512_abs_epi32(a), _mm512_set1_epi32(limit)) != 0;
+INLINE uint32_t integers_exceeding(integers a, int32_t limit) {
+    return _mm512_cmpgt_epi32_mask(_mm512_abs_epi32(a), _mm512_set1_epi32(limit));
+}
+INLINE integers integers_within(integers a, int32_t limit) {
+    return _mm512_max_epi32(_mm512_min_epi32(a, _mm512_set1_epi32(limit)), _mm512_set1_epi32(-limit));
 }
 INLINE int32_t integers_max_of(integers a) { return _mm512_reduce_max_epi32(a); }
 INLINE int32_t integers_sum_of(integers a) { return _mm512_reduce_add_epi32(a); }

@@ -18,10 +18,19 @@ INLINE integers integers_all(int32_t x) { integers a; EACH a.at[i] = x; return a
 INLINE integers integers_zero(void) { return integers_all(0); }
 INLINE integers integers_add(integers a, integers b) { EACH a.at[i] += b.at[i]; return a; }
 INLINE integers integers_max(integers a, integers b) { EACH a.at[i] = a.at[i] > b.at[i] ? a.at[i] : b.at[i]; return a; }
+INLINE integers integers_shifted_left_8(integers a) { EACH a.at[i] = (int32_t)((uint32_t)a.at[i] << 8); return a; }
 INLINE integers integers_shifted_right_8(integers a) { EACH a.at[i] >>= 8; return a; }
 INLINE integers integers_rounded(floats a) { integers b; EACH b.at[i] = (int32_t)lrintf(a.at[i]); return b; }
 INLINE integers integers_mul(integers a, int32_t x) { EACH a.at[i] *= x; return a; }
-INLINE int integers_exceed(integers a, int32_t limit) { EACH if (abs(a.at[i]) > limit) return 1; return 0; }
+INLINE uint32_t integers_exceeding(integers a, int32_t limit) {
+    uint32_t exceeding = 0;
+    EACH exceeding |= (uint32_t)(abs(a.at[i]) > limit) << i;
+    return exceeding;
+}
+INLINE integers integers_within(integers a, int32_t limit) {
+    EACH a.at[i] = a.at[i] > limit ? limit : a.at[i] < -limit ? -limit : a.at[i];
+    return a;
+}
 INLINE int32_t integers_max_of(integers a) { int32_t b = 0; EACH b = a.at[i] > b ? a.at[i] : b; return b; }
 INLINE int32_t integers_sum_of(integers a) { int32_t b = 0; EACH b += a.at[i]; return b; }
 INLINE floats floats_from_integers(integers a) { floats b; EACH b.at[i] = (float)a.at[i]; return b; }

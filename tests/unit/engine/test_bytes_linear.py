@@ -11,7 +11,7 @@ from tests.unit.engine.test_quantized_linear import SHAPES, random, variants
 
 F32 = np.float32
 LANES, SCALING, RATIO, MOST_TIMES, MOST_WHOLE = 16, 4, F32(1.5), F32(4096), 16  # as native/linear_bytes.h has them
-ROWS = (1, 2, 3, 5, 6, 7, 13, 259)
+ROWS = (1, 2, 3, 5, 6, 7, 13, 16, 29, 40, 259)  # of vectors, and of one tile, two and several
 
 
 def of_bytes(weight, variant):

@@ -1,0 +1,44 @@
+/* What the kernels that compute with AMX share: tiles of 16 rows of 64 bytes. */
+#ifndef SPLITSERVE_AMX_H
+#define SPLITSERVE_AMX_H
+
+#include <stdint.h>
+
+/* Compilers that know these tiles. */
+#if defined(__clang__)
+#define KNOWS_AMX (__clang_major__ >= 12)
+#else
+#define KNOWS_AMX (__GNUC__ >= 11)
+#endif
+
+#define AMX_ROWS 16
+#define AMX_WORDS 16
+#define AMX_BYTES (AMX_WORDS * 4) /* of a row */
+#define AMX_BFLOAT16 22           /* of cpuid: the products that a CPU has */
+#define AMX_INT8 25
+
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} TileShapes;
+
+/* What has been written before is in memory: compilers need not know that a tile is loaded from there. */
+#define WRITTEN() __asm__ volatile("" ::: "memory")
+
+/* Sums are in tiles 0 to 3, inputs in 4 and 5, weights in 6 and 7. Odd ones of the first six have second_rows rows, if
+ * any, and the others first_rows. */
+static inline TileShapes tile_shapes(int32_t first_rows, int32_t second_rows) {
+    TileShapes shapes = {.palette = 1};
+    for (int i = 0; i < 8; ++i) {
+        int is_second = second_rows && (i == 1 || i == 3 || i == 5);
+        shapes.row_bytes[i] = AMX_BYTES;
+        shapes.rows[i] = (uint8_t)(i > 5 ? AMX_WORDS : is_second ? second_rows : first_rows);
+    }
+    return shapes;
+}
+
+/* Whether this CPU has tiles with such products, and Linux lets this process use them. */
+int amx_is_there(int product);
+
+#endif
