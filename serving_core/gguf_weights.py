@@ -49,6 +49,10 @@ class GgufWeights:
         """What was added to a tensor when it was written: to Gemma's norms what a decoder of it adds by itself."""
         return 1.0 if self._architecture in GEMMAS and name.endswith("norm.weight") else 0.0
 
+    def file_of(self, name: str) -> Path:
+        """What the tensor is read from."""
+        return self._links[self.tensors[name].part]
+
     @contextmanager
     def open(self) -> Iterator[list[BufferedReader]]:
         """The files, to read tensors from. Raises ModelError when one is no longer that whose header was read."""

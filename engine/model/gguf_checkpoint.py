@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from engine.model.checkpoint import Checkpoint, Part
+from engine.model.read_ahead import Span
 from serving_core.errors import ModelError
 from serving_core.gguf_header import GgufTensor
 from serving_core.gguf_weights import gguf_weights
@@ -62,6 +63,14 @@ class GgufCheckpoint(Checkpoint):
                 some = pieces[first : first + self._at_once]
                 for piece, floats in zip(some, self._map(read, some), strict=True):
                     yield piece.start - rows.held.start, floats
+
+    def spans(self, part: Part) -> Iterator[Span]:
+        """Whole rows, whatever columns are wanted."""
+        tensor = self._weights.tensors[part.name]
+        rows = whole(1) if len(part.extents) == 1 else part.extents[0]
+        row_bytes = tensor.num_bytes // rows.total
+        start, stop = (tensor.start + row * row_bytes for row in (rows.held.start, rows.held.stop))
+        yield Span(self._weights.file_of(part.name), start, stop)
 
 
 def _floats(

@@ -69,6 +69,28 @@ def parameters(folder, rank=0, tp_size=1):
     return dict(decoder.named_parameters())
 
 
+@pytest.mark.parametrize("part_tensors", [0, 4])
+def test_the_bytes_of_a_tensor_are_where_it_is_said(part_tensors, made):
+    """As the library's own reader finds them."""
+    file, folder = made(stored="Q8_0", part_tensors=part_tensors)
+    parts = [gguf.GGUFReader(part) for part in file.parent.glob("*.gguf")]
+    assert (len(parts) > 1) == (part_tensors > 0)
+    tensors = {tensor.name: tensor for part in parts for tensor in part.tensors}
+    checkpoint = GgufCheckpoint(folder)
+    for name, theirs in (
+        ("model.embed_tokens.weight", "token_embd.weight"),
+        ("model.layers.1.mlp.down_proj.weight", "blk.1.ffn_down.weight"),
+        ("model.norm.weight", "output_norm.weight"),
+    ):
+        shape, _ = checkpoint.describe(name)
+        (span,) = checkpoint.spans(Part(name, tuple(map(whole, shape))))
+        assert span.file.read_bytes()[span.start : span.stop] == tensors[theirs].data.tobytes()
+    rows, columns = checkpoint.describe("model.embed_tokens.weight")[0]
+    part = Part("model.embed_tokens.weight", (Extent(rows, range(3, 7)), Extent(columns, range(columns // 2))))
+    (span,) = checkpoint.spans(part)
+    assert span.file.read_bytes()[span.start : span.stop] == tensors["token_embd.weight"].data[3:7].tobytes()
+
+
 @pytest.mark.parametrize("stored", ["F32", "F16", "BF16", "Q8_0", "Q4_1"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_those_of_transformers_from_the_same_file(made, family, stored):
