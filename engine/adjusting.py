@@ -56,9 +56,8 @@ def _penalize_repetition(logits: torch.Tensor, token_ids: Sequence[int], penalty
 
 def _penalize_output(logits: torch.Tensor, output: Sequence[int], frequency: float, presence: float) -> None:
     """Over the output alone: subtracts for each occurrence, and once."""
-    counts = np.bincount(_packed(output))
-    seen = counts.nonzero()[0]
-    penalties = frequency * torch.from_numpy(counts[seen]) + presence
+    seen, counts = np.unique(_packed(output), return_counts=True)
+    penalties = frequency * torch.from_numpy(counts) + presence
     logits[_on(logits.device, seen)] -= penalties.to(logits.device, non_blocking=True)
 
 
