@@ -110,8 +110,7 @@ class SafetensorsCheckpoint(Checkpoint):
             self._places[file] = tensor_places(file)
         place = self._places[file][part.name.removeprefix(self._missing)]
         rows = part.extents[0] if part.extents else whole(1)
-        row_bytes = len(place) // rows.total
-        yield Span(file, place.start + rows.held.start * row_bytes, place.start + rows.held.stop * row_bytes)
+        yield Span(file, place.start, place.stop).of_rows(rows)
 
     def read_all(self, part: Part) -> torch.Tensor:
         """The wanted part, copied."""

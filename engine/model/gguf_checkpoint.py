@@ -68,9 +68,8 @@ class GgufCheckpoint(Checkpoint):
         """Whole rows, whatever columns are wanted."""
         tensor = self._weights.tensors[part.name]
         rows = whole(1) if len(part.extents) == 1 else part.extents[0]
-        row_bytes = tensor.num_bytes // rows.total
-        start, stop = (tensor.start + row * row_bytes for row in (rows.held.start, rows.held.stop))
-        yield Span(self._weights.file_of(part.name), start, stop)
+        stored = Span(self._weights.file_of(part.name), tensor.start, tensor.start + tensor.num_bytes)
+        yield stored.of_rows(rows)
 
 
 def _floats(

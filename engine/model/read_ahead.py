@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
+from serving_core.sharding import Extent
+
 AHEAD_BYTES: Final = 256 * 2**20  # in the page cache, which may count as our memory
 PIECE_BYTES: Final = 2**20  # a kernel takes so much of one advice, or less
 
@@ -19,6 +21,11 @@ class Span(NamedTuple):
     file: Path
     start: int
     stop: int
+
+    def of_rows(self, rows: Extent) -> "Span":
+        """Those of the rows that are held, if these are the bytes of all."""
+        row_bytes = (self.stop - self.start) // rows.total
+        return Span(self.file, self.start + rows.held.start * row_bytes, self.start + rows.held.stop * row_bytes)
 
 
 def read_ahead(items: Sequence[T], spans_of: Callable[[T], Iterable[Span]]) -> Generator[T]:

@@ -26,12 +26,13 @@ typedef struct {
 /* What has been written before is in memory: compilers need not know that a tile is loaded from there. */
 #define WRITTEN() __asm__ volatile("" ::: "memory")
 
-/* Sums are in tiles 0 to 3, inputs in 4 and 5, weights in 6 and 7. Odd ones of the first six have second_rows rows, if
- * any, and the others first_rows. */
-static inline TileShapes tile_shapes(int32_t first_rows, int32_t second_rows) {
+/* Of at most two tiles of rows. Sums are in tiles 0 to 3, inputs in 4 and 5, weights in 6 and 7: the second tile of
+ * rows, if there is one, has the odd ones of the first six. */
+static inline TileShapes tile_shapes(int32_t num_rows) {
+    const int32_t second_rows = num_rows - AMX_ROWS, first_rows = second_rows > 0 ? AMX_ROWS : num_rows;
     TileShapes shapes = {.palette = 1};
     for (int i = 0; i < 8; ++i) {
-        int is_second = second_rows && (i == 1 || i == 3 || i == 5);
+        int is_second = second_rows > 0 && i % 2;
         shapes.row_bytes[i] = AMX_BYTES;
         shapes.rows[i] = (uint8_t)(i > 5 ? AMX_WORDS : is_second ? second_rows : first_rows);
     }

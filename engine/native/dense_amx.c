@@ -36,11 +36,6 @@ typedef struct {
     int64_t ahead_stride;
 } Block;
 
-INLINE void configure(int32_t first_rows, int32_t second_rows) {
-    TileShapes shapes = tile_shapes(first_rows, second_rows);
-    _tile_loadconfig(&shapes);
-}
-
 /* A tile of weights, before it is needed. */
 INLINE void fetch(const uint8_t *weights, int64_t stride) {
     for (int word = 0; word < AMX_WORDS; ++word) __builtin_prefetch(weights + word * stride);
@@ -144,7 +139,8 @@ static void compute(const DenseProduct *product, const DenseUnit *unit, const De
     for (int32_t done = 0; done < unit->num_rows; done += 2 * AMX_ROWS) {
         const int32_t row = unit->row + done, num_rows = smaller(unit->num_rows - done, 2 * AMX_ROWS);
         const int row_tiles = num_rows > AMX_ROWS ? 2 : 1, together = row_tiles == 2 ? 2 : 4;
-        configure(smaller(num_rows, AMX_ROWS), num_rows - AMX_ROWS > 0 ? num_rows - AMX_ROWS : 0);
+        const TileShapes shapes = tile_shapes(num_rows);
+        _tile_loadconfig(&shapes);
         block.inputs = product->inputs + row * product->input_stride;
         for (int32_t first = 0; first < unit->num_vectors; first += together) {
             const int32_t vector = unit->vector + first, vectors = smaller(unit->num_vectors - first, together);

@@ -89,8 +89,7 @@ static void compute_tiles(const Product *product, const uint8_t *weights, int64_
     const int64_t padded = product->matrix->padded_inputs;
     for (; row < end_row; row += 2 * AMX_ROWS) {
         const int32_t num_rows = end_row - row < 2 * AMX_ROWS ? end_row - row : 2 * AMX_ROWS;
-        const int32_t first_rows = num_rows < AMX_ROWS ? num_rows : AMX_ROWS;
-        const TileShapes shapes = tile_shapes(first_rows, num_rows - first_rows);
+        const TileShapes shapes = tile_shapes(num_rows);
         const TileBlock block = {product->rounded.numbers + row * padded, padded, weights, weight_stride};
         _tile_loadconfig(&shapes);
         switch ((num_rows > AMX_ROWS) * TILE_VECTORS + vectors) {
