@@ -11,7 +11,6 @@ from engine.forward_batch import ForwardBatch
 from engine.native.library import ELEMENTS, NativeLibrary, Plan, native_library, parallel_function, wanted_variants
 from engine.native.program import NativeProgram
 
-_VARIANT_OF: Final = {"amx": "avx512_bf16"}  # tiles are for products alone
 _SHARED_WORK: Final = 8192  # scores; less is done sooner than other threads are woken
 
 
@@ -170,7 +169,6 @@ def _find_kernel(pool: PagedKVPool, variant: str | None) -> tuple[str, NativeLib
         raise ValueError(f"the native kernels compute on the CPU, and the pool is on {pool.device.type}")
     query_dtype = str(pool.compute_dtype).removeprefix("torch.")
     for name in wanted_variants() if variant is None else (variant,):
-        name = _VARIANT_OF.get(name, name)
         kernel = library.kernel(name, pool.layout.dtype, query_dtype)
         if kernel is not None:
             return name, library, kernel

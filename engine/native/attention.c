@@ -1,4 +1,5 @@
 /* The functions that Python calls. */
+#include "amx.h"
 #include "attention.h"
 #include "work.h"
 
@@ -27,7 +28,9 @@ static int is_runnable(const char *variant) {
                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (!strcmp(variant, "avx2")) return has_avx2;
     if (!strcmp(variant, "avx512")) return has_avx512;
-    if (!strcmp(variant, "avx512_bf16")) return has_avx512 && __builtin_cpu_supports("avx512bf16");
+    int has_pairs = has_avx512 && __builtin_cpu_supports("avx512bf16");
+    if (!strcmp(variant, "avx512_bf16")) return has_pairs;
+    if (!strcmp(variant, "amx")) return has_pairs && attention_amx.attend_rows && amx_is_there(AMX_BFLOAT16);
 #endif
     return !strcmp(variant, "plain");
 }
@@ -41,6 +44,7 @@ EXPORTED const Kernel *attention_kernel(const char *variant, int32_t pool_elemen
     if (!strcmp(variant, "avx2")) kernel = &attention_avx2;
     if (!strcmp(variant, "avx512")) kernel = &attention_avx512;
     if (!strcmp(variant, "avx512_bf16")) kernel = is_narrow ? &attention_avx512_pairs : &attention_avx512;
+    if (!strcmp(variant, "amx")) kernel = is_narrow ? &attention_amx : &attention_avx512;
 #endif
     int has_float16 = pool_element == FLOAT16 || query_element == FLOAT16;
     return has_float16 && !kernel->takes_float16 ? NULL : kernel;

@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define ATTENTION_VERSION 5 /* of everything below; engine/native/library.py expects the same */
+#define ATTENTION_VERSION 6 /* of everything below; engine/native/library.py expects the same */
 
 #define TILE_KEYS 256   /* keys that are scored at a time; tiles start at multiples of it */
 #define TILE_ROWS 192   /* query rows, times heads that share a key, that see one packed tile of keys */
@@ -84,6 +84,7 @@ extern const Kernel attention_plain;
 extern const Kernel attention_avx2;
 extern const Kernel attention_avx512;
 extern const Kernel attention_avx512_pairs;
+extern const Kernel attention_amx; /* empty where the compiler does not know it */
 #endif
 
 static inline int64_t ceil_to(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }

@@ -1,18 +1,5 @@
 /* Many query rows of one request: tiles of keys and values are packed once for all rows and heads that see them. */
 
-static void sum_block(const uint32_t *weights, const uint32_t *values, int32_t depth, float *outputs, int32_t dim,
-                      const float *kept, const float *added, int32_t vectors) {
-    const int64_t stride = TILE_KEYS / NUMBERS_PER_WORD;
-    switch (vectors) {
-    case 1: multiply(weights, stride, values, dim, depth, outputs, dim, kept, added, 1); break;
-    case 2: multiply(weights, stride, values, dim, depth, outputs, dim, kept, added, 2); break;
-#if BLOCK_VECTORS > 2
-    case 3: multiply(weights, stride, values, dim, depth, outputs, dim, kept, added, 3); break;
-    case 4: multiply(weights, stride, values, dim, depth, outputs, dim, kept, added, 4); break;
-#endif
-    }
-}
-
 static void pack_values(const Shape *shape, const Scratch *scratch, int32_t first, int32_t end) {
     for (int32_t key = first; key < end; key += NUMBERS_PER_WORD) {
         uint32_t *words = scratch->packed_values + (int64_t)key * shape->words;
@@ -30,11 +17,11 @@ static void pack_values(const Shape *shape, const Scratch *scratch, int32_t firs
 }
 
 /* Packs the keys and values of the tile that starts at key `tile`, as far as the unit sees them. Around them are zeros
- * up to multiples of LANES. */
+ * up to multiples of KEYS_TOGETHER. */
 static void pack_tile(const Call *call, const Unit *unit, const Shape *shape, const Scratch *scratch, int32_t tile) {
     int32_t first_key = larger(tile, unit->first_key), end_key = smaller(unit->end_key, tile + TILE_KEYS);
-    int32_t first = first_key - tile, start = first / LANES * LANES;
-    int32_t end = end_key - tile, padded = (int32_t)ceil_to(end, LANES);
+    int32_t first = first_key - tile, start = first / KEYS_TOGETHER * KEYS_TOGETHER;
+    int32_t end = end_key - tile, padded = (int32_t)ceil_to(end, KEYS_TOGETHER);
     float *scales[] = {scratch->key_scales, scratch->value_scales};
     const uint8_t *planes[] = {call->keys, call->values};
     for (int is_value = 0; is_value < 2; ++is_value) {
@@ -84,21 +71,13 @@ static void attend_block(const Plan *plan, const Unit *unit, const Shape *shape,
     int32_t last = smaller(block + BLOCK_ROWS, unit->num_rows * shape->group) - 1;
     int32_t first_position = unit->first_position + block / shape->group;
     int32_t last_position = unit->first_position + last / shape->group;
-    int32_t first = larger(0, first_seen(plan, first_position) - tile) / LANES * LANES;
-    int32_t end = (int32_t)ceil_to(smaller(TILE_KEYS, last_position + 1 - tile), LANES);
+    int32_t first = larger(0, first_seen(plan, first_position) - tile) / KEYS_TOGETHER * KEYS_TOGETHER;
+    int32_t end = (int32_t)ceil_to(smaller(TILE_KEYS, last_position + 1 - tile), KEYS_TOGETHER);
     if (first >= end) return;
-    for (int32_t key = first; key < end; key += LANES)
-        for (int32_t row = 0; row < BLOCK_ROWS; row += SCORE_ROWS)
-            score_packed(scratch->queries + (int64_t)(block + row) * shape->words, shape->words,
-                         scratch->packed_keys + (int64_t)key * shape->words, scratch->scores + row * TILE_KEYS + key,
-                         SCORE_ROWS);
+    score_block(shape, scratch, block, first, end);
     float kept[LANES], added[LANES];
     weigh_block(plan, unit, shape, scratch, block, tile, first, end, kept, added);
-    for (int32_t at = 0; at < shape->dim; at += BLOCK_VECTORS * LANES)
-        sum_block((const uint32_t *)(scratch->weights + first),
-                  scratch->packed_values + (int64_t)first * shape->words + at, (end - first) / NUMBERS_PER_WORD,
-                  scratch->outputs + (int64_t)block * shape->dim + at, shape->dim, kept, added,
-                  smaller(BLOCK_VECTORS, (shape->dim - at) / LANES));
+    sum_block(shape, scratch, block, first, end, kept, added);
 }
 
 /* Between a unit's rows and partial results, one a row from `partial` on, of all heads as those of a split are. */

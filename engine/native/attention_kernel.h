@@ -47,6 +47,10 @@ INLINE void vec_store_numbers(Number *to, vec a) { vec_store(to, a); }
 /* a * of_a + b * of_b, rounded in this order */
 INLINE vec vec_merge(vec a, vec of_a, vec b, vec of_b) { return vec_fma(b, of_b, vec_mul(a, of_a)); }
 
+#ifndef KEYS_TOGETHER
+#define KEYS_TOGETHER LANES /* keys of a tile are padded to a multiple of it, to which those that come first belong */
+#endif
+
 #define LOG2_E 1.44269504088896340736f
 #define LINE_WORDS 16 /* of memory, and of a cache */
 #define AHEAD_KEYS 48 /* what is asked of memory is needed so many keys later */
@@ -57,6 +61,7 @@ typedef struct {
     int32_t dim;       /* of a head, padded */
     int32_t words;     /* of a row of dim numbers */
     int32_t is_direct; /* the pool's own rows can be used */
+    int64_t key_stride; /* bytes between the keys of a block, if 16 that start at a multiple of 16 are in one; else 0 */
     int32_t tile_rows;
     int32_t num_heads;
     float scale;       /* of scores, capped where they are, whose exponentials are powers of 2 */
@@ -67,6 +72,8 @@ INLINE Shape shape_of(const Plan *plan) {
     shape.dim = (int32_t)ceil_to(plan->head_dim, 2 * LANES);
     shape.words = shape.dim / NUMBERS_PER_WORD;
     shape.is_direct = plan->pool_element == NUMBER && plan->head_dim == shape.dim;
+    if (shape.is_direct && plan->block_size % 16 == 0)
+        shape.key_stride = (int64_t)plan->num_kv_heads * plan->head_dim * element_bytes(plan->pool_element);
     shape.num_heads = plan->num_heads;
     shape.tile_rows = (int32_t)ceil_to(larger(TILE_ROWS, plan->num_heads), BLOCK_ROWS);
     shape.scale = plan->softcap > 0.0f ? LOG2_E : plan->score_scale * LOG2_E;
@@ -77,12 +84,15 @@ typedef struct {
     uint32_t *zeros;                 /* [num_kv_heads, words], of a token */
     const uint8_t **pool_rows;       /* [2 * TILE_KEYS + AHEAD_KEYS] in the order in which they are read */
     const uint8_t **rows;            /* [TILE_KEYS + LANES] of numbers */
-    float *key_scales;               /* [TILE_KEYS + LANES] of a quantized pool */
+    float *key_scales;               /* [TILE_KEYS + KEYS_TOGETHER] of a quantized pool */
     float *value_scales;
     uint32_t *converted;             /* [TILE_KEYS, words] */
     uint32_t *packed_keys;           /* [TILE_KEYS / LANES, words / 4, 4, LANES] */
     uint32_t *packed_values;         /* [TILE_KEYS / NUMBERS_PER_WORD, dim] */
     uint32_t *queries;               /* [tile_rows, words] */
+#if TILES
+    uint32_t *packed_queries;        /* [num_heads, words, 16] at most, of a split */
+#endif
     float *scores;                   /* [num_heads or BLOCK_ROWS, TILE_KEYS] */
     Number *weights;                 /* the same, exponentials of scores */
     float *largest;                  /* [tile_rows + LANES], scaled score, or LOWEST */
@@ -100,7 +110,7 @@ INLINE void *carve(uint8_t *memory, int64_t *used, int64_t num_bytes) {
 static int64_t lay_out(Scratch *scratch, const Shape *shape, uint8_t *memory) {
     int64_t used = 0, row_bytes = 4 * (int64_t)shape->words, rows = shape->tile_rows;
     int64_t score_rows = larger(shape->num_heads, BLOCK_ROWS);
-    int64_t scales_bytes = 4 * (TILE_KEYS + LANES);
+    int64_t scales_bytes = 4 * (TILE_KEYS + KEYS_TOGETHER);
     scratch->zeros = carve(memory, &used, row_bytes * shape->num_heads / shape->group);
     scratch->pool_rows = carve(memory, &used, (2 * TILE_KEYS + AHEAD_KEYS) * sizeof(void *));
     scratch->rows = carve(memory, &used, (TILE_KEYS + LANES) * sizeof(void *));
@@ -110,6 +120,9 @@ static int64_t lay_out(Scratch *scratch, const Shape *shape, uint8_t *memory) {
     scratch->packed_keys = carve(memory, &used, TILE_KEYS * row_bytes);
     scratch->packed_values = carve(memory, &used, TILE_KEYS * row_bytes);
     scratch->queries = carve(memory, &used, rows * row_bytes);
+#if TILES
+    scratch->packed_queries = carve(memory, &used, shape->num_heads * row_bytes * AMX_WORDS);
+#endif
     scratch->scores = carve(memory, &used, score_rows * TILE_KEYS * 4);
     scratch->weights = carve(memory, &used, score_rows * TILE_KEYS * (int64_t)sizeof(Number));
     scratch->largest = carve(memory, &used, (rows + LANES) * 4);
@@ -132,10 +145,30 @@ static int64_t partial_floats(const Plan *plan) {
 
 #include "attention_rows.h"
 
+#if TILES
+#include "attention_tiles.h"
+#else
 #include "attention_products.h"
+#endif
 
 #include "attention_splits.h"
 
 #include "attention_chunks.h"
 
+#if TILES
+static void attend_rows_in_tiles(const Call *call, const Unit *unit, uint8_t *scratch) {
+    set_tiles(BLOCK_ROWS);
+    attend_rows(call, unit, scratch);
+    _tile_release();
+}
+
+static void attend_split_in_tiles(const Call *call, const Unit *unit, uint8_t *scratch) {
+    set_tiles(heads_together(call->plan->num_heads / call->plan->num_kv_heads));
+    attend_split(call, unit, scratch);
+    _tile_release();
+}
+
+const Kernel KERNEL = {attend_rows_in_tiles, attend_split_in_tiles, scratch_bytes, partial_floats, HAS_FLOAT16};
+#else
 const Kernel KERNEL = {attend_rows, attend_split, scratch_bytes, partial_floats, HAS_FLOAT16};
+#endif

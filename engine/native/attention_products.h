@@ -62,15 +62,31 @@ INLINE void score_packed(const uint32_t *queries, int32_t words, const uint32_t 
     for (int row = 0; row < rows; ++row) vec_store(scores + row * TILE_KEYS, vec_sums_of_fours(sums[row]));
 }
 
-/* Takes the largest scores and the sums of weights of a tile, of LANES rows, into those of the tiles before. Gives what
- * outputs until now and the tile's are to be multiplied with. */
-INLINE void merge_sums(const float *tile_largest, const float *tile_sums, float *largest, float *sums, float *kept,
-                       float *added) {
-    vec before = vec_load(largest), now = vec_max(vec_load(tile_largest), before); /* in this order a NaN goes */
-    vec down = vec_mul(now, vec_all(-1.0f));
-    vec keep = vec_exp2(vec_add(before, down)), add = vec_exp2(vec_add(vec_load(tile_largest), down));
-    vec_store(sums, vec_merge(vec_load(sums), keep, vec_load(tile_sums), add));
-    vec_store(largest, now);
-    vec_store(kept, keep);
-    vec_store(added, add);
+/* Scores of BLOCK_ROWS rows from `block` on for the packed keys first .. end. */
+static void score_block(const Shape *shape, const Scratch *scratch, int32_t block, int32_t first, int32_t end) {
+    for (int32_t key = first; key < end; key += LANES)
+        for (int32_t row = 0; row < BLOCK_ROWS; row += SCORE_ROWS)
+            score_packed(scratch->queries + (int64_t)(block + row) * shape->words, shape->words,
+                         scratch->packed_keys + (int64_t)key * shape->words, scratch->scores + row * TILE_KEYS + key,
+                         SCORE_ROWS);
+}
+
+/* Their outputs become outputs * kept plus the sums of the weighted values first .. end, times added. */
+static void sum_block(const Shape *shape, const Scratch *scratch, int32_t block, int32_t first, int32_t end,
+                      const float *kept, const float *added) {
+    const int64_t stride = TILE_KEYS / NUMBERS_PER_WORD, dim = shape->dim;
+    const int32_t depth = (end - first) / NUMBERS_PER_WORD;
+    const uint32_t *weights = (const uint32_t *)(scratch->weights + first);
+    for (int32_t at = 0; at < dim; at += BLOCK_VECTORS * LANES) {
+        const uint32_t *values = scratch->packed_values + (int64_t)first * shape->words + at;
+        float *outputs = scratch->outputs + (int64_t)block * dim + at;
+        switch (smaller(BLOCK_VECTORS, (shape->dim - at) / LANES)) {
+        case 1: multiply(weights, stride, values, dim, depth, outputs, dim, kept, added, 1); break;
+        case 2: multiply(weights, stride, values, dim, depth, outputs, dim, kept, added, 2); break;
+#if BLOCK_VECTORS > 2
+        case 3: multiply(weights, stride, values, dim, depth, outputs, dim, kept, added, 3); break;
+        case 4: multiply(weights, stride, values, dim, depth, outputs, dim, kept, added, 4); break;
+#endif
+        }
+    }
 }

@@ -89,7 +89,7 @@ static void find_rows(const Plan *plan, int32_t request, int32_t kv_head, int32_
 }
 
 /* The scales of the keys (or values) first_key .. end_key of a key head, when the pool has them, and zeros up to the
- * next multiple of LANES. */
+ * next multiple of KEYS_TOGETHER. */
 static void find_scales(const Plan *plan, int32_t request, int32_t kv_head, int32_t first_key, int32_t end_key,
                         const uint8_t *planes, float *scales) {
     if (plan->plane_bytes == plan->data_bytes) return;
@@ -100,7 +100,7 @@ static void find_scales(const Plan *plan, int32_t request, int32_t kv_head, int3
         memcpy(&scale, planes + table[block] * plan->plane_bytes + plan->data_bytes + kv_head * 4, 4);
         for (; key < smaller(end, end_key); ++key) *scales++ = scale;
     }
-    for (int i = 0; i < LANES; ++i) *scales++ = 0.0f;
+    for (int i = 0; i < KEYS_TOGETHER; ++i) *scales++ = 0.0f;
 }
 
 /* Asks memory for a part of a row. Into the second cache: more such requests can be under way than into the first, by a
@@ -164,4 +164,17 @@ INLINE float weigh(const float *scores, Number *weights, int32_t first, int32_t 
         vec_store_numbers(weights + i, value_scales ? vec_mul(weight, vec_load(value_scales + i)) : weight);
     }
     return vec_sum_of(sum);
+}
+
+/* Takes the largest scores and the sums of weights of a tile, of LANES rows, into those of the tiles before. Gives what
+ * outputs until now and the tile's are to be multiplied with. */
+INLINE void merge_sums(const float *tile_largest, const float *tile_sums, float *largest, float *sums, float *kept,
+                       float *added) {
+    vec before = vec_load(largest), now = vec_max(vec_load(tile_largest), before); /* in this order a NaN goes */
+    vec down = vec_mul(now, vec_all(-1.0f));
+    vec keep = vec_exp2(vec_add(before, down)), add = vec_exp2(vec_add(vec_load(tile_largest), down));
+    vec_store(sums, vec_merge(vec_load(sums), keep, vec_load(tile_sums), add));
+    vec_store(largest, now);
+    vec_store(kept, keep);
+    vec_store(added, add);
 }

@@ -2,7 +2,9 @@
 #include <immintrin.h>
 
 #define LANES 16
+#ifndef BLOCK_ROWS
 #define BLOCK_ROWS 6    /* rows and vectors of a product that stays in registers */
+#endif
 #define BLOCK_VECTORS 4
 #define SCORE_ROWS 6    /* rows whose sums for LANES keys stay in registers */
 #define SPLIT_HEADS 4   /* heads of a split whose sums do */

@@ -20,7 +20,7 @@ from serving_core.errors import SettingsError
 
 logger = logging.getLogger(__name__)
 
-VERSION: Final = 5  # ATTENTION_VERSION in native/attention.h
+VERSION: Final = 6  # ATTENTION_VERSION in native/attention.h
 VARIANTS: Final = ("amx", "avx512_bf16", "avx512", "avx2", "plain")  # the fastest first
 ENVIRONMENT: Final = "SPLITSERVE_NATIVE"
 OFF: Final = "off"

@@ -23,7 +23,7 @@ def runnable_variants(pool_dtype="float32", query_dtype="float32"):
     """Those that this CPU has, as parameters; the others are skipped with a reason."""
     library = native_library()
     params = []
-    for variant in VARIANTS[1:]:  # the first one has tiles for products alone
+    for variant in VARIANTS:
         runs = library is not None and library.kernel(variant, pool_dtype, query_dtype) is not None
         mark = pytest.mark.skipif(not runs, reason=f"this CPU or library has no {variant} for {pool_dtype}")
         params.append(pytest.param(variant, marks=mark))
