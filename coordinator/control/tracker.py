@@ -23,6 +23,7 @@ all requests: what a node still says of an older attempt, even one of the same r
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 from coordinator.control import balance, drains, relief
@@ -417,7 +418,8 @@ class Tracker:
         live, nodes, instructions = self._live, self._registry.nodes, list[Instruction]()
         for request in drains.prompts(live, nodes):
             instructions += live.elsewhere(request, now)
-        for policy in (drains, balance, relief):
-            for request, target in policy.departures(live, nodes, self._ledger, now):
+        to_relieve = partial(relief.departures, requests_per_s=live.arrivals.per_s(now))
+        for departures in (drains.departures, balance.departures, to_relieve):
+            for request, target in departures(live, nodes, self._ledger, now):
                 instructions += self._moves.begin(request, target, now)
         return instructions

@@ -88,6 +88,23 @@ def test_nobody_moves_to_where_it_makes_another_one_late():
     assert world.tick(0.03) == ["reserve d1"]
 
 
+@pytest.mark.parametrize(("num_left", "moved"), [(10, []), (150, []), (198, ["reserve b1"])])
+def test_nobody_moves_to_where_it_would_keep_prompts_waiting_for_longer_than_answers_there_do(num_left, moved):
+    """Three requests came within 30 ms."""
+    world = World(("b0",))
+    for index, tpot_s in enumerate((0.024, 0.1, 0.1)):
+        assert world.submit(f"{index}/0", max_tokens=MAX_TOKENS, slo=Slo("", None, tpot_s)) == ["reserve b0"]
+        attempt = world.attempt
+        world.tell("b0", events.first_token(events.sampled(attempt, 0, 100)))
+        assert world.step(attempt, 1, node="b0") == ["emit 1:101"]
+    b1 = world.attach("b1")
+    learn(world, "b0")
+    learn(world, "b1")
+    world.ledger.owe("there", Due(tpot_s=0.1), 0, num_left)
+    world.ledger.write("there", b1, 10)
+    assert world.tick(0.03) == moved
+
+
 def test_the_one_that_is_least_behind_goes_first():
     world = written_on_d0(0.020, 0.024, 0.1)
     assert world.tick(0.03) == ["reserve d1"]
