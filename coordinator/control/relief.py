@@ -2,11 +2,11 @@
 
 An answer whose limit is shorter than a step of its node with all answers in it falls behind with each token. Where
 what it is ahead does not last until its end, it moves to the node with most room on which a step, with this answer in
-it too, keeps its limit and makes nobody else late, and where it could still be in time. Nor does it go where answers are
-spared for prompts to come, if it would take longer than those that are there
-(coordinator/control/placement/lateness.py): one answer that is late is less than the prompts that would wait. Of several
-on one node that goes first which is least behind. One move at a time for each node, and no answer twice within REST_S;
-so each look sees what the move before has changed.
+it too, keeps its limit and makes nobody else late, and where it could still be in time. It does not go to the node that
+is spared answers for prompts to come (coordinator/control/placement/lateness.py), if it would take longer than those
+that are there: one answer that is late is less than the prompts that would wait. Of several on one node that goes first
+which is least behind. One move at a time for each node, and no answer twice within REST_S; so each look sees what the
+move before has changed.
 """
 
 from collections.abc import Collection, Iterable, Iterator
