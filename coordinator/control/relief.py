@@ -66,9 +66,7 @@ def _relief(
     """Where the answer would be in time, and nobody late for it."""
     due, known = request.due, request.known
     assert due is not None
-    wanted = Wanted(
-        known, request.max_tokens, due=due, num_output=len(request.output), requests_per_s=requests_per_s
-    )
+    wanted = Wanted(known, request.max_tokens, due=due, num_output=len(request.output), requests_per_s=requests_per_s)
     lateness = Lateness(ledger, wanted, now)
 
     def relieves(node: Node) -> bool:

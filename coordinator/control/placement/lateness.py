@@ -24,7 +24,7 @@ answer counts as LOST late ones for each request that is to come in the time tha
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
@@ -80,7 +80,7 @@ def step_s(node: Node, ledger: Ledger, num_more: int = 0, num_more_cached: int =
     return node.step_weights.of_step(StepLoad(num_answers, account.tokens_held + num_more_cached))
 
 
-def spared(nodes: Sequence[Node], ledger: Ledger) -> Node | None:
+def spared(nodes: Collection[Node], ledger: Ledger) -> Node | None:
     """Of nodes that read, the one on which answers with limits are over first; None where several are equal."""
     by_left = [(ledger.most_left(node), node) for node in nodes if node.usable.reads]
     least = min((num_left for num_left, _ in by_left), default=0)
