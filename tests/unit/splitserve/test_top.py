@@ -141,8 +141,9 @@ def test_it_goes_on_until_a_key_and_leaves_the_terminal_as_it_was(script, target
         while shown.count(b"decode-0") < 3:
             assert select.select([master], [], [], DEADLINE_S)[0], shown
             shown += os.read(master, 2**16)
-        pressed_at = None
+        pressed_at, give_up_at = None, time.monotonic() + DEADLINE_S
         while process.poll() is None:  # what it still writes has to be read
+            assert time.monotonic() < give_up_at
             if pressed_at is None or time.monotonic() > pressed_at + PRESSED_AGAIN_S:
                 press(process, master, key)
                 pressed_at = time.monotonic()
