@@ -34,9 +34,10 @@ def departures(
     for source in nodes:
         if source in busy:
             continue
+        spared_node = spared(nodes, ledger)
         for request in _late(requests, source, ledger, now):
             free = [node for node in nodes if node is not source and node not in busy]
-            if (target := _relief(request, free, spared(nodes, ledger), ledger, now, requests_per_s)) is not None:
+            if (target := _relief(request, free, spared_node, ledger, now, requests_per_s)) is not None:
                 busy |= {source, target}
                 yield request, target
                 break

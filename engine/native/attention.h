@@ -100,4 +100,9 @@ static inline int32_t element_bytes(int32_t element) {
     return element == FLOAT32 ? 4 : element == BFLOAT16 || element == FLOAT16 ? 2 : 1;
 }
 
+/* Of a key (or value) of one key head in the pool. */
+static inline int64_t pool_row_bytes(const Plan *plan) {
+    return (int64_t)plan->head_dim * element_bytes(plan->pool_element);
+}
+
 #endif

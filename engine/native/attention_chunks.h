@@ -4,12 +4,7 @@ static void pack_values(const Shape *shape, const Scratch *scratch, int32_t firs
     for (int32_t key = first; key < end; key += NUMBERS_PER_WORD) {
         uint32_t *words = scratch->packed_values + (int64_t)key * shape->words;
 #if PAIRS
-        for (int32_t at = 0; at < shape->words; at += LANES) {
-            vec pairs[2];
-            interleave(vec_load(scratch->rows[key] + at * 4), vec_load(scratch->rows[key + 1] + at * 4), pairs);
-            vec_store(words + 2 * at, pairs[0]);
-            vec_store(words + 2 * at + LANES, pairs[1]);
-        }
+        pack_pair(scratch->rows[key], scratch->rows[key + 1], shape->words, words);
 #else
         memcpy(words, scratch->rows[key], (size_t)shape->words * 4);
 #endif

@@ -61,7 +61,9 @@ typedef struct {
     int32_t dim;       /* of a head, padded */
     int32_t words;     /* of a row of dim numbers */
     int32_t is_direct; /* the pool's own rows can be used */
-    int64_t key_stride; /* bytes between the keys of a block, if 16 that start at a multiple of 16 are in one; else 0 */
+#if TILES
+    int64_t key_stride; /* bytes between keys, if a left side that starts at a multiple of its rows is in a block; or 0 */
+#endif
     int32_t tile_rows;
     int32_t num_heads;
     float scale;       /* of scores, capped where they are, whose exponentials are powers of 2 */
@@ -72,8 +74,10 @@ INLINE Shape shape_of(const Plan *plan) {
     shape.dim = (int32_t)ceil_to(plan->head_dim, 2 * LANES);
     shape.words = shape.dim / NUMBERS_PER_WORD;
     shape.is_direct = plan->pool_element == NUMBER && plan->head_dim == shape.dim;
-    if (shape.is_direct && plan->block_size % 16 == 0)
-        shape.key_stride = (int64_t)plan->num_kv_heads * plan->head_dim * element_bytes(plan->pool_element);
+#if TILES
+    if (shape.is_direct && plan->block_size % AMX_ROWS == 0)
+        shape.key_stride = plan->num_kv_heads * pool_row_bytes(plan);
+#endif
     shape.num_heads = plan->num_heads;
     shape.tile_rows = (int32_t)ceil_to(larger(TILE_ROWS, plan->num_heads), BLOCK_ROWS);
     shape.scale = plan->softcap > 0.0f ? LOG2_E : plan->score_scale * LOG2_E;

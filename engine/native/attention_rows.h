@@ -77,7 +77,7 @@ static void read_queries(const Call *call, const Unit *unit, const Shape *shape,
 static void find_rows(const Plan *plan, int32_t request, int32_t kv_head, int32_t first_key, int32_t end_key,
                       const uint8_t *planes, const uint8_t **rows) {
     const int32_t *table = plan->block_tables + request * plan->table_stride;
-    int64_t row_bytes = (int64_t)plan->head_dim * element_bytes(plan->pool_element);
+    int64_t row_bytes = pool_row_bytes(plan);
     int64_t token_bytes = row_bytes * plan->num_kv_heads;
     int32_t block = first_key / plan->block_size, offset = first_key % plan->block_size;
     for (int32_t key = first_key; key < end_key; ++block, offset = 0) {
@@ -123,6 +123,18 @@ static void number_rows(const Plan *plan, const Shape *shape, const Scratch *scr
         }
     for (int32_t i = count; i < ceil_to(count, LANES); ++i) rows[i] = (const uint8_t *)scratch->zeros;
 }
+
+#if PAIRS
+/* Two neighbouring rows of values, side by side: `words` words of each become as many pairs of both. */
+INLINE void pack_pair(const uint8_t *first, const uint8_t *second, int32_t words, uint32_t *to) {
+    for (int32_t at = 0; at < words; at += LANES) {
+        vec pairs[2];
+        interleave(vec_load(first + at * 4), vec_load(second + at * 4), pairs);
+        vec_store(to + 2 * at, pairs[0]);
+        vec_store(to + 2 * at + LANES, pairs[1]);
+    }
+}
+#endif
 
 /* scores [num_rows, TILE_KEYS] times the scale of each key; value scales are taken into the weights likewise. */
 static void scale_columns(float *scores, int32_t num_rows, int32_t first, int32_t end, const float *scales) {

@@ -82,26 +82,17 @@ INLINE void add_values(const Shape *shape, const Number *weights, const uint32_t
     if (count > 3) _tile_loadd(3, outputs + 3 * AMX_WORDS, stride);
     _tile_loadd(4, weights, TILE_KEYS * sizeof(Number));
     add_products((const uint8_t *)values, stride, AMX_BYTES, count);
-    _tile_stored(0, outputs, stride);
-    _tile_stored(1, outputs + AMX_WORDS, stride);
-    if (count > 2) _tile_stored(2, outputs + 2 * AMX_WORDS, stride);
-    if (count > 3) _tile_stored(3, outputs + 3 * AMX_WORDS, stride);
+    store_sums(outputs, stride, count);
 }
 
 /* Adds the weighted values first .. first + KEYS_TOGETHER, whose rows are in `from`, to the outputs of one key head. */
 static void sum_together(const Shape *shape, const Scratch *scratch, int32_t kv_head, int32_t first, HeadRows from) {
     const int32_t dim = shape->dim, heads = heads_together(shape->group), last = (kv_head + 1) * shape->group;
     uint32_t *values = scratch->packed_values;
-    for (int32_t key = 0; key < KEYS_TOGETHER; key += 2)
-        for (int32_t at = 0; at < dim; at += 2 * LANES) {
-            const int64_t offset = from.offset + (int64_t)at * 2;
-            vec pairs[2];
-            interleave(vec_load(from.rows[key] + offset), vec_load(from.rows[key + 1] + offset), pairs);
-            vec_store(values + key / 2 * dim + at, pairs[0]);
-            vec_store(values + key / 2 * dim + at + LANES, pairs[1]);
-            fetch(from.ahead[key] + offset, LINE_WORDS * 4);
-            fetch(from.ahead[key + 1] + offset, LINE_WORDS * 4);
-        }
+    for (int32_t key = 0; key < KEYS_TOGETHER; key += 2) {
+        pack_pair(from.rows[key] + from.offset, from.rows[key + 1] + from.offset, shape->words, values + key / 2 * dim);
+        for (int i = 0; i < 2; ++i) fetch(from.ahead[key + i] + from.offset, (int64_t)dim * 2);
+    }
     WRITTEN();
     for (int32_t head = kv_head * shape->group; head < last; head += heads) {
         const Number *weights = scratch->weights + head * TILE_KEYS + first;

@@ -44,8 +44,7 @@ INLINE HeadRows head_rows(const Plan *plan, const Shape *shape, const Scratch *s
                           int64_t offset, int32_t count) {
     const uint8_t *const *ahead = from + AHEAD_KEYS;
     if (shape->is_direct) return (HeadRows){from, ahead, offset};
-    for (int32_t i = 0; i < count; ++i)
-        fetch(ahead[i] + offset, (int64_t)plan->head_dim * element_bytes(plan->pool_element));
+    for (int32_t i = 0; i < count; ++i) fetch(ahead[i] + offset, pool_row_bytes(plan));
     number_rows(plan, shape, scratch, from, offset, count, scratch->rows);
     return (HeadRows){scratch->rows, scratch->rows, 0};
 }
@@ -53,7 +52,7 @@ INLINE HeadRows head_rows(const Plan *plan, const Shape *shape, const Scratch *s
 /* The scores of `count` keys, and after that (is_value) the sums of their values: in the order of memory. */
 static void attend_keys(const Plan *plan, const Unit *unit, const Shape *shape, const Scratch *scratch, int32_t count,
                         int is_value) {
-    int64_t row_bytes = (int64_t)plan->head_dim * element_bytes(plan->pool_element);
+    int64_t row_bytes = pool_row_bytes(plan);
     const uint8_t *const *from = scratch->pool_rows + (is_value ? count : 0);
     for (int32_t key = 0; key < count; key += STEP_KEYS) {
         int32_t step = smaller(STEP_KEYS, count - key);
