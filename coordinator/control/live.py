@@ -65,7 +65,7 @@ class LiveAnswers:
         self.handover = Handover(lends)
         self.lengths = Lengths()
         self.lives = Lives()
-        self.arrivals = Pace()  # of new requests, those that are refused too
+        self.harmless = Pace()  # of new requests that make nobody late, themselves neither
         self.turns = Turns()
         self.demand = Demand()
         self.releases = Releases()
@@ -113,7 +113,6 @@ class LiveAnswers:
     def begin(self, request: TrackedRequest, now: float) -> list[Instruction]:
         """The first attempt, or the wait for nodes. Raises RequestError when there are no nodes for it and it is not to
         wait, or it would be late and such requests are not admitted; then nothing has begun."""
-        self.arrivals.happened(now)
         try:
             placed = self._place(request, now)
         except RequestError:
@@ -121,6 +120,8 @@ class LiveAnswers:
                 raise
             instructions = self._wait(request, now)
         else:
+            if not placed.num_late:
+                self.harmless.happened(now)
             self._check_admission(request, placed)
             instructions = self._try_on(request, placed, now)
         self._requests[request.request_id] = request
@@ -239,7 +240,7 @@ class LiveAnswers:
             request.due,
             len(request.output),
             self._num_left(request),
-            self.arrivals.per_s(now),
+            self.harmless.per_s(now),
         )
         if request.pooling is not None:
             return best_reader(self.registry.nodes, self.ledger, wanted, self.handover.costs(now))

@@ -20,7 +20,8 @@ guessed from those that ended (coordinator/control/lengths.py).
 
 An answer also costs prompts that are not there yet: while it is being written its node reads little. Where answers are
 being written anyway one more hardly matters; so they do no harm if they leave one node alone (`spared`). On that one an
-answer counts as LOST late ones for each request that is to come in the time that it adds, by how many came lately.
+answer counts as LOST late ones for each request that is to come in the time that it adds, by how many came lately that
+made nobody late: the others are late either way.
 """
 
 import math

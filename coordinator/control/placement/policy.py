@@ -16,7 +16,7 @@ from serving_core.due import Due
 class Wanted:
     """What an attempt asks for: the prompt that it begins with, and room for num_tokens, those of prompt and answer
     together. Nodes of `avoid` come last. num_output tokens of the answer are there already, and num_left are expected
-    at most; None: all that there is room for. So many requests come a second, lately."""
+    at most; None: all that there is room for. So many requests that make nobody late come a second, lately."""
 
     prompt: Prompt
     num_tokens: int

@@ -88,21 +88,35 @@ def test_nobody_moves_to_where_it_makes_another_one_late():
     assert world.tick(0.03) == ["reserve d1"]
 
 
-@pytest.mark.parametrize(("num_left", "moved"), [(10, []), (150, []), (198, ["reserve b1"])])
-def test_nobody_moves_to_where_it_would_keep_prompts_waiting_for_longer_than_answers_there_do(num_left, moved):
-    """Three requests came within 30 ms."""
+def written_on_b0(*tpots_s, num_left, ttft_s=None):
+    """A World in which b0 writes these answers, which came within 30 ms, and b1 one that has so many tokens to come."""
     world = World(("b0",))
-    for index, tpot_s in enumerate((0.024, 0.1, 0.1)):
-        assert world.submit(f"{index}/0", max_tokens=MAX_TOKENS, slo=Slo("", None, tpot_s)) == ["reserve b0"]
+    learn(world, "b0")
+    for index, tpot_s in enumerate(tpots_s):
+        assert world.submit(f"{index}/0", max_tokens=MAX_TOKENS, slo=Slo("", ttft_s, tpot_s)) == ["reserve b0"]
         attempt = world.attempt
         world.tell("b0", events.first_token(events.sampled(attempt, 0, 100)))
         assert world.step(attempt, 1, node="b0") == ["emit 1:101"]
     b1 = world.attach("b1")
-    learn(world, "b0")
     learn(world, "b1")
     world.ledger.owe("there", Due(tpot_s=0.1), 0, num_left)
     world.ledger.write("there", b1, 10)
-    assert world.tick(0.03) == moved
+    return world
+
+
+@pytest.mark.parametrize(("num_left", "moved"), [(10, []), (150, []), (198, ["reserve b1"])])
+def test_nobody_moves_to_where_it_would_keep_prompts_waiting_for_longer_than_answers_there_do(num_left, moved):
+    assert written_on_b0(0.024, 0.1, 0.1, num_left=num_left).tick(0.03) == moved
+
+
+@pytest.mark.parametrize(("tpots_s", "moved"), [((0.024, 0.1, 0.1), []), ((0.024, 0.024, 0.024), ["reserve b1"])])
+def test_unless_more_are_late_here_than_prompts_would_be_there(tpots_s, moved):
+    """One step more there, of 20 ms: twice what comes of 67 requests a second, which is two."""
+    assert written_on_b0(*tpots_s, num_left=196).tick(0.03) == moved
+
+
+def test_prompts_to_come_that_would_be_late_anyway_do_not_count():
+    assert written_on_b0(0.024, 0.1, 0.1, num_left=10, ttft_s=1e-6).tick(0.03) == ["reserve b1"]
 
 
 def test_the_one_that_is_least_behind_goes_first():
