@@ -2,11 +2,11 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.table import Table
@@ -19,6 +19,7 @@ from splitserve_bench.engine.command import COUNTS
 
 if TYPE_CHECKING:
     from splitserve_bench.speculation.measure import SpeculationFigures
+    from splitserve_bench.speculation.peer import PeerFigures
 
 ITSELF = "MODEL"  # as its own draft model
 
@@ -40,6 +41,15 @@ ITSELF = "MODEL"  # as its own draft model
 @click.option("--max-tokens", default=200, show_default=True, type=click.IntRange(2), help="Of each answer.")
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="With and without, by turns.")
 @click.option("--threads", default=0, type=click.IntRange(0), help="Threads; by default what torch takes.")
+@click.option(
+    "--llama-cpp", "python", default="", help="A Python with llama-cpp-python: its own prompt lookup, beside."
+)
+@click.option(
+    "--gguf",
+    "weights",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="MODEL in llama.cpp's format, for --llama-cpp.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
 @needs("node")
 def speculation_command(
@@ -53,23 +63,35 @@ def speculation_command(
     max_tokens: int,
     repeats: int,
     threads: int,
+    python: str,
+    weights: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure what --speculation gains MODEL: code edits, summaries with quotes, chat, random tokens."""
+    """Measure what --speculation gains MODEL: code edits, summaries with quotes, chat, random tokens. With --llama-cpp
+    that answers the prompts of one answer at a time, too."""
+    if bool(python) != (weights is not None):
+        raise click.UsageError("--llama-cpp and --gguf go together")
     from splitserve_bench.speculation.measure import measure_speculation
+    from splitserve_bench.speculation.peer import LlamaCpp, measure_peer
     from splitserve_bench.speculation.texts import KINDS
 
     folder = resolve(model, report).folder
     sizes = (num_speculative_tokens, max_tokens, repeats, threads)
+    peers = {}
+    if weights is not None:
+        peer = LlamaCpp(python, weights)
+        peers = {kind: measure_peer(peer, folder, kind, *sizes, report) for kind in KINDS}
     with _draft_folder(folder, speculative_model, draft_layers) as draft_folder:
         draft = None
         if draft_folder is not None:
             draft = EngineSettings(model=str(draft_folder), quantization=speculative_quantization)
         figures = measure_speculation(folder, KINDS, sorted(set(batches)), *sizes, report, draft, are_free=free_drafts)
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(each) for each in figures]))
-    else:
-        stdout.print(speculation_table(figures, "lookup" if draft is None else "draft"))
+        click.echo(json.dumps([_row(each, peers) for each in figures]))
+        return
+    stdout.print(speculation_table(figures, "lookup" if draft is None else "draft"))
+    if ours := {each.kind: each for each in figures if each.kind in peers and each.batch == 1}:
+        stdout.print(peer_table(ours, peers))
 
 
 @contextmanager
@@ -83,6 +105,13 @@ def _draft_folder(folder: Path, model: str, num_layers: int | None) -> Iterator[
     with TemporaryDirectory(prefix="first-layers-") as written:
         write_first_layers(folder, num_layers, Path(written))
         yield Path(written)
+
+
+def _row(figures: "SpeculationFigures", peers: Mapping[str, "PeerFigures"]) -> dict[str, Any]:
+    row = dataclasses.asdict(figures)
+    if figures.batch == 1 and figures.kind in peers:
+        row["llama_cpp"] = dataclasses.asdict(peers[figures.kind])
+    return row
 
 
 def speculation_table(rows: Sequence["SpeculationFigures"], source: str) -> Table:
@@ -99,5 +128,22 @@ def speculation_table(rows: Sequence["SpeculationFigures"], source: str) -> Tabl
             f"{row.proposed:.2f}",
             f"{row.accepted:.0%}",
             f"{row.tokens_per_step:.2f}",
+        )
+    return table
+
+
+def peer_table(ours: Mapping[str, "SpeculationFigures"], peers: Mapping[str, "PeerFigures"]) -> Table:
+    """One answer at a time: llama.cpp's rates, and ours as multiples of them."""
+    numbers = ("llama.cpp off", "its lookup", "ratio", "ours, off", "ours, on")
+    table = plain_table("text", numbers=numbers)
+    for kind, row in ours.items():
+        peer = peers[kind]
+        table.add_row(
+            kind,
+            f"{peer.plain_tokens_per_s:.1f}",
+            f"{peer.tokens_per_s:.1f}",
+            f"{peer.speedup:.2f}",
+            f"{row.plain_tokens_per_s / peer.plain_tokens_per_s:.2f} x",
+            f"{row.tokens_per_s / peer.tokens_per_s:.2f} x",
         )
     return table

@@ -23,7 +23,7 @@ from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
 from serving_core.shapes import BOTH, preset
 from serving_node.logic import Limits, NodeLogic
-from splitserve_bench.speculation.texts import RANDOM, prompts_of
+from splitserve_bench.speculation.texts import prompts_of, sampling_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -87,17 +87,12 @@ def measure_speculation(
         plain = {batch: _Node(engine, batch) for batch in batches}
         nodes = {batch: _Node(engine, batch, num_candidates, drafter, are_free=are_free) for batch in batches}
         for kind in kinds:
-            prompts, sampling = prompts_of(kind, folder, max(batches)), _sampling(kind, max_tokens)
+            prompts, sampling = prompts_of(kind, folder, max(batches)), sampling_of(kind, max_tokens)
             for batch, node in nodes.items():
                 runs = [_pair(plain[batch], node, prompts[:batch], sampling) for _ in range(repeats)]
                 figures.append(_figures(kind, batch, runs))
                 report(f"{kind}, batch {batch}: {figures[-1].speedup:.2f} times as fast")
     return figures
-
-
-def _sampling(kind: str, max_tokens: int) -> SamplingParams:
-    """What is random is so in its answers, too."""
-    return SamplingParams(max_tokens=max_tokens, temperature=float(kind == RANDOM), ignore_eos=kind == RANDOM)
 
 
 def _pair(plain: "_Node", node: "_Node", prompts: Sequence[list[int]], sampling: SamplingParams) -> tuple[_Run, _Run]:

@@ -18,6 +18,7 @@ from coordinator.text.tokenizer import TokenLimit, read_tokenizer
 from serving_core.errors import RequestError
 from serving_core.model_config import read_model_config
 from serving_core.reasons import PROMPT_TOO_LONG
+from serving_core.requests import SamplingParams
 
 EDIT, SUMMARY, CHAT, RANDOM = "code edit", "summary with quotes", "chat", "random"
 KINDS: Final = (EDIT, SUMMARY, CHAT, RANDOM)
@@ -46,6 +47,11 @@ def prompts_of(kind: str, folder: Path, count: int) -> list[list[int]]:
         return [await tokenizer.encode_chat(each, LIMIT) for each in messages]
 
     return asyncio.run(encode())
+
+
+def sampling_of(kind: str, max_tokens: int) -> SamplingParams:
+    """What is random is so in its answers, too."""
+    return SamplingParams(max_tokens=max_tokens, temperature=float(kind == RANDOM), ignore_eos=kind == RANDOM)
 
 
 def _edits() -> list[str]:

@@ -1,6 +1,7 @@
 """The bench that writes the same answers with candidates and without."""
 
 import json
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -83,3 +84,66 @@ def test_the_command(tmp_path, monkeypatch):
         assert result.exit_code == 0, result.output
         assert "tokens/s off" in result.stdout
         assert ("draft" in result.stdout) == bool(more)
+
+
+STAND_IN = """
+class Llama:
+    def __init__(self, path, *, n_ctx, n_threads, n_threads_batch, draft_model, verbose):
+        assert open(path).read() == "weights" and n_threads == n_threads_batch == 1
+        self.step_s = 0.01 if draft_model is None else 0.005
+        if draft_model is not None:
+            assert draft_model.num_pred_tokens == 8
+
+    def reset(self):
+        pass
+
+    def generate(self, tokens, *, top_k, top_p, min_p, temp, repeat_penalty):
+        assert len(tokens) == 300 and temp == 1.0
+        import time
+
+        while True:
+            ends_s = time.process_time() + self.step_s
+            while time.process_time() < ends_s:
+                pass
+            yield 0
+"""
+LOOKUP = """
+class LlamaPromptLookupDecoding:
+    def __init__(self, num_pred_tokens):
+        self.num_pred_tokens = num_pred_tokens
+"""
+
+
+def speculation_beside_llama(folder, weights, *words):
+    options = ["--batches", "1,2", "--max-tokens", "5", "--repeats", "1", "--threads", "1"]
+    llama = ["--llama-cpp", sys.executable, "--gguf", str(weights)]
+    return CliRunner().invoke(bench, ["speculation", str(folder), *options, *llama, *words])
+
+
+def test_beside_llama_cpp(tmp_path, monkeypatch):
+    """A stand-in for it: what is asked and what is told, as there is no llama.cpp here."""
+    monkeypatch.setattr(texts, "KINDS", (RANDOM,))
+    folder = write_tiny_model(tmp_path / "model", dtype="bfloat16", max_position_embeddings=512)
+    package = tmp_path / "path" / "llama_cpp"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(STAND_IN)
+    (package / "llama_speculative.py").write_text(LOOKUP)
+    weights = tmp_path / "model.gguf"
+    weights.write_text("weights")
+    result = speculation_beside_llama(folder, weights)
+    assert str(result.exception).endswith("it said last: ModuleNotFoundError: No module named 'llama_cpp'")
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    alone, two = json.loads(speculation_beside_llama(folder, weights, "--json").stdout)
+    assert "llama_cpp" not in two
+    told = alone["llama_cpp"]
+    assert told["plain_tokens_per_s"] <= 100  # of its own time; no step is shorter
+    assert told["tokens_per_s"] <= 200
+    assert told["speedup"] == pytest.approx(told["tokens_per_s"] / told["plain_tokens_per_s"])
+    table = speculation_beside_llama(folder, weights)
+    assert "its lookup" in table.stdout
+
+
+def test_llama_cpp_needs_both_flags(tmp_path):
+    result = CliRunner().invoke(bench, ["speculation", "--llama-cpp", sys.executable])
+    assert result.exit_code == 2
+    assert "--llama-cpp and --gguf go together" in result.output
