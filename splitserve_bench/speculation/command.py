@@ -71,6 +71,8 @@ def speculation_command(
     that answers the prompts of one answer at a time, too."""
     if bool(python) != (weights is not None):
         raise click.UsageError("--llama-cpp and --gguf go together")
+    if python and 1 not in batches:
+        raise click.UsageError("--llama-cpp answers one prompt at a time: --batches has to have 1")
     from splitserve_bench.speculation.measure import measure_speculation
     from splitserve_bench.speculation.peer import LlamaCpp, measure_peer
     from splitserve_bench.speculation.texts import KINDS

@@ -143,7 +143,14 @@ def test_beside_llama_cpp(tmp_path, monkeypatch):
     assert "its lookup" in table.stdout
 
 
-def test_llama_cpp_needs_both_flags(tmp_path):
-    result = CliRunner().invoke(bench, ["speculation", "--llama-cpp", sys.executable])
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "--llama-cpp and --gguf go together"),
+        (["--gguf", __file__, "--batches", "4"], "--llama-cpp answers one prompt at a time: --batches has to have 1"),
+    ],
+)
+def test_llama_cpp_goes_with_other_flags(more, message):
+    result = CliRunner().invoke(bench, ["speculation", "--llama-cpp", sys.executable, *more])
     assert result.exit_code == 2
-    assert "--llama-cpp and --gguf go together" in result.output
+    assert message in result.output
