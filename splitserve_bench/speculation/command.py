@@ -92,8 +92,8 @@ def speculation_command(
         click.echo(json.dumps([_row(each, peers) for each in figures]))
         return
     stdout.print(speculation_table(figures, "lookup" if draft is None else "draft"))
-    if ours := {each.kind: each for each in figures if each.kind in peers and each.batch == 1}:
-        stdout.print(peer_table(ours, peers))
+    if peers:
+        stdout.print(peer_table([each for each in figures if each.batch == 1], peers))
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def _draft_folder(folder: Path, model: str, num_layers: int | None) -> Iterator[
 
 def _row(figures: "SpeculationFigures", peers: Mapping[str, "PeerFigures"]) -> dict[str, Any]:
     row = dataclasses.asdict(figures)
-    if figures.batch == 1 and figures.kind in peers:
+    if peers and figures.batch == 1:
         row["llama_cpp"] = dataclasses.asdict(peers[figures.kind])
     return row
 
@@ -134,14 +134,14 @@ def speculation_table(rows: Sequence["SpeculationFigures"], source: str) -> Tabl
     return table
 
 
-def peer_table(ours: Mapping[str, "SpeculationFigures"], peers: Mapping[str, "PeerFigures"]) -> Table:
+def peer_table(rows: Sequence["SpeculationFigures"], peers: Mapping[str, "PeerFigures"]) -> Table:
     """One answer at a time: llama.cpp's rates, and ours as multiples of them."""
     numbers = ("llama.cpp off", "its lookup", "ratio", "ours, off", "ours, on")
     table = plain_table("text", numbers=numbers)
-    for kind, row in ours.items():
-        peer = peers[kind]
+    for row in rows:
+        peer = peers[row.kind]
         table.add_row(
-            kind,
+            row.kind,
             f"{peer.plain_tokens_per_s:.1f}",
             f"{peer.tokens_per_s:.1f}",
             f"{peer.speedup:.2f}",
