@@ -85,6 +85,9 @@ class StaticDecode:
         self._replays[next(size for size in self.sizes if size >= num_rows)]()
         return self._logits[:num_rows]
 
+    def likeliest(self, num_rows: int) -> None:
+        """Not here: choosing tokens finds it."""
+
     def _fill(self, batch: ForwardBatch, num_rows: int) -> None:
         """Copies the batch into the first rows, and makes padding of those behind that the batch before filled."""
         ours, left = self._inputs, slice(num_rows, self._num_live_rows)

@@ -10,6 +10,7 @@ from engine.attention.paged import Attention
 from engine.cuda_graphs import TOLERANCE, cuda_graphs
 from engine.forward_batch import ForwardBatch
 from engine.model.llama import LlamaDecoder
+from engine.model.steps import Likeliest
 from engine.native.decode import NativeDecode, is_recordable
 from serving_core.settings import EngineSettings
 
@@ -27,6 +28,9 @@ class DecodeProgram(Protocol):
     def run(self, batch: ForwardBatch, on_taken: Callable[[], None] | None = None, plan: Any = None) -> torch.Tensor:
         """Writes the batch's keys and values into the pool. Gives the logits [S, vocab_size], which are good until the
         next run. `on_taken` is called when kernels have what they need, and are to begin."""
+
+    def likeliest(self, num_rows: int) -> Likeliest | None:
+        """Of the logits of the last run, of so many rows, where it has found that too; good until the next."""
 
 
 def num_scratch_blocks(settings: EngineSettings, device: torch.device, tp_size: int) -> int:

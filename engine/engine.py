@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ from engine.histories import differing_histories
 from engine.micro_batches import micro_batches
 from engine.model.llama import LlamaDecoder
 from engine.model.lora_weights import load_adapters
+from engine.model.steps import Likeliest
 from engine.model.weights import load_weights
 from engine.native.steps import choose_steps
 from engine.offload.placement import Placement, choose_store
@@ -66,6 +67,13 @@ class Model(Protocol):
         """Writes the batch's KV into the attention's pool. Gives the logits [S, vocab_size] of the wanted rows, or of
         an embedder their hidden states [S, hidden_size], on rank 0 of the last stage, None on the others. (The fake has
         no stages: its ranks compute all at once.)"""
+
+
+class Logits(NamedTuple):
+    """What a model gives for the wanted rows of a step; of an embedder hidden states."""
+
+    rows: torch.Tensor
+    likeliest: Likeliest | None = None  # of them, where it is known
 
 
 class Engine:
@@ -201,7 +209,7 @@ class Engine:
         assert self.group.rank == LEADER, "the other ranks follow"
         self.clock.lap(HAND_OVER)
         if any(work.request.annexes for work in works):
-            logits: torch.Tensor | None = self._step_with_annexes(works, on_layer)
+            logits: Logits | None = Logits(self._step_with_annexes(works, on_layer))
         else:
             logits = self._step([work.share for work in works], on_layer)
         assert logits is not None, "rank 0 has them"
@@ -230,7 +238,8 @@ class Engine:
         annexed = iter([self._with_annexes(work, silent) for work in works if work.request.annexes])
         plain = [work.share for work in works if not work.request.annexes]
         logits = self._step(plain, on_layer) if plain else None
-        rest = iter(() if logits is None else torch.split(logits, [each.num_scored + each.samples for each in plain]))
+        num_rows = [each.num_scored + each.samples for each in plain]
+        rest = iter(() if logits is None else torch.split(logits.rows, num_rows))
         return torch.cat([next(annexed if work.request.annexes else rest) for work in works])
 
     def _with_annexes(self, work: Work, silent: set[str]) -> torch.Tensor:
@@ -248,16 +257,17 @@ class Engine:
         assert logits is not None
         return logits
 
-    def _tokens(self, logits: torch.Tensor, works: Sequence[Work]) -> list[SampledToken]:
+    def _tokens(self, logits: Logits, works: Sequence[Work]) -> list[SampledToken]:
+        rows, likeliest = logits
         if self.config.embedder is not None:
-            return pool(logits, works)
+            return pool(rows, works)
         if any(work.num_scored for work in works):
-            logits = take_scores(logits, works, self._steps)
+            rows, likeliest = take_scores(rows, works, self._steps), None
         sampling = [work for work in works if work.samples]
         if any(work.candidates for work in sampling):
-            return sample_with_candidates(logits, sampling, self.eos_token_ids, self._steps)
+            return sample_with_candidates(rows, sampling, self.eos_token_ids, self._steps)
         requests = [work.request for work in sampling]
-        return sample(logits, requests, self.eos_token_ids, self._steps) if requests else []
+        return sample(rows, requests, self.eos_token_ids, self._steps, likeliest) if requests else []
 
     @torch.inference_mode()
     def likeliest(self, shares: Sequence[Share]) -> list[int]:
@@ -266,7 +276,7 @@ class Engine:
         logits = self._step(shares, None)
         assert logits is not None, "it has one rank"
         ends = torch.tensor([share.num_scored + 1 for share in shares if share.samples]).cumsum(0) - 1
-        return logits[ends.to(logits.device)].argmax(-1).tolist() if len(ends) else []
+        return logits.rows[ends.to(logits.rows.device)].argmax(-1).tolist() if len(ends) else []
 
     def follow(self, shares: Sequence[Share], on_layer: OnLayer | None = None) -> None:
         """Computes on another rank what rank 0 computes in its step."""
@@ -340,10 +350,11 @@ class Engine:
         return False
 
     @torch.inference_mode()
-    def _step(self, shares: Sequence[Share], on_layer: OnLayer | None) -> torch.Tensor | None:
-        """What the model gives for the wanted rows, on rank 0."""
+    def _step(self, shares: Sequence[Share], on_layer: OnLayer | None) -> Logits | None:
+        """On rank 0."""
         if self._pipeline is not None:
-            return self._step_of_stages(self._pipeline, shares, on_layer)
+            rows = self._step_of_stages(self._pipeline, shares, on_layer)
+            return None if rows is None else Logits(rows)
         return self._logits(self._batch(shares), on_layer)
 
     def _step_of_stages(
@@ -356,9 +367,9 @@ class Engine:
         for number, part in enumerate(parts, 1):
             batch = self._batch(part)
             num_rows += len(batch.logit_rows)
-            rows = self._logits(batch, on_layer if number == len(parts) else None)
+            of_part = self._logits(batch, on_layer if number == len(parts) else None)
             self.clock.lap(COMPUTE)
-            logits += [] if rows is None else [rows]
+            logits += [] if of_part is None else [of_part.rows]
         together = torch.cat(logits) if logits else None
         width = self.config.vocab_size if self.config.embedder is None else self.config.hidden_size
         return pipeline.logits_on_leader(together, num_rows, width, self.pool.compute_dtype)
@@ -374,19 +385,21 @@ class Engine:
         on_layer: OnLayer | None,
         plan: Any = None,
         on_begun: Callable[[], None] | None = None,
-    ) -> torch.Tensor | None:
+    ) -> Logits | None:
         """`plan` is the program's, if it was made before. `on_begun` is called when kernels have what they need, or
         before the first one does."""
 
         def begin() -> None:
-            self.clock.lap(BUILD)
             if on_begun is not None:
                 on_begun()
+            self.clock.lap(BUILD)
 
         if self.program is not None and on_layer is None and self.program.matches(batch):
-            return self.program.run(batch, begin, plan)
+            rows = self.program.run(batch, begin, plan)
+            return Logits(rows, self.program.likeliest(len(rows)))
         begin()
-        return self.model(batch, self.attention, on_layer)
+        given = self.model(batch, self.attention, on_layer)
+        return None if given is None else Logits(given)
 
 
 def _check_alike(group: RankGroup, settings: EngineSettings) -> None:

@@ -8,8 +8,9 @@ import torch
 
 from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import ForwardBatch
-from engine.native.library import ELEMENTS, NativeLibrary, Plan, native_library, parallel_function, wanted_variants
+from engine.native.library import ELEMENTS, NativeLibrary, Plan, native_library, wanted_variants
 from engine.native.program import NativeProgram
+from engine.native.threads import parallel_function
 
 _SHARED_WORK: Final = 8192  # scores; less is done sooner than other threads are woken
 

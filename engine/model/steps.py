@@ -4,7 +4,7 @@ Shapes: T tokens, E hidden size, H heads, K key heads, D head size, I neurons, S
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch.nn import functional
@@ -43,6 +43,11 @@ def capped(scores: torch.Tensor, cap: float) -> torch.Tensor:
     return (scores / cap).tanh_().mul_(cap)
 
 
+Likeliest: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Of each of S rows of logits the largest number, as float32, and where it is first, as int64. Not a number counts as
+larger than any."""
+
+
 class Steps(Protocol):
     """All tensors of a call are of one dtype and on one device; weights of norms may be float32 instead."""
 
@@ -79,9 +84,8 @@ class Steps(Protocol):
     def cap(self, logits: torch.Tensor, cap: float) -> None:
         """Makes of each of logits [S, vocab_size] cap * tanh(logit / cap), in place."""
 
-    def likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each row of [S, vocab_size] the largest number, as float32, and where it is first, as int64. Not a number
-        counts as larger than any."""
+    def likeliest(self, logits: torch.Tensor) -> Likeliest:
+        """Of logits [S, vocab_size]."""
 
     def draw(self, logits: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
         """The tokens drawn, int64 [len(draws)], from rows of logits [S, vocab_size], of which `highest` [S], float32,
@@ -142,7 +146,7 @@ class TorchSteps:
     def cap(self, logits: torch.Tensor, cap: float) -> None:
         logits.copy_(capped(logits.float(), cap))
 
-    def likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def likeliest(self, logits: torch.Tensor) -> Likeliest:
         highest, tokens = logits.max(dim=-1)
         return highest.float(), tokens
 

@@ -23,6 +23,7 @@ from engine.model.llama import (
     SelfAttention,
 )
 from engine.model.rope import Rotation
+from engine.model.steps import Likeliest
 from engine.native.dense_linear import DenseMatrix
 from engine.native.program import NativeProgram
 from engine.native.steps import ELEMENTS, NativeSteps
@@ -31,7 +32,7 @@ from serving_core.rope_config import Rope
 
 MOST_ROWS: Final = 64
 OPERATIONS_PER_LAYER: Final = 15  # seven at most, and four products of at most two
-OPERATIONS_AFTER: Final = 4  # a norm, the head and a cap
+OPERATIONS_AFTER: Final = 5  # a norm, the head, a cap and the search for the likeliest tokens
 
 Recordable: TypeAlias = DenseMatrix | QuantizedMatrix
 
@@ -105,6 +106,10 @@ class NativeDecode:
             raise IndexError(f"there is a slot outside the {self._attention.pool.num_blocks} blocks of the KV pool")
         return buffers.logits[:num_rows]
 
+    def likeliest(self, num_rows: int) -> Likeliest:
+        highest, tokens = self._buffers.likeliest
+        return highest[:num_rows], tokens[:num_rows]
+
     def _record(self) -> None:
         buffers, decoder = self._buffers, self._decoder
         delta: torch.Tensor | None = None
@@ -115,6 +120,7 @@ class NativeDecode:
         self._record_product(decoder.head, buffers.normed, buffers.logits)
         if decoder.logit_softcap is not None:
             self._steps.record_cap(self._program, buffers.logits, decoder.logit_softcap)
+        self._steps.record_search(self._program, buffers.logits, *buffers.likeliest)
 
     def _record_layer(self, layer: DecoderLayer, delta: torch.Tensor | None) -> torch.Tensor | None:
         """What is still to be added to x before the layer is `delta`, and behind it what this gives."""
@@ -202,6 +208,7 @@ class _Buffers:
         self.attended = rows(num_heads, layout.head_dim)
         self.gates_and_ups, self.gated = rows(2 * neurons), rows(neurons)
         self.logits = rows(head.num_outputs)
+        self.likeliest = torch.empty(MOST_ROWS), torch.empty(MOST_ROWS, dtype=torch.int64)
         self.rotations = {rope: (rows(1, layout.head_dim), rows(1, layout.head_dim)) for rope in decoder.rotaries}
         self.slots = torch.empty(MOST_ROWS, dtype=torch.int64)
 

@@ -10,6 +10,8 @@
 #define HALVES 2 /* of a panel */
 #define WORD_BYTES 4
 #define LINE_WORDS 16
+#define WORDS_AHEAD 24 /* that are fetched while a row is read: each is in another line */
+#define SHARED_READS 32768 /* weights; fewer are read sooner than other threads are woken */
 
 /* Its units are halves of panels, for each range of rows. */
 typedef struct {
@@ -17,6 +19,13 @@ typedef struct {
     int32_t range_rows;
     int32_t num_ranges;
 } DenseData;
+
+/* Its units are rows. */
+typedef struct {
+    const DenseMatrix *matrix;
+    const int64_t *outputs;
+    uint8_t *rows; /* [outputs, num_inputs], contiguous */
+} DenseRows;
 
 _Static_assert(sizeof(DenseData) <= DATA_BYTES, "an operation has no room for it");
 
@@ -153,6 +162,44 @@ EXPORTED int32_t dense_multiply_groups(const DenseMatrix *const *matrices, const
     run_operations(&operation, 1, num_rows, parallel, num_threads);
     groups_close(&groups);
     return 0;
+}
+
+/* Gives 1 when the matrix does not have one of the outputs. */
+static int32_t begin_rows(Operation *operation, int32_t num_rows) {
+    const DenseRows *data = (const DenseRows *)operation->data;
+    for (int32_t row = 0; row < num_rows; ++row)
+        if (data->outputs[row] < 0 || data->outputs[row] >= data->matrix->num_outputs) return 1;
+    operation->num_units = num_rows;
+    return 0;
+}
+
+static void read_rows(const Operation *operation, Units units, int32_t thread) {
+    (void)thread;
+    const DenseRows *data = (const DenseRows *)operation->data;
+    const int32_t row_bytes = data->matrix->num_inputs * element_bytes(data->matrix->element);
+    for (int32_t row = units.first; row < units.first + units.count; ++row) {
+        const int32_t output = (int32_t)data->outputs[row], vector = output / OUTPUTS;
+        const int64_t stride = dense_stride_of(data->matrix, vector);
+        const uint8_t *weights = dense_weights_of(data->matrix, vector) + output % OUTPUTS * WORD_BYTES;
+        uint8_t *read = data->rows + (int64_t)row * row_bytes, *const end = read + row_bytes;
+        for (; end - read >= WORD_BYTES; read += WORD_BYTES, weights += stride) {
+            __builtin_prefetch(weights + WORDS_AHEAD * stride);
+            memcpy(read, weights, WORD_BYTES);
+        }
+        if (read < end) memcpy(read, weights, (size_t)(end - read));
+    }
+}
+
+static const OperationKind dense_rows_read = {begin_rows, read_rows, NULL};
+
+/* The weights of each of these outputs. Gives 1, and reads nothing, when the matrix does not have one of them. */
+EXPORTED int32_t dense_rows(const DenseMatrix *matrix, Parallel *parallel, int32_t num_threads, const int64_t *outputs,
+                            int32_t num_rows, uint8_t *rows) {
+    Operation operation = {.kind = &dense_rows_read};
+    if (num_rows < 1) return 0;
+    if ((int64_t)num_rows * matrix->num_inputs < SHARED_READS) num_threads = 1;
+    *(DenseRows *)operation.data = (DenseRows){matrix, outputs, rows};
+    return run_operations(&operation, 1, num_rows, parallel, num_threads);
 }
 
 /* Adds the product to a program, which gives the rows. Gives 0, or -1 when the program is full. */

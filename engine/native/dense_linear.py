@@ -13,10 +13,10 @@ import torch
 
 from engine.native import library as native_library
 from engine.native.huge_memory import weight_memory
-from engine.native.library import parallel_function
 from engine.native.program import NativeProgram
+from engine.native.threads import threads
 
-VERSION: Final = 2  # DENSE_VERSION in native/dense.h
+VERSION: Final = 3  # DENSE_VERSION in native/dense.h
 ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1}
 VARIANTS: Final = {  # that are faster than torch where they run
     torch.float32: ("amx", "avx512_bf16", "avx512"),
@@ -60,6 +60,9 @@ class DenseLibrary:
         self.pack = library.dense_pack
         self.pack.restype = None
         self.pack.argtypes = [pointer, int64, int32, int32, int32, pointer]
+        self.rows = library.dense_rows
+        self.rows.restype = int32
+        self.rows.argtypes = [pointer, pointer, int32, pointer, int32, pointer]
         library.dense_matrix_bytes.restype = int64
         if library.dense_version() != VERSION or library.dense_matrix_bytes() != ctypes.sizeof(Matrix):
             raise OSError(f"{path.name} is of another version: install the package again")
@@ -121,20 +124,14 @@ class DenseMatrix:
         return self._weights.nbytes + (0 if self._bias is None else self._bias.nbytes)
 
     def rows(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The weights of these outputs [T]: [T, num_inputs]."""
-        words, padded_outputs = self._weights.view(torch.int32), _padded(self.num_outputs)
-        num_words = len(words) // padded_outputs
-        in_panels = padded_outputs // PANEL_OUTPUTS * PANEL_OUTPUTS
-        panels = words[: in_panels * num_words].view(-1, num_words, PANEL_OUTPUTS)
-        if in_panels == padded_outputs:
-            found = panels[outputs // PANEL_OUTPUTS, :, outputs % PANEL_OUTPUTS]
-        else:
-            is_last = outputs >= in_panels
-            last, others = outputs[is_last] - in_panels, outputs[~is_last]
-            found = words.new_empty((len(outputs), num_words))
-            found[is_last] = words[in_panels * num_words :].view(num_words, -1).t()[last]
-            found[~is_last] = panels[others // PANEL_OUTPUTS, :, others % PANEL_OUTPUTS]
-        return found.view(self.dtype)[:, : self.num_inputs]
+        """The weights of these outputs [T], int64: [T, num_inputs]. Raises IndexError when there is not one of them."""
+        outputs = outputs.contiguous()
+        assert outputs.dtype == torch.int64
+        found = torch.empty((len(outputs), self.num_inputs), dtype=self.dtype)
+        where = outputs.data_ptr(), len(outputs), found.data_ptr()
+        if self._library.rows(self._address, *threads(), *where):
+            raise IndexError(f"the matrix has {self.num_outputs} outputs, and not all of these")
+        return found
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, num_inputs] -> [T, num_outputs], both of the weights' dtype"""
@@ -142,16 +139,8 @@ class DenseMatrix:
         if x.stride(1) != 1:
             x = x.contiguous()
         outputs = x.new_empty((x.shape[0], self.num_outputs))
-        num_threads = torch.get_num_threads()
-        self._library.multiply(
-            self._address,
-            parallel_function() if num_threads > 1 else None,
-            num_threads,
-            x.data_ptr(),
-            x.stride(0) * x.itemsize,
-            x.shape[0],
-            outputs.data_ptr(),
-        )
+        where = x.data_ptr(), x.stride(0) * x.itemsize, x.shape[0], outputs.data_ptr()
+        self._library.multiply(self._address, *threads(), *where)
         return outputs
 
     def record(self, program: NativeProgram, x: torch.Tensor, outputs: torch.Tensor) -> None:
@@ -182,6 +171,6 @@ def _packed(library: DenseLibrary, weight: torch.Tensor) -> torch.Tensor:
     if num_outputs <= SLICE_OUTPUTS:
         pack(0)
         return packed
-    with ThreadPoolExecutor(torch.get_num_threads(), "packing") as threads:
-        deque(threads.map(pack, range(0, num_outputs, SLICE_OUTPUTS)), maxlen=0)  # raises what they raised
+    with ThreadPoolExecutor(torch.get_num_threads(), "packing") as packers:
+        deque(packers.map(pack, range(0, num_outputs, SLICE_OUTPUTS)), maxlen=0)  # raises what they raised
     return packed

@@ -12,7 +12,7 @@ import torch
 
 from engine.model.dispatch import Dispatch, Routing, Shared, TorchDispatch
 from engine.native import library as native_library
-from engine.native.library import parallel_function
+from engine.native.threads import threads
 
 VERSION: Final = 1  # EXPERTS_VERSION in native/experts.c
 ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1}
@@ -101,5 +101,4 @@ class NativeDispatch:
 
 def _threads(num_elements: int) -> tuple[int | None, int]:
     """What runs threads, and how many are worth it."""
-    num_threads = torch.get_num_threads() if num_elements >= _SHARED_ELEMENTS else 1
-    return (parallel_function(), num_threads) if num_threads > 1 else (None, 1)
+    return threads(are_worth_it=num_elements >= _SHARED_ELEMENTS)

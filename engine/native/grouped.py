@@ -9,7 +9,7 @@ import torch
 
 from engine.native import library as native_library
 from engine.native.dense_linear import ELEMENTS, DenseMatrix
-from engine.native.library import parallel_function
+from engine.native.threads import threads
 from engine.quantization.quantized_linear import QuantizedMatrix
 
 
@@ -47,14 +47,12 @@ class GroupedProduct:
         assert x.is_contiguous(), "rows behind each other"
         assert (x.shape[1], starts.dtype) == (first.num_inputs, torch.int32)
         outputs = x.new_empty((x.shape[0], first.num_outputs))
-        num_threads = torch.get_num_threads()
         groups = (self._addresses, starts.data_ptr(), len(self._matrices))
-        threads = (parallel_function() if num_threads > 1 else None, num_threads)
         rows = (x.data_ptr(), x.stride(0) * x.itemsize, outputs.data_ptr())
         if self._dense_dtype is not None:
-            failed = self._library.dense(*groups, *threads, *rows)
+            failed = self._library.dense(*groups, *threads(), *rows)
         else:
-            failed = self._library.linear(*groups, *threads, ELEMENTS[x.dtype], *rows)
+            failed = self._library.linear(*groups, *threads(), ELEMENTS[x.dtype], *rows)
         if failed:
             raise MemoryError(f"no memory for {x.shape[0]} rows of {len(self._matrices)} matrices")
         return outputs

@@ -153,29 +153,3 @@ def wanted_variants() -> tuple[str, ...]:
     if name not in VARIANTS:
         raise UnknownVariant(f"{ENVIRONMENT}={name} is none of {', '.join((*VARIANTS, OFF))}")
     return (name,)
-
-
-@functools.cache
-def parallel_function() -> int | None:
-    """The address of GOMP_parallel in the OpenMP runtime that torch computes with; None where there is none.
-
-    One more pool of threads would compete with torch's, whose threads spin for a while after each operation.
-    """
-    for path in _loaded_openmp():
-        try:
-            function = ctypes.CDLL(path).GOMP_parallel
-        except (OSError, AttributeError):
-            continue
-        return ctypes.cast(function, ctypes.c_void_p).value
-    return None
-
-
-def _loaded_openmp() -> list[str]:
-    """Files of OpenMP runtimes in this process, torch's own first."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return []
-    files = {line.split(maxsplit=5)[-1] for line in lines if line.count("/") > 1}
-    runtimes = (file for file in files if Path(file).name.startswith(("libgomp", "libomp", "libiomp5")))
-    return sorted(runtimes, key=lambda file: ("/torch/" not in file, file))

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from engine.native import library as native_library
-from engine.native.library import parallel_function
+from engine.native.threads import threads
 
 ALIGNMENT: Final = 64  # CACHE_LINE in native/work.h
 
@@ -71,7 +71,5 @@ class NativeProgram:
         """Computes all operations for so many rows, by torch's number of threads. Gives False when one of them cannot
         begin; then nothing is computed."""
         assert 0 < num_rows <= self.most_rows
-        num_threads = torch.get_num_threads()
-        parallel = parallel_function() if num_threads > 1 else None
-        failed: int = self._library.run(self._address, parallel, num_threads, num_rows)
+        failed: int = self._library.run(self._address, *threads(), num_rows)
         return failed == 0

@@ -96,6 +96,11 @@ static void describe_cap(Operation *operation, const StepKernel *kernel, Capping
     *(StepData *)operation->data = (StepData){.compute = kernel->cap, .step.capping = step};
 }
 
+static void describe_search(Operation *operation, const StepKernel *kernel, Search step) {
+    operation->kind = &rows_alone;
+    *(StepData *)operation->data = (StepData){.compute = kernel->search, .step.search = step};
+}
+
 /* All rows by num_threads threads of `parallel` (GOMP_parallel), or by this one alone. */
 EXPORTED void steps_norm(const StepKernel *kernel, Parallel *parallel, int32_t num_threads, const Norm *step,
                          int32_t num_rows) {
@@ -130,9 +135,8 @@ EXPORTED void steps_cap(const StepKernel *kernel, Parallel *parallel, int32_t nu
 EXPORTED void steps_search(const StepKernel *kernel, Parallel *parallel, int32_t num_threads, int32_t element,
                            int32_t num_rows, int32_t num_columns, const uint8_t *rows, int64_t stride, float *highest,
                            int64_t *places) {
-    Operation operation = {.kind = &rows_alone};
-    Search step = {element, num_columns, rows, stride, highest, places};
-    *(StepData *)operation.data = (StepData){.compute = kernel->search, .step.search = step};
+    Operation operation;
+    describe_search(&operation, kernel, (Search){element, num_columns, rows, stride, highest, places});
     run_operations(&operation, 1, num_rows, parallel, num_threads);
 }
 
@@ -189,5 +193,13 @@ EXPORTED int32_t steps_add_cap(Program *program, const StepKernel *kernel, int32
     Operation *operation = next_operation(program);
     if (operation == NULL) return -1;
     describe_cap(operation, kernel, (Capping){element, num_columns, cap, rows, stride});
+    return 0;
+}
+
+EXPORTED int32_t steps_add_search(Program *program, const StepKernel *kernel, int32_t element, int32_t num_columns,
+                                  const uint8_t *rows, int64_t stride, float *highest, int64_t *places) {
+    Operation *operation = next_operation(program);
+    if (operation == NULL) return -1;
+    describe_search(operation, kernel, (Search){element, num_columns, rows, stride, highest, places});
     return 0;
 }

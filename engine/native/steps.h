@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define STEPS_VERSION 4 /* of everything below; engine/native/steps.py expects the same */
+#define STEPS_VERSION 5 /* of everything below; engine/native/steps.py expects the same */
 
 enum Element { FLOAT32, BFLOAT16 };
 

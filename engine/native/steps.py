@@ -13,12 +13,13 @@ import torch
 from engine.cache.kv_pool import PagedKVPool
 from engine.model.draws import Draw
 from engine.model.rope import Rotation
-from engine.model.steps import HeadNorms, Steps, TorchSteps
+from engine.model.steps import HeadNorms, Likeliest, Steps, TorchSteps
 from engine.native import library as native_library
 from engine.native.program import NativeProgram
+from engine.native.threads import threads
 from serving_core.differences import GELU_TANH, SILU
 
-VERSION: Final = 4  # STEPS_VERSION in native/steps.h
+VERSION: Final = 5  # STEPS_VERSION in native/steps.h
 ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1}
 ACTIVATIONS: Final = {SILU: 0, GELU_TANH: 1}
 VARIANTS: Final = ("avx512", "avx2", "plain")  # the fastest first
@@ -126,13 +127,14 @@ class StepLibrary:
             function.restype = None
         self.add_norm, self.add_place = library.steps_add_norm, library.steps_add_place
         self.add_gate, self.add_cap = library.steps_add_gate, library.steps_add_cap
-        self.add_sum = library.steps_add_sum
+        self.add_sum, self.add_search = library.steps_add_sum, library.steps_add_search
         self.add_norm.argtypes = [pointer, pointer, pointer]
         self.add_sum.argtypes = [pointer, pointer, int32, int32, pointer, pointer]
         self.add_place.argtypes = [pointer, pointer, pointer, int64]
         self.add_gate.argtypes = [pointer, pointer, int32, int32, int32, pointer, int64, pointer]
         self.add_cap.argtypes = [pointer, pointer, int32, int32, pointer, int64, ctypes.c_float]
-        adding = (self.add_norm, self.add_sum, self.add_place, self.add_gate, self.add_cap)
+        self.add_search.argtypes = [pointer, pointer, int32, int32, pointer, int64, pointer, pointer]
+        adding = (self.add_norm, self.add_sum, self.add_place, self.add_gate, self.add_cap, self.add_search)
         for function in (self.place, *adding):
             function.restype = int32
         is_ours = library.steps_version() == VERSION
@@ -265,7 +267,7 @@ class NativeSteps:
         rows = (*logits.shape, logits.data_ptr(), logits.stride(0) * logits.itemsize)
         self._library.cap(self._kernel, *_threads(logits.numel()), element, *rows, cap)
 
-    def likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def likeliest(self, logits: torch.Tensor) -> Likeliest:
         element = ELEMENTS.get(logits.dtype)
         if element is None or logits.stride(1) != 1:
             return self._portable.likeliest(logits)
@@ -394,6 +396,15 @@ class NativeSteps:
             self._library.add_cap, self._kernel, *kind, logits.data_ptr(), logits.shape[1] * logits.itemsize, cap
         )
 
+    def record_search(
+        self, program: NativeProgram, logits: torch.Tensor, highest: torch.Tensor, tokens: torch.Tensor
+    ) -> None:
+        """Adds to a program what `likeliest` finds in rows of a contiguous tensor of float32 or bfloat16: float32 and
+        int64 of each."""
+        kind, stride = (ELEMENTS[logits.dtype], logits.shape[1]), logits.shape[1] * logits.itemsize
+        where = logits.data_ptr(), stride, highest.data_ptr(), tokens.data_ptr()
+        program.add(self._library.add_search, self._kernel, *kind, *where)
+
 
 def _are_usual(x: torch.Tensor, delta: torch.Tensor | None) -> bool:
     """Whether they are rows that the kernels take."""
@@ -454,5 +465,4 @@ def _placement(
 
 def _threads(num_elements: int) -> tuple[int | None, int]:
     """What runs threads, and how many are worth it."""
-    num_threads = torch.get_num_threads() if num_elements >= _SHARED_ELEMENTS else 1
-    return (native_library.parallel_function(), num_threads) if num_threads > 1 else (None, 1)
+    return threads(are_worth_it=num_elements >= _SHARED_ELEMENTS)

@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional
 
 from engine.native.huge_memory import weight_memory
-from engine.native.library import parallel_function
 from engine.native.linear_library import ELEMENTS, Matrix, best_variant, linear_library
 from engine.native.program import NativeProgram
+from engine.native.threads import threads
 from engine.quantization.weight_quantization import QuantizedWeight, quantize_tiles
 
 logger = logging.getLogger(__name__)
@@ -152,11 +152,9 @@ class QuantizedMatrix:
         library = linear_library()
         assert library is not None
         outputs = x.new_empty((x.shape[0], self.num_outputs))
-        num_threads = torch.get_num_threads()
         failed = library.multiply(
             self._address,
-            parallel_function() if num_threads > 1 else None,
-            num_threads,
+            *threads(),
             ELEMENTS["bfloat16" if x.dtype == torch.bfloat16 else "float32"],
             x.data_ptr(),
             x.stride(0) * x.itemsize,

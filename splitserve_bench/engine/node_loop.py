@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+import uvloop
+
 from engine.engine import Engine
 from engine.step_clock import BETWEEN, COMPUTE, StepClock
 from kv_transfer.ends.receiver import KVReceiver
@@ -51,7 +53,7 @@ def _run(engine: Engine, batch: int, context_tokens: int, now: Callable[[], floa
     """Mean seconds of each part of a step."""
     before = engine.clock
     try:
-        return asyncio.run(_run_node(engine, batch, context_tokens, now))
+        return uvloop.run(_run_node(engine, batch, context_tokens, now))
     finally:
         engine.clock = before
 

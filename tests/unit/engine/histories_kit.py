@@ -61,7 +61,7 @@ def play(engine, prompt, cuts, neighbours=(), seed=0, adapter=""):
         shares = [neighbour.share() for neighbour in neighbours]
         place = rng.randint(0, len(shares))
         shares.insert(place, Share(prompt[start:end], start, blocks, samples=True, adapter=adapter))
-        row = engine._logits(build_batch(shares, block_size, engine.pool.device), None)[place]
+        row = engine._logits(build_batch(shares, block_size, engine.pool.device), None).rows[place]
         logits[end] = row.view(torch.uint8).tolist()
         start = end
     assert start == len(prompt)

@@ -109,6 +109,18 @@ def test_rows_of_the_weights_can_be_read_again(shape, dtype):
     assert DenseMatrix(weight).rows(rows[:0]).shape == (0, shape[1])
 
 
+@pytest.mark.parametrize("outside", [-1, 100])
+def test_rows_that_are_not_there(outside, dtype):
+    with pytest.raises(IndexError, match="the matrix has 100 outputs"):
+        DenseMatrix(random(100, 8, dtype=dtype)).rows(torch.tensor([0, outside, 99]))
+
+
+def test_many_rows_by_several_threads(dtype):
+    weight, rows = random(300, 100, dtype=dtype), torch.arange(1000) * 7 % 300
+    torch.set_num_threads(3)
+    assert torch.equal(DenseMatrix(weight).rows(rows), weight[rows])
+
+
 def test_weights_that_are_not_contiguous(dtype):
     wide, x = random(300, 90, dtype=dtype), random(5, 71, seed=1, dtype=dtype)
     expected = DenseMatrix(wide[::2, 3:74].contiguous())(x)

@@ -53,6 +53,15 @@ def test_greedy_takes_the_likeliest_of_those_allowed_whoever_is_beside_it(steps,
     assert [token.token_id for token in chosen] == [9, 19, 4, 19]
 
 
+@pytest.mark.parametrize("steps", STEPS, ids=["torch", "native"])
+def test_what_is_known_to_be_likeliest_counts_unless_a_grammar_forbids_it(steps):
+    logits = torch.arange(20.0).repeat(2, 1)
+    for guide, expected in ((None, 19), (Only(4), 4)):
+        asked = [request(guide, temperature=0.0), request(None, temperature=0.0)]
+        chosen = sample(logits.clone(), asked, EOS, steps, steps.likeliest(logits))
+        assert [token.token_id for token in chosen] == [expected, 19]
+
+
 def test_sampled_are_those_allowed_as_if_there_were_no_others():
     logits = torch.randn(20, generator=torch.Generator().manual_seed(1))
     masked = torch.full((20,), -torch.inf)

@@ -99,6 +99,9 @@ def check_equal(engine, batch, set_threads, counts=(1, 2, 3)):
         assert engine.program.matches(batch)
         torch.testing.assert_close(engine.program.run(batch), expected, rtol=0, atol=0)
         assert all(map(torch.equal, pool_of(engine), expected_pool))
+        highest, tokens = engine.program.likeliest(len(expected))
+        assert torch.equal(highest, expected.amax(-1).float())
+        assert torch.equal(tokens, expected.argmax(-1))
 
 
 def restore(engine, planes):

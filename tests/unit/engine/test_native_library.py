@@ -4,14 +4,8 @@ import sys
 
 import pytest
 
-from engine.native.library import (
-    ENVIRONMENT,
-    VARIANTS,
-    NativeLibrary,
-    native_library,
-    parallel_function,
-    wanted_variants,
-)
+from engine.native.library import ENVIRONMENT, VARIANTS, NativeLibrary, native_library, wanted_variants
+from engine.native.threads import parallel_function
 from tests.unit.engine.native_kit import needs_library
 
 SHOW_VARIANT = """

@@ -1,0 +1,39 @@
+"""The threads that compiled kernels compute with: torch's own."""
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+
+
+def threads(*, are_worth_it: bool = True) -> tuple[int | None, int]:
+    """What runs threads, and how many: torch's, or where they are not worth it this one alone."""
+    num_threads = torch.get_num_threads() if are_worth_it else 1
+    return (parallel_function(), num_threads) if num_threads > 1 else (None, 1)
+
+
+@functools.cache
+def parallel_function() -> int | None:
+    """The address of GOMP_parallel in the OpenMP runtime that torch computes with; None where there is none.
+
+    One more pool of threads would compete with torch's, whose threads spin for a while after each operation.
+    """
+    for path in _loaded_openmp():
+        try:
+            function = ctypes.CDLL(path).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        return ctypes.cast(function, ctypes.c_void_p).value
+    return None
+
+
+def _loaded_openmp() -> list[str]:
+    """Files of OpenMP runtimes in this process, torch's own first."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    files = {line.split(maxsplit=5)[-1] for line in lines if line.count("/") > 1}
+    runtimes = (file for file in files if Path(file).name.startswith(("libgomp", "libomp", "libiomp5")))
+    return sorted(runtimes, key=lambda file: ("/torch/" not in file, file))
