@@ -7,8 +7,8 @@ the device itself: those at which a row has the same bits at every place, and th
 (A product's way depends on shapes alone, not on values, so that a few rows tell if their results are small beside what
 is added up: rounding would hide another order else. One row at a time always agrees.)
 So does attention where no kernel keeps that (engine/attention/tiled.py). Whether all of it does so together is not
-presumed but tried out (engine/histories.py). The sums over more than two ranks are refused, as their order depends on
-where a number lies.
+presumed but tried out (engine/histories.py). More than two ranks of a layer are refused: over several machines
+the order of their sums depends on where a number lies.
 
 Keys and values in 8 bits are rounded by what else has come to their block. So with these, too, a prompt that is cut
 elsewhere, whose beginning was cached, or that is computed again after a preemption may differ in its last bits.

@@ -1,4 +1,4 @@
-"""Where a decode node's ranks receive, as the flags tell it. Torch-free."""
+"""Where a node's ranks receive, as the flags tell it. Torch-free."""
 
 from serving_core.errors import SettingsError
 

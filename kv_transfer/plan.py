@@ -1,4 +1,4 @@
-"""The reshard plan: which KV heads of which layers go from which prefill rank to which decode rank.
+"""The reshard plan: which KV heads of which layers go from which rank of the sender to which of the receiver.
 
 A rank holds some heads in some neighbouring layers. A node splits the layers over its stages by `share_of`, into runs
 whose lengths differ by one at most, and the KV heads over the ranks of each stage by `head_range`:

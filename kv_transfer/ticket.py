@@ -1,4 +1,4 @@
-"""The right to write one request's KV blocks into one decode node's pools, as it travels through the control plane."""
+"""The right to write one request's KV blocks into one node's pools, as it travels through the control plane."""
 
 import secrets
 from collections.abc import Sequence

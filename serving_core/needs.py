@@ -60,7 +60,7 @@ def check_settings(settings: EngineSettings, config: ModelConfig, tp_size: int) 
     check_quantization(settings.quantization, config.stored_quantization)
     if settings.batch_invariant and tp_size > MOST_INVARIANT_RANKS:
         raise SettingsError(
-            f"--batch-invariant: sums over {tp_size} ranks are added in an order that depends on the batch, "
+            f"--batch-invariant: sums over {tp_size} ranks may be added in an order that depends on the batch, "
             f"and --tensor-parallel-size can be {MOST_INVARIANT_RANKS} at most"
         )
 

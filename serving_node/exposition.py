@@ -80,7 +80,7 @@ class NodeExposition:
         yield gauge("rank_resident_memory_bytes", "Memory of each of its processes.", self._by("rank", memory))
 
     def _candidates(self) -> Iterator[Figure]:
-        """Under the names that vLLM has for them."""
+        """Under vLLM's names for them, behind our prefix."""
         counts = self._node.speculation
         drafts, proposed, accepted = map(self._one, (counts.num_drafts, counts.num_proposed, counts.num_accepted))
         yield counter("spec_decode_num_drafts", "Shares of steps in which an answer had candidates.", drafts)

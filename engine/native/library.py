@@ -1,7 +1,8 @@
 """The compiled kernels of engine/native, if the package was built where a C compiler is.
 
-All are in one library: attention (declared here), products with quantized weights (linear_library.py) and the
-steps between products (engine/native/steps.py).
+All are in one library: attention (declared here), products with quantized weights (linear_library.py), with others
+(dense_linear.py) and with many matrices (grouped.py), what experts add to them (dispatch.py), the steps between
+products (steps.py), programs of these (program.py) and the sums of several ranks (engine/shared_sums.py).
 
 Which variant runs is decided when the process starts: the best that this CPU has, or what the environment variable
 SPLITSERVE_NATIVE names (one of VARIANTS, or "off").
