@@ -2,7 +2,8 @@
 
     submit       Reserve to a decode node and Prefill to a prefill node, at the same time
     Reserved     Deliver, with the ticket, to the prefill node
-    FirstToken   to the client at once; of an answer with limits, Begun to the decode node
+    FirstToken   to the client at once; of an answer with a limit on TPOT, Begun to the node that writes it, where that
+                 is another one
     Embedded     the end, where an embedding was wanted: of such a request Prefill alone went out
     Revoked      the decode node has taken its blocks back; another Reserved will come
     Borrowing    Lend, with the ticket, to a node that holds more of the prompt: coordinator/control/lending.py

@@ -4,7 +4,7 @@ Late are answers with limits, those among them that will be because a node was t
 (coordinator/control/placement/lateness.py); seconds are those of all requests
 (coordinator/control/placement/costs.py). Without limits anywhere the seconds decide; while no rate is known, nodes that
 only read come first. Of writers that cost the same the one is taken that has most of its pool left; blocks that it
-holds already count as left.
+holds already count as left. Nodes that have failed the request come last, and full writers behind those with room.
 """
 
 from collections.abc import Collection, Iterator, Sequence
