@@ -10,23 +10,29 @@ from dataclasses import replace
 
 import torch
 
-from engine.model.steps import Steps
+from engine.model.steps import Likeliest, Steps
 from engine.sampler import sample
 from serving_core.requests import SampledToken, Work
 
 
 def sample_with_candidates(
-    logits: torch.Tensor, works: Sequence[Work], eos_token_ids: Sequence[int], steps: Steps
+    logits: torch.Tensor,
+    works: Sequence[Work],
+    eos_token_ids: Sequence[int],
+    steps: Steps,
+    likeliest: Likeliest | None = None,
 ) -> list[SampledToken]:
     """The tokens that each of these works gets, in order, as Work.take takes them. `logits` has of each one row for its
-    last known token, then one for each candidate. Raises ModelError as `sample` does."""
+    last known token, then one for each candidate; `likeliest` is as in `sample`. Raises ModelError as `sample` does."""
     given: list[list[SampledToken]] = [[] for _ in works]
     going, row = [], 0
     for place, work in enumerate(works):
         going.append((place, row, work.request))
         row += 1 + len(work.candidates)
     while going:
-        tokens = sample(logits[[row for _, row, _ in going]], [request for *_, request in going], eos_token_ids, steps)
+        rows, requests = [row for _, row, _ in going], [request for *_, request in going]
+        known = None if likeliest is None else (likeliest[0][rows], likeliest[1][rows])
+        tokens = sample(logits[rows], requests, eos_token_ids, steps, known)
         behind = []
         for (place, row, request), token in zip(going, tokens, strict=True):
             candidates = works[place].candidates[len(given[place]) :]

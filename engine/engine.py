@@ -265,7 +265,7 @@ class Engine:
             rows, likeliest = take_scores(rows, works, self._steps), None
         sampling = [work for work in works if work.samples]
         if any(work.candidates for work in sampling):
-            return sample_with_candidates(rows, sampling, self.eos_token_ids, self._steps)
+            return sample_with_candidates(rows, sampling, self.eos_token_ids, self._steps, likeliest)
         requests = [work.request for work in sampling]
         return sample(rows, requests, self.eos_token_ids, self._steps, likeliest) if requests else []
 
