@@ -120,7 +120,7 @@ class LiveAnswers:
                 raise
             instructions = self._wait(request, now)
         else:
-            if not placed.num_late:
+            if placed.is_timely:
                 self.harmless.happened(now)
             self._check_admission(request, placed)
             instructions = self._try_on(request, placed, now)
@@ -156,7 +156,7 @@ class LiveAnswers:
         """Raises RequestError for a new request that is not admitted. On nodes that have nothing to do no other time
         would be better; and as they are told nothing else, what they take there shows whether they are believed to be
         slower than they are."""
-        if self._admits_late or not placed.num_late or request.due is None or request.num_restarts or request.output:
+        if self._admits_late or placed.is_timely or request.due is None or request.num_restarts or request.output:
             return
         if self.ledger.is_idle(placed.reader) and self.ledger.is_idle(placed.writer):
             return

@@ -89,8 +89,11 @@ class _Weighing:
 
     def placed(self, reader: Node, writer: Node) -> Placed:
         num_late = self._num_late(reader, writer)
-        wait_s = self._lateness.on(reader).wait_s() if num_late and self._lateness is not None else 0.0
-        return Placed(reader, writer, num_late, wait_s, self._costs.reading(reader).loan)
+        is_crowded, wait_s, loan = False, 0.0, self._costs.reading(reader).loan
+        if self._lateness is not None:
+            is_crowded = not num_late and self._lateness.on(writer).is_crowded(reads=reader is writer)
+            wait_s = self._lateness.on(reader).wait_s() if num_late or is_crowded else 0.0
+        return Placed(reader, writer, num_late, is_crowded, wait_s, loan)
 
     def order(self, pair: Pair) -> _Order:
         reader, writer = pair

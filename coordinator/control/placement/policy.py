@@ -30,7 +30,8 @@ class Wanted:
 class Placed(NamedTuple):
     """The node that reads the prompt and the node that writes the answer: the same one, or two with a hand-over.
 
-    num_late: how many of all answers with limits are expected to miss one because of it, itself among them; wait_s:
+    num_late: how many of all answers with limits are expected to miss one because of it, itself among them;
+    is_crowded: whether nobody is, but the node that writes has as many answers as their limits allow of; wait_s:
     seconds after which it would have its first token in time, as far as that is what is late; loan: what
     the node that reads is lent.
     """
@@ -38,8 +39,14 @@ class Placed(NamedTuple):
     reader: Node
     writer: Node
     num_late: int = 0
+    is_crowded: bool = False
     wait_s: float = 0.0
     loan: Loan | None = None
+
+    @property
+    def is_timely(self) -> bool:
+        """Whether all answers are expected to keep their limits beside it."""
+        return not self.num_late and not self.is_crowded
 
 
 class Policy(Protocol):

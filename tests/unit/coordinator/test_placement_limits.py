@@ -326,3 +326,35 @@ def test_nobody_has_fewer_late_than_the_chosen_pair(nodes, due):
     assert placed.num_late == num_late(placed.reader, placed.writer)
     if fleet.ledger.has_limits or own is not None:
         assert harm(placed.reader, placed.writer) == min(harm(*pair) for pair in pairs)
+
+
+TIGHT_S = 0.030  # keeps steps of ten answers
+
+
+@pytest.mark.parametrize(("num_answers", "is_crowded"), [(0, False), (9, False), (10, True)])
+def test_a_node_takes_as_many_answers_as_a_step_within_the_tightest_limit_holds(fleet, num_answers, is_crowded):
+    node = fleet.add("b-0", role="both")
+    for _ in range(num_answers):
+        fleet.writes(node, TIGHT_S, num_output=1000, ago_s=10.0, num_left=10)
+    late = fleet.late(node, Due(NOW + 9.0, 0.050))
+    assert late.alone(0.0) == 0, "those that are written are 20 s ahead"
+    assert late.is_crowded(reads=True) is is_crowded
+    placed = fleet.place(Due(NOW + 9.0, 0.050))
+    assert (placed.num_late, placed.is_crowded, placed.is_timely) == (0, is_crowded, not is_crowded)
+
+
+@pytest.mark.parametrize(("num_tokens", "is_crowded"), [(10, True), (1000, False)])
+def test_answers_that_end_before_others_are_read_are_not_there_at_one_time(fleet, num_tokens, is_crowded):
+    node = fleet.add("b-0", role="both")
+    for _ in range(9):
+        fleet.writes(node, TIGHT_S, num_output=1000, ago_s=10.0, num_left=10)
+    fleet.reads(node, num_tokens, 9.0, node, TIGHT_S)  # ten tokens, 0.3 s, and 0.1 s for the request's own prompt
+    assert fleet.late(node, Due(NOW + 9.0, TIGHT_S)).is_crowded(reads=True) is is_crowded
+
+
+def test_a_limit_that_no_step_keeps_bounds_nothing(fleet):
+    node = fleet.add("b-0", role="both")
+    for _ in range(20):
+        fleet.writes(node, 0.005, num_left=10)
+    assert not fleet.late(node, Due(NOW + 9.0, 0.060)).is_crowded(reads=True)
+    assert fleet.late(node, Due(NOW + 9.0, 0.050)).is_crowded(reads=True)
