@@ -96,7 +96,8 @@ def test_what_would_be_late_is_refused_with_the_time_to_come_back(start_cluster,
         assert refused.retry_after_s == round(refused.retry_after_s)
         assert end_of(client, ttft_ms=60_000).ttft_met
         assert end_of(client) is None  # without limits nothing is refused
-        body = {"prompt": PROMPT, "max_tokens": 8, "ttft_ms": 1}
+        unread = PROMPT[::-1]  # of what has been read by now hardly anything is left to compute
+        body = {"prompt": unread, "max_tokens": 8, "ttft_ms": 1}
         response = httpx2.post(f"{cluster.url}/v1/completions", json=body, timeout=DEADLINE_S)
         assert (response.status_code, int(response.headers["retry-after"]) >= 1) == (429, True)
         assert response.json()["error"]["reason"] == "WOULD_BE_LATE"
