@@ -276,7 +276,10 @@ class Engine:
         logits = self._step(shares, None)
         assert logits is not None, "it has one rank"
         ends = torch.tensor([share.num_scored + 1 for share in shares if share.samples]).cumsum(0) - 1
-        return logits.rows[ends.to(logits.rows.device)].argmax(-1).tolist() if len(ends) else []
+        if not len(ends):
+            return []
+        _, tokens = logits.likeliest or self._steps.likeliest(logits.rows)
+        return tokens[ends.to(tokens.device)].tolist()
 
     def follow(self, shares: Sequence[Share], on_layer: OnLayer | None = None) -> None:
         """Computes on another rank what rank 0 computes in its step."""

@@ -37,20 +37,17 @@ def sample(
     become -inf. `likeliest` is what steps find of these logits, where it is known; its tokens are of no use afterwards.
     Raises ModelError when a row's largest logit is not a finite number: the model is broken or overflows."""
     errors = forbid(logits, requests)
-    if likeliest is None or any(request.guide is not None for request in requests):
-        likeliest = steps.likeliest(logits)
+    if any(request.guide is not None for request in requests):
+        likeliest = None
     as_they_are = {row: request for row, request in enumerate(requests) if not is_adjusted(request)}
     adjusted = [row for row in range(len(requests)) if row not in as_they_are]
-    highest, tokens = likeliest
-    _draw_into(tokens, logits, highest, as_they_are, steps)
+    highest, tokens = _choose(logits, as_they_are, steps, likeliest)
     if adjusted:
         rows = torch.tensor(adjusted).to(logits.device, non_blocking=True)
         copies = logits[rows].float()
         for copy, row in zip(copies, adjusted, strict=True):
             adjust(copy, requests[row], eos_token_ids)
-        highest_copied, chosen = steps.likeliest(copies)
-        _draw_into(chosen, copies, highest_copied, {place: requests[row] for place, row in enumerate(adjusted)}, steps)
-        tokens[rows] = chosen
+        tokens[rows] = _choose(copies, {place: requests[row] for place, row in enumerate(adjusted)}, steps)[1]
     token_ids = tokens.tolist()  # the first to await the device
     if not all(map(math.isfinite, highest.tolist())):
         raise ModelError("the model's logits are not finite numbers")
@@ -73,18 +70,17 @@ def uniform(seed: int, position: int) -> float:
     return (int(raw) >> 11) * _DOUBLE_STEP
 
 
-def _draw_into(
-    tokens: torch.Tensor,
-    logits: torch.Tensor,
-    highest: torch.Tensor,
-    requests: Mapping[int, Request],
-    steps: Steps,
-) -> None:
-    """The token of each row of logits with a request that is not greedy."""
+def _choose(
+    logits: torch.Tensor, requests: Mapping[int, Request], steps: Steps, likeliest: Likeliest | None = None
+) -> Likeliest:
+    """Of each row of logits its largest number, and its token: the likeliest, or drawn if a request of that row is not
+    greedy. Where the likeliest are known, their tensors are given back, changed."""
+    highest, tokens = steps.likeliest(logits) if likeliest is None else likeliest
     draws = [_draw(row, request) for row, request in requests.items() if request.sampling.temperature > 0]
     if draws:
         rows = torch.tensor([draw.row for draw in draws]).to(logits.device, non_blocking=True)
         tokens[rows] = steps.draw(logits, highest, draws)
+    return highest, tokens
 
 
 def _draw(row: int, request: Request) -> Draw:

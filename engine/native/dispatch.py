@@ -12,11 +12,10 @@ import torch
 
 from engine.model.dispatch import Dispatch, Routing, Shared, TorchDispatch
 from engine.native import library as native_library
-from engine.native.threads import threads
+from engine.native.threads import threads_for
 
 VERSION: Final = 1  # EXPERTS_VERSION in native/experts.c
 ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1}
-_SHARED_ELEMENTS: Final = 2**14  # fewer are done sooner than another thread is woken
 
 
 class ExpertsLibrary:
@@ -67,7 +66,7 @@ class NativeDispatch:
         )
         chosen = torch.empty((num_tokens, num_chosen), dtype=torch.int32)
         self._library.route(
-            *_threads(logits.numel()),
+            *threads_for(logits.numel()),
             ELEMENTS[logits.dtype],
             num_tokens,
             num_experts,
@@ -85,7 +84,7 @@ class NativeDispatch:
         num_tokens, num_chosen = routing.places.shape
         outputs = rows.new_empty((num_tokens, rows.shape[1]))
         self._library.mix(
-            *_threads(rows.numel()),
+            *threads_for(rows.numel()),
             ELEMENTS[rows.dtype],
             num_tokens,
             rows.shape[1],
@@ -97,8 +96,3 @@ class NativeDispatch:
             outputs.data_ptr(),
         )
         return outputs
-
-
-def _threads(num_elements: int) -> tuple[int | None, int]:
-    """What runs threads, and how many are worth it."""
-    return threads(are_worth_it=num_elements >= _SHARED_ELEMENTS)

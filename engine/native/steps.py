@@ -16,7 +16,7 @@ from engine.model.rope import Rotation
 from engine.model.steps import HeadNorms, Likeliest, Steps, TorchSteps
 from engine.native import library as native_library
 from engine.native.program import NativeProgram
-from engine.native.threads import threads
+from engine.native.threads import threads_for
 from serving_core.differences import GELU_TANH, SILU
 
 VERSION: Final = 5  # STEPS_VERSION in native/steps.h
@@ -25,7 +25,6 @@ ACTIVATIONS: Final = {SILU: 0, GELU_TANH: 1}
 VARIANTS: Final = ("avx512", "avx2", "plain")  # the fastest first
 
 _VARIANT_OF: Final = {"amx": "avx512", "avx512_bf16": "avx512", "avx512": "avx512", "avx2": "avx2", "plain": "plain"}
-_SHARED_ELEMENTS: Final = 2**14  # fewer are done sooner than another thread is woken
 
 
 class Norm(ctypes.Structure):
@@ -209,7 +208,7 @@ class NativeSteps:
             self._portable.norm_onto(x, delta, weight, eps)
 
     def _run(self, norm: Norm, x: torch.Tensor) -> None:
-        self._library.norm(self._kernel, *_threads(x.numel()), ctypes.addressof(norm), x.shape[0])
+        self._library.norm(self._kernel, *threads_for(x.numel()), ctypes.addressof(norm), x.shape[0])
 
     def place(
         self,
@@ -229,7 +228,7 @@ class NativeSteps:
         placement = _placement(heads, rotation, pool, layer, slots, norms)
         failed = self._library.place(
             self._kernel,
-            *_threads(heads.numel()),
+            *threads_for(heads.numel()),
             ctypes.addressof(placement),
             num_rows,
             pool.num_blocks * pool.layout.block_size,
@@ -248,7 +247,7 @@ class NativeSteps:
         output = gates_and_ups.new_empty((num_rows, num_columns))
         self._library.gate(
             self._kernel,
-            *_threads(num_rows * num_columns),
+            *threads_for(num_rows * num_columns),
             element,
             ACTIVATIONS[activation],
             num_rows,
@@ -265,7 +264,7 @@ class NativeSteps:
             self._portable.cap(logits, cap)
             return
         rows = (*logits.shape, logits.data_ptr(), logits.stride(0) * logits.itemsize)
-        self._library.cap(self._kernel, *_threads(logits.numel()), element, *rows, cap)
+        self._library.cap(self._kernel, *threads_for(logits.numel()), element, *rows, cap)
 
     def likeliest(self, logits: torch.Tensor) -> Likeliest:
         element = ELEMENTS.get(logits.dtype)
@@ -275,7 +274,7 @@ class NativeSteps:
         highest, tokens = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
         self._library.search(
             self._kernel,
-            *_threads(num_rows * num_columns),
+            *threads_for(num_rows * num_columns),
             element,
             num_rows,
             num_columns,
@@ -303,7 +302,7 @@ class NativeSteps:
         """The tokens, and the masses of all that stayed."""
         num_columns, num_draws = logits.shape[1], len(draws)
         tokens, masses = torch.empty(num_draws, dtype=torch.int64), torch.empty(num_draws, dtype=torch.float64)
-        parallel, num_threads = _threads(num_draws * num_columns)
+        parallel, num_threads = threads_for(num_draws * num_columns)
         num_threads = min(num_threads, num_draws)
         scratch_bytes = self._library.draw_bytes(num_columns)
         scratch = self._take_scratch(num_threads * scratch_bytes)
@@ -461,8 +460,3 @@ def _placement(
         placement.keys, placement.values = pool.keys(layer).data_ptr(), pool.values(layer).data_ptr()
         placement.slots = slots.data_ptr()
     return placement
-
-
-def _threads(num_elements: int) -> tuple[int | None, int]:
-    """What runs threads, and how many are worth it."""
-    return threads(are_worth_it=num_elements >= _SHARED_ELEMENTS)

@@ -3,14 +3,22 @@
 import ctypes
 import functools
 from pathlib import Path
+from typing import Final
 
 import torch
 
+_SHARED_ELEMENTS: Final = 2**14  # fewer are done sooner than another thread is woken
 
-def threads(*, are_worth_it: bool = True) -> tuple[int | None, int]:
-    """What runs threads, and how many: torch's, or where they are not worth it this one alone."""
-    num_threads = torch.get_num_threads() if are_worth_it else 1
+
+def threads() -> tuple[int | None, int]:
+    """What runs threads, and how many: torch's."""
+    num_threads = torch.get_num_threads()
     return (parallel_function(), num_threads) if num_threads > 1 else (None, 1)
+
+
+def threads_for(num_elements: int) -> tuple[int | None, int]:
+    """As many as are worth it."""
+    return threads() if num_elements >= _SHARED_ELEMENTS else (None, 1)
 
 
 @functools.cache
