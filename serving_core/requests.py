@@ -139,6 +139,10 @@ class SampledToken:
     error: RequestError | None = None  # why there is no token: its grammar goes no further
     embedding: bytes = b""  # in place of a token: of the prompt, as float32, little-endian
 
+    @property
+    def is_token(self) -> bool:
+        return self.error is None and not self.embedding
+
 
 class Work(NamedTuple):
     """One request's share of a step: compute token_ids[start : start + num_tokens].

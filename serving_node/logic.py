@@ -21,10 +21,11 @@ from serving_core.errors import RequestError
 from serving_core.layout import KVLayout
 from serving_core.leases import Leases
 from serving_core.rates import StepRates
-from serving_core.requests import Guide, SampledToken, Work, finish_reason, would_end
+from serving_core.requests import Guide, SampledToken, Work, would_end
 from serving_core.residents import Resident, Residents, Stage
 from serving_core.shapes import Shape, check_shape, role_of
 from serving_node.annexing import Annexing, Opened
+from serving_node.answers import Answers
 from serving_node.arrivals import Arrivals
 from serving_node.borrowing import Borrowings
 from serving_node.cache_report import CacheReport
@@ -88,6 +89,7 @@ class NodeLogic:
         self._reading = Reading(residents, leases, costs, max_num_queued=limits.max_num_queued, fit=annexing.fit)
         self._tier = SecondTier(tier, allocator, leases, self._reading, costs, block_bytes)
         self._cache_report = CacheReport(allocator, self._tier.index, leases.makers, self._endings.tell)
+        self._answers = Answers(residents, leases, self._endings, self._cache_report, eos_token_ids)
         self._credit = Credit(residents, leases, max_num_queued=limits.max_num_queued)
         takes_annexes = limits.tile_tokens > 0
         self._arrivals = Arrivals(
@@ -302,7 +304,7 @@ class NodeLogic:
         """Whether the tokens that a step gives, one for each of its works, end any answer. Looks at the requests alone:
         may be called by another thread while the step runs."""
         return any(
-            not _is_token(token) or would_end(work.request, token.token_id, self._eos_token_ids)
+            not token.is_token or would_end(work.request, token.token_id, self._eos_token_ids)
             for work, token in zip(works, tokens, strict=True)
         )
 
@@ -360,7 +362,7 @@ class NodeLogic:
         ended = [
             resident
             for work, (resident, taken) in zip(works, given, strict=True)
-            if self._answer_all(resident, taken, step_tokens, len(work.candidates), now)
+            if self._answers.take(resident, taken, step_tokens, len(work.candidates), now)
         ]
         if step_tokens.tokens:
             self._endings.tell(step_tokens=step_tokens)
@@ -370,11 +372,9 @@ class NodeLogic:
         for resident in residents:
             self._annexing.check(resident)
         for resident, taken in given:
-            if taken and taken[-1].embedding:
-                self._embedded(resident, taken[-1], now)
-            elif taken and (error := taken[-1].error) is not None:
-                self._endings.fail(resident, error.reason, str(error))
-        self._moves.note_written(resident for resident, taken in given if taken and _is_token(taken[-1]))
+            if taken:
+                self._answers.end_without_token(resident, taken[-1], now)
+        self._moves.note_written(resident for resident, taken in given if taken and taken[-1].is_token)
         self._settle_step(residents)
 
     def _count_step(
@@ -448,72 +448,6 @@ class NodeLogic:
         resident.num_computed += work.num_tokens
         self._leases.publish(resident)
 
-    def _answer_all(
-        self,
-        resident: Resident,
-        tokens: Sequence[SampledToken],
-        step_tokens: fleet_pb2.StepTokens,
-        num_candidates: int,
-        now: float,
-    ) -> bool:
-        """The tokens of a request that a step has given. The KV of all but the last is there: they were candidates,
-        none of which ends an answer. Tells whether the last one does."""
-        has_ended, told = False, step_tokens.tokens
-        num_before = len(told)
-        for index, token in enumerate(tokens):
-            if index:
-                resident.num_computed += 1
-                self._leases.publish(resident)
-            if _is_token(token):
-                has_ended = self._answer(resident, token, step_tokens, now)
-        if num_candidates and len(told) > num_before:
-            told[-1].num_proposed, told[-1].num_accepted = num_candidates, len(told) - num_before - 1
-        return has_ended
-
-    def _answer(self, resident: Resident, token: SampledToken, step_tokens: fleet_pb2.StepTokens, now: float) -> bool:
-        """One more token of a request; what was cancelled meanwhile says nothing. Tells whether it is the last."""
-        request, is_first = resident.request, resident.computes_prompt
-        request.token_ids.append(token.token_id)
-        resident.has_first_token = True
-        reason = finish_reason(request, self._eos_token_ids)
-        if is_first or reason is not None:
-            self._cache_report.tell()  # before the client can ask again
-        if is_first:
-            resident.note_begun(now)
-        if not resident.is_ending and is_first:
-            first_token = self._first_token(resident, now)
-            convert.tell_token(first_token.token, request, token, reason)
-            convert.tell_scores(first_token.token, request.scores)
-            self._endings.tell(first_token=first_token)
-        elif not resident.is_ending:
-            convert.tell_token(step_tokens.tokens.add(), request, token, reason)
-        if resident.stage is not Stage.WRITING and not resident.hands_over:
-            self._residents.enter(resident, Stage.WRITING)
-        elif resident.hands_over and reason is None:
-            resident.tail = [token.token_id]
-        return reason is not None
-
-    def _embedded(self, resident: Resident, token: SampledToken, now: float) -> None:
-        """The embedding of a prompt is there, which was all that was wanted."""
-        assert resident.reading_since_s is not None
-        embedded = fleet_pb2.Embedded(
-            attempt=convert.attempt_of(resident.request),
-            embedding=token.embedding,
-            prefill_s=now - resident.reading_since_s,
-            num_cached_tokens=self._leases.num_cached_tokens(resident),
-        )
-        self._cache_report.tell()  # before the client can ask again
-        self._endings.end(resident, embedded=embedded)
-
-    def _first_token(self, resident: Resident, now: float) -> fleet_pb2.FirstToken:
-        """Without the token."""
-        assert resident.reading_since_s is not None
-        return fleet_pb2.FirstToken(
-            attempt=convert.attempt_of(resident.request),
-            prefill_s=now - resident.reading_since_s,
-            num_cached_tokens=self._leases.num_cached_tokens(resident),
-        )
-
     def _settle_step(self, residents: Sequence[Resident]) -> None:
         for resident in residents:
             self._endings.settle(resident)
@@ -585,10 +519,6 @@ class NodeLogic:
     def refuse(self, attempt: fleet_pb2.Attempt, error: RequestError) -> None:
         """Answers what is not taken in."""
         self._endings.tell(failed=fleet_pb2.Failed(attempt=attempt, reason=error.reason, message=str(error)))
-
-
-def _is_token(token: SampledToken) -> bool:
-    return token.error is None and not token.embedding
 
 
 def _load_of(residents: Sequence[Resident], works: Sequence[Work]) -> StepLoad:

@@ -18,11 +18,8 @@ from kv_transfer.annexes.annex import Annex
 from kv_transfer.ends.alarm import Alarm
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
-from kv_transfer.errors import TransferError
 from kv_transfer.results import Received, Sent, TransferFailed
-from kv_transfer.ticket import Ticket
 from protos import convert, fleet_pb2, inference_pb2
-from serving_core import reasons
 from serving_core.backoff import Backoff
 from serving_core.blocks import BlockAllocator
 from serving_core.costs import StepCosts
@@ -54,6 +51,7 @@ from serving_node.decisions import (
     Tell,
 )
 from serving_node.drafting import draft_model_of, write_ahead
+from serving_node.grants import Grants
 from serving_node.hosting import most_hosted_tokens
 from serving_node.link import FleetLink
 from serving_node.logic import Limits, NodeLogic
@@ -149,6 +147,14 @@ class NodeRunner:
         self._tier = NodeTier(store, followers, self._loaded)
         self._pp_size: Final = settings.engine.pipeline_parallel_size
         self._tp_size: Final = self._transfers.num_ranks // self._pp_size
+        self._grants = Grants(
+            engine.model_layout,
+            self._transfers,
+            self._received,
+            tp_size=self._tp_size,
+            pp_size=self._pp_size,
+            ttl_s=settings.ticket_ttl_s,
+        )
         self._annexes: AnnexEnds | None = None
         if self._limits.tile_tokens:
             self._annexes = AnnexEnds(settings, engine, self._host, self._hosted, self._opened)
@@ -156,7 +162,6 @@ class NodeRunner:
         self._looks_ahead: Final = engine.builds_ahead and not len(followers)
         self._works: list[Work] = []  # of the running step; none between two
         self._absences = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, calm_s=CALM_S)
-        self._tickets: dict[int, bytes] = {}  # drawn, and not yet open on every rank, by epoch
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -400,11 +405,11 @@ class NodeRunner:
     # ---- transfers ----
 
     def _granted(self, epoch: int) -> None:
-        self._logic.granted(epoch, self._tickets.pop(epoch))
+        self._logic.granted(epoch, self._grants.take(epoch))
         self._carry_out()
 
     def _received(self, epoch: int, result: Received | TransferFailed) -> None:
-        self._tickets.pop(epoch, None)
+        self._grants.forget(epoch)
         self._logic.received(epoch, result, time.monotonic())
         self._carry_out()
 
@@ -478,10 +483,10 @@ class NodeRunner:
                 self._link.send(**event)
             case Beat():
                 self._link.send(heartbeat=self.heartbeat())
-            case Receive(resident=resident, num_blocks=num_blocks):
-                self._receive(resident, num_blocks)
-            case Borrow(offer=offer, block_ids=block_ids, num_cached=num_cached):
-                self._open(offer.epoch, offer.source_tp, offer.source_pp, block_ids, num_cached, offer.num_tokens)
+            case Receive():
+                self._grants.receive(decision)
+            case Borrow():
+                self._grants.borrow(decision)
             case Send() | SendMore() | FinishSend() | Lend() | CancelTransfer():
                 self._transfers.carry_out(decision)
             case Spill() | Load() | CancelLoad():
@@ -492,41 +497,6 @@ class NodeRunner:
             case CloseAnnexes(annexes=annexes):
                 for annex in annexes:
                     annex.close()
-
-    def _receive(self, resident: Resident, num_blocks: int) -> None:
-        assert resident.lease is not None
-        self._open(
-            resident.request.epoch,
-            resident.source_tp,
-            resident.source_pp,
-            resident.lease.block_ids[:num_blocks],
-            resident.num_cached_blocks,
-            len(resident.request.token_ids),
-        )
-
-    def _open(
-        self, epoch: int, source_tp: int, source_pp: int, block_ids: list[int], num_cached: int, num_tokens: int
-    ) -> None:
-        """Lets a node of so many ranks and stages write to these blocks, but for the leading cached ones."""
-        try:
-            ticket = Ticket.draw(
-                epoch=epoch,
-                layout=self._engine.model_layout,
-                prefill_tp=source_tp,
-                prefill_pp=source_pp,
-                decode_tp=self._tp_size,
-                decode_pp=self._pp_size,
-                addresses=self._transfers.addresses,
-                num_blocks=len(block_ids),
-                num_cached_blocks=num_cached,
-                num_tokens=num_tokens,
-                ttl_s=self._settings.ticket_ttl_s,
-            ).encode()
-        except TransferError as error:
-            self._logic.received(epoch, TransferFailed(reasons.TRANSFER_FAILED, str(error)), time.monotonic())
-            return
-        self._tickets[epoch] = ticket
-        self._transfers.receive(epoch, ticket, block_ids)
 
     def _tick(self) -> None:
         self._logic.tick(time.monotonic())

@@ -89,6 +89,7 @@ class Node:
         candidates=0,
         draft_model=None,
         tier=NO_TIER,
+        eos_token_id=NEVER,
     ):
         self.name = name
         self.origin = origin
@@ -105,7 +106,7 @@ class Node:
             fingerprint=FINGERPRINT,
             origin=origin,
             is_history_free=is_history_free,
-            eos_token_ids=(NEVER,),
+            eos_token_ids=(eos_token_id,),
             rates=self.rates,
             costs=costs or StepCosts(),
             tier=tier,

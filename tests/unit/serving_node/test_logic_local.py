@@ -121,10 +121,9 @@ def test_an_answer_begun_elsewhere_goes_on_at_its_next_index():
     node.check_empty()
 
 
-def test_the_end_of_sequence_token_ends_an_answer_unless_it_is_to_be_ignored(monkeypatch):
+def test_the_end_of_sequence_token_ends_an_answer_unless_it_is_to_be_ignored():
     answer = answer_of(prompt_of(5), 6)
-    node = Node()
-    monkeypatch.setattr(node.logic, "_eos_token_ids", (answer[0],))
+    node = Node(eos_token_id=answer[0])
     node.local("ends", 5, max_tokens=6, ignore_eos=False)
     node.local("goes on", 5, max_tokens=6)
     node.local("says three", 5, max_tokens=6, ignore_eos=False, min_tokens=3)

@@ -1,0 +1,86 @@
+"""Lets other nodes write to blocks of this one: a ticket for each transfer, told once every rank awaits it."""
+
+from collections.abc import Callable, Sequence
+
+from kv_transfer.errors import TransferError
+from kv_transfer.results import TransferFailed
+from kv_transfer.ticket import Ticket
+from serving_core import reasons
+from serving_core.layout import KVLayout
+from serving_node.decisions import Borrow, Receive
+from serving_node.ranks.transfers import NodeTransfers
+
+
+class Grants:
+    """Tickets that are drawn, and not yet open on every rank, by epoch."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        transfers: NodeTransfers,
+        on_received: Callable[[int, TransferFailed], None],
+        *,
+        tp_size: int,
+        pp_size: int,
+        ttl_s: float,
+    ) -> None:
+        """`layout` is that of the whole model; `on_received` hears of an epoch that no ticket can be
+        drawn for."""
+        self._layout = layout
+        self._transfers = transfers
+        self._on_received = on_received
+        self._tp_size, self._pp_size = tp_size, pp_size
+        self._ttl_s = ttl_s
+        self._tickets: dict[int, bytes] = {}
+
+    def receive(self, decision: Receive) -> None:
+        """Opens the blocks of a prompt that another node reads."""
+        resident = decision.resident
+        assert resident.lease is not None
+        self._open(
+            resident.request.epoch,
+            resident.source_tp,
+            resident.source_pp,
+            resident.lease.block_ids[: decision.num_blocks],
+            resident.num_cached_blocks,
+            len(resident.request.token_ids),
+        )
+
+    def borrow(self, decision: Borrow) -> None:
+        """Opens blocks for what another node lends."""
+        offer = decision.offer
+        self._open(
+            offer.epoch, offer.source_tp, offer.source_pp, decision.block_ids, decision.num_cached, offer.num_tokens
+        )
+
+    def take(self, epoch: int) -> bytes:
+        """The ticket of an epoch, which every rank awaits now."""
+        return self._tickets.pop(epoch)
+
+    def forget(self, epoch: int) -> None:
+        """The transfer is over, whether it was ever open or not."""
+        self._tickets.pop(epoch, None)
+
+    def _open(
+        self, epoch: int, source_tp: int, source_pp: int, block_ids: Sequence[int], num_cached: int, num_tokens: int
+    ) -> None:
+        """Lets a node of so many ranks and stages write to these blocks, but for the leading cached ones."""
+        try:
+            ticket = Ticket.draw(
+                epoch=epoch,
+                layout=self._layout,
+                prefill_tp=source_tp,
+                prefill_pp=source_pp,
+                decode_tp=self._tp_size,
+                decode_pp=self._pp_size,
+                addresses=self._transfers.addresses,
+                num_blocks=len(block_ids),
+                num_cached_blocks=num_cached,
+                num_tokens=num_tokens,
+                ttl_s=self._ttl_s,
+            ).encode()
+        except TransferError as error:
+            self._on_received(epoch, TransferFailed(reasons.TRANSFER_FAILED, str(error)))
+            return
+        self._tickets[epoch] = ticket
+        self._transfers.receive(epoch, ticket, block_ids)
