@@ -33,7 +33,7 @@ def adjust(logits: torch.Tensor, request: Request, eos_token_ids: Sequence[int])
     for token, bias in sampling.logit_bias:
         logits[token] += bias
     if request.num_output_tokens < sampling.min_tokens:
-        logits[_on(logits.device, (*eos_token_ids, *sampling.stop_token_ids))] = -torch.inf
+        logits.index_fill_(0, _on(logits.device, (*eos_token_ids, *sampling.stop_token_ids)), -torch.inf)
     if sampling.repetition_penalty != 1:
         _penalize_repetition(logits, request.token_ids, sampling.repetition_penalty)
     if (sampling.frequency_penalty != 0 or sampling.presence_penalty != 0) and request.num_output_tokens:

@@ -149,7 +149,8 @@ class CudaCapture:
 
     def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
         """Gives the replay. Raises RuntimeError when the function does what no graph can hold."""
-        with torch.cuda.device(self._device):
+        # The stream from outside comes back even where one that cannot be captured has been left as the current one.
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 for _ in range(WARM_UP_RUNS):

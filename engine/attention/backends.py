@@ -65,8 +65,17 @@ def _varlen_or(portable: PortableAttention, num_heads: int) -> Attention:
     if portable.softcap is not None:
         logger.warning("varlen_attn does not cap scores, attention is portable")
         return portable
-    from engine.attention.varlen import VarlenAttention
+    from engine.attention.varlen import BLOCK_TOKENS, VarlenAttention
 
+    if pool.layout.block_size % BLOCK_TOKENS:
+        logger.warning(
+            "varlen_attn takes blocks of a multiple of %d tokens, not of %d: attention is portable, which is slower, "
+            "and steps have no CUDA graphs; --block-size %d has both",
+            BLOCK_TOKENS,
+            pool.layout.block_size,
+            BLOCK_TOKENS,
+        )
+        return portable
     candidate = VarlenAttention(pool, portable.score_scale)
     try:
         difference = _largest_difference(candidate, portable, num_heads)

@@ -1,6 +1,7 @@
 """Attention on CUDA: torch's varlen_attn (FlashAttention) reads the paged pool in place."""
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
@@ -9,6 +10,7 @@ from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import ForwardBatch
 
 NO_LIMIT = -1
+BLOCK_TOKENS: Final = 256  # FlashAttention 2 takes blocks of multiples of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +20,8 @@ class _Plan:
 
 
 class VarlenAttention:
-    """Takes float16 and bfloat16 pools; which block sizes work depends on the GPU, so it is to be tried out first."""
+    """Takes float16 and bfloat16 pools in blocks of a multiple of BLOCK_TOKENS; what else it takes depends on the GPU,
+    so it is to be tried out first."""
 
     name = "varlen_attn"
 
@@ -36,7 +39,7 @@ class VarlenAttention:
             self.pool.keys(layer),
             self.pool.values(layer),
             plan.batch.query_starts,
-            None,
+            plan.batch.query_starts,  # FlashAttention 2 wants some; kv_lengths and block_tables are what says it
             plan.batch.longest_query,
             plan.batch.longest_context,
             scale=self.score_scale,

@@ -19,7 +19,6 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from xxhash import xxh3_64_intdigest
 
 from engine.cache.kv_pool import PagedKVPool
@@ -47,7 +46,7 @@ class TierStore:
         self._pool = pool
         self._num_host = num_host
         self._row_bytes = pool.layout.block_bytes
-        self._host = _host_rows(num_host, self._row_bytes, is_pinned=pool.device.type == "cuda")
+        self._host = _host_rows(num_host, self._row_bytes)
         self._fd = _open_file(num_disk * self._row_bytes, folder) if num_disk else -1
         self._checksums: dict[int, int] = {}  # of slots that hold a block
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-tier")
@@ -245,14 +244,13 @@ def _checksum(row: Rows) -> int:
     return xxh3_64_intdigest(row.data)
 
 
-def _host_rows(num_rows: int, row_bytes: int, *, is_pinned: bool) -> Rows:
+def _host_rows(num_rows: int, row_bytes: int) -> Rows:
     num_bytes, available = num_rows * row_bytes, available_bytes()
     if num_bytes > available:
         raise SettingsError(
             f"--kv-host-bytes asks for {size_of(num_bytes)}, and {size_of(available)} of memory are free"
         )
-    rows: Rows = torch.empty((num_rows, row_bytes), dtype=torch.uint8, pin_memory=is_pinned).numpy()
-    return rows
+    return np.empty((num_rows, row_bytes), np.uint8)
 
 
 def _open_file(num_bytes: int, folder: str) -> int:

@@ -73,17 +73,22 @@ def _run(argv: list[str], environment: Mapping[str, str], limit_s: float, said: 
         output, _ = process.communicate(timeout=limit_s)
         return process.returncode, output
     except subprocess.TimeoutExpired:
-        _signal(process, signal.SIGTERM)
-        try:
-            output, _ = process.communicate(timeout=STOP_S)
-        except subprocess.TimeoutExpired:
-            _signal(process, signal.SIGKILL)
-            output, _ = process.communicate()
-        return None, output
+        return None, _end(process)
     finally:
         if process.poll() is None:  # this process is told to end
             _signal(process, signal.SIGKILL)
             process.wait()
+
+
+def _end(process: "subprocess.Popen[str]") -> str:
+    """Ends it and its children, and gives what was printed. It is asked first: pytest then tells of its tests."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        _signal(process, number)
+        try:
+            return process.communicate(timeout=STOP_S)[0]
+        except subprocess.TimeoutExpired:
+            continue
+    return process.communicate()[0]
 
 
 def _signal(process: "subprocess.Popen[str]", number: int) -> None:

@@ -165,7 +165,7 @@ def _engine(name: str, sizes: Sizes, folder: str, flags: tuple[str, ...], *, few
 def _tests(machine: Machine, out: Path) -> Step:
     arguments = ("-m", "pytest", str(GPU_TESTS), "-q", "-p", "no:cacheprovider", f"--junitxml={out / JUNIT_FILE}")
     why_not = "" if machine.has_tests else f"there is no folder {GPU_TESTS} here"
-    return _step("tests", TESTS, arguments, 240, why_not)
+    return _step("tests", TESTS, arguments, 360, why_not)
 
 
 def _split(name: str, sizes: Sizes, folder: str, why_not: str, environment: Mapping[str, str]) -> Step:

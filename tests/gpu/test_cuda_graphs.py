@@ -26,8 +26,9 @@ def load(folder, family="llama", **fields):
 
 def captured(folder, family="llama", **fields):
     engine = load(folder, family, **fields)
-    if not isinstance(engine.attention, VarlenAttention):
-        pytest.skip("varlen_attn does not take this pool here, so nothing is captured")
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("FlashAttention wants compute capability 8.0, so nothing is captured")
+    assert isinstance(engine.attention, VarlenAttention), "the log says why varlen_attn is not taken"
     assert isinstance(engine.program, StaticDecode), "nothing was captured; the log says why"
     return engine
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -16,7 +18,16 @@ from splitserve_bench.device.device_report import markdown
 from splitserve_bench.device.facts import nominal_of
 from splitserve_bench.device.record import JSON_FILE, MARKDOWN_FILE, Record
 from splitserve_bench.device.rows import rows_of
-from splitserve_bench.device.running import DONE, FAILED, NOT_REACHED, SKIPPED, TIMED_OUT, run_step
+from splitserve_bench.device.running import (
+    DONE,
+    FAILED,
+    NOT_REACHED,
+    SKIPPED,
+    TIMED_OUT,
+    _end,
+    _junit,
+    run_step,
+)
 from splitserve_bench.device.steps import (
     JUNIT_FILE,
     NOTHING,
@@ -50,6 +61,28 @@ def test_a_step_gives_its_last_line_and_logs_the_rest(tmp_path):
     assert (outcome.state, outcome.result, outcome.why) == (DONE, ["x"], "")
     assert outcome.last_lines[-1] == "beside"
     assert "==== one: python one\nbeside" in (tmp_path / "log.txt").read_text()
+
+
+def test_tests_that_are_ended_tell_of_those_that_are_over(tmp_path):
+    tests, begun = tmp_path / "test_some.py", tmp_path / "begun"
+    tests.write_text(
+        "import pathlib, time\n"
+        "def test_a_good_one(): pass\n"
+        "def test_a_bad_one(): assert False\n"
+        f"def test_an_endless_one(): pathlib.Path({str(begun)!r}).touch(); time.sleep(600)\n"
+        "def test_another_one(): pass\n"
+    )
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={tmp_path / JUNIT_FILE}"]
+    process = subprocess.Popen(
+        [*argv, str(tests)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, process_group=0
+    )
+    while not begun.exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    _end(process)
+    result = _junit(tmp_path)
+    assert (result["tests"], result["failures"]) == (2, 1)
+    assert [name.rpartition("::")[2] for name in result["failed"]] == ["test_a_bad_one"]
 
 
 def test_a_step_that_breaks_tells_its_last_lines(tmp_path):
