@@ -32,7 +32,7 @@ MAX_SAMPLES: Final = 256
 
 
 class Ended(NamedTuple):
-    """An answer that has ended by itself."""
+    """An answer that has ended by itself, or an embedding."""
 
     num_prompt: int
     num_computed: int  # of its prompt's tokens, those that no node held
@@ -90,7 +90,8 @@ class Demand:
         if not self._ended or not rates:
             return None
         read_s = fmean(each.num_computed for each in self._ended) / median(rates)
-        num_written = fmean(each.num_output - 1 for each in self._ended)  # the prompt's last step gives the first
+        # The prompt's last step gives the first token; an embedding has none.
+        num_written = fmean(max(0, each.num_output - 1) for each in self._ended)
         if num_written <= 0:
             return read_s
         num_held = fmean(each.num_prompt + each.num_output / 2 for each in self._ended)

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from coordinator.control.lengths import Lengths
 from coordinator.control.registry import Node
 from serving_core.due import Due
 
@@ -21,6 +22,7 @@ class Account:
     num_answers: int = 0  # that it writes or is to write
     num_to_come: int = 0  # of them, those without a token whose prompts other nodes read
     tokens_outgoing: int = 0  # of prompts that it has read for other nodes, which these do not have yet
+    num_unread: int = 0  # of the answers, those whose prompts it has yet to read itself
 
 
 NOTHING: Final = Account()
@@ -39,10 +41,11 @@ class _Part:
 
 class Owed(NamedTuple):
     """What a node is to do of an answer with limits: to compute so many tokens of its prompt, or to write it, or both.
-    So many tokens of it have come, and so many are expected, one at least; it is to come where it has none and another
-    node reads its prompt."""
+    So many tokens of it have come, and so many are expected, one at least; so many it holds of the pool where it is
+    written; it is to come where it has none and another node reads its prompt."""
 
     num_to_compute: int
+    tokens_held: int
     is_written: bool
     due: Due
     num_output: int
@@ -58,6 +61,7 @@ class _Request:
     due: Due | None = None  # of one with limits
     num_output: int = 0  # tokens that have come
     most_output: int = 0  # that are expected in all, at most
+    allowed_output: int = 0  # that are allowed in all
     parts: dict[Node, _Part] = field(default_factory=dict)
 
 
@@ -65,6 +69,7 @@ class Ledger:
     """What every node has, by request; an attempt begins with `read` and `write`, on one node or on two."""
 
     def __init__(self) -> None:
+        self.lengths: Final = Lengths()  # by which it is guessed how many tokens are to come
         self._requests: dict[str, _Request] = {}
         self._accounts: dict[Node, Account] = {}
         self._limited: dict[Node, dict[str, _Request]] = {}  # those with limits that have a part on the node
@@ -106,13 +111,14 @@ class Ledger:
             assert request.due is not None
             num_left = max(1, request.most_output - request.num_output)
             yield Owed(
-                part.tokens_to_compute, part.is_written, request.due, request.num_output, num_left, part.is_to_come
+                part.tokens_to_compute,
+                part.tokens_held,
+                part.is_written,
+                request.due,
+                request.num_output,
+                num_left,
+                part.is_to_come,
             )
-
-    def num_unread(self, node: Node) -> int:
-        """Answers with limits that a node is to write, and whose prompts it has yet to read."""
-        parts = [request.parts[node] for request in self._limited.get(node, {}).values()]
-        return sum([part.is_written and part.tokens_to_compute > 0 for part in parts])
 
     def most_left(self, node: Node) -> int:
         """Tokens that are expected of one answer with limits that the node writes: the most."""
@@ -120,11 +126,17 @@ class Ledger:
 
     # ---- what the tracker tells ----
 
-    def owe(self, request_id: str, due: Due, num_output: int, num_left: int) -> None:
-        """The attempt that begins has limits; so many tokens of the answer have come before, and so many are expected
-        at most."""
+    def owe(self, request_id: str, due: Due, num_output: int, most_left: int) -> None:
+        """The attempt that begins has limits; so many tokens of the answer have come before, and so many more are
+        allowed."""
         request = self._requests.setdefault(request_id, _Request())
-        request.due, request.num_output, request.most_output = due, num_output, num_output + num_left
+        request.due, request.num_output, request.allowed_output = due, num_output, num_output + most_left
+        self._guess(request)
+
+    def _guess(self, request: _Request) -> None:
+        """How many tokens the answer will have, now that it has so many."""
+        num_left = self.lengths.left(request.num_output, request.allowed_output - request.num_output)
+        request.most_output = request.num_output + num_left
 
     def read(self, request_id: str, node: Node, num_tokens: int) -> None:
         """The node is to compute so many tokens of the prompt."""
@@ -157,6 +169,8 @@ class Ledger:
         """The answer has grown on the node that writes it."""
         request = self._requests[request_id]
         request.num_output += num_tokens
+        if request.due is not None and request.num_output >= request.most_output:
+            self._guess(request)
         request.parts[node].tokens_held += num_tokens
         self._accounts[node].tokens_held += num_tokens
 
@@ -222,5 +236,6 @@ def _count(account: Account, part: _Part, sign: int) -> None:
     account.tokens_to_compute += sign * part.tokens_to_compute
     account.tokens_held += sign * part.tokens_held
     account.num_answers += sign * part.is_written
+    account.num_unread += sign * (part.is_written and part.tokens_to_compute > 0)
     account.num_to_come += sign * part.is_to_come
     account.tokens_outgoing += sign * part.tokens_outgoing

@@ -28,10 +28,10 @@ class Lengths:
             del self._sorted[bisect_left(self._sorted, self._lengths.popleft())]
 
     def left(self, num_output: int, most: int) -> int:
-        """How many an answer with so many will hardly exceed; `most`, what its request still allows, where too few came
-        as far."""
+        """How many an answer with so many will hardly exceed, at most `most`, what its request still allows. Where too
+        few came as far that is as many again; while few are known it is what is allowed."""
         first = bisect_right(self._sorted, num_output)
         num_further = len(self._sorted) - first
         if num_further < MIN_SAMPLES:
-            return most
+            return min(most, num_output) if num_output and len(self._sorted) >= MIN_SAMPLES else most
         return min(most, self._sorted[first + int(MOST * num_further)] - num_output)

@@ -15,7 +15,6 @@ from coordinator.control.demand import Demand, Ended
 from coordinator.control.handover import Handover
 from coordinator.control.instructions import Emit, End, Instruction, MoveEnded, MoveOutcome, Send
 from coordinator.control.ledger import Ledger
-from coordinator.control.lengths import Lengths
 from coordinator.control.lives import Lives
 from coordinator.control.metrics import Metrics
 from coordinator.control.outcomes import completion, with_progress
@@ -63,9 +62,8 @@ class LiveAnswers:
         self.ledger = ledger
         self.metrics = metrics
         self.handover = Handover(lends)
-        self.lengths = Lengths()
         self.lives = Lives()
-        self.harmless = Pace()  # of new requests that make nobody late, themselves neither
+        self.harmless = Pace()  # of new requests that could be late in their first token, and make nobody late
         self.turns = Turns()
         self.demand = Demand()
         self.releases = Releases()
@@ -120,7 +118,7 @@ class LiveAnswers:
                 raise
             instructions = self._wait(request, now)
         else:
-            if placed.is_timely:
+            if placed.is_timely and request.due is not None and request.due.first_s < inf:
                 self.harmless.happened(now)
             self._check_admission(request, placed)
             instructions = self._try_on(request, placed, now)
@@ -239,15 +237,12 @@ class LiveAnswers:
             request.avoid,
             request.due,
             len(request.output),
-            self._num_left(request),
+            self.ledger.lengths.left(len(request.output), request.num_tokens_left),
             self.harmless.per_s(now),
         )
         if request.pooling is not None:
             return best_reader(self.registry.nodes, self.ledger, wanted, self.handover.costs(now))
         return self._policy.place(self.registry.nodes, self.ledger, wanted, self.handover.costs(now), now)
-
-    def _num_left(self, request: TrackedRequest) -> int:
-        return self.lengths.left(len(request.output), request.num_tokens_left)
 
     def _try_on(self, request: TrackedRequest, placed: Placed, now: float) -> list[Instruction]:
         """Gives the request to these nodes."""
@@ -259,7 +254,7 @@ class LiveAnswers:
         request.attempt = Attempt(epoch, prefill, decode, len(request.output), now, loan, hosts)
         request.timeline.placed(now, prefill.name, decode.name, begins=True)
         if (due := request.due) is not None:
-            self.ledger.owe(request.request_id, due, len(request.output), self._num_left(request))
+            self.ledger.owe(request.request_id, due, len(request.output), request.num_tokens_left)
         num_lent = 0 if loan is None else loan.num_lent
         self.ledger.read(request.request_id, prefill, prompt.tokens_to_compute(prefill) - num_lent)
         if request.pooling is None:
@@ -292,7 +287,7 @@ class LiveAnswers:
         # The node of the last token has let go by itself; so has the prefill node, whichever of the two it was.
         attempt.prefill_holds = False
         attempt.decode_holds = tokens[-1].index == attempt.first_index and not attempt.is_local
-        self._note_ended(request)
+        self.note_ended(request)
         complete = completion(request, finish_reason, now)
         if complete.finish_reason == inference_pb2.FINISH_REASON_STOP:
             complete.matched_token_id = output[-1]
@@ -316,11 +311,12 @@ class LiveAnswers:
         self.ledger.tokens_came(request.request_id, node, 1)
         return Emit(request.request_id, [token])
 
-    def _note_ended(self, request: TrackedRequest) -> None:
-        """It has all its tokens."""
+    def note_ended(self, request: TrackedRequest) -> None:
+        """It has all its tokens, or the embedding that it asked for: what is expected of others learns by it."""
         num_prompt, num_output = len(request.prompt), len(request.output)
         limit_s = request.slo.tpot_s if request.slo is not None else None
-        self.lengths.ended(num_output)
+        if request.pooling is None:
+            self.ledger.lengths.ended(num_output)
         num_computed = num_prompt - request.num_cached_tokens
         self.demand.ended(Ended(num_prompt, num_computed, num_output, inf if limit_s is None else limit_s))
 

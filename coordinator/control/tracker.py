@@ -240,7 +240,11 @@ class Tracker:
     def finish(self, request_id: str, finish_reason: inference_pb2.FinishReason, now: float) -> list[Instruction]:
         """Ends a live answer early, as complete; an unknown one is left alone."""
         request = self._live.find(request_id)
-        return self._live.end(request, completion(request, finish_reason, now), now) if request else []
+        if request is None:
+            return []
+        if finish_reason == inference_pb2.FINISH_REASON_STOP:
+            self._live.note_ended(request)
+        return self._live.end(request, completion(request, finish_reason, now), now)
 
     def fail(self, request_id: str, error: RequestError, now: float) -> list[Instruction]:
         """Ends a live answer early, with an error; an unknown one is left alone."""
@@ -336,6 +340,7 @@ class Tracker:
         self._metrics.prompt_read(len(request.prompt), request.num_cached_tokens)
         request.timeline.enter(Phase.PREFILL, now, ago_s=event.prefill_s)
         complete = completion(request, inference_pb2.FINISH_REASON_STOP, now)
+        self._live.note_ended(request)
         return [Embedded(request.request_id, event.embedding), *self._live.end(request, complete, now)]
 
     def _tell_begun(self, request: TrackedRequest) -> list[Instruction]:

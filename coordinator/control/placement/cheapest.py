@@ -92,7 +92,9 @@ class _Weighing:
         is_crowded, wait_s, loan = False, 0.0, self._costs.reading(reader).loan
         if self._lateness is not None:
             is_crowded = not num_late and self._lateness.on(writer).is_crowded(reads=reader is writer)
-            wait_s = self._lateness.on(reader).wait_s() if num_late or is_crowded else 0.0
+        if self._lateness is not None and (num_late or is_crowded):
+            write = self._lateness.on(writer)
+            wait_s = max(self._lateness.on(reader).reading_wait_s(), write.room_s) or write.writing_wait_s()
         return Placed(reader, writer, num_late, is_crowded, wait_s, loan)
 
     def order(self, pair: Pair) -> _Order:
@@ -159,11 +161,12 @@ class _Weighing:
     def _num_late(self, reader: Node, writer: Node) -> int:
         if self._lateness is None:
             return 0
-        waits_s = self._costs.writing(writer).credit_s
+        write = self._lateness.on(writer)
+        waits_s = max(self._costs.writing(writer).credit_s, write.room_s)
         if reader is writer:
-            return self._lateness.on(reader).alone(waits_s)
+            return write.alone(waits_s)
         read = self._lateness.on(reader)
-        return read.reading() + self._lateness.on(writer).writing(waits_s, read.own_begins_s)
+        return read.reading() + write.writing(waits_s, read.own_begins_s)
 
     def _seconds(self, reader: Node, writer: Node) -> float:
         """A reader's answers with limits leave the prompt less than all of its time."""

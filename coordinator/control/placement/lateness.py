@@ -80,7 +80,7 @@ def step_s(node: Node, ledger: Ledger, num_more: int = 0, num_more_cached: int =
     """Seconds of a step of the node with all its answers, and so many more behind so many tokens; 0 where there are
     none. An answer whose prompt the node has yet to read is in none."""
     account = ledger.of(node)
-    num_answers = account.num_answers - ledger.num_unread(node) + num_more
+    num_answers = account.num_answers - account.num_unread + num_more
     if not num_answers:
         return 0.0
     return node.step_weights.of_step(StepLoad(num_answers, account.tokens_held + num_more_cached))
@@ -88,7 +88,7 @@ def step_s(node: Node, ledger: Ledger, num_more: int = 0, num_more_cached: int =
 
 def spared(nodes: Collection[Node], ledger: Ledger) -> Node | None:
     """Of nodes that read, the one on which answers with limits are over first; None where several are equal."""
-    by_left = [(ledger.most_left(node), node) for node in nodes if node.usable.reads]
+    by_left = [(ledger.most_left(node), node) for node in nodes if node.usable.reads and node.is_ready]
     least = min((num_left for num_left, _ in by_left), default=0)
     first = [node for num_left, node in by_left if num_left == least]
     return first[0] if len(first) == 1 else None
@@ -158,15 +158,18 @@ class NodeLateness:
         self._begins_s = begins_s
         account = ledger.of(node)
         self._num_prompt_tokens = account.tokens_to_compute
+        self._num_seats_lacking = account.num_answers + 1 - node.usable.seats
+        self._num_tokens_lacking = ledger.tokens_taken(node) + len(wanted.prompt) - node.pool_tokens
         self._steps_s = step_s(node, ledger), step_s(node, ledger, 1, len(wanted.prompt))
         owed = list(ledger.owed(node))
         self._unread = [each for each in owed if each.num_to_compute]
-        num_begin = round(BEGUN * ledger.num_unread(node))
+        num_begin = round(BEGUN * sum(each.is_written for each in self._unread))
         self._paces_s = step_s(node, ledger, num_begin), step_s(node, ledger, 1 + num_begin, len(wanted.prompt))
         self._written = [each for each in owed if each.is_written]
         self._jobs = [self._job(each.num_to_compute, each.due.token_s(each.num_output)) for each in self._unread]
         self._each_s: dict[int, float] = {}  # a step's seconds, by its answers
-        self._num_unlimited = account.num_answers - len(self._written)
+        num_read = sum(not each.num_to_compute for each in self._written)
+        self._num_unlimited = account.num_answers - account.num_unread - num_read
         self._cached_each = (account.tokens_held + len(wanted.prompt)) / (account.num_answers + 1)
         self._requests_per_s = wanted.requests_per_s
         self._most_left = max((each.num_left for each in self._written), default=0)
@@ -186,10 +189,12 @@ class NodeLateness:
         """More that are late when it writes the answer, which another node has read by then, and which waits so long
         for blocks there."""
         own = self._own_answer(max(waits_s, begins_s), is_to_come=True)
-        is_late = self._own is not None and waits_s > 0
+        is_late = self._own is not None and self._own < math.inf and waits_s > begins_s
         if is_late:
             own = own._replace(due_s=math.inf)  # it counts once
-        return self._late_answers(own) + self._late_prompts(self._jobs, 1) + is_late - self._num_late
+        num_more = self._late_answers(own) + is_late - self._late_answers()
+        # One that is lost by it leaves prompts more time, but that is no merit.
+        return num_more + max(0, self._late_prompts(self._jobs, 1) - self._late_prompts(self._jobs))
 
     def alone(self, waits_s: float) -> int:
         """More that are late when it does both: answers wait for blocks before their prompts are read."""
@@ -228,10 +233,31 @@ class NodeLateness:
         num_waiting = sum(min(1.0, num_left * limit_s / work_s) for num_left in waiting) if work_s else len(waiting)
         return self._step_s(num_begun + round(num_waiting)) > limit_s
 
-    def wait_s(self) -> float:
-        """Seconds after which it could read the prompt in time, with what it has now."""
-        work_s = sum(each.seconds for each in self._jobs) + self._own_job.seconds
+    def reading_wait_s(self) -> float:
+        """Seconds after which it could read the prompt in time behind all that it has now; 0 where no prompt is late
+        because of it."""
+        if self._late_prompts([*self._jobs, self._own_job]) == self._late_prompts(self._jobs):
+            return 0.0
+        work_s = sum(each.seconds for each in self._jobs if each.due_s < math.inf) + self._own_job.seconds
         return max(0.0, self._pace(0).seconds(work_s) - self._own_job.due_s)
+
+    def writing_wait_s(self) -> float:
+        """Seconds after which an answer of those with limits has ended; 0 where none has begun."""
+        return self._steps_s[0] * min((each.num_left for each in self._written if each.num_output), default=0)
+
+    @cached_property
+    def room_s(self) -> float:
+        """Seconds until enough answers have ended that there are a seat and room in the pool for one more; 0 where
+        there are. Of answers without limits it is not known when they end: the last of the others is as far as it
+        sees."""
+        num_seats, num_tokens = self._num_seats_lacking, self._num_tokens_lacking
+        num_left = 0
+        for each in sorted(self._written, key=lambda owed: owed.num_left):
+            if num_seats <= 0 and num_tokens <= 0:
+                break
+            num_seats, num_tokens = num_seats - 1, num_tokens - each.tokens_held
+            num_left = each.num_left
+        return num_left * self._steps_s[0]
 
     def _job(self, num_tokens: int, due_s: float) -> Job:
         seconds = self._weights.of_chunk(0, num_tokens, is_first=True) if num_tokens else 0.0
@@ -307,6 +333,10 @@ class NodeLateness:
         found = timely([each.seconds for each in due], [pace.work_s(each) for each in left_s])
         return len(due) - len(found)
 
+    def _is_overdue(self, owed: Owed) -> bool:
+        """Whether it should have its first token by now, and is read behind those that can be in time."""
+        return not owed.num_output and owed.due.first_s <= self._now
+
     def _pace(self, num_more: int) -> Pace:
         """Of prompts, beside the answers and so many more."""
         step_s = self._paces_s[num_more]
@@ -318,8 +348,8 @@ class NodeLateness:
         tightest_s = min((each.due.tpot_s for each in dues), default=math.inf)
         if tightest_s == math.inf:
             return Pace(0.0, share)
-        begun_s = [due_s for each in dues if (due_s := each.due.token_s(each.num_output)) < math.inf]
-        bank_s = min(begun_s, default=self._now) - self._now - step_s
+        next_s = [each.due.token_s(each.num_output) for each in dues if not self._is_overdue(each)]
+        bank_s = min((each for each in next_s if each < math.inf), default=self._now) - self._now - step_s
         share = max(FLOOR, min(share, SPENT * (1 - step_s / tightest_s)))
         num_left = max(self._most_left, self._own_num_left if num_more else 0)
         return Pace(max(0.0, SPENT * bank_s), share, num_left * step_s)

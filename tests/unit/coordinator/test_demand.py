@@ -5,6 +5,7 @@ import pytest
 from coordinator.control.demand import CATCH_UP_S, LEAST_S, MAX_SAMPLES, WINDOW_S, Demand, Ended
 from coordinator.control.registry import MAX_NODES, Registry
 from coordinator.control.slo import Slo
+from protos import inference_pb2
 from serving_core.errors import RequestError
 from tests import fleet_events as events
 from tests.unit.coordinator.fleet_simulation import serve
@@ -131,6 +132,32 @@ def test_the_tracker_counts_who_is_refused_and_how_answers_end():
     assert demand._per_s() == 2 / 10
     assert list(demand._ended) == [Ended(num_prompt=3, num_computed=1, num_output=2, tpot_s=0.5)]
     assert world.tracker.num_nodes_needed == 4, "the nodes have told nothing of their rates"
+
+
+def test_what_ends_with_a_stop_string_or_an_embedding_counts_and_what_its_client_left_does_not():
+    world = World(max_live=4)
+    for name, reason in (("a/0", inference_pb2.FINISH_REASON_STOP), ("b/0", inference_pb2.FINISH_REASON_ABORT)):
+        world.submit(name, max_tokens=500)
+        world.first(world.attempt)
+        world.tracker.finish(name, reason, 0.0)
+    demand, lengths = world.tracker._live.demand, world.ledger.lengths
+    assert [each.num_output for each in demand._ended] == [1]
+    assert list(lengths._lengths) == [1]
+
+    world = World(("p0",), embeds=True)
+    world.embed("e/0")
+    world.tell("p0", events.embedded(world.attempt, b"abcd"), 0.0)
+    assert list(world.tracker._live.demand._ended) == [Ended(num_prompt=3, num_computed=3, num_output=0)]
+    assert not world.ledger.lengths._lengths, "an embedding is no answer of no tokens"
+
+
+def test_embeddings_take_what_their_prompts_take():
+    """A second each, four a second, by 0.8."""
+    embedded = Ended(num_prompt=1000, num_computed=1000, num_output=0)
+    assert asked(4, usual=embedded).nodes_needed(fleet(), 0) == 5
+    mixed = asked(4, usual=embedded)
+    mixed.ended(READ_ALONE)
+    assert mixed.nodes_needed(fleet(), 0) == 5, "no fewer tokens than none are written"
 
 
 def needed_over_time(num_nodes, per_s, seconds):

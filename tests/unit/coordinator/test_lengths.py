@@ -20,7 +20,13 @@ def test_three_of_four_that_came_as_far_got_no_more():
     found = ended(*range(1, 101))
     assert found.left(0, 500) == 76
     assert found.left(50, 450) == 38  # of 51 to 100
-    assert found.left(90, 410) == 410  # ten came so far
+
+
+def test_where_too_few_came_as_far_there_are_as_many_again():
+    found = ended(*range(1, 101))
+    assert found.left(90, 410) == 90  # ten came so far
+    assert found.left(100, 400) == 100
+    assert found.left(100, 7) == 7
 
 
 def test_what_is_old_is_forgotten():

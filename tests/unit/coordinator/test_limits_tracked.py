@@ -188,6 +188,21 @@ def test_nodes_that_have_nothing_to_do_refuse_nobody():
         world.submit("another", slo=Slo("", 1.0, None))
 
 
+def test_a_full_node_takes_nobody_who_would_wait_for_a_seat_for_too_long():
+    """Four seats, and answers of 5,000 tokens in steps of 18 ms."""
+    world = World((), admits_late=False)
+    b0 = world.attach("b0", max_num_seqs=4, num_blocks=10_000, max_model_len=100_000)
+    told = events.heartbeat(prefill_tokens_per_s=1000.0, step_weights=[0.010, 0.002, 0, 0, 0.001, 0, 0]).heartbeat
+    world.registry.heartbeat(b0, told, 0.0)
+    for index in range(4):
+        assert world.submit(f"{index}/0", max_tokens=5000, slo=Slo("", 1.0, None)) == ["reserve b0"]
+        world.tell("b0", events.first_token(events.sampled(world.attempt, 0, 100)), 0.02)
+    with pytest.raises(RequestError) as refusal:
+        world.submit("one more", max_tokens=5000, slo=Slo("", 1.0, None), now=0.1)
+    assert refusal.value.reason == "WOULD_BE_LATE"
+    assert float(refusal.value.metadata["retry_after_s"]) == pytest.approx(4999 * 0.018)
+
+
 def test_what_would_be_late_is_served_else():
     world = World(("p0", "d0"))
     told = events.heartbeat(prefill_tokens_per_s=1.0).heartbeat

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from coordinator.control.handover import HandoverCosts
 from coordinator.control.ledger import Ledger
-from coordinator.control.placement.lateness import Lateness, Pace, spared
+from coordinator.control.placement.lateness import Lateness, Pace, spared, step_s
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.placement.policy import Wanted
 from coordinator.control.prompts import Prompt
@@ -86,7 +86,7 @@ def test_a_prompt_is_late_behind_others_that_are_due_before(fleet):
     fleet.reads(p0, 300, due_in_s=0.35)
     assert fleet.late(p0, Due(NOW + 0.41)).reading() == 0  # 300 ms, then its own 100 ms
     assert fleet.late(p0, Due(NOW + 0.39)).reading() == 1
-    assert fleet.late(p0, Due(NOW + 0.39)).wait_s() == pytest.approx(0.01)
+    assert fleet.late(p0, Due(NOW + 0.39)).reading_wait_s() == pytest.approx(0.01)
     assert fleet.late(p0, Due(NOW + 0.09)).reading() == 1  # it could not be in time alone
     assert fleet.late(p0).reading() == 0  # without limits it comes behind them
 
@@ -195,6 +195,91 @@ def test_an_answer_that_waits_for_blocks_is_late_once(fleet):
     assert fleet.late(d0, own).writing(0.0) == fleet.late(d0, own).writing(0.5) == 1
 
 
+def test_an_answer_is_late_for_want_of_blocks_only_where_it_waits_for_them_longer_than_for_its_prompt(fleet):
+    d0 = fleet.add("d0")
+    assert fleet.late(d0, Due(tpot_s=0.1)).writing(0.5, begins_s=0.6) == 0
+    assert fleet.late(d0, Due(tpot_s=0.1)).writing(0.5, begins_s=0.4) == 1
+    assert fleet.late(d0, Due(NOW + 9)).writing(0.5) == 0  # its first token needs none there
+
+
+def test_who_finds_no_seat_waits_until_an_answer_ends(fleet):
+    """Steps of two answers take 14 ms."""
+    b0 = fleet.add("b0", max_num_seqs=2)
+    fleet.writes(b0, 0.1, num_left=1000)
+    assert fleet.late(b0, Due(NOW + 1)).room_s == 0.0
+    fleet.writes(b0, 0.1, num_left=20)
+    assert fleet.late(b0, Due(NOW + 1)).room_s == pytest.approx(20 * 0.014)
+    assert fleet.place(Due(NOW + 0.5)).num_late == 0
+    placed = fleet.place(Due(NOW + 0.3))
+    assert (placed.num_late, placed.wait_s) == (1, pytest.approx(0.28))
+
+
+def test_who_finds_no_room_in_the_pool_waits_until_enough_answers_have_ended(fleet):
+    """Of a pool 30 tokens are left; the two that end first hold 50 and 400, and the prompt has 100."""
+    b0 = fleet.add("b0")
+    for num_held, num_left in ((50, 10), (400, 20), (b0.pool_tokens - 480, 500)):
+        fleet.ledger.owe(str(num_left), Due(tpot_s=0.1, began_s=NOW), 1, num_left)
+        fleet.ledger.write(str(num_left), b0, num_held)
+    assert fleet.late(b0, Due(NOW + 1)).room_s == pytest.approx(20 * 0.016)
+    fleet.ledger.write("unlimited", b0, b0.pool_tokens)  # nobody knows when it ends: it is not sooner than the others
+    assert fleet.late(b0, Due(NOW + 1)).room_s == pytest.approx(500 * 0.018)
+
+
+def test_prompts_without_limits_that_wait_are_in_no_step(fleet):
+    b0 = fleet.add("b0")
+    for _ in range(30):
+        fleet.reads(b0, 100, writer=b0)
+    assert step_s(b0, fleet.ledger) == 0.0
+    assert fleet.place(Due(NOW + 2, 0.05)).is_timely
+    fleet.writes(b0)
+    assert step_s(b0, fleet.ledger) == pytest.approx(0.012)
+
+
+def test_to_make_an_answer_late_is_no_merit_where_prompts_gain_by_it(fleet):
+    """Steps of 12 ms leave prompts little beside an answer of 13.5 ms. One more makes it late."""
+    p0, b0, d1 = fleet.add("p0"), fleet.add("b0"), fleet.add("d1")
+    fleet.writes(b0, 0.0135)
+    for index in range(4):
+        fleet.reads(b0, 100, due_in_s=1.0 + 0.1 * index)
+    own = Due(NOW + 9, 1.0)
+    assert fleet.late(b0, own, num_tokens=600).writing(0.0, 0.1) == 1
+    placed = fleet.place(own, num_tokens=600)
+    assert (placed.reader, placed.writer, placed.is_timely) == (p0, d1, True)
+
+
+@pytest.mark.parametrize("due_in_s", [None, -0.01, 50.0])
+def test_a_prompt_that_is_overdue_takes_nothing_of_what_answers_are_ahead(fleet, due_in_s):
+    """The answer is 3.8 s ahead. Who is late anyway is read behind the others."""
+    b0 = fleet.add("b0")
+    fleet.writes(b0, 0.024, num_output=200, ago_s=1.0)
+    if due_in_s is not None:
+        fleet.reads(b0, 100, due_in_s=due_in_s, writer=b0, tpot_s=1.0)
+    assert fleet.place(Due(NOW + 0.2, 0.1)).is_timely
+
+
+def test_a_node_with_too_many_answers_says_when_one_of_them_ends(fleet):
+    """Ten of 30.5 ms, in steps of 30 ms, with 40 tokens to come: there is no time for one more, prompt or not."""
+    b0 = fleet.add("b0", role="both")
+    for num_left in (90, 40, *[200] * 8):
+        fleet.writes(b0, 0.0305, num_output=1000, ago_s=10.0, num_left=num_left)
+    placed = fleet.place(Due(NOW + 9, 0.05))
+    assert not placed.is_timely
+    assert placed.wait_s == pytest.approx(40 * 0.030)
+
+
+def test_prompts_that_are_due_later_or_never_are_nothing_to_wait_for(fleet):
+    """It is refused for its other limit."""
+    b0 = fleet.add("b0", role="both")
+    for _ in range(20):
+        fleet.reads(b0, 1000, due_in_s=1e6)
+    for _ in range(10):
+        fleet.writes(b0, 0.04, num_output=1000, ago_s=10.0, num_left=10)
+    late = fleet.late(b0, Due(NOW + 2, 0.005))
+    assert (late.reading(), late.reading_wait_s()) == (0, 0.0)
+    placed = fleet.place(Due(NOW + 2, 0.005))
+    assert (placed.num_late, placed.wait_s) == (1, pytest.approx(10 * 0.030))
+
+
 def test_what_a_node_would_be_lent_it_need_not_read_beside_answers_either(fleet):
     b0, b1 = fleet.add("b0"), fleet.add("b1")
     fleet.writes(b1, 0.024)  # prompts get half of its time
@@ -225,6 +310,14 @@ def test_nobody_is_spared_where_two_are_equal_or_no_other_one_has_room(fleet):
     assert names(fleet.place(Due(NOW + 9, 0.1), num_tokens=500)) != "b1 b1"
     fleet.ledger.write("big", b0, b0.pool_tokens)
     assert names(fleet.place(Due(NOW + 9, 0.1), num_tokens=500)) == "b1 b1"
+
+
+def test_a_node_that_drains_is_not_the_one_to_be_spared(fleet):
+    b0, b1 = fleet.add("b0"), fleet.add("b1")
+    fleet.writes(b0, 0.1)
+    drains = events.heartbeat(state="draining").heartbeat
+    fleet.registry.heartbeat(b1, drains, 0.0)
+    assert spared([b0, b1], fleet.ledger) is b0
 
 
 @given(st.floats(0, 10), st.floats(0.01, 1), st.floats(0, 100), st.floats(0, 100) | st.just(math.inf))

@@ -88,7 +88,7 @@ def test_nobody_moves_to_where_it_makes_another_one_late():
     assert world.tick(0.03) == ["reserve d1"]
 
 
-def written_on_b0(*tpots_s, num_left, ttft_s=None):
+def written_on_b0(*tpots_s, num_left, ttft_s=10.0):
     """A World in which b0 writes these answers, which came within 30 ms, and b1 one that has so many tokens to come."""
     world = World(("b0",))
     learn(world, "b0")
@@ -115,8 +115,9 @@ def test_unless_more_are_late_here_than_prompts_would_be_there(tpots_s, moved):
     assert written_on_b0(*tpots_s, num_left=196).tick(0.03) == moved
 
 
-def test_prompts_to_come_that_would_be_late_anyway_do_not_count():
-    assert written_on_b0(0.024, 0.1, 0.1, num_left=10, ttft_s=1e-6).tick(0.03) == ["reserve b1"]
+@pytest.mark.parametrize("ttft_s", [1e-6, None])
+def test_prompts_to_come_that_would_be_late_anyway_or_cannot_be_do_not_count(ttft_s):
+    assert written_on_b0(0.024, 0.1, 0.1, num_left=10, ttft_s=ttft_s).tick(0.03) == ["reserve b1"]
 
 
 def test_the_one_that_is_least_behind_goes_first():
