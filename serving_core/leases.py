@@ -203,13 +203,12 @@ class Leases:
         return Loan(self._allocator.allocate(self._full_blocks(num_tokens), names), names, makers)
 
     def lent(self, resident: Resident, loan: Loan, num_blocks: int, made: Sequence[tuple[bytes, int]]) -> None:
-        """So many leading blocks of a loan are there; `made` as for `copied`. The prompt has not begun: it is to find
-        them."""
-        names = resident.names
+        """So many leading blocks of a loan are there; `made` as for `copied`. The prompt is to find them, unless it has
+        begun without them."""
+        names = resident.names.of_others()
         names.begin(list(loan.names), list(loan.makers))
         names.add(resident.request.token_ids, *self._makers_there(loan.makers, num_blocks, made)[len(loan.makers) :])
         loan.lease.publish(names.names)
-        names.begin([], [])
 
     def _find(self, resident: Resident, num_tokens: int) -> tuple[list[bytes], list[bytes]]:
         """Names and makers of the leading full blocks of num_tokens tokens that the pool holds; none where some are to

@@ -109,6 +109,10 @@ class BlockNames:
         self._found = names, found
         return names, found
 
+    def of_others(self) -> "BlockNames":
+        """For blocks of the same tokens that the request does not have."""
+        return BlockNames(self._root, self._block_size)
+
     def begin(self, names: list[bytes], makers: list[bytes]) -> None:
         """The request has got these blocks, as they were found, and nothing behind them."""
         self.names, self.makers, self.begun_by = names, makers, b""

@@ -24,7 +24,7 @@ FORGOTTEN: Final = 1 / 32  # of what makes an estimate longer than the probe's, 
 @dataclass(frozen=True, slots=True)
 class Copies:
     """What is to be copied before anything is written to these blocks: first from slots of host memory to those of the
-    file, then each block to its slot."""
+    file, each of which is named once, then each block to its slot."""
 
     demotions: list[tuple[int, int]]
     block_ids: list[int]
@@ -41,7 +41,7 @@ class TierIndex:
         self._by_use: tuple[OrderedDict[bytes, None], OrderedDict[bytes, None]] = (OrderedDict(), OrderedDict())
         self._slot_of: dict[bytes, int] = {}
         self._pins: Counter[bytes] = Counter()
-        self._demotions: list[tuple[int, int]] = []
+        self._demotions: dict[int, int] = {}  # slots of host memory, by those of the file that are to have the same
         self._uncopied: dict[bytes, int] = {}  # the block of each name whose bytes are still in the pool alone
         self._changes = NameChanges()
 
@@ -73,8 +73,9 @@ class TierIndex:
         if not self._uncopied and not self._demotions:
             return None
         slots = [self._slot_of[name] for name in self._uncopied]
-        copies = Copies(self._demotions, list(self._uncopied.values()), slots)
-        self._demotions, self._uncopied = [], {}
+        demotions = [(source, slot) for slot, source in self._demotions.items()]
+        copies = Copies(demotions, list(self._uncopied.values()), slots)
+        self._demotions, self._uncopied = {}, {}
         return copies
 
     def run(self, names: Sequence[bytes]) -> list[bytes]:
@@ -147,8 +148,9 @@ class TierIndex:
             self._changes.removed(victim)
             return slot
         self._enter(victim, below)
+        self._demotions.pop(below, None)  # of one that came there since the last copies, and has had to leave again
         if victim not in self._uncopied:
-            self._demotions.append((slot, below))
+            self._demotions[below] = slot
         return slot
 
 

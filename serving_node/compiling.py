@@ -70,14 +70,13 @@ class Compiling:
         except Exception:
             waiting = [command.attempt.request_id for command in self._waiting.get(key, [])]
             logger.exception("a grammar was not compiled", extra=about(waiting[0]) if waiting else None)
-        commands = self._waiting.pop(key, [])
-        for command in commands[:1]:
-            if guide is not None:
+        for command in self._waiting.pop(key, []):
+            if not _grammar_of(command):
+                self._pass_on(command, None)
+            elif guide is not None:  # to one that comes twice, too: that is for the logic to say
                 self._pass_on(command, guide)
             else:
                 self._refuse(command.attempt, error)
-        for command in commands[1:]:
-            self._pass_on(command, None)
 
 
 def _grammar_of(command: fleet_pb2.NodeCommand) -> str:

@@ -284,7 +284,7 @@ class NodeLogic:
         """The next step: a token of each answer that is being written, then chunks of prompts; empty when there is
         nothing to compute. `step_done` or `step_failed` is to follow."""
         works = self._plan(now)
-        while not works and (self._room.seat() or self._room.make_way()):
+        while not works and (self._room.seat() or self._room.make_way() or self._turn_away()):
             self._grant()
             works = self._plan(now)
         for work in works:
@@ -294,6 +294,15 @@ class NodeLogic:
             if resident.reading_since_s is None and resident.computes_prompt:
                 resident.reading_since_s = now
         return works
+
+    def _turn_away(self) -> bool:
+        """Fails what waits for blocks that other nodes' requests hold here: another node may have some. Tells whether
+        any did."""
+        if (resident := self._room.stranded(self.hosting.num_blocks)) is None:
+            return False
+        message = f"{self.hosting.num_blocks} blocks of this node hold parts of other nodes' requests: too few are left"
+        self._endings.fail(resident, reasons.QUEUE_FULL, message)
+        return True
 
     def plan_ahead(self, works: Sequence[Work]) -> list[Work]:
         """What `plan` would give behind this planned step of answers, should none of them end by it and nothing else

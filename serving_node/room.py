@@ -164,6 +164,24 @@ class Room:
                 return not victim.is_revoked
         return False
 
+    def stranded(self, num_hosted: int) -> Resident | None:
+        """For a node that has nothing to compute and where nobody can give way: the oldest that needs more blocks than
+        there are beside so many that hold parts of other nodes' requests, for as long as these like; None where there
+        is none."""
+        if not num_hosted or any(_lets_go_soon(each) for each in self._residents):
+            return None
+        num_left = self._leases.num_blocks - num_hosted
+        waiting = self._residents.in_stage(*WITHOUT, Stage.READ, Stage.WRITING)
+        return next((each for each in waiting if self._lacks_room(each) and self._num_blocks_of(each) > num_left), None)
+
+    def _num_blocks_of(self, resident: Resident) -> int:
+        """That it needs to go on, with those that it has."""
+        if resident.stage is Stage.QUEUED:
+            return self._reading.num_needed(resident)
+        if resident.stage is Stage.AWAITING:
+            return self._credit.num_blocks(resident)
+        return _num_blocks(resident) + 1
+
     def _lacks_room(self, resident: Resident) -> bool:
         """Whether it could go on if others gave way. What waits for another node, or for older ones, could not."""
         if resident.stage is Stage.READ:

@@ -461,6 +461,8 @@ class NodeRunner:
     def _carry_out(self, *, wakes: bool = True) -> None:
         """Does what has been decided, and what that leads to, in order."""
         if self._is_carrying_out:
+            if wakes:
+                self._work.set()  # something has come of what is being done
             return
         self._is_carrying_out = True
         try:

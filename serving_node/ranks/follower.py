@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+from collections import deque
 from typing import Final
 
 from engine.cache.tier_store import TierStore
@@ -36,8 +37,9 @@ class Follower:
         self._stepper = stepper
         self._transfers = transfers
         self._store = store
-        self._ordered: asyncio.Queue[tuple[ranks_pb2.RankCommand, bool]] = asyncio.Queue(MAX_UNDONE)
+        self._ordered: asyncio.Queue[ranks_pb2.RankCommand] = asyncio.Queue(MAX_UNDONE)
         self._num_tier_commands = 0  # among those: they touch blocks that a step may still write to
+        self._held_up: deque[ranks_pb2.RankCommand] = deque()  # those of transfers behind one: blocks may be others'
 
     async def run(self) -> None:
         """Returns when rank 0 says stop. Signals are rank 0's business: it drains first."""
@@ -57,23 +59,35 @@ class Follower:
             if command.HasField("stop"):
                 return
             self._num_tier_commands += command.WhichOneof("command") in TIER_COMMANDS
-            is_early = not self._num_tier_commands  # behind one, blocks may be others'
-            if is_early and not command.HasField("step"):
+            if self._num_tier_commands:
+                self._hold_up(command)
+            elif not command.HasField("step"):
                 self._transfers.handle(command)
-            self._ordered.put_nowait((command, is_early))
+            self._ordered.put_nowait(command)
+
+    def _hold_up(self, command: ranks_pb2.RankCommand) -> None:
+        if not command.HasField("step") and command.WhichOneof("command") not in TIER_COMMANDS:
+            self._held_up.append(command)
+
+    def _let_through(self) -> None:
+        """In their order, and before any that is yet to come."""
+        while self._held_up:
+            self._transfers.handle(self._held_up.popleft())
 
     async def _work(self) -> None:
         while True:
-            command, was_early = await self._ordered.get()
+            command = await self._ordered.get()
             if command.HasField("step"):
                 await self._step(command.step)
             elif command.WhichOneof("command") in TIER_COMMANDS:
                 assert self._store is not None, "a second tier on rank 0 alone"
                 follow(command, self._store, self._leader)
                 self._num_tier_commands -= 1
+                if not self._num_tier_commands:
+                    self._let_through()
             else:
-                if not was_early:
-                    self._transfers.handle(command)
+                if self._held_up and command is self._held_up[0]:  # another one of the tier follows
+                    self._transfers.handle(self._held_up.popleft())
                 self._transfers.after_step(command)
 
     async def _step(self, plan: ranks_pb2.StepPlan) -> None:

@@ -44,6 +44,16 @@ def test_more_at_once_than_there_is_room_for():
     assert index.take_changes() == (names(2, 3), [])
 
 
+def test_of_those_that_come_to_one_slot_of_the_file_together_the_last_one_is_copied():
+    """Whatever is left out of such copies, nothing may be written under another name."""
+    index = TierIndex(3, 1)
+    put(index, 1, 2, 3)
+    _, slots = copied(index)
+    put(index, 4, 5, 6)
+    assert copied(index) == ([(slots[3], 3)], {4: slots[1], 5: slots[2], 6: slots[3]})
+    assert index.run(names(3, 4, 5, 6)) == names(3, 4, 5, 6)
+
+
 def test_what_is_there_is_not_copied_again_and_counts_as_used():
     index = TierIndex(2, 0)
     put(index, 1, 2)
@@ -122,6 +132,8 @@ def test_each_slot_holds_what_its_name_says(num_host, num_disk, steps):
             index.forget(name)
         elif action == "copy":
             if copies := index.take_copies():
+                targets = [target for _, target in copies.demotions] + copies.slots
+                assert len(set(targets)) == len(targets)
                 for source, target in copies.demotions:
                     slots[target] = slots[source]
                 slots |= dict(zip(copies.slots, (bytes([block]) for block in copies.block_ids), strict=True))

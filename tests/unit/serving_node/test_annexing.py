@@ -156,6 +156,21 @@ def test_nothing_is_freed_before_the_tiles_have_arrived_even_when_it_ends():
     assert node.allocator.num_free == 8
 
 
+@pytest.mark.parametrize("num_prompt", [14, 7])
+def test_what_does_not_fit_beside_the_tiles_of_others_is_told_so_and_the_rest_goes_on(num_prompt):
+    """Six of eight blocks are another node's: the one of 14 tokens cannot even start, that of 7 grows out."""
+    node = LongNode()
+    node.logic.host(1, 9)
+    node.take()
+    node.ask("large", 1, num_prompt, 4)
+    node.ask("small", 2, 2, 4)
+    while node.compute():
+        pass
+    assert not len(node.logic.residents)
+    assert node.told.count("failed") == 1
+    assert node.told.count("first_token") == (1 if num_prompt == 14 else 2)
+
+
 def test_hosts_without_room_are_asked_again_and_then_it_fails():
     node = LongNode()
     node.long(28, max_tokens=50)

@@ -73,6 +73,15 @@ async def test_what_follows_for_the_same_attempt_waits_behind_it():
     ]
 
 
+async def test_what_comes_twice_comes_with_its_guide_both_times():
+    """And the logic refuses it the second time, as it does without a grammar."""
+    world = World()
+    for _ in range(2):
+        world.take("reserve", "a", "g")
+    await world.until_idle()
+    assert world.heard == [("reserve", "a", "G")] * 2
+
+
 async def test_what_is_cancelled_meanwhile_never_begins():
     world = World()
     world.take("prefill", "a", "g")

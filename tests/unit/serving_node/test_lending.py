@@ -45,15 +45,20 @@ def asked_to_lend(node, reader, prompt=NEXT, epoch=EPOCH):
     return node.lending.get(epoch)
 
 
-def carry(node, reader):
-    """The lent blocks arrive, as they are in the lender's pool now."""
+def send(node, reader):
+    """The lent blocks arrive, as they are in the lender's pool now. What the borrower is to hear of it."""
     lend, borrow = node.lending.pop(EPOCH), reader.borrowing.pop(EPOCH)
     new = slice(borrow.num_cached, len(lend.block_ids))
     reader.kv.copy_from(node.kv, lend.block_ids[new], borrow.block_ids[new])
-    num_bytes = len(lend.block_ids[new]) * BLOCK_BYTES
-    reader.logic.received(EPOCH, Received(lend.tail, num_bytes), reader.now)
+    return Received(lend.tail, len(lend.block_ids[new]) * BLOCK_BYTES)
+
+
+def carry(node, reader):
+    """The lent blocks arrive, and both hear of it."""
+    received = send(node, reader)
+    reader.logic.received(EPOCH, received, reader.now)
     reader._settle()
-    node.logic.sent(EPOCH, Sent(num_bytes), node.now)
+    node.logic.sent(EPOCH, Sent(received.num_bytes), node.now)
     node._settle()
 
 
@@ -158,6 +163,24 @@ def test_what_is_late_is_computed():
     assert reader.step() == [("next", 0, len(NEXT))]
     fails(reader)
     assert reader.event("next", "borrowed").num_blocks == 0
+
+
+@pytest.mark.parametrize("is_history_free", [True, False])
+def test_what_comes_after_patience_is_over_is_for_others_and_takes_nothing_from_a_prompt_that_has_begun(
+    is_history_free,
+):
+    node, reader = lender(is_history_free=is_history_free), Node(origin=ORIGINS[1], is_history_free=is_history_free)
+    asked_to_borrow(reader)
+    asked_to_lend(node, reader)
+    received = send(node, reader)
+    reader.tick(PATIENCE_S)
+    assert reader.step() == [("next", 0, len(NEXT))]
+    (resident,) = reader.logic.residents
+    held = list(resident.names.names), list(resident.names.makers)
+    reader.logic.received(EPOCH, received, reader.now)
+    reader._settle()
+    assert (resident.names.names, resident.names.makers) == held != ([], [])
+    assert read_out(reader) == []
 
 
 def test_a_tail_that_tells_of_more_than_came_is_not_believed():

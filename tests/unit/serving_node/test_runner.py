@@ -18,6 +18,7 @@ from tests.unit.serving_node.runner_kit import (
     answer_on_paper,
     carry_tickets,
     fleet,
+    job,
     make_request,
     running,
     told,
@@ -222,6 +223,16 @@ async def test_refusals_are_told_at_once(tmp_path):
         assert node.kinds("waits") == []
         node.engine.open()
         await node.idle()
+
+
+async def test_a_prompt_whose_loan_fails_at_once_is_read_at_once(tmp_path):
+    """No ticket can be drawn for so many ranks, which shows while the step is planned that finds nothing else to do."""
+    async with running(tmp_path) as node:
+        asked = job(make_request("a", range(10)))
+        asked.borrow.CopyFrom(fleet_pb2.Borrow(epoch=7, num_tokens=8, tp_size=100, pp_size=1, patience_s=1e6))
+        node.handle(reserve=fleet_pb2.Reserve(job=asked, local_prefill=True))
+        await node.idle()
+        assert node.kinds("a")[:2] == ["borrowed", "first_token"]
 
 
 async def test_a_node_that_could_not_step_all_its_answers_does_not_start(tmp_path):

@@ -123,6 +123,25 @@ async def test_a_follower_copies_what_its_steps_have_written(monkeypatch):
         assert value_of(ranks.pools[1], 2) == 9
 
 
+async def test_a_cancel_does_not_overtake_the_grant_that_waited_for_a_copy(monkeypatch):
+    """Behind the copy comes another step, and the cancel while that one runs."""
+    async with two_ranks(monkeypatch) as ranks:
+        request = Request("r", 1, [1, 2], 2, SamplingParams(max_tokens=1))
+        copied = asyncio.Event()
+        monkeypatch.setattr(ranks.stores[1], "spill", lambda copies: copied.set())
+        ranks.followers.announce([Work(request, 0, 2, [0])])
+        ranks.tier.carry_out(Spill(Copies([], [0], [0])))
+        ranks.followers.announce([Work(request, 0, 2, [0])])
+        ranks.followers.send(grant=ranks_pb2.Grant(epoch=7))
+        ranks.lets_step_end.set()
+        await asyncio.wait_for(copied.wait(), DEADLINE_S)
+        ranks.followers.send(cancel_transfer=ranks_pb2.CancelTransfer(epoch=7))
+        async with asyncio.timeout(DEADLINE_S):
+            while len(ranks.transfers.told) < 2:
+                await asyncio.sleep(0.001)
+        assert [kind for kind, _ in ranks.transfers.told] == ["grant", "cancel_transfer"]
+
+
 async def test_a_load_that_was_given_up_is_not_told(monkeypatch):
     async with two_ranks(monkeypatch) as ranks:
         ranks.tier.carry_out(Spill(Copies([], [0], [0])))
