@@ -9,6 +9,9 @@ its steps take, as it has learnt it itself. Then
               that it may have to wait for when it comes
     prompts   are late as far as the node could not read them in time one after the other, the most of them that it can
 
+Where a node has no seat, or no room in its pool, the answer waits until enough of those with limits have ended, or as
+long as others waited lately.
+
 What is expected is not what will be: of an answer's time KEPT is reckoned with, and SPENT of a prompt's beside answers.
 
 Where the node writes answers too, its prompts get the time that these leave: at once what they are ahead of their
