@@ -28,11 +28,13 @@ def read_served_model(settings: CoordinatorSettings) -> ServedModel:
         template_kwargs_json=settings.chat_template_kwargs,
         embeds=config.embedder is not None,
     )
+    answer_format = _answer_format(settings, tokenizer.template_words)
+    tokenizer.keep(answer_format.tags)
     return ServedModel(
         names=model_names(settings.served_model_name) or [folder.resolve().name],
         config=config,
         tokenizer=tokenizer,
-        answer_format=_answer_format(settings, tokenizer.template_words),
+        answer_format=answer_format,
         structures=Structures(folder, config.eos_token_ids),
         max_model_len=settings.max_model_len or config.max_position_embeddings,
         sampling_defaults=_sampling_defaults(settings, folder),

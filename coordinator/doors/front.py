@@ -117,7 +117,8 @@ class Front:
             limits = self.limits()
             plan = plan_answers(request, prompt, limits, self.model.sampling_defaults, grammar)
             so_far = read_so_far(request, plan, limits, self.model.config.eos_token_ids)
-            beginnings = [await self._beginning(plan, each) for each in so_far]
+            after = () if _begins_a_text(request) else prompt
+            beginnings = [await self._beginning(plan, each, after) for each in so_far]
             begun_s = time.monotonic()
             generation = await self._control.begin(
                 plan, beginnings, request, deadline_s=arrived_s + timeout_s, record=record
@@ -167,7 +168,7 @@ class Front:
             async with within(timeout_s):
                 prompt = await self._tokenize_cut(question, most_kept(request, limits), limits)
             plan = plan_embedding(request, prompt, limits, self.model.config)
-            beginning = await self._beginning(plan, NOTHING)
+            beginning = await self._beginning(plan, NOTHING, ())
             record.begun_s, record.num_prompt_tokens = time.monotonic(), len(prompt)
             return await self._control.begin(
                 plan, [beginning], question, deadline_s=arrived_s + timeout_s, record=record
@@ -233,9 +234,11 @@ class Front:
         )
         return await self.model.tokenizer.encode_chat(messages, limit, options)
 
-    async def _beginning(self, plan: AnswerPlan, so_far: SoFar) -> tuple[SoFar, AnswerText]:
-        """The text that an answer goes on with. A stop string in what there is of it is its end."""
-        detokenizer = self.model.tokenizer.detokenizer(skip_special_tokens=plan.text.skip_special_tokens)
+    async def _beginning(self, plan: AnswerPlan, so_far: SoFar, after: Sequence[int]) -> tuple[SoFar, AnswerText]:
+        """The text that an answer goes on with, itself behind that of the tokens `after`. A stop string in what there
+        is of it is its end."""
+        skips = plan.text.skip_special_tokens
+        detokenizer = self.model.tokenizer.detokenizer(skip_special_tokens=skips, after=after)
         text = AnswerText(detokenizer, plan.text)
         if so_far.token_ids and not so_far.has_ended:
             await asyncio.to_thread(text.resume, so_far)
@@ -268,3 +271,8 @@ async def within(timeout_s: float) -> AsyncIterator[None]:
             yield
     except TimeoutError as error:
         raise RequestError(DEADLINE_EXCEEDED, f"the tokenizer was not done within {timeout_s:g} s") from error
+
+
+def _begins_a_text(request: inference_pb2.GenerateRequest) -> bool:
+    """Whether the answer is a text of its own, and does not go on with the prompt's."""
+    return request.HasField("chat") and not request.chat.continue_final_message

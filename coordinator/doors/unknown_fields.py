@@ -61,6 +61,9 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _shown(name: str) -> str:
-    """A name that may stand in a header and in a log: printable ASCII, cut short."""
-    text = json.dumps(name)[1:-1]
+    """A name that may stand in a header and in a log: printable ASCII, cut short, with quotes where it has blanks at an
+    end or nothing at all."""
+    text = json.dumps(name).replace("\x7f", "\\u007f")
+    if name.strip() == name != "":
+        text = text[1:-1]
     return text if len(text) <= MAX_NAME_CHARS else text[: MAX_NAME_CHARS - 3] + "..."

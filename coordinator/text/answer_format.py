@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from coordinator.text import reasoning
+from coordinator.text.calls import hermes
 from coordinator.text.calls.hermes import HermesReader
 from coordinator.text.calls.llama3 import Llama3Reader
 from coordinator.text.calls.mistral import MistralReader
@@ -48,6 +49,12 @@ class AnswerFormat:
     def needs_special_tokens(self) -> bool:
         """Whether calls are known by a special token alone, which must not be left out of the text."""
         return self.calls == "mistral"
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """What thoughts and calls are known by, and stays in the text where a tokenizer has it as a special token."""
+        thoughts = (reasoning.OPEN, reasoning.CLOSE) if self.thinks else ()
+        return (*thoughts, hermes.OPEN, hermes.CLOSE) if self.calls == "hermes" else thoughts
 
     def reader(self, prompt_end: str, names: Collection[str], forced: type[CallReader] | None = None) -> "AnswerReader":
         """For one answer, which may call the tools of these names. One that is held to calls is nothing else."""

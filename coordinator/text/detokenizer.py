@@ -11,6 +11,7 @@ them, and no piece ends within a character. How much must be held back for that 
 import codecs
 import json
 import re
+from collections.abc import Collection, Sequence
 from typing import Any, Final, Protocol
 
 from tokenizers import Tokenizer
@@ -46,11 +47,20 @@ class DetokenizerFactory:
         self._token_bytes: dict[int, bytes] = {}
         self._byte_tokens = _byte_tokens(tokenizer) if "ByteFallback" in kinds else frozenset()
 
-    def __call__(self, *, skip_special_tokens: bool) -> Detokenizer:
+    def keep(self, texts: Collection[str]) -> None:
+        """Tokens of these texts are left out by no detokenizer to come."""
+        self._special -= {self._tokenizer.token_to_id(text) for text in texts}
+
+    def __call__(self, *, skip_special_tokens: bool, after: Sequence[int] = ()) -> Detokenizer:
+        """`after` are the tokens of a text that this one goes on with: decoders that drop the blank before a text's
+        first word keep it then."""
         skipped = self._special if skip_special_tokens else frozenset()
         if self._is_byte_level:
             return ByteDetokenizer(self._tokenizer, skipped, self._token_bytes)
-        return WindowDetokenizer(self._tokenizer, skipped, self._byte_tokens)
+        known = (each for each in reversed(after) if each not in skipped and self._tokenizer.id_to_token(each))
+        last = next(known, None)
+        context = [] if last is None or last in self._byte_tokens else [last]
+        return WindowDetokenizer(self._tokenizer, skipped, self._byte_tokens, context)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for within a text; empty for an id that is no token."""
@@ -91,13 +101,16 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For decoders that look at a token's neighbours. `byte_tokens` are those that ByteFallback joins."""
+    """For decoders that look at a token's neighbours. `byte_tokens` are those that ByteFallback joins; `context` is the
+    token before the first one, if any."""
 
-    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int], byte_tokens: frozenset[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skipped: frozenset[int], byte_tokens: frozenset[int], context: list[int]
+    ) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._byte_tokens = byte_tokens
-        self._context: list[int] = []  # the last token whose text is out
+        self._context = context  # the last token whose text is out
         self._pending: list[int] = []
 
     def add(self, token_id: int) -> str:

@@ -119,6 +119,7 @@ def _read(field: str, text: str, kind: type[Any]) -> Any:
     """What a JSON text holds, of this kind; an empty one of it for an empty text."""
     try:
         value = json.loads(text) if text else kind()
+        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate is no text
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, kind):

@@ -7,6 +7,10 @@ stop string. Its depth is therefore exactly what must be held back, and each cha
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Final
+
+MAX_TRIES: Final = 32  # kept for who asks the same; one of many long strings takes 1 MiB
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +25,7 @@ class StopMatcher:
     """One answer's search. The stop string that ends first wins; of those that end together, the longest."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._root = _build(stops)
+        self._root = _build(tuple(stops))
         self._node = self._root
         self._held = ""
         self.matched: str | None = None
@@ -59,7 +63,9 @@ class StopMatcher:
         return self._root
 
 
-def _build(stops: Sequence[str]) -> _Node:
+@lru_cache(MAX_TRIES)
+def _build(stops: tuple[str, ...]) -> _Node:
+    """The root, which all answers with these stop strings share: nothing changes after."""
     root = _Node(depth=0)
     for stop in stops:
         node = root

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -110,9 +110,13 @@ class Tokenizer:
         """The bytes that a token stands for within a text; empty for an id that is no token."""
         return self._detokenizers.token_bytes(token_id)
 
-    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
-        """A fresh detokenizer for one answer."""
-        return self._detokenizers(skip_special_tokens=skip_special_tokens)
+    def keep(self, texts: Collection[str]) -> None:
+        """Tokens of these texts stay in answers from now on, where others that are special are left out."""
+        self._detokenizers.keep(texts)
+
+    def detokenizer(self, *, skip_special_tokens: bool, after: Sequence[int] = ()) -> Detokenizer:
+        """A fresh detokenizer for one answer, which goes on with the text of the tokens `after`, if any."""
+        return self._detokenizers(skip_special_tokens=skip_special_tokens, after=after)
 
     async def _check_pieces(self, text: str, limit: TokenLimit) -> None:
         """Raises the refusal when the pieces of a text show that it has too many tokens."""

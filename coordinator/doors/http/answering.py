@@ -6,15 +6,16 @@ answers.
 """
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from coordinator.doors.front import Call, Front
@@ -22,13 +23,15 @@ from coordinator.doors.http import sse
 from coordinator.doors.http.dialects import Dialect
 from coordinator.doors.http.errors import internal_error, renamed
 from coordinator.doors.http.responses import Answered, Envelope, Form, Usage
-from protos.inference_pb2 import FINISH_REASON_LENGTH, Chunk, GenerateResponse
+from protos.inference_pb2 import FINISH_REASON_ABORT, FINISH_REASON_LENGTH, Chunk, GenerateResponse
 from serving_core.errors import RequestError
 from serving_core.waiting import first_to_end
 
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
+
+MOST_SCORES_AT_ONCE: Final = 256  # tokens with logprobs; of more a thread writes the response
 
 
 class Answering:
@@ -61,7 +64,7 @@ class Answering:
             raise self._named(error) from error
         await response(scope, receive, send)
 
-    async def _collect(self, calls: Sequence[Call]) -> JSONResponse:
+    async def _collect(self, calls: Sequence[Call]) -> Response:
         num_answers = self._asked.num_answers
         answers = [self._form.answered(call.prompt) for call in calls for _ in range(num_answers)]
         usage = _usage(calls)
@@ -75,14 +78,14 @@ class Answering:
                     answered.complete = arrival.response.complete
                 else:
                     answered.add(arrival.response.chunk)
-        if any(answered.scores for answered in answers):  # which are many
+        if sum(len(answered.scores) + len(answered.logprobs) for answered in answers) > MOST_SCORES_AT_ONCE:
             return await asyncio.to_thread(self._whole, answers, usage)
         return self._whole(answers, usage)
 
-    def _whole(self, answers: Sequence[Answered], usage: Usage) -> JSONResponse:
+    def _whole(self, answers: Sequence[Answered], usage: Usage) -> Response:
         choices = [self._form.whole(index, answered) for index, answered in enumerate(answers)]
         extras = self._form.envelope_extras(answers[0].prompt) | self._form.envelope_scores(answers[0].scores)
-        return JSONResponse(self._dialect.whole(self._envelope.whole(choices, usage, **extras)))
+        return written(self._dialect.whole(self._envelope.whole(choices, usage, **extras)))
 
     async def _stream(self, calls: Sequence[Call], stream: sse.EventStream) -> None:
         try:
@@ -202,10 +205,27 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
+def written(document: Mapping[str, Any]) -> Response:
+    """A document as JSON, choice by choice: other threads have their turns in between."""
+    choices = document.get("choices")
+    if not isinstance(choices, list):
+        return Response(_dumped(document), media_type="application/json")
+    parts = [
+        f"{_dumped(name)}:" + (f"[{','.join(map(_dumped, choices))}]" if name == "choices" else _dumped(value))
+        for name, value in document.items()
+    ]
+    return Response("{" + ",".join(parts) + "}", media_type="application/json")
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 def _drop_answer(response: GenerateResponse) -> None:
-    """Leaves what is told of the prompt."""
+    """Leaves what is told of the prompt, and that somebody has ended it early."""
     if response.HasField("complete"):
-        response.complete.finish_reason = FINISH_REASON_LENGTH
+        if response.complete.finish_reason != FINISH_REASON_ABORT:
+            response.complete.finish_reason = FINISH_REASON_LENGTH
         response.complete.completion_tokens = 0
         response.complete.ClearField("matched_stop")
     else:

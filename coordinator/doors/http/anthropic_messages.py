@@ -116,7 +116,10 @@ def _read_messages(fields: Fields, body: ChatBody) -> None:
         role = message.text("role") or ""
         if role not in ROLES:
             raise message.error("role", f"one of {', '.join(ROLES)}")
-        if not isinstance(message.raw("content"), list):
+        content = message.raw("content")
+        if content == [] and role != ASSISTANT:
+            raise message.error("content", "a text, or at least one block")
+        if not isinstance(content, list):
             body.add_message(message.place, role, content=_required_text(message, "content"))
         elif role == ASSISTANT:
             _add_answer(message, body)

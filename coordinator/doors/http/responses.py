@@ -152,7 +152,7 @@ class CompletionForm(Form):
 
     def event(self, index: int, prompt: list[int], chunk: Chunk) -> dict[str, Any]:
         if index in self._has_begun:
-            choice = self._choice(index, chunk.text, list(chunk.logprobs))
+            choice = self._choice(index, prompt, chunk.text, list(chunk.logprobs))
         else:
             self._has_begun.add(index)
             choice = self._first_choice(index, prompt, list(chunk.prompt_logprobs), chunk.text, list(chunk.logprobs))
@@ -174,21 +174,30 @@ class CompletionForm(Form):
         self, index: int, prompt: list[int], scores: list[TokenLogprobs], text: str, logprobs: list[TokenLogprobs]
     ) -> dict[str, Any]:
         if self.asked.echoes:
-            choice = self._choice(index, self._text_of(prompt) + text, [*scores, *logprobs], unscored=prompt[:1])
+            told = [*scores, *logprobs]
+            choice = self._choice(index, (), self._text_of(prompt) + text, told, unscored=prompt[:1])
         else:
-            choice = self._choice(index, text, logprobs)
+            choice = self._choice(index, prompt, text, logprobs)
         return {**choice, **self.prompt_token_ids(prompt)}
 
     def _choice(
-        self, index: int, text: str, logprobs: list[TokenLogprobs], unscored: Sequence[int] = ()
+        self,
+        index: int,
+        after: Sequence[int],
+        text: str,
+        logprobs: list[TokenLogprobs],
+        unscored: Sequence[int] = (),
     ) -> dict[str, Any]:
+        """`after` are the tokens whose text is not told, and that this one goes on with."""
         has_logprobs = self._params.HasField("logprobs") and bool(logprobs or unscored)
-        told = self._logprobs(index, logprobs, unscored) if has_logprobs else None
+        told = self._logprobs(index, after, logprobs, unscored) if has_logprobs else None
         return {"index": index, "text": text, "logprobs": told}
 
-    def _logprobs(self, index: int, items: list[TokenLogprobs], unscored: Sequence[int]) -> dict[str, Any]:
+    def _logprobs(
+        self, index: int, after: Sequence[int], items: list[TokenLogprobs], unscored: Sequence[int]
+    ) -> dict[str, Any]:
         if index not in self._offsets:
-            self._offsets[index] = TextOffsets(self._detokenizer())
+            self._offsets[index] = TextOffsets(self._detokenizer(after))
         offsets = self._offsets[index].add([*unscored, *(item.token_id for item in items)])
         return completion_logprobs(items, offsets, self._names, unscored)
 
@@ -196,8 +205,8 @@ class CompletionForm(Form):
         detokenizer = self._detokenizer()
         return "".join(map(detokenizer.add, token_ids)) + detokenizer.flush()
 
-    def _detokenizer(self) -> Detokenizer:
-        return self._tokenizer.detokenizer(skip_special_tokens=skips_special_tokens(self._params))
+    def _detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
+        return self._tokenizer.detokenizer(skip_special_tokens=skips_special_tokens(self._params), after=after)
 
 
 class ChatForm(Form):

@@ -173,6 +173,7 @@ REFUSED = [
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, 'messages[0].content[0].type "image" is not supported'),
     ({"messages": [{"role": "me", "content": "a"}]}, "messages[0].role must be one of user, assistant, system"),
     ({"messages": []}, "messages is missing or empty"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content must be a text, or at least one block"),
     ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
     ({"max_tokens": 5000}, "prompt is too long: max_tokens (5000) and the prompt"),
     ({"stop_sequences": ["a"] * 17}, "stop_sequences has 17 entries, the limit is 16"),

@@ -55,6 +55,10 @@ TOKENIZERS = {
 }
 
 
+PIECES = ("▁hello", "▁", "world", "▁▁", ".", "x")
+WORDS = {"byte level": ("a", "Ġ", "x"), "llama": PIECES, "gemma": PIECES, "metaspace": PIECES}
+
+
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
 @settings(max_examples=200)
@@ -65,6 +69,35 @@ def test_the_pieces_are_together_what_the_tokenizer_decodes(name, skip_special_t
     detokenizer = DetokenizerFactory(tokenizer)(skip_special_tokens=skip_special_tokens)
     text = "".join(detokenizer.add(token_id) for token_id in token_ids) + detokenizer.flush()
     assert text == tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("name", ["byte level", "llama", "gemma", "metaspace"])
+@settings(max_examples=200)
+@given(data=st.data())
+def test_a_text_that_goes_on_with_another_one_keeps_the_blank_between(name, data):
+    tokenizer = TOKENIZERS[name]
+    words = st.lists(st.sampled_from([tokenizer.token_to_id(each) for each in WORDS[name]]), min_size=1, max_size=6)
+    prompt, answer, end = data.draw(words), data.draw(words), tokenizer.token_to_id("<|end|>")
+    for after in (prompt, [*prompt, end], [*prompt, tokenizer.get_vocab_size() + 2]):
+        detokenizer = DetokenizerFactory(tokenizer)(skip_special_tokens=True, after=after)
+        text = "".join(map(detokenizer.add, answer)) + detokenizer.flush()
+        assert tokenizer.decode(prompt) + text == tokenizer.decode([*prompt, *answer])
+
+
+def test_a_text_behind_half_a_character_or_nothing_but_special_tokens_begins_anew():
+    tokenizer = TOKENIZERS["llama"]
+    for token in ("<0xF0>", "<|end|>"):
+        detokenizer = DetokenizerFactory(tokenizer)(skip_special_tokens=True, after=[tokenizer.token_to_id(token)])
+        assert detokenizer.add(tokenizer.token_to_id("▁hello")) == "hello"
+
+
+def test_tags_that_are_special_tokens_may_be_kept():
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<think>"])
+    factory = DetokenizerFactory(tokenizer)
+    factory.keep(["<think>", "no token"])
+    detokenizer = factory(skip_special_tokens=True)
+    assert [detokenizer.add(tokenizer.token_to_id(token)) for token in ("<think>", "<|end|>")] == ["<think>", ""]
 
 
 @settings(max_examples=200)

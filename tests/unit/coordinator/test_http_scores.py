@@ -4,6 +4,7 @@ import pytest
 
 from coordinator.doors.http.requests import MAX_SCORED_PROMPTS
 from coordinator.doors.validation import MAX_PROMPT_LOGPROBS
+from protos import inference_pb2
 from tests import fleet_events as events
 from tests.scripted_nodes import begin, run
 from tests.unit.coordinator.test_http import HI, events_of, http_cluster, post
@@ -62,6 +63,20 @@ def test_nothing_but_the_scores(tmp_path, stream):
             assert (choice["text"], choice["logprobs"]["tokens"]) == ("hey", ["h", "e", "y"])
             assert end["finish_reason"] == "length"
             assert (used["prompt_tokens"], used["completion_tokens"]) == (3, 0)
+
+    run(scenario())
+
+
+def test_scores_that_were_aborted_say_so(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path) as (c, client):
+            call = post(client, prompt="hey", echo=True, logprobs=0, max_tokens=0)
+            attempt, _ = await begin(c)
+            assert list((await c.stub.Abort(inference_pb2.AbortRequest(request_ids=["r"]))).aborted) == ["r"]
+            for node in c.nodes.values():
+                await node.answer_cancel(attempt)
+            [choice] = (await call).json()["choices"]
+            assert choice["finish_reason"] == "abort"
 
     run(scenario())
 

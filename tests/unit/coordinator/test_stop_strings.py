@@ -64,6 +64,14 @@ def test_a_match_across_pieces_takes_back_nothing_that_was_sent():
     assert matcher.matched == "<end>"
 
 
+def test_answers_with_the_same_stop_strings_share_what_is_built_of_them_and_nothing_else():
+    one, other = StopMatcher(["ab", "b"]), StopMatcher(["ab", "b"])
+    assert one._root is other._root
+    assert one.feed("xa") == "x"
+    assert other.feed("b") == ""
+    assert (one.matched, other.matched) == (None, "b")
+
+
 def test_many_long_stop_strings_over_a_long_text():
     stops = [("ab" * 128)[:-1] + char for char in "cdefghijklmnopqr"]
     matcher = StopMatcher(stops)

@@ -36,6 +36,7 @@ def test_names_are_told_short_and_few_and_may_stand_in_a_header():
     assert unknown.check([]) == ""
     assert unknown.check(["a", "b.c"]) == "unknown fields: a, b.c"
     assert unknown.check(["é\r\nset-cookie: x"]) == "unknown fields: \\u00e9\\r\\nset-cookie: x"
+    assert unknown.check(["a ", "", " ", "\x7f"]) == 'unknown fields: "a ", "", " ", \\u007f'
     told = unknown.check(["x" * 10_000] * 500)
     assert told.endswith("... and 492 more")
     assert len(told) < 400
