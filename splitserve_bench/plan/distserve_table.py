@@ -7,6 +7,7 @@ model and tensor parallel size, in milliseconds,
 so a chunk of n tokens after k others takes a + b · n + c · ((k + n)² - k²). What was measured is not in the file.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,11 +41,11 @@ class DistServeSteps:
 
     def answers_s(self, num_answers: float, context_tokens: float) -> float:
         base, before, each = self.few_answers if num_answers < self.many_from else self.many_answers
-        return MS * (base + before * num_answers * context_tokens + each * num_answers)
+        return MS * max(0.0, base + before * num_answers * context_tokens + each * num_answers)
 
     def chunk_s(self, num_tokens: float, before_tokens: float) -> float:
         base, each, squared = self.prompts
-        return MS * (base + each * num_tokens + squared * num_tokens * (num_tokens + 2 * before_tokens))
+        return MS * max(0.0, base + each * num_tokens + squared * num_tokens * (num_tokens + 2 * before_tokens))
 
     def both_s(self, load: StepLoad) -> float:
         return floor_once_s(self, load)
@@ -115,12 +116,13 @@ def _steps(fields: JsonFields) -> DistServeSteps:
 
 
 def _coefficients(fields: JsonFields, name: str) -> Coefficients:
-    """None below 0, as steps would then be shorter for having more to do."""
+    """As they were fitted: what more of them adds may be below 0, as it is of OPT-175B's few answers."""
     values = fields.raw(name)
     if not isinstance(values, list) or len(values) != 3:
         raise fields.error(name, "a list of 3 numbers")
     wrapped = JsonFields({str(place): value for place, value in enumerate(values)}, name)
-    base, first, second = (wrapped.number(str(place)) for place in range(3))
+    base = wrapped.number("0")
+    first, second = (wrapped.number(place, minimum=-sys.float_info.max) for place in "12")
     if not base + first + second > 0:
         raise fields.error(name, "above 0 in all")
     return base, first, second

@@ -94,7 +94,7 @@ class Roofline:
 
     def _chunk_attention_s(self, num_tokens: float, before_tokens: float) -> float:
         num_pairs = num_tokens * (before_tokens + (num_tokens + 1) / 2)
-        return self._attention_s(num_pairs, before_tokens + num_tokens)
+        return self._attention_s(num_pairs, max(0.0, before_tokens) + num_tokens)
 
     def _attention_s(self, num_pairs: float, num_read: float) -> float:
         """Over so many pairs of query and key, with the KV of so many tokens read."""

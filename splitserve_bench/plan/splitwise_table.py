@@ -64,7 +64,7 @@ class SplitwiseSteps:
 
     def chunk_s(self, num_tokens: float, before_tokens: float) -> float:
         added_s = self.prompts.at(before_tokens + num_tokens, 0) - self.prompts.at(before_tokens, 0)
-        return max(self.prompts.at(num_tokens, 0), added_s if before_tokens else 0.0)
+        return max(self.prompts.at(num_tokens, 0), added_s if before_tokens > 0 else 0.0)
 
     def both_s(self, load: StepLoad) -> float:
         return floor_once_s(self, load)

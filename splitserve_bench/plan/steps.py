@@ -14,7 +14,8 @@ class Steps(Protocol):
         ...
 
     def chunk_s(self, num_tokens: float, before_tokens: float) -> float:
-        """So many tokens of prompts, with so many before them."""
+        """So many tokens of prompts, with so many before them: as of one chunk, below 0 where it is several short ones
+        (StepLoad.num_before). What was measured for one chunk alone says no less than without any before it."""
         ...
 
     def both_s(self, load: StepLoad) -> float:

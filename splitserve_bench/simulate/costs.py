@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from serving_core.costs import num_pairs
 from serving_core.requests import Work
 from splitserve_bench.simulate.grid import Row
 from splitserve_bench.simulate.profile import Profile
@@ -15,26 +16,28 @@ START_TOKENS: Final = 256  # of the prompt whose speed a node knows when it star
 @dataclass(slots=True)
 class StepLoad:
     """What a step computes: a token of each of so many answers with num_cached tokens before them in all, and chunks of
-    prompts; num_before are the tokens before each of their tokens' chunk, summed. Before one that `is_first` the node
-    waited."""
+    prompts. One chunk of all their tokens, with num_before / num_prompt_tokens tokens before it, would have as many
+    pairs of a token and one before it as they have: below 0 where they are several short ones. Before a step that
+    `is_first` the node waited."""
 
     num_answers: int = 0
     num_cached: int = 0
     num_prompt_tokens: int = 0
-    num_before: int = 0
+    num_before: float = 0.0
     is_first: bool = False
 
 
 def load_of(works: Iterable[Work]) -> StepLoad:
     """Of a step; a chunk of one token costs what a token of an answer does."""
-    load = StepLoad()
+    load, pairs = StepLoad(), 0.0
     for work in works:
         if work.num_tokens == 1:
             load.num_answers += 1
             load.num_cached += work.start
         else:
             load.num_prompt_tokens += work.num_tokens
-            load.num_before += work.start * work.num_tokens
+            pairs += num_pairs(work.start, work.num_tokens)
+    load.num_before = pairs - num_pairs(0, load.num_prompt_tokens)
     return load
 
 

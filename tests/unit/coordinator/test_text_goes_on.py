@@ -1,4 +1,4 @@
-"""A tokenizer that drops the blank before a text's first word: an answer that goes on with its prompt's text keeps it."""
+"""A tokenizer that drops the blank before a text's first word: an answer that goes on with its prompt keeps it."""
 
 import pytest
 

@@ -2,11 +2,13 @@
 
 import pytest
 
+from serving_core.requests import Work
 from splitserve_bench.errors import BenchError
 from splitserve_bench.plan.devices import DEVICES, link_of
 from splitserve_bench.plan.model_sizes import read_model_sizes
+from splitserve_bench.plan.steps import chunk_part_s
 from splitserve_bench.plan.tables import Entry, left_out, read_table
-from splitserve_bench.simulate.costs import StepLoad
+from splitserve_bench.simulate.costs import StepLoad, load_of
 from splitserve_bench.simulate.grid import Grid
 from tests.unit.splitserve_bench.plan_kit import (
     LAYER_PARTS,
@@ -37,6 +39,22 @@ def test_distserve_steps_are_its_formulas(tmp_path, model):
     assert steps.chunk_s(1000, 0) == pytest.approx((10 + 0.1 * 1000 + 1e-5 * 1000**2) / 1e3)
     assert steps.answers_s(10, 200) == pytest.approx((8 + 1e-4 * 10 * 200 + 0.05 * 10) / 1e3)
     assert steps.answers_s(95, 200) == pytest.approx((6 + 1e-4 * 95 * 200 + 0.05 * 95) / 1e3)
+
+
+@pytest.mark.parametrize("chunks", [[(0, 128)] * 16, [(0, 300), (0, 20), (512, 100)], [(700, 64)]])
+def test_prompts_of_one_step_add_the_squares_of_each_and_not_of_all(tmp_path, model, chunks):
+    steps = read_table(distserve_file(tmp_path / "profile.json")).steps(Entry("a/model", "", 1), model, NVLINK)
+    load = load_of([Work(None, start, num_tokens, []) for start, num_tokens in chunks])
+    squares = sum((start + num_tokens) ** 2 - start**2 for start, num_tokens in chunks)
+    expected_s = (10 + 0.1 * sum(num_tokens for _, num_tokens in chunks) + 1e-5 * squares) / 1e3
+    assert chunk_part_s(steps, load) == pytest.approx(expected_s)
+
+
+def test_what_more_answers_add_may_be_below_0_as_it_was_published_but_no_step_is(tmp_path, model):
+    fitted = {"m": {"2": {**coefficients(), "decoding_smallbs": [141.5, 0.0019, -2.25]}}}
+    steps = read_table(distserve_file(tmp_path / "profile.json", fitted)).steps(Entry("m", "", 2), model, NVLINK)
+    assert steps.answers_s(8, 100) == pytest.approx((141.5 + 0.0019 * 8 * 100 - 2.25 * 8) / 1e3)
+    assert steps.answers_s(94, 0) == 0.0
 
 
 def test_chunks_take_what_the_whole_prompt_takes_but_for_the_floor(tmp_path, model):
