@@ -269,7 +269,8 @@ class Dispatcher:
         self._generations[plan.request_id] = call
         self._journal.begun(record or CallRecord(plan.request_id))
         self._idle.clear()
-        prompt = Prompt(plan.prompt, plan.cache_salt, plan.adapter)  # one for all answers, so that it is hashed once
+        # One for all answers, so that it is hashed once.
+        prompt = Prompt(plan.prompt, plan.cache_salt, plan.adapter, is_read_whole=plan.is_read_whole)
         try:
             for index, (sampling, so_far, answer) in enumerate(zip(plan.samplings, so_fars, answers, strict=True)):
                 if so_far.has_ended:

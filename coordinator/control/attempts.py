@@ -64,6 +64,7 @@ class Attempt:
     prefill_holds: bool = True  # whether the node may hold something of the attempt
     decode_holds: bool = True
     first_token_s: float | None = None
+    is_lent: bool = False  # whether the lender was asked for the loan
     is_taken: bool = False  # whether the node that reads has said so, as it does of suspects
     is_committed: bool = False
     has_counted_kv: bool = False  # whether the decode node's own word for it, with the bytes, has come too
@@ -160,6 +161,7 @@ class TrackedRequest:
     timeline: Timeline
     slo: Slo | None = None
     pooling: Pooling | None = None  # an embedding is wanted: no node writes anything
+    embedded_s: float | None = None  # when that came
     output: list[int] = field(default_factory=list)  # token ids emitted so far, over all attempts and calls
     num_resumed: int = 0  # of these, those that came with the call
     num_restarts: int = 0

@@ -58,6 +58,7 @@ class Lending:
         if loan.lender not in self._live.registry.nodes:
             return self.lost(request, now)
         prompt = request.known
+        request.attempt.is_lent = True
         about = fleet_pb2.Attempt(request_id=request.request_id, epoch=loan.epoch)
         lend = fleet_pb2.Lend(
             attempt=about,

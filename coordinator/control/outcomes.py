@@ -1,5 +1,6 @@
 """How answers end: the Complete message, and the errors that take its place. Pure."""
 
+import math
 from typing import Final
 
 from coordinator.control.attempts import TrackedRequest
@@ -64,17 +65,21 @@ def ended_before(
 
 
 def attainment(request: TrackedRequest) -> inference_pb2.Attainment | None:
-    """Which limits the answer has, and which it has kept so far; None where it has neither limits nor a class."""
+    """Which limits the answer has, and which it has kept so far; None where it has neither limits nor a class. An
+    embedding counts as a first token."""
     slo, timeline = request.slo, request.timeline
     if slo is None or not (slo.has_limits or slo.slo_class):
         return None
+    first_s = timeline.ttft_s if timeline.first_token_s is not None else math.inf
+    if request.embedded_s is not None:
+        first_s = request.embedded_s - timeline.start_s
     told = inference_pb2.Attainment(slo_class=slo.slo_class)
     if slo.ttft_s is not None:
         told.ttft_ms = slo.ttft_s * MS
-        told.ttft_met = timeline.first_token_s is not None and timeline.ttft_s <= slo.ttft_s
+        told.ttft_met = first_s <= slo.ttft_s
     if slo.tpot_s is not None:
         told.tpot_ms = slo.tpot_s * MS
-        told.tpot_met = timeline.first_token_s is not None and timeline.tpot_s(len(request.output)) <= slo.tpot_s
+        told.tpot_met = first_s < math.inf and timeline.tpot_s(len(request.output)) <= slo.tpot_s
     return told
 
 

@@ -13,7 +13,11 @@ class Prompt:
     it: the nodes of a fleet have one fingerprint and one block size, and so the same names for the same blocks.
     """
 
-    def __init__(self, token_ids: Sequence[int], cache_salt: str = "", adapter: str = "") -> None:
+    def __init__(
+        self, token_ids: Sequence[int], cache_salt: str = "", adapter: str = "", *, is_read_whole: bool = False
+    ) -> None:
+        """`is_read_whole`: every token is computed, whatever is held of it (prefill_node/reading.py)."""
+        self._is_read_whole = is_read_whole
         self.token_ids = list(token_ids)
         self.cache_salt = cache_salt
         self.adapter = adapter
@@ -25,12 +29,12 @@ class Prompt:
         return len(self.token_ids)
 
     def followed_by(self, token_ids: Sequence[int]) -> "Prompt":
-        """The prompt of a later attempt, which reads what was answered so far too."""
+        """The prompt of a later attempt, which reads what was answered so far too, and scores nothing any more."""
         return Prompt([*self.token_ids, *token_ids], self.cache_salt, self.adapter) if token_ids else self
 
     def tokens_held(self, node: Node) -> int:
         """Leading tokens, in whole blocks, whose KV the node has said to hold. It may have dropped them since."""
-        if not node.hints:
+        if self._is_read_whole or not node.hints:
             return 0
         block_size = node.block_size
         if len(self) < block_size:

@@ -336,6 +336,7 @@ class Tracker:
         if request.pooling is None:
             return []
         request.attempt.let_go(request.attempt.prefill)
+        request.embedded_s = now
         request.num_cached_tokens = min(event.num_cached_tokens, len(request.prompt))
         self._metrics.prompt_read(len(request.prompt), request.num_cached_tokens)
         request.timeline.enter(Phase.PREFILL, now, ago_s=event.prefill_s)

@@ -15,7 +15,7 @@ from coordinator.text.tokenizer import TokenLimit
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.reasons import BAD_PARAM, MODEL_NOT_FOUND, NO_PREFILL_WORKER, PROMPT_TOO_LONG
-from serving_core.requests import Pooling, SamplingParams
+from serving_core.requests import MEAN, Pooling, SamplingParams
 
 MAX_ABORTED: Final = 1024
 MAX_ALLOWED_TOKEN_IDS: Final = 1024
@@ -79,6 +79,12 @@ class AnswerPlan:
     text: TextOptions
     adapter: str = ""  # LoRA adapter that computes them; empty: the model alone
     pooling: Pooling | None = None  # the one answer is an embedding
+
+    @property
+    def is_read_whole(self) -> bool:
+        """Whether every token of the prompt is computed, since it is scored or part of a mean."""
+        is_mean = self.pooling is not None and self.pooling.kind == MEAN
+        return is_mean or any(each.prompt_logprobs is not None for each in self.samplings)
 
 
 def check_input(request: inference_pb2.GenerateRequest, limits: Limits) -> None:

@@ -6,8 +6,10 @@ import pytest
 import tokenizers
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from starlette.responses import JSONResponse
 from tokenizers import decoders, models, pre_tokenizers
 
+from coordinator.doors.http.answering import written
 from coordinator.doors.http.errors import error_object, error_response, renamed, status_of
 from coordinator.doors.http.logprobs import TextOffsets, TokenNames, chat_logprobs, completion_logprobs
 from coordinator.doors.http.requests import CHAT_NAMES, COMPLETION_NAMES, Asked
@@ -251,3 +253,16 @@ def test_errors_name_the_fields_that_the_client_knows():
         assert (told["param"], told["message"]) == (field, f"{field} has token id 9")
     other = RequestError("BAD_PARAM", "seed is bad", field="seed")
     assert renamed(other, CHAT_NAMES) is other
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"id": "é", "choices": [{"text": "a\u2028", "x": None}, {"text": "b"}], "usage": {"n": 1.5}},
+        {"choices": []},
+        {"a": 1},
+    ],
+)
+def test_a_response_is_the_same_json_whether_it_is_written_at_once_or_choice_by_choice(document):
+    ours, plain = written(document), JSONResponse(document)
+    assert (ours.body, ours.headers) == (plain.body, plain.headers)

@@ -3,8 +3,10 @@ them."""
 
 import pytest
 
+from coordinator.control.prompts import Prompt
 from coordinator.control.slo import Slo
 from serving_core.errors import RequestError
+from serving_core.requests import MEAN, Pooling, SamplingParams
 from tests import fleet_events as events
 from tests.unit.coordinator.tracker_kit import World
 
@@ -149,6 +151,18 @@ def test_a_class_whose_limits_nobody_can_work_out_does_not_count(world):
     write(world, 5.0, slo=Slo("tight"))
     assert end_of(world) == {"slo_class": "tight"}
     assert counts(world) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(("came_s", "is_met"), [(0.5, True), (11.0, False)])
+def test_an_embedding_counts_as_a_first_token(came_s, is_met):
+    world = World(("p0",), embeds=True)
+    prompt, sampling, slo = Prompt([1, 2, 3]), SamplingParams(max_tokens=0), Slo("", 10.0, 0.1)
+    world.short(
+        world.tracker.submit("r/0", prompt, sampling, arrived_s=0.0, deadline_s=100.0, slo=slo, pooling=Pooling(MEAN))
+    )
+    world.tell("p0", events.embedded(world.attempt, b"abcd"), came_s)
+    told = world.outcome.attainment
+    assert (told.ttft_met, told.tpot_met) == (is_met, True)
 
 
 def test_what_failed_kept_nothing_and_what_its_client_left_does_not_count(world):

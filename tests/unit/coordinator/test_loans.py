@@ -3,6 +3,7 @@
 import pytest
 
 from coordinator.control.handover import HandoverCosts
+from coordinator.control.instructions import Send
 from coordinator.control.ledger import Ledger
 from coordinator.control.loans import (
     ALWAYS,
@@ -19,7 +20,7 @@ from coordinator.control.placement.policies import POLICIES
 from coordinator.control.placement.policy import Wanted
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Registry
-from protos import fleet_pb2
+from protos import fleet_pb2, inference_pb2
 from serving_core.shapes import Shape
 from tests import fleet_events as events
 from tests.unit.coordinator.tracker_kit import World
@@ -214,6 +215,18 @@ def test_one_that_asks_for_what_a_lost_node_was_to_lend_is_told_so():
     world = Lending()
     assert world.lose("d1") == ["cancel p0"]
     assert world.borrowing() == ["cancel p0"]
+
+
+@pytest.mark.parametrize(("is_asked_for", "num_cancelled"), [(False, 2), (True, 1)])
+def test_a_reader_gives_back_what_it_keeps_for_blocks_that_nobody_was_asked_for(is_asked_for, num_cancelled):
+    """Its ticket may be on the way when the request ends. What a lender was asked for comes, for whoever asks again."""
+    world = Lending()
+    if is_asked_for:
+        world.borrowing()
+    ended = world.tracker.finish("r/0", inference_pb2.FINISH_REASON_ABORT, 0.0)
+    told = [each.command for each in ended if isinstance(each, Send) and each.node.name == "p0"]
+    epochs = [each.attempt.epoch for each in told if each.HasField("cancel")]
+    assert epochs == [world.jobs[0].attempt.epoch, world.borrow.epoch][:num_cancelled]
 
 
 def test_what_others_say_of_a_loan_counts_for_nothing():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from coordinator.control.prompts import Prompt
 from protos import inference_pb2
 from protos.convert import job_to_wire, request_from_wire
 from tests import fleet_events as events
@@ -26,6 +27,15 @@ def test_a_request_goes_where_its_beginning_is(world):
     assert world.submit(token_ids=TOKENS) == ["reserve d1", "prefill p1"]
     assert world.account("p1") == (8, 0, 0, 0)  # what is left to compute
     assert world.account("d1") == (0, 40, 1, 1)  # what the pool has to hold
+
+
+def test_a_prompt_of_which_every_token_is_computed_has_no_beginning_anywhere(world):
+    """Of one that is scored, or part of a mean; a later attempt, with tokens, scores nothing any more."""
+    world.holds("p1", events.block_hints(TOKENS))
+    p1 = world.registry.find("p1")
+    prompt = Prompt(TOKENS, is_read_whole=True)
+    assert (prompt.tokens_held(p1), prompt.tokens_to_compute(p1)) == (0, len(TOKENS))
+    assert prompt.followed_by([7]).tokens_to_compute(p1) == Prompt([*TOKENS, 7]).tokens_to_compute(p1) < len(TOKENS)
 
 
 def test_a_cached_beginning_is_left_for_a_shorter_queue(world):

@@ -68,6 +68,11 @@ def test_a_salt_is_part_of_the_plan():
     salted = request(cache_salt="é" * 256)
     check_input(salted, LIMITS)
     assert plan_answers(salted, [1], LIMITS, Wire()).cache_salt == "é" * 256
+    assert not plan_answers(salted, [1], LIMITS, Wire()).is_read_whole
+
+
+def test_prompts_that_are_scored_are_read_whole():
+    assert plan_answers(request(Wire(prompt_logprobs=0)), [1, 2], LIMITS, Wire()).is_read_whole
     assert plan().cache_salt == ""
 
 
