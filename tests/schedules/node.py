@@ -204,7 +204,7 @@ class SimulatedNode:
             "incoming transfers": self._receiver.num_open,
             "outgoing transfers": self._sender.num_open,
             "lanes": len(self._receiver._lanes) + len(self._sender._lanes),
-            "tickets": len(self.runner._tickets) + len(transfers._ungranted),
+            "tickets": len(self.runner._grants._tickets) + len(transfers._ungranted),
             "parts of transfers": len(transfers._sent._open) + len(transfers._received._open),
             "loans": len(list(logic._borrowings.held)) + len(list(logic._lending.held)),
             "alarms": int(logic.wake_at_s is not None),
