@@ -94,7 +94,7 @@ class _Weighing:
             is_crowded = not num_late and self._lateness.on(writer).is_crowded(reads=reader is writer)
         if self._lateness is not None and (num_late or is_crowded):
             write = self._lateness.on(writer)
-            wait_s = max(self._lateness.on(reader).reading_wait_s(), write.room_s) or write.writing_wait_s()
+            wait_s = max(self._lateness.on(reader).reading_wait_s(), write.room_s or write.writing_wait_s())
         return Placed(reader, writer, num_late, is_crowded, wait_s, loan)
 
     def order(self, pair: Pair) -> _Order:

@@ -36,6 +36,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
+from statistics import median
 from typing import Final, NamedTuple
 
 from coordinator.control.ledger import Ledger, Owed
@@ -237,16 +238,15 @@ class NodeLateness:
         return self._step_s(num_begun + round(num_waiting)) > limit_s
 
     def reading_wait_s(self) -> float:
-        """Seconds after which it could read the prompt in time behind all that it has now; 0 where no prompt is late
-        because of it."""
-        if self._late_prompts([*self._jobs, self._own_job]) == self._late_prompts(self._jobs):
-            return 0.0
+        """Seconds after which it could read the prompt in time behind all that are due, with what it has now."""
         work_s = sum(each.seconds for each in self._jobs if each.due_s < math.inf) + self._own_job.seconds
         return max(0.0, self._pace(0).seconds(work_s) - self._own_job.due_s)
 
     def writing_wait_s(self) -> float:
-        """Seconds after which an answer of those with limits has ended; 0 where none has begun."""
-        return self._steps_s[0] * min((each.num_left for each in self._written if each.num_output), default=0)
+        """Seconds after which half of the answers with limits that have begun have ended; 0 where none has. Who comes
+        back when the first one has ended finds others who were told the same."""
+        nums_left = [each.num_left for each in self._written if each.num_output]
+        return self._steps_s[0] * median(nums_left) if nums_left else 0.0
 
     @cached_property
     def room_s(self) -> float:

@@ -32,8 +32,8 @@ class Placed(NamedTuple):
 
     num_late: how many of all answers with limits are expected to miss one because of it, itself among them;
     is_crowded: whether nobody is, but the node that writes has as many answers as their limits allow of; wait_s:
-    seconds after which nobody would be late by its prompt or for want of room, or else after which an answer has ended;
-    loan: what the node that reads is lent.
+    seconds after which its first token would be in time, and there is room or half of the answers there have ended, as
+    far as that is known; loan: what the node that reads is lent.
     """
 
     reader: Node
