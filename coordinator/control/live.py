@@ -367,11 +367,10 @@ class LiveAnswers:
     def release(self, request: TrackedRequest, now: float) -> list[Instruction]:
         """Asks every node that may hold something of the current attempt to drop it."""
         attempt = request.attempt
-        holders, loan = list(attempt.holders()), attempt.loan
+        holders, is_settled = list(attempt.holders()), attempt.is_lent or attempt.has_first_token
         instructions = [self.cancel(request, node, attempt.epoch, now) for node in holders]
-        may_await = loan is not None and not attempt.is_lent and not attempt.has_first_token
-        if loan is not None and may_await and attempt.prefill in holders:  # or it keeps blocks that nobody fills
-            instructions.append(self.cancel(request, attempt.prefill, loan.epoch, now))
+        if attempt.loan is not None and not is_settled and attempt.prefill in holders:  # or it keeps what nobody fills
+            instructions.append(self.cancel(request, attempt.prefill, attempt.loan.epoch, now))
         attempt.prefill_holds = attempt.decode_holds = False
         return instructions
 

@@ -58,16 +58,18 @@ class Follower:
             command = await self._leader.command()
             if command.HasField("stop"):
                 return
-            self._num_tier_commands += command.WhichOneof("command") in TIER_COMMANDS
-            if self._num_tier_commands:
-                self._hold_up(command)
+            if command.WhichOneof("command") in TIER_COMMANDS:
+                self._num_tier_commands += 1
             elif not command.HasField("step"):
-                self._transfers.handle(command)
+                self._hear(command)
             self._ordered.put_nowait(command)
 
-    def _hold_up(self, command: ranks_pb2.RankCommand) -> None:
-        if not command.HasField("step") and command.WhichOneof("command") not in TIER_COMMANDS:
+    def _hear(self, command: ranks_pb2.RankCommand) -> None:
+        """One of transfers: at once, unless it is behind one of the tier."""
+        if self._num_tier_commands:
             self._held_up.append(command)
+        else:
+            self._transfers.handle(command)
 
     def _let_through(self) -> None:
         """In their order, and before any that is yet to come."""

@@ -88,13 +88,14 @@ class _Weighing:
         self._costs, self._lateness, self._spared, self._avoid = costs, lateness, spared_node, avoid
 
     def placed(self, reader: Node, writer: Node) -> Placed:
-        num_late = self._num_late(reader, writer)
-        is_crowded, wait_s, loan = False, 0.0, self._costs.reading(reader).loan
-        if self._lateness is not None:
-            is_crowded = not num_late and self._lateness.on(writer).is_crowded(reads=reader is writer)
-        if self._lateness is not None and (num_late or is_crowded):
-            write = self._lateness.on(writer)
-            wait_s = max(self._lateness.on(reader).reading_wait_s(), write.room_s or write.writing_wait_s())
+        loan = self._costs.reading(reader).loan
+        if self._lateness is None:
+            return Placed(reader, writer, loan=loan)
+        read, write = self._lateness.on(reader), self._lateness.on(writer)
+        num_late, wait_s = self._num_late(reader, writer), 0.0
+        is_crowded = not num_late and write.is_crowded(reads=reader is writer)
+        if num_late or is_crowded:
+            wait_s = max(read.reading_wait_s(), write.room_s or write.writing_wait_s())
         return Placed(reader, writer, num_late, is_crowded, wait_s, loan)
 
     def order(self, pair: Pair) -> _Order:

@@ -196,9 +196,9 @@ class NodeLateness:
         is_late = self._own is not None and self._own < math.inf and waits_s > begins_s
         if is_late:
             own = own._replace(due_s=math.inf)  # it counts once
-        num_more = self._late_answers(own) + is_late - self._late_answers()
+        num_more = self._late_answers(own) + is_late - self._num_late_answers
         # One that is lost by it leaves prompts more time, but that is no merit.
-        return num_more + max(0, self._late_prompts(self._jobs, 1) - self._late_prompts(self._jobs))
+        return num_more + max(0, self._late_prompts(self._jobs, 1) - self._num_late_prompts)
 
     def alone(self, waits_s: float) -> int:
         """More that are late when it does both: answers wait for blocks before their prompts are read."""
@@ -266,9 +266,17 @@ class NodeLateness:
         seconds = self._weights.of_chunk(0, num_tokens, is_first=True) if num_tokens else 0.0
         return Job(seconds, due_s - self._now)
 
-    @cached_property
+    @property
     def _num_late(self) -> int:
-        return self._late_answers() + self._late_prompts(self._jobs)
+        return self._num_late_answers + self._num_late_prompts
+
+    @cached_property
+    def _num_late_answers(self) -> int:
+        return self._late_answers()
+
+    @cached_property
+    def _num_late_prompts(self) -> int:
+        return self._late_prompts(self._jobs)
 
     @cached_property
     def _answers(self) -> list[_Answer]:
