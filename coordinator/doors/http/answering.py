@@ -6,7 +6,6 @@ answers.
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
@@ -22,6 +21,7 @@ from coordinator.doors.front import Call, Front
 from coordinator.doors.http import sse
 from coordinator.doors.http.dialects import Dialect
 from coordinator.doors.http.errors import internal_error, renamed
+from coordinator.doors.http.json_text import dumped
 from coordinator.doors.http.responses import Answered, Envelope, Form, Usage
 from protos.inference_pb2 import FINISH_REASON_ABORT, FINISH_REASON_LENGTH, Chunk, GenerateResponse
 from serving_core.errors import RequestError
@@ -209,16 +209,12 @@ def written(document: Mapping[str, Any]) -> Response:
     """A document as JSON, choice by choice: other threads have their turns in between."""
     choices = document.get("choices")
     if not isinstance(choices, list):
-        return Response(_dumped(document), media_type="application/json")
+        return Response(dumped(document), media_type="application/json")
     parts = [
-        f"{_dumped(name)}:" + (f"[{','.join(map(_dumped, choices))}]" if name == "choices" else _dumped(value))
+        f"{dumped(name)}:" + (f"[{','.join(map(dumped, choices))}]" if name == "choices" else dumped(value))
         for name, value in document.items()
     ]
     return Response("{" + ",".join(parts) + "}", media_type="application/json")
-
-
-def _dumped(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def _drop_answer(response: GenerateResponse) -> None:

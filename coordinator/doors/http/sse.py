@@ -1,10 +1,11 @@
 """Server-sent events: how a stream of JSON objects travels."""
 
-import json
 from collections.abc import Mapping
 from typing import Any, Final
 
 from starlette.types import Send
+
+from coordinator.doors.http.json_text import dumped
 
 DONE: Final = b"data: [DONE]\n\n"
 HEADERS: Final = [
@@ -16,7 +17,7 @@ HEADERS: Final = [
 
 def event(value: Any) -> bytes:
     """One event that carries a JSON value."""
-    return b"data: " + json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + dumped(value).encode() + b"\n\n"
 
 
 def named_event(value: Mapping[str, Any]) -> bytes:
