@@ -30,12 +30,16 @@ class Outgoing:
         overlap_min_tokens: int,
         on_caught_up: OnCaughtUp,
         on_ended: OnEnded,
+        is_early: Callable[[int], bool] = lambda epoch: False,
     ) -> None:
+        """`is_early` tells of an epoch's transfer whether it has begun before the steps announced before it, which are
+        to report no blocks: it may not be their share that it is about, or not as those steps see it."""
         self._layout = layout
         self._overlap_min_tokens = overlap_min_tokens
         self._sender = sender
         self._on_caught_up = on_caught_up
         self._on_ended = on_ended
+        self._is_early = is_early
         self._transfers: dict[int, SendingTransfer] = {}
 
     def send(self, epoch: int, ticket: bytes) -> None:
@@ -72,7 +76,7 @@ class Outgoing:
 
     def _layers_ready(self, parts: Sequence[tuple[int, Share]], num_layers: int) -> None:
         for epoch, share in parts:
-            if transfer := self._transfers.get(epoch):
+            if (transfer := self._transfers.get(epoch)) and not self._is_early(epoch):
                 transfer.blocks_ready(share.block_ids[: self._num_final_blocks(share)], num_layers)
 
     def _num_final_blocks(self, share: Share) -> int:

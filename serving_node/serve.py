@@ -140,7 +140,14 @@ async def _follow(
 ) -> None:
     leader = await Leader.join(engine.group.exchange, receiver.address, sender.transport.key, rank_load(engine))
     stepper: Stepper[Share, None] = Stepper(engine.follow)
-    transfers = FollowerTransfers(engine.layout, sender, receiver, leader, settings.overlap_min_tokens)
+    transfers = FollowerTransfers(
+        engine.layout,
+        sender,
+        receiver,
+        leader,
+        settings.overlap_min_tokens,
+        may_lag=settings.engine.pipeline_parallel_size > 1,
+    )
     await Follower(leader, stepper, transfers, store).run()
 
 

@@ -47,8 +47,8 @@ class Annex(Protocol):
     def ask(self, layer: int, query: memoryview) -> None:
         """Asks for the partials of this row, in the pool's compute dtype."""
 
-    def answer(self) -> memoryview:
-        """The partials [num_tiles, partial_floats] of the row that was asked for, float32."""
+    def answer(self, layer: int) -> memoryview:
+        """The partials [num_tiles, partial_floats] of the row that was asked for in this layer, float32."""
 
     def carry(self, layer: int, queries: memoryview, partials: memoryview) -> memoryview:
         """The partials [rows, partial_floats] of these rows over all keys up to the annex's last one, from those over
@@ -111,7 +111,7 @@ class AnnexedAttention:
         self._attention.attend(query, layer, plan.own)
         at = 0
         for annex in self._annexes:
-            partials = np.frombuffer(annex.answer(), np.float32).reshape(annex.num_tiles, -1)
+            partials = np.frombuffer(annex.answer(layer), np.float32).reshape(annex.num_tiles, -1)
             plan.annexed[at : at + annex.num_tiles] = partials
             at += annex.num_tiles
         return self._attention.attend(query, layer, plan.merging)

@@ -32,10 +32,11 @@ class Annex:
         with self._closed_by_errors():
             tell(self._connection, Kind.ASK, query, layer=layer)
 
-    def answer(self) -> memoryview:
-        """The partials [num_tiles] of the row that was asked for."""
+    def answer(self, layer: int) -> memoryview:
+        """The partials [num_tiles] of the row that was asked for, in this layer."""
+        num_bytes = self.num_tiles * self._partial_bytes
         with self._closed_by_errors():
-            _, payload = hear_answer(self._connection, Kind.PARTIALS, self.num_tiles * self._partial_bytes)
+            _, payload = hear_answer(self._connection, Kind.PARTIALS, num_bytes, layer=layer)
         return memoryview(payload)
 
     def carry(self, layer: int, queries: memoryview, partials: memoryview) -> memoryview:
@@ -43,7 +44,7 @@ class Annex:
         num_rows = len(queries) // self._row_bytes
         with self._closed_by_errors():
             tell(self._connection, Kind.CARRY, b"".join((queries, partials)), layer=layer, number=num_rows)
-            _, payload = hear_answer(self._connection, Kind.PARTIALS, num_rows * self._partial_bytes)
+            _, payload = hear_answer(self._connection, Kind.PARTIALS, num_rows * self._partial_bytes, layer=layer)
         return memoryview(payload)
 
     def close(self) -> None:
@@ -97,7 +98,7 @@ def open_annex(
         for layer in layers:
             keys, values = read(layer, header.number)
             tell(connection, Kind.PUT, b"".join((keys, values)), layer=layer)
-            hear_answer(connection, Kind.PUT)
+            hear_answer(connection, Kind.PUT, layer=layer)
         connection.settimeout(ANSWER_S)
     except BaseException:
         connection.close()

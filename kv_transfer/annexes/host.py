@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
 from kv_transfer.annexes.wire import KEY_BYTES, Header, Kind, hear, hear_payload, tell
@@ -17,6 +17,7 @@ from serving_core.layout import KVLayout
 logger = logging.getLogger(__name__)
 
 MAX_ANNEXES: Final = 64  # at a time; more are refused
+MAX_STRANGERS: Final = 64  # connections that have not shown the key; the oldest makes room for another
 IDLE_S: Final = 600.0  # after which an annex that nobody asks for anything is given up
 MESSAGE_S: Final = 10.0
 ACCEPT_PAUSE_S: Final = 0.1  # after a connection that could not be accepted, for want of descriptors say
@@ -66,6 +67,8 @@ class AnnexHost:
         self._computes = threading.Lock()  # one at a time, beside the node's own steps
         self._lock = threading.Lock()
         self._connections: dict[int, socket.socket] = {}
+        self._strangers: dict[int, socket.socket] = {}  # of those, the oldest first
+        self._num_known = 0
         self._num_opened = 0
         self._is_closed = False
         try:
@@ -84,8 +87,7 @@ class AnnexHost:
             self._is_closed = True
             connections = list(self._connections.values())
         for connection in (self._listener, *connections):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            _shut(connection)
         self._acceptor.join(MESSAGE_S)  # behind which there are no more threads
         for thread in self._threads:
             thread.join(MESSAGE_S)
@@ -102,12 +104,14 @@ class AnnexHost:
                 time.sleep(ACCEPT_PAUSE_S)
                 continue
             with self._lock:
-                if self._is_closed or len(self._connections) >= MAX_ANNEXES:
+                if self._is_closed:
                     connection.close()
                     continue
+                if len(self._strangers) >= MAX_STRANGERS:
+                    _shut(self._strangers.pop(next(iter(self._strangers))))
                 self._num_opened += 1
                 number = self._num_opened
-                self._connections[number] = connection
+                self._connections[number] = self._strangers[number] = connection
             thread = threading.Thread(
                 target=self._serve, args=(number, connection), name=f"annex-{number}", daemon=True
             )
@@ -135,9 +139,10 @@ class AnnexHost:
             self._forget(number, connection)
 
     def _forget(self, number: int, connection: socket.socket) -> None:
-        connection.close()
         with self._lock:
+            connection.close()
             del self._connections[number]
+            self._strangers.pop(number, None)
 
     def _hold(self, number: int, connection: socket.socket) -> None:
         header = hear(connection)
@@ -147,7 +152,25 @@ class AnnexHost:
             raise TransferError("the first message opens no annex")
         if not hmac.compare_digest(bytes(hear_payload(connection, header, KEY_BYTES)), self._key):
             raise TransferError("it was asked for with another key")
-        block_ids = self._lease(number, header.number)
+        with self._known(number):
+            self._hold_for(number, header.number, connection)
+
+    @contextlib.contextmanager
+    def _known(self, number: int) -> Iterator[None]:
+        """One that has shown the key. Raises TransferError where there are too many."""
+        with self._lock:
+            if self._num_known >= MAX_ANNEXES:
+                raise TransferError(f"there are {MAX_ANNEXES} annexes here, the most of a node")
+            self._strangers.pop(number, None)
+            self._num_known += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_known -= 1
+
+    def _hold_for(self, number: int, most_tiles: int, connection: socket.socket) -> None:
+        block_ids = self._lease(number, most_tiles)
         num_tiles = len(block_ids) // self._blocks_each
         tell(connection, Kind.OPENED, number=num_tiles)
         missing = set(self._layout.layers)
@@ -171,7 +194,7 @@ class AnnexHost:
         sizes = [each * len(block_ids) for each in num_bytes]
         payload = memoryview(hear_payload(connection, header, sum(sizes)))
         self._pool.write(header.layer, block_ids, payload[: sizes[0]], payload[sizes[0] :])
-        tell(connection, Kind.PUT)
+        tell(connection, Kind.PUT, layer=header.layer)
 
     def _answer(self, connection: socket.socket, header: Header, block_ids: list[int]) -> None:
         query = hear_payload(connection, header, self._partials.row_bytes)
@@ -191,3 +214,9 @@ class AnnexHost:
         with self._computes:
             partials = self._partials.carry(payload[:num_bytes], payload[num_bytes:], header.layer, block_ids)
         tell(connection, Kind.PARTIALS, partials.data, layer=header.layer)
+
+
+def _shut(connection: socket.socket) -> None:
+    """Whoever waits for it is told."""
+    with contextlib.suppress(OSError):  # it is gone already
+        connection.shutdown(socket.SHUT_RDWR)

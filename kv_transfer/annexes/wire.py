@@ -18,9 +18,12 @@ from kv_transfer.errors import TransferError
 KEY_BYTES: Final = 32
 MAX_BYTES: Final = 2**30  # of one message's payload
 LEAST_S: Final = 0.001  # for what has come already
-_HEADER: Final = struct.Struct("<4sIIQI")  # magic with the kind, layer, a number, bytes behind it, their checksum
+_HEADER: Final = struct.Struct(
+    "<4sIIQI"
+)  # magic with the kind, layer, a number, bytes behind it, checksum of all but itself
 HEADER_BYTES: Final = _HEADER.size
-_MAGIC: Final = b"SSA"
+_BEFORE_CHECKSUM: Final = HEADER_BYTES - 4
+_MAGIC: Final = b"SSB"
 
 
 class Kind(IntEnum):
@@ -37,7 +40,8 @@ class Header(NamedTuple):
     layer: int
     number: int
     num_bytes: int
-    checksum: int
+    own_checksum: int
+    checksum: int  # of it and the payload
 
 
 def tell(
@@ -45,8 +49,8 @@ def tell(
 ) -> None:
     """Raises OSError when the other end does not take it in time."""
     view = memoryview(payload).cast("B")
-    header = _HEADER.pack(_MAGIC + bytes([kind]), layer, number, len(view), zlib.crc32(view))
-    connection.sendall(header)
+    fields = _HEADER.pack(_MAGIC + bytes([kind]), layer, number, len(view), 0)[:_BEFORE_CHECKSUM]
+    connection.sendall(fields + zlib.crc32(view, zlib.crc32(fields)).to_bytes(4, "little"))
     if len(view):
         connection.sendall(view)
 
@@ -61,7 +65,7 @@ def hear(connection: socket.socket) -> Header | None:
         raise TransferError("a message of an annex begins with something else")
     if num_bytes > MAX_BYTES:
         raise TransferError(f"a message of an annex has {num_bytes} bytes, the limit is {MAX_BYTES}")
-    return Header(Kind(magic[3]), layer, number, num_bytes, checksum)
+    return Header(Kind(magic[3]), layer, number, num_bytes, zlib.crc32(data[:_BEFORE_CHECKSUM]), checksum)
 
 
 def hear_payload(connection: socket.socket, header: Header, num_bytes: int) -> bytearray:
@@ -69,18 +73,22 @@ def hear_payload(connection: socket.socket, header: Header, num_bytes: int) -> b
     if header.num_bytes != num_bytes:
         raise TransferError(f"a message of an annex has {header.num_bytes} bytes in place of {num_bytes}")
     payload = _receive(connection, num_bytes)
-    if zlib.crc32(payload) != header.checksum:
+    if zlib.crc32(payload, header.own_checksum) != header.checksum:
         raise TransferError("a message of an annex is damaged")
     return payload
 
 
-def hear_answer(connection: socket.socket, kind: Kind, num_bytes: int = 0) -> tuple[Header, bytearray]:
-    """The answer to what was asked. Raises OSError or TransferError."""
+def hear_answer(
+    connection: socket.socket, kind: Kind, num_bytes: int = 0, *, layer: int = 0
+) -> tuple[Header, bytearray]:
+    """The answer to what was asked, of that layer. Raises OSError or TransferError."""
     header = hear(connection)
     if header is None:
         raise TransferError("the node that holds an annex has hung up")
     if header.kind is not kind:
         raise TransferError(f"an annex answers {header.kind.name} in place of {kind.name}")
+    if header.layer != layer:
+        raise TransferError(f"an annex answers for layer {header.layer} in place of {layer}")
     return header, hear_payload(connection, header, num_bytes)
 
 

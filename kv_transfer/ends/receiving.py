@@ -1,6 +1,7 @@
 """One lane at its receiving end: the session, and the I/O that it asks for."""
 
 import asyncio
+import logging
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Protocol
@@ -18,11 +19,14 @@ from kv_transfer.sessions.receiver_session import (
     Verified,
     Verify,
     Write,
+    WriteFailed,
 )
 from kv_transfer.store import KVStore
 from kv_transfer.ticket import Lane
 from kv_transfer.wire import Abort, BlockRange, Committed, Data, Finish, Missing, Refused, Segment
 from serving_core.failpoints import reach
+
+logger = logging.getLogger(__name__)
 
 MAX_ENDED = 4096
 REMEMBER_S = 300.0
@@ -85,7 +89,9 @@ class ReceivingLane:
                 case Verify(segments=segments):
                     self._verify(segments, buffers)
                 case Write(blocks=blocks, segment=segment, part=part):
-                    self._write(blocks, part, *buffers[2 * segment : 2 * segment + 2])
+                    if not self._is_written(blocks, part, *buffers[2 * segment : 2 * segment + 2]):
+                        self._handle(WriteFailed())
+                        return
                 case Conclude(result=result):
                     self._alarm.set(None)
                     self._owner.lane_ended(self, result)
@@ -107,12 +113,17 @@ class ReceivingLane:
         self._owner.lane_found_corrupt(num_corrupt)
         self._handle(Verified(segments, intact), pieces or ())
 
-    def _write(self, blocks: BlockRange, part: range, keys: Buffer, values: Buffer) -> None:
+    def _is_written(self, blocks: BlockRange, part: range, keys: Buffer, values: Buffer) -> bool:
         key_bytes, value_bytes = self.session.lane.layout.plane_bytes(blocks.layer)
         keys = keys[part.start * key_bytes : part.stop * key_bytes]
         values = values[part.start * value_bytes : part.stop * value_bytes]
-        self._store.write(blocks.layer, self._block_ids[blocks.first : blocks.stop], keys, values)
+        try:
+            self._store.write(blocks.layer, self._block_ids[blocks.first : blocks.stop], keys, values)
+        except Exception:  # for want of memory, of the host or the device
+            logger.exception("blocks of a transfer could not be written")
+            return False
         self._owner.lane_wrote(len(keys) + len(values))
+        return True
 
 
 class EndedLanes:

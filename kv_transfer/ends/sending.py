@@ -1,6 +1,7 @@
 """One lane at its sending end: the session, and the I/O that it asks for."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -30,6 +31,8 @@ from kv_transfer.transports.transport import Dialer
 from kv_transfer.wire import BlockRange, Data, Segment, encode
 from serving_core import reasons
 from serving_core.failpoints import reach
+
+logger = logging.getLogger(__name__)
 
 
 class LaneOwner(Protocol):
@@ -91,7 +94,9 @@ class SendingLane:
         for action in self._session.handle(event, self._loop.time()):
             match action:
                 case SendBlocks(ranges=ranges):
-                    self._send_blocks(ranges)
+                    if not self._are_sent(ranges):
+                        self.cancel()
+                        return
                 case SendMessage(message=message):
                     self._transport.send(self.address, encode(message))
                 case HangUp():
@@ -103,21 +108,30 @@ class SendingLane:
                     self._owner.lane_ended(result)
         self._schedule()
 
-    def _send_blocks(self, ranges: tuple[BlockRange, ...]) -> None:
-        store, payload = self._store, self._transport.payload
-        segments: list[Segment] = []
-        views: list[Buffer] = []
-        for blocks in ranges:
-            keys, values = store.read(blocks.layer, self._block_ids[blocks.first : blocks.stop])
-            checksum = payload.checksum(keys, values)
-            segments.append(Segment(blocks.layer, blocks.first, blocks.num_blocks, checksum))
-            views += keys, values
+    def _are_sent(self, ranges: tuple[BlockRange, ...]) -> bool:
+        try:
+            segments, views = self._read(ranges)
+            frames = self._transport.payload.gather(views)
+        except Exception:  # for want of memory, of the host or the device
+            logger.exception("blocks of a transfer could not be read")
+            return False
         self._owner.lane_sent(sum(map(len, views)))
         header = encode(Data(self._lane.transfer_id, self._lane.epoch, tuple(segments)))
-        held = self._transport.send(self.address, header, payload.gather(views))
+        held = self._transport.send(self.address, header, frames)
         self._held.add(held)
         held.add_done_callback(self._release)
         reach("sent")
+        return True
+
+    def _read(self, ranges: tuple[BlockRange, ...]) -> tuple[list[Segment], list[Buffer]]:
+        segments: list[Segment] = []
+        views: list[Buffer] = []
+        for blocks in ranges:
+            keys, values = self._store.read(blocks.layer, self._block_ids[blocks.first : blocks.stop])
+            checksum = self._transport.payload.checksum(keys, values)
+            segments.append(Segment(blocks.layer, blocks.first, blocks.num_blocks, checksum))
+            views += keys, values
+        return segments, views
 
     def _release(self, held: asyncio.Future[None]) -> None:
         self._held.discard(held)

@@ -3,6 +3,7 @@
     RECEIVING ──Finish, blocks lacking──> LACKING ──the last block verified──> COMMITTED
         └──────────────Finish, every block verified──────────────────────────────^
     Abort, Cancel, Tick past the time to live: RECEIVING and LACKING ──> FAILED
+    WriteFailed, before anyone has heard of the commit that it was part of: any of the three ──> FAILED
 
 A block is written at most once, when the checksum of its segment is right, and never after the session has ended. An
 ended session still answers: Committed to everything after a commit, Refused after a failure.
@@ -52,6 +53,11 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True)
+class WriteFailed:
+    """The answer to a Write that did not come about; what stands behind it in that list of actions is left undone."""
+
+
+@dataclass(frozen=True, slots=True)
 class Cancel:
     """The caller wants no more of this."""
 
@@ -61,7 +67,7 @@ class Tick:
     """expires_at has come."""
 
 
-Event = Data | Finish | Abort | Verified | Cancel | Tick
+Event = Data | Finish | Abort | Verified | WriteFailed | Cancel | Tick
 
 
 # ---- actions ----
@@ -150,6 +156,9 @@ class ReceiverSession:
         self.state = State.LACKING
         return self._commit_if_complete() or [Reply(self._missing(event))]
 
+    def _write_failed(self, event: WriteFailed, now: float) -> list[Action]:
+        return self._fail(Refusal.CANCELLED, "the receiver's node could not write the blocks")
+
     def _cancel(self, event: Cancel, now: float) -> list[Action]:
         return self._fail(Refusal.CANCELLED, "the receiver's node cancelled the transfer")
 
@@ -234,6 +243,8 @@ for _state in (State.RECEIVING, State.LACKING):
     _TRANSITIONS[_state, Abort] = ReceiverSession._abort
     _TRANSITIONS[_state, Cancel] = ReceiverSession._cancel
     _TRANSITIONS[_state, Tick] = ReceiverSession._tick
+for _state in (State.RECEIVING, State.LACKING, State.COMMITTED):
+    _TRANSITIONS[_state, WriteFailed] = ReceiverSession._write_failed
 for _event in (Data, Finish):
     _TRANSITIONS[State.COMMITTED, _event] = ReceiverSession._committed_again
     _TRANSITIONS[State.FAILED, _event] = ReceiverSession._refused_again

@@ -10,12 +10,13 @@ receiving.
 
 import asyncio
 import logging
+import os
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol, cast
@@ -34,6 +35,7 @@ MAX_KEYS = 64
 POLL_S = 50e-6
 IDLE_S = 0.5  # after which an idle thread looks whether its process is ending
 NCCL_TIMEOUT_S = 30.0  # to start NCCL and the device
+NCCL_ERRORS, CLEAN_UP_ONLY = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"  # read when a group is made
 TORCH_ERRORS = (RuntimeError, ValueError, MemoryError, TransferError)  # the last one is of our own store
 
 Relay = Callable[[str, bytes], None]
@@ -88,7 +90,8 @@ class Pair:
         self._begun: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # to wait for; None ends the other thread
         self._open: deque[_Job] = deque()  # whose `done` is not; in order
         self._is_stopping = False
-        self._thread = threading.Thread(target=self._run, name="kv pair")
+        # Where NCCL connects, nothing but the other end lets a thread go on, and a process must be able to end.
+        self._thread = threading.Thread(target=self._run, name="kv pair", daemon=device.type == "cuda")
         self._thread.start()
 
     def put(self, key: str, value: bytes) -> None:
@@ -185,7 +188,8 @@ class Pair:
         if self._device.type == "cuda":
             nccl_options = dist.ProcessGroupNCCL.Options()
             nccl_options._timeout = timedelta(seconds=self.make_timeout_s)
-            return cast("_Group", dist.ProcessGroupNCCL(self._store, self._rank, 2, nccl_options))
+            with _errors_end_groups():
+                return cast("_Group", dist.ProcessGroupNCCL(self._store, self._rank, 2, nccl_options))
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the only way to name an interface
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._local_ip, lazy_init=False)]
         options._threads = 1
@@ -292,6 +296,21 @@ class _RelayedStore(dist.Store):  # type: ignore[name-defined, misc]  # known at
             self._changed.wait_for(lambda: self._is_closed or self.check(keys), self._timeout_s)
             if not self.check(keys):
                 raise TransferError("the other end of a pair did not make its group")
+
+
+@contextmanager
+def _errors_end_groups() -> Iterator[None]:
+    """A group of NCCL that is made within ends itself where its other end dies. By torch's default this process ends,
+    which is right for the ranks of one node alone."""
+    before = os.environ.get(NCCL_ERRORS)
+    os.environ[NCCL_ERRORS] = CLEAN_UP_ONLY
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NCCL_ERRORS]
+        else:
+            os.environ[NCCL_ERRORS] = before
 
 
 def _own_stream(device: torch.device) -> torch.cuda.Stream | None:

@@ -173,12 +173,23 @@ class FollowerTransfers:
     """A follower's part of them, as rank 0 commands it."""
 
     def __init__(
-        self, layout: KVLayout, sender: KVSender, receiver: KVReceiver, leader: Leader, overlap_min_tokens: int
+        self,
+        layout: KVLayout,
+        sender: KVSender,
+        receiver: KVReceiver,
+        leader: Leader,
+        overlap_min_tokens: int,
+        *,
+        may_lag: bool,
     ) -> None:
+        """`may_lag`: rank 0 may be done with a step that this rank is still in, as of a later stage, and then grants
+        blocks that the step still writes to."""
         self._leader = leader
+        self._may_lag = may_lag
         self._listener = receiver.transport
         self._early: Counter[int] = Counter()  # Sends that have begun before the steps announced before them, by epoch
-        self._outgoing = Outgoing(layout, sender, overlap_min_tokens, self._caught_up, self._ended)
+        is_early = self._early.__contains__
+        self._outgoing = Outgoing(layout, sender, overlap_min_tokens, self._caught_up, self._ended, is_early)
         self._incoming = Incoming(receiver, self._granted, self._ended)
 
     def handle(self, command: ranks_pb2.RankCommand) -> None:
@@ -187,17 +198,17 @@ class FollowerTransfers:
             case "send":
                 self._early[command.send.epoch] += 1
                 self._outgoing.send(command.send.epoch, command.send.ticket)
-            case "grant":
-                grant = command.grant
-                self._incoming.expect(grant.epoch, grant.ticket, grant.block_ids)
             case "admit":
                 self._listener.allow(command.admit.keys)
             case "cancel_transfer":
                 self._outgoing.cancel(command.cancel_transfer.epoch)
-                self._incoming.cancel(command.cancel_transfer.epoch)
+        if not self._may_lag:
+            self._receive(command)
 
     def after_step(self, command: ranks_pb2.RankCommand) -> None:
         """Does the part of a command that has to wait for the steps announced before it."""
+        if self._may_lag:
+            self._receive(command)
         match command.WhichOneof("command"):
             case "send":
                 self._early -= Counter([command.send.epoch])
@@ -208,6 +219,14 @@ class FollowerTransfers:
                 finish = command.finish_send
                 if finish.epoch not in self._early:
                     self._outgoing.finish(finish.epoch, finish.block_ids, finish.tail)
+
+    def _receive(self, command: ranks_pb2.RankCommand) -> None:
+        match command.WhichOneof("command"):
+            case "grant":
+                grant = command.grant
+                self._incoming.expect(grant.epoch, grant.ticket, grant.block_ids)
+            case "cancel_transfer":
+                self._incoming.cancel(command.cancel_transfer.epoch)
 
     def _ready(self, epoch: int, block_ids: Sequence[int]) -> None:
         """Unless the transfer that was meant has ended, and the next one of its epoch has begun: that one's blocks are

@@ -41,7 +41,7 @@ class PoolAnnex:
     def ask(self, layer, query):
         self._answer = self.partial.partials(bytearray(query), layer, self._block_ids)
 
-    def answer(self):
+    def answer(self, layer):
         return memoryview(self._answer).cast("B")
 
     def carry(self, layer, queries, partials):

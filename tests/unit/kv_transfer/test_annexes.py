@@ -10,7 +10,7 @@ import torch
 
 from engine.cache.kv_pool import PagedKVPool
 from kv_transfer.annexes.annex import Annex, most_tiles_of, open_annex
-from kv_transfer.annexes.host import MAX_ROWS, AnnexHost
+from kv_transfer.annexes.host import MAX_ROWS, MAX_STRANGERS, AnnexHost
 from kv_transfer.annexes.wire import HEADER_BYTES, KEY_BYTES, Kind, hear_answer, tell
 from kv_transfer.errors import TransferError
 from serving_core.blocks import BlockAllocator
@@ -85,7 +85,7 @@ def test_what_is_put_there_is_asked_for_and_let_go(host, hosting):
     assert (annex.num_tiles, hosting.num_blocks) == (2, 8)
     for layer in LAYOUT.layers:
         annex.ask(layer, memoryview(np.array([7.0])).cast("B"))
-        answer = np.frombuffer(annex.answer(), np.float32).reshape(2, 3).tolist()
+        answer = np.frombuffer(annex.answer(layer), np.float32).reshape(2, 3).tolist()
         assert answer == [[7, layer, 100 * layer], [7, layer, 100 * layer + 4]]
         queries = memoryview(np.array([7.0, 8.0])).cast("B")
         begun = annex.carry(layer, queries, memoryview(b""))
@@ -169,6 +169,69 @@ def test_rows_that_are_not_as_announced_end_the_annex(host, hosting, kind, numbe
         _ask(annex)
 
 
+def test_strangers_keep_nobody_out(host, hosting):
+    name, _, port = host.address.rpartition(":")
+    strangers = [socket.create_connection((name, int(port)), 10) for _ in range(MAX_STRANGERS + 3)]
+    _wait(lambda: host._num_opened == len(strangers))
+    annex = _open(host, _filled(), 1)
+    assert annex.num_tiles == 1
+    for stranger in strangers[:3]:  # the oldest make room
+        assert stranger.recv(1) == b""
+    annex.close()
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_flipped_layer_is_noticed_on_either_way(host, hosting):
+    """Else the partials of another layer would be taken for those that were asked for."""
+    annex = _open(host, _filled(), 1)
+    with pytest.raises(OSError, match=r"damaged|hung up"):
+        _ask(_flipping(annex, send=True))
+    annex = _open(host, _filled(), 1)
+    with pytest.raises(OSError, match=r"damaged|layer"):
+        _ask(_flipping(annex, send=False))
+
+
+def test_an_answer_for_another_layer_is_refused(host, hosting):
+    annex = _open(host, _filled(), 1)
+    annex.ask(1, memoryview(bytes(8)))
+    with pytest.raises(OSError, match="answers for layer 1 in place of 0"):
+        annex.answer(0)
+
+
+def _flipping(annex, *, send):
+    """The annex, of whose connection a bit of the next header's layer flips one way."""
+    annex._connection = _FlippingConnection(annex._connection, send=send)
+    return annex
+
+
+class _FlippingConnection:
+    LAYER_AT = 4
+
+    def __init__(self, connection, *, send):
+        self._connection, self._sends, self._is_over = connection, send, False
+
+    def __getattr__(self, name):
+        return getattr(self._connection, name)
+
+    def sendall(self, data):
+        self._connection.sendall(self._flipped(data) if self._sends else data)
+
+    def recv_into(self, view):
+        num_bytes = self._connection.recv_into(view)
+        if not self._sends and num_bytes > self.LAYER_AT:
+            view[:num_bytes] = self._flipped(view[:num_bytes])
+        return num_bytes
+
+    def _flipped(self, data):
+        if self._is_over:
+            return data
+        self._is_over = True
+        changed = bytearray(data)
+        changed[self.LAYER_AT] ^= 1
+        return changed
+
+
 def test_damaged_bytes_are_noticed(host, hosting):
     name, _, port = host.address.rpartition(":")
     sizes = [each * 4 for each in LAYOUT.plane_bytes(0)]
@@ -196,7 +259,7 @@ def _all(connection, num_bytes):
 
 def _ask(annex):
     annex.ask(0, memoryview(bytes(8)))
-    annex.answer()
+    annex.answer(0)
 
 
 def test_a_host_that_ends(hosting):

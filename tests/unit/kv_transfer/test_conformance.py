@@ -95,6 +95,40 @@ def test_blocks_leave_while_the_prompt_is_computed(fabric):
     run(scenario())
 
 
+class Flaky(ByteStore):
+    """A store whose host or device has no memory left, once."""
+
+    fails = True
+
+    def read(self, layer, block_ids):
+        self._fail()
+        return super().read(layer, block_ids)
+
+    def write(self, layer, block_ids, keys, values):
+        self._fail()
+        super().write(layer, block_ids, keys, values)
+
+    def _fail(self):
+        if self.fails:
+            self.fails = False
+            raise MemoryError("no memory left")
+
+
+@pytest.mark.parametrize("end", ["sender", "receiver"])
+def test_blocks_that_cannot_be_read_or_written_fail_the_transfer_and_no_other(fabric, end):
+    stores = Flaky if end == "sender" else ByteStore, Flaky if end == "receiver" else ByteStore
+    source, target = stores[0](LAYOUT, 8, seed=5), stores[1](LAYOUT, 8)
+
+    async def scenario():
+        async with pair(fabric, source, target) as (sender, receiver):
+            results = await transfer(sender, receiver, range(8), range(8))
+            assert [type(result) for result in results] == [TransferFailed, TransferFailed]
+            results = await transfer(sender, receiver, range(8), range(8))
+            check_arrived(source, range(8), target, range(8), results)
+
+    run(scenario())
+
+
 def test_many_transfers_at_once(fabric):
     """Three senders, two receivers, sixty transfers of different lengths."""
     rng = random.Random(4)

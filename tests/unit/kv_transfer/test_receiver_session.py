@@ -46,6 +46,21 @@ def test_finish_and_then_the_rest_commits():
     assert deliver(session, (1, 0, 5)) == [Write(BlockRange(1, 0, 5), 0, range(5)), *COMMIT]
 
 
+@pytest.mark.parametrize("is_last", [False, True])
+def test_what_could_not_be_written_is_never_committed(is_last):
+    session = make_receiver()
+    assert deliver(session, (0, 0, 5)) != []
+    if is_last:
+        session.handle(Finish(*NAMES, 0, 5, b"t"), 0.0)
+        assert deliver(session, (1, 0, 5))[-2:] == COMMIT
+    reply, conclude = session.handle(receiving.WriteFailed(), 0.0)
+    assert [reply] == refused(Refusal.CANCELLED)
+    assert isinstance(conclude.result, TransferFailed)
+    assert not session.is_open
+    assert session.handle(Finish(*NAMES, 0, 5, b"t"), 0.0) == refused(Refusal.CANCELLED)
+    assert session.handle(receiving.WriteFailed(), 0.0) == []
+
+
 def test_the_blocks_of_a_corrupt_segment_count_as_not_arrived():
     session = make_receiver()
     writes = deliver(session, (0, 0, 3), (1, 0, 2), (0, 3, 2), (1, 2, 3), corrupt={0, 3})

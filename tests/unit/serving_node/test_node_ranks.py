@@ -67,9 +67,9 @@ class Ends:
 class Node:
     """The ranks of a node without its logic: their stores and ends, and what rank 0 hears."""
 
-    def __init__(self, network, name, tp_size, seed):
+    def __init__(self, network, name, tp_size, seed, *, may_lag=False):
         whole = ByteStore(LAYOUT, NUM_BLOCKS, seed=seed)
-        self.name, self.tp_size = name, tp_size
+        self.name, self.tp_size, self.may_lag = name, tp_size, may_lag
         self.stores = [_slice(whole, rank, tp_size) for rank in range(tp_size)]
         self.senders = [
             KVSender(network.dialer(), store, rank=rank, tp_size=tp_size, deadline_s=DEADLINE_S)
@@ -100,7 +100,12 @@ class Node:
 
     def follow(self, rank, leader, overlap_min_tokens):
         transfers = FollowerTransfers(
-            self.stores[rank].layout, self.senders[rank], self.receivers[rank], leader, overlap_min_tokens
+            self.stores[rank].layout,
+            self.senders[rank],
+            self.receivers[rank],
+            leader,
+            overlap_min_tokens,
+            may_lag=self.may_lag,
         )
         return Follower(leader, Stepper(self._compute(rank)), transfers)
 
@@ -163,10 +168,13 @@ A_SEED, B_SEED = 1, 2
 
 
 @asynccontextmanager
-async def nodes(monkeypatch, a_size, b_size, overlap_min_tokens=0, network=None):
+async def nodes(monkeypatch, a_size, b_size, overlap_min_tokens=0, network=None, *, may_lag=False):
     """Two nodes, a and b, whose followers obey."""
     network = network or LoopbackNetwork()
-    a, b = Node(network, "a", a_size, A_SEED), Node(network, "b", b_size, B_SEED)
+    a, b = (
+        Node(network, name, size, seed, may_lag=may_lag)
+        for name, size, seed in (("a", a_size, A_SEED), ("b", b_size, B_SEED))
+    )
     async with (
         crew(monkeypatch, a_size - 1, addresses(a), keys(a)) as a_crew,
         crew(monkeypatch, b_size - 1, addresses(b), keys(b)) as b_crew,
@@ -321,6 +329,67 @@ async def test_a_rank_whose_steps_lag_takes_nothing_of_an_ended_transfer_for_the
         assert b.bytes_of(IDS) == sliced_bytes(A_SEED, 1)
 
 
+async def test_blocks_that_a_running_step_writes_to_leave_behind_it(monkeypatch):
+    """An answer begins to move while a step of it has candidates: its last block is written to later, too."""
+    async with nodes(monkeypatch, 2, 1, overlap_min_tokens=16) as (a, b):
+        ticket = await b.open_to(a, 5)
+        answer = Request("r", 5, list(range(17)), 8, SamplingParams(max_tokens=99))
+        a.lets_steps_end.clear()
+        a.followers.announce([Work(answer, 16, 1, IDS[:5], candidates=(7,))])
+        a.transfers.send(5, ticket, IDS[:4])
+        await a.sent.until_passed(lambda: a.senders[1].num_open)
+        a.lets_steps_end.set()
+        await a.sent.until(lambda: a.sent.caught_up)
+        for store in a.stores:  # what later steps do
+            store.flip(0, 4)
+        a.transfers.finish(5, IDS[:5], b"tail")
+        await b.received.until(lambda: b.received.results)
+        heads = [b.stores[0].heads(head_range(rank, 2, LAYOUT.num_kv_heads)) for rank in range(2)]
+        for layer in range(LAYOUT.num_layers):
+            sent = [list(map(bytes, store.read(layer, IDS[:5]))) for store in a.stores]
+            assert [list(map(bytes, store.read(layer, IDS[:5]))) for store in heads] == sent
+
+
+async def test_a_ticket_that_comes_during_a_chunk_sends_no_block_twice(monkeypatch):
+    monkeypatch.setattr("kv_transfer.payload.MESSAGE_BYTES", 1)  # a message for each block
+    async with nodes(monkeypatch, 2, 1) as (a, b):
+        ticket = await b.open_to(a, 5)
+        prompt = Request("r", 5, list(range(48)), 48, SamplingParams(max_tokens=4))
+        a.lets_steps_end.clear()
+        a.followers.announce([Work(prompt, 0, 48, IDS)])
+        a.transfers.send(5, ticket, [])
+        await a.sent.until_passed(lambda: a.senders[1].num_open)
+        a.lets_steps_end.set()
+        a.transfers.finish(5, IDS, b"tail")
+        await b.received.until(lambda: b.received.results)
+        assert b.received.results[5].tail == b"tail"
+        assert b.receivers[0].num_corrupt_blocks == 0
+        assert b.bytes_of(IDS) == sliced_bytes(A_SEED, 1)
+
+
+async def test_a_rank_whose_steps_lag_opens_no_block_that_its_step_may_write_to(monkeypatch):
+    """Rank 0 is done with the step, and has given the blocks of a request that ended with it to another."""
+    async with nodes(monkeypatch, 2, 2, may_lag=True) as (a, b):
+        request = Request("old", 4, list(range(30)), 30, SamplingParams(max_tokens=4))
+        to_a = await a.open_to(b, 6)
+        b.lets_steps_end.clear()
+        b.followers.announce([Work(request, 0, 30, IDS)])
+        b.transfers.receive(5, b.ticket(5, a), IDS)
+        b.transfers.receive(7, b.ticket(7, a), IDS)
+        b.transfers.cancel(7)
+        b.transfers.send(6, to_a, [])
+        await b.sent.until_passed(lambda: b.senders[1].num_open)  # the follower has heard of all of that
+        assert (b.receivers[1].num_open, b.received.granted, b.received.results) == (0, [], {})
+        b.lets_steps_end.set()
+        await b.received.until(lambda: b.received.granted == [5] and 7 in b.received.results)
+        assert type(b.received.results[7]) is TransferFailed
+        for node, epoch in ((b, 5), (b, 6), (a, 6)):
+            node.transfers.cancel(epoch)
+        await b.received.until(lambda: 5 in b.received.results)
+        await b.sent.until(lambda: 6 in b.sent.results)
+        await a.received.until(lambda: 6 in a.received.results)
+
+
 async def test_cached_blocks_stay_as_they_are(monkeypatch):
     async with nodes(monkeypatch, 2, 3) as (a, b):
         ticket = await b.open_to(a, 1, num_cached=7)
@@ -333,8 +402,9 @@ async def test_cached_blocks_stay_as_they_are(monkeypatch):
 
 @pytest.mark.parametrize("sizes", [(3, 2), (2, 3), (4, 1)])
 @pytest.mark.parametrize("side", ["sender", "receiver"])
-async def test_cancel_ends_it_on_every_rank(side, sizes, monkeypatch):
-    async with nodes(monkeypatch, *sizes) as (a, b):
+@pytest.mark.parametrize("may_lag", [False, True])
+async def test_cancel_ends_it_on_every_rank(side, sizes, may_lag, monkeypatch):
+    async with nodes(monkeypatch, *sizes, may_lag=may_lag) as (a, b):
         ticket = await b.open_to(a, 9)
         a.transfers.send(9, ticket, IDS[:5])
         (a if side == "sender" else b).transfers.cancel(9)
