@@ -1,6 +1,7 @@
-"""Which code figures are of: what is saved by one version of it says nothing of another one."""
+"""Which code, and which model, figures are of: what is saved by one version says nothing of another one."""
 
 import hashlib
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,23 +12,41 @@ SUFFIXES: Final = (".py", ".so")
 NODE: Final = ("serving_node", "prefill_node", "decode_node", "kv_transfer", "protos", "serving_core")
 DECIDING: Final = ("coordinator", *NODE)
 SERVING: Final = ("splitserve", *DECIDING, "engine")  # all that runs when requests are served
-SIMULATED: Final = (*DECIDING, "splitserve_bench.simulate")  # all that runs when that is simulated
+_BENCH: Final = ("simulate", "plan.asked", "plan.loads", "dominance.simulator")
+_LOADS: Final = ("arrivals", "datasets", "grpc_backend", "metrics", "misses", "records", "reply", "told", "traces")
+# All that runs when that is simulated, and what makes the requests and judges the answers.
+SIMULATED: Final = (
+    *DECIDING,
+    *(f"splitserve_bench.{name}" for name in _BENCH),
+    *(f"splitserve_bench.serve.{name}" for name in _LOADS),
+)
 
 
 @cache
 def code_digest(packages: tuple[str, ...]) -> str:
-    """Of every source and every compiled file in these packages."""
+    """Of every source and every compiled file in these packages, and of modules that are none."""
     digest = hashlib.blake2s(digest_size=DIGEST_BYTES)
     for package in packages:
-        for folder in map(Path, _found(package)):
-            for path in sorted(folder.rglob("*")):
-                if path.suffix in SUFFIXES:
-                    content = hashlib.blake2s(path.read_bytes()).digest()
-                    digest.update(f"{package}/{path.relative_to(folder)}\0".encode() + content)
+        for name, path in _found(package):
+            digest.update(f"{package}/{name}\0".encode() + hashlib.blake2s(path.read_bytes()).digest())
     return digest.hexdigest()
 
 
-def _found(package: str) -> list[str]:
+def files_digest(folder: Path) -> str:
+    """Of a model's files: their names, sizes and times, and what config.json says."""
+    digest = hashlib.blake2s((folder / "config.json").read_bytes(), digest_size=DIGEST_BYTES)
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        found = path.stat()
+        digest.update(f"{path.relative_to(folder)} {found.st_size} {found.st_mtime_ns}\0".encode())
+    return digest.hexdigest()
+
+
+def _found(package: str) -> Iterator[tuple[str, Path]]:
     spec = find_spec(package)
-    assert spec is not None, f"{package} is a package of ours"
-    return list(spec.submodule_search_locations or ())
+    assert spec is not None, f"{package} is one of ours"
+    if spec.submodule_search_locations is None:
+        assert spec.origin is not None
+        yield "", Path(spec.origin)
+    for folder in map(Path, spec.submodule_search_locations or ()):
+        files = sorted(folder.rglob("*"))
+        yield from ((str(path.relative_to(folder)), path) for path in files if path.suffix in SUFFIXES)

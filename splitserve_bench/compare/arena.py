@@ -87,10 +87,10 @@ class Arena:
     async def _serving(
         self, contender: Contender
     ) -> AsyncIterator[tuple[Target, Callable[[], Coroutine[Any, Any, None]]]]:
-        """Where it serves, and a check that raises BenchError when it lost a node."""
+        """Where it serves, and a check that raises BenchError when it lost a node, or no longer answers."""
         if isinstance(contender, PeerContender):
             target = target_of(contender)
-            yield Target(OPENAI, target.address, model=(await describe(target)).model), _nothing
+            yield Target(OPENAI, target.address, model=(await describe(target)).model), lambda: _check_peer(target)
             return
         self._num_started += 1
         async with self._cluster(contender) as cluster:
@@ -144,5 +144,6 @@ async def _check_nodes(cluster: Cluster) -> None:
         raise BenchError(f"lost during the load: {', '.join(missing)}; logs: {cluster.log_dir}")
 
 
-async def _nothing() -> None:
-    """A peer's nodes are its own affair."""
+async def _check_peer(target: Target) -> None:
+    """Its nodes are its own affair."""
+    await describe(target)

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from serving_core.errors import SettingsError
-from serving_core.extras import needs
+from serving_core.extras import needs, require
+from serving_core.flags import NATIVE
 from splitserve.commands.terminal import report, stderr, stdout, waiting
 from splitserve.launch.models import LocalModel
 from splitserve.signals import run_to_end
-from splitserve_bench.code_version import SERVING, code_digest
+from splitserve_bench.code_version import SERVING, code_digest, files_digest
 from splitserve_bench.compare.compare_options import (
     CompareCommand,
     contender_options,
@@ -26,6 +27,7 @@ from splitserve_bench.compare.compare_options import (
     parse_engine_flag,
 )
 from splitserve_bench.compare.contenders import ClusterContender, Contender, contenders, parse_custom, parse_peer
+from splitserve_bench.errors import BenchError
 from splitserve_bench.models import writing_model
 from splitserve_bench.serve.serve_options import RANDOM
 
@@ -63,7 +65,8 @@ class Asked:
     def arguments(self) -> dict[str, Any]:
         """What a saved comparison must have in common with one that goes on with it."""
         contenders = [asdict(each) for each in self.contenders]
-        return {**self.about(), "contenders": contenders, "code": code_digest(SERVING)}
+        made_by = {"code": code_digest(SERVING), "kernels": os.environ.get(NATIVE, "")}
+        return {**self.about(), "contenders": contenders, "model_files": files_digest(self.model.folder), **made_by}
 
 
 @click.command("compare", cls=CompareCommand)
@@ -87,6 +90,8 @@ def compare_command(
     flags = dict(parse_engine_flag(text) for text in values["engine_flags"])
     customs = [_parsed("--contender", _parse_contender, text) for text in values["customs"]]
     everyone = contenders(len(cores), values["splits"] or (), peers, customs)
+    if save_dir is not None:
+        require("bench")  # for its pictures
     chosen = [each for each in everyone if each.kind in values["kinds"]]
     if not chosen:
         raise SettingsError(f"nobody takes part: no contender of {', '.join(values['kinds'])} on {len(cores)} cores")
@@ -109,6 +114,8 @@ async def _compare(asked: Asked) -> None:
                 _show(comparing.found, asked)
             raise
     _show(found, asked)
+    if asked.save_dir is not None:
+        _save(found, asked, asked.save_dir)
 
 
 async def _prepare(asked: Asked, show: Callable[[str], None]) -> "Compare":
@@ -136,15 +143,23 @@ async def _prepare(asked: Asked, show: Callable[[str], None]) -> "Compare":
 
 
 def _show(found: "Sequence[Comparison]", asked: Asked) -> None:
-    from splitserve_bench.compare.compare_report import comparison_json, comparison_view, save_comparison
+    from splitserve_bench.compare.compare_report import comparison_json, comparison_view
 
-    if asked.save_dir is not None:
-        save_comparison(found, asked.about(), asked.save_dir)
     if asked.as_json:
         click.echo(json.dumps(comparison_json(found, asked.about())))
         return
     for each in found:
         stdout.print(comparison_view(each))
+
+
+def _save(found: "Sequence[Comparison]", asked: Asked, folder: Path) -> None:
+    """Raises BenchError when it cannot be written."""
+    from splitserve_bench.compare.compare_report import save_comparison
+
+    try:
+        save_comparison(found, asked.about(), folder)
+    except OSError as error:
+        raise BenchError(f"{folder} cannot be written to: {error.strerror}") from error
 
 
 def cores_of(number: int) -> list[int]:

@@ -78,7 +78,7 @@ def _orders(comparison: Comparison) -> list[bool]:
         one, other = at.get((pair.one, pair.rate)), at.get((pair.other, pair.rate))
         low, high = pair.interval
         if one and other and not low <= 0 <= high:
-            orders.append((statistics.fmean(one) > statistics.fmean(other)) == (pair.difference > 0))
+            orders.append((statistics.fmean(one) - statistics.fmean(other)) * pair.difference > 0)
     return orders
 
 

@@ -14,7 +14,7 @@ from serving_core.extras import is_installed, needs
 from splitserve.commands.terminal import report
 from splitserve_bench.device.record import JSON_FILE, MARKDOWN_FILE, Record
 from splitserve_bench.device.running import DONE, NOT_REACHED, SKIPPED, Outcome, run_step
-from splitserve_bench.device.steps import GPU_TESTS, Machine, Step, full_sizes, steps_of, trial_sizes
+from splitserve_bench.device.steps import GPU_TESTS, MODEL, Machine, Step, full_sizes, steps_of, trial_sizes
 from splitserve_bench.engine.random_models import SHAPES
 from splitserve_bench.options import ListOf
 
@@ -40,14 +40,14 @@ def device_command(
     if not machine.num_devices and not trial:
         raise SettingsError("there is no CUDA device here; --trial goes through all steps in tiny sizes without one")
     sizes = (trial_sizes if trial else full_sizes)(shape, layers)
-    what = f"{shape}{f', {layers} layers' if layers else ''}{', a trial' if trial else ''}"
+    what = f"{shape}{f', {layers} layers' if layers else ''}{', a trial' if trial else ''} on {machine.device_name}"
     out = out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     model = Path(scratch or tempfile.gettempdir()).absolute() / f"splitserve-device-{shape}-{layers}"
     steps = steps_of(sizes, machine, model, out)
-    chosen = _chosen(steps, names)
     record = Record(out, what)
-    go_through(steps, [step for step in chosen if names or not record.is_done(step.name)], record, out, limit_s)
+    to_do = [step for step in _chosen(steps, names) if names or not record.is_done(step.name)]
+    go_through(steps, _with_model(to_do, steps, str(model)), record, out, limit_s)
     if all(record.state(step.name) in (DONE, SKIPPED) for step in steps):
         shutil.rmtree(model, ignore_errors=True)
     report(f"{out / MARKDOWN_FILE} and {JSON_FILE}")
@@ -58,8 +58,9 @@ def look() -> Machine:
     import torch
 
     return Machine(
-        num_devices=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        num_devices=torch.cuda.device_count() if (is_here := torch.cuda.is_available()) else 0,
         first_device=os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0],
+        device_name=torch.cuda.get_device_name() if is_here else "CPU",
         has_vllm=is_installed("vllm"),
         has_tests=GPU_TESTS.is_dir(),
     )
@@ -79,6 +80,13 @@ def go_through(order: list[Step], chosen: list[Step], record: Record, out: Path,
             outcome = run_step(step, min(left_s, step.limit_s), out, out / LOG_FILE)
         record.take(step, outcome, order)
         report(f"{step.name}: {outcome.state}{f', {outcome.why}' if outcome.why else ''}")
+
+
+def _with_model(to_do: list[Step], steps: list[Step], folder: str) -> list[Step]:
+    """These, and before them the one that writes the model, if one of them reads it: it may have been removed since."""
+    if not any(folder in step.arguments and not step.why_not for step in to_do):
+        return to_do
+    return [step for step in steps if step in to_do or step.name == MODEL]
 
 
 def _chosen(steps: list[Step], names: tuple[str, ...] | None) -> list[Step]:

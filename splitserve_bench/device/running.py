@@ -33,6 +33,8 @@ class Outcome:
 
 def run_step(step: Step, limit_s: float, out: Path, log: Path) -> Outcome:
     """Runs it to its end, or until its time is up; what it says beside its result goes to the end of the log."""
+    if step.kind == TESTS:
+        (out / JUNIT_FILE).unlink(missing_ok=True)  # what an earlier run told
     started_at = time.monotonic()
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **step.environment}
     with log.open("a+", encoding="utf-8", errors="replace") as said:
@@ -46,7 +48,7 @@ def run_step(step: Step, limit_s: float, out: Path, log: Path) -> Outcome:
         lines = tuple(said.read().splitlines()[-LAST_LINES:])
     wall_s = time.monotonic() - started_at
     if code is None:
-        result = _junit(out) if step.kind == TESTS else None
+        result = _junit(out) if step.kind == TESTS and (out / JUNIT_FILE).is_file() else None
         return Outcome(TIMED_OUT, wall_s, result, f"not over after {limit_s:.0f} s", lines)
     try:
         result = _junit(out) if step.kind == TESTS else json.loads(output.splitlines()[-1])
@@ -98,12 +100,9 @@ def _signal(process: "subprocess.Popen[str]", number: int) -> None:
         process.wait()
 
 
-def _junit(out: Path) -> dict[str, Any] | None:
-    """Counts of tests, and the names of those that failed. None where none was written."""
-    path = out / JUNIT_FILE
-    if not path.is_file():
-        return None
-    suites = ElementTree.parse(path).getroot().iter("testsuite")
+def _junit(out: Path) -> dict[str, Any]:
+    """Counts of tests, and the names of those that failed. Raises OSError or ParseError where none were written."""
+    suites = ElementTree.parse(out / JUNIT_FILE).getroot().iter("testsuite")
     counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
     failed: list[str] = []
     for suite in suites:

@@ -6,12 +6,13 @@ Each step is a program of its own that prints one JSON object as its last line, 
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 DEVICE, ENGINE, TESTS, SPLIT, TRANSFER, NOTHING = "device", "engine", "tests", "split", "transfer", ""
 
+MODEL: Final = "model"  # the step that writes it
 GPU_TESTS: Final = Path("tests/gpu")
 JUNIT_FILE: Final = "gpu_tests.xml"
 PEER_FILE: Final = "vllm.json"
@@ -29,19 +30,23 @@ class Step:
     shown: str  # the command that does the same
     why_not: str = ""  # it is not done here, and why
     environment: Mapping[str, str] = field(default_factory=dict)
+    peer: Path | None = None  # a file of an earlier step, passed as --peer-json where it was written
 
     @property
     def argv(self) -> list[str]:
-        return [sys.executable, *self.arguments]
+        """As things are now."""
+        peer = ("--peer-json", str(self.peer)) if self.peer is not None and self.peer.is_file() else ()
+        return [sys.executable, *self.arguments, *peer]
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What decides which steps there are: how many CUDA devices and how the first one is called, whether vLLM can be
+    """What decides which steps there are: how many CUDA devices, which and what the first one is, whether vLLM can be
     imported, and whether the tests are here."""
 
     num_devices: int
     first_device: str
+    device_name: str
     has_vllm: bool
     has_tests: bool
 
@@ -123,13 +128,12 @@ def steps_of(sizes: Sizes, machine: Machine, model: Path, out: Path) -> list[Ste
     sized = ("-m", "splitserve_bench.device.model", sizes.shape, str(sizes.layers), folder)
     no_vllm = "" if machine.has_vllm else "vLLM cannot be imported here"
     vllm = ("-m", "splitserve_bench.device.vllm_peer", folder, sizes.prompts, sizes.batches, sizes.contexts)
-    peer = ("--peer-json", str(out / PEER_FILE)) if machine.has_vllm else ()
     several = "" if machine.num_devices > 1 else f"there are {machine.num_devices} CUDA devices here, and it takes two"
     return [
         _step("device", DEVICE, ("-m", "splitserve_bench.device.facts"), 60),
-        _step("model", NOTHING, sized, 240),
+        _step(MODEL, NOTHING, sized, 240),
         _step("vllm", NOTHING, (*vllm, str(out / PEER_FILE)), 240, no_vllm),
-        _engine("engine", sizes, folder, peer, few=False),
+        replace(_engine("engine", sizes, folder, (), few=False), peer=out / PEER_FILE),
         _tests(machine, out),
         _engine("eager", sizes, folder, ("--enforce-eager",)),
         _split("split-1", sizes, folder, "", {"CUDA_VISIBLE_DEVICES": machine.first_device}),

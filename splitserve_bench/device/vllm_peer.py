@@ -1,23 +1,25 @@
 """`python -m splitserve_bench.device.vllm_peer FOLDER PROMPTS BATCHES CONTEXTS FILE`: what vLLM makes of the same work,
 if it is installed here, in a file that `bench engine --peer-json` reads. One JSON object.
 
-Prompts of one size are given to it together. A decode step is what further tokens of a batch take, divided by their
-number.
+Prompts of one size are given to it together, and no prompt twice. Before decode steps the same prompts are read once:
+they are in its prefix cache then, so that all answers of a batch begin together. A step is what further tokens take
+beyond the first one, divided by their number. Figures are medians, as ours are.
 """
 
 import json
+import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any, Final
 
 from splitserve_bench.engine.command import parse_count, parse_prompts
+from splitserve_bench.engine.driver import NUM_STEPS
 from splitserve_bench.engine.figures import PromptSize
 from splitserve_bench.engine.peers import DECODE, PREFILL, decode_key
 from splitserve_bench.prompts import Prompts
 
-NUM_STEPS: Final = 32  # after the first token
-REPEATS: Final = 3
+REPEATS: Final = 5
 MOST_STEP_TOKENS: Final = 8192
 
 
@@ -33,30 +35,34 @@ def measure_vllm(folder: Path, sizes: list[PromptSize], batches: list[int], cont
         skip_tokenizer_init=True,
         dtype="bfloat16",
         max_model_len=longest,
-        enable_prefix_caching=False,
+        enable_prefix_caching=True,
         max_num_batched_tokens=max(longest, MOST_STEP_TOKENS),
         max_num_seqs=max(*batches, *(size.count for size in sizes)),
     )
     load_s = time.perf_counter() - started_at
 
-    def least_s(size: PromptSize, num_tokens: int) -> float:
-        """Of several repeats, after one that does not count."""
+    def answer_s(prompts: list[list[int]], num_tokens: int) -> float:
         sampling = vllm.SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
-        prompts = Prompts(vocab_size, size.num_tokens)
-        seconds = []
-        for _ in range(1 + REPEATS):
-            drawn = [{"prompt_token_ids": prompts.draw()} for _ in range(size.count)]
-            begin = time.perf_counter()
-            engine.generate(drawn, sampling, use_tqdm=False)
-            seconds.append(time.perf_counter() - begin)
-        return min(seconds[1:])
+        begin = time.perf_counter()
+        engine.generate([{"prompt_token_ids": each} for each in prompts], sampling, use_tqdm=False)
+        return time.perf_counter() - begin
 
-    prefill = {str(size): size.count * size.num_tokens / least_s(size, 1) for size in sizes}
-    decode = {}
-    for batch, context in ((batch, context) for context in contexts for batch in batches):
-        size = PromptSize(batch, context)
-        step_s = (least_s(size, 1 + NUM_STEPS) - least_s(size, 1)) / NUM_STEPS
-        decode[decode_key(batch, context)] = step_s * 1e3
+    def drawn(prompts: Prompts, count: int) -> list[list[int]]:
+        return [prompts.draw() for _ in range(count)]
+
+    def prefill_s(size: PromptSize) -> float:
+        prompts = Prompts(vocab_size, size.num_tokens)
+        return statistics.median([answer_s(drawn(prompts, size.count), 1) for _ in range(1 + REPEATS)][1:])
+
+    def step_s(batch: int, context: int) -> float:
+        prompts = drawn(Prompts(vocab_size, context), batch)
+        answer_s(prompts, 1 + NUM_STEPS)
+        beyond = [answer_s(prompts, 1 + NUM_STEPS) - answer_s(prompts, 1) for _ in range(1 + REPEATS)][1:]
+        return statistics.median(beyond) / NUM_STEPS
+
+    prefill = {str(size): size.count * size.num_tokens / prefill_s(size) for size in sizes}
+    shapes = [(batch, context) for context in contexts for batch in batches]
+    decode = {decode_key(*shape): step_s(*shape) * 1e3 for shape in shapes}
     return {"peer": f"vllm {vllm.__version__}", "load_s": load_s, PREFILL: prefill, DECODE: decode}
 
 

@@ -6,10 +6,9 @@ from typing import Final
 
 from splitserve_bench.dominance.findings import Finding
 from splitserve_bench.dominance.grid import panels
-from splitserve_bench.serve.plots import LINES, MARKERS, new_figure, save_figure
+from splitserve_bench.serve.plots import LINES, MARKERS, STYLES, new_figure, save_figure
 
 COLUMNS: Final = 2
-STYLES: Final = ("-", "--", ":")  # of each round through the colours
 
 
 def plot_dominance(findings: Sequence[Finding], path: Path) -> None:
@@ -19,7 +18,7 @@ def plot_dominance(findings: Sequence[Finding], path: Path) -> None:
     num_rows = -(-len(parts) // COLUMNS)
     figure = new_figure(12, 1.2 + 3.6 * num_rows)
     every_axes = figure.subplots(num_rows, COLUMNS, sharey=True, squeeze=False).flat
-    for axes, ((trace, limits), cells) in zip(every_axes, parts.items(), strict=False):
+    for ((trace, limits), cells), axes in zip(parts.items(), every_axes, strict=False):  # which has one more, maybe
         here = sorted((by_cell[cell] for cell in cells), key=lambda each: each.cell.rate)
         for number, contender in enumerate(here[0].figures):
             turn, colour = divmod(number, len(LINES))

@@ -116,6 +116,8 @@ def measure_engine(
         profiles=profiles,
         loop=loop,
         choosing=choosing,
+        step_tokens=sizes.step_tokens,
+        shares_steps=sizes.shares_steps,
         structured=structured,
         offload=offload,
     )

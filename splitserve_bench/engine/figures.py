@@ -161,5 +161,7 @@ class EngineFigures:
     profiles: tuple[ProfileFigures, ...]
     loop: tuple[LoopFigures, ...]
     choosing: tuple[ChoosingFigures, ...]
+    step_tokens: int = STEP_TOKENS
+    shares_steps: bool = False
     structured: StructuredFigures | None = None
     offload: OffloadFigures | None = None

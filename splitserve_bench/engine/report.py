@@ -28,14 +28,14 @@ def engine_view(
 ) -> Group:
     """Everything, one below the other."""
     described = ", ".join(f"{name} {value}" for name, value in figures.engine.items())
-    start = figures.start
+    start, how = figures.start, "together in steps" if figures.shares_steps else "one after the other in chunks"
     parts: list[object] = [
         f"{escape(figures.model)}: {escape(described)}, weights {size_of(figures.weight_bytes)}",
         f"start: {start.ready_s:.2f} s from the start of the process to the end of the first steps: imports "
         f"{start.imports_s:.2f} s, load {start.load_s:.2f} s, warm-up {start.warm_up_s:.2f} s",
         *map(escape, _machine_lines(figures.machine)),
         "",
-        "prefill, prompts one after the other in chunks of 512 tokens:",
+        f"prefill, prompts {how} of {figures.step_tokens} tokens:",
         prefill_table(figures.prefill, figures.machine),
         "operations: 2 x parameters of the layers x tokens + 2 x tokens² x width of the heads x layers + the head once",
         "",

@@ -199,12 +199,16 @@ def _take(event: bytes, moment_s: float, reply: Reply) -> None:
 
 
 def _count(said: Mapping[str, Any], moment_s: float, reply: Reply) -> None:
-    """Tokens: by their ids where the server gives them, else by usage where each event has it, else one an event."""
+    """Tokens: by their ids where the server gives them, else by usage where each event has it, else one an event; of an
+    end without text, as of a special token, usage tells later whether it was one."""
     usage, choices = said.get("usage"), said.get("choices")
     before = reply.num_arrived_tokens if usage else 0
     if usage:
         reply.num_prompt_tokens, reply.num_output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
     if not choices:
+        num_silent = usage["completion_tokens"] - before if usage else 0
+        if reply.silent_end_s is not None and num_silent > 0:
+            reply.arrived(reply.silent_end_s, num_silent)
         return
     (choice,) = choices
     ends = choice.get("finish_reason") is not None
@@ -216,6 +220,8 @@ def _count(said: Mapping[str, Any], moment_s: float, reply: Reply) -> None:
         num_tokens = 0 if ends and not choice["text"] else 1
     if num_tokens:
         reply.arrived(moment_s, num_tokens)
+    elif ends:
+        reply.silent_end_s = moment_s
     reply.is_ended |= ends
     reply.is_stopped |= ends and choice["finish_reason"] != "length"
     if timeline := choice.get("timeline"):

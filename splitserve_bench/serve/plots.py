@@ -21,6 +21,7 @@ MAX_SPACED_ROWS: Final = 60  # with more, gaps between them are less than a pixe
 SKEWED: Final = 20  # the largest value over the median from which an axis is logarithmic
 LINES: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 MARKERS: Final = "osD^vPX"
+STYLES: Final = ("-", "--", ":")  # of each round through the colours
 PHASE_COLOURS: Final = {
     "prefill_queue_s": "#cc79a7",
     "prefill_s": "#0072b2",
@@ -55,6 +56,7 @@ def plot_attainment(
     axes = figure.add_subplot()
     contenders = list(dict.fromkeys(point.contender for point in points))
     for number, contender in enumerate(contenders):
+        turn, colour = divmod(number, len(LINES))
         own = sorted((point for point in points if point.contender == contender), key=lambda point: point.rate_per_s)
         shares = [point.attainment * 100 for point in own]
         below = [max(0.0, share - point.interval[0] * 100) for share, point in zip(shares, own, strict=True)]
@@ -64,8 +66,9 @@ def plot_attainment(
             shares,
             yerr=(below, above),
             label=contender,
-            color=LINES[number % len(LINES)],
-            marker=MARKERS[number % len(MARKERS)],
+            color=LINES[colour],
+            marker=MARKERS[colour],
+            linestyle=STYLES[turn % len(STYLES)],
             markersize=5,
             linewidth=1.6,
             elinewidth=1,

@@ -27,6 +27,7 @@ class Reply:
         self.num_arrived_tokens = 0
         self.num_output_tokens: int | None = None  # the server's own count, when it has told it
         self.is_ended = False  # whether the server said that the answer ends here
+        self.silent_end_s: float | None = None  # when that came, if with no token that could be counted
         self.is_stopped = False  # whether it said that it ends for another reason than its length
         self.timeline: Mapping[str, float] | None = None
         self.num_cached_tokens: int | None = None

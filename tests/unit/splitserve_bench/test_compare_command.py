@@ -9,11 +9,15 @@ from click.testing import CliRunner
 
 from serving_core.errors import SettingsError
 from splitserve.launch.models import LocalModel
-from splitserve_bench.compare.compare_command import compare_command, cores_of
+from splitserve_bench.compare.cells import Cells
+from splitserve_bench.compare.compare_command import Asked, _compare, compare_command, cores_of
 from splitserve_bench.compare.compare_options import CompareCommand, parse_engine_flag, parse_rate
+from splitserve_bench.compare.contenders import PeerContender, colocated
+from splitserve_bench.compare.run import CompareBench
 from splitserve_bench.compare.workload import Dataset, Workload, seed_of, served_by_all
 from splitserve_bench.errors import BenchError
 from splitserve_bench.options import repeat_flags
+from splitserve_bench.serve.metrics import Limits
 from splitserve_bench.serve.target import ServedModel
 from tests.tiny_models import VOCAB_SIZE, write_fake_model
 from tests.unit.splitserve_bench.load_servers import Script, http_server
@@ -197,6 +201,56 @@ async def test_a_comparison_that_was_killed_goes_on_with_what_is_missing(tmp_pat
     probes = json.loads(output)["contenders"][2]["probes"]
     assert [(probe["num_good"], probe["is_repeated"]) for probe in probes] == [(5, True), (5, False)]
     assert not any("ttft_ms" in seen.asked for script in (first, second, third) for seen in script.seen.values())
+
+
+def asked_of(folder, *contenders, save_dir=None):
+    """Of 5 requests at one rate, all of which are good."""
+    bench = CompareBench(
+        criteria=(Limits(ttft_s=60.0),),
+        send_limits=False,
+        own_unloaded=False,
+        attainment=0.9,
+        tolerance=0.1,
+        max_probes=1,
+        first_rate=None,
+        at_rates=(50.0,),
+        num_prompts=5,
+        seconds=0.0,
+        request_timeout_s=60.0,
+        seed=0,
+    )
+    dataset = Dataset(random_input_len=9, random_output_len=2)
+    model, cores = LocalModel(folder, "model"), sorted(os.sched_getaffinity(0))
+    return Asked(model, cores, {}, contenders, colocated(1, len(cores)), dataset, bench, (), save_dir, as_json=True)
+
+
+def test_a_comparison_does_not_go_on_with_other_weights_or_kernels(tmp_path, monkeypatch):
+    one, other = (
+        write_fake_model(tmp_path / name / "model", num_layers=layers) for name, layers in (("a", 2), ("b", 3))
+    )
+    monkeypatch.delenv("SPLITSERVE_NATIVE", raising=False)
+    saved = tmp_path / "saved"
+    Cells(saved, asked_of(one).arguments())
+    with pytest.raises(SettingsError, match="other arguments or code: its model_files is "):
+        Cells(saved, asked_of(other).arguments())
+    Cells(saved, asked_of(one).arguments())
+    (one / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(SettingsError, match="other arguments or code: its model_files is "):
+        Cells(saved, asked_of(one).arguments())
+    (one / "model.safetensors").unlink()
+    monkeypatch.setenv("SPLITSERVE_NATIVE", "off")
+    with pytest.raises(SettingsError, match="other arguments or code: its kernels is , not off;"):
+        Cells(saved, asked_of(one).arguments())
+
+
+async def test_what_was_found_is_told_before_it_turns_out_that_it_cannot_be_saved(tmp_path, capsys):
+    model, folder = write_fake_model(tmp_path / "model"), tmp_path / "saved"
+    (folder / "attainment.png").mkdir(parents=True)
+    async with http_server(Script()) as target:
+        with pytest.raises(BenchError, match="saved cannot be written to: Is a directory"):
+            await _compare(asked_of(model, PeerContender("peer a", target.address), save_dir=folder))
+    (found,) = json.loads(capsys.readouterr().out)["contenders"]
+    assert (found["name"], found["probes"][0]["num_good"]) == ("peer a", 5)
 
 
 def test_it_has_a_help_text():

@@ -1,4 +1,5 @@
 import os
+from contextlib import AsyncExitStack
 
 import pytest
 
@@ -16,7 +17,11 @@ from splitserve_bench.compare.contenders import (
     parse_split,
     splits_of,
 )
+from splitserve_bench.errors import BenchError
+from splitserve_bench.serve.load import run_load
+from splitserve_bench.serve.records import PlannedRequest
 from tests.tiny_models import write_fake_model
+from tests.unit.splitserve_bench.load_servers import Script, http_server
 
 PEER = PeerContender("peer vllm", "http://127.0.0.1:8000")
 
@@ -111,6 +116,33 @@ async def test_its_own_flags_reach_the_processes_of_a_cluster(tmp_path):
     custom = parse_custom("slow=1B heartbeat-s=5", parse_engine_flag)
     with pytest.raises(SettingsError, match=r"node_timeout_s \(4\) must be above heartbeat_s \(5\)"):
         await arena.run(custom, [], [], max_concurrency=None, request_timeout_s=1.0, on_progress=print)
+
+
+async def test_a_peer_that_no_longer_answers_after_the_load_is_an_error(tmp_path, monkeypatch):
+    model = LocalModel(write_fake_model(tmp_path / "model"), "fake")
+    arena = Arena(model, sorted(os.sched_getaffinity(0)), {}, tmp_path, print)
+    warm_up, planned = ([PlannedRequest(i, 0.0, (i, 1), 2) for i in range(count)] for count in (1, 3))
+    answered = []
+    async with AsyncExitStack() as server:
+        target = await server.enter_async_context(http_server(Script()))
+
+        async def load(where, requests, **options):
+            answered.append([each.error for each in await run_load(where, requests, **options)])
+            if requests is planned:
+                await server.aclose()
+            return []
+
+        monkeypatch.setattr("splitserve_bench.compare.arena.run_load", load)
+        with pytest.raises(BenchError, match=f"no server answers at {target.address}"):
+            await arena.run(
+                PeerContender("peer a", target.address),
+                warm_up,
+                planned,
+                max_concurrency=None,
+                request_timeout_s=60.0,
+                on_progress=lambda progress: None,
+            )
+    assert answered == [[""], ["", "", ""]]
 
 
 @pytest.mark.parametrize("text", ["", "a", "a=", "=1B", "a=0B", "a=1X", "a=1B+", "a/b=1B", "a=1P", "a=2D"])

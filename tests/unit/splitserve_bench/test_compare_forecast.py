@@ -98,3 +98,10 @@ def test_a_simulated_load_is_judged_by_the_limits_of_the_measured_one():
     pairs = list(zip(LOAD, outcomes, strict=True))
     strict, loose = (judge(FixedSlo(Limits(ttft_s=limit_s)), pairs) for limit_s in (0.3, 30.0))
     assert strict.attainment < loose.attainment == 1.0
+
+
+@pytest.mark.parametrize("order", [(TWO, SPLIT), (SPLIT, TWO)], ids=["better one first", "better one last"])
+def test_a_tie_in_the_simulation_is_no_order(order):
+    shares = {TWO: (90, 50), SPLIT: (20, 50)}
+    *_, last = forecast_sentences(compared(*(entry(each, shares[each]) for each in order)))
+    assert last.endswith("of 1 pairs that are surely apart it has 0 in this order.")

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from serving_core.errors import SettingsError
 from splitserve.cli import main
-from splitserve_bench.device.device_command import go_through, look
+from splitserve_bench.device.device_command import _with_model, go_through, look
 from splitserve_bench.device.device_report import markdown
 from splitserve_bench.device.facts import nominal_of
 from splitserve_bench.device.record import JSON_FILE, MARKDOWN_FILE, Record
@@ -30,7 +30,9 @@ from splitserve_bench.device.running import (
 )
 from splitserve_bench.device.steps import (
     JUNIT_FILE,
+    MODEL,
     NOTHING,
+    PEER_FILE,
     TESTS,
     Machine,
     Step,
@@ -40,6 +42,7 @@ from splitserve_bench.device.steps import (
 )
 
 LIMIT_S = 1200.0
+H100 = "NVIDIA H100 80GB HBM3"
 NOTE = "import sys; print('beside', file=sys.stderr); "
 
 
@@ -148,6 +151,41 @@ def test_failed_tests_are_counted_and_named(tmp_path, code, state):
     assert [(row.value, row.unit, row.is_met) for row in rows] == [(2, "of 4", False), (1, "of 4", None)]
 
 
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("raise SystemExit(1)", "exit code 1, and no result"),  # as of a Python that has no pytest
+        ("raise SystemExit(139)", "exit code 139, and no result"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "exit code -9, and no result"),
+        ("pass", "exit code 0, and no result"),
+    ],
+)
+@pytest.mark.parametrize("is_second_run", [False, True])
+def test_tests_that_tell_nothing_have_failed_whatever_an_earlier_run_told(tmp_path, program, why, is_second_run):
+    if is_second_run:
+        (tmp_path / JUNIT_FILE).write_text(JUNIT)
+    outcome = run_step(step("tests", program, kind=TESTS), 60.0, tmp_path, tmp_path / "log.txt")
+    assert (outcome.state, outcome.result) == (FAILED, None)
+    assert outcome.why.startswith(why)
+
+
+def test_what_tests_told_stays_there_for_people(tmp_path):
+    (tmp_path / JUNIT_FILE).write_text(JUNIT)
+    assert run(tmp_path, "next", "print('{}')")[0].state == DONE
+    assert (tmp_path / JUNIT_FILE).read_text() == JUNIT
+
+
+def test_figures_of_a_peer_are_passed_on_where_they_are_there_when_the_step_runs(tmp_path):
+    peer = tmp_path / PEER_FILE
+    engine = replace(step("engine", "import json, sys; print(json.dumps(sys.argv[1:]))"), peer=peer)
+    vllm = step("vllm", f"import pathlib; pathlib.Path({str(peer)!r}).write_text(''); print('{{}}')")
+    steps = [engine, vllm, replace(engine, name="again")]
+    go_through(steps, steps, Record(tmp_path, "x"), tmp_path, 60.0)
+    told = json.loads((tmp_path / JSON_FILE).read_text())["steps"]
+    assert told["engine"]["result"] == []
+    assert told["again"]["result"] == ["--peer-json", str(peer)]
+
+
 # ---- all of them ----
 
 
@@ -191,10 +229,28 @@ def test_a_folder_with_another_report_is_refused(tmp_path):
         Record(tmp_path, "llama")
 
 
+@pytest.mark.parametrize(
+    ("to_do", "done"),
+    [
+        (["eager"], [MODEL, "eager"]),
+        (["tests", "split-1"], [MODEL, "tests", "split-1"]),
+        ([MODEL, "eager"], [MODEL, "eager"]),
+        ([MODEL], [MODEL]),
+        (["device", "tests"], ["device", "tests"]),  # neither reads it
+        (["vllm", "split-2"], ["vllm", "split-2"]),  # neither can be done here
+    ],
+)
+def test_the_model_is_written_before_what_reads_it(tmp_path, to_do, done):
+    model = tmp_path / "model"
+    steps = steps_of(full_sizes("llama-3.1-8b", 0), Machine(1, "0", H100, False, True), model, tmp_path)
+    chosen = [each for each in steps if each.name in to_do]
+    assert [each.name for each in _with_model(chosen, steps, str(model))] == done
+
+
 def test_the_steps_of_one_device_and_of_two(tmp_path):
     one, two = (
         {each.name: each for each in steps_of(full_sizes("llama-3.1-8b", 0), machine, tmp_path, tmp_path)}
-        for machine in (Machine(1, "0", False, False), Machine(2, "5", True, True))
+        for machine in (Machine(1, "0", H100, False, False), Machine(2, "5", H100, True, True))
     )
     assert list(one) == list(two)
     assert {name for name, each in one.items() if each.why_not} == {"vllm", "tests", "split-2"}
@@ -202,8 +258,7 @@ def test_the_steps_of_one_device_and_of_two(tmp_path):
     assert "torch_dist-nccl" in two["transfer"].arguments
     assert "torch_dist-nccl" not in one["transfer"].arguments
     assert two["split-1"].environment == {"CUDA_VISIBLE_DEVICES": "5"}
-    assert "--peer-json" in two["engine"].arguments
-    assert "--peer-json" not in one["engine"].arguments
+    assert two["vllm"].arguments[-1] == str(two["engine"].peer) == str(tmp_path / PEER_FILE)
     assert "--shape llama-3.1-8b --prompts 1x1024,16x128,1x4096 --batches 1,16,64" in one["engine"].shown
 
 
@@ -216,7 +271,7 @@ FACTS = {
     "copy_bytes_per_s": 2e12,
     "host_to_device_bytes_per_s": 50e9,
     "device_to_host_bytes_per_s": 0.0,
-    "name": "NVIDIA H100 80GB HBM3",
+    "name": H100,
 }
 FIGURES = {
     "prefill": [
@@ -295,7 +350,7 @@ def test_split_and_corridor():
 @pytest.mark.parametrize(
     ("name", "known"),
     [
-        ("NVIDIA H100 80GB HBM3", "h100"),
+        (H100, "h100"),
         ("NVIDIA H200", "h200"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA GeForce RTX 4090", None),
@@ -321,6 +376,40 @@ def test_it_refuses_what_it_cannot_do(tmp_path):
         assert not (tmp_path / "out").exists()
     refused = bench("--trial", "--steps", "device,dance", "--out", tmp_path / "out")
     assert (refused.exit_code, "there is no step 'dance'" in refused.output) == (2, True)
+
+
+def test_a_report_of_another_device_is_refused(tmp_path, monkeypatch):
+    """Of tests alone, which are skipped where they are not."""
+
+    def bench_on(device_name):
+        machine = Machine(1, "0", device_name, has_vllm=False, has_tests=False)
+        monkeypatch.setattr("splitserve_bench.device.device_command.look", lambda: machine)
+        return bench("--steps", "tests", "--out", tmp_path)
+
+    for _ in range(2):
+        assert bench_on(H100).exit_code == 0
+    assert (tmp_path / MARKDOWN_FILE).read_text().startswith(f"# One device: llama-3.1-8b on {H100}\n")
+    refused = bench_on("NVIDIA H200")
+    said = f"the report there is of llama-3.1-8b on {H100}, and this is llama-3.1-8b on NVIDIA H200"
+    assert (refused.exit_code, said in " ".join(refused.output.split())) == (2, True)
+
+
+def test_a_step_that_is_done_again_has_its_model_written_again(tmp_path, monkeypatch):
+    """It is removed once all is done."""
+    write = "import pathlib, sys; pathlib.Path(sys.argv[1]).mkdir(); print('{}')"
+    read = "import os, sys; assert os.path.isdir(sys.argv[1]); print('{}')"
+
+    def made(sizes, machine, model, out):
+        programs = {MODEL: write, "reader": read}
+        return [replace(step(name, ""), arguments=("-c", code, str(model))) for name, code in programs.items()]
+
+    monkeypatch.setattr("splitserve_bench.device.device_command.steps_of", made)
+    for more in ((), ("--steps", "reader")):
+        result = bench("--trial", "--out", tmp_path / "out", "--scratch", tmp_path, *more)
+        assert result.exit_code == 0, result.output
+        steps = json.loads((tmp_path / "out" / JSON_FILE).read_text())["steps"]
+        assert {name: each["state"] for name, each in steps.items()} == {MODEL: DONE, "reader": DONE}
+        assert os.listdir(tmp_path) == ["out"]
 
 
 @pytest.fixture

@@ -8,12 +8,14 @@ import time
 from dataclasses import replace
 
 import pytest
+from matplotlib.figure import Figure
 
 from serving_core.errors import SettingsError
 from splitserve_bench.dominance.contenders import AUTO, BESIDE, OTHERS, Contender, parse_fleet
 from splitserve_bench.dominance.dominance_report import markdown, sentences
 from splitserve_bench.dominance.findings import findings_of, mean_difference, worst_of
 from splitserve_bench.dominance.grid import Cell, CellLimits, Grid
+from splitserve_bench.dominance.picture import plot_dominance
 from splitserve_bench.dominance.runs import Figures, Run, Runs
 from splitserve_bench.dominance.simulator import alone_s
 from splitserve_bench.errors import BenchError
@@ -237,7 +239,7 @@ def test_the_best_other_is_that_of_the_cell_and_what_is_beside_is_none():
 
 
 def test_the_interval_is_that_of_the_mean_over_seeds():
-    half = 1.959964 * 0.1 / 3**0.5
+    half = 4.302653 * 0.1 / 3**0.5  # of t with two degrees of freedom, and a deviation of 0.1
     assert mean_interval([0.1, 0.2, 0.3]) == pytest.approx((0.2 - half, 0.2 + half))
     assert mean_interval([0.1]) == (-1.0, 1.0)
 
@@ -248,6 +250,18 @@ def test_the_document_has_a_table_for_each_trace_and_limits():
     assert f"| {AUTO} | 85.0 |" in lines
     assert "| best other | 1P+1D |" in lines
     assert any(line.startswith(f"| {AUTO} beyond it | +3.0 (") for line in lines)
+
+
+@pytest.mark.parametrize("num_panels", [1, 2, 3])
+def test_a_picture_has_a_panel_for_each_trace_and_limits_and_no_empty_one(num_panels, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    _, (finding,) = grid_and_findings(((90, 80), (70, 80), (82, 82), (99, 99)))
+    traces = ["chat", "code", "both"][:num_panels]
+    plot_dominance([replace(finding, cell=replace(finding.cell, trace=trace)) for trace in traces], tmp_path / "a.png")
+    ((*every_axes,),) = (figure.axes for figure in drawn)
+    assert [axes.get_title(loc="left").partition(",")[0] for axes in every_axes] == traces
+    assert [len(axes.lines) for axes in every_axes] == [4] * num_panels
 
 
 def test_it_is_printed_and_drawn(words, tmp_path):

@@ -137,6 +137,14 @@ def test_the_tables_show_every_figure(tmp_path, run):
     assert "decode steps of 3 requests at 36 tokens" in result.stderr
 
 
+def test_the_line_above_prefill_says_what_a_step_holds(tmp_path, run):
+    folder = write_tiny_model(tmp_path / "model")
+    alone = run(folder, *SIZES, "--max-num-batched-tokens", "16")
+    assert "prefill, prompts one after the other in chunks of 16 tokens:" in alone.stdout
+    shared = run(folder, *SIZES, "--max-num-batched-tokens", "96", "--shared-steps")
+    assert "prefill, prompts together in steps of 96 tokens:" in shared.stdout
+
+
 def test_a_shape_is_measured_without_a_model(run, monkeypatch):
     monkeypatch.setitem(SHAPES, "qwen3-0.6b", TINY)
     result = run("--shape", "qwen3-0.6b", *SIZES, "--json")

@@ -1,16 +1,20 @@
 """The load generator against servers that record what they do: everything it says must agree with their records."""
 
 import asyncio
+import json
 import os
 from dataclasses import replace
 
+import httpx2
 import psutil
 import pytest
 
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.load import Target, describe, run_load
-from splitserve_bench.serve.metrics import Limits, summarize
+from splitserve_bench.serve.metrics import Limits, summarize, tpot_s
+from splitserve_bench.serve.openai_backend import _read
 from splitserve_bench.serve.records import PlannedRequest
+from splitserve_bench.serve.reply import Reply
 from splitserve_bench.serve.told import told
 from tests.unit.splitserve_bench.load_servers import (
     BREAK,
@@ -141,6 +145,35 @@ async def test_events_without_a_count_are_one_token_each():
     assert outcome.arrival_tokens == (1, 1, 1)
     assert outcome.num_output_tokens == 10
     assert outcome.error == ""
+
+
+SILENT_ENDS = {
+    "which is the fourth token": ([1.0, 1.5, 2.0], (1.0, 1.5, 2.0, 3.0), 2.0 / 3),
+    "which is no token": ([1.0, 1.5, 2.0, 2.5], (1.0, 1.5, 2.0, 2.5), 1.5 / 3),
+}
+
+
+@pytest.mark.parametrize(("written_s", "arrivals_s", "each_s"), SILENT_ENDS.values(), ids=SILENT_ENDS.keys())
+async def test_usage_tells_whether_an_end_without_text_is_a_token(written_s, arrivals_s, each_s):
+    """A token that has no text, as the end of a text, came when the answer's end did, and not when usage followed."""
+    words = [(moment_s, {"choices": [{"text": "x", "finish_reason": None}]}) for moment_s in written_s]
+    end = {"choices": [{"text": "", "finish_reason": "length"}], "usage": None}
+    usage = {"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 4}}
+    now_s = 0.0
+
+    async def events():
+        nonlocal now_s
+        for moment_s, event in [*words, (3.0, end), (9.0, usage)]:
+            now_s = moment_s
+            yield b"data: " + json.dumps(event).encode() + b"\n\n"
+
+    reply = Reply(PlannedRequest(0, 0.0, (1, 2), 4), lambda: now_s)
+    await _read(httpx2.Response(200, content=events()), reply)
+    reply.check_complete()
+    outcome = reply.outcome()
+    assert (outcome.arrivals_s, outcome.arrival_tokens) == (arrivals_s, (1, 1, 1, 1))
+    assert outcome.num_output_tokens == 4
+    assert tpot_s(outcome) == pytest.approx(each_s)
 
 
 LIMITED = {

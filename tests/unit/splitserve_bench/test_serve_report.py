@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import datetime
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from splitserve_bench.serve.metrics import Limits, summarize
@@ -122,6 +123,18 @@ def test_pictures_of_next_to_nothing(tmp_path, outcomes):
     plot_timeline(outcomes, tmp_path / "timeline.png")
     plot_attainment([], 0.9, tmp_path / "attainment.png")
     assert all(read_png(path.read_bytes()) for path in tmp_path.iterdir())
+
+
+def test_no_two_lines_of_a_picture_look_alike(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    names = [f"contender {number}" for number in range(21)]
+    plot_attainment([AttainmentPoint(name, 1.0, 0.5, (0.4, 0.6)) for name in names], 0.9, tmp_path / "attainment.png")
+    ((axes,),) = (figure.axes for figure in drawn)
+    handles, labels = axes.get_legend_handles_labels()
+    assert labels == names
+    lines = [handle[0] for handle in handles]  # the others are of the intervals
+    assert len({(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines}) == len(names)
 
 
 def test_pictures_of_many_requests_stay_small(tmp_path):
