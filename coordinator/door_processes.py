@@ -29,7 +29,7 @@ from protos import doors_pb2_grpc, inference_pb2_grpc
 from serving_core.backoff import Backoff
 from serving_core.channels import LOCAL_OPTIONS
 from serving_core.errors import SettingsError
-from serving_core.flags import secrets_environment, to_argv
+from serving_core.flags import environment_of, to_argv
 from serving_core.ports import Port, SharedPort
 
 logger = logging.getLogger(__name__)
@@ -163,6 +163,6 @@ class Doors:
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "serving_core.child", str(os.getpid())),
             *(sys.executable, "-m", "coordinator.doors", *to_argv(settings)),
-            env=secrets_environment(settings),
+            env=environment_of(settings),
             stdin=asyncio.subprocess.DEVNULL,
         )

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from serving_core.errors import SettingsError
+from serving_core.flags import is_secret
 
 MAX_KEYS: Final = 1024  # each call is compared with all
 MAX_FILE_BYTES: Final = 2**20
@@ -20,7 +21,7 @@ def read_api_keys(path: Path) -> dict[str, str]:
         if not words or words[0].startswith("#"):
             continue
         *names, key = words
-        if len(names) > 1 or not key.isprintable() or not all(map(_NAME.fullmatch, names)):
+        if len(names) > 1 or not is_secret(key) or not all(map(_NAME.fullmatch, names)):
             raise SettingsError(f"line {number} of {path} must be NAME KEY, or a key alone; {_NAME.pattern} is a name")
         if key in holders:
             raise SettingsError(f"line {number} of {path} has a key that another line has")

@@ -16,9 +16,12 @@ from typing import Any
 import click
 import yaml
 
+from serving_core.failpoints import ENVIRONMENT as FAILPOINTS
 from serving_core.units import parse_size, size_of
 
 ENV_PREFIX = "SPLITSERVE_"
+NATIVE = "SPLITSERVE_NATIVE"  # which compiled kernels compute, or off
+NO_FLAGS = frozenset({NATIVE, FAILPOINTS})
 BYTES = "_bytes"  # ends the name of a flag that is a size
 FILE = "_file"  # follows the name of a secret, in that of the flag for its file
 MAX_SECRET_BYTES = 4096
@@ -108,6 +111,8 @@ def secret_file_option(secret: str) -> click.Option:
 
 def secret_from(secret: str, given: str | None, file: Path | None) -> str | None:
     """A secret as given, or out of its file. Raises click.UsageError where there are both, or the file holds none."""
+    if given and not is_secret(given):
+        raise click.UsageError(f"--{_kebab(secret)} must be of printable ASCII alone")
     if file is None:
         return given
     if given:
@@ -123,9 +128,14 @@ def secret_from(secret: str, given: str | None, file: Path | None) -> str | None
         raise click.UsageError(f"{flag_name} is not UTF-8 text") from error
     if len(content) > MAX_SECRET_BYTES:
         raise click.UsageError(f"{flag_name} has more than {MAX_SECRET_BYTES} bytes, the most of a secret")
-    if not text or not text.isprintable():
-        raise click.UsageError(f"{flag_name} must hold one line, with the secret alone")
+    if not text or not is_secret(text):
+        raise click.UsageError(f"{flag_name} must hold one line of ASCII, with the secret alone")
     return text
+
+
+def is_secret(text: str) -> bool:
+    """Whether it can go with a call: gRPC's metadata and HTTP's headers take printable ASCII alone."""
+    return text.isascii() and text.isprintable()
 
 
 def to_argv(settings: Any) -> list[str]:
@@ -149,16 +159,19 @@ def to_argv(settings: Any) -> list[str]:
     return argv
 
 
-def secrets_environment(settings: Any) -> dict[str, str]:
+def environment_of(settings: Any) -> dict[str, str]:
     """The environment that goes with `to_argv`: secrets in it, and no variable that would change a flag."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+    kept = {name: value for name, value in os.environ.items() if name in NO_FLAGS or not name.startswith(ENV_PREFIX)}
+    return kept | {ENV_PREFIX + name.upper(): value for name, value in _secrets(settings)}
+
+
+def _secrets(settings: Any) -> Iterator[tuple[str, str]]:
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if dataclasses.is_dataclass(value):
-            environment |= secrets_environment(value)
+            yield from _secrets(value)
         elif field.metadata["secret"] and value:
-            environment[ENV_PREFIX + field.name.upper()] = value
-    return environment
+            yield field.name, value
 
 
 def _parameter(field: "dataclasses.Field[Any]", hint: Any) -> click.Parameter:
@@ -240,7 +253,7 @@ def _config_option(names: set[str]) -> click.Option:
 def read_yaml(path: Path, names: set[str]) -> dict[str, Any]:
     """A flat YAML mapping of flag names (with - or _) to values. Raises click.BadParameter on anything else."""
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.load(path.read_text(), Loader=_Spelled)  # a SafeLoader
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise click.BadParameter(f"{path} is not YAML: {error}") from error
     if not isinstance(content, dict):
@@ -249,7 +262,18 @@ def read_yaml(path: Path, names: set[str]) -> dict[str, Any]:
     unknown = sorted(set(values) - names)
     if unknown:
         raise click.BadParameter(f"{path} has unknown keys: {', '.join(unknown)}")
+    if empty := [key for key, value in values.items() if value is None]:
+        raise click.BadParameter(f"{path} has keys without a value: {', '.join(empty)}")
     return values
+
+
+class _Spelled(yaml.SafeLoader):
+    """Texts as they are spelled, as flags are: 0123 is a fine key, and `off` a word. Nothing but null is guessed."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  # as PyYAML has them
+        first: [(tag, pattern) for tag, pattern in resolvers if tag == "tag:yaml.org,2002:null"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 def _kebab(name: str) -> str:

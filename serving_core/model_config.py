@@ -32,7 +32,7 @@ MODEL_TYPES = {
     **{architecture: family.model_type for architecture, family in FAMILIES.items()},
     FAKE_ARCHITECTURE: "splitserve_fake",
 }
-MISTRAL_SLIDING_WINDOW = 4096  # what transformers takes when config.json does not say
+DEFAULT_SLIDING_WINDOW = 4096  # what transformers takes when config.json does not say
 QWEN3_HEAD_DIM = 128  # likewise
 MOST_LAYERS = 1024
 NATIVE = "native"
@@ -316,8 +316,8 @@ def _sliding_windows(
     config: JsonFields, architecture: str, num_layers: int, unrotated_layers: tuple[int, ...]
 ) -> tuple[int | None, ...]:
     if architecture in ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM"):
-        given = "sliding_window" in config and config.raw("sliding_window") is None
-        window = None if given else config.integer("sliding_window", MISTRAL_SLIDING_WINDOW)
+        config = config.with_defaults({"sliding_window": DEFAULT_SLIDING_WINDOW})
+        window = None if config.raw("sliding_window") is None else config.integer("sliding_window")
         return (window,) * num_layers
     if architecture == "Cohere2ForCausalLM":  # what rotates has a window
         window = config.integer("sliding_window")
@@ -326,8 +326,18 @@ def _sliding_windows(
         every = 2 if architecture == "Gemma2ForCausalLM" else config.integer("sliding_window_pattern", 6)
         slides = read_layer_types(config, [(layer + 1) % every > 0 for layer in range(num_layers)])
         return tuple(config.integer("sliding_window") if slide else None for slide in slides)
-    if architecture != "SmolLM3ForCausalLM" and not architecture.startswith("Qwen"):
-        return (None,) * num_layers
+    if architecture == "SmolLM3ForCausalLM":
+        return _windows_if_used(config, architecture, num_layers, unrotated_layers)
+    if architecture.startswith("Qwen"):
+        config = config.with_defaults({"sliding_window": DEFAULT_SLIDING_WINDOW})
+        return _windows_if_used(config, architecture, num_layers, unrotated_layers)
+    return (None,) * num_layers
+
+
+def _windows_if_used(
+    config: JsonFields, architecture: str, num_layers: int, unrotated_layers: tuple[int, ...]
+) -> tuple[int | None, ...]:
+    """Of a model that has windows where use_sliding_window says so."""
     slides = [False] * num_layers
     is_used = config.boolean("use_sliding_window", False) and config.raw("sliding_window") is not None
     if architecture == "SmolLM3ForCausalLM":

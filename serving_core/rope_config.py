@@ -91,14 +91,16 @@ def read_rope(
         return _read_factors(rope, theta, config.integer("head_dim") // 2)
     if kind not in ("yarn", "llama3"):
         raise ModelError(f"rope type {kind!r} is not supported; supported are default, linear, yarn and llama3")
-    original = rope.integer("original_max_position_embeddings", max_position_embeddings)
+    of_rope = rope.integer("original_max_position_embeddings", max_position_embeddings)
+    original = config.integer("original_max_position_embeddings", of_rope)
     if kind == "yarn":
         return _read_yarn(rope, theta, original, max_position_embeddings)
     return _read_llama3(rope, theta, original)
 
 
 def _rope_fields(config: JsonFields) -> JsonFields:
-    return config.nested("rope_scaling") or config.nested("rope_parameters") or JsonFields({}, "rope_parameters")
+    given = (config.nested(name) for name in ("rope_scaling", "rope_parameters"))
+    return next((fields for fields in given if fields is not None and fields.names), JsonFields({}, "rope_parameters"))
 
 
 def _of_layers(config: JsonFields, layer_type: str) -> JsonFields:

@@ -62,7 +62,7 @@ def _gptq(fields: JsonFields) -> StoredQuantization:
     bits = fields.integer("bits")
     if bits not in (4, 8):
         raise _unsupported("bits", bits, "4, 8")
-    stored_as = fields.text("checkpoint_format", "gptq")
+    stored_as = fields.renamed({"checkpoint_format": "format"}).text("checkpoint_format", "gptq").lower()
     if stored_as not in ("gptq", "gptq_v2"):
         raise _unsupported("checkpoint_format", stored_as, "gptq, gptq_v2")
     if fields.raw("dynamic"):
@@ -74,7 +74,7 @@ def _awq(fields: JsonFields) -> StoredQuantization:
     bits = fields.integer("bits" if "bits" in fields else "w_bit")
     if bits != 4:
         raise _unsupported("bits", bits, "4")
-    version = fields.text("version", "gemm").lower()
+    version = fields.renamed({"version": "format"}).text("version", "gemm").lower()
     if version != "gemm":
         raise _unsupported("version", version, "gemm")
     if not fields.boolean("zero_point", True):
@@ -84,8 +84,10 @@ def _awq(fields: JsonFields) -> StoredQuantization:
 
 
 def _fp8(fields: JsonFields) -> StoredQuantization:
-    _check_names(fields, ("quant_method", "fmt", "activation_scheme", "weight_block_size", *_KEPT))
-    _check(fields, "fmt", ("e4m3",))
+    of_scales = ("activation_scheme", "weight_block_size", "scale_fmt")
+    _check_names(fields, ("quant_method", "fmt", "expert_dtype", "dequantize", *of_scales, *_KEPT))
+    for name, value in (("fmt", "e4m3"), ("scale_fmt", "float"), ("expert_dtype", "fp8")):
+        _check(fields, name, (value,))
     return StoredQuantization("fp8", 8, WHOLE, block=_block(fields, "weight_block_size"))
 
 

@@ -46,6 +46,9 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: int) -> bool:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         is_new = not any(path.exists() for path in _paths(folder, AUTHORITY))
         authority = _authority(days=max(days, AUTHORITY_DAYS)) if is_new else _read_authority(folder)
+        ends = authority.certificate.not_valid_after_utc
+        if not is_new and datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days) > ends:
+            raise SettingsError(f"--days {days} is beyond the end of the CA in {folder}, {ends:%Y-%m-%d}")
         if is_new:
             _write(folder, AUTHORITY, authority)
         for role, purposes in ROLES.items():

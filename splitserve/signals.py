@@ -3,12 +3,15 @@
 import asyncio
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 
-def run_until_signal(work: Coroutine[Any, Any, None]) -> signal.Signals | None:
-    """Runs work to its end. SIGINT and SIGTERM cancel it, a second one also its clean-up; gives the one that did."""
+def run_until_signal(
+    work: Coroutine[Any, Any, None], on_hangup: Callable[[], bool] = lambda: False
+) -> signal.Signals | None:
+    """Runs work to its end. SIGINT, SIGTERM and SIGHUP cancel it, a second one also its clean-up; gives the one that
+    did. SIGHUP does not where `on_hangup` has made something else of it, or this process was told to ignore it."""
     received: list[signal.Signals] = []
 
     async def main() -> signal.Signals | None:
@@ -21,6 +24,13 @@ def run_until_signal(work: Coroutine[Any, Any, None]) -> signal.Signals | None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, cancel, number)
+
+        def hang_up() -> None:
+            if not on_hangup():
+                cancel(signal.SIGHUP)
+
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGHUP, hang_up)
         await asyncio.wait([task])
         if task.cancelled():
             return received[0]

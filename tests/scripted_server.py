@@ -46,12 +46,13 @@ def refusal(code, message, reason, retry_after_s=None, **metadata):
 
 
 class Script(inference_pb2_grpc.InferenceServicer, inference_pb2_grpc.AdminServicer):
-    """Answers as told; keeps what it was asked. `endless` streams until it is cancelled; `broken_off` is the status
-    that ends one answer behind its replies, and `later` are those to the next call."""
+    """Answers as told; keeps what it was asked, and how long it might take. `endless` streams until it is cancelled;
+    `broken_off` is the status that ends one answer behind its replies, and `later` are those to the next call."""
 
     def __init__(self):
         self.requests = []
         self.metadata = []
+        self.left_s = []
         self.replies = []
         self.drained = []
         self.failures = []
@@ -72,6 +73,7 @@ class Script(inference_pb2_grpc.InferenceServicer, inference_pb2_grpc.AdminServi
     def _note(self, request, context):
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
+        self.left_s.append(context.time_remaining())
         if self.failures:
             context.abort_with_status(self.failures.pop(0))
 

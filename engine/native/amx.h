@@ -39,6 +39,9 @@ static inline TileShapes tile_shapes(int32_t num_rows) {
     return shapes;
 }
 
+/* _tile_loadconfig, but some compilers take that for a read of the first bytes alone, and may leave the rest unwritten. */
+static inline void load_shapes(const TileShapes *shapes) { __asm__ volatile("ldtilecfg %0" ::"m"(*shapes)); }
+
 /* Whether this CPU has tiles with such products, and Linux lets this process use them. */
 int amx_is_there(int product);
 

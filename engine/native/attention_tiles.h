@@ -13,7 +13,7 @@ INLINE void set_tiles(int32_t rows) {
         shapes.row_bytes[i] = AMX_BYTES;
         shapes.rows[i] = (uint8_t)(i > 4 ? AMX_ROWS : rows);
     }
-    _tile_loadconfig(&shapes);
+    load_shapes(&shapes);
 }
 
 /* Tiles 0 to count - 1 += tile 4 times the tiles of a right side, which are `next` bytes apart. */

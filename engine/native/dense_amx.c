@@ -140,7 +140,7 @@ static void compute(const DenseProduct *product, const DenseUnit *unit, const De
         const int32_t row = unit->row + done, num_rows = smaller(unit->num_rows - done, 2 * AMX_ROWS);
         const int row_tiles = num_rows > AMX_ROWS ? 2 : 1, together = row_tiles == 2 ? 2 : 4;
         const TileShapes shapes = tile_shapes(num_rows);
-        _tile_loadconfig(&shapes);
+        load_shapes(&shapes);
         block.inputs = product->inputs + row * product->input_stride;
         for (int32_t first = 0; first < unit->num_vectors; first += together) {
             const int32_t vector = unit->vector + first, vectors = smaller(unit->num_vectors - first, together);

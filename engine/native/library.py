@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
 from serving_core.errors import SettingsError
+from serving_core.flags import NATIVE as ENVIRONMENT
 
 logger = logging.getLogger(__name__)
 
 VERSION: Final = 6  # ATTENTION_VERSION in native/attention.h
 VARIANTS: Final = ("amx", "avx512_bf16", "avx512", "avx2", "plain")  # the fastest first
-ENVIRONMENT: Final = "SPLITSERVE_NATIVE"
 OFF: Final = "off"
 ELEMENTS: Final = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "fp8_e4m3": 4}
 

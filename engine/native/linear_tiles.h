@@ -91,7 +91,7 @@ static void compute_tiles(const Product *product, const uint8_t *weights, int64_
         const int32_t num_rows = end_row - row < 2 * AMX_ROWS ? end_row - row : 2 * AMX_ROWS;
         const TileShapes shapes = tile_shapes(num_rows);
         const TileBlock block = {product->rounded.numbers + row * padded, padded, weights, weight_stride};
-        _tile_loadconfig(&shapes);
+        load_shapes(&shapes);
         switch ((num_rows > AMX_ROWS) * TILE_VECTORS + vectors) {
         case 1: compute_tile_block(product, &block, vector, row, num_rows, 1, 1); break;
         case 2: compute_tile_block(product, &block, vector, row, num_rows, 1, 2); break;

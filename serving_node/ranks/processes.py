@@ -13,7 +13,7 @@ import threading
 from typing import Any, Final
 
 from serving_core.errors import SettingsError
-from serving_core.flags import to_argv
+from serving_core.flags import environment_of, to_argv
 from serving_core.settings import EngineSettings
 from serving_core.sharding import check_num_ranks, ranks_text
 from serving_node.ranks.leading import die
@@ -64,7 +64,7 @@ def start_followers(package: str, settings: Any, name: str) -> None:
         try:
             child = subprocess.Popen(
                 [*command, *to_argv(settings)],
-                env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env={**environment_of(settings), "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdin=subprocess.DEVNULL,
             )
         except OSError as error:

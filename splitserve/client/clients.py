@@ -33,14 +33,13 @@ from splitserve.client.answers import Aborted, Chunk, Embedding, Loads, ModelInf
 from splitserve.client.dialling import Dialling
 from splitserve.client.errors import Cancelled, ClientError, from_rpc_error
 from splitserve.client.overview import Overview, to_overview
-from splitserve.client.questions import Prompt, Sampling, embed_request, generate_request
+from splitserve.client.questions import TIMEOUT_S, Prompt, Sampling, embed_request, generate_request
 from splitserve.client.resuming import Course
 
 Part = TypeVar("Part")
 
 READINESS: Final = "splitserve.v1.Inference"  # the health service's name for it, and the service's own
 LIVENESS: Final = ""
-TIMEOUT_S: Final = 600.0
 
 _RETRY_POLICY: Final = {
     "maxAttempts": 3,

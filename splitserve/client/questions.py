@@ -1,10 +1,13 @@
 """What a client may ask, as wire messages. Both clients and the command line build their requests here."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, Final, TypedDict
 
 from protos import inference_pb2
 from splitserve.client.errors import bad_argument
+
+TIMEOUT_S: Final = 600.0
+"""What a call, or a whole answer, may take where nobody says."""
 
 Message = Mapping[str, str]
 """One turn of a conversation: `role` (system, user or assistant) and `content`."""

@@ -12,7 +12,7 @@ import click
 from serving_core.units import KIB, MIB, size_of
 from splitserve.client.answers import Chunk, Completion, ModelInfo
 from splitserve.client.errors import ClientError, Refused
-from splitserve.client.questions import Message, Prompt
+from splitserve.client.questions import TIMEOUT_S, Message, Prompt
 from splitserve.commands.endings import why_stopped
 from splitserve.commands.sampling_options import sampling_options
 from splitserve.commands.server_options import Server, server_options
@@ -39,6 +39,16 @@ model_option: Final = click.option(
 )
 
 
+deadline_option: Final = click.option(
+    "--deadline",
+    "deadline_s",
+    default=TIMEOUT_S,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds for each answer; the server's --request-timeout-s holds besides.",
+)
+
+
 @click.command()
 @click.argument("text", metavar="TEXT|-")
 @server_options
@@ -56,7 +66,7 @@ model_option: Final = click.option(
     "--priority", type=int, help="The lower, the earlier it is read, -100 to 100; default: the class's, else 0."
 )
 @resume_option
-@click.option("--deadline", "deadline_s", type=click.FloatRange(min=0, min_open=True), help="Seconds for the answer.")
+@deadline_option
 @sampling_options(GENERATE_TOKENS)
 def generate(
     text: str,
@@ -71,7 +81,7 @@ def generate(
     slo_class: str,
     priority: int | None,
     resume: bool,
-    deadline_s: float | None,
+    deadline_s: float,
     **sampling: Any,
 ) -> None:
     """Answer TEXT, or what comes on stdin for -, streamed as it is written."""
@@ -100,8 +110,9 @@ def generate(
 @model_option
 @click.option("--system", help="What the model is told before the conversation.")
 @resume_option
+@deadline_option
 @sampling_options(CHAT_TOKENS)
-def chat(server: Server, model_name: str, system: str | None, resume: bool, **sampling: Any) -> None:
+def chat(server: Server, model_name: str, system: str | None, resume: bool, deadline_s: float, **sampling: Any) -> None:
     """Talk with the model. Ctrl-C stops an answer, Ctrl-D leaves."""
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     with server.client() as client:
@@ -110,7 +121,8 @@ def chat(server: Server, model_name: str, system: str | None, resume: bool, **sa
         report(f"{model_name or model.served_model_name} at {server.target}. Ctrl-C stops an answer, Ctrl-D leaves.")
         for question in _questions():
             messages.append({"role": "user", "content": question})
-            if answer := _print_turn(asking, partial(client.generate, messages, model=model_name, resume=resume)):
+            given: dict[str, Any] = {"model": model_name, "resume": resume, "deadline_s": deadline_s}
+            if answer := _print_turn(asking, partial(client.generate, messages, **given)):
                 messages.append({"role": "assistant", "content": answer})
             else:
                 messages.pop()

@@ -2,7 +2,7 @@
 
 import click
 
-from splitserve.client.clients import TIMEOUT_S
+from splitserve.client.questions import TIMEOUT_S
 from splitserve.commands.server_options import Server, server_options
 from splitserve.commands.terminal import stdout, waiting
 

@@ -34,6 +34,16 @@ def serve(values: Any) -> None:
         settings = dataclasses.replace(settings, http_port=free_port())
     model = resolve(settings.model, report)
 
+    ready: list[Cluster] = []
+    has_terminal = sys.stderr.isatty()
+
+    def reread_api_keys() -> bool:
+        """What SIGHUP asks for, unless it says that the terminal has gone."""
+        if not given["api_keys_file"] or not ready or (has_terminal and not sys.stderr.isatty()):
+            return False
+        ready[0].reread_api_keys()
+        return True
+
     async def work(fleet_host: str) -> None:
         async with Cluster(settings, given, model, report=report, fleet_host=fleet_host) as cluster:
             nodes = ", ".join(f"{number} {role}" for role, number in cluster.num_nodes.items() if number)
@@ -41,10 +51,11 @@ def serve(values: Any) -> None:
             await start(cluster)
             http = f", HTTP on {cluster.http_url}" if cluster.http_url else ""
             report(f"Ready: gRPC on {cluster.target}{http}. Ctrl-C stops everything.")
+            ready.append(cluster)
             await cluster.watch()
 
     with _hosts(settings.ray) as fleet_host:
-        number = run_until_signal(work(fleet_host))
+        number = run_until_signal(work(fleet_host), reread_api_keys)
     report("Stopped.")
     if number is signal.SIGINT:
         sys.exit(INTERRUPTED)
@@ -70,8 +81,8 @@ up = settings_command(
     up_settings_class(),
     serve,
     name="up",
-    help="Serve MODEL, until Ctrl-C (exit code 130) or SIGTERM (0): all processes on this machine, or with --ray the "
-    "nodes on the hosts of a Ray cluster.",
+    help="Serve MODEL, until Ctrl-C (exit code 130), SIGTERM or a hangup (0): all processes on this machine, or with "
+    "--ray the nodes on the hosts of a Ray cluster.",
 )
 
 

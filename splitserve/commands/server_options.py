@@ -57,7 +57,8 @@ class Server:
 
     def client(self, timeout_s: float | None = None) -> "Client":
         """A new client of it, with the usual deadline unless one is given."""
-        from splitserve.client.clients import TIMEOUT_S, Client
+        from splitserve.client.clients import Client
+        from splitserve.client.questions import TIMEOUT_S
 
         return Client(
             self.target,

@@ -4,9 +4,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Final
 
-from engine.native.library import ENVIRONMENT as NATIVE
-from serving_core.failpoints import ENVIRONMENT as FAILPOINTS
-from serving_core.flags import ENV_PREFIX, FILE, fields_of, secrets_of
+from serving_core.flags import ENV_PREFIX, FILE, NO_FLAGS, fields_of, secrets_of
 
 SERVER: Final = "SPLITSERVE_SERVER"  # of the commands that ask a server; all others are flags
 
@@ -31,7 +29,7 @@ def known_variables() -> frozenset[str]:
     settings_classes: list[type[Any]] = [ClusterSettings, *(room.settings_class for room in ROOMS)]
     flags = {field.name for settings_class in settings_classes for field, _ in fields_of(settings_class)}
     flags |= {secret + FILE for settings_class in settings_classes for secret in secrets_of(settings_class)}
-    return frozenset({NATIVE, SERVER, FAILPOINTS, *(ENV_PREFIX + name.upper() for name in flags)})
+    return frozenset({SERVER, *NO_FLAGS, *(ENV_PREFIX + name.upper() for name in flags)})
 
 
 def _with_hint(name: str, known: frozenset[str]) -> str:

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from serving_core.cpus import divide_cpus
 from serving_core.errors import SettingsError
-from serving_core.flags import build, fields_of, flag
+from serving_core.flags import build, environment_of, fields_of, flag
 from splitserve.launch.models import LocalModel
-from splitserve.launch.rooms import BOTH, COORDINATOR, DECODE, PREFILL, ROOMS, Room, command_of, environment_of
+from splitserve.launch.rooms import BOTH, COORDINATOR, DECODE, PREFILL, ROOMS, Room, command_of
 
 LOOPBACK: Final = "127.0.0.1"
 FOR_THE_FLEET: Final = ("tls_cert", "tls_key")  # with a CA alone: else nodes speak to the coordinator as without TLS

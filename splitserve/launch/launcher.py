@@ -14,6 +14,7 @@ import os
 import random
 import secrets
 import shutil
+import signal
 import socket
 import tempfile
 import time
@@ -117,6 +118,10 @@ class Cluster:
     def pid(self, name: str) -> int:
         """The process id of a node, or of the `coordinator`."""
         return self._supervisor.pid(name)
+
+    def reread_api_keys(self) -> None:
+        """Has the coordinator read its file of API keys again. To be called once it is ready."""
+        os.kill(self.pid("coordinator"), signal.SIGHUP)
 
     def client(self) -> AsyncClient:
         """A new client of this cluster. Over TLS it takes the certificate that the cluster was given, and no other."""
@@ -251,10 +256,12 @@ def _log_dir(given: str) -> Path:
         return Path(tempfile.mkdtemp(prefix="splitserve-logs-"))
     try:
         Path(given).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=given).close()
     except OSError as error:
-        raise LaunchError(f"--log-dir {given} cannot be made: {error.strerror}") from error
+        raise LaunchError(f"--log-dir {given} cannot be made, or written to: {error.strerror}") from error
     return Path(given)
 
 
 def _reachable(host: str) -> str:
-    return {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}.get(host, host)
+    host = {"0.0.0.0": "127.0.0.1", "[::]": "::1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host

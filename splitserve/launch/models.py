@@ -39,7 +39,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model folder and the name the model is served under."""
+    """A model folder and the name the model is served under, in which commas would be between two."""
 
     folder: Path
     name: str
@@ -51,9 +51,9 @@ def resolve(model: str, report: Report) -> LocalModel:
         return LocalModel(demo_folder(report), DEMO_NAME)
     path = Path(model).expanduser()
     if path.is_dir():
-        return LocalModel(path.resolve(), path.resolve().name)
+        return LocalModel(path.resolve(), path.resolve().name.replace(",", "-"))
     if path.is_file():
-        return LocalModel(gguf_folder(path, _cache_root() / GGUF_FOLDERS), model_name(path))
+        return LocalModel(gguf_folder(path, _cache_root() / GGUF_FOLDERS), model_name(path).replace(",", "-"))
     if HUB_ID.fullmatch(model):
         return LocalModel(_from_hub(model, report), model)
     raise ModelError(

@@ -1,15 +1,13 @@
 """The processes of a cluster as the command line starts them: `python -m ROOM MODEL --flag value ...`."""
 
 import dataclasses
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
 from coordinator.settings import CoordinatorSettings
-from engine.native.library import ENVIRONMENT as NATIVE
-from serving_core.flags import ENV_PREFIX, build, fields_of, to_argv
+from serving_core.flags import build, to_argv
 from serving_node.settings import PACKAGES, NodeSettings
 
 Settings = CoordinatorSettings | NodeSettings
@@ -32,18 +30,6 @@ ROOMS: Final = (COORDINATOR, PREFILL, DECODE, BOTH)
 def command_of(room: Room, settings: Any) -> list[str]:
     """The argv that starts a process of this room with these settings."""
     return [sys.executable, "-m", room.package, *to_argv(settings)]
-
-
-def environment_of(settings: Any) -> dict[str, str]:
-    """The environment that goes with `command_of`: secrets in it, and no variable that would change a flag."""
-    environment = {
-        name: value for name, value in os.environ.items() if name == NATIVE or not name.startswith(ENV_PREFIX)
-    }
-    values = flat(settings)
-    for field, _ in fields_of(type(settings)):
-        if field.metadata["secret"] and values[field.name]:
-            environment[ENV_PREFIX + field.name.upper()] = values[field.name]
-    return environment
 
 
 def flat(settings: Any) -> dict[str, Any]:

@@ -12,8 +12,9 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from serving_core.telemetry import parse_line
 from splitserve.launch.cluster import Process
@@ -123,7 +124,7 @@ class Supervisor:
         self._deaths.put_nowait(Death(process, returncode, words.refusal, words.failure))
 
     async def _copy_log(self, name: str, output: int, words: "LastWords") -> None:
-        with self._open_log(name) as log:
+        with contextlib.closing(LogFile(self._log_dir / f"{name}.log", self._report)) as log:
             async for line in _lines(output):
                 log.write(line + b"\n")
                 level, text = parse_line(line.decode(errors="replace"))
@@ -131,8 +132,29 @@ class Supervisor:
                 if level == ECHOED_LEVEL:
                     self._report(f"{name}: {text}")
 
-    def _open_log(self, name: str) -> Any:
-        return (self._log_dir / f"{name}.log").open("ab", buffering=0)
+
+class LogFile:
+    """Where a child's lines go. What it does not take is lost, which is said once: a child whose pipe nobody empties
+    would stand still."""
+
+    def __init__(self, path: Path, report: Report) -> None:
+        self._path = path
+        self._report = report
+        self._file: FileIO | None = None
+        self._has_lost = False
+
+    def write(self, line: bytes) -> None:
+        try:
+            self._file = self._file or FileIO(self._path, "ab")
+            self._file.write(line)
+        except OSError as error:
+            if not self._has_lost:
+                self._report(f"{self._path} cannot be written, and lines of it are lost: {error.strerror}")
+            self._has_lost = True
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
 class LastWords:

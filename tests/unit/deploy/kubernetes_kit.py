@@ -17,6 +17,7 @@ MODEL = "/models/m"
 VARIABLE = re.compile(r"\$\((\w+)\)")
 ROLES = {room.role: room for room in ROOMS}
 POD = {"metadata.name": "splitserve-node-0", "status.podIP": "10.1.2.3"}
+SERVICE_IP = "10.96.0.7"
 INJECTED = {"LWS_LEADER_ADDRESS": "splitserve-node-0.splitserve-node", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "0"}
 WORKLOADS = ("Deployment", "LeaderWorkerSet")
 # By name: the overlay, and the components that it does not have itself.
@@ -71,9 +72,21 @@ def container(pod):
     return found
 
 
-def variables(variant, each):
-    """The environment of a container as the kubelet makes it; what comes of secrets or resources is <told>."""
+def service_links(variant):
+    """What the kubelet says of each service to pods that do not refuse to be told."""
+    found = {}
+    for service in objects(variant, "Service"):
+        prefix, ports = service["metadata"]["name"].upper().replace("-", "_"), service["spec"]["ports"]
+        found |= {f"{prefix}_SERVICE_HOST": SERVICE_IP, f"{prefix}_SERVICE_PORT": str(ports[0]["port"])}
+        found[f"{prefix}_PORT"] = f"tcp://{SERVICE_IP}:{ports[0]['port']}"
+    return found
+
+
+def variables(variant, pod, each):
+    """The environment of a pod's container as the kubelet makes it; what comes of secrets or resources is <told>."""
     found = dict(INJECTED)
+    if pod["spec"].get("enableServiceLinks", True):
+        found |= service_links(variant)
     for source in each.get("envFrom", []):
         found |= named(variant, "ConfigMap", source["configMapRef"]["name"])["data"]
     for entry in each.get("env", []):
@@ -111,7 +124,7 @@ def mounted(pod, folder):
 
 def settings_of(variant, pod, folder, monkeypatch):
     """The settings that a pod's process ends up with, secrets and all."""
-    places, environment = mounted(pod, folder), variables(variant, container(pod))
+    places, environment = mounted(pod, folder), variables(variant, pod, container(pod))
     for path, place in places.items():
         environment = {name: value.replace(f"{path}/", f"{place}/") for name, value in environment.items()}
     environment["SPLITSERVE_MODEL"] = MODEL

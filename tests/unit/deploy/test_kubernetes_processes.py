@@ -61,7 +61,7 @@ def test_the_command_line_is_understood_and_may_listen_off_loopback(variant, com
 def test_every_variable_is_a_setting(variant, component):
     pod = ours(variant)[component]
     for each in [container(pod), *pod["spec"]["initContainers"]]:
-        assert unknown_variables(variables(variant, each)) == ""
+        assert unknown_variables(variables(variant, pod, each)) == ""
 
 
 @every_pod
@@ -71,7 +71,7 @@ def test_secrets_come_from_files_and_stand_in_no_manifest(variant, component):
         flags = " ".join([*each["args"], *each.get("command", [])])
         for secret in SECRETS:
             assert f"--{secret.replace('_', '-')}" not in flags
-            assert f"SPLITSERVE_{secret.upper()}" not in variables(variant, each)
+            assert f"SPLITSERVE_{secret.upper()}" not in variables(variant, pod, each)
     assert not objects(variant, "Secret"), "it is made by whoever runs the cluster"
     (secrets,) = [volume["secret"] for volume in pod["spec"]["volumes"] if volume["name"] == "secrets"]
     keys = {item["key"] for item in secrets["items"]}
@@ -157,11 +157,12 @@ def test_nodes_are_probed_at_services_of_their_health_port(variant, tmp_path, mo
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_coordinator_is_probed_without_a_key(variant):
+def test_the_coordinator_is_probed_without_a_key(variant, tmp_path, monkeypatch):
+    health = f"localhost:{coordinator(variant, tmp_path, monkeypatch)['port']}"  # gRPC's, as of compose's check
     each = container(ours(variant)["coordinator"])
     for name in ("startup", "liveness"):
         python, dash_m, module, target = each[f"{name}Probe"]["exec"]["command"]
-        assert (python, dash_m, target) == ("python", "-m", "localhost:8000")
+        assert (python, dash_m, target) == ("python", "-m", health)
         assert importlib.util.find_spec(module) is not None
     ready = each["readinessProbe"]["httpGet"]
     assert ready["path"] in OPEN_PATHS
@@ -180,7 +181,7 @@ def test_the_model_is_fetched_before_and_into_what_is_read_then(variant, compone
     mounts = [{mount["mountPath"]: mount for mount in each["volumeMounts"]} for each in (before, container(pod))]
     assert mounts[0]["/cache"] == {"name": "cache", "mountPath": "/cache"}
     assert mounts[1]["/cache"] == {"name": "cache", "mountPath": "/cache", "readOnly": True}
-    assert variables(variant, container(pod))["HF_HUB_OFFLINE"] == "1"
+    assert variables(variant, pod, container(pod))["HF_HUB_OFFLINE"] == "1"
 
 
 def test_a_group_of_pods_is_a_node_of_as_many_ranks(tmp_path, monkeypatch):
@@ -188,7 +189,7 @@ def test_a_group_of_pods_is_a_node_of_as_many_ranks(tmp_path, monkeypatch):
     settings = settings_of(variant, ours(variant)["node"], tmp_path, monkeypatch)
     workers = named(variant, "LeaderWorkerSet", "splitserve-node")["spec"]["leaderWorkerTemplate"]
     assert settings.engine.num_ranks == workers["size"] == 2
-    told = variables(variant, container(ours(variant)["node"]))
+    told = variables(variant, ours(variant)["node"], container(ours(variant)["node"]))
     assert told["WORLD_SIZE"] == str(settings.engine.num_ranks)
     assert (told["RANK"], told["LOCAL_RANK"]) == ("0", "0")
     assert told["MASTER_ADDR"] == "splitserve-node-0.splitserve-node"

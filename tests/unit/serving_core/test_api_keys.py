@@ -24,6 +24,7 @@ def test_names_and_keys(tmp_path):
         (f"ann {SECRET}\nann and {SECRET}\n".encode(), "line 2 of .* must be NAME KEY, or a key alone"),
         (f"a/b {SECRET}".encode(), "line 1 of .* must be NAME KEY, or a key alone"),
         (f"{SECRET}\x00".encode(), "line 1 of .* must be NAME KEY, or a key alone"),
+        (f"# keys\nann {SECRET}é\n".encode(), "line 2 of .* must be NAME KEY, or a key alone"),
         (f"ann {SECRET}\n{SECRET}".encode(), "line 2 of .* has a key that another line has"),
         (b"\xff", "is not UTF-8 text"),
         (b"a" * (MAX_FILE_BYTES + 1), f"has more than {MAX_FILE_BYTES} bytes"),

@@ -1,11 +1,12 @@
 """Flags, environment and YAML from a settings class: precedence, types, refusals."""
 
+import os
 from dataclasses import dataclass, field
 
 import pytest
 from click.testing import CliRunner
 
-from serving_core.flags import flag, settings_command, to_argv
+from serving_core.flags import environment_of, flag, settings_command, to_argv
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,21 @@ class Outer:
     pool_bytes: int = flag(512 * 2**20, "A size.", minimum=1, maximum=2**33)
 
 
-def invoke(*argv, env=None):
+@dataclass(frozen=True)
+class Enclosing:
+    outer: Outer = field(default_factory=Outer)
+    speculation: str = flag("lookup", "What is guessed.", choices=("off", "lookup"))
+
+
+def invoke(*argv, env=None, of=Outer):
     seen = []
-    command = settings_command(Outer, seen.append, name="outer", help="Try it.")
+    command = settings_command(of, seen.append, name="outer", help="Try it.")
     result = CliRunner().invoke(command, list(argv), env=env or {})
     return result, seen
 
 
-def parse(*argv, env=None):
-    result, seen = invoke(*argv, env=env)
+def parse(*argv, env=None, of=Outer):
+    result, seen = invoke(*argv, env=env, of=of)
     assert result.exit_code == 0, result.output
     return seen[0]
 
@@ -98,6 +105,27 @@ def test_one_value_of_such_a_flag_needs_no_list_in_a_file(tmp_path):
     assert parse("--config", str(file)) == Outer(kind=("b=1",))
 
 
+def test_a_file_means_what_the_same_words_mean_as_flags(tmp_path):
+    """YAML itself would make numbers of 0123456 (42798), 1.10 and 12:30, truths of on, off and no, and a date."""
+    file = tmp_path / "settings.yaml"
+    file.write_text(
+        "model: on\ntoken: 0123456\nplace: 1.10\nspeculation: off\nkind: [no, 0x10, 2026-11-23, 12:30]\n"
+        "pool-bytes: 4096\nblock-size: 8\nshare: 1e-1\nlimit: 3\nverbose: yes\n"
+    )
+    outer = Outer(
+        model="on",
+        inner=Inner(block_size=8),
+        share=0.1,
+        verbose=True,
+        limit=3,
+        token="0123456",
+        kind=("no", "0x10", "2026-11-23", "12:30"),
+        place="1.10",
+        pool_bytes=4096,
+    )
+    assert parse("--config", str(file), of=Enclosing) == Enclosing(outer, "off")
+
+
 def test_help_shows_a_size_with_its_unit():
     assert "[default: (512.0 MiB)" in " ".join(invoke("--help")[0].output.split())
 
@@ -129,6 +157,7 @@ def test_bad_flags_are_refused_with_the_limit(argv, message):
         ("- a\n- b\n", "must hold a mapping"),
         ("a: [1\n", "is not YAML"),
         ("block-size: 1000\n", "1000 is not in the range"),
+        ("block-size:\nshare: 0.25\nplace: ~\n", "has keys without a value: block_size, place"),
     ],
 )
 def test_bad_files_are_refused(tmp_path, content, message):
@@ -145,6 +174,15 @@ def test_to_argv_rebuilds_the_settings_without_secrets():
     argv = to_argv(settings)
     assert "canary" not in " ".join(argv)
     assert parse(*argv) == Outer(model="folder", inner=Inner(block_size=8), verbose=True, limit=2)
+
+
+def test_another_process_gets_the_secrets_and_no_variable_that_would_change_a_flag(monkeypatch):
+    kept = {"PATH": "/bin", "SPLITSERVE_NATIVE": "off", "SPLITSERVE_FAILPOINTS": "sent:3=kill"}
+    dropped = {"SPLITSERVE_BLOCK_SIZE": "8", "SPLITSERVE_TOKEN": "other", "SPLITSERVE_TOKEN_FILE": "/file"}
+    monkeypatch.setattr(os, "environ", {**kept, **dropped})
+    assert environment_of(Enclosing()) == kept
+    told = environment_of(Enclosing(Outer(token="canary")))
+    assert told == {**kept, "SPLITSERVE_TOKEN": "canary"}
 
 
 def test_secrets_come_from_the_environment_and_help_does_not_show_them():
@@ -168,9 +206,10 @@ def test_a_secret_may_be_named_by_its_file(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "must hold one line, with the secret alone"),
-        (b"\n", "must hold one line, with the secret alone"),
-        (b"one\ntwo\n", "must hold one line, with the secret alone"),
+        (b"", "must hold one line of ASCII, with the secret alone"),
+        (b"\n", "must hold one line of ASCII, with the secret alone"),
+        (b"one\ntwo\n", "must hold one line of ASCII, with the secret alone"),
+        ("clé two".encode(), "must hold one line of ASCII, with the secret alone"),
         (b"\xff\xfe", "is not UTF-8 text"),
         (b"x" * 4097, "has more than 4096 bytes, the most of a secret"),
     ],
@@ -182,6 +221,14 @@ def test_files_that_hold_no_secret_are_refused_and_not_shown(tmp_path, content, 
     assert (result.exit_code, seen) == (2, [])
     assert f"--token-file {file} {message}" in result.output
     assert "two" not in result.output
+
+
+@pytest.mark.parametrize("secret", ["canarý", "canary\x1b", "canary\nmore"])
+def test_what_cannot_go_with_a_call_is_no_secret_and_is_not_shown(secret):
+    result, seen = invoke(env={"SPLITSERVE_TOKEN": secret})
+    assert (result.exit_code, seen) == (2, [])
+    assert "--token must be of printable ASCII alone" in result.output
+    assert "canar" not in result.output
 
 
 def test_a_secret_and_its_file_are_one_too_many(tmp_path):

@@ -1,8 +1,12 @@
+import copy
 import json
 
 import pytest
+import torch
 import transformers
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from engine.model.rope import inverse_frequencies
 from serving_core.errors import ModelError
 from serving_core.layout import KVLayout
 from serving_core.model_config import read_model_config
@@ -98,6 +102,26 @@ def test_sliding_windows(read, config, windows):
     assert read(config).sliding_windows == windows
 
 
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+QWEN_MOE = {**LLAMA, **EXPERTS, "shared_expert_intermediate_size": 40}
+QWENS = {
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen2_moe": {**QWEN_MOE, "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"},
+    "qwen3_moe": {**LLAMA, **EXPERTS, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"},
+}
+
+
+@pytest.mark.parametrize("name", QWENS)
+def test_windows_of_qwen_whose_size_is_not_told(read, name):
+    fields = {**QWENS[name], "use_sliding_window": True, "max_window_layers": 1}
+    theirs = transformers.AutoConfig.for_model(**fields)
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 3  # Qwen3MoE has windows in all layers
+    windows = tuple(theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+    assert (set(windows) - {None}, read(fields).sliding_windows) == ({4096}, windows)
+    assert read({**fields, "sliding_window": None}).sliding_windows == (None, None, None)
+
+
 @pytest.mark.parametrize(
     ("fields", "rope"),
     [
@@ -105,6 +129,7 @@ def test_sliding_windows(read, config, windows):
         ({"rope_theta": 5e5, "rope_scaling": None}, DefaultRope(5e5)),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, DefaultRope(7.0)),
         ({"rope_theta": 3.0, "rope_scaling": {"type": "linear", "factor": 2}}, LinearRope(3.0, 2.0)),
+        ({"rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}, LinearRope(10000.0, 2.0)),
         (
             {
                 "rope_scaling": {
@@ -125,6 +150,27 @@ def test_sliding_windows(read, config, windows):
 )
 def test_rope_in_both_spellings(read, fields, rope):
     assert read({**LLAMA, **fields}).rope == rope
+
+
+ORIGINAL = "original_max_position_embeddings"
+SCALED = {
+    "yarn": {"rope_type": "yarn", "factor": 4.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(("beside", "within"), [(None, None), (None, 64), (128, None), (128, 64)])
+@pytest.mark.parametrize("kind", SCALED)
+def test_the_original_length_beside_the_ropes_own_fields(read, kind, beside, within, spelling):
+    """Phi-3 and its kin have it there, where it wins."""
+    fields = {**LLAMA, "head_dim": 64, spelling: SCALED[kind] | ({} if within is None else {ORIGINAL: within})}
+    fields |= {} if beside is None else {ORIGINAL: beside}
+    rope = read(fields).rope
+    expected = LlamaRotaryEmbedding(transformers.LlamaConfig(**copy.deepcopy(fields)))
+    assert torch.equal(inverse_frequencies(rope, 64), expected.inv_freq)
+    assert getattr(rope, "attention_factor", 1.0) == expected.attention_scaling
+    assert rope.original_max_position_embeddings == (beside or within or 512)
 
 
 def test_yarn_attention_factor_follows_the_paper(read):

@@ -200,7 +200,7 @@ GROUP = ("config_groups", "group_0")
         (changed(W8A8, *GROUP, "input_activations", "strategy", value="tensor"), "strategy 'tensor' .* are token"),
         (changed(W8A8, *GROUP, "output_activations", value={"num_bits": 8}), "output_activations in .* not supported"),
         (changed(FP8["inverse"], "fmt", value="e5m2"), "fmt 'e5m2' .* supported are e4m3"),
-        (changed(FP8["inverse"], "scale_fmt", value="ue8m0"), "scale_fmt in .* is not supported"),
+        (changed(FP8["inverse"], "scale_fmt", value="ue8m0"), "scale_fmt 'ue8m0' .* supported are float"),
         (changed(FP8["inverse"], "weight_block_size", value=[128]), "weight_block_size in .* two integers"),
         (changed(FP8["inverse"], "weight_block_size", value=[0, 128]), "two integers from 1 to 65536"),
     ],

@@ -1,16 +1,22 @@
 """GPTQ and AWQ checkpoints against transformers with the weights that they stand for."""
 
+import json
+
 import pytest
 import torch
+import transformers
 
 from engine.engine import Engine
 from engine.model.llama import LlamaDecoder
 from engine.model.weights import load_weights
 from engine.parallel import alone
 from serving_core.errors import ModelError, SettingsError
+from serving_core.json_fields import JsonFields
 from serving_core.model_config import read_model_config
 from serving_core.settings import EngineSettings
 from serving_core.sharding import shard_of
+from serving_core.stored_quantization import WHOLE as ONE_GROUP
+from serving_core.stored_quantization import StoredQuantization, read_stored_quantization
 from tests.tiny_models import VOCAB_SIZE
 from tests.toy_scheduler import greedy, run_all
 from tests.unit.engine.quantized_checkpoints import describe, edit, write_quantized
@@ -168,6 +174,68 @@ def test_settings_that_cannot_be_read_are_named(fields, sentence, tmp_path):
     describe(stored, fields)
     with pytest.raises(ModelError, match=sentence):
         load(stored)
+
+
+def as_read(fields):
+    """What a quantization_config says, once it has been through JSON."""
+    return read_stored_quantization(JsonFields(json.loads(json.dumps({"quantization_config": fields})), "config.json"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"format": "gptq"},
+        {"format": "gptq_v2"},
+        {"format": "GPTQ_V2", "checkpoint_format": None},
+        {"format": "gptq", "checkpoint_format": "gptq_v2"},
+        {"format": "gptq_v2", "checkpoint_format": "gptq"},
+    ],
+)
+def test_which_format_of_gptq_it_is_follows_transformers(fields):
+    said = transformers.GPTQConfig(bits=4, group_size=32, **fields)
+    for written in ({"quant_method": "gptq", "bits": 4, "group_size": 32, **fields}, said.to_dict()):
+        assert as_read(written) == StoredQuantization("gptq", 4, 32, zeros_start_at_one=said.format == "gptq")
+
+
+def test_the_second_format_by_the_name_of_newer_tools(tmp_path):
+    stored, _ = write_quantized(tmp_path, "gptq", fields={"checkpoint_format": "gptq_v2"})
+    expected = logprobs(load(stored))
+    describe(stored, {"quant_method": "gptq", "bits": 4, "group_size": 32, "format": "gptq_v2"})
+    assert torch.equal(logprobs(load(stored)), expected)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"format": "gemm"},
+        {"format": "gemv"},
+        {"format": "gemv", "version": "GEMM"},
+        {"format": "gemm", "version": "gemv"},
+    ],
+)
+def test_which_format_of_awq_it_is_follows_transformers(fields):
+    said = transformers.AwqConfig(bits=4, group_size=32, **fields)
+    for written in ({"quant_method": "awq", "bits": 4, "group_size": 32, **fields}, said.to_dict()):
+        if said.format == "gemm":
+            assert as_read(written) == StoredQuantization("awq", 4, 32)
+        else:
+            with pytest.raises(ModelError, match=r"version 'gemv' .* supported are gemm"):
+                as_read(written)
+
+
+def test_fp8_as_transformers_describes_it():
+    said = transformers.FineGrainedFP8Config()
+    assert as_read(said.to_dict()) == StoredQuantization("fp8", 8, ONE_GROUP, block=said.weight_block_size)
+    said = transformers.FineGrainedFP8Config(weight_block_size=(8, 16), modules_to_not_convert=["lm_head"])
+    assert as_read(said.to_dict()) == StoredQuantization("fp8", 8, ONE_GROUP, block=(8, 16))
+
+
+@pytest.mark.parametrize(("name", "value"), [("scale_fmt", "ue8m0"), ("expert_dtype", "fp4")])
+def test_fp8_of_other_kinds_is_refused(name, value):
+    with pytest.raises(ModelError, match=f"{name} '{value}' of a quantization_config is not supported"):
+        as_read(transformers.FineGrainedFP8Config(**{name: value}).to_dict())
 
 
 def test_config_fields_of_older_awq_tools(tmp_path):

@@ -110,6 +110,16 @@ def test_the_ca_stays_and_signs_again(folder):
     assert (certificate.not_valid_after_utc - certificate.not_valid_before_utc).days == 7
 
 
+def test_no_certificate_outlives_its_ca(folder, tmp_path):
+    authority = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    done = certs(folder, "--days", "4000")
+    message = f"--days 4000 is beyond the end of the CA in {folder}, {authority.not_valid_after_utc:%Y-%m-%d}"
+    assert (done.exit_code, done.output) == (2, f"Error: {message}\n")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert certs(tmp_path / "new", "--days", "4000").exit_code == 0
+
+
 def test_it_says_what_each_is_for(folder):
     output = certs(folder).output
     assert f"nodes:       --tls-cert {folder}/node.crt --tls-key {folder}/node.key --tls-ca {folder}/ca.crt\n" in output

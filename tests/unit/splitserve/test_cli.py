@@ -113,6 +113,15 @@ def test_answers_have_a_limit(run, script, command, flags, max_tokens):
     assert [request.sampling_params.max_tokens for request in script.requests] == [max_tokens]
 
 
+@pytest.mark.parametrize("command", [["generate", "hi"], ["chat"]])
+def test_an_answer_may_take_as_long_as_its_user_says(run, script, command):
+    for flags in ([], ["--deadline", "100000"]):
+        assert run(*command, *flags, input="hi\n").exit_code == 0
+    unless_told, told = script.left_s
+    assert unless_told < 1000 < told
+    assert "[default: 600.0; x>0]" in " ".join(run(command[0], "--help").output.split())
+
+
 def too_long(field):
     return refusal(grpc.StatusCode.INVALID_ARGUMENT, f"{field} is too large", "BAD_PARAM", field=field)
 

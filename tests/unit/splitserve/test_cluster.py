@@ -8,11 +8,12 @@ import click
 import pytest
 
 from serving_core.errors import SettingsError
-from serving_core.flags import build, fields_of, settings_command
-from splitserve.launch.cluster import PLANNED, ClusterSettings, Place, plan_cluster, up_settings_class
+from serving_core.flags import build, environment_of, fields_of, settings_command
+from serving_node.ranks import processes as rank_processes
+from splitserve.launch.cluster import PLANNED, ClusterSettings, Place, Process, plan_cluster, up_settings_class
 from splitserve.launch.models import LocalModel
 from splitserve.launch.preflight import cuda_devices
-from splitserve.launch.rooms import COORDINATOR, DECODE, PREFILL, ROOMS, command_of, environment_of, flat, replaced
+from splitserve.launch.rooms import COORDINATOR, DECODE, PREFILL, ROOMS, command_of, flat, replaced
 
 MODEL = LocalModel(Path("/models/tiny"), "tiny")
 PLACE = Place(fleet_port=4000, socket_dir="/run/x", fleet_secret="s3cret", instance_id="this one", cpus=(0, 1, 2, 5))
@@ -68,11 +69,13 @@ def test_secrets_travel_in_the_environment_only():
 
 
 def test_the_launchers_environment_does_not_overrule_the_plan(monkeypatch):
+    monkeypatch.setenv("SPLITSERVE_FAILPOINTS", "sent:3=kill")
     monkeypatch.setenv("SPLITSERVE_PORT", "1234")
     monkeypatch.setenv("SPLITSERVE_FLEET_SECRET", "other")
     front, *_ = plan_cluster(ClusterSettings(grpc_port=50051), {}, MODEL, PLACE)
     values = received(front, COORDINATOR, monkeypatch)
     assert (values["port"], values["fleet_secret"]) == (50051, "s3cret")
+    assert front.environment["SPLITSERVE_FAILPOINTS"] == "sent:3=kill"  # which no flag says
 
 
 def test_what_is_passed_on_does_not_overrule_the_plan():
@@ -106,6 +109,38 @@ def test_settings_survive_the_way_through_a_command_line(monkeypatch):
     command: click.Command = settings_command(DECODE.settings_class, seen.append, name="decode", help="")
     command.main(command_of(DECODE, settings)[3:], standalone_mode=False)
     assert seen == [settings]
+
+
+class Ended:
+    """A follower that has ended well."""
+
+    def wait(self):
+        return 0
+
+
+def test_ranks_that_a_node_starts_are_told_what_it_was(monkeypatch):
+    """A flag that the node was given wins over its environment, and must with them."""
+    given = {"model": "/m", "tensor_parallel_size": 3, "max_num_seqs": 3, "fleet_secret": "s3cret"}
+    settings = build(DECODE.settings_class, given)
+    environment = {"SPLITSERVE_BLOCK_SIZE": "32", "SPLITSERVE_FLEET_SECRET_FILE": "/other", "SPLITSERVE_NATIVE": "off"}
+    monkeypatch.setattr(os, "environ", {"PATH": "/bin", **environment})
+    started = []
+
+    def popen(argv, *, env, **_):
+        started.append((argv, env))
+        return Ended()
+
+    monkeypatch.setattr(rank_processes.subprocess, "Popen", popen)
+    monkeypatch.setattr(rank_processes, "_held", held := [])
+    rank_processes.start_followers(DECODE.package, settings, "d0")
+    for port in held:
+        port.close()
+    assert [env["RANK"] for _, env in started] == ["1", "2"]
+    for argv, env in started:
+        assert (env["WORLD_SIZE"], env["PATH"], env["SPLITSERVE_NATIVE"]) == ("3", "/bin", "off")
+        assert argv[1:3] == ["-m", "serving_core.child"]
+        follower = Process("d0", DECODE.role, tuple(argv[4:]), env)
+        assert received(follower, DECODE, monkeypatch) == {**flat(settings), "name": "d0"}
 
 
 def test_every_rank_has_a_share_of_the_cpus(monkeypatch):

@@ -1,12 +1,16 @@
 """`splitserve up` with real nodes that serve the fake model: what it says, and what it leaves behind."""
 
+import errno
 import json
+import os
+import pty
 import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -19,9 +23,9 @@ from protos import inference_pb2
 from serving_core.errors import ModelError, SplitServeError
 from splitserve import Client
 from splitserve.client.clients import LIVENESS
-from splitserve.client.errors import Unavailable
+from splitserve.client.errors import Unauthenticated, Unavailable
 from splitserve.launch.cluster import NO_HTTP, ClusterSettings
-from splitserve.launch.launcher import Cluster, free_port
+from splitserve.launch.launcher import Cluster, LaunchError, free_port
 from splitserve.launch.models import LocalModel, demo_folder
 from tests.scripted_server import Script, serving
 from tests.tiny_models import write_fake_model, write_tiny_model
@@ -92,6 +96,14 @@ def up(model, tmp_path, monkeypatch):
         cluster.process.stderr.close()
 
 
+@pytest.fixture
+def hangups():
+    """Children heed SIGHUP, which those of a process under nohup would ignore."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def is_running(cluster: Up) -> bool:
     return cluster.process.poll() is None
 
@@ -130,10 +142,14 @@ def test_a_cluster_serves_and_survives_a_node_but_not_its_coordinator(up, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("number", "exit_code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.long)]
+    ("number", "exit_code"),
+    [
+        (signal.SIGINT, 130),
+        *(pytest.param(ends, 0, marks=pytest.mark.long) for ends in (signal.SIGTERM, signal.SIGHUP)),
+    ],
 )
 @pytest.mark.parametrize("when", ["Loading", "Ready"])
-def test_a_clean_end_leaves_nothing(up, tmp_path, when, number, exit_code):
+def test_a_clean_end_leaves_nothing(up, hangups, tmp_path, when, number, exit_code):
     cluster = up()
     cluster.read_until(when)
     children = cluster.children()
@@ -154,6 +170,58 @@ def test_logs_that_were_asked_for_are_kept(up, tmp_path):
     assert cluster.end() == 0
     assert sorted(log.stem for log in (tmp_path / "logs").iterdir()) == ["coordinator", "decode-0", "prefill-0"]
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_hangup_has_the_api_keys_read_again_and_nothing_ends(up, hangups, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("ann key-of-ann\n")
+    cluster = up("--api-keys-file", str(keys))
+    cluster.read_until("Ready")
+    assert _is_let_in(cluster, "key-of-ann")
+    keys.write_text("bob key-of-bob\n")
+    cluster.process.send_signal(signal.SIGHUP)
+    while not _is_let_in(cluster, "key-of-bob"):
+        assert is_running(cluster), cluster.end()
+        time.sleep(0.05)
+    assert not _is_let_in(cluster, "key-of-ann")
+    cluster.process.send_signal(signal.SIGTERM)
+    assert (cluster.end(), cluster.said.splitlines()[-1]) == (0, "Stopped.")
+
+
+def _is_let_in(cluster: Up, key: str) -> bool:
+    with Client(cluster.target, api_key=key) as client:
+        try:
+            return client.server_info().instance_id != ""
+        except Unauthenticated:
+            return False
+
+
+IN_A_TERMINAL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
+
+
+def test_up_ends_when_its_terminal_does(model, hangups, tmp_path):
+    """Which is a hangup too, but not one that is about API keys."""
+    (tmp_path / "keys").write_text("ann key-of-ann\n")
+    up = ["-m", "splitserve", "up", str(model), "--grpc-port", str(free_port()), "--http-port", str(NO_HTTP)]
+    command = [sys.executable, "-c", IN_A_TERMINAL, *up, "--api-keys-file", str(tmp_path / "keys")]
+    terminal, its_end = pty.openpty()
+    ends = dict.fromkeys(("stdin", "stdout", "stderr"), its_end)
+    with subprocess.Popen(command, start_new_session=True, **ends) as process:
+        try:
+            os.close(its_end)
+            said = b""
+            while b"Ready" not in said:
+                said += os.read(terminal, 4096)
+            children = psutil.Process(process.pid).children()
+            os.close(terminal)
+            process.wait(DEADLINE_S)
+        finally:
+            process.kill()
+    assert children
+    assert_gone(children)
 
 
 def test_nodes_that_die_start_again_and_whoever_asks_meanwhile_waits(up):
@@ -246,6 +314,47 @@ async def test_a_server_that_slipped_in_is_told_from_ours(model):
         with pytest.raises(SplitServeError, match=r"another server than .* answers|port \d+ is in use"):
             async with Cluster(settings, {}, LocalModel(model, "fake"), report=print) as cluster:
                 await cluster.start(print)
+
+
+def test_a_folder_for_logs_that_cannot_be_written_is_refused(model, tmp_path, monkeypatch):
+    """Before anything is made; its mode would not do, as root may write anywhere."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "file").touch()
+    for log_dir, why in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "logs", "Not a directory")):
+        assert str(_log_dir_refused(model, log_dir)) == f"--log-dir {log_dir} cannot be made, or written to: {why}"
+
+    def refuse(**_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    assert str(_log_dir_refused(model, tmp_path)).endswith("cannot be made, or written to: Read-only file system")
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def _log_dir_refused(model: Path, log_dir: Path) -> LaunchError:
+    with pytest.raises(LaunchError) as refused:
+        Cluster(ClusterSettings(http_port=NO_HTTP, log_dir=str(log_dir)), {}, LocalModel(model, "fake"), report=print)
+    return refused.value
+
+
+@pytest.mark.parametrize(
+    ("host", "dialled"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("0.0.0.0", "127.0.0.1"),
+        ("::1", "[::1]"),
+        ("[::1]", "[::1]"),
+        ("::", "[::1]"),
+        ("[::]", "[::1]"),
+        ("fd00::2", "[fd00::2]"),
+        ("host.example", "host.example"),
+    ],
+)
+async def test_an_address_is_told_as_it_is_dialled(model, host, dialled):
+    settings, passed = ClusterSettings(host=host, grpc_port=4711, http_port=4712), {"http_host": host, "api_key": "k"}
+    async with Cluster(settings, passed, LocalModel(model, "fake"), report=print) as cluster:
+        assert (cluster.target, cluster.http_url) == (f"{dialled}:4711", f"http://{dialled}:4712")
 
 
 BROKEN = {

@@ -46,6 +46,14 @@ def test_a_folder_is_taken_as_it_is(tmp_path):
     assert resolve(f"{folder}/", pytest.fail) == LocalModel(folder, "my-model")
 
 
+def test_a_comma_in_a_folders_name_is_not_between_two_names(tmp_path, cache):
+    """As it is in --served-model-name."""
+    folder = tmp_path / "llama,3,8b"
+    folder.mkdir()
+    assert resolve(str(folder), pytest.fail) == LocalModel(folder, "llama-3-8b")
+    assert resolve(str(write_gguf(tmp_path / "tiny,one.gguf")), pytest.fail).name == "tiny-one"
+
+
 @pytest.mark.parametrize("model", ["nosuch", "/nowhere/model", "./a/b", "a/b/c", "../x/y", "-x/y", "http://x/y"])
 def test_what_is_neither_folder_nor_hub_id_is_a_sentence(model):
     with pytest.raises(

@@ -13,7 +13,7 @@ import pytest
 
 from serving_core.telemetry import parse_line
 from splitserve.launch.cluster import Process
-from splitserve.launch.supervisor import LastWords, Supervisor
+from splitserve.launch.supervisor import LastWords, LogFile, Supervisor
 
 DEADLINE_S = 240.0
 FOREVER = "import time; print('started', flush=True); time.sleep(600)"
@@ -104,6 +104,42 @@ def test_why_a_process_ended_is_read_from_what_it_wrote(lines, refusal, failure)
     for line in lines:
         words.hear(*parse_line(line))
     assert (words.refusal, words.failure) == (refusal, failure)
+
+
+def a_file(log_dir):
+    log_dir.touch()
+
+
+def with_a_full_disk(log_dir):
+    log_dir.mkdir()
+    (log_dir / "prefill-0.log").symlink_to("/dev/full")
+
+
+@pytest.mark.parametrize("make", [a_file, with_a_full_disk, lambda log_dir: None], ids=["a file", "full", "nothing"])
+def test_a_log_that_cannot_be_written_is_told_once_and_the_child_is_heard_to_its_end(tmp_path, make):
+    """It writes more than a pipe holds, so it would stand still if nobody read on."""
+    code = "import sys; print(*['x' * 99] * 2000, sep='\\n'); print('prefill-0: no such folder'); sys.exit(3)"
+    make(tmp_path / "logs")
+
+    async def scenario(supervisor):
+        await supervisor.start(python("prefill-0", code))
+        return await supervisor.next_death()
+
+    death, [line] = supervised(tmp_path / "logs", scenario)
+    assert (death.returncode, death.refusal) == (3, "no such folder")
+    assert line.startswith(f"{tmp_path}/logs/prefill-0.log cannot be written, and lines of it are lost: ")
+
+
+def test_a_log_goes_on_once_it_can_be_written(tmp_path):
+    reported = []
+    log = LogFile(tmp_path / "logs" / "a.log", reported.append)
+    log.write(b"one\n")
+    (tmp_path / "logs").mkdir()
+    log.write(b"two\n")
+    log.write(b"three\n")
+    log.close()
+    assert (tmp_path / "logs" / "a.log").read_bytes() == b"two\nthree\n"
+    assert len(reported) == 1
 
 
 def test_a_killed_child_is_told_with_its_signal(tmp_path):
