@@ -27,7 +27,7 @@ from coordinator.doors.validation import AnswerPlan
 from coordinator.text.answers import Answer, AnswerText
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
-from serving_core.reasons import DRAINING, DUPLICATE_REQUEST_ID, NAME_TAKEN, WORKER_LOST
+from serving_core.reasons import DRAIN_ENDED, DRAINING, DUPLICATE_REQUEST_ID, NAME_TAKEN, WORKER_LOST
 from serving_core.shapes import Shape
 
 logger = logging.getLogger(__name__)
@@ -160,6 +160,19 @@ class Dispatcher:
             self.nodes_changed.set()
             self._apply(self._tracker.tick(time.monotonic()))
         return node
+
+    def num_left(self, node: Node) -> int:
+        """Answers that a node which drains still has a part in. Raises RequestError where it takes work again, or would
+        when it comes back."""
+        if not node.is_drained:
+            raise RequestError(DRAIN_ENDED, f"node {node.name} drains no more: it was given a role")
+        if self._registry.find(node.name) is node:
+            return self._tracker.num_left(node)
+        if node.is_stopping:
+            return 0
+        raise RequestError(
+            DRAIN_ENDED, f"node {node.name} drains no more: it was lost, and takes work if it comes back"
+        )
 
     def set_shape(self, name: str, to: str | Shape) -> tuple[Node, Shape]:
         """Asks a node to take a role or a shape; a drain of it ends. Raises RequestError, and then nothing is asked."""

@@ -209,7 +209,7 @@ class CoordinatorServer:
         )
 
     def _admin(self) -> AdminService:
-        return AdminService(self._dispatcher, self._tracker, self._overview)
+        return AdminService(self._dispatcher, self._overview)
 
     def _fleet_server(self) -> grpc.aio.Server:
         secret = self._settings.fleet_secret

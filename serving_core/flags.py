@@ -23,6 +23,7 @@ ENV_PREFIX = "SPLITSERVE_"
 NATIVE = "SPLITSERVE_NATIVE"  # which compiled kernels compute, or off
 NO_FLAGS = frozenset({NATIVE, FAILPOINTS})
 BYTES = "_bytes"  # ends the name of a flag that is a size
+GUESSED = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")  # tags of words in a YAML file
 FILE = "_file"  # follows the name of a secret, in that of the flag for its file
 MAX_SECRET_BYTES = 4096
 
@@ -268,10 +269,10 @@ def read_yaml(path: Path, names: set[str]) -> dict[str, Any]:
 
 
 class _Spelled(yaml.SafeLoader):
-    """Texts as they are spelled, as flags are: 0123 is a fine key, and `off` a word. Nothing but null is guessed."""
+    """Texts as they are spelled, as flags are: 0123 is a fine key, and `off` a word. Only null and << are guessed."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  # as PyYAML has them
-        first: [(tag, pattern) for tag, pattern in resolvers if tag == "tag:yaml.org,2002:null"]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag in GUESSED]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 

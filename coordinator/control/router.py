@@ -47,9 +47,9 @@ def has_path(nodes: Iterable[Node], *others: Shape, embeds: bool = False) -> boo
     return any(shape.reads for shape in shapes) and any(shape.writes and shape.takes_handovers for shape in shapes)
 
 
-def why_no_path(nodes: Sequence[Node]) -> str:
-    """What a request lacks that cannot be served; empty where it can."""
-    if has_path(nodes):
+def why_no_path(nodes: Sequence[Node], *, embeds: bool = False) -> str:
+    """What a request lacks that cannot be served; empty where it can. `embeds` as has_path takes it."""
+    if has_path(nodes, embeds=embeds):
         return ""
     for role, (part, _) in PARTS.items():
         if not fitting(nodes, role, 0):

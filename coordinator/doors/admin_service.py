@@ -6,13 +6,12 @@ from typing import Any, Final
 
 from coordinator.control.overview import Overview
 from coordinator.control.roles import CONFIRM_S
-from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher
 from coordinator.doors.inference_service import write
 from protos import inference_pb2, inference_pb2_grpc
 from protos.convert import shape_from_wire
 from serving_core.errors import RequestError
-from serving_core.reasons import BAD_PARAM, DEADLINE_EXCEEDED, DRAIN_ENDED
+from serving_core.reasons import BAD_PARAM, DEADLINE_EXCEEDED
 
 LOOK_S: Final = 0.1  # between two looks at what a node that drains has left
 
@@ -20,9 +19,8 @@ LOOK_S: Final = 0.1  # between two looks at what a node that drains has left
 class AdminService(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
     """Serves Admin. Its methods raise RequestError; the interceptor turns it into a status."""
 
-    def __init__(self, dispatcher: Dispatcher, tracker: Tracker, overview: Overview) -> None:
+    def __init__(self, dispatcher: Dispatcher, overview: Overview) -> None:
         self._dispatcher = dispatcher
-        self._tracker = tracker
         self._overview = overview
         self._reshaping = asyncio.Lock()
 
@@ -45,13 +43,11 @@ class AdminService(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
 
     async def Drain(self, request: inference_pb2.DrainRequest, context: Any) -> None:
         """Tells what is left, each time that it has changed, until nothing is. The node drains on without a listener:
-        every answer has its deadline. A role ends the drain."""
+        every answer has its deadline. A role ends the drain, and so does the loss of the node."""
         node = self._dispatcher.drain_node(request.node)
         told: int | None = None
         while told != 0:
-            if not node.is_drained:
-                raise RequestError(DRAIN_ENDED, f"node {node.name} drains no more: it was given a role")
-            if (num_left := self._tracker.num_left(node)) != told:
+            if (num_left := self._dispatcher.num_left(node)) != told:
                 told = num_left
                 await write(context, inference_pb2.DrainProgress(num_left=num_left))
             else:

@@ -97,7 +97,9 @@ class LocalControl:
         return capacity(self._registry)
 
     def why_not_ready(self) -> str:
-        return "the server is draining" if self._dispatcher.is_draining else why_no_path(self._registry.nodes)
+        if self._dispatcher.is_draining:
+            return "the server is draining"
+        return why_no_path(self._registry.nodes, embeds=self._registry.embeds)
 
     def is_ready(self, node_name: str) -> bool:
         node = self._registry.find(node_name)

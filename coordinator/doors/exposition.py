@@ -17,6 +17,7 @@ from coordinator.control.instructions import MoveOutcome
 from coordinator.control.metrics import LENT, NOT_LENT, Metrics
 from coordinator.control.outcomes import FINISH_REASONS
 from coordinator.control.registry import Registry
+from coordinator.control.router import has_path
 from coordinator.control.timeline import Phase
 from coordinator.control.tracker import RESTART_REASONS, Tracker
 from coordinator.doors.http.counting import HttpCounts
@@ -62,13 +63,14 @@ class Exposition(Collector):
 
     def collect(self) -> Iterator[Metric]:
         nodes = self._registry.nodes
+        is_path = has_path(nodes, embeds=self._registry.embeds)
         own = (_times(self._metrics), _totals(self._metrics), _by_class(self._metrics), _live(self._tracker))
-        figures = list(chain(*own, self._doors(), node_figures(nodes)))
+        figures = list(chain(*own, self._doors(), node_figures(nodes, is_path=is_path)))
         yield from families(figures)
         for figure in figures:
             for name in figure.vllm:
                 yield family(figure, f"vllm:{name}", self._vllm_labels)
-        for figure in vllm_figures(self._metrics, self._tracker, nodes):
+        for figure in vllm_figures(self._metrics, self._tracker, nodes, is_path=is_path):
             yield family(figure, f"vllm:{figure.name}", self._vllm_labels)
         for figure in self._http.figures():
             yield family(figure, figure.name)

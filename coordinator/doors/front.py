@@ -117,7 +117,7 @@ class Front:
             limits = self.limits()
             plan = plan_answers(request, prompt, limits, self.model.sampling_defaults, grammar)
             so_far = read_so_far(request, plan, limits, self.model.config.eos_token_ids)
-            after = () if _begins_a_text(request) else prompt
+            after = prompt if grammar or not _begins_a_text(request) else ()  # a grammar counts its first blank
             beginnings = [await self._beginning(plan, each, after) for each in so_far]
             begun_s = time.monotonic()
             generation = await self._control.begin(

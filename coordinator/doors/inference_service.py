@@ -51,6 +51,8 @@ class InferenceService:
 
     async def Embed(self, request: inference_pb2.EmbedRequest, context: Any) -> inference_pb2.EmbedResponse:
         request.request_id = request.request_id or secrets.token_hex(16)
+        CURRENT_REQUEST.set(request.request_id)
+        CARRIER.set(carrier_of(context.invocation_metadata()))
         if warning := self._front.unknown_fields.check(unknown_in_message(request)):
             context.set_trailing_metadata(((WARNING_HEADER, warning),))
         embedding = await self._front.embed(request, context.time_remaining())

@@ -5,12 +5,11 @@ from collections.abc import Iterator, Sequence
 from coordinator.control.metrics import Metrics
 from coordinator.control.outcomes import FINISH_REASONS
 from coordinator.control.registry import Node
-from coordinator.control.router import has_path
 from coordinator.control.tracker import Tracker
 from serving_core.figures import Figure, Labels, counter, gauge
 
 
-def vllm_figures(metrics: Metrics, tracker: Tracker, nodes: Sequence[Node]) -> Iterator[Figure]:
+def vllm_figures(metrics: Metrics, tracker: Tracker, nodes: Sequence[Node], *, is_path: bool) -> Iterator[Figure]:
     """Their names are vLLM's, without its prefix."""
     ends = {**dict.fromkeys(FINISH_REASONS.values(), 0), **metrics.finished, "error": metrics.failed.total()}
     help = "Answers that have ended, those that failed too."
@@ -27,8 +26,7 @@ def vllm_figures(metrics: Metrics, tracker: Tracker, nodes: Sequence[Node]) -> I
     reasons = {"capacity": tracker.num_waiting - deferred, "deferred": deferred}
     help = "Live answers that have no token yet; deferred: no node can take them now."
     yield gauge("num_requests_waiting_by_reason", help, [({"reason": name}, count) for name, count in reasons.items()])
-    is_awake = has_path(nodes)
-    states = {"awake": is_awake, "weights_offloaded": False, "discard_all": not is_awake}
+    states = {"awake": is_path, "weights_offloaded": False, "discard_all": not is_path}
     help = "Awake while there are nodes for a request."
     yield gauge("engine_sleep_state", help, [({"sleep_state": name}, value) for name, value in states.items()])
     yield gauge("cache_config_info", "What each node's KV cache is like.", [(_cache(node), 1) for node in nodes])

@@ -4,16 +4,22 @@ What the library does not enforce it refuses by name; what it would enforce in p
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import Any, Final, TypeGuard
 
 from llguidance import LLMatcher, grammar_from
 
+from coordinator.text.schemas import leads_to_data, schemas_in
+
 EXACT: Final = 2**53  # integers up to here are what a float says
-INT64: Final = range(-(2**63), 2**63 - 1)  # beyond it the library enforces the end of the range
-DATA: Final = ("const", "enum")
+INT64: Final = range(-(2**63), 2**63 - 1)  # the library takes a bound that is wider for the end of the range
 BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-NOT_SCHEMAS: Final = (*DATA, "default", "examples")
+ESCAPES: Final = 'nrbtf"\\'  # and no \uXXXX, which would spell a property's name so that its schema does not see it
+MOST_MULTIPLE: Final = 2**32 - 1  # of what the library joins multiples to
+TEXT: Final = re.compile(r'"(?:\\.|[^"\\])*"')  # in Lark
 
 
 class Unenforceable(ValueError):
@@ -44,15 +50,22 @@ def _of_lark(text: str) -> str:
 
 def _of_schema(schema: Mapping[str, Any], whitespace: str | None) -> str:
     """With our options whatever the schema says: its own could make the library lenient."""
-    options = {"whitespace_flexible": whitespace is not None, "whitespace_pattern": whitespace}
+    options = {
+        "whitespace_flexible": whitespace is not None,
+        "whitespace_pattern": whitespace,
+        "json_allowed_escapes": ESCAPES,
+    }
     return json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": options}}]})
 
 
 def _read_grammar(text: str) -> str:
     try:
-        return grammar_from("grammar", text)
+        grammar = str(grammar_from("grammar", text))
     except ValueError as error:
         raise Unenforceable(f"it is neither Lark nor GBNF: {error}") from error
+    if "%json" in TEXT.sub("", grammar):
+        raise Unenforceable("a grammar with %json is not supported: ask for a json_schema")
+    return grammar
 
 
 def _read_schema(text: str) -> dict[str, Any]:
@@ -62,22 +75,14 @@ def _read_schema(text: str) -> dict[str, Any]:
         raise Unenforceable(f"it is not JSON: {error}") from error
     if not isinstance(schema, dict):
         raise Unenforceable("it is no JSON object")
-    for part in _objects(schema):
+    for part in schemas_in(schema):
         _check_count(part)
         _check_numbers(part)
+        _check_items(part)
+        if isinstance(reference := part.get("$ref"), str) and leads_to_data(reference):
+            raise Unenforceable(f"$ref {reference!r:.80} leads to no schema")
+    _check_multiples(list(schemas_in(schema)))
     return schema
-
-
-def _objects(schema: Any) -> Iterator[dict[str, Any]]:
-    """Every object in it that may be a schema."""
-    left = [schema]
-    while left:
-        part = left.pop()
-        if isinstance(part, list):
-            left += part
-        elif isinstance(part, dict):
-            yield part
-            left += [value for name, value in part.items() if name not in NOT_SCHEMAS]
 
 
 def _check_count(part: Mapping[str, Any]) -> None:
@@ -91,13 +96,38 @@ def _check_count(part: Mapping[str, Any]) -> None:
 
 
 def _check_numbers(part: Mapping[str, Any]) -> None:
-    for name in DATA:
+    for name in ("const", "enum"):
         if not all(map(_is_exact, _numbers(part.get(name)))):
             raise _inexact(name)
     for name in BOUNDS:
-        number = part.get(name)
-        if _is_integer(number) and number in INT64 and not _is_exact(number):
-            raise _inexact(name)
+        if (number := _whole(part.get(name))) is not None:
+            _check_bound(name, number)
+
+
+def _check_bound(name: str, number: int) -> None:
+    if number in INT64 and not _is_exact(number):
+        raise _inexact(name)
+    if name.startswith("exclusive") and abs(number) >= EXACT:
+        raise Unenforceable(f"{name} ({number}) is not within 2^53, where a float tells it from what is next to it")
+    if number > INT64[-1] if name == "minimum" else name == "maximum" and number < INT64[0]:
+        raise Unenforceable(f"{name} ({number}) is beyond 64 bits")
+
+
+def _check_items(part: Mapping[str, Any]) -> None:
+    """Keywords of two drafts, of which the library goes by neither."""
+    if "prefixItems" in part and ("additionalItems" in part or isinstance(part.get("items"), list)):
+        raise Unenforceable("prefixItems stand beside additionalItems, or a list of items, of an older draft")
+
+
+def _check_multiples(parts: Sequence[Mapping[str, Any]]) -> None:
+    """Several of one number, which meet where schemas are joined, are joined to their least common multiple."""
+    if not any("allOf" in part or "$ref" in part for part in parts):
+        return
+    given = {part["multipleOf"] for part in parts if isinstance(part.get("multipleOf"), int | float)}
+    decimals = [abs(Decimal(str(each))) for each in given if math.isfinite(each)]
+    places = max((-min(0, int(each.as_tuple().exponent)) for each in decimals), default=0)
+    if len(decimals) > 1 and math.prod(int(each.scaleb(places)) for each in decimals) > MOST_MULTIPLE:
+        raise Unenforceable("the multiples (multipleOf) of a schema with allOf or $ref are too large together")
 
 
 def _numbers(data: Any) -> Iterator[int]:
@@ -115,6 +145,13 @@ def _numbers(data: Any) -> Iterator[int]:
 
 def _is_exact(number: int) -> bool:
     return abs(number) <= EXACT or (abs(number) < 2**1023 and int(float(number)) == number)
+
+
+def _whole(value: Any) -> int | None:
+    """The value where it is an integer, also as a float."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if _is_integer(value) else None
 
 
 def _inexact(name: str) -> Unenforceable:

@@ -16,11 +16,12 @@ import json
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
-from contextlib import aclosing, closing, suppress
+from contextlib import aclosing, closing, contextmanager, suppress
 from typing import Any, Final, Self, TypeVar, Unpack
 
 import grpc
 import grpc.aio
+from grpc.aio import UsageError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import inference_pb2, inference_pb2_grpc
@@ -208,10 +209,22 @@ class Client:
         return self._stream(self._admin.Drain, inference_pb2.DrainRequest(node=node), _num_left, deadline_s)
 
     def _call(self, method: Any, request: Any) -> Any:
-        try:
+        with self._calling():
             return method(request, timeout=self._timeout_s, metadata=self._metadata)
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """What gRPC raises within it is a ClientError."""
+        if self._closed.is_set():
+            raise _closed()
+        try:
+            yield
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._target) from error
+        except ValueError as error:  # of a channel that was closed meanwhile
+            if not self._closed.is_set():
+                raise
+            raise _closed() from error
 
     def _answers(
         self, request: inference_pb2.GenerateRequest, deadline_s: float | None, resume: bool
@@ -236,14 +249,14 @@ class Client:
     def _stream(
         self, method: Any, request: Any, read: Callable[[Any], Part], deadline_s: float | None
     ) -> Generator[Part]:
-        call = method(request, timeout=self._timeout_s if deadline_s is None else deadline_s, metadata=self._metadata)
-        try:
-            for response in call:
-                yield read(response)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, self._target) from error
-        finally:
-            call.cancel()
+        timeout_s = self._timeout_s if deadline_s is None else deadline_s
+        with self._calling():
+            call = method(request, timeout=timeout_s, metadata=self._metadata)
+            try:
+                for response in call:
+                    yield read(response)
+            finally:
+                call.cancel()
 
 
 class AsyncClient:
@@ -390,21 +403,35 @@ class AsyncClient:
     async def wait_until_healthy(self, *, deadline_s: float) -> None:
         """Returns once the server can take requests; it may still be starting. Raises DeadlineExceeded."""
         request = health_pb2.HealthCheckRequest(service=READINESS)
-        call = self._health.Watch(request, timeout=deadline_s, metadata=self._metadata, wait_for_ready=True)
-        try:
-            async for reply in call:
-                if _serving(reply):
-                    return
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, self._target) from error
-        finally:
-            call.cancel()
+        with self._calling():
+            call = self._health.Watch(request, timeout=deadline_s, metadata=self._metadata, wait_for_ready=True)
+            try:
+                async for reply in call:
+                    if _serving(reply):
+                        return
+            finally:
+                call.cancel()
 
     async def _call(self, method: Any, request: Any) -> Any:
-        try:
+        with self._calling():
             return await method(request, timeout=self._timeout_s, metadata=self._metadata)
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """What gRPC raises within it is a ClientError. A cancellation is one where it is not this task's."""
+        if self._closed.is_set():
+            raise _closed()
+        try:
+            yield
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._target) from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise _closed() from error
+        except UsageError as error:  # of a channel that was closed meanwhile
+            raise _closed() from error
 
     async def _answers(
         self, request: inference_pb2.GenerateRequest, deadline_s: float | None, resume: bool
@@ -430,19 +457,14 @@ class AsyncClient:
     async def _stream(
         self, method: Any, request: Any, read: Callable[[Any], Part], deadline_s: float | None
     ) -> AsyncGenerator[Part]:
-        call = method(request, timeout=self._timeout_s if deadline_s is None else deadline_s, metadata=self._metadata)
-        try:
-            async for response in call:
-                yield read(response)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, self._target) from error
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise _closed() from error
-        finally:
-            call.cancel()
+        timeout_s = self._timeout_s if deadline_s is None else deadline_s
+        with self._calling():
+            call = method(request, timeout=timeout_s, metadata=self._metadata)
+            try:
+                async for response in call:
+                    yield read(response)
+            finally:
+                call.cancel()
 
 
 def _closed() -> Cancelled:

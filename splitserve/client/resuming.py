@@ -19,11 +19,11 @@ LONGEST_PAUSE_S: Final = 5.0  # with these, a server may be away for some 30 s
 
 # Why a call breaks off: "" comes from no server. Nodes that are lost are not among it, as the server has tried others.
 _BREAKS: Final = ("", reasons.DRAINING)
-# What may pass for a call that goes on: the server has not noticed yet that the one before is over, its nodes are not
-# back yet, or others have come first.
+# What may pass for a call that goes on: the server has not noticed yet that the one before is over, its nodes, or those
+# with room for so much, are not back yet, or others have come first.
 _PASSING: Final = (
     *(reasons.DUPLICATE_REQUEST_ID, reasons.QUEUE_FULL),
-    *(reasons.NO_PREFILL_WORKER, reasons.NO_DECODE_WORKER),
+    *(reasons.NO_PREFILL_WORKER, reasons.NO_DECODE_WORKER, reasons.PROMPT_TOO_LONG),
 )
 
 

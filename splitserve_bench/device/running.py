@@ -47,16 +47,24 @@ def run_step(step: Step, limit_s: float, out: Path, log: Path) -> Outcome:
         said.seek(begin)
         lines = tuple(said.read().splitlines()[-LAST_LINES:])
     wall_s = time.monotonic() - started_at
+    result, why = _result(step, output, out)
     if code is None:
-        result = _junit(out) if step.kind == TESTS and (out / JUNIT_FILE).is_file() else None
-        return Outcome(TIMED_OUT, wall_s, result, f"not over after {limit_s:.0f} s", lines)
-    try:
-        result = _junit(out) if step.kind == TESTS else json.loads(output.splitlines()[-1])
-    except (OSError, ValueError, IndexError, ElementTree.ParseError) as error:
-        return Outcome(FAILED, wall_s, None, f"exit code {code}, and no result: {error}", lines)
+        return Outcome(
+            TIMED_OUT, wall_s, result if step.kind == TESTS else None, f"not over after {limit_s:.0f} s", lines
+        )
+    if why:
+        return Outcome(FAILED, wall_s, None, f"exit code {code}, and no result: {why}", lines)
     if code and not (step.kind == TESTS and code == 1):  # 1: some tests failed, which the result tells
         return Outcome(FAILED, wall_s, result, f"exit code {code}", lines)
     return Outcome(DONE, wall_s, result, "", lines)
+
+
+def _result(step: Step, output: str, out: Path) -> tuple[Any, str]:
+    """What it has told, or None and why that is nothing."""
+    try:
+        return (_junit(out) if step.kind == TESTS else json.loads(output.splitlines()[-1])), ""
+    except (OSError, ValueError, IndexError, ElementTree.ParseError) as error:
+        return None, str(error)
 
 
 def _run(argv: list[str], environment: Mapping[str, str], limit_s: float, said: Any) -> tuple[int | None, str]:

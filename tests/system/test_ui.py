@@ -146,6 +146,29 @@ def test_a_message_streams_and_survives_the_node_that_writes_its_answer(up, mode
         assert not page.problems
 
 
+def test_answers_of_one_id_have_a_row_each(up):
+    """As of a client that asks again."""
+    _, url = up()
+    rows = "[...document.querySelectorAll('#lives tr')].map((row) => row.dataset.answer)"
+    with browser() as page:
+        page.open(f"{url}/ui")
+        page.until(f"{NODES}.length === 3")
+        for number in range(2):
+            complete(url, "same")
+            page.until(f"{rows}.length === {number + 1}")
+        complete(url, "another")  # the page has asked again, more than once, when it shows that
+        page.until(f"{rows}.length >= 3")
+        assert sorted(page.ask(rows)) == ["another/0", "same/0", "same/0"]
+        assert not page.problems
+
+
+def complete(url, request_id):
+    with contextlib.closing(http.client.HTTPConnection(url.removeprefix("http://"), timeout=DEADLINE_S)) as connection:
+        headers = {"x-request-id": request_id, "content-type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps({"prompt": "a", "max_tokens": 2}), headers)
+        assert connection.getresponse().status == 200
+
+
 def test_the_page_asks_for_the_key_and_keeps_it_in_its_tab_alone(up):
     key = "the-key-of-this-test"
     _, url = up(SPLITSERVE_API_KEY=key)

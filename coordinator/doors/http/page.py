@@ -21,7 +21,7 @@ _FILES: Final = {
 }
 PAGE_PATHS: Final = tuple(_FILES)
 _FOLDER: Final = Path(__file__).parent / "ui"
-MAX_DIGITS: Final = 20
+MOST_AFTER: Final = 2**64 - 1
 
 AskOverview = Callable[[int | None], Awaitable[inference_pb2.Overview]]
 """What goes on now; the number is `after` of GetOverviewRequest."""
@@ -66,8 +66,9 @@ class Page:
 def _after(given: str | None) -> int | None:
     if given is None:
         return None
-    if not (given.isascii() and given.isdecimal() and len(given) <= MAX_DIGITS):
-        raise bad("after", f"must be a whole number of at most {MAX_DIGITS} digits, not {given[:30]!r}")
+    is_number = given.isascii() and given.isdecimal() and len(given) <= len(str(MOST_AFTER))
+    if not is_number or int(given) > MOST_AFTER:
+        raise bad("after", f"must be a whole number of at most {MOST_AFTER}, not {given[:30]!r}")
     return int(given)
 
 

@@ -10,6 +10,7 @@ from coordinator.doors.http.fields import Fields, shown
 from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.calls.forced import ListReader, NamedReader
 from coordinator.text.calls.reader import CallReader
+from coordinator.text.schemas import with_references
 
 MAX_TOOLS: Final = 512
 AUTO, NONE, REQUIRED = "auto", "none", "required"  # tool_choice
@@ -88,16 +89,9 @@ def _parameters(given: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"type": "object", **given}
 
 
-def _moved(part: Any, place: str) -> Any:
-    """A part of a schema that has gone to this place."""
-    if isinstance(part, list):
-        return [_moved(each, place) for each in part]
-    if not isinstance(part, dict):
-        return part
-    moved = {name: _moved(value, place) for name, value in part.items()}
-    if isinstance(reference := part.get("$ref"), str) and reference.startswith("#"):
-        moved["$ref"] = place + reference.removeprefix("#")
-    return moved
+def _moved(schema: Any, place: str) -> Any:
+    """A schema that has gone to this place."""
+    return with_references(schema, lambda each: place + each.removeprefix("#") if each.startswith("#") else each)
 
 
 def _tool(tool: Fields) -> tuple[str, Mapping[str, Any] | None]:

@@ -122,6 +122,13 @@ def test_the_schema_of_calls_is_that_of_every_tool(calls, is_valid):
     assert jsonschema.Draft202012Validator(schema).is_valid(calls) == is_valid
 
 
+def test_data_in_the_schema_of_a_tool_stays_as_it_is():
+    data = {"const": {"$ref": "#/a"}, "default": [{"$ref": "#"}]}
+    tool = {"properties": {"const": {"$ref": "#"}, "x": data}}
+    [moved] = calls_schema({"t": tool}, is_parallel=True)["$defs"].values()
+    assert moved["properties"] == {"const": {"$ref": "#/$defs/t"}, "x": data}
+
+
 def test_calls_and_results_in_the_conversation():
     calls = [call('{"b": [1], "a": "ü"}', id="c1"), call("", "g"), call({"x": 1}, "h", index=2)]
     assert extra_of({"role": "assistant", "content": None, "tool_calls": calls}) == {

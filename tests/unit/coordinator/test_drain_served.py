@@ -58,6 +58,28 @@ async def move(c, attempt):
     return target
 
 
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_node_that_is_lost_drains_no_more(tmp_path, is_back):
+    """It would take work again; and what it held for others is not told any more."""
+
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            await c.attach("d1")
+            await c.nodes["d0"].send(events.heartbeat(num_blocks_hosted=3))
+            await c.until_loads(lambda loads: any(node.num_blocks_hosted == 3 for node in loads.nodes))
+            draining = drain(c, "d0")
+            assert await next_left(draining) == 1
+            await c.nodes["d0"].close()
+            if is_back:
+                await c.until_loads(lambda loads: all(node.name != "d0" for node in loads.nodes))
+                await c.attach("d0")
+            code, info, message = await refusal_of(draining)
+            assert (code, info.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "DRAIN_ENDED")
+            assert "was lost" in message
+
+    run(scenario())
+
+
 def test_a_drain_moves_the_answers_and_tells_what_is_left(tmp_path):
     async def scenario():
         async with cluster(tmp_path) as c:

@@ -195,6 +195,18 @@ def test_a_node_that_reads_makes_the_service_ready(tmp_path):
     run(scenario())
 
 
+def test_every_door_says_ready_of_a_node_that_reads(tmp_path):
+    async def scenario():
+        async with embedding_cluster(tmp_path) as (_, client):
+            assert [(await client.get(path)).status_code for path in ("/health", "/ready")] == [200, 200]
+            figures = (await client.get("/metrics")).text.splitlines()
+            assert "splitserve_ready 1.0" in figures
+            assert sum(line.startswith("vllm:engine_sleep_state{") and line.endswith(" 1.0") for line in figures) == 1
+            assert any('sleep_state="awake"} 1.0' in line for line in figures)
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

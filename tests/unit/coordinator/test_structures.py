@@ -47,6 +47,9 @@ def reason_of(structures, **params):
     return ""
 
 
+FEW = {"type": "object", "minProperties": 2}  # which the library does not enforce
+
+
 def schema(**fields):
     return {"json_schema": json.dumps(fields)}
 
@@ -56,10 +59,12 @@ def schema(**fields):
     [
         (schema(type="object", properties={"é": {"type": "null"}}, required=["é"]), '{"é": null}', "{}"),
         ({"json_object": True}, '{"a":[1,{}]}', "[]"),
+        (schema(type="object", properties={"a": {"type": "null"}}), '{"b\\n":"é\\t"}', '{"\\u0061":1}'),
         ({"regex": "[a-c]{2}"}, "ab", "abc"),
         ({"choice": Choice(choices=["yes", "no"])}, "no", "maybe"),
         ({"grammar": 'start: "a"+'}, "aaa", "b"),
         ({"grammar": 'root ::= "a"+'}, "aaa", "b"),
+        ({"grammar": 'start: "%json"'}, "%json", "b"),
         ({"json_object": True, "disable_any_whitespace": True}, "{}", "{ }"),
         ({"json_object": True, "whitespace_pattern": "_"}, "{_}", "{ }"),
     ],
@@ -98,6 +103,19 @@ def test_what_asks_for_nothing(folder, params):
         ({"enum": [1, {"a": [2**53 + 1]}]}, "enum"),
         ({"type": "integer", "maximum": -(2**53) - 1}, "maximum"),
         ({"not": {}, "x-guidance": {"lenient": True}}, "not"),
+        ({"type": "object", "properties": {"default": FEW}}, "minProperties"),  # a name, and no keyword
+        ({"type": "object", "properties": {"properties": FEW}}, "minProperties"),
+        ({"$defs": {"examples": {"enum": [2**53 + 1]}}, "$ref": "#/$defs/examples"}, "enum"),
+        ({"$ref": "#/default", "default": FEW}, "$ref"),
+        ({"$ref": "#/properties/a/const", "properties": {"a": {"const": FEW}}}, "$ref"),
+        ({"type": "array", "prefixItems": [{"type": "string"}], "additionalItems": False}, "prefixItems"),
+        ({"type": "array", "prefixItems": [{"type": "string"}], "items": [{}]}, "prefixItems"),
+        ({"type": "integer", "exclusiveMinimum": 2**53}, "exclusiveMinimum"),
+        ({"type": "integer", "exclusiveMaximum": 2**54}, "exclusiveMaximum"),
+        ({"type": "integer", "exclusiveMaximum": float(2**63)}, "exclusiveMaximum"),
+        ({"type": "integer", "minimum": 2**63, "maximum": 2**64}, "minimum"),
+        ({"type": "integer", "minimum": -(2**64), "maximum": -(2**63) - 2048}, "maximum"),
+        ({"allOf": [{"type": "integer", "multipleOf": 70000}, {"multipleOf": 90000}]}, "multipleOf"),
     ],
 )
 def test_what_is_not_enforced_is_named(structures, fields, named):
@@ -115,6 +133,12 @@ def test_what_is_not_enforced_is_named(structures, fields, named):
         {"enum": [2**53, -(2**60)]},
         {"type": "integer", "maximum": 2**63 - 1, "minimum": -(2**53)},
         {"type": "string", "title": "t", "description": "d", "default": 2**53 + 1, "x-anything": {"not": 1}},
+        {"type": "object", "default": FEW, "examples": [FEW]},
+        {"$ref": "#/properties/default", "properties": {"default": {"type": "integer"}}},
+        {"type": "array", "prefixItems": [{"type": "string"}], "items": False},
+        {"type": "integer", "exclusiveMaximum": 2**53 - 1, "exclusiveMinimum": -5.0},
+        {"allOf": [{"type": "integer", "multipleOf": 6}, {"multipleOf": 4}]},
+        {"properties": {"a": {"type": "integer", "multipleOf": 70000}, "b": {"type": "integer", "multipleOf": 90000}}},
     ],
 )
 def test_what_only_looks_like_it_is_taken(structures, fields):
@@ -133,6 +157,7 @@ def test_what_only_looks_like_it_is_taken(structures, fields):
         ({"grammar": "start: nowhere"}, "grammar"),
         ({"grammar": "no grammar at all"}, "grammar"),
         ({"grammar": '{"grammars": []}'}, "grammar"),
+        ({"grammar": 'start: %json {"type": "object", "minProperties": 2}'}, "grammar"),
         ({"json_object": True, "whitespace_pattern": "("}, "json_object"),
     ],
 )

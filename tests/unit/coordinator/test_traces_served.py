@@ -13,6 +13,7 @@ import pytest
 
 from coordinator.traces import export
 from protos import inference_pb2
+from serving_core.embedders import Embedder
 from tests import fleet_events as events
 from tests.otlp_receiver import AT_ONCE, DEADLINE_S, receiving
 from tests.scripted_nodes import begin, cluster, hand_over, read_all, refusal_of, run, step
@@ -90,6 +91,21 @@ def test_a_caller_that_traces_is_its_parent_at_every_door(tmp_path, receiver):
         assert over_grpc.span_id != over_http.span_id
         assert [(root.trace_id, root.parent_id) for root in (over_grpc, over_http)] == [(TRACE, PARENT)] * 2
         assert (over_grpc.trace_state, over_http.trace_state) == ("a=1,b=2", "")
+
+    run(scenario())
+
+
+def test_a_caller_of_embeddings_is_its_parent_too(tmp_path, receiver):
+    async def scenario():
+        async with cluster(tmp_path, (), otlp_endpoint=receiver.endpoint, runner="pooling") as c:
+            await c.attach("p0", embedder=str(Embedder()))
+            request = inference_pb2.EmbedRequest(text="ab", request_id="e")
+            call = c.stub.Embed(request, metadata=(("traceparent", SAMPLED),), timeout=DEADLINE_S)
+            job = (await c.nodes["p0"].command("prefill")).job
+            await c.nodes["p0"].send(events.embedded(job.attempt))
+            assert (await call).request_id == "e"
+            root = await trace_of(receiver, "e")
+        assert (root.trace_id, root.parent_id) == (TRACE, PARENT)
 
     run(scenario())
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -355,6 +356,42 @@ def test_closing_the_client_under_a_reader_raises_cancelled(script, target):
 
     with pytest.raises(Cancelled):
         asyncio.run(close_in_the_loop())
+
+
+@pytest.mark.parametrize("call", ["embed", "wait_until_healthy"])
+def test_closing_the_client_ends_a_short_call_as_one_of_its_own_errors(call):
+    """At a port that takes connections and says nothing."""
+
+    async def close_meanwhile(port):
+        client = AsyncClient(f"127.0.0.1:{port}")
+        calls = {"embed": client.embed("x"), "wait_until_healthy": client.wait_until_healthy(deadline_s=60)}
+        waiting = asyncio.create_task(calls.pop(call))
+        calls.popitem()[1].close()
+        await asyncio.sleep(0)
+        await client.close()
+        with pytest.raises(Cancelled, match="closed"):
+            await waiting
+
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        asyncio.run(close_meanwhile(mute.getsockname()[1]))
+
+
+def test_a_closed_client_says_so(target):
+    async def ask_when_closed():
+        client = AsyncClient(target)
+        await client.close()
+        with pytest.raises(Cancelled, match="closed"):
+            await client.loads()
+        with pytest.raises(Cancelled, match="closed"):
+            await anext(aiter(client.generate("hi")))
+
+    asyncio.run(ask_when_closed())
+    client = Client(target)
+    client.close()
+    with pytest.raises(Cancelled, match="closed"):
+        client.loads()
+    with pytest.raises(Cancelled, match="closed"):
+        next(iter(client.generate("hi")))
 
 
 def test_the_short_calls(script, target):

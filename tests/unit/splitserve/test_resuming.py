@@ -126,7 +126,11 @@ def test_a_call_may_break_off_again_and_again(asked):
 
 @pytest.mark.parametrize(
     ("code", "reason"),
-    [(grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID"), (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")],
+    [
+        (grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID"),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
+        (grpc.StatusCode.INVALID_ARGUMENT, "PROMPT_TOO_LONG"),  # for the nodes that are back by then
+    ],
 )
 def test_what_passes_is_waited_for_once_the_answer_has_begun(asked, code, reason):
     passing = refusal(code, "wait", reason)

@@ -288,11 +288,11 @@ function ticks(begin, end, x, height, isAlone) {
 function showLives() {
   const {overview} = world, length = Number($("seconds").value);
   drawLives($("picture"), lives(), overview.now_s - length, overview.now_s, {row: 7});
-  const body = $("lives"), rows = new Map([...body.rows].map((row) => [row.dataset.answer, row]));
+  const body = $("lives"), rows = new Map([...body.rows].map((row) => [row.dataset.life, row]));
   const wanted = lives().toReversed();
   wanted.forEach((life, i) => {
-    const row = rows.get(life.answer_id) ?? lifeRow(life);
-    rows.delete(life.answer_id);
+    const row = rows.get(keyOf(life)) ?? lifeRow(life);
+    rows.delete(keyOf(life));
     fillLifeRow(row, life);
     if (body.rows[i] !== row) body.insertBefore(row, body.rows[i] ?? null);
   });
@@ -302,11 +302,14 @@ function showLives() {
   showLife();
 }
 
+// An answer's id may come again: of a client that goes on with it, or that asks once more.
+const keyOf = (life) => `${life.answer_id} ${life.start_s}`;
+
 function lifeRow(life) {
   const button = element("button", {type: "button", tabindex: -1});
   button.textContent = life.answer_id.length > 22 ? `${life.answer_id.slice(0, 19)}…` : life.answer_id;
   button.title = life.answer_id;
-  const row = element("tr", {"data-answer": life.answer_id}, element("td", {}, button));
+  const row = element("tr", {"data-answer": life.answer_id, "data-life": keyOf(life)}, element("td", {}, button));
   for (const kind of ["", "number", "number", "number", "number", "number", ""]) row.append(cell("", kind));
   return row;
 }
