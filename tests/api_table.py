@@ -72,7 +72,8 @@ ABOUT_REASONS: Final = {
     reasons.QUEUE_FULL: "a queue or a cap is full",
     reasons.WOULD_BE_LATE: "its limits on time cannot be kept now (`--admission timely`)",
     reasons.SLOW_READER: "the client did not read its answer, and too much of it waited",
-    reasons.NO_PREFILL_WORKER: "no node reads prompts, and none came within `--node-wait-s`; or none has come yet that knows the adapter",
+    reasons.NO_PREFILL_WORKER: "no node reads prompts, and none came within `--node-wait-s`; or none has come yet that "
+    "knows the adapter",
     reasons.NO_DECODE_WORKER: "no node writes answers, and none came within `--node-wait-s`",
     reasons.ABORTED: "`Abort` has ended it, before there was an answer to end with",
     reasons.DRAINING: "the server, or the node, is stopping",
