@@ -67,6 +67,7 @@ class ZmqListener:
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise SettingsError(f"cannot listen for KV blocks on {bind}: {error.strerror}") from error
+        self._file = _file_of(self._endpoint)
 
     @property
     def num_shared_bytes(self) -> int:
@@ -98,7 +99,7 @@ class ZmqListener:
         self._inbox.close()
         self._gate.close()
         self._context.destroy(linger=0)
-        _remove_socket(endpoint)
+        _remove_socket(endpoint, self._file)
 
     def _tell(self, peer: bytes, note: notes.Note) -> None:
         self._send([peer, NO_HEADER, notes.encode(note)])
@@ -231,7 +232,18 @@ class ZmqDialer:
         asyncio.get_running_loop().call_soon(self._on_lost, address)
 
 
-def _remove_socket(address: str) -> None:
-    """Removes the file of an ipc endpoint, which libzmq leaves."""
-    if address.startswith(IPC):
+def _file_of(address: str) -> tuple[int, int] | None:
+    """Which file an ipc endpoint has now; None without one."""
+    if not address.startswith(IPC):
+        return None
+    try:
+        found = Path(address.removeprefix(IPC)).stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_ctime_ns
+
+
+def _remove_socket(address: str, file: tuple[int, int] | None) -> None:
+    """Removes the file of an ipc endpoint, which libzmq leaves, unless another process listens there by now."""
+    if file is not None and _file_of(address) == file:
         Path(address.removeprefix(IPC)).unlink(missing_ok=True)

@@ -298,6 +298,18 @@ def test_a_port_in_use_is_refused():
     run(scenario())
 
 
+async def test_a_listener_leaves_the_socket_of_the_next_one(tmp_path):
+    """As of a node that drains while the one in its place has begun."""
+    path = tmp_path / "socket"
+    old, new = (ZmqListener(f"ipc://{path}") for _ in range(2))
+    for each in (old, new):
+        each.start(lambda peer, header, frames: None)
+    await old.close()
+    assert path.exists()
+    await new.close()
+    assert not path.exists()
+
+
 async def test_a_closed_listener_leaves_no_socket_behind(tmp_path):
     listener = ZmqListener(f"ipc://{tmp_path}/socket")
     listener.start(lambda *_: None)
