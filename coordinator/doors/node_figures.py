@@ -44,7 +44,7 @@ def _gauges(nodes: Sequence[Node]) -> Iterator[Figure]:
 
 def _totals(nodes: Sequence[Node]) -> Iterator[Figure]:
     def one(name: str, help: str, value: Callable[[NodeLoad], float], *vllm: str) -> Figure:
-        return counter(f"node_{name}", help, [(_labels(node), value(node.load)) for node in nodes], *vllm)
+        return counter(f"node_{name}", help, [(_name(node), value(node.load)) for node in nodes], *vllm)
 
     yield one("steps", "Steps.", lambda load: load.num_steps)
     yield one("preemptions", "Answers put back.", lambda load: load.num_preemptions, "num_preemptions")
@@ -53,13 +53,13 @@ def _totals(nodes: Sequence[Node]) -> Iterator[Figure]:
     yield one("transferred_bytes", "KV that the node has sent and received.", lambda load: load.num_kv_bytes)
     yield one("transfers_failed", "Its transfers that failed.", lambda load: load.num_transfers_failed)
     yield from _second_tiers([node for node in nodes if node.load.HasField("tier")])
-    steps = [(_labels(node), observed) for node in nodes if (observed := _step_tokens(node.load)) is not None]
+    steps = [(_name(node), observed) for node in nodes if (observed := _step_tokens(node.load)) is not None]
     yield histogram("node_step_tokens", "Tokens that one step computed.", steps, "iteration_tokens_total")
 
 
 def _second_tiers(nodes: Sequence[Node]) -> Iterator[Figure]:
     def values(value: Callable[[TierLoad], float]) -> list[tuple[Labels, float]]:
-        return [(_labels(node), value(node.load.tier)) for node in nodes]
+        return [(_name(node), value(node.load.tier)) for node in nodes]
 
     if not nodes:
         return
@@ -77,6 +77,11 @@ def _second_tiers(nodes: Sequence[Node]) -> Iterator[Figure]:
 
 def _labels(node: Node) -> Labels:
     return {"node": node.name, "role": node.role}
+
+
+def _name(node: Node) -> Labels:
+    """Of what is counted: a role changes, and a rate would count twice what was counted in between."""
+    return {"node": node.name}
 
 
 def _kv_usage(node: Node) -> float:
