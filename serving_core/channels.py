@@ -75,9 +75,14 @@ def fleet_options(max_connections: int) -> tuple[Option, ...]:
     )
 
 
+def before_port(host: str) -> str:
+    """A host as it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
 def listen(server: grpc.aio.Server, host: str, port: int, tls: grpc.ServerCredentials | None = None) -> int:
     """Has the server listen there, and gives the port; 0 takes a free one. Raises SettingsError."""
-    address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+    address = f"{before_port(host)}:{port}"
     try:
         return server.add_secure_port(address, tls) if tls else server.add_insecure_port(address)
     except RuntimeError as error:

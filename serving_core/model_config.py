@@ -326,12 +326,11 @@ def _sliding_windows(
         every = 2 if architecture == "Gemma2ForCausalLM" else config.integer("sliding_window_pattern", 6)
         slides = read_layer_types(config, [(layer + 1) % every > 0 for layer in range(num_layers)])
         return tuple(config.integer("sliding_window") if slide else None for slide in slides)
-    if architecture == "SmolLM3ForCausalLM":
-        return _windows_if_used(config, architecture, num_layers, unrotated_layers)
     if architecture.startswith("Qwen"):
         config = config.with_defaults({"sliding_window": DEFAULT_SLIDING_WINDOW})
-        return _windows_if_used(config, architecture, num_layers, unrotated_layers)
-    return (None,) * num_layers
+    elif architecture != "SmolLM3ForCausalLM":
+        return (None,) * num_layers
+    return _windows_if_used(config, architecture, num_layers, unrotated_layers)
 
 
 def _windows_if_used(

@@ -75,13 +75,14 @@ def _read_schema(text: str) -> dict[str, Any]:
         raise Unenforceable(f"it is not JSON: {error}") from error
     if not isinstance(schema, dict):
         raise Unenforceable("it is no JSON object")
-    for part in schemas_in(schema):
+    parts = list(schemas_in(schema))
+    for part in parts:
         _check_count(part)
         _check_numbers(part)
         _check_items(part)
         if isinstance(reference := part.get("$ref"), str) and leads_to_data(reference):
             raise Unenforceable(f"$ref {reference!r:.80} leads to no schema")
-    _check_multiples(list(schemas_in(schema)))
+    _check_multiples(parts)
     return schema
 
 
@@ -109,7 +110,7 @@ def _check_bound(name: str, number: int) -> None:
         raise _inexact(name)
     if name.startswith("exclusive") and abs(number) >= EXACT:
         raise Unenforceable(f"{name} ({number}) is not within 2^53, where a float tells it from what is next to it")
-    if number > INT64[-1] if name == "minimum" else name == "maximum" and number < INT64[0]:
+    if (name == "minimum" and number > INT64[-1]) or (name == "maximum" and number < INT64[0]):
         raise Unenforceable(f"{name} ({number}) is beyond 64 bits")
 
 

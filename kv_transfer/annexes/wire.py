@@ -18,11 +18,9 @@ from kv_transfer.errors import TransferError
 KEY_BYTES: Final = 32
 MAX_BYTES: Final = 2**30  # of one message's payload
 LEAST_S: Final = 0.001  # for what has come already
-_HEADER: Final = struct.Struct(
-    "<4sIIQI"
-)  # magic with the kind, layer, a number, bytes behind it, checksum of all but itself
-HEADER_BYTES: Final = _HEADER.size
-_BEFORE_CHECKSUM: Final = HEADER_BYTES - 4
+_FIELDS: Final = struct.Struct("<4sIIQ")  # magic with the kind, layer, a number, bytes behind the header
+_CHECKSUM: Final = struct.Struct("<I")  # behind them, of them and the payload
+HEADER_BYTES: Final = _FIELDS.size + _CHECKSUM.size
 _MAGIC: Final = b"SSB"
 
 
@@ -49,8 +47,8 @@ def tell(
 ) -> None:
     """Raises OSError when the other end does not take it in time."""
     view = memoryview(payload).cast("B")
-    fields = _HEADER.pack(_MAGIC + bytes([kind]), layer, number, len(view), 0)[:_BEFORE_CHECKSUM]
-    connection.sendall(fields + zlib.crc32(view, zlib.crc32(fields)).to_bytes(4, "little"))
+    fields = _FIELDS.pack(_MAGIC + bytes([kind]), layer, number, len(view))
+    connection.sendall(fields + _CHECKSUM.pack(zlib.crc32(view, zlib.crc32(fields))))
     if len(view):
         connection.sendall(view)
 
@@ -60,12 +58,14 @@ def hear(connection: socket.socket) -> Header | None:
     data = _receive(connection, HEADER_BYTES, may_end=True)
     if not data:
         return None
-    magic, layer, number, num_bytes, checksum = _HEADER.unpack(data)
+    fields = data[: _FIELDS.size]
+    magic, layer, number, num_bytes = _FIELDS.unpack(fields)
     if magic[:3] != _MAGIC or magic[3] not in list(Kind):
         raise TransferError("a message of an annex begins with something else")
     if num_bytes > MAX_BYTES:
         raise TransferError(f"a message of an annex has {num_bytes} bytes, the limit is {MAX_BYTES}")
-    return Header(Kind(magic[3]), layer, number, num_bytes, zlib.crc32(data[:_BEFORE_CHECKSUM]), checksum)
+    (checksum,) = _CHECKSUM.unpack_from(data, _FIELDS.size)
+    return Header(Kind(magic[3]), layer, number, num_bytes, zlib.crc32(fields), checksum)
 
 
 def hear_payload(connection: socket.socket, header: Header, num_bytes: int) -> bytearray:

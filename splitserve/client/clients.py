@@ -209,22 +209,8 @@ class Client:
         return self._stream(self._admin.Drain, inference_pb2.DrainRequest(node=node), _num_left, deadline_s)
 
     def _call(self, method: Any, request: Any) -> Any:
-        with self._calling():
+        with _calling(self._target, self._closed):
             return method(request, timeout=self._timeout_s, metadata=self._metadata)
-
-    @contextmanager
-    def _calling(self) -> Iterator[None]:
-        """What gRPC raises within it is a ClientError."""
-        if self._closed.is_set():
-            raise _closed()
-        try:
-            yield
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, self._target) from error
-        except ValueError as error:  # of a channel that was closed meanwhile
-            if not self._closed.is_set():
-                raise
-            raise _closed() from error
 
     def _answers(
         self, request: inference_pb2.GenerateRequest, deadline_s: float | None, resume: bool
@@ -250,7 +236,7 @@ class Client:
         self, method: Any, request: Any, read: Callable[[Any], Part], deadline_s: float | None
     ) -> Generator[Part]:
         timeout_s = self._timeout_s if deadline_s is None else deadline_s
-        with self._calling():
+        with _calling(self._target, self._closed):
             call = method(request, timeout=timeout_s, metadata=self._metadata)
             try:
                 for response in call:
@@ -403,7 +389,7 @@ class AsyncClient:
     async def wait_until_healthy(self, *, deadline_s: float) -> None:
         """Returns once the server can take requests; it may still be starting. Raises DeadlineExceeded."""
         request = health_pb2.HealthCheckRequest(service=READINESS)
-        with self._calling():
+        with _calling(self._target, self._closed):
             call = self._health.Watch(request, timeout=deadline_s, metadata=self._metadata, wait_for_ready=True)
             try:
                 async for reply in call:
@@ -413,25 +399,8 @@ class AsyncClient:
                 call.cancel()
 
     async def _call(self, method: Any, request: Any) -> Any:
-        with self._calling():
+        with _calling(self._target, self._closed):
             return await method(request, timeout=self._timeout_s, metadata=self._metadata)
-
-    @contextmanager
-    def _calling(self) -> Iterator[None]:
-        """What gRPC raises within it is a ClientError. A cancellation is one where it is not this task's."""
-        if self._closed.is_set():
-            raise _closed()
-        try:
-            yield
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, self._target) from error
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise _closed() from error
-        except UsageError as error:  # of a channel that was closed meanwhile
-            raise _closed() from error
 
     async def _answers(
         self, request: inference_pb2.GenerateRequest, deadline_s: float | None, resume: bool
@@ -458,13 +427,34 @@ class AsyncClient:
         self, method: Any, request: Any, read: Callable[[Any], Part], deadline_s: float | None
     ) -> AsyncGenerator[Part]:
         timeout_s = self._timeout_s if deadline_s is None else deadline_s
-        with self._calling():
+        with _calling(self._target, self._closed):
             call = method(request, timeout=timeout_s, metadata=self._metadata)
             try:
                 async for response in call:
                     yield read(response)
             finally:
                 call.cancel()
+
+
+@contextmanager
+def _calling(target: str, closed: threading.Event | asyncio.Event) -> Iterator[None]:
+    """What gRPC raises within it, of a call to target, is a ClientError. So is a cancellation that is not this task's,
+    and whatever a channel says that was closed meanwhile."""
+    if closed.is_set():
+        raise _closed()
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc_error(error, target) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise _closed() from error
+    except (ValueError, UsageError) as error:
+        if not closed.is_set():
+            raise
+        raise _closed() from error
 
 
 def _closed() -> Cancelled:

@@ -26,6 +26,7 @@ from typing import Any, Final, NoReturn, Self
 
 from serving_core.api_keys import read_api_keys
 from serving_core.backoff import Backoff
+from serving_core.channels import before_port
 from serving_core.errors import SettingsError, SplitServeError
 from serving_core.model_config import read_model_config
 from serving_core.tls import SCHEME, TlsFiles, hosts_of
@@ -263,5 +264,4 @@ def _log_dir(given: str) -> Path:
 
 
 def _reachable(host: str) -> str:
-    host = {"0.0.0.0": "127.0.0.1", "[::]": "::1", "::": "::1"}.get(host, host)
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return before_port({"0.0.0.0": "127.0.0.1", "[::]": "::1", "::": "::1"}.get(host, host))
