@@ -21,14 +21,19 @@ demo: setup
 # process computes with one thread, and what a thousand of them import is compiled once, whatever the environment says.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -q --dist loadfile --no-loadscope-reorder --durations=15
 
+# The tests for CUDA once more, on a device that is simulated where there is none. Elsewhere they are skipped there.
+SIMULATED := tests/gpu tests/simulated_cuda --simulate-cuda
+
 test: setup model
 	$(PYTEST) -n 4 -m "not long"
+	$(PYTEST) -n 4 -m "not long" $(SIMULATED)
 
 # What is long by nature: every size of ranks, every kernel, whole comparisons. With BEGIN_WITHIN=SECONDS it skips, and says
 # so, what had not begun by then.
 BEGIN_WITHIN ?=
 
 test-long: setup model
+	$(PYTEST) -n 3 -m long $(SIMULATED)
 	$(PYTEST) -n 3 -m long $(if $(BEGIN_WITHIN),--begin-within=$(BEGIN_WITHIN))
 
 # Every row of the matrix of faults, with real processes: what struck, what became of requests, what was lost.

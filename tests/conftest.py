@@ -49,6 +49,7 @@ gc.disable()  # until all is collected: ten thousand tests would be looked throu
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--begin-within", type=float, metavar="SECONDS", help="skips tests whose turn comes later")
+    parser.addoption("--simulate-cuda", action="store_true", help="tests/gpu on a simulated device where there is none")
 
 
 @pytest.hookimpl(tryfirst=True)

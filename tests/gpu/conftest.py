@@ -1,12 +1,29 @@
-"""Every test here needs a CUDA device."""
+"""Every test here needs a CUDA device. --simulate-cuda gives them one where there is none: see tests/simulated_cuda."""
+
+from shutil import which
 
 import pytest
 import torch
 
+HAS_DEVICE = torch.cuda.is_available() and not hasattr(torch.cuda, "is_simulated")
+LONG = ("test_cuda_invariant.py", "test_cuda_offload.py")  # where the CPU has to do what a device would
 
+
+def pytest_configure(config):
+    if config.getoption("--simulate-cuda") and not torch.cuda.is_available() and which("c++"):
+        from tests.simulated_cuda.simulate import simulate
+
+        simulate()
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are not long are taken
 def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if "/gpu/" in item.path.as_posix():
+        if "/gpu/" not in item.path.as_posix() or HAS_DEVICE:
+            continue
+        if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="there is no CUDA device here"))
+        elif item.path.name in LONG:
+            item.add_marker(pytest.mark.long)
+            if item.path.name == LONG[0] and item.callspec.params.get("dtype") in ("float16", "float32"):
+                item.add_marker(pytest.mark.skip(reason="bfloat16 stands for all on a simulated device"))

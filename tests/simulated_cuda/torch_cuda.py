@@ -1,0 +1,169 @@
+"""What takes the place of the same names in torch.cuda: streams and events where all is over at once, and graphs that
+do again what was done."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from tests.simulated_cuda.tensors import allocated, waiting
+
+NAME = "simulated CUDA"
+NUM_DEVICES = 4
+MEMORY_BYTES = 8 * 2**30
+CAPABILITY = (8, 0)
+
+
+def is_available():
+    return True
+
+
+def is_initialized():
+    return True
+
+
+def _lazy_init():
+    pass
+
+
+def device_count():
+    return NUM_DEVICES
+
+
+def get_device_name(device=None):
+    return NAME
+
+
+def get_device_capability(device=None):
+    return CAPABILITY
+
+
+def get_device_properties(device=None):
+    return SimpleNamespace(name=NAME, total_memory=MEMORY_BYTES, multi_processor_count=1)
+
+
+def mem_get_info(device=None):
+    return MEMORY_BYTES - memory_allocated(), MEMORY_BYTES
+
+
+def memory_allocated(device=None):
+    return sum(num_bytes for num_bytes, _ in allocated.values())
+
+
+def empty_cache():
+    pass
+
+
+def manual_seed_all(seed):
+    pass
+
+
+def set_device(device):
+    pass
+
+
+@contextmanager
+def device(device):
+    yield
+
+
+def synchronize(device=None):
+    may_not_capture("synchronize")
+
+
+def set_sync_debug_mode(mode):
+    waiting.is_error = mode in ("error", 2)
+
+
+def may_not_capture(what):
+    if waiting.capture is not None:
+        raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
+
+
+class Event:
+    def __init__(self, enable_timing=False, blocking=False, interprocess=False):
+        pass
+
+    def record(self, stream=None):
+        assert stream is None or isinstance(stream, Stream)
+
+    def wait(self, stream=None):
+        assert stream is None or isinstance(stream, Stream)
+
+    def query(self):
+        may_not_capture("Event.query")
+        return True
+
+    def synchronize(self):
+        may_not_capture("Event.synchronize")
+
+
+class Stream:
+    def __init__(self, device=None, priority=0):
+        pass
+
+    def wait_stream(self, other):
+        assert isinstance(other, Stream)
+
+    def wait_event(self, event):
+        assert isinstance(event, Event)
+
+    def record_event(self, event=None):
+        return event or Event()
+
+    def query(self):
+        return True
+
+    def synchronize(self):
+        may_not_capture("Stream.synchronize")
+
+
+DEFAULT_STREAM = Stream()
+
+
+def default_stream(device=None):
+    return DEFAULT_STREAM
+
+
+def current_stream(device=None):
+    return DEFAULT_STREAM
+
+
+def set_stream(stream):
+    assert isinstance(stream, Stream)
+
+
+@contextmanager
+def stream(stream):
+    assert isinstance(stream, Stream)
+    yield
+
+
+class CUDAGraph:
+    """Does again, with the same tensors, what was done while it was captured."""
+
+    def __init__(self):
+        self.steps = None
+
+    def replay(self):
+        for kernel, args, kwargs, results in self.steps:
+            again = kernel(*args, **kwargs)
+            for target, source in zip(tree_leaves(results), tree_leaves(again), strict=True):
+                if isinstance(target, torch.Tensor) and target.data_ptr() != source.data_ptr():
+                    target.copy_(source)
+
+
+@contextmanager
+def graph(graph, pool=None, stream=None, capture_error_mode="global"):
+    may_not_capture("another graph")
+    waiting.capture = []
+    try:
+        yield
+        graph.steps = waiting.capture
+    finally:
+        waiting.capture = None
+
+
+def graph_pool_handle():
+    return (0, 1)
