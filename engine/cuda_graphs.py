@@ -2,7 +2,8 @@
 
 A graph replays one shape at fixed addresses. So a batch is copied into buffers that stay, and padded to the next size
 there is a graph for. A padding row is a request of one token in a scratch block, the pool's last one, which no request
-owns: what it writes is never read for another row.
+owns: what it writes is never read for another row. The ranks of a layer each have graphs of their part, whose sums and
+gathers NCCL does; that all can be captured, and agree, is for all of them to say.
 
 Other numbers of rows make other products of matrices, and the longest context, which the attention kernel is told on
 the host, is a bound here. So logits may differ in their last bits from those of the decoder without graphs, unless the
@@ -23,6 +24,8 @@ from engine.attention.tiled import TiledAttention
 from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import ForwardBatch, build_batch
 from engine.model.llama import LlamaDecoder
+from engine.parallel import RankGroup
+from serving_core.errors import RankLost
 from serving_core.requests import Share
 
 logger = logging.getLogger(__name__)
@@ -30,6 +33,7 @@ logger = logging.getLogger(__name__)
 SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # rows, ascending
 WARM_UP_RUNS: Final = 2  # outside the graph: libraries allocate and choose kernels in their first calls
 TOLERANCE: Final = 0.05  # of the largest logit: 16-bit outputs by other kernels
+MOST_SAID_BYTES: Final = 1024
 MOST_CHECKED_TOKENS: Final = 700  # in a context that is tried
 
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
@@ -42,7 +46,8 @@ class StaticDecode:
     def __init__(
         self, decoder: LlamaDecoder, attention: Attention, num_blocks: int, max_model_len: int, capture: Capture
     ) -> None:
-        """Requests own the first num_blocks blocks of the pool, which has one more; only that is written to here."""
+        """Requests own the first num_blocks blocks of the pool, which has one more; only that is written to here. To be
+        made on all ranks."""
         assert attention.pool.num_blocks == num_blocks + 1
         block_size = attention.pool.layout.block_size
         self._decoder, self._attention = decoder, attention
@@ -58,8 +63,7 @@ class StaticDecode:
         self._num_live_rows = 0  # the rows of the buffers behind these are padding
         with torch.inference_mode():
             probe = self._forward(self.sizes[0])
-        self.vocab_size: Final = probe.shape[1]
-        self._logits = torch.zeros(self.sizes[-1], self.vocab_size, dtype=probe.dtype, device=probe.device)
+        self._logits = None if probe is None else probe.new_zeros(self.sizes[-1], probe.shape[1])
         with torch.inference_mode():  # the largest first: the smaller ones find room in its memory
             self._replays = {size: capture(functools.partial(self._compute, size)) for size in reversed(self.sizes)}
 
@@ -76,14 +80,16 @@ class StaticDecode:
     def plan(self, batch: ForwardBatch) -> None:
         """Nothing: all that a graph needs is the batch."""
 
-    def run(self, batch: ForwardBatch, on_taken: Callable[[], None] | None = None, plan: None = None) -> torch.Tensor:
-        """[B, vocab_size], good until the next run."""
+    def run(
+        self, batch: ForwardBatch, on_taken: Callable[[], None] | None = None, plan: None = None
+    ) -> torch.Tensor | None:
+        """[B, vocab_size] on rank 0, good until the next run."""
         num_rows = len(batch.token_ids)
         self._fill(batch, num_rows)
         if on_taken is not None:
             on_taken()
         self._replays[next(size for size in self.sizes if size >= num_rows)]()
-        return self._logits[:num_rows]
+        return None if self._logits is None else self._logits[:num_rows]
 
     def likeliest(self, num_rows: int) -> None:
         """Not here: choosing tokens finds it."""
@@ -110,11 +116,12 @@ class StaticDecode:
         self._num_live_rows = num_rows
 
     def _compute(self, size: int) -> None:
-        self._logits[:size] = self._forward(size)
+        logits = self._forward(size)
+        if self._logits is not None and logits is not None:
+            self._logits[:size] = logits
 
-    def _forward(self, size: int) -> torch.Tensor:
-        logits = self._decoder(_first_rows(self._inputs, size), self._attention)
-        assert isinstance(logits, torch.Tensor), "this is the only rank"
+    def _forward(self, size: int) -> torch.Tensor | None:
+        logits: torch.Tensor | None = self._decoder(_first_rows(self._inputs, size), self._attention)
         return logits
 
 
@@ -169,28 +176,45 @@ def checked_decode(
     num_blocks: int,
     max_model_len: int,
     capture: Capture,
+    group: RankGroup,
     tolerance: float = TOLERANCE,
 ) -> StaticDecode | None:
-    """As StaticDecode, if all sizes agree with the decoder itself; else None, and a line in the log says why. To be
-    called before the pool holds anything."""
+    """As StaticDecode, if all sizes agree with the decoder itself; else None on all ranks, and a line in the log says
+    why. To be called before the pool holds anything."""
     try:
-        program = StaticDecode(decoder, attention, num_blocks, max_model_len, capture)
+        program = StaticDecode(decoder, attention, num_blocks, max_model_len, _on_all_ranks(group, capture))
         difference = _largest_difference(program, decoder, attention, min(max_model_len, MOST_CHECKED_TOKENS))
     except RuntimeError as error:
         logger.warning("decode steps are computed without CUDA graphs: %s", error)
         return None
-    if difference > tolerance:
+    if any(group.exchange(b"" if difference <= tolerance else b"off")):  # rank 0 alone has logits to compare
         logger.warning("decode steps are computed without CUDA graphs, whose logits are off by %f here", difference)
         return None
     logger.info("CUDA graphs for decode of up to %d requests, logits within %.2g", program.sizes[-1], difference)
     return program
 
 
+def _on_all_ranks(group: RankGroup, capture: Capture) -> Capture:
+    """The same, but raises RuntimeError on each rank where it does on one: what is captured next runs on all first."""
+
+    def captured(function: Callable[[], None]) -> Callable[[], None]:
+        said, replay = b"", function
+        try:
+            replay = capture(function)
+        except (RuntimeError, RankLost) as error:  # of a sum that cannot be captured the group says that a rank is lost
+            said = (str(error) or type(error).__name__).encode()[:MOST_SAID_BYTES]
+        if sentences := [each.decode(errors="replace") for each in group.exchange(said) if each]:
+            raise RuntimeError(sentences[0])
+        return replay
+
+    return captured
+
+
 @torch.inference_mode()
 def _largest_difference(program: StaticDecode, decoder: LlamaDecoder, attention: Attention, most_tokens: int) -> float:
     """Between each size with as much padding as there can be and the decoder, on random contexts of up to so many
-    tokens: of logits, over the largest one."""
-    pool, vocab_size = attention.pool, program.vocab_size
+    tokens: of logits, over the largest one; on ranks that have none 0."""
+    pool, vocab_size = attention.pool, decoder.vocab_size
     num_blocks = min(pool.num_blocks - 1, max(program.sizes[-1], pool.layout.num_blocks_for(most_tokens)))
     most_tokens = min(most_tokens, num_blocks * pool.layout.block_size)
     differences = [0.0]
@@ -201,10 +225,10 @@ def _largest_difference(program: StaticDecode, decoder: LlamaDecoder, attention:
         for smaller in (0, *program.sizes[:-1]):
             lengths = [most_tokens - 37 * row % most_tokens for row in range(smaller + 1)]
             batch = _decode_batch(lengths, num_blocks, vocab_size, pool)
-            expected = decoder(batch, attention)
-            assert expected is not None, "this is the only rank"
-            difference = (program.run(batch) - expected).abs().max() / expected.abs().max()
-            differences.append(float(difference.nan_to_num(torch.inf)))
+            expected, replayed = decoder(batch, attention), program.run(batch)
+            if expected is not None and replayed is not None:
+                difference = (replayed - expected).abs().max() / expected.abs().max()
+                differences.append(float(difference.nan_to_num(torch.inf)))
     finally:
         for plane in planes:
             plane.zero_()
@@ -222,10 +246,17 @@ def _decode_batch(lengths: list[int], num_blocks: int, vocab_size: int, pool: Pa
 
 
 def cuda_graphs(
-    decoder: LlamaDecoder, attention: Attention, num_blocks: int, max_model_len: int, tolerance: float
+    decoder: LlamaDecoder,
+    attention: Attention,
+    num_blocks: int,
+    max_model_len: int,
+    group: RankGroup,
+    tolerance: float,
 ) -> StaticDecode | None:
-    """As checked_decode, by graphs of the pool's CUDA device; None also for a backend that plans on the host."""
-    device = attention.pool.device
-    if device.type != "cuda" or isinstance(attention, PortableAttention | TiledAttention):
+    """As checked_decode, by graphs of the pool's CUDA device; None also for a backend that plans on the host, on any
+    rank."""
+    is_unfit = isinstance(attention, PortableAttention | TiledAttention)
+    if any(group.exchange(b"unfit" if is_unfit else b"")):
         return None
-    return checked_decode(decoder, attention, num_blocks, max_model_len, CudaCapture(device), tolerance)
+    capture = CudaCapture(attention.pool.device)
+    return checked_decode(decoder, attention, num_blocks, max_model_len, capture, group, tolerance)

@@ -131,7 +131,7 @@ class Engine:
 
         self.model, weight_bytes = _on_all_ranks(self.group, load)
         self.weight_bytes: Final = weight_bytes
-        num_allocated = self.num_blocks + num_scratch_blocks(settings, device, self.group.size)
+        num_allocated = self.num_blocks + num_scratch_blocks(settings, device)
         self.pool: Final = PagedKVPool(self.layout, num_allocated, device, torch_dtype)
         self.attention = self._choose_attention(len(shard.query_heads.held), verifies=settings.verify_model)
         kernels_alone = not any(self.group.exchange(b"" if self._is_by_kernels() else b"torch"))  # on any rank
@@ -142,8 +142,8 @@ class Engine:
         chunks and steps, and whatever was computed beside them."""
         self.program: DecodeProgram | None = None
         if self.config.embedder is None:
-            where = (self.num_blocks, self.max_model_len)
-            self.program = choose_program(self.model, self.attention, *where, exact=self.is_history_free)
+            of_pool = (self.attention, self.num_blocks, self.max_model_len)
+            self.program = choose_program(self.model, *of_pool, self.group, exact=self.is_history_free)
         self.description: Final = {
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "dtype": dtype,
@@ -162,6 +162,11 @@ class Engine:
         self.traits: Final = engine_traits(facts, device, kernels_alone=kernels_alone)
         """What the bits of answers depend on beside the fingerprint."""
         self.origin: Final = origin_of(self.traits)
+
+    def close(self) -> None:
+        """Lets go of the decode program. To be called before the group is closed: NCCL waits for all graphs that it is
+        in."""
+        self.program = None
 
     @property
     def builds_ahead(self) -> bool:
@@ -399,7 +404,7 @@ class Engine:
 
         if self.program is not None and on_layer is None and self.program.matches(batch):
             rows = self.program.run(batch, begin, plan)
-            return Logits(rows, self.program.likeliest(len(rows)))
+            return None if rows is None else Logits(rows, self.program.likeliest(len(rows)))
         begin()
         given = self.model(batch, self.attention, on_layer)
         return None if given is None else Logits(given)
@@ -407,10 +412,11 @@ class Engine:
 
 def _check_alike(group: RankGroup, settings: EngineSettings) -> None:
     """Raises SettingsError on every rank where they would not call each other alike."""
-    told = group.exchange(str(settings.sequence_parallel_min_tokens).encode())
-    if len(set(told)) > 1:
-        values = ", ".join(value.decode() for value in told)
-        raise SettingsError(f"--sequence-parallel-min-tokens must be the same on all ranks, and is {values}")
+    for name in ("sequence_parallel_min_tokens", "enforce_eager"):
+        told = group.exchange(str(getattr(settings, name)).encode())
+        if len(set(told)) > 1:
+            values = ", ".join(value.decode() for value in told)
+            raise SettingsError(f"--{name.replace('_', '-')} must be the same on all ranks, and is {values}")
 
 
 def _on_all_ranks(group: RankGroup, load: Callable[[], T]) -> T:

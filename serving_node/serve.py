@@ -44,8 +44,8 @@ async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
     gone before it has."""
     flags = settings.engine
     device, tp_size, pp_size = choose_device(flags.device), flags.tensor_parallel_size, flags.pipeline_parallel_size
-    with closing(join(device, tp_size, flags.rank_timeout_s, pp_size)) as group:
-        engine = Engine(flags, group)
+    joined = closing(join(device, tp_size, flags.rank_timeout_s, pp_size))
+    with joined as group, closing(Engine(flags, group)) as engine:
         prefill_tokens_per_s = engine.warm_up()
         drafter = _drafter(settings, engine)
         async with kept_spares() as spares, _second_tier(settings, engine) as (store, plan):

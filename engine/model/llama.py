@@ -279,6 +279,11 @@ class LlamaDecoder(nn.Module):
         return are_invariant(self.steps, dtype) and all(layer.is_invariant for layer in layers)
 
     @property
+    def vocab_size(self) -> int:
+        """Of all ranks together."""
+        return sum(self._vocabulary_widths)
+
+    @property
     def is_whole(self) -> bool:
         """Whether no other rank has a part of the model."""
         return self._group.size == 1 and self._pipeline is None

@@ -13,6 +13,7 @@ from serving_core.requests import Share
 from serving_core.settings import EngineSettings
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, write_tiny_model
 from tests.toy_scheduler import greedy, run_all
+from tests.unit.serving_node.rank_process import rank_case, run_ranks
 
 BLOCK_SIZE, NUM_BLOCKS = 256, 200
 PROMPTS = [[(7 * i + length) % 250 for i in range(length)] for length in (1, 15, 16, 17, 63, 200, 320)]
@@ -87,6 +88,28 @@ def test_eager_where_it_is_asked_for(tmp_path):
     engine = load(tmp_path, enforce_eager=True)
     assert engine.program is None
     assert engine.pool.num_blocks == engine.num_blocks
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_ranks_have_graphs_of_their_parts(tmp_path, tp_size):
+    if torch.cuda.device_count() < tp_size:
+        pytest.skip(f"there are {torch.cuda.device_count()} CUDA devices here, and each of {tp_size} ranks takes one")
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("FlashAttention wants compute capability 8.0, so nothing is captured")
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 263}
+    folder = write_tiny_model(tmp_path / "model", "llama", seed=6, dtype="bfloat16", **sizes)
+    cases = {
+        name: rank_case(folder, PROMPTS, 12, 64, block_size=BLOCK_SIZE, enforce_eager=name == "eager")
+        for name in ("graphs", "eager")
+    }
+    sampled, facts = run_ranks(tmp_path, tp_size, cases, device="cuda")
+    assert [each["graphs"]["program"] for each in facts] == ["StaticDecode"] * tp_size, "the log says why not"
+    assert {each["eager"]["program"] for each in facts} == {"NoneType"}
+    for ours, theirs in zip(sampled["graphs"], sampled["eager"], strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one["logprob"] == pytest.approx(other["logprob"], abs=0.1)
+            if one["token_id"] != other["token_id"]:  # two of them were about as likely
+                break
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])

@@ -17,7 +17,7 @@ from tests.simulated_cuda.tensors import CudaTensor, copy, empty, empty_strided,
 aten = torch.ops.aten
 HERE = Path(__file__).parent
 GUARD = HERE / "__pycache__" / f"guard-{torch.__version__}.so"
-REAL_INIT = distributed.init_process_group
+REAL_INIT, REAL_DESTROY = distributed.init_process_group, distributed.destroy_process_group
 
 
 def simulate():
@@ -34,6 +34,7 @@ def simulate():
     torch.Tensor.is_pinned = lambda self: self.untyped_storage().data_ptr() in pinned
     torch.empty, torch.ones = pinning(torch.empty), pinning(torch.ones)
     distributed.init_process_group = init_process_group
+    distributed.destroy_process_group = destroy_process_group
     distributed.is_nccl_available = lambda: True
     distributed.ProcessGroupNCCL = ProcessGroupNCCL
     paths = [str(HERE / "children"), str(HERE.parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
@@ -91,6 +92,11 @@ def pinning(make):
 def init_process_group(backend, *, device_id=None, **options):
     assert (backend == "nccl") == (device_id is not None)
     REAL_INIT("gloo", **options)
+
+
+def destroy_process_group():
+    assert not any(graph.has_collectives for graph in torch_cuda.graphs), "NCCL waits for all graphs that it is in"
+    REAL_DESTROY()
 
 
 class ProcessGroupNCCL:

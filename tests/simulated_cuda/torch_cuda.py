@@ -1,6 +1,7 @@
 """What takes the place of the same names in torch.cuda: streams and events where all is over at once, and graphs that
 do again what was done."""
 
+import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -140,18 +141,30 @@ def stream(stream):
     yield
 
 
+graphs = weakref.WeakSet()
+
+
 class CUDAGraph:
     """Does again, with the same tensors, what was done while it was captured."""
 
     def __init__(self):
         self.steps = None
+        graphs.add(self)
+
+    @property
+    def has_collectives(self):
+        results = [leaf for step in self.steps or () for leaf in tree_leaves(step[-1])]
+        return any(isinstance(result, torch.ScriptObject) for result in results)
 
     def replay(self):
         for kernel, args, kwargs, results in self.steps:
             again = kernel(*args, **kwargs)
             for target, source in zip(tree_leaves(results), tree_leaves(again), strict=True):
-                if isinstance(target, torch.Tensor) and target.data_ptr() != source.data_ptr():
-                    target.copy_(source)
+                if isinstance(target, torch.Tensor):
+                    if target.data_ptr() != source.data_ptr():
+                        target.copy_(source)
+                elif isinstance(source, torch.ScriptObject):  # of a collective, what is done behind it waits for it
+                    torch._C._distributed_c10d.Work.unbox(source).wait()
 
 
 @contextmanager

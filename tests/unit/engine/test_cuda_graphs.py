@@ -13,6 +13,7 @@ from engine.cuda_graphs import SIZES, StaticDecode, checked_decode, sizes_for
 from engine.decode_program import num_scratch_blocks
 from engine.engine import Engine
 from engine.forward_batch import build_batch
+from engine.parallel import alone
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
 from tests.tiny_models import VOCAB_SIZE, write_tiny_model
@@ -192,7 +193,7 @@ def test_answers_are_those_of_the_modules(tmp_path):
 def test_what_agrees_is_taken_and_the_pool_left_empty(tmp_path, caplog):
     engine = load(tmp_path)
     with caplog.at_level(logging.INFO):
-        program = checked_decode(engine.model, portable(engine), NUM_BLOCKS, MAX_MODEL_LEN, itself)
+        program = checked_decode(engine.model, portable(engine), NUM_BLOCKS, MAX_MODEL_LEN, itself, alone())
     assert program.sizes == sizes_for(NUM_BLOCKS)
     assert "of up to 48 requests" in caplog.text
     assert not any(map(torch.any, requests_blocks(engine)))
@@ -213,16 +214,50 @@ def forgetful(function):
 def test_what_fails_or_disagrees_is_not_taken_and_a_line_says_why(capture, reason, tmp_path, caplog):
     engine = load(tmp_path)
     caplog.clear()
-    assert checked_decode(engine.model, portable(engine), NUM_BLOCKS, MAX_MODEL_LEN, capture) is None
+    assert checked_decode(engine.model, portable(engine), NUM_BLOCKS, MAX_MODEL_LEN, capture, alone()) is None
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert reason in caplog.text
     assert not any(map(torch.any, requests_blocks(engine)))
 
 
+class Told:
+    """Another rank, which says this of the exchange of that number."""
+
+    def __init__(self, said, number):
+        self._said, self._left = said, number
+
+    def exchange(self, data):
+        self._left -= 1
+        return [data, self._said if self._left == 0 else b""]
+
+
+def test_what_another_rank_cannot_capture_is_not_taken_here(tmp_path, caplog):
+    engine = load(tmp_path)
+    captured = []
+
+    def watched(function):
+        captured.append(function)
+        return function
+
+    group = Told(b"out of memory there", number=3)
+    assert checked_decode(engine.model, portable(engine), NUM_BLOCKS, MAX_MODEL_LEN, watched, group) is None
+    assert len(captured) == 3, "what comes next would run on one rank alone"
+    assert "out of memory there" in caplog.text
+
+
+def test_what_disagrees_on_another_rank_is_not_taken_here(tmp_path, caplog):
+    engine = load(tmp_path)
+    last = len(sizes_for(NUM_BLOCKS)) + 1
+    group = Told(b"off", number=last)
+    assert checked_decode(engine.model, portable(engine), NUM_BLOCKS, MAX_MODEL_LEN, itself, group) is None
+    group = Told(b"off", number=last + 1)
+    assert checked_decode(engine.model, portable(engine), NUM_BLOCKS, MAX_MODEL_LEN, itself, group) is not None
+
+
 def test_no_number_is_a_disagreement(tmp_path):
     engine = load(tmp_path)
     engine.model.norm.weight.data[0] = torch.nan
-    assert checked_decode(engine.model, portable(engine), NUM_BLOCKS, MAX_MODEL_LEN, itself) is None
+    assert checked_decode(engine.model, portable(engine), NUM_BLOCKS, MAX_MODEL_LEN, itself, alone()) is None
 
 
 def test_a_batch_tells_its_longest_query_and_context_as_numbers():
@@ -232,8 +267,8 @@ def test_a_batch_tells_its_longest_query_and_context_as_numbers():
 
 def test_a_scratch_block_is_there_for_graphs_alone():
     cuda = torch.device("cuda")
-    assert num_scratch_blocks(EngineSettings(), cuda, 1) == 1
-    assert num_scratch_blocks(EngineSettings(), CPU, 1) == 0
-    assert num_scratch_blocks(EngineSettings(), cuda, 2) == 0
-    assert num_scratch_blocks(replace(EngineSettings(), enforce_eager=True), cuda, 1) == 0
-    assert num_scratch_blocks(replace(EngineSettings(), batch_invariant=True), cuda, 1) == 1
+    assert num_scratch_blocks(EngineSettings(), cuda) == 1
+    assert num_scratch_blocks(EngineSettings(), CPU) == 0
+    assert num_scratch_blocks(replace(EngineSettings(), pipeline_parallel_size=2), cuda) == 0
+    assert num_scratch_blocks(replace(EngineSettings(), enforce_eager=True), cuda) == 0
+    assert num_scratch_blocks(replace(EngineSettings(), batch_invariant=True), cuda) == 1

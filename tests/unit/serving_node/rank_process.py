@@ -118,11 +118,13 @@ def serve(case, device, group):
         "fingerprint": engine.fingerprint,
         "description": engine.description,
         "traits": engine.traits,
+        "program": type(engine.program).__name__,
         "num_blocks": engine.num_blocks,
         "num_kv_heads": engine.layout.num_kv_heads,
         "weight_bytes": engine.weight_bytes,
         "kv_pool_bytes": engine.kv_pool_bytes,
     }
+    engine.close()
     return sampled, facts
 
 
