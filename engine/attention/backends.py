@@ -10,11 +10,14 @@ from engine.attention.paged import Attention, PortableAttention
 from engine.attention.tiled import TiledAttention
 from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import build_batch
+from serving_core.extras import is_installed
 from serving_core.requests import Share
 
 logger = logging.getLogger(__name__)
 
+TRITON = "triton"
 TOLERANCE = 0.05  # 16-bit outputs of two kernels on values of order 1
+UNUSABLE = (OSError, RuntimeError, TypeError, ValueError, NotImplementedError)  # TypeError: an older torch has no pages
 
 
 def choose_attention(
@@ -25,9 +28,10 @@ def choose_attention(
     softcap: float | None = None,
     portable_only: bool = False,
 ) -> Attention:
-    """On a CPU the compiled kernels, on CUDA varlen_attn if it works with this pool and agrees with the portable
-    backend, which serves otherwise, and where only it can do what a model asks for. To be called before the pool holds
-    anything. Raises SettingsError for a pool whose K and V are not of one width in all layers, which no other takes."""
+    """On a CPU the compiled kernels; on CUDA varlen_attn or a kernel of Triton, if it works with this pool and agrees
+    with the portable backend, which serves otherwise, and where only it can do what a model asks for. To be called
+    before the pool holds anything. Raises SettingsError for a pool whose K and V are not of one width in all layers,
+    which no other takes."""
     portable = PortableAttention(pool, num_heads, score_scale, softcap)
     if portable_only:
         return portable
@@ -36,7 +40,7 @@ def choose_attention(
         return _native_or(portable, num_heads)
     if pool.device.type != "cuda":
         return portable
-    return _varlen_or(portable, num_heads)
+    return _on_cuda(portable, num_heads)
 
 
 def invariant_attentions(attention: Attention, num_heads: int) -> Iterator[Attention]:
@@ -44,6 +48,8 @@ def invariant_attentions(attention: Attention, num_heads: int) -> Iterator[Atten
     first. Of varlen_attn, which is told never to split keys, the device decides that: it is to be tried out."""
     if not isinstance(attention, PortableAttention):
         yield attention
+    if attention.name == TRITON:
+        yield _triton(attention, num_heads, is_uniform=True)
     if not isinstance(attention, NativeAttention):
         yield TiledAttention(attention.pool, num_heads, attention.score_scale, attention.softcap)
 
@@ -57,55 +63,67 @@ def _native_or(portable: PortableAttention, num_heads: int) -> Attention:
         return portable
 
 
-def _varlen_or(portable: PortableAttention, num_heads: int) -> Attention:
-    pool = portable.pool
-    if pool.layout.is_quantized:
-        logger.warning("varlen_attn does not take a KV pool of %s, attention is portable", pool.layout.dtype)
+def _on_cuda(portable: PortableAttention, num_heads: int) -> Attention:
+    """The fastest of the kernels that agree, or the portable one, and why, in the log."""
+    if portable.pool.layout.is_quantized:
+        logger.warning("no kernel takes a KV pool of %s here, attention is portable", portable.pool.layout.dtype)
         return portable
-    if portable.softcap is not None:
-        logger.warning("varlen_attn does not cap scores, attention is portable")
-        return portable
+    for make in (_varlen, _triton):
+        try:
+            candidate = make(portable, num_heads)
+            difference = _largest_difference(candidate, portable, num_heads)
+        except UNUSABLE as error:
+            logger.info("%s does not serve here: %s", make.__name__.strip("_"), error)
+            continue
+        if difference <= TOLERANCE:  # which what is not a number is not
+            return candidate
+        logger.warning("%s is off by %f here", candidate.name, difference)
+    logger.warning("attention is portable, which is slower, and steps have no CUDA graphs; the lines before say why")
+    return portable
+
+
+def _varlen(portable: PortableAttention, num_heads: int) -> Attention:
+    """Raises ValueError for what it is known not to take."""
     from engine.attention.varlen import BLOCK_TOKENS, VarlenAttention
 
-    if pool.layout.block_size % BLOCK_TOKENS:
-        logger.warning(
-            "varlen_attn takes blocks of a multiple of %d tokens, not of %d: attention is portable, which is slower, "
-            "and steps have no CUDA graphs; --block-size %d has both",
-            BLOCK_TOKENS,
-            pool.layout.block_size,
-            BLOCK_TOKENS,
-        )
-        return portable
-    candidate = VarlenAttention(pool, portable.score_scale)
-    try:
-        difference = _largest_difference(candidate, portable, num_heads)
-    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:  # TypeError: an older one lacks pages
-        logger.warning("varlen_attn does not take this KV pool, attention is portable: %s", error)
-        return portable
-    if not difference <= TOLERANCE:  # nor if it is not a number
-        logger.warning("varlen_attn is off by %f here, attention is portable", difference)
-        return portable
-    return candidate
+    if portable.softcap is not None:
+        raise ValueError("varlen_attn does not cap scores")
+    if portable.pool.layout.block_size % BLOCK_TOKENS:
+        raise ValueError(f"varlen_attn takes blocks of a multiple of {BLOCK_TOKENS} tokens, as with --block-size 256")
+    return VarlenAttention(portable.pool, portable.score_scale)
+
+
+def _triton(like: Attention, num_heads: int, *, is_uniform: bool = False) -> Attention:
+    """Raises ValueError where there is no Triton, which comes with torch for CUDA."""
+    if not is_installed(TRITON):
+        raise ValueError("Triton is not installed")
+    from engine.attention.triton_paged import TritonAttention
+
+    return TritonAttention(like.pool, num_heads, like.score_scale, like.softcap, is_uniform=is_uniform)
 
 
 @torch.inference_mode()
 def _largest_difference(candidate: Attention, reference: Attention, num_heads: int) -> float:
-    """Between two backends, on random values: a chunk that starts within a block, and a decode."""
+    """Between two backends, on random values: a chunk that starts within a block beside a step, and a step alone."""
     pool = candidate.pool
     layout, device = pool.layout, pool.device
     blocks = range(min(3, pool.num_blocks))
     num_tokens = len(blocks) * layout.block_size
     start = num_tokens // 2
     chunk = Share([0] * (num_tokens - start), start, blocks, samples=False)
-    batch = build_batch([chunk, Share([0], num_tokens - 1, blocks, samples=False)], layout.block_size, device)
+    step = Share([0], num_tokens - 1, blocks, samples=False)
     layer = layout.first_layer
     planes = (pool.keys(layer)[: len(blocks)], pool.values(layer)[: len(blocks)])
-    for plane in planes:
-        plane.normal_()
-    query = torch.randn(len(batch.token_ids), num_heads, layout.head_dim, device=device).to(planes[0].dtype)
+    differences = []
     try:
-        outputs = [backend.attend(query, layer, backend.plan(batch, None)) for backend in (candidate, reference)]
+        for plane in planes:
+            plane.normal_()
+        for shares in ([chunk, step], [step]):
+            batch = build_batch(shares, layout.block_size, device)
+            query = torch.randn(len(batch.token_ids), num_heads, layout.head_dim, device=device).to(planes[0].dtype)
+            outputs = [backend.attend(query, layer, backend.plan(batch, None)) for backend in (candidate, reference)]
+            differences.append((outputs[0] - outputs[1]).abs().max())
     finally:
         for plane in planes:
             plane.zero_()
-    return float((outputs[0] - outputs[1]).abs().max())
+    return float(torch.stack(differences).max())

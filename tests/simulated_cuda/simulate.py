@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import importlib.util
 import os
 import subprocess
 import tempfile
@@ -37,6 +38,10 @@ def simulate():
     distributed.destroy_process_group = destroy_process_group
     distributed.is_nccl_available = lambda: True
     distributed.ProcessGroupNCCL = ProcessGroupNCCL
+    if importlib.util.find_spec("triton"):
+        from tests.simulated_cuda.kernels import interpret
+
+        interpret()
     paths = [str(HERE / "children"), str(HERE.parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys(paths)))
 

@@ -1,0 +1,116 @@
+"""Attention by Triton: against the portable backend, and in engines whose blocks varlen_attn does not take."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton, which comes with torch for CUDA, is not installed")
+
+from engine.attention.backends import choose_attention
+from engine.attention.paged import PortableAttention
+from engine.attention.triton_paged import TritonAttention
+from engine.cache.kv_pool import PagedKVPool
+from engine.cuda_graphs import StaticDecode
+from engine.engine import Engine
+from engine.forward_batch import build_batch
+from serving_core.layout import KVLayout
+from serving_core.requests import Share
+from serving_core.settings import EngineSettings
+from tests.gpu.compile_triton import CASES
+from tests.tiny_models import write_tiny_model
+from tests.toy_scheduler import greedy, run_all
+
+CUDA = torch.device("cuda", 0)
+SPANS = ((0, 1), (0, 90), (33, 50), (255, 1), (311, 1), (64, 64), (63, 2))  # of tokens before, and tokens
+
+
+def random_pool(block_size, num_kv_heads, head_dim, dtype):
+    pool = PagedKVPool(KVLayout.uniform(1, num_kv_heads, head_dim, block_size, dtype), 300, CUDA)
+    for planes in (pool.keys(0), pool.values(0)):
+        planes.normal_()
+    return pool
+
+
+def shares_of(spans, block_size):
+    shares, first = [], 0
+    for start, num_tokens in spans:
+        num_blocks = -(-(start + num_tokens) // block_size)
+        shares.append(Share([0] * num_tokens, start, range(first, first + num_blocks), samples=True))
+        first += num_blocks
+    return shares
+
+
+@pytest.mark.parametrize("is_uniform", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "num_heads", "num_kv_heads", "block_size", "window", "softcap"),
+    [
+        ("bfloat16", 128, 7, 1, 16, None, None),
+        ("bfloat16", 64, 8, 2, 256, 40, None),
+        ("float16", 80, 8, 2, 48, None, 50.0),
+        ("float32", 48, 6, 3, 5, 17, None),
+        ("float32", 64, 4, 4, 16, 100, 30.0),
+    ],
+)
+def test_it_agrees_with_the_portable_one(
+    dtype, head_dim, num_heads, num_kv_heads, block_size, window, softcap, is_uniform
+):
+    pool = random_pool(block_size, num_kv_heads, head_dim, dtype)
+    ours = TritonAttention(pool, num_heads, None, softcap, is_uniform=is_uniform)
+    portable = PortableAttention(pool, num_heads, None, softcap)
+    for spans in (SPANS, [span for span in SPANS if span[1] == 1]):
+        batch = build_batch(shares_of(spans, block_size), block_size, CUDA)
+        query = torch.randn(len(batch.token_ids), num_heads, head_dim, device=CUDA).to(pool.compute_dtype)
+        outputs = [backend.attend(query, 0, backend.plan(batch, window)) for backend in (ours, portable)]
+        tolerance = 1e-4 if dtype == "float32" else 0.03
+        torch.testing.assert_close(*outputs, atol=tolerance, rtol=tolerance)
+
+
+def test_what_is_not_a_number_stays_with_its_request():
+    """Blocks of other requests, and what lies behind a request's last token, are not read."""
+    pool, block_size = random_pool(16, 2, 64, "bfloat16"), 16
+    first, second = shares_of([(20, 1), (9, 5)], block_size)
+    batch = build_batch([first, second], block_size, CUDA)
+    query = torch.randn(len(batch.token_ids), 4, 64, device=CUDA).bfloat16()
+    ours = TritonAttention(pool, 4)
+    expected = ours.attend(query, 0, ours.plan(batch, None))
+    for planes in (pool.keys(0), pool.values(0)):
+        planes[first.block_ids[-1], 21 - 16 :] = torch.nan
+        planes[second.block_ids[-1], 14:] = torch.nan
+        planes[second.block_ids[-1] + 1 :] = torch.nan
+    assert torch.equal(ours.attend(query, 0, ours.plan(batch, None)), expected)
+
+
+@pytest.mark.parametrize(("capability", "most_bytes"), [(80, 163 * 1024), (90, 227 * 1024)])
+def test_it_is_compiled_for_a_device_and_fits_its_shared_memory(capability, most_bytes):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path and "children" not in path)
+    argv = [sys.executable, "-m", "tests.gpu.compile_triton", str(capability)]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    sizes = [int(line) for line in done.stdout.split()]
+    assert len(sizes) == len(CASES)
+    assert max(sizes) <= most_bytes
+
+
+@pytest.mark.parametrize(("block_size", "softcap"), [(16, None), (256, 20.0)])
+def test_it_is_taken_where_varlen_attn_is_not(block_size, softcap):
+    pool = random_pool(block_size, 2, 64, "bfloat16")
+    assert choose_attention(pool, 4, softcap=softcap).name == "triton"
+
+
+def test_steps_are_graphs_and_answers_those_of_the_cpu(tmp_path):
+    folder = write_tiny_model(tmp_path, "llama", seed=3, num_hidden_layers=1)
+    on_cpu, on_cuda = (
+        Engine(EngineSettings(model=str(folder), device=device, dtype="float32", num_kv_blocks=8, max_model_len=64))
+        for device in ("cpu", "cuda")
+    )
+    assert isinstance(on_cuda.attention, TritonAttention)
+    assert isinstance(on_cuda.program, StaticDecode), "the log says why nothing was captured"
+    prompts = [list(range(start, start + 9)) for start in (3, 40)]
+    answers = [run_all(engine, prompts, greedy(6, ignore_eos=True)) for engine in (on_cpu, on_cuda)]
+    assert [[token.token_id for token in answer] for answer in answers[1]] == [
+        [token.token_id for token in answer] for answer in answers[0]
+    ]
