@@ -121,7 +121,9 @@ class StaticDecode:
             self._logits[:size] = logits
 
     def _forward(self, size: int) -> torch.Tensor | None:
-        logits: torch.Tensor | None = self._decoder(_first_rows(self._inputs, size), self._attention)
+        batch = _first_rows(self._inputs, size)
+        self._attention.pool.begin_steps(batch.slots)
+        logits: torch.Tensor | None = self._decoder(batch, self._attention)
         return logits
 
 
@@ -218,10 +220,9 @@ def _largest_difference(program: StaticDecode, decoder: LlamaDecoder, attention:
     num_blocks = min(pool.num_blocks - 1, max(program.sizes[-1], pool.layout.num_blocks_for(most_tokens)))
     most_tokens = min(most_tokens, num_blocks * pool.layout.block_size)
     differences = [0.0]
-    planes = [plane[:num_blocks] for layer in pool.layout.layers for plane in (pool.keys(layer), pool.values(layer))]
     try:
-        for plane in planes:
-            plane.normal_()
+        for layer in pool.layout.layers:
+            pool.try_values(layer, num_blocks)
         for smaller in (0, *program.sizes[:-1]):
             lengths = [most_tokens - 37 * row % most_tokens for row in range(smaller + 1)]
             batch = _decode_batch(lengths, num_blocks, vocab_size, pool)
@@ -230,8 +231,8 @@ def _largest_difference(program: StaticDecode, decoder: LlamaDecoder, attention:
                 difference = (replayed - expected).abs().max() / expected.abs().max()
                 differences.append(float(difference.nan_to_num(torch.inf)))
     finally:
-        for plane in planes:
-            plane.zero_()
+        for layer in pool.layout.layers:
+            pool.clear(layer, num_blocks)
     return max(differences)
 
 

@@ -46,10 +46,10 @@ def choose_attention(
 def invariant_attentions(attention: Attention, num_heads: int) -> Iterator[Attention]:
     """Those in place of this one of which the bits of a row may depend on that row and its keys alone, the fastest
     first. Of varlen_attn, which is told never to split keys, the device decides that: it is to be tried out."""
-    if not isinstance(attention, PortableAttention):
-        yield attention
     if attention.name == TRITON:
         yield _triton(attention, num_heads, is_uniform=True)
+    elif not isinstance(attention, PortableAttention):
+        yield attention
     if not isinstance(attention, NativeAttention):
         yield TiledAttention(attention.pool, num_heads, attention.score_scale, attention.softcap)
 
@@ -65,9 +65,6 @@ def _native_or(portable: PortableAttention, num_heads: int) -> Attention:
 
 def _on_cuda(portable: PortableAttention, num_heads: int) -> Attention:
     """The fastest of the kernels that agree, or the portable one, and why, in the log."""
-    if portable.pool.layout.is_quantized:
-        logger.warning("no kernel takes a KV pool of %s here, attention is portable", portable.pool.layout.dtype)
-        return portable
     for make in (_varlen, _triton):
         try:
             candidate = make(portable, num_heads)
@@ -86,8 +83,8 @@ def _varlen(portable: PortableAttention, num_heads: int) -> Attention:
     """Raises ValueError for what it is known not to take."""
     from engine.attention.varlen import BLOCK_TOKENS, VarlenAttention
 
-    if portable.softcap is not None:
-        raise ValueError("varlen_attn does not cap scores")
+    if portable.softcap is not None or portable.pool.layout.is_quantized:
+        raise ValueError("varlen_attn caps no scores, and takes no keys and values of 8 bits")
     if portable.pool.layout.block_size % BLOCK_TOKENS:
         raise ValueError(f"varlen_attn takes blocks of a multiple of {BLOCK_TOKENS} tokens, as with --block-size 256")
     return VarlenAttention(portable.pool, portable.score_scale)
@@ -113,17 +110,14 @@ def _largest_difference(candidate: Attention, reference: Attention, num_heads: i
     chunk = Share([0] * (num_tokens - start), start, blocks, samples=False)
     step = Share([0], num_tokens - 1, blocks, samples=False)
     layer = layout.first_layer
-    planes = (pool.keys(layer)[: len(blocks)], pool.values(layer)[: len(blocks)])
     differences = []
     try:
-        for plane in planes:
-            plane.normal_()
+        pool.try_values(layer, len(blocks))
         for shares in ([chunk, step], [step]):
             batch = build_batch(shares, layout.block_size, device)
-            query = torch.randn(len(batch.token_ids), num_heads, layout.head_dim, device=device).to(planes[0].dtype)
+            query = torch.randn(len(batch.token_ids), num_heads, layout.head_dim, device=device).to(pool.compute_dtype)
             outputs = [backend.attend(query, layer, backend.plan(batch, None)) for backend in (candidate, reference)]
             differences.append((outputs[0] - outputs[1]).abs().max())
     finally:
-        for plane in planes:
-            plane.zero_()
+        pool.clear(layer, len(blocks))
     return float(torch.stack(differences).max())

@@ -28,6 +28,8 @@ def attend(  # type: ignore[no-untyped-def]
     queries,
     keys,
     values,
+    key_scales,
+    value_scales,
     attended,
     query_starts,
     kv_lengths,
@@ -37,6 +39,7 @@ def attend(  # type: ignore[no-untyped-def]
     block_stride,
     token_stride,
     key_head_stride,
+    scale_stride,
     table_stride,
     scale,
     softcap,
@@ -49,6 +52,7 @@ def attend(  # type: ignore[no-untyped-def]
     KEYS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     LOWEST: tl.constexpr,
     LOG2_E: tl.constexpr,
 ) -> None:
@@ -85,7 +89,10 @@ def attend(  # type: ignore[no-untyped-def]
         of_keys = block * block_stride + (at % BLOCK_SIZE) * token_stride + key_head * key_head_stride
         there = is_key[:, None] & is_column[None, :]
         key = tl.load(keys + of_keys[:, None] + columns[None, :], mask=there, other=0.0)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale
+        if HAS_SCALES:
+            of_scales = block * scale_stride + key_head
+            scores *= tl.load(key_scales + of_scales, mask=is_key, other=0.0)[None, :]
         if HAS_CAP:
             small = tl.exp2(tl.abs(scores) * (-2 * LOG2_E / softcap))
             tanh = (1 - small) / (1 + small)
@@ -99,7 +106,10 @@ def attend(  # type: ignore[no-untyped-def]
         kept = tl.exp2(highest - now)
         total = total * kept + tl.sum(weights, 1)
         value = tl.load(values + of_keys[:, None] + columns[None, :], mask=there, other=0.0)
-        result = result * kept[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        if HAS_SCALES:
+            weights *= tl.load(value_scales + of_scales, mask=is_key, other=0.0)[None, :]
+        value = value.to(query.dtype)
+        result = result * kept[:, None] + tl.dot(weights.to(query.dtype), value, input_precision="ieee")
         highest = now
     result = result / tl.where(is_row, total, 1.0)[:, None]
     tl.store(attended + places, result.to(attended.dtype.element_ty), mask=inside)
@@ -112,7 +122,8 @@ class _Plan:
 
 
 class TritonAttention:
-    """Takes pools of float16, bfloat16 and float32 and any block size; to be tried out first."""
+    """Takes pools of any dtype and block size; what of 8 bits it takes depends on the device, so it is to be tried out
+    first."""
 
     name = "triton"
 
@@ -146,7 +157,7 @@ class TritonAttention:
 
     def _attend(self, query: torch.Tensor, layer: int, plan: _Plan) -> torch.Tensor:
         batch, window, layout = plan.batch, plan.window, self.pool.layout
-        keys, values = self.pool.keys(layer), self.pool.values(layer)
+        (keys, key_scales), (values, value_scales) = self.pool.scaled_planes(layer)
         query = query.contiguous()
         attended = torch.empty_like(query)
         num_rows = batch.longest_query * self._group
@@ -158,6 +169,8 @@ class TritonAttention:
             query,
             keys,
             values,
+            key_scales,
+            value_scales,
             attended,
             batch.query_starts,
             batch.kv_lengths,
@@ -167,6 +180,7 @@ class TritonAttention:
             keys.stride(0),
             keys.stride(1),
             keys.stride(2),
+            key_scales.stride(0),
             batch.block_tables.stride(0),
             scale * LOG2_E,
             UNCAPPED if self.softcap is None else self.softcap * LOG2_E,
@@ -179,6 +193,7 @@ class TritonAttention:
             KEYS=TILE_KEYS,
             HAS_CAP=self.softcap is not None,
             HAS_WINDOW=window is not None,
+            HAS_SCALES=layout.is_quantized,
             LOWEST=NOTHING,
             LOG2_E=LOG2_E,
         )

@@ -18,7 +18,7 @@ from engine.cache.planes import (
     empty_stacks,
     index_of,
 )
-from engine.cache.quantization import QuantizedPlanes, Touched
+from engine.cache.quantization import QuantizedPlanes, ScaledPlanes, Touched
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
 from serving_core.memory import available_bytes
@@ -54,6 +54,26 @@ class PagedKVPool:
         """[num_blocks, block_size, num_kv_heads, width], a view. Not of a quantized pool, which has none."""
         return self._elements[layer][1]
 
+    def scaled_planes(self, layer: int) -> tuple[ScaledPlanes, ScaledPlanes]:
+        """K and V as they are stored. Views; of a pool that is not quantized the scales are of no use."""
+        if self._quantized is not None:
+            keys, values = self._quantized.views(self._stacks[layer])
+        else:
+            keys, values = (ScaledPlanes(plane, plane[:, 0, :, 0]) for plane in self._elements[layer])
+        return keys, values
+
+    def try_values(self, layer: int, num_blocks: int) -> None:
+        """Puts normal numbers into the first blocks, to try something out before the pool holds anything."""
+        slots = torch.arange(num_blocks * self.layout.block_size, device=self.device)
+        shape = (len(slots), self.layout.num_kv_heads, self.layout.head_dim)
+        keys, values = (torch.randn(shape, device=self.device).to(self.compute_dtype) for _ in "kv")
+        self.store(layer, slots, keys, values)
+
+    def clear(self, layer: int, num_blocks: int) -> None:
+        """Puts zeros into the first blocks."""
+        for stack in self._stacks[layer]:
+            stack.storage[:, :num_blocks].zero_()
+
     def gather(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of blocks [N] int64, each a copy [N, block_size, num_kv_heads, width] in compute_dtype."""
         if self._quantized is not None:
@@ -73,6 +93,13 @@ class PagedKVPool:
             return
         for plane, tokens in zip(self._elements[layer], (keys, values), strict=True):
             plane.flatten(0, 1).index_copy_(0, slots, tokens)
+
+    def begin_steps(self, slots: torch.Tensor) -> None:
+        """Before each store of a step of requests with one token each at these slots, of which no block has two but one
+        that no request owns: what is to be known of them is found without awaiting a device. Of use to a quantized pool
+        alone."""
+        if self._quantized is not None:
+            self._touched = self._quantized.touch_apart(slots)
 
     def heads(self, heads: range) -> "PagedKVPool | HeadSlice":
         """The same blocks, but only these heads; all of them give the pool itself. Raises ValueError for others."""

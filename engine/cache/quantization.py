@@ -8,7 +8,7 @@ was filled, but never on other blocks. A token at offset 0 starts a block anew, 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -29,8 +29,16 @@ class Touched:
     slots: torch.Tensor  # [T], what it was made from
     planes: tuple[torch.Tensor, torch.Tensor]  # int64, numbers of planes in a stack of one [U] and of two [2 * U]
     num_held: int  # how many of the U hold earlier tokens
+    is_held: torch.Tensor | None  # [num_held], of which of those that is so; None: of all
     blocks: torch.Tensor  # [T] int64, which of the U a token goes to
     offsets: torch.Tensor  # [T] int64, where in that block
+
+
+class ScaledPlanes(NamedTuple):
+    """K or V of all blocks: numbers times scales."""
+
+    numbers: torch.Tensor  # [num_blocks, block_size, num_kv_heads, width]
+    scales: torch.Tensor  # [num_blocks, num_kv_heads], float32 where they are of use
 
 
 class QuantizedPlanes:
@@ -58,7 +66,22 @@ class QuantizedPlanes:
         order = is_new.int().argsort(stable=True)
         ids = ids[order]
         planes = ids, torch.cat((ids, ids + self._num_blocks))
-        return Touched(slots, planes, len(ids) - int(is_new.sum()), order.argsort()[blocks], offsets)
+        return Touched(slots, planes, len(ids) - int(is_new.sum()), None, order.argsort()[blocks], offsets)
+
+    def touch_apart(self, slots: torch.Tensor) -> Touched:
+        """The same of slots in a block each, awaiting nothing."""
+        offsets, ids = slots % self._block_size, slots // self._block_size
+        planes = ids, torch.cat((ids, ids + self._num_blocks))
+        return Touched(slots, planes, len(ids), offsets > 0, torch.arange(len(ids), device=ids.device), offsets)
+
+    def views(self, stacks: Sequence[Stack]) -> list[ScaledPlanes]:
+        """Of K and of V, the numbers as int8 or float8_e4m3fn."""
+        views: list[ScaledPlanes] = []
+        for stack in stacks:
+            data, scales = _parts(stack.plane, stack.storage)
+            numbers = data if self._dtype == "int8" else data.view(torch.float8_e4m3fn)
+            views += map(ScaledPlanes, numbers, scales)
+        return views
 
     def store(self, stacks: Sequence[Stack], touched: Touched, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Writes keys and values [T, num_kv_heads, width] of the touched tokens."""
@@ -88,13 +111,18 @@ class QuantizedPlanes:
         index = touched.blocks.view(1, -1, 1).expand_as(largest)
         grown = torch.zeros_like(scales).scatter_reduce_(1, index, largest, "amax").div_(self._largest)
         held = scales[:, : touched.num_held]
+        if touched.is_held is not None:
+            held = held * touched.is_held[:, None]
         torch.maximum(grown[:, : touched.num_held], held, out=grown[:, : touched.num_held])
         inverse = grown.reciprocal().masked_fill_(grown < _SMALLEST, 0.0)
 
         if touched.num_held:
             shrink = held * inverse[:, : touched.num_held] * self._unit
             earlier = data[:, : touched.num_held]
-            earlier.copy_(self._encode(self._decode(earlier).mul_(shrink[:, :, None, :, None])))
+            kept = self._encode(self._decode(earlier).mul_(shrink[:, :, None, :, None]))
+            if touched.is_held is not None:
+                kept = torch.where(touched.is_held[:, None, None, None], kept, earlier)
+            earlier.copy_(kept)
         scales.copy_(grown)
         data[:, touched.blocks, touched.offsets] = self._encode(tokens * inverse[:, touched.blocks].unsqueeze(-1))
         storage.view(torch.int32).index_copy_(0, numbers, planes.view(torch.int32))  # faster than by bytes

@@ -10,18 +10,23 @@ from triton.compiler import ASTSource
 
 from engine.attention.triton_paged import FEW_ROWS, LOG2_E, MANY_ROWS, NOTHING, TILE_KEYS, attend
 
-CASES = [  # dtype, size of heads, heads of a key, tokens of a block, rows, are scores capped, is there a window
-    ("bf16", 128, 4, 16, FEW_ROWS, False, False),
-    ("bf16", 128, 4, 16, MANY_ROWS, False, False),
-    ("bf16", 64, 8, 256, MANY_ROWS, False, True),
-    ("fp16", 256, 2, 16, MANY_ROWS, True, True),
-    ("fp32", 64, 4, 16, FEW_ROWS, True, False),
+# dtype, that of the pool, size of heads, heads of a key, tokens of a block, rows, are scores capped, is there a window
+CASES = [
+    ("bf16", "bf16", 128, 4, 16, FEW_ROWS, False, False),
+    ("bf16", "bf16", 128, 4, 16, MANY_ROWS, False, False),
+    ("bf16", "bf16", 64, 8, 256, MANY_ROWS, False, True),
+    ("fp16", "fp16", 256, 2, 16, MANY_ROWS, True, True),
+    ("fp32", "fp32", 64, 4, 16, FEW_ROWS, True, False),
+    ("bf16", "i8", 128, 4, 16, FEW_ROWS, False, False),
+    ("bf16", "i8", 128, 4, 16, MANY_ROWS, False, False),
+    ("bf16", "fp8e4nv", 128, 4, 16, MANY_ROWS, False, False),
 ]
+LEAST_FOR_FP8 = 89  # below, a pool of it is read by the portable attention
 POINTERS = {"query_starts": "*i32", "kv_lengths": "*i32", "block_tables": "*i32"}
 NUMBERS = {"scale": "fp32", "softcap": "fp32"}
 
 
-def compiled(capability, dtype, head_dim, group, block_size, rows, has_cap, has_window):
+def compiled(capability, dtype, stored, head_dim, group, block_size, rows, has_cap, has_window):
     constants = {
         "GROUP": group,
         "BLOCK_SIZE": block_size,
@@ -31,10 +36,14 @@ def compiled(capability, dtype, head_dim, group, block_size, rows, has_cap, has_
         "KEYS": TILE_KEYS,
         "HAS_CAP": has_cap,
         "HAS_WINDOW": has_window,
+        "HAS_SCALES": stored != dtype,
         "LOWEST": NOTHING,
         "LOG2_E": LOG2_E,
     }
-    types = {**POINTERS, **NUMBERS, **dict.fromkeys(("queries", "keys", "values", "attended"), f"*{dtype}")}
+    scales = "fp32" if stored != dtype else dtype
+    pointers = {"queries": dtype, "keys": stored, "values": stored, "attended": dtype}
+    pointers |= {"key_scales": scales, "value_scales": scales}
+    types = {**POINTERS, **NUMBERS, **{name: f"*{element}" for name, element in pointers.items()}}
     names = attend.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     of_places = {(names.index(name),): value for name, value in constants.items()}
@@ -47,6 +56,8 @@ def compiled(capability, dtype, head_dim, group, block_size, rows, has_cap, has_
 
 if __name__ == "__main__":
     for case in CASES:
+        if "fp8e4nv" in case and int(sys.argv[1]) < LEAST_FOR_FP8:
+            continue
         kernel = compiled(int(sys.argv[1]), *case)
         assert kernel.asm["cubin"]
         sys.stdout.write(f"{kernel.metadata.shared}\n")

@@ -1,11 +1,8 @@
 """8-bit KV pools and shares of heads on CUDA against the same on the CPU, which tests/unit compares with numpy."""
 
-import logging
-
 import pytest
 import torch
 
-from engine.attention.backends import choose_attention
 from engine.cache.kv_pool import PagedKVPool
 from serving_core.layout import KVLayout
 
@@ -47,11 +44,3 @@ def test_blocks_and_shares_of_heads_travel_byte_for_byte(dtype):
         assert target.read(0, block_ids) == planes
         source.write(0, [0, 5, 2], *planes)
         assert source.read(0, [0, 5, 2]) == planes
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_over_a_quantized_pool_is_portable(dtype, caplog):
-    pool = PagedKVPool(KVLayout.uniform(1, 2, 64, 256, dtype), 4, torch.device("cuda"), torch.bfloat16)
-    with caplog.at_level(logging.WARNING, logger="engine.attention.backends"):
-        assert choose_attention(pool, num_heads=8).name == "portable"
-    assert dtype in caplog.text

@@ -16,7 +16,8 @@ from tests.simulated_cuda.tensors import CudaTensor, waiting
 def interpret():
     """From now on kernels run there, and are captured as all else is."""
     interpreter.GridExecutor.__call__ = launched(interpreter.GridExecutor.__call__)
-    interpreter.InterpreterBuilder.create_dot = widened(interpreter.InterpreterBuilder.create_dot)
+    builder = interpreter.InterpreterBuilder
+    builder.create_dot, builder.cast_impl = widened(builder.create_dot), over_float32(builder.cast_impl)
 
 
 def launched(launch):
@@ -46,6 +47,17 @@ def widened(dot):
         return dot(self, as_float(self, first), as_float(self, second), *rest)
 
     return create_dot
+
+
+def over_float32(cast):
+    """To bfloat16 also from what the interpreter does not know how to round."""
+
+    def cast_impl(self, source, target):
+        if target.scalar == language.bfloat16 and source.dtype.scalar not in (language.float32, language.bfloat16):
+            source = cast(self, source, language.float32)
+        return cast(self, source, target)
+
+    return cast_impl
 
 
 def as_float(builder, handle):

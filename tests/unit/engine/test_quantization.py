@@ -253,3 +253,31 @@ def test_blocks_whose_scales_would_not_be_aligned_are_refused_with_their_sizes()
     with pytest.raises(SettingsError, match=r"int8 block of 3 tokens, 1 heads and head size 5 takes 15 bytes, .* of 4"):
         PagedKVPool(KVLayout.uniform(1, 1, 5, 3, "int8"), 1, CPU)
     PagedKVPool(KVLayout.uniform(1, 1, 5, 3, "float32"), 1, CPU)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("magnitude", [0.1, 1.0, 30.0])
+def test_steps_that_are_known_to_go_to_blocks_of_their_own_leave_the_same_bytes(dtype, magnitude):
+    layout = KVLayout.uniform(1, 3, 16, 8, dtype)
+    pools = [PagedKVPool(layout, 6, CPU) for _ in range(2)]
+    before, tokens = random_tokens(24, layout, seed=1), magnitude * random_tokens(4, layout, seed=2)
+    slots = torch.tensor([8 + 5, 16 + 0, 40 + 0, 24 + 7])  # two that go on, one over a block's end, and a new one
+    for pool, begins in zip(pools, (True, False), strict=True):
+        store(pool, range(8, 32), before)
+        if begins:
+            pool.begin_steps(slots)
+        pool.store(0, slots, *torch.from_numpy(tokens))
+    for block in range(6):
+        assert pools[0].read(0, [block]) == pools[1].read(0, [block])
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float32"])
+def test_planes_as_they_are_stored_are_numbers_and_scales(dtype):
+    layout = KVLayout.uniform(1, 3, 16, 8, dtype)
+    pool = PagedKVPool(layout, 4, CPU)
+    store(pool, range(5, 29), random_tokens(24, layout))
+    for planes, expected in zip(pool.scaled_planes(0), gathered(pool, range(4)), strict=True):
+        values = planes.numbers.float() * (1 if dtype == "float32" else planes.scales[:, None, :, None])
+        np.testing.assert_allclose(values.numpy(), expected, rtol=1e-6, atol=1e-12)
+    pool.clear(0, 4)
+    assert not gathered(pool, range(4)).any()

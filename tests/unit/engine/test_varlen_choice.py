@@ -1,10 +1,12 @@
 """Whether a device's attention is taken depends on what it gives, here given by hand."""
 
+import logging
+
 import pytest
 import torch
 
 from engine.attention import varlen
-from engine.attention.backends import _varlen_or
+from engine.attention.backends import _on_cuda
 from engine.attention.paged import PortableAttention
 from engine.cache.kv_pool import PagedKVPool
 from serving_core.layout import KVLayout
@@ -40,7 +42,7 @@ def test_what_is_off_or_not_a_number_or_not_there_is_not_taken(monkeypatch, kind
     monkeypatch.setattr(kind, "added", added, raising=False)
     monkeypatch.setattr("engine.attention.varlen.VarlenAttention", kind)
     portable = portable_of(256)
-    chosen = _varlen_or(portable, 4)
+    chosen = _on_cuda(portable, 4)
     assert isinstance(chosen, kind) == is_taken
     assert is_taken or chosen is portable
     assert not portable.pool.keys(0).any()
@@ -82,11 +84,12 @@ def flash_attention_2(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **opt
 
 def test_it_is_asked_for_what_flash_attention_2_takes(monkeypatch, caplog):
     monkeypatch.setattr(varlen, "varlen_attn", flash_attention_2)
-    assert isinstance(_varlen_or(portable_of(256), 4), varlen.VarlenAttention), caplog.text
+    assert isinstance(_on_cuda(portable_of(256), 4), varlen.VarlenAttention), caplog.text
 
 
 def test_other_sizes_of_blocks_are_not_tried_and_a_line_says_which_one_would_do(monkeypatch, caplog):
     monkeypatch.setattr(varlen, "varlen_attn", None)
     portable = portable_of(16)
-    assert _varlen_or(portable, 4) is portable
+    with caplog.at_level(logging.INFO):
+        assert _on_cuda(portable, 4) is portable
     assert "--block-size 256" in caplog.text
