@@ -64,8 +64,14 @@ class StaticDecode:
         with torch.inference_mode():
             probe = self._forward(self.sizes[0])
         self._logits = None if probe is None else probe.new_zeros(self.sizes[-1], probe.shape[1])
-        with torch.inference_mode():  # the largest first: the smaller ones find room in its memory
-            self._replays = {size: capture(functools.partial(self._compute, size)) for size in reversed(self.sizes)}
+        self._replays: dict[int, Callable[[], None]] = {}
+        try:
+            with torch.inference_mode():
+                for size in reversed(self.sizes):  # the largest first: the smaller ones find room in its memory
+                    self._replays[size] = capture(functools.partial(self._compute, size))
+        except BaseException:
+            self.close()  # the traceback holds this, and a group that is closed waits for all graphs
+            raise
 
     def matches(self, batch: ForwardBatch) -> bool:
         """Decode whose tokens are all wanted and of the model alone, of no more requests and blocks than the buffers
@@ -90,6 +96,10 @@ class StaticDecode:
             on_taken()
         self._replays[next(size for size in self.sizes if size >= num_rows)]()
         return None if self._logits is None else self._logits[:num_rows]
+
+    def close(self) -> None:
+        """Lets go of the graphs."""
+        self._replays.clear()
 
     def likeliest(self, num_rows: int) -> None:
         """Not here: choosing tokens finds it."""
@@ -148,6 +158,10 @@ def sizes_for(num_blocks: int) -> tuple[int, ...]:
     return tuple(size for size in SIZES if size <= largest)
 
 
+class CannotCapture(RuntimeError):
+    """On all ranks alike."""
+
+
 class CudaCapture:
     """Captures graphs that share their memory, and so run one at a time."""
 
@@ -157,7 +171,7 @@ class CudaCapture:
         self._memory = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Gives the replay. Raises RuntimeError when the function does what no graph can hold."""
+        """Gives the replay. Raises CannotCapture when the function does what no graph can hold."""
         # The stream from outside comes back even where one that cannot be captured has been left as the current one.
         with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -167,8 +181,11 @@ class CudaCapture:
             torch.cuda.current_stream().wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
             # Other threads may use the device meanwhile.
-            with torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode="thread_local"):
-                function()
+            try:
+                with torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode="thread_local"):
+                    function()
+            except (RuntimeError, RankLost) as error:  # of a sum that cannot be captured the group says the latter
+                raise CannotCapture(str(error) or type(error).__name__) from error
         return graph.replay
 
 
@@ -182,12 +199,15 @@ def checked_decode(
     tolerance: float = TOLERANCE,
 ) -> StaticDecode | None:
     """As StaticDecode, if all sizes agree with the decoder itself; else None on all ranks, and a line in the log says
-    why. To be called before the pool holds anything."""
+    why. To be called before the pool holds anything. Raises RankLost where one of several ranks fails in what they
+    compute together: the others cannot know."""
     try:
         program = StaticDecode(decoder, attention, num_blocks, max_model_len, _on_all_ranks(group, capture))
         difference = _largest_difference(program, decoder, attention, min(max_model_len, MOST_CHECKED_TOKENS))
     except RuntimeError as error:
-        logger.warning("decode steps are computed without CUDA graphs: %s", error)
+        if group.size > 1 and not isinstance(error, CannotCapture):
+            raise RankLost(f"trying CUDA graphs failed on rank {group.rank}: {error}") from error
+        logger.warning("decode steps are computed without CUDA graphs, which --enforce-eager does not try: %s", error)
         return None
     if any(group.exchange(b"" if difference <= tolerance else b"off")):  # rank 0 alone has logits to compare
         logger.warning("decode steps are computed without CUDA graphs, whose logits are off by %f here", difference)
@@ -197,16 +217,16 @@ def checked_decode(
 
 
 def _on_all_ranks(group: RankGroup, capture: Capture) -> Capture:
-    """The same, but raises RuntimeError on each rank where it does on one: what is captured next runs on all first."""
+    """The same, but raises CannotCapture on each rank where it does on one: what is captured next runs on all first."""
 
     def captured(function: Callable[[], None]) -> Callable[[], None]:
         said, replay = b"", function
         try:
             replay = capture(function)
-        except (RuntimeError, RankLost) as error:  # of a sum that cannot be captured the group says that a rank is lost
-            said = (str(error) or type(error).__name__).encode()[:MOST_SAID_BYTES]
+        except CannotCapture as error:
+            said = str(error).encode()[:MOST_SAID_BYTES]
         if sentences := [each.decode(errors="replace") for each in group.exchange(said) if each]:
-            raise RuntimeError(sentences[0])
+            raise CannotCapture(sentences[0])
         return replay
 
     return captured

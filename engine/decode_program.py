@@ -33,6 +33,9 @@ class DecodeProgram(Protocol):
         until the next run, and None on the others. `on_taken` is called when kernels have what they need, and are to
         begin."""
 
+    def close(self) -> None:
+        """Lets go of what a group of ranks waits for when it is closed. It runs no more."""
+
     def likeliest(self, num_rows: int) -> Likeliest | None:
         """Of the logits of the last run, of so many rows, where it has found that too; good until the next."""
 

@@ -166,7 +166,9 @@ class Engine:
     def close(self) -> None:
         """Lets go of the decode program. To be called before the group is closed: NCCL waits for all graphs that it is
         in."""
-        self.program = None
+        if self.program is not None:
+            self.program.close()
+            self.program = None
 
     @property
     def builds_ahead(self) -> bool:
@@ -318,15 +320,25 @@ class Engine:
         """Raises ModelError where what transformers computes with it is not what it computes with its own."""
         if not self.config.is_foreign:
             ours = self.config.differences
-            return choose_attention(self.pool, num_heads, score_scale=ours.score_scale, softcap=ours.score_softcap)
+            return self._attention_of_all(num_heads, score_scale=ours.score_scale, softcap=ours.score_softcap)
         from engine.foreign.decoder import ForeignDecoder
         from engine.foreign.verification import check_model
 
         assert isinstance(self.model, ForeignDecoder)
-        attention = choose_attention(self.pool, num_heads, portable_only=self.model.needs_portable)
+        attention = self._attention_of_all(num_heads, portable_only=self.model.needs_portable)
         if verifies:
             check_model(self.model, attention, self.group, self.config, self.max_model_len)
         return attention
+
+    def _attention_of_all(self, num_heads: int, **options: Any) -> Attention:
+        """What each rank would choose, if that is the same; else the portable one. What is tried from then on, all of
+        them try."""
+        attention = choose_attention(self.pool, num_heads, **options)
+        names = {name.decode() for name in self.group.exchange(attention.name.encode())}
+        if len(names) == 1:
+            return attention
+        logger.warning("attention is portable: on some ranks only that would do (%s)", ", ".join(sorted(names)))
+        return choose_attention(self.pool, num_heads, **{**options, "portable_only": True})
 
     def _num_offloaded(self) -> int:
         offloaded = self.model.offloaded if isinstance(self.model, LlamaDecoder) else None

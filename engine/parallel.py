@@ -207,7 +207,7 @@ class _Joined:
     @needs_peers
     def exchange(self, data: bytes) -> list[bytes]:
         framed = len(_bounded(data)).to_bytes(LENGTH_BYTES, "little") + data.ljust(MOST_EXCHANGED_BYTES, b"\0")
-        ours = torch.tensor(list(framed), dtype=torch.uint8, device=self._device)
+        ours = torch.tensor(list(framed), dtype=torch.uint8, device="cpu")  # by gloo: NCCL may be what failed
         given = list(ours.new_empty(self.size, len(framed)))
         distributed.all_gather(given, ours, group=self._group)
         return [_unframed(bytes(part.tolist())) for part in given]
@@ -278,7 +278,7 @@ def join(device: torch.device, tp_size: int, timeout_s: float, pp_size: int = 1)
     try:
         _stay_on_the_way_to(address, port)
         distributed.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=_store(address, port, rank, world_size, timeout),
             rank=rank,
             world_size=world_size,

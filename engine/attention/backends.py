@@ -1,7 +1,8 @@
 """Which attention backend an engine takes."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -17,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 TRITON = "triton"
 TOLERANCE = 0.05  # 16-bit outputs of two kernels on values of order 1
-UNUSABLE = (OSError, RuntimeError, TypeError, ValueError, NotImplementedError)  # TypeError: an older torch has no pages
 
 
 def choose_attention(
@@ -65,12 +65,14 @@ def _native_or(portable: PortableAttention, num_heads: int) -> Attention:
 
 def _on_cuda(portable: PortableAttention, num_heads: int) -> Attention:
     """The fastest of the kernels that agree, or the portable one, and why, in the log."""
-    for make in (_varlen, _triton):
+    makes: dict[str, Callable[[PortableAttention, int], Attention]]
+    makes = {"varlen_attn": _varlen, "Triton": _triton, "Triton by few rows": partial(_triton, is_uniform=True)}
+    for name, make in makes.items():
         try:
             candidate = make(portable, num_heads)
             difference = _largest_difference(candidate, portable, num_heads)
-        except UNUSABLE as error:
-            logger.info("%s does not serve here: %s", make.__name__.strip("_"), error)
+        except Exception as error:  # noqa: BLE001  # a compiler's and a driver's are of all kinds
+            logger.info("attention is not by %s: %s", name, error)
             continue
         if difference <= TOLERANCE:  # which what is not a number is not
             return candidate

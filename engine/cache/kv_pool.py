@@ -64,10 +64,14 @@ class PagedKVPool:
 
     def try_values(self, layer: int, num_blocks: int) -> None:
         """Puts normal numbers into the first blocks, to try something out before the pool holds anything."""
-        slots = torch.arange(num_blocks * self.layout.block_size, device=self.device)
-        shape = (len(slots), self.layout.num_kv_heads, self.layout.head_dim)
-        keys, values = (torch.randn(shape, device=self.device).to(self.compute_dtype) for _ in "kv")
-        self.store(layer, slots, keys, values)
+        if self._quantized is None:
+            for plane in self._elements[layer]:
+                plane[:num_blocks].normal_()
+            return
+        shape = (self.layout.block_size, self.layout.num_kv_heads, self.layout.head_dim)
+        for block in range(num_blocks):
+            slots = torch.arange(block * shape[0], (block + 1) * shape[0], device=self.device)
+            self.store(layer, slots, *torch.randn(2, *shape, device=self.device))
 
     def clear(self, layer: int, num_blocks: int) -> None:
         """Puts zeros into the first blocks."""

@@ -112,7 +112,7 @@ class QuantizedPlanes:
         grown = torch.zeros_like(scales).scatter_reduce_(1, index, largest, "amax").div_(self._largest)
         held = scales[:, : touched.num_held]
         if touched.is_held is not None:
-            held = held * touched.is_held[:, None]
+            held = torch.where(touched.is_held[:, None], held, 0.0)  # of who had the block before it may be no number
         torch.maximum(grown[:, : touched.num_held], held, out=grown[:, : touched.num_held])
         inverse = grown.reciprocal().masked_fill_(grown < _SMALLEST, 0.0)
 

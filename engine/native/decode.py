@@ -106,6 +106,9 @@ class NativeDecode:
             raise IndexError(f"there is a slot outside the {self._attention.pool.num_blocks} blocks of the KV pool")
         return buffers.logits[:num_rows]
 
+    def close(self) -> None:
+        """Nothing: no group waits for it."""
+
     def likeliest(self, num_rows: int) -> Likeliest:
         highest, tokens = self._buffers.likeliest
         return highest[:num_rows], tokens[:num_rows]

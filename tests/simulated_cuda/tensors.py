@@ -13,14 +13,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
-ANY_DEVICES = {  # that may be of several devices
-    aten.copy_.default,
-    aten._to_copy.default,
-    aten.index.Tensor,
-    aten.index_put_.default,
-    aten._index_put_impl_.default,
-    aten.set_.source_Tensor,
-}
+ANY_DEVICES = {aten.copy_.default, aten._to_copy.default, aten.set_.source_Tensor}  # that may be of several devices
+WITH_INDICES = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default}  # which may be on the host
 AWAITING = {  # the host waits for their result, or for its size
     aten._local_scalar_dense.default,
     aten.equal.default,
@@ -55,19 +49,24 @@ pinned = weakref.WeakValueDictionary()  # tensors in host memory, by their addre
 allocated = {}  # of each storage on a device, by its address: how large it is, and how many tensors it has
 
 
+counting = threading.RLock()  # which a tensor that goes may need while another one comes
+
+
 class Held:
     """One tensor's share in its storage."""
 
     def __init__(self, host):
         storage = host.untyped_storage()
         self.address = storage.data_ptr()
-        num_bytes, count = allocated.get(self.address, (storage.nbytes(), 0))
-        allocated[self.address] = num_bytes, count + 1
+        with counting:
+            num_bytes, count = allocated.get(self.address, (storage.nbytes(), 0))
+            allocated[self.address] = num_bytes, count + 1
 
     def __del__(self):
-        num_bytes, count = allocated.pop(self.address)
-        if count > 1:
-            allocated[self.address] = num_bytes, count - 1
+        with counting:
+            num_bytes, count = allocated.pop(self.address)
+            if count > 1:
+                allocated[self.address] = num_bytes, count - 1
 
 
 class CudaTensor(torch.Tensor):
@@ -131,7 +130,7 @@ def dispatched(func, args, kwargs):
     to = kwargs.get("device")
     to = torch.device(to) if to is not None else (ours[0].on if ours else CPU)
     to = torch.device("cuda", to.index or 0) if to.type == "cuda" else to
-    check_devices(func, leaves, ours)
+    check_devices(func, leaves, ours, args)
     check_wait(func, leaves, ours, to, args, kwargs)
     hosts = [CPU if isinstance(leaf, torch.device) else getattr(leaf, "host", leaf) for leaf in leaves]
     host_args, host_kwargs = tree_unflatten(hosts, spec)
@@ -158,10 +157,12 @@ def wrapped_leaf(leaf, device, known):
     return ours
 
 
-def check_devices(func, leaves, ours):
+def check_devices(func, leaves, ours, args):
     """As CUDA: all of one device, but for numbers, and what copies."""
     if func in ANY_DEVICES:
         return
+    if func in WITH_INDICES:
+        leaves = [args[0], *args[2:]]
     others = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, CudaTensor)]
     devices = {tensor.on for tensor in ours} | {tensor.device for tensor in others if tensor.ndim}
     if len(devices) > 1:
@@ -178,7 +179,7 @@ def check_wait(func, leaves, ours, to, args, kwargs):
 def awaits(func, args, kwargs, to):
     if func in AWAITING:
         return True
-    if func in (aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default):
+    if func in WITH_INDICES:
         indices = [index for index in args[1] if index is not None]
         return any(index.dtype in (torch.bool, torch.uint8) or index.device.type == "cpu" for index in indices)
     if func is aten.copy_.default:

@@ -42,6 +42,8 @@ def test_devices_do_not_mix():
             torch.cat((wrong, ours))
     with pytest.raises(RuntimeError, match="same device"):
         torch.ones(2, 2, device=CUDA).index_select(0, torch.tensor([1]))
+    with pytest.raises(RuntimeError, match="same device"):
+        ours[torch.tensor([0, 1], device=CUDA)] = there
     assert (ours + torch.tensor(1.0)).tolist() == [2, 2]
     with pytest.raises(TypeError, match="numpy"):
         ours.numpy()

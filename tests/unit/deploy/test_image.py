@@ -28,6 +28,13 @@ def test_no_compiler_gets_into_the_stages_that_run():
     assert set(re.findall(r"^COPY --from=(\w+)", STAGES["serving"], re.M)) == {"dependencies", "build"}
 
 
+def test_that_for_cuda_has_one_and_runs_as_nobody_in_particular():
+    assert BASED_ON["cuda"] == "serving"
+    assert "gcc libc6-dev" in STAGES["cuda"]
+    assert re.findall(r"^USER (\S+)$", STAGES["cuda"], re.M)[-1] != "root"
+    assert "/cache" in STAGES["cuda"], "its kernels, where the root is read-only"
+
+
 def test_the_dependencies_are_installed_before_the_sources_are_there():
     copied = re.findall(r"^COPY (.*)$", STAGES["dependencies"], re.M)
     assert copied == ["pyproject.toml constraints.txt .ci/requirements.py ./"]

@@ -9,11 +9,12 @@ import torch
 
 from engine.attention.paged import PortableAttention
 from engine.attention.tiled import TiledAttention
-from engine.cuda_graphs import SIZES, StaticDecode, checked_decode, sizes_for
+from engine.cuda_graphs import SIZES, CannotCapture, StaticDecode, checked_decode, sizes_for
 from engine.decode_program import num_scratch_blocks
 from engine.engine import Engine
 from engine.forward_batch import build_batch
 from engine.parallel import alone
+from serving_core.errors import RankLost
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
 from tests.tiny_models import VOCAB_SIZE, write_tiny_model
@@ -200,7 +201,7 @@ def test_what_agrees_is_taken_and_the_pool_left_empty(tmp_path, caplog):
 
 
 def refusing(function):
-    raise RuntimeError("operation not permitted when stream is capturing")
+    raise CannotCapture("operation not permitted when stream is capturing")
 
 
 def forgetful(function):
@@ -223,6 +224,8 @@ def test_what_fails_or_disagrees_is_not_taken_and_a_line_says_why(capture, reaso
 class Told:
     """Another rank, which says this of the exchange of that number."""
 
+    rank, size = 0, 2
+
     def __init__(self, said, number):
         self._said, self._left = said, number
 
@@ -243,6 +246,23 @@ def test_what_another_rank_cannot_capture_is_not_taken_here(tmp_path, caplog):
     assert checked_decode(engine.model, portable(engine), NUM_BLOCKS, MAX_MODEL_LEN, watched, group) is None
     assert len(captured) == 3, "what comes next would run on one rank alone"
     assert "out of memory there" in caplog.text
+
+
+@pytest.mark.parametrize("group", [alone(), Told(b"", 0)], ids=["alone", "two ranks"])
+def test_a_failure_is_that_of_the_only_rank_or_of_all(tmp_path, group):
+    engine = load(tmp_path)
+
+    def failing(function):
+        raise torch.OutOfMemoryError("no memory")
+
+    def check():
+        return checked_decode(engine.model, portable(engine), NUM_BLOCKS, MAX_MODEL_LEN, failing, group)
+
+    if group.size == 1:
+        assert check() is None
+    else:
+        with pytest.raises(RankLost, match="rank 0: no memory"):
+            check()
 
 
 def test_what_disagrees_on_another_rank_is_not_taken_here(tmp_path, caplog):

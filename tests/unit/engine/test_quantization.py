@@ -264,6 +264,7 @@ def test_steps_that_are_known_to_go_to_blocks_of_their_own_leave_the_same_bytes(
     slots = torch.tensor([8 + 5, 16 + 0, 40 + 0, 24 + 7])  # two that go on, one over a block's end, and a new one
     for pool, begins in zip(pools, (True, False), strict=True):
         store(pool, range(8, 32), before)
+        store(pool, [40], torch.full(tokens[:, :1].shape, torch.inf).numpy())  # of who had that block before
         if begins:
             pool.begin_steps(slots)
         pool.store(0, slots, *torch.from_numpy(tokens))
