@@ -138,6 +138,9 @@ async def _prepare(asked: Asked, show: Callable[[str], None]) -> "Compare":
     if share := workload.clipped_share():
         report(f"{share:.1%} of the requests are longer than {served.max_model_len} tokens, and are clipped to that")
     report(f"{', '.join(each.name for each in asked.contenders)}; probes and logs: {folder}")
+    for each in asked.contenders if asked.profiles else ():
+        if isinstance(each, ClusterContender) and (reason := forecaster.why_not(each)):
+            report(f"{each.name} is not simulated: {reason}")
     arena = Arena(asked.model, asked.cores, asked.flags, folder / "logs", report)
     return Compare(asked.bench, workload, arena, cells, forecaster, report=report, show=show)
 

@@ -29,13 +29,26 @@ class Forecaster:
         self, contender: ClusterContender, planned: Sequence[PlannedRequest], request_timeout_s: float
     ) -> list[Outcome] | None:
         """What would become of a load; None where that cannot be said."""
-        profile = self.profiles.get(self.num_cores // contender.num_nodes)
-        flags = {**self.flags, **dict(contender.flags)}
-        if profile is None or not flags.keys() <= SIMULATED_FLAGS:
+        if self.why_not(contender):
             return None
         counts = contender.prefill, contender.decode, contender.both
-        size = FleetSize(*counts, **flags, nodes_per_machine=contender.num_nodes)
+        size = FleetSize(*counts, **self._flags(contender), nodes_per_machine=contender.num_nodes)
+        profile = self.profiles[self._cores(contender)]
         return simulate(profile, size, planned, max_concurrency=None, request_timeout_s=request_timeout_s)
+
+    def why_not(self, contender: ClusterContender) -> str:
+        """Why its loads are not simulated; empty where they are."""
+        if unknown := sorted(self._flags(contender).keys() - SIMULATED_FLAGS):
+            return f"the simulator does not know --{unknown[0].replace('_', '-')}"
+        if self._cores(contender) not in self.profiles:
+            return f"no --profile is of nodes of {self._cores(contender)} cores"
+        return ""
+
+    def _cores(self, contender: ClusterContender) -> int:
+        return self.num_cores // contender.num_nodes
+
+    def _flags(self, contender: ClusterContender) -> dict[str, Any]:
+        return {**self.flags, **dict(contender.flags)}
 
 
 def by_cores(profiles: Sequence[Profile]) -> dict[int, Profile]:

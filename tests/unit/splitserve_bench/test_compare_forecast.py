@@ -48,6 +48,10 @@ def test_nodes_without_a_profile_and_flags_that_are_not_simulated_are_left_out()
     assert forecaster().outcomes(small, LOAD, 60.0) is None
     assert forecaster(block_size=8).outcomes(TWO, LOAD, 60.0) is None
     assert forecaster(roles="fixed").outcomes(SPLIT, LOAD, 60.0) is not None
+    assert forecaster().why_not(WHOLE) == "no --profile is of nodes of 2 cores"
+    assert forecaster().why_not(small) == "the simulator does not know --max-num-seqs"
+    assert forecaster(block_size=8).why_not(TWO) == "the simulator does not know --block-size"
+    assert not forecaster(roles="fixed").why_not(SPLIT)
 
 
 def test_two_profiles_of_one_size_are_refused():
