@@ -17,6 +17,7 @@ from serving_core.requests import Share
 logger = logging.getLogger(__name__)
 
 TRITON = "triton"
+TRIED_TOKENS = 200  # more than what any kernel takes as one tile
 TOLERANCE = 0.05  # 16-bit outputs of two kernels on values of order 1
 
 
@@ -106,7 +107,7 @@ def _largest_difference(candidate: Attention, reference: Attention, num_heads: i
     """Between two backends, on random values: a chunk that starts within a block beside a step, and a step alone."""
     pool = candidate.pool
     layout, device = pool.layout, pool.device
-    blocks = range(min(3, pool.num_blocks))
+    blocks = range(min(max(3, layout.num_blocks_for(TRIED_TOKENS)), pool.num_blocks))
     num_tokens = len(blocks) * layout.block_size
     start = num_tokens // 2
     chunk = Share([0] * (num_tokens - start), start, blocks, samples=False)
