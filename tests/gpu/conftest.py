@@ -1,4 +1,4 @@
-"""Every test here needs a CUDA device. --simulate-cuda gives them one where there is none: see tests/simulated_cuda."""
+"""Every test here needs a CUDA device. --simulate-cuda gives one where torch knows none: see tests/simulated_cuda."""
 
 from shutil import which
 
@@ -10,7 +10,8 @@ LONG = ("test_cuda_invariant.py", "test_cuda_offload.py")  # where the CPU has t
 
 
 def pytest_configure(config):
-    if config.getoption("--simulate-cuda") and not torch.cuda.is_available() and which("c++"):
+    can_simulate = torch.version.cuda is None and not torch.cuda.is_available() and which("c++")
+    if config.getoption("--simulate-cuda") and can_simulate:
         from tests.simulated_cuda.simulate import simulate
 
         simulate()
