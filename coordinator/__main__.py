@@ -1,5 +1,5 @@
 """python -m coordinator: serves until SIGTERM or SIGINT, then drains; a second signal ends the wait. SIGHUP has it read
-its file of API keys again."""
+its file of API keys again; without such a file it ends it too."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
 from serving_core.descriptors import kept_spares
 from serving_core.flags import settings_command
-from serving_core.process import run_process
+from serving_core.process import ending_signals, run_process
 from serving_core.waiting import first_to_end
 
 
@@ -25,12 +25,13 @@ async def _serve(settings: CoordinatorSettings) -> None:
         server = CoordinatorServer(settings)
         if settings.api_keys_file:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reread_api_keys)
-        await _serve_until_stopped(server)
+        await _serve_until_stopped(server, settings)
 
 
-async def _serve_until_stopped(server: CoordinatorServer) -> None:
+async def _serve_until_stopped(server: CoordinatorServer, settings: CoordinatorSettings) -> None:
     stopping, forced = asyncio.Event(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):  # who is served may already stop it
+    rereads = {signal.SIGHUP} if settings.api_keys_file else set()
+    for number in set(ending_signals()) - rereads:  # who is served may already stop it
         asyncio.get_running_loop().add_signal_handler(
             number, lambda: forced.set() if stopping.is_set() else stopping.set()
         )

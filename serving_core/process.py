@@ -14,6 +14,12 @@ from serving_core.errors import ModelError, SettingsError
 from serving_core.telemetry import LogSettings, configure_logging
 
 
+def ending_signals() -> list[signal.Signals]:
+    """What a process is to end by: SIGTERM, SIGINT, and SIGHUP unless it was told to ignore that, as nohup does."""
+    can_hang_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if can_hang_up else [])]
+
+
 def run_process(role: str, name: str, log: LogSettings, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Runs main on an event loop, with as many files open as the system allows. Where the process cannot start or is
     refused, one sentence goes to stderr and it exits with code 2."""

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import logging
-import signal
 from functools import partial
 from typing import Final, Protocol
 
@@ -13,7 +12,7 @@ from serving_core.cpus import divide_cpus, parse_cpus, pin
 from serving_core.errors import RankLost
 from serving_core.extras import require
 from serving_core.flags import settings_command
-from serving_core.process import run_process
+from serving_core.process import ending_signals, run_process
 from serving_node.exposure import check_network
 from serving_node.health import check_health_port
 from serving_node.link import FleetLink, Node
@@ -24,7 +23,6 @@ from serving_node.stuck import StuckForGood
 
 logger = logging.getLogger(__name__)
 
-SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 IN_FLIGHT_S: Final = 0.3  # until the coordinator has heard of a drain, and what it had sent before is here
 DETACH_S: Final = 2.0  # for the last events to go out
 
@@ -83,7 +81,7 @@ def run_node(role: str, settings: NodeSettings) -> None:
 
 
 async def serve(node: ServedNode, link: FleetLink, *, drain_s: float) -> None:
-    """Runs until SIGTERM or SIGINT, then lets running requests finish for at most drain_s seconds.
+    """Runs until SIGTERM, SIGINT or SIGHUP, then lets running requests finish for at most drain_s seconds.
 
     A second signal ends the wait. Raises what the node or its link raises; a node that is stuck for good ends the
     process, since its engine cannot be waited for.
@@ -91,7 +89,7 @@ async def serve(node: ServedNode, link: FleetLink, *, drain_s: float) -> None:
     stopping = asyncio.Event()
     drained = asyncio.create_task(_drain(node, link, stopping, drain_s))
     loop = asyncio.get_running_loop()
-    for number in SIGNALS:
+    for number in ending_signals():
         loop.add_signal_handler(number, lambda: drained.cancel() if stopping.is_set() else stopping.set())
     attached = asyncio.create_task(link.run(node))
     tasks = [asyncio.create_task(node.run()), attached, drained]

@@ -10,9 +10,9 @@ from engine.cache.tier_store import TierStore
 from engine.stepper import Stepper
 from protos import ranks_pb2
 from serving_core.errors import RankLost
+from serving_core.process import ending_signals
 from serving_core.requests import Share
 from serving_core.waiting import first_to_end
-from serving_node.process import SIGNALS
 from serving_node.ranks.leading import Leader, die, share_from_wire
 from serving_node.ranks.tiers import TIER_COMMANDS, follow
 from serving_node.ranks.transfers import FollowerTransfers
@@ -44,7 +44,7 @@ class Follower:
     async def run(self) -> None:
         """Returns when rank 0 says stop. Signals are rank 0's business: it drains first."""
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
+        for number in ending_signals():
             loop.add_signal_handler(number, _leave_to_rank_0, number)
         try:
             await first_to_end(self._obey(), self._work(), self._leader.beat())

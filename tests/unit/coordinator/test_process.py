@@ -55,7 +55,8 @@ async def log_of(process):
     return [json.loads(line)["event"] for line in lines]
 
 
-def test_sigterm_lets_an_answer_finish(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_an_answer_finish(tmp_path, number):
     async def scenario():
         async with coordinator(tmp_path) as (process, port, fleet_port):
             p0, d0 = await attach(fleet_port)
@@ -63,7 +64,7 @@ def test_sigterm_lets_an_answer_finish(tmp_path):
                 stub = inference_pb2_grpc.InferenceStub(channel)
                 call = stub.Generate(inference_pb2.GenerateRequest(text="hi"))
                 attempt = (await p0.command("prefill")).job.attempt
-                process.send_signal(signal.SIGTERM)
+                process.send_signal(number)
                 await until_logged(process, b"draining")
                 with pytest.raises(grpc.aio.AioRpcError, match="the server is draining"):
                     await read_all(stub.Generate(inference_pb2.GenerateRequest(text="hi")))
