@@ -22,19 +22,16 @@ def run(settings: CoordinatorSettings) -> None:
 
 async def _serve(settings: CoordinatorSettings) -> None:
     async with kept_spares():
-        server = CoordinatorServer(settings)
-        if settings.api_keys_file:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reread_api_keys)
-        await _serve_until_stopped(server, settings)
+        await _serve_until_stopped(CoordinatorServer(settings), settings)
 
 
 async def _serve_until_stopped(server: CoordinatorServer, settings: CoordinatorSettings) -> None:
     stopping, forced = asyncio.Event(), asyncio.Event()
-    rereads = {signal.SIGHUP} if settings.api_keys_file else set()
-    for number in set(ending_signals()) - rereads:  # who is served may already stop it
-        asyncio.get_running_loop().add_signal_handler(
-            number, lambda: forced.set() if stopping.is_set() else stopping.set()
-        )
+    loop = asyncio.get_running_loop()
+    for number in ending_signals():  # who is served may already stop it
+        loop.add_signal_handler(number, lambda: forced.set() if stopping.is_set() else stopping.set())
+    if settings.api_keys_file:
+        loop.add_signal_handler(signal.SIGHUP, server.reread_api_keys)
     await server.start()
     try:
         await first_to_end(stopping.wait(), server.wait())

@@ -24,7 +24,7 @@ from engine.attention.tiled import TiledAttention
 from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import ForwardBatch, build_batch
 from engine.model.llama import LlamaDecoder
-from engine.parallel import RankGroup
+from engine.parallel import RankGroup, on_all_ranks
 from serving_core.errors import RankLost
 from serving_core.requests import Share
 
@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # rows, ascending
 WARM_UP_RUNS: Final = 2  # outside the graph: libraries allocate and choose kernels in their first calls
 TOLERANCE: Final = 0.05  # of the largest logit: 16-bit outputs by other kernels
-MOST_SAID_BYTES: Final = 1024
 MOST_CHECKED_TOKENS: Final = 700  # in a context that is tried
 
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
@@ -201,8 +200,12 @@ def checked_decode(
     """As StaticDecode, if all sizes agree with the decoder itself; else None on all ranks, and a line in the log says
     why. To be called before the pool holds anything. Raises RankLost where one of several ranks fails in what they
     compute together: the others cannot know."""
+
+    def together(function: Callable[[], None]) -> Callable[[], None]:  # what is captured next runs on all first
+        return on_all_ranks(group, CannotCapture, lambda: capture(function))
+
     try:
-        program = StaticDecode(decoder, attention, num_blocks, max_model_len, _on_all_ranks(group, capture))
+        program = StaticDecode(decoder, attention, num_blocks, max_model_len, together)
         difference = _largest_difference(program, decoder, attention, min(max_model_len, MOST_CHECKED_TOKENS))
     except RuntimeError as error:
         if group.size > 1 and not isinstance(error, CannotCapture):
@@ -214,22 +217,6 @@ def checked_decode(
         return None
     logger.info("CUDA graphs for decode of up to %d requests, logits within %.2g", program.sizes[-1], difference)
     return program
-
-
-def _on_all_ranks(group: RankGroup, capture: Capture) -> Capture:
-    """The same, but raises CannotCapture on each rank where it does on one: what is captured next runs on all first."""
-
-    def captured(function: Callable[[], None]) -> Callable[[], None]:
-        said, replay = b"", function
-        try:
-            replay = capture(function)
-        except CannotCapture as error:
-            said = str(error).encode()[:MOST_SAID_BYTES]
-        if sentences := [each.decode(errors="replace") for each in group.exchange(said) if each]:
-            raise CannotCapture(sentences[0])
-        return replay
-
-    return captured
 
 
 @torch.inference_mode()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
@@ -29,7 +29,7 @@ from engine.model.weights import load_weights
 from engine.native.steps import choose_steps
 from engine.offload.placement import Placement, choose_store
 from engine.origin import engine_traits
-from engine.parallel import LEADER, RankGroup, alone, choose_device
+from engine.parallel import LEADER, RankGroup, alone, choose_device, on_all_ranks
 from engine.pipeline import Pipeline
 from engine.pooling import pool
 from engine.sampler import sample
@@ -53,9 +53,6 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS: Final = 256
 MIN_MEASURED_S: Final = 1e-6
-MOST_SAID_BYTES: Final = 2000  # of what one rank could not load
-
-T = TypeVar("T")
 
 
 class Model(Protocol):
@@ -129,7 +126,7 @@ class Engine:
                 num_bytes += load_adapters(model, adapters, torch_dtype, device)
             return model, num_bytes
 
-        self.model, weight_bytes = _on_all_ranks(self.group, load)
+        self.model, weight_bytes = on_all_ranks(self.group, ModelError, load)
         self.weight_bytes: Final = weight_bytes
         num_allocated = self.num_blocks + num_scratch_blocks(settings, device)
         self.pool: Final = PagedKVPool(self.layout, num_allocated, device, torch_dtype)
@@ -429,21 +426,6 @@ def _check_alike(group: RankGroup, settings: EngineSettings) -> None:
         if len(set(told)) > 1:
             values = ", ".join(value.decode() for value in told)
             raise SettingsError(f"--{name.replace('_', '-')} must be the same on all ranks, and is {values}")
-
-
-def _on_all_ranks(group: RankGroup, load: Callable[[], T]) -> T:
-    """What it gives. Raises ModelError on every rank where it does on one."""
-    said, loaded = b"", None
-    try:
-        loaded = load()
-    except ModelError as error:
-        said = str(error).encode()[:MOST_SAID_BYTES]
-        if group.size == 1:
-            raise
-    if sentences := [each for each in group.exchange(said) if each]:
-        raise ModelError(sentences[0].decode(errors="replace"))
-    assert loaded is not None
-    return loaded
 
 
 def _build_model(

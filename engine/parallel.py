@@ -24,11 +24,13 @@ from serving_core.needs import MOST_INVARIANT_RANKS
 from serving_core.sharding import ranks_text, share_of
 
 MOST_EXCHANGED_BYTES: Final = 16 * 1024
+MOST_SAID_BYTES: Final = 2000  # of why one rank could not
 LENGTH_BYTES: Final = 4
 LEADER: Final = 0
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class RankGroup(Protocol):
@@ -228,6 +230,25 @@ class _Joined:
             if group._shared is not None:
                 group._shared.close()
         distributed.destroy_process_group()
+
+
+def on_all_ranks(
+    group: RankGroup, failure: type[Exception], make: Callable[[], T], let_go: Callable[[T], None] | None = None
+) -> T:
+    """What it makes. Raises the failure on every rank where it does on one; `let_go` is given what others have made."""
+    said, made = b"", None
+    try:
+        made = make()
+    except failure as error:
+        if group.size == 1:
+            raise
+        said = (str(error) or type(error).__name__).encode()[:MOST_SAID_BYTES]
+    if sentences := [each.decode(errors="replace") for each in group.exchange(said) if each]:
+        if made is not None and let_go is not None:
+            let_go(made)
+        raise failure(sentences[0])
+    assert made is not None
+    return made
 
 
 def alone() -> RankGroup:

@@ -9,7 +9,7 @@ import torch
 from engine.cache.tier_store import TierStore
 from engine.drafting import Drafter
 from engine.engine import Engine
-from engine.parallel import choose_device, join
+from engine.parallel import choose_device, join, on_all_ranks
 from engine.stepper import Stepper
 from kv_transfer.endpoints import endpoint_of
 from kv_transfer.ends.receiver import KVReceiver
@@ -99,21 +99,6 @@ async def _told(settings: NodeSettings, exposition: NodeExposition) -> AsyncIter
         await server.stop()
 
 
-def _store_on_all_ranks(engine: Engine, num_host: int, num_disk: int, folder: str) -> TierStore:
-    """Raises SettingsError on every rank where there is no room on one."""
-    store, said = None, b""
-    try:
-        store = TierStore(engine.pool, num_host, num_disk, folder)
-    except SettingsError as error:
-        said = str(error).encode()
-    if sentences := [each for each in engine.group.exchange(said) if each]:
-        if store is not None:
-            store.close()
-        raise SettingsError(sentences[0].decode())
-    assert store is not None
-    return store
-
-
 @asynccontextmanager
 async def _second_tier(settings: NodeSettings, engine: Engine) -> AsyncIterator[tuple[TierStore | None, TierPlan]]:
     """This rank's part of the second tier, and all of it as rank 0 plans it. Every rank has as many slots: as many as
@@ -129,7 +114,11 @@ async def _second_tier(settings: NodeSettings, engine: Engine) -> AsyncIterator[
     num_host, num_disk = tier.kv_host_bytes // block_bytes, tier.kv_disk_bytes // block_bytes
     if not num_host and not num_disk:
         raise SettingsError(f"--kv-host-bytes and --kv-disk-bytes hold no block of {block_bytes} bytes")
-    with closing(_store_on_all_ranks(engine, num_host, num_disk, tier.kv_disk_path)) as store:
+
+    def store_of_rank() -> TierStore:
+        return TierStore(engine.pool, num_host, num_disk, tier.kv_disk_path)
+
+    with closing(on_all_ranks(engine.group, SettingsError, store_of_rank, TierStore.close)) as store:
         host_s, disk_s = store.probe()
         logger.info("second tier: %d blocks in memory, %d in a file", num_host, num_disk)
         yield store, TierPlan(num_host, num_disk, host_s, disk_s, reads_always=tier.kv_read_back == "always")

@@ -141,6 +141,7 @@ class TritonAttention:
         self.pool = pool
         self.score_scale = score_scale
         self.softcap = softcap
+        self._planes = {layer: pool.scaled_planes(layer) for layer in pool.layout.layers}
         self._group = num_heads // pool.layout.num_kv_heads
         self._most_rows = FEW_ROWS if is_uniform else MANY_ROWS
 
@@ -153,7 +154,7 @@ class TritonAttention:
 
     def _attend(self, query: torch.Tensor, layer: int, plan: _Plan) -> torch.Tensor:
         batch, window, layout = plan.batch, plan.window, self.pool.layout
-        (keys, key_scales), (values, value_scales) = self.pool.scaled_planes(layer)
+        (keys, key_scales), (values, value_scales) = self._planes[layer]
         query = query.contiguous()
         attended = torch.empty_like(query)
         num_rows = batch.longest_query * self._group

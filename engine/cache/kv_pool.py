@@ -24,6 +24,8 @@ from serving_core.layout import KVLayout
 from serving_core.memory import available_bytes
 from serving_core.units import size_of
 
+TRIED_AT_ONCE: Final = 4096  # tokens: what rounding them takes of memory is bounded
+
 
 class PagedKVPool:
     """K and V of each layer of a layout as num_blocks planes, zero at first."""
@@ -68,10 +70,10 @@ class PagedKVPool:
             for plane in self._elements[layer]:
                 plane[:num_blocks].normal_()
             return
-        shape = (self.layout.block_size, self.layout.num_kv_heads, self.layout.head_dim)
-        for block in range(num_blocks):
-            slots = torch.arange(block * shape[0], (block + 1) * shape[0], device=self.device)
-            self.store(layer, slots, *torch.randn(2, *shape, device=self.device))
+        shape = (self.layout.num_kv_heads, self.layout.head_dim)
+        every = torch.arange(num_blocks * self.layout.block_size, device=self.device)
+        for slots in torch.split(every, TRIED_AT_ONCE):
+            self.store(layer, slots, *torch.randn(2, len(slots), *shape, device=self.device))
 
     def clear(self, layer: int, num_blocks: int) -> None:
         """Puts zeros into the first blocks."""

@@ -11,6 +11,7 @@ from engine.engine import Engine
 from engine.forward_batch import build_batch
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
+from tests.gpu.devices import need_devices, need_flash_attention
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, write_tiny_model
 from tests.toy_scheduler import greedy, run_all
 from tests.unit.serving_node.rank_process import rank_case, run_ranks
@@ -27,8 +28,7 @@ def load(folder, family="llama", **fields):
 
 def captured(folder, family="llama", **fields):
     engine = load(folder, family, **fields)
-    if torch.cuda.get_device_capability() < (8, 0):
-        pytest.skip("FlashAttention wants compute capability 8.0, so nothing is captured")
+    need_flash_attention()
     assert isinstance(engine.attention, VarlenAttention), "the log says why varlen_attn is not taken"
     assert isinstance(engine.program, StaticDecode), "nothing was captured; the log says why"
     return engine
@@ -92,10 +92,8 @@ def test_eager_where_it_is_asked_for(tmp_path):
 
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_ranks_have_graphs_of_their_parts(tmp_path, tp_size):
-    if torch.cuda.device_count() < tp_size:
-        pytest.skip(f"there are {torch.cuda.device_count()} CUDA devices here, and each of {tp_size} ranks takes one")
-    if torch.cuda.get_device_capability() < (8, 0):
-        pytest.skip("FlashAttention wants compute capability 8.0, so nothing is captured")
+    need_devices(tp_size)
+    need_flash_attention()
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 263}
     folder = write_tiny_model(tmp_path / "model", "llama", seed=6, dtype="bfloat16", **sizes)
     cases = {

@@ -13,7 +13,7 @@ from torch import distributed
 
 from tests.simulated_cuda import torch_cuda
 from tests.simulated_cuda.attention import flash_attention
-from tests.simulated_cuda.tensors import CudaTensor, copy, empty, empty_strided, making, pinned
+from tests.simulated_cuda.tensors import CudaTensor, copy, is_pinned, making, pinned
 
 aten = torch.ops.aten
 HERE = Path(__file__).parent
@@ -32,7 +32,7 @@ def simulate():
     torch.Generator = Generator
     torch.Tensor.is_cuda = property(lambda self: isinstance(self, CudaTensor))
     torch.Tensor.pin_memory = lambda self: noted(self.clone())
-    torch.Tensor.is_pinned = lambda self: self.untyped_storage().data_ptr() in pinned
+    torch.Tensor.is_pinned = is_pinned
     torch.empty, torch.ones = pinning(torch.empty), pinning(torch.ones)
     distributed.init_process_group = init_process_group
     distributed.destroy_process_group = destroy_process_group
@@ -62,10 +62,9 @@ def load_guard():
 def register():
     """What comes to CUDA's own kernels: what makes tensors, before there is one of ours."""
     on_cuda = torch.library.Library("aten", "IMPL", "CUDA")
-    on_cuda.impl("empty.memory_format", empty)
-    on_cuda.impl("empty_strided", empty_strided)
     on_cuda.impl("copy_", copy)  # of torch.tensor
-    for func in (aten.arange.default, aten.arange.start, aten.arange.start_step, aten.eye.default):
+    ranges = (aten.arange.default, aten.arange.start, aten.arange.start_step)  # which first find how long they are
+    for func in (aten.empty.memory_format, aten.empty_strided.default, *ranges, aten.eye.default):
         on_cuda.impl(func.name().removeprefix("aten::"), making(func))
     on_cpu = torch.library.Library("aten", "IMPL", "CPU")
     on_cpu.impl("_flash_attention_forward", flash_attention)  # what varlen_attn does is done by the CPU until here

@@ -47,8 +47,6 @@ class Waiting(threading.local):
 waiting = Waiting()
 pinned = weakref.WeakValueDictionary()  # tensors in host memory, by their address
 allocated = {}  # of each storage on a device, by its address: how large it is, and how many tensors it has
-
-
 counting = threading.RLock()  # which a tensor that goes may need while another one comes
 
 
@@ -111,11 +109,6 @@ class CudaTensor(torch.Tensor):
         pass
 
 
-def on_device(host, device):
-    """The tensor of the device that is in truth this one."""
-    return CudaTensor(host, device)
-
-
 @functools.cache
 def is_composite(func):
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
@@ -128,8 +121,7 @@ def dispatched(func, args, kwargs):
     leaves, spec = tree_flatten((args, kwargs))
     ours = [leaf for leaf in leaves if isinstance(leaf, CudaTensor)]
     to = kwargs.get("device")
-    to = torch.device(to) if to is not None else (ours[0].on if ours else CPU)
-    to = torch.device("cuda", to.index or 0) if to.type == "cuda" else to
+    to = numbered(torch.device(to)) if to is not None else (ours[0].on if ours else CPU)
     check_devices(func, leaves, ours, args)
     check_wait(func, leaves, ours, to, args, kwargs)
     hosts = [CPU if isinstance(leaf, torch.device) else getattr(leaf, "host", leaf) for leaf in leaves]
@@ -139,6 +131,11 @@ def dispatched(func, args, kwargs):
     if waiting.capture is not None:
         waiting.capture.append((kernel, host_args, host_kwargs, result))
     return wrapped(result, to, {id(tensor.host): tensor for tensor in ours})
+
+
+def numbered(device):
+    """The same; of CUDA without a number the first."""
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def wrapped(result, device, known):
@@ -152,7 +149,7 @@ def wrapped_leaf(leaf, device, known):
         return leaf
     ours = known.get(id(leaf))
     if ours is None:
-        return on_device(leaf, device)
+        return CudaTensor(leaf, device)
     assert ours.shape == leaf.shape, "tensors that change their shape are not simulated"
     return ours
 
@@ -200,26 +197,15 @@ def is_pinned(tensor):
     return tensor.untyped_storage().data_ptr() in pinned
 
 
-def empty(size, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
-    """On a device, for all that makes new tensors there."""
-    device = torch.device("cuda", (device and device.index) or 0)
-    return on_device(torch.empty(size, dtype=dtype, memory_format=memory_format, device=CPU), device)
-
-
-def empty_strided(size, stride, *, dtype=None, layout=None, device=None, pin_memory=None):
-    device = torch.device("cuda", (device and device.index) or 0)
-    return on_device(torch.empty_strided(size, stride, dtype=dtype, device=CPU), device)
-
-
 def copy(target, source, non_blocking=False):
     dispatched(aten.copy_.default, (target, source, non_blocking), {})
     return target
 
 
 def making(func):
-    """The same for what makes tensors of a shape that it first has to find."""
+    """What makes tensors, for those of a device."""
 
     def made(*args, device=None, layout=None, pin_memory=None, **kwargs):
-        return on_device(func(*args, device=CPU, **kwargs), torch.device("cuda", (device and device.index) or 0))
+        return CudaTensor(func(*args, device=CPU, **kwargs), numbered(device or torch.device("cuda")))
 
     return made

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.native.library import native_library
-from engine.parallel import MOST_EXCHANGED_BYTES, alone, choose_device, join
+from engine.parallel import MOST_EXCHANGED_BYTES, alone, choose_device, join, on_all_ranks
 from serving_core.errors import SettingsError
 from tests.tiny_models import write_fake_model
 from tests.unit.engine.test_fake import answer_on_paper
@@ -151,3 +151,35 @@ def test_devices(environment):
         assert choose_device("auto") == CPU
         with pytest.raises(SettingsError, match="there is no CUDA device here"):
             choose_device("cuda")
+
+
+class Beside:
+    """Two ranks, of which the other one says this."""
+
+    size = 2
+
+    def __init__(self, said):
+        self._said = said
+
+    def exchange(self, data):
+        return [data, self._said]
+
+
+def test_what_all_ranks_make_is_let_go_where_one_cannot():
+    let_go = []
+    assert on_all_ranks(Beside(b""), SettingsError, lambda: "made", let_go.append) == "made"
+    assert not let_go
+    with pytest.raises(SettingsError, match="no room there"):
+        on_all_ranks(Beside(b"no room there"), SettingsError, lambda: "made", let_go.append)
+    assert let_go == ["made"]
+
+
+@pytest.mark.parametrize("group", [alone(), Beside(b"")], ids=["alone", "two ranks"])
+def test_what_this_rank_cannot_make_fails_as_it_says_and_other_troubles_go_on(group):
+    def failing(error):
+        raise error
+
+    with pytest.raises(SettingsError, match="no room here"):
+        on_all_ranks(group, SettingsError, lambda: failing(SettingsError("no room here")))
+    with pytest.raises(KeyError):
+        on_all_ranks(group, SettingsError, lambda: failing(KeyError("x")))

@@ -10,6 +10,7 @@ from engine.attention.backends import _on_cuda
 from engine.attention.paged import PortableAttention
 from engine.cache.kv_pool import PagedKVPool
 from serving_core.layout import KVLayout
+from tests.simulated_cuda.attention import flash_attention
 
 
 class Candidate(PortableAttention):
@@ -68,18 +69,16 @@ def flash_attention_2(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **opt
     assert int(cu_seq_q.diff().max()) <= max_q
     assert options["window_size"] == (-1, 0)
     assert options["num_splits"] == 1
-    outputs = []
-    for index, length in enumerate(lengths.tolist()):
-        own = query[cu_seq_q[index] : cu_seq_q[index + 1]].float().transpose(0, 1)
-        keys, values = (
-            pages[table[index].long()].flatten(0, 1)[:length].float().transpose(0, 1) for pages in (key, value)
-        )
-        mask = torch.ones(own.shape[1], length).tril(length - own.shape[1]).bool()
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            own, keys, values, attn_mask=mask, scale=options["scale"], enable_gqa=True
-        )
-        outputs.append(attended.transpose(0, 1).to(query.dtype))
-    return torch.cat(outputs)
+    left, right = options["window_size"]
+    attended, *_ = flash_attention(
+        *(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, True, False),
+        scale=options["scale"],
+        window_size_left=left,
+        window_size_right=right,
+        seqused_k=lengths,
+        block_table=table,
+    )
+    return attended
 
 
 def test_it_is_asked_for_what_flash_attention_2_takes(monkeypatch, caplog):
