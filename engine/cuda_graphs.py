@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # rows, ascending
 WARM_UP_RUNS: Final = 2  # outside the graph: libraries allocate and choose kernels in their first calls
-TOLERANCE: Final = 0.05  # of the largest logit: 16-bit outputs by other kernels
+TOLERANCE: Final = 0.05  # of the largest logit: 16-bit outputs by other kernels; a wrong row is off by about 1
+SUMS_TOLERANCE: Final = 0.2  # where ranks add 16-bit parts in an order that depends on the number of rows, too
 MOST_CHECKED_TOKENS: Final = 700  # in a context that is tried
 
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
@@ -259,7 +260,8 @@ def cuda_graphs(
     num_blocks: int,
     max_model_len: int,
     group: RankGroup,
-    tolerance: float,
+    *,
+    exact: bool,
 ) -> StaticDecode | None:
     """As checked_decode, by graphs of the pool's CUDA device; None also for a backend that plans on the host, on any
     rank."""
@@ -267,4 +269,5 @@ def cuda_graphs(
     if any(group.exchange(b"unfit" if is_unfit else b"")):
         return None
     capture = CudaCapture(attention.pool.device)
+    tolerance = 0.0 if exact else TOLERANCE if group.adds_alike else SUMS_TOLERANCE
     return checked_decode(decoder, attention, num_blocks, max_model_len, capture, group, tolerance)

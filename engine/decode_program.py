@@ -7,7 +7,7 @@ import torch
 
 from engine.attention.native import NativeAttention
 from engine.attention.paged import Attention
-from engine.cuda_graphs import TOLERANCE, cuda_graphs
+from engine.cuda_graphs import cuda_graphs
 from engine.forward_batch import ForwardBatch
 from engine.model.llama import LlamaDecoder
 from engine.model.steps import Likeliest
@@ -58,5 +58,5 @@ def choose_program(
     if isinstance(attention, NativeAttention):
         return NativeDecode(model, attention) if is_recordable(model, attention) else None
     if attention.pool.num_blocks > num_blocks and not model.has_experts:  # of which a graph would repeat one choice
-        return cuda_graphs(model, attention, num_blocks, max_model_len, group, 0.0 if exact else TOLERANCE)
+        return cuda_graphs(model, attention, num_blocks, max_model_len, group, exact=exact)
     return None

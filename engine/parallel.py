@@ -14,6 +14,7 @@ from typing import Final, ParamSpec, Protocol, TypeVar
 
 import psutil
 import torch
+import torch.distributed.nn.functional  # here: its defaults keep the group that there is when torch.compile imports it
 from torch import distributed
 from torch.distributed import ProcessGroup, Store, TCPStore  # type: ignore[attr-defined]
 from torch.nn import functional

@@ -65,15 +65,17 @@ class PagedKVPool:
         return keys, values
 
     def try_values(self, layer: int, num_blocks: int) -> None:
-        """Puts normal numbers into the first blocks, to try something out before the pool holds anything."""
+        """Puts normal numbers into the first blocks, to try something out before the pool holds anything. They are the
+        same each time: what is tried goes as it went before."""
+        generator = torch.Generator(self.device).manual_seed(layer)
         if self._quantized is None:
             for plane in self._elements[layer]:
-                plane[:num_blocks].normal_()
+                plane[:num_blocks].normal_(generator=generator)
             return
         shape = (self.layout.num_kv_heads, self.layout.head_dim)
         every = torch.arange(num_blocks * self.layout.block_size, device=self.device)
         for slots in torch.split(every, TRIED_AT_ONCE):
-            self.store(layer, slots, *torch.randn(2, len(slots), *shape, device=self.device))
+            self.store(layer, slots, *torch.randn(2, len(slots), *shape, device=self.device, generator=generator))
 
     def clear(self, layer: int, num_blocks: int) -> None:
         """Puts zeros into the first blocks."""

@@ -70,6 +70,7 @@ def run_ranks(folder, tp_size, cases, device="cpu"):
     with rank_processes(tp_size, __name__, folder, device) as processes:
         for process in processes:
             output, _ = process.communicate(timeout=TIMEOUT_S)
+            sys.stdout.write(output)  # which is shown where a test fails
             assert process.returncode == 0, output
     facts = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(tp_size)]
     return json.loads((folder / "sampled.json").read_text()), facts
@@ -149,6 +150,8 @@ def main(folder, device):
     group = join(choose_device(device), int(os.environ["WORLD_SIZE"]), TIMEOUT_S)
     results = {name: serve(case, device, group) for name, case in cases.items()}
     group.close()
+    left = [thread.read_text().strip() for thread in Path("/proc/self/task").glob("*/comm")]
+    assert "pt_gloo_runloop" not in left, "a thread of the group's may need Python after its end, and abort"
     facts = {name: result[1] for name, result in results.items()}
     (folder / f"rank{group.rank}.json").write_text(json.dumps(facts))
     if group.rank == 0:
