@@ -27,7 +27,7 @@ from splitserve_bench.simulate.reality_command import reality_command
 from splitserve_bench.speculation.command import speculation_command
 
 TRANSPORTS: Final = ("zmq-shm", "zmq-ipc", "zmq-tcp", "zmq-curve", "torch_dist-gloo", "loopback")
-NCCL: Final = "torch_dist-nccl"  # between two CUDA devices
+ON_DEVICES: Final = ("torch_dist-nccl", "torch_dist-ipc")  # between two CUDA devices, and on one
 PROMPT_TOKENS: Final = (16, 128, 512, 2048, 8192)
 OVERLAP_PROMPT_TOKENS: Final = (16, 32, 64, 128, 256, 512, 1024)
 CONTEXT_TOKENS: Final = (128, 512, 2048)
@@ -110,7 +110,7 @@ def cluster(model: str, streams: int, prompt_tokens: int, output_tokens: int, re
     default=TRANSPORTS,
     show_default=True,
     multiple=True,
-    type=click.Choice((*TRANSPORTS, NCCL)),
+    type=click.Choice((*TRANSPORTS, *ON_DEVICES)),
     help="What moves the blocks; give it again for more.",
 )
 @prompt_tokens_option(PROMPT_TOKENS)

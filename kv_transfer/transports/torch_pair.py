@@ -1,7 +1,8 @@
 """A process group of two ranks, made for one pair of them, and the threads that move frames through it.
 
 The group is nobody's default and has no store of its own: what its two ends must tell each other is carried by the
-signalling stream, so that no port is opened for it. Gloo moves host memory and NCCL device memory.
+signalling stream, so that no port is opened for it. Gloo moves host memory and NCCL device memory, from one device to
+another; between two processes on one device CUDA IPC does (cuda_ipc).
 
 A group moves frames one way only, and on a device in a stream of its own. Two nodes that send to each other have two
 groups: on one stream, each end's receiving could be queued behind its own sending, which waits for the other end's
@@ -9,11 +10,11 @@ receiving.
 """
 
 import asyncio
+import atexit
 import logging
 import os
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,13 +27,15 @@ import torch.distributed as dist
 
 from kv_transfer.errors import TransferError
 from kv_transfer.transports import dist_stream
+from kv_transfer.transports.cuda_ipc import DeviceGroup, are_on_one_device
+from kv_transfer.transports.cuda_waits import wait_for_device
 from serving_core.errors import SettingsError
 
 logger = logging.getLogger(__name__)
 
 RECEIVER_RANK, SENDER_RANK = 0, 1
 MAX_KEYS = 64
-POLL_S = 50e-6
+EXIT_S = 5.0  # more than what is under way takes, but for NCCL's connecting
 IDLE_S = 0.5  # after which an idle thread looks whether its process is ending
 NCCL_TIMEOUT_S = 30.0  # to start NCCL and the device
 NCCL_ERRORS, CLEAN_UP_ONLY = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"  # read when a group is made
@@ -50,12 +53,18 @@ def check_device(device: torch.device) -> None:
         raise SettingsError("this torch has no NCCL, which moves the KV blocks of cuda devices")
 
 
+class _Work(Protocol):
+    """What is used of torch.distributed's."""
+
+    def wait(self, timeout: timedelta, /) -> bool: ...
+
+
 class _Group(Protocol):
-    """What is used of ProcessGroupGloo and ProcessGroupNCCL."""
+    """What is used of ProcessGroupGloo, ProcessGroupNCCL and DeviceGroup."""
 
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> dist.Work: ...
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> _Work: ...
 
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> dist.Work: ...
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> _Work: ...
 
     def abort(self) -> None: ...
 
@@ -68,7 +77,7 @@ class _Job:
     frames: list[torch.Tensor]
     done: "asyncio.Future[list[torch.Tensor] | None]"
     written: torch.cuda.Event | None = None  # after it the device has the frames that are to be sent
-    works: list[dist.Work] = field(default_factory=list)
+    works: list[_Work] = field(default_factory=list)
 
 
 class Pair:
@@ -90,8 +99,11 @@ class Pair:
         self._begun: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # to wait for; None ends the other thread
         self._open: deque[_Job] = deque()  # whose `done` is not; in order
         self._is_stopping = False
-        # Where NCCL connects, nothing but the other end lets a thread go on, and a process must be able to end.
+        # Where NCCL connects, nothing but the other end lets a thread go on. A process must be able to end, but waits a
+        # while: a thread that is at work when Python goes would abort it.
         self._thread = threading.Thread(target=self._run, name="kv pair", daemon=device.type == "cuda")
+        if self._thread.daemon:
+            atexit.register(self._end_with_process)
         self._thread.start()
 
     def put(self, key: str, value: bytes) -> None:
@@ -115,6 +127,10 @@ class Pair:
         self._store.close()
         self._jobs.put(None)
 
+    def _end_with_process(self) -> None:
+        self.stop()
+        self._thread.join(EXIT_S)
+
     def _queue(self, job: _Job) -> "asyncio.Future[list[torch.Tensor] | None]":
         if self.ended.done():
             job.done.set_result(None)
@@ -126,6 +142,7 @@ class Pair:
     def _finish(self) -> None:
         """The thread has told this last."""
         self._thread.join()
+        atexit.unregister(self._end_with_process)
         for job in self._open:
             job.frames.clear()
             if not job.done.done():
@@ -186,6 +203,8 @@ class Pair:
 
     def _make_group(self) -> _Group:
         if self._device.type == "cuda":
+            if are_on_one_device(self._store, self._rank, self._device):
+                return DeviceGroup(self._store, self._device, is_sender=self._rank == SENDER_RANK)
             nccl_options = dist.ProcessGroupNCCL.Options()
             nccl_options._timeout = timedelta(seconds=self.make_timeout_s)
             with _errors_end_groups():
@@ -243,16 +262,16 @@ class Pair:
             job.frames.clear()
         self._tell(self._resolve, job)
 
-    def _post(self, group: _Group, frame: torch.Tensor, tag: int) -> dist.Work:
+    def _post(self, group: _Group, frame: torch.Tensor, tag: int) -> _Work:
         if self._rank == RECEIVER_RANK:
             return group.recv([frame], SENDER_RANK, tag)
         return group.send([frame], RECEIVER_RANK, tag)
 
-    def _wait(self, works: Sequence[dist.Work], timeout_s: float) -> None:
+    def _wait(self, works: Sequence[_Work], timeout_s: float) -> None:
         for work in works:
             work.wait(timedelta(seconds=timeout_s))
-        if self._device.type == "cuda":  # where a wait of NCCL's only orders streams
-            _wait_for_device(self._device, timeout_s)
+        if self._device.type == "cuda":  # where a wait for works only orders streams
+            wait_for_device(self._device, timeout_s)
 
 
 class _RelayedStore(dist.Store):  # type: ignore[name-defined, misc]  # known at run time only
@@ -315,14 +334,3 @@ def _errors_end_groups() -> Iterator[None]:
 
 def _own_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-
-def _wait_for_device(device: torch.device, timeout_s: float) -> None:
-    """Returns when what was queued on the device so far is done."""
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    deadline = time.monotonic() + timeout_s
-    while not event.query():  # type: ignore[no-untyped-call]
-        if time.monotonic() > deadline:
-            raise TransferError("a pair of ranks moved nothing for too long")
-        time.sleep(POLL_S)

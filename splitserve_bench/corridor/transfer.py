@@ -20,6 +20,7 @@ from serving_core.layout import KVLayout
 from splitserve.launch.models import Report
 from splitserve_bench.corridor.transfer_ends import Ends, PeerProcess, Sample, open_ends, peer_process
 from splitserve_bench.corridor.transfer_peer import (
+    CUDA_IPC,
     GLOO,
     LOOPBACK,
     NCCL,
@@ -31,7 +32,8 @@ from splitserve_bench.corridor.transfer_peer import (
 )
 from splitserve_bench.corridor.yardsticks import CHECKED, COPY, TCP, UNIX, XXH3, YARDSTICKS, Plain, Spread, spread_of
 
-YARDSTICK_OF: Final = dict.fromkeys((ZMQ_SHM, ZMQ_IPC, ZMQ_TCP, ZMQ_CURVE, GLOO, NCCL), TCP) | {LOOPBACK: COPY}
+BY_PROCESSES: Final = (ZMQ_SHM, ZMQ_IPC, ZMQ_TCP, ZMQ_CURVE, GLOO, NCCL, CUDA_IPC)
+YARDSTICK_OF: Final = dict.fromkeys(BY_PROCESSES, TCP) | {LOOPBACK: COPY}
 
 
 @dataclass(frozen=True, slots=True)

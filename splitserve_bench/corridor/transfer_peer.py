@@ -37,9 +37,9 @@ from splitserve_bench.prompts import SEED
 
 ZMQ_SHM = "zmq-shm"  # as nodes of one machine do it; the others of ZeroMQ share no memory
 ZMQ_IPC, ZMQ_TCP, ZMQ_CURVE, GLOO, LOOPBACK = "zmq-ipc", "zmq-tcp", "zmq-curve", "torch_dist-gloo", "loopback"
-NCCL = "torch_dist-nccl"
+NCCL, CUDA_IPC = "torch_dist-nccl", "torch_dist-ipc"
 TRANSPORTS: Final = (ZMQ_SHM, ZMQ_IPC, ZMQ_TCP, ZMQ_CURVE, GLOO, LOOPBACK)
-BY_TORCH: Final = (GLOO, NCCL)
+BY_TORCH: Final = (GLOO, NCCL, CUDA_IPC)
 CPU: Final = torch.device("cpu")
 DEADLINE_S: Final = 60.0  # of one transfer, and of everything else that one end waits for
 ACKNOWLEDGED: Final = b"."
@@ -113,6 +113,8 @@ def check_device(transports: Sequence[str], device: str) -> None:
         raise SettingsError(f"--device {device}: there is no CUDA device here")
     if NCCL in transports and (device == CPU.type or num_devices < 2):
         raise SettingsError(f"{NCCL} moves blocks between two CUDA devices: --device cuda, where there are two")
+    if CUDA_IPC in transports and (device == CPU.type or num_devices > 1):
+        raise SettingsError(f"{CUDA_IPC} moves blocks on one CUDA device: --device cuda, where there is one")
     if GLOO in transports and device != CPU.type:
         raise SettingsError(f"{GLOO} moves blocks in host memory, and --device is {device}")
 

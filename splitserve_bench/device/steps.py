@@ -5,7 +5,7 @@ Each step is a program of its own that prints one JSON object as its last line, 
 
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -16,6 +16,7 @@ MODEL: Final = "model"  # the step that writes it
 GPU_TESTS: Final = Path("tests/gpu")
 JUNIT_FILE: Final = "gpu_tests.xml"
 PEER_FILE: Final = "vllm.json"
+HOST_TRANSPORTS: Final = ("zmq-shm", "zmq-tcp")
 OFFLOAD_LIMIT: Final = "8GiB"  # half of the default shape's weights
 
 
@@ -128,6 +129,8 @@ def steps_of(sizes: Sizes, machine: Machine, model: Path, out: Path) -> list[Ste
     sized = ("-m", "splitserve_bench.device.model", sizes.shape, str(sizes.layers), folder)
     no_vllm = "" if machine.has_vllm else "vLLM cannot be imported here"
     vllm = ("-m", "splitserve_bench.device.vllm_peer", folder, sizes.prompts, sizes.batches, sizes.contexts)
+    by_device = ("torch_dist-nccl",) if machine.num_devices > 1 else ("torch_dist-ipc",)
+    no_device = "" if machine.num_devices else "there is no CUDA device here"
     several = "" if machine.num_devices > 1 else f"there are {machine.num_devices} CUDA devices here, and it takes two"
     return [
         _step("device", DEVICE, ("-m", "splitserve_bench.device.facts"), 60),
@@ -137,7 +140,8 @@ def steps_of(sizes: Sizes, machine: Machine, model: Path, out: Path) -> list[Ste
         _tests(machine, out),
         _engine("eager", sizes, folder, ("--enforce-eager",)),
         _split("split-1", sizes, folder, "", {"CUDA_VISIBLE_DEVICES": machine.first_device}),
-        _transfer(sizes, folder, machine),
+        _transfer("transfer", sizes, folder, machine, HOST_TRANSPORTS),
+        _transfer("transfer-device", sizes, folder, machine, by_device, no_device),
         _engine("blocks-16", sizes, folder, ("--block-size", "16")),
         _engine("invariant", sizes, folder, ("--batch-invariant",)),
         _engine("kv-int8", sizes, folder, ("--kv-cache-dtype", "int8")),
@@ -179,11 +183,12 @@ def _split(name: str, sizes: Sizes, folder: str, why_not: str, environment: Mapp
     return Step(name, SPLIT, arguments, 240, shown, why_not, environment)
 
 
-def _transfer(sizes: Sizes, folder: str, machine: Machine) -> Step:
-    transports = ["zmq-shm", "zmq-tcp", "torch_dist-nccl"] if machine.num_devices > 1 else ["zmq-shm", "zmq-tcp"]
+def _transfer(
+    name: str, sizes: Sizes, folder: str, machine: Machine, transports: Sequence[str], why_not: str = ""
+) -> Step:
     device = "cuda" if machine.num_devices else "cpu"
-    flags = [word for name in transports for word in ("--transport", name)]
+    flags = [word for transport in transports for word in ("--transport", transport)]
     sized = ("--prompt-tokens", sizes.transfer_tokens, "--block-size", str(sizes.block_size))
     rest = (*flags, *sized, "--repeats", str(sizes.repeats), "--device", device, "--json")
     shown = shlex.join(["splitserve", "bench", "transfer", "MODEL", *rest])
-    return Step("transfer", TRANSFER, ("-m", "splitserve_bench", "transfer", folder, *rest), 120, shown)
+    return Step(name, TRANSFER, ("-m", "splitserve_bench", "transfer", folder, *rest), 120, shown, why_not)

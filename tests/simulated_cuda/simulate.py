@@ -38,6 +38,8 @@ def simulate():
     distributed.destroy_process_group = destroy_process_group
     distributed.is_nccl_available = lambda: True
     distributed.ProcessGroupNCCL = ProcessGroupNCCL
+    torch.UntypedStorage._share_cuda_ = share
+    torch.UntypedStorage._new_shared_cuda = staticmethod(opened)
     if importlib.util.find_spec("triton"):
         from tests.simulated_cuda.kernels import interpret
 
@@ -91,6 +93,23 @@ def pinning(make):
         return noted(tensor) if pin_memory else tensor
 
     return made
+
+
+def share(storage):
+    """CUDA IPC's handle, of what is shared in truth by a file without a name."""
+    descriptor, num_bytes = storage._share_fd_cpu_()
+    return 0, f"/proc/{os.getpid()}/fd/{descriptor}".encode(), num_bytes, 0, b"", 0, b"", False
+
+
+def opened(device, handle, num_bytes, *of_torch):
+    """The other process's storage."""
+    if handle.split(b"/")[2] == str(os.getpid()).encode():
+        raise RuntimeError("CUDA error: invalid device context")  # of memory of this very process
+    descriptor = os.open(handle, os.O_RDWR)
+    try:
+        return torch.UntypedStorage._new_shared_fd_cpu(descriptor, num_bytes)
+    finally:
+        os.close(descriptor)
 
 
 def init_process_group(backend, *, device_id=None, **options):

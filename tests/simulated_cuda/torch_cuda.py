@@ -1,6 +1,7 @@
 """What takes the place of the same names in torch.cuda: streams and events where all is over at once, and graphs that
 do again what was done."""
 
+import os
 import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -11,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 from tests.simulated_cuda.tensors import allocated, waiting
 
 NAME = "simulated CUDA"
-NUM_DEVICES = 4
+VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
+NUM_DEVICES = len(VISIBLE)
 MEMORY_BYTES = 8 * 2**30
 CAPABILITY = (8, 0)
 
@@ -41,7 +43,8 @@ def get_device_capability(device=None):
 
 
 def get_device_properties(device=None):
-    return SimpleNamespace(name=NAME, total_memory=MEMORY_BYTES, multi_processor_count=1)
+    uuid = f"simulated {VISIBLE[getattr(device, 'index', device) or 0]}"
+    return SimpleNamespace(name=NAME, total_memory=MEMORY_BYTES, multi_processor_count=1, uuid=uuid)
 
 
 def mem_get_info(device=None):

@@ -50,7 +50,7 @@ def test_the_receiving_process_is_killed():
     source = tensor_store(BIG_LAYOUT, BIG_NUM_BLOCKS, seed=6)
 
     async def scenario():
-        async with peer_process("receive", ANY_PORT) as process:
+        async with peer_process("receive", ANY_PORT, "cpu") as process:
             sender, sent = KVSender(TorchDistDialer(CPU), source, deadline_s=PATIENCE_S), Once()
             sending = sender.start(await ticket_of(process), sent)
             sending.blocks_ready(BIG_IDS[:1])
@@ -73,7 +73,7 @@ def test_the_receiving_process_hangs_and_comes_back(monkeypatch):
     source = ByteStore(BIG_LAYOUT, BIG_NUM_BLOCKS, seed=7)
 
     async def scenario():
-        async with peer_process("receive", ANY_PORT) as process:
+        async with peer_process("receive", ANY_PORT, "cpu") as process:
             held, sent, has_begun = [], Once(), asyncio.Event()
             sender = KVSender(HostDialer(), source, deadline_s=PATIENCE_S)
             first, second = await ticket_of(process), await ticket_of(process)
@@ -109,7 +109,7 @@ def test_the_sending_process_is_killed_and_another_takes_its_place():
             received = Once()
             ticket = grant(receiver, BIG_IDS, received)
             num_bytes = receiver.num_bytes
-            async with peer_process("send", ticket.encode().hex()):
+            async with peer_process("send", ticket.encode().hex(), "cpu"):
                 await until(lambda num_bytes=num_bytes: receiver.num_bytes > num_bytes)
             receiver.cancel(ticket.epoch)
             assert isinstance(await received.result(), TransferFailed), num_killed
@@ -128,7 +128,7 @@ def test_a_process_that_closes_nothing_ends_cleanly():
     async def scenario():
         receiver = KVReceiver(TorchDistListener(ANY_PORT, CPU), target)
         ticket = grant(receiver, BIG_IDS, Once())
-        async with peer_process("leave", ticket.encode().hex()) as process:
+        async with peer_process("leave", ticket.encode().hex(), "cpu") as process:
             _, errors = await process.communicate()
             assert process.returncode == 0
             assert b"terminate" not in errors

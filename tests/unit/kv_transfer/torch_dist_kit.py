@@ -40,18 +40,19 @@ class HostListener(TorchDistListener):
         super().start(lambda peer, header, frames: on_message(peer, header, [frame.numpy().data for frame in frames]))
 
 
-def tensor_store(layout, num_blocks, seed=None):
+def tensor_store(layout, num_blocks, seed=None, device=CPU):
     """The pool of an engine for such a transport: random bytes for a seed, zeros without."""
-    pool = PagedKVPool(layout, num_blocks, CPU)
+    pool = PagedKVPool(layout, num_blocks, device)
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
         for layer in layout.layers:
             sizes = [num_blocks * plane.num_bytes for plane in layout.planes(layer)]
             planes = (torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in sizes)
-            pool.write_tensors(layer, range(num_blocks), *planes)
+            pool.write_tensors(layer, range(num_blocks), *(plane.to(device) for plane in planes))
     return TensorStore(pool)
 
 
 def bytes_of(store, block_ids):
     """Every byte of these blocks."""
-    return b"".join(view.numpy().tobytes() for layer in store.layout.layers for view in store.read(layer, block_ids))
+    views = [view for layer in store.layout.layers for view in store.read(layer, block_ids)]
+    return b"".join(view.cpu().numpy().tobytes() for view in views)

@@ -255,8 +255,8 @@ def test_the_steps_of_one_device_and_of_two(tmp_path):
     assert list(one) == list(two)
     assert {name for name, each in one.items() if each.why_not} == {"vllm", "tests", "split-2"}
     assert not any(each.why_not for each in two.values())
-    assert "torch_dist-nccl" in two["transfer"].arguments
-    assert "torch_dist-nccl" not in one["transfer"].arguments
+    assert "torch_dist-nccl" in two["transfer-device"].arguments
+    assert "torch_dist-ipc" in one["transfer-device"].arguments
     assert two["split-1"].environment == {"CUDA_VISIBLE_DEVICES": "5"}
     assert two["vllm"].arguments[-1] == str(two["engine"].peer) == str(tmp_path / PEER_FILE)
     assert "--shape llama-3.1-8b --prompts 1x1024,16x128,1x4096 --batches 1,16,64" in one["engine"].shown

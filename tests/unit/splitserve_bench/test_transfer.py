@@ -201,6 +201,7 @@ def test_the_command(tmp_path):
     ("transport", "device", "sentence"),
     [
         ("torch_dist-nccl", "cpu", "torch_dist-nccl moves blocks between two CUDA devices"),
+        ("torch_dist-ipc", "cpu", "torch_dist-ipc moves blocks on one CUDA device"),
         pytest.param(
             "zmq-tcp",
             "cuda",
