@@ -5,6 +5,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import grpc
@@ -37,6 +38,7 @@ from coordinator.settings import ADMIT_ALL, CoordinatorSettings, check_settings
 from protos import inference_pb2
 from serving_core.channels import fleet_options, listen
 from serving_core.figures import Figure
+from serving_core.fingerprint import model_facts
 from serving_core.ports import Port, check_ports
 
 if TYPE_CHECKING:  # what it imports is of an extra
@@ -55,18 +57,13 @@ class CoordinatorServer:
         check_settings(settings)
         self._settings = settings
         self._model = read_served_model(settings)
-        config = self._model.config
         self._registry = Registry(
-            {
-                "architecture": config.architecture,
-                "vocab_size": str(config.vocab_size),
-                "embedder": str(config.embedder),
-            },
+            model_facts(Path(settings.model), self._model.config),
             node_timeout_s=settings.node_timeout_s,
             step_timeout_s=settings.step_timeout_s,
             first_session=1 + secrets.randbelow(MAX_FIRST_SESSION),
             model_names=self._model.names,
-            embeds=config.embedder is not None,
+            embeds=self._model.config.embedder is not None,
         )
         ledger = Ledger()
         slo_classes = parse_slo_classes(settings.slo_class)

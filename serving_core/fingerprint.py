@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -13,6 +14,16 @@ from serving_core.model_config import FAKE_ARCHITECTURE, ModelConfig
 from serving_core.weight_files import is_gguf, read_header_bytes, weight_files
 
 EDGE_BYTES: Final = 2**20
+# What config.json says of a model, whichever implementation computes it, and in which dtype.
+SHAPE: Final = (
+    "architecture",
+    "vocab_size",
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "embedder",
+)
 
 
 def fingerprint(
@@ -30,8 +41,21 @@ def fingerprint(
     facts["kv_cache_dtype"] = layout.dtype
     facts["block_size"] = str(layout.block_size)
     facts["kv_widths"] = layout.layers_text
-    facts["weights"] = "none" if config.architecture == FAKE_ARCHITECTURE else _weights_digest(folder)
+    facts["weights"] = _weights(folder, config)
     return facts
+
+
+def model_facts(folder: Path, config: ModelConfig) -> dict[str, str]:
+    """What is in every node's fingerprint of a model and can be known without one. `weights` are among it where the
+    folder has them: for what clients are told of a model, its other files are enough."""
+    facts = {name: str(getattr(config, name)) for name in SHAPE}
+    with suppress(ModelError):
+        facts["weights"] = _weights(folder, config)
+    return facts
+
+
+def _weights(folder: Path, config: ModelConfig) -> str:
+    return "none" if config.architecture == FAKE_ARCHITECTURE else _weights_digest(folder)
 
 
 def _weights_digest(folder: Path) -> str:

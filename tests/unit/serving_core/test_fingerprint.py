@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from serving_core.errors import ModelError
-from serving_core.fingerprint import EDGE_BYTES, fingerprint
+from serving_core.fingerprint import EDGE_BYTES, fingerprint, model_facts
 from serving_core.layout import Widths
 from serving_core.model_config import read_model_config
 from serving_core.prefix import root_name
@@ -82,6 +82,24 @@ def test_large_files_are_told_apart_by_size_header_start_and_end(tmp_path):
 def test_speed_of_the_fake_model_is_no_difference(tmp_path):
     slow, fast = write_fake_model(tmp_path / "slow", step_s=1.0), write_fake_model(tmp_path / "fast")
     assert differences(fingerprint_of(slow), fingerprint_of(fast)) == set()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+def test_what_a_coordinator_knows_is_in_the_fingerprint_of_its_nodes(tmp_path, family):
+    folder, other = (write_tiny_model(tmp_path / name, family, seed=seed) for name, seed in (("a", 1), ("b", 2)))
+    facts = model_facts(folder, read_model_config(folder))
+    assert facts.items() <= fingerprint_of(folder, dtype="bfloat16").items()
+    assert differences(facts, model_facts(other, read_model_config(other))) == {"weights"}
+    config = read_model_config(folder, "transformers")  # as its nodes may be told
+    assert facts.items() <= fingerprint(folder, config, config.kv_layout(16, "float32"), "float32").items()
+
+
+def test_a_coordinator_without_weights_knows_the_rest(tmp_path):
+    folder = write_tiny_model(tmp_path)
+    facts = model_facts(folder, read_model_config(folder))
+    (folder / "model.safetensors").unlink()
+    del facts["weights"]
+    assert model_facts(folder, read_model_config(folder)) == facts
 
 
 def test_missing_weights(tmp_path):
