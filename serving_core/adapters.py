@@ -16,7 +16,7 @@ from serving_core.adapter_names import adapter_key, parse_adapters
 from serving_core.errors import ModelError
 from serving_core.json_fields import JsonFields, read_json_object
 from serving_core.model_config import ModelConfig
-from serving_core.weight_files import FLOATS, StoredTensor, file_tensors
+from serving_core.stored_tensors import FLOATS, StoredTensor, file_tensors
 
 CONFIG_FILE: Final = "adapter_config.json"
 WEIGHTS_FILE: Final = "adapter_model.safetensors"

@@ -19,11 +19,16 @@ _KEEPALIVE: Final[tuple[Option, ...]] = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 
+# Whatever the environment says of proxies, which are for what is far away.
+NO_PROXY: Final[Option] = ("grpc.enable_http_proxy", 0)
+
 CHANNEL_OPTIONS: Final[tuple[Option, ...]] = (
     *_KEEPALIVE,
     ("grpc.max_receive_message_length", 16 * 2**20),
     ("grpc.enable_retries", 1),
 )
+
+FLEET_CHANNEL_OPTIONS: Final[tuple[Option, ...]] = (*CHANNEL_OPTIONS, NO_PROXY)
 
 _SHARES_PORT: Final = "grpc.so_reuseport"
 

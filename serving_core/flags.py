@@ -10,6 +10,7 @@ import os
 import types
 import typing
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -161,9 +162,19 @@ def to_argv(settings: Any) -> list[str]:
 
 
 def environment_of(settings: Any) -> dict[str, str]:
-    """The environment that goes with `to_argv`: secrets in it, and no variable that would change a flag."""
+    """The environment that goes with `to_argv`: secrets in it, those by their files that came from there, and no
+    variable that would change a flag."""
     kept = {name: value for name, value in os.environ.items() if name in NO_FLAGS or not name.startswith(ENV_PREFIX)}
-    return kept | {ENV_PREFIX + name.upper(): value for name, value in _secrets(settings)}
+    return kept | dict(_secret_variable(name, value) for name, value in _secrets(settings))
+
+
+def _secret_variable(name: str, secret: str) -> tuple[str, str]:
+    """What tells it: the variable for its file, where there is one and it holds this secret."""
+    of_file = ENV_PREFIX + (name + FILE).upper()
+    with suppress(click.UsageError):  # it may be for another process
+        if of_file in os.environ and secret_from(name, None, Path(os.environ[of_file])) == secret:
+            return of_file, os.environ[of_file]
+    return ENV_PREFIX + name.upper(), secret
 
 
 def _secrets(settings: Any) -> Iterator[tuple[str, str]]:

@@ -13,9 +13,9 @@ from serving_core.model_config import FAKE_ARCHITECTURE, ModelConfig, read_model
 from serving_core.settings import EngineSettings
 from serving_core.sharding import check_num_ranks, check_pp_size, check_tp_size, rank_layout
 from serving_core.stored_quantization import FP8, FP8_SCALES, check_quantization
+from serving_core.stored_tensors import StoredTensor, stored_tensors
 from serving_core.text_parts import text_names
 from serving_core.weight_bits import WEIGHT_BITS
-from serving_core.weight_files import StoredTensor, stored_tensors
 
 MOST_INVARIANT_RANKS: Final = 2  # whose sum does not depend on the order
 PACKED_BYTES: Final = 4  # of the integers that hold quantized weights

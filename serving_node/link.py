@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 import grpc
 
 from protos import fleet_pb2, fleet_pb2_grpc
-from serving_core.channels import CHANNEL_OPTIONS, channel_credentials
+from serving_core.channels import FLEET_CHANNEL_OPTIONS, channel_credentials
 from serving_core.descriptors import Spares
 from serving_core.errors import SettingsError
 from serving_core.failpoints import reach
@@ -175,8 +175,8 @@ class FleetLink:
         Raises TlsError."""
         address, tls = self._settings.coordinator, self._settings.tls
         if not tls.tls_ca:
-            return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        return grpc.aio.secure_channel(address, channel_credentials(tls.files), options=CHANNEL_OPTIONS)
+            return grpc.aio.insecure_channel(address, options=FLEET_CHANNEL_OPTIONS)
+        return grpc.aio.secure_channel(address, channel_credentials(tls.files), options=FLEET_CHANNEL_OPTIONS)
 
     def _check_secret(self, error: Exception) -> None:
         if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED:

@@ -13,8 +13,14 @@ ABORT = inference_pb2.FINISH_REASON_ABORT
 BLOCK_SIZE = 16
 MAKERS = [b"a node: c", b"a node: s"]  # that it computed its blocks in chunks or in decode steps
 MODEL = {  # as of the folder that write_fake_model writes
-    **{"architecture": "FakeForCausalLM", "vocab_size": "260", "embedder": "None", "weights": "none"},
-    **{"hidden_size": "8", "num_layers": "2", "num_heads": "2", "num_kv_heads": "2"},
+    "architecture": "FakeForCausalLM",
+    "vocab_size": "260",
+    "embedder": "None",
+    "weights": "none",
+    "hidden_size": "8",
+    "num_layers": "2",
+    "num_heads": "2",
+    "num_kv_heads": "2",
 }
 
 ROLES = {"p": "prefill", "d": "decode", "b": "both"}  # by the first letter of a node's name, unless a test says else

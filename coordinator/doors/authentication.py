@@ -12,7 +12,7 @@ from coordinator.doors.statuses import Continuation, Handler, abort
 from serving_core.errors import RequestError
 from serving_core.reasons import UNAUTHENTICATED
 
-HEALTH_PREFIX: Final = "/grpc.health.v1.Health/"
+OPEN_METHODS: Final = {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/List"}
 ASKER: Final = ContextVar("asker", default="")  # whose secret the call at hand has brought, where it has a name
 NO_API_KEY: Final = (
     "the API key is missing or wrong: --api-key or SPLITSERVE_API_KEY, sent as authorization: Bearer KEY"
@@ -44,7 +44,8 @@ class BearerSecrets:
 
 class BearerAuthentication(grpc.aio.ServerInterceptor):
     """Asks every call for the metadata `authorization: Bearer SECRET`, and refuses others with the sentence. Health
-    checks are exempt; a method that is not there is UNIMPLEMENTED for everyone, since the secret would not help."""
+    checks are exempt, but for Watch, which lasts: strangers could have all calls that there may be. A method that is
+    not there is UNIMPLEMENTED for everyone, since the secret would not help."""
 
     def __init__(self, secrets: BearerSecrets, sentence: str) -> None:
         self._secrets = secrets
@@ -55,7 +56,7 @@ class BearerAuthentication(grpc.aio.ServerInterceptor):
     ) -> Handler:
         details: Any = handler_call_details
         handler = await continuation(handler_call_details)
-        is_open = handler is None or details.method.startswith(HEALTH_PREFIX)
+        is_open = handler is None or details.method in OPEN_METHODS
         if is_open or self._admits(details.invocation_metadata):
             return handler
         return grpc.unary_unary_rpc_method_handler(self._refuse)

@@ -40,7 +40,7 @@ from serving_core.layout import KVLayout
 from serving_core.model_config import ModelConfig
 from serving_core.settings import EngineSettings
 from serving_core.sharding import Extent, Shard
-from serving_core.weight_files import FLOATS
+from serving_core.stored_tensors import FLOATS
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from engine.model.read_ahead import Span
 from serving_core.errors import ModelError
 from serving_core.sharding import Extent, whole
+from serving_core.stored_tensors import FLOATS, tensor_places
 from serving_core.text_parts import text_names
-from serving_core.weight_files import FLOATS, tensor_places
 
 MAPPED_BYTES: Final = 32 * 2**20  # mapped pages count as our memory, so mappings are let go this often
 INTEGERS: Final = ("I32",)

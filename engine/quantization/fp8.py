@@ -10,7 +10,7 @@ from engine.model.read_ahead import Span
 from serving_core.errors import ModelError
 from serving_core.sharding import Extent, whole
 from serving_core.stored_quantization import FP8, FP8_SCALES, StoredQuantization
-from serving_core.weight_files import FLOATS
+from serving_core.stored_tensors import FLOATS
 
 SCALES: Final = FP8_SCALES[:2]  # by either name what a weight is multiplied by; activations stay as they are
 

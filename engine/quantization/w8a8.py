@@ -9,7 +9,7 @@ from engine.model.checkpoint import Checkpoint, Part, whole_tensor
 from engine.quantization.grouped_weight import GroupedWeight
 from serving_core.sharding import Extent, whole
 from serving_core.stored_quantization import StoredQuantization
-from serving_core.weight_files import FLOATS
+from serving_core.stored_tensors import FLOATS
 
 ZERO: Final = 128
 

@@ -6,7 +6,8 @@ from typing import Final
 import grpc
 import grpc.aio
 
-from serving_core.channels import Option, channel_credentials
+from serving_core.channels import NO_PROXY, Option, channel_credentials
+from serving_core.exposure import is_loopback
 from serving_core.tls import SCHEME, TlsError, TlsFiles
 
 TARGET_NAME: Final = "grpc.ssl_target_name_override"
@@ -14,7 +15,8 @@ TARGET_NAME: Final = "grpc.ssl_target_name_override"
 
 @dataclass(frozen=True, slots=True)
 class Dialling:
-    """An address as gRPC takes it, and with what it is dialled over TLS; None without."""
+    """An address as gRPC takes it, and with what it is dialled over TLS; None without. By a proxy, where the
+    environment names one, but for what is on this machine."""
 
     address: str
     tls: TlsFiles | None = None
@@ -35,14 +37,17 @@ class Dialling:
     def channel(self, options: tuple[Option, ...]) -> grpc.Channel:
         """For plain code. Raises TlsError."""
         if self.tls is None:
-            return grpc.insecure_channel(self.address, options=options)
-        return grpc.secure_channel(self.address, channel_credentials(self.tls), options=self._named(options))
+            return grpc.insecure_channel(self.address, options=self._completed(options))
+        return grpc.secure_channel(self.address, channel_credentials(self.tls), options=self._completed(options))
 
     def aio_channel(self, options: tuple[Option, ...]) -> grpc.aio.Channel:
         """For asyncio. Raises TlsError."""
         if self.tls is None:
-            return grpc.aio.insecure_channel(self.address, options=options)
-        return grpc.aio.secure_channel(self.address, channel_credentials(self.tls), options=self._named(options))
+            return grpc.aio.insecure_channel(self.address, options=self._completed(options))
+        return grpc.aio.secure_channel(self.address, channel_credentials(self.tls), options=self._completed(options))
 
-    def _named(self, options: tuple[Option, ...]) -> tuple[Option, ...]:
-        return (*options, (TARGET_NAME, self.server_name)) if self.server_name else options
+    def _completed(self, options: tuple[Option, ...]) -> tuple[Option, ...]:
+        if self.server_name:
+            options = (*options, (TARGET_NAME, self.server_name))
+        is_here = is_loopback(self.address.rpartition(":")[0])
+        return (*options, NO_PROXY) if is_here else options

@@ -13,7 +13,7 @@ from engine.model.checkpoint import whole_tensor
 from engine.model.weights import open_checkpoint
 from serving_core.errors import SettingsError
 from serving_core.model_config import read_model_config
-from serving_core.weight_files import FLOATS
+from serving_core.stored_tensors import FLOATS
 
 LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 

@@ -55,8 +55,9 @@ from serving_core.errors import ModelError, RequestError, SettingsError
 from serving_core.json_fields import JsonFields
 from serving_core.model_config import ModelConfig, read_model_config
 from serving_core.requests import SamplingParams
+from serving_core.stored_tensors import stored_tensors
 from serving_core.telemetry import parse_line
-from serving_core.weight_files import INDEX_FILE, SINGLE_FILE, stored_tensors
+from serving_core.weight_files import INDEX_FILE, SINGLE_FILE
 from serving_node.ranks.leading import Meeting, share_from_wire
 from splitserve.launch.supervisor import LastWords
 from splitserve_bench.errors import BenchError

@@ -196,9 +196,11 @@ def test_clients_without_the_api_key_get_nowhere(tmp_path):
             for scheme in ("Bearer", "bearer"):
                 metadata = (("authorization", f"{scheme} sesame"),)
                 await c.stub.GetLoads(inference_pb2.GetLoadsRequest(), metadata=metadata)
-            health = health_pb2_grpc.HealthStub(c.channel)
+            health, request = health_pb2_grpc.HealthStub(c.channel), health_pb2.HealthCheckRequest()
+            assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
+            assert (await refusal_of(health.Watch(request)))[0] is grpc.StatusCode.UNAUTHENTICATED
             assert (
-                await health.Check(health_pb2.HealthCheckRequest())
+                await health.Watch(request, metadata=metadata).read()
             ).status == health_pb2.HealthCheckResponse.SERVING
 
     run(scenario())

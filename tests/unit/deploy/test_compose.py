@@ -35,7 +35,19 @@ TLS_FOLDER = "/tls/"
 # What the schema of Compose 1.29 knows, of what is used here.
 OLD_KEYS = {
     *("build", "cap_add", "cap_drop", "command", "depends_on", "deploy", "entrypoint", "environment", "healthcheck"),
-    *("image", "init", "network_mode", "networks", "ports", "profiles", "read_only", "restart", "scale", "secrets"),
+    *(
+        "image",
+        "init",
+        "logging",
+        "network_mode",
+        "networks",
+        "ports",
+        "profiles",
+        "read_only",
+        "restart",
+        "scale",
+        "secrets",
+    ),
     *("security_opt", "shm_size", "stop_grace_period", "tmpfs", "user", "volumes"),
 }
 OLD_HEALTHCHECK_KEYS = {"interval", "retries", "start_period", "test", "timeout"}
@@ -131,8 +143,8 @@ def test_only_the_public_ports_are_published_and_the_fleet_has_a_network_of_its_
 def test_each_process_is_checked_by_grpc_reaped_and_given_time_to_drain(name, settings_of):
     service = SERVICES[name]
     values = flat(settings_of(name))
-    port = values["port"] if name == "coordinator" else service["environment"]["SPLITSERVE_HEALTH_PORT"]
-    target = f"localhost:{port}" if name == "coordinator" else f"http://localhost:{port}"
+    health_port = service["environment"].get("SPLITSERVE_HEALTH_PORT")
+    target = f"http://localhost:{health_port}" if health_port else f"fleet://localhost:{values['fleet_port']}"
     assert service["healthcheck"]["test"] == ["CMD", "python", "-m", "splitserve.healthcheck", target]
     assert service["init"] is True
     drain_s = next(f.default for f, _ in fields_of(ROLES[service["command"][0]].settings_class) if f.name == "drain_s")

@@ -3,8 +3,13 @@
 import re
 from pathlib import Path
 
+import yaml
+
+from tests.unit.deploy.kubernetes_kit import container, ours
+
 ROOT = Path(__file__).parents[3]
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
+SERVICES = yaml.safe_load((ROOT / "deploy" / "docker-compose.yml").read_text())["services"]
 IGNORED = (ROOT / ".dockerignore").read_text()
 STAGES = {
     found[2]: found[0] for found in re.findall(r"(^FROM (\S+) AS (\w+)\n.*?)(?=^FROM |\Z)", DOCKERFILE, re.M | re.S)
@@ -32,7 +37,18 @@ def test_that_for_cuda_has_one_and_runs_as_nobody_in_particular():
     assert BASED_ON["cuda"] == "serving"
     assert "gcc libc6-dev" in STAGES["cuda"]
     assert re.findall(r"^USER (\S+)$", STAGES["cuda"], re.M)[-1] != "root"
-    assert "/cache" in STAGES["cuda"], "its kernels, where the root is read-only"
+    (kept_in,) = re.findall(r"^ENV TRITON_CACHE_DIR=(\S+)$", STAGES["cuda"], re.M)
+    assert f"install -d -o splitserve {kept_in}" in STAGES["cuda"]
+
+
+def test_what_triton_compiles_can_be_written_and_loaded_where_the_root_is_read_only():
+    (kept_in,) = re.findall(r"^ENV TRITON_CACHE_DIR=(\S+)$", STAGES["cuda"], re.M)
+    for name in ("prefill-gpu", "decode-gpu"):
+        (mount,) = [each for each in SERVICES[name]["tmpfs"] if each.startswith(kept_in)]
+        assert {"exec", "mode=1777"} == set(mount.removeprefix(f"{kept_in}:").split(","))
+    for variant in ("gpu", "leaderworkerset"):
+        (mount,) = [each for each in container(ours(variant)["node"])["volumeMounts"] if each["mountPath"] == kept_in]
+        assert not mount.get("readOnly")
 
 
 def test_the_dependencies_are_installed_before_the_sources_are_there():

@@ -285,5 +285,6 @@ def test_ranks_in_pods_of_their_own_are_what_ranks_in_one_pod_are():
     for pod in (one, group):
         for key in ("volumes", "volumeMounts"):
             part = pod["spec"] if key == "volumes" else container(pod)
-            part[key] = [each for each in part[key] if each["name"] != "shm"]  # ranks of one pod share it
+            kept = [each for each in part[key] if each["name"] != "shm"]  # ranks of one pod share it
+            part[key] = sorted(kept, key=lambda each: each["name"])
     assert one == group

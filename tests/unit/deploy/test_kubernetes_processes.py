@@ -158,7 +158,7 @@ def test_nodes_are_probed_at_services_of_their_health_port(variant, tmp_path, mo
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_coordinator_is_probed_without_a_key(variant, tmp_path, monkeypatch):
-    health = f"localhost:{coordinator(variant, tmp_path, monkeypatch)['port']}"  # gRPC's, as of compose's check
+    health = f"fleet://localhost:{coordinator(variant, tmp_path, monkeypatch)['fleet_port']}"  # as of compose's check
     each = container(ours(variant)["coordinator"])
     for name in ("startup", "liveness"):
         python, dash_m, module, target = each[f"{name}Probe"]["exec"]["command"]

@@ -10,7 +10,7 @@ from engine.model import read_ahead as module
 from engine.model.checkpoint import Part, SafetensorsCheckpoint, TextPart, whole_tensor
 from engine.model.read_ahead import Span, read_ahead
 from serving_core.sharding import Extent, whole
-from serving_core.weight_files import FLOATS
+from serving_core.stored_tensors import FLOATS
 
 TENSORS = {
     "a.weight": torch.arange(60, dtype=torch.float32).reshape(10, 6),

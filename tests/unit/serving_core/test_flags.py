@@ -185,6 +185,14 @@ def test_another_process_gets_the_secrets_and_no_variable_that_would_change_a_fl
     assert told == {**kept, "SPLITSERVE_TOKEN": "canary"}
 
 
+def test_another_process_gets_the_name_of_a_secrets_file_and_not_the_secret(monkeypatch, tmp_path):
+    file = tmp_path / "token"
+    file.write_text("canary\n")
+    monkeypatch.setattr(os, "environ", {"SPLITSERVE_TOKEN_FILE": str(file)})
+    assert environment_of(Enclosing(Outer(token="canary"))) == {"SPLITSERVE_TOKEN_FILE": str(file)}
+    assert environment_of(Enclosing(Outer(token="made here"))) == {"SPLITSERVE_TOKEN": "made here"}
+
+
 def test_secrets_come_from_the_environment_and_help_does_not_show_them():
     assert parse(env={"SPLITSERVE_TOKEN": "canary"}).token == "canary"
     result, _ = invoke("--help", env={"SPLITSERVE_TOKEN": "canary"})

@@ -11,7 +11,8 @@ from serving_core.layout import KVLayout
 from serving_core.model_config import read_model_config
 from serving_core.needs import check_settings, needs_of, num_blocks_for
 from serving_core.settings import EngineSettings
-from serving_core.weight_files import INDEX_FILE, stored_tensors
+from serving_core.stored_tensors import stored_tensors
+from serving_core.weight_files import INDEX_FILE
 from tests.foreign_models import write_foreign_model
 from tests.tiny_models import write_fake_model, write_tiny_model
 

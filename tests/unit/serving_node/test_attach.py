@@ -218,6 +218,18 @@ async def test_a_broken_stream_detaches_the_node_and_it_attaches_again():
     assert shown_sessions(coordinator) == [0, 101, 102]
 
 
+async def test_no_proxy_is_asked_for_the_coordinator(monkeypatch):
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")  # nobody listens there
+    coordinator, node = Coordinator(stay), Node()
+    async with asyncio.timeout(DEADLINE_S), serving(coordinator) as link:
+        running = asyncio.create_task(link.run(node))
+        while not coordinator.num_welcomes:
+            await asyncio.sleep(0.01)
+        link.stop()
+        await running
+
+
 async def test_a_node_that_is_stuck_leaves_and_is_not_back_before_it_has_recovered():
     coordinator, node = Coordinator(stay, stay), Node()
     async with asyncio.timeout(DEADLINE_S), serving(coordinator) as link:

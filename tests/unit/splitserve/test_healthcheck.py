@@ -36,6 +36,22 @@ def test_it_tells_whether_the_coordinator_answers_and_whether_it_can_take_reques
     run(scenario())
 
 
+def test_the_port_for_nodes_is_asked_over_tls_where_there_is_a_ca_and_never_by_a_proxy(tmp_path):
+    files = TlsFiles(*flags_of(authority(tmp_path / "certs"), "coordinator").values())
+    tls = {"SPLITSERVE_TLS_CERT": files.cert, "SPLITSERVE_TLS_KEY": files.key}
+    proxy = {"http_proxy": "http://127.0.0.1:1"}  # nobody listens there
+
+    async def scenario():
+        async with cluster(tmp_path, (), fleet_secret="s") as c:
+            target = f"fleet://127.0.0.1:{c.server.fleet_port}"
+            for environment in ({}, tls, proxy):
+                assert (await asyncio.to_thread(check, target, **environment)).returncode == 0
+            with_ca = await asyncio.to_thread(check, target, **tls, SPLITSERVE_TLS_CA=files.ca)
+            assert with_ca.returncode == 1
+
+    run(scenario())
+
+
 def test_a_coordinator_that_is_not_there_is_a_sentence():
     with socket.socket() as taken:  # so that nobody listens there
         taken.bind(("127.0.0.1", 0))

@@ -1,0 +1,56 @@
+"""Which tensors are in the files of a model's weights, by what their headers say. Torch-free."""
+
+import json
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from serving_core.errors import ModelError
+from serving_core.gguf_weights import gguf_weights
+from serving_core.weight_files import INDEX_FILE, LENGTH_BYTES, is_gguf, read_header_bytes, weight_files, weight_map
+
+FLOATS: Final = ("F32", "F16", "BF16")
+
+
+class StoredTensor(NamedTuple):
+    """A tensor as the header of its file describes it; of a GGUF file as what it is read as, F32."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype in FLOATS
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a model folder by name, from the headers of its files. Raises ModelError when a file is missing,
+    broken or cut short, or lacks a tensor that the index says it has."""
+    if is_gguf(folder):
+        return {name: StoredTensor(tensor.shape, "F32") for name, tensor in gguf_weights(folder).tensors.items()}
+    stored = {file.name: file_tensors(file) for file in weight_files(folder)}
+    if (folder / INDEX_FILE).exists():
+        for name, file_name in weight_map(folder / INDEX_FILE).items():
+            if name not in stored[file_name]:
+                raise ModelError(f"{INDEX_FILE} says that {name} is in {file_name}, and it is not")
+    return {name: tensor for tensors in stored.values() for name, tensor in tensors.items()}
+
+
+def file_tensors(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file by name, from its header. Raises ModelError when it is broken or cut short."""
+    try:
+        with safe_open(file, framework="numpy") as header:
+            slices = {name: header.get_slice(name) for name in header.keys()}  # noqa: SIM118  it is no mapping
+            return {name: StoredTensor(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{file} is not a whole safetensors file: {error}") from error
+
+
+def tensor_places(file: Path) -> dict[str, range]:
+    """The bytes of each tensor of a safetensors file that has been opened as one."""
+    with file.open("rb") as stream:
+        first = read_header_bytes(stream)
+        header = json.loads(stream.read(first - LENGTH_BYTES))
+    places = {name: tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"}
+    return {name: range(first + start, first + stop) for name, (start, stop) in places.items()}
