@@ -230,6 +230,7 @@ class _Joined:
         for group in (self, *self._stages):
             if group._shared is not None:
                 group._shared.close()
+            group._group = None  # which would outlive this, with its threads
         distributed.destroy_process_group()
 
 

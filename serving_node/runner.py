@@ -12,6 +12,7 @@ from decode_node.speculation import SpeculationCounts
 from engine.cache.tier_store import TierStore
 from engine.drafting import Drafter
 from engine.engine import Engine
+from engine.fatal import is_fatal
 from engine.step_clock import AFTER, DRAFT, HAND_OVER, IDLE, PLAN, SEND, StepClock
 from engine.stepper import Ahead, Step, Stepper
 from kv_transfer.annexes.annex import Annex
@@ -55,7 +56,7 @@ from serving_node.grants import Grants
 from serving_node.hosting import most_hosted_tokens
 from serving_node.link import FleetLink
 from serving_node.logic import Limits, NodeLogic
-from serving_node.ranks.leading import Followers, die
+from serving_node.ranks.leading import Followers, die, end_at_once
 from serving_node.ranks.tiers import NodeTier
 from serving_node.ranks.transfers import NodeTransfers
 from serving_node.reports import new_incarnation, node_info, rank_loads
@@ -391,13 +392,16 @@ class NodeRunner:
 
     @contextlib.contextmanager
     def _failing(self, works: Sequence[Work]) -> Iterator[None]:
-        """What is raised within fails these and no others; without a rank the process ends."""
+        """What is raised within fails these and no others; the process ends where it can compute nothing any more, or
+        has lost a rank: a node that fails whatever comes looks idle, and would be given all."""
         try:
             yield
         except RankLost as error:
             die(error)
         except Exception as error:
             logger.exception("a step failed", extra=_naming(works))
+            if is_fatal(error):
+                end_at_once(f"this node can compute nothing any more and ends: {error}")
             self._followers.fail_step(error)
             self._logic.step_failed(works, error, time.monotonic())
             self._carry_out(wakes=False)

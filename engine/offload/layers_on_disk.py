@@ -20,6 +20,10 @@ logger = logging.getLogger(__name__)
 READ_TIMEOUT_S: Final = 60.0  # for one layer
 
 
+class WeightsLost(RuntimeError):
+    """They cannot be read any more."""
+
+
 class DiskStore:
     """Writes layers to a file, in the form in which kernels read them."""
 
@@ -95,15 +99,15 @@ class LayersOnDisk:
             self._changed.notify_all()
 
     def _begin(self, layer: int) -> None:
-        """Waits until it is there. Raises RuntimeError when it cannot be read."""
+        """Waits until it is there. Raises WeightsLost when it cannot be read."""
         with self._changed:
             self._residence.begin(layer)
             self._changed.notify_all()
             is_there = self._changed.wait_for(lambda: layer in self._loaded or self._error, READ_TIMEOUT_S)
         if self._error is not None:
-            raise RuntimeError(f"weights cannot be read from {self._file.folder}: {self._error}") from self._error
+            raise WeightsLost(f"weights cannot be read from {self._file.folder}: {self._error}") from self._error
         if not is_there:
-            raise RuntimeError(f"weights were not read from {self._file.folder} within {READ_TIMEOUT_S:g} s")
+            raise WeightsLost(f"weights were not read from {self._file.folder} within {READ_TIMEOUT_S:g} s")
 
     def _end(self, layer: int) -> None:
         with self._changed:

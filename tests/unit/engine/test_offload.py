@@ -1,8 +1,10 @@
 """Layers on disk: the rule by hand and by properties, the file by what it gives back, and answers beside those of the
 same model in memory."""
 
+import ctypes
 import errno
 import gc
+import mmap
 import os
 import threading
 
@@ -12,8 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.engine import Engine
+from engine.fatal import is_fatal
 from engine.native.dense_linear import best_variant
+from engine.offload import layers_on_disk
 from engine.offload.layer_file import PIECE_BYTES, LayerFile, LayerMemory
+from engine.offload.layers_on_disk import WeightsLost
 from engine.offload.residence import ROOM, Residence, layers_elsewhere
 from serving_core.errors import SettingsError
 from serving_core.settings import EngineSettings
@@ -207,10 +212,52 @@ def test_what_has_no_weights_of_ours_has_none_on_disk(tmp_path):
         engine_of(folder, weights_memory_bytes=2**20, model_impl="transformers")
 
 
-def test_what_cannot_be_read_any_more_ends_the_step(tmp_path):
+@pytest.fixture
+def offloading(tmp_path):
+    """An engine with some layers on disk, that has answered, and the limit of its weights in memory."""
     folder = write_tiny_model(tmp_path / "model", **SIZES)
-    engine = engine_of(folder, weights_memory_bytes=engine_of(folder).weight_bytes * 3 // 4)
+    limit = engine_of(folder).weight_bytes * 3 // 4
+    engine = engine_of(folder, weights_memory_bytes=limit)
     answers(engine)
+    return engine, limit
+
+
+def test_what_cannot_be_read_any_more_is_fatal(offloading):
+    engine, _ = offloading
     os.ftruncate(engine.model.offloaded._file._file, 0)
-    with pytest.raises(RuntimeError, match=r"^weights cannot be read from .*: .* bytes of \d+ were read"):
+    with pytest.raises(WeightsLost, match=r"^weights cannot be read from .*: .* bytes of \d+ were read") as raised:
         answers(engine)
+    assert is_fatal(raised.value)
+    assert not is_fatal(ValueError("odd"))
+
+
+def test_a_disk_that_gives_nothing_is_waited_for_a_while(offloading, monkeypatch):
+    engine, _ = offloading
+    monkeypatch.setattr(layers_on_disk, "READ_TIMEOUT_S", 0.2)
+    goes_on = threading.Event()
+    monkeypatch.setattr(engine.model.offloaded._file, "read", lambda memory, start: goes_on.wait())
+    try:
+        with pytest.raises(WeightsLost, match=r"^weights were not read from .* within 0.2 s$"):
+            answers(engine)
+    finally:
+        goes_on.set()
+
+
+def num_resident_pages(memory):
+    """Of the layer's memory, as the kernel counts them."""
+    libc, count = ctypes.CDLL(None, use_errno=True), 0
+    for pages in memory.pages():
+        is_resident = (ctypes.c_ubyte * (pages.nbytes // mmap.PAGESIZE))()
+        assert not libc.mincore(ctypes.c_void_p(pages.data_ptr()), ctypes.c_size_t(pages.nbytes), is_resident)
+        count += sum(each & 1 for each in is_resident)
+    return count
+
+
+def test_weights_take_no_more_memory_than_they_may(offloading):
+    engine, limit = offloading
+    offloaded = engine.model.offloaded
+    in_memory = engine.weight_bytes - sum(offloaded.layer_bytes.values())
+    assert in_memory + ROOM * max(offloaded.layer_bytes.values()) <= limit
+    memories = [memory for memory, _ in offloaded._places.values()]
+    assert len(memories) > ROOM
+    assert sum(num_resident_pages(memory) > 0 for memory in memories) <= ROOM

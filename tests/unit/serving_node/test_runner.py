@@ -4,13 +4,16 @@ import asyncio
 
 import pytest
 
+from engine.offload.layers_on_disk import WeightsLost
 from engine.stepper import Stepper
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
 from protos import fleet_pb2, inference_pb2
 from serving_core import reasons
 from serving_core.errors import SettingsError
+from serving_node import runner
 from serving_node.ranks.follower import Follower
+from serving_node.ranks.leading import Followers
 from serving_node.ranks.transfers import FollowerTransfers
 from tests.tiny_models import EOS
 from tests.unit.serving_node.rank_kit import crew
@@ -196,6 +199,30 @@ async def test_a_failed_step_fails_all_that_were_in_it_and_the_node_goes_on(tmp_
         node.local("b", range(10))
         await node.idle()
         assert node.of("b") == told(answer_on_paper(range(10), 4))
+
+
+async def test_a_node_that_can_compute_nothing_any_more_ends(tmp_path, monkeypatch):
+    last_words = []
+    monkeypatch.setattr(runner, "end_at_once", last_words.append)
+    async with running(tmp_path, gated=True) as node:
+        node.local("a", range(10))
+        await node.until_step(1)
+        node.engine.error = WeightsLost("weights cannot be read from /d: EIO")
+        node.engine.open()
+        await node.idle()
+    assert last_words == ["this node can compute nothing any more and ends: weights cannot be read from /d: EIO"]
+
+
+async def test_a_failed_step_ends_a_node_whose_followers_wait_in_it(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(Followers, "fail_step", lambda self, error: told.append(str(error)))
+    async with running(tmp_path, gated=True) as node:
+        node.local("a", range(10))
+        await node.until_step(1)
+        node.engine.error = ValueError("odd")
+        node.engine.open()
+        await node.idle()
+    assert told == ["odd"]
 
 
 async def test_a_draining_node_finishes_what_it_has(tmp_path):

@@ -1,0 +1,17 @@
+"""After which errors a process cannot compute any more."""
+
+from typing import Final
+
+import torch
+
+from engine.offload.layers_on_disk import WeightsLost
+
+OUT_OF_MEMORY: Final = 2  # of CUDA's error codes
+
+
+def is_fatal(error: Exception) -> bool:
+    """Whether every later step would fail too: weights that are gone, a device that has failed. CUDA gives such an
+    error to all calls that follow."""
+    if isinstance(error, torch.AcceleratorError):
+        return getattr(error, "error_code", None) != OUT_OF_MEMORY
+    return isinstance(error, WeightsLost)
