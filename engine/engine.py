@@ -1,9 +1,11 @@
 """What one rank of a node computes: a model, its KV pool and the choice of the next tokens. Knows no network and no
 role."""
 
+import hashlib
+import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
@@ -50,6 +52,8 @@ from serving_core.sharding import Shard, rank_layout, shard_of
 from serving_core.stored_quantization import quantization_name
 
 logger = logging.getLogger(__name__)
+
+MOST_TOLD_CHARS: Final = 64  # of one fact that ranks compare
 
 WARM_UP_TOKENS: Final = 256
 MIN_MEASURED_S: Final = 1e-6
@@ -112,6 +116,7 @@ class Engine:
         adapters = read_adapters(settings.lora, self.config)
         of_model = fingerprint(folder, self.config, self.model_layout, dtype, settings.quantization)
         self.fingerprint: Final = of_model | adapter_facts(adapters)
+        _check_alike(self.group, self.fingerprint | _shared_settings(settings, self.num_blocks, self.max_model_len))
         self.kv_pool_bytes: Final = self.layout.block_bytes * self.num_blocks
         self._grammars = Grammars(folder, self.eos_token_ids)
         self._device = device
@@ -419,13 +424,33 @@ class Engine:
         return None if given is None else Logits(given)
 
 
-def _check_alike(group: RankGroup, settings: EngineSettings) -> None:
-    """Raises SettingsError on every rank where they would not call each other alike."""
-    for name in ("sequence_parallel_min_tokens", "enforce_eager"):
-        told = group.exchange(str(getattr(settings, name)).encode())
-        if len(set(told)) > 1:
-            values = ", ".join(value.decode() for value in told)
-            raise SettingsError(f"--{name.replace('_', '-')} must be the same on all ranks, and is {values}")
+def _shared_settings(settings: EngineSettings, num_blocks: int, max_model_len: int) -> dict[str, str]:
+    """What ranks must have alike beside the model: else they would not call each other alike."""
+    return {
+        "--sequence-parallel-min-tokens": str(settings.sequence_parallel_min_tokens),
+        "--enforce-eager": str(settings.enforce_eager),
+        "SplitServe's version": version("splitserve"),
+        "the number of KV blocks": str(num_blocks),
+        "the longest request": str(max_model_len),
+    }
+
+
+def _check_alike(group: RankGroup, facts: Mapping[str, str]) -> None:
+    """Raises SettingsError on every rank where they differ in one of these: of another model, say, which each rank
+    reads on its own machine."""
+    told = [json.loads(data) for data in group.exchange(json.dumps(_brief(facts)).encode())]
+    for name in sorted(set().union(*told)):
+        values = [each.get(name, "nothing") for each in told]
+        if len(set(values)) > 1:
+            raise SettingsError(f"{name} must be the same on all ranks, and is {', '.join(values)}")
+
+
+def _brief(facts: Mapping[str, str]) -> dict[str, str]:
+    """The same, short enough to be exchanged: by a digest what is long."""
+    return {
+        name: value if len(value) <= MOST_TOLD_CHARS else hashlib.sha256(value.encode()).hexdigest()[:16]
+        for name, value in facts.items()
+    }
 
 
 def _build_model(
@@ -448,7 +473,6 @@ def _build_model(
         from engine.foreign.loading import load_foreign  # here, as it takes seconds to import
 
         return load_foreign(folder, config, layout, dtype, device, shard, of_stage, pipeline, settings)
-    _check_alike(group, settings)
     with torch.device("meta"):
         decoder = LlamaDecoder(config, device, shard, of_stage, pipeline, settings.sequence_parallel_min_tokens)
     placement = None

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 from unittest import mock
 
@@ -11,7 +12,7 @@ import torch
 from engine.native.library import native_library
 from engine.parallel import MOST_EXCHANGED_BYTES, alone, choose_device, join, on_all_ranks
 from serving_core.errors import SettingsError
-from tests.tiny_models import write_fake_model
+from tests.tiny_models import write_fake_model, write_tiny_model
 from tests.unit.engine.test_fake import answer_on_paper
 from tests.unit.serving_node.rank_process import TIMEOUT_S, rank_processes
 
@@ -54,6 +55,14 @@ def test_rows_divided_over_two_ranks_are_to_the_bit_those_of_the_whole_sum():
 @pytest.mark.parametrize("tp_size", [2, 3])
 def test_ranks_of_one_machine_add_up_in_their_order_through_shared_memory(tp_size):
     assert run_group(tp_size, "shared_sums") == [[True, True, []]] * tp_size
+
+
+def test_ranks_whose_machines_have_other_weights_are_refused(tmp_path):
+    for rank in range(2):
+        write_tiny_model(tmp_path / str(rank), seed=rank)
+    one, other = run_group(2, "unlike_models", tmp_path)
+    assert one == other
+    assert re.fullmatch(r"weights must be the same on all ranks, and is [0-9a-f]{64}, [0-9a-f]{64}", one)
 
 
 def test_without_kernels_they_do_not_share(monkeypatch):

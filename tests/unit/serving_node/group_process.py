@@ -138,6 +138,18 @@ def unlike_ranks(folder):
     return "nothing"
 
 
+def unlike_models(folder):
+    """What ranks say whose machines have other weights of the same shape."""
+    group = joined(TIMEOUT_S)
+    try:
+        Engine(EngineSettings(model=f"{folder}/{group.rank}", device="cpu"), group)
+    except SettingsError as error:
+        return str(error)
+    finally:
+        group.close()
+    return "nothing"
+
+
 def shared_sums(_):
     """Where what goes through shared memory is not the sum in the order of the ranks: types and numbers of rows, of
     less than fits one slot, and of more."""
