@@ -26,6 +26,7 @@ from serving_core.tls import TlsError, read_tls
 from serving_core.tls_settings import TlsSettings, check_open
 
 ADMIT_ALL, ADMIT_TIMELY = "all", "timely"
+MOST_LOGPROBS: Final = 1000  # with those of a step of 1024 answers in a message that the fleet port takes
 _ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+")  # as browsers send it, without a path
 _ENDPOINT: Final = re.compile(r"https?://[^/?#@\s]+:\d{1,5}/?")
 
@@ -109,7 +110,7 @@ class CoordinatorSettings:
     max_connections_per_peer: int = flag(
         0, "Most connections of one address at the HTTP port, such as a proxy's; 0 takes half of all.", minimum=0
     )
-    max_logprobs: int = flag(20, "Most top logprobs a request may ask for.", minimum=0)
+    max_logprobs: int = flag(20, "Most top logprobs a request may ask for.", minimum=0, maximum=MOST_LOGPROBS)
     roles: str = flag(
         FIXED,
         "Whether nodes keep the roles that they begin with or get (fixed), or help where more is to do (auto).",

@@ -51,7 +51,7 @@ class EngineSettings:
         "memory, and read while others compute. 0: all are in memory.",
         minimum=0,
     )
-    weights_disk_path: str = flag("", "Folder on that disk, with CPUs; empty takes the one for temporary files.")
+    weights_disk_path: str = flag("", "Folder on that disk, with CPUs; empty takes /tmp or /var/tmp.")
     device: str = flag("auto", "Where to compute; auto takes CUDA when there is one.", choices=DEVICES)
     block_size: int = flag(16, "Tokens in one KV block.", minimum=1, maximum=1024)
     num_kv_blocks: int = flag(0, "KV blocks in the pool; 0 derives it from --kv-cache-memory-bytes.", minimum=0)

@@ -37,7 +37,7 @@ WELCOME_DEADLINE_S: Final = 10.0
 RETRY_MIN_S: Final = 0.1
 RETRY_MAX_S: Final = 2.0
 MAX_UNSENT_EVENTS: Final = 10_000
-MAX_JOINED_TOKENS: Final = 4096  # of steps that wait, in one message
+MAX_JOINED_BYTES: Final = 256 * 1024  # of steps that wait, in one message
 TAKEN_S: Final = 0.1  # at most, for the coordinator to be told that a suspect is here
 
 Unsent = asyncio.Queue["fleet_pb2.NodeEvent | None"]  # None: nothing more will come
@@ -84,6 +84,7 @@ class FleetLink:
         self._spares = spares
         self._unsent: Unsent = asyncio.Queue(MAX_UNSENT_EVENTS)
         self._last_step: fleet_pb2.StepTokens | None = None  # where it is the last event that waits
+        self._last_step_bytes = 0  # of it
         self._attached = False
         self._stopping = asyncio.Event()
         self._retry_s = RETRY_MIN_S
@@ -114,10 +115,14 @@ class FleetLink:
 
     def _join(self, step: fleet_pb2.StepTokens | None) -> bool:
         """Adds a step to the one that waits right before it: a coordinator that is behind takes both for less."""
-        last = self._last_step
-        if step is None or last is None or len(last.tokens) + len(step.tokens) > MAX_JOINED_TOKENS:
+        if step is None:
+            return False
+        num_bytes, last = step.ByteSize(), self._last_step
+        if last is None or self._last_step_bytes + num_bytes > MAX_JOINED_BYTES:
+            self._last_step_bytes = num_bytes  # it is the next one that others are added to
             return False
         last.MergeFrom(step)
+        self._last_step_bytes += num_bytes
         return True
 
     def stop(self) -> None:

@@ -1,5 +1,6 @@
 """Fields of a request that the server does not know: named to the client and in the log, or refused."""
 
+import itertools
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 WARNING_HEADER: Final = "x-splitserve-warning"  # over HTTP a header, over gRPC trailing metadata
 MAX_NAMED: Final = 8
+MAX_PARTS: Final = 4096  # of a request, that are looked at
 MAX_NAME_CHARS: Final = 40
 MAX_LOGGED: Final = 256  # different lines: clients decide what is in them
 
@@ -42,11 +44,19 @@ class UnknownFields:
 
 
 def unknown_in_message(request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest) -> list[str]:
-    """The numbers of the unknown fields of a request and of its sampling_params, which is all that protobuf knows of
-    them."""
-    if isinstance(request, inference_pb2.EmbedRequest):
-        return list(_numbers(request, ""))
-    return [*_numbers(request, ""), *_numbers(request.sampling_params, "sampling_params.")]
+    """The numbers of the unknown fields of a request and of what is in it, behind the names of the fields that hold
+    them, each once; that is all that protobuf knows of them. In the first MAX_PARTS messages."""
+    parts = itertools.islice(_parts(request, ""), MAX_PARTS)
+    return list(dict.fromkeys(name for part, prefix in parts for name in _numbers(part, prefix)))
+
+
+def _parts(message: Message, prefix: str) -> Iterator[tuple[Message, str]]:
+    """The message and those in it, with what stands before the names of their fields."""
+    yield message, prefix
+    for field, value in message.ListFields():
+        if field.message_type is not None and not field.message_type.GetOptions().map_entry:
+            for part in [value] if isinstance(value, Message) else value:
+                yield from _parts(part, f"{prefix}{field.name}.")
 
 
 def _numbers(message: Message, prefix: str) -> Iterator[str]:

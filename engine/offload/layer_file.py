@@ -6,13 +6,16 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
+import psutil
 import torch
 
 from engine.native.huge_memory import ALIGNMENT, CHUNK_BYTES, huge_chunk
 from serving_core.errors import SettingsError
 
+IN_MEMORY: Final = ("tmpfs", "ramfs")
 PIECE_BYTES: Final = 8 * 2**20  # that are read or written at once
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -56,13 +59,32 @@ class LayerMemory:
                 raise OSError(ctypes.get_errno(), "memory cannot be let go")
 
 
+def folder_on_disk(given: str) -> str:
+    """The folder for layers: the one given, or that for temporary files, or /var/tmp where that is in memory, as it is
+    in many containers. Raises SettingsError where there is none on a disk."""
+    if given:
+        if _is_in_memory(given):
+            raise SettingsError(f"--weights-disk-path {given} is in memory: name a folder on a disk")
+        return given
+    for folder in (tempfile.gettempdir(), "/var/tmp"):
+        if os.access(folder, os.W_OK) and not _is_in_memory(folder):
+            return folder
+    raise SettingsError("--weights-disk-path is needed: folders for temporary files are in memory here")
+
+
+def _is_in_memory(folder: str) -> bool:
+    place = Path(folder).resolve()
+    above = [each for each in psutil.disk_partitions(all=True) if place.is_relative_to(each.mountpoint)]
+    return bool(above) and max(above, key=lambda each: len(each.mountpoint)).fstype in IN_MEMORY
+
+
 class LayerFile:
     """A file without a name, gone with the process. Past the page cache, where the file system can do that: what is
     read is read once a step, and would take memory twice."""
 
     def __init__(self, folder: str) -> None:
-        """Raises SettingsError when there can be none in this folder; empty: the one for temporary files."""
-        self.folder: Final = folder or tempfile.gettempdir()
+        """Raises SettingsError when there can be none in this folder."""
+        self.folder: Final = folder
         try:
             self._file, path = tempfile.mkstemp(prefix="splitserve-weights-", dir=self.folder)
             try:

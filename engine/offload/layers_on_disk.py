@@ -12,7 +12,7 @@ from torch import nn
 
 from engine.model.layers import Layer
 from engine.native.huge_memory import weights_in
-from engine.offload.layer_file import PIECE_BYTES, LayerFile, LayerMemory
+from engine.offload.layer_file import PIECE_BYTES, LayerFile, LayerMemory, folder_on_disk
 from engine.offload.residence import Residence
 
 logger = logging.getLogger(__name__)
@@ -28,8 +28,8 @@ class DiskStore:
     """Writes layers to a file, in the form in which kernels read them."""
 
     def __init__(self, folder: str) -> None:
-        """Raises SettingsError when the folder cannot be written."""
-        self._file = LayerFile(folder)
+        """Raises SettingsError when the folder cannot be written, or is in memory."""
+        self._file = LayerFile(folder_on_disk(folder))
         self._memory = LayerMemory()
         self._written: dict[int, tuple[nn.Module, LayerMemory, int]] = {}
 

@@ -31,6 +31,16 @@ def test_numbers_of_unknown_fields():
     assert unknown_in_message(asked_by_a_later_version()) == ["99", "sampling_params.99"]
 
 
+def test_those_of_what_is_in_a_request_are_told_once_each():
+    chat = inference_pb2.ChatInput(messages=[inference_pb2.ChatMessage.FromString(VARINT_99) for _ in range(3)])
+    so_far = [inference_pb2.AnswerSoFar.FromString(VARINT_99)]
+    request = inference_pb2.GenerateRequest(chat=chat, so_far=so_far)
+    request.sampling_params.logit_bias[5] = 1.0
+    assert sorted(unknown_in_message(request)) == ["chat.messages.99", "so_far.99"]
+    chat = inference_pb2.ChatInput(messages=[inference_pb2.ChatMessage()] * 100_000)
+    assert unknown_in_message(inference_pb2.GenerateRequest(chat=chat)) == []  # and not all are looked at
+
+
 def test_names_are_told_short_and_few_and_may_stand_in_a_header():
     unknown = UnknownFields(strict=False)
     assert unknown.check([]) == ""

@@ -6,6 +6,7 @@ import errno
 import gc
 import mmap
 import os
+import tempfile
 import threading
 
 import pytest
@@ -17,7 +18,7 @@ from engine.engine import Engine
 from engine.fatal import is_fatal
 from engine.native.dense_linear import best_variant
 from engine.offload import layers_on_disk
-from engine.offload.layer_file import PIECE_BYTES, LayerFile, LayerMemory
+from engine.offload.layer_file import PIECE_BYTES, LayerFile, LayerMemory, folder_on_disk
 from engine.offload.layers_on_disk import WeightsLost
 from engine.offload.residence import ROOM, Residence, layers_elsewhere
 from serving_core.errors import SettingsError
@@ -210,6 +211,17 @@ def test_what_has_no_weights_of_ours_has_none_on_disk(tmp_path):
     said = "--weights-memory-bytes: transformers computes LlamaForCausalLM, with all weights in memory"
     with pytest.raises(SettingsError, match=said):
         engine_of(folder, weights_memory_bytes=2**20, model_impl="transformers")
+
+
+def test_no_folder_in_memory_is_taken_for_a_disk(tmp_path, monkeypatch):
+    with pytest.raises(SettingsError, match=r"^--weights-disk-path /dev/shm/a is in memory: name a folder on a disk"):
+        folder_on_disk("/dev/shm/a")
+    assert folder_on_disk(str(tmp_path)) == str(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
+    assert folder_on_disk("") == "/var/tmp"
+    monkeypatch.setattr(os, "access", lambda folder, mode: folder != "/var/tmp")
+    with pytest.raises(SettingsError, match=r"^--weights-disk-path is needed: folders for temporary"):
+        folder_on_disk("")
 
 
 @pytest.fixture
