@@ -1,13 +1,19 @@
-"""The inputs that are kept of each decoder: a file of lines in base64."""
+"""The inputs of each decoder: those that are kept, a file of lines in base64, and those that it accepts now."""
 
 import base64
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+from tests.fuzz.seeds import SEEDS
+
 FOLDER: Final = Path(__file__).parent / "corpus"
 MAX_INPUT_BYTES: Final = 2048
 MAX_INPUTS: Final = 100  # of one decoder
+
+
+def inputs_of(name: str) -> list[bytes]:
+    return [*SEEDS.get(name, list)(), *read_corpus(name)]
 
 
 def read_corpus(name: str) -> list[bytes]:

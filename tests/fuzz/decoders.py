@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
-from safetensors.numpy import save_file
+from safetensors.numpy import save, save_file
 
 from coordinator.control.journal import Journal
 from coordinator.control.ledger import Ledger
@@ -197,7 +197,8 @@ def _body(parse: Callable[[Any], Any]) -> Callable[[bytes], None]:
     def read(data: bytes) -> None:
         fields = read_fields(data)
         asked = parse(fields)
-        set_limits(getattr(asked, "requests", ()), fields, {"x-slo-ttft-ms": data[:8].decode("latin-1")})
+        headers = {} if data.startswith(b"{") else {"x-slo-ttft-ms": data[:8].decode("latin-1")}
+        set_limits(getattr(asked, "requests", ()), fields, headers)
         fields.unread()
 
     return read
@@ -277,7 +278,10 @@ def rendered_conversation(data: bytes) -> None:
 
 @refuses(RequestError, DecodeError)
 def hello(data: bytes) -> None:
-    _dispatcher().attach(fleet_pb2.Hello.FromString(data))
+    """Of this version: what it keeps out is not worth a search."""
+    told = fleet_pb2.Hello.FromString(data)
+    told.node.fingerprint["protocol_version"] = convert.PROTOCOL_VERSION
+    _dispatcher().attach(told)
 
 
 @refuses(RequestError, DecodeError)
@@ -300,7 +304,8 @@ def node_command(data: bytes) -> None:
         convert.job_to_wire(convert.request_from_wire(job))
         convert.due_from_wire(job.due, 0.0)
     convert.shape_from_wire(command.reshape.shape)
-    Ticket.decode(command.deliver.ticket or command.lend.ticket)
+    for packed in filter(None, (command.deliver.ticket, command.lend.ticket)):
+        Ticket.decode(packed)
 
 
 @refuses(DecodeError)
@@ -391,7 +396,8 @@ def safetensors_header(data: bytes) -> None:
 
 @refuses(ModelError)
 def safetensors_index(data: bytes) -> None:
-    with _file(INDEX_FILE, data) as path:
+    """Beside a file with the tensor `a`."""
+    with _file(SINGLE_FILE, save({"a": np.zeros(1, np.float32)})), _file(INDEX_FILE, data) as path:
         stored_tensors(path.parent)
 
 

@@ -13,7 +13,7 @@ from typing import Final
 
 import click
 
-from tests.fuzz.corpus import FOLDER, MAX_INPUT_BYTES, add_to_corpus, read_corpus
+from tests.fuzz.corpus import FOLDER, MAX_INPUT_BYTES, add_to_corpus, inputs_of
 
 NAMES: Final = sorted(path.stem for path in FOLDER.glob("*.txt"))
 GRACE_S: Final = 120.0  # to start and to end
@@ -26,7 +26,7 @@ def search(name: str, folder: Path, seconds: float) -> bool:
     """Whether nothing was found in this time. What has reached new code is in the folder's `inputs` then."""
     inputs = folder / "inputs"
     inputs.mkdir()
-    for number, each in enumerate(read_corpus(name)):
+    for number, each in enumerate(inputs_of(name)):
         (inputs / str(number)).write_bytes(each)
     limits = [f"-max_len={MAX_INPUT_BYTES}", f"-timeout={MAX_INPUT_S}", f"-rss_limit_mb={MAX_RSS_MIB}"]
     flags = [f"-max_total_time={seconds:.0f}", *limits, f"-artifact_prefix={folder}/", "-print_final_stats=1"]

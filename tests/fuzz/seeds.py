@@ -1,0 +1,72 @@
+"""Inputs that decoders accept, made anew each time: what is kept in the corpus may be of an earlier version, and then
+is refused before it comes far."""
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from kv_transfer.annexes.wire import Kind, tell
+from kv_transfer.ticket import Ticket
+from protos import fleet_pb2
+from protos.convert import shape_to_wire
+from serving_core.shapes import Shape
+from tests import fleet_events as events
+from tests.unit.kv_transfer.transfer_kit import LAYOUT
+
+MESSAGES: Final = [{"role": "user", "content": "hello"}]
+
+
+def tickets() -> Iterator[bytes]:
+    """Between nodes of one rank, and of several in stages."""
+    for prefill_tp, decode_tp in ((1, 1), (2, 1)):
+        addresses = [f"tcp://127.0.0.1:{5600 + rank}" for rank in range(decode_tp)]
+        sizes = {"num_blocks": 3, "num_cached_blocks": 1, "ttl_s": 5.0}
+        ranks = {"prefill_tp": prefill_tp, "decode_tp": decode_tp}
+        yield Ticket.draw(epoch=7, layout=LAYOUT, addresses=addresses, **ranks, **sizes).encode()
+
+
+def hellos() -> Iterator[bytes]:
+    for name in ("p0", "d0", "b0"):
+        yield events.hello(name).hello.SerializeToString()
+    yield events.hello("b0", session=5, tp_size=2, kv_keys=[b"k" * 32]).hello.SerializeToString()
+
+
+def commands() -> Iterator[bytes]:
+    ticket = next(tickets())
+    job = fleet_pb2.Job(token_ids=[1, 2, 3], num_prompt_tokens=3)
+    for command in (
+        {"prefill": fleet_pb2.Prefill(job=job)},
+        {"reserve": fleet_pb2.Reserve(job=job, local_prefill=True)},
+        {"reshape": fleet_pb2.Reshape(shape=shape_to_wire(Shape(5, 2, takes_handovers=True)))},
+        {"deliver": fleet_pb2.Deliver(ticket=ticket)},
+        {"lend": fleet_pb2.Lend(ticket=ticket, token_ids=[1, 2])},
+    ):
+        yield fleet_pb2.NodeCommand(**command).SerializeToString()
+
+
+def annex_talk() -> Iterator[bytes]:
+    for told in ([(Kind.OPEN, b"k" * 32)], [(Kind.PUT, b"blocks"), (Kind.ASK, b"query"), (Kind.PARTIALS, b"")]):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            for layer, (kind, payload) in enumerate(told):
+                tell(ours, kind, payload, layer=layer, number=2)
+            yield theirs.recv(4096)
+
+
+def bodies(*fields: dict[str, object]) -> Callable[[], Iterator[bytes]]:
+    return lambda: (json.dumps(each).encode() for each in fields)
+
+
+SEEDS: Final[dict[str, Callable[[], Iterator[bytes]]]] = {
+    "ticket": tickets,
+    "hello": hellos,
+    "node_command": commands,
+    "annex_messages": annex_talk,
+    "chat_body": bodies({"model": "m", "messages": MESSAGES}, {"messages": MESSAGES, "max_tokens": 5, "n": 2}),
+    "responses_body": bodies({"model": "m", "input": "hello", "store": False}),
+    "messages_body": bodies({"model": "m", "messages": MESSAGES, "max_tokens": 5}),
+    "batch_body": bodies({"model": "m", "messages": [MESSAGES, MESSAGES]}),
+    "tokenize_body": bodies({"model": "m", "prompt": "hello"}, {"model": "m", "messages": MESSAGES}),
+    "safetensors_index": bodies({"weight_map": {"a": "model.safetensors"}}),
+}
