@@ -8,7 +8,8 @@ _SCHEMES = {"zmq": ("tcp", "ipc"), "torch_dist": ("dist",)}
 
 def endpoint_of(kv_transport: str, kv_bind: str, rank: int) -> str:
     """The endpoint of one rank: a free port of the loopback where kv_bind is empty. A port or a path of its own for
-    each rank: HOST:PORT + rank, PATH.rank. Raises SettingsError for an endpoint of another transport."""
+    each rank: HOST:PORT + rank, PATH.rank. An IPv6 address gets its brackets. Raises SettingsError for an endpoint of
+    another transport."""
     schemes = _SCHEMES[kv_transport]
     if not kv_bind:
         return f"{schemes[0]}://127.0.0.1:*"
@@ -18,8 +19,10 @@ def endpoint_of(kv_transport: str, kv_bind: str, rank: int) -> str:
     if scheme == "ipc":
         return f"{kv_bind}.{rank}" if rank else kv_bind
     host, _, port = place.rpartition(":")
+    if ":" in host and not host.startswith("["):
+        host = f"[{host}]"
     if port == "*":
-        return kv_bind
+        return f"{scheme}://{host}:*"
     if not port.isdecimal():
         raise SettingsError(f"--kv-bind {kv_bind} has no port: a number, or * for any free one")
     return f"{scheme}://{host}:{int(port) + rank if int(port) else 0}"

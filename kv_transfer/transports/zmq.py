@@ -22,6 +22,7 @@ from kv_transfer.payload import HOST, Payload
 from kv_transfer.shared_memory import notes
 from kv_transfer.shared_memory.borrowing import Borrower
 from kv_transfer.shared_memory.lending import Lender
+from kv_transfer.transports import zmq_connection
 from kv_transfer.transports.curve import Keyring
 from kv_transfer.transports.ticket_key import TicketKey
 from kv_transfer.transports.transport import MAX_FRAMES, OnLost, OnMessage, OnReply
@@ -63,7 +64,7 @@ class ZmqListener:
         self._guard = keyring or TicketKey()
         self._questions = self._guard.guard(self._router, self._context)
         try:
-            self._router.bind(bind)
+            zmq_connection.bind(self._router, bind)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise SettingsError(f"cannot listen for KV blocks on {bind}: {error.strerror}") from error

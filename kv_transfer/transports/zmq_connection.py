@@ -54,7 +54,7 @@ class Connection:
         with ExitStack() as on_error:
             self._dealer = on_error.enter_context(open_socket(context, zmq.DEALER))
             monitor = on_error.enter_context(self._dealer.get_monitor_socket(BROKEN | READY))
-            self._dealer.connect(keyring.prepare(self._dealer, address))
+            connect(self._dealer, keyring.prepare(self._dealer, address))
             on_error.pop_all()
         self._inbox = Inbox(self._dealer, self._take)
         self._events = Inbox(monitor, self._take_event)
@@ -133,6 +133,23 @@ class Connection:
         if not self._is_closed:
             loop = asyncio.get_running_loop()
             self._stalled.set(loop.time() + TIMEOUT_MS / 1000 if self._num_held else None)
+
+
+def bind(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+    """Raises zmq.ZMQError."""
+    _choose_family(socket, endpoint)
+    socket.bind(endpoint)
+
+
+def connect(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+    """Raises zmq.ZMQError."""
+    _choose_family(socket, endpoint)
+    socket.connect(endpoint)
+
+
+def _choose_family(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+    """IPv6 for its addresses alone: else libzmq would take an interface's IPv6 address where its name is given."""
+    socket.setsockopt(zmq.IPV6, int("[" in endpoint))
 
 
 def open_socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> "zmq.Socket[bytes]":

@@ -15,6 +15,8 @@ from serving_core.errors import SettingsError
         ("zmq", "tcp://10.0.0.1:5600", 2, "tcp://10.0.0.1:5602"),
         ("zmq", "tcp://eth0:*", 2, "tcp://eth0:*"),
         ("zmq", "tcp://[::1]:7", 1, "tcp://[::1]:8"),
+        ("zmq", "tcp://fd00::1:50060", 0, "tcp://[fd00::1]:50060"),
+        ("zmq", "tcp://::1:*", 0, "tcp://[::1]:*"),
         ("zmq", "tcp://10.0.0.1:0", 2, "tcp://10.0.0.1:0"),
         ("zmq", "ipc:///run/kv", 0, "ipc:///run/kv"),
         ("zmq", "ipc:///run/kv", 1, "ipc:///run/kv.1"),
