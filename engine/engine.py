@@ -53,6 +53,7 @@ from serving_core.stored_quantization import quantization_name
 
 logger = logging.getLogger(__name__)
 
+NOT_TRIED: Final = "--batch-invariant tries products of torch out at the start, and not all weights are there then"
 MOST_TOLD_CHARS: Final = 64  # of one fact that ranks compare
 
 WARM_UP_TOKENS: Final = 256
@@ -137,6 +138,8 @@ class Engine:
         self.pool: Final = PagedKVPool(self.layout, num_allocated, device, torch_dtype)
         self.attention = self._choose_attention(len(shard.query_heads.held), verifies=settings.verify_model)
         kernels_alone = not any(self.group.exchange(b"" if self._is_by_kernels() else b"torch"))  # on any rank
+        if settings.batch_invariant and settings.weights_memory_bytes and not kernels_alone:
+            raise SettingsError(f"--weights-memory-bytes: {NOT_TRIED}")
         self.is_history_free: Final = kernels_alone or (
             settings.batch_invariant and self._make_invariant(torch_dtype, len(shard.query_heads.held))
         )

@@ -203,6 +203,14 @@ def test_a_limit_that_holds_too_little_is_a_sentence(tmp_path):
         engine_of(folder, weights_memory_bytes=4096)
 
 
+def test_products_are_not_tried_with_weights_that_are_not_there(tmp_path):
+    folder = write_tiny_model(tmp_path / "model", **SIZES)
+    settings = {"dtype": "float16", "weights_memory_bytes": engine_of(folder, dtype="float16").weight_bytes * 3 // 4}
+    assert engine_of(folder, **settings).model.offloaded is not None
+    with pytest.raises(SettingsError, match=r"^--weights-memory-bytes: --batch-invariant tries products of torch out"):
+        engine_of(folder, **settings, batch_invariant=True)
+
+
 def test_what_has_no_weights_of_ours_has_none_on_disk(tmp_path):
     said = "--weights-memory-bytes: the fake model has no weights"
     with pytest.raises(SettingsError, match=said):
