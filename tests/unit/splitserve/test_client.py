@@ -309,6 +309,12 @@ def test_close_of_the_iterator_cancels_on_the_server(script, target):
         assert script.cancelled.wait(DEADLINE_S)
 
 
+def test_no_proxy_is_asked_for_a_server_on_this_machine(asked, target, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # nobody listens there
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert asked(target) == []  # what the script says
+
+
 async def wait_for(event: threading.Event) -> bool:
     return await asyncio.get_running_loop().run_in_executor(None, event.wait, DEADLINE_S)
 

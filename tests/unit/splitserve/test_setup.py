@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import venv
 import zipfile
 from pathlib import Path
 
@@ -144,6 +145,14 @@ def test_torch_comes_from_the_index_that_has_it_without_cuda(project, tmp_path):
     assert torch.startswith("== 1/3 torch, the build for CPUs, as there is no NVIDIA driver (200 MB) ...")
     assert last.startswith("== 3/3 ")  # nothing to tell of the kernels
     assert version_of(project, "torch") == "2.13.0+cpu"
+
+
+@pytest.mark.long
+def test_an_environment_that_was_cut_off_before_pip_is_begun_again(project):
+    venv.create(project / ".venv", with_pip=False)
+    done = set_up(project, "http://127.0.0.1:1")  # nobody listens there
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert version_of(project, "needed") == "1"
 
 
 @pytest.mark.long
