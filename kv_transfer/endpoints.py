@@ -1,6 +1,7 @@
 """Where a node's ranks receive, as the flags tell it. Torch-free."""
 
 from serving_core.errors import SettingsError
+from serving_core.ports import before_port
 
 KV_TRANSPORTS = ("zmq", "torch_dist")
 _SCHEMES = {"zmq": ("tcp", "ipc"), "torch_dist": ("dist",)}
@@ -19,8 +20,7 @@ def endpoint_of(kv_transport: str, kv_bind: str, rank: int) -> str:
     if scheme == "ipc":
         return f"{kv_bind}.{rank}" if rank else kv_bind
     host, _, port = place.rpartition(":")
-    if ":" in host and not host.startswith("["):
-        host = f"[{host}]"
+    host = before_port(host)
     if port == "*":
         return f"{scheme}://{host}:*"
     if not port.isdecimal():

@@ -5,6 +5,7 @@ from typing import Final
 import grpc
 
 from serving_core.errors import SettingsError
+from serving_core.ports import before_port
 from serving_core.tls import TlsFiles, read_tls
 
 Option = tuple[str, int | str]
@@ -78,11 +79,6 @@ def fleet_options(max_connections: int) -> tuple[Option, ...]:
         ("grpc.max_receive_message_length", 16 * 2**20),
         ("grpc.max_allowed_incoming_connections", max_connections),
     )
-
-
-def before_port(host: str) -> str:
-    """A host as it stands before a port: an IPv6 address in brackets."""
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def listen(server: grpc.aio.Server, host: str, port: int, tls: grpc.ServerCredentials | None = None) -> int:

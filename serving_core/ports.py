@@ -1,4 +1,5 @@
-"""Whether the ports that a process is told to listen on are free, told before anything listens."""
+"""Whether the ports that a process is told to listen on are free, told before anything listens; and how a host stands
+before a port."""
 
 import errno
 import socket
@@ -10,6 +11,11 @@ from serving_core.errors import SettingsError
 
 # What bind raises for an address that this machine does not have.
 _NOT_OURS: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+def before_port(host: str) -> str:
+    """A host as it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 class Port(NamedTuple):

@@ -7,7 +7,6 @@ down in turn that the slot may be written again. A process is told nothing else,
 """
 
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from datetime import timedelta
@@ -19,7 +18,7 @@ from kv_transfer.errors import TransferError
 from kv_transfer.packing import check_bytes, check_int, pack, unpack
 from kv_transfer.payload import MESSAGE_BYTES
 from kv_transfer.transports import dist_stream
-from kv_transfer.transports.cuda_waits import POLL_S, wait_for_device
+from kv_transfer.transports.cuda_waits import wait_for_device, wait_until
 
 NUM_SLOTS: Final = 4
 SLOT_BYTES: Final = MESSAGE_BYTES
@@ -83,13 +82,14 @@ class DeviceGroup:
     def _next_slot(self, place: int, behind: int) -> torch.Tensor:
         """Where the next part goes, once the other end's number is no more than so many behind it."""
         self._area.number += 1
-        deadline = time.monotonic() + dist_stream.TIMEOUT_S
-        while self._last_seen < self._area.number - behind:
+        least = self._area.number - behind
+
+        def has_come() -> bool:
             self._last_seen = int(self._area.numbers[place])
-            if self._last_seen < self._area.number - behind:
-                if time.monotonic() > deadline:
-                    raise TransferError("a pair of processes on one device moved nothing for too long")
-                time.sleep(POLL_S)
+            return self._last_seen >= least
+
+        if self._last_seen < least:
+            wait_until(has_come, dist_stream.TIMEOUT_S)
         return self._area.slots[self._area.number % NUM_SLOTS]
 
 

@@ -14,6 +14,7 @@ import psutil
 
 from kv_transfer.errors import TransferError
 from serving_core.errors import SettingsError
+from serving_core.ports import before_port
 
 TOKEN_BYTES = 16
 MAX_PORT = 65535
@@ -31,7 +32,7 @@ class DistAddress:
     token: bytes
 
     def __str__(self) -> str:
-        return f"dist://{f'[{self.ip}]' if ':' in self.ip else self.ip}:{self.port}/{self.token.hex()}"
+        return f"dist://{before_port(self.ip)}:{self.port}/{self.token.hex()}"
 
     @classmethod
     def parse(cls, text: str) -> "DistAddress":

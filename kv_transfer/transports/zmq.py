@@ -22,11 +22,10 @@ from kv_transfer.payload import HOST, Payload
 from kv_transfer.shared_memory import notes
 from kv_transfer.shared_memory.borrowing import Borrower
 from kv_transfer.shared_memory.lending import Lender
-from kv_transfer.transports import zmq_connection
 from kv_transfer.transports.curve import Keyring
 from kv_transfer.transports.ticket_key import TicketKey
 from kv_transfer.transports.transport import MAX_FRAMES, OnLost, OnMessage, OnReply
-from kv_transfer.transports.zmq_connection import NO_HEADER, Connection, open_socket, when_dropped
+from kv_transfer.transports.zmq_connection import NO_HEADER, Connection, choose_family, open_socket, when_dropped
 from kv_transfer.transports.zmq_inbox import Inbox
 from serving_core.descriptors import NONE_LEFT, Spares, connections_within
 from serving_core.errors import SettingsError
@@ -64,7 +63,8 @@ class ZmqListener:
         self._guard = keyring or TicketKey()
         self._questions = self._guard.guard(self._router, self._context)
         try:
-            zmq_connection.bind(self._router, bind)
+            choose_family(self._router, bind)
+            self._router.bind(bind)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise SettingsError(f"cannot listen for KV blocks on {bind}: {error.strerror}") from error

@@ -54,7 +54,9 @@ class Connection:
         with ExitStack() as on_error:
             self._dealer = on_error.enter_context(open_socket(context, zmq.DEALER))
             monitor = on_error.enter_context(self._dealer.get_monitor_socket(BROKEN | READY))
-            connect(self._dealer, keyring.prepare(self._dealer, address))
+            endpoint = keyring.prepare(self._dealer, address)
+            choose_family(self._dealer, endpoint)
+            self._dealer.connect(endpoint)
             on_error.pop_all()
         self._inbox = Inbox(self._dealer, self._take)
         self._events = Inbox(monitor, self._take_event)
@@ -135,20 +137,9 @@ class Connection:
             self._stalled.set(loop.time() + TIMEOUT_MS / 1000 if self._num_held else None)
 
 
-def bind(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
-    """Raises zmq.ZMQError."""
-    _choose_family(socket, endpoint)
-    socket.bind(endpoint)
-
-
-def connect(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
-    """Raises zmq.ZMQError."""
-    _choose_family(socket, endpoint)
-    socket.connect(endpoint)
-
-
-def _choose_family(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
-    """IPv6 for its addresses alone: else libzmq would take an interface's IPv6 address where its name is given."""
+def choose_family(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+    """Before it binds or connects: IPv6 for its addresses alone, else libzmq would take an interface's IPv6 address
+    where its name is given."""
     socket.setsockopt(zmq.IPV6, int("[" in endpoint))
 
 

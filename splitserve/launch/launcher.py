@@ -26,9 +26,9 @@ from typing import Any, Final, NoReturn, Self
 
 from serving_core.api_keys import read_api_keys
 from serving_core.backoff import Backoff
-from serving_core.channels import before_port
 from serving_core.errors import SettingsError, SplitServeError
 from serving_core.model_config import read_model_config
+from serving_core.ports import before_port
 from serving_core.tls import SCHEME, TlsFiles, hosts_of
 from splitserve.client.clients import AsyncClient
 from splitserve.client.errors import ClientError, Unavailable

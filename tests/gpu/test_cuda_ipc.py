@@ -25,8 +25,8 @@ from kv_transfer.transports.cuda_ipc import (
 )
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
 from kv_transfer.transports.torch_pair import RECEIVER_RANK, SENDER_RANK
-from tests.unit.kv_transfer.test_torch_dist_processes import ANY_PORT, BIG_IDS, peer_process, ticket_of
 from tests.unit.kv_transfer.torch_dist_kit import bytes_of, tensor_store
+from tests.unit.kv_transfer.torch_dist_processes import ANY_PORT, BIG_IDS, leaving, peer_process, ticket_of
 from tests.unit.kv_transfer.transfer_kit import BIG_LAYOUT, BIG_NUM_BLOCKS, PATIENCE_S, Once, grant, run, until
 
 CUDA = torch.device("cuda", 0)
@@ -205,15 +205,4 @@ def test_the_sending_process_is_killed_and_another_takes_its_place():
 
 
 def test_a_process_that_closes_nothing_ends_cleanly():
-    target = tensor_store(BIG_LAYOUT, BIG_NUM_BLOCKS, device=CUDA)
-
-    async def scenario():
-        receiver = KVReceiver(TorchDistListener(ANY_PORT, CUDA), target)
-        ticket = grant(receiver, BIG_IDS, Once())
-        async with peer_process("leave", ticket.encode().hex(), "cuda") as process:
-            _, errors = await process.communicate()
-            assert process.returncode == 0
-            assert b"terminate" not in errors
-        await receiver.close()
-
-    run(scenario())
+    run(leaving(CUDA))

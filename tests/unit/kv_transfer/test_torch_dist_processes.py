@@ -2,16 +2,14 @@
 again."""
 
 import asyncio
-import os
 import signal
-import sys
-from contextlib import asynccontextmanager
 
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender, Sent, TransferFailed
 from kv_transfer.transports import dist_stream
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
 from tests.unit.kv_transfer.torch_dist_kit import CPU, HostDialer, bytes_of, tensor_store
+from tests.unit.kv_transfer.torch_dist_processes import ANY_PORT, BIG_IDS, leaving, peer_process, ticket_of
 from tests.unit.kv_transfer.transfer_kit import (
     BIG_LAYOUT,
     BIG_NUM_BLOCKS,
@@ -22,27 +20,6 @@ from tests.unit.kv_transfer.transfer_kit import (
     run,
     until,
 )
-
-ANY_PORT = "dist://127.0.0.1:*"
-BIG_IDS = range(BIG_NUM_BLOCKS)
-
-
-@asynccontextmanager
-async def peer_process(*arguments):
-    command = [sys.executable, "-m", "tests.unit.kv_transfer.torch_dist_peer", *arguments]
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
-    process = await asyncio.create_subprocess_exec(*command, **pipes, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
-
-
-async def ticket_of(process):
-    process.stdin.write(b"\n")
-    return bytes.fromhex((await process.stdout.readline()).decode())
 
 
 def test_the_receiving_process_is_killed():
@@ -122,16 +99,4 @@ def test_the_sending_process_is_killed_and_another_takes_its_place():
 
 
 def test_a_process_that_closes_nothing_ends_cleanly():
-    """Groups that are in use when the interpreter ends do not abort it."""
-    target = tensor_store(BIG_LAYOUT, BIG_NUM_BLOCKS)
-
-    async def scenario():
-        receiver = KVReceiver(TorchDistListener(ANY_PORT, CPU), target)
-        ticket = grant(receiver, BIG_IDS, Once())
-        async with peer_process("leave", ticket.encode().hex(), "cpu") as process:
-            _, errors = await process.communicate()
-            assert process.returncode == 0
-            assert b"terminate" not in errors
-        await receiver.close()
-
-    run(scenario())
+    run(leaving(CPU))

@@ -201,15 +201,19 @@ async def test_a_failed_step_fails_all_that_were_in_it_and_the_node_goes_on(tmp_
         assert node.of("b") == told(answer_on_paper(range(10), 4))
 
 
+async def fail_a_step(node, error):
+    node.local("a", range(10))
+    await node.until_step(1)
+    node.engine.error = error
+    node.engine.open()
+    await node.idle()
+
+
 async def test_a_node_that_can_compute_nothing_any_more_ends(tmp_path, monkeypatch):
     last_words = []
     monkeypatch.setattr(runner, "end_at_once", last_words.append)
     async with running(tmp_path, gated=True) as node:
-        node.local("a", range(10))
-        await node.until_step(1)
-        node.engine.error = WeightsLost("weights cannot be read from /d: EIO")
-        node.engine.open()
-        await node.idle()
+        await fail_a_step(node, WeightsLost("weights cannot be read from /d: EIO"))
     assert last_words == ["this node can compute nothing any more and ends: weights cannot be read from /d: EIO"]
 
 
@@ -217,11 +221,7 @@ async def test_a_failed_step_ends_a_node_whose_followers_wait_in_it(tmp_path, mo
     told = []
     monkeypatch.setattr(Followers, "fail_step", lambda self, error: told.append(str(error)))
     async with running(tmp_path, gated=True) as node:
-        node.local("a", range(10))
-        await node.until_step(1)
-        node.engine.error = ValueError("odd")
-        node.engine.open()
-        await node.idle()
+        await fail_a_step(node, ValueError("odd"))
     assert told == ["odd"]
 
 
