@@ -3,22 +3,30 @@
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from engine.attention.native import NativeAttention
 from engine.attention.paged import Attention, PortableAttention
+from engine.attention.steps_apart import StepsApart
 from engine.attention.tiled import TiledAttention
 from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import build_batch
 from serving_core.extras import is_installed
 from serving_core.requests import Share
 
+if TYPE_CHECKING:
+    from engine.attention.triton_paged import TritonAttention
+    from engine.attention.varlen import VarlenAttention
+
 logger = logging.getLogger(__name__)
 
 TRITON = "triton"
-TRIED_TOKENS = 200  # more than what any kernel takes as one tile
+TRIED_TOKENS = 600  # more than what any kernel takes as one tile, and than what one program does where several share
 TOLERANCE = 0.05  # 16-bit outputs of two kernels on values of order 1
+
+_Kernel = TypeVar("_Kernel", bound=Attention)
 
 
 def choose_attention(
@@ -29,10 +37,10 @@ def choose_attention(
     softcap: float | None = None,
     portable_only: bool = False,
 ) -> Attention:
-    """On a CPU the compiled kernels; on CUDA varlen_attn or a kernel of Triton, if it works with this pool and agrees
-    with the portable backend, which serves otherwise, and where only it can do what a model asks for. To be called
-    before the pool holds anything. Raises SettingsError for a pool whose K and V are not of one width in all layers,
-    which no other takes."""
+    """On a CPU the compiled kernels; on CUDA varlen_attn for prompts and kernels of Triton for steps, or one of them
+    for both, if they work with this pool and agree with the portable backend, which serves otherwise, and where only it
+    can do what a model asks for. To be called before the pool holds anything. Raises SettingsError for a pool whose K
+    and V are not of one width in all layers, which no other takes."""
     portable = PortableAttention(pool, num_heads, score_scale, softcap)
     if portable_only:
         return portable
@@ -47,7 +55,9 @@ def choose_attention(
 def invariant_attentions(attention: Attention, num_heads: int) -> Iterator[Attention]:
     """Those in place of this one of which the bits of a row may depend on that row and its keys alone, the fastest
     first. Of varlen_attn, which is told never to split keys, the device decides that: it is to be tried out."""
-    if attention.name == TRITON:
+    if isinstance(attention, StepsApart):
+        yield attention.prompts
+    elif attention.name == TRITON:
         yield _triton(attention, num_heads, is_uniform=True)
     elif not isinstance(attention, PortableAttention):
         yield attention
@@ -66,23 +76,35 @@ def _native_or(portable: PortableAttention, num_heads: int) -> Attention:
 
 def _on_cuda(portable: PortableAttention, num_heads: int) -> Attention:
     """The fastest of the kernels that agree, or the portable one, and why, in the log."""
-    makes: dict[str, Callable[[PortableAttention, int], Attention]]
-    makes = {"varlen_attn": _varlen, "Triton": _triton, "Triton by few rows": partial(_triton, is_uniform=True)}
-    for name, make in makes.items():
-        try:
-            candidate = make(portable, num_heads)
-            difference = _largest_difference(candidate, portable, num_heads)
-        except Exception as error:  # noqa: BLE001  # a compiler's and a driver's are of all kinds
-            logger.info("attention is not by %s: %s", name, error)
-            continue
-        if difference <= TOLERANCE:  # which what is not a number is not
-            return candidate
-        logger.warning("%s is off by %f here", candidate.name, difference)
+    varlen = _if_it_agrees("varlen_attn", _varlen, portable, num_heads)
+    triton = _if_it_agrees("Triton", _triton, portable, num_heads)
+    if varlen is not None and triton is not None:
+        return StepsApart(triton, varlen, triton.has_few_rows)
+    uniform = partial(_triton, is_uniform=True)
+    chosen = varlen or triton or _if_it_agrees("Triton by few rows", uniform, portable, num_heads)
+    if chosen is not None:
+        return chosen
     logger.warning("attention is portable, which is slower, and steps have no CUDA graphs; the lines before say why")
     return portable
 
 
-def _varlen(portable: PortableAttention, num_heads: int) -> Attention:
+def _if_it_agrees(
+    name: str, make: Callable[[PortableAttention, int], _Kernel], portable: PortableAttention, num_heads: int
+) -> _Kernel | None:
+    """With the portable one; else None, and why, in the log."""
+    try:
+        candidate = make(portable, num_heads)
+        difference = _largest_difference(candidate, portable, num_heads)
+    except Exception as error:  # noqa: BLE001  # a compiler's and a driver's are of all kinds
+        logger.info("attention is not by %s: %s", name, error)
+        return None
+    if difference <= TOLERANCE:  # which what is not a number is not
+        return candidate
+    logger.warning("%s is off by %f here", candidate.name, difference)
+    return None
+
+
+def _varlen(portable: PortableAttention, num_heads: int) -> "VarlenAttention":
     """Raises ValueError for what it is known not to take."""
     from engine.attention.varlen import BLOCK_TOKENS, VarlenAttention
 
@@ -93,7 +115,7 @@ def _varlen(portable: PortableAttention, num_heads: int) -> Attention:
     return VarlenAttention(portable.pool, portable.score_scale)
 
 
-def _triton(like: Attention, num_heads: int, *, is_uniform: bool = False) -> Attention:
+def _triton(like: Attention, num_heads: int, *, is_uniform: bool = False) -> "TritonAttention":
     """Raises ValueError where there is no Triton, which comes with torch for CUDA."""
     if not is_installed(TRITON):
         raise ValueError("Triton is not installed")

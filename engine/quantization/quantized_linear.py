@@ -1,9 +1,12 @@
-"""Products with quantized weights: by the native kernels on a CPU, elsewhere of weights made whole some at a time."""
+"""Products with quantized weights: by the native kernels on a CPU, by Triton's on CUDA, elsewhere of weights made whole
+some at a time."""
 
 import ctypes
+import functools
 import logging
 import math
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeAlias
 
 import torch
 from torch.nn import functional
@@ -12,7 +15,8 @@ from engine.native.huge_memory import weight_memory
 from engine.native.linear_library import ELEMENTS, Matrix, best_variant, linear_library
 from engine.native.program import NativeProgram
 from engine.native.threads import threads
-from engine.quantization.weight_quantization import QuantizedWeight, quantize_tiles
+from engine.quantization.weight_quantization import Packed, QuantizedWeight, quantize_tiles
+from serving_core.extras import is_installed
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +25,14 @@ DEPTH: Final = 4  # inputs of a vector
 MOST_INPUTS: Final = 2**16  # of 8 bits
 _TILE_ELEMENTS: Final = 2**20  # weights that are made whole at a time
 _DEVICE_TILE_ELEMENTS: Final = 2**25  # on others than CPUs, where each call costs more than what it computes
+_TRITON: Final = "triton"
+_TRIED_OUTPUTS, _TRIED_INPUTS = 96, 1040  # of which several programs share some
+_TRIED_GROUPS: Final = (32, 128)  # inputs of each: less than a program takes at a time, and no less
+_TRIED_ROWS: Final = (1, 40, 300)  # as each kernel takes
+_TOLERANCE: Final = 0.05  # of the largest output: 16-bit products by two kernels; a wrong one is off by about 1
+
+_Product: TypeAlias = Callable[[torch.Tensor, Packed], torch.Tensor]
+"""Of rows, whose inputs are in the order that the weights are packed in."""
 
 
 class QuantizedMatrix:
@@ -118,11 +130,20 @@ class QuantizedMatrix:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, num_inputs] -> [T, num_outputs]"""
-        if self._matrix is None:
-            return self._multiply_whole(x)
+        on_device = on_cuda(x.device, x.dtype, self.bits) if x.is_cuda else None
+        if self._matrix is None and on_device is None:
+            return self.multiply_whole(x)
         if self.columns is not None:
             x = x.index_select(1, self.columns)
+        if on_device is not None:
+            return on_device(x, self.packed)
         return self._multiply(x) if x.dtype != torch.float16 else self._multiply(x.float()).half()
+
+    @property
+    def packed(self) -> Packed:
+        """What it is."""
+        parts = (self._weights, self._scales, self._zeros, self._bias)
+        return Packed(*parts, self.bits, self.group_size, self.num_inputs, self.num_outputs)
 
     @property
     def is_recordable(self) -> bool:
@@ -165,7 +186,8 @@ class QuantizedMatrix:
             raise MemoryError(f"no memory for {x.shape[0]} rows of {self.num_inputs} inputs")
         return outputs
 
-    def _multiply_whole(self, x: torch.Tensor) -> torch.Tensor:
+    def multiply_whole(self, x: torch.Tensor) -> torch.Tensor:
+        """The same product by torch, of weights made whole some at a time."""
         num_elements = _TILE_ELEMENTS if x.device.type == "cpu" else _DEVICE_TILE_ELEMENTS
         step = max(1, num_elements // self.num_inputs)
         outputs = x.new_empty((x.shape[0], self.num_outputs))
@@ -211,4 +233,54 @@ def quantized_matrix(weight: torch.Tensor, bits: int, variant: str | None = None
             matrix = QuantizedMatrix(num_outputs, num_inputs, bits, tile.group_size, weight.device, variant)
         matrix.put(first, tile)
     assert matrix is not None, "a weight without outputs"
+    return matrix
+
+
+@functools.cache
+def on_cuda(device: torch.device, dtype: torch.dtype, bits: int) -> _Product | None:
+    """Triton's kernels, if they work on this device and agree with torch; else None, and why, in the log. To be called
+    first where nothing is captured."""
+    if not is_installed(_TRITON):
+        why = "Triton is not installed"
+    else:
+        try:
+            from engine.quantization.triton_linear import linear
+
+            difference = _largest_difference(linear, device, dtype, bits)
+        except Exception as error:  # noqa: BLE001  # a compiler's and a driver's are of all kinds
+            why = str(error)
+        else:
+            if difference <= _TOLERANCE:  # which what is not a number is not
+                return linear
+            why = f"they are off by {difference}"
+    logger.warning("products with weights of %d bits are not by kernels of Triton, and slower: %s", bits, why)
+    return None
+
+
+@torch.inference_mode()
+def _largest_difference(product: _Product, device: torch.device, dtype: torch.dtype, bits: int) -> float:
+    """From torch's, over the largest output, with random values."""
+    generator = torch.Generator().manual_seed(0)
+    differences = []
+    for group_size in _TRIED_GROUPS:
+        matrix = _random_matrix(bits, group_size, device, generator)
+        for num_rows in _TRIED_ROWS:
+            x = torch.randn(num_rows, _TRIED_INPUTS, generator=generator, device="cpu").to(device, dtype)
+            expected = matrix.multiply_whole(x)
+            differences.append((product(x, matrix.packed) - expected).abs().max() / expected.abs().max())
+    return float(torch.stack(differences).max())
+
+
+def _random_matrix(bits: int, group_size: int, device: torch.device, generator: torch.Generator) -> QuantizedMatrix:
+    num_groups = -(-_TRIED_INPUTS // group_size)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        drawn = torch.randint(2**bits, shape, generator=generator, dtype=torch.uint8, device="cpu")
+        return drawn.to(device)
+
+    scales = torch.rand(_TRIED_OUTPUTS, num_groups, generator=generator, device="cpu").to(device) / 2**bits
+    zeros = numbers(_TRIED_OUTPUTS, num_groups)
+    weight = QuantizedWeight(numbers(_TRIED_OUTPUTS, num_groups * group_size), scales, zeros, _TRIED_INPUTS, bits)
+    matrix = QuantizedMatrix(_TRIED_OUTPUTS, _TRIED_INPUTS, bits, group_size, device)
+    matrix.put(0, weight)
     return matrix

@@ -3,7 +3,7 @@ output and group of inputs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -34,6 +34,24 @@ class QuantizedWeight:
         grouped.sub_(self.zeros.unsqueeze(2)).mul_(self.scales.unsqueeze(2))
         dense: torch.Tensor = grouped.flatten(1)[:, : self.num_inputs]
         return dense
+
+
+class Packed(NamedTuple):
+    """Weights [num_outputs, num_inputs] of V vectors of outputs and G groups of inputs, packed as native/linear.h
+    says."""
+
+    weights: torch.Tensor  # [V, words of an output, outputs of a vector, 4] uint8
+    scales: torch.Tensor  # [V, G, outputs of a vector] float32
+    zeros: torch.Tensor  # the same, uint8
+    bias: torch.Tensor | None  # [num_outputs] float32
+    bits: int  # 4 or 8
+    group_size: int
+    num_inputs: int
+    num_outputs: int
+
+    def words(self) -> torch.Tensor:
+        """[V, words of an output, outputs of a vector] int32"""
+        return self.weights.view(torch.int32).squeeze(-1)
 
 
 def quantize(weight: torch.Tensor, bits: int) -> QuantizedWeight:

@@ -1,63 +1,135 @@
-"""`python -m tests.gpu.compile_triton CAPABILITY`: compiles attention by Triton for a device of that compute
+"""`python -m tests.gpu.compile_triton CAPABILITY`: compiles the kernels of Triton for a device of that compute
 capability, such as 90, which takes no device, and writes the bytes of shared memory that each program takes. To be run
 by a process whose Triton does not interpret."""
 
+import itertools
 import sys
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.attention.triton_paged import FEW_ROWS, LOG2_E, MANY_ROWS, NOTHING, TILE_KEYS, attend
+from engine.attention.triton_kernels import (
+    ALONE,
+    FEW_ROWS,
+    LEAST_TILES,
+    LOG2_E,
+    MANY_ROWS,
+    NOTHING,
+    TILE_KEYS,
+    attend,
+    merge,
+)
+from engine.attention.triton_paged import DEEP_BYTES, DEEP_STAGES, STAGES
+from engine.quantization import triton_linear
+from engine.quantization.quantized_linear import OUTPUTS
 
-# dtype, that of the pool, size of heads, heads of a key, tokens of a block, rows, are scores capped, is there a window
-CASES = [
-    ("bf16", "bf16", 128, 4, 16, FEW_ROWS, False, False),
-    ("bf16", "bf16", 128, 4, 16, MANY_ROWS, False, False),
-    ("bf16", "bf16", 64, 8, 256, MANY_ROWS, False, True),
-    ("fp16", "fp16", 256, 2, 16, MANY_ROWS, True, True),
-    ("fp32", "fp32", 64, 4, 16, FEW_ROWS, True, False),
-    ("bf16", "i8", 128, 4, 16, FEW_ROWS, False, False),
-    ("bf16", "i8", 128, 4, 16, MANY_ROWS, False, False),
-    ("bf16", "fp8e4nv", 128, 4, 16, MANY_ROWS, False, False),
-]
 LEAST_FOR_FP8 = 89  # below, a pool of it is read by the portable attention
-POINTERS = {"query_starts": "*i32", "kv_lengths": "*i32", "block_tables": "*i32"}
-NUMBERS = {"scale": "fp32", "softcap": "fp32"}
+FP8 = "fp8e4nv"
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "i8": 1, FP8: 1}
+INTEGERS = ("query_starts", "kv_lengths", "block_tables", "weights")
+FLOATS = ("parts", "part_sizes", "scales", "bias")
+VARYING = ("table_stride",)  # of any value from call to call
 
 
-def compiled(capability, dtype, stored, head_dim, group, block_size, rows, has_cap, has_window):
+def attending(dtype, stored, head_dim, group, block_size, rows, splits=ALONE, has_cap=False, has_window=False):
+    """`stored`: dtype of the pool; `group`: heads of a key."""
+    scales = "fp32" if stored != dtype else dtype
+    pointers = {"queries": dtype, "keys": stored, "values": stored, "key_scales": scales, "value_scales": scales}
     constants = {
-        "GROUP": group,
+        **of_both(head_dim, group, splits, has_window),
         "BLOCK_SIZE": block_size,
-        "HEAD_DIM": head_dim,
-        "PADDED_DIM": triton.next_power_of_2(head_dim),
         "ROWS": rows,
-        "KEYS": TILE_KEYS,
         "HAS_CAP": has_cap,
-        "HAS_WINDOW": has_window,
         "HAS_SCALES": stored != dtype,
-        "LOWEST": NOTHING,
         "LOG2_E": LOG2_E,
     }
-    scales = "fp32" if stored != dtype else dtype
-    pointers = {"queries": dtype, "keys": stored, "values": stored, "attended": dtype}
-    pointers |= {"key_scales": scales, "value_scales": scales}
-    types = {**POINTERS, **NUMBERS, **{name: f"*{element}" for name, element in pointers.items()}}
-    names = attend.arg_names
+    is_deep = rows == FEW_ROWS and head_dim * BYTES[stored] <= DEEP_BYTES
+    numbers, stages = {"scale": "fp32", "softcap": "fp32"}, DEEP_STAGES if is_deep else STAGES
+    return attend, {"attended": dtype, **pointers}, numbers, constants, stages
+
+
+def merging(dtype, head_dim, group, splits, has_window=False):
+    return merge, {"attended": dtype}, {}, of_both(head_dim, group, splits, has_window)
+
+
+def of_both(head_dim, group, splits, has_window):
+    return {
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "PADDED_DIM": triton.next_power_of_2(head_dim),
+        "KEYS": TILE_KEYS,
+        "SPLITS": splits,
+        "LEAST": LEAST_TILES,
+        "HAS_WINDOW": has_window,
+        "LOWEST": NOTHING,
+    }
+
+
+def multiplying(dtype, bits, is_few, of_groups):
+    constants = {
+        **of_packed(bits),
+        "ROWS": triton_linear.FEW_ROWS if is_few else triton_linear.MANY_ROWS,
+        "COLUMNS": triton_linear.TILE_OUTPUTS,
+        "OF_GROUPS": of_groups,
+        "HAS_BIAS": True,
+    }
+    warps = triton_linear.FEW_WARPS if is_few else triton_linear.MANY_WARPS
+    pointers = {"inputs": dtype, "outputs": dtype, "zeros": "u8"}
+    return triton_linear.multiply, pointers, {}, constants, triton_linear.STAGES, warps
+
+
+def unpacking(dtype, bits):
+    constants = {**of_packed(bits), "COLUMNS": triton_linear.UNPACKED_OUTPUTS}
+    return triton_linear.unpack, {"unpacked": dtype, "zeros": "u8"}, {}, constants
+
+
+def of_packed(bits):
+    return {"BITS": bits, "WORDS": triton_linear.TILE_INPUTS * bits // triton_linear.WORD_BITS, "VECTOR": OUTPUTS}
+
+
+CASES = [
+    attending("bf16", "bf16", 128, 4, 16, FEW_ROWS, splits=16),
+    attending("bf16", "bf16", 128, 4, 16, MANY_ROWS),
+    attending("bf16", "bf16", 64, 8, 256, MANY_ROWS, has_window=True),
+    attending("fp16", "fp16", 256, 2, 16, MANY_ROWS, has_cap=True, has_window=True),
+    attending("fp32", "fp32", 128, 4, 16, FEW_ROWS, has_cap=True),
+    attending("fp16", "fp16", 256, 2, 16, FEW_ROWS, splits=16),
+    attending("bf16", "i8", 128, 4, 16, FEW_ROWS, splits=64),
+    attending("bf16", "i8", 128, 4, 16, MANY_ROWS),
+    attending("bf16", FP8, 128, 4, 16, MANY_ROWS),
+    merging("bf16", 128, 4, 16),
+    merging("fp16", 256, 2, 64, has_window=True),
+    *(multiplying("bf16", *case) for case in itertools.product((4, 8), (True, False), (True, False))),
+    multiplying("fp32", 8, is_few=False, of_groups=True),
+    unpacking("bf16", 4),
+    unpacking("fp16", 8),
+    (triton_linear.add_up, {"outputs": "bf16"}, {}, {"SPLITS": 8, "BLOCK": triton_linear.ADDED, "HAS_BIAS": True}),
+]
+
+
+def cases(capability):
+    """Those that there are for such a device."""
+    return [case for case in CASES if capability >= LEAST_FOR_FP8 or FP8 not in case[1].values()]
+
+
+def compiled(capability, kernel, pointers, numbers, constants, stages=3, warps=4):
+    """`pointers` says of what dtype the tensors are that have one, `numbers` what other numbers than int32 are."""
+    of = {**dict.fromkeys(INTEGERS, "i32"), **dict.fromkeys(FLOATS, "fp32"), **pointers}
+    types = {**numbers, **{name: f"*{dtype}" for name, dtype in of.items()}}
+    names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     of_places = {(names.index(name),): value for name, value in constants.items()}
     aligned = [name for name in names if name.endswith("stride") or signature[name].startswith("*")]
-    aligned.remove("table_stride")
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = ASTSource(attend, signature, of_places, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned if name not in VARYING}
+    source = ASTSource(kernel, signature, of_places, attributes)
+    return triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_stages": stages, "num_warps": warps}
+    )
 
 
 if __name__ == "__main__":
-    for case in CASES:
-        if "fp8e4nv" in case and int(sys.argv[1]) < LEAST_FOR_FP8:
-            continue
+    for case in cases(int(sys.argv[1])):
         kernel = compiled(int(sys.argv[1]), *case)
         assert kernel.asm["cubin"]
         sys.stdout.write(f"{kernel.metadata.shared}\n")

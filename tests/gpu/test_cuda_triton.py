@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton, which comes with torch for CUDA, is not installed")
 
-from engine.attention.backends import choose_attention
+from engine.attention.backends import choose_attention, invariant_attentions
 from engine.attention.paged import PortableAttention
 from engine.attention.triton_paged import TritonAttention
 from engine.cache.kv_pool import PagedKVPool
@@ -19,18 +19,20 @@ from engine.forward_batch import build_batch
 from serving_core.layout import KVLayout
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
-from tests.gpu.compile_triton import CASES, LEAST_FOR_FP8
+from tests.gpu.compile_triton import cases
 from tests.tiny_models import write_tiny_model
 from tests.toy_scheduler import greedy, run_all
 
 CUDA = torch.device("cuda", 0)
 SPANS = ((0, 1), (0, 90), (33, 50), (255, 1), (311, 1), (64, 64), (63, 2))  # of tokens before, and tokens
+STEPS = ((0, 1), (255, 1), (256, 1), (700, 2), (1023, 1), (5000, 1), (511, 2))
 
 
 def random_pool(block_size, num_kv_heads, head_dim, dtype, compute_dtype=None):
     layout = KVLayout.uniform(1, num_kv_heads, head_dim, block_size, dtype)
-    pool = PagedKVPool(layout, 300, CUDA, compute_dtype)
-    pool.try_values(0, 300)
+    num_blocks = max(300, 10_000 // block_size)
+    pool = PagedKVPool(layout, num_blocks, CUDA, compute_dtype)
+    pool.try_values(0, num_blocks)
     return pool
 
 
@@ -60,7 +62,7 @@ def test_it_agrees_with_the_portable_one(
     pool = random_pool(block_size, num_kv_heads, head_dim, dtype)
     ours = TritonAttention(pool, num_heads, None, softcap, is_uniform=is_uniform)
     portable = PortableAttention(pool, num_heads, None, softcap)
-    for spans in (SPANS, [span for span in SPANS if span[1] == 1]):
+    for spans in (SPANS, STEPS, STEPS[:2]):
         batch = build_batch(shares_of(spans, block_size), block_size, CUDA)
         query = torch.randn(len(batch.token_ids), num_heads, head_dim, device=CUDA).to(pool.compute_dtype)
         outputs = [backend.attend(query, 0, backend.plan(batch, window)) for backend in (ours, portable)]
@@ -73,11 +75,26 @@ def test_it_agrees_with_the_portable_one(
 def test_keys_and_values_of_8_bits(dtype, compute_dtype):
     pool = random_pool(16, 2, 64, dtype, compute_dtype)
     ours, portable = TritonAttention(pool, 8), PortableAttention(pool, 8)
-    batch = build_batch(shares_of(SPANS, 16), 16, CUDA)
-    query = torch.randn(len(batch.token_ids), 8, 64, device=CUDA).to(compute_dtype)
-    outputs = [backend.attend(query, 0, backend.plan(batch, None)) for backend in (ours, portable)]
-    tolerance = 1e-4 if compute_dtype == torch.float32 else 0.03
-    torch.testing.assert_close(*outputs, atol=tolerance, rtol=tolerance)
+    for spans in (SPANS, STEPS):
+        batch = build_batch(shares_of(spans, 16), 16, CUDA)
+        query = torch.randn(len(batch.token_ids), 8, 64, device=CUDA).to(compute_dtype)
+        outputs = [backend.attend(query, 0, backend.plan(batch, None)) for backend in (ours, portable)]
+        tolerance = 1e-4 if compute_dtype == torch.float32 else 0.03
+        torch.testing.assert_close(*outputs, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_bits_of_a_step_do_not_depend_on_what_else_is_in_the_batch(window):
+    """Though several programs share its keys, and though fewer are started where all contexts are short."""
+    pool = random_pool(16, 2, 64, "bfloat16")
+    ours, shares = TritonAttention(pool, 8), shares_of(STEPS, 16)
+    batch = build_batch(shares, 16, CUDA)
+    query = torch.randn(len(batch.token_ids), 8, 64, device=CUDA).bfloat16()
+    together = ours.attend(query, 0, ours.plan(batch, window))
+    for number, share in enumerate(shares):
+        rows = slice(*batch.query_starts[number : number + 2].tolist())
+        alone = build_batch([share], 16, CUDA)
+        assert torch.equal(ours.attend(query[rows], 0, ours.plan(alone, window)), together[rows])
 
 
 def test_what_is_not_a_number_stays_with_its_request():
@@ -103,7 +120,7 @@ def test_it_is_compiled_for_a_device_and_fits_its_shared_memory(capability, most
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     sizes = [int(line) for line in done.stdout.split()]
-    assert len(sizes) == len(CASES) - (capability < LEAST_FOR_FP8)
+    assert len(sizes) == len(cases(capability))
     assert max(sizes) <= most_bytes
 
 
@@ -114,6 +131,23 @@ def test_it_is_taken_where_varlen_attn_is_not(dtype, block_size, softcap):
     pool = random_pool(block_size, 2, 64, dtype, torch.bfloat16)
     assert choose_attention(pool, 4, softcap=softcap).name == "triton"
     assert not any(map(torch.any, pool.read_tensors(0, range(3)))), "what was tried is gone"
+
+
+def test_prompts_are_varlen_attns_and_steps_those_of_triton():
+    pool = random_pool(256, 2, 64, "bfloat16")
+    pool.clear(0, pool.num_blocks)
+    ours, portable = choose_attention(pool, 4), PortableAttention(pool, 4)
+    assert ours.name == "varlen_attn, of steps triton"
+    assert [each.name for each in invariant_attentions(ours, 4)] == ["varlen_attn", "tiled"]
+    pool.try_values(0, pool.num_blocks)
+    chosen = {"varlen_attn": SPANS, "triton": STEPS}
+    for name, spans in chosen.items():
+        batch = build_batch(shares_of(spans, 256), 256, CUDA)
+        plan = ours.plan(batch, None)
+        assert plan.backend.name == name
+        query = torch.randn(len(batch.token_ids), 4, 64, device=CUDA).bfloat16()
+        expected = portable.attend(query, 0, portable.plan(batch, None))
+        torch.testing.assert_close(ours.attend(query, 0, plan), expected, atol=0.03, rtol=0.03)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
