@@ -22,14 +22,14 @@ class StepsApart:
     def __init__(self, steps: Attention, prompts: Attention, are_steps: Callable[[ForwardBatch], bool]) -> None:
         """`are_steps` says of a batch whether it is for the first one."""
         assert steps.pool is prompts.pool
-        self.prompts = prompts
-        self._steps, self._are_steps = steps, are_steps
+        self.steps, self.prompts = steps, prompts
+        self._are_steps = are_steps
         self.name = f"{prompts.name}, of steps {steps.name}"
         self.pool = prompts.pool
         self.score_scale, self.softcap = prompts.score_scale, prompts.softcap
 
     def plan(self, batch: ForwardBatch, window: int | None) -> _Plan:
-        backend: Attention = self._steps if self._are_steps(batch) else self.prompts
+        backend: Attention = self.steps if self._are_steps(batch) else self.prompts
         return _Plan(backend, backend.plan(batch, window))
 
     def attend(self, query: torch.Tensor, layer: int, plan: _Plan) -> torch.Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from splitserve_bench.device.steps import DEVICE, ENGINE, SPLIT, TESTS, TRANSFER
+from splitserve_bench.device.steps import ATTENTION, DEVICE, ENGINE, SPLIT, TESTS, TRANSFER
 from splitserve_bench.engine.peers import DECODE, PREFILL
 
 DECODE_AIM: Final = 0.70  # of the memory bandwidth, one request
@@ -147,10 +147,18 @@ def _transfer(name: str, reports: list[Mapping[str, Any]], nominal: Rates | None
             yield Row(name, figure, each["bytes_per_s"] / 1e9, "GB/s")
 
 
+def _attention(name: str, figures: list[Mapping[str, Any]], nominal: Rates | None) -> Iterator[Row]:
+    for each in figures:
+        figure = f"{each['backend']}, batch {each['batch']}, context {each['context_tokens']}"
+        of_nominal = each["bytes_per_s"] / nominal.bytes_per_s if nominal else None
+        yield Row(name, figure, each["bytes_per_s"] / 1e9, "GB/s", of_nominal=of_nominal)
+
+
 _READERS: Final[Mapping[str, Callable[[str, Any, Rates | None], Iterator[Row]]]] = {
     DEVICE: _device,
     ENGINE: _engine,
     TESTS: _tests,
     SPLIT: _split,
     TRANSFER: _transfer,
+    ATTENTION: _attention,
 }

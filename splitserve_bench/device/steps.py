@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 DEVICE, ENGINE, TESTS, SPLIT, TRANSFER, NOTHING = "device", "engine", "tests", "split", "transfer", ""
+ATTENTION: Final = "attention"
 
 MODEL: Final = "model"  # the step that writes it
 GPU_TESTS: Final = Path("tests/gpu")
@@ -64,6 +65,7 @@ class Sizes:
     few_prompts: str
     few_batches: str
     few_contexts: str
+    long_context: str
     repeats: int
     block_size: int
     step_tokens: int
@@ -90,6 +92,7 @@ def full_sizes(shape: str, layers: int) -> Sizes:
         few_prompts="1x1024",
         few_batches="1,16",
         few_contexts="512",
+        long_context="16384",
         repeats=5,
         block_size=256,
         step_tokens=4096,
@@ -112,6 +115,7 @@ def trial_sizes(shape: str, layers: int) -> Sizes:
         few_prompts="1x16",
         few_batches="1",
         few_contexts="16",
+        long_context="48",
         repeats=1,
         block_size=16,
         step_tokens=64,
@@ -140,6 +144,8 @@ def steps_of(sizes: Sizes, machine: Machine, model: Path, out: Path) -> list[Ste
         _tests(machine, out),
         _engine("eager", sizes, folder, ("--enforce-eager",)),
         _split("split-1", sizes, folder, "", {"CUDA_VISIBLE_DEVICES": machine.first_device}),
+        _attention(sizes),
+        _engine("long-context", sizes, folder, (), contexts=sizes.long_context),
         _transfer("transfer", sizes, folder, machine, HOST_TRANSPORTS),
         _transfer("transfer-device", sizes, folder, machine, by_device, no_device),
         _engine("blocks-16", sizes, folder, ("--block-size", "16")),
@@ -147,6 +153,7 @@ def steps_of(sizes: Sizes, machine: Machine, model: Path, out: Path) -> list[Ste
         _engine("kv-int8", sizes, folder, ("--kv-cache-dtype", "int8")),
         _engine("kv-fp8", sizes, folder, ("--kv-cache-dtype", "fp8_e4m3")),
         _engine("weights-int8", sizes, folder, ("--quantization", "int8")),
+        _engine("weights-int4", sizes, folder, ("--quantization", "int4")),
         _engine("weights-w8a8", sizes, folder, ("--quantization", "w8a8")),
         _engine("weights-elsewhere", sizes, folder, ("--weights-memory-bytes", OFFLOAD_LIMIT)),
         _split("split-2", sizes, folder, several, {}),
@@ -157,9 +164,11 @@ def _step(name: str, kind: str, arguments: tuple[str, ...], limit_s: float, why_
     return Step(name, kind, arguments, limit_s, shlex.join(["python", *arguments]), why_not)
 
 
-def _engine(name: str, sizes: Sizes, folder: str, flags: tuple[str, ...], *, few: bool = True) -> Step:
+def _engine(
+    name: str, sizes: Sizes, folder: str, flags: tuple[str, ...], *, few: bool = True, contexts: str = ""
+) -> Step:
     """`bench engine` with these flags beside those of all."""
-    counts = (sizes.few_prompts, sizes.few_batches, sizes.few_contexts)
+    counts = (sizes.few_prompts, sizes.few_batches, contexts or sizes.few_contexts)
     prompts, batches, contexts = counts if few else (sizes.prompts, sizes.batches, sizes.contexts)
     measured = ("--prompts", prompts, "--batches", batches, "--contexts", contexts, "--repeats", str(sizes.repeats))
     block_size = () if "--block-size" in flags else ("--block-size", str(sizes.block_size))
@@ -168,6 +177,12 @@ def _engine(name: str, sizes: Sizes, folder: str, flags: tuple[str, ...], *, few
     shown = shlex.join(["splitserve", "bench", "engine", *sizes.model, *rest])
     arguments = ("-m", "splitserve_bench", "engine", folder, *rest)
     return Step(name, ENGINE, arguments, 120 if few else 270, shown)
+
+
+def _attention(sizes: Sizes) -> Step:
+    contexts = f"{sizes.contexts},{sizes.long_context}"
+    sized = ("-m", "splitserve_bench.device.attention", sizes.shape, sizes.batches, contexts, str(sizes.block_size))
+    return _step("attention", ATTENTION, sized, 90)
 
 
 def _tests(machine: Machine, out: Path) -> Step:

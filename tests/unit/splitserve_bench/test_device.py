@@ -330,6 +330,17 @@ def test_shares_and_aims_of_the_data_sheet():
     assert not any(row.aim for row in of_unknown if row.unit != "times")
 
 
+def test_attention_reads_keys_and_values():
+    attention = [{"backend": "b", "batch": 4, "context_tokens": 512, "seconds": 1e-4, "bytes_per_s": 2e12}]
+    steps = {
+        "device": {"kind": "device", "result": FACTS},
+        "attention": {"kind": "attention", "result": attention},
+    }
+    [row] = [row for row in rows_of(steps) if row.step == "attention"]
+    assert (row.figure, row.value, row.unit) == ("b, batch 4, context 512", 2000.0, "GB/s")
+    assert row.of_nominal == 0.5
+
+
 def test_split_and_corridor():
     times = {"ttft_s": 0.1, "tpot_s": 0.01, "handoff_s": 0.002}
     split = {"num_answers": 8, "num_equal": 7, "one_node": times, "split": times}
@@ -423,7 +434,7 @@ def patience(monkeypatch):
 @pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.usefixtures("patience")
 def test_every_step_can_be_done_in_tiny_sizes(tmp_path):
-    names = "device,model,engine,split-1,transfer"
+    names = "device,model,engine,split-1,attention,long-context,transfer,weights-int4"
     trial = ("--trial", "--shape", "smollm2-135m", "--layers", "1", "--out", tmp_path / "out", "--scratch", tmp_path)
     result = bench(*trial, "--steps", names, "--limit-s", str(LIMIT_S))
     assert result.exit_code == 0, result.output
