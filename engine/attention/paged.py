@@ -9,6 +9,7 @@ with a window, only the last `window` of them.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -67,6 +68,7 @@ class _Gathering:
     """Blocks that are gathered once, and the groups that see them: the chunks of one request, or single queries."""
 
     blocks: torch.Tensor  # int64
+    not_theirs: torch.Tensor  # int64, the slots of these blocks in which others have left something
     groups: list[_Group]
 
 
@@ -138,6 +140,8 @@ class PortableAttention:
         for gathering in plan:
             keys, values = self.pool.gather(layer, gathering.blocks)
             values = values if width else keys
+            for plane in (keys, values):  # a mask hides numbers, but not what is none
+                plane.flatten(0, 1).index_fill_(0, gathering.not_theirs, 0)
             for group in gathering.groups:
                 output[group.rows] = self._attend_group(query[group.rows], keys, values, group, attention)
         return output
@@ -162,7 +166,10 @@ class PortableAttention:
         for span in spans:
             start = span.first_block - first
             groups.append(self._group(batch, [span], slice(start, start + span.num_blocks), window))
-        return _Gathering(batch.block_tables[spans[0].request, first:last].long(), groups)
+        blocks = batch.block_tables[spans[0].request, first:last].long()
+        end = spans[-1].kv_end - first * self.pool.layout.block_size
+        not_theirs = torch.arange(end, len(blocks) * self.pool.layout.block_size, device=blocks.device)
+        return _Gathering(blocks, not_theirs, groups)
 
     def _gather_singles(self, batch: ForwardBatch, spans: list[_Span], window: int | None) -> _Gathering:
         """Single queries of several requests in one group, each with as many blocks as the longest."""
@@ -171,7 +178,13 @@ class PortableAttention:
         requests, first_blocks = _columns(batch, [(span.request, span.first_block) for span in spans])
         positions = first_blocks + torch.arange(num_blocks, device=requests.device)
         blocks = batch.block_tables[requests, positions.clamp(max=batch.block_tables.shape[1] - 1)].flatten().long()
-        return _Gathering(blocks, [self._group(batch, spans, slice(None), window)])
+        num_keys = num_blocks * self.pool.layout.block_size
+        behind = [
+            range(row * num_keys + span.kv_end - span.first_block * self.pool.layout.block_size, (row + 1) * num_keys)
+            for row, span in enumerate(spans)
+        ]
+        not_theirs = torch.tensor(list(itertools.chain.from_iterable(behind)), dtype=torch.int64, device=blocks.device)
+        return _Gathering(blocks, not_theirs, [self._group(batch, spans, slice(None), window)])
 
     def _group(self, batch: ForwardBatch, spans: list[_Span], blocks: slice, window: int | None) -> _Group:
         num_queries, device = spans[0].num_queries, batch.block_tables.device

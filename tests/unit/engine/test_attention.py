@@ -66,6 +66,21 @@ def check(backend, sizes, block_size, num_heads, num_kv_heads, window, dtype="fl
         keys, values = (plane.flatten(0, 1) for plane in pool.gather(1, torch.tensor(share.block_ids)))
         expected = naive(query[rows], keys, values, share.start, window, scale or HEAD_DIM**-0.5, softcap)
         torch.testing.assert_close(output[rows].double(), expected, rtol=0, atol=1e-5)
+    if not pool.layout.is_quantized:
+        spoil(pool, shares[:-1])
+        again = attention.attend(query, 1, attention.plan(batch, window))
+        assert torch.equal(again[: starts[-2]], output[: starts[-2]]), "others' numbers were seen, which are none now"
+
+
+def spoil(pool, shares):
+    """Makes all that is none of theirs not a number, the slots behind their last ones too."""
+    block_size = pool.layout.block_size
+    theirs = torch.zeros(pool.num_blocks * block_size, dtype=torch.bool)
+    for share in shares:
+        positions = torch.arange(share.start + share.num_tokens)
+        theirs[torch.tensor(share.block_ids)[positions // block_size] * block_size + positions % block_size] = True
+    for plane in (pool.keys(1), pool.values(1)):
+        plane.flatten(0, 1)[~theirs] = torch.nan
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
