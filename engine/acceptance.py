@@ -23,7 +23,7 @@ def sample_with_candidates(
     likeliest: Likeliest | None = None,
 ) -> list[SampledToken]:
     """The tokens that each of these works gets, in order, as Work.take takes them. `logits` has of each one row for its
-    last known token, then one for each candidate; `likeliest` is as in `sample`. Raises ModelError as `sample` does."""
+    last known token, then one for each candidate; `likeliest` is as in `sample`, and so are errors."""
     given: list[list[SampledToken]] = [[] for _ in works]
     going, row = [], 0
     for place, work in enumerate(works):

@@ -305,7 +305,8 @@ class Engine:
 
     def warm_up(self) -> float:
         """Pays the costs of first calls. To be called on all ranks, and before anything is in the pool. Gives, on rank
-        0, the prompt tokens a second that the engine computes behind them."""
+        0, the prompt tokens a second that the engine computes behind them. Raises ModelError there for a model that
+        gives nothing."""
         num_tokens = min(WARM_UP_TOKENS, self.max_model_len, self.num_blocks * self.layout.block_size)
         request = Request("warm-up", 0, [0] * num_tokens, num_tokens, SamplingParams(max_tokens=1, temperature=0))
         if self.config.embedder is not None:
@@ -316,7 +317,9 @@ class Engine:
         for work in (prompt, last_token, prompt):  # the second time without the costs of first calls
             started_at = time.perf_counter()
             if self.group.rank == LEADER:
-                self.step([work])
+                [token] = self.step([work])
+                if token.error is not None:
+                    raise ModelError(str(token.error))
             else:
                 self.follow([work.share])
         return num_tokens / max(time.perf_counter() - started_at, MIN_MEASURED_S)

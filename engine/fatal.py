@@ -7,6 +7,7 @@ import torch
 from engine.offload.layers_on_disk import WeightsLost
 
 OUT_OF_MEMORY: Final = 2  # of CUDA's error codes
+MOST_FAILED_STEPS: Final = 4  # in a row, after which the next one is not believed to be better
 
 
 def is_fatal(error: Exception) -> bool:

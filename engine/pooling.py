@@ -5,15 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from serving_core.errors import ModelError
+from engine.overflow import overflowed
 from serving_core.requests import MEAN, NO_TOKEN, Pooling, SampledToken, Work
 
 
 def pool(hidden: torch.Tensor, works: Sequence[Work]) -> list[SampledToken]:
     """Adds to what is pooled of each request what its share of the step brings; one that begins anew starts from
     nothing. `hidden` [S, E] are the wanted rows of the batch of these works. Gives the embedding of each whose last
-    token is among them, in order. Raises ModelError when one is not of finite numbers: the model is broken or
-    overflows."""
+    token is among them, in order, or an error where it is not of finite numbers."""
     done: list[SampledToken] = []
     row = 0
     for work in works:
@@ -27,15 +26,15 @@ def pool(hidden: torch.Tensor, works: Sequence[Work]) -> list[SampledToken]:
             request.pooled = total if work.start == 0 else request.pooled + total
         if work.samples:
             pooled = request.pooled / len(request.token_ids) if pooling.kind == MEAN else rows[-1]
-            done.append(SampledToken(NO_TOKEN, embedding=_embedding(pooled.float(), pooling)))
+            done.append(_embedding(pooled.float(), pooling))
     return done
 
 
-def _embedding(pooled: torch.Tensor, pooling: Pooling) -> bytes:
+def _embedding(pooled: torch.Tensor, pooling: Pooling) -> SampledToken:
     if pooling.num_dimensions:
         pooled = pooled[: pooling.num_dimensions]
     if pooling.normalizes:
         pooled = functional.normalize(pooled, dim=0)
     if not bool(pooled.isfinite().all()):
-        raise ModelError("the model's hidden states are not finite numbers")
-    return pooled.cpu().numpy().astype("<f4").tobytes()
+        return overflowed("hidden states")
+    return SampledToken(NO_TOKEN, embedding=pooled.cpu().numpy().astype("<f4").tobytes())

@@ -18,7 +18,7 @@ from engine.logprobs import with_logprobs
 from engine.masks import forbid
 from engine.model.draws import Draw
 from engine.model.steps import Likeliest, Steps, TorchSteps
-from serving_core.errors import ModelError
+from engine.overflow import overflowed
 from serving_core.requests import NO_TOKEN, Request, SampledToken
 
 TORCH_STEPS: Final = TorchSteps()
@@ -35,7 +35,8 @@ def sample(
 ) -> list[SampledToken]:
     """The next token of each request from its row of logits [S, vocab_size], in which tokens that a grammar forbids
     become -inf. `likeliest` is what steps find of these logits, where it is known; its tokens are of no use afterwards.
-    Raises ModelError when a row's largest logit is not a finite number: the model is broken or overflows."""
+    A row whose grammar goes no further, or whose largest logit is not a finite number, gets an error in place of a
+    token."""
     errors = forbid(logits, requests)
     if any(request.guide is not None for request in requests):
         likeliest = None
@@ -49,18 +50,18 @@ def sample(
             adjust(copy, requests[row], eos_token_ids)
         tokens[rows] = _choose(copies, {place: requests[row] for place, row in enumerate(adjusted)}, steps)[1]
     token_ids = tokens.tolist()  # the first to await the device
-    if not all(map(math.isfinite, highest.tolist())):
-        raise ModelError("the model's logits are not finite numbers")
+    failed = {row: overflowed("logits") for row, number in enumerate(highest.tolist()) if not math.isfinite(number)}
+    failed |= {row: SampledToken(NO_TOKEN, error=error) for row, error in errors.items()}
     sampled = [SampledToken(token) for token in token_ids]
-    wanted = {row: request.sampling.logprobs for row, request in enumerate(requests)}
+    wanted = {row: request.sampling.logprobs for row, request in enumerate(requests) if row not in failed}
     num_top = {row: count for row, count in wanted.items() if count is not None}
     if num_top:
         ours = [token_ids[row] for row in num_top]
         scored = with_logprobs(logits, highest, [*num_top], ours, [*num_top.values()], steps)
         for row, token in zip(num_top, scored, strict=True):
             sampled[row] = token
-    for row, error in errors.items():
-        sampled[row] = SampledToken(NO_TOKEN, error=error)
+    for row, token in failed.items():
+        sampled[row] = token
     return sampled
 
 

@@ -22,6 +22,7 @@ KV_CHECKSUM_MISMATCH = "KV_CHECKSUM_MISMATCH"
 PAIRING_MISMATCH = "PAIRING_MISMATCH"
 NAME_TAKEN = "NAME_TAKEN"  # inside the fleet: another process is attached under the node's name
 ENGINE_ERROR = "ENGINE_ERROR"
+STEP_FAILED = "STEP_FAILED"  # inside the fleet: a step of a node gave nothing for the request; public as ENGINE_ERROR
 SLOW_READER = "SLOW_READER"
 DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
 UNAUTHENTICATED = "UNAUTHENTICATED"

@@ -365,8 +365,8 @@ class NodeLogic:
         taken_by = [(resident, work.take(sampled)) for resident, work in zip(residents, works, strict=True)]
         given = [(each, [] if each.request.annex_error else taken) for each, taken in taken_by]
         self._count_step(residents, works, [len(taken) for _, taken in given], step_s)
-        for resident, work in zip(residents, works, strict=True):
-            self._advance(resident, work, goes_on)
+        for work, (resident, taken) in zip(works, given, strict=True):
+            self._advance(resident, work, goes_on, is_good=not (taken and taken[-1].error))
         step_tokens = fleet_pb2.StepTokens(step_s=step_s)
         ended = [
             resident
@@ -448,14 +448,15 @@ class NodeLogic:
         residents = [self._residents.of(work.request) for work in works]
         for resident in residents:
             resident.in_step, resident.num_candidates = False, 0
-            self._endings.fail(resident, reasons.ENGINE_ERROR, f"the step failed ({type(error).__name__})")
+            self._endings.fail(resident, reasons.STEP_FAILED, f"the step failed ({type(error).__name__})")
         self._settle_step(residents)
 
-    def _advance(self, resident: Resident, work: Work, goes_on: bool) -> None:
-        """Its share of the step is done, but for what comes of candidates."""
+    def _advance(self, resident: Resident, work: Work, goes_on: bool, *, is_good: bool) -> None:
+        """Its share of the step is done, but for what comes of candidates. What has failed nobody else is to use."""
         resident.in_step, resident.num_candidates = goes_on, 0
         resident.num_computed += work.num_tokens
-        self._leases.publish(resident)
+        if is_good:
+            self._leases.publish(resident)
 
     def _settle_step(self, residents: Sequence[Resident]) -> None:
         for resident in residents:

@@ -12,7 +12,7 @@ from decode_node.speculation import SpeculationCounts
 from engine.cache.tier_store import TierStore
 from engine.drafting import Drafter
 from engine.engine import Engine
-from engine.fatal import is_fatal
+from engine.fatal import MOST_FAILED_STEPS, is_fatal
 from engine.step_clock import AFTER, DRAFT, HAND_OVER, IDLE, PLAN, SEND, StepClock
 from engine.stepper import Ahead, Step, Stepper
 from kv_transfer.annexes.annex import Annex
@@ -162,6 +162,7 @@ class NodeRunner:
         self._compiling = Compiling(engine.guide, self._pass_on, self._refuse)
         self._looks_ahead: Final = engine.builds_ahead and not len(followers)
         self._works: list[Work] = []  # of the running step; none between two
+        self._num_failed_steps = 0  # since the last good one
         self._absences = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, calm_s=CALM_S)
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
@@ -375,6 +376,7 @@ class NodeRunner:
             done = await step.done
         if done is None:
             return None
+        self._num_failed_steps = 0
         tokens, step_s, goes_on = done
         if not goes_on:
             self.clock.lap(HAND_OVER)
@@ -400,8 +402,11 @@ class NodeRunner:
             die(error)
         except Exception as error:
             logger.exception("a step failed", extra=_naming(works))
+            self._num_failed_steps += 1
             if is_fatal(error):
                 end_at_once(f"this node can compute nothing any more and ends: {error}")
+            if self._num_failed_steps == MOST_FAILED_STEPS:
+                end_at_once(f"{MOST_FAILED_STEPS} steps in a row have failed, and this node ends: {error}")
             self._followers.fail_step(error)
             self._logic.step_failed(works, error, time.monotonic())
             self._carry_out(wakes=False)

@@ -178,8 +178,8 @@ class TrackedRequest:
     move_pause_s: float = 0.0  # from the last token before a move to the first one after it, over all moves
     move: Move | None = None
     moved_s: float | None = None  # when the last move was over, however it ended
-    num_deaths: int = 0  # of nodes in a row that may have died of it, between which it has come no further
-    died_at: int = 0  # tokens that it had when the last of them died
+    num_deaths: int = 0  # of nodes in a row that may have died of it, or failed, between which it has come no further
+    died_at: int = 0  # tokens that it had when the last of them did
     avoid: list[Node] = field(default_factory=list)  # that have failed it: others are taken while there are any
     full_nodes: set[Node] = field(default_factory=set)  # of those, the ones that had no room for it
     asks_again_s: float = 0.0  # while it waits for nodes: not before this
@@ -227,7 +227,7 @@ class TrackedRequest:
         self.num_resumed = self.died_at = len(token_ids)
 
     def note_death(self) -> None:
-        """A node may have died of it. What has come further since another one did was no reason for that."""
+        """A node may have died of it, or failed. What has come further since another one did was no reason for that."""
         is_further = len(self.output) > self.died_at + NUM_TOKENS_FURTHER
         self.num_deaths = 1 if is_further else self.num_deaths + 1
         self.died_at = len(self.output)

@@ -225,16 +225,17 @@ class Tracker:
             instructions += self._moves.lose(request, node, now)
             instructions += self._lending.lose(request, node, now)
             if request in self._live and node in (request.attempt.prefill, request.attempt.decode):
-                instructions += self._lose_part(request, node, now)
+                error = RequestError(reasons.WORKER_LOST, f"the {node.kind} was lost")
+                instructions += self._lose_part(request, node, error, now)
         return instructions
 
-    def _lose_part(self, request: TrackedRequest, node: Node, now: float) -> list[Instruction]:
-        """A node of the current attempt is gone. No other one is risked at a request that some may have died of."""
+    def _lose_part(self, request: TrackedRequest, node: Node, error: RequestError, now: float) -> list[Instruction]:
+        """A node of the current attempt has lost its part, or is gone. No other one is risked at a request that may be
+        to blame for some."""
         if request.num_deaths >= MAX_DEATHS:
             request.attempt.let_go(node)
-            message = f"{MAX_DEATHS} nodes were lost while they computed the request: no other one is tried"
+            message = f"{MAX_DEATHS} nodes were lost or failed while they computed the request: no other one is tried"
             return self._live.end(request, with_progress(RequestError(reasons.ENGINE_ERROR, message), request), now)
-        error = RequestError(reasons.WORKER_LOST, f"the {node.kind} was lost")
         return self._live.carry_on(request, node, error, now)
 
     def finish(self, request_id: str, finish_reason: inference_pb2.FinishReason, now: float) -> list[Instruction]:
@@ -397,8 +398,11 @@ class Tracker:
             # Either end may be at fault, whichever of the two has noticed.
             request.avoid += [attempt.prefill, attempt.decode]
             return self._live.carry_on(request, node, restart_error(node, event), now)
-        attempt.let_go(node)
         error = end_error(node, event)
+        if event.reason == reasons.STEP_FAILED:  # of the node's doing, or of the request's, or of one beside it
+            request.note_death()
+            return self._lose_part(request, node, error, now)
+        attempt.let_go(node)
         if event.reason == reasons.QUEUE_FULL:
             return self._live.turned_away(request, node, error, now)
         return self._live.end(request, with_progress(error, request), now)

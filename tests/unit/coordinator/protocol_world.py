@@ -24,7 +24,7 @@ from serving_core.shapes import ROLES, preset
 from tests import fleet_events as events
 
 FLEETS = (("p0", "p1", "d0", "d1"), ("p0", "p1", "b0", "b1"), ("p0", "b0", "d0"), ("b0", "b1", "b2"))
-FAILURES = ("TRANSFER_FAILED", "KV_CHECKSUM_MISMATCH", "QUEUE_FULL", "ENGINE_ERROR")
+FAILURES = ("TRANSFER_FAILED", "KV_CHECKSUM_MISMATCH", "QUEUE_FULL", "ENGINE_ERROR", "STEP_FAILED")
 PROMPT = [1, 2]
 DEADLINE_S = 60
 NODE_WAIT_S = 20.0  # longer than a world without trouble has no ready nodes

@@ -51,7 +51,7 @@ def test_a_prompt_that_kills_its_readers_gets_no_third_one(world):
     take(world)
     ended = die(world, reader(world))
     assert ended == ["cancel d0", "end ENGINE_ERROR"]
-    assert str(world.outcome) == "2 nodes were lost while they computed the request: no other one is tried"
+    assert str(world.outcome) == "2 nodes were lost or failed while they computed the request: no other one is tried"
     assert world.outcome.metadata == {"phase": "prefill_queue", "tokens_emitted": "0"}
 
 
@@ -155,7 +155,7 @@ def test_the_client_hears_of_it_as_no_status_to_try_again_at(tmp_path, is_stoppi
                 assert (code, info.reason) == (grpc.StatusCode.UNAVAILABLE, "WORKER_LOST")
             else:
                 assert (code, info.reason) == (grpc.StatusCode.INTERNAL, "ENGINE_ERROR")
-                assert message.startswith("2 nodes were lost while they computed the request")
+                assert message.startswith("2 nodes were lost or failed while they computed the request")
 
     run(scenario())
 

@@ -195,6 +195,27 @@ def test_restarts_are_limited(world, failure, reason):
     assert "what happened" not in str(world.outcome)
 
 
+def test_a_request_whose_step_failed_is_tried_elsewhere_and_no_third_time(world):
+    """A node that fails at once looks idle, and is given all that comes."""
+    world.submit()
+    assert world.tell("p0", events.failed(world.attempt, "STEP_FAILED")) == ["cancel d0", "reserve d0", "prefill p1"]
+    world.tell("p1", events.first_token(events.sampled(world.attempt, 0, 7)))
+    assert world.tell("d0", events.failed(world.attempt, "STEP_FAILED")) == ["cancel p1", "end ENGINE_ERROR"]
+
+
+def test_all_requests_survive_a_node_whose_steps_fail():
+    world, num_failed = World(max_live=100), 0
+    for number in range(20):
+        world.submit(f"r/{number}")
+        if world.reader == "p0":
+            world.tell("p0", events.failed(world.attempt, "STEP_FAILED"))
+            num_failed += 1
+        assert world.reader == "p1"
+        last = events.first_token(events.sampled(world.attempt, 0, 7, events.STOP))
+        assert world.tell("p1", last)[-1] == "end complete"
+    assert num_failed == 20, "what fails at once has always the least to do"
+
+
 @pytest.mark.parametrize(
     ("failure", "reason", "text"),
     [

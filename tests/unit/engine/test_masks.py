@@ -8,7 +8,7 @@ import torch
 from engine.model.steps import TorchSteps
 from engine.native.steps import choose_steps
 from engine.sampler import sample
-from serving_core.errors import ModelError, RequestError
+from serving_core.errors import RequestError
 from serving_core.requests import Request, SamplingParams
 
 EOS = (7,)
@@ -104,5 +104,4 @@ def test_a_grammar_that_goes_no_further_is_the_end_of_its_own_answer():
 
 def test_only_allowed_tokens_need_logits_that_are_numbers():
     assert one([1.0, math.nan, 0.0], Only(0), temperature=0.0).token_id == 0
-    with pytest.raises(ModelError, match="not finite"):
-        one([1.0, math.nan, 0.0], Only(0, 1), temperature=0.0)
+    assert "not finite" in str(one([1.0, math.nan, 0.0], Only(0, 1), temperature=0.0).error)

@@ -92,11 +92,20 @@ def test_length_and_leading_numbers(tmp_path):
             assert found == pytest.approx(kept / np.linalg.norm(kept) if normalizes else kept, abs=1e-5)
 
 
-def test_a_broken_model_gives_no_embedding(tmp_path):
+def test_a_text_at_which_the_model_overflows_gets_no_embedding_and_those_beside_it_do(tmp_path):
     engine = engine_of(write_tiny_embedder(tmp_path / "tiny"))
+    expected = embedded(engine, TEXTS[1:], Pooling(MEAN))
+    engine.model.embed_tokens.weight.data[TEXTS[0][0]] = torch.inf
+    requests = [
+        Request(str(index), 0, text, len(text), NO_ANSWER, pooling=Pooling(MEAN)) for index, text in enumerate(TEXTS)
+    ]
+    works = [Work(each, 0, len(each.token_ids), range(8 * place, 8 * place + 8)) for place, each in enumerate(requests)]
+    failed, *others = engine.step(works)
+    assert (failed.error.reason, failed.embedding) == ("STEP_FAILED", b"")
+    assert [each.embedding for each in others] == [each.tobytes() for each in expected]
     engine.model.norm.weight.data.fill_(torch.inf)
     with pytest.raises(ModelError, match="not finite"):
-        embedded(engine, TEXTS, Pooling(MEAN))
+        engine.warm_up()
 
 
 def test_warm_up_and_what_cannot_embed(tmp_path):

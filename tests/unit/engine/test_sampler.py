@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process
 
 from engine.sampler import sample, uniform
-from serving_core.errors import ModelError
 from serving_core.requests import Request, SamplingParams
 
 EOS = (7,)
@@ -38,9 +37,14 @@ def test_rows_of_many_kinds_in_one_batch():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logits_that_are_not_numbers_are_an_error(bad):
-    with pytest.raises(ModelError, match="not finite"):
-        sample_one([0.0, bad, 1.0], temperature=0.0)
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"logprobs": 2}, {"logit_bias": ((0, 1.0),), "seed": 3}])
+def test_logits_that_are_not_numbers_are_an_error_of_their_request_alone(bad, fields):
+    good = [0.0, 3.0, 1.0]
+    asked = [request(**fields) for _ in range(3)]
+    alone = sample(torch.tensor([good]), asked[:1], EOS)
+    first, failed, last = sample(torch.tensor([good, [0.0, bad, 1.0], good]), asked, EOS)
+    assert [first] == [last] == alone
+    assert (failed.error.reason, str(failed.error)) == ("STEP_FAILED", "the model's logits are not finite numbers")
 
 
 def test_repetition_penalty_by_hand():

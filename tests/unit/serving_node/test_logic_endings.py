@@ -165,7 +165,7 @@ def test_a_step_that_fails_ends_all_that_were_in_it(stage):
         assert node.cancelled == [case.request.epoch]
         node.send_fails(case.request)
     failed = node.event("a", "failed")
-    assert (failed.reason, failed.message) == (reasons.ENGINE_ERROR, "the step failed (ValueError)")
+    assert (failed.reason, failed.message) == (reasons.STEP_FAILED, "the step failed (ValueError)")
     assert node.words("a") == [*case.told, "failed"]
     node.steps()
     assert node.tokens("bystander") == answer_of(bystander.token_ids, 4)

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from engine.fatal import MOST_FAILED_STEPS
 from engine.offload.layers_on_disk import WeightsLost
 from engine.stepper import Stepper
 from kv_transfer.ends.receiver import KVReceiver
@@ -193,7 +194,7 @@ async def test_a_failed_step_fails_all_that_were_in_it_and_the_node_goes_on(tmp_
         node.engine.let_one_end()
         await node.idle()
         failed = node.event("a", "failed")
-        assert (failed.reason, failed.message) == (reasons.ENGINE_ERROR, "the step failed (ValueError)")
+        assert (failed.reason, failed.message) == (reasons.STEP_FAILED, "the step failed (ValueError)")
         node.engine.error = None
         node.engine.open()
         node.local("b", range(10))
@@ -215,6 +216,20 @@ async def test_a_node_that_can_compute_nothing_any_more_ends(tmp_path, monkeypat
     async with running(tmp_path, gated=True) as node:
         await fail_a_step(node, WeightsLost("weights cannot be read from /d: EIO"))
     assert last_words == ["this node can compute nothing any more and ends: weights cannot be read from /d: EIO"]
+
+
+async def test_a_node_whose_steps_all_fail_ends(tmp_path, monkeypatch):
+    """But not one of which a good step came between."""
+    last_words = []
+    monkeypatch.setattr(runner, "end_at_once", last_words.append)
+    async with running(tmp_path) as node:
+        errors = [*[ValueError("odd")] * (MOST_FAILED_STEPS - 1), None, *[ValueError("bad")] * MOST_FAILED_STEPS]
+        for number, error in enumerate(errors):
+            assert last_words == []
+            node.engine.error = error
+            node.local(str(number), range(10))
+            await node.idle()
+    assert last_words == ["4 steps in a row have failed, and this node ends: bad"]
 
 
 async def test_a_failed_step_ends_a_node_whose_followers_wait_in_it(tmp_path, monkeypatch):
