@@ -25,6 +25,7 @@ from serving_core.residents import Resident, Residents, Stage
 HOLDING: Final = (Stage.WRITING, Stage.GRANTED, Stage.READING)
 SEATED: Final = (Stage.WRITING, Stage.GRANTED, Stage.STOPPED)
 WITHOUT: Final = (Stage.QUEUED, Stage.AWAITING)
+LACKING: Final = (*WITHOUT, Stage.READING, Stage.READ, Stage.WRITING)
 
 
 class Room:
@@ -155,7 +156,7 @@ class Room:
         anything is free at once; a grant that is taken back comes free later."""
         if any(_lets_go_soon(each) for each in self._residents):
             return False
-        for resident in self._residents.in_stage(*WITHOUT, Stage.READ, Stage.WRITING):
+        for resident in self._residents.in_stage(*LACKING):
             if not self._lacks_room(resident):
                 continue
             if victim := self._youngest_behind(resident):
@@ -171,7 +172,7 @@ class Room:
         if not num_hosted or any(_lets_go_soon(each) for each in self._residents):
             return None
         num_left = self._leases.num_blocks - num_hosted
-        waiting = self._residents.in_stage(*WITHOUT, Stage.READ, Stage.WRITING)
+        waiting = self._residents.in_stage(*LACKING)
         return next((each for each in waiting if self._lacks_room(each) and self._num_blocks_of(each) > num_left), None)
 
     def _num_blocks_of(self, resident: Resident) -> int:
@@ -186,7 +187,18 @@ class Room:
         """Whether it could go on if others gave way. What waits for another node, or for older ones, could not."""
         if resident.stage is Stage.READ:
             return resident.is_kept
+        if resident.stage is Stage.READING:
+            return self._lacks_growth(resident)
         return not (resident.stage is Stage.QUEUED and self._is_capped(resident))
+
+    def _waits(self, resident: Resident) -> bool:
+        """Whether it has no blocks yet to begin with, or to go on with."""
+        return resident.stage in WITHOUT or self._lacks_growth(resident)
+
+    def _lacks_growth(self, resident: Resident) -> bool:
+        """Whether it is a prompt with hosts, which gets blocks as it goes, that has none for its next token."""
+        is_growing = resident.stage is Stage.READING and bool(resident.hosts)
+        return is_growing and self._leases.num_missing(resident, resident.num_computed + 1) > 0
 
     def _is_capped(self, resident: Resident) -> bool:
         """Whether a prompt for another node has to wait until older ones, or those that cannot give way, have left."""
@@ -218,7 +230,7 @@ class Room:
 
     def _youngest_behind(self, resident: Resident) -> Resident | None:
         """The youngest that holds what this one lacks, and is younger."""
-        needs_seat = resident.stage is not Stage.WRITING and not self.has_seat(resident)
+        needs_seat = resident.stage not in HOLDING and not self.has_seat(resident)
         for each in reversed(list(self._residents)):
             if each is resident:
                 return None
@@ -229,7 +241,7 @@ class Room:
     def _is_behind(self, resident: Resident) -> bool:
         """Whether an older one that others gave way to still has no blocks."""
         preferred = self._preferred
-        if preferred is None or preferred not in self._residents or preferred.stage not in WITHOUT:
+        if preferred is None or preferred not in self._residents or not self._waits(preferred):
             self._preferred = None
             return False
         return not preferred.is_ending and preferred.age < resident.age

@@ -29,13 +29,13 @@ TILE = 8  # tokens, two blocks
 class LongNode:
     """One whose pool of eight blocks holds 32 tokens; nothing is computed."""
 
-    def __init__(self):
+    def __init__(self, num_seats=8):
         self.allocator, self.now = BlockAllocator(8), 0.0
         self.logic = NodeLogic(
             self.allocator,
             LAYOUT,
-            Limits(16, 8, 100, 30.0, 60.0, tile_tokens=TILE),
-            preset("both", max_num_batched_tokens=16, max_num_seqs=8),
+            Limits(16, num_seats, 100, 30.0, 60.0, tile_tokens=TILE),
+            preset("both", max_num_batched_tokens=16, max_num_seqs=num_seats),
             block_bytes=1,
             fingerprint=FINGERPRINT,
             origin=HERE,
@@ -56,6 +56,14 @@ class LongNode:
         wire = convert.job_to_wire(request, age)
         wire.hosts.extend(hosts)
         self.do(fleet_pb2.NodeCommand(reserve=fleet_pb2.Reserve(job=wire, local_prefill=True)))
+        return self.logic.residents.find(request)
+
+    def read_for_another(self, name, age, num_tokens):
+        request = Request(
+            name, age, prompt_of(num_tokens, age), num_tokens, SamplingParams(max_tokens=4, ignore_eos=True)
+        )
+        job = convert.job_to_wire(request, age)
+        self.do(fleet_pb2.NodeCommand(prefill=fleet_pb2.Prefill(job=job), attempt=job.attempt))
         return self.logic.residents.find(request)
 
     def do(self, command):
@@ -169,6 +177,26 @@ def test_what_does_not_fit_beside_the_tiles_of_others_is_told_so_and_the_rest_go
     assert not len(node.logic.residents)
     assert node.told.count("failed") == 1
     assert node.told.count("first_token") == (1 if num_prompt == 14 else 2)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_long_one_that_is_older_gets_room_from_those_that_are_read(is_kept):
+    """One that was begun elsewhere, and comes to a node where one block is left."""
+    node = LongNode(num_seats=1 if is_kept else 8)
+    younger = [node.read_for_another(name, age, tokens) for name, age, tokens in (("a", 2, 18), ("b", 3, 5))]
+    while node.compute():
+        pass
+    assert [each.stage for each in younger] == [Stage.READ] * 2
+    for each in younger * is_kept:
+        attempt = convert.attempt_of(each.request)
+        node.do(fleet_pb2.NodeCommand(keep=fleet_pb2.Keep(attempt=attempt), attempt=attempt))
+    long = node.long(46, max_tokens=2)
+    for _ in range(20):
+        node.compute()
+        if node.opening is not None:
+            node.put(1)
+    assert long.request.num_output_tokens == 2
+    assert long not in node.logic.residents
 
 
 def test_hosts_without_room_are_asked_again_and_then_it_fails():
