@@ -70,8 +70,10 @@ class Leases:
             return False
         resident.lease = self._allocator.allocate(num_blocks, names)
         resident.names.begin(names, makers)
-        resident.num_cached_blocks = resident.lease.num_cached
-        resident.num_computed = self.num_cached_tokens(resident)
+        resident.num_cached_blocks = num_cached = resident.lease.num_cached
+        if resident.num_found_blocks is None:
+            resident.num_found_blocks = num_cached
+        resident.num_computed = num_cached * self._layout.block_size
         return True
 
     def num_missing(self, resident: Resident, num_tokens: int) -> int:
@@ -178,8 +180,8 @@ class Leases:
                 resident.request.annexes = ()
 
     def num_cached_tokens(self, resident: Resident) -> int:
-        """Tokens whose KV was there when the resident got its blocks."""
-        return resident.num_cached_blocks * self._layout.block_size
+        """Tokens whose KV was there when the resident first got blocks."""
+        return (resident.num_found_blocks or 0) * self._layout.block_size
 
     def num_held_tokens(self, resident: Resident, num_cacheable: int) -> int:
         """Of the leading num_cacheable tokens, those in full blocks that the pool holds."""

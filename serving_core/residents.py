@@ -107,6 +107,7 @@ class Resident:
     lease: BlockLease | None = None
     num_computed: int = 0  # tokens whose KV is in the pool
     num_cached_blocks: int = 0  # leading ones that were there when it got its blocks
+    num_found_blocks: int | None = None  # the same when it first got any: later ones may be of its own making
     has_begun: bool = False  # its prompt has been counted, here or where the answer began
     has_first_token: bool = False
     reading_since_s: float | None = None  # when the first step began that computed some of the prompt

@@ -187,10 +187,11 @@ def test_a_long_one_that_is_older_gets_room_from_those_that_are_read(is_kept):
     while node.compute():
         pass
     assert [each.stage for each in younger] == [Stage.READ] * 2
+    long = node.long(46, max_tokens=2)
+    node.compute()
     for each in younger * is_kept:
         attempt = convert.attempt_of(each.request)
         node.do(fleet_pb2.NodeCommand(keep=fleet_pb2.Keep(attempt=attempt), attempt=attempt))
-    long = node.long(46, max_tokens=2)
     for _ in range(20):
         node.compute()
         if node.opening is not None:

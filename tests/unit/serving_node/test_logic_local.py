@@ -156,6 +156,20 @@ def test_a_prompt_that_is_preempted_in_the_middle_begins_again_and_counts_once()
     node.check_empty()
 
 
+def test_what_a_prompt_had_computed_before_it_gave_way_does_not_count_as_cached():
+    node = Node(num_blocks=7, budget=4)
+    node.writes("old", 6, max_tokens=12)
+    node.local("young", 9)
+    assert [node.step(), node.step()] == [[("old", 6, 1), ("young", 0, 3)], [("old", 7, 1), ("young", 3, 3)]]
+    rest = node.allocator.allocate(2)
+    assert node.step() == [("old", 8, 1)]  # it needs a third block
+    rest.release()
+    assert node.step()[1] == ("young", 4, 3)  # its first block is still there
+    node.steps()
+    assert node.event("young", "first_token").num_cached_tokens == 0
+    node.check_empty()
+
+
 def test_one_that_is_preempted_while_it_writes_has_its_first_token():
     node = Node(num_blocks=7, caching=False)
     node.local("old", 7, max_tokens=12)
