@@ -227,6 +227,8 @@ class Engine:
         assert logits is not None, "rank 0 has them"
         self.clock.lap(COMPUTE)
         tokens = self._tokens(logits, works)
+        if not tokens and self._device.type == "cuda":  # a token awaits the device by itself; a step is over at its end
+            torch.cuda.current_stream(self._device).synchronize()
         self.clock.lap(SAMPLE)
         return tokens
 

@@ -94,3 +94,16 @@ def test_ranks_over_nccl_answer_as_one_on_the_cpu(tp_size, tmp_path):
     assert [[token["token_id"] for token in answer] for answer in sampled["llama"]] == [
         [token.token_id for token in answer] for answer in expected
     ]
+
+
+def test_a_step_that_gives_no_token_has_ended_on_the_device_too(tmp_path, monkeypatch):
+    """Chunks of a prompt are timed, and may be cancelled between two."""
+    engine = Engine(EngineSettings(model=str(write_tiny_model(tmp_path)), device="cuda", num_kv_blocks=64))
+    request = Request("r", 0, [*range(3, 103)], 100, SamplingParams(max_tokens=1))
+    awaited = []
+    wait = torch.cuda.Stream.synchronize
+    monkeypatch.setattr(torch.cuda.Stream, "synchronize", lambda self: awaited.append(self) or wait(self))
+    assert engine.step([Work(request, 0, 60, range(7))]) == []
+    assert len(awaited) == 1
+    assert torch.cuda.current_stream().query()
+    assert len(engine.step([Work(request, 60, 40, range(7))])) == 1
