@@ -26,9 +26,9 @@ from engine.histories import differing_histories
 from engine.micro_batches import micro_batches
 from engine.model.llama import LlamaDecoder
 from engine.model.lora_weights import load_adapters
+from engine.model.step_backends import choose_steps
 from engine.model.steps import Likeliest
 from engine.model.weights import load_weights
-from engine.native.steps import choose_steps
 from engine.offload.placement import Placement, choose_store
 from engine.origin import engine_traits
 from engine.parallel import LEADER, RankGroup, alone, choose_device, on_all_ranks

@@ -22,7 +22,6 @@ import torch
 
 from engine.model.rope import Rotation
 from engine.model.steps import Steps, TorchSteps, add_scaled, capped, normed
-from engine.native.steps import ELEMENTS, NativeSteps
 from serving_core.differences import SILU
 
 TILE_ROWS: Final = (1, 4, 8, 16, 32, 64, 128, 256)  # that are tried
@@ -134,6 +133,9 @@ class TiledSteps(TorchSteps):
     def __init__(self) -> None:
         self._sizes: dict[tuple[str, int, torch.dtype], tuple[int, ...]] = {}
 
+    def is_invariant(self, dtype: torch.dtype) -> bool:
+        return True
+
     def norm(
         self,
         x: torch.Tensor,
@@ -197,9 +199,4 @@ class TiledRotary:
 
 def invariant_steps(steps: Steps, dtype: torch.dtype) -> Steps:
     """These steps where they are invariant, else tiled ones."""
-    return steps if are_invariant(steps, dtype) else TiledSteps()
-
-
-def are_invariant(steps: Steps, dtype: torch.dtype) -> bool:
-    """Whether the bits of a row of this dtype depend on that row alone."""
-    return isinstance(steps, TiledSteps) or (isinstance(steps, NativeSteps) and dtype in ELEMENTS)
+    return steps if steps.is_invariant(dtype) else TiledSteps()

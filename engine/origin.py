@@ -2,11 +2,13 @@
 
 import hashlib
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Final
 
 import torch
 
 from engine.native import library
+from serving_core.extras import TRITON, is_installed
 
 COUNTS: Final = "num_"  # of what torch tells of a CPU: cores and sockets, which show in the number of threads
 NOTHING_TO_KERNELS: Final = (  # of what an engine says of itself
@@ -27,6 +29,8 @@ def engine_traits(description: Mapping[str, str], device: torch.device, *, kerne
     traits = {key: value for key, value in description.items() if key not in left_out} | {"torch": torch.__version__}
     if device.type == "cpu":
         traits |= {"cpu": _cpu(instructions_alone=kernels_alone), "kernels": _kernels()}
+    elif is_installed(TRITON):  # whose kernels are tried out: with other versions other ones may have agreed
+        traits |= {TRITON: version(TRITON)}
     return traits
 
 

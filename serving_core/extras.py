@@ -16,6 +16,8 @@ MODULES: Final = {
     "ray": ("ray",),
 }
 
+TRITON: Final = "triton"  # which torch for CUDA brings
+
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -13,7 +13,7 @@ from engine.attention.steps_apart import StepsApart
 from engine.attention.tiled import TiledAttention
 from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import build_batch
-from serving_core.extras import is_installed
+from serving_core.extras import TRITON, is_installed
 from serving_core.requests import Share
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TRITON = "triton"
 TRIED_TOKENS = 600  # more than what any kernel takes as one tile, and than what one program does where several share
 TOLERANCE = 0.05  # 16-bit outputs of two kernels on values of order 1
 

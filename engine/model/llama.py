@@ -16,7 +16,7 @@ from torch import nn
 
 from engine.attention.paged import Attention
 from engine.forward_batch import ForwardBatch
-from engine.invariant import Rotary, TiledRotary, Tiling, are_invariant, invariant_steps
+from engine.invariant import Rotary, TiledRotary, Tiling, invariant_steps
 from engine.model.experts import MixtureOfExperts
 from engine.model.layers import (
     Deltas,
@@ -33,8 +33,8 @@ from engine.model.layers import (
 from engine.model.lora import Adapters
 from engine.model.residual import Residual, residual_of
 from engine.model.rope import RotaryEmbedding, Rotation, head_order
+from engine.model.step_backends import choose_steps
 from engine.model.steps import HeadNorms, Steps
-from engine.native.steps import choose_steps
 from engine.offload.offloaded_layers import OffloadedLayers
 from engine.parallel import LEADER, RankGroup
 from engine.pipeline import Pipeline
@@ -276,7 +276,7 @@ class LlamaDecoder(nn.Module):
     def is_invariant(self, dtype: torch.dtype) -> bool:
         """Whether the bits of a row of this dtype depend on no other, if its attention's do not either."""
         layers = (module for module in self.modules() if isinstance(module, Layer))
-        return are_invariant(self.steps, dtype) and all(layer.is_invariant for layer in layers)
+        return self.steps.is_invariant(dtype) and all(layer.is_invariant for layer in layers)
 
     @property
     def vocab_size(self) -> int:

@@ -51,6 +51,9 @@ larger than any."""
 class Steps(Protocol):
     """All tensors of a call are of one dtype and on one device; weights of norms may be float32 instead."""
 
+    def is_invariant(self, dtype: torch.dtype) -> bool:
+        """Whether the bits of a row of this dtype depend on that row alone."""
+
     def norm(
         self,
         x: torch.Tensor,
@@ -99,6 +102,9 @@ class Steps(Protocol):
 
 class TorchSteps:
     """The steps on every device."""
+
+    def is_invariant(self, dtype: torch.dtype) -> bool:
+        return False
 
     def norm(
         self,

@@ -13,7 +13,7 @@ import torch
 from engine.cache.kv_pool import PagedKVPool
 from engine.model.draws import Draw
 from engine.model.rope import Rotation
-from engine.model.steps import HeadNorms, Likeliest, Steps, TorchSteps
+from engine.model.steps import HeadNorms, Likeliest, TorchSteps
 from engine.native import library as native_library
 from engine.native.program import NativeProgram
 from engine.native.threads import threads_for
@@ -163,12 +163,6 @@ def best_variant() -> str | None:
     return native_library.best_variant(step_library(), _VARIANT_OF)
 
 
-def choose_steps(device: torch.device) -> Steps:
-    """The fastest steps of a device."""
-    variant = best_variant() if device.type == "cpu" else None
-    return TorchSteps() if variant is None else NativeSteps(variant)
-
-
 class NativeSteps:
     """Steps on a CPU: of float32 and bfloat16 by one call each, of other dtypes by torch. Rounds where torch does.
 
@@ -185,6 +179,9 @@ class NativeSteps:
         self._library, self._kernel = library, kernel
         self._portable = TorchSteps()
         self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def is_invariant(self, dtype: torch.dtype) -> bool:
+        return dtype in ELEMENTS
 
     def norm(
         self,

@@ -16,7 +16,7 @@ from engine.native.linear_library import ELEMENTS, Matrix, best_variant, linear_
 from engine.native.program import NativeProgram
 from engine.native.threads import threads
 from engine.quantization.weight_quantization import Packed, QuantizedWeight, quantize_tiles
-from serving_core.extras import is_installed
+from serving_core.extras import TRITON, is_installed
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,6 @@ DEPTH: Final = 4  # inputs of a vector
 MOST_INPUTS: Final = 2**16  # of 8 bits
 _TILE_ELEMENTS: Final = 2**20  # weights that are made whole at a time
 _DEVICE_TILE_ELEMENTS: Final = 2**25  # on others than CPUs, where each call costs more than what it computes
-_TRITON: Final = "triton"
 _TRIED_OUTPUTS, _TRIED_INPUTS = 96, 1040  # of which several programs share some
 _TRIED_GROUPS: Final = (32, 128)  # inputs of each: less than a program takes at a time, and no less
 _TRIED_ROWS: Final = (1, 40, 300)  # as each kernel takes
@@ -240,7 +239,7 @@ def quantized_matrix(weight: torch.Tensor, bits: int, variant: str | None = None
 def on_cuda(device: torch.device, dtype: torch.dtype, bits: int) -> _Product | None:
     """Triton's kernels, if they work on this device and agree with torch; else None, and why, in the log. To be called
     first where nothing is captured."""
-    if not is_installed(_TRITON):
+    if not is_installed(TRITON):
         why = "Triton is not installed"
     else:
         try:

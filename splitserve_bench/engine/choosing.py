@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 
 from engine.engine import Engine
-from engine.native.steps import choose_steps
+from engine.model.step_backends import choose_steps
 from engine.sampler import sample
 from serving_core.requests import Request, SamplingParams
 from splitserve_bench.engine.figures import ChoosingFigures

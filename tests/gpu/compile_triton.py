@@ -21,6 +21,7 @@ from engine.attention.triton_kernels import (
     merge,
 )
 from engine.attention.triton_paged import DEEP_BYTES, DEEP_STAGES, STAGES
+from engine.model import triton_steps
 from engine.quantization import triton_linear
 from engine.quantization.quantized_linear import OUTPUTS
 
@@ -30,6 +31,7 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "i8": 1, FP8: 1}
 INTEGERS = ("query_starts", "kv_lengths", "block_tables", "weights")
 FLOATS = ("parts", "part_sizes", "scales", "bias")
 VARYING = ("table_stride",)  # of any value from call to call
+SIZES = ("num_columns", "num_inputs", "num_outputs", "num_words")  # which are multiples of 16 as a rule
 
 
 def attending(dtype, stored, head_dim, group, block_size, rows, splits=ALONE, has_cap=False, has_window=False):
@@ -88,6 +90,40 @@ def of_packed(bits):
     return {"BITS": bits, "WORDS": triton_linear.TILE_INPUTS * bits // triton_linear.WORD_BITS, "VECTOR": OUTPUTS}
 
 
+def norming(dtype, weight_dtype, num_columns):
+    columns = triton_steps._columns(num_columns)
+    constants = {"HAS_DELTA": True, "IS_SCALED": True, "CENTERS": False, "COLUMNS": columns["COLUMNS"]}
+    pointers = {"x": dtype, "delta": dtype, "outputs": dtype, "weight": weight_dtype}
+    numbers = {"eps": "fp32", "delta_scale": "fp32"}
+    return triton_steps.norm_rows, pointers, numbers, constants, 3, columns["num_warps"]
+
+
+def adding_norm(dtype, num_columns):
+    columns = triton_steps._columns(num_columns)
+    pointers = {"x": dtype, "delta": dtype, "weight": dtype}
+    constants = {"COLUMNS": columns["COLUMNS"]}
+    return triton_steps.add_norm, pointers, {"eps": "fp32"}, constants, 3, columns["num_warps"]
+
+
+def placing(dtype, num_heads, num_kv_heads, head_dim, has_norms):
+    tensors = ("heads", "cosines", "sines", "query_weight", "key_weight", "queries", "keys", "values")
+    constants = {
+        "NUM_HEADS": num_heads,
+        "NUM_KEYS": num_kv_heads,
+        "BLOCK_SIZE": 16,
+        "HEAD_DIM": head_dim,
+        "PADDED_DIM": triton.next_power_of_2(head_dim),
+        "HEADS": triton_steps.HEADS,
+        "HAS_NORMS": has_norms,
+    }
+    return triton_steps.place_heads, {**dict.fromkeys(tensors, dtype), "slots": "i64"}, {"eps": "fp32"}, constants
+
+
+def gating(dtype, *, is_gelu):
+    constants = {"IS_GELU": is_gelu, "ROOT": triton_steps.ROOT_2_OVER_PI, "COLUMNS": triton_steps.GATES}
+    return triton_steps.gate_rows, {"gates_and_ups": dtype, "outputs": dtype}, {}, constants
+
+
 CASES = [
     attending("bf16", "bf16", 128, 4, 16, FEW_ROWS, splits=16),
     attending("bf16", "bf16", 128, 4, 16, MANY_ROWS),
@@ -104,6 +140,13 @@ CASES = [
     multiplying("fp32", 8, is_few=False, of_groups=True),
     unpacking("bf16", 4),
     unpacking("fp16", 8),
+    norming("bf16", "bf16", 4096),
+    norming("fp16", "fp32", 16384),
+    adding_norm("bf16", 5376),
+    placing("bf16", 32, 8, 128, has_norms=False),
+    placing("fp16", 16, 8, 80, has_norms=True),
+    gating("bf16", is_gelu=False),
+    gating("fp16", is_gelu=True),
     (triton_linear.add_up, {"outputs": "bf16"}, {}, {"SPLITS": 8, "BLOCK": triton_linear.ADDED, "HAS_BIAS": True}),
 ]
 
@@ -120,7 +163,7 @@ def compiled(capability, kernel, pointers, numbers, constants, stages=3, warps=4
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     of_places = {(names.index(name),): value for name, value in constants.items()}
-    aligned = [name for name in names if name.endswith("stride") or signature[name].startswith("*")]
+    aligned = [name for name in names if name.endswith(("stride", *SIZES)) or signature[name].startswith("*")]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned if name not in VARYING}
     source = ASTSource(kernel, signature, of_places, attributes)
     return triton.compile(

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from engine.model.step_backends import choose_steps
 from engine.model.steps import TorchSteps
-from engine.native.steps import choose_steps
 from engine.sampler import sample
 from serving_core.errors import RequestError
 from serving_core.requests import Request, SamplingParams

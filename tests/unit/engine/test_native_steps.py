@@ -5,9 +5,10 @@ from hypothesis import strategies as st
 
 from engine.cache.kv_pool import PagedKVPool
 from engine.model.rope import RotaryEmbedding
+from engine.model.step_backends import choose_steps
 from engine.model.steps import HeadNorms, TorchSteps
 from engine.native.library import ENVIRONMENT
-from engine.native.steps import VARIANTS, NativeSteps, StepLibrary, choose_steps, step_library
+from engine.native.steps import VARIANTS, NativeSteps, StepLibrary, step_library
 from serving_core.differences import GELU_TANH, SILU
 from serving_core.layout import KVLayout
 from serving_core.rope_config import DefaultRope
