@@ -90,9 +90,9 @@ def of_packed(bits):
     return {"BITS": bits, "WORDS": triton_linear.TILE_INPUTS * bits // triton_linear.WORD_BITS, "VECTOR": OUTPUTS}
 
 
-def norming(dtype, weight_dtype, num_columns):
+def norming(dtype, weight_dtype, num_columns, *, centers=False):
     columns = triton_steps._columns(num_columns)
-    constants = {"HAS_DELTA": True, "IS_SCALED": True, "CENTERS": False, "COLUMNS": columns["COLUMNS"]}
+    constants = {"HAS_DELTA": True, "IS_SCALED": True, "CENTERS": centers, "COLUMNS": columns["COLUMNS"]}
     pointers = {"x": dtype, "delta": dtype, "outputs": dtype, "weight": weight_dtype}
     numbers = {"eps": "fp32", "delta_scale": "fp32"}
     return triton_steps.norm_rows, pointers, numbers, constants, 3, columns["num_warps"]
@@ -142,6 +142,7 @@ CASES = [
     unpacking("fp16", 8),
     norming("bf16", "bf16", 4096),
     norming("fp16", "fp32", 16384),
+    norming("bf16", "bf16", 8192, centers=True),
     adding_norm("bf16", 5376),
     placing("bf16", 32, 8, 128, has_norms=False),
     placing("fp16", 16, 8, 80, has_norms=True),
