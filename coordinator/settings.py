@@ -62,6 +62,12 @@ class CoordinatorSettings:
     api_keys_file: str = flag(
         "", "File of more such secrets, one a line: NAME KEY, or a key alone; read again on SIGHUP. Names are logged."
     )
+    admin_key: str = flag(
+        "",
+        "Secret that operators must bring for roles, drains and the overview, and may bring in place of an API key; "
+        "empty: any API key does.",
+        secret=True,
+    )
     fleet_secret: str = flag("", "Secret shared by the fleet; needed off loopback.", secret=True)
     tls: TlsSettings = field(default_factory=TlsSettings)
     tls_verify_clients: bool = flag(False, "Ask clients for a certificate of --tls-ca, over gRPC and HTTP.")
@@ -204,9 +210,14 @@ def _check_tls(settings: CoordinatorSettings) -> None:
 
 
 def api_keys(settings: CoordinatorSettings) -> dict[str, str]:
-    """The names of those who hold API keys, by key: as given, and in the file as it is now. Raises SettingsError."""
+    """The names of those who hold API keys, by key: as given, and in the file as it is now. Raises SettingsError, also
+    where clients hold the operators' key."""
     holders = read_api_keys(Path(settings.api_keys_file)) if settings.api_keys_file else {}
-    return {settings.api_key: "", **holders} if settings.api_key else holders
+    if settings.api_key:
+        holders = {settings.api_key: "", **holders}
+    if settings.admin_key and settings.admin_key in holders:
+        raise SettingsError("admin_key is one of the API keys, which clients hold: it must be another secret")
+    return holders
 
 
 def model_names(text: str) -> list[str]:

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class AdminStub:
-    """What an operator may ask of a running cluster. Same port and key as Inference.
+    """What an operator may ask of a running cluster. Same port as Inference; the key is that of --admin-key where there is one,
+    else the same.
     """
 
     def __init__(self, channel):
@@ -53,7 +54,8 @@ class AdminStub:
 
 
 class AdminServicer:
-    """What an operator may ask of a running cluster. Same port and key as Inference.
+    """What an operator may ask of a running cluster. Same port as Inference; the key is that of --admin-key where there is one,
+    else the same.
     """
 
     def SetRole(self, request, context):
@@ -105,7 +107,8 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin:
-    """What an operator may ask of a running cluster. Same port and key as Inference.
+    """What an operator may ask of a running cluster. Same port as Inference; the key is that of --admin-key where there is one,
+    else the same.
     """
 
     @staticmethod

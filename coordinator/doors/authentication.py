@@ -17,6 +17,7 @@ ASKER: Final = ContextVar("asker", default="")  # whose secret the call at hand 
 NO_API_KEY: Final = (
     "the API key is missing or wrong: --api-key or SPLITSERVE_API_KEY, sent as authorization: Bearer KEY"
 )
+NO_ADMIN_KEY: Final = "this is the operators': it takes --admin-key or SPLITSERVE_ADMIN_KEY in place of an API key"
 NO_FLEET_SECRET: Final = "the fleet secret is missing or wrong: SPLITSERVE_FLEET_SECRET must be the coordinator's"
 
 
@@ -47,16 +48,19 @@ class BearerAuthentication(grpc.aio.ServerInterceptor):
     checks are exempt, but for Watch, which lasts: strangers could have all calls that there may be. A method that is
     not there is UNIMPLEMENTED for everyone, since the secret would not help."""
 
-    def __init__(self, secrets: BearerSecrets, sentence: str) -> None:
+    def __init__(self, secrets: BearerSecrets, sentence: str, service: str = "") -> None:
+        """With a service, of the calls of that one alone."""
         self._secrets = secrets
         self._sentence = sentence
+        self._prefix = f"/{service}/" if service else "/"
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler:
         details: Any = handler_call_details
         handler = await continuation(handler_call_details)
-        is_open = handler is None or details.method in OPEN_METHODS
+        is_ours = details.method.startswith(self._prefix)
+        is_open = handler is None or not is_ours or details.method in OPEN_METHODS
         if is_open or self._admits(details.invocation_metadata):
             return handler
         return grpc.unary_unary_rpc_method_handler(self._refuse)

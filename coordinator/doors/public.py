@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health import SERVICE_NAME as HEALTH
 
-from coordinator.doors.authentication import NO_API_KEY, BearerAuthentication, BearerSecrets
+from coordinator.doors.authentication import NO_ADMIN_KEY, NO_API_KEY, BearerAuthentication, BearerSecrets
 from coordinator.doors.caps import SPARE, Caps, connection_caps
 from coordinator.doors.control import Control
 from coordinator.doors.front import Front, ServedModel
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 INFERENCE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 ADMIN: Final = inference_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
+OPERATOR: Final = "operator"  # the name of who holds the admin key
 IDLE_CONNECTIONS_PER_CALL: Final = 2
 SPARE_CALLS: Final = 256  # beyond the answers in flight: health watchers, status queries, calls to be refused politely
 STOP_GRACE_S: Final = 1.0
@@ -73,8 +74,9 @@ class PublicDoor:
         self._max_calls = settings.max_num_queued_reqs + SPARE_CALLS
         self._caps = caps(settings)
         self._health = health
-        holders = api_keys(settings)
+        holders = self._key_holders()
         self._api_keys = BearerSecrets(holders) if holders else None
+        self._admin_key = BearerSecrets({settings.admin_key: OPERATOR}) if settings.admin_key else None
         self._public = self._public_server()
         self._http = self._http_server() if settings.http_port >= 0 else None
         self.port = 0  # that is listened on, once it is
@@ -110,17 +112,24 @@ class PublicDoor:
         """Takes the API keys that are in their file now, from the next call on; those before stay where it has none."""
         assert self._api_keys is not None, "there is no file of API keys"
         try:
-            holders = api_keys(self._settings)
+            holders = self._key_holders()
         except SettingsError as error:
             logger.warning("the API keys stay what they were: %s", error)
         else:
             self._api_keys.replace(holders)
             logger.info("%d API keys are in force", len(holders))
 
+    def _key_holders(self) -> dict[str, str]:
+        """With the operators, who may do what clients may. Without keys of clients everyone may."""
+        holders, admin_key = api_keys(self._settings), self._settings.admin_key
+        return {**holders, admin_key: OPERATOR} if holders and admin_key else holders
+
     def _public_server(self) -> grpc.aio.Server:
         interceptors: list[grpc.aio.ServerInterceptor] = [StatusInterceptor()]
         if self._api_keys is not None:
             interceptors.insert(0, BearerAuthentication(self._api_keys, NO_API_KEY))
+        if self._admin_key is not None:
+            interceptors.insert(0, BearerAuthentication(self._admin_key, NO_ADMIN_KEY, ADMIN))
         settings = self._settings
         server = grpc.aio.server(
             interceptors=interceptors,
@@ -144,6 +153,7 @@ class PublicDoor:
             Page(self._behind.overview) if self._settings.ui else None,
             count_call=self._behind.count_call,
             secrets=self._api_keys,
+            admin_key=self._admin_key,
             allowed_origins=origins(self._settings.allowed_origins),
             max_calls=min(self._max_calls, self._caps.http - SPARE),
         )

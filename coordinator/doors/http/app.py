@@ -301,14 +301,16 @@ def make_app(
     *,
     count_call: CountCall,
     secrets: BearerSecrets | None,
+    admin_key: BearerSecrets | None,
     allowed_origins: Collection[str],
     max_calls: int,
 ) -> Starlette:
-    """The application. With secrets, every call but health checks must bring one. Web pages of the allowed origins
+    """The application. With secrets, every call but health checks must bring one, with an admin key what the page shows
+    takes that. Web pages of the allowed origins
     may call it, and read its answers. With a page it has that too."""
     routes = Endpoints(front, is_serving, metrics).routes() + (page.routes() if page else [])
     counting = Middleware(Counting, count_call=count_call, routes=routes)
-    door = Middleware(Door, secrets=secrets, allowed_origins=allowed_origins, max_calls=max_calls)
+    door = Middleware(Door, secrets=secrets, admin_key=admin_key, allowed_origins=allowed_origins, max_calls=max_calls)
     app = Starlette(
         routes=routes,
         middleware=[counting, _cors(allowed_origins), door] if allowed_origins else [counting, door],

@@ -13,9 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.doors.authentication import ASKER, NO_API_KEY, BearerSecrets
+from coordinator.doors.authentication import ASKER, NO_ADMIN_KEY, NO_API_KEY, BearerSecrets
 from coordinator.doors.http.errors import error_response, http_error_response, internal_error
-from coordinator.doors.http.page import PAGE_PATHS
+from coordinator.doors.http.page import OVERVIEW_PATH, PAGE_PATHS
 from coordinator.doors.unknown_fields import WARNING_HEADER
 from coordinator.doors.validation import REQUEST_ID
 from coordinator.traces.carrier import CARRIER, carrier_of
@@ -32,14 +32,21 @@ _OWN_HOST: Final = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})
 
 class Door:
     """ASGI middleware. Asks for `authorization: Bearer SECRET`, or `x-api-key: SECRET`, where there are secrets, and
-    lets in web pages of the allowed origins and its own alone where there are none. Health checks are exempt, and what
-    the page is before it asks for anything."""
+    lets in web pages of the allowed origins and its own alone where there are none; what the page shows takes the admin
+    key where there is one. Health checks are exempt, and what the page is before it asks for anything."""
 
     def __init__(
-        self, app: ASGIApp, *, secrets: BearerSecrets | None, allowed_origins: Collection[str], max_calls: int
+        self,
+        app: ASGIApp,
+        *,
+        secrets: BearerSecrets | None,
+        admin_key: BearerSecrets | None,
+        allowed_origins: Collection[str],
+        max_calls: int,
     ) -> None:
         self._app = app
         self._secrets = secrets
+        self._admin_key = admin_key
         self._allowed_origins = allowed_origins
         self._max_calls = max_calls
         self._num_calls = 0
@@ -70,10 +77,12 @@ class Door:
         headers = Headers(scope=scope)
         if scope["path"] in OPEN_PATHS:
             return
-        if self._secrets is None:
+        is_operators = scope["path"] == OVERVIEW_PATH and self._admin_key is not None
+        keys = self._admin_key if is_operators else self._secrets
+        if keys is None:
             self._check_origin(headers.get("origin"), f"{scope['scheme']}://{headers.get('host', '')}")
-        elif (asker := self._secrets.holder(_authorizations(headers))) is None:
-            raise RequestError(UNAUTHENTICATED, NO_API_KEY)
+        elif (asker := keys.holder(_authorizations(headers))) is None:
+            raise RequestError(UNAUTHENTICATED, NO_ADMIN_KEY if is_operators else NO_API_KEY)
         else:
             ASKER.set(asker)
         if self._num_calls > self._max_calls:

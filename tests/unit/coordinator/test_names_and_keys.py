@@ -120,3 +120,44 @@ def test_who_asks_is_in_the_log_and_keys_may_change(tmp_path, caplog):
     everything = json.dumps([str(vars(record)) for record in caplog.records])
     assert not [key for key in (ANN, BOB, ALONE) if key in everything]
     assert "the API keys stay what they were" in caplog.text
+
+
+OPERATORS = "key-of-operators"
+
+
+def test_what_is_the_operators_takes_their_key_where_they_have_one(tmp_path):
+    async def statuses(c, client, key):
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        ui, models = [(await client.get(path, headers=headers)).status_code for path in ("/ui/overview", "/v1/models")]
+        calls = (
+            c.admin.GetOverview(inference_pb2.GetOverviewRequest(), metadata=tuple(headers.items())),
+            c.admin.SetRole(inference_pb2.SetRoleRequest(node="d7", role="both"), metadata=tuple(headers.items())),
+            c.stub.GetModelInfo(inference_pb2.GetModelInfoRequest(), metadata=tuple(headers.items())),
+        )
+        return ui, models, [await code_of(call) for call in calls]
+
+    async def code_of(call):
+        try:
+            await call
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+        return "OK"
+
+    async def scenario():
+        nobody, stranger = "UNAUTHENTICATED", [401, 401, ["UNAUTHENTICATED"] * 3]
+        async with cluster(tmp_path, http_port=0, api_key=ANN, admin_key=OPERATORS) as c, client_of(c) as client:
+            assert [*await statuses(c, client, "")] == stranger
+            assert await statuses(c, client, ANN) == (401, 200, [nobody, nobody, "OK"])
+            assert await statuses(c, client, OPERATORS) == (200, 200, ["OK", "NOT_FOUND", "OK"])
+            refusal = await client.get("/ui/overview", headers={"x-api-key": ANN})
+            assert "SPLITSERVE_ADMIN_KEY" in refusal.json()["error"]["message"]
+        async with cluster(tmp_path, http_port=0, admin_key=OPERATORS) as c, client_of(c) as client:  # open to clients
+            assert await statuses(c, client, "") == (401, 200, [nobody, nobody, "OK"])
+            assert await statuses(c, client, OPERATORS) == (200, 200, ["OK", "NOT_FOUND", "OK"])
+
+    run(scenario())
+
+
+def test_the_operators_key_is_no_clients():
+    with pytest.raises(SettingsError, match="admin_key is one of the API keys"):
+        check_settings(CoordinatorSettings(api_key=ANN, admin_key=ANN))
