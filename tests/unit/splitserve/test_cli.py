@@ -1,6 +1,8 @@
 """The commands, against a real gRPC server whose answers the test writes, and as real processes."""
 
+import fcntl
 import json
+import mmap
 import os
 import pty
 import re
@@ -588,21 +590,16 @@ def asking(command, silent):
     return [*command.split(), "--server", f"{host}:{port}"]
 
 
-@pytest.mark.parametrize("imported", ["click", "splitserve.cli", "splitserve.commands.terminal"])
+@pytest.mark.parametrize("imported", ["click", "splitserve.cli"])
 @pytest.mark.parametrize("command", ["status", "generate hi", "chat", "bench serve"])
 def test_ctrl_c_while_modules_are_imported_is_exit_code_130(command, imported, silent):
-    process = start_command(asking(command, silent), "-X", "importtime")
-    while not re.search(rf"\|\s+{re.escape(imported)}$", line := process.stderr.readline()):
-        assert line, f"{imported} was never imported"
-    end_interrupted(process)
+    end_interrupted(start_to_import(asking(command, silent), imported))
 
 
 def test_ctrl_c_while_up_is_imported_is_exit_code_130(tmp_path):
     model = str(write_fake_model(tmp_path / "fake"))
-    process = start_command(["up", model, "--grpc-port", str(free_port()), "--http-port", "-1"], "-X", "importtime")
-    while not re.search(r"\|\s+splitserve.launch.launcher$", line := process.stderr.readline()):
-        assert line
-    end_interrupted(process)
+    arguments = ["up", model, "--grpc-port", str(free_port()), "--http-port", "-1"]
+    end_interrupted(start_to_import(arguments, "splitserve.launch.launcher"))
 
 
 @pytest.mark.parametrize("command", ["status", "generate hi", "chat", "bench serve"])
@@ -615,6 +612,19 @@ def test_ctrl_c_while_a_server_is_waited_for_is_exit_code_130(command, silent):
 def start_command(arguments, *python_options):
     command = [sys.executable, *python_options, "-m", "splitserve", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def start_to_import(arguments, imported):
+    """Returns when the command has imported this. It is still at its imports: nobody reads any more what it says of
+    them, and the pipe takes a page."""
+    process = start_command(arguments, "-X", "importtime")
+    said, descriptor = b"", process.stderr.fileno()
+    fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, mmap.PAGESIZE)
+    while not re.search(rf"\|\s+{re.escape(imported)}\n$".encode(), said):
+        said = b"" if said.endswith(b"\n") else said
+        said += (read := os.read(descriptor, 1))
+        assert read, f"{imported} was never imported"
+    return process
 
 
 def end_interrupted(process):
