@@ -17,6 +17,8 @@ from coordinator.text.schemas import leads_to_data, schemas_in
 EXACT: Final = 2**53  # integers up to here are what a float says
 INT64: Final = range(-(2**63), 2**63 - 1)  # the library takes a bound that is wider for the end of the range
 BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+EXCLUSIVE: Final = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
+WITHIN: Final = ("properties", "additionalProperties", "items", "prefixItems", "additionalItems")  # further schemas
 ESCAPES: Final = 'nrbtf"\\'  # and no \uXXXX, which would spell a property's name so that its schema does not see it
 MOST_MULTIPLE: Final = 2**32 - 1  # of what the library joins multiples to
 TEXT: Final = re.compile(r'"(?:\\.|[^"\\])*"')  # in Lark
@@ -83,6 +85,7 @@ def _read_schema(text: str) -> dict[str, Any]:
         if isinstance(reference := part.get("$ref"), str) and leads_to_data(reference):
             raise Unenforceable(f"$ref {reference!r:.80} leads to no schema")
     _check_multiples(parts)
+    _check_open_ends(parts)
     return schema
 
 
@@ -100,9 +103,18 @@ def _check_numbers(part: Mapping[str, Any]) -> None:
     for name in ("const", "enum"):
         if not all(map(_is_exact, _numbers(part.get(name)))):
             raise _inexact(name)
-    for name in BOUNDS:
-        if (number := _whole(part.get(name))) is not None:
+    for name, bound in _bounds(part).items():
+        if (number := _whole(bound)) is not None:
             _check_bound(name, number)
+
+
+def _bounds(part: Mapping[str, Any]) -> dict[str, Any]:
+    """The bounds of a number. In an older draft one is exclusive where it is said to be, by true."""
+    bounds = {name: part[name] for name in BOUNDS if name in part}
+    for exclusive, inclusive in EXCLUSIVE.items():
+        if bounds.get(exclusive) is True and inclusive in bounds:
+            bounds[exclusive] = bounds.pop(inclusive)
+    return bounds
 
 
 def _check_bound(name: str, number: int) -> None:
@@ -131,6 +143,31 @@ def _check_multiples(parts: Sequence[Mapping[str, Any]]) -> None:
         raise Unenforceable("the multiples (multipleOf) of a schema with allOf or $ref are too large together")
 
 
+def _check_open_ends(parts: Sequence[Mapping[str, Any]]) -> None:
+    """A whole number, which is to be left out, comes all the same where the other bound is within the next unit, away
+    from 0. Where schemas are joined, any two bounds may meet."""
+    bounds = [_bounds(part) for part in parts]
+    for group in [bounds] if any(map(_joins, parts)) else [[each] for each in bounds]:
+        _check_open_end(group, "exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1)
+        _check_open_end(group, "exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1)
+
+
+def _check_open_end(bounds: Sequence[Mapping[str, Any]], name: str, others: Sequence[str], sign: int) -> None:
+    fractions = [each[other] for each in bounds for other in others if _is_fraction(each.get(other))]
+    units = {math.floor(sign * number): number for number in fractions}
+    for number in (_whole(each.get(name)) for each in bounds):
+        if number is not None and sign * number >= 0 and sign * number in units:
+            raise Unenforceable(f"{name} ({number}) is less than 1 from the other bound ({units[sign * number]})")
+
+
+def _joins(part: Mapping[str, Any]) -> bool:
+    """Whether several schemas say what a value, or one of the same place in it, may be."""
+    lists = (part.get("allOf"), part.get("patternProperties"))
+    num_schemas = sum(len(each) for each in lists if isinstance(each, list | dict))
+    num_schemas += sum(name in part for name in ("$ref", "anyOf", "oneOf"))
+    return num_schemas + any(name in part for name in (*BOUNDS, *WITHIN)) > 1
+
+
 def _numbers(data: Any) -> Iterator[int]:
     """All integers in it."""
     left = [data]
@@ -153,6 +190,10 @@ def _whole(value: Any) -> int | None:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value if _is_integer(value) else None
+
+
+def _is_fraction(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value) and not value.is_integer()
 
 
 def _inexact(name: str) -> Unenforceable:

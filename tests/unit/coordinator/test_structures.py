@@ -1,7 +1,9 @@
 """What can be enforced and what is refused, by the very program that compiles it."""
 
 import asyncio
+import itertools
 import json
+import operator
 
 import pytest
 
@@ -47,6 +49,22 @@ def reason_of(structures, **params):
     return ""
 
 
+def may_be(guide, text):
+    """Whether this may be a whole answer."""
+    try:
+        mask = guide.allowed(list(text.encode()))
+    except RequestError:
+        return False
+    return bool(mask[EOS // 8] >> EOS % 8 & 1)
+
+
+KEEPS = {
+    "minimum": operator.ge,
+    "exclusiveMinimum": operator.gt,
+    "maximum": operator.le,
+    "exclusiveMaximum": operator.lt,
+}
+HALF, POSITIVE = {"type": "number", "maximum": 0.5}, {"type": "number", "exclusiveMinimum": 0}
 FEW = {"type": "object", "minProperties": 2}  # which the library does not enforce
 
 
@@ -71,12 +89,8 @@ def schema(**fields):
 )
 def test_what_comes_out_lets_these_come_and_not_those(structures, folder, params, good, bad):
     made = grammar(structures, **params)
-    guide = Grammars(folder, (EOS,)).guide(made)
-    mask = guide.allowed(list(good.encode()))
-    assert mask[EOS // 8] >> EOS % 8 & 1, "the answer may not end"
-    guide = Grammars(folder, (EOS,)).guide(made)
-    with pytest.raises(RequestError):
-        guide.allowed([*bad.encode(), EOS])
+    assert may_be(Grammars(folder, (EOS,)).guide(made), good)
+    assert not may_be(Grammars(folder, (EOS,)).guide(made), bad)
 
 
 @pytest.mark.parametrize("params", [{}, {"json_object": False}, {"disable_any_whitespace": True}])
@@ -116,6 +130,15 @@ def test_what_asks_for_nothing(folder, params):
         ({"type": "integer", "minimum": 2**63, "maximum": 2**64}, "minimum"),
         ({"type": "integer", "minimum": -(2**64), "maximum": -(2**63) - 2048}, "maximum"),
         ({"allOf": [{"type": "integer", "multipleOf": 70000}, {"multipleOf": 90000}]}, "multipleOf"),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "exclusiveMinimum (0)"),
+        ({"type": "number", "exclusiveMinimum": 1.0, "exclusiveMaximum": 1.5}, "exclusiveMinimum (1)"),
+        ({"type": "number", "minimum": -1.5, "exclusiveMaximum": -1}, "exclusiveMaximum (-1)"),
+        ({"type": "number", "minimum": 0, "exclusiveMinimum": True, "maximum": 0.5}, "exclusiveMinimum (0)"),
+        ({"allOf": [{"type": "number", "exclusiveMinimum": 0}, {"maximum": 0.5}]}, "exclusiveMinimum (0)"),
+        ({"$ref": "#/$defs/a", "exclusiveMinimum": 0, "$defs": {"a": HALF}}, "exclusiveMinimum (0)"),
+        ({"anyOf": [HALF], "exclusiveMinimum": 0}, "exclusiveMinimum (0)"),
+        ({"$ref": "#/$defs/a", "properties": {"x": POSITIVE}, "$defs": {"a": {"properties": {"x": HALF}}}}, "(0)"),
+        ({"type": "object", "properties": {"x": POSITIVE}, "patternProperties": {"x": HALF}}, "exclusiveMinimum (0)"),
     ],
 )
 def test_what_is_not_enforced_is_named(structures, fields, named):
@@ -139,10 +162,29 @@ def test_what_is_not_enforced_is_named(structures, fields, named):
         {"type": "integer", "exclusiveMaximum": 2**53 - 1, "exclusiveMinimum": -5.0},
         {"allOf": [{"type": "integer", "multipleOf": 6}, {"multipleOf": 4}]},
         {"properties": {"a": {"type": "integer", "multipleOf": 70000}, "b": {"type": "integer", "multipleOf": 90000}}},
+        {"type": "object", "properties": {"a": POSITIVE, "b": HALF}},
+        {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": POSITIVE, "b": HALF}},
     ],
 )
 def test_what_only_looks_like_it_is_taken(structures, fields):
     assert grammar(structures, **schema(**fields))
+
+
+def test_a_number_keeps_its_bounds_or_they_are_refused(structures, folder):
+    """What may come, arithmetic says; of bounds that are refused nothing is asked."""
+    numbers = [half / 2 for half in range(-3, 4)]
+    lower = [{}, *({name: number} for name in ("minimum", "exclusiveMinimum") for number in numbers)]
+    upper = [{}, *({name: number} for name in ("maximum", "exclusiveMaximum") for number in numbers)]
+    grammars, num_taken = Grammars(folder, (EOS,)), 0
+    for bounds in (low | high for low, high in itertools.product(lower, upper)):
+        fields = schema(type="number", **bounds)
+        if not reason_of(structures, **fields):
+            made, num_taken = grammar(structures, **fields), num_taken + 1
+            for number in numbers:
+                for text in (f"{number:g}", f"{number:.2f}"):
+                    is_within = all(KEEPS[name](number, bound) for name, bound in bounds.items())
+                    assert is_within or not may_be(grammars.guide(made), text), (bounds, text)
+    assert num_taken > 100
 
 
 @pytest.mark.parametrize(
