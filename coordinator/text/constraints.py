@@ -6,12 +6,13 @@ What the library does not enforce it refuses by name; what it would enforce in p
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, Final, TypeGuard
 
 from llguidance import LLMatcher, grammar_from
 
+from coordinator.text.controls import control_in, control_of_pattern
 from coordinator.text.schemas import leads_to_data, schemas_in
 
 EXACT: Final = 2**53  # integers up to here are what a float says
@@ -40,7 +41,7 @@ def to_grammar(kind: str, value: Any, whitespace: str | None) -> str:
         case "regex":
             return str(LLMatcher.grammar_from_regex(value))
         case "choice":
-            return _of_lark("start: " + " | ".join(json.dumps(each, ensure_ascii=False) for each in value))
+            return _of_lark("start: " + " | ".join(map(_in_lark, value)))
         case "grammar":
             return _of_lark(_read_grammar(value))
     raise AssertionError(f"{kind} is no constraint")
@@ -48,6 +49,11 @@ def to_grammar(kind: str, value: Any, whitespace: str | None) -> str:
 
 def _of_lark(text: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def _in_lark(text: str) -> str:
+    """A text as a string of Lark, which does not take DEL as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def _of_schema(schema: Mapping[str, Any], whitespace: str | None) -> str:
@@ -81,6 +87,7 @@ def _read_schema(text: str) -> dict[str, Any]:
     for part in parts:
         _check_count(part)
         _check_numbers(part)
+        _check_texts(part)
         _check_items(part)
         if isinstance(reference := part.get("$ref"), str) and leads_to_data(reference):
             raise Unenforceable(f"$ref {reference!r:.80} leads to no schema")
@@ -101,7 +108,7 @@ def _check_count(part: Mapping[str, Any]) -> None:
 
 def _check_numbers(part: Mapping[str, Any]) -> None:
     for name in ("const", "enum"):
-        if not all(map(_is_exact, _numbers(part.get(name)))):
+        if not all(_is_exact(each) for each in _leaves(part.get(name)) if _is_integer(each)):
             raise _inexact(name)
     for name, bound in _bounds(part).items():
         if (number := _whole(bound)) is not None:
@@ -168,8 +175,23 @@ def _joins(part: Mapping[str, Any]) -> bool:
     return num_schemas + any(name in part for name in (*BOUNDS, *WITHIN)) > 1
 
 
-def _numbers(data: Any) -> Iterator[int]:
-    """All integers in it."""
+def _check_texts(part: Mapping[str, Any]) -> None:
+    named, patterns = part.get("patternProperties"), {"pattern": [str(part.get("pattern", ""))]}
+    if isinstance(named, dict):
+        patterns["patternProperties"] = list(named)
+    for name in ("const", "enum"):
+        _refuse_control(name, (control_in(each) for each in _leaves(part.get(name)) if isinstance(each, str)))
+    for name, given in patterns.items():
+        _refuse_control(name, map(control_of_pattern, given))
+
+
+def _refuse_control(name: str, found: Iterable[str]) -> None:
+    if control := next(filter(None, found), None):
+        raise Unenforceable(f"{name} has the control character {control}, which no string of an answer can have")
+
+
+def _leaves(data: Any) -> Iterator[Any]:
+    """All values in it that hold no others."""
     left = [data]
     while left:
         value = left.pop()
@@ -177,7 +199,7 @@ def _numbers(data: Any) -> Iterator[int]:
             left += value
         elif isinstance(value, dict):
             left += value.values()
-        elif _is_integer(value):
+        else:
             yield value
 
 

@@ -64,6 +64,18 @@ KEEPS = {
     "maximum": operator.le,
     "exclusiveMaximum": operator.lt,
 }
+CONTROLLED = (
+    "^a\x0bb$",
+    r"^a\x01b$",
+    r"^a\u001Fb$",
+    r"^(b|a\u{1}b)$",
+    r"^\x{7f}$",
+    r"^\U0000000e",
+    r"\v",
+    r"[\a]",
+    r"[b-d\x00]",
+)
+AHEAD, THE = "^(?!a).*$", "the regular expression"
 HALF, POSITIVE = {"type": "number", "maximum": 0.5}, {"type": "number", "exclusiveMinimum": 0}
 FEW = {"type": "object", "minProperties": 2}  # which the library does not enforce
 
@@ -80,6 +92,7 @@ def schema(**fields):
         (schema(type="object", properties={"a": {"type": "null"}}), '{"b\\n":"é\\t"}', '{"\\u0061":1}'),
         ({"regex": "[a-c]{2}"}, "ab", "abc"),
         ({"choice": Choice(choices=["yes", "no"])}, "no", "maybe"),
+        ({"choice": Choice(choices=["a\x7f\x01", "no"])}, "a\x7f\x01", "a"),
         ({"grammar": 'start: "a"+'}, "aaa", "b"),
         ({"grammar": 'root ::= "a"+'}, "aaa", "b"),
         ({"grammar": 'start: "%json"'}, "%json", "b"),
@@ -139,6 +152,13 @@ def test_what_asks_for_nothing(folder, params):
         ({"anyOf": [HALF], "exclusiveMinimum": 0}, "exclusiveMinimum (0)"),
         ({"$ref": "#/$defs/a", "properties": {"x": POSITIVE}, "$defs": {"a": {"properties": {"x": HALF}}}}, "(0)"),
         ({"type": "object", "properties": {"x": POSITIVE}, "patternProperties": {"x": HALF}}, "exclusiveMinimum (0)"),
+        ({"const": "a\x01b"}, "const has the control character U+0001"),
+        ({"enum": ["a", {"a": ["\x7f"]}]}, "enum has the control character U+007F"),
+        (
+            {"type": "object", "patternProperties": {r"^a\x01$": {}}},
+            "patternProperties has the control character U+0001",
+        ),
+        *(({"type": "string", "pattern": pattern}, "pattern has the control character") for pattern in CONTROLLED),
     ],
 )
 def test_what_is_not_enforced_is_named(structures, fields, named):
@@ -164,6 +184,11 @@ def test_what_is_not_enforced_is_named(structures, fields, named):
         {"properties": {"a": {"type": "integer", "multipleOf": 70000}, "b": {"type": "integer", "multipleOf": 90000}}},
         {"type": "object", "properties": {"a": POSITIVE, "b": HALF}},
         {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": POSITIVE, "b": HALF}},
+        {"type": "object", "properties": {"a\x01b": {"const": "\n\r\t\b\f\x80"}}},
+        *(
+            {"type": "string", "pattern": pattern}
+            for pattern in (r"^[^\x00-\x1F\x7f]+$", r"^[\x00-\x7F]*$", r"^\\x01\n$")
+        ),
     ],
 )
 def test_what_only_looks_like_it_is_taken(structures, fields):
