@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from coordinator.text.constraints import Unenforceable, to_grammar
+from coordinator.text.named_tokens import names_any
 from coordinator.text.program import answer_lines, line
 from coordinator.text.structures import MAX_CPU_S
 from serving_core.errors import RequestError
@@ -32,10 +33,18 @@ class Compiler:
         """The line that answers a question: what `to_grammar` takes."""
         try:
             grammar = to_grammar(**question)
+            self._check_named(**question)
             self._grammars.guide(grammar).allowed(())  # the first mask may fail too
         except (RequestError, Unenforceable) as error:
             return line({"refused": str(error)})
         return line({"grammar": grammar})
+
+    def _check_named(self, kind: str, value: Any, **_: Any) -> None:
+        """An end token ends the answer, whatever the grammar has behind it."""
+        tokenizer = self._grammars.load()
+        ends = [(token_id, tokenizer.decode_str([token_id])) for token_id in tokenizer.eos_tokens]
+        if kind == "grammar" and names_any(value, ends):
+            raise Unenforceable("it names an end token: one comes where the grammar may end, and nowhere else")
 
 
 def main() -> None:
