@@ -232,6 +232,23 @@ def test_what_is_wrong_is_refused(structures, params, field):
     assert refusal(structures, **params)[0] == field
 
 
+@pytest.mark.parametrize("named", ["<[257]>", "<|eos|>", "<[3,250-259]>", "<[^3]>", "<[*]>", '"<|eos|>"'])
+def test_a_grammar_does_not_name_an_end_token(structures, named):
+    _, message = refusal(structures, grammar=f'start: /a*/ {named} "b"')
+    assert "it names an end token" in message
+
+
+@pytest.mark.parametrize("named", ["<[256]>", "<|user|>", "<[3,258-259]>", "<[^257]>", "<[^250-258]>", '"<|eos>"'])
+def test_a_grammar_may_name_other_tokens(structures, named):
+    assert grammar(structures, grammar=f'start: /a*/ {named} "b"')
+
+
+@pytest.mark.parametrize("params", [{"regex": AHEAD}, schema(type="string", pattern=AHEAD)])
+def test_what_is_wrong_with_a_regular_expression_is_said(structures, params):
+    _, message = refusal(structures, **params)
+    assert message.endswith(f": look-around, including look-ahead and look-behind, is not supported in {THE} {AHEAD}")
+
+
 @pytest.mark.parametrize(
     "params",
     [
