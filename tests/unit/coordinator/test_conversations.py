@@ -100,6 +100,11 @@ def test_a_call_that_has_to_come_is_a_constraint_whatever_the_models_own_form():
 
 
 TREE = {"properties": {"left": {"$ref": "#"}, "item": {"$ref": "#/$defs/Item"}}, "$defs": {"Item": {"type": "integer"}}}
+NAMED = {
+    "$id": "https://example.org/t#",
+    "properties": {"a": {"$ref": "#/$defs/A"}, "b": {"$ref": "https://example.org/t"}},
+}
+NAMED["$defs"] = {"A": {"type": "integer"}}
 
 
 @pytest.mark.parametrize(
@@ -115,10 +120,12 @@ TREE = {"properties": {"left": {"$ref": "#"}, "item": {"$ref": "#/$defs/Item"}},
         ([{"name": "a/tree", "parameters": {"left": {"left": {}, "item": 1}}}], True),
         ([{"name": "a/tree", "parameters": {"left": {"item": "x"}}}], False),
         ([{"name": "a/tree", "parameters": {"left": {"left": 1}}}], False),
+        ([{"name": "größe%", "parameters": {"a": 1, "b": {"a": 2}}}], True),
+        ([{"name": "größe%", "parameters": {"b": {"a": "x"}}}], False),
     ],
 )
 def test_the_schema_of_calls_is_that_of_every_tool(calls, is_valid):
-    schema = calls_schema({"f": None, "weather": PARAMETERS, "a/tree": TREE}, is_parallel=True)
+    schema = calls_schema({"f": None, "weather": PARAMETERS, "a/tree": TREE, "größe%": NAMED}, is_parallel=True)
     assert jsonschema.Draft202012Validator(schema).is_valid(calls) == is_valid
 
 
@@ -126,7 +133,7 @@ def test_data_in_the_schema_of_a_tool_stays_as_it_is():
     data = {"const": {"$ref": "#/a"}, "default": [{"$ref": "#"}]}
     tool = {"properties": {"const": {"$ref": "#"}, "x": data}}
     [moved] = calls_schema({"t": tool}, is_parallel=True)["$defs"].values()
-    assert moved["properties"] == {"const": {"$ref": "#/$defs/t"}, "x": data}
+    assert moved["properties"] == {"const": {"$ref": "#/$defs/0"}, "x": data}
 
 
 def test_calls_and_results_in_the_conversation():
