@@ -120,11 +120,14 @@ def _chat_params(fields: Fields, answer_format: AnswerFormat) -> tuple[SamplingP
     if num_top is not None:
         params.logprobs = num_top
     offer = parse_offer(fields, answer_format)
-    if offer is not None and offer.schema:
-        if params.WhichOneof("constraint") is not None:
-            raise fields.problem("tool_choice", "cannot be had beside response_format or structured_outputs")
+    if offer is None:
+        return params, offer
+    if params.WhichOneof("constraint") is not None:
+        name = "tool_choice" if offer.schema else "tools"
+        raise fields.problem(name, "cannot be had beside response_format or structured_outputs: those say what comes")
+    if offer.schema:
         params.json_schema = offer.schema
-    elif offer is not None and answer_format.needs_special_tokens and "skip_special_tokens" not in fields:
+    elif answer_format.needs_special_tokens and "skip_special_tokens" not in fields:
         params.skip_special_tokens = False
     return params, offer
 

@@ -182,6 +182,8 @@ def test_what_openais_client_dumps_can_be_sent_again():
         ({"tools": [F], "tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [F], "tool_choice": F, "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tools": [F], "response_format": {"type": "json_object"}}, "tools"),
+        ({"tools": [F], "structured_outputs": {"regex": "a"}}, "tools"),
         ({"tools": [F], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"chat_template_kwargs": dict.fromkeys(map(str, range(MAX_TEMPLATE_KWARGS + 1)))}, "chat_template_kwargs"),
