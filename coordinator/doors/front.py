@@ -88,20 +88,27 @@ class Front:
 
     @asynccontextmanager
     async def answer(
-        self, request: inference_pb2.GenerateRequest, remaining_s: float | None = None
+        self,
+        request: inference_pb2.GenerateRequest,
+        remaining_s: float | None = None,
+        default_max_tokens: int | None = None,
     ) -> AsyncIterator[Call]:
         """Begins the answers of a request that has an id. They end within remaining_s, and when the block is left,
         however it is left. Raises RequestError before the block when nothing can begin."""
         operation = "chat" if request.HasField("chat") else "text_completion"
         with self._recorded(request.request_id, operation, request.model) as record:
-            call = await self._begin(request, remaining_s, record)
+            call = await self._begin(request, remaining_s, default_max_tokens, record)
             try:
                 yield call
             finally:
                 self._control.close(call.generation)
 
     async def _begin(
-        self, request: inference_pb2.GenerateRequest, remaining_s: float | None, record: CallRecord
+        self,
+        request: inference_pb2.GenerateRequest,
+        remaining_s: float | None,
+        default_max_tokens: int | None,
+        record: CallRecord,
     ) -> Call:
         arrived_s = record.arrived_s
         timeout_s = self.request_timeout_s if remaining_s is None else min(self.request_timeout_s, remaining_s)
@@ -115,7 +122,7 @@ class Front:
                 prompt = cut(await self.tokenize(request, uncut_limit(request, limits)), request, limits)
                 grammar = await self.model.structures.grammar(request.sampling_params)
             limits = self.limits()
-            plan = plan_answers(request, prompt, limits, self.model.sampling_defaults, grammar)
+            plan = plan_answers(request, prompt, limits, self._defaults(default_max_tokens), grammar)
             so_far = read_so_far(request, plan, limits, self.model.config.eos_token_ids)
             after = prompt if grammar or not _begins_a_text(request) else ()  # a grammar counts its first blank
             beginnings = [await self._beginning(plan, each, after) for each in so_far]
@@ -126,6 +133,15 @@ class Front:
         record.begun_s, record.num_prompt_tokens = begun_s, len(prompt)
         record.sampling, record.num_answers = plan.samplings[0], len(plan.samplings)
         return Call(prompt, generation, plan.samplings[0].max_tokens)
+
+    def _defaults(self, max_tokens: int | None) -> inference_pb2.SamplingParams:
+        """The model's own, but for max_tokens where it is given."""
+        if max_tokens is None:
+            return self.model.sampling_defaults
+        defaults = inference_pb2.SamplingParams()
+        defaults.CopyFrom(self.model.sampling_defaults)
+        defaults.max_tokens = max_tokens
+        return defaults
 
     @contextmanager
     def _recorded(self, request_id: str, operation: str, model: str) -> Iterator[CallRecord]:

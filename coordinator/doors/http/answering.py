@@ -54,7 +54,8 @@ class Answering:
             async with AsyncExitStack() as stack:
                 calls = []
                 for request in self._asked.requests:
-                    calls.append(await stack.enter_async_context(self._front.answer(request)))
+                    answers = self._front.answer(request, default_max_tokens=self._asked.default_max_tokens)
+                    calls.append(await stack.enter_async_context(answers))
                     await asyncio.sleep(0)  # others go on before the next prompt
                 if self._asked.stream:
                     await self._stream(calls, sse.EventStream(send))

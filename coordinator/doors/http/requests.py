@@ -13,6 +13,7 @@ from coordinator.doors.http.conversations import parse_conversation, parse_conve
 from coordinator.doors.http.fields import INT64, UINT32, Fields, shown
 from coordinator.doors.http.known_fields import BATCH, CHAT, COMPLETIONS, settle
 from coordinator.doors.http.tools import Offer, parse_offer
+from coordinator.doors.truncation import WHAT_FITS
 from coordinator.doors.validation import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_LOGIT_BIAS,
@@ -57,6 +58,7 @@ class Asked:
 
     requests: tuple[GenerateRequest, ...]
     num_answers: int = 1
+    default_max_tokens: int | None = None  # instead of the model's own
     stream: bool = False
     include_usage: bool = False  # in a last event of a stream
     continuous_usage: bool = False  # in every event of a stream
@@ -75,10 +77,11 @@ def parse_completion(fields: Fields, request_id: str) -> Asked:
     settle(fields, COMPLETIONS)
     params = _sampling_params(fields)
     max_tokens, echoes = fields.integer("max_tokens"), fields.boolean("echo") or False
-    params.max_tokens = DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens
+    if max_tokens is None and fields.integer("truncate_prompt_tokens") == WHAT_FITS:
+        max_tokens = DEFAULT_COMPLETION_TOKENS  # beside these
     drops_answers = echoes and max_tokens == 0
-    if drops_answers:
-        params.max_tokens = 1  # a prompt is read for a token
+    if max_tokens is not None:
+        params.max_tokens = 1 if drops_answers else max_tokens  # a prompt is read for a token
     num_top = fields.integer("logprobs")
     if num_top is not None:
         params.logprobs = num_top
@@ -90,7 +93,7 @@ def parse_completion(fields: Fields, request_id: str) -> Asked:
             "prompt", f"has {len(prompts)} prompts; with their logprobs the limit is {MAX_SCORED_PROMPTS}"
         )
     asked = _asked(fields, _requests(fields, params, request_id, prompts))
-    return replace(asked, echoes=echoes, drops_answers=drops_answers)
+    return replace(asked, default_max_tokens=DEFAULT_COMPLETION_TOKENS, echoes=echoes, drops_answers=drops_answers)
 
 
 def parse_chat(fields: Fields, request_id: str, answer_format: AnswerFormat = PLAIN) -> Asked:

@@ -243,6 +243,29 @@ def test_a_whole_chat_with_logprobs_and_token_ids(tmp_path):
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("prompt", "fields", "num_tokens", "max_tokens"),
+    [
+        ([97] * 3, {}, 3, 16),
+        ([97] * 995, {}, 995, 5),
+        ([97] * 3, {"min_tokens": 20}, 3, 20),
+        ([97] * 1200, {"truncate_prompt_tokens": -1}, 984, 16),
+        ([97] * 1200, {"truncate_prompt_tokens": 990}, 990, 10),
+    ],
+)
+def test_a_completion_has_16_tokens_or_what_its_prompt_leaves_of_1000(tmp_path, prompt, fields, num_tokens, max_tokens):
+    async def scenario():
+        async with http_cluster(tmp_path) as (c, client):
+            call = post(client, prompt=prompt, **{"max_tokens": None, **fields})
+            attempt, job = await begin(c)
+            assert (len(job.token_ids), job.sampling_params.max_tokens) == (num_tokens, max_tokens)
+            await hand_over(c, attempt, "a")
+            await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
+            assert (await call).status_code == 200
+
+    run(scenario())
+
+
 # ---- failures ----
 
 

@@ -75,13 +75,14 @@ def test_every_sampling_field_reaches_the_request():
 def test_what_is_left_out_or_null_stays_unset_but_for_openais_16_tokens():
     nulls = dict.fromkeys([*SAMPLING, "logit_bias", "logprobs", "stream_options", "model", "tools", "suffix"])
     for fields in ({}, nulls):
-        assert as_json(completion(**fields).requests[0])["sampling_params"] == {"max_tokens": 16}
+        assert as_json(completion(**fields).requests[0])["sampling_params"] == {}
         assert as_json(chat(**fields).requests[0]) == {
             "request_id": "id",
             "chat": {"messages": [{"role": "user", "content": "c"}]},
             "sampling_params": {},
         }
-    assert completion() == Asked(completion().requests)
+    assert completion() == Asked(completion().requests, default_max_tokens=16)
+    assert chat().default_max_tokens is None
 
 
 @pytest.mark.parametrize(
@@ -265,7 +266,7 @@ FORM = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "des
 )
 def test_what_an_answer_is_made_to_be(fields, expected):
     assert as_json(chat(**fields).requests[0])["sampling_params"] == expected
-    assert as_json(completion(**fields).requests[0])["sampling_params"] == {"max_tokens": 16, **expected}
+    assert as_json(completion(**fields).requests[0])["sampling_params"] == expected
     assert unread(parse_chat, {"messages": MESSAGES, **fields}) == []
 
 
