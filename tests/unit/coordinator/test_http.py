@@ -495,6 +495,28 @@ def test_a_client_that_leaves_ends_its_answer(tmp_path, stream, has_tokens):
     run(scenario())
 
 
+def test_a_client_that_leaves_before_its_answer_is_no_failure_of_the_server(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path) as (c, client):
+            call = post(client)
+            attempt, _ = await begin(c)
+            call.cancel()
+            for node in c.nodes.values():
+                await node.answer_cancel(attempt)
+            async with asyncio.timeout(DEADLINE_S):
+                while not (counted := await counted_calls(client)):
+                    await asyncio.sleep(0.01)
+            assert counted == ['status="4xx"} 1.0']
+
+    run(scenario())
+
+
+async def counted_calls(client):
+    lines = (await client.get("/metrics")).text.splitlines()
+    begin = 'http_requests_total{handler="/v1/completions",method="POST",'
+    return [line.removeprefix(begin) for line in lines if line.startswith(begin)]
+
+
 @pytest.mark.parametrize("sent_ahead", [b"\r\n", b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"])
 def test_a_client_that_leaves_is_noticed_whatever_it_has_sent_ahead(tmp_path, sent_ahead):
     async def scenario():
