@@ -310,7 +310,13 @@ def make_app(
     may call it, and read its answers. With a page it has that too."""
     routes = Endpoints(front, is_serving, metrics).routes() + (page.routes() if page else [])
     counting = Middleware(Counting, count_call=count_call, routes=routes)
-    door = Middleware(Door, secrets=secrets, allowed_origins=allowed_origins, max_calls=max_calls)
+    door = Middleware(
+        Door,
+        secrets=secrets,
+        allowed_origins=allowed_origins,
+        max_calls=max_calls,
+        noting_refusal=front.noting_refusal,
+    )
     app = Starlette(
         routes=routes,
         middleware=[counting, _cors(allowed_origins), door] if allowed_origins else [counting, door],

@@ -296,6 +296,22 @@ def test_a_full_queue_is_told_with_when_to_come_again(tmp_path):
     run(scenario())
 
 
+def test_a_call_too_many_is_counted_as_refused(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path, max_connections=17) as (c, client):  # of which 16 are kept for health checks
+            call = post(client)
+            attempt, _ = await begin(c)
+            assert error_of(await client.get("/v1/models")) == (429, "requests", "rate_limit_exceeded")
+            assert (await client.get("/ping")).status_code == 200
+            await hand_over(c, attempt, "a")
+            await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
+            assert (await call).status_code == 200
+            text = (await client.get("/metrics")).text
+            assert 'splitserve_requests_refused_total{reason="QUEUE_FULL"} 1.0' in text
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("num_prompts", [1, 2])
 def test_a_failure_after_the_first_token_is_an_event_and_nothing_is_done(tmp_path, num_prompts):
     async def scenario():
