@@ -4,10 +4,14 @@ import asyncio
 import itertools
 import json
 import operator
+import os
+import signal
+import threading
 
 import pytest
 
-from coordinator.text.structures import Structures
+from coordinator.text import program
+from coordinator.text.structures import MAX_KNOWN, Structures
 from protos.inference_pb2 import Choice, SamplingParams
 from serving_core.errors import RequestError
 from serving_core.grammars import Grammars
@@ -277,3 +281,66 @@ def test_a_model_of_which_no_answer_can_be_kept_to_a_grammar(tmp_path):
     assert field == "regex"
     assert "does not read its tokenizer" in message
     assert str(tmp_path) not in message
+
+
+# ---- several at a time, and a busy machine ----
+
+
+def questions_of(structures, monkeypatch):
+    """What the program is asked, as it comes to it."""
+    asked, ask = [], structures._program._ask
+
+    def noting(question):
+        asked.append(question["value"])
+        return ask(question)
+
+    monkeypatch.setattr(structures._program, "_ask", noting)
+    return asked
+
+
+async def test_who_asks_for_the_same_at_once_shares_one_compilation(folder, monkeypatch):
+    structures = Structures(folder, (EOS,))
+    asked, params = questions_of(structures, monkeypatch), SamplingParams(regex="ab")
+    waiting = [asyncio.create_task(structures.grammar(params)) for _ in range(20)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()  # whose leaving is nobody else's end
+    first, *others = await asyncio.gather(*waiting, return_exceptions=True)
+    assert isinstance(first, asyncio.CancelledError)
+    assert (len(set(others)), asked) == (1, ["ab"])
+    wrong = [structures.grammar(SamplingParams(regex="(")) for _ in range(3)]
+    assert {error.reason for error in await asyncio.gather(*wrong, return_exceptions=True)} == {"BAD_PARAM"}
+    assert asked == ["ab", "("]
+
+
+async def test_what_nobody_waits_for_any_more_is_not_compiled(folder, monkeypatch):
+    structures, free = Structures(folder, (EOS,)), threading.Event()
+    asked = questions_of(structures, monkeypatch)
+    structures._program._thread.submit(free.wait, 60)
+    left = asyncio.create_task(structures.grammar(SamplingParams(regex="ab")))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    left.cancel()
+    await asyncio.gather(left, return_exceptions=True)
+    free.set()
+    assert await structures.grammar(SamplingParams(regex="c"))
+    assert asked == ["c"]
+
+
+async def test_what_was_asked_for_last_is_known_longest(folder, monkeypatch):
+    structures = Structures(folder, (EOS,))
+    asked = questions_of(structures, monkeypatch)
+    for text in ["first", *map(str, range(MAX_KNOWN - 1)), "first", "new", "first", "0"]:
+        await structures.grammar(SamplingParams(regex=text))
+    assert asked == ["first", *map(str, range(MAX_KNOWN - 1)), "new", "0"]
+
+
+async def test_a_machine_that_is_too_busy_is_no_fault_of_the_grammar(folder, monkeypatch):
+    structures = Structures(folder, (EOS,))
+    await structures.grammar(SamplingParams(regex="a"))
+    os.kill(structures._program._process._process.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patched:
+        patched.setattr(program, "ANSWER_S", 0.05)
+        with pytest.raises(RequestError, match="the machine is too busy: ") as error:
+            await structures.grammar(SamplingParams(regex="b"))
+    assert error.value.reason == "QUEUE_FULL"
+    assert await structures.grammar(SamplingParams(regex="b"))
