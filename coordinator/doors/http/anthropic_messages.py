@@ -29,6 +29,7 @@ _OF_TOOLS: Final = ("cache_control", "eager_input_streaming", "input_examples")
 _PLACES: Final = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
     "json_schema": "output_config.format.schema",
     "reasoning_effort": "output_config.effort",
 }
