@@ -12,6 +12,7 @@ from coordinator.doors.http.constraints import read_constraint
 from coordinator.doors.http.conversations import parse_conversation, parse_conversations
 from coordinator.doors.http.fields import INT64, UINT32, Fields, shown
 from coordinator.doors.http.known_fields import BATCH, CHAT, COMPLETIONS, settle
+from coordinator.doors.http.request_ids import ids_of
 from coordinator.doors.http.tools import Offer, parse_offer
 from coordinator.doors.truncation import WHAT_FITS
 from coordinator.doors.validation import (
@@ -159,7 +160,7 @@ def _requests(
     if (num_bytes := len(prompts) * params.ByteSize()) > MAX_COPIED_BYTES:
         problem = f"the {len(prompts)} prompts' sampling fields have {num_bytes} bytes, the limit is {MAX_COPIED_BYTES}"
         raise RequestError(BAD_PARAM, problem)
-    ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
+    ids = ids_of(request_id, len(prompts))
     return [_request(fields, params, each_id, prompt) for each_id, prompt in zip(ids, prompts, strict=True)]
 
 
