@@ -47,6 +47,26 @@ def to_grammar(kind: str, value: Any, whitespace: str | None) -> str:
     raise AssertionError(f"{kind} is no constraint")
 
 
+def spelled(kind: str, value: Any) -> str:
+    """All text that an answer may have to spell, and more; what is escaped in it stands for itself."""
+    match kind:
+        case "json_schema":
+            text = json.dumps(json.loads(value), ensure_ascii=False)
+        case "choice":
+            text = "\n".join(value)
+        case _:
+            text = str(value)
+    return text.replace("\\", "")
+
+
+def freely_spelled(grammar: str) -> str:
+    """The same grammar, but what has to come may be spelled by any tokens. Else the library has it come as a tokenizer
+    reads it: as special tokens, where it looks like them."""
+    [form] = json.loads(grammar)["grammars"]
+    whole = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: @form'}
+    return json.dumps({"grammars": [whole, {**form, "name": "form"}]})
+
+
 def _of_lark(text: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": text}]})
 

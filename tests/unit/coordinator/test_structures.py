@@ -16,7 +16,7 @@ from protos.inference_pb2 import Choice, SamplingParams
 from serving_core.errors import RequestError
 from serving_core.grammars import Grammars
 from tests.schemas import chain, product
-from tests.tiny_models import EOS, write_tokenizer
+from tests.tiny_models import EOS, SPECIAL_TOKENS, VOCAB_SIZE, write_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -245,6 +245,27 @@ def test_a_grammar_does_not_name_an_end_token(structures, named):
 @pytest.mark.parametrize("named", ["<[256]>", "<|user|>", "<[3,258-259]>", "<[^257]>", "<[^250-258]>", '"<|eos>"'])
 def test_a_grammar_may_name_other_tokens(structures, named):
     assert grammar(structures, grammar=f'start: /a*/ {named} "b"')
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        (schema(const="a<|eos|>b"), '"a<|eos|>b"'),
+        (schema(type="string", pattern=r"^<\|eos\|>b$"), '"<|eos|>b"'),
+        (schema(type="object", properties={"<|user|>": {"const": 1}}, required=["<|user|>"]), '{"<|user|>":1}'),
+        ({"choice": Choice(choices=["<|eos|>b", "c"])}, "<|eos|>b"),
+        ({"regex": r"<\|eos\|>b"}, "<|eos|>b"),
+        ({"grammar": 'root ::= "<|user|>" "b"'}, "<|user|>b"),
+    ],
+)
+def test_text_that_looks_like_a_special_token_comes_as_text(structures, folder, params, text):
+    answer = Grammars(folder, (EOS,)).guide(grammar(structures, **params, disable_any_whitespace=True))
+    token_ids = [*text.encode(), EOS]
+    for count, token_id in enumerate(token_ids):
+        mask = answer.allowed(token_ids[:count])
+        may_come = {each for each in range(VOCAB_SIZE) if mask[each // 8] >> each % 8 & 1}
+        assert token_id in may_come
+        assert may_come.isdisjoint(SPECIAL_TOKENS.values()) == (token_id != EOS)
 
 
 @pytest.mark.parametrize("params", [{"regex": AHEAD}, schema(type="string", pattern=AHEAD)])
