@@ -8,7 +8,6 @@ CONTROLS: Final = frozenset(map(chr, (*range(8), 11, *range(14, 32), 127)))  # t
 
 _ATOM: Final = r"(?:\\(?:[xuU]\{[^}]*\}|x[^\\]{2}|u[^\\]{4}|U[^\\]{8}|.)|[^\\])"  # a character, however it is written
 _ATOMS: Final = re.compile(_ATOM, re.DOTALL)
-_RANGE: Final = re.compile(f"{_ATOM}-{_ATOM}", re.DOTALL)
 _CLASS: Final = re.compile(r"\\.|\[(\^?)((?:\\.|[^\]\\])*)\]", re.DOTALL)
 _CODE: Final = re.compile(r"\\[xuU]\{?([0-9A-Fa-f]{1,8})\}?")
 
@@ -19,18 +18,19 @@ def control_in(text: str) -> str:
 
 
 def control_of_pattern(pattern: str) -> str:
-    """The first that a regular expression names as one character. Ranges and classes of what is not to come may hold
-    some: others can come for them."""
-    named = _CLASS.sub(_names, pattern)
-    return next(filter(None, (control_in(_character(atom)) for atom in _ATOMS.findall(named))), "")
+    """The first that a regular expression asks for, where nothing else can come for it."""
+    asked = _CLASS.sub(_asked, pattern)
+    return next(filter(None, (control_in(_character(atom)) for atom in _ATOMS.findall(asked))), "")
 
 
-def _names(found: re.Match[str]) -> str:
-    """Of a class, what is in it by name; else what was found."""
+def _asked(found: re.Match[str]) -> str:
+    """Of a class, its characters where all of them are controls by name; what is none stays."""
     negated, members = found.groups()
     if members is None:
         return found[0]
-    return "" if negated else _RANGE.sub("", members)
+    atoms = _ATOMS.findall(members.lstrip("["))
+    is_asked = not negated and all(control_in(_character(atom)) for atom in atoms)
+    return "".join(atoms) if is_asked else ""
 
 
 def _character(atom: str) -> str:
