@@ -12,7 +12,7 @@ from typing import Any, Final, TypeGuard
 
 from llguidance import LLMatcher, grammar_from
 
-from coordinator.text.controls import control_in, control_of_pattern
+from coordinator.text.controls import control_in, control_of_pattern, without_control
 from coordinator.text.schemas import leads_to_data, schemas_in
 
 EXACT: Final = 2**53  # integers up to here are what a float says
@@ -109,6 +109,7 @@ def _read_schema(text: str) -> dict[str, Any]:
         _check_numbers(part)
         _check_texts(part)
         _check_items(part)
+        _mend_patterns(part)
         if isinstance(reference := part.get("$ref"), str) and leads_to_data(reference):
             raise Unenforceable(f"$ref {reference!r:.80} leads to no schema")
     _check_multiples(parts)
@@ -203,6 +204,13 @@ def _check_texts(part: Mapping[str, Any]) -> None:
         _refuse_control(name, (control_in(each) for each in _leaves(part.get(name)) if isinstance(each, str)))
     for name, given in patterns.items():
         _refuse_control(name, map(control_of_pattern, given))
+
+
+def _mend_patterns(part: dict[str, Any]) -> None:
+    if isinstance(pattern := part.get("pattern"), str):
+        part["pattern"] = without_control(pattern)
+    if isinstance(named := part.get("patternProperties"), dict):
+        part["patternProperties"] = {without_control(pattern): schema for pattern, schema in named.items()}
 
 
 def _refuse_control(name: str, found: Iterable[str]) -> None:

@@ -5,6 +5,7 @@ import itertools
 import json
 import operator
 import os
+import re
 import signal
 import threading
 
@@ -197,6 +198,29 @@ def test_what_is_not_enforced_is_named(structures, fields, named):
 )
 def test_what_only_looks_like_it_is_taken(structures, fields):
     assert grammar(structures, **schema(**fields))
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        *(r'^"', r"^\\", r'^"\\', r'^\n"', r'^\\/:*?"<>|', r'^-"', r'^]"', r"^\\-", r'^\x01"', r"^\s\\", r"^\w"),
+        *(r"\x00-\x1f", r"\x01-\x20", r"\x00-\x20-", r"\x00-\x1f\x01a", "\x00-\x21", r"\x00-\x7f", r"\x00-!#-\[\]-~"),
+    ],
+)
+def test_a_class_of_characters_has_those_that_pythons_has(structures, folder, members):
+    made, grammars = grammar(structures, **schema(type="string", pattern=f"^[{members}]$")), Grammars(folder, (EOS,))
+    for char in '\\"\n\t\b\f\ra/ -]!é':
+        is_member = re.fullmatch(f"[{members}]", char, re.ASCII) is not None
+        assert may_be(grammars.guide(made), json.dumps(char, ensure_ascii=False)) == is_member, char
+
+
+@pytest.mark.parametrize(
+    ("pattern", "chars"), [(r"\P{P}", "\na "), (r"[\PPa]", "\na "), ("[[:cntrl:]]", "\n"), (r"[!\p{Cc}]", "!\n")]
+)
+def test_a_class_that_is_named_has_no_quotes_for_control_characters(structures, folder, pattern, chars):
+    made, grammars = grammar(structures, **schema(type="string", pattern=f"^{pattern}$")), Grammars(folder, (EOS,))
+    told = [char for char in '\\"\na !' if may_be(grammars.guide(made), json.dumps(char))]
+    assert sorted(told) == sorted(chars)
 
 
 def test_a_number_keeps_its_bounds_or_they_are_refused(structures, folder):
