@@ -22,7 +22,7 @@ EXCLUSIVE: Final = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"
 WITHIN: Final = ("properties", "additionalProperties", "items", "prefixItems", "additionalItems")  # further schemas
 ESCAPES: Final = 'nrbtf"\\'  # and no \uXXXX, which would spell a property's name so that its schema does not see it
 MOST_MULTIPLE: Final = 2**32 - 1  # of what the library joins multiples to
-TEXT: Final = re.compile(r'"(?:\\.|[^"\\])*"')  # in Lark
+TEXT: Final = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/')  # in Lark: strings and regular expressions
 
 
 class Unenforceable(ValueError):

@@ -253,6 +253,7 @@ def test_a_number_keeps_its_bounds_or_they_are_refused(structures, folder):
         ({"grammar": "no grammar at all"}, "grammar"),
         ({"grammar": '{"grammars": []}'}, "grammar"),
         ({"grammar": 'start: %json {"type": "object", "minProperties": 2}'}, "grammar"),
+        ({"grammar": r'start: /"/ %json {"type": "object", "minProperties": 2}'}, "grammar"),
         ({"json_object": True, "whitespace_pattern": "("}, "json_object"),
     ],
 )
