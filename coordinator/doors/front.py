@@ -113,14 +113,15 @@ class Front:
         remaining_s: float | None = None,
         default_max_tokens: int | None = None,
     ) -> AsyncIterator[Prepared]:
-        """What `answer` does before it begins, so that several requests can begin at once."""
+        """What `answer` does before it begins, so that several requests can begin at once. Raises RequestError before
+        the block."""
         operation = "chat" if request.HasField("chat") else "text_completion"
         with self._recorded(request.request_id, operation, request.model) as record:
             yield await self._prepare(request, remaining_s, default_max_tokens, record)
 
     @asynccontextmanager
     async def begun(self, prepared: Prepared) -> AsyncIterator[Call]:
-        """The rest of it, within the block of `prepared`."""
+        """The rest of it, within the block of `prepared`. Raises RequestError before its own."""
         plan, record, begun_s = prepared.plan, prepared.record, time.monotonic()
         with self.noting_refusal(record):
             generation = await self._control.begin(

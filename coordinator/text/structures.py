@@ -34,9 +34,7 @@ class Structures:
 
     def __init__(self, folder: Path, eos_token_ids: Sequence[int]) -> None:
         self._program = Program(PROGRAM, {"folder": str(folder), "eos_token_ids": list(eos_token_ids)}, MAX_CPU_S)
-        self._known: dict[
-            Hashable, str
-        ] = {}  # grammars by what was asked for; what was not asked for longest gives way
+        self._known: dict[Hashable, str] = {}  # grammars by what was asked for, that which was asked for last behind
         self._begun: dict[Hashable, _Compilation] = {}
 
     async def grammar(self, params: inference_pb2.SamplingParams) -> str:
