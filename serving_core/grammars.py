@@ -87,5 +87,9 @@ def _first_bits(mask: bytes, count: int) -> bytes:
 
 
 def _sentence(error: str) -> str:
-    """What a client may read of an error of the library."""
-    return error.strip().partition("\n")[0][:MAX_PROBLEM_CHARS]
+    """What a client may read of an error of the library: its first line, or why a regular expression, which it shows
+    on lines of their own, is none."""
+    lines = error.strip().split("\n")
+    why = next((each.removeprefix("error: ") for each in lines if each.startswith("error: ")), None)
+    told = lines[0] if why is None else f"{why} in the regular expression {lines[1].strip()}"
+    return told[:MAX_PROBLEM_CHARS]

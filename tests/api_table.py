@@ -69,7 +69,7 @@ ABOUT_REASONS: Final = {
     reasons.NO_OTHER_NODE: "without this node nobody would read prompts, or write answers",
     reasons.DRAIN_ENDED: "the node that was to be empty was given a role meanwhile",
     reasons.DUPLICATE_REQUEST_ID: "a live request has that id",
-    reasons.QUEUE_FULL: "a queue or a cap is full",
+    reasons.QUEUE_FULL: "a queue or a cap is full, or the machine too busy",
     reasons.WOULD_BE_LATE: "its limits on time cannot be kept now (`--admission timely`)",
     reasons.SLOW_READER: "the client did not read its answer, and too much of it waited",
     reasons.NO_PREFILL_WORKER: "no node reads prompts, and none came within `--node-wait-s`; or none has come yet that "

@@ -13,19 +13,19 @@ from coordinator.doors.authentication import ASKER
 from coordinator.doors.control import Control
 from coordinator.doors.embedding import as_question, check_writes, embedder_of, most_kept, plan_embedding
 from coordinator.doors.generation import Generation
+from coordinator.doors.prompts import tokenize, tokenize_cut, within
 from coordinator.doors.resuming import check_counts, read_so_far
 from coordinator.doors.truncation import check_truncation, cut, uncut_limit
 from coordinator.doors.unknown_fields import UnknownFields
 from coordinator.doors.validation import AnswerPlan, Limits, check_input, plan_answers
 from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.answers import AnswerText
-from coordinator.text.chat_template import RenderOptions
-from coordinator.text.structures import Structures
-from coordinator.text.tokenizer import Tokenizer, TokenLimit
+from coordinator.text.structures import Structures, constraint_of
+from coordinator.text.tokenizer import Tokenizer
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.model_config import ModelConfig
-from serving_core.reasons import ABORTED, DEADLINE_EXCEEDED
+from serving_core.reasons import ABORTED
 
 WRITE_TIMEOUT_S: Final = 30.0  # for a client that has stopped reading, at every door
 
@@ -61,6 +61,17 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that can begin. Its answers end at the deadline."""
+
+    request: inference_pb2.GenerateRequest
+    plan: AnswerPlan
+    beginnings: Sequence[tuple[SoFar, AnswerText]]
+    deadline_s: float
+    record: CallRecord
+
+
+@dataclass(frozen=True, slots=True)
 class Embedding:
     """An embedding, as float32, little-endian, and the end of the request for it."""
 
@@ -92,18 +103,44 @@ class Front:
     ) -> AsyncIterator[Call]:
         """Begins the answers of a request that has an id. They end within remaining_s, and when the block is left,
         however it is left. Raises RequestError before the block when nothing can begin."""
+        async with self.prepared(request, remaining_s) as prepared, self.begun(prepared) as call:
+            yield call
+
+    @asynccontextmanager
+    async def prepared(
+        self,
+        request: inference_pb2.GenerateRequest,
+        remaining_s: float | None = None,
+        default_max_tokens: int | None = None,
+    ) -> AsyncIterator[Prepared]:
+        """What `answer` does before it begins, so that several requests can begin at once. Raises RequestError before
+        the block."""
         operation = "chat" if request.HasField("chat") else "text_completion"
         with self._recorded(request.request_id, operation, request.model) as record:
-            call = await self._begin(request, remaining_s, record)
-            try:
-                yield call
-            finally:
-                self._control.close(call.generation)
+            yield await self._prepare(request, remaining_s, default_max_tokens, record)
 
-    async def _begin(
-        self, request: inference_pb2.GenerateRequest, remaining_s: float | None, record: CallRecord
-    ) -> Call:
-        arrived_s = record.arrived_s
+    @asynccontextmanager
+    async def begun(self, prepared: Prepared) -> AsyncIterator[Call]:
+        """The rest of it, within the block of `prepared`. Raises RequestError before its own."""
+        plan, record, begun_s = prepared.plan, prepared.record, time.monotonic()
+        with self.noting_refusal(record):
+            generation = await self._control.begin(
+                plan, prepared.beginnings, prepared.request, deadline_s=prepared.deadline_s, record=record
+            )
+        try:
+            record.begun_s, record.num_prompt_tokens = begun_s, len(plan.prompt)
+            record.sampling, record.num_answers = plan.samplings[0], len(plan.samplings)
+            yield Call(plan.prompt, generation, plan.samplings[0].max_tokens)
+        finally:
+            self._control.close(generation)
+
+    async def _prepare(
+        self,
+        request: inference_pb2.GenerateRequest,
+        remaining_s: float | None,
+        default_max_tokens: int | None,
+        record: CallRecord,
+    ) -> Prepared:
         timeout_s = self.request_timeout_s if remaining_s is None else min(self.request_timeout_s, remaining_s)
         with self.noting_refusal(record):
             check_writes(self.model.config)
@@ -111,21 +148,26 @@ class Front:
             check_input(request, limits)
             check_counts(request, limits)
             check_truncation(request, limits)
-            async with within(timeout_s):
-                prompt = cut(await self.tokenize(request, uncut_limit(request, limits)), request, limits)
+            has_grammar = constraint_of(request.sampling_params) is not None
+            async with within(timeout_s, "the prompt and the grammar were" if has_grammar else "the prompt was"):
+                uncut = await tokenize(self.model.tokenizer, request, uncut_limit(request, limits))
                 grammar = await self.model.structures.grammar(request.sampling_params)
+            prompt = cut(uncut, request, limits)
             limits = self.limits()
-            plan = plan_answers(request, prompt, limits, self.model.sampling_defaults, grammar)
+            plan = plan_answers(request, prompt, limits, self._defaults(default_max_tokens), grammar)
             so_far = read_so_far(request, plan, limits, self.model.config.eos_token_ids)
             after = prompt if grammar or not _begins_a_text(request) else ()  # a grammar counts its first blank
             beginnings = [await self._beginning(plan, each, after) for each in so_far]
-            begun_s = time.monotonic()
-            generation = await self._control.begin(
-                plan, beginnings, request, deadline_s=arrived_s + timeout_s, record=record
-            )
-        record.begun_s, record.num_prompt_tokens = begun_s, len(prompt)
-        record.sampling, record.num_answers = plan.samplings[0], len(plan.samplings)
-        return Call(prompt, generation, plan.samplings[0].max_tokens)
+        return Prepared(request, plan, beginnings, record.arrived_s + timeout_s, record)
+
+    def _defaults(self, max_tokens: int | None) -> inference_pb2.SamplingParams:
+        """The model's own, but for max_tokens where it is given."""
+        if max_tokens is None:
+            return self.model.sampling_defaults
+        defaults = inference_pb2.SamplingParams()
+        defaults.CopyFrom(self.model.sampling_defaults)
+        defaults.max_tokens = max_tokens
+        return defaults
 
     @contextmanager
     def _recorded(self, request_id: str, operation: str, model: str) -> Iterator[CallRecord]:
@@ -165,25 +207,14 @@ class Front:
             limits = self.limits()
             check_input(question, limits)
             check_truncation(question, limits)
-            async with within(timeout_s):
-                prompt = await self._tokenize_cut(question, most_kept(request, limits), limits)
+            async with within(timeout_s, "the tokens were"):
+                prompt = await tokenize_cut(self.model.tokenizer, question, most_kept(request, limits), limits)
             plan = plan_embedding(request, prompt, limits, self.model.config)
             beginning = await self._beginning(plan, NOTHING, ())
             record.begun_s, record.num_prompt_tokens = time.monotonic(), len(prompt)
             return await self._control.begin(
                 plan, [beginning], question, deadline_s=arrived_s + timeout_s, record=record
             )
-
-    async def _tokenize_cut(
-        self, question: inference_pb2.GenerateRequest, most: int | None, limits: Limits
-    ) -> list[int]:
-        """The token ids of a text, or of a longer one the first so many, those that the tokenizer adds at its end among
-        them."""
-        token_ids = await self.tokenize(question, uncut_limit(question, limits))
-        if most is None or len(token_ids) <= most:
-            return token_ids
-        num_last = min(most, self.model.tokenizer.num_end_tokens) if question.HasField("text") else 0
-        return token_ids[: most - num_last] + token_ids[len(token_ids) - num_last :]
 
     @property
     def adapters(self) -> Sequence[str]:
@@ -212,28 +243,6 @@ class Front:
         """Whether a node of this name is attached and ready."""
         return self._control.is_ready(node_name)
 
-    async def tokenize(self, request: inference_pb2.GenerateRequest, limit: TokenLimit) -> list[int]:
-        """The token ids of a request's input. Raises RequestError when there is no way to them, or are too many."""
-        tokenizer = self.model.tokenizer
-        if request.HasField("text"):
-            return await tokenizer.encode(request.text, limit)
-        if request.HasField("chat"):
-            return await self._tokenize_chat(request.chat, limit)
-        return list(request.tokenized.input_ids)
-
-    async def _tokenize_chat(self, chat: inference_pb2.ChatInput, limit: TokenLimit) -> list[int]:
-        names = ("role", "content", "extra_json")
-        messages = [{name: getattr(message, name) for name in names} for message in chat.messages]
-        options = RenderOptions(
-            tools_json=chat.tools_json,
-            template_kwargs_json=chat.template_kwargs_json,
-            add_generation_prompt=chat.add_generation_prompt
-            if chat.HasField("add_generation_prompt")
-            else not chat.continue_final_message,
-            continue_final_message=chat.continue_final_message,
-        )
-        return await self.model.tokenizer.encode_chat(messages, limit, options)
-
     async def _beginning(self, plan: AnswerPlan, so_far: SoFar, after: Sequence[int]) -> tuple[SoFar, AnswerText]:
         """The text that an answer goes on with, itself behind that of the tokens `after`. A stop string in what there
         is of it is its end."""
@@ -261,16 +270,6 @@ class Front:
             eos_token_ids=self.model.config.eos_token_ids,
             least_answer_tokens=1 if self.model.config.embedder is None else 0,
         )
-
-
-@asynccontextmanager
-async def within(timeout_s: float) -> AsyncIterator[None]:
-    """Around what is made of a request's texts: raises RequestError when it is not done in time."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            yield
-    except TimeoutError as error:
-        raise RequestError(DEADLINE_EXCEEDED, f"the tokenizer was not done within {timeout_s:g} s") from error
 
 
 def _begins_a_text(request: inference_pb2.GenerateRequest) -> bool:

@@ -62,12 +62,17 @@ def to_status(error: RequestError) -> grpc.Status:
     if field := error.metadata.get("field"):
         violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=str(error))
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if code is Code.UNAVAILABLE or error.reason in (reasons.QUEUE_FULL, reasons.WOULD_BE_LATE):
+    if is_for_later(error):
         delay = duration_pb2.Duration(seconds=retry_after_s(error))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     rich = status_pb2.Status(code=code.value[0], message=str(error), details=[_packed(part) for part in details])
     status: grpc.Status = rpc_status.to_status(rich)
     return status
+
+
+def is_for_later(error: RequestError) -> bool:
+    """Whether trying again can help."""
+    return CODES[error.reason] is Code.UNAVAILABLE or error.reason in (reasons.QUEUE_FULL, reasons.WOULD_BE_LATE)
 
 
 def retry_after_s(error: RequestError) -> int:

@@ -32,7 +32,8 @@ MAX_BIAS: Final = 100.0
 MAX_PROMPT_LOGPROBS: Final = 2**15  # of all tokens of a prompt, over all answers
 MAX_TEMPLATE_KWARGS_CHARS: Final = 2**16
 MIN_TEMPERATURE: Final = 1e-6
-REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+MAX_REQUEST_ID_CHARS: Final = 128
+REQUEST_ID: Final = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_REQUEST_ID_CHARS}}}")
 
 _COUNTS: Final = {
     "stop": MAX_STOP_STRINGS,

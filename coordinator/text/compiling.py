@@ -10,7 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.text.constraints import Unenforceable, to_grammar
+from llguidance import LLTokenizer
+
+from coordinator.text.constraints import Unenforceable, freely_spelled, spelled, to_grammar
+from coordinator.text.named_tokens import names_any
 from coordinator.text.program import answer_lines, line
 from coordinator.text.structures import MAX_CPU_S
 from serving_core.errors import RequestError
@@ -25,17 +28,37 @@ class Compiler:
 
     def __init__(self, folder: str, eos_token_ids: list[int]) -> None:
         self._grammars = Grammars(Path(folder), eos_token_ids)
+        self._special_texts: list[str] = []
         with suppress(RequestError):  # which every question is then answered by
-            self._grammars.load()
+            self._special_texts = _special_texts(self._grammars.load())
 
     def answer(self, question: Mapping[str, Any]) -> bytes:
         """The line that answers a question: what `to_grammar` takes."""
         try:
-            grammar = to_grammar(**question)
+            grammar = self._grammar(**question)
             self._grammars.guide(grammar).allowed(())  # the first mask may fail too
         except (RequestError, Unenforceable) as error:
             return line({"refused": str(error)})
         return line({"grammar": grammar})
+
+    def _grammar(self, kind: str, value: Any, whitespace: str | None) -> str:
+        grammar = to_grammar(kind, value, whitespace)
+        if kind == "grammar":
+            self._check_named(value)
+        text = spelled(kind, value)
+        return freely_spelled(grammar) if any(each in text for each in self._special_texts) else grammar
+
+    def _check_named(self, grammar: str) -> None:
+        """An end token ends the answer, whatever the grammar has behind it."""
+        tokenizer = self._grammars.load()
+        ends = [(token_id, tokenizer.decode_str([token_id])) for token_id in tokenizer.eos_tokens]
+        if names_any(grammar, ends):
+            raise Unenforceable("it names an end token: one comes where the grammar may end, and nowhere else")
+
+
+def _special_texts(tokenizer: LLTokenizer) -> list[str]:
+    special = filter(tokenizer.is_special_token, range(tokenizer.vocab_size))
+    return [text for token_id in special if (text := tokenizer.decode_str([token_id]))]
 
 
 def main() -> None:

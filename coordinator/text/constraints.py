@@ -6,20 +6,23 @@ What the library does not enforce it refuses by name; what it would enforce in p
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, Final, TypeGuard
 
 from llguidance import LLMatcher, grammar_from
 
+from coordinator.text.controls import control_in, control_of_pattern, without_control
 from coordinator.text.schemas import leads_to_data, schemas_in
 
 EXACT: Final = 2**53  # integers up to here are what a float says
 INT64: Final = range(-(2**63), 2**63 - 1)  # the library takes a bound that is wider for the end of the range
 BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+EXCLUSIVE: Final = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
+WITHIN: Final = ("properties", "additionalProperties", "items", "prefixItems", "additionalItems")  # further schemas
 ESCAPES: Final = 'nrbtf"\\'  # and no \uXXXX, which would spell a property's name so that its schema does not see it
 MOST_MULTIPLE: Final = 2**32 - 1  # of what the library joins multiples to
-TEXT: Final = re.compile(r'"(?:\\.|[^"\\])*"')  # in Lark
+TEXT: Final = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/')  # in Lark: strings and regular expressions
 
 
 class Unenforceable(ValueError):
@@ -38,14 +41,39 @@ def to_grammar(kind: str, value: Any, whitespace: str | None) -> str:
         case "regex":
             return str(LLMatcher.grammar_from_regex(value))
         case "choice":
-            return _of_lark("start: " + " | ".join(json.dumps(each, ensure_ascii=False) for each in value))
+            return _of_lark("start: " + " | ".join(map(_in_lark, value)))
         case "grammar":
             return _of_lark(_read_grammar(value))
     raise AssertionError(f"{kind} is no constraint")
 
 
+def spelled(kind: str, value: Any) -> str:
+    """All text that an answer may have to spell, and more; what is escaped in it stands for itself."""
+    match kind:
+        case "json_schema":
+            text = json.dumps(json.loads(value), ensure_ascii=False)
+        case "choice":
+            text = "\n".join(value)
+        case _:
+            text = str(value)
+    return text.replace("\\", "")
+
+
+def freely_spelled(grammar: str) -> str:
+    """The same grammar, but what has to come may be spelled by any tokens. Else the library has it come as a tokenizer
+    reads it: as special tokens, where it looks like them."""
+    [form] = json.loads(grammar)["grammars"]
+    whole = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: @form'}
+    return json.dumps({"grammars": [whole, {**form, "name": "form"}]})
+
+
 def _of_lark(text: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def _in_lark(text: str) -> str:
+    """A text as a string of Lark, which does not take DEL as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def _of_schema(schema: Mapping[str, Any], whitespace: str | None) -> str:
@@ -79,10 +107,13 @@ def _read_schema(text: str) -> dict[str, Any]:
     for part in parts:
         _check_count(part)
         _check_numbers(part)
+        _check_texts(part)
         _check_items(part)
+        _mend_patterns(part)
         if isinstance(reference := part.get("$ref"), str) and leads_to_data(reference):
             raise Unenforceable(f"$ref {reference!r:.80} leads to no schema")
     _check_multiples(parts)
+    _check_open_ends(parts)
     return schema
 
 
@@ -98,11 +129,20 @@ def _check_count(part: Mapping[str, Any]) -> None:
 
 def _check_numbers(part: Mapping[str, Any]) -> None:
     for name in ("const", "enum"):
-        if not all(map(_is_exact, _numbers(part.get(name)))):
+        if not all(_is_exact(each) for each in _leaves(part.get(name)) if _is_integer(each)):
             raise _inexact(name)
-    for name in BOUNDS:
-        if (number := _whole(part.get(name))) is not None:
+    for name, bound in _bounds(part).items():
+        if (number := _whole(bound)) is not None:
             _check_bound(name, number)
+
+
+def _bounds(part: Mapping[str, Any]) -> dict[str, Any]:
+    """The bounds of a number. In an older draft one is exclusive where it is said to be, by true."""
+    bounds = {name: part[name] for name in BOUNDS if name in part}
+    for exclusive, inclusive in EXCLUSIVE.items():
+        if bounds.get(exclusive) is True and inclusive in bounds:
+            bounds[exclusive] = bounds.pop(inclusive)
+    return bounds
 
 
 def _check_bound(name: str, number: int) -> None:
@@ -131,8 +171,55 @@ def _check_multiples(parts: Sequence[Mapping[str, Any]]) -> None:
         raise Unenforceable("the multiples (multipleOf) of a schema with allOf or $ref are too large together")
 
 
-def _numbers(data: Any) -> Iterator[int]:
-    """All integers in it."""
+def _check_open_ends(parts: Sequence[Mapping[str, Any]]) -> None:
+    """A whole number, which is to be left out, comes all the same where the other bound is within the next unit, away
+    from 0. Where schemas are joined, any two bounds may meet."""
+    bounds = [_bounds(part) for part in parts]
+    for group in [bounds] if any(map(_joins, parts)) else [[each] for each in bounds]:
+        _check_open_end(group, "exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1)
+        _check_open_end(group, "exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1)
+
+
+def _check_open_end(bounds: Sequence[Mapping[str, Any]], name: str, others: Sequence[str], sign: int) -> None:
+    fractions = [each[other] for each in bounds for other in others if _is_fraction(each.get(other))]
+    units = {math.floor(sign * number): number for number in fractions}
+    for number in (_whole(each.get(name)) for each in bounds):
+        if number is not None and sign * number >= 0 and sign * number in units:
+            raise Unenforceable(f"{name} ({number}) is less than 1 from the other bound ({units[sign * number]})")
+
+
+def _joins(part: Mapping[str, Any]) -> bool:
+    """Whether several schemas say what a value, or one of the same place in it, may be."""
+    lists = (part.get("allOf"), part.get("patternProperties"))
+    num_schemas = sum(len(each) for each in lists if isinstance(each, list | dict))
+    num_schemas += sum(name in part for name in ("$ref", "anyOf", "oneOf"))
+    return num_schemas + any(name in part for name in (*BOUNDS, *WITHIN)) > 1
+
+
+def _check_texts(part: Mapping[str, Any]) -> None:
+    named, patterns = part.get("patternProperties"), {"pattern": [str(part.get("pattern", ""))]}
+    if isinstance(named, dict):
+        patterns["patternProperties"] = list(named)
+    for name in ("const", "enum"):
+        _refuse_control(name, (control_in(each) for each in _leaves(part.get(name)) if isinstance(each, str)))
+    for name, given in patterns.items():
+        _refuse_control(name, map(control_of_pattern, given))
+
+
+def _mend_patterns(part: dict[str, Any]) -> None:
+    if isinstance(pattern := part.get("pattern"), str):
+        part["pattern"] = without_control(pattern)
+    if isinstance(named := part.get("patternProperties"), dict):
+        part["patternProperties"] = {without_control(pattern): schema for pattern, schema in named.items()}
+
+
+def _refuse_control(name: str, found: Iterable[str]) -> None:
+    if control := next(filter(None, found), None):
+        raise Unenforceable(f"{name} has the control character {control}, which no string of an answer can have")
+
+
+def _leaves(data: Any) -> Iterator[Any]:
+    """All values in it that hold no others."""
     left = [data]
     while left:
         value = left.pop()
@@ -140,7 +227,7 @@ def _numbers(data: Any) -> Iterator[int]:
             left += value
         elif isinstance(value, dict):
             left += value.values()
-        elif _is_integer(value):
+        else:
             yield value
 
 
@@ -153,6 +240,10 @@ def _whole(value: Any) -> int | None:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value if _is_integer(value) else None
+
+
+def _is_fraction(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value) and not value.is_integer()
 
 
 def _inexact(name: str) -> Unenforceable:

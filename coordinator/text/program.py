@@ -7,6 +7,7 @@ It ends with its input, and the system ends it when one question takes too much 
 
 import asyncio
 import json
+import logging
 import os
 import resource
 import signal
@@ -17,6 +18,11 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
+
+from serving_core.errors import RequestError
+from serving_core.reasons import QUEUE_FULL
+
+logger = logging.getLogger(__name__)
 
 ANSWER_S: Final = 30.0  # until a process that does not even start, or is kept from working, is given up
 
@@ -37,7 +43,7 @@ class Program:
 
     async def ask(self, question: object) -> dict[str, str]:
         """Its answer, or as "ended" what of the question has made it end instead. A client that leaves meanwhile
-        changes nothing: it is soon done, or ended."""
+        changes nothing: it is soon done, or ended. Raises RequestError where the machine had no time for it."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, question)
 
     def _ask(self, question: object) -> dict[str, str]:
@@ -46,6 +52,9 @@ class Program:
         answer = self._process.ask(question)
         if answer is not None:
             return answer
+        if self._process.is_given_up:
+            logger.error("%s has not answered within %g s, and was ended", self._module, ANSWER_S)
+            raise RequestError(QUEUE_FULL, f"the machine is too busy: a question took more than {ANSWER_S:g} s")
         is_late = self._process.returncode == -signal.SIGPROF
         return {"ended": f"takes more than {self._max_cpu_s:g} s" if is_late else "takes more room than there is"}
 
@@ -58,6 +67,7 @@ class _Process:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._end = weakref.finalize(self, _end, self._process)
         self._unsent = line(given)
+        self.is_given_up = False
 
     @property
     def is_running(self) -> bool:
@@ -73,7 +83,7 @@ class _Process:
         process = self._process
         assert process.stdin is not None, "it has pipes"
         assert process.stdout is not None, "it has pipes"
-        watchdog = threading.Timer(ANSWER_S, process.kill)
+        watchdog = threading.Timer(ANSWER_S, self._give_up)
         watchdog.start()
         try:
             process.stdin.write(self._unsent + line(question))
@@ -89,6 +99,10 @@ class _Process:
             return answered
         self._end()
         return None
+
+    def _give_up(self) -> None:
+        self.is_given_up = True
+        self._process.kill()
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -126,6 +126,8 @@ def _transport_sentence(details: str, target: str) -> str:
     if "failed to connect" in details and (why := why_no_handshake(details, over_tls=over_tls)):
         hint = "" if over_tls else f"; {SCHEME}{target} asks over TLS"
         return f"no connection to {target}: {why}{hint}"
+    if "Failed parsing HTTP/2" in details:
+        return f"what listens at {target} does not speak gRPC, as a server's HTTP port; gRPC's is 50051 by default"
     if "failed to connect" in details or "Connection refused" in details:
         return f"no server answers at {target}; start one with: splitserve up"
     if "DNS" in details or "Domain name not found" in details:

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from coordinator.doors.front import Call, Front
+from coordinator.doors.front import Call, Front, Prepared
 from coordinator.doors.http import sse
 from coordinator.doors.http.dialects import Dialect
 from coordinator.doors.http.errors import internal_error, renamed
@@ -52,10 +52,7 @@ class Answering:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with AsyncExitStack() as stack:
-                calls = []
-                for request in self._asked.requests:
-                    calls.append(await stack.enter_async_context(self._front.answer(request)))
-                    await asyncio.sleep(0)  # others go on before the next prompt
+                calls = await self._begin(stack)
                 if self._asked.stream:
                     await self._stream(calls, sse.EventStream(send))
                     return
@@ -63,6 +60,18 @@ class Answering:
         except RequestError as error:
             raise self._named(error) from error
         await response(scope, receive, send)
+
+    async def _begin(self, stack: AsyncExitStack) -> list[Call]:
+        """Begins all answers at once: nobody reads those of the first prompts while the last are tokenized."""
+        prepared, calls = list[Prepared](), list[Call]()
+        for request in self._asked.requests:
+            preparing = self._front.prepared(request, default_max_tokens=self._asked.default_max_tokens)
+            prepared.append(await stack.enter_async_context(preparing))
+            await asyncio.sleep(0)  # others go on before the next prompt
+        for each in prepared:
+            calls.append(await stack.enter_async_context(self._front.begun(each)))
+            await asyncio.sleep(0)
+        return calls
 
     async def _collect(self, calls: Sequence[Call]) -> Response:
         num_answers = self._asked.num_answers

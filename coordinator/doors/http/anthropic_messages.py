@@ -1,11 +1,17 @@
 """Anthropic's /v1/messages. Pure."""
 
-import json
 from collections.abc import Iterator
 from typing import Any, Final
 
 from coordinator.doors.http import sse
-from coordinator.doors.http.conversations import ASSISTANT, MAX_PARTS, messages_in, text_of, text_of_parts
+from coordinator.doors.http.conversations import (
+    ASSISTANT,
+    MAX_PARTS,
+    messages_in,
+    object_of,
+    text_of,
+    text_of_parts,
+)
 from coordinator.doors.http.dialects import ChatBody, Object, Translation, num_cached
 from coordinator.doors.http.errors import anthropic_error_object
 from coordinator.doors.http.fields import Fields, shown
@@ -23,6 +29,7 @@ _OF_TOOLS: Final = ("cache_control", "eager_input_streaming", "input_examples")
 _PLACES: Final = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
     "json_schema": "output_config.format.schema",
     "reasoning_effort": "output_config.effort",
 }
@@ -74,7 +81,7 @@ class MessagesCall(Translation):
 
     def _close(self, kind: Kind, text: str) -> Iterator[Object]:
         name = _BLOCKS.get(kind)
-        self._blocks[-1] |= {"input": _input(text)} if name is None else {name: text}
+        self._blocks[-1] |= {"input": object_of(text)} if name is None else {name: text}
         yield self._of_block("stop")
 
     def _ending(self) -> Iterator[Object]:
@@ -216,16 +223,6 @@ def _text(fields: Fields, name: str) -> str:
     if isinstance(fields.raw(name), list):
         return text_of_parts(fields, name, (TEXT,), without_effect=_OF_TEXTS)
     return fields.text(name) or ""
-
-
-def _input(arguments: str) -> Object:
-    """The arguments of a call as an object. What the model wrote else is told under a name of its own: a tool should
-    not take it for a call without any."""
-    try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"arguments": arguments}
 
 
 def _usage(usage: Object | None) -> Object:

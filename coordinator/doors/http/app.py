@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from coordinator.control.calls import CallRecord
 from coordinator.doors.authentication import ASKER, BearerSecrets
 from coordinator.doors.exposition import CONTENT_TYPE
-from coordinator.doors.front import Front, within
+from coordinator.doors.front import Front
 from coordinator.doors.http.answering import Answering, unless_gone
 from coordinator.doors.http.anthropic_messages import MessagesCall
 from coordinator.doors.http.bodies import read_json
@@ -42,6 +42,7 @@ from coordinator.doors.http.requests import (
 from coordinator.doors.http.responses import ChatForm, CompletionForm, Form
 from coordinator.doors.http.slo import set_limits
 from coordinator.doors.http.tokenizing import Tokenizing, parse_detokenize, parse_tokenize
+from coordinator.doors.prompts import tokenize, within
 from coordinator.doors.validation import bad, check_chat
 from coordinator.text.tokenizer import Tokenizer, TokenLimit
 from protos.inference_pb2 import ChatInput, GenerateRequest
@@ -223,7 +224,7 @@ class Endpoints:
 
     async def _while_there(self, request: Request, work: Coroutine[Any, Any, R]) -> R:
         """What the work on a text gives, in time and while its client waits for it."""
-        async with within(self._front.request_timeout_s):
+        async with within(self._front.request_timeout_s, "the result was"):
             return await unless_gone(request.receive, work)
 
     async def _tokenized(self, asked: Tokenizing) -> dict[str, Any]:
@@ -245,7 +246,8 @@ class Endpoints:
         limit = self._listed_limit("messages")
         try:
             check_chat(chat)
-            return _listed(await self._front.tokenize(GenerateRequest(chat=chat), limit), limit)
+            token_ids = await tokenize(self._front.model.tokenizer, GenerateRequest(chat=chat), limit)
+            return _listed(token_ids, limit)
         except RequestError as error:
             raise renamed(error, CHAT_NAMES) from error
 
@@ -310,7 +312,14 @@ def make_app(
     may call it, and read its answers. With a page it has that too."""
     routes = Endpoints(front, is_serving, metrics).routes() + (page.routes() if page else [])
     counting = Middleware(Counting, count_call=count_call, routes=routes)
-    door = Middleware(Door, secrets=secrets, admin_key=admin_key, allowed_origins=allowed_origins, max_calls=max_calls)
+    door = Middleware(
+        Door,
+        secrets=secrets,
+        admin_key=admin_key,
+        allowed_origins=allowed_origins,
+        max_calls=max_calls,
+        noting_refusal=front.noting_refusal,
+    )
     app = Starlette(
         routes=routes,
         middleware=[counting, _cors(allowed_origins), door] if allowed_origins else [counting, door],

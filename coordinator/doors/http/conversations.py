@@ -1,9 +1,10 @@
 """From the JSON of a conversation to what a chat template is given. Pure."""
 
+import json
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
-from coordinator.doors.http.fields import Fields, object_in, shown
+from coordinator.doors.http.fields import Fields, check_num_values, json_text, shown
 from coordinator.doors.validation import MAX_MESSAGES, MAX_TEMPLATE_KWARGS_CHARS
 from coordinator.text.calls.reader import MAX_CALLS, NAME
 from protos.inference_pb2 import ChatInput, ChatMessage
@@ -128,15 +129,21 @@ def _call(call: Fields) -> Mapping[str, Any]:
 def _arguments(function: Fields) -> Mapping[str, Any]:
     if isinstance(given := function.raw("arguments"), dict):
         return given
-    text = function.text("arguments")
-    if not text:
-        return {}
+    text = function.text("arguments") or ""
     if len(text) > MAX_ARGUMENTS_CHARS:
         raise function.problem("arguments", f"has {len(text)} characters, the limit is {MAX_ARGUMENTS_CHARS}")
-    arguments = object_in(text)
-    if arguments is None:
-        raise function.error("arguments", "a JSON object in a string")
-    return arguments
+    check_num_values(text.encode())
+    return object_of(text)
+
+
+def object_of(arguments: str) -> dict[str, Any]:
+    """The arguments of a call as an object. What a model wrote else, as where it was cut short, is told under a name of
+    its own: nobody should take it for a call without any."""
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) and json_text(value) is not None else {"arguments": arguments}
 
 
 def function_of(parent: Fields) -> Fields:

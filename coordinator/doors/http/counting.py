@@ -15,6 +15,7 @@ from serving_core.histograms import Histogram
 METHODS: Final = ("GET", "POST")
 OTHER: Final = "other"  # the method or the path of a call that we have no word for
 UNCOUNTED: Final = ("/health", "/ready", "/ping", "/metrics")  # what asks by the clock
+CLIENT_LEFT: Final = 499  # before there was a status: nginx's word for it
 _PARAMETER: Final = re.compile(r"{[^}]*}")
 _KEPT: Final = re.compile(r"{(\w+):\w+}")
 
@@ -59,7 +60,7 @@ class Counting:
         if scope["path"] in UNCOUNTED:
             await self._app(scope, receive, send)
             return
-        status = 500  # where nobody says another one
+        status = 0
 
         async def noting(message: Message) -> None:
             nonlocal status
@@ -70,9 +71,10 @@ class Counting:
         began_s = time.monotonic()
         try:
             await self._app(scope, receive, noting)
+            status = status or CLIENT_LEFT
         finally:
             method = scope["method"] if scope["method"] in METHODS else OTHER
-            self._count_call(self._handler(scope["path"]), method, status, time.monotonic() - began_s)
+            self._count_call(self._handler(scope["path"]), method, status or 500, time.monotonic() - began_s)
 
     def _handler(self, path: str) -> str:
         return next((name for pattern, name in self._handlers if pattern.fullmatch(path)), OTHER)

@@ -3,7 +3,8 @@
 import logging
 import re
 import secrets
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import Final
@@ -13,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from coordinator.control.calls import CallRecord
 from coordinator.doors.authentication import ASKER, NO_ADMIN_KEY, NO_API_KEY, BearerSecrets
 from coordinator.doors.http.errors import error_response, http_error_response, internal_error
 from coordinator.doors.http.page import OVERVIEW_PATH, PAGE_PATHS
@@ -43,8 +45,10 @@ class Door:
         admin_key: BearerSecrets | None,
         allowed_origins: Collection[str],
         max_calls: int,
+        noting_refusal: Callable[[CallRecord], AbstractContextManager[None]],
     ) -> None:
         self._app = app
+        self._noting_refusal = noting_refusal
         self._secrets = secrets
         self._admin_key = admin_key
         self._allowed_origins = allowed_origins
@@ -58,6 +62,8 @@ class Door:
         self._num_calls += 1
         try:
             self._admit(scope)
+            with self._noting_refusal(CallRecord(response.request_id, ASKER.get())):
+                self._check_room(scope)
             await self._app(scope, receive, response.send)
         except RequestError as error:
             await error_response(error, scope["path"])(scope, receive, response.send)
@@ -85,7 +91,9 @@ class Door:
             raise RequestError(UNAUTHENTICATED, NO_ADMIN_KEY if is_operators else NO_API_KEY)
         else:
             ASKER.set(asker)
-        if self._num_calls > self._max_calls:
+
+    def _check_room(self, scope: Scope) -> None:
+        if self._num_calls > self._max_calls and scope["path"] not in OPEN_PATHS:
             raise RequestError(QUEUE_FULL, f"{self._num_calls} calls at once, the limit is {self._max_calls}")
 
     def _check_origin(self, origin: str | None, own: str) -> None:

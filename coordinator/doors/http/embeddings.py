@@ -14,6 +14,7 @@ from coordinator.doors.front import Embedding, Front
 from coordinator.doors.http.errors import renamed
 from coordinator.doors.http.fields import Fields
 from coordinator.doors.http.known_fields import EMBEDDINGS, settle
+from coordinator.doors.http.request_ids import ids_of
 from coordinator.doors.validation import bad
 from protos.inference_pb2 import EmbedRequest, TokenizedInput
 from serving_core.errors import RequestError
@@ -52,7 +53,7 @@ def parse_embeddings(fields: Fields, request_id: str) -> AskedEmbeddings:
         "dimensions": fields.integer("dimensions", (0, 2**31 - 1)),
         "normalize": fields.boolean("normalize"),
     }
-    ids = [request_id] if len(inputs) == 1 else [f"{request_id}-{index}" for index in range(len(inputs))]
+    ids = ids_of(request_id, len(inputs))
     requests = [EmbedRequest(request_id=each, **same, **given) for each, given in zip(ids, inputs, strict=True)]
     return AskedEmbeddings(tuple(requests), encoding)
 

@@ -14,11 +14,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from coordinator.doors.statuses import CODES, retry_after_s
+from coordinator.doors.statuses import CODES, is_for_later, retry_after_s
 from serving_core import reasons
 from serving_core.errors import RequestError
 
-RETRIED: Final = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+# Clients would try these again by their statuses, in vain or against somebody's will.
+FOR_NEVER: Final = (reasons.ABORTED, reasons.DUPLICATE_REQUEST_ID, reasons.SLOW_READER, reasons.DEADLINE_EXCEEDED)
 
 _STATUSES: Final[dict[grpc.StatusCode, HTTPStatus]] = {
     grpc.StatusCode.INVALID_ARGUMENT: HTTPStatus.BAD_REQUEST,
@@ -75,7 +76,9 @@ def error_response(error: RequestError, path: str = "") -> JSONResponse:
     """The answer to a call of this path that has failed before its answer began."""
     status = status_of(error)
     told = anthropic_error_object(error) if _is_anthropic(path) else error_object(error)
-    headers = {"retry-after": str(retry_after_s(error))} if status in RETRIED else {}
+    headers = {"retry-after": str(retry_after_s(error))} if is_for_later(error) else {}
+    if error.reason in FOR_NEVER:
+        headers["x-should-retry"] = "false"  # which OpenAI's and Anthropic's clients go by
     if status is HTTPStatus.UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"
     return JSONResponse(told, status, headers)

@@ -158,23 +158,13 @@ def read_fields(body: bytes) -> Fields:
     """The JSON object in the body of a request. Raises RequestError for anything else."""
     try:
         text = body.decode("utf-8-sig")
-        _check_num_values(body)
+        check_num_values(body)
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RequestError(MALFORMED_REQUEST, f"the body is not JSON: {str(error)[:100]}") from error
     if not isinstance(values, dict):
         raise RequestError(MALFORMED_REQUEST, f"the body must be a JSON object, not {shown(values)}")
     return Fields(values)
-
-
-def object_in(text: str) -> dict[str, Any] | None:
-    """The JSON object in a string; None where it is anything else. Raises RequestError for one of too many values."""
-    try:
-        _check_num_values(text.encode())
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def json_text(value: Any) -> str | None:
@@ -186,8 +176,8 @@ def json_text(value: Any) -> str | None:
     return text if _is_text(text) else None
 
 
-def _check_num_values(body: bytes) -> None:
-    """While JSON is parsed, no other thread runs either: what would take long is refused before."""
+def check_num_values(body: bytes) -> None:
+    """Raises RequestError for JSON that takes long to parse: no other thread runs meanwhile."""
     delimited = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # the quotes that are left begin or end a string
     num_strings = delimited.count(b'"') // 2
     if num_strings > MAX_STRINGS:

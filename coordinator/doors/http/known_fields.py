@@ -102,7 +102,7 @@ KNOWN: Final[tuple[KnownField, ...]] = (
     _told((EMBEDDINGS,), "priority", "from -100 to 100, the lower the earlier"),
     _told((EMBEDDINGS,), "request_id", "where there is no header X-Request-Id"),
     *_taken((EMBEDDINGS,), "cache_salt"),
-    _told((COMPLETIONS,), "max_tokens", "16 where it is missing, as OpenAI's"),
+    _told((COMPLETIONS,), "max_tokens", "16 where it is missing, as OpenAI's, or what the prompt leaves room for"),
     *_taken(CHATS, "max_tokens max_completion_tokens"),
     _told((COMPLETIONS,), "logprobs", "how many of the likeliest tokens are told"),
     *_taken(CHATS, "logprobs top_logprobs"),

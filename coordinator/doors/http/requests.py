@@ -12,7 +12,9 @@ from coordinator.doors.http.constraints import read_constraint
 from coordinator.doors.http.conversations import parse_conversation, parse_conversations
 from coordinator.doors.http.fields import INT64, UINT32, Fields, shown
 from coordinator.doors.http.known_fields import BATCH, CHAT, COMPLETIONS, settle
+from coordinator.doors.http.request_ids import ids_of
 from coordinator.doors.http.tools import Offer, parse_offer
+from coordinator.doors.truncation import WHAT_FITS
 from coordinator.doors.validation import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_LOGIT_BIAS,
@@ -57,6 +59,7 @@ class Asked:
 
     requests: tuple[GenerateRequest, ...]
     num_answers: int = 1
+    default_max_tokens: int | None = None  # instead of the model's own
     stream: bool = False
     include_usage: bool = False  # in a last event of a stream
     continuous_usage: bool = False  # in every event of a stream
@@ -75,10 +78,11 @@ def parse_completion(fields: Fields, request_id: str) -> Asked:
     settle(fields, COMPLETIONS)
     params = _sampling_params(fields)
     max_tokens, echoes = fields.integer("max_tokens"), fields.boolean("echo") or False
-    params.max_tokens = DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens
+    if max_tokens is None and fields.integer("truncate_prompt_tokens") == WHAT_FITS:
+        max_tokens = DEFAULT_COMPLETION_TOKENS  # beside these
     drops_answers = echoes and max_tokens == 0
-    if drops_answers:
-        params.max_tokens = 1  # a prompt is read for a token
+    if max_tokens is not None:
+        params.max_tokens = 1 if drops_answers else max_tokens  # a prompt is read for a token
     num_top = fields.integer("logprobs")
     if num_top is not None:
         params.logprobs = num_top
@@ -90,7 +94,7 @@ def parse_completion(fields: Fields, request_id: str) -> Asked:
             "prompt", f"has {len(prompts)} prompts; with their logprobs the limit is {MAX_SCORED_PROMPTS}"
         )
     asked = _asked(fields, _requests(fields, params, request_id, prompts))
-    return replace(asked, echoes=echoes, drops_answers=drops_answers)
+    return replace(asked, default_max_tokens=DEFAULT_COMPLETION_TOKENS, echoes=echoes, drops_answers=drops_answers)
 
 
 def parse_chat(fields: Fields, request_id: str, answer_format: AnswerFormat = PLAIN) -> Asked:
@@ -120,11 +124,14 @@ def _chat_params(fields: Fields, answer_format: AnswerFormat) -> tuple[SamplingP
     if num_top is not None:
         params.logprobs = num_top
     offer = parse_offer(fields, answer_format)
-    if offer is not None and offer.schema:
-        if params.WhichOneof("constraint") is not None:
-            raise fields.problem("tool_choice", "cannot be had beside response_format or structured_outputs")
+    if offer is None:
+        return params, offer
+    if params.WhichOneof("constraint") is not None:
+        name = "tool_choice" if offer.schema else "tools"
+        raise fields.problem(name, "cannot be had beside response_format or structured_outputs: those say what comes")
+    if offer.schema:
         params.json_schema = offer.schema
-    elif offer is not None and answer_format.needs_special_tokens and "skip_special_tokens" not in fields:
+    elif answer_format.needs_special_tokens and "skip_special_tokens" not in fields:
         params.skip_special_tokens = False
     return params, offer
 
@@ -153,7 +160,7 @@ def _requests(
     if (num_bytes := len(prompts) * params.ByteSize()) > MAX_COPIED_BYTES:
         problem = f"the {len(prompts)} prompts' sampling fields have {num_bytes} bytes, the limit is {MAX_COPIED_BYTES}"
         raise RequestError(BAD_PARAM, problem)
-    ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
+    ids = ids_of(request_id, len(prompts))
     return [_request(fields, params, each_id, prompt) for each_id, prompt in zip(ids, prompts, strict=True)]
 
 

@@ -67,7 +67,7 @@ def parse_tools(fields: Fields) -> dict[str, Mapping[str, Any] | None]:
 def calls_schema(tools: Mapping[str, Mapping[str, Any] | None], *, is_parallel: bool) -> dict[str, Any]:
     """Of a list of calls. Every tool's own schema is a definition in it, and what refers to a place in that one goes
     there."""
-    places = {name: f"#/$defs/{name.replace('/', '~1')}" for name in tools}
+    places = {name: f"#/$defs/{index}" for index, name in enumerate(tools)}  # names may be no part of a reference
     calls = [
         {
             "type": "object",
@@ -80,7 +80,8 @@ def calls_schema(tools: Mapping[str, Mapping[str, Any] | None], *, is_parallel: 
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if not is_parallel:
         schema["maxItems"] = 1
-    return {**schema, "$defs": {name: _moved(_parameters(tools[name]), place) for name, place in places.items()}}
+    moved = [_moved(_parameters(tools[name]), place) for name, place in places.items()]
+    return {**schema, "$defs": {str(index): each for index, each in enumerate(moved)}}
 
 
 def _parameters(given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -89,9 +90,15 @@ def _parameters(given: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"type": "object", **given}
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """A schema that has gone to this place."""
-    return with_references(schema, lambda each: place + each.removeprefix("#") if each.startswith("#") else each)
+def _moved(schema: Mapping[str, Any], place: str) -> Any:
+    """A schema that has gone to this place, where it has no name of its own: references begin at the whole."""
+    own = str(schema.get("$id", "")).removesuffix("#")
+
+    def reference(given: str) -> str:
+        within = given.removeprefix(own).removeprefix("#")
+        return place + within if within == "" or within.startswith("/") else given
+
+    return with_references({name: value for name, value in schema.items() if name != "$id"}, reference)
 
 
 def _tool(tool: Fields) -> tuple[str, Mapping[str, Any] | None]:

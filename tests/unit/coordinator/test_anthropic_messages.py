@@ -169,6 +169,7 @@ def test_a_stream_that_fails_says_so(tmp_path):
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+NO_SCHEMA = {"type": "json_schema", "schema": 5}
 REFUSED = [
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, 'messages[0].content[0].type "image" is not supported'),
     ({"messages": [{"role": "me", "content": "a"}]}, "messages[0].role must be one of user, assistant, system"),
@@ -180,6 +181,10 @@ REFUSED = [
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 'tools[0].type ("bash_20250124") is not supported'),
     ({"tools": [{**TOOL, "input_schema": []}]}, "tools[0].input_schema must be a JSON schema"),
     ({"tool_choice": {"type": "tool", "name": "f"}}, 'tool_choice is "f", which is none of the tools'),
+    (
+        {"tools": [], "output_config": {"format": {"type": "json_schema", "schema": 5}}},
+        "output_config.format.schema must",
+    ),
     ({"extra_body": {"mcp_servers": [{}]}}, "mcp_servers (a list) is not supported"),
     ({"extra_body": {"odd": 1}}, "unknown fields: odd"),
 ]

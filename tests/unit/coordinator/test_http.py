@@ -243,6 +243,29 @@ def test_a_whole_chat_with_logprobs_and_token_ids(tmp_path):
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("prompt", "fields", "num_tokens", "max_tokens"),
+    [
+        ([97] * 3, {}, 3, 16),
+        ([97] * 995, {}, 995, 5),
+        ([97] * 3, {"min_tokens": 20}, 3, 20),
+        ([97] * 1200, {"truncate_prompt_tokens": -1}, 984, 16),
+        ([97] * 1200, {"truncate_prompt_tokens": 990}, 990, 10),
+    ],
+)
+def test_a_completion_has_16_tokens_or_what_its_prompt_leaves_of_1000(tmp_path, prompt, fields, num_tokens, max_tokens):
+    async def scenario():
+        async with http_cluster(tmp_path) as (c, client):
+            call = post(client, prompt=prompt, **{"max_tokens": None, **fields})
+            attempt, job = await begin(c)
+            assert (len(job.token_ids), job.sampling_params.max_tokens) == (num_tokens, max_tokens)
+            await hand_over(c, attempt, "a")
+            await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
+            assert (await call).status_code == 200
+
+    run(scenario())
+
+
 # ---- failures ----
 
 
@@ -269,6 +292,22 @@ def test_a_full_queue_is_told_with_when_to_come_again(tmp_path):
             reply = await post(client, prompt=["a", "b"])
             assert error_of(reply) == (429, "requests", "rate_limit_exceeded")
             assert reply.headers["retry-after"] == "1"
+
+    run(scenario())
+
+
+def test_a_call_too_many_is_counted_as_refused(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path, max_connections=17) as (c, client):  # of which 16 are kept for health checks
+            call = post(client)
+            attempt, _ = await begin(c)
+            assert error_of(await client.get("/v1/models")) == (429, "requests", "rate_limit_exceeded")
+            assert (await client.get("/ping")).status_code == 200
+            await hand_over(c, attempt, "a")
+            await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
+            assert (await call).status_code == 200
+            text = (await client.get("/metrics")).text
+            assert 'splitserve_requests_refused_total{reason="QUEUE_FULL"} 1.0' in text
 
     run(scenario())
 
@@ -470,6 +509,28 @@ def test_a_client_that_leaves_ends_its_answer(tmp_path, stream, has_tokens):
             await c.until_nothing_is_live()
 
     run(scenario())
+
+
+def test_a_client_that_leaves_before_its_answer_is_no_failure_of_the_server(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path) as (c, client):
+            call = post(client)
+            attempt, _ = await begin(c)
+            call.cancel()
+            for node in c.nodes.values():
+                await node.answer_cancel(attempt)
+            async with asyncio.timeout(DEADLINE_S):
+                while not (counted := await counted_calls(client)):
+                    await asyncio.sleep(0.01)
+            assert counted == ['status="4xx"} 1.0']
+
+    run(scenario())
+
+
+async def counted_calls(client):
+    lines = (await client.get("/metrics")).text.splitlines()
+    begin = 'http_requests_total{handler="/v1/completions",method="POST",'
+    return [line.removeprefix(begin) for line in lines if line.startswith(begin)]
 
 
 @pytest.mark.parametrize("sent_ahead", [b"\r\n", b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"])

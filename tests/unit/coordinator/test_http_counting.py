@@ -74,6 +74,19 @@ async def test_what_breaks_is_ours(counted):
     assert (await counted(("GET", "/broken")))[0] == {("/broken", "GET", "5xx"): 1}
 
 
+async def test_who_leaves_before_there_is_a_status_has_ended_the_call():
+    counts = HttpCounts()
+
+    async def nobody_is_there(_, __, ___):
+        pass
+
+    await Counting(nobody_is_there, count_call=counts.ended, routes=ROUTES)(
+        {"path": "/bad", "method": "GET"}, None, None
+    )
+    ended, _ = counts.figures()
+    assert [(labels["status"], count) for labels, count in ended.values] == [("4xx", 1)]
+
+
 async def test_probes_do_not_count(counted):
     assert await counted(("GET", "/health"), ("GET", "/ready"), ("GET", "/metrics")) == ({}, {})
 

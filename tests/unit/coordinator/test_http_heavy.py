@@ -14,8 +14,9 @@ import pytest
 from coordinator.doors.http import app
 from coordinator.doors.http.fields import MAX_VALUES
 from coordinator.text.tokenizer import LONG_TEXT_CHARS, NUM_THREADS
-from tests.scripted_nodes import DEADLINE_S, run
-from tests.unit.coordinator.test_http import http_cluster
+from protos.inference_pb2 import GetLoadsRequest
+from tests.scripted_nodes import DEADLINE_S, begin, hand_over, run, step
+from tests.unit.coordinator.test_http import LENGTH, http_cluster
 
 JSON = {"content-type": "application/json"}
 MAX_STALL_S = 0.25  # of the event loop's own processor time, which other processes do not lengthen
@@ -160,9 +161,44 @@ def test_who_leaves_the_queue_of_long_texts_is_not_waited_for(tmp_path, caplog, 
 def test_a_text_that_waits_too_long_is_given_up_with_the_limit(tmp_path):
     async def scenario():
         async with http_cluster(tmp_path, request_timeout_s=0.2) as (c, client), nobody_free(c.server._model.tokenizer):
-            for path in ("/tokenize", "/v1/completions"):
+            for path, what in (("/tokenize", "the result was"), ("/v1/completions", "the prompt was")):
                 reply = await client.post(path, json={"prompt": "a" * (LONG_TEXT_CHARS + 1)})
                 assert reply.status_code == 504
-                assert reply.json()["error"]["message"] == "the tokenizer was not done within 0.2 s"
+                assert reply.json()["error"]["message"] == f"{what} not ready within 0.2 s"
+
+    run(scenario())
+
+
+def test_a_grammar_that_is_not_compiled_in_time_is_not_the_tokenizers_fault(tmp_path):
+    free = threading.Event()
+
+    async def scenario():
+        async with http_cluster(tmp_path, request_timeout_s=0.2) as (c, client):
+            c.server._model.structures._program._thread.submit(free.wait, 2 * DEADLINE_S)
+            reply = await client.post("/v1/completions", json={"prompt": "a", "structured_outputs": {"regex": "a"}})
+            free.set()
+            assert reply.status_code == 504
+            assert reply.json()["error"]["message"] == "the prompt and the grammar were not ready within 0.2 s"
+
+    run(scenario())
+
+
+def test_no_answer_of_a_call_begins_before_its_last_prompt_is_tokenized(tmp_path):
+    """Nobody would read it meanwhile."""
+
+    async def scenario():
+        async with http_cluster(tmp_path) as (c, client):
+            tokenizer = c.server._model.tokenizer
+            async with nobody_free(tokenizer):
+                body = {"prompt": ["a", "b" * (LONG_TEXT_CHARS + 1)], "truncate_prompt_tokens": 3, "max_tokens": 2}
+                call = asyncio.create_task(client.post("/v1/completions", json=body))
+                while tokenizer._threads._work_queue.empty():
+                    await asyncio.sleep(0.01)
+                assert (await c.stub.GetLoads(GetLoadsRequest())).num_live_requests == 0
+            attempts = [(await begin(c))[0] for _ in range(2)]
+            for attempt in attempts:
+                await hand_over(c, attempt, "a")
+                await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
+            assert [choice["text"] for choice in (await call).json()["choices"]] == ["ab", "ab"]
 
     run(scenario())

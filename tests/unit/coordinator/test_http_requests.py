@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.doors.http.conversations import MAX_PARTS
+from coordinator.doors.http.embeddings import parse_embeddings
 from coordinator.doors.http.fields import MAX_STRINGS, MAX_VALUES, Fields, read_fields
 from coordinator.doors.http.requests import MAX_PROMPTS, Asked, parse_chat, parse_completion
 from coordinator.doors.validation import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
@@ -75,13 +76,14 @@ def test_every_sampling_field_reaches_the_request():
 def test_what_is_left_out_or_null_stays_unset_but_for_openais_16_tokens():
     nulls = dict.fromkeys([*SAMPLING, "logit_bias", "logprobs", "stream_options", "model", "tools", "suffix"])
     for fields in ({}, nulls):
-        assert as_json(completion(**fields).requests[0])["sampling_params"] == {"max_tokens": 16}
+        assert as_json(completion(**fields).requests[0])["sampling_params"] == {}
         assert as_json(chat(**fields).requests[0]) == {
             "request_id": "id",
             "chat": {"messages": [{"role": "user", "content": "c"}]},
             "sampling_params": {},
         }
-    assert completion() == Asked(completion().requests)
+    assert completion() == Asked(completion().requests, default_max_tokens=16)
+    assert chat().default_max_tokens is None
 
 
 @pytest.mark.parametrize(
@@ -115,6 +117,20 @@ def test_the_number_of_prompts_has_a_limit():
         "prompt",
         "prompt has 257 prompts, the limit is 256",
     )
+
+
+@pytest.mark.parametrize(("count", "limit"), [(1, 128), (2, 126), (11, 125)])
+def test_an_id_leaves_room_for_the_number_of_a_prompt(count, limit):
+    def parsed(parse, length, **fields):
+        return parse(Fields(fields), "i" * length)
+
+    for parse, name in ((parse_completion, "prompt"), (parse_embeddings, "input")):
+        values = {name: ["a"] * count}
+        assert len(parsed(parse, limit, **values).requests[-1].request_id) == 128
+        if limit < 128:
+            message = f"request_id has {limit + 1} characters, the limit for {count} requests is {limit}"
+            with pytest.raises(RequestError, match=message):
+                parsed(parse, limit + 1, **values)
 
 
 HI = {"role": "user", "content": "hi"}
@@ -265,7 +281,7 @@ FORM = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "des
 )
 def test_what_an_answer_is_made_to_be(fields, expected):
     assert as_json(chat(**fields).requests[0])["sampling_params"] == expected
-    assert as_json(completion(**fields).requests[0])["sampling_params"] == {"max_tokens": 16, **expected}
+    assert as_json(completion(**fields).requests[0])["sampling_params"] == expected
     assert unread(parse_chat, {"messages": MESSAGES, **fields}) == []
 
 

@@ -243,7 +243,10 @@ def test_the_error_object_and_its_headers(reason, status):
     overflow = "This model's maximum context length is exceeded: " if code == "context_length_exceeded" else ""
     expected = {"message": f"{overflow}what", "type": kind, "param": "top_p", "code": code, "reason": reason}
     assert (response.status_code, json.loads(response.body)) == (status, {"error": expected})
-    assert response.headers.get("retry-after") == ("1" if status in (429, 503) else None)
+    is_for_later = status == 503 or reason in ("QUEUE_FULL", "WOULD_BE_LATE")
+    assert response.headers.get("retry-after") == ("1" if is_for_later else None)
+    is_for_never = reason in ("ABORTED", "DUPLICATE_REQUEST_ID", "SLOW_READER", "DEADLINE_EXCEEDED")
+    assert response.headers.get("x-should-retry") == ("false" if is_for_never else None)
 
 
 def test_errors_name_the_fields_that_the_client_knows():

@@ -183,8 +183,8 @@ def test_a_stream_that_fails_says_so(tmp_path):
 
 
 IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
-CALL = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "[]"}
-BY_JSON = {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}
+CALL = {"type": "function_call", "call_id": "a", "name": "f", "arguments": 3}
+BY_JSON = {"tools": [], "text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}
 REFUSED = [
     ({"store": True}, "store", "(true) is not supported"),
     ({"background": True}, "background", "(true) is not supported"),
@@ -196,7 +196,11 @@ REFUSED = [
     ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type", '("item_reference") is not supported'),
     ({"input": [{"role": "me", "content": ""}]}, "input[0].role", "must be one of user, assistant, system, developer"),
     ({"input": [IMAGE] * 1025}, "input", "has 1025 entries, the limit is 1024"),
-    ({"input": [{"role": "user", "content": "a"}, CALL]}, "input[1].arguments", "must be a JSON object in a string"),
+    (
+        {"input": [{"role": "user", "content": "a"}, CALL]},
+        "input[1].arguments",
+        "must be a string of valid Unicode, not 3",
+    ),
     ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name", "must be a name that matches"),
     ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", 'is "f", which is none of the tools'),
     ({"text": {"verbosity": "low"}}, "text.verbosity", '("low") is not supported'),

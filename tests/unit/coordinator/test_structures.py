@@ -1,16 +1,23 @@
 """What can be enforced and what is refused, by the very program that compiles it."""
 
 import asyncio
+import itertools
 import json
+import operator
+import os
+import re
+import signal
+import threading
 
 import pytest
 
-from coordinator.text.structures import Structures
+from coordinator.text import program
+from coordinator.text.structures import MAX_KNOWN, Structures
 from protos.inference_pb2 import Choice, SamplingParams
 from serving_core.errors import RequestError
 from serving_core.grammars import Grammars
 from tests.schemas import chain, product
-from tests.tiny_models import EOS, write_tokenizer
+from tests.tiny_models import EOS, SPECIAL_TOKENS, VOCAB_SIZE, write_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +54,34 @@ def reason_of(structures, **params):
     return ""
 
 
+def may_be(guide, text):
+    """Whether this may be a whole answer."""
+    try:
+        mask = guide.allowed(list(text.encode()))
+    except RequestError:
+        return False
+    return bool(mask[EOS // 8] >> EOS % 8 & 1)
+
+
+KEEPS = {
+    "minimum": operator.ge,
+    "exclusiveMinimum": operator.gt,
+    "maximum": operator.le,
+    "exclusiveMaximum": operator.lt,
+}
+CONTROLLED = (
+    "^a\x0bb$",
+    r"^a\x01b$",
+    r"^a\u001Fb$",
+    r"^(b|a\u{1}b)$",
+    r"^\x{7f}$",
+    r"^\U0000000e",
+    r"\v",
+    r"[\a]",
+    r"[[\x01]]",
+)
+AHEAD, THE = "^(?!a).*$", "the regular expression"
+HALF, POSITIVE = {"type": "number", "maximum": 0.5}, {"type": "number", "exclusiveMinimum": 0}
 FEW = {"type": "object", "minProperties": 2}  # which the library does not enforce
 
 
@@ -62,6 +97,7 @@ def schema(**fields):
         (schema(type="object", properties={"a": {"type": "null"}}), '{"b\\n":"é\\t"}', '{"\\u0061":1}'),
         ({"regex": "[a-c]{2}"}, "ab", "abc"),
         ({"choice": Choice(choices=["yes", "no"])}, "no", "maybe"),
+        ({"choice": Choice(choices=["a\x7f\x01", "no"])}, "a\x7f\x01", "a"),
         ({"grammar": 'start: "a"+'}, "aaa", "b"),
         ({"grammar": 'root ::= "a"+'}, "aaa", "b"),
         ({"grammar": 'start: "%json"'}, "%json", "b"),
@@ -71,12 +107,8 @@ def schema(**fields):
 )
 def test_what_comes_out_lets_these_come_and_not_those(structures, folder, params, good, bad):
     made = grammar(structures, **params)
-    guide = Grammars(folder, (EOS,)).guide(made)
-    mask = guide.allowed(list(good.encode()))
-    assert mask[EOS // 8] >> EOS % 8 & 1, "the answer may not end"
-    guide = Grammars(folder, (EOS,)).guide(made)
-    with pytest.raises(RequestError):
-        guide.allowed([*bad.encode(), EOS])
+    assert may_be(Grammars(folder, (EOS,)).guide(made), good)
+    assert not may_be(Grammars(folder, (EOS,)).guide(made), bad)
 
 
 @pytest.mark.parametrize("params", [{}, {"json_object": False}, {"disable_any_whitespace": True}])
@@ -116,6 +148,22 @@ def test_what_asks_for_nothing(folder, params):
         ({"type": "integer", "minimum": 2**63, "maximum": 2**64}, "minimum"),
         ({"type": "integer", "minimum": -(2**64), "maximum": -(2**63) - 2048}, "maximum"),
         ({"allOf": [{"type": "integer", "multipleOf": 70000}, {"multipleOf": 90000}]}, "multipleOf"),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "exclusiveMinimum (0)"),
+        ({"type": "number", "exclusiveMinimum": 1.0, "exclusiveMaximum": 1.5}, "exclusiveMinimum (1)"),
+        ({"type": "number", "minimum": -1.5, "exclusiveMaximum": -1}, "exclusiveMaximum (-1)"),
+        ({"type": "number", "minimum": 0, "exclusiveMinimum": True, "maximum": 0.5}, "exclusiveMinimum (0)"),
+        ({"allOf": [{"type": "number", "exclusiveMinimum": 0}, {"maximum": 0.5}]}, "exclusiveMinimum (0)"),
+        ({"$ref": "#/$defs/a", "exclusiveMinimum": 0, "$defs": {"a": HALF}}, "exclusiveMinimum (0)"),
+        ({"anyOf": [HALF], "exclusiveMinimum": 0}, "exclusiveMinimum (0)"),
+        ({"$ref": "#/$defs/a", "properties": {"x": POSITIVE}, "$defs": {"a": {"properties": {"x": HALF}}}}, "(0)"),
+        ({"type": "object", "properties": {"x": POSITIVE}, "patternProperties": {"x": HALF}}, "exclusiveMinimum (0)"),
+        ({"const": "a\x01b"}, "const has the control character U+0001"),
+        ({"enum": ["a", {"a": ["\x7f"]}]}, "enum has the control character U+007F"),
+        (
+            {"type": "object", "patternProperties": {r"^a\x01$": {}}},
+            "patternProperties has the control character U+0001",
+        ),
+        *(({"type": "string", "pattern": pattern}, "pattern has the control character") for pattern in CONTROLLED),
     ],
 )
 def test_what_is_not_enforced_is_named(structures, fields, named):
@@ -139,10 +187,57 @@ def test_what_is_not_enforced_is_named(structures, fields, named):
         {"type": "integer", "exclusiveMaximum": 2**53 - 1, "exclusiveMinimum": -5.0},
         {"allOf": [{"type": "integer", "multipleOf": 6}, {"multipleOf": 4}]},
         {"properties": {"a": {"type": "integer", "multipleOf": 70000}, "b": {"type": "integer", "multipleOf": 90000}}},
+        {"type": "object", "properties": {"a": POSITIVE, "b": HALF}},
+        {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": POSITIVE, "b": HALF}},
+        {"type": "object", "properties": {"a\x01b": {"const": "\n\r\t\b\f\x80"}}},
+        *(
+            {"type": "string", "pattern": pattern}
+            for pattern in (r"^[^\x00-\x1F\x7f]+$", r"^[\x00-\x7F]*$", r"^[\x01-\x08\x0b\x0c!]b$", r"^\\x01\n$")
+        ),
     ],
 )
 def test_what_only_looks_like_it_is_taken(structures, fields):
     assert grammar(structures, **schema(**fields))
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        *(r'^"', r"^\\", r'^"\\', r'^\n"', r'^\\/:*?"<>|', r'^-"', r'^]"', r"^\\-", r'^\x01"', r"^\s\\", r"^\w"),
+        *(r"\x00-\x1f", r"\x01-\x20", r"\x00-\x20-", r"\x00-\x1f\x01a", "\x00-\x21", r"\x00-\x7f", r"\x00-!#-\[\]-~"),
+    ],
+)
+def test_a_class_of_characters_has_those_that_pythons_has(structures, folder, members):
+    made, grammars = grammar(structures, **schema(type="string", pattern=f"^[{members}]$")), Grammars(folder, (EOS,))
+    for char in '\\"\n\t\b\f\ra/ -]!é':
+        is_member = re.fullmatch(f"[{members}]", char, re.ASCII) is not None
+        assert may_be(grammars.guide(made), json.dumps(char, ensure_ascii=False)) == is_member, char
+
+
+@pytest.mark.parametrize(
+    ("pattern", "chars"), [(r"\P{P}", "\na "), (r"[\PPa]", "\na "), ("[[:cntrl:]]", "\n"), (r"[!\p{Cc}]", "!\n")]
+)
+def test_a_class_that_is_named_has_no_quotes_for_control_characters(structures, folder, pattern, chars):
+    made, grammars = grammar(structures, **schema(type="string", pattern=f"^{pattern}$")), Grammars(folder, (EOS,))
+    told = [char for char in '\\"\na !' if may_be(grammars.guide(made), json.dumps(char))]
+    assert sorted(told) == sorted(chars)
+
+
+def test_a_number_keeps_its_bounds_or_they_are_refused(structures, folder):
+    """What may come, arithmetic says; of bounds that are refused nothing is asked."""
+    numbers = [half / 2 for half in range(-3, 4)]
+    lower = [{}, *({name: number} for name in ("minimum", "exclusiveMinimum") for number in numbers)]
+    upper = [{}, *({name: number} for name in ("maximum", "exclusiveMaximum") for number in numbers)]
+    grammars, num_taken = Grammars(folder, (EOS,)), 0
+    for bounds in (low | high for low, high in itertools.product(lower, upper)):
+        fields = schema(type="number", **bounds)
+        if not reason_of(structures, **fields):
+            made, num_taken = grammar(structures, **fields), num_taken + 1
+            for number in numbers:
+                for text in (f"{number:g}", f"{number:.2f}"):
+                    is_within = all(KEEPS[name](number, bound) for name, bound in bounds.items())
+                    assert is_within or not may_be(grammars.guide(made), text), (bounds, text)
+    assert num_taken > 100
 
 
 @pytest.mark.parametrize(
@@ -158,11 +253,50 @@ def test_what_only_looks_like_it_is_taken(structures, fields):
         ({"grammar": "no grammar at all"}, "grammar"),
         ({"grammar": '{"grammars": []}'}, "grammar"),
         ({"grammar": 'start: %json {"type": "object", "minProperties": 2}'}, "grammar"),
+        ({"grammar": r'start: /"/ %json {"type": "object", "minProperties": 2}'}, "grammar"),
         ({"json_object": True, "whitespace_pattern": "("}, "json_object"),
     ],
 )
 def test_what_is_wrong_is_refused(structures, params, field):
     assert refusal(structures, **params)[0] == field
+
+
+@pytest.mark.parametrize("named", ["<[257]>", "<|eos|>", "<[3,250-259]>", "<[^3]>", "<[*]>", '"<|eos|>"'])
+def test_a_grammar_does_not_name_an_end_token(structures, named):
+    _, message = refusal(structures, grammar=f'start: /a*/ {named} "b"')
+    assert "it names an end token" in message
+
+
+@pytest.mark.parametrize("named", ["<[256]>", "<|user|>", "<[3,258-259]>", "<[^257]>", "<[^250-258]>", '"<|eos>"'])
+def test_a_grammar_may_name_other_tokens(structures, named):
+    assert grammar(structures, grammar=f'start: /a*/ {named} "b"')
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        (schema(const="a<|eos|>b"), '"a<|eos|>b"'),
+        (schema(type="string", pattern=r"^<\|eos\|>b$"), '"<|eos|>b"'),
+        (schema(type="object", properties={"<|user|>": {"const": 1}}, required=["<|user|>"]), '{"<|user|>":1}'),
+        ({"choice": Choice(choices=["<|eos|>b", "c"])}, "<|eos|>b"),
+        ({"regex": r"<\|eos\|>b"}, "<|eos|>b"),
+        ({"grammar": 'root ::= "<|user|>" "b"'}, "<|user|>b"),
+    ],
+)
+def test_text_that_looks_like_a_special_token_comes_as_text(structures, folder, params, text):
+    answer = Grammars(folder, (EOS,)).guide(grammar(structures, **params, disable_any_whitespace=True))
+    token_ids = [*text.encode(), EOS]
+    for count, token_id in enumerate(token_ids):
+        mask = answer.allowed(token_ids[:count])
+        may_come = {each for each in range(VOCAB_SIZE) if mask[each // 8] >> each % 8 & 1}
+        assert token_id in may_come
+        assert may_come.isdisjoint(SPECIAL_TOKENS.values()) == (token_id != EOS)
+
+
+@pytest.mark.parametrize("params", [{"regex": AHEAD}, schema(type="string", pattern=AHEAD)])
+def test_what_is_wrong_with_a_regular_expression_is_said(structures, params):
+    _, message = refusal(structures, **params)
+    assert message.endswith(f": look-around, including look-ahead and look-behind, is not supported in {THE} {AHEAD}")
 
 
 @pytest.mark.parametrize(
@@ -193,3 +327,66 @@ def test_a_model_of_which_no_answer_can_be_kept_to_a_grammar(tmp_path):
     assert field == "regex"
     assert "does not read its tokenizer" in message
     assert str(tmp_path) not in message
+
+
+# ---- several at a time, and a busy machine ----
+
+
+def questions_of(structures, monkeypatch):
+    """What the program is asked, as it comes to it."""
+    asked, ask = [], structures._program._ask
+
+    def noting(question):
+        asked.append(question["value"])
+        return ask(question)
+
+    monkeypatch.setattr(structures._program, "_ask", noting)
+    return asked
+
+
+async def test_who_asks_for_the_same_at_once_shares_one_compilation(folder, monkeypatch):
+    structures = Structures(folder, (EOS,))
+    asked, params = questions_of(structures, monkeypatch), SamplingParams(regex="ab")
+    waiting = [asyncio.create_task(structures.grammar(params)) for _ in range(20)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()  # whose leaving is nobody else's end
+    first, *others = await asyncio.gather(*waiting, return_exceptions=True)
+    assert isinstance(first, asyncio.CancelledError)
+    assert (len(set(others)), asked) == (1, ["ab"])
+    wrong = [structures.grammar(SamplingParams(regex="(")) for _ in range(3)]
+    assert {error.reason for error in await asyncio.gather(*wrong, return_exceptions=True)} == {"BAD_PARAM"}
+    assert asked == ["ab", "("]
+
+
+async def test_what_nobody_waits_for_any_more_is_not_compiled(folder, monkeypatch):
+    structures, free = Structures(folder, (EOS,)), threading.Event()
+    asked = questions_of(structures, monkeypatch)
+    structures._program._thread.submit(free.wait, 60)
+    left = asyncio.create_task(structures.grammar(SamplingParams(regex="ab")))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    left.cancel()
+    await asyncio.gather(left, return_exceptions=True)
+    free.set()
+    assert await structures.grammar(SamplingParams(regex="c"))
+    assert asked == ["c"]
+
+
+async def test_what_was_asked_for_last_is_known_longest(folder, monkeypatch):
+    structures = Structures(folder, (EOS,))
+    asked = questions_of(structures, monkeypatch)
+    for text in ["first", *map(str, range(MAX_KNOWN - 1)), "first", "new", "first", "0"]:
+        await structures.grammar(SamplingParams(regex=text))
+    assert asked == ["first", *map(str, range(MAX_KNOWN - 1)), "new", "0"]
+
+
+async def test_a_machine_that_is_too_busy_is_no_fault_of_the_grammar(folder, monkeypatch):
+    structures = Structures(folder, (EOS,))
+    await structures.grammar(SamplingParams(regex="a"))
+    os.kill(structures._program._process._process.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patched:
+        patched.setattr(program, "ANSWER_S", 0.05)
+        with pytest.raises(RequestError, match="the machine is too busy: ") as error:
+            await structures.grammar(SamplingParams(regex="b"))
+    assert error.value.reason == "QUEUE_FULL"
+    assert await structures.grammar(SamplingParams(regex="b"))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import fields
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import grpc
 import pytest
@@ -261,6 +262,18 @@ def test_a_refusal_is_not_repeated(script, target, asked):
 def test_nobody_listening_is_a_sentence(asked):
     with pytest.raises(Unavailable, match=r"no server answers at 127\.0\.0\.1:1; start one with: splitserve up"):
         asked("127.0.0.1:1")
+
+
+def test_an_http_port_is_no_server_that_is_down(asked):
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with pytest.raises(Unavailable, match="does not speak gRPC, as a server's HTTP port"):
+                asked(f"127.0.0.1:{server.server_port}")
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_the_deadline_ends_an_endless_answer(script, target, asked):
