@@ -11,7 +11,7 @@ from serving_core.errors import SettingsError
 from serving_core.shapes import BOTH, DECODE, PREFILL
 from splitserve.commands import roles
 from splitserve.commands.serve import up
-from splitserve_bench.compare.search import Goal
+from splitserve_bench.compare.search import MOST_SEEDS, Goal
 from splitserve_bench.plan.asked import AskedLoad, asked_from_json
 from splitserve_bench.plan.command import plan_command
 from splitserve_bench.plan.commands import commands_of
@@ -315,16 +315,31 @@ def test_a_probe_counts_what_one_can_work_out(tmp_path):
     plan = Plan((Pool(BOTH, kind, 1),), 1, 1)
     planned = [request(index, 20, 5, 10.0 * index) for index in range(10)]
 
-    def played(ttft_ms, tpot_ms):
+    def played(ttft_ms, tpot_ms, attainment=0.9):
         limits = Limits(ttft_s=ttft_ms / 1e3, tpot_s=tpot_ms / 1e3)
-        return play(plan, planned, limits, rate=0.1, num_before=2, num_counted=6, door_s=PROFILE.control.door_s)
+        counts = {"rate": 0.1, "num_before": 2, "num_counted": 6, "door_s": PROFILE.control.door_s}
+        return play(plan, planned, limits, attainment=attainment, **counts)
 
     good = played(28.1, 21.1)
     assert (good.num_good, good.num_counted, good.is_early) == (6, 6, False)
     assert (good.ttft_p90_s, good.tpot_p90_s) == (pytest.approx(0.028), pytest.approx(0.021))
-    assert played(27.9, 21.1).missed == {"TTFT": 2}  # of six: then seven in ten are out of reach
+    assert played(27.9, 21.1).missed == {"TTFT": 3}  # of six, of which three probes may miss 0.6 each
     slow = played(28.1, 20.9)
-    assert (slow.missed, slow.is_early, slow.num_good) == ({"TPOT": 2}, True, 4)
+    assert (slow.missed, slow.is_early, slow.num_good) == ({"TPOT": 3}, True, 3)
+    assert played(28.1, 20.9, 1.0).missed == {"TPOT": 1}
+    assert played(28.1, 20.9, 0.5).missed == {"TPOT": 5}  # to the end, when the last has just begun
+
+
+@pytest.mark.parametrize("attainment", [0.05, 0.3, 0.5, 0.6, 0.7, 0.75, 0.9, 0.95, 0.99, 1.0])
+def test_a_probe_that_ends_early_is_no_pass(tmp_path, attainment):
+    """Also not of all seeds of its rate together, when the others find everything good."""
+    PROFILE.save(tmp_path / "profile.json")
+    (kind,) = machines_of(paper_nodes(tmp_path)).kinds
+    planned = [request(index, 20, 5, 10.0 * index) for index in range(40)]
+    nobody = Limits(ttft_s=0.001)
+    counts = {"rate": 0.1, "num_before": 0, "num_counted": 40, "door_s": PROFILE.control.door_s}
+    played = play(Plan((Pool(BOTH, kind, 1),), 1, 1), planned, nobody, attainment=attainment, **counts)
+    assert (played.num_good + (MOST_SEEDS - 1) * 40) / (MOST_SEEDS * 40) < attainment or played.num_good == 0
 
 
 def test_all_rates_have_the_same_requests(tmp_path):
