@@ -13,6 +13,7 @@ from serving_core.errors import SettingsError
 from serving_core.extras import require
 from splitserve.commands.terminal import report, stdout
 from splitserve.signals import run_to_end
+from splitserve_bench.options import NewFile
 from splitserve_bench.serve.serve_options import (
     ServeCommand,
     ServeOptions,
@@ -98,10 +99,8 @@ class Asked:
     type=click.FloatRange(0, 1, min_open=True),
     help="Share of good requests from which goodput is back.",
 )
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Picture of it (PNG).")
-@click.option(
-    "--save", "save_path", type=click.Path(dir_okay=False, path_type=Path), help="The JSON object, with every request."
-)
+@click.option("--plot", type=NewFile(), help="Picture of it (PNG).")
+@click.option("--save", "save_path", type=NewFile(), help="The JSON object, with every request.")
 @json_option
 def overload_command(
     stages: str,

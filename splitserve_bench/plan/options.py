@@ -7,7 +7,7 @@ from typing import Any, Final
 import click
 
 from serving_core.settings import KV_CACHE_DTYPES, QUANTIZATIONS
-from splitserve_bench.options import PAIR, ListOf, Size, options_of, repeat_flags
+from splitserve_bench.options import PAIR, ListOf, NewFile, Size, options_of, repeat_flags
 from splitserve_bench.plan.asked import Asked, AskedLoad, AskedNodes
 from splitserve_bench.plan.devices import DEVICES, INFINIBAND, LINK_NAMES
 from splitserve_bench.serve.serve_options import ABOVE_0, DATASETS, RANDOM
@@ -176,8 +176,8 @@ search_options = options_of(
     click.option("--jobs", default=0, type=click.IntRange(0, 256), help="Processes; default: one for each CPU."),
 )
 output_options = options_of(
-    click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Picture of the knees (PNG)."),
-    click.option("--save", "save_path", type=click.Path(dir_okay=False, path_type=Path), help="The JSON object."),
+    click.option("--plot", type=NewFile(), help="Picture of the knees (PNG)."),
+    click.option("--save", "save_path", type=NewFile(), help="The JSON object."),
     click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables."),
 )
 

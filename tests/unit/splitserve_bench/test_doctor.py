@@ -166,6 +166,16 @@ def test_a_node_whose_weights_do_not_fit_is_measured_too(tmp_path):
     assert all(each["seconds"] > 0 for each in json.loads(measured.stdout)["steps"])
 
 
+def test_what_was_measured_is_shown_though_the_profile_cannot_be(tmp_path):
+    write_random_model(tmp_path / "tiny", TINY)  # without a tokenizer, which the cluster of --save needs
+    shown = run(tmp_path / "tiny", *TINY_SIZES, "--save", tmp_path / "profile.json")
+    assert shown.exit_code != 0
+    assert "One output token costs as much as" in shown.stdout
+    refused = run(tmp_path / "tiny", *TINY_SIZES, "--save", tmp_path / "no" / "profile.json")
+    assert (refused.exit_code, "takes files" in refused.stderr) == (2, True)
+    assert "prefill node" not in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
