@@ -1,12 +1,14 @@
 """Planning: rooflines worked out on paper, plans and where their nodes are, loads, probes, and the command."""
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from kv_transfer.endpoints import endpoint_of, host_of
 from serving_core.errors import SettingsError
 from serving_core.shapes import BOTH, DECODE, PREFILL
 from splitserve.commands import roles
@@ -444,6 +446,25 @@ def test_what_is_printed_has_the_table_and_the_words(tmp_path):
     assert "Best: " in result.stdout
 
 
+def test_a_command_is_printed_on_one_line_and_before_files_are_written(tmp_path):
+    folder = model_folder(tmp_path / "long" / ("name" * 40))
+    words = ("--model", str(folder), "--hardware", "cpu", "--gpus", "2", *SMALL)
+    result = invoke(*words, "--save", "/dev/full")
+    assert isinstance(result.exception, SettingsError)
+    assert "/dev/full cannot be written: No space left on device" in str(result.exception)
+    (command,) = (line for line in result.stdout.splitlines() if "splitserve up" in line)
+    assert command.split()[2] == str(folder)
+    assert "--kv-cache-memory-bytes" in command
+
+
+@pytest.mark.parametrize("flag", ["--save", "--plot"])
+def test_a_file_that_has_no_folder_is_refused_before_anything_is_simulated(tmp_path, flag):
+    PROFILE.save(tmp_path / "profile.json")
+    result = invoke("--profile", str(tmp_path / "profile.json"), "--gpus", "2", flag, str(tmp_path / "no" / "plan"))
+    assert result.exit_code == 2
+    assert "no is no folder that takes files" in result.output.replace("\n", "")
+
+
 def test_limits_that_nobody_meets_are_told_so(tmp_path):
     PROFILE.save(tmp_path / "profile.json")
     words = [word for word in SMALL if not word.startswith("ttft:") and word != "tpot:200"]
@@ -454,15 +475,36 @@ def test_limits_that_nobody_meets_are_told_so(tmp_path):
 
 def test_nodes_on_several_hosts_are_started_one_by_one(nodes):
     study = study_of(asked(nodes, gpus=8))
-    lines = commands_of(study, plan_of(nodes, 2, -3))
-    assert lines[0] == "Run it on 2 hosts:"
-    coordinator_words, *node_words = (line.split("#")[0].split()[1:] for line in lines[1:])
-    assert coordinator_words[0] == "coordinator"
-    roles.coordinator.make_context("coordinator", coordinator_words[1:])
-    for words in node_words:
-        {"prefill": roles.prefill, "decode": roles.decode}[words[0]].make_context(words[0], words[1:])
-    hosts = [line.split("# host ")[1] for line in lines[2:]]
-    assert {each[0] for each in hosts} == {"0", "1"}
+    head, coordinator_words, *lines = commands_of(study, plan_of(nodes, 2, -3))
+    assert head.startswith("Run it on 2 hosts, with SPLITSERVE_FLEET_SECRET and SPLITSERVE_API_KEY set")
+    program, role, *words = shlex.split(coordinator_words, comments=True)
+    assert (program, role) == ("splitserve", "coordinator")
+    flags = roles.coordinator.make_context(role, words).params
+    assert {flags[name] for name in ("host", "http_host", "fleet_host")} == {"0.0.0.0"}
+    taken = {"0": [], "1": []}  # devices of each host
+    for line in lines:
+        visible, program, role, *words = shlex.split(line, comments=True)
+        flags = {"prefill": roles.prefill, "decode": roles.decode}[role].make_context(role, words).params
+        assert host_of(endpoint_of("zmq", flags["kv_bind"], 0)) == "eth0"
+        devices = visible.removeprefix("CUDA_VISIBLE_DEVICES=").split(",")
+        assert len(devices) == flags["tensor_parallel_size"]
+        taken[line.split("# host ")[1][0]] += devices
+    assert taken == {"0": ["0", "1", "2", "3"], "1": ["0", "1", "2", "3"]}
+
+
+@pytest.mark.parametrize(
+    ("profile", "hardware", "told"),
+    [("", ("cpu",), {"0", "1", "2", "3"}), ("profile.json", (), {"1/4", "2/4", "3/4", "4/4"})],
+)
+def test_nodes_without_cuda_get_cores_of_their_own(nodes, tmp_path, profile, hardware, told):
+    PROFILE.save(tmp_path / "profile.json")
+    names = dict.fromkeys(("prefill_hardware", "decode_hardware", "both_hardware"), hardware)
+    nodes = replace(nodes, profile=profile and str(tmp_path / profile), tp_sizes=(1,), **names)
+    (kind,) = machines_of(nodes).kinds
+    _, _, *lines = commands_of(study_of(asked(nodes, gpus=8)), Plan((Pool(BOTH, kind, 8),), 8, 4))
+    words = [shlex.split(line, comments=True) for line in lines]
+    cpus = [roles.both.make_context("both", each[2:]).params["cpus"] for each in words]
+    assert (len(cpus), set(cpus[:4]), set(cpus[4:])) == (8, told, told)
 
 
 def test_a_model_that_is_not_served_gets_no_command(tmp_path):
