@@ -18,6 +18,7 @@ from tests.unit.splitserve_bench.load_servers import (
     HANG,
     MAX_MODEL_LEN,
     MODEL,
+    REFUSE,
     SERVERS,
     VOCAB_SIZE,
     Script,
@@ -88,7 +89,26 @@ async def test_what_failed_is_a_miss_in_the_table(serving):
         output, _ = await run(target, *FEW, *seed, "--goodput", "ttft:60000 e2el:90000", "--max-concurrency", "2")
     assert "attainment 83.3%" in output
     assert "failed 1" in output
+    assert output.count("  1 x ") == 1
     assert script.most_live <= 6
+
+
+@most_of_one
+async def test_a_load_of_which_nothing_is_complete_fails_and_says_why(serving):
+    script = Script()
+    async with serving(script) as target:
+        await run(target, *FEW)
+        script.does = dict.fromkeys(script.order, FAIL)
+        script.does[script.order[0]] = REFUSE
+        shown = await start(target, *FEW)
+        output, errors = (each.decode() for each in await shown.communicate())
+        told = await start(target, *FEW, "--json")
+        result, _ = await told.communicate()
+    assert (shown.returncode, told.returncode) == (1, 1)
+    assert "none of the 6 requests has a complete answer: " in errors
+    frequent = json.loads(result)["frequent_errors"]
+    assert list(frequent.values()) == [5, 1]
+    assert all(f"  {count} x {error[:60]}" in output for error, count in frequent.items())
 
 
 @most_of_one
