@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+from click.core import ParameterSource
 
 from serving_core.errors import SettingsError
 from serving_core.extras import require
@@ -40,6 +41,10 @@ STAGES: Final = "0.8x20,3x60,0.5x45"
 STAGED: Final[dict[str, Any]] = {
     "request_rate": math.inf, "num_prompts": None, "time_scale": 1.0, "max_concurrency": None
 }  # fmt: skip
+OF_SERVER: Final = (
+    *("server", "backend", "host", "port", "endpoint", "model", "api_key", "tls_ca", "tls_cert", "tls_key"),
+    *("extra_body", "tokenizer", "vocab_size", "num_warmups"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +138,8 @@ def overload_command(
     if not limits.by_name():
         raise SettingsError("without limits nothing is late: give --goodput, such as ttft:500 tpot:40")
     options.check()
+    if profile_path is not None:
+        _refuse_server_flags(click.get_current_context())
     size = FleetSize(prefill, decode, both, roles, policy, admission, kv_lending, nodes_per_machine)
     if profile_path is None and size != FleetSize(0, 0):
         raise SettingsError("--prefill, --decode, --both and what their coordinator does are simulated: give --profile")
@@ -141,6 +148,13 @@ def overload_command(
         _simulate(asked, profile_path, size)
     else:
         run_to_end(_measure(asked))
+
+
+def _refuse_server_flags(context: click.Context) -> None:
+    """Raises SettingsError for a flag that a simulation has no server for; those of the environment may be there."""
+    given = [name for name in OF_SERVER if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    if given:
+        raise SettingsError(f"--{given[0].replace('_', '-')} is for a server, and --profile asks none")
 
 
 async def _measure(asked: Asked) -> None:

@@ -39,6 +39,7 @@ async def _serve(options: ServeOptions) -> None:
     from splitserve_bench.serve.workloads import workload_of
 
     options.check()
+    options.check_pace()
     reporting = Reporting(options)
     session = await connect(options)
     workload = workload_of(options, session.max_model_len, session.vocab_size)

@@ -518,7 +518,6 @@ def test_a_model_that_is_not_served_gets_no_command(tmp_path):
     [
         (("--profile", "{profile}"), "--gpus N is needed"),
         (("--profile", "{profile}", "--gpus", "3", "--cells", "2"), "3 devices cannot be divided evenly"),
-        (("--profile", "{profile}", "--gpus", "2", "--dataset", "azure"), "needs --dataset-path"),
         (("--profile", "{profile}", "--gpus", "2", "--tp", "0"), "no parallel size"),
         (("--profile", "{profile}", "--gpus", "2", "--price", "h100"), "not HARDWARE=NUMBER"),
     ],
@@ -528,6 +527,22 @@ def test_flags_that_contradict_are_refused(tmp_path, words, said):
     result = invoke(*(word.format(profile=tmp_path / "profile.json") for word in words))
     assert result.exit_code == 2
     assert said in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--dataset", "azure"), "needs a trace: --dataset-path"),
+        (("--dataset-path", __file__), "--dataset-path is for the data sets azure and mooncake"),
+        (("--length-scale", "2"), "--length-scale 2 is of a trace's lengths"),
+        (("--dataset", "azure", "--dataset-path", __file__, "--burstiness", "9"), "--burstiness 9 is of random"),
+    ],
+)
+def test_data_sets_that_contradict_are_refused(tmp_path, words, said):
+    PROFILE.save(tmp_path / "profile.json")
+    result = invoke("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *words)
+    assert isinstance(result.exception, SettingsError)
+    assert said in str(result.exception)
 
 
 def test_without_limits_nothing_is_searched(tmp_path):

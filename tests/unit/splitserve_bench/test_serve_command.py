@@ -226,9 +226,17 @@ async def test_what_came_is_told_when_the_generator_dies(serving):
     assert "requests offered" in output.decode()
 
 
+TRACE = ("--dataset-name", "azure", "--dataset-path", __file__)
 REFUSED = {
     "no trace": (["--dataset-name", "azure"], "--dataset-path"),
     "a trace for random requests": (["--dataset-path", __file__], "--dataset-path"),
+    "lengths of no trace": (["--length-scale", "2"], "--length-scale 2 is of a trace's lengths"),
+    "gaps of no trace": (["--time-scale", "2"], "--time-scale 2 is of a trace's gaps"),
+    "bursts of a trace": ([*TRACE, "--burstiness", "9"], "--burstiness 9 is of random requests"),
+    "gaps at a rate": (
+        [*TRACE, "--time-scale", "2", "--request-rate", "3"],
+        "--time-scale 2 and --request-rate 3 both",
+    ),
     "two servers": (["--server", "a:1", "--port", "2"], "--server (a:1) says where"),
     "gRPC of an OpenAI server": (["--backend", "openai", "--server", "a:1"], "takes http://HOST:PORT"),
     "a URL of SplitServe": (["--backend", "splitserve", "--server", "http://a:1"], "gRPC has HOST:PORT"),
