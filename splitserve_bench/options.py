@@ -1,7 +1,9 @@
 """What the flags of the load commands have in common."""
 
+import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import click
@@ -43,6 +45,21 @@ class ListOf(click.ParamType[tuple[Any, ...]]):
         if not values:
             self.fail("there must be one at least", param, ctx)
         return values
+
+
+class NewFile(click.Path):
+    """A file to be written, in a folder that takes one: what nobody can write is refused before anything is
+    measured."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(value)
+        super().convert(path, param, ctx)
+        if not path.exists() and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+            self.fail(f"{path} cannot be written: {path.parent} is no folder that takes files", param, ctx)
+        return path
 
 
 class Size(click.ParamType[int]):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 FUNCTIONS: Final = frozenset(
-    ["absent", "avg", "count", "histogram_quantile", "increase", "max", "min", "rate", "sum", "vector"]
+    ["absent", "avg", "count", "histogram_quantile", "increase", "max", "max_over_time", "min", "rate", "sum", "vector"]
 )
 GROUPING: Final = frozenset(["by", "without", "on", "ignoring", "group_left", "group_right"])
 WORDS: Final = frozenset(["and", "or", "unless", "bool"])

@@ -29,7 +29,7 @@ from splitserve_bench.compare.compare_options import (
 from splitserve_bench.compare.contenders import ClusterContender, Contender, contenders, parse_custom, parse_peer
 from splitserve_bench.errors import BenchError
 from splitserve_bench.models import writing_model
-from splitserve_bench.serve.serve_options import RANDOM
+from splitserve_bench.serve.serve_options import check_burstiness, check_dataset
 
 if TYPE_CHECKING:
     from splitserve_bench.compare.entry import Comparison
@@ -197,8 +197,8 @@ def _bench(values: Mapping[str, Any]) -> "CompareBench":
 def _dataset(values: Mapping[str, Any]) -> "Dataset":
     from splitserve_bench.compare.workload import Dataset
 
-    if values["dataset_name"] != RANDOM and not values["dataset_path"]:
-        raise click.UsageError(f"--dataset-name {values['dataset_name']} needs --dataset-path")
+    check_dataset(values["dataset_name"], values["dataset_path"], values["length_scale"])
+    check_burstiness(values["dataset_name"], values["burstiness"])
     return Dataset(
         name=values["dataset_name"],
         path=values["dataset_path"],

@@ -107,7 +107,7 @@ load_options = options_of(
         default=20.0,
         show_default=True,
         type=NOT_NEGATIVE,
-        help="Length of a probe, at least, but for a trace that is shorter.",
+        help="Length of a probe, at least, but for a trace that is shorter, and for more than 5000 requests.",
     ),
     click.option("--request-timeout-s", default=120.0, show_default=True, type=POSITIVE),
     click.option(

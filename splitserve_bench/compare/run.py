@@ -163,12 +163,14 @@ class Compare:
     def _planned(self, entry: Entry, probe: Probe) -> list[PlannedRequest]:
         """What a probe sends."""
         bench = self._bench
-        num_requests = max(bench.num_prompts, min(MOST_REQUESTS, math.ceil(probe.rate * bench.seconds)))
+        wanted = max(bench.num_prompts, math.ceil(probe.rate * bench.seconds))
+        num_requests = min(wanted, max(bench.num_prompts, MOST_REQUESTS))
         planned = self._workload.load(probe.rate, num_requests, seed_of(bench.seed, probe.rate, probe.seed))
-        if len(planned) < num_requests:
+        if len(planned) < wanted:
+            who = "the trace" if len(planned) < num_requests else "a probe"
             self._report(
-                f"{entry.contender.name}, {plain(probe.rate)} req/s: the trace has {len(planned)} requests, not the "
-                f"{num_requests} of {bench.seconds:g} s; a short run may not show a queue that grows slowly"
+                f"{entry.contender.name}, {plain(probe.rate)} req/s: {who} has {len(planned)} requests, not the "
+                f"{wanted} of {bench.seconds:g} s; a short run may not show a queue that grows slowly"
             )
         is_told = bench.send_limits and isinstance(entry.contender, ClusterContender)
         return told(planned, entry.slo.limits_of) if is_told else planned

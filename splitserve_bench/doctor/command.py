@@ -17,7 +17,7 @@ from splitserve.launch.models import LocalModel
 from splitserve.signals import run_to_end
 from splitserve_bench.engine.command import COUNTS
 from splitserve_bench.models import writing_model
-from splitserve_bench.options import Size
+from splitserve_bench.options import NewFile, Size
 
 if TYPE_CHECKING:
     from splitserve_bench.doctor.doctor import DoctorBench
@@ -48,7 +48,7 @@ MOST_RUNNING: Final = 256
 @click.option(
     "--save",
     "save_path",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=NewFile(),
     help="Measure more, and write to this file what `splitserve simulate --profile` needs.",
 )
 @click.option(
@@ -114,16 +114,16 @@ def _measure(
 
     async def main() -> None:
         figures = await measure_doctor(model, settings, sizes, report)
+        if as_json:
+            click.echo(json.dumps({**dataclasses.asdict(figures), "conclusions": pays_lines(figures)}))
+        else:
+            stdout.print(doctor_view(figures))
         if save_path is not None:
             from splitserve_bench.doctor.saving import measure_profile
 
             profile = await measure_profile(model, settings, sizes, figures.costs.corridor.bytes_per_s, report)
             profile.save(save_path)
             report(f"written: {save_path}")
-        if as_json:
-            click.echo(json.dumps({**dataclasses.asdict(figures), "conclusions": pays_lines(figures)}))
-        else:
-            stdout.print(doctor_view(figures))
 
     run_to_end(main())
 

@@ -6,6 +6,7 @@
 3. split_model.py says what follows.
 """
 
+import asyncio
 import dataclasses
 import os
 from collections.abc import Sequence
@@ -98,7 +99,10 @@ async def measure_doctor(
     layout, most_tokens = _check(model.folder, settings, sizes)
     parts, at_once = node_cpus(all_cpus(), sizes.cores)
     prefill, decode = _tasks(model.folder, settings, sizes, parts)
-    nodes = await both(_node(prefill, PREFILL_NODE, report), _node(decode, DECODE_NODE, report), at_once=at_once)
+    together = asyncio.Barrier(2) if at_once else None  # each beside a busy one until both are measured
+    of_prefill = _node(prefill, PREFILL_NODE, report, together)
+    of_decode = _node(decode, DECODE_NODE, report, together)
+    nodes = await both(of_prefill, of_decode, at_once=at_once)
     transfers = await _transfers(layout, report)
     return conclude(model.name, sizes, at_once, nodes, transfers, layout.token_bytes, most_tokens)
 
@@ -193,8 +197,8 @@ def _tasks(
     return prefill, NodeTask(fields, parts[1], (), batches_of(sizes.running), sizes.repeats)
 
 
-async def _node(task: NodeTask, name: str, report: Report) -> NodeFigures:
-    figures = await figures_of(NODE_MODULE, task, name, report)
+async def _node(task: NodeTask, name: str, report: Report, together: asyncio.Barrier | None) -> NodeFigures:
+    figures = await figures_of(NODE_MODULE, task, name, report, together)
     figures["prompts_s"], figures["steps_s"] = tuple(figures["prompts_s"]), tuple(figures["steps_s"])
     return NodeFigures(**figures)
 

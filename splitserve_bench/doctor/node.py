@@ -2,12 +2,14 @@
 
 `python -m splitserve_bench.doctor.node TASK` takes a JSON object with the fields of NodeTask. It says how far it is,
 and at the end what it found, one JSON object a line on stdout: {"progress": text}, {"figures": NodeFigures} or, when
-the model or the sizes cannot be used, {"error": text}.
+the model or the sizes cannot be used, {"error": text}. When all is measured it goes on with the last of it until it is
+killed, so that another one is beside a busy one all the time.
 """
 
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -45,8 +47,12 @@ class NodeFigures:
     long_step_s: float
 
 
-def measure_node(task: NodeTask) -> NodeFigures:
-    """In this process, whose cores are settled. Raises ModelError or SettingsError."""
+Run = Callable[[], object]
+
+
+def measure_node(task: NodeTask) -> tuple[NodeFigures, Run]:
+    """In this process, whose cores are settled; with what runs the last of it again. Raises ModelError or
+    SettingsError."""
     from engine.engine import Engine  # torch, whose threads are as many as there are cores when it is imported
     from serving_core.model_config import read_model_config
     from splitserve_bench.engine.driver import NUM_STEPS
@@ -62,10 +68,7 @@ def measure_node(task: NodeTask) -> NodeFigures:
     )
     engine = Engine(dataclasses.replace(settings, num_kv_blocks=num_blocks))
     engine.warm_up()
-    prompts_s = tuple(_prompt_s(engine, num_tokens, task.repeats) for num_tokens in task.prompt_tokens)
-    steps_s = _steps_s(engine, task.batches, SHORT_CONTEXT_TOKENS, task.repeats) if task.batches else ()
-    long_s = _steps_s(engine, (long_batch,), LONG_CONTEXT_TOKENS, task.repeats)[0] if task.batches else 0.0
-    return NodeFigures(engine.description, prompts_s, steps_s, long_batch, long_s)
+    return _decode(engine, task, long_batch) if task.batches else _prompts(engine, task)
 
 
 def main() -> None:
@@ -75,35 +78,51 @@ def main() -> None:
     task = NodeTask(**{**fields, **lists})
     try:
         pin(task.cpus)
-        _say(figures=dataclasses.asdict(measure_node(task)))
+        figures, run = measure_node(task)
+        _say(figures=dataclasses.asdict(figures))
+        while True:
+            run()
     except SplitServeError as error:
         _say(error=str(error))
 
 
-def _prompt_s(engine: Any, num_tokens: int, repeats: int) -> float:
+def _prompts(engine: Any, task: NodeTask) -> tuple[NodeFigures, Run]:
     from splitserve_bench.engine.driver import PromptRun
     from splitserve_bench.engine.figures import PromptSize
 
-    _say(progress=f"prompts of {num_tokens} tokens ...")
-    prompt = PromptRun(engine, PromptSize(1, num_tokens))
-    return min(prompt.run_s() for _ in range(repeats))
+    found = []
+    for num_tokens in task.prompt_tokens:
+        _say(progress=f"prompts of {num_tokens} tokens ...")
+        prompt = PromptRun(engine, PromptSize(1, num_tokens))
+        found.append(min(prompt.run_s() for _ in range(task.repeats)))
+    return NodeFigures(engine.description, tuple(found), (), 0, 0.0), prompt.run_s
 
 
-def _steps_s(engine: Any, batches: tuple[int, ...], context_tokens: int, repeats: int) -> tuple[float, ...]:
+def _decode(engine: Any, task: NodeTask, long_batch: int) -> tuple[NodeFigures, Run]:
+    steps_s, _ = _steps_s(engine, task.batches, SHORT_CONTEXT_TOKENS, task.repeats)
+    [long_s], run = _steps_s(engine, (long_batch,), LONG_CONTEXT_TOKENS, task.repeats)
+    return NodeFigures(engine.description, (), steps_s, long_batch, long_s), run
+
+
+def _steps_s(
+    engine: Any, batches: tuple[int, ...], context_tokens: int, repeats: int
+) -> tuple[tuple[float, ...], Callable[[], float]]:
+    """Of each batch; with what runs the steps of the last one again."""
     from splitserve_bench.engine.driver import DecodeRun
 
     _say(progress=f"computing {max(batches)} contexts of {context_tokens} tokens ...")
     run = DecodeRun(engine, max(batches), context_tokens)
     run.extend(context_tokens)
+
+    def step_s(batch: int) -> float:
+        run.rewind(batch)
+        return run.run_s(batch)
+
     found = []
     for batch in batches:
         _say(progress=f"decode steps of {batch} requests at {context_tokens} tokens ...")
-        samples_s = []
-        for _ in range(repeats):
-            run.rewind(batch)
-            samples_s.append(run.run_s(batch))
-        found.append(min(samples_s))
-    return tuple(found)
+        found.append(min(step_s(batch) for _ in range(repeats)))
+    return tuple(found), lambda: step_s(batches[-1])
 
 
 def _say(**line: Any) -> None:

@@ -13,6 +13,7 @@ from serving_core.errors import SettingsError
 from serving_core.extras import require
 from splitserve.commands.terminal import duration_of, report, stderr, stdout, waiting
 from splitserve_bench.dominance.options import contender_options, trace_options
+from splitserve_bench.options import NewFile
 from splitserve_bench.serve.serve_options import json_option
 from splitserve_bench.simulate.command import profile_option
 
@@ -34,7 +35,7 @@ EVERY: Final = 50  # simulations, a line of progress where there is no terminal
     "again.",
 )
 @click.option("--jobs", default=0, show_default=True, type=click.IntRange(0), help="Processes; 0: one on each CPU.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Picture of it (PNG).")
+@click.option("--plot", type=NewFile(), help="Picture of it (PNG).")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Tables as in a document.")
 @json_option
 def dominance_command(

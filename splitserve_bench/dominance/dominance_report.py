@@ -124,10 +124,12 @@ def _lost(finding: Finding, contender: Contender) -> str:
 
 
 def _difference(finding: Finding) -> str:
-    """In points; of one seed without an interval."""
+    """In points; without an interval where there is one seed, or all agree."""
+    points = f"{100 * finding.difference:+.1f}"
+    if finding.interval is None:
+        return points
     low, high = finding.interval
-    interval = f" ({100 * low:+.1f} to {100 * high:+.1f})" if len(finding.differences) > 1 else ""
-    return f"{100 * finding.difference:+.1f}{interval}"
+    return f"{points} ({100 * low:+.1f} to {100 * high:+.1f})"
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -51,8 +51,8 @@ class Finding:
         return fmean(self.differences)
 
     @property
-    def interval(self) -> tuple[float, float]:
-        """Of the difference, at 95 %, over the seeds."""
+    def interval(self) -> tuple[float, float] | None:
+        """Of the difference, at 95 %, over the seeds; None where these do not tell."""
         return mean_interval(self.differences)
 
     @property
@@ -78,7 +78,7 @@ class Finding:
             "tpot_ms": self.cell.limits.tpot_s * 1e3,
             "best_other": self.best_other.name,
             "difference": self.difference,
-            "interval": list(self.interval),
+            "interval": self.interval and list(self.interval),
             "contenders": {
                 each.name: {
                     "attainment": self.attainment(each),

@@ -5,7 +5,7 @@
 3. Decode: greedy steps of a batch, each over the KV of a whole context that was computed before.
 4. The machine: the GEMM rate and the read bandwidth that torch reaches with as many threads, before and after the rest.
    What prefill and decode cost (see costs.py) is divided by them.
-5. A profile of one decode step and one prompt by part.
+5. A profile of one decode step and one prompt by part, of our own decoders.
 6. What a node does between two decode steps.
 7. Choosing tokens: what a step takes for it, greedy and sampled.
 """
@@ -21,7 +21,6 @@ from typing import Final
 import torch
 
 from engine.engine import Engine
-from engine.model.experts import MixtureOfExperts
 from engine.model.llama import LlamaDecoder
 from serving_core.errors import SettingsError
 from serving_core.model_config import FAKE_ARCHITECTURE, TRANSFORMERS, read_model_config
@@ -49,6 +48,7 @@ from splitserve_bench.engine.offload import measure_offload
 from splitserve_bench.engine.peers import DECODE, LOAD, PREFILL, PeerResult, decode_key
 from splitserve_bench.engine.stopwatch import PARTS, watching
 from splitserve_bench.engine.structured import measure_structured
+from splitserve_bench.engine.weight_bytes import read_weight_bytes
 
 PROFILED_BATCH: Final = 16
 BY_TRANSFORMERS: Final = "--model-impl transformers"
@@ -97,12 +97,14 @@ def measure_engine(
         prefill_s = {size: _prefill_s(engine, size, sizes, report) for size in sizes.prompts}
         run = DecodeRun(engine, max(sizes.batches), max(sizes.contexts), sizes.step_tokens)
         decode = _decode(engine, run, sizes, report)
-        profile, structured = _profile_decode(engine, run, sizes, report)
+        is_ours = _is_ours(engine)
+        profiles = [_profile_decode(engine, run, sizes, report)] if is_ours else []
+        structured = _structured(engine, run, sizes, report) if sizes.structured else None
         offload = measure_offload(engine, run, sizes.repeats)
         loop = _loop(engine, sizes, report)
         report("choosing tokens ...")
         choosing = measure_choosing(engine, _profiled_batch(sizes), sizes.repeats)
-        profiles = (profile, _profile_prompt(engine, sizes, report))
+        profiles += [_profile_prompt(engine, sizes, report)] if is_ours else []
         report("GEMM rate and memory bandwidth once more ...")
         machine = better_of(before, measure_machine(engine.pool.device, dtype))
     return EngineFigures(
@@ -113,7 +115,7 @@ def measure_engine(
         machine=machine,
         prefill=tuple(_prefill_figures(engine, machine, size, prefill_s[size]) for size in sizes.prompts),
         decode=tuple(_decode_figures(engine, machine, each) for each in decode),
-        profiles=profiles,
+        profiles=tuple(profiles),
         loop=loop,
         choosing=choosing,
         step_tokens=sizes.step_tokens,
@@ -164,6 +166,11 @@ def _start(settings: EngineSettings, imports_s: float) -> tuple[Engine, StartFig
     return engine, StartFigures(imports_s, loaded_s - begin_s, warm_s - loaded_s, ready_s)
 
 
+def _is_ours(engine: Engine) -> bool:
+    """Whether our own decoder computes, and not transformers' code, of whose work and parts nothing is known."""
+    return isinstance(engine.model, LlamaDecoder)
+
+
 def _prefill_s(engine: Engine, size: PromptSize, sizes: EngineBench, report: Report) -> list[float]:
     """Seconds of each repeat."""
     report(f"prefill of {size.count} prompts of {size.num_tokens} tokens ...")
@@ -191,19 +198,20 @@ def _decode(engine: Engine, run: DecodeRun, sizes: EngineBench, report: Report) 
     return measured
 
 
-def _profile_decode(
-    engine: Engine, run: DecodeRun, sizes: EngineBench, report: Report
-) -> tuple[ProfileFigures, StructuredFigures | None]:
-    """Of one batch at the longest context; and what grammars cost there if that is asked for."""
+def _profile_decode(engine: Engine, run: DecodeRun, sizes: EngineBench, report: Report) -> ProfileFigures:
+    """Of one batch at the longest context."""
     batch = _profiled_batch(sizes)
     name = f"a decode step of {batch} requests at {max(sizes.contexts)} tokens"
     report(f"profile of {name} ...")
     steps = _Steps(name, NUM_STEPS, lambda: run.rewind(batch), lambda: run.run_s(batch))
-    profile = _profile(engine, steps, sizes.repeats)
-    if not sizes.structured:
-        return profile, None
+    return _profile(engine, steps, sizes.repeats)
+
+
+def _structured(engine: Engine, run: DecodeRun, sizes: EngineBench, report: Report) -> StructuredFigures:
+    """What grammars cost the batch that is profiled."""
+    batch = _profiled_batch(sizes)
     report(f"decode steps of {batch} requests with grammars ...")
-    return profile, measure_structured(engine, run, batch, sizes.repeats)
+    return measure_structured(engine, run, batch, sizes.repeats)
 
 
 def _profiled_batch(sizes: EngineBench) -> int:
@@ -254,23 +262,24 @@ def _profile(engine: Engine, steps: _Steps, repeats: int) -> ProfileFigures:
 def _prefill_figures(
     engine: Engine, machine: MachineFigures, size: PromptSize, samples_s: list[float]
 ) -> PrefillFigures:
-    flops = size.count * prompt_flops(engine.config, size.num_tokens)
+    flops = size.count * prompt_flops(engine.config, size.num_tokens) if _is_ours(engine) else None
     num_tokens, median_s = size.count * size.num_tokens, statistics.median(samples_s)
     return PrefillFigures(
         prompts=size,
         tokens_per_s=num_tokens / median_s,
         best_tokens_per_s=num_tokens / min(samples_s),
         flops=flops,
-        gemm_share=flops / median_s / machine.gemm_flops_per_s,
+        gemm_share=None if flops is None else flops / median_s / machine.gemm_flops_per_s,
     )
 
 
 def _decode_figures(engine: Engine, machine: MachineFigures, measured: _Decode) -> DecodeFigures:
     # A step's token sees itself too: context + 1 in the first step, context + NUM_STEPS in the last.
     contexts = [measured.context_tokens + (1 + NUM_STEPS) / 2] * measured.batch
-    weight_bytes = read_weight_bytes(engine, measured.batch)
+    is_ours = _is_ours(engine)
+    weight_bytes = read_weight_bytes(engine, measured.batch) if is_ours else None
     kv_bytes = decode_kv_bytes(engine.config, engine.layout, contexts)
-    flops = decode_flops(engine.config, contexts)
+    flops = decode_flops(engine.config, contexts) if is_ours else None
     median_s = statistics.median(measured.steps_s)
     return DecodeFigures(
         batch=measured.batch,
@@ -280,22 +289,8 @@ def _decode_figures(engine: Engine, machine: MachineFigures, measured: _Decode) 
         weight_bytes=weight_bytes,
         kv_bytes=kv_bytes,
         flops=flops,
-        bandwidth_share=(weight_bytes + kv_bytes) / median_s / machine.read_bytes_per_s,
-        gemm_share=flops / median_s / machine.gemm_flops_per_s,
+        bandwidth_share=None
+        if weight_bytes is None
+        else (weight_bytes + kv_bytes) / median_s / machine.read_bytes_per_s,
+        gemm_share=None if flops is None else flops / median_s / machine.gemm_flops_per_s,
     )
-
-
-def read_weight_bytes(engine: Engine, num_tokens: int) -> int:
-    """Bytes of the weights that a step of so many tokens reads: all but the embedding's vectors, unless they are the
-    head too, and of experts the share that is taken on average."""
-    decoder = engine.model
-    assert isinstance(decoder, LlamaDecoder)
-    embedding = decoder.embed_tokens
-    assert embedding is not None
-    vector_bytes = sum(parameter.nbytes for parameter in embedding.parameters(recurse=False))
-    is_head = decoder.lm_head is None and embedding.num_bytes == vector_bytes  # else the head has a copy of its own
-    mixtures = (module for module in decoder.modules() if isinstance(module, MixtureOfExperts))
-    expert_bytes = sum(mixture.expert_bytes for mixture in mixtures)
-    experts = engine.config.experts
-    unread_bytes = 0 if experts is None else round((1 - experts.share_taken(num_tokens)) * expert_bytes)
-    return engine.weight_bytes - (0 if is_head else vector_bytes) - unread_bytes

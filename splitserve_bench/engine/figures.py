@@ -55,29 +55,31 @@ class MachineFigures:
 
 @dataclass(frozen=True, slots=True)
 class PrefillFigures:
-    """Prompts of one length, computed one after the other: the median of the repeats, and the best."""
+    """Prompts of one length, computed one after the other: the median of the repeats, and the best. Operations are
+    known of our own decoders alone, else None."""
 
     prompts: PromptSize
     tokens_per_s: float
     best_tokens_per_s: float
-    flops: int  # of all prompts
-    gemm_share: float  # of the median, of the measured GEMM rate
+    flops: int | None  # of all prompts
+    gemm_share: float | None  # of the median, of the measured GEMM rate
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeFigures:
     """One step of a batch: the mean of steps in a row, of which the median of the repeats and the least. Bytes and
-    operations are those of the mean step, shares of the median."""
+    operations are those of the mean step, shares of the median; but those of KV, known of our own decoders alone, else
+    None."""
 
     batch: int
     context_tokens: int  # in the cache before the first of the steps
     step_s: float
     best_step_s: float
-    weight_bytes: int
+    weight_bytes: int | None
     kv_bytes: float
-    flops: float
-    bandwidth_share: float
-    gemm_share: float
+    flops: float | None
+    bandwidth_share: float | None
+    gemm_share: float | None
 
 
 @dataclass(frozen=True, slots=True)

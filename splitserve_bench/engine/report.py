@@ -43,6 +43,8 @@ def engine_view(
         decode_table(figures.decode, figures.machine),
         "bytes: the weights once, and the KV of all contexts; shares are of the machine's rates, for the median",
     ]
+    if not figures.profiles:
+        parts += ["of what transformers' code computes, operations, bytes of weights and parts of a step are not known"]
     for profile in figures.profiles:
         parts += ["", profile_line(profile), profile_table(profile)]
     parts += ["", "a node between two decode steps, ms of CPU time:", loop_table(figures.loop)]
@@ -81,9 +83,9 @@ def prefill_table(rows: Sequence[PrefillFigures], machine: MachineFigures) -> Ta
             str(row.prompts),
             f"{row.tokens_per_s:.0f}",
             f"{row.best_tokens_per_s:.0f}",
-            f"{row.flops / 1e9:.1f}",
-            f"{row.gemm_share * machine.gemm_flops_per_s / 1e9:.0f}",
-            f"{row.gemm_share:.0%}",
+            _known(row.flops, ".1f", 1e-9),
+            _known(row.gemm_share, ".0f", machine.gemm_flops_per_s / 1e9),
+            _known(row.gemm_share, ".0%"),
         )
     return table
 
@@ -99,11 +101,11 @@ def decode_table(rows: Sequence[DecodeFigures], machine: MachineFigures) -> Tabl
             f"{row.step_s * 1e3:.2f}",
             f"{row.best_step_s * 1e3:.2f}",
             f"{row.batch / row.step_s:.0f}",
-            size_of(row.weight_bytes),
+            "-" if row.weight_bytes is None else size_of(row.weight_bytes),
             size_of(round(row.kv_bytes)),
-            f"{row.bandwidth_share * machine.read_bytes_per_s / 1e9:.2f}",
-            f"{row.bandwidth_share:.0%}",
-            f"{row.gemm_share:.0%}",
+            _known(row.bandwidth_share, ".2f", machine.read_bytes_per_s / 1e9),
+            _known(row.bandwidth_share, ".0%"),
+            _known(row.gemm_share, ".0%"),
         )
     return table
 
@@ -169,6 +171,11 @@ def ratio_table(rows: Sequence[Ratio], others: str = "best peer") -> Table:
             "ahead" if row.is_ahead else "behind",
         )
     return table
+
+
+def _known(value: float | None, form: str, scale: float = 1) -> str:
+    """What is None is not known."""
+    return "-" if value is None else f"{value * scale:{form}}"
 
 
 def _machine_lines(machine: MachineFigures) -> list[str]:

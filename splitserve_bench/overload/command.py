@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+from click.core import ParameterSource
 
 from serving_core.errors import SettingsError
 from serving_core.extras import require
 from splitserve.commands.terminal import report, stdout
 from splitserve.signals import run_to_end
+from splitserve_bench.options import NewFile
 from splitserve_bench.serve.serve_options import (
     ServeCommand,
     ServeOptions,
@@ -39,6 +41,10 @@ STAGES: Final = "0.8x20,3x60,0.5x45"
 STAGED: Final[dict[str, Any]] = {
     "request_rate": math.inf, "num_prompts": None, "time_scale": 1.0, "max_concurrency": None
 }  # fmt: skip
+OF_SERVER: Final = (
+    *("server", "backend", "host", "port", "endpoint", "model", "api_key", "tls_ca", "tls_cert", "tls_key"),
+    *("extra_body", "tokenizer", "vocab_size", "num_warmups"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +104,8 @@ class Asked:
     type=click.FloatRange(0, 1, min_open=True),
     help="Share of good requests from which goodput is back.",
 )
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Picture of it (PNG).")
-@click.option(
-    "--save", "save_path", type=click.Path(dir_okay=False, path_type=Path), help="The JSON object, with every request."
-)
+@click.option("--plot", type=NewFile(), help="Picture of it (PNG).")
+@click.option("--save", "save_path", type=NewFile(), help="The JSON object, with every request.")
 @json_option
 def overload_command(
     stages: str,
@@ -134,6 +138,8 @@ def overload_command(
     if not limits.by_name():
         raise SettingsError("without limits nothing is late: give --goodput, such as ttft:500 tpot:40")
     options.check()
+    if profile_path is not None:
+        _refuse_server_flags(click.get_current_context())
     size = FleetSize(prefill, decode, both, roles, policy, admission, kv_lending, nodes_per_machine)
     if profile_path is None and size != FleetSize(0, 0):
         raise SettingsError("--prefill, --decode, --both and what their coordinator does are simulated: give --profile")
@@ -142,6 +148,13 @@ def overload_command(
         _simulate(asked, profile_path, size)
     else:
         run_to_end(_measure(asked))
+
+
+def _refuse_server_flags(context: click.Context) -> None:
+    """Raises SettingsError for a flag that a simulation has no server for; those of the environment may be there."""
+    given = [name for name in OF_SERVER if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    if given:
+        raise SettingsError(f"--{given[0].replace('_', '-')} is for a server, and --profile asks none")
 
 
 async def _measure(asked: Asked) -> None:

@@ -47,8 +47,8 @@ def plan_command(
     nodes."""
     if context.invoked_subcommand is not None:
         return
-    from splitserve_bench.plan.findings import findings_of
-    from splitserve_bench.plan.report import draw, plan_json, plan_view, save
+    from splitserve_bench.plan.findings import findings_of, words_of
+    from splitserve_bench.plan.report import best_commands, draw, plan_json, plan_view, save
     from splitserve_bench.plan.study import study_of
 
     if plot is not None:
@@ -59,16 +59,18 @@ def plan_command(
         report(f"left out: {line}")
     report(f"{len(study.plans)} plans: {', '.join(map(str, study.plans))}")
     found = findings_of(study, _run(study, asked, jobs or _num_cpus()))
+    if as_json:
+        click.echo(json.dumps(plan_json(study, found)))
+    else:
+        stdout.print(plan_view(study, found))
+        for line in (*words_of(found, asked.objective), *best_commands(study, found)):
+            stdout.print(line, markup=False, soft_wrap=True)  # so that commands can be copied
     if save_path is not None:
         save(json.dumps(plan_json(study, found), indent=2), save_path)
         report(f"written: {save_path}")
     if plot is not None:
         draw(study, found, plot)
         report(f"picture: {plot}")
-    if as_json:
-        click.echo(json.dumps(plan_json(study, found)))
-    else:
-        stdout.print(plan_view(study, found))
 
 
 def _run(study: "Study", asked: Asked, jobs: int) -> "Race":

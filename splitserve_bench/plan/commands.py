@@ -3,19 +3,26 @@
 import shlex
 from collections import Counter
 from pathlib import Path
+from typing import Final
 
 from coordinator.settings import CoordinatorSettings
 from serving_core.errors import ModelError
 from serving_core.model_config import read_model_config
 from serving_core.shapes import BOTH, DECODE, PREFILL
 from splitserve_bench.plan.asked import AskedNodes
+from splitserve_bench.plan.devices import CPU
+from splitserve_bench.plan.nodes import MEASURED
 from splitserve_bench.plan.plans import Placed, Plan
 from splitserve_bench.plan.study import Study
 
+SECRETS: Final = "SPLITSERVE_FLEET_SECRET and SPLITSERVE_API_KEY"  # without which nobody listens off loopback
+PUBLIC: Final = "--host 0.0.0.0 --http-host 0.0.0.0 --fleet-host 0.0.0.0"
+JOINED: Final = "--coordinator COORDINATOR:50052 --kv-bind 'tcp://eth0:*'"  # as the user's hosts have them
+
 
 def commands_of(study: Study, plan: Plan) -> list[str]:
-    """For each cell: `splitserve up` where it is on one host, else what each host runs. Of a model that cannot be
-    served, why."""
+    """For each cell: `splitserve up` where it is on one host, else every process on devices of its own. Of a model that
+    cannot be served, why."""
     asked = study.asked
     model = asked.nodes.model or "MODEL"
     if asked.nodes.model:
@@ -23,18 +30,18 @@ def commands_of(study: Study, plan: Plan) -> list[str]:
             read_model_config(Path(asked.nodes.model))
         except ModelError as error:
             return [f"SplitServe does not serve it: {error}"]
-    placed = plan.placed()
-    hosts = sorted({each.host for each in placed})
-    each_cell = f"in each of {asked.cells} cells" if asked.cells > 1 else ""
-    if len(hosts) == 1:
-        return [f"Run it{f', {each_cell}' if each_cell else ''}:", f"  {_up(plan, model, asked.nodes)}"]
-    words = [f"  splitserve coordinator {shlex.quote(model)} --fleet-host 0.0.0.0{_in_flight(plan)}"]
-    for host in hosts:
-        nodes = Counter(_node(each, asked.nodes) for each in placed if each.host == host)
-        for (role, kind, flags), count in nodes.items():
-            command = f"splitserve {role} {shlex.quote(model)} --coordinator COORDINATOR:50052 {flags}"
-            words.append(f"  {command}  # host {host}, {kind}{f', {count} of them' if count > 1 else ''}")
-    return [f"Run it on {len(hosts)} hosts{f', {each_cell}' if each_cell else ''}:", *words]
+    placed = sorted(plan.placed(), key=lambda each: each.host)
+    num_hosts = len({each.host for each in placed})
+    each_cell = f", in each of {asked.cells} cells" if asked.cells > 1 else ""
+    if num_hosts == 1:
+        return [f"Run it{each_cell}:", f"  {_up(plan, model, asked.nodes)}"]
+    words = [f"Run it on {num_hosts} hosts{each_cell}, with {SECRETS} set; COORDINATOR and eth0 are to be yours:"]
+    words.append(f"  splitserve coordinator {shlex.quote(model)} {PUBLIC}{_in_flight(plan)}")
+    num_taken = Counter[int]()  # devices of each host
+    for each in placed:
+        words.append(f"  {_node(each, num_taken[each.host], model, asked.nodes)}")
+        num_taken[each.host] += each.kind.num_devices
+    return words
 
 
 def _up(plan: Plan, model: str, asked: AskedNodes) -> str:
@@ -65,9 +72,16 @@ def _in_flight(plan: Plan) -> str:
     return f" --max-num-queued-reqs {seats}" if seats > CoordinatorSettings().max_num_queued_reqs else ""
 
 
-def _node(placed: Placed, asked: AskedNodes) -> tuple[str, str, str]:
+def _node(placed: Placed, first: int, model: str, asked: AskedNodes) -> str:
+    """With the devices of its host from that one on."""
     kind = placed.kind
-    flags = [f"--tensor-parallel-size {kind.tp}"] if kind.tp > 1 else []
+    devices = ",".join(map(str, range(first, first + kind.num_devices)))
+    visible = f"CUDA_VISIBLE_DEVICES={devices} "
+    flags = []
+    if kind.hardware in (CPU, MEASURED):  # whose device is a core, or as many cores as a node was measured on
+        visible = ""
+        flags += [f"--cpus {devices if kind.hardware == CPU else f'{first + 1}/{asked.gpus_per_host}'}"]
+    flags += [f"--tensor-parallel-size {kind.tp}"] if kind.tp > 1 else []
     flags += [f"--pipeline-parallel-size {kind.pp}"] if kind.pp > 1 else []
     flags += [
         f"--max-num-batched-tokens {kind.sizes.max_num_batched_tokens}",
@@ -75,4 +89,5 @@ def _node(placed: Placed, asked: AskedNodes) -> tuple[str, str, str]:
         f"--kv-cache-memory-bytes {kind.kv_cache_memory_bytes}",
         *_stored(asked, kind.weights_memory_bytes),
     ]
-    return placed.role, kind.hardware, " ".join(flags)
+    command = f"{visible}splitserve {placed.role} {shlex.quote(model)} {JOINED} {' '.join(flags)}"
+    return f"{command}  # host {placed.host}, {kind.hardware}"

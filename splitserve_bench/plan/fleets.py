@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from coordinator.settings import CoordinatorSettings
+from splitserve_bench.compare.search import MOST_SEEDS
 from splitserve_bench.plan.clients import JudgingClients
 from splitserve_bench.plan.nodes import NodeKind
 from splitserve_bench.plan.plans import Plan
@@ -21,7 +22,6 @@ from splitserve_bench.simulate.fleet import Fleet
 from splitserve_bench.simulate.toy_model import ToyModel
 
 MOST_IN_FLIGHT: Final = 65_536  # answers at once, as far as the coordinator goes
-HOPELESS: Final = 0.7  # attainment that is out of reach when a simulation ends early
 OPEN: Final = 0.2  # of the requests, those with the longest answers, are not waited for
 PERCENTILE: Final = 0.9
 
@@ -87,9 +87,11 @@ def play(
     num_before: int,
     num_counted: int,
     door_s: float,
+    attainment: float,
 ) -> Played:
-    """The same arguments give the same figures. It ends early when HOPELESS is out of reach."""
-    most_missed = math.floor((1 - HOPELESS) * num_counted)
+    """The same arguments give the same figures. It ends early when so many have missed that all seeds of this rate
+    together do not have that attainment, whatever the others find."""
+    most_missed = round(MOST_SEEDS * (1 - attainment) * num_counted)
     most_open = math.floor(OPEN * num_counted)
     clients = JudgingClients(Agenda(), planned, limits, door_s, num_before, num_counted, most_missed, most_open)
     run_clients(plan, clients)

@@ -7,10 +7,10 @@ from typing import Any, Final
 import click
 
 from serving_core.settings import KV_CACHE_DTYPES, QUANTIZATIONS
-from splitserve_bench.options import PAIR, ListOf, Size, options_of, repeat_flags
+from splitserve_bench.options import PAIR, ListOf, NewFile, Size, options_of, repeat_flags
 from splitserve_bench.plan.asked import Asked, AskedLoad, AskedNodes
 from splitserve_bench.plan.devices import DEVICES, INFINIBAND, LINK_NAMES
-from splitserve_bench.serve.serve_options import ABOVE_0, DATASETS, RANDOM
+from splitserve_bench.serve.serve_options import ABOVE_0, DATASETS, RANDOM, check_burstiness, check_dataset
 
 COUNT: Final = click.IntRange(1)
 MOST_GPUS: Final = 1024
@@ -176,22 +176,22 @@ search_options = options_of(
     click.option("--jobs", default=0, type=click.IntRange(0, 256), help="Processes; default: one for each CPU."),
 )
 output_options = options_of(
-    click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Picture of the knees (PNG)."),
-    click.option("--save", "save_path", type=click.Path(dir_okay=False, path_type=Path), help="The JSON object."),
+    click.option("--plot", type=NewFile(), help="Picture of the knees (PNG)."),
+    click.option("--save", "save_path", type=NewFile(), help="The JSON object."),
     click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables."),
 )
 
 
 def asked_of(flags: dict[str, Any]) -> Asked:
-    """From the flags by their names. Raises click.UsageError for those that contradict each other."""
+    """From the flags by their names. Raises click.UsageError and SettingsError for those that contradict each other."""
     gpus, per_host = flags["gpus"], flags["gpus_per_host"]
     if gpus is None:
         raise click.UsageError("--gpus N is needed: how many devices there are")
     cells = flags["cells"] or (gpus // per_host if gpus % per_host == 0 else 1)
     if gpus % cells:
         raise click.UsageError(f"--cells {cells}: {gpus} devices cannot be divided evenly into so many")
-    if flags["dataset_name"] != RANDOM and flags["dataset_path"] is None:
-        raise click.UsageError(f"--dataset-name {flags['dataset_name']} needs --dataset-path")
+    check_dataset(flags["dataset_name"], flags["dataset_path"], flags["length_scale"])
+    check_burstiness(flags["dataset_name"], flags["burstiness"])
     return Asked(
         nodes=asked_nodes_of(flags),
         load=AskedLoad(dataset_path=_text(flags["dataset_path"]), **{name: flags[name] for name in LOAD_FLAGS}),

@@ -9,7 +9,7 @@ import click
 
 from serving_core.errors import SettingsError
 from splitserve.commands.terminal import plain_table, report, stdout
-from splitserve_bench.options import ListOf
+from splitserve_bench.options import ListOf, NewFile
 from splitserve_bench.plan.options import (
     NAMES,
     asked_nodes_of,
@@ -51,7 +51,7 @@ ALONE: Any = {
 @click.option(
     "--save",
     "save_path",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=NewFile(),
     help="Write one node's profile for `splitserve simulate --profile`.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")

@@ -26,15 +26,17 @@ MS: Final = 1e3
 
 
 def plan_view(study: Study, found: list[Finding]) -> Group:
-    """Everything, one below the other."""
+    """What was asked, and the table."""
     asked = study.asked
     limits = ", ".join(f"{name.upper()} ≤ {s * MS:g} ms" for name, s in study.limits.by_name().items())
     cells = f", {asked.cells} cells of {asked.gpus // asked.cells}" if asked.cells > 1 else ""
     head = f"{study.machines.name}: {asked.gpus} devices{cells}; {asked.attainment:.0%} of requests with {limits}"
-    lines = [*words_of(found, asked.objective)]
-    if found and found[0].value:
-        lines += commands_of(study, found[0].plan)
-    return Group(escape(head), "", _table(found, asked.cells, asked.objective), "", *map(escape, lines))
+    return Group(escape(head), "", _table(found, asked.cells, asked.objective), "")
+
+
+def best_commands(study: Study, found: list[Finding]) -> list[str]:
+    """Those that run the best plan; none where no plan reaches the goal."""
+    return commands_of(study, found[0].plan) if found and found[0].value else []
 
 
 def _table(found: list[Finding], cells: int, objective: str) -> Table:
@@ -63,7 +65,7 @@ def plan_json(study: Study, found: list[Finding]) -> dict[str, Any]:
         "model": study.machines.name,
         "asked": json.loads(study.asked.to_json()),
         "words": words_of(found, study.asked.objective),
-        "commands": commands_of(study, found[0].plan) if found and found[0].value else [],
+        "commands": best_commands(study, found),
         "plans": [finding_json(each, study.asked.cells) for each in found],
         "unfit": list(study.machines.unfit),
     }

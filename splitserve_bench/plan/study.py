@@ -55,6 +55,7 @@ class Study:
             num_before=num_before,
             num_counted=num_counted,
             door_s=self.machines.door_s,
+            attainment=asked.attainment,
         )
 
 

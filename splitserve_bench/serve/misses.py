@@ -11,6 +11,7 @@ from splitserve_bench.serve.records import Outcome
 # By the field names of answers.Timeline: the first token comes at the end of the prefill.
 FIRST_TOKEN_PHASES: Final = ("prefill_queue_s", "prefill_s")
 LATER_PHASES: Final = ("credit_wait_s", "transfer_s", "decode_queue_s", "decode_s")
+MOST_ERRORS: Final = 5  # that are told
 PHASE_FIELDS: Final = FIRST_TOKEN_PHASES + LATER_PHASES
 
 
@@ -37,6 +38,11 @@ class Misses:
 def is_complete(outcome: Outcome) -> bool:
     """Neither failed nor turned away."""
     return not outcome.error and not outcome.is_refused
+
+
+def frequent_errors(outcomes: Sequence[Outcome]) -> list[tuple[str, int]]:
+    """The words of failed and refused requests with how many had them, the most frequent MOST_ERRORS of them."""
+    return Counter(outcome.error for outcome in outcomes if not is_complete(outcome)).most_common(MOST_ERRORS)
 
 
 def count_misses(judged: Sequence[tuple[Outcome, tuple[str, ...]]]) -> Misses:

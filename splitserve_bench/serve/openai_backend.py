@@ -205,6 +205,8 @@ def _count(said: Mapping[str, Any], moment_s: float, reply: Reply) -> None:
     before = reply.num_arrived_tokens if usage else 0
     if usage:
         reply.num_prompt_tokens, reply.num_output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        if details := usage.get("prompt_tokens_details"):  # null where the server does not tell, or not yet
+            reply.num_cached_tokens = details.get("cached_tokens")
     if not choices:
         num_silent = usage["completion_tokens"] - before if usage else 0
         if reply.silent_end_s is not None and num_silent > 0:

@@ -18,6 +18,7 @@ from splitserve_bench.serve.metrics import (
     ttft_s,
     ttst_s,
 )
+from splitserve_bench.serve.misses import frequent_errors
 from splitserve_bench.serve.records import Outcome, TierUse
 
 DEFAULT_METRICS: Final = ("ttft", "tpot", "itl")
@@ -171,6 +172,7 @@ def _attainments(summary: Summary, run: Run) -> dict[str, Any]:
         "rejected": summary.num_refused,
         "clipped": run.num_clipped,
         "misses": asdict(summary.misses),
+        "frequent_errors": dict(frequent_errors(summary.outcomes)),
         "cached_share": summary.cached_share,
         "tier": None if run.tier is None else _tier(run.tier, summary),
         "phases": {name.removesuffix("_s") + "_ms": _ms(seconds) for name, seconds in summary.phases_s.items()},

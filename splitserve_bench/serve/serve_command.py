@@ -32,12 +32,14 @@ def serve_command(**flags: Any) -> None:
 
 async def _serve(options: ServeOptions) -> None:
     from splitserve_bench.serve.metrics import parse_goodput
+    from splitserve_bench.serve.misses import frequent_errors, is_complete
     from splitserve_bench.serve.reporting import Reporting
     from splitserve_bench.serve.session import connect
     from splitserve_bench.serve.told import told
     from splitserve_bench.serve.workloads import workload_of
 
     options.check()
+    options.check_pace()
     reporting = Reporting(options)
     session = await connect(options)
     workload = workload_of(options, session.max_model_len, session.vocab_size)
@@ -51,3 +53,6 @@ async def _serve(options: ServeOptions) -> None:
         reporting.show_stopped(came, len(planned), run)
         raise
     reporting.show(outcomes, run)
+    if not any(map(is_complete, outcomes)):
+        [(error, _), *_] = frequent_errors(outcomes)
+        raise BenchError(f"none of the {len(outcomes)} requests has a complete answer: {error}")

@@ -75,14 +75,21 @@ class ServeOptions:
     as_json: bool
 
     def check(self) -> None:
-        """Raises SettingsError for a data set without its file, a file without its data set, or limits to be told
-        that are not there."""
-        if self.dataset_name == RANDOM and self.dataset_path is not None:
-            raise SettingsError(f"--dataset-path is for the data sets {AZURE} and {MOONCAKE}")
-        if self.dataset_name != RANDOM and self.dataset_path is None:
-            raise SettingsError(f"--dataset-name {self.dataset_name} needs a trace: --dataset-path")
+        """Raises SettingsError as check_dataset, and for limits to be told that are not there."""
+        check_dataset(self.dataset_name, self.dataset_path, self.length_scale)
         if self.send_limits and not self.goodput:
             raise SettingsError("--send-limits tells the limits of --goodput, and there are none")
+
+    def check_pace(self) -> None:
+        """Raises SettingsError for what says when requests are sent, and would say nothing."""
+        check_burstiness(self.dataset_name, self.burstiness)
+        if self.time_scale != 1 and self.dataset_name == RANDOM:
+            raise SettingsError(f"--time-scale {self.time_scale:g} is of a trace's gaps: random requests have none")
+        if self.time_scale != 1 and math.isfinite(self.request_rate):
+            raise SettingsError(
+                f"--time-scale {self.time_scale:g} and --request-rate {self.request_rate:g} both stretch a trace's "
+                "gaps: give one of them"
+            )
 
     @property
     def backend_name(self) -> str:
@@ -117,6 +124,22 @@ class ServeOptions:
             if not name or not separator:
                 raise SettingsError(f"--metadata is KEY=VALUE, not {name + separator + value!r}")
         return {name: value for name, _, value in pairs}
+
+
+def check_dataset(name: str, path: Path | str | None, length_scale: float) -> None:
+    """Raises SettingsError for a data set without its file, and for a file or a scale without a trace."""
+    if name == RANDOM and path:
+        raise SettingsError(f"--dataset-path is for the data sets {AZURE} and {MOONCAKE}")
+    if name == RANDOM and length_scale != 1:
+        raise SettingsError(f"--length-scale {length_scale:g} is of a trace's lengths: there are --random-... ones")
+    if name != RANDOM and not path:
+        raise SettingsError(f"--dataset-name {name} needs a trace: --dataset-path")
+
+
+def check_burstiness(dataset_name: str, burstiness: float) -> None:
+    """Raises SettingsError for that of a trace, whose bursts are its own."""
+    if dataset_name != RANDOM and burstiness != 1:
+        raise SettingsError(f"--burstiness {burstiness:g} is of random requests: a trace has bursts of its own")
 
 
 class ServeCommand(RepeatingCommand):

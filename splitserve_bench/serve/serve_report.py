@@ -10,6 +10,7 @@ from rich.table import Table
 
 from splitserve.commands.terminal import PHASE_NAMES, plain_table
 from splitserve_bench.serve.metrics import Summary
+from splitserve_bench.serve.misses import frequent_errors
 from splitserve_bench.serve.records import TierUse
 from splitserve_bench.serve.results import DEFAULT_METRICS, DEFAULT_PERCENTILES, Run, read_share
 
@@ -39,7 +40,7 @@ def serve_view(
 ) -> Group:
     """Everything, one below the other; warnings last."""
     parts: list[object] = [load_line(run), "", counts_table(summary, run), ""]
-    parts += [latency_table(summary, metrics, percentiles), MEANING]
+    parts += [*map(escape, errors_lines(summary)), latency_table(summary, metrics, percentiles), MEANING]
     if summary.limits.by_name():
         parts += ["", attainment_line(summary), *misses_lines(summary)]
     if summary.phases_s:
@@ -88,6 +89,16 @@ def counts_table(summary: Summary, run: Run) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def errors_lines(summary: Summary) -> list[str]:
+    """Why requests failed or were refused, the most frequent words first; nothing when all were complete."""
+    frequent = frequent_errors(summary.outcomes)
+    if not frequent:
+        return []
+    num_others = summary.num_offered - summary.num_completed - sum(count for _, count in frequent)
+    lines = [f"  {count} x {error}" for error, count in frequent]
+    return ["failed or refused:", *lines, *([f"  and {num_others} others"] if num_others else []), ""]
 
 
 def latency_table(summary: Summary, metrics: Sequence[str], percentiles: Sequence[float]) -> Table:

@@ -6,14 +6,15 @@ autocorrelations. The sum is Geyer's initial positive sequence: lags in pairs, a
 """
 
 import math
-from collections.abc import Sequence
-from itertools import islice
-from operator import mul
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from statistics import NormalDist, fmean, stdev
 from typing import Final
 
 CONFIDENCE: Final = 0.95
 Z: Final = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+
+SAME: Final = 1e-9  # no difference of shares but one of rounding
 
 
 def effective_size(series: Sequence[int]) -> float:
@@ -23,22 +24,31 @@ def effective_size(series: Sequence[int]) -> float:
     num = len(series)
     if num < 3 or len(set(series)) == 1:
         return float(num)
-    mean = sum(series) / num
-    values = [each - mean for each in series]
-    variance = _product(values, 0)
+    product_at = _products_of(series)
+    variance = product_at(0)
     total = -variance
     for lag in range(0, num - 1, 2):
-        pair = _product(values, lag) + _product(values, lag + 1)
+        pair = product_at(lag) + product_at(lag + 1)
         if pair <= 0:
             break
         total += 2 * pair
     return num / min(max(1.0, total / variance), num / 2)
 
 
-def _product(values: Sequence[float], lag: int) -> float:
-    """Of the series with itself, so many places later."""
-    total: float = sum(map(mul, values, islice(values, lag, None)))
-    return total
+def _products_of(series: Sequence[int]) -> Callable[[int], int]:
+    """Of a series of -1, 0 and 1 less its mean with itself, so many places later; times the square of its length, so
+    that they are whole numbers and signs are exact. The series are bits, which count many places at once."""
+    num, total = len(series), sum(series)
+    sums = [0, *accumulate(series)]
+    ones, minus_ones = (int("".join("01"[each == value] for each in series), 2) for value in (1, -1))
+
+    def product_at(lag: int) -> int:
+        alike = (ones & ones >> lag).bit_count() + (minus_ones & minus_ones >> lag).bit_count()
+        unlike = (ones & minus_ones >> lag).bit_count() + (minus_ones & ones >> lag).bit_count()
+        ends = sums[num - lag] + total - sums[lag]
+        return num * num * (alike - unlike) - num * total * ends + (num - lag) * total * total
+
+    return product_at
 
 
 def interval(share: float, size: float) -> tuple[float, float]:
@@ -69,11 +79,11 @@ def paired_interval(share_one: float, share_other: float, size: float) -> tuple[
     return min(difference, max(-1.0, one - other - half)), max(difference, min(1.0, one - other + half))
 
 
-def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the mean of which these are independent samples, differences of shares; (-1, 1) of less than
-    two. Their own mean is always in it."""
-    if len(values) < 2:
-        return -1.0, 1.0
+def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """95 % interval of the mean of which these are independent samples, differences of shares. Their own mean is always
+    in it. None where nothing tells how far samples are apart: of less than two, and of those that are all alike."""
+    if len(values) < 2 or max(values) - min(values) < SAME:
+        return None
     half = student(len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return max(-1.0, fmean(values) - half), min(1.0, fmean(values) + half)
 

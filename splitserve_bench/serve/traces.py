@@ -92,7 +92,7 @@ def trace_load(traced: Sequence[TracedRequest], vocab_size: int, seed: int) -> l
     return [Shape(_prompt(each, index, ids, seed), each.output_tokens) for index, each in enumerate(traced)]
 
 
-def _prompt(traced: TracedRequest, index: int, ids: range, seed: int) -> tuple[int, ...]:
+def _prompt(traced: TracedRequest, index: int, ids: Sequence[int], seed: int) -> tuple[int, ...]:
     if not traced.hash_ids:
         return tuple(Random(f"{seed} request {index}").choices(ids, k=traced.input_tokens))
     tokens: list[int] = []

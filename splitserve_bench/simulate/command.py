@@ -168,6 +168,7 @@ def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions, *, t
     from splitserve_bench.simulate.fleet import play
 
     options.check()
+    options.check_pace()
     reporting = Reporting(options)
     workload = workload_of(options, profile.node.max_model_len, profile.node.vocab_size)
     run = replace(reporting.begin(profile.model, workload.num_clipped), started_at=CLOCK_START)

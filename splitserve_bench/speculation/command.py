@@ -73,12 +73,14 @@ def speculation_command(
         raise click.UsageError("--llama-cpp and --gguf go together")
     if python and 1 not in batches:
         raise click.UsageError("--llama-cpp answers one prompt at a time: --batches has to have 1")
+    import torch
+
     from splitserve_bench.speculation.measure import measure_speculation
     from splitserve_bench.speculation.peer import LlamaCpp, measure_peer
     from splitserve_bench.speculation.texts import KINDS
 
     folder = resolve(model, report).folder
-    sizes = (num_speculative_tokens, max_tokens, repeats, threads)
+    sizes = (num_speculative_tokens, max_tokens, repeats, threads or torch.get_num_threads())
     peers = {}
     if weights is not None:
         peer = LlamaCpp(python, weights)

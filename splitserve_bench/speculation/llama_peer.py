@@ -47,6 +47,8 @@ def _rate(model: Any, asked: dict[str, Any]) -> float:
         num_tokens += 1
         if num_tokens == asked["max_tokens"] or token in asked["eos_token_ids"]:
             break
+    if num_tokens == 1:
+        sys.exit("the answer has one token, so that no step was timed")
     return (num_tokens - 1) / (clock() - begin_s)
 
 

@@ -72,8 +72,9 @@ def measure_speculation(
     *,
     are_free: bool = False,
 ) -> list[SpeculationFigures]:
-    """A row for each kind and batch; with the model of `draft`, which writes ahead, as if for nothing if drafts
-    `are_free`, or else with lookup. Raises SettingsError where candidates could change answers."""
+    """A row for each kind and batch, unless answers end at once; with the model of `draft`, which writes ahead, as if
+    for nothing if drafts `are_free`, or else with lookup. Raises SettingsError where candidates could change
+    answers."""
     from engine.drafting import Drafter
     from engine.engine import Engine
 
@@ -90,6 +91,9 @@ def measure_speculation(
             prompts, sampling = prompts_of(kind, folder, max(batches)), sampling_of(kind, max_tokens)
             for batch, node in nodes.items():
                 runs = [_pair(plain[batch], node, prompts[:batch], sampling) for _ in range(repeats)]
+                if not all(run.num_tokens for pair in runs for run in pair):
+                    report(f"{kind}, batch {batch}: answers end with their first tokens, so that no step was timed")
+                    continue
                 figures.append(_figures(kind, batch, runs))
                 report(f"{kind}, batch {batch}: {figures[-1].speedup:.2f} times as fast")
     return figures
@@ -172,7 +176,8 @@ class _Node:
         num_proposed = counts.num_proposed - before.num_proposed
         num_accepted = counts.num_accepted - before.num_accepted
         answers = [request.output for request in known]
-        return _Run(answers, num_given / took_s, num_proposed, num_accepted, num_shares, num_given)
+        tokens_per_s = num_given / took_s if num_given else 0.0
+        return _Run(answers, tokens_per_s, num_proposed, num_accepted, num_shares, num_given)
 
     def _step(self, works: list[Work]) -> float:
         """And what follows it, before the next one is planned. Gives the seconds of it that do not count."""

@@ -1,7 +1,6 @@
 """llama.cpp's own speculation, on the prompts that we answer one at a time: a process of a Python that has it."""
 
 import json
-import os
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,7 +68,7 @@ def measure_peer(
         "eos_token_ids": [] if sampling.ignore_eos else read_model_config(folder).eos_token_ids,
         "num_candidates": num_candidates,
         "repeats": repeats,
-        "threads": threads or len(os.sched_getaffinity(0)),
+        "threads": threads,
     }
     figures = PeerFigures(**peer.answer(question))
     report(f"{kind}, llama.cpp: {figures.speedup:.2f} times as fast")

@@ -249,7 +249,7 @@ def test_autoscalers_follow_the_one_metric_up_at_once_and_down_slowly():
 
 def test_prometheus_finds_the_coordinator_and_keda_finds_prometheus():
     config = yaml.safe_load(named("keda", "ConfigMap", "splitserve-prometheus")["data"]["config.yaml"])
-    (scrape,) = config["scrape_configs"]
+    scrape, _ = config["scrape_configs"]
     ((host, port),) = [target.split(":") for each in scrape["static_configs"] for target in each["targets"]]
     service = named("keda", "Service", host)["spec"]
     assert service["ports"][0]["port"] == int(port)
@@ -264,6 +264,23 @@ def test_prometheus_finds_the_coordinator_and_keda_finds_prometheus():
     name, namespace = host.split(".")  # KEDA asks from a namespace of its own
     assert (scheme, namespace) == ("http", "default")
     assert named("keda", "Service", name)["spec"]["ports"][0]["port"] == int(port)
+
+
+def test_prometheus_finds_the_nodes_is_let_in_and_has_the_alerts():
+    data = named("obs", "ConfigMap", "splitserve-prometheus")["data"]
+    config = yaml.safe_load(data["config.yaml"])
+    assert [data[name] for name in config["rule_files"]] == [(ROOT.parent / "alerts.yml").read_text()]
+    _, scrape = config["scrape_configs"]
+    (asked,) = scrape["dns_sd_configs"]
+    service = named("obs", "Service", *asked["names"])["spec"]
+    node, prometheus = (pods("obs")[name]["metadata"]["labels"] for name in ("node", "prometheus"))
+    assert (service["clusterIP"], service["publishNotReadyAddresses"], service["selector"]) == ("None", True, node)
+    policy = named("obs", "NetworkPolicy", "splitserve-node-metrics")["spec"]
+    assert policy["podSelector"] == {"matchLabels": node}
+    ((let_in, port),) = [(each["from"], each["ports"]) for each in policy["ingress"]]
+    assert let_in == [{"podSelector": {"matchLabels": prometheus}}]
+    listens = {each["name"]: each["containerPort"] for each in container(pods("obs")["node"])["ports"]}
+    assert {port[0]["port"], asked["port"]} == {listens["metrics"]}
 
 
 def test_ranks_in_pods_of_their_own_are_what_ranks_in_one_pod_are():

@@ -98,17 +98,15 @@ def test_the_ports_of_a_node_are_those_that_it_listens_on(variant, tmp_path, mon
     ports = {port["name"]: port["containerPort"] for port in container(ours(variant)["node"])["ports"]}
     kv = urlsplit(flags["kv_bind"])
     assert (kv.scheme, kv.hostname) == ("tcp", "10.1.2.3"), "that of the pod, which the others can dial"
-    assert ports == {"health": flags["health_port"], "kv": kv.port}
+    assert ports == {"health": flags["health_port"], "kv": kv.port, "metrics": flags["metrics_port"]}
+    assert flags["metrics_host"] == "0.0.0.0"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_network_lets_in_who_is_expected(variant, tmp_path, monkeypatch):
     def allowed(component):
-        (policy,) = [
-            each["spec"]
-            for each in objects(variant, "NetworkPolicy")
-            if each["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == component
-        ]
+        policy = named(variant, "NetworkPolicy", f"splitserve-{component}")["spec"]
+        assert policy["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == component
         assert policy["policyTypes"] == ["Ingress"]
         return policy["ingress"]
 

@@ -1,12 +1,16 @@
 """deploy/'s files for Prometheus and Grafana, by Prometheus' own tool where it is installed (Debian: prometheus)."""
 
 import json
+import re
 import shutil
 import subprocess
 
 import pytest
 import yaml
 
+from coordinator.settings import CoordinatorSettings
+from serving_node.settings import NodeSettings
+from serving_node.stuck import LEAST_S
 from tests.observability import ALERTS, DASHBOARDS, DEPLOY, queries
 from tests.promql import parse
 from tests.vllm_dashboards import queries as vllm_queries
@@ -30,7 +34,53 @@ def plain(expression):
 
 @needs_promtool
 def test_alerts_are_rules():
-    assert "7 rules found" in promtool("check", "rules", str(ALERTS))
+    assert "8 rules found" in promtool("check", "rules", str(ALERTS))
+
+
+def rule(name):
+    [group] = yaml.safe_load(ALERTS.read_text())["groups"]
+    return next(each for each in group["rules"] if each["alert"] == name)
+
+
+def test_a_step_that_hangs_is_told_before_nobody_tells_of_it():
+    """A node that is stuck tells of its step until it ends, attached nodes until the coordinator gives them up."""
+    own_s, attached_s = (
+        int(each) for each in re.findall(r"step_age_seconds > (\d+)", rule("SplitServeStepHangs")["expr"])
+    )
+    scrape_s = 15
+    assert LEAST_S < own_s < LEAST_S + NodeSettings().stuck_exit_s - 2 * scrape_s
+    assert attached_s < CoordinatorSettings().step_timeout_s - 2 * scrape_s
+
+
+ALERT_TESTS = {  # what promtool is to find, by rule: series as it writes them, when, and whose alert there is
+    "SplitServeStepHangs": [
+        ({'splitserve_step_age_seconds{node="a"}': "0 10 25 40"}, "45s", ["a"]),  # it has left
+        ({f'splitserve_{name}step_age_seconds{{node="a"}}': "0 10 25 40" for name in ("", "node_")}, "45s", []),
+        ({'splitserve_node_step_age_seconds{node="a"}': "40 55 70 85"}, "45s", ["a"]),
+    ],
+    "SplitServeNodesLost": [
+        ({'splitserve_nodes{instance="c",role="both"}': "4x8 3x20"}, "5m", ["c"]),
+        ({'splitserve_nodes{instance="c",role="both"}': "4x8 3x4 4x20"}, "5m", []),  # it is back
+        ({'splitserve_nodes{instance="c",role="both"}': "2x8 4x20"}, "5m", []),
+    ],
+}
+
+
+@needs_promtool
+@pytest.mark.parametrize("name", ALERT_TESTS)
+def test_alerts_are_raised_by_what_they_are_for(tmp_path, name):
+    tests = []
+    for series, at, alerted in ALERT_TESTS[name]:
+        given = [{"series": each, "values": values} for each, values in series.items()]
+        label = "node" if name == "SplitServeStepHangs" else "instance"
+        wanted = [{"exp_labels": {label: each}} for each in alerted]
+        asked = {"eval_time": at, "alertname": name, "exp_alerts": wanted}
+        tests.append({"interval": "15s", "input_series": given, "alert_rule_test": [asked]})
+    files = {"rule_files": ["rules.yml"], "evaluation_interval": "15s"}
+    summary = {**rule(name), "annotations": {}}  # whose words are not what is tested
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "one", "rules": [summary]}]}))
+    (tmp_path / "tests.yml").write_text(yaml.safe_dump({**files, "tests": tests}))
+    promtool("test", "rules", str(tmp_path / "tests.yml"))
 
 
 @needs_promtool

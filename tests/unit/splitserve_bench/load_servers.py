@@ -156,7 +156,9 @@ async def _stream(script, asked, writer, is_own, with_token_ids, tells_usage):
     with_usage = asked["stream_options"].get("continuous_usage_stats", False)
 
     def write(choices, *, is_usage=False):
-        usage = {"prompt_tokens": len(asked["prompt"]), "completion_tokens": num_tokens}
+        details = {"cached_tokens": 1} if is_usage else None
+        counts = {"prompt_tokens": len(asked["prompt"]), "completion_tokens": num_tokens}
+        usage = {**counts, "prompt_tokens_details": details}
         _write_event(writer, {"choices": choices, "usage": usage if is_usage or with_usage else None})
 
     try:

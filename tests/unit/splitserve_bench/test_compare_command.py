@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from serving_core.errors import SettingsError
+from splitserve.cli import main
 from splitserve.launch.models import LocalModel
 from splitserve_bench.compare.cells import Cells
 from splitserve_bench.compare.compare_command import Asked, _compare, compare_command, cores_of
@@ -81,13 +82,15 @@ def test_cores_are_those_that_the_process_may_use():
         (["--goodput", "ttft:1", "--slo-scale", "ttft:2"], "not both"),
         (["--own-unloaded"], "needs --at-rates"),
         (["--own-unloaded", "--at-rates", "1", "--goodput", "ttft:2"], "limits that are multiples"),
-        (["--dataset-name", "azure"], "needs --dataset-path"),
+        (["--dataset-name", "azure"], "needs a trace: --dataset-path"),
+        (["--dataset-path", __file__], "--dataset-path is for the data sets azure and mooncake"),
+        (["--dataset-name", "azure", "--dataset-path", __file__, "--burstiness", "9"], "--burstiness 9 is of random"),
         (["--kinds", "colocated,pie"], "'pie' is none of colocated, split, auto, custom, peer"),
         (["--splits", "1P"], "not of the form"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused_before_anything_starts(tmp_path, arguments, message):
-    result = CliRunner().invoke(compare_command, [str(write_fake_model(tmp_path)), *arguments])
+    result = CliRunner().invoke(main, ["bench", "compare", str(write_fake_model(tmp_path)), *arguments])
     assert result.exit_code == 2
     assert message in result.output
 

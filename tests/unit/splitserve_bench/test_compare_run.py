@@ -412,3 +412,14 @@ def shown(comparison):
     with stdout.capture() as capture:
         stdout.print(comparison_view(comparison))
     return capture.get()
+
+
+async def test_a_probe_of_as_many_requests_as_there_may_be_is_said_to_be_short(tmp_path):
+    lines, bench = [], dataclasses.replace(BENCH, at_rates=(250.0, 300.0), seconds=20.0)
+    workload = Workload(Dataset(random_input_len=2, random_output_len=1), ServedModel("queue", 100, 1000))
+    cells = Cells(tmp_path / "saved", {})
+    arena = QueueArena({COLOCATED.name: 0.2})
+    compare = Compare(bench, workload, arena, cells, NOBODY, report=lines.append, show=lambda text: None)
+    await compare.run([COLOCATED], COLOCATED)
+    said = "300 req/s: a probe has 5000 requests, not the 6000 of 20 s"
+    assert [said in line for line in lines if "a probe has" in line] == [True]

@@ -19,8 +19,8 @@ from splitserve_bench.engine.costs import (
     head_parameters,
     prompt_flops,
 )
-from splitserve_bench.engine.engine import read_weight_bytes
 from splitserve_bench.engine.random_models import SHAPES, Shape, shape_of, write_random_model
+from splitserve_bench.engine.weight_bytes import read_weight_bytes
 from tests.foreign_models import write_foreign_model
 from tests.tiny_models import write_tiny_model
 

@@ -13,6 +13,7 @@ from serving_core.errors import SettingsError
 from serving_core.settings import EngineSettings
 from splitserve.cli import main
 from splitserve_bench.corridor import transfer_ends
+from splitserve_bench.doctor import doctor as measuring
 from splitserve_bench.doctor.doctor import NODE_MODULE, DoctorBench, Measured, batches_of, conclude, node_cpus
 from splitserve_bench.doctor.node import NodeFigures, NodeTask
 from splitserve_bench.doctor.processes import figures_of
@@ -105,12 +106,21 @@ def test_more_cores_than_there_are():
         node_cpus([0, 1], 3)
 
 
-def test_the_command_measures_a_model(tmp_path):
+def test_the_command_measures_a_model(tmp_path, monkeypatch):
+    barriers = []
+
+    async def spied(*arguments):
+        barriers.append(arguments[-1])
+        return await figures_of(*arguments)
+
+    monkeypatch.setattr(measuring, "figures_of", spied)
     write_random_model(tmp_path / "tiny", TINY)
     result = run(tmp_path / "tiny", *TINY_SIZES, "--json")
     assert result.exit_code == 0, result.output
     figures = json.loads(result.stdout)
     assert (figures["model"], figures["cores"], figures["running"]) == ("tiny", 1, 2)
+    assert isinstance(barriers[0], asyncio.Barrier) == figures["at_once"]  # neither rests beside the other
+    assert barriers[0] is barriers[1]
     assert (figures["engine"]["dtype"], figures["engine"]["threads"]) == ("bfloat16", "1")
     assert [each["amount"] for each in figures["prompts"]] == [16, 40]
     assert [each["amount"] for each in figures["steps"]] == [1, 2, 4]
@@ -154,6 +164,16 @@ def test_a_node_whose_weights_do_not_fit_is_measured_too(tmp_path):
     measured = run(tmp_path / "tiny", *TINY_SIZES, *flags, "--json")
     assert measured.exit_code == 0, measured.output
     assert all(each["seconds"] > 0 for each in json.loads(measured.stdout)["steps"])
+
+
+def test_what_was_measured_is_shown_though_the_profile_cannot_be(tmp_path):
+    write_random_model(tmp_path / "tiny", TINY)  # without a tokenizer, which the cluster of --save needs
+    shown = run(tmp_path / "tiny", *TINY_SIZES, "--save", tmp_path / "profile.json")
+    assert shown.exit_code != 0
+    assert "One output token costs as much as" in shown.stdout
+    refused = run(tmp_path / "tiny", *TINY_SIZES, "--save", tmp_path / "no" / "profile.json")
+    assert (refused.exit_code, "takes files" in refused.stderr) == (2, True)
+    assert "prefill node" not in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from splitserve.launch.models import LocalModel
 from splitserve_bench.compare.contenders import SPLIT, ClusterContender, colocated
 from splitserve_bench.corridor import transfer_ends
 from splitserve_bench.doctor import saving
-from splitserve_bench.doctor.doctor import DoctorBench
+from splitserve_bench.doctor.doctor import NODE_MODULE, DoctorBench
 from splitserve_bench.doctor.grids import ANSWERS, PROMPTS, GridFigures, GridTask, measure_grid
+from splitserve_bench.doctor.node import NodeTask
 from splitserve_bench.doctor.processes import figures_of
 from splitserve_bench.doctor.saving import (
     GRIDS_MODULE,
@@ -165,16 +166,25 @@ def test_steps_of_a_tiny_model(tiny, kv_cache_dtype):
     assert answers.mixed_factor > 0
 
 
-async def test_who_is_measured_first_goes_on_until_the_other_one_is(tiny):
+@pytest.mark.parametrize(
+    ("module", "task", "measured"),
+    [
+        (GRIDS_MODULE, lambda settings: GridTask(settings, "", PROMPTS, (8,), (0,), 1), "seconds"),
+        (NODE_MODULE, lambda settings: NodeTask(settings, "", (8,), (), 1), "prompts_s"),
+        (NODE_MODULE, lambda settings: NodeTask(settings, "", (), (2,), 1), "steps_s"),
+    ],
+    ids=["grid", "prompts", "answers"],
+)
+async def test_who_is_measured_first_goes_on_until_the_other_one_is(tiny, module, task, measured):
     """Else the other one would be measured beside a node that rests."""
-    task = GridTask(dataclasses.asdict(EngineSettings(model=str(tiny), device="cpu")), "", PROMPTS, (8,), (0,), 1)
+    task = task(dataclasses.asdict(EngineSettings(model=str(tiny), device="cpu")))
     together, others = asyncio.Barrier(2), set(psutil.Process().children())
 
     def started():
         return set(psutil.Process().children()) - others
 
     async with asyncio.timeout(DEADLINE_S):
-        first = asyncio.create_task(figures_of(GRIDS_MODULE, task, "first", str, together))
+        first = asyncio.create_task(figures_of(module, task, "first", str, together))
         while not together.n_waiting:
             await asyncio.sleep(0.01)
         [node] = started()
@@ -182,8 +192,8 @@ async def test_who_is_measured_first_goes_on_until_the_other_one_is(tiny):
         while cpu_s(node) < spent_s + 0.1:
             await asyncio.sleep(0.01)
         assert not first.done()
-        second = await figures_of(GRIDS_MODULE, task, "second", str, together)
-    assert len((await first)["seconds"]) == len(second["seconds"]) == 1
+        second = await figures_of(module, task, "second", str, together)
+    assert len((await first)[measured]) == len(second[measured]) == 1
     assert not started()
 
 

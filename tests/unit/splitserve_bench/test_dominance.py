@@ -241,7 +241,7 @@ def test_the_best_other_is_that_of_the_cell_and_what_is_beside_is_none():
 def test_the_interval_is_that_of_the_mean_over_seeds():
     half = 4.302653 * 0.1 / 3**0.5  # of t with two degrees of freedom, and a deviation of 0.1
     assert mean_interval([0.1, 0.2, 0.3]) == pytest.approx((0.2 - half, 0.2 + half))
-    assert mean_interval([0.1]) == (-1.0, 1.0)
+    assert mean_interval([0.1]) is None
 
 
 def test_the_document_has_a_table_for_each_trace_and_limits():
@@ -250,6 +250,8 @@ def test_the_document_has_a_table_for_each_trace_and_limits():
     assert f"| {AUTO} | 85.0 |" in lines
     assert "| best other | 1P+1D |" in lines
     assert any(line.startswith(f"| {AUTO} beyond it | +3.0 (") for line in lines)
+    agreed = markdown(*grid_and_findings(((90, 90), (70, 70), (82, 82), (99, 99)))).splitlines()
+    assert f"| {AUTO} beyond it | +8.0 |" in agreed
 
 
 @pytest.mark.parametrize("num_panels", [1, 2, 3])

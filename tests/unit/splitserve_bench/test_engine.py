@@ -19,10 +19,11 @@ from splitserve_bench.engine import engine as bench_engine
 from splitserve_bench.engine import machine, stopwatch
 from splitserve_bench.engine.choosing import WAYS
 from splitserve_bench.engine.driver import NUM_STEPS, DecodeRun, PromptRun, chunks_of, num_blocks_for
-from splitserve_bench.engine.engine import read_weight_bytes
 from splitserve_bench.engine.figures import EngineBench, PromptSize
 from splitserve_bench.engine.random_models import SHAPES, Shape
 from splitserve_bench.engine.stopwatch import ATTENTION, HEAD, LINEARS, PARTS, SAMPLING, Stopwatch, watching
+from splitserve_bench.engine.weight_bytes import read_weight_bytes
+from tests.foreign_models import write_foreign_model
 from tests.tiny_models import write_fake_model, write_tiny_model
 
 SIZES = ("--prompts", "2x40,1x24", "--batches", "3 1", "--contexts", "36,20", "--repeats", "1", "--threads", "1")
@@ -135,6 +136,28 @@ def test_the_tables_show_every_figure(tmp_path, run):
     ):
         assert text in result.stdout
     assert "decode steps of 3 requests at 36 tokens" in result.stderr
+
+
+def test_a_model_that_transformers_computes_has_figures_without_what_is_known_of_ours_alone(tmp_path, run):
+    folder = write_foreign_model(tmp_path / "model", "gpt2")
+    result = run(folder, *SIZES, "--structured", "--json")
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.stdout)
+    assert figures["engine"]["model_impl"].startswith("transformers")
+    assert min(row["tokens_per_s"] for row in figures["prefill"]) > 0
+    assert min(row["step_s"] for row in figures["decode"]) > 0
+    assert {row["kv_bytes"] for row in figures["decode"]} == {
+        b * (c + 8.5) * 2 * 48 * 4 * 3 for b in (1, 3) for c in (20, 36)
+    }
+    unknown = ("weight_bytes", "flops", "bandwidth_share", "gemm_share")
+    assert {row[name] for row in figures["decode"] for name in unknown} == {None}
+    assert {row[name] for row in figures["prefill"] for name in ("flops", "gemm_share")} == {None}
+    assert figures["profiles"] == []
+    assert figures["structured"]["batch"] == 3
+    _check_loop(figures["loop"])
+    shown = run(folder, *SIZES)
+    assert shown.exit_code == 0, shown.output
+    assert "parts of a step are not known" in shown.stdout
 
 
 def test_the_line_above_prefill_says_what_a_step_holds(tmp_path, run):

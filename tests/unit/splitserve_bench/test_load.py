@@ -283,7 +283,7 @@ async def test_timelines(serving):
     async with serving(Script(), **more) as target:
         (outcome,) = await send(target, plan(1))
     assert {name: value for name, value in outcome.timeline.items() if value} == TIMELINE
-    assert outcome.num_cached_tokens == (None if serving is http_server else 1)
+    assert outcome.num_cached_tokens == 1
     assert outcome.arrival_tokens == (1,) * 6
 
 
@@ -423,5 +423,5 @@ async def test_connections_are_used_again():
 async def test_a_short_answer_fails_where_nobody_counts_its_tokens_too():
     async with http_server(Script({1: SHORT}), with_usage=False) as target:
         whole, short = await send(target, plan(2))
-    assert (whole.error, whole.num_output_tokens) == ("", 6)
+    assert (whole.error, whole.num_output_tokens, whole.num_cached_tokens) == ("", 6, None)
     assert short.error.startswith("the answer stopped before it had 6 tokens")

@@ -286,6 +286,15 @@ def test_a_simulated_fleet_that_refuses_says_when_to_come_back_and_recovers_soon
     assert told["back_s"] <= 5
 
 
+@pytest.mark.parametrize("flag", [("--server", "127.0.0.1:1"), ("--num-warmups", "3"), ("--model", "m")])
+def test_a_simulation_takes_no_flag_of_a_server_but_from_the_environment(tmp_path, flag):
+    PROFILE.save(tmp_path / "profile.json")
+    words = ("bench", "overload", "--profile", str(tmp_path / "profile.json"), "--both", "1", *FEW, "--stages", "1x1")
+    refused = CliRunner().invoke(main, [*words, *flag])
+    assert (refused.exit_code, f"{flag[0]} is for a server, and --profile asks none" in refused.output) == (2, True)
+    assert CliRunner().invoke(main, words, env={"SPLITSERVE_SERVER": "127.0.0.1:1"}).exit_code == 0
+
+
 REFUSED = {
     "no limits": ([], "without limits nothing is late"),
     "no stages": (["--goodput", "ttft:1", "--stages", "3"], "--stages 3: a stage is TIMESxSECONDS"),

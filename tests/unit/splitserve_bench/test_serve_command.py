@@ -18,6 +18,7 @@ from tests.unit.splitserve_bench.load_servers import (
     HANG,
     MAX_MODEL_LEN,
     MODEL,
+    REFUSE,
     SERVERS,
     VOCAB_SIZE,
     Script,
@@ -88,7 +89,26 @@ async def test_what_failed_is_a_miss_in_the_table(serving):
         output, _ = await run(target, *FEW, *seed, "--goodput", "ttft:60000 e2el:90000", "--max-concurrency", "2")
     assert "attainment 83.3%" in output
     assert "failed 1" in output
+    assert output.count("  1 x ") == 1
     assert script.most_live <= 6
+
+
+@most_of_one
+async def test_a_load_of_which_nothing_is_complete_fails_and_says_why(serving):
+    script = Script()
+    async with serving(script) as target:
+        await run(target, *FEW)
+        script.does = dict.fromkeys(script.order, FAIL)
+        script.does[script.order[0]] = REFUSE
+        shown = await start(target, *FEW)
+        output, errors = (each.decode() for each in await shown.communicate())
+        told = await start(target, *FEW, "--json")
+        result, _ = await told.communicate()
+    assert (shown.returncode, told.returncode) == (1, 1)
+    assert "none of the 6 requests has a complete answer: " in errors
+    frequent = json.loads(result)["frequent_errors"]
+    assert list(frequent.values()) == [5, 1]
+    assert all(f"  {count} x {error[:60]}" in output for error, count in frequent.items())
 
 
 @most_of_one
@@ -206,9 +226,17 @@ async def test_what_came_is_told_when_the_generator_dies(serving):
     assert "requests offered" in output.decode()
 
 
+TRACE = ("--dataset-name", "azure", "--dataset-path", __file__)
 REFUSED = {
     "no trace": (["--dataset-name", "azure"], "--dataset-path"),
     "a trace for random requests": (["--dataset-path", __file__], "--dataset-path"),
+    "lengths of no trace": (["--length-scale", "2"], "--length-scale 2 is of a trace's lengths"),
+    "gaps of no trace": (["--time-scale", "2"], "--time-scale 2 is of a trace's gaps"),
+    "bursts of a trace": ([*TRACE, "--burstiness", "9"], "--burstiness 9 is of random requests"),
+    "gaps at a rate": (
+        [*TRACE, "--time-scale", "2", "--request-rate", "3"],
+        "--time-scale 2 and --request-rate 3 both",
+    ),
     "two servers": (["--server", "a:1", "--port", "2"], "--server (a:1) says where"),
     "gRPC of an OpenAI server": (["--backend", "openai", "--server", "a:1"], "takes http://HOST:PORT"),
     "a URL of SplitServe": (["--backend", "splitserve", "--server", "http://a:1"], "gRPC has HOST:PORT"),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.datasets import Shape, fit, ordinary_ids, plan, random_load
+from splitserve_bench.serve.traces import TracedRequest, trace_load
 
 
 def test_fixed_lengths_and_equal_seeds():
@@ -32,11 +33,19 @@ def test_no_length_is_0():
     assert {len(shape.prompt) for shape in load} == {shape.output_tokens for shape in load} == {1, 2}
 
 
+def test_prompts_share_their_ids():
+    """An int of its own for each token would take four times the rest of a prompt."""
+    ids = {id(each) for each in ordinary_ids(50_000)}
+    drawn = random_load(4, 500, 1, 0.0, 50_000, random.Random(0))
+    traced = trace_load([TracedRequest(0.0, 300, 1), TracedRequest(0.0, 300, 1, hash_ids=(1, 2))], 50_000, 0)
+    assert {id(token) for shape in (*drawn, *traced) for token in shape.prompt} <= ids
+
+
 def test_ids_keep_away_from_both_ends():
-    assert ordinary_ids(128_256) == range(1024, 127_232)  # Llama 3: special from 128,000 on
-    assert ordinary_ids(151_936) == range(1024, 150_912)  # Qwen: special from 151,643 on
-    assert ordinary_ids(260) == range(32, 228)
-    assert ordinary_ids(1) == range(1)
+    assert ordinary_ids(128_256) == tuple(range(1024, 127_232))  # Llama 3: special from 128,000 on
+    assert ordinary_ids(151_936) == tuple(range(1024, 150_912))  # Qwen: special from 151,643 on
+    assert ordinary_ids(260) == tuple(range(32, 228))
+    assert ordinary_ids(1) == tuple(range(1))
     ids = {each for shape in random_load(200, 100, 1, 0.0, 260, random.Random(5)) for each in shape.prompt}
     assert ids == set(range(32, 228))
 
@@ -48,7 +57,8 @@ def test_ids_keep_away_from_both_ends():
         ({"range_ratio": -0.1}, r"in \[0, 1\), not -0.1"),
         ({"input_tokens": 0}, "at least 1 token, not 0"),
         ({"output_tokens": -3}, "at least 1 token, not -3"),
-        ({"vocab_size": 0}, "at least 1 token, not 0"),
+        ({"vocab_size": 0}, "has 1 to 4194304 tokens, not 0"),
+        ({"vocab_size": 2**40}, "has 1 to 4194304 tokens, not 1099511627776"),
     ],
 )
 def test_what_cannot_be_a_load(change, message):

@@ -57,6 +57,7 @@ OUR_KEYS = {
     "rejected",
     "clipped",
     "misses",
+    "frequent_errors",
     "phases",
     "send_lag_p50_ms",
     "send_lag_p99_ms",
@@ -106,6 +107,7 @@ def test_values_by_hand(summary):
     assert result["phases"]["decode_ms"] == 750.0
     assert (result["send_lag_p50_ms"], result["send_lag_max_ms"]) == (0.0, 250.0)
     assert result["misses"]["refused"] == 1
+    assert list(result["frequent_errors"].values()) == [1, 1]
 
 
 def test_details_are_in_the_order_of_the_load(summary):

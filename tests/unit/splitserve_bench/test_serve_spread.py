@@ -1,5 +1,6 @@
 import math
 import random
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -48,6 +49,35 @@ def queue(rate, num, rng):
         free_s = max(free_s, sent_s) + 0.2
         are_good.append(free_s - sent_s <= 0.5)
     return are_good
+
+
+def by_definition(series):
+    """num over the design effect, each autocorrelation summed up as it is defined."""
+    num = len(series)
+    mean = Fraction(sum(series), num)
+    values = [each - mean for each in series]
+
+    def product(lag):
+        return sum(a * b for a, b in zip(values, values[lag:], strict=False))
+
+    total = -product(0)
+    for lag in range(0, num - 1, 2):
+        if (pair := product(lag) + product(lag + 1)) <= 0:
+            break
+        total += 2 * pair
+    return float(num / min(max(Fraction(1), total / product(0)), Fraction(num, 2)))
+
+
+@given(st.lists(st.integers(-1, 1), min_size=3, max_size=80).filter(lambda series: len(set(series)) > 1))
+def test_the_size_is_what_its_definition_says(series):
+    assert effective_size(series) == pytest.approx(by_definition(series), rel=1e-12)
+
+
+def test_a_long_load_with_one_cluster_says_as_little_as_a_short_one():
+    """Thousands of lags count, each of which has thousands of products."""
+    num = 40_000
+    series = [index > 0.4 * num for index in range(num)]
+    assert effective_size(series) == pytest.approx(effective_size(series[::100]), rel=0.01)
 
 
 def test_one_long_cluster_says_little():
@@ -113,7 +143,6 @@ def test_of_many_samples_it_is_the_normal_quantile():
         ((0.0, 0.02), 0.01, 0.12706),  # deviation 0.01 x sqrt(2), over sqrt(2)
         ((0.1, 0.2, 0.3), 0.2, 0.24843),  # deviation 0.1: 4.303 x 0.1 / sqrt(3)
         ((0.1, 0.1, 0.1, 0.3, 0.3, 0.3), 0.2, 0.11498),  # variance 0.06 / 5: 2.571 x sqrt(0.012 / 6)
-        ((0.04,) * 5, 0.04, 0.0),
     ],
 )
 def test_the_interval_of_a_mean_by_hand(values, mean, half):
@@ -122,6 +151,11 @@ def test_the_interval_of_a_mean_by_hand(values, mean, half):
 
 
 def test_the_interval_of_a_mean_is_one_of_differences_of_shares():
-    assert mean_interval([]) == mean_interval([0.4]) == (-1.0, 1.0)
     assert mean_interval([-0.2, 0.2]) == (-1.0, 1.0)  # 12.706 x 0.2 on either side of 0
     assert mean_interval([0.9, 1.0, 0.95])[1] == 1.0
+
+
+@pytest.mark.parametrize("values", [(), (0.4,), (0.0, 0.0), (0.04,) * 5, (0.9 - 0.8, 0.8 - 0.7)])
+def test_samples_that_do_not_differ_have_no_interval(values):
+    """Two seeds of five requests that agree are not known to the last digit."""
+    assert mean_interval(values) is None

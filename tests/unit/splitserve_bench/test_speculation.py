@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
@@ -38,6 +39,15 @@ def test_it_counts_what_steps_gave(tmp_path):
         # Each token but the first, of a step that reads the prompt, is given by a share or came as a candidate.
         assert row.tokens_per_step == pytest.approx(1 / (1 - row.proposed * row.accepted))
         assert row.speedup == pytest.approx(row.tokens_per_s / row.plain_tokens_per_s)
+
+
+def test_answers_that_end_at_once_have_no_row(tmp_path):
+    """Whatever comes first ends them, but those of random tokens, which go on."""
+    folder = write_tiny_model(tmp_path, dtype="bfloat16", max_position_embeddings=2048, eos_token_id=list(range(260)))
+    told = []
+    rows = measure_speculation(folder, [CHAT, RANDOM], [1], 4, MAX_TOKENS, 1, 1, told.append)
+    assert [row.kind for row in rows] == [RANDOM]
+    assert f"{CHAT}, batch 1: answers end with their first tokens, so that no step was timed" in told
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
@@ -89,7 +99,8 @@ def test_the_command(tmp_path, monkeypatch):
 STAND_IN = """
 class Llama:
     def __init__(self, path, *, n_ctx, n_threads, n_threads_batch, draft_model, verbose):
-        assert open(path).read() == "weights" and n_threads == n_threads_batch == 1
+        assert open(path).read() == "weights"
+        assert n_threads == n_threads_batch == 1, f"{n_threads} threads"
         self.step_s = 0.01 if draft_model is None else 0.005
         if draft_model is not None:
             assert draft_model.num_pred_tokens == 8
@@ -114,8 +125,8 @@ class LlamaPromptLookupDecoding:
 """
 
 
-def speculation_beside_llama(folder, weights, *words):
-    options = ["--batches", "1,2", "--max-tokens", "5", "--repeats", "1", "--threads", "1"]
+def speculation_beside_llama(folder, weights, *words, threads=("--threads", "1")):
+    options = ["--batches", "1,2", "--max-tokens", "5", "--repeats", "1", *threads]
     llama = ["--llama-cpp", sys.executable, "--gguf", str(weights)]
     return CliRunner().invoke(bench, ["speculation", str(folder), *options, *llama, *words])
 
@@ -141,6 +152,9 @@ def test_beside_llama_cpp(tmp_path, monkeypatch):
     assert told["speedup"] == pytest.approx(told["tokens_per_s"] / told["plain_tokens_per_s"])
     table = speculation_beside_llama(folder, weights)
     assert "its lookup" in table.stdout
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)  # of ours, where the flag does not say
+    other = speculation_beside_llama(folder, weights, threads=())
+    assert str(other.exception).endswith("it said last: AssertionError: 3 threads")
 
 
 @pytest.mark.parametrize(
