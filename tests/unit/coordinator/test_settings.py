@@ -84,6 +84,7 @@ def test_every_public_reason_has_a_status():
         reasons.TRANSFER_ABORTED,
         reasons.NAME_TAKEN,
         reasons.TRANSFER_REVOKED,
+        reasons.STEP_FAILED,
     }
     assert public == CODES.keys()
     for reason in public:
