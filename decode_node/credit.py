@@ -50,13 +50,17 @@ class Credit:
         """Blocks that may come: they need not all."""
         return self._leases.blocks_for(len(resident.request.token_ids) + resident.num_ahead)
 
-    def check_tail(self, resident: Resident, num_tokens: int) -> None:
-        """Raises ValueError when what has come cannot go on with so many tokens behind those that were known."""
+    def check_tail(self, resident: Resident, num_tokens: int, num_come: int) -> None:
+        """Raises ValueError when what has come, so many blocks beside those that were there, cannot go on with so many
+        tokens behind those that were known."""
         request = resident.request
+        num_needed = self._leases.blocks_for(len(request.token_ids) + num_tokens - 1)
         if not resident.num_ahead and num_tokens != 1:
             raise ValueError(f"{num_tokens} tokens came with a prompt's KV; it must be 1")
-        if self._leases.blocks_for(len(request.token_ids) + num_tokens - 1) > self.num_blocks(resident):
+        if num_needed > self.num_blocks(resident):
             raise ValueError(f"{num_tokens} tokens came with the KV; {resident.num_ahead} were granted")
+        if num_come < num_needed - resident.num_cached_blocks:
+            raise ValueError(f"{num_come} blocks came; it must be {num_needed - resident.num_cached_blocks}")
         if request.num_output_tokens + num_tokens >= request.sampling.max_tokens:
             raise ValueError(f"{num_tokens} tokens came with the KV; max_tokens is {request.sampling.max_tokens}")
 

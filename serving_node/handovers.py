@@ -168,7 +168,7 @@ class HandOvers:
     def _commit(self, resident: Resident, received: Received, now: float) -> None:
         try:
             token_ids, made = from_tail(received.tail)
-            self._credit.check_tail(resident, len(token_ids))
+            self._credit.check_tail(resident, len(token_ids), received.num_bytes // self._block_bytes)
         except ValueError as error:
             self._endings.fail(resident, reasons.TRANSFER_FAILED, str(error))
             return

@@ -27,6 +27,7 @@ from serving_core.memory import available_bytes
 from serving_core.tiers import Copies
 from serving_core.units import size_of
 
+SPILLED_BYTES: Final = 128 * 2**20  # that are copied into host memory at once, at most: heartbeats wait meanwhile
 STAGED_BYTES: Final = 256 * 2**20  # that wait to be written to the file, at most
 CHUNK_BYTES: Final = 4 * 2**20  # that are read at a time
 PROBED_BLOCKS: Final = 8
@@ -57,12 +58,13 @@ class TierStore:
         self.write_s = 0.0  # that copies took, and the thread to write
 
     def spill(self, copies: Copies) -> None:
-        """Copies as it says. The blocks may be written to afterwards."""
+        """Copies as it says, as much as there is time and room for. The blocks may be written to afterwards."""
         started_at = time.perf_counter()
         if copies.demotions:
             self._demote(copies.demotions)
         pairs = list(zip(copies.block_ids, copies.slots, strict=True))
-        if in_host := [pair for pair in pairs if pair[1] < self._num_host]:
+        most = max(1, SPILLED_BYTES // self._row_bytes)
+        if in_host := self._first([pair for pair in pairs if pair[1] < self._num_host], most):
             block_ids, slots = (list(each) for each in zip(*in_host, strict=True))
             self._copy_out(block_ids, self._host, slots)
             self._checksums |= {slot: _checksum(self._host[slot]) for slot in slots}
@@ -117,12 +119,15 @@ class TierStore:
             self._write_later(self._host[sources], slots)
 
     def _staged(self, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """As many of the leading ones as may wait for the thread; the slots of the others hold nothing."""
-        num_left = max(1, STAGED_BYTES // self._row_bytes) - self._num_staged
-        for _, slot in pairs[num_left:]:
+        """As many of the leading ones as may wait for the thread."""
+        return self._first(pairs, max(1, STAGED_BYTES // self._row_bytes) - self._num_staged)
+
+    def _first(self, pairs: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
+        """So many of them; the slots of the others hold nothing."""
+        for _, slot in pairs[most:]:
             self._checksums.pop(slot, None)
             self.num_unwritten += 1
-        return pairs[:num_left]
+        return pairs[:most]
 
     def _write_later(self, rows: Rows, slots: list[int]) -> None:
         self._num_staged += len(slots)

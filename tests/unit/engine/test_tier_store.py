@@ -132,6 +132,16 @@ async def test_what_cannot_be_written_in_time_is_left_out(tmp_path, monkeypatch)
         assert await load(store, [0, 1, 2], [5, 6, 7]) == 2
 
 
+async def test_no_more_is_copied_into_host_memory_at_once_than_there_is_time_for(monkeypatch):
+    monkeypatch.setattr(tier_store, "SPILLED_BYTES", 2 * LAYOUT.block_bytes)
+    with closing(TierStore(filled_pool(), 4, 0)) as store:
+        store.spill(Copies([], [0, 1, 2], [0, 1, 2]))
+        assert store.num_unwritten == 1
+        assert await load(store, [0, 1, 2], [5, 6, 7]) == 2
+        store.spill(Copies([], [3], [2]))
+        assert await load(store, [2], [8]) == 1
+
+
 async def test_a_file_that_cannot_be_written_to_holds_nothing(tmp_path):
     with closing(TierStore(filled_pool(), 0, 2, str(tmp_path))) as store:
         readable = os.open("/dev/null", os.O_RDONLY)

@@ -277,14 +277,15 @@ class Node:
         self.logic.granted(request.epoch, self.opened[request.epoch].ticket)
         self._settle()
 
-    def arrive(self, request, tail=None, num_tokens=1):
+    def arrive(self, request, tail=None, num_tokens=1, num_bytes=None):
         """All KV is here, and with it the tokens that follow those that were known."""
         opened = self.opened.pop(request.epoch)
         known = request.token_ids + answer_of(request.token_ids, num_tokens)
         makers = self.kv.receive(replace(request, token_ids=known[:-1]), opened.block_ids, opened.num_cached)
         if tail is None:
             tail = convert.to_tail(known[len(request.token_ids) :], makers)
-        num_bytes = (len(opened.block_ids) - opened.num_cached) * BLOCK_BYTES
+        if num_bytes is None:
+            num_bytes = (len(opened.block_ids) - opened.num_cached) * BLOCK_BYTES
         self.logic.received(request.epoch, Received(tail, num_bytes), self.now)
         self._settle()
 

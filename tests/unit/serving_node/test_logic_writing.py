@@ -219,6 +219,20 @@ def test_a_tail_without_a_token_fails_the_request():
     node.check_empty()
 
 
+def test_kv_of_which_some_has_not_come_fails_the_request_and_is_nobodys():
+    """Whatever its sender says: nobody has written the rest."""
+    node = Node()
+    request = node.reserve("a", 9)
+    node.arrive(request, num_bytes=2 * BLOCK_BYTES)
+    assert node.words("a") == ["reserved", "failed"]
+    failed = node.event("a", "failed")
+    assert (failed.reason, failed.message) == (reasons.TRANSFER_FAILED, "2 blocks came; it must be 3")
+    again = node.reserve("again", 9)
+    assert node.opened[again.epoch].num_cached == 0
+    node.arrive(again)
+    assert node.words("again") == ["reserved", "committed"]
+
+
 # ---- reuse ----
 
 
