@@ -124,10 +124,12 @@ class Doors:
         self._service.tell()
 
     def reread_api_keys(self) -> None:
-        """Has every door take the API keys that are in their file now."""
-        for process in self._processes.values():
-            with suppress(ProcessLookupError):
-                process.send_signal(signal.SIGHUP)
+        """Has every door take the API keys that are in their file now. One that is not open yet would end by the
+        signal, and reads them as it opens."""
+        for number, process in self._processes.items():
+            if self._service.opened[number].is_set():
+                with suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGHUP)
 
     def _hold(self, port: Port) -> int:
         held = SharedPort(port)
@@ -142,8 +144,9 @@ class Doors:
     async def _keep(self, number: int, path: Path) -> None:
         """Has door `number` run, again and again. Raises SettingsError where it has never come to listen."""
         pauses = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, calm_s=CALM_S)
-        opened = self._service.opened[number]
+        opened, has_opened = self._service.opened[number], False
         while not self._is_stopping:
+            opened.clear()
             process = self._processes[number] = await self._spawn(number, path)
             try:
                 code = await process.wait()
@@ -151,7 +154,8 @@ class Doors:
                 del self._processes[number]
             if self._is_stopping:
                 return
-            if not opened.is_set():
+            has_opened = has_opened or opened.is_set()
+            if not has_opened:
                 raise SettingsError(f"door {number} has ended at its start, with code {code}")
             pause_s = pauses.next_s(time.monotonic())
             logger.error("door %d has ended with code %d: it starts again in %g s", number, code, pause_s)

@@ -46,7 +46,7 @@ class Door:
     """One door, and the stream to control that it lives by."""
 
     def __init__(self, settings: DoorSettings, channel: grpc.aio.Channel) -> None:
-        given = settings.coordinator
+        self._settings = given = settings.coordinator
         self._stub = doors_pb2_grpc.DoorsStub(channel)
         self._admin = inference_pb2_grpc.AdminStub(channel)
         self._control = RemoteControl(
@@ -77,6 +77,8 @@ class Door:
     async def _open(self) -> None:
         await self._control.changed.wait()  # what can be served is known
         await self._public.report()
+        if self._settings.api_keys_file:
+            self._public.reread_api_keys()  # they may have changed while it could not be told
         self._public.listen()
         await self._public.start()
         self._control.opened()

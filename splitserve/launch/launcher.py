@@ -185,19 +185,26 @@ class Cluster:
         """Starts nodes that die again. Raises LaunchError when the coordinator has died."""
         pauses = {name: Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, calm_s=CALM_S) for name in self.nodes}
         due_s: dict[str, float] = {}  # when a node that has died starts again
+
+        def again(name: str, why: str) -> float:
+            now = time.monotonic()
+            pause_s = pauses[name].next_s(now)
+            self._report(f"{why}; it starts again in {pause_s:g} s")
+            return now + pause_s
+
         while True:
             if (death := await self._next_death(min(due_s.values(), default=None))) is not None:
                 self._has_lost_any = True
                 if death.process.role == COORDINATOR.role:
                     raise LaunchError(f"{death} (log: {self._log_of(death)}); no coordinator is left")
-                name, now = death.process.name, time.monotonic()
-                pause_s = pauses[name].next_s(now)
-                due_s[name] = now + pause_s
-                self._report(f"{death} (log: {self._log_of(death)}); it starts again in {pause_s:g} s")
+                due_s[death.process.name] = again(death.process.name, f"{death} (log: {self._log_of(death)})")
             for process in self._processes:
                 if time.monotonic() >= due_s.get(process.name, math.inf):
                     del due_s[process.name]
-                    await self._supervisor.start(process)
+                    try:
+                        await self._supervisor.start(process)
+                    except OSError as error:  # as after a node that took all memory
+                        due_s[process.name] = again(process.name, f"{process.name} cannot be started: {error.strerror}")
 
     async def _next_death(self, until_s: float | None) -> Death | None:
         """None when there is none until then."""

@@ -76,10 +76,13 @@ class Supervisor:
         return all(child.handle.returncode is None for child in self._children.values())
 
     async def start(self, process: Process) -> None:
-        """Starts a child and watches it until it ends."""
+        """Starts a child and watches it until it ends. Raises OSError where the system has no room for one."""
         output, child_end = os.pipe()
         try:
             handle = await self._spawn(process, child_end)
+        except BaseException:
+            os.close(output)
+            raise
         finally:
             os.close(child_end)
         watch = asyncio.create_task(self._watch(process, handle, output))

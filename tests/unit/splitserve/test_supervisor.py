@@ -153,6 +153,20 @@ def test_a_killed_child_is_told_with_its_signal(tmp_path):
     assert (death.returncode, str(death)) == (-9, "decode-1 was killed by SIGKILL")
 
 
+def test_a_child_that_cannot_be_started_leaves_nothing_open(tmp_path):
+    """The system says so of one whose environment is too long; of memory or processes that are too few it does alike."""
+
+    async def scenario(supervisor):
+        too_long = {f"v{number}": "x" * 2**16 for number in range(2**8)}
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(OSError, match="Argument list too long"):
+            await supervisor.start(python("a", FOREVER, **too_long))
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+        assert supervisor.names == ()
+
+    supervised(tmp_path, scenario)
+
+
 @pytest.mark.parametrize(("code", "ended_by"), [(FOREVER, signal.SIGTERM), (STUBBORN, signal.SIGKILL)])
 def test_stop_asks_and_then_kills(tmp_path, code, ended_by):
     async def scenario(supervisor):
