@@ -94,6 +94,8 @@ def _if_it_agrees(
     try:
         candidate = make(portable, num_heads)
         difference = _largest_difference(candidate, portable, num_heads)
+    except torch.OutOfMemoryError:  # which says nothing of a kernel
+        raise
     except Exception as error:  # noqa: BLE001  # a compiler's and a driver's are of all kinds
         logger.info("attention is not by %s: %s", name, error)
         return None

@@ -22,6 +22,7 @@ LEAST_TILES: Final = 4  # of a program that shares keys with others
 ALONE: Final = 1  # SPLITS, where none do
 NOTHING: Final = -1e30  # less than any score; unlike with -inf, differences from it are numbers
 UNCAPPED: Final = 0.0
+SMALLEST: Final = 1e-30  # that anything is divided by
 LOG2_E: Final = math.log2(math.e)  # a device knows powers of two
 
 
@@ -75,6 +76,7 @@ def attend(  # type: ignore[no-untyped-def]
     HAS_WINDOW: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     LOWEST: tl.constexpr,
+    TINY: tl.constexpr,
     LOG2_E: tl.constexpr,
 ) -> None:
     """Attends. Of SPLITS programs the first axis of the grid is which one; those that share keys write to `parts`
@@ -135,11 +137,14 @@ def attend(  # type: ignore[no-untyped-def]
         weights = tl.where(is_seen, tl.exp2(scores - now[:, None]), 0.0)
         kept = tl.exp2(highest - now)
         total = total * kept + tl.sum(weights, 1)
-        value = tl.load(values + of_keys[:, None] + columns[None, :], mask=there, other=0.0)
-        if HAS_SCALES:
-            weights *= tl.load(value_scales + of_scales, mask=is_key, other=0.0)[None, :]
-        value = value.to(query.dtype)
-        result = result * kept[:, None] + tl.dot(weights.to(query.dtype), value, input_precision="ieee")
+        value = tl.load(values + of_keys[:, None] + columns[None, :], mask=there, other=0.0).to(query.dtype)
+        largest = 1.0
+        if HAS_SCALES:  # the largest is taken out: with small ones, small weights would be none in 16 bits
+            value_scale = tl.load(value_scales + of_scales, mask=is_key, other=0.0)
+            largest = tl.maximum(tl.max(value_scale, 0), TINY)
+            weights *= (value_scale / largest)[None, :]
+        summed = tl.dot(weights.to(query.dtype), value, input_precision="ieee")
+        result = result * kept[:, None] + (summed * largest if HAS_SCALES else summed)
         highest = now
     sees_any = total > 0  # a row that is none does not, nor one whose keys are all other programs'
     result = result / tl.where(sees_any, total, 1.0)[:, None]

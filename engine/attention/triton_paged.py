@@ -13,6 +13,7 @@ from engine.attention.triton_kernels import (
     LOG2_E,
     MANY_ROWS,
     NOTHING,
+    SMALLEST,
     TILE_KEYS,
     UNCAPPED,
     attend,
@@ -21,8 +22,11 @@ from engine.attention.triton_kernels import (
 from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import ForwardBatch
 
-DEEP_BYTES, DEEP_STAGES = 512, 5  # tiles of keys no wider are read ahead of a step's products, for which it waits else
-STAGES: Final = 3
+# Where keys are no wider than this, by the rows of a program, more tiles of them are read ahead, which else are waited
+# for; it takes a device with so much memory that a program may share.
+DEEP_BYTES: Final = {FEW_ROWS: 512, MANY_ROWS: 256}
+DEEP_STAGES, STAGES = 5, 3
+DEEP_MEMORY_BYTES: Final = 160 * 1024
 PROGRAMS: Final = 128  # that a step of one request should have, to fill a device
 FEWEST_SPLITS, MOST_SPLITS = 16, 64
 
@@ -58,7 +62,10 @@ class TritonAttention:
         self.softcap = softcap
         self._planes = {layer: pool.scaled_planes(layer) for layer in pool.layout.layers}
         self._group = num_heads // pool.layout.num_kv_heads
-        self._most_rows = FEW_ROWS if is_uniform else MANY_ROWS
+        is_wide = pool.compute_dtype.itemsize > 2  # for whose products of many rows there are too few registers
+        self._most_rows = FEW_ROWS if is_uniform or is_wide else MANY_ROWS
+        properties = torch.cuda.get_device_properties(pool.device)
+        self._may_be_deep = getattr(properties, "shared_memory_per_block_optin", 0) >= DEEP_MEMORY_BYTES
         wanted = triton.next_power_of_2(PROGRAMS // pool.layout.num_kv_heads)
         self._splits = ALONE if is_uniform else min(max(wanted, FEWEST_SPLITS), MOST_SPLITS)
 
@@ -89,7 +96,7 @@ class TritonAttention:
         parts = part_sizes.new_empty((*shared_rows, head_dim))
         scale = head_dim**-0.5 if self.score_scale is None else self.score_scale
         window = 0 if plan.window is None else plan.window
-        is_deep = plan.rows == FEW_ROWS and head_dim * keys.itemsize <= DEEP_BYTES
+        is_deep = self._may_be_deep and head_dim * keys.itemsize <= DEEP_BYTES[plan.rows]
         constants = {
             "GROUP": self._group,
             "HEAD_DIM": head_dim,
@@ -127,6 +134,7 @@ class TritonAttention:
             ROWS=plan.rows,
             HAS_CAP=self.softcap is not None,
             HAS_SCALES=layout.is_quantized,
+            TINY=SMALLEST,
             LOG2_E=LOG2_E,
             num_stages=DEEP_STAGES if is_deep else STAGES,
             **constants,

@@ -171,6 +171,10 @@ class PagedKVPool:
 
 
 def _check_memory(num_bytes: int, device: torch.device) -> None:
-    available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps for itself counts as used
+        available = torch.cuda.mem_get_info(device)[0]
+    else:
+        available = available_bytes()
     if num_bytes > available:
         raise SettingsError(f"the KV pool needs {size_of(num_bytes)}, and {size_of(available)} of memory are free")

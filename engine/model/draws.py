@@ -11,6 +11,7 @@ import torch
 
 LIKELIEST_MASS: Final = 2.0**40  # of the likeliest token; a whole vocabulary of them is less than 2^63
 CACHED_WEIGHTS: Final = 2**16  # so many at a time, on a CPU
+DEVICE_WEIGHTS: Final = 2**24  # and elsewhere, where each takes some 20 bytes meanwhile
 
 T = TypeVar("T")
 
@@ -44,7 +45,8 @@ def log_totals(logits: torch.Tensor, highest: torch.Tensor, rows: Sequence[int])
 
 def _pieces(logits: torch.Tensor, rows: Sequence[T]) -> list[Sequence[T]]:
     """What is computed at a time of what there is for rows of logits."""
-    together = max(1, CACHED_WEIGHTS // logits.shape[1]) if logits.device.type == "cpu" else len(rows)
+    most = CACHED_WEIGHTS if logits.device.type == "cpu" else DEVICE_WEIGHTS
+    together = max(1, most // logits.shape[1])
     return [rows[first : first + together] for first in range(0, len(rows), together)]
 
 

@@ -45,6 +45,8 @@ def _does_triton_agree(device: torch.device) -> bool:
     else:
         try:
             difference = _largest_difference(_triton_steps(), TorchSteps(), device)
+        except torch.OutOfMemoryError:  # which says nothing of a kernel
+            raise
         except Exception as error:  # noqa: BLE001  # a compiler's and a driver's are of all kinds
             why = str(error)
         else:

@@ -94,7 +94,7 @@ def load_weights(
                 module.round_inputs(input_bits)
             num_bytes += module.num_bytes
     is_quantized = quantization in WEIGHT_BITS or stored is not None
-    if is_quantized and (device.type != "cpu" or best_variant() is None):
+    if is_quantized and device.type == "cpu" and best_variant() is None:
         logger.warning("quantized weights save memory but no time here: no kernel computes with them as they are")
     if num_dense:
         logger.warning("%d layers are kept as %s: their groups of inputs cannot be computed with", num_dense, dtype)

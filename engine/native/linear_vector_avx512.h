@@ -38,7 +38,9 @@ INLINE integers integers_shifted_right_8(integers a) { return _mm512_srai_epi32(
 INLINE integers integers_rounded(floats a) { return _mm512_cvtps_epi32(a); }
 INLINE integers integers_mul(integers a, int32_t x) { return _mm512_mullo_epi32(a, _mm512_set1_epi32(x)); }
 INLINE uint32_t integers_exceeding(integers a, int32_t limit) {
-    return _mm512_cmpgt_epi32_mask(_mm512_abs_epi32(a), _mm512_set1_epi32(limit));
+    uint32_t mask = _mm512_cmpgt_epi32_mask(_mm512_abs_epi32(a), _mm512_set1_epi32(limit));
+    __asm__("" : "+r"(mask));  // GCC 12 may keep 16 bits of it in memory, and read 32 back
+    return mask;
 }
 INLINE integers integers_within(integers a, int32_t limit) {
     return _mm512_max_epi32(_mm512_min_epi32(a, _mm512_set1_epi32(limit)), _mm512_set1_epi32(-limit));

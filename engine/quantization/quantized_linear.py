@@ -246,6 +246,8 @@ def on_cuda(device: torch.device, dtype: torch.dtype, bits: int) -> _Product | N
             from engine.quantization.triton_linear import linear
 
             difference = _largest_difference(linear, device, dtype, bits)
+        except torch.OutOfMemoryError:  # which says nothing of a kernel
+            raise
         except Exception as error:  # noqa: BLE001  # a compiler's and a driver's are of all kinds
             why = str(error)
         else:

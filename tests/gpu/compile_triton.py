@@ -16,6 +16,7 @@ from engine.attention.triton_kernels import (
     LOG2_E,
     MANY_ROWS,
     NOTHING,
+    SMALLEST,
     TILE_KEYS,
     attend,
     merge,
@@ -44,9 +45,10 @@ def attending(dtype, stored, head_dim, group, block_size, rows, splits=ALONE, ha
         "ROWS": rows,
         "HAS_CAP": has_cap,
         "HAS_SCALES": stored != dtype,
+        "TINY": SMALLEST,
         "LOG2_E": LOG2_E,
     }
-    is_deep = rows == FEW_ROWS and head_dim * BYTES[stored] <= DEEP_BYTES
+    is_deep = head_dim * BYTES[stored] <= DEEP_BYTES[rows]
     numbers, stages = {"scale": "fp32", "softcap": "fp32"}, DEEP_STAGES if is_deep else STAGES
     return attend, {"attended": dtype, **pointers}, numbers, constants, stages
 

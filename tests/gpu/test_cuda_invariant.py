@@ -34,7 +34,7 @@ def load(folder, family, block_size, **fields):
 def test_no_history_changes_a_bit(tmp_path, family, dtype, block_size, enforce_eager):
     engine = load(tmp_path, family, block_size, dtype=dtype, enforce_eager=enforce_eager)
     assert engine.is_history_free, "the log says what is not kept"
-    assert isinstance(engine.attention, VarlenAttention | TiledAttention)
+    assert engine.attention.name in ("varlen_attn", "triton", "tiled")
     if enforce_eager or isinstance(engine.attention, TiledAttention):
         assert engine.program is None
     check_histories(engine, NUM_TOKENS)

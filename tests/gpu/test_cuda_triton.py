@@ -83,6 +83,26 @@ def test_keys_and_values_of_8_bits(dtype, compute_dtype):
         torch.testing.assert_close(*outputs, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3"])
+def test_many_small_weights_of_small_values_add_up(dtype):
+    """In 16 bits they would be none once they were multiplied by a value's scale. One key takes nearly all."""
+    layout = KVLayout.uniform(1, 1, 64, 16, dtype)
+    pool, num_tokens = PagedKVPool(layout, 64, CUDA, torch.float16), 1024
+    query = torch.ones(1, 1, 64, device=CUDA, dtype=torch.float16)
+    keys = torch.zeros(num_tokens, 1, 64, device=CUDA)
+    keys[0] = 9 / 8  # a score of 9, and 0 of all others
+    values = torch.full_like(keys, 0.02)
+    values[0] = 0
+    pool.store(0, torch.arange(num_tokens, device=CUDA), keys.half(), values.half())
+    batch = build_batch([Share([0], num_tokens - 1, range(64), samples=True)], 16, CUDA)
+    ours = TritonAttention(pool, 1)
+    attended = ours.attend(query, 0, ours.plan(batch, None)).cpu().double()
+    stored = pool.gather(0, torch.arange(64, device=CUDA))
+    keys, values = (plane.cpu().flatten(0, 1)[:, 0].double() for plane in stored)
+    expected = (keys.sum(1) / 8).softmax(0) @ values  # the query is of ones
+    torch.testing.assert_close(attended[0, 0], expected, rtol=0.01, atol=0)
+
+
 @pytest.mark.parametrize("window", [None, 300])
 def test_bits_of_a_step_do_not_depend_on_what_else_is_in_the_batch(window):
     """Though several programs share its keys, and though fewer are started where all contexts are short."""

@@ -249,6 +249,8 @@ def test_what_cannot_be_read_any_more_is_fatal(offloading):
         answers(engine)
     assert is_fatal(raised.value)
     assert not is_fatal(ValueError("odd"))
+    assert is_fatal(RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
+    assert not is_fatal(RuntimeError("Triton Error [CUDA]: out of memory"))
 
 
 def test_a_disk_that_gives_nothing_is_waited_for_a_while(offloading, monkeypatch):

@@ -154,7 +154,7 @@ def test_a_killed_child_is_told_with_its_signal(tmp_path):
 
 
 def test_a_child_that_cannot_be_started_leaves_nothing_open(tmp_path):
-    """The system says so of one whose environment is too long; of memory or processes that are too few it does alike."""
+    """The system says so of one whose environment is too long, and alike of too few processes or too little memory."""
 
     async def scenario(supervisor):
         too_long = {f"v{number}": "x" * 2**16 for number in range(2**8)}
