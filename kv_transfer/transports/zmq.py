@@ -4,7 +4,7 @@ Payload frames leave without a copy, and are read in the buffers that ZeroMQ rec
 machine they go through shared memory instead, where both ends want that (kv_transfer/shared_memory). ZeroMQ accepts and
 drops at will; the sessions above ask again for what did not come. It accepts whoever connects, too, and then gives
 them SHAKE_MS to show the key of a ticket (ticket_key), or where it is encrypted one of their own (curve): until then
-each of them has a descriptor of the process, and nothing else.
+each of them has a descriptor of the process, and as much memory as one frame takes that it sends.
 """
 
 import asyncio

@@ -60,7 +60,8 @@ def check_processes(processes: Sequence[Process], *, are_here: bool = True) -> N
         check_engine(node.engine, computed, node.engine.tensor_parallel_size)
     drafts = [draft for node in nodes if (draft := check_draft_model(node)) is not None]
     if are_here:
-        _check_memory(len(nodes), [*((node.engine, config) for node in nodes), *drafts])
+        tier_bytes = sum(node.tier.kv_host_bytes * node.engine.num_ranks for node in nodes)
+        _check_memory(len(nodes), [*((node.engine, config) for node in nodes), *drafts], tier_bytes)
 
 
 def missing_kernels(settings: EngineSettings) -> str:
@@ -68,9 +69,10 @@ def missing_kernels(settings: EngineSettings) -> str:
     return NO_KERNELS if _on_cpu(settings) and wanted_variants() and native_library() is None else ""
 
 
-def _check_memory(num_nodes: int, engines: Sequence[tuple[EngineSettings, ModelConfig]]) -> None:
-    """Of all engines of so many nodes. Raises ModelError where the weights are not whole, and SettingsError where CPUs
-    compute and their memory is too small. What a GPU holds its node tells."""
+def _check_memory(num_nodes: int, engines: Sequence[tuple[EngineSettings, ModelConfig]], tier_bytes: int) -> None:
+    """Of all engines of so many nodes, whose second tiers are to have so many bytes of host memory. Raises ModelError
+    where the weights are not whole, and SettingsError where CPUs compute and their memory is too small. What a GPU
+    holds its node tells."""
     from serving_core.needs import needs_of
 
     alike = [(replace(settings, cpus=""), config) for settings, config in engines]
@@ -78,10 +80,12 @@ def _check_memory(num_nodes: int, engines: Sequence[tuple[EngineSettings, ModelC
     each = [needs[settings] for settings, _ in alike]
     weight_bytes, pool_bytes = sum(need.weight_bytes for need in each), sum(need.pool_bytes for need in each)
     available = available_bytes()
-    if _on_cpu(engines[0][0]) and weight_bytes + pool_bytes > available:
+    needed = weight_bytes + pool_bytes + tier_bytes
+    if _on_cpu(engines[0][0]) and needed > available:
+        tiers = f", --kv-host-bytes {size_of(tier_bytes)}" if tier_bytes else ""
         raise SettingsError(
-            f"{num_nodes} nodes need {size_of(weight_bytes + pool_bytes)} of memory (weights {size_of(weight_bytes)}, "
-            f"KV pools {size_of(pool_bytes)}), and {size_of(available)} are free; "
+            f"{num_nodes} nodes need {size_of(needed)} of memory (weights {size_of(weight_bytes)}, "
+            f"KV pools {size_of(pool_bytes)}{tiers}), and {size_of(available)} are free; "
             "--kv-cache-memory-bytes and --quantization make it less"
         )
 

@@ -389,6 +389,7 @@ def test_a_broken_model_is_one_sentence(up, tmp_path, damage, sentence):
         ("--max-model-len 5000", "--max-model-len 5000 is more than the model's 4096"),
         ("--host 0.0.0.0", "SPLITSERVE_API_KEY"),
         ("--decode 3 --device cpu --kv-cache-memory-bytes 1099511627776", "4 nodes need 4096.0 GiB of memory"),
+        ("--device cpu --kv-host-bytes 1099511627776", ", --kv-host-bytes 2048.0 GiB), and"),
         ("--kv-cache-memory-bytes 1", "--kv-cache-memory-bytes 1 holds no block of 2048 bytes"),
         ("--speculation draft", "--speculation draft needs the folder of a smaller model: --speculative-model"),
         ("--node-timeout-s 0.5", "node_timeout_s (0.5) must be above heartbeat_s (1)"),
