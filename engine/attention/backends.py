@@ -13,6 +13,7 @@ from engine.attention.steps_apart import StepsApart
 from engine.attention.tiled import TiledAttention
 from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import build_batch
+from engine.trial import tried
 from serving_core.extras import TRITON, is_installed
 from serving_core.requests import Share
 
@@ -91,14 +92,16 @@ def _if_it_agrees(
     name: str, make: Callable[[PortableAttention, int], _Kernel], portable: PortableAttention, num_heads: int
 ) -> _Kernel | None:
     """With the portable one; else None, and why, in the log."""
-    try:
+
+    def trial() -> tuple[_Kernel, float]:
         candidate = make(portable, num_heads)
-        difference = _largest_difference(candidate, portable, num_heads)
-    except torch.OutOfMemoryError:  # which says nothing of a kernel
-        raise
-    except Exception as error:  # noqa: BLE001  # a compiler's and a driver's are of all kinds
-        logger.info("attention is not by %s: %s", name, error)
+        return candidate, _largest_difference(candidate, portable, num_heads)
+
+    found, why = tried(trial)
+    if found is None:
+        logger.info("attention is not by %s: %s", name, why)
         return None
+    candidate, difference = found
     if difference <= TOLERANCE:  # which what is not a number is not
         return candidate
     logger.warning("%s is off by %f here", candidate.name, difference)

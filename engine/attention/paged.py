@@ -9,7 +9,6 @@ with a window, only the last `window` of them.
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -179,11 +178,9 @@ class PortableAttention:
         positions = first_blocks + torch.arange(num_blocks, device=requests.device)
         blocks = batch.block_tables[requests, positions.clamp(max=batch.block_tables.shape[1] - 1)].flatten().long()
         num_keys = num_blocks * self.pool.layout.block_size
-        behind = [
-            range(row * num_keys + span.kv_end - span.first_block * self.pool.layout.block_size, (row + 1) * num_keys)
-            for row, span in enumerate(spans)
-        ]
-        not_theirs = torch.tensor(list(itertools.chain.from_iterable(behind)), dtype=torch.int64, device=blocks.device)
+        num_own = [span.kv_end - span.first_block * self.pool.layout.block_size for span in spans]
+        is_own = torch.arange(num_keys, device=blocks.device) < torch.tensor(num_own, device=blocks.device).unsqueeze(1)
+        not_theirs = is_own.logical_not().flatten().nonzero().flatten()
         return _Gathering(blocks, not_theirs, [self._group(batch, spans, slice(None), window)])
 
     def _group(self, batch: ForwardBatch, spans: list[_Span], blocks: slice, window: int | None) -> _Group:

@@ -9,8 +9,8 @@ from engine.cache.kv_pool import PagedKVPool
 from engine.model.rope import RotaryEmbedding
 from engine.model.steps import HeadNorms, Steps, TorchSteps
 from engine.native.steps import NativeSteps, best_variant
+from engine.trial import why_not_triton
 from serving_core.differences import GELU_TANH, SILU
-from serving_core.extras import TRITON, is_installed
 from serving_core.layout import KVLayout
 from serving_core.rope_config import DefaultRope
 
@@ -40,21 +40,10 @@ def _triton_steps() -> Steps:
 @functools.cache
 def _does_triton_agree(device: torch.device) -> bool:
     """If not, the log says why."""
-    if not is_installed(TRITON):
-        why = "Triton is not installed"
-    else:
-        try:
-            difference = _largest_difference(_triton_steps(), TorchSteps(), device)
-        except torch.OutOfMemoryError:  # which says nothing of a kernel
-            raise
-        except Exception as error:  # noqa: BLE001  # a compiler's and a driver's are of all kinds
-            why = str(error)
-        else:
-            if difference <= TOLERANCE:  # which what is not a number is not
-                return True
-            why = f"they are off by {difference:f}"
-    logger.warning("steps between products are not by kernels of Triton, and slower: %s", why)
-    return False
+    why = why_not_triton(lambda: _largest_difference(_triton_steps(), TorchSteps(), device), TOLERANCE)
+    if why:
+        logger.warning("steps between products are not by kernels of Triton, and slower: %s", why)
+    return not why
 
 
 @torch.inference_mode()

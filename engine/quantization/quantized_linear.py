@@ -16,7 +16,7 @@ from engine.native.linear_library import ELEMENTS, Matrix, best_variant, linear_
 from engine.native.program import NativeProgram
 from engine.native.threads import threads
 from engine.quantization.weight_quantization import Packed, QuantizedWeight, quantize_tiles
-from serving_core.extras import TRITON, is_installed
+from engine.trial import why_not_triton
 
 logger = logging.getLogger(__name__)
 
@@ -239,23 +239,20 @@ def quantized_matrix(weight: torch.Tensor, bits: int, variant: str | None = None
 def on_cuda(device: torch.device, dtype: torch.dtype, bits: int) -> _Product | None:
     """Triton's kernels, if they work on this device and agree with torch; else None, and why, in the log. To be called
     first where nothing is captured."""
-    if not is_installed(TRITON):
-        why = "Triton is not installed"
-    else:
-        try:
-            from engine.quantization.triton_linear import linear
 
-            difference = _largest_difference(linear, device, dtype, bits)
-        except torch.OutOfMemoryError:  # which says nothing of a kernel
-            raise
-        except Exception as error:  # noqa: BLE001  # a compiler's and a driver's are of all kinds
-            why = str(error)
-        else:
-            if difference <= _TOLERANCE:  # which what is not a number is not
-                return linear
-            why = f"they are off by {difference}"
-    logger.warning("products with weights of %d bits are not by kernels of Triton, and slower: %s", bits, why)
-    return None
+    def trial() -> float:
+        return _largest_difference(_triton_product(), device, dtype, bits)
+
+    if why := why_not_triton(trial, _TOLERANCE):
+        logger.warning("products with weights of %d bits are not by kernels of Triton, and slower: %s", bits, why)
+        return None
+    return _triton_product()
+
+
+def _triton_product() -> _Product:
+    from engine.quantization.triton_linear import linear
+
+    return linear
 
 
 @torch.inference_mode()

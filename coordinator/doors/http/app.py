@@ -307,9 +307,9 @@ def make_app(
     allowed_origins: Collection[str],
     max_calls: int,
 ) -> Starlette:
-    """The application. With secrets, every call but health checks must bring one, with an admin key what the page shows
-    takes that. Web pages of the allowed origins
-    may call it, and read its answers. With a page it has that too."""
+    """The application. With secrets, every call but health checks must bring one; what the page shows takes the admin
+    key where there is one. Web pages of the allowed origins may call it, and read its answers. With a page it has that
+    too."""
     routes = Endpoints(front, is_serving, metrics).routes() + (page.routes() if page else [])
     counting = Middleware(Counting, count_call=count_call, routes=routes)
     door = Middleware(
