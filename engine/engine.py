@@ -37,6 +37,7 @@ from engine.pooling import pool
 from engine.sampler import sample
 from engine.scores import take_scores
 from engine.step_clock import BUILD, COMPUTE, HAND_OVER, SAMPLE, StepClock
+from engine.streams import StepStream
 from serving_core.adapters import adapter_facts, read_adapters
 from serving_core.errors import ModelError, SettingsError
 from serving_core.extras import require
@@ -121,6 +122,7 @@ class Engine:
         self.kv_pool_bytes: Final = self.layout.block_bytes * self.num_blocks
         self._grammars = Grammars(folder, self.eos_token_ids)
         self._device = device
+        self._stream = StepStream(device)
         self._steps = choose_steps(device)
         torch_dtype: torch.dtype = getattr(torch, dtype)
 
@@ -185,9 +187,10 @@ class Engine:
         """What the step of these works computes, one token of each that is not known yet. May be called beside a
         running step, by one thread at a time."""
         shares = [Share((0,), work.start, work.block_ids, True, adapter=work.request.adapter) for work in works]
-        batch = build_batch(shares, self.layout.block_size, self._device)
         program = self.program
-        return Built(batch, program.plan(batch) if program is not None and program.matches(batch) else None)
+        with self._stream.taken():
+            batch = build_batch(shares, self.layout.block_size, self._device)
+            return Built(batch, program.plan(batch) if program is not None and program.matches(batch) else None)
 
     @torch.inference_mode()
     def step_behind(
@@ -203,13 +206,14 @@ class Engine:
         then."""
         self.clock.lap(HAND_OVER)
         token_ids = torch.tensor([token.token_id for token in before], dtype=torch.int64, device="cpu")
-        built.batch.token_ids.copy_(token_ids)
-        logits = self._logits(built.batch, None, built.plan, on_begun)
-        assert logits is not None, "this is the only rank"
-        self.clock.lap(COMPUTE)
-        until_known()
-        self.clock.lap(HAND_OVER)
-        tokens = self._tokens(logits, works)
+        with self._stream.step():
+            built.batch.token_ids.copy_(token_ids)
+            logits = self._logits(built.batch, None, built.plan, on_begun)
+            assert logits is not None, "this is the only rank"
+            self.clock.lap(COMPUTE)
+            until_known()
+            self.clock.lap(HAND_OVER)
+            tokens = self._tokens(logits, works)
         self.clock.lap(SAMPLE)
         return tokens
 
@@ -220,15 +224,15 @@ class Engine:
         what is pooled of them. Candidates are for an engine that `is_history_free`."""
         assert self.group.rank == LEADER, "the other ranks follow"
         self.clock.lap(HAND_OVER)
-        if any(work.request.annexes for work in works):
-            logits: Logits | None = Logits(self._step_with_annexes(works, on_layer))
-        else:
-            logits = self._step([work.share for work in works], on_layer)
-        assert logits is not None, "rank 0 has them"
-        self.clock.lap(COMPUTE)
-        tokens = self._tokens(logits, works)
-        if not tokens and self._device.type == "cuda":  # a token awaits the device by itself; a step is over at its end
-            torch.cuda.current_stream(self._device).synchronize()
+        with self._stream.step(on_layer) as layers:
+            if any(work.request.annexes for work in works):
+                logits: Logits | None = Logits(self._step_with_annexes(works, layers.on_queued))
+            else:
+                logits = self._step([work.share for work in works], layers.on_queued)
+            assert logits is not None, "rank 0 has them"
+            layers.await_all_but_last()
+            self.clock.lap(COMPUTE)
+            tokens = self._tokens(logits, works)
         self.clock.lap(SAMPLE)
         return tokens
 
@@ -298,7 +302,8 @@ class Engine:
     def follow(self, shares: Sequence[Share], on_layer: OnLayer | None = None) -> None:
         """Computes on another rank what rank 0 computes in its step."""
         assert self.group.rank != LEADER, "rank 0 leads"
-        self._step(shares, on_layer)
+        with self._stream.step(on_layer) as layers:
+            self._step(shares, layers.on_queued)
 
     def guide(self, grammar: str) -> Guide:
         """What keeps a request to a grammar. May be called beside a step, but not by two threads at a time. Raises

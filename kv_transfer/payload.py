@@ -36,6 +36,10 @@ class Payload(ABC):
     def checksum(self, keys: Buffer, values: Buffer) -> int:
         """Of the K planes and the V planes of some blocks, at least one; at most 64 bits. The latter may be empty."""
 
+    def checksums(self, planes: Sequence[Buffer]) -> list[int]:
+        """Of the planes of several blocks each, K and V in turn."""
+        return [self.checksum(keys, values) for keys, values in zip(planes[::2], planes[1::2], strict=True)]
+
     @abstractmethod
     def joined(self, views: Sequence[Buffer]) -> Buffer:
         """A copy of them all in one buffer."""

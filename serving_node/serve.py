@@ -11,6 +11,7 @@ from engine.drafting import Drafter
 from engine.engine import Engine
 from engine.parallel import choose_device, join, on_all_ranks
 from engine.stepper import Stepper
+from engine.streams import take_own_stream
 from kv_transfer.endpoints import endpoint_of
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
@@ -48,6 +49,7 @@ async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
     with joined as group, closing(Engine(flags, group)) as engine:
         prefill_tokens_per_s = engine.warm_up()
         drafter = _drafter(settings, engine)
+        take_own_stream(device)
         async with kept_spares() as spares, _second_tier(settings, engine) as (store, plan):
             sender, receiver = _ends(settings, engine, device, spares)
             try:

@@ -11,6 +11,7 @@ import torch
 from engine.cache.planes import (
     HeadSlice,
     Stack,
+    await_stream,
     bytes_of,
     check_heads,
     check_lengths,
@@ -117,13 +118,12 @@ class PagedKVPool:
     def read_tensors(self, layer: int, block_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """The K planes of these blocks in order, and their V planes, as 1-D uint8 tensors on the pool's device: views
         of the pool when the ids are consecutive, else copies."""
-        index = index_of(block_ids)
+        index = self._on_device(index_of(block_ids))
         stacks = [stack.storage for stack in self._stacks[layer]]
         if isinstance(index, slice):
             keys, values = chain.from_iterable(stack[:, index] for stack in stacks)
         else:
-            places = torch.tensor(index, device=self.device)
-            keys, values = chain.from_iterable(stack.index_select(1, places) for stack in stacks)
+            keys, values = chain.from_iterable(stack.index_select(1, index) for stack in stacks)
         return keys.flatten(), values.flatten()
 
     def write_tensors(self, layer: int, block_ids: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -134,13 +134,14 @@ class PagedKVPool:
             self._put(layer, block_ids, keys.cpu().numpy(), values.cpu().numpy())
             return
         targets = chain.from_iterable(stack.storage for stack in self._stacks[layer])
+        index = self._on_device(index_of(block_ids))
         for target, planes in zip(targets, (keys, values), strict=True):
-            target[index_of(block_ids)] = planes.to(self.device).view(len(block_ids), target.shape[1])
+            target[index] = planes.to(self.device, non_blocking=True).view(len(block_ids), target.shape[1])
+        await_stream(self.device)
 
     def read(self, layer: int, block_ids: Sequence[int]) -> tuple[memoryview, memoryview]:
         """The bytes of read_tensors, read-only. On a CPU they are views where those are, elsewhere copies."""
-        keys, values = self.read_tensors(layer, block_ids)
-        return bytes_of(keys).toreadonly(), bytes_of(values).toreadonly()
+        return bytes_of(*self.read_tensors(layer, block_ids))
 
     def write(self, layer: int, block_ids: Sequence[int], keys: memoryview, values: memoryview) -> None:
         """The inverse of read. Raises ValueError when they are not of the right length."""
@@ -148,7 +149,10 @@ class PagedKVPool:
         if self.device.type == "cpu":
             self._put(layer, block_ids, np.frombuffer(keys, np.uint8), np.frombuffer(values, np.uint8))
         else:
-            self.write_tensors(layer, block_ids, copied(keys), copied(values))
+            self.write_tensors(layer, block_ids, copied(keys, self.device), copied(values, self.device))
+
+    def _on_device(self, index: slice | list[int]) -> slice | torch.Tensor:
+        return index if isinstance(index, slice) else torch.tensor(index, device=self.device)
 
     def _put(
         self, layer: int, block_ids: Sequence[int], keys: npt.NDArray[np.uint8], values: npt.NDArray[np.uint8]

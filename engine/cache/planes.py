@@ -42,6 +42,7 @@ class HeadSlice:
         self.layout: Final = layout.with_heads(len(heads))
         self._pool = (layout, stacks)
         self._heads = heads
+        self._device = next(stack.storage.device for whole in stacks.values() for stack in whole)
         self._slices = {layer: [_StackSlice(stack, heads) for stack in whole] for layer, whole in stacks.items()}
 
     def heads(self, heads: range) -> "HeadSlice":
@@ -66,15 +67,15 @@ class HeadSlice:
         rows = [(part, row) for part in self._slices[layer] for row in range(part.height)]
         for (part, row), planes in zip(rows, (keys, values), strict=True):
             part.write(row, index, planes.view(1, len(block_ids), part.plane.num_bytes))
+        await_stream(self._device)
 
     def read(self, layer: int, block_ids: Sequence[int]) -> tuple[memoryview, memoryview]:
         """The bytes of read_tensors, read-only."""
-        keys, values = self.read_tensors(layer, block_ids)
-        return bytes_of(keys).toreadonly(), bytes_of(values).toreadonly()
+        return bytes_of(*self.read_tensors(layer, block_ids))
 
     def write(self, layer: int, block_ids: Sequence[int], keys: memoryview, values: memoryview) -> None:
         """The inverse of read. Raises ValueError when they are not of the right length."""
-        self.write_tensors(layer, block_ids, copied(keys), copied(values))
+        self.write_tensors(layer, block_ids, copied(keys, self._device), copied(values, self._device))
 
 
 class _StackSlice:
@@ -96,7 +97,7 @@ class _StackSlice:
 
     def write(self, row: int, index: slice | list[int], planes: torch.Tensor) -> None:
         """Planes [1, num_blocks, plane.num_bytes] to one row of the stack."""
-        planes = planes.to(self._device)
+        planes = planes.to(self._device, non_blocking=True)
         if planes.storage_offset() % self._word.itemsize:
             planes = planes.clone()
         for theirs, (ours,) in zip(self._parts, self._split(self.plane, planes), strict=True):
@@ -129,16 +130,31 @@ def index_of(block_ids: Sequence[int]) -> slice | list[int]:
     return slice(run.start, run.stop) if tuple(block_ids) == tuple(run) else list(block_ids)
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous uint8 tensor: a view when it is in host memory, else a copy."""
-    return tensor.flatten().cpu().numpy().data
+def bytes_of(keys: torch.Tensor, values: torch.Tensor) -> tuple[memoryview, memoryview]:
+    """The bytes of contiguous uint8 tensors of one device, read-only: views of those in host memory, else copies."""
+    if keys.is_cuda:
+        on_host = [empty_on_host(len(each), keys.device).copy_(each, non_blocking=True) for each in (keys, values)]
+        await_stream(keys.device)
+        keys, values = on_host
+    return keys.numpy().data.toreadonly(), values.numpy().data.toreadonly()
 
 
-def copied(planes: memoryview) -> torch.Tensor:
-    """A copy of the bytes, 1-D uint8 in host memory."""
-    copy = torch.empty(planes.nbytes, dtype=torch.uint8)
-    bytes_of(copy)[:] = planes
+def copied(planes: memoryview, device: torch.device) -> torch.Tensor:
+    """A copy of the bytes, 1-D uint8 in host memory, from which the device is filled."""
+    copy = empty_on_host(planes.nbytes, device)
+    copy.numpy().data[:] = planes
     return copy
+
+
+def empty_on_host(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """1-D uint8, that the device reads and writes by itself."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+
+
+def await_stream(device: torch.device) -> None:
+    """Returns when the device has done what this thread has queued."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def check_lengths(key_bytes: int, value_bytes: int, block_ids: Sequence[int], plane_bytes: tuple[int, int]) -> None:

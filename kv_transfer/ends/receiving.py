@@ -103,10 +103,8 @@ class ReceivingLane:
         if pieces is None:  # truncated, or padded: no byte can be trusted to be where it should
             intact = [False] * len(segments)
         else:
-            intact = [
-                payload.checksum(keys, values) == segment.checksum
-                for segment, keys, values in zip(segments, pieces[::2], pieces[1::2], strict=True)
-            ]
+            found = payload.checksums(pieces)
+            intact = [checksum == segment.checksum for segment, checksum in zip(segments, found, strict=True)]
         num_corrupt = sum(
             segment.num_blocks for segment, is_intact in zip(segments, intact, strict=True) if not is_intact
         )

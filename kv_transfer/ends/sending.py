@@ -124,13 +124,14 @@ class SendingLane:
         return True
 
     def _read(self, ranges: tuple[BlockRange, ...]) -> tuple[list[Segment], list[Buffer]]:
-        segments: list[Segment] = []
         views: list[Buffer] = []
         for blocks in ranges:
-            keys, values = self._store.read(blocks.layer, self._block_ids[blocks.first : blocks.stop])
-            checksum = self._transport.payload.checksum(keys, values)
-            segments.append(Segment(blocks.layer, blocks.first, blocks.num_blocks, checksum))
-            views += keys, values
+            views += self._store.read(blocks.layer, self._block_ids[blocks.first : blocks.stop])
+        checksums = self._transport.payload.checksums(views)
+        segments = [
+            Segment(blocks.layer, blocks.first, blocks.num_blocks, checksum)
+            for blocks, checksum in zip(ranges, checksums, strict=True)
+        ]
         return segments, views
 
     def _release(self, held: asyncio.Future[None]) -> None:

@@ -21,6 +21,12 @@ class TensorPayload(Payload):
             return HOST.checksum(keys.numpy().data, values.numpy().data)
         return device_checksum(keys, values)
 
+    def checksums(self, planes: Sequence[torch.Tensor]) -> list[int]:
+        if not planes or planes[0].device.type == "cpu":
+            return super().checksums(planes)
+        mixed = [_mixed(keys, values) for keys, values in zip(planes[::2], planes[1::2], strict=True)]
+        return [_unsigned(each) for each in torch.stack(mixed).tolist()]  # the host waits for the device once
+
     def joined(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(views))
 
@@ -31,10 +37,18 @@ def device_checksum(keys: torch.Tensor, values: torch.Tensor) -> int:
     Every word of four bytes, little-endian, the last of K and of V filled up with zeros, is mixed with its place as
     MurmurHash3 finishes; the sum of them is mixed once more. One changed word always gives another checksum.
     """
+    return _unsigned(int(_mixed(keys, values)))
+
+
+def _mixed(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The checksum as int32, where the tensors are."""
     words = torch.cat((_filled_up(keys), _filled_up(values))).view(torch.int32)
     places = torch.arange(len(words), dtype=torch.int32, device=words.device)
-    total = _mix(words + places * _GOLDEN).sum(dtype=torch.int32)
-    return int(_mix(total)) & 0xFFFFFFFF
+    return _mix(_mix(words + places * _GOLDEN).sum(dtype=torch.int32))
+
+
+def _unsigned(checksum: int) -> int:
+    return checksum & 0xFFFFFFFF
 
 
 def _filled_up(planes: torch.Tensor) -> torch.Tensor:

@@ -89,6 +89,7 @@ class Pair:
         self._rank = rank
         self._device = device
         self._stream = _own_stream(device)
+        self._reader = torch.cuda.current_stream(device) if device.type == "cuda" else None  # of frames that have come
         self._local_ip = local_ip
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self._loop.create_future()  # the group works
@@ -248,8 +249,8 @@ class Pair:
     def _begin(self, group: _Group, job: _Job, tag: int) -> None:
         if self._rank == RECEIVER_RANK:
             whole = torch.empty(sum(job.sizes), dtype=torch.uint8, device=self._device)
-            if self._stream is not None:  # the pool is written to, from these frames, in the device's default stream
-                whole.record_stream(torch.cuda.default_stream(self._device))
+            if self._reader is not None:
+                whole.record_stream(self._reader)
             job.frames.extend(torch.split(whole, list(job.sizes)))
         elif job.written is not None:
             job.written.wait(self._stream)

@@ -10,7 +10,9 @@ import torch
 from triton import language
 from triton.runtime import interpreter
 
-from tests.simulated_cuda.tensors import CudaTensor, waiting
+from tests.simulated_cuda.memory import used
+from tests.simulated_cuda.streams import waiting
+from tests.simulated_cuda.tensors import CudaTensor
 
 
 def interpret():
@@ -33,9 +35,11 @@ def launched(launch):
             with patch.object(interpreter.GridExecutor, "_restore_args_dev"):  # it was given what it writes to
                 launch(self, *hosts, **options)
 
-        run()
         if waiting.capture is not None:
             waiting.capture.append((run, (), {}, None))
+        else:
+            used((), tensors)  # it is not known which of them it writes to
+        run()
 
     return call
 

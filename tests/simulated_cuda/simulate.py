@@ -11,13 +11,14 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from tests.simulated_cuda import torch_cuda
+from tests.simulated_cuda import streams, torch_cuda
 from tests.simulated_cuda.attention import flash_attention
 from tests.simulated_cuda.tensors import CudaTensor, copy, is_pinned, making, pinned
 
 aten = torch.ops.aten
 HERE = Path(__file__).parent
 GUARD = HERE / "__pycache__" / f"guard-{torch.__version__}.so"
+STREAMS = ("Stream", "Event", "stream", "default_stream", "current_stream", "set_stream", "synchronize", "_sleep")
 REAL_INIT, REAL_DESTROY = distributed.init_process_group, distributed.destroy_process_group
 
 
@@ -28,6 +29,8 @@ def simulate():
     for name, value in vars(torch_cuda).items():
         if getattr(value, "__module__", None) == torch_cuda.__name__:
             setattr(torch.cuda, name, value)
+    for name in STREAMS:
+        setattr(torch.cuda, name, getattr(streams, name))
     torch.cuda.is_simulated = True
     torch.Generator = Generator
     torch.Tensor.is_cuda = property(lambda self: isinstance(self, CudaTensor))

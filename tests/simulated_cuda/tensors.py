@@ -5,15 +5,18 @@ while a graph is captured if it makes the host wait, and if it does so under tor
 """
 
 import functools
-import threading
 import weakref
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from tests.simulated_cuda.memory import Held, used
+from tests.simulated_cuda.streams import changing, current_stream, host_learns, waiting
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
-ANY_DEVICES = {aten.copy_.default, aten._to_copy.default, aten.set_.source_Tensor}  # that may be of several devices
+COPIES = {aten.copy_.default, aten._to_copy.default}
+ANY_DEVICES = {*COPIES, aten.set_.source_Tensor}  # that may be of several devices
 WITH_INDICES = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default}  # which may be on the host
 AWAITING = {  # the host waits for their result, or for its size
     aten._local_scalar_dense.default,
@@ -37,34 +40,7 @@ def histc(values, bins=100, min=0, max=0):
 KERNELS = {aten.histc.default: histc}
 
 
-class Waiting(threading.local):
-    """What becomes of operations that make the host wait, in this thread."""
-
-    is_error = False  # of torch.cuda.set_sync_debug_mode
-    capture = None  # the graph that is captured, a list of what was done
-
-
-waiting = Waiting()
 pinned = weakref.WeakValueDictionary()  # tensors in host memory, by their address
-allocated = {}  # of each storage on a device, by its address: how large it is, and how many tensors it has
-counting = threading.RLock()  # which a tensor that goes may need while another one comes
-
-
-class Held:
-    """One tensor's share in its storage."""
-
-    def __init__(self, host):
-        storage = host.untyped_storage()
-        self.address = storage.data_ptr()
-        with counting:
-            num_bytes, count = allocated.get(self.address, (storage.nbytes(), 0))
-            allocated[self.address] = num_bytes, count + 1
-
-    def __del__(self):
-        with counting:
-            num_bytes, count = allocated.pop(self.address)
-            if count > 1:
-                allocated[self.address] = num_bytes, count - 1
 
 
 class CudaTensor(torch.Tensor):
@@ -106,7 +82,7 @@ class CudaTensor(torch.Tensor):
         return self.clone()
 
     def record_stream(self, stream):
-        pass
+        self.held.memory.also_of.add(stream.number)
 
 
 @functools.cache
@@ -127,14 +103,50 @@ def dispatched(func, args, kwargs):
     to = kwargs.get("device")
     to = numbered(torch.device(to)) if to is not None else (ours[0].on if ours else CPU)
     check_devices(func, leaves, ours, args)
-    check_wait(func, leaves, ours, to, args, kwargs)
+    is_awaited = bool(ours) and awaits(func, args, kwargs, to)
+    check_wait(func, is_awaited)
     hosts = [CPU if isinstance(leaf, torch.device) else getattr(leaf, "host", leaf) for leaf in leaves]
     host_args, host_kwargs = tree_unflatten(hosts, spec)
     kernel = KERNELS.get(func, func)
-    result = kernel(*host_args, **host_kwargs)
     if waiting.capture is not None:
+        result = kernel(*host_args, **host_kwargs)
         waiting.capture.append((kernel, host_args, host_kwargs, result))
-    return wrapped(result, to, {id(tensor.host): tensor for tensor in ours})
+        return wrapped(result, to, {id(tensor.host): tensor for tensor in ours})
+    if not (is_view := is_view_of(func)):
+        used(ours, written_by(func, args, kwargs))
+    result = kernel(*host_args, **host_kwargs)
+    if is_awaited:
+        with changing:
+            host_learns(current_stream().clock)
+    elif ours and func in COPIES and (args[0].device if func is aten.copy_.default else to) == CPU:
+        copied_later(result)
+    result = wrapped(result, to, {id(tensor.host): tensor for tensor in ours})
+    if not is_view:
+        used((), [leaf for leaf in tree_leaves(result) if isinstance(leaf, CudaTensor)])
+    return result
+
+
+@functools.cache
+def is_view_of(func):
+    """Whether it gives views, and does nothing else."""
+    aliases = [given.alias_info for given in func._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+
+
+def written_by(func, args, kwargs):
+    """What it writes to of what it was given."""
+    named = [(*named, None)[:2] for named in zip(func._schema.arguments, args, strict=False)]
+    named += [(argument, kwargs.get(argument.name)) for argument in func._schema.arguments[len(args) :]]
+    given = [value for argument, value in named if argument.alias_info is not None and argument.alias_info.is_write]
+    return [leaf for leaf in tree_leaves(given) if isinstance(leaf, CudaTensor)]
+
+
+def copied_later(on_host):
+    """It is not awaited: until somebody waits for the stream, nothing of use is there."""
+    values = on_host.clone()
+    on_host.view(-1).view(torch.uint8).fill_(0xA5)
+    with changing:
+        current_stream().copy_later(lambda: on_host.copy_(values))
 
 
 def numbered(device):
@@ -170,9 +182,9 @@ def check_devices(func, leaves, ours, args):
         raise RuntimeError(f"{func}: expected all tensors to be on the same device, but found {devices}")
 
 
-def check_wait(func, leaves, ours, to, args, kwargs):
+def check_wait(func, is_awaited):
     """Raises RuntimeError where the host would wait and may not."""
-    if (waiting.is_error or waiting.capture is not None) and ours and awaits(func, args, kwargs, to):
+    if is_awaited and (waiting.is_error or waiting.capture is not None):
         what = "when stream is capturing" if waiting.capture is not None else "called a synchronizing CUDA operation"
         raise RuntimeError(f"{func}: operation not permitted {what}")
 
@@ -210,6 +222,9 @@ def making(func):
     """What makes tensors, for those of a device."""
 
     def made(*args, device=None, layout=None, pin_memory=None, **kwargs):
-        return CudaTensor(func(*args, device=CPU, **kwargs), numbered(device or torch.device("cuda")))
+        tensor = CudaTensor(func(*args, device=CPU, **kwargs), numbered(device or torch.device("cuda")))
+        if waiting.capture is None:
+            used((), [tensor])
+        return tensor
 
     return made

@@ -113,6 +113,90 @@ def test_a_graph_computes_again_from_the_same_addresses():
     assert (between.tolist(), result.tolist()) == ([6, 8], [7, 9])
 
 
+@pytest.fixture
+def two_streams():
+    torch.cuda.synchronize()
+    return torch.cuda.Stream(), torch.cuda.Stream()
+
+
+def test_what_another_stream_may_be_writing_is_not_read(two_streams):
+    first, second = two_streams
+    with torch.cuda.stream(first):
+        ours = torch.ones(2, device=CUDA)
+        written = first.record_event()
+    with torch.cuda.stream(second):
+        with pytest.raises(RuntimeError, match="read beside another stream"):
+            ours + 1
+        second.wait_event(written)
+        assert (ours + 1).tolist() == [2, 2]
+    with torch.cuda.stream(first):
+        ours[:1].view(1, 1).add_(1)
+        first.synchronize()
+    with torch.cuda.stream(second):
+        assert ours.tolist() == [2, 1]
+
+
+def test_what_another_stream_may_be_reading_is_not_written(two_streams):
+    first, second = two_streams
+    ours = torch.ones(2, device=CUDA)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(first):
+        twice = ours * 2
+    with torch.cuda.stream(second):
+        assert (ours * 2).tolist() == [2, 2]
+        with pytest.raises(RuntimeError, match="written beside another stream"):
+            ours.zero_()
+        second.wait_stream(first)
+        ours.zero_()
+    torch.cuda.synchronize()
+    assert (ours.tolist(), twice.tolist()) == ([0, 0], [2, 2])
+
+
+def test_memory_is_not_let_go_while_another_stream_may_be_using_it(two_streams):
+    first, second = two_streams
+
+    def use(*streams):
+        with torch.cuda.stream(first):
+            ours = torch.ones(2, device=CUDA)
+        second.wait_stream(first)
+        with torch.cuda.stream(second):
+            ours * 2
+        for stream in streams:
+            ours.record_stream(stream)
+        del ours
+        torch.zeros(1, device=CUDA)
+
+    use(second)
+    with pytest.raises(RuntimeError, match="let go"):
+        use()
+    torch.zeros(1, device=CUDA)  # it is told once
+
+
+def test_what_comes_to_the_host_is_there_when_it_was_awaited(two_streams):
+    stream = two_streams[0]
+    with torch.cuda.stream(stream):
+        ours, there = torch.ones(2, device=CUDA), torch.zeros(2).pin_memory()
+        there.copy_(ours, non_blocking=True)
+        new = ours.to("cpu", non_blocking=True)
+        assert there.tolist() != [1, 1] != new.tolist()
+        stream.synchronize()
+        assert there.tolist() == new.tolist() == [1, 1]
+
+
+def test_a_stream_sleeps_until_the_host_waits_for_it(two_streams):
+    first, second = two_streams
+    with torch.cuda.stream(first):
+        before = first.record_event()
+        torch.cuda._sleep(1)
+        behind = first.record_event()
+    with torch.cuda.stream(second):
+        assert torch.ones(2, device=CUDA).tolist() == [1, 1]
+    assert before.query()
+    assert not behind.query()
+    behind.synchronize()
+    assert behind.query()
+
+
 def test_memory_is_counted_once_and_until_it_is_let_go():
     gc.collect()
     before = torch.cuda.memory_allocated()

@@ -1,5 +1,5 @@
-"""What takes the place of the same names in torch.cuda: streams and events where all is over at once, and graphs that
-do again what was done."""
+"""What takes the place of the same names in torch.cuda, beside streams: a device, and graphs that do again what was
+done."""
 
 import os
 import weakref
@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tests.simulated_cuda.tensors import allocated, waiting
+from tests.simulated_cuda.memory import allocated
+from tests.simulated_cuda.streams import may_not_capture, waiting
 
 NAME = "simulated CUDA"
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
@@ -52,7 +53,7 @@ def mem_get_info(device=None):
 
 
 def memory_allocated(device=None):
-    return sum(num_bytes for num_bytes, _ in allocated.values())
+    return sum(memory.num_bytes for memory in allocated.values())
 
 
 def empty_cache():
@@ -72,76 +73,8 @@ def device(device):
     yield
 
 
-def synchronize(device=None):
-    may_not_capture("synchronize")
-
-
 def set_sync_debug_mode(mode):
     waiting.is_error = mode in ("error", 2)
-
-
-def may_not_capture(what):
-    if waiting.capture is not None:
-        raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
-
-
-class Event:
-    def __init__(self, enable_timing=False, blocking=False, interprocess=False):
-        pass
-
-    def record(self, stream=None):
-        assert stream is None or isinstance(stream, Stream)
-
-    def wait(self, stream=None):
-        assert stream is None or isinstance(stream, Stream)
-
-    def query(self):
-        may_not_capture("Event.query")
-        return True
-
-    def synchronize(self):
-        may_not_capture("Event.synchronize")
-
-
-class Stream:
-    def __init__(self, device=None, priority=0):
-        pass
-
-    def wait_stream(self, other):
-        assert isinstance(other, Stream)
-
-    def wait_event(self, event):
-        assert isinstance(event, Event)
-
-    def record_event(self, event=None):
-        return event or Event()
-
-    def query(self):
-        return True
-
-    def synchronize(self):
-        may_not_capture("Stream.synchronize")
-
-
-DEFAULT_STREAM = Stream()
-
-
-def default_stream(device=None):
-    return DEFAULT_STREAM
-
-
-def current_stream(device=None):
-    return DEFAULT_STREAM
-
-
-def set_stream(stream):
-    assert isinstance(stream, Stream)
-
-
-@contextmanager
-def stream(stream):
-    assert isinstance(stream, Stream)
-    yield
 
 
 graphs = weakref.WeakSet()
