@@ -18,6 +18,7 @@ from engine.attention.backends import choose_attention, invariant_attentions
 from engine.attention.native import NativeAttention
 from engine.attention.paged import Attention
 from engine.attention.partial import TILE_KEYS, PartialAttention
+from engine.cache.device_room import device_room
 from engine.cache.kv_pool import PagedKVPool
 from engine.decode_program import DecodeProgram, choose_program, num_scratch_blocks
 from engine.fake import FakeModel
@@ -90,9 +91,9 @@ class Engine:
     they may be replaced by others that compute the same, and `clock` by another one.
     """
 
-    def __init__(self, settings: EngineSettings, group: RankGroup | None = None) -> None:
-        """Loads everything; without a group, as the only rank. Raises ModelError or SettingsError with one sentence
-        when that cannot be."""
+    def __init__(self, settings: EngineSettings, group: RankGroup | None = None, num_kept_bytes: int = 0) -> None:
+        """Loads everything; without a group, as the only rank. A pool that takes what is left of a device leaves
+        `num_kept_bytes`. Raises ModelError or SettingsError with one sentence when that cannot be."""
         if not settings.model:
             raise SettingsError("no model folder was given")
         folder = Path(settings.model)
@@ -113,13 +114,12 @@ class Engine:
         self.model_layout: Final = model_layout(settings, self.config)  # of all ranks together
         self.layout: Final = rank_layout(self.model_layout, rank, tp_size, pp_size)
         self.max_model_len: Final = settings.max_model_len or self.config.max_position_embeddings
-        self.num_blocks: Final = num_blocks_for(settings, self.model_layout, tp_size)
+        num_blocks = num_blocks_for(settings, self.model_layout, tp_size)
         self.eos_token_ids: Final = self.config.eos_token_ids
         adapters = read_adapters(settings.lora, self.config)
         of_model = fingerprint(folder, self.config, self.model_layout, dtype, settings.quantization)
         self.fingerprint: Final = of_model | adapter_facts(adapters)
-        _check_alike(self.group, self.fingerprint | _shared_settings(settings, self.num_blocks, self.max_model_len))
-        self.kv_pool_bytes: Final = self.layout.block_bytes * self.num_blocks
+        _check_alike(self.group, self.fingerprint | _shared_settings(settings, num_blocks, self.max_model_len))
         self._grammars = Grammars(folder, self.eos_token_ids)
         self._device = device
         self._stream = StepStream(device)
@@ -136,6 +136,10 @@ class Engine:
 
         self.model, weight_bytes = on_all_ranks(self.group, ModelError, load)
         self.weight_bytes: Final = weight_bytes
+        room = on_all_ranks(self.group, SettingsError, lambda: device_room(settings, device, num_kept_bytes))
+        least_room = min(int(each) for each in self.group.exchange(str(room).encode()))
+        self.num_blocks: Final = num_blocks_for(settings, self.model_layout, tp_size, least_room)
+        self.kv_pool_bytes: Final = self.layout.block_bytes * self.num_blocks
         num_allocated = self.num_blocks + num_scratch_blocks(settings, device)
         self.pool: Final = PagedKVPool(self.layout, num_allocated, device, torch_dtype)
         self.attention = self._choose_attention(len(shard.query_heads.held), verifies=settings.verify_model)

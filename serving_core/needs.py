@@ -18,6 +18,7 @@ from serving_core.text_parts import text_names
 from serving_core.weight_bits import WEIGHT_BITS
 
 MOST_INVARIANT_RANKS: Final = 2  # whose sum does not depend on the order
+HOST_POOL_BYTES: Final = 512 * 2**20  # where the size of the pool is not given
 PACKED_BYTES: Final = 4  # of the integers that hold quantized weights
 INTEGER_BYTES: Final = {"I8": 1, "U8": 1}  # of others
 TIED_HEAD: Final = "lm_head.weight"
@@ -65,17 +66,16 @@ def check_settings(settings: EngineSettings, config: ModelConfig, tp_size: int) 
         )
 
 
-def num_blocks_for(settings: EngineSettings, layout: KVLayout, tp_size: int) -> int:
-    """Blocks in the pool of every rank, given the whole model's layout: as many as fit where they are largest. Raises
-    SettingsError."""
+def num_blocks_for(settings: EngineSettings, layout: KVLayout, tp_size: int, device_bytes: int = 0) -> int:
+    """Blocks in the pool of every rank, given the whole model's layout: as many as fit where they are largest.
+    `device_bytes` is what a CUDA device has left for a pool whose size is not given. Raises SettingsError."""
     if settings.num_kv_blocks:
         return settings.num_kv_blocks
     block_bytes = max(rank.block_bytes for rank in _rank_layouts(settings, layout, tp_size))
-    num_blocks = settings.kv_cache_memory_bytes // block_bytes
+    pool_bytes = settings.kv_cache_memory_bytes or device_bytes or HOST_POOL_BYTES
+    num_blocks = pool_bytes // block_bytes
     if num_blocks == 0:
-        raise SettingsError(
-            f"--kv-cache-memory-bytes {settings.kv_cache_memory_bytes} holds no block of {block_bytes} bytes"
-        )
+        raise SettingsError(f"--kv-cache-memory-bytes {pool_bytes} holds no block of {block_bytes} bytes")
     return num_blocks
 
 

@@ -55,7 +55,19 @@ class EngineSettings:
     device: str = flag("auto", "Where to compute; auto takes CUDA when there is one.", choices=DEVICES)
     block_size: int = flag(16, "Tokens in one KV block.", minimum=1, maximum=1024)
     num_kv_blocks: int = flag(0, "KV blocks in the pool; 0 derives it from --kv-cache-memory-bytes.", minimum=0)
-    kv_cache_memory_bytes: int = flag(512 * 2**20, "Size of the KV pool, such as 2GiB or a number of bytes.", minimum=1)
+    kv_cache_memory_bytes: int = flag(
+        0,
+        "Size of each rank's KV pool, such as 2GiB. 0: 512MiB with CPUs, and with CUDA what --gpu-memory-utilization "
+        "leaves.",
+        minimum=0,
+    )
+    gpu_memory_utilization: float = flag(
+        0.9,
+        "Part of a CUDA device's memory that a rank may take for weights and KV, where the size of its pool is not "
+        "given; the rest is for what a step computes.",
+        minimum=0.01,
+        maximum=1.0,
+    )
     max_model_len: int = flag(0, "Most tokens of prompt and answer; 0 takes the model's own.", minimum=0)
     batch_invariant: bool = flag(
         False, "Bits of an answer depend on the tokens before it alone, where torch computes too."

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from serving_core.errors import SettingsError
 from serving_core.model_config import ModelConfig, read_model_config
-from serving_core.needs import check_settings, model_layout
+from serving_core.needs import check_settings, model_layout, needs_of
 from serving_core.settings import EngineSettings
 from serving_node.settings import DRAFT, NodeSettings
 
@@ -31,6 +31,15 @@ def draft_engine(settings: NodeSettings) -> EngineSettings | None:
         enforce_eager=engine.enforce_eager,
         enable_prefix_caching=False,
     )
+
+
+def draft_bytes(draft: EngineSettings | None) -> int:
+    """Memory that the draft model is to have: weights, and a pool of a given size. Raises SettingsError or
+    ModelError."""
+    if draft is None:
+        return 0
+    needs = needs_of(draft, read_model_config(Path(draft.model)))
+    return needs.weight_bytes + needs.pool_bytes
 
 
 def check_draft_model(settings: NodeSettings) -> tuple[EngineSettings, ModelConfig] | None:

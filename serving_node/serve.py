@@ -21,8 +21,9 @@ from serving_core.descriptors import Spares, kept_spares
 from serving_core.errors import SettingsError
 from serving_core.rates import StepRates
 from serving_core.requests import Share
+from serving_core.settings import EngineSettings
 from serving_core.units import size_of
-from serving_node.draft_model import draft_engine
+from serving_node.draft_model import draft_bytes, draft_engine
 from serving_node.exposition import NodeExposition
 from serving_node.exposure import is_encrypted
 from serving_node.health import FOLLOWER_STATES, health_port, node_states
@@ -46,9 +47,10 @@ async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
     flags = settings.engine
     device, tp_size, pp_size = choose_device(flags.device), flags.tensor_parallel_size, flags.pipeline_parallel_size
     joined = closing(join(device, tp_size, flags.rank_timeout_s, pp_size))
-    with joined as group, closing(Engine(flags, group)) as engine:
+    draft_flags = draft_engine(settings)
+    with joined as group, closing(Engine(flags, group, draft_bytes(draft_flags))) as engine:
         prefill_tokens_per_s = engine.warm_up()
-        drafter = _drafter(settings, engine)
+        drafter = _drafter(draft_flags, engine)
         take_own_stream(device)
         async with kept_spares() as spares, _second_tier(settings, engine) as (store, plan):
             sender, receiver = _ends(settings, engine, device, spares)
@@ -75,9 +77,8 @@ async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
                 await receiver.close()
 
 
-def _drafter(settings: NodeSettings, engine: Engine) -> Drafter | None:
+def _drafter(flags: EngineSettings | None, engine: Engine) -> Drafter | None:
     """The draft model, if there is one that may be of use. Raises SettingsError or ModelError."""
-    flags = draft_engine(settings)
     if flags is None or not engine.is_history_free:
         return None
     drafts = Engine(flags)

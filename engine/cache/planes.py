@@ -97,7 +97,7 @@ class _StackSlice:
 
     def write(self, row: int, index: slice | list[int], planes: torch.Tensor) -> None:
         """Planes [1, num_blocks, plane.num_bytes] to one row of the stack."""
-        planes = planes.to(self._device, non_blocking=True)
+        planes = planes.to(self._device, non_blocking=self._device.type == "cuda")
         if planes.storage_offset() % self._word.itemsize:
             planes = planes.clone()
         for theirs, (ours,) in zip(self._parts, self._split(self.plane, planes), strict=True):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -10,6 +11,7 @@ from typing import Any, Final
 from serving_core.cpus import divide_cpus
 from serving_core.errors import SettingsError
 from serving_core.flags import build, environment_of, fields_of, flag
+from serving_core.settings import EngineSettings
 from splitserve.launch.models import LocalModel
 from splitserve.launch.rooms import BOTH, COORDINATOR, DECODE, PREFILL, ROOMS, Room, command_of
 
@@ -77,7 +79,7 @@ class Place:
     """What the machine gives a cluster: a free port, a folder for sockets, a secret, an id that no other cluster has,
     the CPUs it may use, and the address at which nodes find the coordinator. Without a folder, the host of each node
     says where KV arrives. Of several CUDA devices, by the names that CUDA_VISIBLE_DEVICES takes, each rank gets one in
-    turn."""
+    turn; those that share one divide its memory."""
 
     fleet_port: int
     socket_dir: str
@@ -139,9 +141,13 @@ def plan_cluster(
     counts = num_nodes(settings, embeds=embeds)
     nodes = [(room, f"{room.role}-{i}", *sizes[room]) for room in sizes for i in range(counts[room.role])]
     over_ipc = place.socket_dir and given.get("kv_transport", "zmq") == "zmq"
-    rank_cpus = iter(divide_cpus(place.cpus, sum(tp_size * pp_size for _, _, tp_size, pp_size in nodes)))
+    num_ranks = sum(tp_size * pp_size for _, _, tp_size, pp_size in nodes)
+    rank_cpus = iter(divide_cpus(place.cpus, num_ranks))
     rank_devices = itertools.cycle(place.cuda_devices)
     given_nodes = {name: value for name, value in given.items() if given.get("tls_ca") or name not in FOR_THE_FLEET}
+    if place.cuda_devices and "gpu_memory_utilization" not in given:
+        ranks_each = math.ceil(num_ranks / len(place.cuda_devices))
+        given_nodes["gpu_memory_utilization"] = round(EngineSettings().gpu_memory_utilization / ranks_each, 4)
     for room, name, tp_size, pp_size in nodes:
         own = {
             "name": name,

@@ -2,6 +2,7 @@
 transformers or with arithmetic."""
 
 import asyncio
+import gc
 from itertools import chain
 
 import pytest
@@ -13,6 +14,7 @@ from engine.engine import Engine
 from kv_transfer.ends.receiver import KVReceiver, Received
 from kv_transfer.ends.sender import KVSender, Sent
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
+from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout, Widths
 from serving_core.requests import SamplingParams
 from serving_core.settings import EngineSettings
@@ -165,3 +167,23 @@ def test_blocks_travel_over_zmq_from_a_pool_on_the_device(layout, to):
 
     assert tuple(map(type, run(scenario()))) == (Sent, Received)
     assert content(target, [0, 7, 8, 4]) == content(source, [5, 1, 2, 3])
+
+
+def test_a_pool_takes_what_is_left_of_the_device(tmp_path):
+    folder, total = write_tiny_model(tmp_path, "llama"), torch.cuda.mem_get_info()[1]
+    given, kept = 64 * 2**20, 16 * 2**20
+
+    def pool_bytes(**options):
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        settings = EngineSettings(
+            model=str(folder), device="cuda", gpu_memory_utilization=(before + given) / total, enforce_eager=True
+        )
+        engine = Engine(settings, **options)
+        assert torch.cuda.memory_allocated() <= before + given
+        return engine.kv_pool_bytes + engine.weight_bytes
+
+    assert given - 2**20 < pool_bytes() <= given
+    assert given - kept - 2**20 < pool_bytes(num_kept_bytes=kept) <= given - kept
+    with pytest.raises(SettingsError, match=r"--gpu-memory-utilization [\d.]+ of [\d.]+ GiB leaves nothing for KV"):
+        pool_bytes(num_kept_bytes=given)

@@ -15,7 +15,7 @@ from tests.simulated_cuda.streams import may_not_capture, waiting
 NAME = "simulated CUDA"
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
 NUM_DEVICES = len(VISIBLE)
-MEMORY_BYTES = 8 * 2**30
+MEMORY_BYTES = 2 * 2**30
 CAPABILITY = (8, 0)
 
 

@@ -257,6 +257,18 @@ def test_each_rank_gets_a_cuda_device_in_turn(devices, expected, monkeypatch):
     assert [node.environment.get("CUDA_VISIBLE_DEVICES") for node in nodes] == expected
 
 
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [(("0",), 0.225), (("0", "1"), 0.45), (("0", "1", "2"), 0.45), (("0", "1", "2", "3"), 0.9), ((), 0.9)],
+)
+def test_ranks_that_share_a_device_divide_its_memory(devices, expected):
+    settings, place = ClusterSettings(prefill=2, decode_tp=2), dataclasses.replace(PLACE, cuda_devices=devices)
+    _, *nodes = plan_cluster(settings, {}, MODEL, place)
+    assert {node.settings.engine.gpu_memory_utilization for node in nodes} == {expected}
+    _, *nodes = plan_cluster(settings, {"gpu_memory_utilization": 0.3}, MODEL, place)
+    assert {node.settings.engine.gpu_memory_utilization for node in nodes} == {0.3}
+
+
 def test_the_cuda_devices_that_there_are(tmp_path):
     assert cuda_devices({}, tmp_path / "none") == ()
     for name in ("0000:01:00.0", "0000:02:00.0"):
