@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TRIED_TOKENS = 600  # more than what any kernel takes as one tile, and than what one program does where several share
-TRIED_TOGETHER = 32  # rows, tokens times heads of a key, of a request: the most of which programs share keys
+TRIED_TOGETHER = 32  # rows, tokens times heads of a key: where a request has more, no programs share its keys
 TOLERANCE = 0.05  # 16-bit outputs of two kernels on values of order 1
 
 _Kernel = TypeVar("_Kernel", bound=Attention)

@@ -18,8 +18,9 @@ class _Part:
 
 
 class StepsApart:
-    """Requests of few tokens by a backend whose programs share the keys of each, others by one that is good at many
-    rows; so do those behind the first of the others, since a backend takes rows that follow each other."""
+    """Requests of few tokens at the head of a batch by a backend whose programs share the keys of each, all from the
+    first of many tokens on by one that is good at many rows: a backend takes rows that follow each other, and their
+    order is the caller's. A node plans answers before prompts."""
 
     def __init__(self, steps: Attention, prompts: Attention, few_tokens: int) -> None:
         """The first takes requests of up to so many tokens."""

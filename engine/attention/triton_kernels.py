@@ -6,8 +6,8 @@ Dao et al., 2022).
 
 A step has few rows, and a program for each would leave most of a device without work. So several programs share the
 keys of a request, each some tiles in a row, and `merge` puts together what they give (Flash-Decoding, Dao et al.,
-2023). How they are shared depends on the number of keys alone, not on what else is in the batch; on that depends of how
-many rows the programs are, and so perhaps in which order a row's weights are added up.
+2023). How they are shared depends on the number of keys alone, not on what else is in the batch. How many rows a
+program has depends on the request with the most, and with it perhaps the order in which weights of a row are added up.
 """
 
 import math

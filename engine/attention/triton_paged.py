@@ -68,7 +68,7 @@ class TritonAttention:
         self._most_rows = FEW_ROWS if is_uniform or is_wide else MANY_ROWS
         most_sharing = FEW_ROWS if is_wide or pool.layout.head_dim > SHARING_DIM else SHARING_ROWS
         self.few_tokens: Final = 0 if is_uniform else most_sharing // self._group
-        """Of each request of a batch: where none has more, programs share their keys."""
+        """Of a request: where none of a batch has more, programs share their keys."""
         properties = torch.cuda.get_device_properties(pool.device)
         self._may_be_deep = getattr(properties, "shared_memory_per_block_optin", 0) >= DEEP_MEMORY_BYTES
         wanted = triton.next_power_of_2(PROGRAMS // pool.layout.num_kv_heads)
