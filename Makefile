@@ -38,8 +38,8 @@ TRITON := $(VENV)/triton
 test-long: setup model
 	$(PYTEST) -n 3 -m long $(SIMULATED)
 	@[ -d $(TRITON) ] || $(BIN)/python -m pip --disable-pip-version-check install -q --no-deps -t $(TRITON) triton==3.8.0
-	PYTHONPATH=$(TRITON) $(PYTEST) -n 2 tests/gpu/test_cuda_triton.py tests/gpu/test_cuda_few_bits.py tests/gpu/test_cuda_steps.py \
-		--simulate-cuda
+	PYTHONPATH=$(TRITON) $(PYTEST) -n 2 tests/gpu/test_cuda_triton.py tests/gpu/test_cuda_mixed.py tests/gpu/test_cuda_few_bits.py \
+		tests/gpu/test_cuda_steps.py --simulate-cuda
 	$(PYTEST) -n 3 -m long $(if $(BEGIN_WITHIN),--begin-within=$(BEGIN_WITHIN))
 
 # Every row of the matrix of faults, with real processes: what struck, what became of requests, what was lost.

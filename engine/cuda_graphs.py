@@ -149,6 +149,7 @@ def _first_rows(batch: ForwardBatch, num_rows: int) -> ForwardBatch:
         kv_lengths=batch.kv_lengths[rows],
         block_tables=batch.block_tables[rows],
         logit_rows=batch.logit_rows[rows],
+        starts=batch.starts[: num_rows + 1],
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,12 +26,32 @@ class ForwardBatch:
     block_tables: torch.Tensor  # [B, max_blocks] int32, padded with 0
     logit_rows: torch.Tensor  # [S] int64, the rows whose logits are wanted
     adapted_rows: Mapping[str, torch.Tensor]  # [rows] int64, those of each LoRA adapter that a request is computed with
-    longest_query: int  # tokens; no request has more. As numbers, since reading a tensor would await the device
+    starts: Sequence[int]  # what query_starts holds. As numbers, since reading a tensor would await the device
+    longest_query: int  # tokens; no request has more
     longest_context: int  # tokens; no kv_length is larger
 
     def wanting(self, rows: torch.Tensor) -> "ForwardBatch":
         """The same batch, with the logits of other rows wanted."""
         return replace(self, logit_rows=rows)
+
+    def part(self, first: int, end: int) -> "ForwardBatch":
+        """The requests first : end alone, with no logits wanted. All but query_starts are views."""
+        first_row = self.starts[first]
+        rows, requests = slice(first_row, self.starts[end]), slice(first, end)
+        starts = [start - first_row for start in self.starts[first : end + 1]]
+        return ForwardBatch(
+            token_ids=self.token_ids[rows],
+            positions=self.positions[rows],
+            slots=self.slots[rows],
+            query_starts=self.query_starts[first : end + 1] - first_row,
+            kv_lengths=self.kv_lengths[requests],
+            block_tables=self.block_tables[requests],
+            logit_rows=self.logit_rows[:0],
+            adapted_rows={},
+            starts=starts,
+            longest_query=max(end - start for start, end in pairwise(starts)),
+            longest_context=self.longest_context,
+        )
 
 
 class Built(NamedTuple):
@@ -76,6 +97,7 @@ def build_batch(shares: Sequence[Share], block_size: int, device: torch.device) 
         block_tables=_moved(_block_tables(shares, block_size), device),
         logit_rows=tensor(logit_rows, torch.int64),
         adapted_rows={adapter: tensor(rows, torch.int64) for adapter, rows in adapted_rows.items()},
+        starts=query_starts,
         longest_query=max(share.num_tokens for share in shares),
         longest_context=max(kv_lengths),
     )

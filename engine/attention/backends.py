@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TRIED_TOKENS = 600  # more than what any kernel takes as one tile, and than what one program does where several share
+TRIED_TOGETHER = 32  # rows, tokens times heads of a key: where a request has more, no programs share its keys
 TOLERANCE = 0.05  # 16-bit outputs of two kernels on values of order 1
 
 _Kernel = TypeVar("_Kernel", bound=Attention)
@@ -56,8 +57,8 @@ def invariant_attentions(attention: Attention, num_heads: int) -> Iterator[Atten
     """Those in place of this one of which the bits of a row may depend on that row and its keys alone, the fastest
     first. Of varlen_attn, which is told never to split keys, the device decides that: it is to be tried out."""
     if isinstance(attention, StepsApart):
-        yield attention.prompts
-    elif attention.name == TRITON:
+        attention = attention.prompts
+    if attention.name == TRITON:
         yield _triton(attention, num_heads, is_uniform=True)
     elif not isinstance(attention, PortableAttention):
         yield attention
@@ -78,10 +79,10 @@ def _on_cuda(portable: PortableAttention, num_heads: int) -> Attention:
     """The fastest of the kernels that agree, or the portable one, and why, in the log."""
     varlen = _if_it_agrees("varlen_attn", _varlen, portable, num_heads)
     triton = _if_it_agrees("Triton", _triton, portable, num_heads)
-    if varlen is not None and triton is not None:
-        return StepsApart(triton, varlen, triton.has_few_rows)
+    if triton is not None:
+        return StepsApart(triton, varlen or triton, triton.few_tokens)
     uniform = partial(_triton, is_uniform=True)
-    chosen = varlen or triton or _if_it_agrees("Triton by few rows", uniform, portable, num_heads)
+    chosen = varlen or _if_it_agrees("Triton by few rows", uniform, portable, num_heads)
     if chosen is not None:
         return chosen
     logger.warning("attention is portable, which is slower, and steps have no CUDA graphs; the lines before say why")
@@ -130,7 +131,8 @@ def _triton(like: Attention, num_heads: int, *, is_uniform: bool = False) -> "Tr
 
 @torch.inference_mode()
 def _largest_difference(candidate: Attention, reference: Attention, num_heads: int) -> float:
-    """Between two backends, on random values: a chunk that starts within a block beside a step, and a step alone."""
+    """Between two backends, on random values: a chunk that starts within a block beside a step, a step alone, and a few
+    tokens."""
     pool = candidate.pool
     layout, device = pool.layout, pool.device
     blocks = range(min(max(3, layout.num_blocks_for(TRIED_TOKENS)), pool.num_blocks))
@@ -138,12 +140,14 @@ def _largest_difference(candidate: Attention, reference: Attention, num_heads: i
     start = num_tokens // 2
     chunk = Share([0] * (num_tokens - start), start, blocks, samples=False)
     step = Share([0], num_tokens - 1, blocks, samples=False)
+    num_few = max(1, min(TRIED_TOGETHER * layout.num_kv_heads // num_heads, num_tokens))
+    few = Share([0] * num_few, num_tokens - num_few, blocks, samples=False)
     layer = layout.first_layer
     generator = torch.Generator(device).manual_seed(0)
     differences = []
     try:
         pool.try_values(layer, len(blocks))
-        for shares in ([chunk, step], [step]):
+        for shares in ([chunk, step], [step], [few]):
             batch = build_batch(shares, layout.block_size, device)
             shape = (len(batch.token_ids), num_heads, layout.head_dim)
             query = torch.randn(shape, device=device, generator=generator).to(pool.compute_dtype)

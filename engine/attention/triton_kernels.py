@@ -6,7 +6,8 @@ Dao et al., 2022).
 
 A step has few rows, and a program for each would leave most of a device without work. So several programs share the
 keys of a request, each some tiles in a row, and `merge` puts together what they give (Flash-Decoding, Dao et al.,
-2023). How they are shared depends on the number of keys alone, not on what else is in the batch.
+2023). How they are shared depends on the number of keys alone, not on what else is in the batch. How many rows a
+program has depends on the request with the most, and with it perhaps the order in which weights of a row are added up.
 """
 
 import math
@@ -17,6 +18,7 @@ import triton.language as tl
 
 TILE_KEYS: Final = 64
 FEW_ROWS: Final = 16  # the least that a product of Triton's takes
+SHARING_ROWS: Final = 32  # the most of a program that shares keys with others
 MANY_ROWS: Final = 64
 LEAST_TILES: Final = 4  # of a program that shares keys with others
 ALONE: Final = 1  # SPLITS, where none do
@@ -24,6 +26,7 @@ NOTHING: Final = -1e30  # less than any score; unlike with -inf, differences fro
 UNCAPPED: Final = 0.0
 SMALLEST: Final = 1e-30  # that anything is divided by
 LOG2_E: Final = math.log2(math.e)  # a device knows powers of two
+OF_REQUESTS: Final = ("query_starts", "kv_lengths", "block_tables")  # which begin anywhere in those of a whole batch
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -40,7 +43,10 @@ def keys_of_each(  # type: ignore[no-untyped-def]
     return tl.maximum(tl.cdiv(tl.cdiv(num_keys, KEYS), SPLITS), LEAST) * KEYS
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_rows"])  # type: ignore[untyped-decorator]  # they differ by batches
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["table_stride"],  # which differs by batches, each of which would be compiled for
+    do_not_specialize_on_alignment=OF_REQUESTS,
+)
 def attend(  # type: ignore[no-untyped-def]
     queries,
     keys,
@@ -60,7 +66,6 @@ def attend(  # type: ignore[no-untyped-def]
     key_head_stride,
     scale_stride,
     table_stride,
-    num_rows,
     scale,
     softcap,
     window,
@@ -80,7 +85,7 @@ def attend(  # type: ignore[no-untyped-def]
     LOG2_E: tl.constexpr,
 ) -> None:
     """Attends. Of SPLITS programs the first axis of the grid is which one; those that share keys write to `parts`
-    [requests, key heads, SPLITS, num_rows, HEAD_DIM] and the logarithms of their sums to `part_sizes`."""
+    [tokens, heads, SPLITS, HEAD_DIM] and the logarithms of their sums to `part_sizes`."""
     request, key_head = tl.program_id(1), tl.program_id(2)
     first_row = tl.load(query_starts + request)
     num_queries = tl.load(query_starts + request + 1) - first_row
@@ -149,7 +154,7 @@ def attend(  # type: ignore[no-untyped-def]
     sees_any = total > 0  # a row that is none does not, nor one whose keys are all other programs'
     result = result / tl.where(sees_any, total, 1.0)[:, None]
     if is_shared:
-        of_rows = ((request * tl.num_programs(2) + key_head) * SPLITS + tl.program_id(0)) * num_rows + rows
+        of_rows = ((first_row + token) * tl.num_programs(2) * GROUP + head) * SPLITS + tl.program_id(0)
         sizes = tl.where(sees_any, highest + tl.log2(tl.where(sees_any, total, 1.0)), LOWEST)
         tl.store(part_sizes + of_rows, sizes, mask=is_row)
         tl.store(parts + of_rows.to(tl.int64)[:, None] * HEAD_DIM + columns[None, :], result, mask=inside)
@@ -157,7 +162,7 @@ def attend(  # type: ignore[no-untyped-def]
         tl.store(attended + places, result.to(attended.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
 def merge(  # type: ignore[no-untyped-def]
     attended,
     parts,
@@ -166,7 +171,6 @@ def merge(  # type: ignore[no-untyped-def]
     kv_lengths,
     row_stride,
     head_stride,
-    num_rows,
     window,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -190,14 +194,14 @@ def merge(  # type: ignore[no-untyped-def]
         return
     splits = tl.arange(0, SPLITS)
     is_split = splits < tl.cdiv(end - begin, share)
-    of_rows = ((request * tl.num_programs(2) + key_head) * SPLITS + splits) * num_rows + row
-    sizes = tl.load(part_sizes + of_rows, mask=is_split, other=LOWEST)
+    token, head = first_row + row // GROUP, key_head * GROUP + row % GROUP
+    of_row = (token * tl.num_programs(2) * GROUP + head) * SPLITS + splits
+    sizes = tl.load(part_sizes + of_row, mask=is_split, other=LOWEST)
     weights = tl.exp2(sizes - tl.max(sizes, 0))
     columns = tl.arange(0, PADDED_DIM)
     is_column = columns < HEAD_DIM
     inside = is_split[:, None] & is_column[None, :]
-    part = tl.load(parts + of_rows.to(tl.int64)[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0.0)
+    part = tl.load(parts + of_row.to(tl.int64)[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0.0)
     result = tl.sum(part * weights[:, None], 0) / tl.sum(weights, 0)
-    head = key_head * GROUP + row % GROUP
-    place = (first_row + row // GROUP).to(tl.int64) * row_stride + head * head_stride
+    place = token.to(tl.int64) * row_stride + head * head_stride
     tl.store(attended + place + columns, result.to(attended.dtype.element_ty), mask=is_column)

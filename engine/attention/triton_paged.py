@@ -13,6 +13,7 @@ from engine.attention.triton_kernels import (
     LOG2_E,
     MANY_ROWS,
     NOTHING,
+    SHARING_ROWS,
     SMALLEST,
     TILE_KEYS,
     UNCAPPED,
@@ -24,9 +25,10 @@ from engine.forward_batch import ForwardBatch
 
 # Where keys are no wider than this, by the rows of a program, more tiles of them are read ahead, which else are waited
 # for; it takes a device with so much memory that a program may share.
-DEEP_BYTES: Final = {FEW_ROWS: 512, MANY_ROWS: 256}
+DEEP_BYTES: Final = {FEW_ROWS: 512, SHARING_ROWS: 256, MANY_ROWS: 256}
 DEEP_STAGES, STAGES = 5, 3
 DEEP_MEMORY_BYTES: Final = 160 * 1024
+SHARING_DIM: Final = 128  # of heads, up to which SHARING_ROWS of 16 bits leave registers enough
 PROGRAMS: Final = 128  # that a step of one request should have, to fill a device
 FEWEST_SPLITS, MOST_SPLITS = 16, 64
 
@@ -64,22 +66,22 @@ class TritonAttention:
         self._group = num_heads // pool.layout.num_kv_heads
         is_wide = pool.compute_dtype.itemsize > 2  # for whose products of many rows there are too few registers
         self._most_rows = FEW_ROWS if is_uniform or is_wide else MANY_ROWS
+        most_sharing = FEW_ROWS if is_wide or pool.layout.head_dim > SHARING_DIM else SHARING_ROWS
+        self.few_tokens: Final = 0 if is_uniform else most_sharing // self._group
+        """Of a request: where none of a batch has more, programs share their keys."""
         properties = torch.cuda.get_device_properties(pool.device)
         self._may_be_deep = getattr(properties, "shared_memory_per_block_optin", 0) >= DEEP_MEMORY_BYTES
         wanted = triton.next_power_of_2(PROGRAMS // pool.layout.num_kv_heads)
-        self._splits = ALONE if is_uniform else min(max(wanted, FEWEST_SPLITS), MOST_SPLITS)
+        self._splits = min(max(wanted, FEWEST_SPLITS), MOST_SPLITS)
 
     def plan(self, batch: ForwardBatch, window: int | None) -> _Plan:
         num_rows = batch.longest_query * self._group
-        if not self.has_few_rows(batch):
+        if batch.longest_query > self.few_tokens:
             return _Plan(batch, window, self._most_rows, triton.cdiv(num_rows, self._most_rows), ALONE)
         most_shares = triton.cdiv(batch.longest_context, LEAST_TILES * TILE_KEYS)
         splits = self._splits if most_shares > 1 else ALONE
-        return _Plan(batch, window, FEW_ROWS, min(splits, most_shares), splits)
-
-    def has_few_rows(self, batch: ForwardBatch) -> bool:
-        """Whether it is one of steps, or of a few tokens each that are tried together: of those programs share keys."""
-        return batch.longest_query * self._group <= FEW_ROWS
+        rows = max(FEW_ROWS, triton.next_power_of_2(num_rows))
+        return _Plan(batch, window, rows, min(splits, most_shares), splits)
 
     def attend(self, query: torch.Tensor, layer: int, plan: _Plan) -> torch.Tensor:
         with torch.cuda.device(query.device):  # that of the pool, which need not be the thread's
@@ -89,11 +91,10 @@ class TritonAttention:
         batch, layout = plan.batch, self.pool.layout
         (keys, key_scales), (values, value_scales) = self._planes[layer]
         num_requests, head_dim = len(batch.kv_lengths), query.shape[-1]
-        num_rows = batch.longest_query * self._group
         attended = torch.empty_like(query)
-        shared_rows = (num_requests, layout.num_kv_heads, plan.splits, num_rows) if plan.splits > ALONE else (0,)
-        part_sizes = query.new_empty(shared_rows, dtype=torch.float32)
-        parts = part_sizes.new_empty((*shared_rows, head_dim))
+        shared = (*query.shape[:2], plan.splits) if plan.splits > ALONE else (0,)
+        part_sizes = query.new_empty(shared, dtype=torch.float32)
+        parts = part_sizes.new_empty((*shared, head_dim))
         scale = head_dim**-0.5 if self.score_scale is None else self.score_scale
         window = 0 if plan.window is None else plan.window
         is_deep = self._may_be_deep and head_dim * keys.itemsize <= DEEP_BYTES[plan.rows]
@@ -126,7 +127,6 @@ class TritonAttention:
             keys.stride(2),
             key_scales.stride(0),
             batch.block_tables.stride(0),
-            num_rows,
             scale * LOG2_E,
             UNCAPPED if self.softcap is None else self.softcap * LOG2_E,
             window,
@@ -140,7 +140,7 @@ class TritonAttention:
             **constants,
         )
         if plan.splits > ALONE:
-            merge[num_rows, num_requests, layout.num_kv_heads](
+            merge[batch.longest_query * self._group, num_requests, layout.num_kv_heads](
                 attended,
                 parts,
                 part_sizes,
@@ -148,7 +148,6 @@ class TritonAttention:
                 batch.kv_lengths,
                 query.stride(0),
                 query.stride(1),
-                num_rows,
                 window,
                 **constants,
             )

@@ -1,6 +1,6 @@
-"""`python -m splitserve_bench.device.attention SHAPE BATCHES CONTEXTS BLOCK_SIZE`: one layer's attention of decode
-steps by each backend that the engine would take, as one JSON list. On CUDA calls are captured, so that the host does
-not count."""
+"""`python -m splitserve_bench.device.attention SHAPE BATCHES CONTEXTS CHUNK_TOKENS BLOCK_SIZE`: one layer's attention
+of decode steps by each backend that the engine would take, alone and beside a chunk of a prompt, as one JSON list. On
+CUDA calls are captured, so that the host does not count."""
 
 import dataclasses
 import json
@@ -28,42 +28,58 @@ LAYER: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class AttentionFigures:
-    """Of one call of one backend, and how many bytes of keys and values it reads a second."""
+    """Of one call of one backend, and how many bytes of the answers' keys and values it reads a second."""
 
     backend: str
     batch: int
     context_tokens: int
+    chunk_tokens: int  # of a prompt in the same call
     seconds: float
     bytes_per_s: float
 
 
 @torch.inference_mode()
 def measure_attention(
-    shape: str, batches: list[int], contexts: list[int], block_size: int, device: torch.device
+    shape: str, batches: list[int], contexts: list[int], chunk_tokens: int, block_size: int, device: torch.device
 ) -> list[AttentionFigures]:
     """Sizes whose keys and values take more than half of the memory that is free are left out."""
     sizes = SHAPES[shape]
     layout = KVLayout.uniform(1, sizes.num_kv_heads, sizes.head_dim, block_size, "bfloat16")
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     most_blocks = free // 2 // layout.block_bytes
-    counts = {(batch, tokens): batch * layout.num_blocks_for(tokens) for batch in batches for tokens in contexts}
+    of_chunk = layout.num_blocks_for(chunk_tokens)
+    counts = {
+        (batch, tokens): batch * layout.num_blocks_for(tokens) + of_chunk for batch in batches for tokens in contexts
+    }
     counts = {size: count for size, count in counts.items() if count <= most_blocks}
     pool = PagedKVPool(layout, max(counts.values(), default=1), device)
-    backends = _backends(choose_attention(pool, sizes.num_heads))
+    chosen = choose_attention(pool, sizes.num_heads)
     pool.try_values(LAYER, pool.num_blocks)
-    return [_measure(backend, batch, tokens, sizes.num_heads) for batch, tokens in counts for backend in backends]
+    return [
+        _measure(backend, *size, beside, sizes.num_heads)
+        for size in counts
+        for beside in (0, chunk_tokens)
+        for backend in _backends(chosen, is_mixed=beside > 0)
+    ]
 
 
-def _backends(chosen: Attention) -> list[Attention]:
-    return [chosen.steps, chosen.prompts] if isinstance(chosen, StepsApart) else [chosen]
+def _backends(chosen: Attention, *, is_mixed: bool) -> list[Attention]:
+    """The one that the engine would take, and what computes prompts."""
+    if not isinstance(chosen, StepsApart):
+        return [chosen]
+    taken = chosen if is_mixed else chosen.steps
+    return [taken] if chosen.steps is chosen.prompts else [taken, chosen.prompts]
 
 
-def _measure(backend: Attention, batch: int, tokens: int, num_heads: int) -> AttentionFigures:
+def _measure(backend: Attention, batch: int, tokens: int, chunk_tokens: int, num_heads: int) -> AttentionFigures:
     layout, device = backend.pool.layout, backend.pool.device
     each = layout.num_blocks_for(tokens)
     shares = [Share([0], tokens - 1, range(row * each, (row + 1) * each), samples=True) for row in range(batch)]
+    if chunk_tokens:
+        of_chunk = range(batch * each, batch * each + layout.num_blocks_for(chunk_tokens))
+        shares.append(Share([0] * chunk_tokens, 0, of_chunk, samples=False))
     plan = backend.plan(build_batch(shares, layout.block_size, device), None)
-    query = torch.randn(batch, num_heads, layout.head_dim, device=device).to(backend.pool.compute_dtype)
+    query = torch.randn(batch + chunk_tokens, num_heads, layout.head_dim, device=device).to(backend.pool.compute_dtype)
 
     def calls() -> None:
         for _ in range(CALLS):
@@ -71,7 +87,8 @@ def _measure(backend: Attention, batch: int, tokens: int, num_heads: int) -> Att
 
     run = CudaCapture(device)(calls) if device.type == "cuda" else calls
     seconds = least_s(run, device) / CALLS
-    return AttentionFigures(backend.name, batch, tokens, seconds, batch * tokens * layout.token_bytes / seconds)
+    bytes_per_s = batch * tokens * layout.token_bytes / seconds
+    return AttentionFigures(backend.name, batch, tokens, chunk_tokens, seconds, bytes_per_s)
 
 
 def _numbers(listed: str) -> list[int]:
@@ -79,9 +96,10 @@ def _numbers(listed: str) -> list[int]:
 
 
 def main() -> None:
-    shape, batches, contexts, block_size = sys.argv[1:]
+    shape, batches, contexts, chunk_tokens, block_size = sys.argv[1:]
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    figures = measure_attention(shape, _numbers(batches), _numbers(contexts), int(block_size), device)
+    sizes = (_numbers(batches), _numbers(contexts), int(chunk_tokens), int(block_size))
+    figures = measure_attention(shape, *sizes, device)
     print(json.dumps([dataclasses.asdict(each) for each in figures]))
 
 

@@ -150,6 +150,9 @@ def _transfer(name: str, reports: list[Mapping[str, Any]], nominal: Rates | None
 def _attention(name: str, figures: list[Mapping[str, Any]], nominal: Rates | None) -> Iterator[Row]:
     for each in figures:
         figure = f"{each['backend']}, batch {each['batch']}, context {each['context_tokens']}"
+        if each["chunk_tokens"]:
+            yield Row(name, f"{figure}, beside {each['chunk_tokens']} of a prompt", each["seconds"] * 1e3, "ms")
+            continue
         of_nominal = each["bytes_per_s"] / nominal.bytes_per_s if nominal else None
         yield Row(name, figure, each["bytes_per_s"] / 1e9, "GB/s", of_nominal=of_nominal)
 

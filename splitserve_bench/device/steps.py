@@ -180,9 +180,8 @@ def _engine(
 
 
 def _attention(sizes: Sizes) -> Step:
-    contexts = f"{sizes.contexts},{sizes.long_context}"
-    sized = ("-m", "splitserve_bench.device.attention", sizes.shape, sizes.batches, contexts, str(sizes.block_size))
-    return _step("attention", ATTENTION, sized, 90)
+    counts = (sizes.batches, f"{sizes.contexts},{sizes.long_context}", str(sizes.step_tokens), str(sizes.block_size))
+    return _step("attention", ATTENTION, ("-m", "splitserve_bench.device.attention", sizes.shape, *counts), 90)
 
 
 def _tests(machine: Machine, out: Path) -> Step:

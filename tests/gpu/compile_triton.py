@@ -1,9 +1,12 @@
 """`python -m tests.gpu.compile_triton CAPABILITY`: compiles the kernels of Triton for a device of that compute
-capability, such as 90, which takes no device, and writes the bytes of shared memory that each program takes. To be run
-by a process whose Triton does not interpret."""
+capability, such as 90, which takes no device, and writes the bytes of shared memory that each program takes, and those
+that each of its threads has no registers for. To be run by a process whose Triton does not interpret."""
 
 import itertools
+import re
+import subprocess
 import sys
+import tempfile
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -16,6 +19,8 @@ from engine.attention.triton_kernels import (
     LOG2_E,
     MANY_ROWS,
     NOTHING,
+    OF_REQUESTS,
+    SHARING_ROWS,
     SMALLEST,
     TILE_KEYS,
     attend,
@@ -31,7 +36,7 @@ FP8 = "fp8e4nv"
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "i8": 1, FP8: 1}
 INTEGERS = ("query_starts", "kv_lengths", "block_tables", "weights")
 FLOATS = ("parts", "part_sizes", "scales", "bias")
-VARYING = ("table_stride",)  # of any value from call to call
+VARYING = ("table_stride", *OF_REQUESTS)  # of any value from call to call
 SIZES = ("num_columns", "num_inputs", "num_outputs", "num_words")  # which are multiples of 16 as a rule
 
 
@@ -134,6 +139,9 @@ CASES = [
     attending("fp32", "fp32", 128, 4, 16, FEW_ROWS, has_cap=True),
     attending("fp16", "fp16", 256, 2, 16, FEW_ROWS, splits=16),
     attending("bf16", "i8", 128, 4, 16, FEW_ROWS, splits=64),
+    attending("bf16", "bf16", 128, 4, 16, SHARING_ROWS, splits=16),
+    attending("fp16", "fp16", 64, 4, 256, SHARING_ROWS, splits=16, has_cap=True, has_window=True),
+    attending("bf16", "i8", 128, 4, 16, SHARING_ROWS, splits=64),
     attending("bf16", "i8", 128, 4, 16, MANY_ROWS),
     attending("bf16", FP8, 128, 4, 16, MANY_ROWS),
     merging("bf16", 128, 4, 16),
@@ -174,8 +182,16 @@ def compiled(capability, kernel, pointers, numbers, constants, stages=3, warps=4
     )
 
 
+def spilled_bytes(cubin):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        argv = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        told = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", told)[1])
+
+
 if __name__ == "__main__":
     for case in cases(int(sys.argv[1])):
         kernel = compiled(int(sys.argv[1]), *case)
-        assert kernel.asm["cubin"]
-        sys.stdout.write(f"{kernel.metadata.shared}\n")
+        sys.stdout.write(f"{kernel.metadata.shared} {spilled_bytes(kernel.asm['cubin'])}\n")

@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="Triton, which comes with torch for CUDA, i
 
 from engine.attention.backends import choose_attention, invariant_attentions
 from engine.attention.paged import PortableAttention
+from engine.attention.triton_kernels import ALONE
 from engine.attention.triton_paged import TritonAttention
 from engine.cache.kv_pool import PagedKVPool
 from engine.cuda_graphs import StaticDecode
@@ -19,30 +20,13 @@ from engine.forward_batch import build_batch
 from serving_core.layout import KVLayout
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
+from tests.gpu.attention_kit import CUDA, random_pool, shares_of
 from tests.gpu.compile_triton import cases
 from tests.tiny_models import write_tiny_model
 from tests.toy_scheduler import greedy, run_all
 
-CUDA = torch.device("cuda", 0)
 SPANS = ((0, 1), (0, 90), (33, 50), (255, 1), (311, 1), (64, 64), (63, 2))  # of tokens before, and tokens
 STEPS = ((0, 1), (255, 1), (256, 1), (700, 2), (1023, 1), (5000, 1), (511, 2))
-
-
-def random_pool(block_size, num_kv_heads, head_dim, dtype, compute_dtype=None):
-    layout = KVLayout.uniform(1, num_kv_heads, head_dim, block_size, dtype)
-    num_blocks = max(300, 10_000 // block_size)
-    pool = PagedKVPool(layout, num_blocks, CUDA, compute_dtype)
-    pool.try_values(0, num_blocks)
-    return pool
-
-
-def shares_of(spans, block_size):
-    shares, first = [], 0
-    for start, num_tokens in spans:
-        num_blocks = -(-(start + num_tokens) // block_size)
-        shares.append(Share([0] * num_tokens, start, range(first, first + num_blocks), samples=True))
-        first += num_blocks
-    return shares
 
 
 @pytest.mark.parametrize("is_uniform", [False, True])
@@ -139,9 +123,11 @@ def test_it_is_compiled_for_a_device_and_fits_its_shared_memory(capability, most
     argv = [sys.executable, "-m", "tests.gpu.compile_triton", str(capability)]
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    sizes = [int(line) for line in done.stdout.split()]
-    assert len(sizes) == len(cases(capability))
-    assert max(sizes) <= most_bytes
+    sizes = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert max(shared for shared, _ in sizes) <= most_bytes
+    of_cases = zip(cases(capability), sizes, strict=True)
+    of_shared_keys = {spilled for case, (_, spilled) in of_cases if case[3].get("SPLITS", ALONE) > ALONE}
+    assert of_shared_keys == {0}, "registers are too few"
 
 
 @pytest.mark.parametrize(
@@ -160,11 +146,11 @@ def test_prompts_are_varlen_attns_and_steps_those_of_triton():
     assert ours.name == "varlen_attn, of steps triton"
     assert [each.name for each in invariant_attentions(ours, 4)] == ["varlen_attn", "tiled"]
     pool.try_values(0, pool.num_blocks)
-    chosen = {"varlen_attn": SPANS, "triton": STEPS}
-    for name, spans in chosen.items():
+    chosen = {("triton", "varlen_attn"): SPANS, ("triton",): STEPS, ("varlen_attn",): SPANS[1:]}
+    for names, spans in chosen.items():
         batch = build_batch(shares_of(spans, 256), 256, CUDA)
         plan = ours.plan(batch, None)
-        assert plan.backend.name == name
+        assert tuple(part.backend.name for part in plan) == names
         query = torch.randn(len(batch.token_ids), 4, 64, device=CUDA).bfloat16()
         expected = portable.attend(query, 0, portable.plan(batch, None))
         torch.testing.assert_close(ours.attend(query, 0, plan), expected, atol=0.03, rtol=0.03)
@@ -175,7 +161,7 @@ def test_steps_are_graphs_and_answers_those_of_the_cpu(tmp_path, kv_cache_dtype)
     folder = write_tiny_model(tmp_path, "llama", seed=3, num_hidden_layers=1)
     sizes = {"dtype": "float32", "kv_cache_dtype": kv_cache_dtype, "num_kv_blocks": 8, "max_model_len": 64}
     on_cpu, on_cuda = (Engine(EngineSettings(model=str(folder), device=device, **sizes)) for device in ("cpu", "cuda"))
-    assert isinstance(on_cuda.attention, TritonAttention)
+    assert on_cuda.attention.name == "triton"
     assert isinstance(on_cuda.program, StaticDecode), "the log says why nothing was captured"
     prompts = [list(range(start, start + 9)) for start in (3, 40)]
     answers = [run_all(engine, prompts, greedy(6, ignore_eos=True)) for engine in (on_cpu, on_cuda)]

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from engine.attention.native import NativeAttention
 from engine.attention.paged import PortableAttention
+from engine.attention.steps_apart import StepsApart
 from engine.attention.tiled import TiledAttention
 from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import build_batch
@@ -15,10 +16,17 @@ from serving_core.requests import Share
 from tests.unit.engine.native_kit import needs_library
 
 CPU = torch.device("cpu")
-BACKENDS = [PortableAttention, TiledAttention]
 HEAD_DIM = 6
+FEW_TOKENS = 2
 # Prompts (also longer than one query chunk), chunks that start within a block, and decodes near and far.
 SIZES = [(0, 1), (0, 150), (37, 70), (15, 1), (16, 1), (400, 1), (3, 13), (0, 64), (200, 1)]
+
+
+def apart(*args, **scoring):
+    return StepsApart(PortableAttention(*args, **scoring), TiledAttention(*args, **scoring), FEW_TOKENS)
+
+
+BACKENDS = [PortableAttention, TiledAttention, apart]
 
 
 def naive(query, keys, values, start, window, scale=HEAD_DIM**-0.5, softcap=None):
@@ -113,6 +121,23 @@ def test_mixed_batch_over_a_quantized_pool(dtype, window, backend):
 )
 def test_any_batch(backend, sizes, block_size, window):
     check(backend, sizes, block_size, 4, 2, window)
+
+
+@pytest.mark.parametrize(
+    ("counts", "divided"),
+    [
+        ([1, 2, 9, 3], [("portable", 3), ("tiled", 12)]),
+        ([1, 2, 9, 1], [("portable", 3), ("tiled", 10)]),  # the last one lies behind a prompt
+        ([9, 1, 2], [("tiled", 12)]),
+        ([1, 2, 1], [("portable", 4)]),
+        ([3, 9], [("tiled", 12)]),
+    ],
+)
+def test_steps_at_the_head_of_a_batch_have_a_backend_of_their_own(counts, divided):
+    shares, num_blocks = shares_of([(5, count) for count in counts], 16, torch.Generator().manual_seed(0))
+    pool = PagedKVPool(KVLayout.uniform(1, 1, HEAD_DIM, 16, "float32"), num_blocks, CPU)
+    plan = apart(pool, 1).plan(build_batch(shares, 16, CPU), None)
+    assert [(part.backend.name, len(range(sum(counts))[part.rows])) for part in plan] == divided
 
 
 @pytest.mark.parametrize("window", [None, 40, 300])

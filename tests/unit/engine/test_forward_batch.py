@@ -26,6 +26,28 @@ def test_a_chunk_a_last_chunk_and_a_decode():
     assert batch.logit_rows.tolist() == [5, 6]
 
 
+def test_a_part_is_what_its_requests_would_be_alone():
+    shares = [
+        Share([1], 4, [7, 2], True),
+        Share([2, 3], 0, [5], False, adapter="a"),
+        Share([4, 5, 6], 1, [4], True),
+        Share([7], 9, [3, 6, 1], True),
+    ]
+    whole = build_batch(shares, 4, CPU)
+    part = whole.part(1, 3)
+    assert (part.token_ids.tolist(), part.positions.tolist()) == ([2, 3, 4, 5, 6], [0, 1, 1, 2, 3])
+    assert part.slots.tolist() == [20, 21, 17, 18, 19]
+    assert part.query_starts.tolist() == part.starts == [0, 2, 5]
+    assert (part.kv_lengths.tolist(), part.block_tables.tolist()) == ([2, 4], [[5, 0, 0], [4, 0, 0]])
+    assert (part.longest_query, part.longest_context) == (
+        3,
+        10,
+    )  # of the whole: which one is longest tensors alone know
+    assert (part.logit_rows.tolist(), part.adapted_rows) == ([], {})
+    assert part.kv_lengths.data_ptr() == whole.kv_lengths[1:].data_ptr(), "a view"
+    assert part.query_starts.dtype == torch.int32
+
+
 def test_rows_by_adapter():
     shares = [
         Share([1, 2], 0, [0], True, adapter="b"),

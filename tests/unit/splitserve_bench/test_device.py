@@ -331,14 +331,16 @@ def test_shares_and_aims_of_the_data_sheet():
 
 
 def test_attention_reads_keys_and_values():
-    attention = [{"backend": "b", "batch": 4, "context_tokens": 512, "seconds": 1e-4, "bytes_per_s": 2e12}]
+    alone = {"backend": "b", "batch": 4, "context_tokens": 512, "chunk_tokens": 0, "seconds": 1e-4, "bytes_per_s": 2e12}
+    attention = [alone, alone | {"chunk_tokens": 64}]
     steps = {
         "device": {"kind": "device", "result": FACTS},
         "attention": {"kind": "attention", "result": attention},
     }
-    [row] = [row for row in rows_of(steps) if row.step == "attention"]
+    row, mixed = (row for row in rows_of(steps) if row.step == "attention")
     assert (row.figure, row.value, row.unit) == ("b, batch 4, context 512", 2000.0, "GB/s")
     assert row.of_nominal == 0.5
+    assert (mixed.figure, mixed.value, mixed.unit) == ("b, batch 4, context 512, beside 64 of a prompt", 0.1, "ms")
 
 
 def test_split_and_corridor():
