@@ -60,7 +60,9 @@ class NodeSettings:
     )
     max_num_seqs: int = flag(64, "Most answers that hold blocks at a time: the credits.", minimum=1, maximum=1024)
     max_num_queued: int = flag(
-        256, "Most prompts that wait to be read, and most that wait for credit; more are refused.", minimum=1
+        1024,
+        "Most prompts that wait to be read, and most that wait for credit; more go to other nodes, or ask again.",
+        minimum=1,
     )
     speculation: str = flag(
         OFF,
@@ -86,7 +88,9 @@ class NodeSettings:
     )
     transfer_timeout_s: float = flag(30.0, "Seconds one KV transfer may take once it has started.", minimum=0.1)
     ticket_timeout_s: float = flag(60.0, "Seconds a finished prompt waits for its ticket.", minimum=0.1)
-    credit_timeout_s: float = flag(30.0, "Seconds a request waits for credit.", minimum=0.1)
+    credit_timeout_s: float = flag(
+        600.0, "Seconds a request waits for credit at one node, before others are asked.", minimum=0.1
+    )
     stuck_exit_s: float = flag(
         60.0, "Seconds a node that is stuck in a step stays; then it exits, to be started again.", minimum=0.1
     )

@@ -31,7 +31,7 @@ from serving_core import reasons, residents
 from serving_core.errors import RequestError
 
 NUM_EPOCHS: Final = 2**32
-ASK_AGAIN_S: Final = 1.0  # after every node has turned one away that has tokens out
+ASK_AGAIN_S: Final = 1.0  # after every node has turned one away
 
 
 class TokenRow(NamedTuple):
@@ -205,8 +205,8 @@ class LiveAnswers:
         return instructions + self._try_on(request, placed, now)
 
     def turned_away(self, request: TrackedRequest, node: Node, error: RequestError, now: float) -> list[Instruction]:
-        """The node has no room for it: another one may have some. Where none has, the error is the end of a new one,
-        and one that has tokens out asks again after a while, as long as it may take."""
+        """The node has no room for it: another one may have some. Where none has, it asks again after a while, as long
+        as it may take: how many wait is bounded where they come in."""
         instructions = self._let_go(request, now)
         request.timeline.failed(error.reason)
         request.full_nodes.add(node)
@@ -219,8 +219,6 @@ class LiveAnswers:
             placed = None
         if placed is not None and not request.full_nodes & {placed.reader, placed.writer}:
             return instructions + self._try_on(request, placed, now)
-        if not request.output:
-            return instructions + self.end(request, with_progress(self.full(str(error), now), request), now)
         request.full_nodes.clear()
         request.asks_again_s = now + ASK_AGAIN_S
         return instructions + self._wait(request, now)

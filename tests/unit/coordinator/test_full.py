@@ -1,4 +1,4 @@
-"""Nodes that have no room: another one is tried, and nothing that has tokens out is refused."""
+"""Nodes that have no room: another one is tried, and who has come in is not refused any more."""
 
 import pytest
 
@@ -27,13 +27,16 @@ def test_what_one_node_turns_away_another_one_takes(turning_away, told):
     assert world.outcome is None
 
 
-def test_a_new_request_that_every_node_turns_away_is_refused():
-    world = World()
+@pytest.mark.parametrize("node_wait_s", [0.0, 5.0])
+def test_a_new_request_that_every_node_turns_away_asks_again(node_wait_s):
+    world = World(node_wait_s=node_wait_s)
     world.submit()
     assert full(world, "d0")[1:] == ["reserve d1", "prefill p0"]
-    assert full(world, "d1") == ["cancel p0", "end QUEUE_FULL"]
-    assert str(world.outcome) == "the queue is full"
-    assert world.tracker.num_open == 2  # attempts that p0 has yet to let go of
+    assert full(world, "d1") == ["cancel p0"]
+    assert not {"reserve d0", "prefill p0"} & set(world.tick(0.9 * ASK_AGAIN_S))
+    assert "prefill p0" in world.tick(ASK_AGAIN_S)
+    assert world.first(world.attempt) == ["emit 0:100"]
+    assert world.outcome is None
 
 
 @pytest.mark.parametrize("node_wait_s", [0.0, 5.0])
