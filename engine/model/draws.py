@@ -4,7 +4,7 @@ Masses are whole numbers, whose sums are the same in any order: so a draw depend
 number of threads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 import torch
@@ -14,6 +14,10 @@ CACHED_WEIGHTS: Final = 2**16  # so many at a time, on a CPU
 DEVICE_WEIGHTS: Final = 2**24  # and elsewhere, where each takes some 20 bytes meanwhile
 
 T = TypeVar("T")
+
+LeastInNuclei = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Of weights [R, V] float32 and masses needed [R, 1] int64 the largest weights [R, 1] such that all that are no smaller
+have the mass that is needed; 0 where that is 0."""
 
 
 class Draw(NamedTuple):
@@ -32,10 +36,14 @@ class Draw(NamedTuple):
     top_k: int = 0  # off, as is a number of all tokens or more
 
 
-def drawn(logits: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """As `Steps.draw`."""
+def drawn(
+    logits: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw], in_nuclei: LeastInNuclei | None = None
+) -> torch.Tensor:
+    """As `Steps.draw`; without `in_nuclei`, which changes no bit, weights are sorted."""
     pieces = _pieces(logits, draws)
-    return torch.cat([_drawn(*_chosen(logits, highest, [draw.row for draw in piece]), piece) for piece in pieces])
+    return torch.cat(
+        [_drawn(*_chosen(logits, highest, [draw.row for draw in piece]), piece, in_nuclei) for piece in pieces]
+    )
 
 
 def log_totals(logits: torch.Tensor, highest: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
@@ -64,7 +72,9 @@ def _log_totals(logits: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
     return torch.where(highest[:, 0].isfinite(), total, torch.nan)
 
 
-def _drawn(logits: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+def _drawn(
+    logits: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw], in_nuclei: LeastInNuclei | None
+) -> torch.Tensor:
     device, num_columns = logits.device, logits.shape[1]
     columns = torch.tensor([draw[1:5] for draw in draws], dtype=torch.float64).T[:, :, None]
     numbers, temperatures, min_p, top_p = _on(device, columns)
@@ -74,7 +84,7 @@ def _drawn(logits: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw]) -
     top_k = [draw.top_k if 0 < draw.top_k < num_columns else 0 for draw in draws]
     has_nucleus = [draw.top_p < 1 for draw in draws]
     if any(top_k) or any(has_nucleus):
-        weights.mul_(weights >= _least_weights(weights, top_k, top_p, has_nucleus))
+        weights.mul_(weights >= _least_weights(weights, top_k, top_p, has_nucleus, in_nuclei))
     masses = _masses(weights).cumsum_(-1)
     whole = masses[:, -1:]
     passed = torch.minimum((numbers * whole).long(), whole - 1)  # for a product that is rounded up to the whole
@@ -90,13 +100,20 @@ def _masses(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _least_weights(
-    weights: torch.Tensor, top_k: Sequence[int], top_p: torch.Tensor, has_nucleus: Sequence[bool]
+    weights: torch.Tensor,
+    top_k: Sequence[int],
+    top_p: torch.Tensor,
+    has_nucleus: Sequence[bool],
+    in_nuclei: LeastInNuclei | None,
 ) -> torch.Tensor:
     """The weights [len(top_k), 1] that tokens need to be among top_k and in the nuclei, by weights that min_p left.
     Changes these: what is not among top_k becomes 0."""
     device, num_columns = weights.device, weights.shape[1]
     limits = [count or (num_columns if nucleus else 1) for count, nucleus in zip(top_k, has_nucleus, strict=True)]
-    most, num_likeliest = max(limits), _on(device, torch.tensor(limits)[:, None])
+    most = max(limits)
+    if most == num_columns and in_nuclei is not None:
+        return _least_unsorted(weights, top_k, top_p, in_nuclei)
+    num_likeliest = _on(device, torch.tensor(limits)[:, None])
     if most == num_columns and device.type == "cpu":  # where asking is cheap and sorting is not
         num_likeliest = torch.where(num_likeliest == most, _most_in_nuclei(weights, top_p), num_likeliest)
         most = int(num_likeliest.max())
@@ -106,9 +123,26 @@ def _least_weights(
         return least
     if any(top_k):
         weights.mul_(weights >= least)
-    whole = _masses(weights).sum(-1, keepdim=True)
-    edges = torch.searchsorted(_masses(likeliest).cumsum_(-1), (top_p * whole).ceil().long())
+    edges = torch.searchsorted(_masses(likeliest).cumsum_(-1), _needed(weights, top_p))
     return torch.where(top_p < 1, likeliest.gather(1, torch.minimum(edges, num_likeliest - 1)), least)
+
+
+def _least_unsorted(
+    weights: torch.Tensor, top_k: Sequence[int], top_p: torch.Tensor, in_nuclei: LeastInNuclei
+) -> torch.Tensor:
+    """The same, where some nucleus may have any number of tokens."""
+    least = torch.zeros_like(top_p, dtype=weights.dtype)
+    if most := max(top_k):
+        counts = _on(weights.device, torch.tensor(top_k)[:, None])
+        least = weights.topk(most).values.gather(1, (counts - 1).clamp_(min=0)) * (counts > 0)
+        weights.mul_(weights >= least)
+    needed = _needed(weights, top_p).clamp_(min=1) * (top_p < 1)
+    return torch.where(top_p < 1, in_nuclei(weights, needed), least)
+
+
+def _needed(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The mass [R, 1] of a nucleus."""
+    return (top_p * _masses(weights).sum(-1, keepdim=True)).ceil().long()
 
 
 def _most_in_nuclei(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

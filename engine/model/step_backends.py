@@ -6,6 +6,7 @@ import logging
 import torch
 
 from engine.cache.kv_pool import PagedKVPool
+from engine.model.draws import Draw
 from engine.model.rope import RotaryEmbedding
 from engine.model.steps import HeadNorms, Steps, TorchSteps
 from engine.native.steps import NativeSteps, best_variant
@@ -74,4 +75,6 @@ def _tried(steps: Steps, device: torch.device) -> list[torch.Tensor]:
         heads = random(ROWS, HEADS + 2 * KEY_HEADS, HEAD_DIM)
         given.append(steps.place(heads, rotation, pool, 0, positions * 3, norms))
         given += [pool.keys(0).clone(), pool.values(0).clone()]
-    return given
+    logits = random(ROWS, COLUMNS)
+    draws = [Draw(row, (row + 0.5) / ROWS, 1.0, top_p=0.9) for row in range(ROWS)]
+    return [*given, steps.draw(logits, logits.max(-1).values, draws)]

@@ -1,6 +1,7 @@
 """What a decoder layer computes between its products, on CUDA: each step as one kernel of Triton, which reads and
 writes every number once. Of torch's each is several, whose starts alone would take a good part of a decode step."""
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -8,8 +9,10 @@ import triton
 import triton.language as tl
 
 from engine.cache.kv_pool import PagedKVPool
+from engine.model.draws import Draw, drawn
 from engine.model.rope import Rotation
 from engine.model.steps import HeadNorms, TorchSteps
+from engine.model.triton_draws import least_in_nuclei
 from serving_core.differences import GELU_TANH, SILU
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -18,6 +21,7 @@ COLUMNS_OF_A_WARP: Final = 512
 MOST_WARPS: Final = 16
 HEADS: Final = 16  # of a program
 GATES: Final = 1024  # of a program
+FEWEST_UNSORTED: Final = 4  # rows: of fewer, a whole device sorts the weights sooner than a program each looks through
 ROOT_2_OVER_PI: Final = 0.7978845608028654
 
 
@@ -279,6 +283,9 @@ class TritonSteps(TorchSteps):
                 COLUMNS=GATES,
             )
         return outputs
+
+    def draw(self, logits: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+        return drawn(logits, highest, draws, least_in_nuclei if len(draws) >= FEWEST_UNSORTED else None)
 
 
 def _are_rows(x: torch.Tensor, delta: torch.Tensor | None) -> bool:

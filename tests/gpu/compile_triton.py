@@ -27,7 +27,8 @@ from engine.attention.triton_kernels import (
     merge,
 )
 from engine.attention.triton_paged import DEEP_BYTES, DEEP_STAGES, STAGES
-from engine.model import triton_steps
+from engine.model import triton_draws, triton_steps
+from engine.model.draws import LIKELIEST_MASS
 from engine.quantization import triton_linear
 from engine.quantization.quantized_linear import OUTPUTS
 
@@ -131,6 +132,12 @@ def gating(dtype, *, is_gelu):
     return triton_steps.gate_rows, {"gates_and_ups": dtype, "outputs": dtype}, {}, constants
 
 
+def finding_edges():
+    constants = {"MASS": LIKELIEST_MASS, "HIGHEST": triton_draws.LARGEST_BIT, "COLUMNS": triton_draws.COLUMNS}
+    pointers = {"weights": "fp32", "edges": "fp32", "needed": "i64"}
+    return triton_draws.find_edges, pointers, {}, constants, 3, triton_draws.NUM_WARPS
+
+
 CASES = [
     attending("bf16", "bf16", 128, 4, 16, FEW_ROWS, splits=16),
     attending("bf16", "bf16", 128, 4, 16, MANY_ROWS),
@@ -158,6 +165,7 @@ CASES = [
     placing("fp16", 16, 8, 80, has_norms=True),
     gating("bf16", is_gelu=False),
     gating("fp16", is_gelu=True),
+    finding_edges(),
     (triton_linear.add_up, {"outputs": "bf16"}, {}, {"SPLITS": 8, "BLOCK": triton_linear.ADDED, "HAS_BIAS": True}),
 ]
 

@@ -7,13 +7,17 @@ import torch
 pytest.importorskip("triton", reason="Triton, which comes with torch for CUDA, is not installed")
 
 from engine.cache.kv_pool import PagedKVPool
+from engine.model.draws import Draw
 from engine.model.rope import RotaryEmbedding
 from engine.model.step_backends import choose_steps
-from engine.model.steps import HeadNorms
+from engine.model.steps import HeadNorms, TorchSteps
+from engine.model.triton_draws import least_in_nuclei
 from engine.model.triton_steps import TritonSteps
 from serving_core.differences import GELU_TANH, SILU
 from serving_core.layout import KVLayout
 from serving_core.rope_config import DefaultRope
+from tests.unit.engine.test_draws import BELOW_ONE, SETTINGS
+from tests.unit.engine.test_draws import check as check_draws
 
 CUDA = torch.device("cuda", 0)
 EPS = 1e-5
@@ -135,3 +139,49 @@ def test_no_rows():
     empty = random(0, 64, dtype=torch.bfloat16)
     assert STEPS.norm(empty, empty.new_ones(64), EPS).shape == (0, 64)
     assert STEPS.gate(empty).shape == (0, 32)
+
+
+def drawn(steps, logits, draws):
+    return steps.draw(logits, steps.likeliest(logits)[0], draws).tolist()
+
+
+@dtypes
+@pytest.mark.parametrize("num_columns", [1, 40, 2048, 3001])
+def test_tokens_are_drawn_of_what_sorting_leaves(dtype, num_columns):
+    logits = random(len(SETTINGS), num_columns, dtype=dtype) * 3
+    draws = [
+        Draw(row, number, **{"temperature": 1.0, **fields})
+        for row, fields in enumerate(SETTINGS)
+        for number in (0.0, 0.45, BELOW_ONE)
+    ]
+    tokens = drawn(STEPS, logits, draws)
+    assert tokens == drawn(TorchSteps(), logits, draws)
+    check_draws(logits.cpu(), draws, tokens)
+
+
+NUCLEI = [{"top_p": top_p} for top_p in (1e-6, 0.3, 0.5, 1 - 1e-6)] + [{"top_p": 0.6, "top_k": 5}, {"top_k": 3}, {}]
+
+
+def test_nuclei_of_flat_rows_and_of_such_with_few_tokens():
+    flat, few = torch.full((3000,), 2.5), torch.full((3000,), -torch.inf)
+    few[[7, 2900]] = -4.0
+    logits = torch.stack([flat, few]).to(CUDA)
+    for row, ends in enumerate(([0, 2999], [7, 2900])):
+        draws = [
+            Draw(row, number, **{"temperature": 1.0, **fields}) for number in (0.0, BELOW_ONE) for fields in NUCLEI
+        ]
+        assert drawn(STEPS, logits, draws) == [end for end in ends for _ in NUCLEI]
+
+
+def test_of_a_row_that_is_no_number_others_do_not_hear():
+    logits = random(5, 500, dtype=torch.float32)
+    draws = [Draw(row, 0.6, 1.0, top_p=0.9) for row in range(5)]
+    expected = drawn(STEPS, logits, draws)
+    logits[2, 77] = torch.nan
+    assert np.delete(drawn(STEPS, logits, draws), 2).tolist() == np.delete(expected, 2).tolist()
+
+
+def test_the_least_weight_of_a_nucleus():
+    weights = torch.tensor([0.25, 1.0, 0.0, 0.5, 0.25]).expand(6, 5).to(CUDA)
+    needed = torch.tensor([2**40, 2**40 + 1, 3 * 2**39, 3 * 2**39 + 1, 2**41, 0], device=CUDA)[:, None]
+    assert least_in_nuclei(strided(weights), needed).flatten().tolist() == [1.0, 0.5, 0.5, 0.25, 0.25, 0.0]
