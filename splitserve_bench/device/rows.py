@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from splitserve_bench.device.steps import ATTENTION, DEVICE, ENGINE, SPLIT, TESTS, TRANSFER
+from splitserve_bench.device.steps import ATTENTION, DEVICE, DRAWING, ENGINE, SPLIT, TESTS, TRANSFER
 from splitserve_bench.engine.peers import DECODE, PREFILL
 
 DECODE_AIM: Final = 0.70  # of the memory bandwidth, one request
@@ -157,6 +157,11 @@ def _attention(name: str, figures: list[Mapping[str, Any]], nominal: Rates | Non
         yield Row(name, figure, each["bytes_per_s"] / 1e9, "GB/s", of_nominal=of_nominal)
 
 
+def _drawing(name: str, figures: list[Mapping[str, Any]], nominal: Rates | None) -> Iterator[Row]:
+    for each in figures:
+        yield Row(name, f"tokens drawn by {each['backend']}, batch {each['batch']}", each["seconds"] * 1e3, "ms")
+
+
 _READERS: Final[Mapping[str, Callable[[str, Any, Rates | None], Iterator[Row]]]] = {
     DEVICE: _device,
     ENGINE: _engine,
@@ -164,4 +169,5 @@ _READERS: Final[Mapping[str, Callable[[str, Any, Rates | None], Iterator[Row]]]]
     SPLIT: _split,
     TRANSFER: _transfer,
     ATTENTION: _attention,
+    DRAWING: _drawing,
 }

@@ -12,6 +12,7 @@ from typing import Final
 
 DEVICE, ENGINE, TESTS, SPLIT, TRANSFER, NOTHING = "device", "engine", "tests", "split", "transfer", ""
 ATTENTION: Final = "attention"
+DRAWING: Final = "drawing"
 
 MODEL: Final = "model"  # the step that writes it
 GPU_TESTS: Final = Path("tests/gpu")
@@ -145,6 +146,7 @@ def steps_of(sizes: Sizes, machine: Machine, model: Path, out: Path) -> list[Ste
         _engine("eager", sizes, folder, ("--enforce-eager",)),
         _split("split-1", sizes, folder, "", {"CUDA_VISIBLE_DEVICES": machine.first_device}),
         _attention(sizes),
+        _step("drawing", DRAWING, ("-m", "splitserve_bench.device.drawing", sizes.shape, sizes.batches), 60),
         _engine("long-context", sizes, folder, (), contexts=sizes.long_context),
         _transfer("transfer", sizes, folder, machine, HOST_TRANSPORTS),
         _transfer("transfer-device", sizes, folder, machine, by_device, no_device),

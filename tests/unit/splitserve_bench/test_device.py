@@ -436,7 +436,7 @@ def patience(monkeypatch):
 @pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.usefixtures("patience")
 def test_every_step_can_be_done_in_tiny_sizes(tmp_path):
-    names = "device,model,engine,split-1,attention,long-context,transfer,weights-int4"
+    names = "device,model,engine,split-1,attention,drawing,long-context,transfer,weights-int4"
     trial = ("--trial", "--shape", "smollm2-135m", "--layers", "1", "--out", tmp_path / "out", "--scratch", tmp_path)
     result = bench(*trial, "--steps", names, "--limit-s", str(LIMIT_S))
     assert result.exit_code == 0, result.output
