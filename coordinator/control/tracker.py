@@ -412,6 +412,8 @@ class Tracker:
     def _keep(self, request: TrackedRequest, now: float) -> list[Instruction]:
         """Answers a prompt where it was read, if that can be: the decode node has had no room for it for too long."""
         attempt, reader = request.attempt, request.attempt.prefill
+        if self._ledger.of(reader).num_answers >= reader.hello.max_num_seqs:  # there it would wait as well
+            return []
         if not reader.is_ready or request.max_tokens > min(reader.max_request_tokens, reader.pool_tokens):
             return []
         cancel = self._live.cancel(request, attempt.decode, attempt.epoch, now)

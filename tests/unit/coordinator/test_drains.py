@@ -241,6 +241,20 @@ def test_a_prompt_is_not_kept_by_a_node_that_it_does_not_fit():
     assert world.tick(5.0) == []
 
 
+def test_a_prompt_is_not_kept_where_it_would_wait_for_a_seat_too():
+    world = World(("d0",), keep_after_s=2.0)
+    world.attach("p0", max_num_seqs=1)
+    for name in ("a/0", "b/0"):
+        world.submit(name, max_tokens=MAX_TOKENS)
+        world.first(world.attempt)
+    assert world.tick(2.0) == ["cancel d0", "keep p0"]
+    kept = world.attempt
+    world.tell("d0", events.cancelled(kept))
+    assert world.tick(5.0) == []
+    world.tell("p0", events.step_tokens(events.sampled(kept, 1, 101, events.LENGTH)), 6.0)
+    assert world.tick(7.0) == ["cancel d0", "keep p0"]
+
+
 def test_a_prompt_that_is_not_read_yet_is_not_kept():
     world = World(keep_after_s=2.0)
     world.submit()
