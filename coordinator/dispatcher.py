@@ -124,6 +124,7 @@ class Dispatcher:
         self.nodes_changed.set()
         if namesake is not None:
             self._apply(self._lose(namesake, RequestError(WORKER_LOST, "its process has attached again")))
+        self._tracker.attached_again(hello.session)
         return link
 
     def detach(self, link: NodeLink) -> None:

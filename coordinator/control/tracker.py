@@ -218,7 +218,7 @@ class Tracker:
         pauses.note(now)
         if has_died and not pauses.is_recent(now):
             for request in at_work(node, self._live):
-                request.note_death()
+                request.note_death(node.session)
         self._live.releases.lose(node)
         instructions: list[Instruction] = []
         for request in self._live:
@@ -229,10 +229,15 @@ class Tracker:
                 instructions += self._lose_part(request, node, error, now)
         return instructions
 
+    def attached_again(self, session: int) -> None:
+        """The process of a node that was lost: only its stream had ended."""
+        for request in self._live.everyone():
+            request.take_back_death(session)
+
     def _lose_part(self, request: TrackedRequest, node: Node, error: RequestError, now: float) -> list[Instruction]:
         """A node of the current attempt has lost its part, or is gone. No other one is risked at a request that may be
         to blame for some."""
-        if request.num_deaths >= MAX_DEATHS:
+        if len(request.deaths) >= MAX_DEATHS:
             request.attempt.let_go(node)
             message = f"{MAX_DEATHS} nodes were lost or failed while they computed the request: no other one is tried"
             return self._live.end(request, with_progress(RequestError(reasons.ENGINE_ERROR, message), request), now)
@@ -400,7 +405,7 @@ class Tracker:
             return self._live.carry_on(request, node, restart_error(node, event), now)
         error = end_error(node, event)
         if event.reason == reasons.STEP_FAILED:  # of the node's doing, or of the request's, or of one beside it
-            request.note_death()
+            request.note_death(None)
             return self._lose_part(request, node, error, now)
         attempt.let_go(node)
         if event.reason == reasons.QUEUE_FULL:
