@@ -283,6 +283,7 @@ class Dispatcher:
         self._generations[plan.request_id] = call
         self._journal.begun(record or CallRecord(plan.request_id))
         self._idle.clear()
+        now = time.monotonic()
         # One for all answers, so that it is hashed once.
         prompt = Prompt(plan.prompt, plan.cache_salt, plan.adapter, is_read_whole=plan.is_read_whole)
         try:
@@ -296,6 +297,7 @@ class Dispatcher:
                     sampling,
                     arrived_s=arrived_s,
                     deadline_s=deadline_s,
+                    now=now,
                     slo=slo,
                     so_far=so_far,
                     pooling=plan.pooling,

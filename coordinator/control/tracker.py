@@ -147,26 +147,27 @@ class Tracker:
         *,
         arrived_s: float,
         deadline_s: float,
+        now: float,
         slo: Slo | None = None,
         so_far: SoFar = NOTHING,
         pooling: Pooling | None = None,
     ) -> list[Instruction]:
-        """Begins an answer, or goes on with one that an earlier call has begun; with a pooling it is an embedding.
-        Raises RequestError, and then nothing has begun."""
+        """Begins an answer, or goes on with one that an earlier call has begun; with a pooling it is an embedding. The
+        time since it arrived, in which it was prepared, counts in its timeline and against its limits. Raises
+        RequestError, and then nothing has begun."""
         if self._live.find(request_id) is not None:
             raise RequestError(reasons.DUPLICATE_REQUEST_ID, f"request {request_id} is live already")
         self._live.demand.arrived(arrived_s)
         if self.num_open >= self._max_live:
-            raise self._live.full(f"{self.num_open} answers are in flight, the limit is {self._max_live}", arrived_s)
+            raise self._live.full(f"{self.num_open} answers are in flight, the limit is {self._max_live}", now)
         self._age += 1
         first_token_s = arrived_s - so_far.since_first_s if so_far.token_ids else None
         timeline = Timeline(arrived_s, first_token_s)
         request = TrackedRequest(request_id, self._age, prompt, sampling, deadline_s, timeline, slo, pooling)
         request.resume(so_far.token_ids)
         if so_far.finish_reason:
-            complete = ended_before(request, so_far.finish_reason, arrived_s)
-            return [End(request_id, complete, timeline, arrived_s)]
-        return self._live.begin(request, arrived_s)
+            return [End(request_id, ended_before(request, so_far.finish_reason, now), timeline, now)]
+        return self._live.begin(request, now)
 
     def handle(self, node: Node, event: fleet_pb2.NodeEvent, now: float) -> list[Instruction]:
         """What a node tells of its attempts. Events that are late, repeated or not the node's to send do nothing."""
