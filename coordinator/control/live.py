@@ -20,7 +20,7 @@ from coordinator.control.metrics import Metrics
 from coordinator.control.outcomes import completion, with_progress
 from coordinator.control.pace import Pace
 from coordinator.control.placement.policy import Placed, Policy, Wanted
-from coordinator.control.placement.readers import best_reader
+from coordinator.control.placement.readers import best_reader, best_writer
 from coordinator.control.registry import Node, Registry
 from coordinator.control.releases import Releases
 from coordinator.control.router import has_path
@@ -240,9 +240,12 @@ class LiveAnswers:
             self.ledger.lengths.left(len(request.output), request.num_tokens_left),
             self.harmless.per_s(now),
         )
+        nodes, costs = self.registry.nodes, self.handover.costs(now)
         if request.pooling is not None:
-            return best_reader(self.registry.nodes, self.ledger, wanted, self.handover.costs(now))
-        return self._policy.place(self.registry.nodes, self.ledger, wanted, self.handover.costs(now), now)
+            return best_reader(nodes, self.ledger, wanted, costs)
+        if (placed := best_writer(nodes, self.ledger, wanted, costs)) is not None:
+            return placed
+        return self._policy.place(nodes, self.ledger, wanted, costs, now)
 
     def _try_on(
         self, request: TrackedRequest, placed: Placed, now: float, *, since_s: float | None = None
