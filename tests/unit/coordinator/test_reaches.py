@@ -36,9 +36,9 @@ def admit(registry, name, role="both", *, num_tokens=112, **fields):
     return registry.admit(hello, 0.0)
 
 
-def place(registry, num_prompt, num_tokens):
+def place(registry, num_prompt, num_tokens, policy="auto", ledger=None):
     wanted = Wanted(Prompt(list(range(num_prompt))), num_tokens)
-    return POLICIES["auto"].place(registry.nodes, Ledger(), wanted, HandoverCosts(), now=0.0)
+    return POLICIES[policy].place(registry.nodes, ledger or Ledger(), wanted, HandoverCosts(), now=0.0)
 
 
 def test_a_node_reaches_as_far_as_those_that_would_hold_blocks_for_it(registry):
@@ -96,6 +96,17 @@ def test_a_long_request_is_read_and_written_by_one_node_and_stays(registry):
     assert roomiest(nodes, Ledger(), 100, 200) is None
     with pytest.raises(RequestError, match="can hold 300 tokens"):
         place(registry, 100, 300)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("num_prompt", "num_tokens"), [(100, 200), (170, 200)])
+def test_no_policy_divides_a_long_request(registry, policy, num_prompt, num_tokens):
+    """Though the one node has answers and the other one prompts."""
+    nodes, ledger = [admit(registry, "a"), admit(registry, "b")], Ledger()
+    ledger.write("answer", nodes[0], 100)
+    ledger.read("prompt", nodes[1], 50)
+    placed = place(registry, num_prompt, num_tokens, policy, ledger)
+    assert placed.reader is placed.writer
 
 
 @pytest.mark.parametrize("offer", [{"num_tokens": POOL + 1}, {"host": {"address": "a:1", "key": b"short"}}])
