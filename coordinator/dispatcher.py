@@ -281,7 +281,8 @@ class Dispatcher:
         if plan.request_id in self._generations:
             raise RequestError(DUPLICATE_REQUEST_ID, f"request {plan.request_id} is live already")
         self._generations[plan.request_id] = call
-        self._journal.begun(record or CallRecord(plan.request_id))
+        record = record or CallRecord(plan.request_id)
+        self._journal.begun(record)
         self._idle.clear()
         now = time.monotonic()
         # One for all answers, so that it is hashed once.
@@ -301,6 +302,7 @@ class Dispatcher:
                     slo=slo,
                     so_far=so_far,
                     pooling=plan.pooling,
+                    asker=record.asker,
                 )
                 self._answers[answer_id] = answer
                 self._apply(instructions)

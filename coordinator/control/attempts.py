@@ -168,6 +168,7 @@ class TrackedRequest:
     timeline: Timeline
     slo: Slo | None = None
     pooling: Pooling | None = None  # an embedding is wanted: no node writes anything
+    asker: str = ""  # the name of the API key that came with it
     embedded_s: float | None = None  # when that came
     output: list[int] = field(default_factory=list)  # token ids emitted so far, over all attempts and calls
     num_resumed: int = 0  # of these, those that came with the call

@@ -62,10 +62,11 @@ class World:
         slo=None,
         adapter="",
         preparing_s=0.0,
+        asker="",
     ):
         prompt, sampling = Prompt(token_ids, cache_salt, adapter), SamplingParams(max_tokens=max_tokens)
         times = {"arrived_s": now - preparing_s, "deadline_s": now + 100.0, "now": now}
-        return self.short(self.tracker.submit(request_id, prompt, sampling, **times, slo=slo))
+        return self.short(self.tracker.submit(request_id, prompt, sampling, **times, slo=slo, asker=asker))
 
     def tell(self, name, event, now=0.0):
         return self.short(self.tracker.handle(self.registry.find(name), event, now))
