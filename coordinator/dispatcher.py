@@ -124,6 +124,7 @@ class Dispatcher:
         self.nodes_changed.set()
         if namesake is not None:
             self._apply(self._lose(namesake, RequestError(WORKER_LOST, "its process has attached again")))
+        self._tracker.attached_again(hello.session)
         return link
 
     def detach(self, link: NodeLink) -> None:
@@ -280,8 +281,10 @@ class Dispatcher:
         if plan.request_id in self._generations:
             raise RequestError(DUPLICATE_REQUEST_ID, f"request {plan.request_id} is live already")
         self._generations[plan.request_id] = call
-        self._journal.begun(record or CallRecord(plan.request_id))
+        record = record or CallRecord(plan.request_id)
+        self._journal.begun(record)
         self._idle.clear()
+        now = time.monotonic()
         # One for all answers, so that it is hashed once.
         prompt = Prompt(plan.prompt, plan.cache_salt, plan.adapter, is_read_whole=plan.is_read_whole)
         try:
@@ -295,9 +298,11 @@ class Dispatcher:
                     sampling,
                     arrived_s=arrived_s,
                     deadline_s=deadline_s,
+                    now=now,
                     slo=slo,
                     so_far=so_far,
                     pooling=plan.pooling,
+                    asker=record.asker,
                 )
                 self._answers[answer_id] = answer
                 self._apply(instructions)

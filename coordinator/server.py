@@ -75,6 +75,7 @@ class CoordinatorServer:
             self._metrics,
             first_epoch=secrets.randbelow(NUM_EPOCHS),
             max_live=settings.max_num_queued_reqs,
+            max_live_per_asker=settings.max_num_queued_reqs_per_key,
             max_restarts=settings.max_restarts,
             keep_after_s=settings.keep_after_s,
             node_wait_s=settings.node_wait_s,

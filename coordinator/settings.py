@@ -107,6 +107,11 @@ class CoordinatorSettings:
     )
     strict_fields: bool = flag(False, "Refuse requests with unknown fields, instead of a warning.")
     max_num_queued_reqs: int = flag(1024, "Most answers in flight at once; more are refused.", minimum=1)
+    max_num_queued_reqs_per_key: int = flag(
+        0,
+        "Most answers in flight for the API keys of one name, and for all that have none; 0: no such limit.",
+        minimum=0,
+    )
     max_connections: int = flag(
         0,
         "Most connections of clients at the gRPC port, and as many at the HTTP port; 0 takes what is useful within the "

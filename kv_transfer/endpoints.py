@@ -1,9 +1,13 @@
 """Where a node's ranks receive, as the flags tell it. Torch-free."""
 
+from typing import Final
+
+from kv_transfer.ticket import MAX_TP
 from serving_core.errors import SettingsError
 from serving_core.ports import before_port
 
 KV_TRANSPORTS = ("zmq", "torch_dist")
+MAX_PORT: Final = 65535
 _SCHEMES = {"zmq": ("tcp", "ipc"), "torch_dist": ("dist",)}
 
 
@@ -32,3 +36,16 @@ def host_of(endpoint: str) -> str | None:
     """The host that an endpoint listens on, None where only this machine can reach it."""
     scheme, _, place = endpoint.partition("://")
     return None if scheme == "ipc" else place.rpartition(":")[0]
+
+
+def annex_address_of(kv_transport: str, kv_bind: str) -> tuple[str, int]:
+    """Host and port at which a node holds annexes: the port behind those that as many ranks as a node can have would
+    take, and 0, any free one, where kv_bind has no port. Raises SettingsError as endpoint_of does, and where that is
+    no port."""
+    endpoint = endpoint_of(kv_transport, kv_bind, MAX_TP)
+    host, port = host_of(endpoint), endpoint.rpartition(":")[2]
+    if host is None or port == "*":
+        return host or "127.0.0.1", 0
+    if int(port) > MAX_PORT:
+        raise SettingsError(f"--kv-bind {kv_bind}: annexes take the port {MAX_TP} above, {port}, over {MAX_PORT}")
+    return host, int(port)

@@ -12,7 +12,7 @@ from engine.engine import Engine
 from kv_transfer.annexes.annex import Annex, most_tiles_of, open_annex
 from kv_transfer.annexes.host import AnnexHost
 from kv_transfer.annexes.wire import KEY_BYTES
-from kv_transfer.endpoints import endpoint_of, host_of
+from kv_transfer.endpoints import annex_address_of
 from kv_transfer.errors import TransferError
 from serving_core.errors import SettingsError
 from serving_core.residents import Host, Resident
@@ -64,8 +64,8 @@ class AnnexEnds:
         self.key: Final = secrets.token_bytes(KEY_BYTES)
         partials = engine.partial_attention()
         self._sizes = {"row_bytes": partials.row_bytes, "partial_bytes": partials.partial_bytes}
-        where = host_of(endpoint_of(settings.kv_transport, settings.kv_bind, 0)) or "127.0.0.1"
-        self._host = AnnexHost(where, self.key, engine.pool, partials, self._leased, self._released, TILE_KEYS)
+        where = annex_address_of(settings.kv_transport, settings.kv_bind)
+        self._host = AnnexHost(*where, self.key, engine.pool, partials, self._leased, self._released, TILE_KEYS)
 
     @property
     def address(self) -> str:

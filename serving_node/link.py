@@ -89,7 +89,7 @@ class FleetLink:
         self._stopping = asyncio.Event()
         self._retry_s = RETRY_MIN_S
         self._reminder = Reminder()
-        self._session = 0  # of the last attachment; shows the coordinator that this is the same process
+        self._session = 0  # of the last attachment; shows the coordinator that this is the same process, and well
 
     @property
     def is_attached(self) -> bool:
@@ -171,7 +171,7 @@ class FleetLink:
                 self._unsent.put_nowait(None)
             logger.info("attached to the coordinator, session %d", self._session)
             beating = self._beat(node, welcome.heartbeat_s)
-            await first_to_end(beating, self._write(call), self._read(call, node), _leave_when_stuck(node))
+            await first_to_end(beating, self._write(call), self._read(call, node), self._leave_when_stuck(node))
         finally:
             call.cancel()
 
@@ -212,16 +212,18 @@ class FleetLink:
                 await self._say_taken(attempt)
             node.handle(command)
 
+    async def _leave_when_stuck(self, node: Node) -> None:
+        """Raises ConnectionError when the node is stuck. It will come back as another process, since what its step was
+        about counts as if it had died of that."""
+        why = await node.stuck()
+        self._session = 0
+        raise ConnectionError(f"{why}: the node stays away until that step has ended")
+
     async def _say_taken(self, attempt: fleet_pb2.Attempt) -> None:
         """Returns when it is written, so that it is out even if the request is the end of this process."""
         self.send(taken=fleet_pb2.Taken(attempt=attempt))
         with contextlib.suppress(TimeoutError):  # a death may then go uncounted: one more node is risked
             await asyncio.wait_for(self._unsent.join(), TAKEN_S)
-
-
-async def _leave_when_stuck(node: Node) -> None:
-    """Raises ConnectionError when the node is stuck."""
-    raise ConnectionError(f"{await node.stuck()}: the node stays away until that step has ended")
 
 
 def _note(event: str, body: Any) -> None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Final
+from typing import Final, NamedTuple
 
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node
@@ -149,6 +149,13 @@ class Move:
         return self.stage in (MoveStage.RESERVING, MoveStage.MOVING)
 
 
+class Death(NamedTuple):
+    """A node may have died of a request, or failed, when that had so many tokens."""
+
+    session: int | None  # of the node whose stream has ended; None of one that has failed, and said so
+    num_tokens: int
+
+
 @dataclass(slots=True, eq=False)
 class TrackedRequest:
     """One live answer."""
@@ -161,6 +168,7 @@ class TrackedRequest:
     timeline: Timeline
     slo: Slo | None = None
     pooling: Pooling | None = None  # an embedding is wanted: no node writes anything
+    asker: str = ""  # the name of the API key that came with it
     embedded_s: float | None = None  # when that came
     output: list[int] = field(default_factory=list)  # token ids emitted so far, over all attempts and calls
     num_resumed: int = 0  # of these, those that came with the call
@@ -178,8 +186,7 @@ class TrackedRequest:
     move_pause_s: float = 0.0  # from the last token before a move to the first one after it, over all moves
     move: Move | None = None
     moved_s: float | None = None  # when the last move was over, however it ended
-    num_deaths: int = 0  # of nodes in a row that may have died of it, or failed, between which it has come no further
-    died_at: int = 0  # tokens that it had when the last of them did
+    deaths: list[Death] = field(default_factory=list)  # in a row, between which it has come no further
     avoid: list[Node] = field(default_factory=list)  # that have failed it: others are taken while there are any
     full_nodes: set[Node] = field(default_factory=set)  # of those, the ones that had no room for it
     asks_again_s: float = 0.0  # while it waits for nodes: not before this
@@ -224,19 +231,23 @@ class TrackedRequest:
     def resume(self, token_ids: Sequence[int]) -> None:
         """Goes on behind tokens that an earlier call has given; to be called before all else."""
         self.output += token_ids
-        self.num_resumed = self.died_at = len(token_ids)
+        self.num_resumed = len(token_ids)
 
-    def note_death(self) -> None:
-        """A node may have died of it, or failed. What has come further since another one did was no reason for that."""
-        is_further = len(self.output) > self.died_at + NUM_TOKENS_FURTHER
-        self.num_deaths = 1 if is_further else self.num_deaths + 1
-        self.died_at = len(self.output)
+    def note_death(self, session: int | None) -> None:
+        """As Death says. What has come further since another one was no reason for that."""
+        if self.deaths and len(self.output) > self.deaths[-1].num_tokens + NUM_TOKENS_FURTHER:
+            self.deaths.clear()
+        self.deaths.append(Death(session, len(self.output)))
+
+    def take_back_death(self, session: int) -> None:
+        """The node of this session lives."""
+        self.deaths = [death for death in self.deaths if death.session != session]
 
     @property
     def may_have_come(self) -> bool:
         """Whether the node that reads may have the prompt. Of a suspect it would have said so: nodes that die at the
         same time do not all die of a request that the coordinator gives from one to the other meanwhile."""
-        return self.attempt.is_taken or not self.num_deaths
+        return self.attempt.is_taken or not self.deaths
 
     def end_move(self, now: float) -> None:
         """Nothing is left to be heard of the move, however it ended."""
@@ -261,7 +272,7 @@ class TrackedRequest:
         )
         due = self.due
         due_left = due_to_wire(due, now) if due else None
-        return job_to_wire(request, self.age, due_left, self.priority, is_suspect=self.num_deaths > 0)
+        return job_to_wire(request, self.age, due_left, self.priority, is_suspect=bool(self.deaths))
 
     def commands(self, prompt: Prompt, now: float) -> Iterator[tuple[Node, fleet_pb2.NodeCommand]]:
         """What the nodes of the current attempt, which reads this prompt, are to be told now."""

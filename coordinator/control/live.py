@@ -20,7 +20,7 @@ from coordinator.control.metrics import Metrics
 from coordinator.control.outcomes import completion, with_progress
 from coordinator.control.pace import Pace
 from coordinator.control.placement.policy import Placed, Policy, Wanted
-from coordinator.control.placement.readers import best_reader
+from coordinator.control.placement.readers import best_reader, best_writer
 from coordinator.control.registry import Node, Registry
 from coordinator.control.releases import Releases
 from coordinator.control.router import has_path
@@ -121,7 +121,7 @@ class LiveAnswers:
             if placed.is_timely and request.due is not None and request.due.first_s < inf:
                 self.harmless.happened(now)
             self._check_admission(request, placed)
-            instructions = self._try_on(request, placed, now)
+            instructions = self._try_on(request, placed, now, since_s=request.timeline.start_s)
         self._requests[request.request_id] = request
         return instructions
 
@@ -238,19 +238,24 @@ class LiveAnswers:
             self.ledger.lengths.left(len(request.output), request.num_tokens_left),
             self.harmless.per_s(now),
         )
+        nodes, costs = self.registry.nodes, self.handover.costs(now)
         if request.pooling is not None:
-            return best_reader(self.registry.nodes, self.ledger, wanted, self.handover.costs(now))
-        return self._policy.place(self.registry.nodes, self.ledger, wanted, self.handover.costs(now), now)
+            return best_reader(nodes, self.ledger, wanted, costs)
+        if (placed := best_writer(nodes, self.ledger, wanted, costs)) is not None:
+            return placed
+        return self._policy.place(nodes, self.ledger, wanted, costs, now)
 
-    def _try_on(self, request: TrackedRequest, placed: Placed, now: float) -> list[Instruction]:
-        """Gives the request to these nodes."""
+    def _try_on(
+        self, request: TrackedRequest, placed: Placed, now: float, *, since_s: float | None = None
+    ) -> list[Instruction]:
+        """Gives the request to these nodes; its timeline has it there since_s, if not since now."""
         prefill, decode, prompt = placed.reader, placed.writer, request.known
         epoch, loan = self.next_epoch(), placed.loan
         if loan is not None:
             loan = replace(loan, epoch=self.next_epoch())
         hosts = self.registry.hosts_of(decode) if request.max_tokens > decode.pool_tokens else ()
         request.attempt = Attempt(epoch, prefill, decode, len(request.output), now, loan, hosts)
-        request.timeline.placed(now, prefill.name, decode.name, begins=True)
+        request.timeline.placed(now if since_s is None else since_s, prefill.name, decode.name, begins=True)
         if (due := request.due) is not None:
             self.ledger.owe(request.request_id, due, len(request.output), request.num_tokens_left)
         num_lent = 0 if loan is None else loan.num_lent

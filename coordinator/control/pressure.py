@@ -2,6 +2,8 @@
 
     reading   the prompts that wait would take the readers LONG_QUEUE_S, and running answers leave the writers room
     writing   running answers fill the writers, and readers have next to nothing to do
+    no reader, no writer
+              nobody that is ready does the one part, and some do the other
     none      the queue is short, and writers would have room without those that are lent to them
 
 Prompts and answers are counted by the ledger, readers' rates as they have measured them. Where requests have limits,
@@ -31,14 +33,18 @@ class Pressure(Enum):
 
     READING = auto()
     WRITING = auto()
+    NO_READER = auto()
+    NO_WRITER = auto()
     NONE = auto()
 
 
 class PressureGauge:
     """Measures again and again, and tells for how long it has been so."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, *, embeds: bool = False) -> None:
+        """`embeds`: whether nobody has to write."""
         self._ledger = ledger
+        self._embeds = embeds
         self._seen: Pressure | None = None
         self._since_s = 0.0
 
@@ -52,6 +58,10 @@ class PressureGauge:
     def _look(self, nodes: Collection[Node], now: float) -> Pressure | None:
         readers = [node for node in nodes if node.usable.reads]
         writers = [node for node in nodes if node.usable.writes]
+        if writers and not readers:
+            return Pressure.NO_READER
+        if readers and not writers and not self._embeds:
+            return Pressure.NO_WRITER
         rate = sum(node.load.prefill_tokens_per_s for node in readers)
         if not rate or not writers:
             return None

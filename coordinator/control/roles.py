@@ -6,7 +6,8 @@ writer away, nor the last way from the one to the other.
 
 A node that the coordinator lends does both parts until it has been calm for a while; one after the other goes home
 then. A load near the limits may need a node that has just gone, and would make it go to and fro for ever; so whoever is
-lent soon after one went home stays several times as long at least, up to a bound.
+lent soon after one went home stays several times as long at least, up to a bound. A part that nobody does any more gets
+a node sooner, before requests that wait for one are refused.
 """
 
 from typing import Final
@@ -25,6 +26,7 @@ from serving_core.shapes import BOTH, DECODE, PREFILL, Shape, check_shape, commo
 FIXED, AUTO = "fixed", "auto"
 CONFIRM_S: Final = 10.0  # for a node to confirm; then it counts as what it was
 LASTS_S: Final = 3.0  # a pressure, before it counts
+LACKS_S: Final = 2.0  # a part, anybody who does it: nodes whose streams broke are back by then
 CALM_S: Final = 15.0  # no pressure, before a node goes home
 REST_S: Final = 10.0  # of the coordinator, between a flip and the next one that lends a node
 MIN_STAY_S: Final = 15.0  # between a flip and the next one that sends a node home; at first
@@ -39,7 +41,7 @@ class Roles:
         """With the policy AUTO a node is lent to the part that lacks hands: it does both until they are not needed any
         more, and then what it did before. The nodes keep that, so another coordinator knows it too."""
         self._registry = registry
-        self._gauge = PressureGauge(ledger) if policy == AUTO else None
+        self._gauge = PressureGauge(ledger, embeds=registry.embeds) if policy == AUTO else None
         self._ledger = ledger
         self._asked_s: dict[Node, float] = {}  # nodes that have not confirmed yet, and when they were asked
         self._flipped_s: float | None = None  # when the coordinator itself has asked last
@@ -104,7 +106,13 @@ class Roles:
 
     def _is_due(self, pressure: Pressure, lasted_s: float, now: float) -> bool:
         """Whether it has lasted, and the flip before was long enough ago."""
-        lasts_s, rests_s = (CALM_S, self._stay_s) if pressure is Pressure.NONE else (LASTS_S, REST_S)
+        match pressure:
+            case Pressure.NONE:
+                lasts_s, rests_s = CALM_S, self._stay_s
+            case Pressure.NO_READER | Pressure.NO_WRITER:
+                lasts_s = rests_s = LACKS_S
+            case _:
+                lasts_s, rests_s = LASTS_S, REST_S
         return lasted_s >= lasts_s and (self._flipped_s is None or now - self._flipped_s >= rests_s)
 
     def _note_flip(self, pressure: Pressure, now: float) -> None:
@@ -122,7 +130,8 @@ class Roles:
         if pressure is Pressure.NONE:
             away = [node for node in ready if node.shape != node.home]
             return (away[0], away[0].home) if away and self._may_go_home(away[0]) else None
-        lent, least = (DECODE, self._num_held) if pressure is Pressure.READING else (PREFILL, self._num_to_compute)
+        is_to_read = pressure in (Pressure.READING, Pressure.NO_READER)
+        lent, least = (DECODE, self._num_held) if is_to_read else (PREFILL, self._num_to_compute)
         able = [node for node in ready if node.role == lent]
         if not able:
             return None

@@ -74,8 +74,10 @@ class Tracker:
         lends: str = NEVER,
         policy: Policy = POLICIES[AUTO],
         admits_late: bool = True,
+        max_live_per_asker: int = 0,
     ) -> None:
         """`first_epoch` is to be random: nodes may still be at attempts of a coordinator that ran before this one.
+        `max_live_per_asker`: most answers of one asker, 0 without a limit.
         `admits_late`: whether requests are taken whose limits, or those of others, would be missed."""
         self._registry = registry
         self._ledger = ledger
@@ -93,7 +95,7 @@ class Tracker:
         )
         self._moves = Moves(self._live)
         self._lending = Lending(self._live)
-        self._max_live = max_live
+        self._max_live, self._max_live_per_asker = max_live, max_live_per_asker
         self._keep_after_s = keep_after_s
         self._age = 0  # requests that were ever admitted
 
@@ -147,26 +149,38 @@ class Tracker:
         *,
         arrived_s: float,
         deadline_s: float,
+        now: float,
         slo: Slo | None = None,
         so_far: SoFar = NOTHING,
         pooling: Pooling | None = None,
+        asker: str = "",
     ) -> list[Instruction]:
-        """Begins an answer, or goes on with one that an earlier call has begun; with a pooling it is an embedding.
-        Raises RequestError, and then nothing has begun."""
+        """Begins an answer, or goes on with one that an earlier call has begun; with a pooling it is an embedding. The
+        time since it arrived, in which it was prepared, counts in its timeline and against its limits. Raises
+        RequestError, and then nothing has begun."""
         if self._live.find(request_id) is not None:
             raise RequestError(reasons.DUPLICATE_REQUEST_ID, f"request {request_id} is live already")
+        self._check_share(asker)
         self._live.demand.arrived(arrived_s)
         if self.num_open >= self._max_live:
-            raise self._live.full(f"{self.num_open} answers are in flight, the limit is {self._max_live}", arrived_s)
+            raise self._live.full(f"{self.num_open} answers are in flight, the limit is {self._max_live}", now)
         self._age += 1
         first_token_s = arrived_s - so_far.since_first_s if so_far.token_ids else None
         timeline = Timeline(arrived_s, first_token_s)
-        request = TrackedRequest(request_id, self._age, prompt, sampling, deadline_s, timeline, slo, pooling)
+        request = TrackedRequest(request_id, self._age, prompt, sampling, deadline_s, timeline, slo, pooling, asker)
         request.resume(so_far.token_ids)
         if so_far.finish_reason:
-            complete = ended_before(request, so_far.finish_reason, arrived_s)
-            return [End(request_id, complete, timeline, arrived_s)]
-        return self._live.begin(request, arrived_s)
+            return [End(request_id, ended_before(request, so_far.finish_reason, now), timeline, now)]
+        return self._live.begin(request, now)
+
+    def _check_share(self, asker: str) -> None:
+        """Raises RequestError where one asker has as many live answers as one may: more nodes would not help, and its
+        place is nobody else's."""
+        most = self._max_live_per_asker
+        if most and (number := sum(each.asker == asker for each in self._live.everyone())) >= most:
+            whose = f"the API key of {asker}" if asker else "API keys without a name"
+            message = f"{number} answers to {whose} are in flight, the limit for one is {most}"
+            raise RequestError(reasons.QUEUE_FULL, message)
 
     def handle(self, node: Node, event: fleet_pb2.NodeEvent, now: float) -> list[Instruction]:
         """What a node tells of its attempts. Events that are late, repeated or not the node's to send do nothing."""
@@ -218,7 +232,7 @@ class Tracker:
         pauses.note(now)
         if has_died and not pauses.is_recent(now):
             for request in at_work(node, self._live):
-                request.note_death()
+                request.note_death(node.session)
         self._live.releases.lose(node)
         instructions: list[Instruction] = []
         for request in self._live:
@@ -229,10 +243,15 @@ class Tracker:
                 instructions += self._lose_part(request, node, error, now)
         return instructions
 
+    def attached_again(self, session: int) -> None:
+        """The process of a node that was lost: only its stream had ended."""
+        for request in self._live.everyone():
+            request.take_back_death(session)
+
     def _lose_part(self, request: TrackedRequest, node: Node, error: RequestError, now: float) -> list[Instruction]:
         """A node of the current attempt has lost its part, or is gone. No other one is risked at a request that may be
         to blame for some."""
-        if request.num_deaths >= MAX_DEATHS:
+        if len(request.deaths) >= MAX_DEATHS:
             request.attempt.let_go(node)
             message = f"{MAX_DEATHS} nodes were lost or failed while they computed the request: no other one is tried"
             return self._live.end(request, with_progress(RequestError(reasons.ENGINE_ERROR, message), request), now)
@@ -400,7 +419,7 @@ class Tracker:
             return self._live.carry_on(request, node, restart_error(node, event), now)
         error = end_error(node, event)
         if event.reason == reasons.STEP_FAILED:  # of the node's doing, or of the request's, or of one beside it
-            request.note_death()
+            request.note_death(None)
             return self._lose_part(request, node, error, now)
         attempt.let_go(node)
         if event.reason == reasons.QUEUE_FULL:

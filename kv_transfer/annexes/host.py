@@ -52,6 +52,7 @@ class AnnexHost:
     def __init__(
         self,
         address: str,
+        port: int,
         key: bytes,
         pool: Pool,
         partials: Partials,
@@ -59,7 +60,8 @@ class AnnexHost:
         release: Callable[[int], None],
         tile_tokens: int,
     ) -> None:
-        """`lease` and `release` are given a number of the annex. Raises SettingsError where it cannot listen."""
+        """Port 0 is any free one. `lease` and `release` are given a number of the annex. Raises SettingsError where it
+        cannot listen."""
         self._pool, self._partials, self._key = pool, partials, key
         self._lease, self._release = lease, release
         self._layout = pool.layout
@@ -73,9 +75,9 @@ class AnnexHost:
         self._is_closed = False
         try:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            self._listener = socket.create_server((address.strip("[]"), 0), family=family)
+            self._listener = socket.create_server((address.strip("[]"), port), family=family)
         except OSError as error:
-            raise SettingsError(f"cannot listen for annexes on {address}: {error.strerror or error}") from error
+            raise SettingsError(f"cannot listen for annexes on {address}:{port}: {error.strerror or error}") from error
         self.address: Final = f"{address}:{self._listener.getsockname()[1]}"
         self._threads: list[threading.Thread] = []  # of the connections; the acceptor's alone
         self._acceptor = threading.Thread(target=self._accept, name="annexes", daemon=True)

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import psutil
 
+from kv_transfer.endpoints import MAX_PORT
 from kv_transfer.errors import TransferError
 from serving_core.errors import SettingsError
 from serving_core.ports import before_port
 
 TOKEN_BYTES = 16
-MAX_PORT = 65535
 
 _BIND = re.compile(r"dist://(?:\[(?P<v6>[^\[\]/]+)\]|(?P<host>[^\[\]/:]+)):(?P<port>\*|\d{1,5})")
 _DIAL = re.compile(r"dist://(?:\[(?P<v6>[^\[\]/]+)\]|(?P<host>[^\[\]/:]+)):(?P<port>\d{1,5})/(?P<token>[0-9a-f]{32})")

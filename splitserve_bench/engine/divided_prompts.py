@@ -187,7 +187,7 @@ def _hold_blocks(folder: Path, num_tokens: int) -> None:
 
     key = secrets.token_bytes(KEY_BYTES)
     with closing(
-        AnnexHost("127.0.0.1", key, engine.pool, engine.partial_attention(), lease, release, TILE_KEYS)
+        AnnexHost("127.0.0.1", 0, key, engine.pool, engine.partial_attention(), lease, release, TILE_KEYS)
     ) as end:
         click.echo(f"{end.address} {key.hex()}")
         sys.stdin.read()

@@ -174,7 +174,7 @@ class SimulatedCoordinator:
         self.catch_up()
         try:
             instructions = self.tracker.submit(
-                request_id, prompt, sampling, arrived_s=now, deadline_s=deadline_s, slo=slo
+                request_id, prompt, sampling, arrived_s=now, deadline_s=deadline_s, now=now, slo=slo
             )
         except RequestError as refusal:
             self._clients.ended(request_id, refusal)

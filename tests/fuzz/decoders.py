@@ -291,7 +291,7 @@ def node_event(data: bytes) -> None:
         return
     dispatcher = _dispatcher()
     link = dispatcher.attach(events.hello("b0").hello)
-    options = {"arrived_s": 0.0, "deadline_s": 1e9}
+    options = {"arrived_s": 0.0, "deadline_s": 1e9, "now": 0.0}
     dispatcher._tracker.submit("r/0", Prompt([1, 2, 3]), SamplingParams(max_tokens=5), **options)
     dispatcher.receive(link, event)
     dispatcher.tick()

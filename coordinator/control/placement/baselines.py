@@ -15,7 +15,7 @@ from typing import Final
 
 from coordinator.control.handover import HandoverCosts
 from coordinator.control.ledger import Ledger
-from coordinator.control.placement.policy import Placed, Wanted
+from coordinator.control.placement.policy import Placed, Wanted, within_pools
 from coordinator.control.prompts import Prompt
 from coordinator.control.registry import Node
 from coordinator.control.router import candidates
@@ -44,8 +44,10 @@ class ByScore:
             return node in wanted.avoid, score(node, ledger, wanted.prompt), node.name
 
         readers = candidates(nodes, PREFILL, len(wanted.prompt))
+        senders, takers = within_pools(readers, writers, wanted)
         for reader in sorted(readers, key=lambda node: order(node, self._reading)):
-            able = [node for node in writers if node is reader or node.usable.takes_handovers]
+            others = takers if reader in senders else ()
+            able = [node for node in writers if node is reader or (node in others and node.usable.takes_handovers)]
             if self._keeps and reader in able:
                 return Placed(reader, reader)
             if able:

@@ -14,7 +14,7 @@ from coordinator.control.handover import HandoverCosts
 from coordinator.control.ledger import Ledger
 from coordinator.control.placement.costs import Costs
 from coordinator.control.placement.lateness import Lateness, spared
-from coordinator.control.placement.policy import Placed, Wanted
+from coordinator.control.placement.policy import Placed, Wanted, within_pools
 from coordinator.control.registry import Node
 from coordinator.control.router import candidates
 from serving_core.errors import RequestError
@@ -49,7 +49,7 @@ class Cheapest:
             has_other = any(node is not least and not costs.writing(node).is_full for node in writers)
             weighing = _Weighing(costs, lateness, least if has_other else None, wanted.avoid)
         alone = list(weighing.alone(readers, writers))
-        two = list(weighing.two(*_within_pools(readers, writers, wanted)))
+        two = list(weighing.two(*within_pools(readers, writers, wanted)))
         allowed = [*(two if self._may_be_two else ()), *(alone if self._may_be_alone else ())]
         pairs = allowed or [*two, *alone]
         if not pairs:
@@ -57,14 +57,6 @@ class Cheapest:
             raise RequestError(NO_DECODE_WORKER, message)
         reader, writer = min(pairs, key=weighing.order)
         return weighing.placed(reader, writer)
-
-
-def _within_pools(
-    readers: Sequence[Node], writers: Sequence[Node], wanted: Wanted
-) -> tuple[Sequence[Node], Sequence[Node]]:
-    """Those that need no annexes: a hand-over is from pool to pool."""
-    some_readers = [node for node in readers if len(wanted.prompt) <= node.pool_tokens]
-    return some_readers, [node for node in writers if wanted.num_tokens <= node.pool_tokens]
 
 
 class _Order(NamedTuple):

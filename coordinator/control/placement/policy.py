@@ -57,3 +57,11 @@ class Policy(Protocol):
     ) -> Placed:
         """Raises RequestError when no pair of these nodes could serve the request."""
         ...
+
+
+def within_pools(
+    readers: Sequence[Node], writers: Sequence[Node], wanted: Wanted
+) -> tuple[Sequence[Node], Sequence[Node]]:
+    """Those between which the request can be handed over: that is from pool to pool, without annexes."""
+    some_readers = [node for node in readers if len(wanted.prompt) <= node.pool_tokens]
+    return some_readers, [node for node in writers if wanted.num_tokens <= node.pool_tokens]

@@ -246,7 +246,7 @@ class World:
     def submit(self):
         request_id = f"{len(self.submitted)}/0"
         max_tokens = self.random.randint(1, self.max_tokens)
-        times = {"arrived_s": self.now, "deadline_s": self.now + DEADLINE_S}
+        times = {"arrived_s": self.now, "deadline_s": self.now + DEADLINE_S, "now": self.now}
         try:
             instructions = self.tracker.submit(
                 request_id, Prompt(PROMPT), SamplingParams(max_tokens=max_tokens), **times

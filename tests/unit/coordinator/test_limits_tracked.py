@@ -1,6 +1,8 @@
 """Limits and priorities on their way to the nodes, over retries and moves, and what the end of an answer tells of
 them."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from coordinator.control.prompts import Prompt
@@ -22,6 +24,10 @@ def world():
 def due(job):
     """What a job tells, by name."""
     return {field.name: value for field, value in job.due.ListFields()}
+
+
+def writer_of(world, request_id):
+    return world.tracker._live.find(request_id).attempt.decode.name
 
 
 def end_of(world):
@@ -47,6 +53,21 @@ def test_both_nodes_get_what_is_left_and_the_writer_hears_of_the_first_token(wor
     assert [due(job) for job in world.jobs] == [{"ttft_left_s": 5.0, "tpot_s": 2.0}] * 2
     assert world.first(world.attempt, now=12.0) == ["emit 0:100", "begun d0"]
     assert world.attempt.epoch == world.jobs[0].attempt.epoch
+
+
+def test_what_it_took_to_prepare_a_request_is_not_left(world):
+    world.submit(now=10.75, slo=Slo("", 1.0, None), preparing_s=0.75)
+    assert [due(job) for job in world.jobs] == [{"ttft_left_s": 0.25}] * 2
+    world.first(world.attempt, now=11.0, finish_reason=LENGTH)
+    timeline = world.outcome.timeline
+    assert (timeline.ttft_s, timeline.e2e_s, timeline.prefill_queue_s) == (1.0, 1.0, 1.0)  # from its arrival on
+
+
+def test_the_time_before_an_attempt_is_no_wait_for_blocks(world):
+    for name in ("a/0", "b/0", "c/0"):
+        world.submit(name, now=20.0, preparing_s=8.0)
+        world.tell(writer_of(world, name), events.reserved(world.attempt), 21.0)
+    assert world.tracker._live.handover.costs(21.0).credit_s == 1.0
 
 
 @pytest.mark.parametrize(("slo", "told"), [(Slo("", None, 2.0), ["begun d0"]), (Slo("", 5.0, None), [])])
@@ -158,7 +179,9 @@ def test_an_embedding_counts_as_a_first_token(came_s, is_met):
     world = World(("p0",), embeds=True)
     prompt, sampling, slo = Prompt([1, 2, 3]), SamplingParams(max_tokens=0), Slo("", 10.0, 0.1)
     world.short(
-        world.tracker.submit("r/0", prompt, sampling, arrived_s=0.0, deadline_s=100.0, slo=slo, pooling=Pooling(MEAN))
+        world.tracker.submit(
+            "r/0", prompt, sampling, arrived_s=0.0, deadline_s=100.0, now=0.0, slo=slo, pooling=Pooling(MEAN)
+        )
     )
     world.tell("p0", events.embedded(world.attempt, b"abcd"), came_s)
     told = world.outcome.attainment
@@ -190,6 +213,17 @@ def test_what_would_be_late_is_refused_with_the_wait_where_the_configuration_say
     assert world.tracker.num_open == 1
     assert world.submit("third") == ["reserve d0", "prefill p0"]  # without limits it waits
     assert world.submit("fourth", slo=Slo("", 40.0, None)) == ["reserve d0", "prefill p0"]
+
+
+@pytest.mark.parametrize(("preparing_s", "is_taken"), [(0.5, True), (1.5, False)])
+def test_what_has_taken_long_to_prepare_has_less_time_left(preparing_s, is_taken):
+    """Two prompts of 3 tokens take 6 s, of 7."""
+    world = World(("p0", "d0"), admits_late=False)
+    told = events.heartbeat(prefill_tokens_per_s=1.0).heartbeat
+    world.registry.heartbeat(world.registry.find("p0"), told, 0.0)
+    world.submit("first", slo=Slo("", 4.0, None))
+    with nullcontext() if is_taken else pytest.raises(RequestError, match="cannot be kept"):
+        world.submit("second", slo=Slo("", 7.0, None), preparing_s=preparing_s)
 
 
 def test_nodes_that_have_nothing_to_do_refuse_nobody():

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+from functools import partial
 
 import grpc
 import httpx2
@@ -26,6 +27,10 @@ def client_of(c):
 async def finish(c):
     """One token, which is also the last."""
     attempt, _ = await begin(c)
+    await end(c, attempt)
+
+
+async def end(c, attempt):
     await c.nodes["p0"].send(events.first_token(events.sampled(attempt, 0, ord("a"), events.LENGTH)))
     await c.nodes["d0"].answer_cancel(attempt)
 
@@ -120,6 +125,29 @@ def test_who_asks_is_in_the_log_and_keys_may_change(tmp_path, caplog):
     everything = json.dumps([str(vars(record)) for record in caplog.records])
     assert not [key for key in (ANN, BOB, ALONE) if key in everything]
     assert "the API keys stay what they were" in caplog.text
+
+
+def test_one_key_cannot_take_every_place(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text(f"ann {ANN}\nbob {BOB}\n")
+
+    async def scenario():
+        settings = {"http_port": 0, "api_keys_file": str(file), "max_num_queued_reqs_per_key": 1}
+        async with cluster(tmp_path / "model", **settings) as c, client_of(c) as client:
+            ask = partial(client.post, "/v1/completions", json=BODY)
+            anns, bobs = ({"authorization": f"Bearer {key}"} for key in (ANN, BOB))
+            first = asyncio.create_task(ask(headers=anns))
+            attempt, _ = await begin(c)
+            refused = await ask(headers=anns)
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            assert "1 answers to the API key of ann are in flight" in refused.json()["error"]["message"]
+            others = asyncio.create_task(ask(headers=bobs))
+            other, _ = await begin(c)
+            for each in (attempt, other):
+                await end(c, each)
+            assert [(await call).status_code for call in (first, others)] == [200, 200]
+
+    run(scenario())
 
 
 OPERATORS = "key-of-operators"

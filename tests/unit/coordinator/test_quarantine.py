@@ -6,7 +6,7 @@ import pytest
 from coordinator.control.attempts import NUM_TOKENS_FURTHER
 from coordinator.control.pauses import Pauses
 from tests import fleet_events as events
-from tests.scripted_nodes import cluster, hand_over, refusal_of, run
+from tests.scripted_nodes import DEADLINE_S, cluster, hand_over, read_all, refusal_of, run, step
 from tests.unit.coordinator.tracker_kit import World
 
 
@@ -122,6 +122,28 @@ def test_what_is_no_death_does_not_count(world, why):
     assert world.outcome is None
 
 
+def test_a_node_that_attaches_again_has_not_died(world):
+    world.submit()
+    lives = world.registry.find(reader(world)).session
+    die(world, reader(world))
+    take(world)
+    world.tracker.attached_again(lives)
+    assert die(world, reader(world))[-1].startswith("prefill")
+    take(world)
+    assert die(world, reader(world))[-1] == "end ENGINE_ERROR"
+
+
+def test_a_node_that_attaches_again_has_failed_all_the_same(world):
+    world.submit()
+    failed = reader(world)
+    world.tell(failed, events.failed(world.attempt, "STEP_FAILED"))
+    take(world)
+    lives = world.registry.find(failed).session
+    die(world, failed)
+    world.tracker.attached_again(lives)
+    assert die(world, reader(world))[-1] == "end ENGINE_ERROR"
+
+
 def test_after_the_end_nothing_is_held(world):
     world.submit()
     attempts = [world.attempt]
@@ -156,6 +178,25 @@ def test_the_client_hears_of_it_as_no_status_to_try_again_at(tmp_path, is_stoppi
             else:
                 assert (code, info.reason) == (grpc.StatusCode.INTERNAL, "ENGINE_ERROR")
                 assert message.startswith("2 nodes were lost or failed while they computed the request")
+
+    run(scenario())
+
+
+def test_streams_that_break_kill_nobody(tmp_path):
+    """The one node, whose process shows each time which one it was."""
+
+    async def scenario():
+        async with cluster(tmp_path, nodes=("b0",), max_restarts=5, node_wait_s=DEADLINE_S) as c:
+            call = c.generate(max_tokens=2)
+            for _ in range(3):
+                assert not (await c.nodes["b0"].command("reserve")).job.is_suspect
+                session = c.nodes["b0"].session
+                await c.nodes["b0"].close()
+                await c.attach("b0", session=session)
+            attempt = (await c.nodes["b0"].command("reserve")).job.attempt
+            await c.nodes["b0"].send(events.first_token(events.sampled(attempt, 0, ord("a"))))
+            await step(c.nodes["b0"], attempt, 1, "b", events.LENGTH)
+            assert (await read_all(call))[0] == "ab"
 
     run(scenario())
 

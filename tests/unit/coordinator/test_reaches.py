@@ -17,6 +17,7 @@ from protos.convert import shape_to_wire
 from serving_core.errors import RequestError
 from serving_core.shapes import DECODE, preset
 from tests import fleet_events as events
+from tests.unit.coordinator.tracker_kit import World
 
 POOL = 160  # tokens, ten blocks
 KEY = bytes(32)
@@ -35,9 +36,9 @@ def admit(registry, name, role="both", *, num_tokens=112, **fields):
     return registry.admit(hello, 0.0)
 
 
-def place(registry, num_prompt, num_tokens):
+def place(registry, num_prompt, num_tokens, policy="auto", ledger=None):
     wanted = Wanted(Prompt(list(range(num_prompt))), num_tokens)
-    return POLICIES["auto"].place(registry.nodes, Ledger(), wanted, HandoverCosts(), now=0.0)
+    return POLICIES[policy].place(registry.nodes, ledger or Ledger(), wanted, HandoverCosts(), now=0.0)
 
 
 def test_a_node_reaches_as_far_as_those_that_would_hold_blocks_for_it(registry):
@@ -97,9 +98,72 @@ def test_a_long_request_is_read_and_written_by_one_node_and_stays(registry):
         place(registry, 100, 300)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("num_prompt", "num_tokens"), [(100, 200), (170, 200)])
+def test_no_policy_divides_a_long_request(registry, policy, num_prompt, num_tokens):
+    """Though the one node has answers and the other one prompts."""
+    nodes, ledger = [admit(registry, "a"), admit(registry, "b")], Ledger()
+    ledger.write("answer", nodes[0], 100)
+    ledger.read("prompt", nodes[1], 50)
+    placed = place(registry, num_prompt, num_tokens, policy, ledger)
+    assert placed.reader is placed.writer
+
+
 @pytest.mark.parametrize("offer", [{"num_tokens": POOL + 1}, {"host": {"address": "a:1", "key": b"short"}}])
 def test_an_offer_that_cannot_be(registry, offer):
     hello = events.hello("a", "both", num_blocks=10).hello
     hello.annexes.CopyFrom(fleet_pb2.AnnexOffer(**offer))
     with pytest.raises(RequestError):
         registry.admit(hello, 0.0)
+
+
+@pytest.fixture
+def world():
+    """Readers of 32 tokens, and writers of 160."""
+    world = World((), max_restarts=3, node_wait_s=5.0)
+    for name in ("p0", "d0", "d1", "d2"):
+        world.attach(name, num_blocks=2 if name == "p0" else 10)
+    return world
+
+
+def write(world, num_prompt, num_tokens):
+    """The request r/0 on d0, of which so many tokens have come."""
+    assert world.submit(token_ids=list(range(num_prompt)), max_tokens=60) == ["reserve d0", "prefill p0"]
+    attempt = world.attempt
+    world.first(attempt)
+    world.tell("p0", events.transferred(attempt))
+    for index in range(1, num_tokens):
+        world.step(attempt, index)
+
+
+def test_an_answer_that_has_outgrown_the_readers_is_read_by_who_writes_it(world):
+    write(world, 30, 3)
+    world.submit("another/0", max_tokens=2)  # on d1, so that d2 has most room
+    assert world.lose("d0", 1.0) == ["reserve d2"]
+    job = world.reserve.job
+    assert (world.is_local, len(job.token_ids), job.num_prompt_tokens) == (True, 33, 30)
+    attempt = world.attempt
+    assert world.tell("d2", events.first_token(events.sampled(attempt, 3, 103)), 2.0) == ["emit 3:103"]
+    assert world.step(attempt, 4, events.LENGTH, 3.0, "d2") == ["emit 4:104", "end complete"]
+    assert world.outcome.timeline.num_restarts == 1
+
+
+def test_an_answer_that_a_reader_can_hold_is_read_there(world):
+    write(world, 30, 2)
+    assert world.lose("d0", 1.0) == ["reserve d1", "prefill p0"]
+
+
+def test_an_answer_waits_for_readers_where_there_is_none(world):
+    write(world, 30, 3)
+    world.lose("p0")
+    assert world.lose("d0", 1.0) == []
+    world.attach("p1", num_blocks=10)
+    assert world.tick(2.0) == ["reserve d1", "prefill p1"]
+
+
+def test_what_no_node_can_hold_has_no_reader():
+    world = World((), max_restarts=3)
+    for name, num_blocks in (("p0", 2), ("d0", 10), ("d1", 4)):
+        world.attach(name, num_blocks=num_blocks)
+    write(world, 30, 3)
+    assert world.lose("d0", 1.0) == ["end NO_PREFILL_WORKER"]

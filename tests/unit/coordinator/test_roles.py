@@ -8,12 +8,24 @@ import pytest
 
 from coordinator.control.ledger import Ledger
 from coordinator.control.registry import Registry
-from coordinator.control.roles import AUTO, CALM_S, CONFIRM_S, FIXED, LASTS_S, MAX_STAY_S, MIN_STAY_S, REST_S, Roles
+from coordinator.control.roles import (
+    AUTO,
+    CALM_S,
+    CONFIRM_S,
+    FIXED,
+    LACKS_S,
+    LASTS_S,
+    MAX_STAY_S,
+    MIN_STAY_S,
+    REST_S,
+    Roles,
+)
 from protos.convert import shape_from_wire, shape_to_wire
 from serving_core.due import Due
 from serving_core.errors import RequestError
 from serving_core.shapes import Shape
 from tests import fleet_events as events
+from tests.scripted_nodes import DEADLINE_S, cluster, read_all, run, step
 from tests.unit.coordinator.fleet_simulation import serve
 
 PREFILL, DECODE, BOTH = Shape(512, 0, False), Shape(0, 8, True), Shape(512, 8, True)
@@ -23,8 +35,8 @@ TICK_S = 0.25
 class World:
     """Nodes that take every shape at once, unless `deaf` names them, and a ledger that the test fills."""
 
-    def __init__(self, *names, policy=FIXED, rate=1000.0):
-        self.registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
+    def __init__(self, *names, policy=FIXED, rate=1000.0, embeds=False):
+        self.registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9, embeds=embeds)
         self.ledger = Ledger()
         self.roles = Roles(self.registry, self.ledger, policy=policy)
         self.rate = rate
@@ -355,6 +367,78 @@ def test_a_node_does_not_go_home_while_it_is_the_last_that_reads():
     assert world.wait(100.0) == []
     world.attach("p0")
     assert world.wait(100.0) == [("d0", DECODE)]
+
+
+@pytest.mark.parametrize(("names", "lost", "lent"), [("p0 d0 d1", "p0", "d1"), ("p0 p1 d0", "d0", "p1")])
+def test_a_part_that_nobody_does_any_more_gets_a_node_and_gives_it_back(names, lost, lent):
+    world = World(*names.split(), policy=AUTO)
+    home = world.node(lent).shape
+    list(world.write("d0", 1))  # d1 holds less
+    world.queue("p0", 100)  # p1 has less to read
+    world.registry.lose(world.node(lost))
+    assert world.wait(LACKS_S) == []
+    assert world.wait(TICK_S) == [(lent, BOTH)]
+    assert world.wait(100.0) == []
+    world.attach(lost)
+    assert world.wait(CALM_S + TICK_S) == [(lent, home)]
+
+
+def test_a_part_that_nobody_does_does_not_wait_until_other_changes_are_long_ago():
+    world = World("p0", "d0", policy=AUTO)
+    waiting = world.queue("p0", 5000)
+    assert world.wait(LASTS_S + TICK_S) == [("d0", BOTH)]
+    world.ledger.end(waiting)
+    assert world.wait(CALM_S + TICK_S) == [("d0", DECODE)]
+    world.registry.lose(world.node("p0"))
+    assert world.wait(LACKS_S + TICK_S) == [("d0", BOTH)]
+
+
+def test_nodes_that_are_away_for_a_moment_change_no_roles():
+    world = World("p0", "d0", policy=AUTO)
+    for _ in range(20):
+        world.registry.lose(world.node("p0"))
+        assert world.wait(LACKS_S - TICK_S) == []
+        world.attach("p0")
+        assert world.wait(1.0) == []
+
+
+def test_a_node_that_comes_and_goes_makes_no_other_go_to_and_fro():
+    """For an hour, a minute each. It goes home at the first chance after 15, 60, 240 and then 600 s."""
+    world = World("p0", "d0", policy=AUTO)
+    for _ in range(30):
+        world.registry.lose(world.node("p0"))
+        world.wait(60.0)
+        world.attach("p0")
+        world.wait(60.0)
+    lent_s = [now for now, _, shape in world.told if shape == BOTH]
+    assert [now - LACKS_S - TICK_S for now in lent_s] == [0.0, 120.0, 240.0, 600.0, 1320.0, 2040.0, 2760.0, 3480.0]
+
+
+def test_a_node_that_takes_no_shape_is_not_asked_all_the_time():
+    world = World("d0", policy=AUTO)
+    world.deaf = {"d0"}
+    assert len(world.wait(60.0)) <= 60.0 / CONFIRM_S
+
+
+def test_embeddings_need_nobody_who_writes():
+    assert World("p0", "p1", policy=AUTO, embeds=True).wait(100.0) == []
+    assert World("d0", policy=AUTO, embeds=True).wait(LACKS_S + 2 * TICK_S) == [("d0", BOTH)]
+
+
+def test_a_request_waits_until_the_node_that_is_left_reads_too(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path, nodes=("d0",), roles=AUTO, node_wait_s=DEADLINE_S) as c:
+            call, d0 = c.generate(max_tokens=2), c.nodes["d0"]
+            asked = (await d0.command("reshape")).shape
+            assert asked.prompt_tokens > 0
+            await d0.send(events.heartbeat(shape=asked))
+            reserve = await d0.command("reserve")
+            assert reserve.local_prefill
+            await d0.send(events.first_token(events.sampled(reserve.job.attempt, 0, ord("a"))))
+            await step(d0, reserve.job.attempt, 1, "b", events.LENGTH)
+            assert (await read_all(call))[0] == "ab"
+
+    run(scenario())
 
 
 # ---- a fleet under virtual time ----

@@ -306,6 +306,39 @@ def test_live_and_unreleased_answers_are_limited_together():
     world.submit("b/0")
 
 
+def test_each_asker_may_have_its_share_of_the_live_answers():
+    world = World(max_live=5, max_live_per_asker=2)
+    for name, asker in (("a/0", "ann"), ("b/0", "ann"), ("c/0", ""), ("d/0", "")):
+        world.submit(name, asker=asker)
+    for asker, whose in (("ann", "the API key of ann"), ("", "API keys without a name")):
+        with pytest.raises(
+            RequestError, match=f"^2 answers to {whose} are in flight, the limit for one is 2$"
+        ) as error:
+            world.submit("e/0", asker=asker)
+        assert error.value.reason == "QUEUE_FULL"
+    world.submit("e/0", asker="bob")
+    world.tracker.finish("a/0", inference_pb2.FINISH_REASON_ABORT, 0.0)
+    for name in ("p0", "d0"):
+        world.lose(name)  # whatever was theirs is let go
+    world.submit("f/0", asker="ann")
+
+
+def test_who_has_its_share_neither_asks_for_nodes_nor_takes_a_turn():
+    """Prompts of 3 s: two in the first ten seconds keep no node busy, and a hundred more would keep dozens."""
+    world = World(max_live=5, max_live_per_asker=1)
+    for name in ("p0", "p1"):
+        told = events.heartbeat(prefill_tokens_per_s=1.0).heartbeat
+        world.registry.heartbeat(world.registry.find(name), told, 0.0)
+    world.submit("a/0", asker="bob")
+    world.first(world.attempt, finish_reason=events.LENGTH)
+    world.submit("b/0", asker="ann")
+    for _ in range(100):
+        with pytest.raises(RequestError) as error:
+            world.submit("c/0", asker="ann")
+        assert "retry_after_s" not in error.value.metadata
+    assert world.tracker.num_nodes_needed == 1
+
+
 def test_a_live_id_is_not_taken_twice_but_may_be_used_again(world):
     world.submit()
     old = world.attempt

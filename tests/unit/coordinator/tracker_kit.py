@@ -48,14 +48,25 @@ class World:
         return self.ledger.of(self.registry.find(name)).tokens_outgoing
 
     def embed(self, request_id="r/0", token_ids=PROMPT, kind=MEAN, now=0.0):
-        times = {"arrived_s": now, "deadline_s": now + 100.0}
+        times = {"arrived_s": now, "deadline_s": now + 100.0, "now": now}
         sampling, pooling = SamplingParams(max_tokens=0), Pooling(kind)
         return self.short(self.tracker.submit(request_id, Prompt(token_ids), sampling, **times, pooling=pooling))
 
-    def submit(self, request_id="r/0", token_ids=PROMPT, cache_salt="", now=0.0, max_tokens=5, slo=None, adapter=""):
+    def submit(
+        self,
+        request_id="r/0",
+        token_ids=PROMPT,
+        cache_salt="",
+        now=0.0,
+        max_tokens=5,
+        slo=None,
+        adapter="",
+        preparing_s=0.0,
+        asker="",
+    ):
         prompt, sampling = Prompt(token_ids, cache_salt, adapter), SamplingParams(max_tokens=max_tokens)
-        times = {"arrived_s": now, "deadline_s": now + 100.0}
-        return self.short(self.tracker.submit(request_id, prompt, sampling, **times, slo=slo))
+        times = {"arrived_s": now - preparing_s, "deadline_s": now + 100.0, "now": now}
+        return self.short(self.tracker.submit(request_id, prompt, sampling, **times, slo=slo, asker=asker))
 
     def tell(self, name, event, now=0.0):
         return self.short(self.tracker.handle(self.registry.find(name), event, now))

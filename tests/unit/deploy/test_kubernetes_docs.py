@@ -62,4 +62,6 @@ def test_its_figures_are_those_of_the_code():
     liveness = container(pod)["livenessProbe"]
     assert f"gives it {liveness['periodSeconds'] * liveness['failureThreshold']} s" in PAGE
     (policy,) = named("cpu", "NetworkPolicy", "splitserve-node")["spec"]["ingress"]
-    assert f"({policy['ports'][0]['port']} and one more" in PAGE
+    (ports,) = policy["ports"]
+    assert f"({ports['port']}, one more" in PAGE
+    assert f"{ports['endPort']} of `--kv-annexes`" in PAGE

@@ -14,6 +14,7 @@ from kv_transfer.annexes.host import MAX_ROWS, MAX_STRANGERS, AnnexHost
 from kv_transfer.annexes.wire import HEADER_BYTES, KEY_BYTES, Kind, hear_answer, tell
 from kv_transfer.errors import TransferError
 from serving_core.blocks import BlockAllocator
+from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
 from serving_node.hosting import Hosting
 
@@ -52,7 +53,7 @@ def hosting():
 @pytest.fixture
 def host(hosting):
     pool = PagedKVPool(LAYOUT, 16, CPU)
-    host = AnnexHost("127.0.0.1", KEY, pool, Toy(pool), hosting.lease, hosting.release, TILE)
+    host = AnnexHost("127.0.0.1", 0, KEY, pool, Toy(pool), hosting.lease, hosting.release, TILE)
     yield host
     host.close()
     assert hosting.num_blocks == 0
@@ -264,13 +265,22 @@ def _ask(annex):
 
 def test_a_host_that_ends(hosting):
     pool = PagedKVPool(LAYOUT, 16, CPU)
-    host = AnnexHost("127.0.0.1", KEY, pool, Toy(pool), hosting.lease, hosting.release, TILE)
+    host = AnnexHost("127.0.0.1", 0, KEY, pool, Toy(pool), hosting.lease, hosting.release, TILE)
     annex = _open(host, _filled(), 1)
     host.close()
     with pytest.raises(ConnectionError):
         _ask(annex)
     annex.close()
     assert hosting.num_blocks == 0
+
+
+def test_a_port_that_another_one_has(host, hosting):
+    pool = PagedKVPool(LAYOUT, 16, CPU)
+    port = int(host.address.rpartition(":")[2])
+    with pytest.raises(
+        SettingsError, match=rf"^cannot listen for annexes on 127\.0\.0\.1:{port}: Address already in use"
+    ):
+        AnnexHost("127.0.0.1", port, KEY, pool, Toy(pool), hosting.lease, hosting.release, TILE)
 
 
 def test_an_answer_that_comes_byte_by_byte_is_late_all_the_same():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kv_transfer.endpoints import endpoint_of, host_of
+from kv_transfer.endpoints import annex_address_of, endpoint_of, host_of
 from serving_core.errors import SettingsError
 
 
@@ -43,6 +43,30 @@ def test_each_rank_has_an_endpoint_of_its_own(transport, bind, rank, endpoint):
 def test_other_endpoints_are_refused_by_name(transport, bind):
     with pytest.raises(SettingsError, match="kv-bind"):
         endpoint_of(transport, bind, 0)
+
+
+@pytest.mark.parametrize(
+    ("transport", "bind", "address"),
+    [
+        ("zmq", "tcp://10.0.0.1:50060", ("10.0.0.1", 50124)),  # 50060 to 50123 are those of 64 ranks
+        ("zmq", "tcp://[::1]:50060", ("[::1]", 50124)),
+        ("torch_dist", "dist://10.0.0.1:50060", ("10.0.0.1", 50124)),
+        ("zmq", "tcp://10.0.0.1:*", ("10.0.0.1", 0)),
+        ("zmq", "tcp://10.0.0.1:0", ("10.0.0.1", 0)),
+        ("zmq", "ipc:///run/kv", ("127.0.0.1", 0)),
+        ("zmq", "", ("127.0.0.1", 0)),
+    ],
+)
+def test_annexes_have_a_port_that_no_rank_has(transport, bind, address):
+    assert annex_address_of(transport, bind) == address
+
+
+def test_a_port_of_annexes_that_there_is_not():
+    assert annex_address_of("zmq", "tcp://10.0.0.1:65471") == ("10.0.0.1", 65535)
+    with pytest.raises(
+        SettingsError, match=r"--kv-bind tcp://10\.0\.0\.1:65472: .* the port 64 above, 65536, over 65535"
+    ):
+        annex_address_of("zmq", "tcp://10.0.0.1:65472")
 
 
 def test_the_host_that_others_reach():

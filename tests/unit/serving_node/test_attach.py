@@ -251,6 +251,7 @@ async def test_a_node_that_is_stuck_leaves_and_is_not_back_before_it_has_recover
             await asyncio.sleep(0.01)
         link.stop()
         await running
+    assert shown_sessions(coordinator) == [0, 0]  # as if it had died of that step
 
 
 async def test_each_attachment_shows_the_certificate_that_there_is(tmp_path):
