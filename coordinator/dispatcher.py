@@ -279,6 +279,7 @@ class Dispatcher:
             raise RequestError(DRAINING, "the server is draining")
         if plan.request_id in self._generations:
             raise RequestError(DUPLICATE_REQUEST_ID, f"request {plan.request_id} is live already")
+        self._tracker.check_room(sum(not each.has_ended for each in so_fars) + plan.num_behind, arrived_s)
         self._generations[plan.request_id] = call
         self._journal.begun(record or CallRecord(plan.request_id))
         self._idle.clear()

@@ -139,6 +139,15 @@ class Tracker:
         """Answers that the node still has a part in."""
         return drains.num_left(node, self._live, self._live.releases)
 
+    def check_room(self, num_answers: int, now: float) -> None:
+        """Raises RequestError where so many more cannot all begin now."""
+        if self.num_open + num_answers <= self._max_live:
+            return
+        for _ in range(num_answers):
+            self._live.demand.arrived(now)
+        asked = f"{num_answers} do not fit: " if num_answers > 1 else ""
+        raise self._live.full(f"{asked}{self.num_open} answers are in flight, the limit is {self._max_live}", now)
+
     def submit(
         self,
         request_id: str,
@@ -155,9 +164,8 @@ class Tracker:
         Raises RequestError, and then nothing has begun."""
         if self._live.find(request_id) is not None:
             raise RequestError(reasons.DUPLICATE_REQUEST_ID, f"request {request_id} is live already")
+        self.check_room(1, arrived_s)
         self._live.demand.arrived(arrived_s)
-        if self.num_open >= self._max_live:
-            raise self._live.full(f"{self.num_open} answers are in flight, the limit is {self._max_live}", arrived_s)
         self._age += 1
         first_token_s = arrived_s - so_far.since_first_s if so_far.token_ids else None
         timeline = Timeline(arrived_s, first_token_s)
