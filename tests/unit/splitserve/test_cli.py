@@ -284,7 +284,7 @@ def test_drain_tells_what_is_left_and_ends_with_one_line(run, script):
     result = run("drain", "decode-0")
     assert (result.exit_code, result.stdout) == (0, "decode-0 is drained: it has no part in any answer\n")
     assert result.stderr.splitlines() == [
-        "decode-0 drains",
+        "decode-0 is to drain",
         "decode-0 drains: 2 answers left",
         "decode-0 drains: 1 answer left",
         "decode-0 drains: 0 answers left",
@@ -297,7 +297,22 @@ def test_a_drain_that_is_refused_is_one_sentence(run, script):
     script.failures = [refusal(grpc.StatusCode.FAILED_PRECONDITION, sentence, "NO_OTHER_NODE")]
     result = run("drain", "decode-0")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.splitlines()[-1] == f"Error: {sentence}"
+    assert result.stderr.splitlines() == ["decode-0 is to drain", f"Error: {sentence}"]
+
+
+@pytest.mark.parametrize("command", [("drain", "decode-0"), ("role", "decode-0", "decode")])
+def test_what_operators_ask_brings_their_key_before_any_other(run, script, monkeypatch, tmp_path, command):
+    def key_with(*flags):
+        run(*command, "--api-key", "client", *flags)
+        return dict(script.metadata[-1])["authorization"].removeprefix("Bearer ")
+
+    file = tmp_path / "key"
+    file.write_text("in-file\n")
+    assert key_with() == "client"
+    assert key_with("--admin-key", "admin") == "admin"
+    assert key_with("--admin-key-file", str(file)) == "in-file"
+    monkeypatch.setenv("SPLITSERVE_ADMIN_KEY", "in-environment")
+    assert key_with() == "in-environment"
 
 
 def test_a_salt_reaches_the_server(run, script):
