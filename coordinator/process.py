@@ -1,11 +1,8 @@
-"""python -m coordinator: serves until SIGTERM or SIGINT, then drains; a second signal ends the wait. SIGHUP has it read
-its file of API keys again; without such a file it ends it too."""
+"""The life of a coordinator process: it serves until SIGTERM or SIGINT, then drains; a second signal ends the wait.
+SIGHUP has it read its file of API keys again; without such a file it ends it too."""
 
 import asyncio
-import os
 import signal
-
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when grpc is imported; what matters is in our own log lines
 
 from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
@@ -40,5 +37,4 @@ async def _serve_until_stopped(server: CoordinatorServer, settings: CoordinatorS
         await server.stop()
 
 
-if __name__ == "__main__":
-    settings_command(CoordinatorSettings, run, name="coordinator", help="The door that clients and nodes dial.")()
+main = settings_command(CoordinatorSettings, run, name="coordinator", help="The door that clients and nodes dial.")

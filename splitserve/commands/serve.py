@@ -12,8 +12,8 @@ from rich.markup import escape
 
 from serving_core.extras import needs, require
 from serving_core.flags import build, settings_command
+from serving_core.interrupts import INTERRUPTED
 from splitserve.commands.terminal import report, stdout, timeline_view, waiting
-from splitserve.interrupts import INTERRUPTED
 from splitserve.launch.cluster import LOOPBACK, NO_HTTP, ClusterSettings, up_settings_class
 from splitserve.launch.launcher import Cluster, free_port
 from splitserve.launch.models import resolve
