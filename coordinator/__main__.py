@@ -1,44 +1,13 @@
-"""python -m coordinator: serves until SIGTERM or SIGINT, then drains; a second signal ends the wait. SIGHUP has it read
-its file of API keys again; without such a file it ends it too."""
+"""`python -m coordinator MODEL`: one coordinator process."""
 
-import asyncio
 import os
-import signal
+
+from serving_core.interrupts import end_at_once
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when grpc is imported; what matters is in our own log lines
 
-from coordinator.server import CoordinatorServer
-from coordinator.settings import CoordinatorSettings
-from serving_core.descriptors import kept_spares
-from serving_core.flags import settings_command
-from serving_core.process import ending_signals, run_process
-from serving_core.waiting import first_to_end
-
-
-def run(settings: CoordinatorSettings) -> None:
-    """Serves; leaves with code 2 and one sentence when the coordinator cannot start."""
-    run_process("coordinator", "coordinator", settings.log, lambda: _serve(settings))
-
-
-async def _serve(settings: CoordinatorSettings) -> None:
-    async with kept_spares():
-        await _serve_until_stopped(CoordinatorServer(settings), settings)
-
-
-async def _serve_until_stopped(server: CoordinatorServer, settings: CoordinatorSettings) -> None:
-    stopping, forced = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in ending_signals():  # who is served may already stop it
-        loop.add_signal_handler(number, lambda: forced.set() if stopping.is_set() else stopping.set())
-    if settings.api_keys_file:
-        loop.add_signal_handler(signal.SIGHUP, server.reread_api_keys)
-    await server.start()
-    try:
-        await first_to_end(stopping.wait(), server.wait())
-        await first_to_end(server.drain(), forced.wait(), server.wait())
-    finally:
-        await server.stop()
-
-
 if __name__ == "__main__":
-    settings_command(CoordinatorSettings, run, name="coordinator", help="The door that clients and nodes dial.")()
+    end_at_once()
+    from coordinator.process import main
+
+    main()

@@ -280,11 +280,12 @@ class Dispatcher:
             raise RequestError(DRAINING, "the server is draining")
         if plan.request_id in self._generations:
             raise RequestError(DUPLICATE_REQUEST_ID, f"request {plan.request_id} is live already")
+        now, record = time.monotonic(), record or CallRecord(plan.request_id)
+        num_answers = sum(not each.has_ended for each in so_fars) + plan.num_behind
+        self._tracker.check_room(num_answers, now, record.asker)
         self._generations[plan.request_id] = call
-        record = record or CallRecord(plan.request_id)
         self._journal.begun(record)
         self._idle.clear()
-        now = time.monotonic()
         # One for all answers, so that it is hashed once.
         prompt = Prompt(plan.prompt, plan.cache_salt, plan.adapter, is_read_whole=plan.is_read_whole)
         try:

@@ -1,8 +1,9 @@
 """`python -m prefill_node MODEL`: one node process that begins as a prefill node."""
 
-from serving_node.process import node_command
-
-main = node_command("prefill")
+from serving_core.interrupts import end_at_once
 
 if __name__ == "__main__":
-    main()
+    end_at_once()
+    from serving_node.process import node_command
+
+    node_command("prefill")()

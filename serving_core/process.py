@@ -11,6 +11,7 @@ import uvloop
 from serving_core import failpoints
 from serving_core.descriptors import raise_limit
 from serving_core.errors import ModelError, SettingsError
+from serving_core.interrupts import raise_again
 from serving_core.telemetry import LogSettings, configure_logging
 
 
@@ -26,6 +27,7 @@ def run_process(role: str, name: str, log: LogSettings, main: Callable[[], Corou
     configure_logging(role, name, log)
     raise_limit()
     try:
+        raise_again()
         failpoints.arm()
         uvloop.run(main())
     except (SettingsError, ModelError) as error:

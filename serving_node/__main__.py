@@ -1,8 +1,9 @@
 """`python -m serving_node MODEL`: one node process that reads prompts and writes answers."""
 
-from serving_node.process import node_command
-
-main = node_command("both")
+from serving_core.interrupts import end_at_once
 
 if __name__ == "__main__":
-    main()
+    end_at_once()
+    from serving_node.process import node_command
+
+    node_command("both")()

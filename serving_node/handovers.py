@@ -54,7 +54,7 @@ class HandOvers:
         self._on_committed = on_committed
         self._under_way: dict[int, Resident] = {}  # in either direction, by epoch
         self.num_kv_bytes = 0  # that travelled, over all ranks
-        self.num_failed = 0
+        self.num_failed = 0  # but for those of answers that were over, and what the other node gave up and counts
 
     @property
     def wake_at_s(self) -> float | None:
@@ -96,7 +96,7 @@ class HandOvers:
         resident.is_receiving = False
         if isinstance(result, Received):
             self.num_kv_bytes += result.num_bytes
-        elif not resident.is_revoked:
+        elif not (resident.is_revoked or resident.is_ending or result.reason == reasons.TRANSFER_ABORTED):
             self.num_failed += 1
         if resident.is_ending:
             self._endings.settle(resident)
@@ -126,7 +126,7 @@ class HandOvers:
             if ticket:
                 self._send(resident, ticket)
         else:
-            self.num_failed += 1
+            self.num_failed += not resident.is_ending
             self._endings.fail(resident, result.reason, result.message)
 
     def tick(self, now: float) -> None:

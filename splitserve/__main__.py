@@ -2,7 +2,7 @@
 
 import os
 
-from splitserve.interrupts import end_at_once, leave_to_system
+from serving_core.interrupts import end_at_once, leave_to_system
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when grpc is imported: it tells of connections that idled away
 

@@ -8,8 +8,8 @@ from typing import Any, Final
 import click
 
 from serving_core.errors import ModelError, SettingsError, SplitServeError
+from serving_core.interrupts import INTERRUPTED, raise_again
 from splitserve.commands.flag_hints import hinted
-from splitserve.interrupts import INTERRUPTED, raise_again
 
 # Name: module and attribute of the click command, and the line that the overview shows. Without a module it is found by
 # its entry point: nothing imports the benchmarks.

@@ -141,6 +141,16 @@ class Tracker:
         """Answers that the node still has a part in."""
         return drains.num_left(node, self._live, self._live.releases)
 
+    def check_room(self, num_answers: int, now: float, asker: str = "") -> None:
+        """Raises RequestError where so many more cannot all begin now."""
+        asked = f"{num_answers} do not fit: " if num_answers > 1 else ""
+        self._check_share(num_answers, asker, asked)
+        if self.num_open + num_answers <= self._max_live:
+            return
+        for _ in range(num_answers):
+            self._live.demand.arrived(now)
+        raise self._live.full(f"{asked}{self.num_open} answers are in flight, the limit is {self._max_live}", now)
+
     def submit(
         self,
         request_id: str,
@@ -160,10 +170,8 @@ class Tracker:
         RequestError, and then nothing has begun."""
         if self._live.find(request_id) is not None:
             raise RequestError(reasons.DUPLICATE_REQUEST_ID, f"request {request_id} is live already")
-        self._check_share(asker)
+        self.check_room(1, now, asker)
         self._live.demand.arrived(arrived_s)
-        if self.num_open >= self._max_live:
-            raise self._live.full(f"{self.num_open} answers are in flight, the limit is {self._max_live}", now)
         self._age += 1
         first_token_s = arrived_s - so_far.since_first_s if so_far.token_ids else None
         timeline = Timeline(arrived_s, first_token_s)
@@ -173,13 +181,13 @@ class Tracker:
             return [End(request_id, ended_before(request, so_far.finish_reason, now), timeline, now)]
         return self._live.begin(request, now)
 
-    def _check_share(self, asker: str) -> None:
-        """Raises RequestError where one asker has as many live answers as one may: more nodes would not help, and its
-        place is nobody else's."""
+    def _check_share(self, num_answers: int, asker: str, asked: str) -> None:
+        """Raises RequestError where one asker would have more live answers than one may: more nodes would not help, and
+        its place is nobody else's."""
         most = self._max_live_per_asker
-        if most and (number := sum(each.asker == asker for each in self._live.everyone())) >= most:
+        if most and (number := sum(each.asker == asker for each in self._live.everyone())) + num_answers > most:
             whose = f"the API key of {asker}" if asker else "API keys without a name"
-            message = f"{number} answers to {whose} are in flight, the limit for one is {most}"
+            message = f"{asked}{number} answers to {whose} are in flight, the limit for one is {most}"
             raise RequestError(reasons.QUEUE_FULL, message)
 
     def handle(self, node: Node, event: fleet_pb2.NodeEvent, now: float) -> list[Instruction]:

@@ -17,7 +17,7 @@ from coordinator.doors.prompts import tokenize, tokenize_cut, within
 from coordinator.doors.resuming import check_counts, read_so_far
 from coordinator.doors.truncation import check_truncation, cut, uncut_limit
 from coordinator.doors.unknown_fields import UnknownFields
-from coordinator.doors.validation import AnswerPlan, Limits, check_input, plan_answers
+from coordinator.doors.validation import AnswerPlan, Limits, check_input, check_num_answers, plan_answers
 from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.answers import AnswerText
 from coordinator.text.structures import Structures, constraint_of
@@ -90,8 +90,11 @@ class Front:
         max_logprobs: int,
         request_timeout_s: float,
         strict_fields: bool,
+        max_answers: int,
     ) -> None:
+        """`max_answers` may be in flight at once, of all clients."""
         self.model = model
+        self.max_answers = max_answers
         self.unknown_fields = UnknownFields(strict=strict_fields)
         self._control = control
         self._max_logprobs = max_logprobs
@@ -112,12 +115,13 @@ class Front:
         request: inference_pb2.GenerateRequest,
         remaining_s: float | None = None,
         default_max_tokens: int | None = None,
+        num_prompts_behind: int = 0,
     ) -> AsyncIterator[Prepared]:
-        """What `answer` does before it begins, so that several requests can begin at once. Raises RequestError before
-        the block."""
+        """What `answer` does before it begins, so that several requests of a call can begin at once, or none: behind
+        this one there are so many like it. Raises RequestError before the block."""
         operation = "chat" if request.HasField("chat") else "text_completion"
         with self._recorded(request.request_id, operation, request.model) as record:
-            yield await self._prepare(request, remaining_s, default_max_tokens, record)
+            yield await self._prepare(request, remaining_s, default_max_tokens, num_prompts_behind, record)
 
     @asynccontextmanager
     async def begun(self, prepared: Prepared) -> AsyncIterator[Call]:
@@ -139,6 +143,7 @@ class Front:
         request: inference_pb2.GenerateRequest,
         remaining_s: float | None,
         default_max_tokens: int | None,
+        num_prompts_behind: int,
         record: CallRecord,
     ) -> Prepared:
         timeout_s = self.request_timeout_s if remaining_s is None else min(self.request_timeout_s, remaining_s)
@@ -146,6 +151,7 @@ class Front:
             check_writes(self.model.config)
             limits = self.limits()
             check_input(request, limits)
+            num_answers = check_num_answers(request.sampling_params, 1 + num_prompts_behind, self.max_answers)
             check_counts(request, limits)
             check_truncation(request, limits)
             has_grammar = constraint_of(request.sampling_params) is not None
@@ -155,6 +161,7 @@ class Front:
             prompt = cut(uncut, request, limits)
             limits = self.limits()
             plan = plan_answers(request, prompt, limits, self._defaults(default_max_tokens), grammar)
+            plan = replace(plan, num_behind=num_answers - len(plan.samplings))
             so_far = read_so_far(request, plan, limits, self.model.config.eos_token_ids)
             after = prompt if grammar or not _begins_a_text(request) else ()  # a grammar counts its first blank
             beginnings = [await self._beginning(plan, each, after) for each in so_far]

@@ -51,7 +51,11 @@ def _totals(nodes: Sequence[Node]) -> Iterator[Figure]:
     yield one("prompt_tokens", "Tokens of prompts that began on the node.", lambda load: load.num_prompt_tokens)
     yield one("prompt_tokens_cached", "Of those, the ones whose KV was there.", lambda load: load.num_cached_tokens)
     yield one("transferred_bytes", "KV that the node has sent and received.", lambda load: load.num_kv_bytes)
-    yield one("transfers_failed", "Its transfers that failed.", lambda load: load.num_transfers_failed)
+    yield one(
+        "transfers_failed",
+        "Its transfers that failed, but for those of answers that were cancelled.",
+        lambda load: load.num_transfers_failed,
+    )
     yield from _second_tiers([node for node in nodes if node.load.HasField("tier")])
     steps = [(_name(node), observed) for node in nodes if (observed := _step_tokens(node.load)) is not None]
     yield histogram("node_step_tokens", "Tokens that one step computed.", steps, "iteration_tokens_total")

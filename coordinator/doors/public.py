@@ -70,6 +70,7 @@ class PublicDoor:
             max_logprobs=settings.max_logprobs,
             request_timeout_s=settings.request_timeout_s,
             strict_fields=settings.strict_fields,
+            max_answers=settings.max_num_queued_reqs,
         )
         self._max_calls = settings.max_num_queued_reqs + SPARE_CALLS
         self._caps = caps(settings)

@@ -80,6 +80,7 @@ class AnswerPlan:
     text: TextOptions
     adapter: str = ""  # LoRA adapter that computes them; empty: the model alone
     pooling: Pooling | None = None  # the one answer is an embedding
+    num_behind: int = 0  # answers that the same client's call begins next, for which there must be room too
 
     @property
     def is_read_whole(self) -> bool:
@@ -111,6 +112,19 @@ def check_input(request: inference_pb2.GenerateRequest, limits: Limits) -> None:
             raise bad("input", "is missing: send text, tokenized or chat")
 
 
+def check_num_answers(params: inference_pb2.SamplingParams, num_prompts: int, limit: int) -> int:
+    """How many answers a client's call asks for, as many for each prompt. Raises RequestError where they are more than
+    may ever be in flight: a client that is told to come again would do so for ever."""
+    num_each = _num_answers(params)
+    num = num_prompts * num_each
+    if num > limit:
+        problem = (
+            f"n ({num_each}) for each of {num_prompts} prompts makes {num} answers, the limit is {limit} in flight"
+        )
+        raise RequestError(BAD_PARAM, problem, field="n")
+    return num
+
+
 def check_chat(chat: inference_pb2.ChatInput) -> None:
     """Raises RequestError for what no chat template is given."""
     _check_prompt_is_there("chat.messages", len(chat.messages))
@@ -135,7 +149,7 @@ def plan_answers(
     check_prompt_length(len(prompt), limits)
     check_token_ids("input", prompt, limits)
     params = request.sampling_params
-    num_answers = _integer(params, "n", 1, 1, MAX_ANSWERS)
+    num_answers = _num_answers(params)
     max_tokens = _max_tokens(params, len(prompt), limits, defaults)
     sampling = _sampling(_filled(params, defaults), max_tokens, limits) | {"grammar": grammar}
     _check_num_scores(sampling["prompt_logprobs"], len(prompt), num_answers)
@@ -365,6 +379,10 @@ def _integer(params: inference_pb2.SamplingParams, name: str, default: int, low:
     if not low <= value <= high:
         raise bad(name, f"must be within [{low}, {high}], not {value}")
     return value
+
+
+def _num_answers(params: inference_pb2.SamplingParams) -> int:
+    return _integer(params, "n", 1, 1, MAX_ANSWERS)
 
 
 def bad(field: str, problem: str) -> RequestError:

@@ -34,7 +34,7 @@ from splitserve.client.answers import Aborted, Chunk, Embedding, Loads, ModelInf
 from splitserve.client.dialling import Dialling
 from splitserve.client.errors import Cancelled, ClientError, from_rpc_error
 from splitserve.client.overview import Overview, to_overview
-from splitserve.client.questions import TIMEOUT_S, Prompt, Sampling, embed_request, generate_request
+from splitserve.client.questions import TIMEOUT_S, Prompt, Sampling, abort_request, embed_request, generate_request
 from splitserve.client.resuming import Course
 
 Part = TypeVar("Part")
@@ -175,11 +175,9 @@ class Client:
         )
         return answers.to_embedding(self._call(self._inference.Embed, request))
 
-    def abort(self, request_ids: Sequence[str]) -> Aborted:
-        """Cancels live requests, also those of other clients."""
-        return answers.to_aborted(
-            self._call(self._inference.Abort, inference_pb2.AbortRequest(request_ids=request_ids))
-        )
+    def abort(self, request_ids: str | Sequence[str]) -> Aborted:
+        """Cancels live requests, one or several, also those of other clients."""
+        return answers.to_aborted(self._call(self._inference.Abort, abort_request(request_ids)))
 
     def model_info(self) -> ModelInfo:
         return answers.to_model_info(self._call(self._inference.GetModelInfo, inference_pb2.GetModelInfoRequest()))
@@ -352,10 +350,9 @@ class AsyncClient:
         )
         return answers.to_embedding(await self._call(self._inference.Embed, request))
 
-    async def abort(self, request_ids: Sequence[str]) -> Aborted:
-        """Cancels live requests, also those of other clients."""
-        request = inference_pb2.AbortRequest(request_ids=request_ids)
-        return answers.to_aborted(await self._call(self._inference.Abort, request))
+    async def abort(self, request_ids: str | Sequence[str]) -> Aborted:
+        """Cancels live requests, one or several, also those of other clients."""
+        return answers.to_aborted(await self._call(self._inference.Abort, abort_request(request_ids)))
 
     async def model_info(self) -> ModelInfo:
         request = inference_pb2.GetModelInfoRequest()

@@ -1,4 +1,4 @@
-"""How a client dials its server: HOST:PORT, or https://HOST:PORT over TLS."""
+"""How a client dials its server: HOST:PORT, or https://HOST:PORT over TLS. http://HOST:PORT says that there is none."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -7,9 +7,11 @@ import grpc
 import grpc.aio
 
 from serving_core.channels import NO_PROXY, Option, channel_credentials
+from serving_core.errors import SettingsError
 from serving_core.exposure import is_loopback
 from serving_core.tls import SCHEME, TlsError, TlsFiles
 
+WITHOUT_TLS: Final = "http://"
 TARGET_NAME: Final = "grpc.ssl_target_name_override"
 
 
@@ -24,7 +26,14 @@ class Dialling:
 
     @classmethod
     def of(cls, target: str, tls: TlsFiles, server_name: str = "") -> "Dialling":
-        """TLS is what https:// asks for, or a CA. Raises TlsError for a certificate that is for nothing."""
+        """TLS is what https:// asks for, or a CA. Raises SettingsError for what is no address, and TlsError for a
+        certificate or a CA that is for nothing."""
+        if not isinstance(target, str) or not target.removeprefix(SCHEME).removeprefix(WITHOUT_TLS).strip("/ "):
+            raise SettingsError(f"a server is HOST:PORT or {SCHEME}HOST:PORT, not {target!r}")
+        if target.startswith(WITHOUT_TLS):
+            if tls.ca:
+                raise TlsError(f"--tls-ca is for a server over TLS, which {target} is not")
+            target = target.removeprefix(WITHOUT_TLS).rstrip("/")
         if not target.startswith(SCHEME) and not tls.ca:
             if tls.cert or tls.key:
                 raise TlsError(f"--tls-cert is for a server over TLS, which {SCHEME}{target} or --tls-ca would be")

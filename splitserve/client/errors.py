@@ -87,9 +87,9 @@ _CLASSES: dict[grpc.StatusCode, type[ClientError]] = {
 }
 
 
-def bad_argument(message: str) -> Refused:
+def bad_argument(message: str, *, field: str) -> Refused:
     """For an argument that cannot even be put on the wire."""
-    return Refused(message, code=grpc.StatusCode.INVALID_ARGUMENT, reason=reasons.BAD_PARAM)
+    return Refused(message, code=grpc.StatusCode.INVALID_ARGUMENT, reason=reasons.BAD_PARAM, field=field)
 
 
 def from_rpc_error(error: Any, target: str) -> ClientError:
@@ -129,7 +129,9 @@ def _transport_sentence(details: str, target: str) -> str:
     if "Failed parsing HTTP/2" in details:
         return f"what listens at {target} does not speak gRPC, as a server's HTTP port; gRPC's is 50051 by default"
     if "failed to connect" in details or "Connection refused" in details:
-        return f"no server answers at {target}; start one with: splitserve up"
-    if "DNS" in details or "Domain name not found" in details:
+        # Of several addresses gRPC tells of the last: at another one there may be something that is no gRPC.
+        in_grpc = " in gRPC, whose port is 50051 by default" if target.startswith("localhost") else ""
+        return f"no server answers at {target}{in_grpc}; start one with: splitserve up"
+    if "DNS" in details or "errors resolving" in details:
         return f"{target} is not an address that can be resolved"
     return f"the connection to {target} was lost: {details}"

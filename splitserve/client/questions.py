@@ -1,16 +1,14 @@
 """What a client may ask, as wire messages. Both clients and the command line build their requests here."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, TypedDict
+from typing import Annotated, Any, Final, TypedDict, cast
 
 from protos import inference_pb2
-from splitserve.client.errors import bad_argument
+from splitserve.client.conversations import Message, as_json, chat_input
+from splitserve.client.wire_fields import BYTES, filled, refused
 
 TIMEOUT_S: Final = 600.0
 """What a call, or a whole answer, may take where nobody says."""
-
-Message = Mapping[str, str]
-"""One turn of a conversation: `role` (system, user or assistant) and `content`."""
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """Text as it stands, token ids, or a conversation for the model's chat template."""
@@ -48,7 +46,7 @@ class Sampling(TypedDict, total=False):
     seed: Annotated[int | None, "Makes a sampled answer repeatable; default: drawn by the server."]
     include_stop_str_in_output: Annotated[bool | None, "Keep the stop string in the text; default false."]
     logit_bias: Annotated[Mapping[int, float] | None, "Added to the logit of a token id."]
-    json_schema: Annotated[str | None, "JSON schema, as text, that the answer is made to meet."]
+    json_schema: Annotated[str | Mapping[str, Any] | None, "JSON schema that the answer is made to meet."]
     json_object: Annotated[bool | None, "Make the answer a JSON object; default false."]
     regex: Annotated[str | None, "Regular expression that the whole answer is made to match."]
     grammar: Annotated[str | None, "Grammar, in Lark or GBNF, that the answer is made to keep to."]
@@ -69,19 +67,20 @@ def embed_request(
     normalize: bool | None,
 ) -> inference_pb2.EmbedRequest:
     """Raises Refused for a value that the wire cannot carry."""
-    try:
-        return inference_pb2.EmbedRequest(
-            request_id=request_id,
-            model=model,
-            cache_salt=cache_salt,
-            priority=priority,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            dimensions=dimensions,
-            normalize=normalize,
-            **_input(text),
-        )
-    except (TypeError, ValueError) as error:
-        raise bad_argument(f"the request cannot be sent: {error}") from error
+    fields = {
+        "request_id": request_id,
+        "model": model,
+        "cache_salt": cache_salt,
+        "priority": priority,
+        "truncate_prompt_tokens": truncate_prompt_tokens,
+        "dimensions": dimensions,
+        "normalize": normalize,
+    }
+    request = filled(inference_pb2.EmbedRequest(), fields)
+    if isinstance(text, str):
+        return filled(request, {"text": text})
+    request.tokenized.CopyFrom(_tokenized("text", text, "text or token ids"))
+    return request
 
 
 def generate_request(
@@ -97,34 +96,47 @@ def generate_request(
     priority: int | None = None,
 ) -> inference_pb2.GenerateRequest:
     """Raises TypeError for an unknown sampling field, and Refused for a value that the wire cannot carry."""
-    given = {name: value for name, value in sampling.items() if value is not None}
-    if unknown := sorted(set(given) - set(Sampling.__annotations__)):
+    fields = {
+        "request_id": request_id,
+        "model": model,
+        "cache_salt": cache_salt,
+        "ttft_ms": ttft_ms,
+        "tpot_ms": tpot_ms,
+        "slo_class": slo_class,
+        "priority": priority,
+    }
+    request = filled(inference_pb2.GenerateRequest(), fields)
+    request.sampling_params.CopyFrom(_sampling_params(sampling))
+    if isinstance(prompt, str):
+        return filled(request, {"text": prompt}, {"text": "prompt"})
+    if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+        request.chat.CopyFrom(chat_input(cast("Sequence[Message]", prompt)))
+    else:
+        request.tokenized.CopyFrom(_tokenized("prompt", prompt, "text, token ids or a conversation"))
+    return request
+
+
+def abort_request(request_ids: str | Sequence[str]) -> inference_pb2.AbortRequest:
+    """Raises Refused for what are no ids."""
+    ids = [request_ids] if isinstance(request_ids, str) else request_ids
+    return filled(inference_pb2.AbortRequest(), {"request_ids": ids})
+
+
+def _sampling_params(sampling: Mapping[str, Any]) -> inference_pb2.SamplingParams:
+    if unknown := sorted(set(sampling) - set(Sampling.__annotations__)):
         raise TypeError(f"unknown sampling fields: {', '.join(unknown)}")
+    given = dict(sampling)
     for name in ("stop", "choice"):
         if isinstance(given.get(name), str):
             given[name] = [given[name]]
-    try:
-        if "choice" in given:
-            given["choice"] = inference_pb2.Choice(choices=given["choice"])
-        return inference_pb2.GenerateRequest(
-            request_id=request_id,
-            model=model,
-            cache_salt=cache_salt,
-            sampling_params=inference_pb2.SamplingParams(**given),
-            ttft_ms=ttft_ms,
-            tpot_ms=tpot_ms,
-            slo_class=slo_class,
-            priority=priority,
-            **_input(prompt),
-        )
-    except (TypeError, ValueError) as error:
-        raise bad_argument(f"the request cannot be sent: {error}") from error
+    if isinstance(given.get("json_schema"), Mapping):
+        given["json_schema"] = as_json("json_schema", given["json_schema"])
+    if (choice := given.get("choice")) is not None:
+        given["choice"] = filled(inference_pb2.Choice(), {"choices": choice}, {"choices": "choice"})
+    return filled(inference_pb2.SamplingParams(), given)
 
 
-def _input(prompt: Prompt) -> dict[str, Any]:
-    if isinstance(prompt, str):
-        return {"text": prompt}
-    if prompt and isinstance(prompt[0], Mapping):
-        messages = [inference_pb2.ChatMessage(**message) for message in prompt]  # type: ignore[arg-type]
-        return {"chat": inference_pb2.ChatInput(messages=messages)}
-    return {"tokenized": inference_pb2.TokenizedInput(input_ids=prompt)}  # type: ignore[arg-type]
+def _tokenized(name: str, token_ids: Any, expected: str) -> inference_pb2.TokenizedInput:
+    if not isinstance(token_ids, Sequence) or isinstance(token_ids, BYTES):
+        raise refused(name, f"must be {expected}", token_ids)
+    return filled(inference_pb2.TokenizedInput(), {"input_ids": token_ids}, {"input_ids": name})

@@ -11,8 +11,9 @@ import click
 
 from serving_core.units import KIB, MIB, size_of
 from splitserve.client.answers import Chunk, Completion, ModelInfo
+from splitserve.client.conversations import Message
 from splitserve.client.errors import ClientError, Refused
-from splitserve.client.questions import TIMEOUT_S, Message, Prompt
+from splitserve.client.questions import TIMEOUT_S, Prompt
 from splitserve.commands.endings import why_stopped
 from splitserve.commands.sampling_options import sampling_options
 from splitserve.commands.server_options import Server, server_options

@@ -4,7 +4,7 @@ import click
 
 from serving_core.errors import SettingsError
 from serving_core.shapes import BOTH, DECODE, PREFILL, ROLES, Shape
-from splitserve.commands.server_options import Server, server_options
+from splitserve.commands.server_options import Server, operator_options
 from splitserve.commands.status import TIMEOUT_S
 from splitserve.commands.terminal import shape_text, stdout
 
@@ -14,7 +14,7 @@ NUMBER = click.IntRange(min=1, max=2**32 - 1)
 @click.command()
 @click.argument("node")
 @click.argument("role", type=click.Choice(ROLES))
-@server_options
+@operator_options
 @click.option("--prompt-tokens", type=NUMBER, help="Most tokens of prompts in one step, for a node that reads.")
 @click.option("--seats", type=NUMBER, help="Most answers at a time, for a node that writes.")
 @click.option(

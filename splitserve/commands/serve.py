@@ -1,5 +1,6 @@
 """Commands that run a whole cluster on this machine: up and demo."""
 
+import asyncio
 import dataclasses
 import signal
 import sys
@@ -11,8 +12,8 @@ from rich.markup import escape
 
 from serving_core.extras import needs, require
 from serving_core.flags import build, settings_command
+from serving_core.interrupts import INTERRUPTED
 from splitserve.commands.terminal import report, stdout, timeline_view, waiting
-from splitserve.interrupts import INTERRUPTED
 from splitserve.launch.cluster import LOOPBACK, NO_HTTP, ClusterSettings, up_settings_class
 from splitserve.launch.launcher import Cluster, free_port
 from splitserve.launch.models import resolve
@@ -36,12 +37,16 @@ def serve(values: Any) -> None:
 
     ready: list[Cluster] = []
     has_terminal = sys.stderr.isatty()
+    has_hung_up = False  # while nothing was ready to be told
 
     def reread_api_keys() -> bool:
         """What SIGHUP asks for, unless it says that the terminal has gone."""
-        if not given["api_keys_file"] or not ready or (has_terminal and not sys.stderr.isatty()):
+        nonlocal has_hung_up
+        if not given["api_keys_file"] or (has_terminal and not sys.stderr.isatty()):
             return False
-        ready[0].reread_api_keys()
+        has_hung_up = not ready
+        for cluster in ready:
+            cluster.reread_api_keys()
         return True
 
     async def work(fleet_host: str) -> None:
@@ -52,7 +57,13 @@ def serve(values: Any) -> None:
             http = f", HTTP on {cluster.http_url}" if cluster.http_url else ""
             report(f"Ready: gRPC on {cluster.target}{http}. Ctrl-C stops everything.")
             ready.append(cluster)
-            await cluster.watch()
+            if has_hung_up:
+                reread_api_keys()
+            try:
+                await cluster.watch()
+            except asyncio.CancelledError:
+                report(f"Stopping: answers have {settings.drain_s:g} s to end; a second Ctrl-C ends them.")
+                raise
 
     with _hosts(settings.ray) as fleet_host:
         number = run_until_signal(work(fleet_host), reread_api_keys)

@@ -1,14 +1,13 @@
-"""--server, --api-key and TLS, which mean the same wherever a command asks a running server."""
+"""--server, the keys and TLS, which mean the same wherever a command asks a running server."""
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from serving_core.flags import secret_file_option, secret_from
+from serving_core.flags import ENV_PREFIX, FILE, secret_file_option, secret_from
 from serving_core.tls import TlsFiles
 
 if TYPE_CHECKING:  # imported when a command runs, so that help is quick
@@ -21,16 +20,20 @@ Command = Callable[..., Any]
 
 def api_key_option(command: Command) -> Command:
     """--api-key and --api-key-file; the command gets one `api_key`, None for none."""
+    return _secret_option(command, "api_key", "Secret that the server asks for.")
+
+
+def _secret_option(command: Command, secret: str, help: str) -> Command:
+    """A flag for a secret, and one for the file that it is in; the command gets it by its name."""
 
     @functools.wraps(command)
-    def with_key(*, api_key: str | None, api_key_file: Path | None, **others: Any) -> Any:
-        return command(api_key=secret_from("api_key", api_key, api_key_file), **others)
+    def with_secret(**values: Any) -> Any:
+        given = secret_from(secret, values.pop(secret), values.pop(secret + FILE))
+        return command(**values, **{secret: given})
 
-    option = click.option(
-        "--api-key", envvar="SPLITSERVE_API_KEY", show_envvar=True, help="Secret that the server asks for."
-    )
-    asking = option(with_key)
-    asking.__dict__["__click_params__"].append(secret_file_option("api_key"))  # as click's own decorators do
+    flag = f"--{secret.replace('_', '-')}"
+    asking = click.option(flag, envvar=ENV_PREFIX + secret.upper(), show_envvar=True, help=help)(with_secret)
+    asking.__dict__["__click_params__"].append(secret_file_option(secret))  # as click's own decorators do
     return asking
 
 
@@ -85,3 +88,13 @@ def server_options(command: Command) -> Command:
         show_default=True,
         help="HOST:PORT to ask, or https://HOST:PORT.",
     )(api_key_option(tls_options(asking)))
+
+
+def operator_options(command: Command) -> Command:
+    """The same for what an operator asks: an admin key takes the place of the API key."""
+
+    @functools.wraps(command)
+    def asking(*, server: Server, admin_key: str | None, **others: Any) -> Any:
+        return command(server=replace(server, api_key=admin_key or server.api_key), **others)
+
+    return server_options(_secret_option(asking, "admin_key", "Secret that the server asks operators for."))

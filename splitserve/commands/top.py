@@ -15,7 +15,7 @@ from rich.text import Text
 from splitserve.client.clients import Client
 from splitserve.client.errors import ClientError
 from splitserve.commands.overview_view import overview_view
-from splitserve.commands.server_options import Server, server_options
+from splitserve.commands.server_options import Server, operator_options
 from splitserve.commands.status import LEAST_WATCH_S, TIMEOUT_S
 from splitserve.commands.terminal import shown, stdout
 
@@ -24,7 +24,7 @@ MAX_KEYS: Final = 32  # read at once
 
 
 @click.command()
-@server_options
+@operator_options
 @click.option("--once", is_flag=True, help="Show it once, and end.")
 @click.option(
     "--every",

@@ -64,8 +64,12 @@ class Answering:
     async def _begin(self, stack: AsyncExitStack) -> list[Call]:
         """Begins all answers at once: nobody reads those of the first prompts while the last are tokenized."""
         prepared, calls = list[Prepared](), list[Call]()
-        for request in self._asked.requests:
-            preparing = self._front.prepared(request, default_max_tokens=self._asked.default_max_tokens)
+        for num_before, request in enumerate(self._asked.requests):
+            preparing = self._front.prepared(
+                request,
+                default_max_tokens=self._asked.default_max_tokens,
+                num_prompts_behind=len(self._asked.requests) - num_before - 1,
+            )
             prepared.append(await stack.enter_async_context(preparing))
             await asyncio.sleep(0)  # others go on before the next prompt
         for each in prepared:

@@ -90,7 +90,7 @@ async def embed_all(front: Front, asked: AskedEmbeddings) -> list[Embedding]:
 
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(MAX_AT_ONCE, len(asked.requests))):
+            for _ in range(min(MAX_AT_ONCE, front.max_answers, len(asked.requests))):
                 group.create_task(work())
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from failures

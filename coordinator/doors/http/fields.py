@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Callable
 from typing import Any, Final
 
 from serving_core.errors import RequestError
@@ -11,6 +12,7 @@ from serving_core.reasons import BAD_PARAM, MALFORMED_REQUEST
 INT32: Final = (-(2**31), 2**31 - 1)
 INT64: Final = (-(2**63), 2**63 - 1)
 UINT32: Final = (0, 2**32 - 1)
+TEXT: Final = "a string of valid Unicode"
 MAX_VALUES: Final = 2**18  # in a body: JSON is parsed at one go, in tens of milliseconds
 MAX_STRINGS: Final = 2**16
 INDEX: Final = re.compile(r"\[\d+\]")
@@ -75,26 +77,28 @@ class Fields:
         value: str | None = self.raw(name)
         if value is None or _is_text(value):
             return value
-        raise self.error(name, "a string of valid Unicode")
+        raise self.error(name, TEXT)
 
     def texts(self, name: str, limit: int) -> list[str]:
         """A list of strings, or one string alone; empty when it is missing."""
         value = self._counted(name, limit)
         if value is None:
             return []
-        texts = value if isinstance(value, list) else [value]
-        if all(map(_is_text, texts)):
-            return texts
-        raise self.error(name, "a string or a list of strings")
+        if isinstance(value, list):
+            return self._entries(name, value, _is_text, TEXT)
+        if not isinstance(value, str):
+            raise self.error(name, "a string or a list of strings")
+        return [self.text(name) or ""]
 
     def integers(self, name: str, limit: int = MAX_VALUES, within: tuple[int, int] = UINT32) -> list[int]:
         """A list of integers; empty when it is missing."""
         value = self._counted(name, limit)
         if value is None:
             return []
-        if isinstance(value, list) and all(_is_integer(item, within) for item in value):
-            return value
-        raise self.error(name, f"a list of integers within [{within[0]}, {within[1]}]")
+        bounds = f"within [{within[0]}, {within[1]}]"
+        if not isinstance(value, list):
+            raise self.error(name, f"a list of integers {bounds}")
+        return self._entries(name, value, lambda item: _is_integer(item, within), f"an integer {bounds}")
 
     def mapping(self, name: str, limit: int = MAX_VALUES) -> dict[str, Any] | None:
         """An object within this one, as it stands."""
@@ -113,18 +117,20 @@ class Fields:
         value = self._counted(name, limit)
         if value is None:
             return []
-        if isinstance(value, list) and all(isinstance(item, dict) for item in value):
-            return [self._part(item, f"{self._prefix}{name}[{index}].") for index, item in enumerate(value)]
-        raise self.error(name, "a list of objects")
+        if not isinstance(value, list):
+            raise self.error(name, "a list of objects")
+        objects = self._entries(name, value, lambda item: isinstance(item, dict), "an object")
+        return [self._part(item, f"{self._prefix}{name}[{index}].") for index, item in enumerate(objects)]
 
     def lists(self, name: str, limit: int) -> "list[Fields]":
         """A list of lists, each of which is the field "" of its own object; empty when it is missing."""
         value = self._counted(name, limit)
         if value is None:
             return []
-        if isinstance(value, list) and all(isinstance(item, list) for item in value):
-            return [self._part({"": item}, f"{self._prefix}{name}[{index}]") for index, item in enumerate(value)]
-        raise self.error(name, "a list of lists")
+        if not isinstance(value, list):
+            raise self.error(name, "a list of lists")
+        lists = self._entries(name, value, lambda item: isinstance(item, list), "a list")
+        return [self._part({"": item}, f"{self._prefix}{name}[{index}]") for index, item in enumerate(lists)]
 
     def as_json(self, name: str, value: Any) -> str:
         """JSON text of a value that came with this field; empty for one that asks for nothing."""
@@ -132,6 +138,13 @@ class Fields:
         if text is None:
             raise self.problem(name, "is nested too deeply, or has strings that are no valid Unicode")
         return text
+
+    def _entries(self, name: str, entries: list[Any], is_right: Callable[[Any], bool], expected: str) -> list[Any]:
+        """The entries of a list, if all are as expected; else the first that is not is named."""
+        for index, entry in enumerate(entries):
+            if not is_right(entry):
+                raise self.problem(f"{name}[{index}]", f"must be {expected}, not {shown(entry)}")
+        return entries
 
     def _counted(self, name: str, limit: int) -> Any:
         """The value, of which a list or an object has no more entries than the limit."""

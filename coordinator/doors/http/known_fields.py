@@ -114,7 +114,7 @@ KNOWN: Final[tuple[KnownField, ...]] = (
     *_taken((COMPLETIONS, CHAT), "n"),
     *_taken((COMPLETIONS, CHAT, *OTHERS), "stream"),
     _told((COMPLETIONS, CHAT), "stream_options", "needs `stream`; continuous_usage_stats needs include_usage"),
-    _told((COMPLETIONS, CHAT), "prompt_logprobs", "not in a stream"),
+    _told((COMPLETIONS, CHAT), "prompt_logprobs", "not in a stream; the k likeliest tokens alone have a rank"),
     _told((COMPLETIONS,), "prompt", "text, token ids, or a list of either"),
     *_taken((COMPLETIONS,), "echo"),
     *_taken((CHAT, MESSAGES), "messages"),

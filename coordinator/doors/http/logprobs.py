@@ -36,11 +36,12 @@ class TokenNames:
 
 
 class TextOffsets:
-    """Where each token of one answer begins in its text, in characters. Takes a detokenizer of its own."""
+    """Where each token of one answer begins in its text, in characters. Takes a detokenizer of its own; before the
+    answer there may be characters."""
 
-    def __init__(self, detokenizer: Detokenizer) -> None:
+    def __init__(self, detokenizer: Detokenizer, num_chars: int = 0) -> None:
         self._detokenizer = detokenizer
-        self._num_chars = 0
+        self._num_chars = num_chars
 
     def add(self, token_ids: Iterable[int]) -> list[int]:
         """The offsets of the next tokens; a token within a character begins where the character does."""

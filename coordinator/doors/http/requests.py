@@ -17,6 +17,7 @@ from coordinator.doors.http.tools import Offer, parse_offer
 from coordinator.doors.truncation import WHAT_FITS
 from coordinator.doors.validation import (
     MAX_ALLOWED_TOKEN_IDS,
+    MAX_ANSWERS,
     MAX_LOGIT_BIAS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -33,7 +34,7 @@ MAX_SCORED_PROMPTS: Final = 16  # of each there are up to validation.MAX_PROMPT_
 DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's
 
 _NUMBERS: Final = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
-_INTEGERS: Final = ("top_k", "min_tokens", "n", "prompt_logprobs")
+_INTEGERS: Final = ("top_k", "min_tokens", "prompt_logprobs")
 _BOOLEANS: Final = ("skip_special_tokens", "ignore_eos", "include_stop_str_in_output")
 
 # The fields of an endpoint by the names that the gRPC door has for them.
@@ -142,8 +143,8 @@ def _prompts(fields: Fields) -> list[Prompt]:
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str) and len(prompt) > MAX_PROMPTS:
         raise fields.problem("prompt", f"has {len(prompt)} prompts, the limit is {MAX_PROMPTS}")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
-        lists = [Fields({"prompt": item}) for item in prompt]
-        prompts: list[Prompt] = [TokenizedInput(input_ids=item.integers("prompt")) for item in lists]
+        lists = fields.lists("prompt", MAX_PROMPTS)
+        prompts: list[Prompt] = [TokenizedInput(input_ids=item.integers("")) for item in lists]
     elif isinstance(prompt, list) and prompt and not isinstance(prompt[0], str):
         prompts = [TokenizedInput(input_ids=fields.integers("prompt"))]
     else:
@@ -226,6 +227,7 @@ def _sampling_params(fields: Fields) -> SamplingParams:
         given |= {name: read(name) for name in names if name in fields}
     return SamplingParams(
         **given,
+        n=fields.integer("n", (1, MAX_ANSWERS)),
         seed=fields.integer("seed", INT64),
         stop=fields.texts("stop", MAX_STOP_STRINGS),
         stop_token_ids=fields.integers("stop_token_ids", MAX_STOP_TOKEN_IDS),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from coordinator.control.outcomes import FINISH_REASONS
+from coordinator.doors.http.echo import NOTHING, Echo, echo_of
 from coordinator.doors.http.logprobs import (
     TextOffsets,
     TokenNames,
@@ -22,7 +23,6 @@ from coordinator.doors.http.messages import Deltas, Message
 from coordinator.doors.http.requests import Asked
 from coordinator.doors.validation import skips_special_tokens
 from coordinator.text.answer_format import PLAIN, AnswerFormat
-from coordinator.text.detokenizer import Detokenizer
 from coordinator.text.reasoning import ThoughtCounter, ends_thinking
 from coordinator.text.structures import constraint_of
 from coordinator.text.tokenizer import Tokenizer
@@ -173,40 +173,47 @@ class CompletionForm(Form):
     def _first_choice(
         self, index: int, prompt: list[int], scores: list[TokenLogprobs], text: str, logprobs: list[TokenLogprobs]
     ) -> dict[str, Any]:
-        if self.asked.echoes:
-            told = [*scores, *logprobs]
-            choice = self._choice(index, (), self._text_of(prompt) + text, told, unscored=prompt[:1])
-        else:
-            choice = self._choice(index, prompt, text, logprobs)
+        echo = self._echo(index, prompt) if self.asked.echoes else NOTHING
+        choice = self._choice(index, prompt, echo.text + text, logprobs, echo, scores)
         return {**choice, **self.prompt_token_ids(prompt)}
+
+    def _echo(self, index: int, prompt: list[int]) -> Echo:
+        """What the client has sent; of a prompt that was cut, what was read."""
+        request = self.asked.requests[index // self.asked.num_answers]
+        is_whole_text = request.HasField("text") and not request.HasField("truncate_prompt_tokens")
+        detokenizer = self._tokenizer.detokenizer(skip_special_tokens=False)
+        return echo_of(prompt, detokenizer, request.text if is_whole_text else None)
 
     def _choice(
         self,
         index: int,
-        after: Sequence[int],
+        prompt: list[int],
         text: str,
         logprobs: list[TokenLogprobs],
-        unscored: Sequence[int] = (),
+        echo: Echo = NOTHING,
+        scores: Sequence[TokenLogprobs] = (),
     ) -> dict[str, Any]:
-        """`after` are the tokens whose text is not told, and that this one goes on with."""
-        has_logprobs = self._params.HasField("logprobs") and bool(logprobs or unscored)
-        told = self._logprobs(index, after, logprobs, unscored) if has_logprobs else None
+        """`scores` are those of the prompt's tokens behind the first, where it is echoed."""
+        has_logprobs = self._params.HasField("logprobs") and bool(logprobs or echo.offsets)
+        told = self._logprobs(index, prompt, logprobs, echo, scores) if has_logprobs else None
         return {"index": index, "text": text, "logprobs": told}
 
     def _logprobs(
-        self, index: int, after: Sequence[int], items: list[TokenLogprobs], unscored: Sequence[int]
+        self,
+        index: int,
+        prompt: list[int],
+        logprobs: list[TokenLogprobs],
+        echo: Echo,
+        scores: Sequence[TokenLogprobs],
     ) -> dict[str, Any]:
         if index not in self._offsets:
-            self._offsets[index] = TextOffsets(self._detokenizer(after))
-        offsets = self._offsets[index].add([*unscored, *(item.token_id for item in items)])
-        return completion_logprobs(items, offsets, self._names, unscored)
-
-    def _text_of(self, token_ids: list[int]) -> str:
-        detokenizer = self._detokenizer()
-        return "".join(map(detokenizer.add, token_ids)) + detokenizer.flush()
-
-    def _detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
-        return self._tokenizer.detokenizer(skip_special_tokens=skips_special_tokens(self._params), after=after)
+            skips = skips_special_tokens(self._params)
+            detokenizer = self._tokenizer.detokenizer(skip_special_tokens=skips, after=prompt)
+            self._offsets[index] = TextOffsets(detokenizer, len(echo.text))
+        offsets = [*echo.offsets, *self._offsets[index].add(item.token_id for item in logprobs)]
+        if not echo.offsets:
+            return completion_logprobs(logprobs, offsets, self._names)
+        return completion_logprobs([*scores, *logprobs], offsets, self._names, unscored=prompt[:1])
 
 
 class ChatForm(Form):

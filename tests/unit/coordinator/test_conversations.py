@@ -303,7 +303,7 @@ def test_what_is_the_same_for_all_conversations_may_not_be_long():
     ("messages", "message"),
     [
         (None, "messages is missing or empty: a batch needs at least one conversation"),
-        ([HI], "messages must be a list of lists, not a list"),
+        ([HI], "messages[0] must be a list, not an object"),
         ([[HI], []], "messages[1] is missing or empty: a conversation needs at least one message"),
         ([[HI], [HI, {"role": 3}]], "messages[1][1].role must be a string of valid Unicode, not 3"),
         ([[HI]] * (MAX_CONVERSATIONS + 1), "messages has 257 entries, the limit is 256"),

@@ -51,6 +51,7 @@ SAMPLING_FIELDS = {name: getattr(SAMPLING, name) for name in SamplingParams.__da
         (plan(), [NOTHING, NOTHING]),
         (plan(adapter="a"), [SoFar((7, 8), 0, inference_pb2.FINISH_REASON_STOP, 1.5, False), SoFar(has_ended=True)]),
         (plan(samplings=(SAMPLING,), pooling=Pooling("mean", False, 4)), [NOTHING]),
+        (plan(num_behind=5), [NOTHING, NOTHING]),
     ],
 )
 def test_a_call(given, so_fars):

@@ -212,8 +212,8 @@ def test_every_door_says_ready_of_a_node_that_reads(tmp_path):
     [
         ({"input": ["a"] * (MAX_INPUTS + 1)}, f"input has {MAX_INPUTS + 1} entries, the limit is {MAX_INPUTS}"),
         ({"input": [[1]] * (MAX_INPUTS + 1)}, f"input has {MAX_INPUTS + 1} entries, the limit is {MAX_INPUTS}"),
-        ({"input": [[1], "a"]}, "input must be a list of lists, not a list"),
-        ({"input": [[1], ["a"]]}, "input[1] must be a list of integers within [0, 4294967295], not a list"),
+        ({"input": [[1], "a"]}, 'input[1] must be a list, not "a"'),
+        ({"input": [[1], ["a"]]}, 'input[1][0] must be an integer within [0, 4294967295], not "a"'),
         ({"input": 7}, "input must be a string or a list of strings, not 7"),
         ({}, "input is missing or empty: send a string, token ids, or a list of either"),
         ({"input": "a", "dimensions": -1}, "dimensions must be an integer within [0, 2147483647], not -1"),

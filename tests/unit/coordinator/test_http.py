@@ -288,10 +288,29 @@ def test_without_nodes_there_is_a_status_even_for_a_stream(tmp_path):
 
 def test_a_full_queue_is_told_with_when_to_come_again(tmp_path):
     async def scenario():
-        async with http_cluster(tmp_path, max_num_queued_reqs=1) as (_, client):
-            reply = await post(client, prompt=["a", "b"])
+        async with http_cluster(tmp_path, max_num_queued_reqs=3) as (c, client):
+            call = post(client)
+            attempt, _ = await begin(c)
+            reply = await post(client, prompt=["a", "b", "c"], headers={"x-request-id": "more"})
             assert error_of(reply) == (429, "requests", "rate_limit_exceeded")
             assert reply.headers["retry-after"] == "1"
+            assert reply.json()["error"]["message"] == ("3 do not fit: 1 answers are in flight, the limit is 3")
+            await hand_over(c, attempt, "a")
+            await step(c.nodes["d0"], attempt, 1, "b", LENGTH)  # neither node has heard of anything in between
+            assert (await call).status_code == 200
+
+    run(scenario())
+
+
+def test_a_call_of_more_answers_than_may_ever_be_in_flight_is_not_told_to_come_again(tmp_path):
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=(), max_num_queued_reqs=5) as (_, client):
+            reply = await post(client, prompt=["a", "b", "c"], n=2)
+            assert error_of(reply) == (400, "invalid_request_error", "BAD_PARAM")
+            assert reply.json()["error"]["message"] == (
+                "n (2) for each of 3 prompts makes 6 answers, the limit is 5 in flight"
+            )
+            assert "retry-after" not in reply.headers
 
     run(scenario())
 

@@ -105,11 +105,37 @@ def test_prompts(prompt, expected):
     )
 
 
-@pytest.mark.parametrize(
-    "prompt", [None, [], 1, True, {}, [None], ["a", 1], [1, "a"], [1, True], [[1], "a"], [[1], 2], [-1], [2**32], [1.0]]
-)
+@pytest.mark.parametrize("prompt", [None, [], 1, True, {}])
 def test_what_is_no_prompt(prompt):
     assert refusal(completion, prompt=prompt)[0] == "prompt"
+
+
+INTEGER = "an integer within [0, 4294967295]"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "entry", "problem"),
+    [
+        ([None], "prompt[0]", f"must be {INTEGER}, not null"),
+        (["a", 1], "prompt[1]", "must be a string of valid Unicode, not 1"),
+        (["a", [1]], "prompt[1]", "must be a string of valid Unicode, not a list"),
+        ([1, "a"], "prompt[1]", f'must be {INTEGER}, not "a"'),
+        ([1, True], "prompt[1]", f"must be {INTEGER}, not true"),
+        ([[1], "a"], "prompt[1]", 'must be a list, not "a"'),
+        ([[1], 2], "prompt[1]", "must be a list, not 2"),
+        ([[1], [2, -1]], "prompt[1][1]", f"must be {INTEGER}, not -1"),
+        ([-1], "prompt[0]", f"must be {INTEGER}, not -1"),
+        ([2**32], "prompt[0]", f"must be {INTEGER}, not 4294967296"),
+        ([1.0], "prompt[0]", f"must be {INTEGER}, not 1.0"),
+    ],
+)
+def test_an_entry_that_is_no_part_of_a_prompt_is_named(prompt, entry, problem):
+    assert refusal(completion, prompt=prompt) == (entry, f"{entry} {problem}")
+
+
+def test_how_many_answers_there_may_be_is_told_whatever_was_asked():
+    assert refusal(completion, n="2") == ("n", 'n must be an integer within [1, 16], not "2"')
+    assert refusal(completion, n=17) == ("n", "n must be an integer within [1, 16], not 17")
 
 
 def test_the_number_of_prompts_has_a_limit():
@@ -173,12 +199,12 @@ def test_content_may_come_in_text_parts():
         ({"role": 1, "content": "c"}, "messages[0].role"),
         ({"role": "user"}, "messages[0].content"),
         ({"role": "user", "content": 3}, "messages[0].content"),
-        ({"role": "user", "content": ["c"]}, "messages[0].content"),
+        ({"role": "user", "content": ["c"]}, "messages[0].content[0]"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0].type"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
         ({"role": "tool", "content": None}, "messages[0].content"),
         ({"role": "assistant", "content": "c", "function_call": {"name": "f"}}, "messages[0].function_call"),
-        ("hi", "messages"),
+        ("hi", "messages[0]"),
     ],
 )
 def test_messages_that_are_none(message, field):
@@ -200,9 +226,10 @@ def test_messages_that_are_none(message, field):
         ({"temperature": 10**400}, "temperature must be a finite number, not an integer beyond 64 bits"),
         ({"top_p": False}, "top_p must be a finite number, not false"),
         ({"stream": 1}, "stream must be true or false, not 1"),
-        ({"stop": [1]}, "stop must be a string or a list of strings, not a list"),
-        ({"stop": "\ud800"}, 'stop must be a string or a list of strings, not "\\ud800"'),
-        ({"stop_token_ids": [-1]}, "stop_token_ids must be a list of integers within [0, 4294967295], not a list"),
+        ({"stop": 1}, "stop must be a string or a list of strings, not 1"),
+        ({"stop": ["a", 1]}, "stop[1] must be a string of valid Unicode, not 1"),
+        ({"stop": "\ud800"}, 'stop must be a string of valid Unicode, not "\\ud800"'),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0] must be an integer within [0, 4294967295], not -1"),
         ({"logit_bias": [1]}, "logit_bias must be an object, not a list"),
         ({"logit_bias": {"x": 1}}, 'logit_bias has the key "x", which is no token id'),
         ({"logit_bias": {"1": "x"}}, 'logit_bias.1 must be a finite number, not "x"'),

@@ -13,7 +13,7 @@ from coordinator.doors.http.answering import written
 from coordinator.doors.http.errors import error_object, error_response, renamed, status_of
 from coordinator.doors.http.logprobs import TextOffsets, TokenNames, chat_logprobs, completion_logprobs
 from coordinator.doors.http.requests import CHAT_NAMES, COMPLETION_NAMES, Asked
-from coordinator.doors.http.responses import ChatForm, CompletionForm, Envelope, Usage, timeline_object
+from coordinator.doors.http.responses import Answered, ChatForm, CompletionForm, Envelope, Usage, timeline_object
 from coordinator.doors.http.tools import Offer
 from coordinator.doors.statuses import CODES
 from coordinator.text.answer_format import AnswerFormat
@@ -269,3 +269,11 @@ def test_errors_name_the_fields_that_the_client_knows():
 def test_a_response_is_the_same_json_whether_it_is_written_at_once_or_choice_by_choice(document):
     ours, plain = written(document), JSONResponse(document)
     assert (ours.body, ours.headers) == (plain.body, plain.headers)
+
+
+def test_each_answer_echoes_the_prompt_of_its_own(tokenizer):
+    asked = Asked(requests=tuple(GenerateRequest(text=text) for text in "ab"), num_answers=2, echoes=True)
+    form = CompletionForm(asked, tokenizer)
+    end = Complete(finish_reason=FINISH_REASON_LENGTH)
+    wholes = [form.whole(index, Answered([ord("ab"[index // 2])], text="x", complete=end)) for index in range(4)]
+    assert [whole["text"] for whole in wholes] == ["ax", "ax", "bx", "bx"]

@@ -2,11 +2,14 @@
 
 import pytest
 
+from coordinator.doors.http.echo import Echo, echo_of
 from coordinator.doors.http.requests import MAX_SCORED_PROMPTS
 from coordinator.doors.validation import MAX_PROMPT_LOGPROBS
+from coordinator.text.tokenizer import read_tokenizer
 from protos import inference_pb2
 from tests import fleet_events as events
 from tests.scripted_nodes import begin, run
+from tests.tiny_models import BOS, EOS, USER, write_fake_model
 from tests.unit.coordinator.test_http import HI, events_of, http_cluster, post
 
 LENGTH = events.LENGTH
@@ -43,6 +46,42 @@ def test_echo_puts_the_prompt_before_the_answer_with_its_logprobs(tmp_path):
             assert reply["usage"]["completion_tokens"] == 1
 
     run(scenario())
+
+
+CHAT = "<|user|>hé"  # one token, and three bytes
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "fields", "echoed", "offsets"),
+    [
+        (CHAT, {}, CHAT, [0, 8, 9, 9]),
+        ([USER, *b"hy", EOS], {}, "<|user|>hy<|eos|>", [0, 8, 9, 10]),
+        (CHAT, {"truncate_prompt_tokens": 3}, "hé", [0, 1, 1]),
+    ],
+)
+def test_echo_is_what_was_sent_with_its_special_tokens(tmp_path, prompt, fields, echoed, offsets, stream):
+    """And the text behind it is the answer's."""
+
+    async def scenario():
+        async with http_cluster(tmp_path) as (c, client):
+            call = post(client, prompt=prompt, echo=True, logprobs=0, max_tokens=1, stream=stream, **fields)
+            attempt, job = await begin(c)
+            scores = [{"token_id": token_id, "logprob": -1.0} for token_id in job.token_ids[1:]]
+            token = events.sampled(attempt, 0, ord("x"), LENGTH, prompt_logprobs=scores, logprob=-0.5)
+            await c.nodes["p0"].send(events.first_token(token))
+            await c.nodes["d0"].answer_cancel(attempt)
+            choice = (events_of(await call)[0] if stream else (await call).json())["choices"][0]
+            assert choice["text"] == echoed + "x"
+            assert choice["logprobs"]["text_offset"] == [*offsets, len(echoed)]
+
+    run(scenario())
+
+
+def test_tokens_around_a_text_have_no_characters_of_its_echo(tmp_path):
+    tokenizer = read_tokenizer(write_fake_model(tmp_path))
+    detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
+    assert echo_of([BOS, *b"hey", EOS], detokenizer, "hey") == Echo("hey", [0, 0, 1, 2, 3])
 
 
 @pytest.mark.parametrize("stream", [False, True])

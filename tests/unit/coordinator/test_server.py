@@ -50,19 +50,39 @@ def test_a_live_id_is_refused_and_free_again_afterwards(tmp_path):
 
 def test_bad_requests_are_refused_before_any_node_hears_of_them(tmp_path):
     async def scenario():
-        async with cluster(tmp_path, max_num_queued_reqs=1) as c:
+        async with cluster(tmp_path) as c:
             code, info, details = await refusal_of(c.generate(temperature=float("nan")))
             assert (code, info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "BAD_PARAM")
             assert details == "temperature must be within [0, 100], not nan"
             assert (await refusal_of(c.generate("x" * 5000)))[1].reason == "PROMPT_TOO_LONG"
-            assert (await refusal_of(c.generate(n=2)))[1].reason == "QUEUE_FULL"
             request = inference_pb2.GenerateRequest(text="a", model="other")
             code, info, _ = await refusal_of(c.stub.Generate(request))
             assert (code, info.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
-            attempt, _ = await begin(c)  # only the one answer of n=2 that fitted was ever announced
-            for node in c.nodes.values():
-                await node.answer_cancel(attempt)
             await c.until_nothing_is_live()
+
+    run(scenario())
+
+
+def test_a_call_of_more_answers_than_may_be_in_flight_is_refused_for_good_and_one_that_does_not_fit_now_is_not_begun(
+    tmp_path,
+):
+    async def scenario():
+        async with cluster(tmp_path, max_num_queued_reqs=2) as c:
+            code, info, details = await refusal_of(c.generate(n=3))
+            assert (code, info.reason, info.metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, "BAD_PARAM", "n")
+            assert details == "n (3) for each of 1 prompts makes 3 answers, the limit is 2 in flight"
+            call = c.generate(max_tokens=2)
+            attempt, _ = await begin(c)
+            code, info, details = await refusal_of(c.generate(request_id="other", n=2))
+            assert (code, info.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+            assert details == "2 do not fit: 1 answers are in flight, the limit is 2"
+            await hand_over(c, attempt, "a")
+            await step(c.nodes["d0"], attempt, 1, "b", events.LENGTH)
+            await read_all(call)
+            both = c.generate(request_id="other", n=2, max_tokens=1)
+            begun = [await begin(c), await begin(c)]  # no node has heard of anything in between
+            assert {each.request_id for each, _ in begun} == {"other/0", "other/1"}
+            both.cancel()
 
     run(scenario())
 

@@ -255,6 +255,6 @@ def test_the_environment_names_the_service_and_samples(tmp_path, receiver, monke
 
 
 def test_without_an_endpoint_nothing_of_it_is_imported():
-    code = "import sys, coordinator.__main__; print([name for name in sys.modules if 'opentelemetry' in name])"
+    code = "import sys, coordinator.process; print([name for name in sys.modules if 'opentelemetry' in name])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     assert done.stdout == "[]\n"

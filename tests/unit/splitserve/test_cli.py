@@ -284,7 +284,7 @@ def test_drain_tells_what_is_left_and_ends_with_one_line(run, script):
     result = run("drain", "decode-0")
     assert (result.exit_code, result.stdout) == (0, "decode-0 is drained: it has no part in any answer\n")
     assert result.stderr.splitlines() == [
-        "decode-0 drains",
+        "decode-0 is to drain",
         "decode-0 drains: 2 answers left",
         "decode-0 drains: 1 answer left",
         "decode-0 drains: 0 answers left",
@@ -297,7 +297,22 @@ def test_a_drain_that_is_refused_is_one_sentence(run, script):
     script.failures = [refusal(grpc.StatusCode.FAILED_PRECONDITION, sentence, "NO_OTHER_NODE")]
     result = run("drain", "decode-0")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.splitlines()[-1] == f"Error: {sentence}"
+    assert result.stderr.splitlines() == ["decode-0 is to drain", f"Error: {sentence}"]
+
+
+@pytest.mark.parametrize("command", [("drain", "decode-0"), ("role", "decode-0", "decode")])
+def test_what_operators_ask_brings_their_key_before_any_other(run, script, monkeypatch, tmp_path, command):
+    def key_with(*flags):
+        run(*command, "--api-key", "client", *flags)
+        return dict(script.metadata[-1])["authorization"].removeprefix("Bearer ")
+
+    file = tmp_path / "key"
+    file.write_text("in-file\n")
+    assert key_with() == "client"
+    assert key_with("--admin-key", "admin") == "admin"
+    assert key_with("--admin-key-file", str(file)) == "in-file"
+    monkeypatch.setenv("SPLITSERVE_ADMIN_KEY", "in-environment")
+    assert key_with() == "in-environment"
 
 
 def test_a_salt_reaches_the_server(run, script):
@@ -602,6 +617,11 @@ def test_ctrl_c_while_up_is_imported_is_exit_code_130(tmp_path):
     end_interrupted(start_to_import(arguments, "splitserve.launch.launcher"))
 
 
+@pytest.mark.parametrize("room", ["coordinator", "prefill_node", "decode_node", "serving_node"])
+def test_ctrl_c_while_a_process_of_a_cluster_is_imported_is_exit_code_130(room):
+    end_interrupted(start_to_import(["nowhere"], "click", room))
+
+
 @pytest.mark.parametrize("command", ["status", "generate hi", "chat", "bench serve"])
 def test_ctrl_c_while_a_server_is_waited_for_is_exit_code_130(command, silent):
     process = start_command(asking(command, silent))
@@ -609,15 +629,15 @@ def test_ctrl_c_while_a_server_is_waited_for_is_exit_code_130(command, silent):
         end_interrupted(process)
 
 
-def start_command(arguments, *python_options):
-    command = [sys.executable, *python_options, "-m", "splitserve", *arguments]
+def start_command(arguments, *python_options, module="splitserve"):
+    command = [sys.executable, *python_options, "-m", module, *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def start_to_import(arguments, imported):
+def start_to_import(arguments, imported, module="splitserve"):
     """Returns when the command has imported this. It is still at its imports: nobody reads any more what it says of
     them, and the pipe takes a page."""
-    process = start_command(arguments, "-X", "importtime")
+    process = start_command(arguments, "-X", "importtime", module=module)
     said, descriptor = b"", process.stderr.fileno()
     fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, mmap.PAGESIZE)
     while not re.search(rf"\|\s+{re.escape(imported)}\n$".encode(), said):
@@ -637,7 +657,7 @@ def end_interrupted(process):
 
 def test_ctrl_c_that_a_shell_has_switched_off_stays_so():
     code = (
-        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from splitserve.interrupts import end_at_once; "
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from serving_core.interrupts import end_at_once; "
         "end_at_once(); signal.raise_signal(signal.SIGINT); print('goes on')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=False)

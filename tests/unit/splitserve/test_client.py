@@ -12,10 +12,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import grpc
 import pytest
 from google.rpc import status_pb2
+from grpc.aio import AioRpcError, Metadata
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from grpc_status import rpc_status
 
 from protos import inference_pb2
+from serving_core.errors import SettingsError
 from splitserve import AsyncClient, Client
 from splitserve.client import answers
 from splitserve.client.errors import (
@@ -26,11 +28,13 @@ from splitserve.client.errors import (
     ServerFault,
     Unauthenticated,
     Unavailable,
+    from_rpc_error,
 )
-from splitserve.client.questions import Sampling, generate_request
+from splitserve.client.questions import Sampling, abort_request, generate_request
 from tests.scripted_server import Script, chunk, complete, refusal, serving
 
 DEADLINE_S = 60.0
+USER_HI = {"role": "user", "content": "hi"}
 
 
 @pytest.fixture
@@ -197,11 +201,89 @@ def test_answers_leave_no_wire_field_out(record, message):
     assert {field.name for field in fields(record)} == set(message.DESCRIPTOR.fields_by_name)
 
 
-@pytest.mark.parametrize("prompt", ["\ud800", [-1], [2**32], ["a"], [{"role": "user", "text": "hi"}], [1.5]])
-def test_what_the_wire_cannot_carry_is_refused_at_once(prompt):
+def request_of(prompt="hi", **sampling):
+    return generate_request(prompt, model="", request_id="", cache_salt="", sampling=sampling)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field", "message"),
+    [
+        ("\ud800", "prompt", "prompt must be a string of valid Unicode, not '\\ud800'"),
+        ([-1], "prompt", "prompt must be a list of integers from 0 to 2**32 - 1, not [-1]"),
+        ([2**32], "prompt", "prompt must be a list of integers from 0 to 2**32 - 1, not [4294967296]"),
+        (["a"], "prompt", "prompt must be a list of integers from 0 to 2**32 - 1, not ['a']"),
+        ([1.5], "prompt", "prompt must be a list of integers from 0 to 2**32 - 1, not [1.5]"),
+        (5, "prompt", "prompt must be text, token ids or a conversation, not 5"),
+        (b"hi", "prompt", "prompt must be text, token ids or a conversation, not b'hi'"),
+        (bytearray(b"hi"), "prompt", "prompt must be text, token ids or a conversation, not bytearray(b'hi')"),
+        ([{"role": "user", "text": "hi"}], "prompt[0]", "prompt[0] has no content"),
+        ([USER_HI, "hi"], "prompt[1]", "prompt[1] must be a message, not 'hi'"),
+        ([USER_HI | {"content": 5}], "prompt[0].content", "prompt[0].content must be a string of valid Unicode, not 5"),
+        ([USER_HI | {"name": {1}}], "prompt[0]", None),
+        (
+            [USER_HI | {"content": [{"type": "image_url"}]}],
+            "prompt[0].content[0]",
+            "prompt[0].content[0] must be a text part: models read text alone, not {'type': 'image_url'}",
+        ),
+    ],
+)
+def test_a_prompt_that_is_none_is_refused_at_once(prompt, field, message):
     with pytest.raises(Refused) as caught:
-        generate_request(prompt, model="", request_id="", cache_salt="", sampling={})
-    assert caught.value.reason == "BAD_PARAM"
+        request_of(prompt)
+    assert (caught.value.reason, caught.value.field) == ("BAD_PARAM", field)
+    assert message is None or caught.value.message == message
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("max_tokens", "8", "an integer of 32 bits, not '8'"),
+        ("max_tokens", 2**31, "an integer of 32 bits, not 2147483648"),
+        ("seed", 1.5, "an integer of 64 bits, not 1.5"),
+        ("temperature", "a", "a number, not 'a'"),
+        ("ignore_eos", "no", "true or false, not 'no'"),
+        ("stop", [1], "a list of strings of valid Unicode, not [1]"),
+        ("choice", [1], "a list of strings of valid Unicode, not [1]"),
+        ("stop_token_ids", b"ab", "a list of integers from 0 to 2**32 - 1, not b'ab'"),
+        ("regex", b"ab", "a string of valid Unicode, not b'ab'"),
+        ("logit_bias", {"5": 1}, "a mapping of integers from 0 to 2**32 - 1 to numbers, not {'5': 1}"),
+        ("json_schema", 5, "a string of valid Unicode, not 5"),
+    ],
+)
+def test_a_sampling_field_that_the_wire_cannot_carry_is_named(name, value, expected):
+    with pytest.raises(Refused) as caught:
+        request_of(**{name: value})
+    assert (caught.value.reason, caught.value.field) == ("BAD_PARAM", name)
+    assert caught.value.message == f"{name} must be {expected}"
+
+
+def test_a_schema_may_be_a_mapping():
+    schema = {"type": "integer", "minimum": 3}
+    assert json.loads(request_of(json_schema=schema).sampling_params.json_schema) == schema
+    assert request_of(json_schema="{}").sampling_params.json_schema == "{}"
+
+
+def test_messages_may_be_as_openai_writes_them():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "7", "tool_call_id": "c1", "name": None},
+    ]
+    user, assistant, tool = request_of(messages).chat.messages
+    assert (user.content, user.extra_json) == ("a\nb", "")
+    assert assistant.content == ""
+    made = call | {"function": {"name": "f", "arguments": {"x": 1}}}
+    assert json.loads(assistant.extra_json) == {"tool_calls": [made]}
+    assert json.loads(tool.extra_json) == {"tool_call_id": "c1"}
+
+
+def test_one_id_to_abort_is_one_id():
+    assert list(abort_request("ab1").request_ids) == ["ab1"]
+    assert list(abort_request(("ab1", "ab2")).request_ids) == ["ab1", "ab2"]
+    with pytest.raises(Refused, match=r"request_ids must be a list of strings of valid Unicode, not b'ab1'"):
+        abort_request(b"ab1")
 
 
 def test_an_unknown_sampling_field_is_a_type_error():
@@ -274,6 +356,34 @@ def test_an_http_port_is_no_server_that_is_down(asked):
         finally:
             server.shutdown()
             thread.join()
+
+
+def test_a_name_of_several_addresses_may_have_an_http_port_at_another_one():
+    """Of these gRPC tells of the last."""
+    details = "failed to connect to all addresses; last error: UNKNOWN: ipv6:%5B::1%5D:1: Connection refused"
+    error = AioRpcError(grpc.StatusCode.UNAVAILABLE, Metadata(), Metadata(), details)
+    told = str(from_rpc_error(error, "localhost:8000"))
+    assert told == (
+        "no server answers at localhost:8000 in gRPC, whose port is 50051 by default; start one with: splitserve up"
+    )
+
+
+def test_an_address_may_say_that_it_is_without_tls(script, target, asked):
+    asked(f"http://{target}/")
+    assert [request.text for request in script.requests] == ["hi"]
+
+
+@pytest.mark.parametrize("nowhere", ["ftp://localhost:1", "localhost:port", "nowhere.invalid:1"])
+def test_what_is_no_address_is_called_so(nowhere, asked):
+    with pytest.raises(Unavailable, match=f"{nowhere} is not an address that can be resolved"):
+        asked(nowhere)
+
+
+@pytest.mark.parametrize("nowhere", [None, "", "http://", "https:///"])
+@pytest.mark.parametrize("client", [Client, AsyncClient])
+def test_an_address_that_is_missing_is_refused_when_the_client_is_made(client, nowhere):
+    with pytest.raises(SettingsError, match=r"a server is HOST:PORT or https://HOST:PORT, not "):
+        client(nowhere)
 
 
 def test_the_deadline_ends_an_endless_answer(script, target, asked):

@@ -157,6 +157,7 @@ def test_a_clean_end_leaves_nothing(up, hangups, tmp_path, when, number, exit_co
     assert cluster.log_dir.is_dir()
     cluster.process.send_signal(number)
     assert (cluster.end(), cluster.said.splitlines()[-1]) == (exit_code, "Stopped.")
+    assert ("Stopping: answers have 10 s to end; a second Ctrl-C ends them." in cluster.said) == (when == "Ready")
     assert_gone(children.values())
     assert list((tmp_path / "tmp").iterdir()) == []
     assert "Traceback" not in cluster.said
@@ -186,6 +187,21 @@ def test_a_hangup_has_the_api_keys_read_again_and_nothing_ends(up, hangups, tmp_
     assert not _is_let_in(cluster, "key-of-ann")
     cluster.process.send_signal(signal.SIGTERM)
     assert (cluster.end(), cluster.said.splitlines()[-1]) == (0, "Stopped.")
+
+
+def test_a_hangup_while_it_loads_ends_nothing_and_is_passed_on(up, hangups, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("ann key-of-ann\n")
+    cluster = up("--api-keys-file", str(keys))
+    cluster.read_until("Loading")
+    keys.write_text("ann key-of-ann\nbob key-of-bob\n")
+    cluster.process.send_signal(signal.SIGHUP)
+    cluster.read_until("Ready")
+    while not _is_let_in(cluster, "key-of-bob"):
+        assert is_running(cluster), cluster.end()
+        time.sleep(0.05)
+    cluster.process.send_signal(signal.SIGTERM)
+    assert cluster.end() == 0
 
 
 def _is_let_in(cluster: Up, key: str) -> bool:
