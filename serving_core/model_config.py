@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serving_core.differences import FAMILIES, SILU, Differences, check_names, eps_name, read_layer_types
+from serving_core.differences import FAMILIES, SILU, SWISH, Differences, check_names, eps_name, read_layer_types
 from serving_core.embedders import Embedder, read_embedder
 from serving_core.errors import ModelError
 from serving_core.experts import Experts
@@ -124,10 +124,13 @@ def read_model_config(folder: Path, model_impl: str = "auto", runner: str = "aut
     if (folder / "generation_config.json").exists():
         sources.insert(0, read_json_object(folder / "generation_config.json"))
     is_native = architecture in MODEL_TYPES and (model_impl != TRANSFORMERS or architecture == FAKE_ARCHITECTURE)
+    if architecture in MODEL_TYPES:
+        _refuse_both_ways(config)
     try:
         fields = _native_fields(said, architecture) if is_native else _foreign_fields(config)
     except ModelError as error:
-        if family is None or model_impl != "auto" or is_headless:  # of which transformers computes none
+        is_left = model_impl == "auto" and is_native and architecture != FAKE_ARCHITECTURE
+        if not is_left or is_headless or config.raw("quantization_config") is not None:  # transformers computes none
             raise
         logger.info("%s is left to transformers: %s", architecture, error)
         fields = _foreign_fields(config)
@@ -146,14 +149,13 @@ def read_model_config(folder: Path, model_impl: str = "auto", runner: str = "aut
 
 
 def _native_fields(config: JsonFields, architecture: str) -> dict[str, Any]:
-    _refuse_unsupported(config)
     num_heads, num_layers = config.integer("num_attention_heads"), _num_layers(config)
     head_dim = _head_dim(config, architecture, num_heads)
     differences = Differences()
     if architecture in FAMILIES:
         check_names(config, architecture)
         differences = FAMILIES[architecture].read(config, head_dim, num_layers)
-    if differences.activation == SILU and config.text("hidden_act", SILU) != SILU:
+    if differences.activation == SILU and config.text("hidden_act", SILU) not in (SILU, SWISH):
         raise ModelError(f"hidden_act {config.text('hidden_act')!r} is not supported; supported is {SILU}")
     if differences.rearranges and config.raw("quantization_config") is not None:
         raise ModelError(f"a quantization_config is not supported for {architecture}: its weights are rearranged")
@@ -278,7 +280,7 @@ def _with_head(name: str) -> str:
     return whole if name.endswith(HEADLESS_SUFFIX) and whole in MODEL_TYPES and whole != FAKE_ARCHITECTURE else name
 
 
-def _refuse_unsupported(config: JsonFields) -> None:
+def _refuse_both_ways(config: JsonFields) -> None:
     if not config.boolean("is_causal", True) or config.boolean("use_bidirectional_attention", False):
         raise ModelError("attention that goes both ways is not supported, and config.json asks for it")
 
@@ -318,7 +320,12 @@ def _sliding_windows(
     if architecture in ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM"):
         config = config.with_defaults({"sliding_window": DEFAULT_SLIDING_WINDOW})
         window = None if config.raw("sliding_window") is None else config.integer("sliding_window")
-        return (window,) * num_layers
+        slides = [window is not None] * num_layers
+        if architecture == "MistralForCausalLM":  # which with layer_types is transformers' Ministral
+            slides = read_layer_types(config, slides)
+        if any(slides) and window is None:
+            raise ModelError("layers of sliding_attention want a sliding_window")
+        return tuple(window if slide else None for slide in slides)
     if architecture == "Cohere2ForCausalLM":  # what rotates has a window
         window = config.integer("sliding_window")
         return tuple(None if layer in unrotated_layers else window for layer in range(num_layers))

@@ -45,6 +45,7 @@ from serving_core.stored_tensors import FLOATS
 logger = logging.getLogger(__name__)
 
 MOST_NAMES: Final = 3
+TAKEN_FOR: Final = {"MinistralForCausalLM": "MistralForCausalLM"}  # by transformers, where there are layer_types
 UNREADABLE: Final = (  # what transformers raises of a config.json
     AttributeError,
     ImportError,
@@ -138,7 +139,7 @@ def _check_rotation(theirs: PreTrainedConfig, max_model_len: int) -> None:
 
 def _class_of(theirs: PreTrainedConfig, architecture: str) -> Any:
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(theirs), None)
-    if model_class is None or model_class.__name__ != architecture:
+    if model_class is None or architecture not in (model_class.__name__, TAKEN_FOR.get(model_class.__name__)):
         raise ModelError(f"transformers has no text decoder {architecture!r} for model_type {theirs.model_type!r}")
     if not model_class._supports_attention_backend:
         raise ModelError(f"{architecture} is not supported: it does its attention itself, past transformers' interface")
