@@ -18,8 +18,8 @@ def is_gguf(folder: Path) -> bool:
 
 
 def index_of(folder: Path) -> Path | None:
-    """The index of a model folder; None where there is none, or a single file beside it: what saves a model into one file
-    over one in several may leave their index behind."""
+    """The index of a model folder; None where there is none, or a single file beside it: a model that is saved into one
+    file over several may leave their index behind."""
     index = folder / INDEX_FILE
     return index if index.exists() and not (folder / SINGLE_FILE).exists() else None
 
