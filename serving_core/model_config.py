@@ -195,8 +195,9 @@ def _has_qkv_bias(config: JsonFields, architecture: str) -> bool:
 def _foreign_fields(config: JsonFields) -> dict[str, Any]:
     if config.boolean("is_encoder_decoder", False):
         raise ModelError("an encoder-decoder is not supported: its cache is not keys and values of one text")
-    if config.raw("quantization_config") is not None:
-        raise ModelError("a quantization_config is not supported for models that transformers computes")
+    if (quantization := config.nested("quantization_config")) is not None:
+        method = quantization.raw("quant_method")
+        raise ModelError(f"weights quantized by {method!r:.80} are not supported for models that transformers computes")
     sizes = config.renamed(_OTHER_NAMES)
     num_heads, num_layers = sizes.integer("num_attention_heads"), _num_layers(sizes)
     hidden_size = sizes.integer("hidden_size")

@@ -337,7 +337,10 @@ def test_native_and_foreign_by_name(read):
     ("changes", "sentence"),
     [
         ({"is_encoder_decoder": True}, "an encoder-decoder is not supported"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "a quantization_config is not supported for models that"),
+        (
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "weights quantized by 'mxfp4' are not supported for models that",
+        ),
         ({"num_attention_heads": None}, "num_attention_heads is missing"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers .* must be at most 1024"),
         ({"num_key_value_heads": 3}, r"num_key_value_heads .* must be a divisor of num_attention_heads \(4\)"),
