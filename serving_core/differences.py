@@ -161,8 +161,10 @@ def _olmoe(config: JsonFields, head_dim: int, num_layers: int) -> Differences:
 def _phi3(config: JsonFields, head_dim: int, num_layers: int) -> Differences:
     if rope_kind(config) != "default":
         raise ModelError(f"rope type {rope_kind(config)!r} is not supported in Phi-3, where it may depend on the text")
-    rotary_dim = int(head_dim * rotary_share(config))
-    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+    if (share := rotary_share(config)) > 1:
+        raise ModelError(f"partial_rotary_factor {share:g} is not supported; it is at most 1")
+    rotary_dim = int(head_dim * share)
+    if not rotary_dim or rotary_dim % 2:
         raise ModelError(f"{rotary_dim} rotated elements of a head of {head_dim} are not supported; they form pairs")
     return Differences(is_fused=True, rotary_dim=None if rotary_dim == head_dim else rotary_dim)
 

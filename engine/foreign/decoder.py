@@ -20,7 +20,15 @@ from serving_core.sharding import Extent, Shard
 
 EAGER: Final = "eager"  # transformers' own attention, step by step
 MOST_CHARACTERS: Final = 300
-UNCOMPUTABLE: Final = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)  # what models raise
+UNCOMPUTABLE: Final = (  # what models raise
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 class ForeignDecoder:

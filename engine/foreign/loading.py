@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.generic import ContextManagers
 from transformers.utils.logging import disable_progress_bar
 
-from engine.foreign.decoder import ForeignDecoder, in_a_line
+from engine.foreign.decoder import UNCOMPUTABLE, ForeignDecoder, in_a_line
 from engine.foreign.division import Cut, divide, leave_biases
 from engine.foreign.interface import NAME
 from engine.foreign.latent import keep_latents
@@ -46,16 +46,12 @@ logger = logging.getLogger(__name__)
 
 MOST_NAMES: Final = 3
 TAKEN_FOR: Final = {"MinistralForCausalLM": "MistralForCausalLM"}  # by transformers, where there are layer_types
-UNREADABLE: Final = (  # what transformers raises of a config.json
-    AttributeError,
+UNREADABLE: Final = (
+    *UNCOMPUTABLE,
     ImportError,
-    KeyError,
     OSError,
-    RuntimeError,
     StrictDataclassError,
-    TypeError,
-    ValueError,
-)
+)  # what transformers raises of a config.json
 
 
 def load_foreign(

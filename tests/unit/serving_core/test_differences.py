@@ -200,6 +200,7 @@ def test_which_layers_of_smollm3_rotate_and_slide(fields, unrotated, windows, re
         ("olmo2", {"mlp_bias": True}, "does not know mlp_bias"),
         ("phi3", {"rope_scaling": YARN}, "rope type 'yarn' is not supported in Phi-3"),
         ("phi3", {"partial_rotary_factor": 0.45}, "5 rotated elements of a head of 12 are not supported"),
+        ("phi3", {"partial_rotary_factor": 1e308}, r"partial_rotary_factor 1e\+308 is not supported; it is at most 1"),
         ("phi3", {"attention_bias": True}, "does not know attention_bias"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers .* must be a list of 3 times 0 or 1"),
         ("smollm3", {"layer_types": ["sliding_attention"] * 3, "sliding_window": 7}, "want use_sliding_window"),
