@@ -53,8 +53,6 @@ class ForeignDecoder:
         asked = self._ask(device)
         if handover is not None:
             handover.is_on = True
-        self.is_staged: Final = handover is not None
-        """Whether other stages compute some of its layers."""
         self._is_divided: Final = _is_divided(asked, layout, shard)
         """Whether each rank's model asks for the attention of that rank's heads; else of all."""
         self.needs_portable: Final = any(call.is_unusual for call in asked)

@@ -31,6 +31,7 @@ from engine.foreign.interface import NAME
 from engine.foreign.latent import keep_latents
 from engine.foreign.quantized import check_quantizable, quantize_model
 from engine.foreign.stages import keep_stage
+from engine.foreign.verification import check_staged
 from engine.model.checkpoint import Checkpoint, Part, whole_tensor
 from engine.model.weights import open_checkpoint
 from engine.parallel import RankGroup
@@ -69,6 +70,8 @@ def load_foreign(
     ranks that compute the same layers, `pipeline` leads to other stages, if there are any. Raises ModelError
     with one sentence for what transformers does not know, and where the model does not do what our attention and our
     cache can; SettingsError for ranks that cannot divide it."""
+    if pipeline is not None and settings.verify_model:
+        check_staged(config)
     disable_progress_bar()  # type: ignore[no-untyped-call]
     model = _build(
         _read_config(folder, config, settings.max_model_len or config.max_position_embeddings), config, dtype
@@ -84,7 +87,11 @@ def load_foreign(
     quantizes = settings.quantization != "none"
     if quantizes:
         check_quantizable(model, settings.quantization)
-    _fill(model, open_checkpoint(folder), names, cuts, dtype, device)
+    try:
+        _fill(model, open_checkpoint(folder), names, cuts, dtype, device)
+    except UNREADABLE as error:
+        raise ModelError(f"transformers cannot fill {config.architecture}: {in_a_line(error)}") from error
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     leave_biases(model, cuts, group.rank)
     model.train(False)
     num_bytes = quantize_model(model, settings.quantization) if quantizes else 0
@@ -221,7 +228,6 @@ def _fill(
     if found.conversion_errors:
         raise ModelError(f"the weights of {_spell(sorted(found.conversion_errors))} cannot be converted")
     model._finalize_model_loading(model, load_config, found)
-    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 def _spell(names: list[str]) -> str:
