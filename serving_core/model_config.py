@@ -123,17 +123,8 @@ def read_model_config(folder: Path, model_impl: str = "auto", runner: str = "aut
     sources = [config]
     if (folder / "generation_config.json").exists():
         sources.insert(0, read_json_object(folder / "generation_config.json"))
-    is_native = architecture in MODEL_TYPES and (model_impl != TRANSFORMERS or architecture == FAKE_ARCHITECTURE)
     if architecture in MODEL_TYPES:
         _refuse_both_ways(config)
-    try:
-        fields = _native_fields(said, architecture) if is_native else _foreign_fields(config)
-    except ModelError as error:
-        is_left = model_impl == "auto" and is_native and architecture != FAKE_ARCHITECTURE
-        if not is_left or is_headless or config.raw("quantization_config") is not None:  # transformers computes none
-            raise
-        logger.info("%s is left to transformers: %s", architecture, error)
-        fields = _foreign_fields(config)
     return ModelConfig(
         architecture=architecture,
         model_type=model_type,
@@ -144,8 +135,25 @@ def read_model_config(folder: Path, model_impl: str = "auto", runner: str = "aut
         eos_token_ids=_token_ids(sources, "eos_token_id", vocab_size),
         embedder=read_embedder(folder, config, runner, is_headless=is_headless),
         is_text_part=is_text_part,
-        **fields,
+        **_fields(config, said, architecture, model_impl, is_headless=is_headless),
     )
+
+
+def _fields(
+    config: JsonFields, said: JsonFields, architecture: str, model_impl: str, *, is_headless: bool
+) -> dict[str, Any]:
+    """As our decoder reads them; as transformers does, if there is none or it does not know all that is asked for."""
+    is_fake = architecture == FAKE_ARCHITECTURE
+    if architecture not in MODEL_TYPES or (model_impl == TRANSFORMERS and not is_fake):
+        return _foreign_fields(config)
+    try:
+        return _native_fields(said, architecture)
+    except ModelError as error:
+        is_ours_alone = is_fake or is_headless or config.raw("quantization_config") is not None
+        if model_impl != "auto" or is_ours_alone:
+            raise
+        logger.info("%s is left to transformers: %s", architecture, error)
+        return _foreign_fields(config)
 
 
 def _native_fields(config: JsonFields, architecture: str) -> dict[str, Any]:
